@@ -25,7 +25,7 @@ help:
 	@touch $@
 
 test: .venv/installed
-	$(RUN) -m pytest -n 2 --dist loadfile --max-worker-restart 0
+	$(RUN) -m pytest -n 3 --dist loadfile --max-worker-restart 0
 
 demo: .venv/installed
 	rm -rf demo

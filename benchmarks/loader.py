@@ -120,7 +120,8 @@ def ours(
     dataset: Path, stage: str, backend: str, batch: int, threads: int, seconds: float, device: str
 ) -> Iterator[float]:
     from omnilead.engine.data.augmentations import AugmentConfig
-    from omnilead.engine.data.loader import Loader, LoaderConfig
+    from omnilead.engine.data.config import LoaderConfig
+    from omnilead.engine.data.loader import Loader
 
     one_thread()
     augment = AugmentConfig(rlm=0.5, noise=STAGES[stage][0])  # type: ignore[arg-type]

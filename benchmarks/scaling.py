@@ -50,7 +50,8 @@ def first_batch(dataset: str) -> Iterator[float]:
     first batch."""
     import torch
 
-    from omnilead.engine.data.loader import Loader, LoaderConfig
+    from omnilead.engine.data.config import LoaderConfig
+    from omnilead.engine.data.loader import Loader
 
     torch.set_num_threads(1)
     how: dict[str, Any] = {"world": 8, "pretrain": True, "halves": 2, "reuse_batches": True}

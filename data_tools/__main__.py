@@ -304,14 +304,14 @@ def _built(opened: "list[Source]", options: "ShardOptions") -> "Dataset":
     from omnilead.data_tools.build import shard as build
 
     private = [] if options.pseudonym_key else _privacy_notes(opened)
-    told = _tell_notes(_notes_of(opened) + private)
+    notes_before = _tell_notes(_notes_of(opened) + private)
     dataset = build.shard(opened, options)
-    found = _notes_of(opened)  # some are known only afterwards
+    notes_after = _notes_of(opened)  # some are known only afterwards
     with optional("notes on the dataset"):
         from omnilead.data_tools.extras.plots import notes
 
-        found = [*notes(dataset), *found]
-    _tell_notes(found, told)
+        notes_after = [*notes(dataset), *notes_after]
+    _tell_notes(notes_after, notes_before)
     return dataset
 
 
@@ -338,9 +338,9 @@ def _role_sources(
     if id_share is not None:
         chosen["id_share"] = id_share
     if plan == "all" and chosen:
-        given = "--id-share" if "id_share" in chosen else f"--{next(iter(chosen))}-sources"
+        option = "--id-share" if "id_share" in chosen else f"--{next(iter(chosen))}-sources"
         raise DataError(
-            f"--plan all uses everything for pre-training, so {given} has no effect: use --plan "
+            f"--plan all uses everything for pre-training, so {option} has no effect: use --plan "
             "paper"
         )
     leave_out = [] if flags == "none" else sorted(set(flags.split(",")))
@@ -359,22 +359,22 @@ def _notes_of(sources: "list[Source]") -> list[str]:
     return notes
 
 
-def _tell_notes(notes: list[str], told: Sequence[str] = ()) -> list[str]:
+def _tell_notes(notes: list[str], told_before: Sequence[str] = ()) -> list[str]:
     """Tells the notes but for those `told` before. Returns the notes."""
     for note in notes:
-        if note and note not in told:
+        if note and note not in told_before:
             tell(f"note: {note}")
     return notes
 
 
 def _privacy_notes(sources: "list[Source]") -> list[str]:
     """What in a dataset of these sources would tell who the patients are."""
-    found = []
+    notes = []
     for source in sources:
         if source.private:
             held = f"{source.root.url}: a dataset made from it holds {source.private}"
-            found.append(f"{held}: --pseudonymize KEYFILE replaces both")
-    return found
+            notes.append(f"{held}: --pseudonymize KEYFILE replaces both")
+    return notes
 
 
 def verify(
@@ -405,22 +405,22 @@ def verify(
 
     key = read_key(pseudonymize) if pseudonymize else None
     opened = Dataset.open(os.fspath(dataset), anonymous)
-    for option, given in (("source", source != "auto" and source), ("patients", patients)):
-        if given and not archive:
+    for option, value in (("source", source != "auto" and source), ("patients", patients)):
+        if value and not archive:
             raise DataError(
-                f"--{option} {given} applies to an archive, and none is given: add --archive SRC"
+                f"--{option} {value} applies to an archive, and none is given: add --archive SRC"
             )
     arrays = {"fs_hz": fs_hz, "unit": unit, "leads": leads}
     sources = _open_sources(_paths(archive), source, anonymous, bool(key), arrays)
-    _tell_notes([one.left_out for one in sources])
+    _tell_notes([opened_source.left_out for opened_source in sources])
     quiet = not interactive()
     return checks.verify(opened, sources, fast, workers or CORES, key, quiet, patients)
 
 
-def _paths(given: Paths) -> list[str]:
-    if isinstance(given, str | os.PathLike):
-        return [os.fspath(given)]
-    return [os.fspath(one) for one in given]
+def _paths(paths: Paths) -> list[str]:
+    if isinstance(paths, str | os.PathLike):
+        return [os.fspath(paths)]
+    return [os.fspath(path) for path in paths]
 
 
 def _refused(dataset: "Dataset") -> int:
@@ -432,8 +432,8 @@ def _open_sources(
 ) -> "list[Source]":
     from omnilead.data_tools.sources.detect import FileReader, open_sources
 
-    given = {name: value for name, value in arrays.items() if value is not None}
-    if given and kind != "arrays":
+    stated = {name: value for name, value in arrays.items() if value is not None}
+    if stated and kind != "arrays":
         raise DataError("--fs, --unit and --leads describe arrays: add --source arrays")
     hospital: FileReader | None = None
     with optional("files of ECG carts"):
@@ -442,7 +442,7 @@ def _open_sources(
         hospital = HospitalFiles
     sources = []
     for url in urls:
-        sources += open_sources(url, kind, anonymous, urls, private, hospital, given)
+        sources += open_sources(url, kind, anonymous, urls, private, hospital, stated)
     return sources
 
 
@@ -477,8 +477,8 @@ def _verify(**options: Any) -> int:
     from omnilead.data_tools.dataset import Dataset
 
     started = time.monotonic()
-    found = verify(**options)
-    for finding in found:
+    findings = verify(**options)
+    for finding in findings:
         echo(printable(finding))
     dataset = Dataset.open(options["dataset"], options["anonymous"])
     checked = "every byte, row and role"
@@ -491,11 +491,11 @@ def _verify(**options: Any) -> int:
         files = " and ".join(folders[name] for name in dataset.meta["formats"])
         checked += f"; not read: the contents of {files}, run without --fast to check these"
     result = f"all checks passed ({checked})"
-    if found:
-        result = f"{len(found)} finding{'s' * (len(found) != 1)}"
+    if findings:
+        result = f"{len(findings)} finding{'s' * (len(findings) != 1)}"
     seconds = time.monotonic() - started
     echo(f"{options['dataset']}: {len(dataset):,} crops, {result}; {seconds:.1f} s")
-    return 1 if found else 0
+    return 1 if findings else 0
 
 
 def _remove(
@@ -556,7 +556,7 @@ def _show(
     if Path(what).is_file() or what.endswith(".hea") or ".zip/" in what:
         if crop is not None:
             raise DataError(f"--crop {crop}: {what} is a record, not a dataset: leave out --crop")
-        figure = _record_figure(what)
+        figure = _record_figure(what, draw=bool(png))
     else:
         dataset = Dataset.open(what, anonymous)
         if crop is None:
@@ -618,7 +618,7 @@ def _labels(
     return 0
 
 
-def _record_figure(path: str) -> Any:
+def _record_figure(path: str, draw: bool = True) -> Any:
     import numpy as np
 
     from omnilead.data_tools.dataset import CROP_SHAPE
@@ -652,12 +652,14 @@ def _record_figure(path: str) -> Any:
         crop = prepare_crop(record, 0, samples)
     except ReadError as error:
         raise DataError(f"{path} would be refused: {error}") from None
+    if not draw:  # matplotlib takes half a second
+        return None
     drawn_s = crop.halves * HALF / FS_HZ
     rate_and_axis = computed(samples, crop.halves, crop.missing)
     echo(f"  {rate_and_axis}")
     part = f"first {drawn_s:g} of {seconds:.3g} s" if seconds > drawn_s else ""
-    said = [part, rate_and_axis, *warnings, caption_of(record.age, record.sex, record.dx)]
-    caption = ". ".join(filter(None, said))
+    sentences = [part, rate_and_axis, *warnings, caption_of(record.age, record.sex, record.dx)]
+    caption = ". ".join(filter(None, sentences))
     return ecg_figure(samples, crop.halves, record.name, caption, crop.missing)
 
 

@@ -217,7 +217,7 @@ class Dataset:
     ) -> Self:
         """`version`: its number or its fingerprint; None: the newest, or the one of which
         `begun_with` has the fingerprint."""
-        newest = cls.at(dataset_folder(url, anonymous), META)
+        newest = cls._with_meta(dataset_folder(url, anonymous), META)
         for earlier in newest.earlier:
             if earlier in begun_with:
                 version = earlier
@@ -234,10 +234,10 @@ class Dataset:
                 f"{self.oldest} to {self.version} (removing patients deletes earlier ones): use the "
                 "newest, and --out NEW for a run"
             )
-        return self.at(self.root, f"{VERSIONS}/{number}/{META}")
+        return self._with_meta(self.root, f"{VERSIONS}/{number}/{META}")
 
     @classmethod
-    def at(cls, root: Folder, name: str) -> Self:
+    def _with_meta(cls, root: Folder, name: str) -> Self:
         """`name`: that of dataset.json."""
         url = root.url
         try:

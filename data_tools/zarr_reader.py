@@ -95,7 +95,7 @@ def index_bytes(block: int) -> int:
 
 def decode(chunk: bytes, length: int, crop: np.ndarray) -> None:
     packed = _checked(chunk, length, "its chunk")
-    raw, whole = (int.from_bytes(packed[at : at + 4], "little") for at in (4, 12))
+    raw, whole = (int.from_bytes(packed[start : start + 4], "little") for start in (4, 12))
     if (raw, whole) != (CROP_BYTES, len(packed)):
         raise ChunkError(
             f"its chunk states {raw} bytes out of {whole}, not {CROP_BYTES} out of {len(packed)}"

@@ -23,9 +23,10 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.terminal import Parser, tell
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AUTHORS_NOISE, PAPER_NOISE
-from omnilead.engine.data.augmentations.stage import Params, Random, TorchOps, augment, draws
+from omnilead.engine.data.augmentations.stage import Params, Random, augment, draws
 from omnilead.engine.data.augmentations.threekg import ThreeKG
-from omnilead.engine.data.augmenter import FS_HZ, HALF
+from omnilead.engine.data.config import FS_HZ, HALF
+from omnilead.engine.data.torch_ops import TorchOps
 from omnilead.engine.settings.commandline import interruptible
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.metrics import Array

@@ -101,12 +101,12 @@ def values(schema: dict[str, Any]) -> str:
     )
 
 
-def tables(kind: type[RunConfig], known: set[type]) -> Iterator[str]:
-    """Of the sections that are not `known` yet, which are then."""
+def rows_of(kind: type[RunConfig], known: set[type]) -> Iterator[tuple[str, str]]:
+    """Each setting with its row, of the sections that are not `known` yet, which are then."""
     schema = kind.model_json_schema()
     defaults = flatten(kind().tree())
 
-    def rows(prefix: str, section: type, of: dict[str, Any]) -> Iterator[str]:
+    def rows(prefix: str, section: type, of: dict[str, Any]) -> Iterator[tuple[str, str]]:
         meaning = comments(section)
         for name, one in of["properties"].items():
             key, reference = (
@@ -116,7 +116,7 @@ def tables(kind: type[RunConfig], known: set[type]) -> Iterator[str]:
             inside = schema["$defs"][reference.rpartition("/")[2]] if reference else {}
             if "properties" not in inside:
                 default = json.dumps(defaults.get(key, one.get("default")))
-                yield f"| `{key}` | `{default}` | {meaning[name]} *({values(one | inside)})* |"
+                yield key, f"| `{key}` | `{default}` | {meaning[name]} *({values(one | inside)})* |"
                 continue
             hint = get_type_hints(section)[name]
             below = next(part for part in (hint, *get_args(hint)) if isinstance(part, type))
@@ -144,8 +144,8 @@ def text() -> str:
                 else ""
             )
         groups: dict[str, list[str]] = {}
-        for row in tables(kind, known):
-            section, dot, _ = row.removeprefix("| `").partition("`")[0].partition(".")
+        for key, row in rows_of(kind, known):
+            section, dot, _ = key.partition(".")
             groups.setdefault(section if dot else "", []).append(row)
         for section, rows in groups.items():
             if section:

@@ -11,8 +11,10 @@ Baselines are included: five draws of random weights of each architecture, and m
 pre-training: the mean beat, measurements of the signal, gradient boosting on both (extra `bench`),
 and MiniRocket. OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the
 embeddings. Run again after an interruption or with more tasks, the command computes only what is
-missing. Without a terminal, a line on stderr says when a model is done. How to compare fairly:
-docs/comparing.md. Exit code 2: an argument or a file is wrong.
+missing. A line on stderr says how long it may take; without a terminal, others say when a model is
+done. With --head, bench.md says which row MODEL is, and how good it is by cross-validation
+(`omnilead fit` writes MODEL without the comparison). How to compare fairly: docs/comparing.md.
+Exit code 2: an argument or a file is wrong.
 """
 
 import argparse

@@ -24,7 +24,7 @@ Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from omnilead.engine.trainings import SHORTCUTS, Shortcut, command, run_from_pyt
 
 if TYPE_CHECKING:
     from omnilead.engine.finetuning.task import FinetuneTask
+    from omnilead.engine.tasks.config import FinetuneConfig
     from omnilead.engine.trainings import Data, TrainingRun
 
 KINDS = ("binary", "multilabel", "multiclass", "regression", "survival")
@@ -70,6 +71,13 @@ def finetune_task() -> "type[FinetuneTask]":
     return FinetuneTask
 
 
+def finetune_settings() -> "tuple[type[FinetuneConfig], Callable[..., FinetuneConfig]]":
+    from omnilead.engine.finetuning.read_settings import read_settings
+    from omnilead.engine.tasks.config import FinetuneConfig
+
+    return FinetuneConfig, read_settings
+
+
 def finetune(
     start: File,
     *,
@@ -98,10 +106,19 @@ def finetune(
     }
     settings |= {f"task.{name}": value for name, value in of_task.items() if value is not None}
     settings["start"] = start
-    return run_from_python(train_run, finetune_task(), config, data, out, settings)
+    return run_from_python(train_run, finetune_task, finetune_settings, config, data, out, settings)
 
 
-main = partial(command, "finetune", __doc__, train_run, finetune_task, None, SHORTCUTS | OWN)
+main = partial(
+    command,
+    "finetune",
+    __doc__,
+    train_run,
+    finetune_task,
+    finetune_settings,
+    None,
+    SHORTCUTS | OWN,
+)
 
 if __name__ == "__main__":
     interruptible("omnilead finetune")

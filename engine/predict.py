@@ -9,13 +9,15 @@ values in their unit.
 
 Columns: source, record, patient, row (of the dataset), start_s, flags (as in samples.parquet:
 `implausible` if the file probably states a wrong scale), missing_leads (the model uses them,
-but they were not recorded, or are all zero), then, by the kind of task: for each class AF
-(probability) and AF_predicted (true above the threshold with the best F1 in validation, which can
-be far below 0.5; for 95 % sensitivity see `omnilead evaluate --role valid`); or `predicted` (the
-most probable class) and the probability of each class; or values such as age_years, or risk. The
-prediction of a record is the mean over its segments (5 s, or the model's window). Inputs,
-unreadable files and resuming are as in `omnilead embed`. Exit code 2: an argument or a file is
-wrong. Exit code 1: computing or writing failed.
+but they were not recorded, or are all zero), path (the file that the ECG came from), then, by the
+kind of task: for each class AF (probability) and AF_predicted (true above the threshold with the
+best F1 in validation, which can be far below 0.5); or `predicted` (the most probable class) and the
+probability of each class; or values such as age_years, or risk. The prediction of a record is the
+mean over its segments (5 s, or the model's window). A note says how good a model of `omnilead fit`
+was in cross-validation, and from which score on 95 % of the positives lie; for other models see
+`omnilead evaluate --role valid`. What was skipped is listed in F.skipped.csv. Inputs and resuming
+are as in `omnilead embed`. Exit code 2: an argument or a file is wrong. Exit code 1: computing or
+writing failed.
 """
 
 import sys

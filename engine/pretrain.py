@@ -27,7 +27,7 @@ wrong. Exit 1: the run failed. In Python:
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -40,10 +40,9 @@ from omnilead.engine.settings.commandline import interruptible, leave
 from omnilead.engine.trainings import SHORTCUTS, command, finish, run_from_python
 
 if TYPE_CHECKING:
-    from omnilead.engine.training.config import RunConfig
+    from omnilead.engine.training.config import Config, RunConfig
     from omnilead.engine.training.pretraining import PretrainTask
-    from omnilead.engine.training.task import TrainingTask
-    from omnilead.engine.trainings import Data, TrainingRun
+    from omnilead.engine.trainings import Data, Task, TrainingRun
 
 
 def pretrain_task() -> "type[PretrainTask]":
@@ -53,22 +52,33 @@ def pretrain_task() -> "type[PretrainTask]":
     return PretrainTask
 
 
-def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: int = 0) -> bool:
+def pretrain_settings() -> "tuple[type[Config], Callable[..., Config]]":
+    from omnilead.engine.training.config import Config
+    from omnilead.engine.training.read_settings import read_settings
+
+    return Config, read_settings
+
+
+def train_run(config: "RunConfig", task: "Task", profile: int = 0) -> bool:
     """Trains or resumes a run, and exports its model at the end. Fine-tuning is this with another
     task. `profile`: how many steps to trace. False: stopped by SIGTERM, with a checkpoint. Errors
     are raised; KeyboardInterrupt after Ctrl-C, with a checkpoint too."""
     from omnilead.engine.settings.launcher import environment
-    from omnilead.engine.training import distributed, tracking, train
+    from omnilead.engine.training import run_folder, tracking
     from omnilead.engine.training.config import check
-    from omnilead.engine.training.loop import Loop
-    from omnilead.engine.training.run_folder import RunFolder
 
     check(config, environment()[1])
     tracking.require_installed(config)
-    profiler = tracking.Profile(profile) if profile else None
-    datasets = train.open_datasets(config)
-    folder = RunFolder(config.run)
+    datasets = run_folder.open_datasets(config)
+    folder = run_folder.RunFolder(config.run)
     folder.make()
+    # Only now PyTorch and DeepSpeed, which take seconds: a wrong setting or path is said before
+    from omnilead.engine.training import distributed, train
+    from omnilead.engine.training.loop import Loop
+    from omnilead.engine.training.profiling import Profile
+
+    task_class = task()
+    profiler = Profile(profile) if profile else None
     with (
         distributed.started(config.train) as ranks,
         folder.locked(ranks),
@@ -119,7 +129,7 @@ def pretrain(
     **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a checkpoint and raises
     KeyboardInterrupt. Other errors have one-line messages, such as engine.settings.errors.ConfigError.
     """
-    return run_from_python(train_run, pretrain_task(), config, data, out, settings)
+    return run_from_python(train_run, pretrain_task, pretrain_settings, config, data, out, settings)
 
 
 main = partial(
@@ -128,6 +138,7 @@ main = partial(
     __doc__,
     train_run,
     pretrain_task,
+    pretrain_settings,
     "quickstart, or what --start was trained with",
     SHORTCUTS,
 )

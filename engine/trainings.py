@@ -1,11 +1,11 @@
 """What `pretrain` and `finetune` share around training: their command line, what follows a training
 (RUN/model, its model card and RUN/report.html), and trainings from Python. PyTorch is imported only
-once the arguments are known.
+once the settings are known to be right.
 
-main = partial(command, "pretrain", __doc__, train_run, pretrain_task, "quickstart", SHORTCUTS)
+main = partial(command, "pretrain", __doc__, train_run, pretrain_task, pretrain_settings, "quickstart", SHORTCUTS)
 main(["--config", "w2v_cmsc_rlm", "--data", "DATASET", "--out", "RUN"])  # -> exit code
 
-run = run_from_python(train_run, PretrainTask, None, "DATASET", "RUN", {"train.steps": 1000})
+run = run_from_python(train_run, pretrain_task, pretrain_settings, None, "DATASET", "RUN", {"train.steps": 1000})
 run.model().embed(...), run.validation[-1], run.report
 
 export(RunFolder("RUN"), PretrainTask)                   # RUN/model from a checkpoint
@@ -26,7 +26,7 @@ from omnilead.data_tools.io.errors import DataError
 from omnilead.data_tools.io.terminal import Parser, is_memory, optional, say, show
 
 from .settings.commandline import note_for_torchrun, positive, run_folder, tell_failure
-from .settings.errors import ConfigError, OutputError
+from .settings.errors import ConfigError, OutputError, TrainError
 from .settings.launcher import environment
 from .settings.run_files import METRICS, REPORT, VALIDATION, read_rows
 
@@ -34,11 +34,17 @@ if TYPE_CHECKING:
     from omnilead.data_tools.dataset import Dataset
 
     from .inference.trained_model import TrainedModel
+    from .training.config import RunConfig
     from .training.run_folder import RunFolder
     from .training.task import TrainingTask
 
     Data = str | os.PathLike[str] | Dataset
-    Train = Callable[[Any, type[TrainingTask]], bool]  # engine.pretrain.train_run
+    # Imports the class of the task, for which PyTorch is imported
+    Task = Callable[[], type[TrainingTask]]
+    # Imports, without PyTorch, the class of the settings and the function that reads them from a
+    # config and what --set says
+    Settings = Callable[[], tuple[type[RunConfig], Callable[..., Any]]]
+    Train = Callable[[Any, Task, int], bool]  # engine.pretrain.train_run
 
 LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
@@ -93,16 +99,17 @@ class TrainingParser(Parser):
 def command(
     name: str,
     about: str | None,
-    train: Callable[..., bool],
-    task: Callable[[], Any],
+    train: "Train",
+    task: "Task",
+    settings: "Settings",
     default: str | None,
     shortcuts: Mapping[str, Shortcut],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Parses the arguments and trains with engine.pretrain.train_run. `task`: imports the class of
-    the task. `default`: the default config, for --help. Errors are one line and an exit code."""
+    """Parses the arguments and trains with engine.pretrain.train_run. `default`: the default config,
+    for --help. Errors are one line and an exit code."""
     parser = _parser(name, about, default, shortcuts)
-    parser.settings = lambda: task().settings
+    parser.settings = lambda: settings()[0]
     args = parser.parse_args(arguments)
     given = [key for key, value in vars(args).items() if value not in (None, False, [])]
     ignored = [
@@ -113,34 +120,43 @@ def command(
     if ignored and (args.export or args.schema):
         parser.error(f"{' '.join(ignored)}: --export and --schema take no other option")
 
+    if args.dry_run and args.profile:
+        parser.error("--profile: --dry-run runs no step: leave one of them out")
+
     from .training.config import schema
     from .training.run_folder import RunFolder
 
-    task_class = task()
+    kind, read = settings()
     try:
         if args.schema:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
-            return show(schema(task_class.settings) + "\n")
+            return show(schema(kind) + "\n")
         if args.export:
-            say(str(export(RunFolder(args.export), task_class)))
-        else:
-            settings = [*_overrides(args, shortcuts), *args.set]
-            if args.dry_run:
-                from .training.dry_run import dry_run
-
-                if args.profile:
-                    parser.error("--profile: --dry-run runs no step: leave one of them out")
-                if environment()[0]:
-                    return 0
-                config = task_class.read(args.config, settings)
-                return show(dry_run(config, task_class, args.dry_run) + "\n")
-            train(task_class.read(args.config, settings), task_class, args.profile or 0)
+            say(str(export(RunFolder(args.export), task())))
+            return 0
+        if args.dry_run and environment()[0]:
+            return 0
+        config = read(args.config, [*_overrides(args, shortcuts), *args.set])
+        if args.dry_run:
+            return show(_dry_run(config, task, args.dry_run) + "\n")
+        train(config, task, args.profile or 0)
     except (Exception, KeyboardInterrupt) as error:
         message, code = message_and_code(error)
         if code != 130 or os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks
             tell_failure(f"omnilead {name}: {' '.join(message.split())}", everywhere=code == 2)
         return code
     return 0
+
+
+def _dry_run(config: Any, task: "Task", gpus: int) -> str:
+    from .training.config import check
+    from .training.run_folder import open_datasets
+
+    check(config, gpus)
+    datasets = open_datasets(config)
+    from .training.dry_run import dry_run  # not before: see engine.pretrain.train_run
+
+    return dry_run(config, task(), datasets, gpus)
 
 
 def _parser(
@@ -221,9 +237,7 @@ def export(run: "RunFolder", task: "type[TrainingTask]") -> Path:
 def message_and_code(error: BaseException) -> tuple[str, int]:
     """A one-line message and an exit code: 2, settings or files are wrong; 1, the run failed;
     130, Ctrl-C. Raises other errors: bugs."""
-    from .training.checkpoint import CheckpointError, WriteError
-    from .training.distributed import lost_a_rank
-    from .training.loop import TrainError
+    from .training.checkpoint_files import CheckpointError, WriteError
 
     if isinstance(error, ConfigError | DataError | CheckpointError):
         return str(error), 2
@@ -241,9 +255,12 @@ def message_and_code(error: BaseException) -> tuple[str, int]:
         if error.errno in NOT_WRITABLE:
             return f"{name}: choose another with --out RUN", 2
         return f"{name}: the last checkpoint is intact", 1
-    if isinstance(error, RuntimeError) and lost_a_rank(error):
-        reason = str(error).splitlines()[0][:150]
-        return f"another rank died or hung ({reason}): start again to resume", 1
+    if isinstance(error, RuntimeError):
+        from .training.distributed import lost_a_rank
+
+        if lost_a_rank(error):
+            reason = str(error).splitlines()[0][:150]
+            return f"another rank died or hung ({reason}): start again to resume", 1
     raise error
 
 
@@ -283,7 +300,8 @@ class TrainingRun:
 
 def run_from_python(
     train: "Train",
-    task: "type[TrainingTask]",
+    task: "Task",
+    settings_of: "Settings",
     config: str | Path | None,
     data: "Data | Sequence[Data]",
     out: str | os.PathLike[str],
@@ -292,7 +310,6 @@ def run_from_python(
     """Implements omnilead.pretrain and omnilead.finetune."""
     from omnilead.data_tools.dataset import Dataset
 
-    from .training.loop import TrainError
     from .training.run_folder import RunFolder
 
     datasets = [data] if isinstance(data, str | os.PathLike | Dataset) else data
@@ -301,7 +318,7 @@ def run_from_python(
     for name, value in settings.items():
         overrides[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
     try:
-        finished = train(task.read(config, overrides), task)
+        finished = train(settings_of()[1](config, overrides), task, 0)
     except Exception as error:
         message, code = message_and_code(error)
         if message == str(error):

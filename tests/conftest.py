@@ -3,6 +3,7 @@ if available."""
 
 import argparse
 import contextlib
+import gc
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,17 @@ REAL = Path(__file__).parents[2] / "shared"
 def pytest_configure(config):
     """xdist gives out files as they stand, not first those of most tests."""
     config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Garbage collection skips what all tests import: millions of objects, and none of them garbage."""
+    gc.disable()
+    collected = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return collected
 
 
 def pytest_collection_modifyitems(items):
@@ -184,10 +196,11 @@ def save_probed(model, data, task, out, labels="", readout="", leads="12"):
     how |= {"labels": labels, "readout": readout, "head": str(out), "leads": [leads]}
     how |= {"test_data": "", "test_labels": "", "fit_leads": "", "shown": [leads], "seed": 0}
     how |= {"reader": "linear", "code": False, "anonymous": False}
+    how |= {"folds": None, "columns": (), "kind": None}
     how |= {"device": "auto", "precision": "auto", "batch": None}
     args = argparse.Namespace(**how)
     rows = embedders.rows_to_compare([str(model)], args)
     args.widest = bench.widest_input(rows)
     work = plan.planned(args)
-    bench.require_one_probe(rows, work, args)
+    bench.require_one_probe(work, args)
     bench.save_head(rows[0], work, args, Path(f"{out}-parts"))

@@ -6,6 +6,7 @@ listed here.
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -38,9 +39,8 @@ HEAVY = [
     "distributed.cli.dask_worker",
     "distributed.cli.dask_scheduler",
     "tests.unsynced",
-    "tests.frozen",
 ]
-CONTEXT.set_forkserver_preload(HEAVY)
+CONTEXT.set_forkserver_preload(["tests.frozen"])
 
 
 def started(call, *arguments, out, env=None):
@@ -81,12 +81,14 @@ def fork(call):
 
 
 def import_all(names):
-    """What a child has imported, so that the next ones need not."""
+    """What a child has imported, so that the next ones need not, nor look there for garbage."""
     for name in names:
         # Theirs who import them: _asyncio before asyncio breaks both
         if not name.startswith("_"):
             with contextlib.suppress(ImportError):  # Cython's own are no modules
                 importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
 
 
 def at_functions(act):

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from handmade import ecg, write_challenge
 
 from docs import commands, house, settings
@@ -26,8 +27,10 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.extras.hospital.files import FORMATS
 from omnilead.data_tools.io.plugins import plugin
 from omnilead.engine.inference.trained_model import load
-from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validated
 from omnilead.engine.model.encoders import build_encoder, examine
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.settings.commandline import overridden
 from omnilead.engine.settings.files import flatten
 from omnilead.engine.tasks.config import FinetuneConfig
 from omnilead.engine.training.config import Config
@@ -112,6 +115,27 @@ def extending(folder):
         np.savetxt(f"FOLDER/{number}.csv", mv_TL, delimiter=",", header=heading, comments="")
     Path("rhythm.csv").write_text("\n".join(table))
     run_commands(page)
+    the_autoencoder_learns()
+
+
+def the_autoencoder_learns():
+    torch.manual_seed(0)
+    small = {
+        name: yaml.safe_load(value) for name, value in (word.split("=") for word in SMALL.split())
+    }
+    model = overridden({}, small)["model"] | {"input_dropout": 0.0, "dropout": 0.0}
+    objective = ObjectiveConfig(local=0, method="mae.py:Mae")
+    mae = Pretrainer(validated(ModelConfig, model, "model"), objective)
+    t_T = torch.arange(2500) / 500
+    x_BSLT = (6 * t_T + torch.rand(8, 2, 1, 1)).sin() * torch.rand(8, 2, 12, 1)
+    adam, losses = torch.optim.AdamW(mae.parameters(), 3e-3), []
+    for step in range(60):
+        keys_BS = torch.arange(16).view(8, 2) + 100 * step
+        losses.append(mae(x_BSLT, keys_BS)["loss"])
+        losses[-1].backward()
+        adam.step()
+        adam.zero_grad()
+    assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
 
 
 def write_files(page):

@@ -31,7 +31,7 @@ def write_card(
     facts = yaml.safe_load(_beside("data_card.yaml"))
     facts["licences"] = _licences(meta, facts)
     facts["citations"] = _citations(meta, facts)
-    facts["title"] = f"12-lead ECGs of {', '.join(one['name'] for one in meta['sources'])}"
+    facts["title"] = f"12-lead ECGs of {', '.join(source['name'] for source in meta['sources'])}"
     facts["description"] = _description(meta)
     facts["privacy"] += " " + facts["pseudonyms" if meta["pseudonyms"] else "names"]
     facts["size"] = SIZES[max(0, len(str(meta["crops"])) - 3)]
@@ -42,7 +42,7 @@ def write_card(
         undefined=jinja2.StrictUndefined,
     )
     templates.filters["plain"] = _plain
-    listed = sorted(reasons.items(), key=lambda one: (-one[1], one[0]))
+    listed = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     template = templates.from_string(_beside("data_card.md"))
     out.write(CARD, template.render(facts, meta=meta, reasons=listed, flags=flags).encode())
     out.write(CROISSANT, (json.dumps(_croissant(meta, facts), indent=1) + "\n").encode())
@@ -59,29 +59,29 @@ def _plain(text: str) -> str:
 
 def _licences(meta: dict[str, Any], facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What each licence of the dataset demands, and its sources."""
-    found: dict[str, dict[str, Any]] = {}
+    licences: dict[str, dict[str, Any]] = {}
     for source in meta["sources"]:
         licence = source["licence"] or "unknown"
         known = facts["licences"].get(licence, facts["other_licence"])
-        found.setdefault(licence, {**known, "sources": []})["sources"].append(source["name"])
-    return found
+        licences.setdefault(licence, {**known, "sources": []})["sources"].append(source["name"])
+    return licences
 
 
 def _citations(meta: dict[str, Any], facts: dict[str, Any]) -> list[str]:
-    found = []
+    citations = []
     homes = []
     for source in meta["sources"]:
         name = source["name"]
         known = facts["references"].get(name)
         if known:
             homes.append(known["home"])
-            found.append(f"{name}: {known['cite']}")
+            citations.append(f"{name}: {known['cite']}")
         elif not name.startswith(SYNTHETIC):
-            found.append(f"{name}: no reference is known; ask those who provided the files")
+            citations.append(f"{name}: no reference is known; ask those who provided the files")
     for host, reference in facts["hosts"].items():
         if any(home.startswith(host) for home in homes):
-            found.append(reference)
-    return found
+            citations.append(reference)
+    return citations
 
 
 def _description(meta: dict[str, Any]) -> str:
@@ -90,13 +90,13 @@ def _description(meta: dict[str, Any]) -> str:
         records += source["records"]["used"]
         if source["name"].startswith(SYNTHETIC):
             made_up += source["crops"]
-    said = (
+    text = (
         f"{meta['crops']:,} crops of 10 s from {records:,} ECGs: int16 [12, 5000], "
         f"{meta['uv_per_lsb']:g} µV a step, {meta['fs_hz']} Hz."
     )
     if made_up:
-        said += f" {made_up:,} crops are synthetic: computed, of no patient."
-    return said
+        text += f" {made_up:,} crops are synthetic: computed, of no patient."
+    return text
 
 
 def _croissant(meta: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:

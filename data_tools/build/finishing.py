@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -40,7 +40,6 @@ DIGEST_BYTES = 32  # at the end of a part
 SYNTHETIC_LICENCE = "CC0-1.0"
 ROW_GROUP = 65_536
 ROLES = ["pretrain", "dx_role", "id_role"]
-_NAMED = pa.array([name or None for name in splits.ROLE_NAMES])
 FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
@@ -115,7 +114,7 @@ class PlanFacts(NamedTuple):
     rejects: list[Reject]
 
     @classmethod
-    def of(cls, plan: ShardPlan, previous: PreviousVersion | None) -> "PlanFacts":
+    def of_plan(cls, plan: ShardPlan, previous: PreviousVersion | None) -> "PlanFacts":
         """With the sources of a previous version, whose licences stay."""
         sources = {}
         if previous:
@@ -562,6 +561,12 @@ def owners_of(made: Dataset) -> pa.Array:
     return pc.binary_join_element_wise(of_crops, table["patient"].combine_chunks(), "/")
 
 
+@cache
+def _role_names() -> pa.Array:
+    """Made when it is needed: for its first array, pyarrow imports pandas, if that is installed."""
+    return pa.array([name or None for name in splits.ROLE_NAMES])
+
+
 def assign_roles(
     records: splits.Records,
     doubtful: np.ndarray,
@@ -584,13 +589,15 @@ def assign_roles(
     roles.leave_out(doubtful)
     if old is None and plan != "paper-split" and (leaks := splits.leaks(records, roles)):
         raise DatasetError(f"leakage between roles: {leaks[0]}")
-    named = _NAMED.take(pa.array(roles.dx)), _NAMED.take(pa.array(roles.identity))
+    named = _role_names().take(pa.array(roles.dx)), _role_names().take(pa.array(roles.identity))
     return pa.table([roles.pretrain, *named], ROLES)
 
 
 def role_codes(table: pa.Table) -> splits.CropRoles:
     """The columns of `assign_roles` as numbers."""
-    codes = [pc.index_in(table[name], _NAMED).to_numpy().astype(np.int8) for name in ROLES[1:]]
+    codes = [
+        pc.index_in(table[name], _role_names()).to_numpy().astype(np.int8) for name in ROLES[1:]
+    ]
     return splits.CropRoles(table["pretrain"].to_numpy(), *codes)
 
 

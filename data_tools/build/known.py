@@ -26,7 +26,7 @@ class KnownRecords:
     key: bytes | None  # of the dataset's pseudonyms
 
     @classmethod
-    def of(
+    def of_dataset(
         cls, made: Dataset, rejects: Iterable[Sequence[str]], key: bytes | None
     ) -> "KnownRecords":
         hashes, waveforms = [], []

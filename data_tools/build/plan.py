@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from ..dataset import FORMAT_VERSION, SHARD_CROPS
 from ..ecg.crops import SPEC_HASH, crop_count, dropped_samples
 from ..ecg.record import Header, record_stem
-from ..ecg.record_names import some
+from ..ecg.record_names import count_and_first
 from ..ecg.record_tables import patients_of, read_patients
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
@@ -279,7 +279,7 @@ def _other_ecgs(
         left_out = f"{same:,} records are" if same > 1 else "1 record is"
         tell(f"note: {left_out} left out: the dataset has them")
     if others:
-        shown = f"{len(others):,}" if known.key else some(np.sort(others), keys)
+        shown = f"{len(others):,}" if known.key else count_and_first(np.sort(others), keys)
         tell(
             f"warning: records with the name of another ECG of the dataset are refused: {shown}: rename "
             "their files and append them again"

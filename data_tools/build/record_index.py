@@ -47,8 +47,8 @@ class RecordIndex:
     def row(self, number: int) -> dict[str, Any]:
         columns, begins = self._rows
         batch = int(np.searchsorted(begins, number, side="right")) - 1
-        at = number - int(begins[batch])
-        values = {name: column[at].as_py() for name, column in columns[batch].items()}
+        position = number - int(begins[batch])
+        values = {name: column[position].as_py() for name, column in columns[batch].items()}
         return values | {"row": number}
 
     def find(self, source: str, name: str) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from ..dataset import COLUMNS, CROP_BYTES, SAMPLES, STORE, Dataset
 from ..ecg.pseudonyms import REMOVED, other_key
 from ..ecg.record import patient_source
-from ..ecg.record_tables import alike, decoded
+from ..ecg.record_tables import decoded, ids_alike
 from ..io.errors import DataError, DatasetError, ReadError, one_line
 from ..io.spreadsheet import unquoted
 from ..io.storage import Folder
@@ -170,7 +170,7 @@ def _name_those_alike(asked: set[str], left: set[str]) -> None:
     """Says who stays and has an id like that of one who is to be removed. `left`: SOURCE/PATIENT of
     those who stay, or None."""
     stay = []
-    for group in alike(pa.array(sorted((asked | left) - {None}), pa.string())):
+    for group in ids_alike(pa.array(sorted((asked | left) - {None}), pa.string())):
         if not asked.isdisjoint(group):
             stay += [person for person in group if person in left]
     if stay:

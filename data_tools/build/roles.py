@@ -110,8 +110,8 @@ class Records:
     def patient_source(self) -> np.ndarray:
         """Like `source`, but with the same number for all formats of hospitals' files."""
         names = [patient_source(name) for name in self.source_names]
-        found: np.ndarray = np.array([names.index(name) for name in names], np.int64)[self.source]
-        return found
+        numbers: np.ndarray = np.array([names.index(name) for name in names], np.int64)[self.source]
+        return numbers
 
     @cached_property
     def owner(self) -> np.ndarray:
@@ -133,18 +133,18 @@ class Records:
         from scipy.sparse.csgraph import connected_components
 
         known = np.flatnonzero(self.owner >= 0)
-        one, other = _equal(self.owner[known])
-        crop, same = _equal(self.waveform)
+        owned, owned_too = _equal(self.owner[known])
+        crop, crop_too = _equal(self.waveform)
         ends = (
-            np.concatenate([known[one], self.crop_record[crop]]).astype(np.int32),
-            np.concatenate([known[other], self.crop_record[same]]).astype(np.int32),
+            np.concatenate([known[owned], self.crop_record[crop]]).astype(np.int32),
+            np.concatenate([known[owned_too], self.crop_record[crop_too]]).astype(np.int32),
         )
         count = len(self.names)
         edges = coo_array((np.ones(len(ends[0]), bool), ends), shape=(count, count))
-        found: np.ndarray = connected_components(edges, directed=False)[1]
-        return found
+        group_of_record: np.ndarray = connected_components(edges, directed=False)[1]
+        return group_of_record
 
-    def some(self, keep: np.ndarray) -> "Records":
+    def of_mask(self, keep: np.ndarray) -> "Records":
         """Those of a mask."""
         crops = keep[self.crop_record]
         chosen = pa.array(keep)
@@ -187,10 +187,10 @@ def numbered(texts: pa.ChunkedArray) -> np.ndarray:
         heap[part] = [hash(text) % HEAPS for text in texts[part].to_pylist()]
     numbers = np.empty(len(texts), np.int32)
     count = 0
-    for one in range(HEAPS):
-        mine = heap == one
-        codes = texts.filter(pa.array(mine)).combine_chunks().dictionary_encode()
-        numbers[mine] = pc.fill_null(pc.add(codes.indices, count), -1)
+    for number in range(HEAPS):
+        in_heap = heap == number
+        codes = texts.filter(pa.array(in_heap)).combine_chunks().dictionary_encode()
+        numbers[in_heap] = pc.fill_null(pc.add(codes.indices, count), -1)
         count += len(codes.dictionary)
     pa.default_memory_pool().release_unused()  # 270 MB after ten million texts
     return numbers
@@ -229,8 +229,8 @@ class CropRoles:
     def differ(self, others: "CropRoles") -> np.ndarray:
         """A mask of the crops whose roles are others."""
         labelled = (self.dx != others.dx) | (self.identity != others.identity)
-        found: np.ndarray = (self.pretrain != others.pretrain) | labelled
-        return found
+        differs: np.ndarray = (self.pretrain != others.pretrain) | labelled
+        return differs
 
 
 def assign(
@@ -260,15 +260,15 @@ def leaks(records: Records, roles: CropRoles) -> list[str]:
     """Describe every kind of leakage of patients or waveforms between roles; empty for a clean
     split."""
     group = records.group[records.crop_record]
-    found = []
+    sentences = []
     for kind, leaking in _leaking(group, roles).items():
         if leaking.any():
             record = records.crop_record[np.flatnonzero(group == np.flatnonzero(leaking)[0])[0]]
-            found.append(
+            sentences.append(
                 f"{int(leaking.sum())} patients or waveforms in {kind}, for example that of "
                 f"{records.label(record)}"
             )
-    return found
+    return sentences
 
 
 def _leaking(group: np.ndarray, roles: CropRoles) -> dict[str, np.ndarray]:
@@ -318,27 +318,27 @@ def extended(
     new = np.arange(len(torn)) > of_crop[:known].max()
     fresh = new & ~bound
     if fresh.any():
-        drawn = vars(assign(records.some(fresh), "paper", seed, sources)).values()
-        for values, theirs in zip(every, drawn, strict=True):
-            values[fresh[of_crop]] = theirs
+        drawn = vars(assign(records.of_mask(fresh), "paper", seed, sources)).values()
+        for values, drawn_values in zip(every, drawn, strict=True):
+            values[fresh[of_crop]] = drawn_values
     heirs = (new & bound & ~torn)[of_crop]
-    theirs = CropRoles(*(values[group[heirs]] for values in of_group))
-    inherited = vars(_inherited(records, heirs, theirs, sources)).values()
-    for values, some in zip(every, inherited, strict=True):
-        values[heirs] = some
+    of_groups = CropRoles(*(values[group[heirs]] for values in of_group))
+    inherited = vars(_inherited(records, heirs, of_groups, sources)).values()
+    for values, inherited_values in zip(every, inherited, strict=True):
+        values[heirs] = inherited_values
     return roles, int((new & torn).sum())
 
 
 def _inherited(
-    records: Records, heirs: np.ndarray, theirs: CropRoles, sources: RoleSources
+    records: Records, heirs: np.ndarray, of_groups: CropRoles, sources: RoleSources
 ) -> CropRoles:
-    """The roles of these crops. `theirs`: what roles their groups have."""
+    """The roles of these crops. `of_groups`: what roles their groups have."""
     whose = records.crop_record[heirs]
     in_dx = records.is_from(*sources.dx)[whose]
-    pretrain = (theirs.dx <= TRAIN) & (theirs.identity <= VALID)
+    pretrain = (of_groups.dx <= TRAIN) & (of_groups.identity <= VALID)
     pretrain &= _pretrains(records, sources)[whose]
-    dx = np.maximum(theirs.dx, TRAIN)
-    identity = np.maximum(theirs.identity, TRAIN)
+    dx = np.maximum(of_groups.dx, TRAIN)
+    identity = np.maximum(of_groups.identity, TRAIN)
     return CropRoles(
         pretrain,
         np.where(in_dx, dx, NONE),
@@ -362,9 +362,9 @@ def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
     keyed = blake2b(key=key.encode(), digest_size=8 * draws)
     words = bytearray()
     for text in texts:
-        one = keyed.copy()  # faster than a new one
-        one.update(text.encode())
-        words += one.digest()
+        keyed_text = keyed.copy()  # faster than a new one
+        keyed_text.update(text.encode())
+        words += keyed_text.digest()
     numbers = np.frombuffer(words, ">u8").reshape(-1, draws)
     bits = numbers >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
@@ -372,10 +372,10 @@ def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
 
 def _uniforms(count: int, texts: Callable[[slice], Iterable[str]], key: str) -> np.ndarray:
     """One draw of keyed_uniform for each of so many texts, a part at a time."""
-    found = np.empty(count)
+    draws = np.empty(count)
     for part in parts(count):
-        found[part] = keyed_uniform(texts(part), key)[:, 0]
-    return found
+        draws[part] = keyed_uniform(texts(part), key)[:, 0]
+    return draws
 
 
 def _drawn_roles(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -437,10 +437,10 @@ def _first_crops(records: Records, some: np.ndarray) -> np.ndarray:
     place = np.full(len(records.names), -1, np.int32)
     place[some] = np.arange(len(some))
     crops = np.flatnonzero(place[records.crop_record] >= 0)
-    theirs = place[records.crop_record[crops]]
-    order = np.lexsort((records.crop_start[crops], theirs))
-    found: np.ndarray = crops[order[_begins(theirs[order])]]
-    return found
+    record = place[records.crop_record[crops]]
+    order = np.lexsort((records.crop_start[crops], record))
+    first: np.ndarray = crops[order[_begins(record[order])]]
+    return first
 
 
 def _tested_patients(

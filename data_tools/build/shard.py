@@ -100,7 +100,7 @@ def _plan_and_build(sources: list[Source], options: ShardOptions, out: Folder) -
     if options.append:
         previous = PreviousVersion.open(options.out)
         previous.check_appendable(options.out)
-        known = KnownRecords.of(previous, rejects_of(previous), options.pseudonym_key)
+        known = KnownRecords.of_dataset(previous, rejects_of(previous), options.pseudonym_key)
         options = replace(options, removed=previous.removed)
     plan = make_plan(
         sources,
@@ -132,7 +132,7 @@ def _plan_and_build(sources: list[Source], options: ShardOptions, out: Folder) -
         first = shard_name(previous.next_shard_number)
         check_patients(Parts(out, [first]), previous, SAMPLE)
     _build(plan, expected, contents, out, options, previous)
-    planned = PlanFacts.of(plan, previous)
+    planned = PlanFacts.of_plan(plan, previous)
     del plan, expected  # a gigabyte of ten million records
     return finish(planned, out, recipe, options, previous)
 
@@ -192,7 +192,7 @@ def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     )
     old["leave_out_flags"] = list(left_out)
     changed = []
-    usual = {"leave_out_flags": list(PAPER_SOURCES.leave_out), "role_sources": None}
+    usual: dict[str, Any] = {"leave_out_flags": list(PAPER_SOURCES.leave_out), "role_sources": None}
     usual["shard_crops"] = SHARD_CROPS
     for name, value in (usual | recipe).items():
         if name not in ("contents", "base") and old.get(name) != value:
@@ -380,12 +380,12 @@ def row_of(
 
 def _flags(crop: Crop) -> Iterator[tuple[str, str]]:
     """(reason, detail) rows of rejects.csv for a usable but unusual crop."""
-    at = f"at {crop.start_s:g} s"
+    when = f"at {crop.start_s:g} s"
     if crop.missing:
-        yield "lead not measured", f"{' '.join(crop.missing)} {at}"
+        yield "lead not measured", f"{' '.join(crop.missing)} {when}"
     if flat := [flag.removeprefix("flat:") for flag in crop.flags if flag.startswith("flat:")]:
-        yield "flat lead", f"{' '.join(flat)} {at}"
-    yield from ((flag, at) for flag in crop.flags if not flag.startswith("flat:"))
+        yield "flat lead", f"{' '.join(flat)} {when}"
+    yield from ((flag, when) for flag in crop.flags if not flag.startswith("flat:"))
 
 
 def _records(

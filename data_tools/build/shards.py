@@ -166,10 +166,10 @@ def write_zarr(
                 [(f"shards/{shards[shard[i]]['name']}", int(offset[i]), int(crc[i])) for i in rows],
             )
 
-    ours = {f"{STORE}/zarr.json"} | {
+    expected = {f"{STORE}/zarr.json"} | {
         f"{STORE}/c/{i}/0/0" for i in range(-(-len(table) // SHARD_CROPS))
     }
-    for name in set(out.names(STORE)) - ours:  # left by an interrupted run with other settings
+    for name in set(out.names(STORE)) - expected:  # left by an interrupted run with other settings
         out.remove(name)
     out.write(f"{STORE}/zarr.json", json.dumps(layout(len(table), SHARD_CROPS), indent=2).encode())
     with tqdm(total=len(table), unit=" crops", desc="zarr", disable=quiet) as bar:

@@ -104,7 +104,7 @@ def verify(
         _check_columns(dataset)
     except (ReadError, DatasetError) as error:
         return [str(error)]  # further checks would mean nothing
-    found: list[str] = []
+    findings: list[str] = []
     rejects: list[Reject] = []
     try:
         rejects = rejects_of(dataset)
@@ -113,24 +113,24 @@ def verify(
             old.table(["halves"])
             rejects_of(old)
     except DatasetError as error:
-        found.append(str(error))
+        findings.append(str(error))
     records = records_of(dataset.table)
-    found += _check_meta(dataset, records)
-    found += _check_table(dataset, records)
+    findings += _check_meta(dataset, records)
+    findings += _check_table(dataset, records)
     del records  # gigabytes at ten million crops
     begins = np.searchsorted(dataset.column("shard"), np.arange(len(dataset.shards) + 1))
     if dataset.shards and begins[-1] != len(dataset):
-        return [*found, f"{SAMPLES}: {len(dataset) - begins[-1]} rows of no shard in {META}"]
+        return [*findings, f"{SAMPLES}: {len(dataset) - begins[-1]} rows of no shard in {META}"]
     rows = enumerate(pieces(dataset, COLUMNS.names, begins))
     checks = cluster.run_in_order(partial(check_shard, dataset, fast), rows, workers)
     bar = {"total": len(dataset.shards), "unit": " shards", "desc": "shards", "disable": quiet}
-    for findings in tqdm(checks, **bar):
-        found += findings
+    for of_shard in tqdm(checks, **bar):
+        findings += of_shard
     if "zarr" in dataset.meta["formats"]:
-        found += _check_zarr(dataset, fast, workers, quiet)
+        findings += _check_zarr(dataset, fast, workers, quiet)
     if sources:
-        found += _compare_archive(dataset, sources, rejects, key, quiet, patients, workers)
-    return found
+        findings += _compare_archive(dataset, sources, rejects, key, quiet, patients, workers)
+    return findings
 
 
 def _check_columns(dataset: Dataset) -> None:
@@ -180,12 +180,12 @@ def _check_meta(dataset: Dataset, of_records: Records) -> Iterator[str]:
     yield from (f"{META}: {name} is missing in sources" for name in counts)
     if role_counts(dataset.table(ROLES)) != meta["roles"]:
         yield f"{META}: counts per role differ from the rows"
-    ours = {
+    expected = {
         name
         for shard in dataset.shards
         for name in (f"shards/{shard['name']}", index_name(shard["name"]))
     }
-    strays = [name for name in dataset.root.names("shards") if name not in ours]
+    strays = [name for name in dataset.root.names("shards") if name not in expected]
     if "zarr" not in meta["formats"] and dataset.root.exists(f"{STORE}/zarr.json"):
         strays.append(STORE)
     old = (f"{VERSIONS}/{number}" for number in range(1, dataset.oldest))
@@ -198,12 +198,12 @@ def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
     sources = RoleSources.from_meta(dataset.meta)
     doubtful = flagged(dataset.table(["flags"]), sources.leave_out)
     # What an earlier version gave stays; without those who were removed, it cannot be drawn again
-    stand = None
+    kept_roles = None
     if versions := dataset.meta.get("versions"):
         stays = versions[-1 if versions[-1]["what"] == "remove" else -2]["crops"]
-        stand = dataset.table(ROLES).slice(0, stays)
+        kept_roles = dataset.table(ROLES).slice(0, stays)
     try:
-        again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources, stand)
+        again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources, kept_roles)
     except DatasetError as error:
         yield f"{SAMPLES}: {error}"
     else:
@@ -217,38 +217,40 @@ def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
             return
 
 
-def _unequal(one: pa.ChunkedArray, other: pa.ChunkedArray) -> int:
+def _unequal(values: pa.ChunkedArray, others: pa.ChunkedArray) -> int:
     """How many values differ; null equals null."""
-    differ = pc.fill_null(pc.not_equal(one, other), False)
-    return int(pc.sum(pc.or_(differ, pc.xor(one.is_null(), other.is_null())), min_count=0).as_py())
+    differ = pc.fill_null(pc.not_equal(values, others), False)
+    return int(
+        pc.sum(pc.or_(differ, pc.xor(values.is_null(), others.is_null())), min_count=0).as_py()
+    )
 
 
 def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     index, rows = rows_of
     shard = dataset.shards[index]
     name = f"shards/{shard['name']}"
-    found: list[str] = []
+    findings: list[str] = []
     try:
         if len(rows) != shard["crops"]:
-            found.append(f"{name}: {len(rows)} rows, {shard['crops']} crops in {META}")
+            findings.append(f"{name}: {len(rows)} rows, {shard['crops']} crops in {META}")
         if fast:
-            found += _check_size(dataset, name, shard["bytes"])
-            return [*found, *_check_size(dataset, index_name(shard["name"]))]
+            findings += _check_size(dataset, name, shard["bytes"])
+            return [*findings, *_check_size(dataset, index_name(shard["name"]))]
         data = dataset.root.view(name, shard["bytes"])
         if len(data) != shard["bytes"]:
             return [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
         if hashlib.sha256(data).hexdigest() != shard["sha256"]:
-            found.append(f"{name}: fails its sha256")
-        found += _check_crops(name, data, rows)
-        found += _check_index(dataset, index_name(shard["name"]), data, rows)
-        if not found:
-            found += _check_members(name, data, rows, dataset.minor)
+            findings.append(f"{name}: fails its sha256")
+        findings += _check_crops(name, data, rows)
+        findings += _check_index(dataset, index_name(shard["name"]), data, rows)
+        if not findings:
+            findings += _check_members(name, data, rows, dataset.minor)
     except ReadError as error:
-        found.append(f"{name}: {error.reason}")
+        findings.append(f"{name}: {error.reason}")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         # A forged file with the right sha256
-        found.append(one_line(f"{name}: an invalid tar member: {error}"))
-    return _first(found, name)
+        findings.append(one_line(f"{name}: an invalid tar member: {error}"))
+    return _first(findings, name)
 
 
 def _check_crops(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
@@ -259,10 +261,10 @@ def _check_crops(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
             yield f"{name}: crop {number} at byte {row['offset']} {finding}"
 
 
-def _first(found: Iterable[str], what: str) -> list[str]:
+def _first(findings: Iterable[str], what: str) -> list[str]:
     """The first findings about a file or folder, and how many more there are: a damaged disk can
     have thousands."""
-    rest = iter(found)
+    rest = iter(findings)
     listed = list(islice(rest, MAX_FINDINGS))
     if more := sum(1 for _ in rest):
         listed.append(f"{what}: {more:,} more findings like these are not listed")
@@ -310,7 +312,7 @@ def _check_members(name: str, data: memoryview, rows: pa.Table, minor: int) -> I
     end = 0
     for number, row in enumerate(rows.to_pylist()):
         key = f"{row['source']}-{row['record']}-{round(row['start_s'] * FS_HZ) // CROP:03d}"
-        at = f"{name}: crop {number} ({key})"
+        place = f"{name}: crop {number} ({key})"
         start, text = end + BLOCK, end + BLOCK + CROP_BYTES + -CROP_BYTES % BLOCK + BLOCK
         _, length = member(data, text)
         headers = bytes(data[end:start]), bytes(data[text - BLOCK : text])
@@ -318,11 +320,11 @@ def _check_members(name: str, data: memoryview, rows: pa.Table, minor: int) -> I
             member_header(f"{key}.ecg", CROP_BYTES),
             member_header(f"{key}.json", length),
         ):
-            yield f"{at}: another crop or another kind of tar member is in its place"
+            yield f"{place}: another crop or another kind of tar member is in its place"
             return
         facts = json.loads(bytes(data[text : text + length]))
         if differing := _differing(facts, row, minor):
-            yield f"{at}: JSON and {SAMPLES} differ in {', '.join(differing)}"
+            yield f"{place}: JSON and {SAMPLES} differ in {', '.join(differing)}"
         end = text + length + -length % BLOCK
     if bytes(data[end:]) != bytes(2 * BLOCK):
         yield f"{name}: the end of the tar file does not follow its last crop"
@@ -352,10 +354,10 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
     blocks = range(-(-len(dataset) // chunks.block))
     expected = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}
     files = set(dataset.root.names(STORE))
-    found = _first(
+    findings = _first(
         [f"{name}: not a part of the dataset" for name in sorted(files - expected)], STORE
     )
-    found += _first([f"{name}: missing file" for name in sorted(expected - files)], STORE)
+    findings += _first([f"{name}: missing file" for name in sorted(expected - files)], STORE)
     begins = np.minimum(np.arange(len(blocks) + 1) * chunks.block, len(dataset))
     rows = (
         (i, piece)
@@ -363,9 +365,9 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
         if chunks.name(i) in files
     )
     checks = cluster.run_in_order(partial(check_object, dataset, fast), rows, workers)
-    for findings in tqdm(checks, total=len(blocks), unit=" files", desc="zarr", disable=quiet):
-        found += findings
-    return found
+    for of_object in tqdm(checks, total=len(blocks), unit=" files", desc="zarr", disable=quiet):
+        findings += of_object
+    return findings
 
 
 def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
@@ -387,15 +389,15 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
         return [f"{name}: missing file"]
     except (ChunkError, ReadError) as error:
         return [f"{name}: {error}"]
-    crop, found = np.empty(CROP_SHAPE, "<i2"), list[str]()
+    crop, findings = np.empty(CROP_SHAPE, "<i2"), list[str]()
     for i, ((start, length), row) in enumerate(zip(index, rows.to_pylist(), strict=False)):
-        at = f"{name}: crop {number * chunks.block + i}"
+        place = f"{name}: crop {number * chunks.block + i}"
         try:
             decode(bytes(data[start : start + length]), length, crop)
-            found += [f"{at} {finding}" for finding in _check_crop(crop, row)]
+            findings += [f"{place} {finding}" for finding in _check_crop(crop, row)]
         except ChunkError as error:
-            found.append(f"{at}: {error}")
-    return _first(found, name)
+            findings.append(f"{place}: {error}")
+    return _first(findings, name)
 
 
 class _Compared(NamedTuple):
@@ -490,14 +492,15 @@ def _archive_findings(
         with tqdm(unit=" records", desc="archive", disable=quiet) as bar:
             for records in compared:
                 bar.update(len(records))
-                for one in records:
-                    if one.missing:
-                        missing.append(one.missing)
-                    if one.row >= 0 and seen[one.row]:  # another record of this name came first
+                for record in records:
+                    if record.missing:
+                        missing.append(record.missing)
+                    # if another record of this name came first
+                    if record.row >= 0 and seen[record.row]:
                         continue
-                    if one.row >= 0:
-                        seen[one.row] = True
-                    yield from one.findings
+                    if record.row >= 0:
+                        seen[record.row] = True
+                    yield from record.findings
         if missing:
             root = archive.root
             tell(f"note: {missing_note(root.url, missing, root.private)}")
@@ -565,29 +568,29 @@ def _compare_record(
     except ReadError:
         count = 0
     for part in sorted({*range(count), *parts}):
-        at = f"{record.source}/{name} at {part * CROP / FS_HZ:g} s"
+        place = f"{record.source}/{name} at {part * CROP / FS_HZ:g} s"
         try:
             again = row_of(
                 record.source, name, record, prepare_crop(record, part, crop), comparison.key
             )
         except ReadError as error:
             if part in parts:
-                yield f"{at}: the archive has no such crop: {error}"
+                yield f"{place}: the archive has no such crop: {error}"
             continue
         if part not in parts:
             if comparison.removed.has("", str(waveform(crop)[1])):
                 continue
-            yield f"{at}: a crop of the archive is not in {SAMPLES}"
+            yield f"{place}: a crop of the archive is not in {SAMPLES}"
             continue
         row = parts[part]
         try:
             address = row["row"], row["shard"], row["offset"], row["crc32c"]
             same = np.array_equal(comparison.dataset.read_at(*address), crop)
         except DatasetError as error:
-            yield f"{at}: {error}"
+            yield f"{place}: {error}"
         else:
             if not same:
-                yield f"{at}: the archive has other samples"
+                yield f"{place}: the archive has other samples"
         for column in ("dx", "missing_leads", "flags"):
             again[column] = list(again[column])
         if "zeros" not in row["flags"]:  # datasets of earlier versions lack this flag
@@ -595,4 +598,4 @@ def _compare_record(
         if again["age"] is not None:
             again["age"] = float(np.float32(again["age"]))  # rounded as in the table
         if differing := [column for column in ARCHIVE_COLUMNS if again[column] != row[column]]:
-            yield f"{at}: the archive differs in {', '.join(differing)}"
+            yield f"{place}: the archive differs in {', '.join(differing)}"

@@ -97,7 +97,9 @@ class EcgRecord:
                 "signal shape", f"{self.signal.dtype} {self.signal.shape} for {rows} leads"
             )
         scales = (self.gain, self.baseline)
-        shapes = [(len(one),) if isinstance(one, tuple) else np.shape(one) for one in scales]
+        shapes = [
+            (len(scale),) if isinstance(scale, tuple) else np.shape(scale) for scale in scales
+        ]
         if any(shape not in ((), (rows,)) for shape in shapes):
             raise ReadError(
                 "gain",
@@ -163,8 +165,8 @@ def real_source(source: str) -> str:
 
 def synthetic_prefix(name: str) -> str:
     """What the name of a synthetic record or patient begins with; "" of a real one."""
-    found = SYNTHETIC_NAME.match(name)
-    return found[0] if found else ""
+    prefix = SYNTHETIC_NAME.match(name)
+    return prefix[0] if prefix else ""
 
 
 def lead_name(text: str) -> str:
@@ -215,8 +217,8 @@ def clean_age(value: object) -> float | None:
     """Age in years, or None. Ages over 89 (PTB-XL writes 300) become 90, because they could
     identify a person."""
     age = as_number(value)
-    if math.isnan(age) and (found := YEARS.fullmatch(str(value))):
-        age = float(found[1].replace(",", "."))
+    if math.isnan(age) and (match := YEARS.fullmatch(str(value))):
+        age = float(match[1].replace(",", "."))
     return min(age, 90.0) if 0 <= age <= 300 else None
 
 

@@ -56,12 +56,14 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
     row_of_key[target_of_row[rows]] = rows
     notes = []
     if len(missing):
-        notes.append(f"{some(missing, record)} of {len(record):,} records are not in the data")
+        notes.append(
+            f"{count_and_first(missing, record)} of {len(record):,} records are not in the data"
+        )
     by_end = np.setdiff1d(left, missing)
     if len(by_end):
         example = f"{record[int(by_end[0])]} is {targets[int(target_of_row[by_end[0]])]}"
         notes.append(
-            f"{some(by_end, record)} of {len(record):,} records are matched by the end of a name in "
+            f"{count_and_first(by_end, record)} of {len(record):,} records are matched by the end of a name in "
             f"the data, since no other ends so: {example}"
         )
     return Matches(row_of_key, notes, len(missing) > len(rows))
@@ -104,33 +106,35 @@ def _by_end(url: str, rows: np.ndarray, ends: pa.Array, targets: pa.Array) -> np
     passes for the real one without it."""
     is_synthetic = pc.match_substring_regex(targets, SYNTHETIC_PART)
     names = targets.filter(pc.invert(is_synthetic)).unique()
-    coded = ends.dictionary_encode()
-    end_of_row = pc.fill_null(coded.indices, -1).to_numpy(zero_copy_only=False)
-    ends_found, names_found = [np.empty(0, int)], [np.empty(0, int)]  # pairs of indices
-    rest, name_of_rest = names, np.arange(len(names))
-    while len(rest):
-        goes_on = pc.match_substring_regex(rest, FIRST_PART)
-        rest, name_of_rest = rest.filter(goes_on), name_of_rest[np.asarray(goes_on)]
-        rest = pc.replace_substring_regex(rest, FIRST_PART, WITHOUT_FIRST)
-        end = index_in(rest, coded.dictionary)
-        ends_found.append(end[end >= 0])
-        names_found.append(name_of_rest[end >= 0])
-    end, name = np.concatenate(ends_found), np.concatenate(names_found)
-    several = np.flatnonzero(np.bincount(end) > 1)
-    if len(several):
-        row = int((end_of_row == several[0]).argmax())
-        first, second = names.take(pa.array(np.sort(name[end == several[0]])[:2])).to_pylist()
+    distinct = ends.drop_null().unique()
+    end_of_pair, name_of_pair = _ends_of_names(distinct, names)
+    shared = np.flatnonzero(np.bincount(end_of_pair) > 1)
+    if len(shared):
+        end = distinct[int(shared[0])]
+        row = rows[pc.index(ends, end).as_py()]
+        alike = np.sort(name_of_pair[end_of_pair == shared[0]])
+        first, second = names.take(pa.array(alike[:2])).to_pylist()
         raise DataError(
-            f"{url}: {ends[row]} (row {rows[row] + 1}) is the end of {first} and of {second}: write the "
+            f"{url}: {end} (row {row + 1}) is the end of {first} and of {second}: write the "
             "record's name with its folders"
         )
-    name_of_end = np.full(len(coded.dictionary) + 1, -1)  # the last: of an empty cell
-    name_of_end[end] = name
-    name_of_row = name_of_end[end_of_row]
-    is_found = name_of_row >= 0
-    target_of_row = np.full(len(ends), -1)
-    target_of_row[is_found] = index_in(names.take(pa.array(name_of_row[is_found])), targets)
-    return target_of_row
+    pair_of_row = index_in(ends, distinct.take(pa.array(end_of_pair)))
+    target_of_pair = index_in(names.take(pa.array(name_of_pair)), targets)
+    return np.append(target_of_pair, -1)[pair_of_row]
+
+
+def _ends_of_names(ends: pa.Array, names: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of indices: which of these ends is that of which name."""
+    pairs = [np.empty((2, 0), int)]
+    rest, name = names, np.arange(len(names))
+    while len(rest):
+        goes_on = pc.match_substring_regex(rest, FIRST_PART)
+        rest, name = rest.filter(goes_on), name[np.asarray(goes_on)]
+        rest = pc.replace_substring_regex(rest, FIRST_PART, WITHOUT_FIRST)
+        end = index_in(rest, ends)
+        pairs.append(np.stack([end, name])[:, end >= 0])
+    end, name = np.concatenate(pairs, axis=1)
+    return end, name
 
 
 def _refuse_ambiguous(
@@ -174,7 +178,7 @@ def index_in(values: pa.Array, among: pa.Array) -> np.ndarray:
     return np.asarray(index.to_numpy(zero_copy_only=False))
 
 
-def some(positions: np.ndarray, names: pa.Array) -> str:
+def count_and_first(positions: np.ndarray, names: pa.Array) -> str:
     """How many, and the first of them."""
     shown = ", ".join(map(str, names.take(pa.array(positions[:SHOWN])).to_pylist()))
     return f"{len(positions):,} ({shown}{', ...' if len(positions) > SHOWN else ''})"

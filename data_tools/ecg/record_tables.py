@@ -228,7 +228,7 @@ def read_patients(url: str) -> pa.Table:
 
 def doubtful_patients(owners: pa.Array) -> str:
     """Says which ids may be spellings of one; "" if none. `owners`: PATIENT or SOURCE/PATIENT."""
-    groups = alike(owners)
+    groups = ids_alike(owners)
     if not groups:
         return ""
     shown = ", ".join(" and ".join(group) for group in groups[:SHOWN])
@@ -239,7 +239,7 @@ def doubtful_patients(owners: pa.Array) -> str:
     )
 
 
-def alike(owners: pa.Array) -> list[list[str]]:
+def ids_alike(owners: pa.Array) -> list[list[str]]:
     """Ids that differ only in leading zeros or in case, together."""
     ids = pc.drop_null(pc.unique(owners))
     folded = pc.replace_substring_regex(pc.utf8_lower(ids), r"^((?:.*/)?)0+(\d+)$", r"\1\2")

@@ -173,22 +173,24 @@ def write_labels(
             f"they are, so make sure that they name nobody: {copied}"
         )
         return
-    for one in READERS[archive](root, quiet):
-        table, labels = _in_arrow(one, key)
+    for published in READERS[archive](root, quiet):
+        table, labels = _in_arrow(published, key)
         if not labels:
-            yield f"{one.name}: not written, because no record has such a label"
+            yield f"{published.name}: not written, because no record has such a label"
             continue
-        read = {name: hashlib.sha256(root.read(name, MAX_FILE)).hexdigest() for name in one.read}
+        read = {
+            name: hashlib.sha256(root.read(name, MAX_FILE)).hexdigest() for name in published.read
+        }
         facts = {
             "archive": archive,
-            "about": one.about,
+            "about": published.about,
             "sha256": read,
             "records": len(table),
             "labels": labels,
         }
-        write(f"{one.name}.json", (json.dumps(facts, indent=1) + "\n").encode())
-        write(f"{one.name}.parquet", as_parquet(table))
-        yield f"{place.path(one.name)}.parquet: {len(table):,} records, {len(labels)} labels"
+        write(f"{published.name}.json", (json.dumps(facts, indent=1) + "\n").encode())
+        write(f"{published.name}.parquet", as_parquet(table))
+        yield f"{place.path(published.name)}.parquet: {len(table):,} records, {len(labels)} labels"
 
 
 def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
@@ -224,18 +226,22 @@ def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
     return cells
 
 
-def _in_arrow(one: PublishedLabels, key: bytes | None) -> tuple[pa.Table, dict[str, Any]]:
+def _in_arrow(published: PublishedLabels, key: bytes | None) -> tuple[pa.Table, dict[str, Any]]:
     """The table without labels that no record has, and the meaning of the others."""
-    if wrong := next((name for name in one.records if not _RECORD.fullmatch(name)), None):
+    if wrong := next((name for name in published.records if not _RECORD.fullmatch(name)), None):
         raise DataError(
-            f"{', '.join(one.read)}: {printable(wrong[:40])!r} is not a record's id: restore the "
+            f"{', '.join(published.read)}: {printable(wrong[:40])!r} is not a record's id: restore the "
             "file"
         )
-    sources = [one.source] * len(one.records) if isinstance(one.source, str) else one.source
-    names = [pseudonym(key, "r", *pair) for pair in zip(sources, one.records, strict=True)]
+    sources = (
+        [published.source] * len(published.records)
+        if isinstance(published.source, str)
+        else published.source
+    )
+    names = [pseudonym(key, "r", *pair) for pair in zip(sources, published.records, strict=True)]
     columns = {"source": pa.array(sources, pa.string()), "record": pa.array(names, pa.string())}
     labels: dict[str, Any] = {}
-    for name, (means, values) in one.labels.items():
+    for name, (means, values) in published.labels.items():
         measured = values.dtype.kind == "f"
         column = pa.array(values, mask=np.isnan(values) if measured else values == UNKNOWN)
         known, positive = len(column) - column.null_count, int((values == 1).sum())
@@ -246,8 +252,8 @@ def _in_arrow(one: PublishedLabels, key: bytes | None) -> tuple[pa.Table, dict[s
                 else {"positive": positive}
             )
             columns[name], labels[name] = column, {"means": means, "known": known} | count
-    if one.fold is not None:
-        columns["fold"] = pa.array(one.fold, pa.int8())
+    if published.fold is not None:
+        columns["fold"] = pa.array(published.fold, pa.int8())
     return pa.table(columns), labels
 
 
@@ -305,8 +311,8 @@ def _ptbxl_tables(root: Folder) -> _PtbXlTables:
         )
     likelihood = np.full((len(rows), len(known)), np.nan, np.float32)
     for i, row in enumerate(rows):
-        given = statements(row["scp_codes"])
-        likelihood[i] = [given.get(name, np.nan) for name in known]
+        likelihoods = statements(row["scp_codes"])
+        likelihood[i] = [likelihoods.get(name, np.nan) for name in known]
     source = SYNTHETIC * bool(prefix) + "ptb-xl"
     return _PtbXlTables(read, known, source, records, fold, likelihood)
 
@@ -376,12 +382,12 @@ def header_labels(
     unread = len(keys) - len(rows)
     note = f" ({unread} of {len(keys)} headers are unreadable or duplicates)" if unread else ""
     about = title + ", {} of the headers" + note
-    found = list(map(frozenset, rows.values()))
+    codes = list(map(frozenset, rows.values()))
     what = about.format("the 26 scored diagnoses")
-    labels = _coded(found, CLASSES)
+    labels = _coded(codes, CLASSES)
     yield PublishedLabels(f"{source.name}-scored", what, (), sources, records, labels)
     what = about.format("all SNOMED CT codes")
-    labels = _coded(found, [(code, (code,)) for code in sorted(frozenset().union(*found))])
+    labels = _coded(codes, [(code, (code,)) for code in sorted(frozenset().union(*codes))])
     yield PublishedLabels(f"{source.name}-all", what, (), sources, records, labels)
 
 
@@ -420,17 +426,19 @@ def physionet2011(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
 def mimic_iv_ecg(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     table = _mimic_table(root)
     studies = table["study_id"].to_numpy()
-    said = np.zeros((2, len(table)), np.uint64)
+    codes = np.zeros((2, len(table)), np.uint64)
     for name in tqdm(REPORTS, unit=" columns", disable=quiet):
-        said |= _codes_said(table[name].unify_dictionaries().combine_chunks())
+        codes |= _codes_said(table[name].unify_dictionaries().combine_chunks())
     about = (
         f"MIMIC-IV-ECG, the carts' computer interpretations, pattern list {PATTERNS_VERSION}: 1 stated, 0 "
         "not, empty hedged"
     )
-    some = said[0] != 0
-    labels = _mimic_statements(said[:, some])
+    has_statement = codes[0] != 0
+    labels = _mimic_statements(codes[:, has_statement])
     read, source = (MEASUREMENTS,), "mimic-iv-ecg"
-    yield PublishedLabels("mimic-iv-ecg-statements", about, read, source, studies[some], labels)
+    yield PublishedLabels(
+        "mimic-iv-ecg-statements", about, read, source, studies[has_statement], labels
+    )
     about = (
         "MIMIC-IV-ECG, intervals and axes measured by the carts' programs; empty where not measured"
     )
@@ -438,13 +446,13 @@ def mimic_iv_ecg(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     yield PublishedLabels("mimic-iv-ecg-intervals", about, read, source, studies, labels)
 
 
-def _mimic_statements(said: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
+def _mimic_statements(codes: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
     """Labels from stated and hedged codes [2, records]."""
     bit = {code: np.uint64(1 << i) for i, code in enumerate(CODES)}
-    unread = said[0] & bit[UNREAD] != 0
+    unread = codes[0] & bit[UNREAD] != 0
     labels = {}
     for code, (means, _) in CODES.items():
-        stated, hedged = said & bit[code] != 0
+        stated, hedged = codes & bit[code] != 0
         values = np.where(hedged | unread, UNKNOWN, 0)
         labels[code] = (means, np.where(stated, 1, values).astype(np.int8))
     return labels
@@ -492,12 +500,12 @@ def _mimic_table(root: Folder) -> pa.Table:
 
 def _codes_said(column: pa.DictionaryArray) -> np.ndarray:
     """Stated and hedged codes of each row as bits: uint64 [2, rows]."""
-    found = [
+    of_texts = [
         statement_codes(text.decode(errors="replace")[:300])
         for text in column.dictionary.to_pylist()
     ]
-    codes: np.ndarray = np.array([*found, (0, 0)], np.uint64).T[
-        :, column.indices.fill_null(len(found)).to_numpy()
+    codes: np.ndarray = np.array([*of_texts, (0, 0)], np.uint64).T[
+        :, column.indices.fill_null(len(of_texts)).to_numpy()
     ]
     return codes
 
@@ -508,10 +516,10 @@ def statement_codes(text: str) -> tuple[int, int]:
     text = " ".join(text.lower().split())
     stated, hedged = SOME if text else 0, 0
     for i, (_, pattern) in enumerate(CODES.values()):
-        for found in pattern.finditer(text):
-            if _HEDGED.search(text[: found.end()]) or _DOUBTED.match(text, found.end()):
+        for mention in pattern.finditer(text):
+            if _HEDGED.search(text[: mention.end()]) or _DOUBTED.match(text, mention.end()):
                 hedged |= 1 << i
-            elif not _NEGATED.search(text[: found.start()]):
+            elif not _NEGATED.search(text[: mention.start()]):
                 stated |= 1 << i
     return stated, hedged
 
@@ -520,7 +528,7 @@ def remove_leftovers(place: Path) -> None:
     """Remove the temporary files that killed processes of this machine left in a folder."""
     temporary = re.compile(rf"\..+\.{re.escape(socket.gethostname())}\.(\d+)")
     for path in place.iterdir():
-        if (found := temporary.fullmatch(path.name)) and not os.path.exists(f"/proc/{found[1]}"):
+        if (match := temporary.fullmatch(path.name)) and not os.path.exists(f"/proc/{match[1]}"):
             path.unlink(missing_ok=True)
 
 

@@ -348,9 +348,14 @@ def summary_figure(
         axes.set_title(words, loc="left", fontsize=10, color=INK, family=FONT)
     _draw_bars(left, counts, max(len(counts), 0.55 * slots))
     if total:  # below the axis, where there are no bars
-        at, font = (-0.01, -1.1 / slots), {"family": FONT, "size": 9}
+        below, font = (-0.01, -1.1 / slots), {"family": FONT, "size": 9}
         left.legend(
-            loc="upper left", bbox_to_anchor=at, ncols=4, frameon=False, prop=font, borderaxespad=0
+            loc="upper left",
+            bbox_to_anchor=below,
+            ncols=4,
+            frameon=False,
+            prop=font,
+            borderaxespad=0,
         )
     if class_counts:
         classes = {name: {"": class_counts.get(name, 0)} for name in ABBREVIATIONS}
@@ -458,8 +463,8 @@ def describe(dataset: Dataset) -> str:
     rejects = rejects_of(dataset)
     reasons = Counter(reason for _, _, reason, _ in rejects)
     example = {reason: f"{record} {detail}" for _, record, reason, detail in reversed(rejects)}
-    said = "refused, repaired or flagged"
-    lines.append(f"{said} (rejects.csv):" if reasons else f"nothing was {said}")
+    what = "refused, repaired or flagged"
+    lines.append(f"{what} (rejects.csv):" if reasons else f"nothing was {what}")
     for reason, count in reasons.most_common():
         such_as = " ".join(example[reason].split())[:60]
         lines.append(f"  {reason:30}{count:8,}  such as {such_as}")
@@ -592,10 +597,10 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
         f"sessions, at most {chosen.id_share:g} of all: --id-sources and --id-share change that",
     }
     if empty:
-        given = [
+        fitting = [
             text for role, text in advice.items() if any(name.startswith(role) for name in empty)
         ]
-        yield f"no crop for {', '.join(empty)}: {'; '.join(given) or 'too few records'}"
+        yield f"no crop for {', '.join(empty)}: {'; '.join(fitting) or 'too few records'}"
     names = [source["name"] for source in dataset.meta["sources"] if source["crops"]]
     if left_out := [name for name in names if not chosen.pretrains(name)]:
         why = "not in the paper" if chosen.pretrain is None else "not in --pretrain-sources"

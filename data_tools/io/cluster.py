@@ -61,8 +61,8 @@ def run_in_order(
 
 
 def _numbered(function: Callable[[Task], Result], task: tuple[int, Task]) -> tuple[int, Result]:
-    number, given = task
-    return number, function(given)
+    number, argument = task
+    return number, function(argument)
 
 
 @contextmanager

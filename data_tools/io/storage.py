@@ -397,10 +397,10 @@ class RemoteFolder:
     def names(self, under: str = "") -> Iterator[str]:
         root = self.fs._strip_protocol(self.url) + "/"
         try:
-            found: list[str] = self._retry(under, lambda: self.fs.find(self.path(under)))
+            paths: list[str] = self._retry(under, lambda: self.fs.find(self.path(under)))
         except FileNotFoundError:
             return
-        yield from sorted((name.removeprefix(root) for name in found), key=local_order)
+        yield from sorted((name.removeprefix(root) for name in paths), key=local_order)
 
     def links(self, under: str = "") -> Iterator[str]:
         return iter(())  # a bucket has none
@@ -408,10 +408,10 @@ class RemoteFolder:
     def children(self, under: str = "") -> list[str]:
         place = self.path(under)
         try:
-            found: list[str] = self._retry(under, lambda: self.fs.ls(place, detail=False))
+            paths: list[str] = self._retry(under, lambda: self.fs.ls(place, detail=False))
         except FileNotFoundError:
             raise StorageError(f"cannot list {place}: it does not exist") from None
-        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
+        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in paths)
 
     def write(self, name: str, data: bytes) -> None:
         self._retry(name, lambda: self.fs.pipe_file(self.path(name), data))

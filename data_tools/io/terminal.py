@@ -64,11 +64,11 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option, _, value = unknown[0].partition("=")
-            said = f"unrecognized arguments: {' '.join(unknown)}"
+            message = f"unrecognized arguments: {' '.join(unknown)}"
             value = value or " ".join(unknown[1:2])
             if option.startswith("-") and (mend := self.suggest(option, value)):
-                said += f": did you mean {mend}?"
-            self.error(said)
+                message += f": did you mean {mend}?"
+            self.error(message)
         return known, unknown
 
     def suggest(self, option: str, value: str) -> str:

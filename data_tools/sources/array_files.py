@@ -81,11 +81,11 @@ def arrays_in(root: Folder, part: str) -> dict[str, Any]:
             names = list(open_hdf5_file(root, part))
     if len(names) == 1:
         return {names[0]: open_array(root, part, names[0])}
-    found = {}
+    arrays = {}
     for name in names[:20]:
         with suppress(ReadError):  # such as a group
-            found[name] = open_array(root, part, name)
-    return found
+            arrays[name] = open_array(root, part, name)
+    return arrays
 
 
 def open_hdf5_file(root: Folder, part: str) -> Any:
@@ -107,22 +107,22 @@ def open_hdf5(file: Any, part: str, name: str) -> Any:
     target may do harm."""
     import h5py
 
-    found = file
+    member = file
     for word in name.split("/"):
-        link = found.get(word, getlink=True) if isinstance(found, h5py.Group) else None
+        link = member.get(word, getlink=True) if isinstance(member, h5py.Group) else None
         if link is None:
             raise ReadError("unexpected HDF5 shape", f"{part}: no {name}")
         if not isinstance(link, h5py.HardLink):
             raise ReadError("HDF5 points elsewhere", f"{part}: {name}")
-        found = found[word]
-    if not isinstance(found, h5py.Dataset):
+        member = member[word]
+    if not isinstance(member, h5py.Dataset):
         raise ReadError("unexpected HDF5 shape", f"{part}: {name} is not a dataset")
-    if found.is_virtual or found.external:
+    if member.is_virtual or member.external:
         raise ReadError("HDF5 points elsewhere", f"{part}: {name}")
-    if found.chunks and math.prod(found.chunks) * found.dtype.itemsize > MAX_CHUNK:
-        what = f"{part}: {found.name} {found.shape} in chunks of {found.chunks}"
+    if member.chunks and math.prod(member.chunks) * member.dtype.itemsize > MAX_CHUNK:
+        what = f"{part}: {member.name} {member.shape} in chunks of {member.chunks}"
         raise ReadError("unexpected HDF5 shape", what)
-    return found
+    return member
 
 
 class ZarrArray:
@@ -157,22 +157,22 @@ def _open_zarr(root: Folder, place: str) -> Any:
     path_inside(root, place)
     for meta in ZARR_META:
         if root.exists(f"{place}/{meta}"):
-            said = json.loads(root.read(f"{place}/{meta}", MAX_META))
-            if others := set(_named(said)) - CODECS - NO_CODECS:
+            facts = json.loads(root.read(f"{place}/{meta}", MAX_META))
+            if others := set(_named(facts)) - CODECS - NO_CODECS:
                 raise ReadError("zarr codec", f"{place}: {', '.join(sorted(map(str, others)))}")
     if any(os.path.islink(root.path(name)) for name in root.names(place)):
         raise ReadError("zarr points elsewhere", f"{place}: has links")
-    found = zarr.open_array(root.path(place), mode="r")
-    if math.prod(found.chunks) * found.dtype.itemsize > MAX_CHUNK:
-        raise ReadError("unexpected zarr shape", f"{place}: in chunks of {found.chunks}")
-    return found
+    array = zarr.open_array(root.path(place), mode="r")
+    if math.prod(array.chunks) * array.dtype.itemsize > MAX_CHUNK:
+        raise ReadError("unexpected zarr shape", f"{place}: in chunks of {array.chunks}")
+    return array
 
 
 def _named(meta: Any) -> Iterator[Any]:
     """The names and ids in what zarr says of an array."""
     if isinstance(meta, list):
-        for one in meta:
-            yield from _named(one)
+        for part in meta:
+            yield from _named(part)
     elif isinstance(meta, dict):
         for key, value in meta.items():
             if key in ("name", "id"):

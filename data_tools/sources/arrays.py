@@ -101,10 +101,10 @@ class ArrayFacts(BaseModel):
 
     @property
     def columns(self) -> dict[str, str]:
-        found = self.model_dump(include=COLUMNS, exclude_defaults=True)
+        named = self.model_dump(include=COLUMNS, exclude_defaults=True)
         if not math.isnan(as_number(self.fs_hz)):
-            del found["fs_hz"]
-        return found
+            del named["fs_hz"]
+        return named
 
     @property
     def many(self) -> bool:
@@ -233,9 +233,11 @@ class ArraySource(Source):
         facts = self.facts
         part, _, row = key.rpartition("#")
         values, cells = _open(self.root, part, facts), _cells(self.root, part, int(row), facts)
-        at = {"ecgs": int(row), "1": 0}
+        index_of = {"ecgs": int(row), "1": 0}
         with array_errors(part):
-            signal = np.asarray(values[tuple(at.get(axis, slice(None)) for axis in facts.layout)])
+            signal = np.asarray(
+                values[tuple(index_of.get(axis, slice(None)) for axis in facts.layout)]
+            )
         if facts.layout.index("samples") < facts.layout.index("leads"):
             signal = signal.T
         if facts.padding:
@@ -332,9 +334,9 @@ def _completed(root: Folder, facts: ArrayFacts) -> ArrayFacts:
     axes = set(facts.layout)
     known = {"leads", "samples"} <= axes <= {"ecgs", "leads", "samples", "1"}
     if not known or len(axes) < len(facts.layout):
-        given = ", ".join(facts.layout)
+        order = ", ".join(facts.layout)
         raise DataError(
-            f"layout: [{given}]: name each axis once: leads, samples and, if there, ecgs and 1"
+            f"layout: [{order}]: name each axis once: leads, samples and, if there, ecgs and 1"
         )
     return facts
 
@@ -342,11 +344,11 @@ def _completed(root: Folder, facts: ArrayFacts) -> ArrayFacts:
 def _only_array(root: Folder, part: str) -> str:
     """The name of the only array that can hold ECGs; none in a file of one array."""
     arrays = arrays_in(root, part)
-    found = [name for name, values in arrays.items() if len(values.shape) > 1]
-    if len(found) != 1:
+    candidates = [name for name, values in arrays.items() if len(values.shape) > 1]
+    if len(candidates) != 1:
         shown = ", ".join(f"{name} {list(values.shape)}" for name, values in arrays.items())
         raise DataError(f"{part} holds {shown or 'no array'}: add dataset: NAME to {YAML}")
-    return found[0]
+    return candidates[0]
 
 
 def _shortest(root: Folder, part: str) -> str:
@@ -404,9 +406,9 @@ def _open(root: Folder, part: str, facts: ArrayFacts) -> Any:
         or any(size > most[axis] for axis, size in shape.items())
         or values.dtype.kind not in "iuf"
     ):
-        found = f"{part}: {values.dtype} {list(values.shape)}"
+        seen = f"{part}: {values.dtype} {list(values.shape)}"
         wanted = f"[{', '.join(facts.layout)}] with {len(facts.leads)} leads"
-        raise ReadError("unexpected array shape", f"{found}, not {wanted}")
+        raise ReadError("unexpected array shape", f"{seen}, not {wanted}")
     return values
 
 
@@ -474,11 +476,11 @@ def _cells(root: Folder, part: str, row: int, facts: ArrayFacts) -> dict[str, st
     """What the table says of an ECG."""
     if not facts.table:
         return {role: _texts(root, part, name, facts)[row] for role, name in facts.columns.items()}
-    table, found = _table(root, facts), row
+    table, table_row = _table(root, facts), row
     if table.rows is not None:
         key = str(row) if facts.many else Path(part).stem
         if key not in table.rows:
             raise ReadError("not in the table", key)
-        found = table.rows[key]
-    cells: dict[str, str | None] = table.cells.slice(found, 1).to_pylist()[0]
+        table_row = table.rows[key]
+    cells: dict[str, str | None] = table.cells.slice(table_row, 1).to_pylist()[0]
     return cells

@@ -245,7 +245,7 @@ def absent_records(
 ) -> Iterator[AbsentKey]:
     """The records and folders in these RECORDS files that are not there. `endings`: of a record's
     files. `within`: only what is in one of these folders; none: everything."""
-    told = set()
+    yielded = set()
     for table in lists:
         folder = posixpath.dirname(table)
         there: set[str] | None = None
@@ -258,7 +258,7 @@ def absent_records(
             continue
         for line in filter(None, map(str.strip, lines)):
             path = posixpath.join(folder, line)
-            if path in told or (within and path.split("/")[0] not in within):
+            if path in yielded or (within and path.split("/")[0] not in within):
                 continue
             if path.endswith("/"):
                 key = path.rstrip("/")
@@ -270,7 +270,7 @@ def absent_records(
                     there = {name.rpartition(".")[0] for name in names if name.endswith(endings)}
                 is_there = path in there
             if not is_there:
-                told.add(path)
+                yielded.add(path)
                 yield absent_key(key, table)
 
 

@@ -92,26 +92,28 @@ def open_sources(
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
     if kind == "auto":
-        found = _detected(root, names, anonymous)
-        left = LeftOut(root, found, besides, hospital)
-        read = tuple(dict.fromkeys(source.name for source in found))
+        sources = _detected(root, names, anonymous)
+        left = LeftOut(root, sources, besides, hospital)
+        read = tuple(dict.fromkeys(source.name for source in sources))
         if left.wfdb:
-            found.append(WfdbFolder(root, tuple(left.places)))
+            sources.append(WfdbFolder(root, tuple(left.places)))
         if hospital:
             vendors = hospital(root, within=tuple(left.places))
             if next(vendors.keys(), None):
-                found.append(vendors)
-        if found:
-            found[0].left_out = left.sentence(archives=read)
+                sources.append(vendors)
+        if sources:
+            sources[0].left_out = left.sentence(archives=read)
     else:
-        found = [ArraySource(root, arrays) if kind == "arrays" else _of_kind(root, kind, hospital)]
+        sources = [
+            ArraySource(root, arrays) if kind == "arrays" else _of_kind(root, kind, hospital)
+        ]
         # A reader of files looks at all of them; what one of the user's own reads, only he knows
-        if ":" in kind or isinstance(found[0], FileSource):
-            found[0].left_out = LeftOut(root, [], besides, hospital).sentence()
+        if ":" in kind or isinstance(sources[0], FileSource):
+            sources[0].left_out = LeftOut(root, [], besides, hospital).sentence()
         else:
-            found[0].left_out = LeftOut(root, found, besides, hospital).sentence(kind)
-    if found:
-        return found
+            sources[0].left_out = LeftOut(root, sources, besides, hospital).sentence(kind)
+    if sources:
+        return sources
     if META in names:
         raise StorageError(
             f"{root.url}: a dataset, not an archive: pass the archives that it was made from"
@@ -129,13 +131,13 @@ def open_sources(
 def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:
     if ":" in kind:
         try:  # so that worker processes can import it, too
-            found = plugin(kind, importable=True)
+            reader = plugin(kind, importable=True)
         except Exception as error:  # a user's module may raise anything on import
             raise DataError(f"--source {kind}: {blame(error)}") from None
-        if not (isinstance(found, type) and issubclass(found, Source)):
+        if not (isinstance(reader, type) and issubclass(reader, Source)):
             raise DataError(f"--source {kind}: not a subclass of data_tools.sources.Source")
         try:
-            return found(root)
+            return reader(root)
         except TypeError as error:  # the class lacks an abstract method
             raise DataError(f"--source {kind}: {error}") from None
     if kind in ARCHIVES:
@@ -153,16 +155,16 @@ def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:
 def _detected(root: Folder, names: Sequence[str], anonymous: bool) -> list[Source]:
     """The archives in a folder and in its subfolders. If there is none, the folder's WFDB
     records."""
-    found = _archives(root, names)
-    read = places_read(root, found)
+    sources = _archives(root, names)
+    read = places_read(root, sources)
     for name in names:
         if name in read or (root.remote and looks_like_file(name)):
             continue
         below = folder_below(root, name, anonymous)
         with suppress(StorageError):  # not a folder, or one that may not be listed
-            found += _archives(below, below.children())
-    if found:
-        return found
+            sources += _archives(below, below.children())
+    if sources:
+        return sources
     challenge = PhysioNet2021(root)
     if root.url.rsplit("/", 1)[-1].removesuffix(".zip") in PLACES and challenge.has_records():
         return [challenge]
@@ -171,8 +173,8 @@ def _detected(root: Folder, names: Sequence[str], anonymous: bool) -> list[Sourc
 
 
 def _archives(place: Folder, names: Sequence[str]) -> list[Source]:
-    found = [archive(place) for archive in ARCHIVES.values() if archive.detect(set(names))]
-    return [one for one in found if one.has_records()]
+    archives = [archive(place) for archive in ARCHIVES.values() if archive.detect(set(names))]
+    return [source for source in archives if source.has_records()]
 
 
 def places_read(root: Folder, sources: Sequence[Source]) -> set[str]:
@@ -224,7 +226,7 @@ class LeftOut:
             path = f"{place}/{name}" if place else name
             if path in self.read:
                 continue
-            if any(one.startswith(f"{path}/") for one in self.read):
+            if any(place_read.startswith(f"{path}/") for place_read in self.read):
                 self._search(path)
             elif name.lower().endswith((".hea", *self.endings)):
                 self._add(path, [path])
@@ -264,7 +266,7 @@ class LeftOut:
     def sentence(self, kind: str = "", archives: Sequence[str] = ()) -> str:
         """A note on what is not read, and on WFDB records beside these archives. `kind`: the source's,
         if the user chose it: then also files that others would read."""
-        said = []
+        clauses = []
         if archives and self.wfdb:
             records = "1 WFDB record"
             if len(self.wfdb) > 1:
@@ -272,22 +274,22 @@ class LeftOut:
             more = ", ..." * (len(self.wfdb) > 1)
             first = "" if self.root.private else f" ({self.wfdb[0]}{more})"
             others = " and ".join(archives)
-            said.append(f"reads {records} outside of {others}, of unknown patients{first}")
+            clauses.append(f"reads {records} outside of {others}, of unknown patients{first}")
         if self.capitals:
             count = len(self.capitals)
             names = f"{count:,} of its files" if self.root.private else self._named(self.capitals)
-            said.append(f"does not read {names}: a header's name ends in .hea")
+            clauses.append(f"does not read {names}: a header's name ends in .hea")
         if self.unlisted:
-            said.append(f"could not list {self._named(self.unlisted)}")
+            clauses.append(f"could not list {self._named(self.unlisted)}")
         if self.links:
-            said.append(f"does not follow linked folders: {self._named(self.links)}")
+            clauses.append(f"does not follow linked folders: {self._named(self.links)}")
         if kind and (files := self._others()):
             look = "1 file that looks like an ECG"
             if len(files) > 1:
                 look = f"{len(files):,} files that look like ECGs"
             first = "" if self.root.private else f" ({files[0]}{', ...' * (len(files) > 1)})"
-            said.append(f"leaves out {look}{first}: without --source {kind} none is left out")
-        return f"{self.root.url}: {'; '.join(said)}" if said else ""
+            clauses.append(f"leaves out {look}{first}: without --source {kind} none is left out")
+        return f"{self.root.url}: {'; '.join(clauses)}" if clauses else ""
 
     def _others(self) -> list[str]:
         if self.places == [""]:

@@ -124,8 +124,8 @@ def parse_header(data: bytes) -> WfdbHeader:
     comments: dict[str, str] = {}
     for line in _lines(data):
         if line.startswith("#"):
-            if found := _COMMENT.match(line):
-                comments.setdefault(found[1].lower(), found[2].strip())
+            if comment := _COMMENT.match(line):
+                comments.setdefault(comment[1].lower(), comment[2].strip())
         elif line:
             lines.append(line)
     if not lines:
@@ -216,11 +216,11 @@ def _parse_columns(
 
 
 def _format(text: str) -> tuple[int, int]:
-    found = _FORMAT.fullmatch(text)
-    if not found:
+    match = _FORMAT.fullmatch(text)
+    if not match:
         raise ReadError("signal format", text[:20])
     code, per_frame, skew, offset = (
-        int(part or absent) for part, absent in zip(found.groups(), (0, 1, 0, 0), strict=True)
+        int(part or absent) for part, absent in zip(match.groups(), (0, 1, 0, 0), strict=True)
     )
     if per_frame != 1:
         raise ReadError("several samples a frame", text[:20])
@@ -232,13 +232,13 @@ def _format(text: str) -> tuple[int, int]:
 def _gain(text: str) -> tuple[float, int | None]:
     """Parse `1000.0(0)/mV` to steps per mV and baseline. A gain of 0 means "not calibrated" and is
     refused."""
-    found = _GAIN.fullmatch(text)
-    if not found:
+    match = _GAIN.fullmatch(text)
+    if not match:
         raise ReadError("gain", text[:40])
-    mv = MV_PER_UNIT[unit_name(found[3] or "mV")]  # in WFDB, no unit means mV
-    return _number(found[1], "gain", GAIN_RANGE[0] * mv, GAIN_RANGE[1] * mv) / mv, int(
-        found[2]
-    ) if found[2] else None
+    mv = MV_PER_UNIT[unit_name(match[3] or "mV")]  # in WFDB, no unit means mV
+    return _number(match[1], "gain", GAIN_RANGE[0] * mv, GAIN_RANGE[1] * mv) / mv, int(
+        match[2]
+    ) if match[2] else None
 
 
 def _integer(text: str, what: str, high: int) -> int:
@@ -301,8 +301,10 @@ def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
     if name.lower().endswith(".mat"):
         begin = np.array([30, signals, header.samples, 0, 4], "<i4").tobytes() + b"val\0"
         if offset != len(begin) or not data.startswith(begin):
-            found = data[: len(begin)].hex()
-            raise ReadError("not the expected MATLAB file", f"offset {offset}, begins with {found}")
+            first_bytes = data[: len(begin)].hex()
+            raise ReadError(
+                "not the expected MATLAB file", f"offset {offset}, begins with {first_bytes}"
+            )
     interleaved = np.frombuffer(data, "<i2", offset=offset).reshape(header.samples, signals)
     return np.ascontiguousarray(interleaved.T)  # later steps work lead by lead
 

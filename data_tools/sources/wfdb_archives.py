@@ -234,13 +234,13 @@ def statements(scp_codes: str) -> dict[str, float]:
     """Parse a cell with a Python dict of {statement: likelihood in per cent}; a likelihood that is
     not a number becomes 0."""
     try:
-        given = ast.literal_eval(scp_codes[:MAX_STATEMENTS])
+        parsed = ast.literal_eval(scp_codes[:MAX_STATEMENTS])
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        given = {}
-    if not isinstance(given, dict):
+        parsed = {}
+    if not isinstance(parsed, dict):
         return {}
     likelihoods = {}
-    for name, value in given.items():
+    for name, value in parsed.items():
         likelihoods[str(name)] = value if isinstance(value, int | float) else 0
     return likelihoods
 
@@ -287,7 +287,8 @@ class PhysioNet2021(WfdbSource):
         return [
             name
             for name in places
-            if name != "ptb-xl" or not any(self.root.exists(f"ptb-xl/{one}") for one in FOLDERS)
+            if name != "ptb-xl"
+            or not any(self.root.exists(f"ptb-xl/{folder}") for folder in FOLDERS)
         ]
 
     def has_records(self) -> bool:
@@ -400,10 +401,10 @@ class MimicIvEcg(WfdbSource):
             yield from super().keys()
             return
         for row in read_table(self.root, LIST, MAX_LIST, ("subject_id", "path")):
-            found = _PATH.fullmatch(row["path"])
+            match = _PATH.fullmatch(row["path"])
             yield (
                 f"{row['path']}.hea"
-                if found and found[1] == row["subject_id"]
+                if match and match[1] == row["subject_id"]
                 else f"{LIST}: {row['path']}.hea"
             )
 
@@ -415,8 +416,8 @@ class MimicIvEcg(WfdbSource):
         return iter(()) if self.root.exists(LIST) else super().links()
 
     def patient(self, name: str, key: str) -> str | None:
-        found = _PATH.fullmatch(key.removesuffix(".hea"))
-        return found[1] if found else None
+        match = _PATH.fullmatch(key.removesuffix(".hea"))
+        return match[1] if match else None
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         return dataclasses.replace(record, patient=self.patient(record.name, key))

@@ -143,22 +143,25 @@ class ZipFolder(LocalFolder):
     def zip_of(self, name: str) -> tuple[Zip | None, str]:
         """The zip that a file or folder is in, and its path there."""
         first, _, rest = name.partition("/")
-        found, path = self.zips.get(""), name
+        zipped, path = self.zips.get(""), name
         if first and first in self.zips:
-            found, path = self.zips[first], rest
-        return found, found.path(path) if found else path
+            zipped, path = self.zips[first], rest
+        return zipped, zipped.path(path) if zipped else path
+
+    def _zip_files(self) -> set[str]:
+        return {zipped.file for zipped in self.zips.values()}
 
     def read(self, name: str, limit: int, cut: bool = False) -> bytes:
-        found, path = self.zip_of(name)
-        if found is None:
+        zipped, path = self.zip_of(name)
+        if zipped is None:
             return self.base.read(name, limit, cut)
-        member = found.index.find(path)
+        member = zipped.index.find(path)
         if member is None:
             raise ReadError(MISSING_FILE, name)
         is_whole = member.size <= limit
         _check(member, name, limit if not cut else member.size)
         most = member.packed if is_whole else limit
-        data = found.packed(member, name, HEADER.size + 2 * FIELD + most)
+        data = zipped.packed(member, name, HEADER.size + 2 * FIELD + most)
         try:
             if member.method == DEFLATED and is_whole:
                 data = memoryview(deflate_decompress(data, member.size))
@@ -171,27 +174,27 @@ class ZipFolder(LocalFolder):
         return bytes(data[:limit])
 
     def stamp(self, name: str) -> bytes:
-        found, path = self.zip_of(name)
-        if found is None:
+        zipped, path = self.zip_of(name)
+        if zipped is None:
             return self.base.stamp(name)
-        member = found.index.find(path)
+        member = zipped.index.find(path)
         return f"{member.size},{member.crc}".encode() if member else b""
 
     def exists(self, name: str) -> bool:
-        found, path = self.zip_of(name)
-        if found is None:
+        zipped, path = self.zip_of(name)
+        if zipped is None:
             return self.base.exists(name)
-        return bool(found.index.find(path)) or any(found.index.below(path))
+        return bool(zipped.index.find(path)) or any(zipped.index.below(path))
 
     def names(self, under: str = "") -> Iterator[str]:
-        found, path = self.zip_of(under)
-        if found:
+        zipped, path = self.zip_of(under)
+        if zipped:
             before = f"{under}/" if under else ""
-            yield from (before + _path(key) for key in found.index.below(path))
+            yield from (before + _path(key) for key in zipped.index.below(path))
         elif under:
             yield from self.base.names(under)
         else:
-            files = {one.file for one in self.zips.values()}
+            files = self._zip_files()
             others = (name for name in self.base.names() if name not in files)
             yield from heapq.merge(others, *map(self.names, self.zips), key=local_order)
 
@@ -200,20 +203,20 @@ class ZipFolder(LocalFolder):
         if self.zip_of(under)[0] is None:
             yield from self.base.links(under)
         for name in self.names(under):
-            found, path = self.zip_of(name)
-            if found and "." not in name.rpartition("/")[2]:
-                member = found.index.find(path)
+            zipped, path = self.zip_of(name)
+            if zipped and "." not in name.rpartition("/")[2]:
+                member = zipped.index.find(path)
                 if member and member.method == LINK:
                     yield name
 
     def children(self, under: str = "") -> list[str]:
-        found, path = self.zip_of(under)
-        if found is None:
+        zipped, path = self.zip_of(under)
+        if zipped is None:
             names = {*self.base.children(under)}
             if not under:
-                names = (names | self.zips.keys()) - {one.file for one in self.zips.values()}
+                names = (names | self.zips.keys()) - self._zip_files()
             return sorted(names)
-        keys = {key.partition(b"\0")[0] for key in found.index.below(path)}
+        keys = {key.partition(b"\0")[0] for key in zipped.index.below(path)}
         if not keys:
             raise StorageError(f"cannot list {self.path(under)}: no such folder in the zip")
         return sorted(map(_path, keys))
@@ -248,7 +251,9 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
     try:
         count, begin, end = _find_directory(base, file)
         parts = range(begin, end, PART)
-        read = prefetch(lambda at: base.read_range(file, at, min(PART, end - at)), parts, 4)
+        read = prefetch(
+            lambda start: base.read_range(file, start, min(PART, end - start)), parts, 4
+        )
         index = _parse(b"".join(read), count, begin)
         # Nobody would miss a table
         names = (_path(key) for key in index.keys if not key.endswith(RECORDS))
@@ -269,15 +274,17 @@ def _find_directory(base: Folder, file: str) -> tuple[int, int, int]:
     size = base.size(file)
     first = max(0, size - FIELD - END64.size)
     tail = base.read_range(file, first, size - first)
-    at = tail.rfind(b"PK\5\6")
-    if at < 0:
+    position = tail.rfind(b"PK\5\6")
+    if position < 0:
         raise ReadError("not a zip, or its end is missing: download it again")
-    end = first + at
-    disk, start, here, count, length, begin, comment = END.unpack_from(tail, at)
-    if at + END.size + comment != len(tail):
+    end = first + position
+    disk, start, here, count, length, begin, comment = END.unpack_from(tail, position)
+    if position + END.size + comment != len(tail):
         raise ReadError(DAMAGED)
-    if tail[max(0, at - 20) : at].startswith(b"PK\6\7"):  # leads to one with larger numbers
-        (end,) = struct.unpack_from("<Q", tail, at - 12)
+    if tail[max(0, position - 20) : position].startswith(
+        b"PK\6\7"
+    ):  # leads to one with larger numbers
+        (end,) = struct.unpack_from("<Q", tail, position - 12)
         numbers = END64.unpack(base.read_range(file, end, END64.size))
         disk, start, here, count, length, begin = numbers
     if disk or start or here != count or begin + length != end:
@@ -289,17 +296,17 @@ def _find_directory(base: Folder, file: str) -> tuple[int, int, int]:
 
 def _parse(data: bytes, count: int, end: int) -> ZipIndex:
     """`end`: of what is before the directory."""
-    keys, numbers, at = [], array("q"), 0
+    keys, numbers, position = [], array("q"), 0
     for _ in range(count):
-        found = ENTRY.unpack_from(data, at)
-        system, flags, method, crc, packed, size, length, extra, comment, mode, begin = found
-        if not data.startswith(b"PK\1\2", at):
+        fields = ENTRY.unpack_from(data, position)
+        system, flags, method, crc, packed, size, length, extra, comment, mode, begin = fields
+        if not data.startswith(b"PK\1\2", position):
             raise ReadError(DAMAGED)
-        at += ENTRY.size + length
-        name = data[at - length : at]
+        position += ENTRY.size + length
+        name = data[position - length : position]
         if IN_EXTRA in (size, packed, begin):
-            size, packed, begin = _widened((size, packed, begin), data[at : at + extra])
-        at += extra + comment
+            size, packed, begin = _widened((size, packed, begin), data[position : position + extra])
+        position += extra + comment
         unicode = flags & UTF8 or system == UNIX or name.isascii()  # as unzip has it
         path = name.decode("utf-8" if unicode else "cp437", "surrogateescape")
         _check_path(path)
@@ -312,7 +319,7 @@ def _parse(data: bytes, count: int, end: int) -> ZipIndex:
         keys.append(_key(path))
         least = begin + HEADER.size + length + packed
         numbers.extend((begin, least, packed, size, crc, method, crc32(name)))
-    if at != len(data) or not keys:
+    if position != len(data) or not keys:
         raise ReadError(DAMAGED)
     return _index(keys, np.frombuffer(numbers, np.int64).reshape(len(keys), -1), end)
 
@@ -323,7 +330,7 @@ def _widened(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
         kind, length = struct.unpack_from("<2H", extra)
         if kind == 1:
             more = iter(struct.unpack_from(f"<{length // 8}Q", extra, 4))
-            return tuple(next(more, one) if one == IN_EXTRA else one for one in numbers)
+            return tuple(next(more, number) if number == IN_EXTRA else number for number in numbers)
         extra = extra[4 + length :]
     return numbers
 
@@ -356,24 +363,24 @@ def folder_or_zip(
 ) -> Folder:
     """The folder at a path or address, which may be a zip or in one."""
     text = os.fspath(url)
-    for found in re.finditer(r"\.zip(?=/|$)", text, re.IGNORECASE):
-        path = text[: found.end()]
+    for match in re.finditer(r"\.zip(?=/|$)", text, re.IGNORECASE):
+        path = text[: match.end()]
         if "://" in path or os.path.isfile(path):
             place, slash, file = path.rpartition("/")
             base = folder(place or slash or ".", anonymous, private)
-            one, inside = _open(base, file), text[found.end() :].strip("/")
-            one = replace(one, inside=one.path(inside))
+            zipped, inside = _open(base, file), text[match.end() :].strip("/")
+            zipped = replace(zipped, inside=zipped.path(inside))
             url = f"{base.path(file)}/{inside}".rstrip("/")
-            return ZipFolder(url, private, base=base, zips={"": one}, remote=base.remote)
+            return ZipFolder(url, private, base=base, zips={"": zipped}, remote=base.remote)
     return folder(url, anonymous, private)
 
 
 def _open(base: Folder, file: str) -> Zip:
     """A zip with nothing but a folder of its own name is this folder."""
-    one, name = Zip(base, file, base.stamp(file)), file[:-4]
-    keys, prefix = one.index.keys, _key(f"{name}/")[:-1]
+    zipped, name = Zip(base, file, base.stamp(file)), file[:-4]
+    keys, prefix = zipped.index.keys, _key(f"{name}/")[:-1]
     is_all = keys[0].startswith(prefix) and keys[-1].startswith(prefix)
-    return replace(one, inside=name) if is_all else one
+    return replace(zipped, inside=name) if is_all else zipped
 
 
 def archive_folder(
@@ -400,9 +407,9 @@ def archive_folder(
 
 def folder_below(root: Folder, name: str, anonymous: bool) -> Folder:
     if isinstance(root, ZipFolder):
-        found, path = root.zip_of(name)
-        if found:
-            zips = {"": replace(found, inside=path)}
+        zipped, path = root.zip_of(name)
+        if zipped:
+            zips = {"": replace(zipped, inside=path)}
             return replace(root, url=root.path(name), zips=zips)
     return folder(root.path(name), anonymous, root.private)
 

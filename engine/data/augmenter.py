@@ -11,12 +11,13 @@ finds them.
 """
 
 import ctypes
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Literal
+from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,15 +32,14 @@ from ..settings.errors import ConfigError, blaming
 from ..settings.leads import ALL
 from . import counter
 from .augmentations import AugmentConfig
-from .augmentations.stage import Noise, Params, Random, Stage, TorchOps, augment, draws
+from .augmentations.stage import Noise, Params, Random, Stage, augment, draws
+from .config import FS_HZ, HALF, MV_PER_UV, Views
 from .counter import RandomStream
 from .order import Places
+from .torch_ops import TorchOps
 
-FS_HZ, CROP, HALF = 500.0, 5000, 2500
-MV_PER_UV = 1e-3
 CHUNK = 16  # crops augmented at a time on a CPU: 4 MB of float32; the fastest of 4 to 32
 WAVES_CHUNK = 64  # crops whose common noise is made at a time: 1 MB; the fastest of 4 to 64
-Views = Literal["halves", "window"]
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
 
@@ -237,39 +237,73 @@ def global_draws(seed: int, device: torch.device) -> Iterator[None]:
             random.setstate(before[1])
 
 
+class Draw(torch.Generator):
+    """Random numbers for your own augmentation. Those of `uniform` and `normal` belong to each half
+    (or view) of each crop and are the same whenever the crop comes in this epoch, in whatever batch, on
+    whatever rank or device. As a torch.Generator it is seeded for each step and rank."""
+
+    def at(self, seed: int, places: Places, function: int) -> None:
+        """`function`: which of several."""
+        crop_B11 = crop_key(places)[:, None, None]
+        self.key = seed, RandomStream.OWN, function, places.epoch[:, None, None], crop_B11
+        self.calls = 0
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        """[crops, halves, *shape] float32, from 0 to 1; other ones at each call."""
+        return self._drawn(counter.uniform, shape)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """The same, standard normal."""
+        return self._drawn(counter.normal, shape)
+
+    def _drawn(self, numbers: Callable[..., np.ndarray], shape: tuple[int, ...]) -> torch.Tensor:
+        self.calls += 1
+        half_S1, slot = np.arange(2)[:, None], np.arange(math.prod(shape))
+        drawn = numbers(*self.key, half_S1, self.calls, slot).astype(np.float32)
+        return to_device(drawn, self.device).view(*drawn.shape[:2], *shape)
+
+
 class ExtraAugmentation:
-    """Your own augmentation, `augment.extra: file.py:function`, applied after all others to the
+    """Your own augmentations, `augment.extra: file.py:function`, applied after all others to the
     batch on its device, whichever backend made it.
 
-        def dim(x_BSLT, generator):              # float32 millivolts; may be changed in place
-            gain = torch.rand(len(x_BSLT), 1, 1, 1, generator=generator, device=x_BSLT.device)
-            return x_BSLT * (0.5 + gain)
+        def dim(x_BSLT, draw, most=0.5):         # float32 millivolts; may be changed in place
+            return x_BSLT * (1 - most * draw.uniform(1, 1))
 
-    Masked and missing leads stay zeros. The generator, and the global ones of torch, numpy and
-    Python, are seeded from the run's seed, the step and the rank: a resumed run draws the same
-    numbers; another number of ranks draws different ones, as with dropout."""
+    Masked and missing leads stay zeros. Random numbers: Draw. The global generators of torch, numpy and
+    Python are seeded from the run's seed, the step and the rank: a resumed run draws the same numbers;
+    another number of ranks draws different ones, as with dropout."""
 
-    def __init__(self, spec: str, seed: int, rank: int, device: torch.device) -> None:
-        self.spec, self.seed, self.rank, self.generator = spec, seed, rank, torch.Generator(device)
-        with blaming(f"augment.extra={spec}"):
-            self.function = plugin(spec)
+    def __init__(
+        self, own: Sequence[tuple[str, dict[str, Any]]], seed: int, rank: int, device: torch.device
+    ) -> None:
+        """`own`: the names of functions, and their options."""
+        self.seed, self.rank, self.draw = seed, rank, Draw(device)
+        self.functions = []
+        for name, options in own:
+            said = f"augment.extra={name}{f' with {options}' if options else ''}"
+            with blaming(said):
+                self.functions.append((said, partial(plugin(name), **options)))
 
-    def __call__(self, x_BSLT: torch.Tensor, step: int) -> torch.Tensor:
+    def __call__(self, x_BSLT: torch.Tensor, places: Places, step: int) -> torch.Tensor:
         seed = int(counter.bits(self.seed, RandomStream.EXTRA, step, self.rank)) >> 1
-        self.generator.manual_seed(seed)
+        self.draw.manual_seed(seed)
         absent_BSL1 = ~x_BSLT.any(-1, keepdim=True)
-        with blaming(f"augment.extra={self.spec}"), global_draws(seed, x_BSLT.device):
-            y_BSLT: torch.Tensor = self.function(x_BSLT, self.generator)
-            if (y_BSLT.shape, y_BSLT.dtype, y_BSLT.device) != (
-                x_BSLT.shape,
-                x_BSLT.dtype,
-                x_BSLT.device,
-            ):
-                made = f"{list(y_BSLT.shape)} {y_BSLT.dtype} on {y_BSLT.device}"
-                raise ConfigError(
-                    f"{list(x_BSLT.shape)} became {made}: keep its shape, type and device"
-                )
-            return y_BSLT.masked_fill_(absent_BSL1, 0.0)
+        with global_draws(seed, x_BSLT.device):
+            for number, (said, function) in enumerate(self.functions):
+                self.draw.at(self.seed, places, number)
+                with blaming(said):
+                    x_BSLT = alike(x_BSLT, function(x_BSLT, self.draw))
+                x_BSLT.masked_fill_(absent_BSL1, 0.0)
+        return x_BSLT
+
+
+def alike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """y; ConfigError if it is not like x."""
+    if (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device):
+        return y
+    made = f"{list(y.shape)} {y.dtype} on {y.device}"
+    raise ConfigError(f"{list(x.shape)} became {made}: keep its shape, type and device")
 
 
 class Upload:

@@ -39,8 +39,8 @@ Counter = int | np.integer | np.ndarray
 
 class RandomStream(IntEnum):
     """The purpose of a random number: two purposes never share a draw. Saved runs depend on the
-    values: add, never renumber. Each stage of the augmentations has its own number (5 to 11, and new
-    ones from 17)."""
+    values: add, never renumber. Each stage of the augmentations has its own number (5 to 11, 17, and
+    new ones from 19)."""
 
     ORDER = 1
     SHARD_ORDER = 2
@@ -50,6 +50,7 @@ class RandomStream(IntEnum):
     EXTRA = 14
     LABELS = 15
     PAIR = 16
+    OWN = 18
 
 
 def mix(x: np.ndarray) -> np.ndarray:

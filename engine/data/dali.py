@@ -19,7 +19,8 @@ import torch
 from ..settings.errors import ConfigError
 from ..settings.leads import ALL
 from .augmentations.stage import TAU, Node, Params, Wave, augment, time_axes
-from .augmenter import FS_HZ, HALF, MV_PER_UV, Augmenter, Views
+from .augmenter import Augmenter
+from .config import FS_HZ, HALF, MV_PER_UV, Views
 
 PREFETCH = 2
 # Batches that DALI may still be reading, as it does not copy what it is fed: those that it

@@ -19,36 +19,33 @@ import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import count
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic import TypeAdapter, ValidationError
 
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
 from omnilead.data_tools.io.terminal import keep_freed_memory
 
-from ..settings.errors import ConfigError, one_line_errors
+from ..settings.errors import ConfigError
 from ..settings.files import flatten
 from . import dali
-from .augmentations import AugmentConfig
 from .augmentations.leads import RandomLeads
-from .augmentations.stage import STRICT, Params
+from .augmentations.stage import Params
 from .augmenter import (
-    HALF,
     Augmenter,
     ChunkWriter,
     CropWriter,
     ExtraAugmentation,
     Upload,
-    Views,
     measured_leads,
     single_threaded,
 )
+from .config import HALF, LoaderConfig
 from .order import DatasetRows, Order, Places, shards_needed
 from .reader import BadCrop, CropBuffers, CropReader, Report, prefetch
 from .staging import Staging
@@ -60,44 +57,6 @@ READ_CROPS = 256
 IN_RECIPE = ("batch_crops", "seed", "views", "block_shards", "weights", "augment", "windows")
 State = dict[str, Any]
 log = logging.getLogger(__name__)
-
-
-@one_line_errors
-@checked_dataclass(frozen=True, config=STRICT)
-class PipelineConfig:
-    """The section `pipeline` of the settings: how crops are loaded."""
-
-    # where the augmentations run; auto: dali on a GPU, torch without one
-    backend: Literal["auto", "dali", "torch"] = "auto"
-    # the pair to contrast: the two halves of a crop, or two views of one window
-    views: Views = "halves"
-    # 0: shuffle the whole dataset; G: shuffle G shards at a time, for remote data and slow disks
-    block_shards: Annotated[int, Field(ge=0)] = 0
-    weights: tuple[float, ...] | None = None  # sampling weights of several datasets; None: by size
-    source: Literal["tar", "zarr"] | None = None  # format to read if a dataset has both; null: tar
-    # verify a crop's checksum at its first read, at every read, or never
-    check: Literal["first", "always", "never"] = "first"
-    # stop at a crop that cannot be read, or skip and count it
-    on_corrupt: Literal["stop", "skip"] = "stop"
-    threads: Annotated[int | None, Field(ge=1)] = None  # reading threads; None: 1, on a GPU 2
-    read_ahead: Annotated[int, Field(ge=1)] = 2  # minimum number of prefetched batches
-    cache_dir: str | None = None  # local cache folder for datasets on s3://
-    cache_bytes: int = 100 * 2**30  # size limit of cache_dir
-
-
-@one_line_errors
-@checked_dataclass(frozen=True, config=STRICT)
-class LoaderConfig(PipelineConfig):
-    """The section `pipeline` and the settings of other sections that the loader needs."""
-
-    batch_crops: int = 512  # over all ranks
-    # crops of a rank contrasted at a time; None: its whole share
-    micro_batch: Annotated[int | None, Field(ge=1)] = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-    # 0: random lead masking is drawn for each half. Else a crop will become so many windows, and
-    # Batch.keep_BSL1 has a mask for each: leads must be masked after their filter
-    windows: Annotated[int, Field(ge=0)] = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,8 +165,8 @@ class Loader:
         self.config, self.device, self.rank, self.world = config, device, rank, world
         self.backend = self._chosen_backend()
         self.extra = None
-        if config.augment.extra:
-            self.extra = ExtraAugmentation(config.augment.extra, config.seed, rank, device)
+        if own := config.augment.own:
+            self.extra = ExtraAugmentation(own, config.seed, rank, device)
         self.order = order_of(config, datasets, rows, **roles)
         # fail early if the batch cannot be divided
         self.order.slice(0, rank, world, micro=config.micro_batch)
@@ -260,7 +219,8 @@ class Loader:
                 batch = next(batches)
             if self.extra:
                 with self.meter.timed("augment"):
-                    batch = dataclasses.replace(batch, x_BSLT=self.extra(batch.x_BSLT, self.step))
+                    x_BSLT = self.extra(batch.x_BSLT, batch.places, self.step)
+                    batch = dataclasses.replace(batch, x_BSLT=x_BSLT)
             if self.config.windows:
                 random = self.augmenter.random(batch.places, self.config.windows)
                 masks = RandomLeads(self.config.augment).keep(random)

@@ -20,6 +20,7 @@ threshold or a penalty; "labelled", trained on with its label.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,9 +51,14 @@ SCHEMA = pa.schema(
     ]
 )
 MARKS = b"omnilead keys"  # in the file's metadata: a mark of each key; absent in earlier versions
-NOTHING = SCHEMA.empty_table()
-# Stands for all that a model may have seen before there was a record, or in another program
-UNKNOWN = pa.table({"hash": [-1], "patient": [False], "use": [0], "guessable": [False]}, SCHEMA)
+# pyarrow imports pandas, if it is installed, for the first array that is made in another way
+NOTHING = pa.Table.from_arrays([pa.nulls(0, one.type) for one in SCHEMA], schema=SCHEMA)
+
+
+@cache
+def unknown() -> pa.Table:
+    """Stands for all that a model may have seen before there was a record, or in another program."""
+    return pa.table({"hash": [-1], "patient": [False], "use": [0], "guessable": [False]}, SCHEMA)
 
 
 def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:

@@ -28,7 +28,6 @@ from ..model.input import Input
 from ..settings.commandline import writing
 from ..settings.errors import ConfigError, Facts
 from ..tasks.kinds import KINDS
-from ..training.metrics import identification
 from .boosted import INSTALL, installed
 from .differences import Samples, Scores, averaged, by_class, by_fold, compared, over_classes
 from .embedders import (
@@ -42,19 +41,9 @@ from .embedders import (
     rows_to_compare,
 )
 from .heads import Choice, fit_head, require_free, require_known, unrounded, write_head
-from .plan import (
-    FITTED,
-    IDENTIFICATION,
-    Identities,
-    ProbedRecords,
-    ProbedTask,
-    Work,
-    fits,
-    left_out,
-    planned,
-    records_of,
-)
+from .plan import IDENTIFICATION, ProbedTask, Work, planned
 from .probe import Fit, ProbeData
+from .records import FITTED, ProbedRecords, fits, left_out, records_of
 from .results import EvalOptions, leakage, nullable, shown_input
 
 ROCKET_CROPS = 20_000  # MiniRocket keeps 80 kB of each
@@ -74,13 +63,12 @@ def bench(args: Namespace) -> Facts:
     rows = affordable(rows, work, notes)
     parts = Path(args.out, "parts")
     scores: Scores = {}
-    began = monotonic()
+    clock = Clock(len(args.leads) * sum(map(parts_of, rows)))
     for number, row in enumerate(rows, 1):
         for lead in args.leads:
             for key, scored in row_scores(row, lead, work, parts).items():
                 scores[row.name, *key] = scored
-            if (number, lead) == (1, args.leads[0]):
-                tell(about_time(monotonic() - began, rows, args.leads))
+            clock.count(parts_of(row))
         if not interactive():  # there are no progress bars
             tell(f"bench: {number} of {len(rows)} done: {row.name}")
     random = {row.name: row.random for row in rows}
@@ -104,15 +92,27 @@ def bench(args: Namespace) -> Facts:
     return dict(nullable(document))
 
 
-def about_time(first_s: float, rows: Sequence[Compared], leads: Sequence[str]) -> str:
-    """An estimate, by how often something is fitted. A draw of random weights takes as long as the
-    model; the baselines take less, but boosting more."""
-    parts = len(leads) * sum(max(1, len(row.draws)) for row in rows)
-    minutes = max(1, round(first_s * parts / 60))
-    return (
-        f"bench: part 1 of {parts} took {first_s:.0f} s: all may take {minutes} minute{'s' * (minutes > 1)}. "
-        "What is done is kept"
-    )
+def parts_of(row: Compared) -> int:
+    return max(1, len(row.draws))
+
+
+class Clock:
+    """Says once how long it may take, if that is a minute or more. A draw of random weights takes as
+    long as its model; most baselines take less, and boosting more."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts, self.done, self.began, self.said = parts, 0, monotonic(), False
+
+    def count(self, done: int) -> None:
+        self.done += done
+        took_s = monotonic() - self.began
+        minutes = round(took_s * self.parts / self.done / 60)
+        if minutes and not self.said:
+            self.said = True
+            tell(
+                f"bench: {self.done} of {self.parts} parts took {took_s:.0f} s: all may take {minutes} "
+                f"minute{'s' * (minutes > 1)}. What is done is kept"
+            )
 
 
 def widest_input(rows: Sequence[Compared]) -> Input:
@@ -164,7 +164,7 @@ def draw_samples(
             found[name, share] = samples
     if work.persons and row.identifies:
         compared_D = embedders[0].compared
-        found[IDENTIFICATION, None] = identified(work.persons, vectors[test], compared_D)
+        found[IDENTIFICATION, None] = work.persons.scores(vectors[test], compared_D)
     return found
 
 
@@ -190,16 +190,6 @@ def probe_samples(
             else:
                 each.append(by_fold(task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N))
         yield share, averaged(each)
-
-
-def identified(persons: Identities, each: Sequence[Vectors], compared_D: slice) -> Samples:
-    """Accuracy by cosine of some dimensions of the joined vectors."""
-    sides = []
-    for crops in (persons.gallery, persons.probe):
-        first_ND = np.hstack([vectors.of(crops).c_BSD[:, 0] for vectors in each])
-        sides += [first_ND[:, compared_D], persons.patient_B[crops].tolist()]
-    hits_N = identification(*sides)["hits"]
-    return {"accuracy": (hits_N @ persons.weight_NB / persons.weight_NB.sum(0))[None]}
 
 
 def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:
@@ -288,7 +278,7 @@ def save_head(row: Compared, work: Work, args: Namespace, parts: Path) -> list[s
     is_row = f"is the row {row.name!r}, leads {leads}, fitted on {head.people}"
     if args.reader == "boosted":
         is_row = (
-            f"is {head.made} on {row.name!r}, the mean beat and measurements, leads {leads}, which no row "
-            f"has, fitted on {head.people}; boosting without an encoder is --readout rhythm+waveform"
+            f"is {head.made} on {'+'.join(head.readout)} of {row.name!r}, leads {leads}, fitted on windows of "
+            f"{head.people}: no row is quite that; boosting without an encoder is --readout rhythm+waveform"
         )
     return [f"{args.head}: {sentence}." for sentence in [is_row, *head.said]]

@@ -13,10 +13,11 @@ from omnilead.data_tools.io.terminal import tell
 
 from ..inference.commands import refuse_ranks
 from ..settings.commandline import writing
-from ..settings.errors import ConfigError, Facts
+from ..settings.errors import Facts
 from .embedders import embedder_of
 from .heads import Choice, fit_head, require_free, require_known, unrounded, write_head
-from .plan import FITTED, labels_to_probe, left_out, records_of, task_named
+from .plan import labels_to_probe, task_of_table
+from .records import FITTED, left_out, records_of
 from .results import EvalOptions, leakage, shown_input
 
 
@@ -30,10 +31,7 @@ def fit(args: Namespace) -> Facts:
     model = unrounded(embedder, args.model, args.code)
     notes = shown_input(model, dataset, EvalOptions(leads=args.leads))[1]
     args.shown, args.widest = [args.leads], embedder.input
-    try:
-        labels = labels_to_probe(dataset, task_named(args.labels, args), ("train",))
-    except ConfigError as error:
-        raise ConfigError(f"--labels {args.labels}: {error}") from None
+    labels = labels_to_probe(dataset, task_of_table(args.labels, args), ("train",))
     train = records_of(dataset, labels, FITTED, args)
     require_known(labels, train)
     notes += labels.remarks + left_out(dataset, args)
@@ -46,7 +44,8 @@ def fit(args: Namespace) -> Facts:
     with writing(out, "--out"):
         write_head(head, model, out)
     shutil.rmtree(parts, ignore_errors=True)
-    said = [f"{out}: {head.made} on {args.model}, leads {args.leads}, fitted on {head.people}"]
+    read_out = f"{args.model} read out as {'+'.join(head.readout)}"
+    said = [f"{out}: {head.made} on {read_out}, leads {args.leads}, fitted on {head.people}"]
     said += head.said
     if len(labels.rows(0, "test")):
         said.append(

@@ -28,9 +28,11 @@ from ..tasks.labels import TaskLabels
 from ..training.metrics import Array, few_patients
 from .differences import by_fold, interval, over_classes, resampled
 from .embedders import READERS, Embedder, embedded, name_and_folder, reading
-from .plan import ProbedRecords, folds_of
 from .probe import FOLDS, MANY, Fit, Probe, ProbeData
+from .records import ProbedRecords, folds_of, groups_of
 from .results import nullable
+
+NOT_TESTED = -1  # in the place of a fold
 
 
 class Choice(NamedTuple):
@@ -84,22 +86,55 @@ def fit_head(
     choice: Choice,
     parts: Path,
 ) -> Head:
-    """Fitted on all of `train`; a boosted one on windows, since a model scores these, with the
-    measurements and the mean beat. `parts`: where embeddings are kept."""
+    """Fitted on all of `train`. `parts`: where embeddings are kept."""
+    fold_N = folds_to_test(dataset, train, choice)  # first: it refuses a wrong number
+    readout = readout_of_head(embedder, choice)
+    # The model will measure rhythm itself, in its own leads
+    vectors = embedded(reading(embedder, readout), dataset, train.rows, choice.leads, parts)
+    x_ND, record_N = train.means([vectors]), np.arange(len(train.y_NK))
+    if choice.reader == "boosted":  # on windows, since a model scores these
+        x_ND, record_N = train.windows(vectors)
+    data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], labels.task.kind)
+    fit = READERS[choice.reader]
+    probe = fit(data)
+    document = described(labels, probe)
+    said = ["not cross-validated: all ECGs are of one patient"]
+    if (fold_N == 0).any():
+        scores_NK = held_out(fit, data, record_N, fold_N)
+        document |= validated(labels, train, scores_NK, fold_N)
+        info: Any = head_of({"head": document})
+        said = info.said
+    seen = seen_in(dataset, np.sort(train.rows), "labelled")
+    people = people_of(train.patient_N)
+    return Head(probe, readout, choice.leads, seen, document, people, said)
+
+
+def folds_to_test(dataset: Dataset, train: ProbedRecords, choice: Choice) -> Array:
+    """The fold of each record; NOT_TESTED for most of many records, and if there is one patient."""
+    group_N = groups_of(dataset, train)
+    count = choice.folds or min(FOLDS, len(np.unique(group_N)))
+    if count < 2:
+        return np.full(len(group_N), NOT_TESTED)
+    fold_N = folds_of(group_N, count)
+    if not choice.folds and len(fold_N) > MANY:
+        fold_N[fold_N > 0] = NOT_TESTED
+    return fold_N
+
+
+def readout_of_head(embedder: Embedder, choice: Choice) -> Readout:
+    """Boosted trees also see the measurements and the mean beat."""
     model: Any = embedder.model
     readout = model.readout_of(choice.readout)
     if choice.reader == "boosted":
         more = [part for part in ("rhythm", "waveform") if part not in readout]
         readout = model.readout_of("+".join([*readout, *more]))
-    # The model will measure rhythm itself, in its own leads
-    vectors = embedded(reading(embedder, readout), dataset, train.rows, choice.leads, parts)
-    x_ND, record_N = train.means([vectors]), np.arange(len(train.y_NK))
-    if choice.reader == "boosted":
-        x_ND, record_N = train.windows(vectors)
-    data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], labels.task.kind)
-    fit, kind = READERS[choice.reader], KINDS[data.kind]
-    probe = fit(data)
-    document: Facts = {"task": labels.task.name, "kind": data.kind, "unit": labels.task.unit}
+    return tuple(readout)
+
+
+def described(labels: TaskLabels, probe: Probe) -> Facts:
+    """`head` in config.json."""
+    kind = KINDS[probe.kind]
+    document: Facts = {"task": labels.task.name, "kind": probe.kind, "unit": labels.task.unit}
     document |= labels.facts
     document["definition"] = {**document["definition"], "head": ""}
     if isinstance(probe.head, Trees):
@@ -108,55 +143,39 @@ def fit_head(
         document |= {"center": probe.center_K.tolist(), "scale": probe.scale_K.tolist()}
     if kind.has_thresholds:
         document["thresholds"] = [THRESHOLD] * len(labels.classes)
-    said = ["not cross-validated: all ECGs are of one patient"]
-    count = choice.folds or min(FOLDS, len(np.unique(train.patient_N)))
-    if count > 1:
-        fold_N = folds_of(dataset, train, count)
-        # Of many ECGs, the first fold is enough
-        tested_N = fold_N == 0 if not choice.folds and len(data.y_NK) > MANY else fold_N >= 0
-        scores_NK = held_out(fit, data, record_N, fold_N, np.unique(fold_N[tested_N]))
-        y_NK, scores_NK = train.y_NK[tested_N], scores_NK[tested_N]
-        if kind.has_thresholds:
-            document["thresholds"] = thresholds(y_NK, scores_NK)
-        patient_N = train.patient_N[tested_N]
-        validated = validation(labels, y_NK, scores_NK, patient_N, fold_N[tested_N])
-        document["cross_validated"] = nullable(validated)
-        info: Any = head_of({"head": document})
-        said = info.said
-    seen = seen_in(dataset, np.sort(train.rows), "labelled")
-    people = people_of(train.patient_N)
-    return Head(probe, readout, choice.leads, seen, document, people, said)
+    return document
 
 
-def held_out(fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, tested: Array) -> Array:
-    """The mean score of each record's rows in these folds, by a probe of the records of all others;
-    0 in other folds."""
+def held_out(fit: Fit, data: ProbeData, record_N: Array, fold_N: Array) -> Array:
+    """The mean score of each record's rows, by a probe of all records of other folds; 0 of those that
+    are not tested."""
     sums_NK = np.zeros((len(fold_N), data.y_NK.shape[1]))
-    for fold in tested:
+    for fold in np.unique(fold_N[fold_N != NOT_TESTED]):
         held = fold_N[record_N] == fold
         probe = fit(data.of(np.flatnonzero(~held)))
         np.add.at(sums_NK, record_N[held], probe.scores(data.x_ND[held]))
     return np.asarray(sums_NK / np.bincount(record_N)[:, None])
 
 
-def validation(
-    labels: TaskLabels, y_NK: Array, scores_NK: Array, patient_N: Array, fold_N: Array
-) -> Facts:
-    """`cross_validated` in config.json: engine.inference.trained_model.CrossValidation."""
-    kind = labels.task.kind
+def validated(labels: TaskLabels, train: ProbedRecords, scores_NK: Array, fold_N: Array) -> Facts:
+    """`thresholds` and `cross_validated` in config.json (engine.inference.trained_model.HeadInfo)."""
+    tested_N = fold_N != NOT_TESTED
+    y_NK, patient_N, fold_N = train.y_NK[tested_N], train.patient_N[tested_N], fold_N[tested_N]
+    scores_NK, kind = scores_NK[tested_N], labels.task.kind
     samples = by_fold(kind, y_NK, scores_NK, resampled(patient_N), fold_N)
-    metrics, intervals, points = {}, {}, {}
+    metrics, intervals = {}, {}
     for name, value_B in over_classes(samples, few_patients(kind, y_NK, patient_N)).items():
         metrics[name], intervals[name] = float(value_B[0]), interval(value_B)
-    if KINDS[kind].has_thresholds:
-        points = sensitive_points(y_NK, scores_NK, labels.classes)
-    return {
+    found: Facts = {
         "folds": len(np.unique(fold_N)),
         "n": len(y_NK),
         "metrics": metrics,
         "intervals": intervals,
-        "sensitive": points,
     }
+    if not KINDS[kind].has_thresholds:
+        return {"cross_validated": nullable(found)}
+    found["sensitive"] = sensitive_points(y_NK, scores_NK, labels.classes)
+    return {"cross_validated": nullable(found), "thresholds": thresholds(y_NK, scores_NK)}
 
 
 def people_of(patient_N: Array) -> str:
@@ -167,9 +186,8 @@ def people_of(patient_N: Array) -> str:
         return f"{len(patient_N):,} ECGs of {patients:,} patients"
     if not patients:
         return f"{unknown:,} ECGs of unknown patients"
-    return (
-        f"{len(patient_N):,} ECGs, {unknown:,} of unknown and the others of {patients:,} patients"
-    )
+    known = len(patient_N) - unknown
+    return f"{known:,} ECGs of {patients:,} patients and {unknown:,} of unknown patients"
 
 
 def write_head(head: Head, model: TrainedModel, out: Path) -> None:
@@ -189,10 +207,9 @@ def write_head(head: Head, model: TrainedModel, out: Path) -> None:
 
 def unrounded(embedder: Embedder, folder: str, code: bool) -> TrainedModel:
     """The model with the weights of its file: bf16 rounds them."""
-    model: Any = embedder.model
-    if embedder.precision == "bf16":
-        model = load(name_and_folder(folder)[1], code)
-    return model
+    if embedder.model and embedder.precision != "bf16":
+        return embedder.model
+    return load(name_and_folder(folder)[1], code)
 
 
 def card(head: Head) -> str:

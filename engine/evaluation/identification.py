@@ -9,7 +9,7 @@ halves of each crop that was held out of fine-tuning.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ..inference.trained_model import TrainedModel
 from ..model.input import Input
 from ..settings.errors import ConfigError, Facts
 from ..training.metrics import Array, bootstrap, exact_interval, identification
+from .differences import Samples, resampled
 from .results import (
     RESAMPLES,
     EvalOptions,
@@ -34,6 +35,9 @@ from .results import (
     require,
     shown_input,
 )
+
+if TYPE_CHECKING:  # it imports scikit-learn, which `omnilead evaluate` need not wait for
+    from .embedders import Vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +161,36 @@ def _with_two_windows(dataset: Dataset, model_input: Input) -> Array:
     rows = rows[dataset.column("halves")[rows] == 2]
     require(rows, dataset, "id=valid and two halves", "records that are not kept for tests")
     return np.asarray(rows)
+
+
+class Identities(NamedTuple):
+    """What `omnilead bench` identifies."""
+
+    gallery: Array  # crops
+    probe: Array
+    patient_B: Array  # of all crops
+    weight_NB: Array  # of the probes
+
+    @property
+    def facts(self) -> Facts:
+        patients = np.unique(self.patient_B[self.probe])
+        return {"n": len(self.probe), "patients": len(patients), "gallery": len(self.gallery)}
+
+    def scores(self, each: "Sequence[Vectors]", compared_D: slice) -> Samples:
+        """Accuracy by cosine of some dimensions of the joined vectors."""
+        sides = []
+        for crops in (self.gallery, self.probe):
+            first_ND = np.hstack([vectors.of(crops).c_BSD[:, 0] for vectors in each])
+            sides += [first_ND[:, compared_D], self.patient_B[crops].tolist()]
+        hits_N = identification(*sides)["hits"]
+        return {"accuracy": (hits_N @ self.weight_NB / self.weight_NB.sum(0))[None]}
+
+
+def identities(tested: Dataset, measured_B: Array) -> Identities:
+    """`measured_B`: whether every model can see a crop."""
+    gallery, probe = identity_rows(tested, np.flatnonzero(measured_B))
+    patient_B = patient_ids([tested])[0]
+    return Identities(gallery, probe, patient_B, resampled(patient_B[probe]))
 
 
 def identity_rows(dataset: Dataset, among: Array | None = None) -> list[Array]:

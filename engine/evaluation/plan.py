@@ -7,68 +7,42 @@ crops of identification.
 """
 
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
-from sklearn.model_selection import GroupKFold
 
 from omnilead.data_tools.dataset import Dataset
 
-from ..data import counter
 from ..data.leakage import overlap
-from ..data.patients import patient_ids
 from ..settings.errors import ConfigError, Facts
 from ..settings.files import shipped
-from ..settings.leads import parse_leads
 from ..tasks.config import TaskConfig
 from ..tasks.guess import guess_kind
-from ..tasks.join import OWN_COLUMNS, data_records
+from ..tasks.join import OWN_COLUMNS
 from ..tasks.kinds import EMPTY, KINDS
 from ..tasks.labels import DX_ROLES, TaskLabels, read_task
 from ..tasks.splits import SPLITS
 from ..training.metrics import TOO_FEW, Array, few_patients
 from .differences import Samples, resampled
-from .embedders import Vectors
-from .identification import identity_rows
+from .identification import Identities, identities
+from .records import (
+    FITTED,
+    ProbedRecords,
+    drawn,
+    fits,
+    folds_of,
+    groups_of,
+    measured,
+    records_of,
+)
 from .results import FEW_TESTED, load_task
 
 IDENTIFICATION = "identification"
-FITTED = ("train", "valid")  # splits that a probe is fitted on
 TABLES = (".parquet", ".csv")
 SHEETS = (*TABLES, ".tsv", ".xls", ".xlsx")  # the last two are refused as sheets
-DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
-
-
-class ProbedRecords(NamedTuple):
-    """The records of one split."""
-
-    rows: Array  # crops, grouped by record
-    begins: Array  # where each record begins in `rows`
-    y_NK: Array
-    patient_N: Array
-
-    def means(self, each: Sequence[Vectors]) -> Array:
-        """Mean embedding of each record, over all its windows; those of several embedders joined."""
-        return np.hstack([self._mean(vectors.of(self.rows)) for vectors in each])
-
-    def _mean(self, vectors: Vectors) -> Array:
-        sum_ND = np.add.reduceat(vectors.c_BSD.sum(1), self.begins)
-        count_N = np.add.reduceat(vectors.windows_B, self.begins)
-        return np.asarray(sum_ND / count_N[:, None])
-
-    def windows(self, vectors: Vectors) -> tuple[Array, Array]:
-        """Embeddings of all windows, and the record of each."""
-        _, windows_B, c_BSD = vectors.of(self.rows)
-        there_BS = np.arange(c_BSD.shape[1]) < windows_B[:, None]
-        record_B = np.searchsorted(self.begins, np.arange(len(self.rows)), "right") - 1
-        return c_BSD[there_BS], np.repeat(record_B, windows_B)
 
 
 class ProbedTask(NamedTuple):
@@ -108,23 +82,6 @@ class ProbedTask(NamedTuple):
             "classes": len(used),
             "left_out": names[~used_K].tolist(),
             "per_class": per_class,
-        }
-
-
-class Identities(NamedTuple):
-    gallery: Array  # crops
-    probe: Array
-    patient_B: Array  # of all crops
-    weight_NB: Array  # of the probes
-
-    @property
-    def facts(self) -> Facts:
-        asked, entries = self.patient_B[self.probe], Counter(self.patient_B[self.gallery].tolist())
-        return {
-            "n": len(asked),
-            "patients": len(np.unique(asked)),
-            "gallery": len(self.gallery),
-            "chance": fmean(entries[patient] for patient in asked.tolist()) / len(self.gallery),
         }
 
 
@@ -181,37 +138,14 @@ def planned(args: Namespace) -> Work:
                 "rename its table"
             )
         tasks[name] = task
-    persons = identities(tested, args) if IDENTIFICATION in words else None
+    persons = identities(tested, measured(tested, args)) if IDENTIFICATION in words else None
     return Work(fitted, tested, tasks, persons, args.fit_leads)
-
-
-def measured(dataset: Dataset, args: Namespace) -> Array:
-    """bool [crops]: every set of leads has a recorded lead, and every model a window, so that all
-    rows are of the same ECGs."""
-    inputs = [replace(args.widest, seen=parse_leads(lead)) for lead in args.shown]
-    return np.asarray(np.all([one.usable(dataset) for one in inputs], axis=0))
-
-
-def left_out(dataset: Dataset, args: Namespace) -> list[str]:
-    lost = int((~measured(dataset, args)).sum())
-    if not lost:
-        return []
-    return [
-        f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was recorded in "
-        f"them{args.widest.too_short}."
-    ]
-
-
-def identities(tested: Dataset, args: Namespace) -> Identities:
-    gallery, probe = identity_rows(tested, np.flatnonzero(measured(tested, args)))
-    patient_B = patient_ids([tested])[0]
-    return Identities(gallery, probe, patient_B, resampled(patient_B[probe]))
 
 
 def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) -> ProbedTask:
     """`tested`: if it is another dataset, it has outputs of the same names, and its own test
     split."""
-    task = task_named(word, args)
+    task = _task_named(word, args)
     every: Sequence[str] = SPLITS[1:] if args.folds else ()
     labels = test_labels = labels_to_probe(fitted, task, every or ("train",))
     if tested is not fitted:
@@ -222,28 +156,22 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) 
     train = records_of(fitted, labels, every or FITTED, args)
     test = records_of(tested, test_labels, every or ("test",), args)
     require_varied(test_labels, every or ("test",), tested)
-    fold_N = folds_of(fitted, train, args.folds) if args.folds else None
+    fold_N = folds_of(groups_of(fitted, train), args.folds) if args.folds else None
     shared = "" if tested is fitted else overlap(fitted, np.sort(train.rows), tested, test.rows)
     if shared:
         labels.remarks.append(
             f"Possible leakage: {shared} is in train or valid of --data and in test of --test-data."
         )
-    kind = KINDS[task.kind]
     draws = {share: list(drawn(train.patient_N, share)) for share in args.share}
-    used = {}
-    for share in args.share:
-        used[share] = used_K = kind.varied(test.y_NK)
-        for draw in draws[share]:
-            for rows, _ in fits(draw, fold_N):
-                used_K &= kind.varied(train.y_NK[rows])
+    used = {share: varied(task.kind, train, test, draws[share], fold_N) for share in args.share}
+    few = set()
+    for share, used_K in used.items():
         if not used_K.any():
             mend = "a larger share" + ", or fewer --folds" * bool(args.folds)
             raise ConfigError(
                 f"--share {share:g} of {len(np.unique(train.patient_N)):,} patients of train, "
-                f"{len(test.y_NK):,} records of test: {kind.same_in_a_share}: use {mend}"
+                f"{len(test.y_NK):,} records of test: {KINDS[task.kind].same_in_a_share}: use {mend}"
             )
-    few = set()
-    for share, used_K in used.items():
         if few_patients(task.kind, test.y_NK[:, used_K], test.patient_N):
             few.add(share)
     if few:
@@ -252,37 +180,19 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) 
     return ProbedTask(labels, train, test, draws, used, weight_NB, few, patient_B, fold_N)
 
 
-def fits(rows: Array, fold_N: Array | None) -> list[tuple[Array, Any]]:
-    """For each probe, the training records that it is fitted on, of those in `rows`, and the test
-    records that it scores: all, or those of a fold."""
-    if fold_N is None:
-        return [(rows, slice(None))]
-    return [(rows[fold_N[rows] != fold], fold_N == fold) for fold in np.unique(fold_N)]
-
-
-def folds_of(dataset: Dataset, records: ProbedRecords, count: int) -> Array:
-    """The fold of each record. Those of a patient, and those with the same waveform, are in one: the
-    same ECG may be there under two names."""
-    n, crops = len(records.y_NK), len(records.rows)
-    record_B = np.repeat(np.arange(n), np.diff(records.begins, append=crops))
-    wave_B = np.unique(dataset.column("waveform")[records.rows], return_inverse=True)[1]
-    patients, patient_N = np.unique(records.patient_N, return_inverse=True)
-    # A graph whose nodes are patients, then waveforms
-    edges = patient_N[record_B], len(patients) + wave_B
-    nodes = len(patients) + crops
-    graph = coo_matrix((np.ones(crops), edges), (nodes, nodes))
-    group_N = connected_components(graph, directed=False)[1][patient_N]
-    first = np.unique(group_N, return_index=True)[1]
-    if count > len(first):
-        raise ConfigError(f"--folds {count}: only {len(first):,} patients have labels: use fewer")
-    # Groups are named by a patient, so that folds are those of the patients where no ECG is there twice
-    least = np.full(group_N.max() + 1, len(patients))
-    np.minimum.at(least, group_N, patient_N)
-    fold_N = np.zeros(n, np.int64)
-    splits = GroupKFold(count).split(patient_N, groups=least[group_N])
-    for fold, (_, held) in enumerate(splits):
-        fold_N[held] = fold
-    return fold_N
+def varied(
+    name: str,
+    train: ProbedRecords,
+    test: ProbedRecords,
+    draws: Sequence[Array],
+    fold_N: Array | None,
+) -> Array:
+    """bool [K]: the outputs whose labels vary in test and wherever a probe is fitted."""
+    used_K = KINDS[name].varied(test.y_NK)
+    for draw in draws:
+        for rows, _ in fits(draw, fold_N):
+            used_K = used_K & KINDS[name].varied(train.y_NK[rows])
+    return used_K
 
 
 def labels_to_probe(dataset: Dataset, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
@@ -312,12 +222,17 @@ def require_varied(labels: TaskLabels, splits: Sequence[str], dataset: Dataset) 
     )
 
 
-def task_named(word: str, args: Namespace) -> TaskConfig:
+def task_of_table(url: str, args: Namespace) -> TaskConfig:
+    """The kind is guessed unless --kind says it."""
+    task = TaskConfig(Path(url).stem[:64], labels=url, columns=tuple(args.columns))
+    return replace(task, kind=args.kind) if args.kind else guess_kind(task)
+
+
+def _task_named(word: str, args: Namespace) -> TaskConfig:
     """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
     shipped task needs a table and there is none."""
     if word.endswith(SHEETS):
-        task = TaskConfig(Path(word).stem[:64], labels=word, columns=tuple(args.columns))
-        return replace(task, kind=args.kind) if args.kind else guess_kind(task)
+        return task_of_table(word, args)
     url, known = table_of(args.labels, word), word in shipped("tasks")
     if url and not known and not Path(word).exists():
         raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
@@ -347,30 +262,3 @@ def table_of(folder: str, word: str) -> str:
         names.append(word.partition("-")[0])  # code15-mortality is in the table code15
     paths = [Path(folder, name + suffix) for name in names for suffix in TABLES]
     return next((str(path) for path in paths if folder and path.is_file()), "")
-
-
-def records_of(
-    dataset: Dataset, labels: TaskLabels, splits: Sequence[str], args: Namespace
-) -> ProbedRecords:
-    rows = np.concatenate([labels.rows(0, split) for split in splits])
-    rows = rows[measured(dataset, args)[rows]]
-    if not len(rows):
-        raise ConfigError(
-            f"{labels.name or dataset.root.url}: no record of {dataset.root.url} is in the split "
-            f"{splits[0]}"
-        )
-    record_B = data_records([dataset]).key_of_crop
-    rows = rows[np.argsort(record_B[rows], kind="stable")]
-    begins = np.flatnonzero(np.diff(record_B[rows], prepend=-1))
-    first = rows[begins]
-    return ProbedRecords(rows, begins, labels.y[0][first], labels.patients[0][first])
-
-
-def drawn(patient_N: Array, share: float) -> Iterator[Array]:
-    """For each draw, the rows of a share of the patients. A smaller share is a subset of a larger
-    one."""
-    patients = np.unique(patient_N)
-    count = max(1, round(share * len(patients)))
-    for draw in range(max(1, min(DRAWS, int(0.5 / share)))):
-        order = np.argsort(counter.uniform(0, counter.RandomStream.LABELS, draw, patients))
-        yield np.flatnonzero(np.isin(patient_N, patients[order[:count]]))

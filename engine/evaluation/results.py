@@ -26,7 +26,8 @@ from ..inference.inputs import DatasetSource, Per
 from ..inference.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
 from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from ..model.config import validated
-from ..model.input import HALF_S, Input
+from ..model.input import Input
+from ..model.window import HALF_S
 from ..settings.commandline import read_yaml
 from ..settings.errors import ConfigError, Facts, OutputError
 from ..settings.files import find_config, shipped

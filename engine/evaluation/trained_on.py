@@ -18,7 +18,7 @@ from ..inference.inputs import EcgOptions, crops_of_files, dataset_of, pseudonym
 from ..model.folder import CONFIG, document_of, model_folder, seen_by
 from ..settings.commandline import write_result
 from ..settings.errors import ConfigError
-from ..training import checkpoint
+from ..training import checkpoint_files
 from ..training.export import seen_until
 from ..training.pretraining import PretrainTask
 from ..training.run_folder import RunFolder
@@ -77,13 +77,13 @@ def report(
 
 def trained_on(model: str) -> TrainedOn:
     """`model`: a run, of which the newest checkpoint counts, or a model."""
-    path = RunFolder(Path(model)).newest(checkpoint.warn)
+    path = RunFolder(Path(model)).newest(checkpoint_files.warn)
     if path is None:
         with model_folder(model) as (folder, _):
             trained = document_of(folder / CONFIG).get("trained")
             step = trained.get("step") if isinstance(trained, dict) else "unknown"
             return TrainedOn(step, seen_by(folder), [], {})
-    state = checkpoint.read_state(path)
+    state = checkpoint_files.read_state(path)
     task: type[TrainingTask] = FinetuneTask if "task" in state["config"] else PretrainTask
     config: Any = saved_config(path, state, task.settings)
     seen, times = seen_until(Path(model), config, state, task)

@@ -37,9 +37,11 @@ from ..model import encoders
 from ..model.config import ModelConfig, validated
 from ..model.encoder import Encoder, pool
 from ..model.folder import SEEN
-from ..model.input import HALF_S, Input
+from ..model.input import Input
 from ..model.readout import PAPER
+from ..model.window import HALF_S
 from ..settings.errors import ConfigError, Facts
+from ..settings.files import code_of, portable
 from ..settings.leads import describe_leads
 from ..settings.run_files import LABELS, VALID
 from ..tasks.classifier import Classifier, layer_groups
@@ -64,7 +66,7 @@ from ..training.task import (
     start_text,
 )
 from ..training.validation import eval_mode, predict_on_ranks
-from .start import read_settings, read_start, readout_for, select_leads, with_windows
+from .start import read_start, readout_for, select_leads, with_windows
 
 
 def make_targets(labels: TaskLabels) -> Targets:
@@ -109,7 +111,6 @@ class HeldOut(NamedTuple):
 class FinetuneTask(TrainingTask):
     settings = FinetuneConfig
     exports_best = True
-    read = staticmethod(read_settings)
     keys = (
         "step",
         "crops_seen",
@@ -151,8 +152,8 @@ class FinetuneTask(TrainingTask):
             self.kept = {LABELS: parquet_bytes(self.labels.table)}
         if is_model(config.start):
             self.kept = {**self.kept, SEEN: as_bytes(self.start.seen)}
-        plugged = {"augment.extra": config.augment.extra, "task.head": config.task.head}
-        self.code = encoders.code_of(plugged, config.run, self.start.code)
+        plugged = [*config.augment.plugged, ("task.head", config.task.head)]
+        self.code = code_of(plugged, config.run, self.start.code)
         self.encoder, self.flops_per_crop = self._examined()
 
     @property
@@ -213,7 +214,7 @@ class FinetuneTask(TrainingTask):
         """Adds the starting model: a resumed run must start from the same one, and an export needs
         its architecture."""
         model = self.architecture
-        architecture = asdict(model) | {"encoder": encoders.portable(model.encoder)}
+        architecture = asdict(model) | {"encoder": portable(model.encoder)}
         if not model.causal:  # runs begun before there was a choice lack it
             del architecture["causal"]
         facts: Facts = super().facts()
@@ -381,7 +382,7 @@ class FinetuneTask(TrainingTask):
     def described(config: FinetuneConfig, state: Facts) -> Facts:
         task, labels = config.task, state["labels"]
         head = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
-        own = "" if task.head == "start" else encoders.portable(task.head)
+        own = "" if task.head == "start" else portable(task.head)
         head["definition"] = {**labels["definition"], "head": own}
         if KINDS[task.kind].has_thresholds:
             best = state.get("best") or {}
@@ -398,7 +399,7 @@ class FinetuneTask(TrainingTask):
         best, task = state.get("best") or {}, config.task
         which = "the best by it" if best.get("step") == state["step"] else "the newest"
         model = validated(ModelConfig, state["finetuning"]["architecture"], "model")
-        head = encoders.portable(task.head) or "a linear layer"
+        head = portable(task.head) or "a linear layer"
         outputs = f"Mean over time, then {head}: {task.kind} (config.json, head)."
         if task.head == "start":
             read = state["finetuning"].get("readout", PAPER)

@@ -392,8 +392,8 @@ def array_files(url: str) -> list[Path]:
     """The file itself, or those in a folder."""
     if url.endswith(ARRAYS):
         return [Path(url)]
-    found = Path(url).rglob("*")
-    return sorted(path for path in found if path.suffix in ARRAYS and not path.is_symlink())
+    paths = Path(url).rglob("*")
+    return sorted(path for path in paths if path.suffix in ARRAYS and not path.is_symlink())
 
 
 def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:

@@ -46,8 +46,8 @@ from omnilead.data_tools.ecg.resampling import RATE_RANGE_HZ
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.plugins import plugin
 
-from ..data.augmenter import CROP, FS_HZ
-from ..data.seen import UNKNOWN
+from ..data.config import CROP, FS_HZ
+from ..data.seen import unknown
 from ..model.config import validated
 from ..model.encoder import Encoder
 from ..model.encoders import build_encoder
@@ -64,8 +64,9 @@ from ..model.folder import (
     seen_by,
     unreadable_weights,
 )
-from ..model.input import HALF_S, SCALES, Input, SignalError
+from ..model.input import Input, SignalError
 from ..model.readout import PAPER, Readout, measures_signal, parsed, read_out, width_of
+from ..model.window import HALF_S, SCALES
 from ..settings.errors import ConfigError, Facts, blaming, listed
 from ..settings.files import File
 from ..settings.leads import describe_leads, leads_in_order
@@ -147,8 +148,10 @@ class HeadInfo:
             if value is not None and name in METRIC_OF and METRIC_OF[name].in_brief:
                 ends = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
                 scores.append(f"{label_of(name)} {value:.3f}{ends}")
-        tested = f"cross-validated on {found.n:,} ECGs in {found.folds} folds of patients"
-        said = [f"{tested}: {', '.join(scores) or 'no score is defined'}"]
+        how = f"in {found.folds} folds of patients" if found.folds > 1 else "of held-out patients"
+        said = [
+            f"cross-validated on {found.n:,} ECGs {how}: {', '.join(scores) or 'no score is defined'}"
+        ]
         if self.thresholds:
             said += sensitive(found.sensitive, self.classes)
         return said
@@ -182,7 +185,7 @@ class TrainedModel(nn.Module):
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
-        self.seen = UNKNOWN  # what it was trained on (engine.data.seen)
+        self.seen = unknown()  # what it was trained on (engine.data.seen)
         self.readout = self.readout_of(config.get("readout", PAPER))
         self.eval()
 

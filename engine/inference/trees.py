@@ -51,9 +51,9 @@ class Trees(nn.Module):
         ):
             if bad.any():
                 raise LoadError(f"head.{name}: is out of range: these are no trees of omnilead")
-        at = self.root.unique()
-        while not leaf[at].all():
-            at = self.child[at].unique()
+        nodes = self.root.unique()
+        while not leaf[nodes].all():
+            nodes = self.child[nodes].unique()
             self.depth += 1
             if self.depth > MAX_DEPTH:
                 raise LoadError(f"head.child: a tree is deeper than {MAX_DEPTH}")

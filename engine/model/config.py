@@ -28,7 +28,7 @@ Suffixes of tensor names in engine/model:
 import json
 from collections.abc import Mapping
 from dataclasses import field
-from math import prod
+from math import floor, prod
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -283,3 +283,20 @@ def masked_share(config: ModelConfig, tokens: int) -> float:
         covering = min(n, starts - 1) - max(0, n - config.mask_span + 1) + 1
         unmasked += prod(max(0.0, 1 - spans / (starts - j)) for j in range(covering))
     return 1 - unmasked / tokens
+
+
+def max_spans(config: ModelConfig, tokens: int) -> int:
+    spans = config.mask_share * tokens / config.mask_span
+    return max(2, floor(spans + 1 - 1e-9))
+
+
+def max_masked(config: ModelConfig, tokens: int) -> int:
+    """M, the largest possible number of masked tokens."""
+    if config.mask_starts == "bernoulli":
+        return tokens
+    spans = max_spans(config, tokens)
+    if tokens - config.mask_span < spans:
+        raise ConfigError(
+            f"model.mask_span={config.mask_span}: too long for {tokens} tokens: use a smaller one"
+        )
+    return min(spans * config.mask_span, tokens - 1)

@@ -33,8 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.counter import Counter, bits
-from ..settings.errors import ConfigError
-from .config import ModelConfig
+from .config import ModelConfig, max_masked, max_spans
 
 
 class ModelStream(IntEnum):
@@ -79,23 +78,6 @@ def draw(
     if sample_codes:
         noise_RMGV = draw_gumbel(keys_R, (count, config.codebooks, config.codes))
     return Draws(mask_RN, slot_RM, valid_RM, times_RMM, noise_RMGV)
-
-
-def max_spans(config: ModelConfig, tokens: int) -> int:
-    spans = config.mask_share * tokens / config.mask_span
-    return max(2, math.floor(spans + 1 - 1e-9))
-
-
-def max_masked(config: ModelConfig, tokens: int) -> int:
-    """M, the largest possible number of masked tokens."""
-    if config.mask_starts == "bernoulli":
-        return tokens
-    spans = max_spans(config, tokens)
-    if tokens - config.mask_span < spans:
-        raise ConfigError(
-            f"model.mask_span={config.mask_span}: too long for {tokens} tokens: use a smaller one"
-        )
-    return min(spans * config.mask_span, tokens - 1)
 
 
 def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:

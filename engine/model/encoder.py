@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
 
 from .config import ModelConfig
 from .kernels import pick
@@ -38,8 +39,8 @@ class MaskedEncoder(Protocol):
     feature_width: int  # F
 
     def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
-        """z_RNF, where each token depends only on its own samples; and the mean square of the
-        features before normalisation."""
+        """z_RNF, normalised, where each token depends only on its own samples (but for a group norm's
+        mean and variance); and the mean square of the features before normalisation, a scalar."""
 
     def context(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
         """c_RND, computed without seeing the masked tokens."""
@@ -275,6 +276,10 @@ class Layer(nn.Module):
 class Encoder(nn.Module):
     """x_RLT -> c_RND. `mask` false: no mask embedding, for objectives without masked tokens."""
 
+    # Activation checkpointing: a layer keeps its input alone, and is computed again, with the same
+    # dropout, in the backward pass
+    recomputes = False
+
     def __init__(self, config: ModelConfig, mask: bool = True) -> None:
         super().__init__()
         self.width = config.width
@@ -297,10 +302,21 @@ class Encoder(nn.Module):
         z_RNF = self.conv(x_RLT)
         return self.feature_norm(z_RNF), z_RNF.float().square().mean()
 
-    def context(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
+    def context(
+        self, z_RNF: Tensor, mask_RN: Tensor | None, keep_RK: Tensor | None = None
+    ) -> Tensor:
+        """`keep_RK`: the places of the only tokens that go through the layers, as in a masked
+        autoencoder (ascending, if it is causal); the others are masked before. Returns c_RKD."""
+        if keep_RK is not None:
+            mask_RN = torch.ones_like(z_RNF[..., 0], dtype=torch.bool).scatter_(1, keep_RK, False)
         x_RND = self.enter(z_RNF, mask_RN)
+        if keep_RK is not None:
+            x_RND = take(x_RND, keep_RK)
         for layer in self.layers:
-            x_RND = layer(x_RND)
+            if self.recomputes and torch.is_grad_enabled():
+                x_RND = checkpoint(layer, x_RND, use_reentrant=False)
+            else:
+                x_RND = layer(x_RND)
         return x_RND
 
     def enter(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
@@ -333,3 +349,14 @@ def pool(c_RND: Tensor) -> Tensor:
     """The mean over tokens, in float32. The authors divide by the number of non-zero entries
     (wav2vec2_cmsc.py:28-37), which is the same: a layer norm's output has no zeros."""
     return c_RND.float().mean(1)
+
+
+def take(x_RND: Tensor, slot_RM: Tensor) -> Tensor:
+    """The tokens at these places: x_RMD."""
+    rows, tokens, width = x_RND.shape
+    first_R1 = torch.arange(0, rows * tokens, tokens, device=x_RND.device)[:, None]
+    return (
+        x_RND.reshape(rows * tokens, width)
+        .index_select(0, (first_R1 + slot_RM).flatten())
+        .view(rows, -1, width)
+    )

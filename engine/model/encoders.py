@@ -19,8 +19,7 @@ engine.model.config.
 import copy
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -32,55 +31,26 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from omnilead.data_tools.io.plugins import plugin
 
-from ..data.augmenter import HALF
+from ..data.config import HALF
 from ..settings.errors import ConfigError, blaming
-from ..settings.files import FILE_NAME
-from .config import ENCODERS, OBJECTIVES, ModelConfig, ObjectiveConfig, flops_per_crop, local_flops
-from .draws import max_masked
+from .config import (
+    ENCODERS,
+    OBJECTIVES,
+    ModelConfig,
+    ObjectiveConfig,
+    flops_per_crop,
+    local_flops,
+    max_masked,
+)
 from .encoder import ConvBlock, Dropout, Encoder, Layer, MaskedEncoder, PositionalConvolution
 from .quantizer import Quantizer
 
-CODE = "code"  # folder in a run
 ROWS = 4  # segments in the batch that examines an encoder
 # relative to the largest number: outputs of a row in two batches
 AGREE = {
     torch.float32: 1e-3,
     torch.bfloat16: 5e-2,
 }
-
-
-def file_of(spec: str) -> Path | None:
-    """The file in file.py:Name; None if `spec` names no file."""
-    return Path(spec.rpartition(":")[0]) if ":" in spec else None
-
-
-def portable(spec: str) -> str:
-    """`spec` as saved in a model folder, where the file lies next to the weights."""
-    return f"{file.name}:{spec.rpartition(':')[2]}" if (file := file_of(spec)) else spec
-
-
-def code_of(
-    settings: Mapping[str, str], run: str, others: Mapping[str, bytes] | None = None
-) -> dict[str, bytes]:
-    """{name: content} of the files that these settings name, and of `others`. `run` may have copies
-    of them."""
-    files = dict(others or {})
-    for setting, spec in settings.items():
-        if file := file_of(spec):
-            if not FILE_NAME.fullmatch(file.name):  # publishing would leave it out
-                raise ConfigError(
-                    f"{setting}={spec}: name the file with letters, digits, _, - and . only"
-                )
-            kept = Path(run, CODE, file.name)
-            if not file.is_file():
-                hint = f": the run's copy is {kept}" if kept.is_file() else ""
-                raise ConfigError(f"{setting}={spec}: no such file {file}{hint}")
-            if files.setdefault(file.name, content := file.read_bytes()) != content:
-                raise ConfigError(
-                    f"{setting}={spec}: the run already has a different {file.name}: rename one "
-                    "of them"
-                )
-    return files
 
 
 def build_encoder(

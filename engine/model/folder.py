@@ -20,13 +20,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import fsspec
 import pyarrow as pa
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from omnilead.data_tools.io.storage import missing_package
 from omnilead.data_tools.io.terminal import tell
@@ -35,6 +32,9 @@ from ..data import seen
 from ..settings.errors import ConfigError
 from ..settings.files import CONFIGS, FILE_NAME
 from .config import ModelConfig, validated
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # SEEN: what it was trained on (engine.data.seen); models of other programs have none
 WEIGHTS, CONFIG, PREPROCESSING, CARD, SEEN = (
@@ -73,7 +73,7 @@ def check_free(out: Path) -> None:
 
 def write(
     folder: Path,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, "Tensor"],
     config: Mapping[str, Any],
     preprocessing: Mapping[str, Any],
     card: str = "",
@@ -106,9 +106,11 @@ def write(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def save_weights(weights: dict[str, Tensor], path: Path) -> None:
+def save_weights(weights: dict[str, "Tensor"], path: Path) -> None:
     """Save with the usual permissions: safetensors ignores the umask and lets only the owner
     read."""
+    from safetensors.torch import save_file  # late, like the import below: PyTorch takes seconds
+
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
@@ -121,8 +123,10 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     path.chmod(mode)
 
 
-def weights_in(folder: Path) -> dict[str, Tensor]:
+def weights_in(folder: Path) -> dict[str, "Tensor"]:
     """All weights of the model in a folder."""
+    from safetensors.torch import load_file
+
     try:
         return load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
@@ -191,7 +195,7 @@ def code_in(folder: Path) -> dict[str, bytes]:
 
 def seen_by(folder: Path) -> pa.Table:
     """What the model in a folder, or the start of a run, was trained on."""
-    return seen.read(folder / SEEN) if (folder / SEEN).exists() else seen.UNKNOWN
+    return seen.read(folder / SEEN) if (folder / SEEN).exists() else seen.unknown()
 
 
 def file_sha256(path: Path) -> str:
@@ -251,6 +255,8 @@ def export_command(run: Path) -> str:
 
 def _download(url: str, local: Path) -> Path:
     try:
+        import fsspec
+
         files, root = fsspec.core.url_to_fs(url)
         root = f"{root}/model" if files.exists(f"{root}/model/{WEIGHTS}") else root
         code = [place.rpartition("/")[2] for place in files.glob(f"{root}/*.py")]

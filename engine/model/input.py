@@ -16,31 +16,22 @@ that half is all that is filtered, normalised and cut.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
-from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.ecg.resampling import MAX_RATIO, RATE_RANGE_HZ, rate_ratio, resample
-from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.ecg.resampling import rate_ratio, resample
 
-from ..data.augmenter import CROP, FS_HZ, HALF, MV_PER_UV, none_measured
-from ..settings.errors import ConfigError, one_line_errors
+from ..data.augmenter import none_measured
+from ..data.config import CROP, FS_HZ, HALF, MV_PER_UV
+from ..settings.errors import ConfigError
 from ..settings.leads import ALL, describe_leads, leads_in_order, parse_leads
-from .config import STRICT
+from .window import CROP_S, HALF_S, SCALES, Window, check_signals, samples_at
 
-HALF_S, CROP_S = HALF / FS_HZ, CROP / FS_HZ
-SCALES = {
-    "millivolt": "millivolts, not normalised",
-    "zscore": "mean 0 and standard deviation 1 in each lead of each record of 10 s",
-    "layernorm": "mean 0 and standard deviation 1 over all leads of each window",
-}
-DEFAULT_INPUT = {"fs_hz": 500, "scale": "millivolt"}
 BAND_ORDER = 2
 # Samples by which scipy.signal.sosfiltfilt extends a signal at both ends, for this order
 BAND_EDGE = 15
@@ -51,53 +42,12 @@ BLOCK = 32
 FILTERED = 4  # crops filtered at a time on a CPU: 0.75 ms each of a core; all 64 at once, 1.9
 
 
-@one_line_errors
-@checked_dataclass(frozen=True, config=STRICT)
-class InputConfig:
-    """The section `input` of the settings: what the encoder sees of a crop of 10 s at 500 Hz."""
-
-    # seconds that the encoder sees at once; a crop has as many windows side by side as fit
-    window_s: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 5.0
-    fs_hz: Annotated[float, Field(ge=50, le=500, allow_inf_nan=False)] = 500.0  # sampling rate
-    # for example [0.5, 40]: zero-phase Butterworth band-pass of order 2; null: none
-    band_hz: tuple[float, float] | None = None
-    # zscore: each lead of 10 s has mean 0 and deviation 1; layernorm: all leads of a window
-    scale: Literal["millivolt", "zscore", "layernorm"] = "millivolt"
-
-    def __post_init__(self) -> None:
-        check_signals(self.fs_hz, self.band_hz, "input.")
-
-
-def check_signals(fs_hz: Any, band_hz: Any, section: str = "") -> None:
-    """ConfigError if no crop can be resampled and filtered so."""
-    try:
-        rate_ratio(fs_hz)
-    except (ReadError, TypeError):
-        bounds = " to ".join(map("{:g}".format, RATE_RANGE_HZ))
-        raise ConfigError(
-            f"{section}fs_hz={fs_hz!r}: must be {bounds}, and its ratio to {FS_HZ:g} one of whole "
-            f"numbers up to {MAX_RATIO}"
-        ) from None
-    if band_hz is None:
-        return
-    try:
-        low, high = band_hz
-        fits = 0.01 <= low < high < min(fs_hz, FS_HZ) / 2
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise ConfigError(
-            f"{section}band_hz={band_hz!r}: give [LOW, HIGH], from 0.01 Hz to less than half of "
-            f"fs_hz={fs_hz:g}, or null"
-        )
-
-
 class SignalError(ConfigError):
     """An ECG that this model cannot use."""
 
 
 @dataclass(frozen=True)
-class Input:
+class Input(Window):
     """The input of a trained model, from its preprocessing.json."""
 
     leads: tuple[int, ...]  # one for each channel
@@ -163,32 +113,6 @@ class Input:
             raise SignalError(
                 f"leads={describe_leads(given)}: the model needs {describe_leads(missing)} too"
             )
-
-    @property
-    def signals(self) -> dict[str, Any]:
-        """As in preprocessing.json, without the leads; 5 s and no band are left out."""
-        found: dict[str, Any] = {"fs_hz": self.fs_hz, "scale": self.scale}
-        if self.window_s != HALF_S:
-            found["segment_s"] = self.window_s
-        if self.band_hz:
-            found["band_hz"] = list(self.band_hz)
-        return found
-
-    @property
-    def plain(self) -> bool:
-        """Whether its windows are the halves of a crop as they are stored."""
-        return self.signals == DEFAULT_INPUT
-
-    @property
-    def by_halves(self) -> bool:
-        return self.window_s == HALF_S and not self.band_hz
-
-    @property
-    def samples(self) -> int:
-        """In a window."""
-        if self.by_halves:
-            return samples_at(self.fs_hz, HALF)
-        return int(self.window_s * self.fs_hz + 1e-6)
 
     @property
     def needed_s(self) -> float:
@@ -289,12 +213,6 @@ class Input:
         if self.scale != "zscore":
             return x_BLT
         return normalised(x_BLT, (crops_BLT != 0).any(-1, keepdim=True), (2,))
-
-
-def samples_at(fs_hz: float, samples: int) -> int:
-    """Of a signal that has so many at 500 Hz."""
-    up, down = rate_ratio(fs_hz)
-    return -(-samples * down // up)
 
 
 def normalised(x: Tensor, there: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..settings.errors import ConfigError
 from .config import ATTRIBUTES, ModelConfig, ObjectiveConfig
 from .draws import Draws, draw
-from .encoder import Dropout, MaskedEncoder, pool
+from .encoder import Dropout, MaskedEncoder, pool, take
 from .encoders import build_encoder, build_objective, initialise
 from .objectives import (
     attribute_losses,
@@ -63,17 +63,6 @@ class LocalHead(nn.Module):
         return LocalOutput(
             self.context(take(c_RND, draws.slot_RM)), self.target(quantized.values_RMP), quantized
         )
-
-
-def take(x_RND: Tensor, slot_RM: Tensor) -> Tensor:
-    """Gather the tokens of the slots: x_RMD."""
-    rows, tokens, width = x_RND.shape
-    first_R1 = torch.arange(0, rows * tokens, tokens, device=x_RND.device)[:, None]
-    return (
-        x_RND.reshape(rows * tokens, width)
-        .index_select(0, (first_R1 + slot_RM).flatten())
-        .view(rows, -1, width)
-    )
 
 
 class Pretrainer(nn.Module):

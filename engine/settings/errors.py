@@ -32,6 +32,10 @@ class OutputError(UserError):
     """A result cannot be computed or written: the message is one line."""
 
 
+class TrainError(UserError):
+    """The run failed (exit code 1). The message is one line."""
+
+
 def one_line_errors(kind: type[Kind]) -> type[Kind]:
     """Decorates a dataclass that pydantic checks: a wrong argument is a ConfigError."""
     from pydantic import ValidationError  # late, so that --help does not wait for it

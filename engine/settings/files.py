@@ -1,9 +1,10 @@
-"""Files of settings: those shipped in configs/, and trees of settings merged and flattened."""
+"""Files of settings: those shipped in configs/, trees of settings merged and flattened, and the files
+of the user's own code that settings name."""
 
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
+
+
+CODE = "code"  # folder in a run, for copies of these files
 
 
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # in a model folder
@@ -72,3 +76,37 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             else {f"{prefix}{name}": value}
         )
     return flat
+
+
+def file_of(spec: str) -> Path | None:
+    """The file in file.py:Name; None if `spec` names no file."""
+    return Path(spec.rpartition(":")[0]) if ":" in spec else None
+
+
+def portable(spec: str) -> str:
+    """`spec` as saved in a model folder, where the file lies next to the weights."""
+    return f"{file.name}:{spec.rpartition(':')[2]}" if (file := file_of(spec)) else spec
+
+
+def code_of(
+    settings: Iterable[tuple[str, str]], run: str, others: Mapping[str, bytes] | None = None
+) -> dict[str, bytes]:
+    """{name: content} of the files that these settings, (name, value), name, and of `others`. `run` may
+    have copies of them."""
+    files = dict(others or {})
+    for setting, spec in settings:
+        if file := file_of(spec):
+            if not FILE_NAME.fullmatch(file.name):  # publishing would leave it out
+                raise ConfigError(
+                    f"{setting}={spec}: name the file with letters, digits, _, - and . only"
+                )
+            kept = Path(run, CODE, file.name)
+            if not file.is_file():
+                hint = f": the run's copy is {kept}" if kept.is_file() else ""
+                raise ConfigError(f"{setting}={spec}: no such file {file}{hint}")
+            if files.setdefault(file.name, content := file.read_bytes()) != content:
+                raise ConfigError(
+                    f"{setting}={spec}: the run already has a different {file.name}: rename one "
+                    "of them"
+                )
+    return files

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.ecg.record_names import SHOWN, match_records, some
+from omnilead.data_tools.ecg.record_names import SHOWN, count_and_first, match_records
 from omnilead.data_tools.ecg.record_tables import as_text
 from omnilead.data_tools.io.errors import DataError
 
@@ -81,7 +81,9 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
     without_row = np.flatnonzero(matches.row < 0)
     if len(without_row):
         all_records = f"{len(data.keys):,} records of the data"
-        remarks.append(f"{url}: has no row for {some(without_row, data.keys)} of {all_records}")
+        remarks.append(
+            f"{url}: has no row for {count_and_first(without_row, data.keys)} of {all_records}"
+        )
     rows = by_dataset(matches.row[data.key_of_crop], datasets)
     return JoinedSheet(name, cells, rows, remarks)
 

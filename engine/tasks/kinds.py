@@ -312,7 +312,7 @@ class RegressionKind(Kind):
                 "learn"
             )
         targets = Targets([], len(classes), center_K, scale_K)
-        targets.y = [targets.standardised(one) for one in y]
+        targets.y = [targets.standardised(y_NK) for y_NK in y]
         return targets
 
     def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
@@ -463,12 +463,14 @@ def sensitive_points(y_NK: Array, scores_NK: Array, classes: Names) -> dict[str,
 
 def sensitive(points: Mapping[str, Sequence[float]], classes: Names) -> list[str]:
     """Sentences that say these points, and which classes have none."""
-    said = []
+    sentences = []
     for name, (lowest, specificity) in points.items():
-        said.append(f"{name}: 95 % sensitivity from {lowest:.4f} on, specificity {specificity:.2f}")
+        sentences.append(
+            f"{name}: 95 % sensitivity from {lowest:.4f} on, specificity {specificity:.2f}"
+        )
     if without := [name for name in classes if name not in points]:
-        said.append(
+        sentences.append(
             f"no score with 95 % sensitivity for {listed(without, 5)}: it takes {SENSITIVE_OF} "
             "positives, and a negative"
         )
-    return said
+    return sentences

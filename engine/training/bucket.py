@@ -28,8 +28,8 @@ from omnilead.data_tools.io.terminal import say
 from ..settings.errors import ConfigError
 from ..settings.launcher import environment
 from ..settings.run_files import LOCK, METRICS, VALIDATION
-from . import checkpoint
-from .checkpoint import BEST, CHECKPOINTS, LATEST, MANIFEST, STATE, step_of
+from . import checkpoint_files
+from .checkpoint_files import BEST, CHECKPOINTS, LATEST, MANIFEST, STATE, step_of
 
 OWN = secrets.token_bytes(16)  # in LOCK of a bucket: who started last
 Files = dict[str, list[str]]  # of checkpoints, by the names of these
@@ -52,8 +52,8 @@ class Bucket:
         if place.exists(META):
             raise ConfigError(f"{self.url}: is a dataset: choose another with --out RUN")
         there = {name: files for name, files in self._steps().items() if MANIFEST in files}
-        here = checkpoint.named(root, LATEST)
-        if here and checkpoint.fault(here):
+        here = checkpoint_files.named(root, LATEST)
+        if here and checkpoint_files.fault(here):
             here = None
         name = self._newest(there, here)
         if not name:
@@ -88,11 +88,11 @@ class Bucket:
         except (DataError, OSError) as error:
             text = f"cannot upload: {error}: all is in {self.working_folder}: "
             if last:
-                raise checkpoint.WriteError(
+                raise checkpoint_files.WriteError(
                     f"{text}run the same command again on this machine"
                 ) from None
             if self.reachable:
-                checkpoint.warn(f"{text}training goes on, and each checkpoint tries again")
+                checkpoint_files.warn(f"{text}training goes on, and each checkpoint tries again")
             self.reachable = False
         else:
             if not self.reachable:
@@ -103,16 +103,16 @@ class Bucket:
         """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the one that
         is here counts, or there is none."""
         if here and not there:
-            checkpoint.warn(f"{self.place.url}: has no checkpoint: {here} counts")
+            checkpoint_files.warn(f"{self.place.url}: has no checkpoint: {here} counts")
         for name in dict.fromkeys([*self._named(LATEST, there), *there]):
             if here and step_of(here) >= step_of(Path(name)):
                 return ""
             why = self._download(there[name], self.working_folder / CHECKPOINTS / name)
             if not why:
                 return name
-            checkpoint.warn(f"{self.place.url}: {why}")
+            checkpoint_files.warn(f"{self.place.url}: {why}")
         if there and not here:
-            raise checkpoint.CheckpointError(
+            raise checkpoint_files.CheckpointError(
                 f"{self.place.url}: no checkpoint is whole: use --out NEW"
             )
         return ""
@@ -120,12 +120,12 @@ class Bucket:
     def _send(self, keep: int) -> None:
         place, run = self.place, self.working_folder
         if place.exists(LOCK) and place.read(LOCK, len(OWN)) != OWN:
-            raise checkpoint.CheckpointError(
+            raise checkpoint_files.CheckpointError(
                 f"{place.url}: the run was started elsewhere as well, and goes on there: this one ends"
             )
         pointers = {}
         for pointer in (BEST, LATEST):
-            if path := checkpoint.named(run / CHECKPOINTS, pointer):
+            if path := checkpoint_files.named(run / CHECKPOINTS, pointer):
                 pointers[pointer] = path
                 self._send_checkpoint(path)
         for file in run.rglob("*"):
@@ -161,12 +161,12 @@ class Bucket:
         path.mkdir(parents=True)
         for file in sorted(files, key=lambda file: file == MANIFEST):
             self._get(f"{CHECKPOINTS}/{path.name}/{file}", path / file)
-        if why := checkpoint.fault(path):
+        if why := checkpoint_files.fault(path):
             shutil.rmtree(path)
         return why
 
     def _get(self, name: str, path: Path) -> None:
-        size, part = self.place.size(name), checkpoint.CHUNK_BYTES
+        size, part = self.place.size(name), checkpoint_files.CHUNK_BYTES
         with open(path, "wb") as file:
             for start in range(0, size, part):
                 file.write(self.place.read_range(name, start, min(part, size - start)))
@@ -179,7 +179,7 @@ class Bucket:
         manifest, before = json.loads((path / MANIFEST).read_text()), {}
         with suppress(ReadError, ValueError, TypeError):  # none yet, or damaged
             before = dict(
-                json.loads(self.place.read(f"{there}/{MANIFEST}", checkpoint.CHUNK_BYTES))
+                json.loads(self.place.read(f"{there}/{MANIFEST}", checkpoint_files.CHUNK_BYTES))
             )
         changed = [name for name in manifest if manifest[name] != before.get(name)]
         if changed == [STATE]:  # amended: the new manifest lists the old file as well

@@ -33,30 +33,36 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Any
 
 import google_crc32c
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.utils._pytree import tree_leaves
 
 from omnilead.data_tools.io.storage import sync, write_whole
-from omnilead.data_tools.io.terminal import UserError, is_memory, mend_for, tell
+from omnilead.data_tools.io.terminal import UserError, is_memory, mend_for
 
+from .checkpoint_files import (
+    BEST,
+    CHUNK_BYTES,
+    LATEST,
+    LATEST_UNIVERSAL,
+    MANIFEST,
+    RESTORE,
+    STATE,
+    CheckpointError,
+    WriteError,
+    complete,
+    named,
+    read_state,
+    step_of,
+    warn,
+)
 from .config import TrainConfig
 from .distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
-CHECKPOINTS = "checkpoints"  # in RUN
-LATEST = "latest"
-BEST = "best"
-MANIFEST = "manifest.json"
-STATE = "state.json"
 UNIVERSAL = "universal"
-# written by DeepSpeed's conversion, which a kill may interrupt
-LATEST_UNIVERSAL = "latest_universal"
-RESTORE = "restore the file, or begin a new run with --out NEW"
-CHUNK_BYTES = 16 * 2**20
 LOST_S = 30  # when a run ends with an error, other ranks have as long to finish their parts
 # DeepSpeed's checkpoints hold only these besides tensors and plain containers; they just keep
 # values
@@ -68,15 +74,6 @@ CLASSES = (
 # torch.load refuses to have both set
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORBID = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class CheckpointError(UserError):
-    """The message is one line: the file and what is wrong with it."""
-
-
-class WriteError(UserError):
-    """A checkpoint cannot be written; existing checkpoints are intact."""
 
 
 class Writer:
@@ -252,17 +249,6 @@ def _point_to_best(root: Path, path: Path, state: dict[str, Any]) -> None:
         write_whole(root / BEST, path.name)
 
 
-def make_room(root: Path, path: Path) -> None:
-    """Removes unfinished checkpoints that a kill left behind."""
-    root.mkdir(exist_ok=True)
-    for unfinished in root.glob("step-*"):
-        if step_of(unfinished) >= 0 and not (unfinished / MANIFEST).is_file():
-            shutil.rmtree(unfinished, ignore_errors=True)
-    for temporary in root.glob(".*"):
-        temporary.unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
-
-
 def _publish(path: Path, state: str, manifest: dict[str, Any], keep: int) -> None:
     root = path.parent
     write_whole(path / STATE, state)
@@ -284,127 +270,6 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
         if path != named(root, BEST):
             (path / MANIFEST).unlink()  # without it the folder is no checkpoint
             shutil.rmtree(path)
-
-
-def crc32c(path: Path) -> int:
-    value = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            value = google_crc32c.extend(value, chunk)
-    return int(value)
-
-
-def step_of(path: Path) -> int:
-    """The step that a checkpoint's name holds; -1 if it is not a checkpoint's name."""
-    number = path.name.removeprefix("step-")
-    return int(number) if number.isascii() and number.isdigit() and len(number) < 19 else -1
-
-
-def named(root: Path, pointer: str) -> Path | None:
-    """The checkpoint that `latest` or `best` names."""
-    try:
-        path = root / (root / pointer).read_text().strip()
-    except (OSError, ValueError):
-        return None
-    return path if path.parent == root and step_of(path) >= 0 else None
-
-
-def complete(root: Path) -> list[Path]:
-    """Finished checkpoints, the newest first."""
-    complete = (
-        path for path in root.glob("step-*") if step_of(path) >= 0 and (path / MANIFEST).is_file()
-    )
-    return sorted(complete, key=step_of, reverse=True)
-
-
-def fault(path: Path) -> str | None:
-    """What is missing or damaged in a checkpoint; None if it is intact."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        there = {
-            file.name for file in path.iterdir() if file.is_file() and not file.name.startswith(".")
-        }
-        if unlisted := sorted({*there, STATE} - {*manifest, MANIFEST, LATEST_UNIVERSAL}):
-            return f"{path / unlisted[0]}: damaged: not listed in {MANIFEST}"
-        for name, expected in manifest.items():
-            file = path / name
-            if not file.is_file():
-                return f"{file}: missing"
-            if not (
-                _matches(file, expected)
-                or ("before" in expected and _matches(file, expected["before"]))
-            ):
-                return f"{file}: damaged: size or checksum differs from {MANIFEST}"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        return f"{path / MANIFEST}: {' '.join(str(error).split())[:200]}"
-    return None
-
-
-def _matches(file: Path, expected: dict[str, Any]) -> bool:
-    return bool(file.stat().st_size == expected["bytes"] and crc32c(file) == expected["crc32c"])
-
-
-def warn(text: str) -> None:
-    tell(f"warning: {text}")
-
-
-class _State(BaseModel):
-    """What every state.json holds; tasks add their own."""
-
-    model_config = ConfigDict(strict=True)
-    step: Count
-    crops_seen: Count
-    skipped_steps: Count
-    in_a_row: Count
-    best: dict[str, float | list[float]]
-    stale: Count
-    validation_due: bool
-    world: Annotated[int, Field(ge=1, lt=2**31)]
-    zero_stage: Literal[0, 1, 2, 3]
-    preprocessing_sha256: str
-    datasets: list[str]
-    sources: list[str] = []
-    code: dict[
-        Annotated[str, Field(pattern=r"^[^/\x00]+\.py$")], str
-    ] = {}  # names of plugged-in files
-    config: dict[str, Any]
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    state = _read_json(path / STATE)
-    try:
-        _State.model_validate(state)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        key, value = ".".join(map(str, wrong["loc"])), str(wrong["input"])[:80]
-        raise CheckpointError(f"{path / STATE}: {key}={value}: {wrong['msg']}: {RESTORE}") from None
-    ranks = len(list(path.glob("loader-rank*.json")))
-    if state["world"] != ranks:
-        raise CheckpointError(
-            f"{path / STATE}: world={state['world']}, but {ranks} ranks wrote loader-rankR.json: "
-            f"{RESTORE}"
-        )
-    return {"best": {}} | state
-
-
-def read_loader_state(path: Path) -> dict[str, Any]:
-    """The loader's state, which is the same on all ranks."""
-    file = path / "loader-rank0.json"
-    state = _read_json(file)
-    if not isinstance(state.get("recipe"), dict):
-        raise CheckpointError(f"{file}: is incomplete, so the next crops are unknown: {RESTORE}")
-    return state
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        with open(file, "rb") as content:
-            value = json.loads(content.read(CHUNK_BYTES))
-        if not isinstance(value, dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: {' '.join(str(error).split())[:200]}: {RESTORE}") from None
-    return value
 
 
 def to_universal(path: Path) -> None:

@@ -9,22 +9,22 @@
 The settings of a component are a dataclass beside its code; this file collects them.
 """
 
+import ctypes
 import difflib
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..data.augmentations import AugmentConfig
-from ..data.loader import LoaderConfig, PipelineConfig
-from ..model.config import ModelConfig, ObjectiveConfig
-from ..model.draws import max_masked
-from ..model.input import HALF_S, Input, InputConfig
+from ..data.config import LoaderConfig, PipelineConfig
+from ..model.config import ModelConfig, ObjectiveConfig, max_masked
+from ..model.window import HALF_S, InputConfig
 from ..settings.commandline import overridden, read_yaml
 from ..settings.errors import ConfigError
 from ..settings.files import CONFIGS as CONFIGS
@@ -32,6 +32,7 @@ from ..settings.files import find_config, flatten, merge
 from ..settings.metrics import METRIC_OF
 
 CPUINFO = Path("/proc/cpuinfo")
+AMD_DRIVER = Path("/dev/kfd")
 SHOWN = 80  # characters of a wrong value
 DEVICE = re.compile(r"(^|\.)(device|gpu|cuda|accelerator)s?$")
 WHICH_DEVICE = (
@@ -45,6 +46,7 @@ ALIASES = {  # names in other libraries
     "train.steps": "max_steps num_steps",
     "train.epochs": "max_epochs num_epochs num_train_epochs",
     "train.warmup": "warmup_steps warmup_ratio",
+    "train.recompute_layers": "gradient_checkpointing activation_checkpointing checkpoint_layers",
     "train.clip_norm": "max_grad_norm gradient_clipping",
     "train.precision": "dtype",
     "train.save_every_steps": "save_steps",
@@ -61,6 +63,8 @@ ALIASES = {  # names in other libraries
 
 
 if TYPE_CHECKING:
+    from ..model.input import Input
+
     BestMetric = str
 else:
     BestMetric = Literal[
@@ -115,6 +119,9 @@ class TrainConfig(Section):
     deepspeed: str | None = None
     # scope of torch.compile; None: layers on CUDA, else eager
     compile: Literal["eager", "layers", "step"] | None = None
+    # activation checkpointing: the transformer layers keep only their inputs, and are computed again
+    # in the backward pass: equal losses, less memory, a third more computing
+    recompute_layers: bool = False
     lr: Rate = 5e-5  # peak learning rate
     # fixed: constant lr; tri_stage: warm-up, hold, decay
     schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"
@@ -161,9 +168,23 @@ class TrainConfig(Section):
 
 def has_bf16() -> bool:
     """Whether the hardware computes in bf16; emulated bf16 is slower than fp32."""
-    if torch.cuda.is_available():
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if may_have_gpu():
+        import torch
+
+        if torch.cuda.is_available():
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(CPUINFO.read_text().split())
+
+
+def may_have_gpu() -> bool:
+    """Whether there is a driver: without one PyTorch, which takes a second, need not be asked."""
+    if "torch" in sys.modules or AMD_DRIVER.exists():
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 class RunConfig(Section):
@@ -217,7 +238,9 @@ class Config(RunConfig):
     )
 
     @property
-    def signals(self) -> Input:
+    def signals(self) -> "Input":
+        from ..model.input import Input  # late: PyTorch takes seconds
+
         return Input(self.augment.output_leads, self.augment.seen, **vars(self.input))
 
     @property
@@ -227,7 +250,7 @@ class Config(RunConfig):
 
     @property
     def loader(self) -> LoaderConfig:
-        return replace(super().loader, windows=0 if self.signals.plain else self.windows)
+        return replace(super().loader, windows=0 if self.input.plain else self.windows)
 
     def problems(self, world: int) -> list[tuple[Any, str]]:
         objective, augment, t = self.objective, self.augment, self.train
@@ -235,7 +258,7 @@ class Config(RunConfig):
         views = "halves" if objective.method == "cmsc" else "window"
         contrast = objective.contrast > 0 and not objective.plugged
         if not self.model.encoder:
-            tokens = self.model.tokens(self.signals.samples)
+            tokens = self.model.tokens(self.input.samples)
             if objective.local > 0:
                 max_masked(self.model, tokens)
         return [
@@ -254,7 +277,7 @@ class Config(RunConfig):
                 f"{views}",
             ),
             (
-                contrast and views == "window" and not (augment.described or augment.extra),
+                contrast and views == "window" and not (augment.described or augment.own),
                 "pipeline.views='window' without augmentation: both views would be equal: set "
                 "augment.rlm or augment.noise",
             ),

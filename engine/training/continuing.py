@@ -1,7 +1,6 @@
 """Continues pre-training from the weights of another model: `start` is a run, a model folder or a
 converted model.
 
-    config = read_settings(None, {"start": "RUN"})      # those of the run, or of the model and its objective
     started = read_weights(config)            # ConfigError if the architectures differ
     print(started.into(model))                # what was loaded, and what starts afresh
 
@@ -9,9 +8,8 @@ This is a separate run: optimiser, learning rate and data order start afresh. Th
 objective are loaded if all of them fit. Code in the folder is never run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..model.config import ModelConfig
-from ..model.encoders import portable
 from ..model.folder import (
     CONFIG,
     PREPROCESSING,
@@ -31,21 +28,12 @@ from ..model.folder import (
     weights_in,
 )
 from ..model.input import Input
-from ..settings.commandline import overridden, read_mapping
 from ..settings.errors import ConfigError
-from ..settings.files import flatten
+from ..settings.files import portable
 from ..settings.leads import describe_leads
-from .config import Config, build, load
+from .config import Config
+from .read_settings import INPUT
 
-QUICKSTART = "quickstart"  # the config if none is given
-INPUT = ("window_s", "fs_hz", "band_hz", "scale")
-PLUGGED = ("model.encoder", "augment.extra", "objective.method")  # may name the user's own code
-# and defaults
-PLACES: dict[str, Any] = {
-    "train.deepspeed": None,
-    "train.track": ["tensorboard"],
-    "pipeline.cache_dir": None,
-}
 MASK = "encoder.mask_embedding"  # only the local objective has it
 
 
@@ -89,57 +77,6 @@ class StartingWeights:
 
 def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
-
-
-def read_settings(
-    config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()
-) -> Config:
-    """Like engine.training.config.load. Without a config, the settings are those of the run `start`. If
-    `start` is a model folder or a fine-tuned run, they are its model and objective. Without
-    `start`, they are the quick start's."""
-    given = overridden({}, overrides)
-    start = given.get("start")
-    if config or not start or not isinstance(start, str):
-        return load(config or QUICKSTART, overrides)
-    before = Path(start, "config.yaml")
-    if before.is_symlink():
-        raise ConfigError(
-            f"start={start}: {before} is a link, which is not followed: give the run itself, or "
-            "RUN/model"
-        )
-    settings = read_mapping(before) if before.is_file() else {"task": {}}
-    if "task" not in settings:
-        left_out = ("run", "start", "data")
-        tree = {name: section for name, section in settings.items() if name not in left_out}
-    else:  # a model folder, or a fine-tuned run
-        with model_folder(start) as (folder, _):
-            document = document_of(folder / CONFIG)
-            preprocessing = document_of(folder / PREPROCESSING)
-        tree = {name: document[name] for name in ("model", "objective") if name in document}
-        signals = Input.of(preprocessing, config_of(document).leads)
-        tree["input"] = {name: getattr(signals, name) for name in INPUT}
-    refuse_foreign(start, flatten(tree), flatten(given))
-    objective, method = tree.get("objective", {}), flatten(given).get("objective.method")
-    if method and portable(str(method)) != portable(str(objective.get("method"))):
-        objective.pop("options", None)  # those of the other class
-    return build(overridden(tree, overrides))
-
-
-def refuse_foreign(start: str, settings: dict[str, Any], given: dict[str, Any]) -> None:
-    """The run may come from anyone: code, files and services that it names are used only if they
-    are named again."""
-    for key, value in settings.items():
-        again = f"--set {key}={value}"
-        if key in given:
-            continue
-        if key in PLUGGED and ":" in str(value):
-            raise ConfigError(
-                f"start={start}: {key}={value} is code: to run it, name the file: {again}"
-            )
-        if key in PLACES and value != PLACES[key]:
-            raise ConfigError(
-                f"start={start}: {key}={value} is a file or a service: to use it again, {again}"
-            )
 
 
 def read_weights(config: Config) -> StartingWeights:

@@ -1,6 +1,6 @@
 """What a training would be, without training: its data, model, memory, hours and disk.
 
-    print(dry_run(config, PretrainTask, gpus=8))
+    print(dry_run(config, PretrainTask, open_datasets(config), gpus=8))
 
 Needs no GPU, writes nothing, and does not look at RUN. Memory and hours are estimates. Activations
 are what autograd keeps of a step on tensors that have shapes and no numbers, uncompiled. With 256 and
@@ -8,7 +8,7 @@ are what autograd keeps of a step on tensors that have shapes and no numbers, un
 and 61.8.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,15 +20,17 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..data.augmenter import HALF
+from omnilead.data_tools.dataset import Dataset
+
+from ..data.config import HALF
 from ..data.loader import Batch, order_of
 from ..data.order import Order, Places
 from ..model.kernels import REPLACEMENTS
-from .config import RunConfig, check, micro_batch, zero_stage
+from .config import RunConfig, micro_batch, zero_stage
 from .distributed import Ranks
 from .inputs import dtype_of
 from .task import TrainingTask
-from .train import duration, open_datasets, total_steps
+from .train import duration, recompute_layers, total_steps
 
 # Of one H100 with the paper's model: 1,748 crops/s of 175.9 GFLOP (benchmarks/RESULTS.md). An H200
 # has the same processor
@@ -36,13 +38,15 @@ MEASURED_TFLOPS, MEASURED_GFLOP = 307, 176
 CROP_BYTES = 121_856  # of a shard
 
 
-def dry_run(config: RunConfig, task_class: type[TrainingTask], gpus: int) -> str:
+def dry_run(
+    config: RunConfig, task_class: type[TrainingTask], datasets: Sequence[Dataset], gpus: int
+) -> str:
     """Several lines, after the settings. Raises what a training would, but for what RUN holds."""
-    check(config, gpus)
-    datasets = open_datasets(config)
     task = task_class(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
     order = order_of(replace(config.loader, windows=task.windows), datasets, **task.roles)
     model = task.model(torch.Generator().manual_seed(config.train.seed))
+    if config.train.recompute_layers:
+        recompute_layers(model)
     each = "the GPU" if gpus == 1 else f"each of {gpus} GPUs"
     lines = [
         yaml.safe_dump(config.tree(), sort_keys=False),
@@ -97,7 +101,10 @@ def of_time_and_disk(
     if not is_like_the_measured:
         why = f"only a model of {MEASURED_GFLOP} GFLOP a crop in bf16 has been measured on a GPU"
         return f"time: not estimated, {why}", disk
-    crops_s = gpus * MEASURED_TFLOPS * 1e12 / task.flops_per_crop
+    cost = task.flops_per_crop
+    if task.config.train.recompute_layers:
+        cost *= 4 / 3  # forward twice, and backward, which costs as much as two forward
+    crops_s = gpus * MEASURED_TFLOPS * 1e12 / cost
     seconds = total_steps(task.config, order.steps_per_epoch) * order.batch_crops / crops_s
     return (
         f"time on H100 or H200, an estimate: {duration(seconds)}, {crops_s:,.0f} crops/s: "
@@ -122,8 +129,18 @@ def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> 
     }
 
 
-def activations_of(task: TrainingTask, model: nn.Module, order: Order) -> float:
-    """Bytes that autograd keeps of each crop until the backward pass."""
+def activations_of(task: TrainingTask, model: Any, order: Order) -> float:
+    """Bytes that autograd keeps of each crop until the backward pass; with train.recompute_layers, those
+    of one layer too, which is computed again at a time."""
+    kept = activations_of_each(task, model, order)
+    if not task.config.train.recompute_layers:
+        return kept
+    model.encoder.recomputes = False
+    without = activations_of_each(task, model, order)
+    return kept + (without - kept) / len(model.encoder.layers)
+
+
+def activations_of_each(task: TrainingTask, model: nn.Module, order: Order) -> float:
     few, more = (order.batch(0)[:n] for n in (1, min(3, order.batch_crops)))
     if len(more) == 1:
         return kept_bytes(task, model, more)

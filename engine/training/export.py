@@ -13,11 +13,11 @@ from omnilead.data_tools.io.terminal import mend_for
 
 from ..data import seen
 from ..model import folder
-from ..model.input import DEFAULT_INPUT, SCALES
+from ..model.window import DEFAULT_INPUT, SCALES
 from ..settings.errors import ConfigError
 from ..settings.leads import describe_leads
-from . import checkpoint, distributed
-from .checkpoint import CheckpointError, WriteError, warn
+from . import checkpoint, checkpoint_files, distributed
+from .checkpoint_files import CheckpointError, WriteError, warn
 from .config import RunConfig
 from .run_folder import RunFolder
 from .task import TrainingTask
@@ -36,7 +36,7 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
     path = run.best() if task.exports_best else run.newest(warn)
     if path is None:
         raise CheckpointError(f"{run.path}: has no checkpoint: train it first")
-    state = checkpoint.read_state(path)
+    state = checkpoint_files.read_state(path)
     config: Any = saved_config(path, state, task.settings)
     with distributed.process_restored():  # reading may import DeepSpeed
         every = full_weights(path)
@@ -64,14 +64,14 @@ def seen_until(
                 drawn[dataset.fingerprint] = times
     except (ConfigError, DataError, OSError) as error:
         warn(f"{run}: cannot say what it was trained on: {error}")
-        records.append(seen.UNKNOWN)
+        records.append(seen.unknown())
     return seen.joined(records), drawn
 
 
 def full_weights(path: Path) -> dict[str, Tensor]:
     """All weights in float32, by the model's own names. Frozen weights have the precision of
     training."""
-    stage = checkpoint.read_state(path)["zero_stage"]
+    stage = checkpoint_files.read_state(path)["zero_stage"]
     weights: dict[str, Tensor] = {}
     with checkpoint.reading(path), checkpoint.silence():
         if stage < 2:  # stages 2 and 3 keep the frozen weights in the optimizer's files

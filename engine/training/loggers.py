@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -37,6 +37,7 @@ from omnilead.data_tools.io.terminal import in_notebook, say
 
 from ..settings.run_files import METRICS, PROMETHEUS, VALID, VALIDATION
 from .config import RunConfig, TrainConfig
+from .tracking import Service
 
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
 PACKAGES = (
@@ -78,12 +79,6 @@ def memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e9
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
-
-
-class Service(NamedTuple):
-    id: str | None  # of the run, to resume it there
-    log: Callable[[dict[str, float], int], None]
-    close: Callable[[], None]
 
 
 class RunLogger:

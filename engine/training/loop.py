@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.data_tools.io.terminal import UserError, say
+from omnilead.data_tools.io.terminal import say
 
 from ..data.counter import bits
 from ..data.loader import Batch, Loader, State
 from ..data.order import Places
 from ..data.patients import source_names
 from ..model.objectives import sum_over_ranks
+from ..settings.errors import TrainError
 from .config import RunConfig, micro_batch, zero_stage
 from .distributed import DeepSpeedLauncher, MaxOverRanks, Ranks, on_first_rank
 from .inputs import some_crops
@@ -42,10 +43,6 @@ from .task import TrainingTask
 
 DROPOUT_STREAM = 200
 AGAIN_S = 2  # from this long after a Ctrl-C, another one counts: launchers may send each one twice
-
-
-class TrainError(UserError):
-    """The run failed (exit code 1). The message is one line."""
 
 
 class Stopped(Exception):
@@ -105,7 +102,7 @@ class Loop:
 
     def train(self, tracer: Any = None) -> bool:
         """True when all steps are done; False if the run was asked to stop. `tracer`: see
-        engine.training.tracking.Profile.traced."""
+        engine.training.profiling.Profile.traced."""
         self.engine.train()
         batches = iter(self.loader)
         with self._signals_handled():

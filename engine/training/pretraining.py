@@ -16,20 +16,21 @@ from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
 
-from ..data.augmenter import HALF
+from ..data.config import HALF
 from ..data.leakage import held_out, refuse_leak
 from ..data.loader import Batch, order_of
 from ..data.seen import as_bytes
 from ..model.config import ATTRIBUTES, masked_share
-from ..model.encoders import cast_statistics, code_of, drops_out, encoder_flops, portable, prepared
+from ..model.encoders import cast_statistics, drops_out, encoder_flops, prepared
 from ..model.folder import SEEN
 from ..model.objectives import single_process
 from ..model.pretrainer import Pretrainer
 from ..model.quantizer import temperature
 from ..settings.errors import ConfigError, blaming
+from ..settings.files import code_of, portable
 from ..settings.run_files import VALID
 from .config import Config, candidates
-from .continuing import read_settings, read_weights
+from .continuing import read_weights
 from .distributed import Ranks, on_first_rank
 from .inputs import Arguments, PretrainInputs, dtype_of
 from .task import Between, TrainingTask, best_metric, best_step_text, describe_encoder, start_text
@@ -53,7 +54,6 @@ COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 class PretrainTask(TrainingTask):
     settings = Config
     exports_best = False
-    read = staticmethod(read_settings)
 
     keys: tuple[str, ...] = (
         "step",
@@ -83,8 +83,8 @@ class PretrainTask(TrainingTask):
         super().__init__(config, datasets, ranks)
         self.low_logs = 0  # log lines in a row with few codes in use
         local = config.objective.local > 0
-        plugged = {"model.encoder": config.model.encoder, "augment.extra": config.augment.extra}
-        plugged["objective.method"] = config.objective.method
+        plugged = [("model.encoder", config.model.encoder), *config.augment.plugged]
+        plugged.append(("objective.method", config.objective.method))
         self.code = code_of(plugged, config.run)
         dtype = dtype_of(config)
         self.input = config.signals

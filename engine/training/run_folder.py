@@ -1,5 +1,5 @@
 """RUN, the folder of a training run: its place, its lock, its checkpoints, its copy in a bucket, and
-the files that are kept beside them.
+the files that are kept beside them; and the datasets that it trains on.
 
     folder = RunFolder("s3://bucket/run")     # or a local path
     folder.make()
@@ -17,31 +17,38 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from omnilead.data_tools.dataset import META
+from omnilead.data_tools.dataset import META, Dataset
 from omnilead.data_tools.io.storage import locked_by_another, write_whole
 
-from ..model.encoders import CODE
 from ..model.folder import WEIGHTS
 from ..settings.errors import ConfigError
+from ..settings.files import CODE
 from ..settings.run_files import LOCK
 from .bucket import Bucket
-from .checkpoint import (
+from .checkpoint_files import (
     BEST,
     CHECKPOINTS,
     LATEST,
     RESTORE,
     CheckpointError,
     WriteError,
-    Writer,
     complete,
     fault,
     make_room,
     named,
     read_state,
 )
-from .config import TrainConfig
-from .distributed import Ranks, on_first_rank
+from .config import RunConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from .checkpoint import Writer
+    from .distributed import Ranks
+
+MAKE_DEMO = (
+    "omnilead synth demo/archive --patients 100 && omnilead shard demo/archive --out demo/dataset"
+)
 
 
 class RunFolder:
@@ -67,9 +74,11 @@ class RunFolder:
             raise ConfigError(f"{self.name}: {error.strerror}: {mend}") from None
 
     @contextmanager
-    def locked(self, ranks: Ranks) -> Iterator[None]:
+    def locked(self, ranks: "Ranks") -> Iterator[None]:
         """Refuses a second process in the same folder: they would delete each other's
         checkpoints."""
+        from .distributed import on_first_rank  # late, like below: PyTorch takes seconds
+
         with ExitStack() as held:
             on_first_rank(ranks, lambda: self._lock(held))
             yield
@@ -112,7 +121,9 @@ class RunFolder:
         if self.bucket:
             self.bucket.send(keep, last)
 
-    def writer(self, ranks: Ranks, settings: TrainConfig) -> Writer:
+    def writer(self, ranks: "Ranks", settings: TrainConfig) -> "Writer":
+        from .checkpoint import Writer
+
         upload = partial(self.send, settings.keep)
         return Writer(self.checkpoints, ranks, settings, self._make_room, upload)
 
@@ -170,3 +181,28 @@ class RunFolder:
                 )
             code[name] = file.read_bytes()
         return code
+
+
+def open_datasets(config: RunConfig) -> list[Dataset]:
+    if "demo/dataset" in config.data.datasets and not Path("demo/dataset").exists():
+        raise ConfigError(
+            f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or --set "
+            "data.datasets=[DATASET]"
+        )
+    begun_with = RunFolder(config.run).begun_with()
+    datasets = [
+        Dataset.open(url, config.data.anonymous, begun_with=begun_with)
+        for url in config.data.datasets
+    ]
+    names = " and ".join(dataset.root.url for dataset in datasets)
+    if len({dataset.fingerprint for dataset in datasets}) < len(datasets):
+        raise ConfigError(
+            f"data.datasets: {names} are the same data: remove one; to see a dataset more often, "
+            "set pipeline.weights"
+        )
+    if len({dataset.meta["preprocessing_sha256"] for dataset in datasets}) > 1:
+        raise ConfigError(
+            f"data.datasets: {names} were preprocessed differently: build them with the same "
+            "settings"
+        )
+    return datasets

@@ -21,16 +21,15 @@ from omnilead.data_tools.io.plugins import plugin
 
 from ..data.loader import Batch
 from ..model.config import ENCODERS, ModelConfig
-from ..model.encoders import file_of, portable
 from ..model.input import Input
 from ..settings.errors import ConfigError
+from ..settings.files import file_of, portable
 from ..settings.metrics import METRIC_OF, label_of
 from .config import RunConfig
 from .distributed import Ranks
 from .inputs import Arguments
 
 Between = Callable[[], None]  # called by all ranks between batches; raises when the run must stop
-Overrides = Sequence[str] | Mapping[str, Any]  # as for engine.settings.commandline.overridden
 Groups = list[tuple[float, list[nn.Parameter]]]  # shares of the learning rate, and weights
 
 
@@ -51,11 +50,6 @@ class TrainingTask(ABC):
 
     def __init__(self, config: Any, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.datasets, self.ranks = config, datasets, ranks
-
-    @staticmethod
-    @abstractmethod
-    def read(config: str | Path | None, overrides: Overrides) -> Any:
-        """The settings of a run, from a config and what --set says."""
 
     @abstractmethod
     def model(self, generator: torch.Generator) -> nn.Module:

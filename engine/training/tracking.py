@@ -1,17 +1,11 @@
-"""What watches a training from outside: tracking services (train.track) and a trace of some steps
-(`--profile N`), on rank 0.
+"""What watches a training from outside: tracking services (train.track), on rank 0.
 
     require_installed(config)                          # before any work
     services = open_services(run, config, step)        # for engine.training.loggers.RunLogger
-    with Profile(20).traced(folder, device) as tracer: ...
 
 TensorBoard, Weights & Biases and MLflow: project and account are set by the services' own
 environment variables: WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME. A resumed run
-keeps its id there (RUN/boards.json). A trace has these files:
-
-RUN/profile/trace.json      every operation of every step, for https://ui.perfetto.dev or chrome://tracing
-RUN/profile/operators.txt   the operations that took the most time
-RUN/profile/memory.pickle   on CUDA: the allocations of these steps, for https://pytorch.org/memory_viz
+keeps its id there (RUN/boards.json).
 """
 
 import importlib
@@ -20,14 +14,9 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from typing import Any, NamedTuple
 
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import say
@@ -35,14 +24,16 @@ from omnilead.data_tools.io.terminal import say
 from ..settings.errors import ConfigError
 from ..settings.files import flatten
 from .config import RunConfig
-from .loggers import Service
 
 SERVICE_IDS = "boards.json"
 # MLflow's limits: parameters per call, characters per value
 MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500
-WARM_UP = 5  # untraced steps first, in which kernels are compiled and buffers allocated
-TERMINAL_ROWS, FILE_ROWS = 12, 200
-ALLOCATIONS = 10**5  # of the memory snapshot
+
+
+class Service(NamedTuple):
+    id: str | None  # of the run, to resume it there
+    log: Callable[[dict[str, float], int], None]
+    close: Callable[[], None]
 
 
 def open_tensorboard(run: Path, config: RunConfig, step: int, run_id: str | None) -> Service:
@@ -134,52 +125,3 @@ def open_services(run: Path, config: RunConfig, step: int) -> dict[str, Service]
     if ids:
         write_whole(path, json.dumps(ids) + "\n")
     return services
-
-
-@dataclass
-class Profile:
-    steps: int  # to trace
-
-    def check(self, left: int) -> None:
-        if self.steps > left - WARM_UP:
-            raise ConfigError(
-                f"--profile {self.steps}: {left} steps are left, of which {WARM_UP} warm up: give a "
-                "smaller number, or raise train.steps"
-            )
-
-    @contextmanager
-    def traced(self, folder: Path, device: torch.device) -> Iterator[Any]:
-        """Yields an object whose step() is called after each training step."""
-        # silences the profiler's own messages on standard error
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-        cuda = device.type == "cuda"
-        by = f"self_{device.type}_time_total"
-
-        def write(trace: profile) -> None:
-            folder.mkdir(exist_ok=True)
-            trace.export_chrome_trace(str(folder / "trace.json"))
-            table = trace.key_averages()
-            (folder / "operators.txt").write_text(
-                table.table(sort_by=by, row_limit=FILE_ROWS, max_name_column_width=80) + "\n"
-            )
-            if cuda:
-                torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
-                torch.cuda.memory._record_memory_history(enabled=None)
-            say(table.table(sort_by=by, row_limit=TERMINAL_ROWS, max_name_column_width=40))
-            say(f"profile of {self.steps} steps: {folder}/")
-
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        when = schedule(wait=WARM_UP - 1, warmup=1, active=self.steps, repeat=1)
-        kind = AllocationProfile if cuda else profile
-        with kind(activities=activities, schedule=when, on_trace_ready=write) as tracer:
-            yield tracer
-
-
-class AllocationProfile(profile):
-    """Also records the allocations of the traced steps, with Python's stacks alone: those of C++
-    cost time at each allocation and take long to resolve."""
-
-    def step(self) -> None:
-        super().step()
-        if self.step_num == WARM_UP:
-            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS, stacks="python")

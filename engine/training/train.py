@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from omnilead.data_tools.dataset import META, Dataset
+from omnilead.data_tools.dataset import META
 from omnilead.data_tools.io.terminal import say
 
 from ..data.loader import Loader
 from ..model.encoder import Encoder, attention_backend
 from ..settings.errors import ConfigError
 from ..settings.files import flatten
-from . import checkpoint, distributed
-from .checkpoint import CheckpointError
+from . import checkpoint, checkpoint_files, distributed
+from .checkpoint_files import CheckpointError
 from .config import RunConfig, build, deepspeed_json, zero_stage
 from .distributed import on_first_rank
 from .loggers import RunLogger
@@ -37,9 +37,6 @@ LONG_S = 600  # of a run on a CPU, from which on its duration is estimated
 # in bfloat16; 0.24 for configs/pretrain/small.yaml
 SHARE_OF_PEAK = 0.5
 COMPILED = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
-MAKE_DEMO = (
-    "omnilead synth demo/archive --patients 100 && omnilead shard demo/archive --out demo/dataset"
-)
 # Settings and facts that may change when a run is resumed; train.steps and train.epochs too if the
 # learning rate does not depend on them
 CHANGEABLE = {
@@ -71,6 +68,7 @@ CHANGEABLE = {
     "train.max_nonfinite",
     "train.deepspeed",
     "train.compile",
+    "train.recompute_layers",
     "train.micro_batch",
     "train.zero_stage",
     "train.track",
@@ -92,7 +90,7 @@ class Resumed:
         if loader_step != step:
             raise CheckpointError(
                 f"{self.path}: state.json is of step {step}, the loader's state of step "
-                f"{loader_step}: {checkpoint.RESTORE}"
+                f"{loader_step}: {checkpoint_files.RESTORE}"
             )
         if step > total:
             raise ConfigError(
@@ -100,31 +98,6 @@ class Resumed:
                 "train.steps, or use --out NEW"
             )
         return Progress(**{name: self.state[name] for name in vars(Progress())})
-
-
-def open_datasets(config: RunConfig) -> list[Dataset]:
-    if "demo/dataset" in config.data.datasets and not Path("demo/dataset").exists():
-        raise ConfigError(
-            f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or --set "
-            "data.datasets=[DATASET]"
-        )
-    begun_with = RunFolder(config.run).begun_with()
-    datasets = [
-        Dataset.open(url, config.data.anonymous, begun_with=begun_with)
-        for url in config.data.datasets
-    ]
-    names = " and ".join(dataset.root.url for dataset in datasets)
-    if len({dataset.fingerprint for dataset in datasets}) < len(datasets):
-        raise ConfigError(
-            f"data.datasets: {names} are the same data: remove one; to see a dataset more often, "
-            "set pipeline.weights"
-        )
-    if len({dataset.meta["preprocessing_sha256"] for dataset in datasets}) > 1:
-        raise ConfigError(
-            f"data.datasets: {names} were preprocessed differently: build them with the same "
-            "settings"
-        )
-    return datasets
 
 
 def make_loader(task: TrainingTask, resumed: Resumed | None) -> Loader:
@@ -173,7 +146,7 @@ def announce(task: TrainingTask, loader: Loader, progress: Progress, engine: Any
 
 
 def run_loop(loop: Loop, profile: Any, opened: ExitStack) -> bool:
-    """`profile`: engine.training.tracking.Profile, of some steps."""
+    """`profile`: engine.training.profiling.Profile, of some steps."""
     gc.collect()
     gc.freeze()  # otherwise a collection during a step would visit everything that was imported
     opened.callback(gc.unfreeze)
@@ -257,8 +230,19 @@ def initialize(task: TrainingTask, universal: bool) -> tuple[Any, GuardedAdamW]:
         distributed.require_function(engine, "optimizer._get_norm_groups", [])
         # Its own look at the norm waits for the device in each step; the optimizer's does not
         engine.optimizer._get_norm_groups = lambda: [torch.zeros(())]
+    if t.recompute_layers:
+        recompute_layers(model)
     compile_model(model, t.compile or ("eager" if stage == 3 else COMPILED[ranks.device.type]))
     return engine, adam
+
+
+def recompute_layers(model: Any) -> None:
+    if not isinstance(model.encoder, Encoder):
+        raise ConfigError(
+            f"train.recompute_layers=true: {type(model.encoder).__name__} has no layers that omnilead "
+            "knows: leave it out, and use torch.utils.checkpoint in your own encoder"
+        )
+    model.encoder.recomputes = True
 
 
 def compile_model(model: Any, how: str, **options: Any) -> None:
@@ -309,14 +293,14 @@ def find_checkpoint(task: TrainingTask, folder: RunFolder) -> Resumed | None:
     or settings that shape the training have changed."""
     ranks = task.ranks
     on_first_rank(ranks, folder.fetch)
-    path = on_first_rank(ranks, lambda: folder.newest(checkpoint.warn))
+    path = on_first_rank(ranks, lambda: folder.newest(checkpoint_files.warn))
     if path:
-        state = checkpoint.read_state(path)
+        state = checkpoint_files.read_state(path)
         refuse_changes(path, state, task)
     on_first_rank(ranks, folder.claim)
     if not path:
         return None
-    loader_state = checkpoint.read_loader_state(path)
+    loader_state = checkpoint_files.read_loader_state(path)
     universal = bool(state["zero_stage"]) and state["world"] != ranks.world
     return Resumed(path, state, loader_state, universal)
 
@@ -392,11 +376,11 @@ def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> Ru
     try:
         config = build(state["config"], kind)
     except ConfigError as error:
-        raise CheckpointError(f"{path / checkpoint.STATE}: config: {error}") from None
+        raise CheckpointError(f"{path / checkpoint_files.STATE}: config: {error}") from None
     seen, trained = state["crops_seen"], state["step"] * config.train.batch_crops
     if seen != trained:
         raise CheckpointError(
-            f"{path / checkpoint.STATE}: crops_seen={seen}, but {state['step']} steps of "
-            f"{config.train.batch_crops} crops are {trained}: {checkpoint.RESTORE}"
+            f"{path / checkpoint_files.STATE}: crops_seen={seen}, but {state['step']} steps of "
+            f"{config.train.batch_crops} crops are {trained}: {checkpoint_files.RESTORE}"
         )
     return config

@@ -22,6 +22,7 @@ def in_this_process(monkeypatch):
 @pytest.mark.slow
 def test_every_check(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(tiny).parent)
+    monkeypatch.setattr(first_run, "LoopRun", partial(first_run.LoopRun, steps=2))  # in a profile
     words = f"{tmp_path} --model tiny.yaml --batch 4 --crops 150 --seconds 1 --only"
     assert first_run.main([*words.split(), "install|tiny|profile|train"]) == 0
     found = json.loads((tmp_path / "first_run.json").read_text())

@@ -229,6 +229,7 @@ def test_show_draws_one_file(tmp_path, capsys, monkeypatch):
     assert "two.DCM: 12 leads, 500 Hz, 5 s" in said
     assert "heart rate or axis" in said and "(computed, not a diagnosis)\n" in said
     assert (tmp_path / "one.png").stat().st_size > 10_000
+    (tmp_path / "notes.txt").write_text("no ECG")
     assert main(["show", f"{tmp_path}/notes.txt"]) == 2
     refusal = "notes.txt would be refused: unknown format: none of muse-xml, dicom"
     assert refusal in capsys.readouterr().err

@@ -61,7 +61,8 @@ shard SRC --out x --pseudonymize nokey | nokey
 shard SRC --out x --pseudonymize SHORT | at least 16
 shard SRC --out x --pseudonymize OPEN | read it (-rw-r-----): chmod 600 OPEN
 shard SRC --out SHORT | --out SHORT: is a file
-shard SRC --out x --crop 3 | unrecognized arguments: --crop 3 (--help
+shard SRC --out x --crop 3 | unrecognized arguments: --crop 3: did you mean --shard-crops? (--help
+shard SRC --out x --hypnosis 3 | unrecognized arguments: --hypnosis 3 (--help
 shard SRC --out x --patients p.csv | p.csv: no such file: name a CSV or parquet file of patients
 shard OWN --out x --patients raising.py | raising.py: its columns are
 shard DATASET --out x | a dataset, not an archive

@@ -1,11 +1,14 @@
-"""Local files where the file system answers in parts."""
+"""Local files where the file system answers in parts; a file that reaches a bucket in part."""
+
+import re
 
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from handmade import build
 
 from omnilead.data_tools.build.verify import verify
-from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.errors import ReadError, StorageError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.detect import open_sources
 
@@ -33,3 +36,20 @@ def test_no_record_is_refused_and_no_crop_damaged(in_parts, small, tmp_path):
     assert sum(source["records"]["refused"] for source in made.meta["sources"]) == 0
     assert len(list(made)) == 15
     assert verify(made, open_sources(str(small))) == []
+
+
+@pytest.mark.parametrize("arrived", [3, 5])
+def test_a_file_that_arrives_with_another_size_is_no_upload(arrived, tmp_path, monkeypatch):
+    """Neither published nor removed here."""
+
+    def put_file(bucket, path, name):
+        bucket.pipe_file(name, b"12345"[:arrived])
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    (tmp_path / "x").write_bytes(b"1234")
+    url = f"memory:/{tmp_path}"
+    with pytest.raises(
+        StorageError, match=re.escape(f"x: {arrived} of 4 bytes arrived: run again")
+    ):
+        folder(url).publish(tmp_path / "x", "x")
+    assert (tmp_path / "x").read_bytes() == b"1234"

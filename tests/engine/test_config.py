@@ -67,6 +67,9 @@ batch_size=8                | batch_size: no such setting: did you mean train.ba
 augment.amplitude_mv.emgs=1 | did you mean augment.amplitude_mv.emg?
 train.lr=fast               | train.lr='fast':
 train.steps='3'             | train.steps='3':
+augment.extra=gain               | augment.extra='gain': must be file.py:function, or a list
+augment.extra=[{amplitude: 1}]   | augment.extra=({'amplitude': 1},): must be file.py:function
+augment.extra=3                  | augment.extra=3: input should be a valid string
 train.precision=fp16        | train.precision='fp16': input should be 'auto', 'bf16' or 'fp32'
 train.seed=-1               | train.seed=-1:
 train.betas=[0.9, 1.0]      | train.betas.1=1.0:

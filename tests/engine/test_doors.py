@@ -16,12 +16,12 @@ from omnilead.engine import convert, embed, evaluate, pretrain
 from tests.forks import started
 
 ROOT = Path(__file__).parents[2]
-# Ctrl-C as torch is looked for, in a program that is run as it is by its users
+# Ctrl-C as numpy or torch is looked for, in a program that is run as it is by its users
 STOPPED = """
 import runpy, sys
 class Finder:
     def find_spec(self, name, *_):
-        if name == "torch":
+        if name in ("numpy", "torch"):
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Finder())
 sys.argv = sys.argv[1:]

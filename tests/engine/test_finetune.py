@@ -32,7 +32,8 @@ from omnilead.engine.extras.reports import run_report
 from omnilead.engine.extras.reports.page import titled
 from omnilead.engine.finetune import main
 from omnilead.engine.finetuning import task as finetuning_task
-from omnilead.engine.finetuning.start import read_settings, read_start, select_leads
+from omnilead.engine.finetuning.read_settings import read_settings
+from omnilead.engine.finetuning.start import read_start, select_leads
 from omnilead.engine.finetuning.task import FinetuneTask, make_targets
 from omnilead.engine.model.config import ModelConfig, flops_per_crop, validated
 from omnilead.engine.model.encoder import Encoder, pool
@@ -45,7 +46,7 @@ from omnilead.engine.settings.run_files import LABELS
 from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
 from omnilead.engine.tasks.labels import read_task
-from omnilead.engine.training import checkpoint
+from omnilead.engine.training import checkpoint_files
 from omnilead.engine.training.config import BestMetric, build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import full_weights
@@ -185,7 +186,7 @@ def test_two_ranks_recognise_patients_as_one_does(tuned, tune, base, tmp_path):
     how = {"encoder__activation_dropout": 0.0, "encoder__feature_grad": 1.0}
     tuned("identification", "whole", **how)
     tuned("identification", "two", 2, train__zero_stage=3, **how)
-    state = checkpoint.read_state(RunFolder(tmp_path / "whole").newest())
+    state = checkpoint_files.read_state(RunFolder(tmp_path / "whole").newest())
     assert "causal" not in state["finetuning"]["architecture"]  # nor in those of older runs
     whole, two = (
         [[row[key] for key in EXACT] for row in rows(tmp_path / name)] for name in ("whole", "two")
@@ -505,7 +506,7 @@ def test_a_users_own_label_table(
     how["task__class_weights"] = weights
     tuned("diagnosis", train__steps=2, **how)
     head = omnilead.load(run).config["head"]
-    state = checkpoint.read_state(run / "checkpoints" / "step-2")
+    state = checkpoint_files.read_state(run / "checkpoints" / "step-2")
     assert (head["kind"], head["classes"]) == (kind, outputs)
     assert head["definition"]["labels"] == "mine.csv"
     assert figure in rows(run, "validation.jsonl")[1] and "loss" in rows(run)[0]
@@ -705,10 +706,13 @@ def test_no_command_runs_a_payload(base, saved_model, tmp_path, capsys):
     named = saved_model() / "model.safetensors"
     for file in (weights, named):
         torch.save({"payload": Malice(os.system, f"touch {trace}")}, file)
-    manifest = json.loads((weights.parent / checkpoint.MANIFEST).read_text())
-    manifest[weights.name] = {"bytes": weights.stat().st_size, "crc32c": checkpoint.crc32c(weights)}
-    (weights.parent / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    assert checkpoint.fault(weights.parent) is None
+    manifest = json.loads((weights.parent / checkpoint_files.MANIFEST).read_text())
+    manifest[weights.name] = {
+        "bytes": weights.stat().st_size,
+        "crc32c": checkpoint_files.crc32c(weights),
+    }
+    (weights.parent / checkpoint_files.MANIFEST).write_text(json.dumps(manifest))
+    assert checkpoint_files.fault(weights.parent) is None
     for words in (
         ["to-fairseq", str(run), str(tmp_path / "a.pt")],
         ["from-fairseq", str(weights), str(tmp_path / "out")],

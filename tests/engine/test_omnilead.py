@@ -37,6 +37,20 @@ for words in (["--help"], *([name, "--help"] for name in COMMANDS), *(word.split
 heavy = {"torch", "deepspeed", "pyarrow", "pydantic", "scipy", "matplotlib", "numpy"} & set(sys.modules)
 sys.exit(", ".join(sorted(heavy)) or 0)
 """
+# Wrong settings and paths in one process; fails with the heavy modules that were imported
+WRONG = """
+import sys
+from omnilead.__main__ import main
+heavy = {"torch", "deepspeed", "scipy.signal", "torch._dynamo", "pandas", "sklearn"}
+for words in sys.argv[1:]:
+    try:
+        code = main(words.split())
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2, words
+    if heavy & set(sys.modules):
+        sys.exit(f"{words}: {sorted(heavy & set(sys.modules))}")
+"""
 
 
 def parsers():
@@ -59,6 +73,25 @@ def test_loading_a_model_imports_no_compiler_and_no_filters():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.stdout == "set()\n", ended
+
+
+def test_a_wrong_setting_or_path_is_said_before_pytorch_is_imported(tmp_path):
+    """2 CPU-seconds of 2.5. On a GPU too, but for what comes after precision: auto."""
+    (tmp_path / "bad.yaml").write_text("train: {steps: [}")
+    out = f"--out {tmp_path / 'run'}"
+    wrong = ["--set train.stepz=3", "--set train.lr=x", "--set augment.rlm=2", "--stepz 3"]
+    wrong += ["--set train.epochs=1 train.steps=1", f"--config {tmp_path / 'bad.yaml'}"]
+    wrong += [f"--data {tmp_path / 'nowhere'} {out}", f"--config {tmp_path / 'nowhere.yaml'}"]
+    wrong += [f"--data {tmp_path / 'nowhere'} {out} --dry-run", f"--start {tmp_path / 'nowhere'}"]
+    commands = [f"pretrain --config small {words}" for words in wrong[:-1]]
+    commands += [f"pretrain {wrong[-1]}"]
+    commands += ["finetune --config diagnosis --set train.stepz=3", "finetune --lr x"]
+    commands += [f"finetune --task age --data {tmp_path / 'nowhere'} {out}"]
+    ended = subprocess.run(
+        [sys.executable, "-c", WRONG, *commands], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-500:]
+    assert ended.stderr.count("\n") == len(commands), ended.stderr
 
 
 def test_help_of_every_command_imports_nothing_heavy():

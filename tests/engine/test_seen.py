@@ -280,13 +280,13 @@ def test_an_export_without_its_data_says_so(whole, tmp_path, capsys):
     ended = pretrain(tmp_path, str(copied), train__steps=1, objective__local=0, data__train={})
     assert ended.ok, ended.output
     record = omnilead.load(tmp_path / "run").seen
-    assert len(record) and not record.equals(seen.UNKNOWN)
+    assert len(record) and not record.equals(seen.unknown())
     shutil.rmtree(copied)
     from omnilead.engine.pretrain import main
 
     assert main(["--export", str(tmp_path / "run")]) == 0
     assert "cannot say what it was trained on" in capsys.readouterr().err
-    assert omnilead.load(tmp_path / "run").seen.equals(seen.UNKNOWN)
+    assert omnilead.load(tmp_path / "run").seen.equals(seen.unknown())
 
 
 def test_the_record_is_part_of_the_folder(base, tmp_path):

@@ -22,7 +22,7 @@ from omnilead.engine.data.loader import order_of
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.data.seen import as_bytes, seen_in
 from omnilead.engine.model.folder import document_of, seal
-from omnilead.engine.training.checkpoint import read_state
+from omnilead.engine.training.checkpoint_files import read_state
 from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.train import build
 from omnilead.engine.training.validation import training_roles

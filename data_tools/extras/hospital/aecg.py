@@ -41,11 +41,11 @@ def decode(data: bytes) -> Decoded:
     if root.tag != "AnnotatedECG":
         raise ReadError("unknown format", f"not aECG: its root is {root.tag[:40]}")
     series = [
-        one
-        for one in root.iterfind("component/series")
-        if _attribute(one, "code", "code") != "REPRESENTATIVE_BEAT"
+        element
+        for element in root.iterfind("component/series")
+        if _attribute(element, "code", "code") != "REPRESENTATIVE_BEAT"
     ]
-    sets = [one for rhythm in series for one in rhythm.iterfind("component/sequenceSet")]
+    sets = [element for rhythm in series for element in rhythm.iterfind("component/sequenceSet")]
     if not sets:
         raise ReadError("rhythm waveform", f"{len(series)} series without a sequence set")
     signals, rates = {}, set()
@@ -71,8 +71,8 @@ FORMAT = Format(lambda head, name: root_tag(head) == "AnnotatedECG", decode, MAX
 
 
 def _attribute(element: Element, path: str, name: str) -> str:
-    found = element.find(path)
-    return "" if found is None else found.get(name, "").strip()
+    child = element.find(path)
+    return "" if child is None else child.get(name, "").strip()
 
 
 def _quantity(sequence: Element, tag: str) -> tuple[float, str]:

@@ -34,8 +34,8 @@ def decode(data: bytes) -> Decoded:
         strips += [(place, strip) for strip in place.findall("Strip") or [place]]
     has_full = root.find("FullDisclosure") is not None
     if not strips:
-        found = "only a full disclosure, which is not read" if has_full else "no StripData"
-        raise ReadError("rhythm waveform", f"{found}: export the ECG with its strip of 10 s")
+        instead = "only a full disclosure, which is not read" if has_full else "no StripData"
+        raise ReadError("rhythm waveform", f"{instead}: export the ECG with its strip of 10 s")
     warnings = []
     if len(strips) > 1:
         warnings.append(("further waveforms", f"the first of {len(strips)} strips was read"))
@@ -95,10 +95,10 @@ def _quantity(fields: Fields, name: str, unit: str, reason: str) -> float:
     return number
 
 
-def _check_count(fields: Fields, name: str, found: int, reason: str) -> None:
-    if name in fields and as_number(_text(fields, name)) != found:
+def _check_count(fields: Fields, name: str, counted: int, reason: str) -> None:
+    if name in fields and as_number(_text(fields, name)) != counted:
         stated = _text(fields, name)[:20]
-        raise ReadError(reason, f"{found} found, {name} states {stated!r}: export the ECG again")
+        raise ReadError(reason, f"{counted} found, {name} states {stated!r}: export the ECG again")
 
 
 def _steps(text: str, where: str) -> np.ndarray:

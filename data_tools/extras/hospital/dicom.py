@@ -96,13 +96,13 @@ Elements = dict[int, Any]  # by tag: bytes, or the items of a sequence
 
 def decode(data: bytes) -> Decoded:
     try:
-        meta, at = _Reader(data, 0x30000, True).elements(132, len(data))
+        meta, position = _Reader(data, 0x30000, True).elements(132, len(data))
         if (syntax := _uid(meta, _SYNTAX)) not in SYNTAXES:
             raise ReadError(
                 "transfer syntax",
                 f"{syntax or 'none'}: only uncompressed little-endian files are read",
             )
-        file, _ = _Reader(data, _PIXELS, SYNTAXES[syntax]).elements(at, len(data))
+        file, _ = _Reader(data, _PIXELS, SYNTAXES[syntax]).elements(position, len(data))
     except struct.error:
         raise ReadError("malformed DICOM", "cut off") from None
     if _ENCRYPTED in file:
@@ -133,7 +133,9 @@ def _rhythm(groups: list["_Group"]) -> tuple[list["_Group"], str]:
     for group in groups:
         if group.leads and not group.derived:
             by_time.setdefault(group.time, []).append(group)
-    counts = {time: sum(len(one.leads) for one in same) for time, same in by_time.items()}
+    counts = {
+        time: sum(len(ecg_group.leads) for ecg_group in same) for time, same in by_time.items()
+    }
     most = max(counts.values(), default=0)
     chosen = [by_time[time] for time in sorted(by_time) if counts[time] == most]
     unusable = []
@@ -166,72 +168,81 @@ class _Reader:
     def __init__(self, data: bytes, stop: int, typed: bool) -> None:
         self.data, self.stop, self.typed, self.left = data, stop, typed, MAX_ELEMENTS
 
-    def elements(self, at: int, end: int, depth: int = 0) -> tuple[Elements, int]:
+    def elements(self, position: int, end: int, depth: int = 0) -> tuple[Elements, int]:
         """The wanted elements from `at` to `end`, or to the end of an item of unknown length,
         and the position after them. At depth 0 parsing stops at the first tag >= `stop`, and
         after the waveforms."""
-        found: Elements = {}
+        by_tag: Elements = {}
         value: Any
-        data, typed, start = self.data, self.typed, at
+        data, typed, start = self.data, self.typed, position
         self.left -= 1
         if depth > MAX_DEPTH or self.left < 0:
             raise ReadError(
                 "malformed DICOM", f"over {MAX_DEPTH} nested sequences, or {MAX_ELEMENTS} elements"
             )
-        while at + 8 <= end:
+        while position + 8 <= end:
             self.left -= 1
             if self.left < 0:
                 raise ReadError("malformed DICOM", f"over {MAX_ELEMENTS} elements")
-            group, element, kind, size = _TYPED(data, at)
+            group, element, kind, size = _TYPED(data, position)
             tag = group << 16 | element
-            if depth == 0 and (tag >= self.stop or _WAVEFORMS in found):
-                found.setdefault(tag, b"")
+            if depth == 0 and (tag >= self.stop or _WAVEFORMS in by_tag):
+                by_tag.setdefault(tag, b"")
                 break
             if tag == _ITEM_END and depth:
-                at += 8
+                position += 8
                 break
-            at += 8
+            position += 8
             if not typed:
-                size = _LENGTH(data, at - 4)[0]
+                size = _LENGTH(data, position - 4)[0]
             elif kind in _LONG:
-                size = _LENGTH(data, at)[0]
-                at += 4
+                size = _LENGTH(data, position)[0]
+                position += 4
             if size == _UNKNOWN or tag in _SEQUENCES:
-                value, at = self.items(
-                    at, end if size == _UNKNOWN else at + size, size == _UNKNOWN, depth + 1, kind
+                value, position = self.items(
+                    position,
+                    end if size == _UNKNOWN else position + size,
+                    size == _UNKNOWN,
+                    depth + 1,
+                    kind,
                 )
             else:
-                value, at = data[at : at + size] if tag in _WANTED else b"", at + size
+                value, position = (
+                    data[position : position + size] if tag in _WANTED else b"",
+                    position + size,
+                )
             if tag in _WANTED:
-                found[tag] = value
-        if at > end:
+                by_tag[tag] = value
+        if position > end:
             raise ReadError(
                 "malformed DICOM",
                 f"an element at byte {start} ends after the end of its file or item",
             )
-        return found, at
+        return by_tag, position
 
     def items(
-        self, at: int, end: int, open_end: bool, depth: int, kind: bytes
+        self, position: int, end: int, open_end: bool, depth: int, kind: bytes
     ) -> tuple[list[Elements], int]:
         items: list[Elements] = []
         typed = self.typed
         self.typed = typed and kind != b"UN"  # whose content states no types
-        while open_end or at != end:
-            if at >= end:
+        while open_end or position != end:
+            if position >= end:
                 raise ReadError("malformed DICOM", "a sequence without its end")
-            group, element, size = _PLAIN(self.data, at)
-            tag, at = group << 16 | element, at + 8
+            group, element, size = _PLAIN(self.data, position)
+            tag, position = group << 16 | element, position + 8
             if tag == _SEQUENCE_END and open_end:
                 break
             if tag != _ITEM:
                 raise ReadError(
                     "malformed DICOM", f"({group:04x},{element:04x}) in place of an item"
                 )
-            item, at = self.elements(at, end if size == _UNKNOWN else at + size, depth)
+            item, position = self.elements(
+                position, end if size == _UNKNOWN else position + size, depth
+            )
             items.append(item)
         self.typed = typed
-        return items, at
+        return items, position
 
 
 class _Group:
@@ -248,7 +259,7 @@ class _Group:
         self.unusable: dict[str, str] = {}
         for row, channel in enumerate(self.channels):
             lead, stated = _lead(channel), _text(channel, _STATUS).upper()
-            if lead and (status := next((one for one in UNUSABLE if one in stated), None)):
+            if lead and (status := next((code for code in UNUSABLE if code in stated), None)):
                 self.unusable[lead] = status
             elif lead in self.leads:
                 raise ReadError("duplicated lead", lead)

@@ -162,5 +162,7 @@ def _microvolts(steps: np.ndarray, fields: dict[str, str], lead: str) -> np.ndar
 def _person(data: bytes) -> tuple[str | None, None, str | None]:
     """The patient's code and sex if the field is valid EDF+; otherwise a name could be taken for a
     code."""
-    found = _PATIENT.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None
-    return (None if found[1] == "X" else found[1], None, found[2]) if found else (None, None, None)
+    person = _PATIENT.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None
+    return (
+        (None if person[1] == "X" else person[1], None, person[2]) if person else (None, None, None)
+    )

@@ -46,7 +46,7 @@ FORMATS: dict[str, Format] = {
     "edf": edf.FORMAT,
 }
 HEAD_BYTES = 4096  # enough to detect the format
-MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
+MAX_BYTES = max(reader.max_bytes for reader in FORMATS.values())
 ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # files with these endings must be readable
 # What anonymised files have instead of a patient's id
 _NOBODY = (
@@ -160,19 +160,19 @@ class HospitalFiles(FileSource):
             raise ReadError(
                 "file too large", f"{len(data)} bytes of {kind}, {FORMATS[kind].max_bytes} at most"
             )
-        found = FORMATS[kind].decode(data)
-        signals = with_limb_leads({lead: uv for lead, uv in found.signals.items() if changes(uv)})
+        decoded = FORMATS[kind].decode(data)
+        signals = with_limb_leads({lead: uv for lead, uv in decoded.signals.items() if changes(uv)})
         if len({len(uv) for uv in signals.values()}) != 1:
             raise ReadError(
                 "sample count",
                 "the leads have different lengths" if signals else "no lead was measured",
             )
-        leads, fs_hz = np.array(list(signals.values())), found.fs_hz
+        leads, fs_hz = np.array(list(signals.values())), decoded.fs_hz
         rate_ratio(fs_hz)  # refuses unsupported rates
-        age = None if isinstance(found.age, str) else clean_age(found.age)
-        sex = clean_sex(found.sex)
-        unread = not_understood({"age": found.age, "sex": found.sex}, age=age, sex=sex)
-        warnings = (*found.warnings, *unread)
+        age = None if isinstance(decoded.age, str) else clean_age(decoded.age)
+        sex = clean_sex(decoded.sex)
+        unread = not_understood({"age": decoded.age, "sex": decoded.sex}, age=age, sex=sex)
+        warnings = (*decoded.warnings, *unread)
         if doubt := amplitude_doubt(leads, fs_hz):
             doubt += ": is the scale in the file right?"
             warnings = (*warnings, (IMPLAUSIBLE_AMPLITUDE, doubt))
@@ -183,7 +183,7 @@ class HospitalFiles(FileSource):
             tuple(signals),
             "uV",
             source=kind,
-            patient=_patient(found.patient),
+            patient=_patient(decoded.patient),
             age=age,
             sex=sex,
             warnings=warnings,

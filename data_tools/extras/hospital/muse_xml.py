@@ -35,7 +35,9 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("unknown format", f"not MUSE XML: its root is {root.tag[:40]}")
     waveforms = root.findall("Waveform")
     rhythms = [
-        one for one in waveforms if one.findtext("WaveformType", "").strip().lower() == "rhythm"
+        waveform
+        for waveform in waveforms
+        if waveform.findtext("WaveformType", "").strip().lower() == "rhythm"
     ]
     if len(rhythms) != 1:
         raise ReadError(
@@ -53,7 +55,7 @@ def decode(data: bytes) -> Decoded:
         if name in signals:
             raise ReadError("duplicated lead", name[:10])
         signals[name] = _samples(lead, name)
-    person = next((_fields(one) for one in root.iterfind("PatientDemographics")), {})
+    person = next(map(_fields, root.iterfind("PatientDemographics")), {})
     age = age_of(person.get("PatientAge", ""), person.get("AgeUnits", "years").lower(), AGE_UNITS)
     return Decoded(
         {name: uv for name, uv in signals.items() if uv is not None},

@@ -51,7 +51,7 @@ def _sections(data: bytes) -> dict[int, bytes]:
     if binascii.crc_hqx(memoryview(data)[2:length], 0xFFFF) != checksum:
         raise ReadError("checksum", "of the whole file")
     (pointers,) = struct.unpack_from("<I", data, 10)
-    found: dict[int, bytes] = {}
+    sections: dict[int, bytes] = {}
     for place in range(22, min(6 + pointers, length) - 9, 10):
         number, size, position = struct.unpack_from("<HII", data, place)
         if not size or number not in (1, 2, 3, 6, 12):
@@ -61,7 +61,7 @@ def _sections(data: bytes) -> dict[int, bytes]:
         if (
             len(section) < 16
             or struct.unpack_from("<HI", section, 2) != (number, len(section))
-            or number in found
+            or number in sections
         ):
             raise ReadError(
                 "section", f"number {number} is not where section 0 says, or occurs twice"
@@ -70,8 +70,8 @@ def _sections(data: bytes) -> dict[int, bytes]:
             section[:2], "little"
         ):
             raise ReadError("checksum", f"of section {number}")
-        found[number] = section[16:]
-    return found
+        sections[number] = section[16:]
+    return sections
 
 
 def _decode(sections: dict[int, bytes]) -> Decoded:
@@ -118,7 +118,7 @@ def _leads(
     section 6 their samples."""
     count = sections[3][0]
     start = 6 + 2 * count
-    found: dict[str, tuple[int, np.ndarray]] = {}
+    coded_leads: dict[str, tuple[int, np.ndarray]] = {}
     warnings = {}
     for row, size in enumerate(struct.unpack_from(f"<{count}H", sections[6], 6)):
         first, last, code = struct.unpack_from("<IIB", sections[3], 2 + 9 * row)
@@ -128,7 +128,7 @@ def _leads(
         lead = SCP_LEADS.get(str(code))
         if not lead:
             continue
-        if lead in found:
+        if lead in coded_leads:
             raise ReadError("duplicated lead", lead)
         if len(coded) < size:
             raise ReadError("truncated file", lead)
@@ -139,8 +139,8 @@ def _leads(
                 f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold"
             )
             samples = size // 2
-        found[lead] = first, _sums(_steps(lead, coded, samples, 2 in sections), order)
-    return found, warnings
+        coded_leads[lead] = first, _sums(_steps(lead, coded, samples, 2 in sections), order)
+    return coded_leads, warnings
 
 
 def _steps(lead: str, coded: bytes, samples: int, is_coded: bool) -> np.ndarray:

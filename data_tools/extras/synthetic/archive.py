@@ -69,8 +69,8 @@ def allocate(patients: int) -> dict[str, int]:
     share = max(1, round(SMALL_SHARE * patients)) if patients >= 50 else 0
     small = {name: min(DATABASES[name].last, share) for name in ("st_petersburg_incart", "ptb")}
     large = {
-        name: one.records
-        for name, one in DATABASES.items()
+        name: database.records
+        for name, database in DATABASES.items()
         if name not in small and name != "ptb-xl"
     }
     rest, total = patients - sum(small.values()), sum(large.values())

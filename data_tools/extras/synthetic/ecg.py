@@ -608,8 +608,8 @@ def simulate(
 def _hats(knots: int, samples: int) -> np.ndarray:
     """Hat functions, float32 [knots, samples]: `values @ hats` interpolates linearly between the
     values."""
-    at = np.linspace(0, knots - 1, samples)
+    place = np.linspace(0, knots - 1, samples)
     knot = np.arange(knots)[:, None]
-    distance = np.abs(at - knot)
+    distance = np.abs(place - knot)
     hats: np.ndarray = np.maximum(0, 1 - distance)
     return hats.astype(np.float32)

@@ -4,6 +4,9 @@ stage.py says what it must have.
 `python -m docs.augmentations augmentations.png --data DATASET` draws them.
 """
 
+from dataclasses import field
+from typing import Any
+
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...settings.errors import ConfigError, one_line_errors
@@ -35,15 +38,32 @@ STAGES: tuple[type[Stage], ...] = (
 class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSettings):
     """The section `augment` of the settings: those of all stages."""
 
-    # your own function(x_BSLT, generator) as file.py:function, applied after the others:
+    # your own function(x_BSLT, draw) as file.py:function, or a list of them, each as file.py:function
+    # or with options, {name: file.py:function, strength: 0.1}; applied after the others:
     # omnilead.engine.data.augmenter
-    extra: str = ""
+    extra: str | tuple[str | dict[str, Any], ...] = field(default="", hash=False)
 
     def __post_init__(self) -> None:
         for stage in STAGES:
             stage(self).check()
-        if self.extra and not OWN.fullmatch(self.extra):
-            raise ConfigError(f"augment.extra={self.extra!r}: must be file.py:function")
+        for name, _ in self.own:
+            if not isinstance(name, str) or not OWN.fullmatch(name):
+                raise ConfigError(
+                    f"augment.extra={self.extra!r}: must be file.py:function, or a list of them, such "
+                    "as [my.py:gain, {name: my.py:noise, amplitude: 0.1}]"
+                )
+
+    @property
+    def own(self) -> list[tuple[str, dict[str, Any]]]:
+        """The name and the options of each function in `extra`."""
+        given = (self.extra,) if isinstance(self.extra, str) else self.extra
+        named = [{"name": one} if isinstance(one, str) else dict(one) for one in given if one != ""]
+        return [(options.pop("name", ""), options) for options in named]
+
+    @property
+    def plugged(self) -> list[tuple[str, str]]:
+        """For engine.settings.files.code_of."""
+        return [("augment.extra", name) for name, _ in self.own]
 
     @property
     def stages(self) -> list[Stage]:

@@ -44,7 +44,7 @@ from omnilead.data_tools.io.storage import write_whole
 from ...inference.trained_model import THRESHOLD, load
 from ...model.config import ModelConfig, validated
 from ...model.encoder import pool
-from ...model.encoders import agree, build_encoder, code_of, examine, portable
+from ...model.encoders import agree, build_encoder, examine
 from ...model.folder import (
     CONFIG,
     PREPROCESSING,
@@ -58,8 +58,10 @@ from ...model.folder import (
     weights_in,
     write,
 )
-from ...model.input import SCALES, Input, described
+from ...model.input import Input, described
+from ...model.window import SCALES
 from ...settings.errors import ConfigError, blaming
+from ...settings.files import code_of, portable
 from ...settings.leads import ALL, describe_leads, leads_in_order
 from .fairseq import (
     MAX_TEXT,
@@ -504,7 +506,7 @@ def from_torch(
         {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])},
         "model",
     )
-    code = code_of({"--encoder": encoder}, "")
+    code = code_of([("--encoder", encoder)], "")
     x_RLT = fixed_input(preprocessing)
     theirs = read_tensors(path)
     own = build_encoder(config, generator=torch.Generator().manual_seed(0))

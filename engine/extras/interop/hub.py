@@ -17,7 +17,6 @@ from torch import Tensor
 from omnilead.data_tools.io.terminal import tell
 
 from ...data.seen import as_bytes, publishable
-from ...model.encoders import file_of, portable
 from ...model.folder import (
     CARD,
     CONFIG,
@@ -35,10 +34,11 @@ from ...model.folder import (
     sealed,
     seen_by,
 )
-from ...model.input import DEFAULT_INPUT, described
+from ...model.input import described
+from ...model.window import DEFAULT_INPUT
 from ...settings.commandline import parse_yaml
 from ...settings.errors import Facts
-from ...settings.files import FILE_NAME
+from ...settings.files import FILE_NAME, file_of, portable
 from ...settings.leads import describe_leads
 from ...settings.metrics import label_of
 from ...settings.run_files import VALIDATION, read_rows
@@ -100,8 +100,8 @@ def model_card(
     sources = state.get("sources", ())
     measured = _measured(run, state["step"])
     augmentations = config.augment.described
-    if config.augment.extra:
-        augmentations.append(portable(config.augment.extra))
+    for name, options in config.augment.own:
+        augmentations.append(f"{portable(name)} {options or ''}".strip())
     card = TEMPLATE.format(
         title=title,
         lines="\n".join(f"- {line}" for line in lines),

@@ -28,10 +28,10 @@ from omnilead.data_tools.io.terminal import tell
 from ...inference.trained_model import TrainedModel
 from ...inference.trees import Trees
 from ...model.encoder import pool
-from ...model.encoders import file_of
 from ...model.folder import config_of
 from ...model.readout import measures_signal
 from ...settings.errors import ConfigError, blaming
+from ...settings.files import file_of
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 SIZES = ((1, 1.0), (3, 1.0))  # (segments, their length in windows)

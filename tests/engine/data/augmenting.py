@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from omnilead.engine.data.augmentations import AugmentConfig
-from omnilead.engine.data.augmentations.stage import Random, TorchOps, augment, draws
+from omnilead.engine.data.augmentations.stage import Random, augment, draws
 from omnilead.engine.data.augmentations.threekg import FROM_DIPOLE, ThreeKG
+from omnilead.engine.data.torch_ops import TorchOps
 
 FS_HZ, SAMPLES = 500.0, 2500
 REFERENCE = Path(__file__).parents[3].parent / "shared" / "parity" / "masks_and_augs.npz"

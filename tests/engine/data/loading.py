@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from omnilead.engine.data.augmentations import AugmentConfig
-from omnilead.engine.data.loader import Loader, LoaderConfig
+from omnilead.engine.data.config import LoaderConfig
+from omnilead.engine.data.loader import Loader
 
 CPU = torch.device("cpu")
 BACKENDS = ("torch", "dali")

@@ -27,7 +27,6 @@ from scipy.spatial.transform import Rotation
 
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import LimbLeads
-from omnilead.engine.data.augmentations.stage import TorchOps
 from omnilead.engine.data.augmentations.threekg import (
     DOWER,
     FROM_DIPOLE,
@@ -35,6 +34,7 @@ from omnilead.engine.data.augmentations.threekg import (
     TO_DIPOLE,
     threekg_matrix,
 )
+from omnilead.engine.data.torch_ops import TorchOps
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.config import build
 

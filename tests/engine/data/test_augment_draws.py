@@ -21,8 +21,9 @@ from augmenting import (
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AmplitudeMv
-from omnilead.engine.data.augmentations.stage import WHITE_BANK, TorchOps
+from omnilead.engine.data.augmentations.stage import WHITE_BANK
 from omnilead.engine.data.augmentations.threekg import ThreeKG
+from omnilead.engine.data.torch_ops import TorchOps
 
 
 def test_draws_do_not_depend_on_the_batch():

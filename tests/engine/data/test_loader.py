@@ -24,7 +24,8 @@ from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AmplitudeMv
 from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.augmenter import Augmenter, single_threaded
-from omnilead.engine.data.loader import Loader, LoaderConfig
+from omnilead.engine.data.config import LoaderConfig
+from omnilead.engine.data.loader import Loader
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.config import build
 from tests.forks import started
@@ -94,6 +95,47 @@ def test_an_own_augmentation_is_the_same_after_dali(dataset, tmp_path):
         np.testing.assert_allclose(other.x_BSLT.numpy(), one.x_BSLT.numpy(), atol=1e-6)
     plain = some(loader(dataset, "dali", augment=AugmentConfig(rlm=0.5)), 1)
     assert plain[0][0].x_BSLT.abs().sum() > 1.2 * by_dali[0][0].x_BSLT.abs().sum() > 0
+
+
+OWN = """
+def wandering(x_BSLT, draw, amplitude=1.0):
+    return x_BSLT + amplitude * draw.normal(12, 1) + draw.uniform(1, 2500)
+
+def dimmed(x_BSLT, draw):
+    return x_BSLT.mul_(draw.uniform(1, 1))
+"""
+
+
+def test_own_augmentations_draw_for_each_crop(dataset, tmp_path):
+    """Whatever the batch, the rank and the backend."""
+    (tmp_path / "mine.py").write_text(OWN)
+    wandering, dimmed = f"{tmp_path}/mine.py:wandering", f"{tmp_path}/mine.py:dimmed"
+    augment = AugmentConfig(extra=({"name": wandering, "amplitude": 0.1}, dimmed), rlm=0.5)
+
+    def crops(*loaders):
+        found = {}
+        for batch, _ in (one for made in loaders for one in some(made, 2)):
+            for row, x_SLT in zip(batch.places.row.tolist(), batch.x_BSLT, strict=True):
+                found[row] = x_SLT.clone()
+        return found
+
+    whole = crops(loader(dataset, augment=augment))
+    ranks = [loader(dataset, augment=augment, rank=rank, world=2) for rank in (0, 1)]
+    others = crops(*ranks), crops(loader(dataset, augment=augment, batch_crops=8))
+    for other in others:
+        assert other.keys() <= whole.keys() and len(other) >= 16
+        assert all(x_SLT.equal(whole[row]) for row, x_SLT in other.items())
+    other = crops(loader(dataset, "dali", augment=augment))
+    assert other.keys() == whole.keys()
+    for row, x_SLT in other.items():
+        np.testing.assert_allclose(x_SLT.numpy(), whole[row].numpy(), atol=1e-6)
+    first, second, *_ = whole.values()
+    assert not (first == second).all() and (first == 0).all(-1).any()
+    plain = crops(loader(dataset, augment=AugmentConfig(rlm=0.5)))
+    added = next(iter(whole.values())) - next(iter(plain.values()))
+    assert added.std() > 0.1  # of both
+    swapped = AugmentConfig(extra=(dimmed, {"name": wandering, "amplitude": 0.1}), rlm=0.5)
+    assert not next(iter(crops(loader(dataset, augment=swapped)).values())).equal(first)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

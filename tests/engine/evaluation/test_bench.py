@@ -5,6 +5,7 @@ import csv
 import json
 import shutil
 from argparse import Namespace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +22,9 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS as LEADS_OF
 from omnilead.engine.evaluation import bench, differences, embedders, plan
 from omnilead.engine.evaluation.differences import resampled
-from omnilead.engine.evaluation.plan import ProbedRecords, drawn
+from omnilead.engine.evaluation.identification import identities
 from omnilead.engine.evaluation.probe import ProbeData, folds, linear
+from omnilead.engine.evaluation.records import ProbedRecords, drawn, folds_of, groups_of, measured
 from omnilead.engine.extras.reports import bench_report
 from omnilead.engine.extras.reports.bench_report import KEYS
 from omnilead.engine.model.folder import seal
@@ -294,7 +296,8 @@ def test_without_lightgbm_one_line_says_what_is_left_out(again, models, monkeypa
 
 def test_identification_equals_a_direct_computation(out, found, dataset):
     (beats,) = embedders.rows_to_compare([], Namespace(seed=3, reader="linear"))[0].draws[0]
-    of = plan.identities(dataset, Namespace(shown=LEADS, widest=Input(ALL, ALL)))
+    how = Namespace(shown=LEADS, widest=Input(ALL, ALL))
+    of = identities(dataset, measured(dataset, how))
 
     def vectors(rows):
         made = embedders.embedded(beats, dataset, rows, *LEADS, out / "parts")
@@ -430,15 +433,16 @@ def test_a_patient_and_the_copies_of_an_ecg_are_in_one_fold():
     begins = np.array([0, 1, 2, 3, 4, 6, 7, 8])  # the fifth has two
     records = ProbedRecords(np.arange(10), begins, np.zeros((8, 1)), patient)
     dataset = mock.Mock(column=lambda name: waveform)
-    fold = plan.folds_of(dataset, records, 3)
+    group = groups_of(dataset, records)
+    fold = folds_of(group, 3)
     assert fold[0] == fold[1] and fold[2] == fold[3] and fold[4] == fold[5]
     assert sorted(np.unique(fold)) == [0, 1, 2]
     with pytest.raises(ConfigError, match="--folds 6: only 5 patients have labels: use fewer"):
-        plan.folds_of(dataset, records, 6)
+        folds_of(group, 6)
     everybody = ProbedRecords(np.arange(10), begins, np.zeros((8, 1)), np.arange(8))
     dataset.column = lambda name: np.arange(10)
     for number, (_, held) in enumerate(folds(np.arange(8))):
-        assert (plan.folds_of(dataset, everybody, 5)[held] == number).all()
+        assert (folds_of(groups_of(dataset, everybody), 5)[held] == number).all()
 
 
 @pytest.fixture
@@ -449,8 +453,9 @@ def sheet(dataset, tmp_path):
 
 
 def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
-    again, models, sheet, monkeypatch
+    again, models, sheet, monkeypatch, capsys
 ):
+    """Before, a line says how long it may take."""
     fitted = []
 
     def spied(data):
@@ -459,7 +464,10 @@ def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
 
     monkeypatch.setitem(embedders.READERS, "linear", spied)
     how = {"labels": sheet, "columns": ["ill"], **again}
+    monkeypatch.setattr(bench, "monotonic", count(0, 30).__next__)
     split = omnilead.bench(models[:1], **how)
+    said = [line for line in capsys.readouterr().err.splitlines() if "parts" in line]
+    assert said == ["bench: 1 of 8 parts took 30 s: all may take 4 minutes. What is done is kept"]
     (few,) = (note for note in split["notes"] if "--folds" in note)
     labelled = len(np.unique(Dataset.open(again["data"]).column("record")))
     tested = split["rows"][0]["n"]

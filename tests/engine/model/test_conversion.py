@@ -24,7 +24,7 @@ import omnilead
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.engine import convert
-from omnilead.engine.data.augmenter import MV_PER_UV
+from omnilead.engine.data.config import MV_PER_UV
 from omnilead.engine.extras.interop import conversion
 from omnilead.engine.extras.interop.conversion import signals
 from omnilead.engine.extras.interop.fairseq import their_settings, to_theirs

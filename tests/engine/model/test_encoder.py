@@ -19,6 +19,7 @@ from omnilead.engine.model.encoder import (
     Encoder,
     PositionalConvolution,
     attention_backend,
+    take,
 )
 from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.objectives import perplexity
@@ -238,3 +239,19 @@ def test_attention_takes_no_mask(causal, monkeypatch):
     config = replace(SMALL, kernels="plain", causal=causal, conv_norm="layer")
     Encoder(config).train()(waves(3)[:, 0])
     assert asked == [(3, {"dropout_p", "is_causal"})] * SMALL.layers
+
+
+def test_dropped_tokens_are_never_seen():
+    encoder = seeded(SMALL).encoder.eval()
+    z_RNF, penalty = encoder.features(torch.randn(2, 12, 2500))
+    tokens = z_RNF.shape[1]
+    assert penalty.shape == ()
+    keep_RK = torch.stack([torch.randperm(tokens)[:40] for _ in range(2)])
+    c_RKD = encoder.context(z_RNF, None, keep_RK)
+    assert c_RKD.shape == (2, 40, SMALL.width)
+    hidden_RN = torch.ones(2, tokens, dtype=torch.bool).scatter_(1, keep_RK, False)
+    other_RNF = torch.where(hidden_RN[..., None], torch.randn_like(z_RNF), z_RNF)
+    assert encoder.context(other_RNF, None, keep_RK).equal(c_RKD)
+    every_RN = torch.stack([torch.randperm(tokens) for _ in range(2)])
+    expected = take(encoder.context(z_RNF, None), every_RN)
+    assert_close(encoder.context(z_RNF, None, every_RN), expected, rtol=1e-4, atol=1e-5)

@@ -13,7 +13,6 @@ from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import (
     build_encoder,
-    code_of,
     drops_out,
     encoder_flops,
     examine,
@@ -22,6 +21,7 @@ from omnilead.engine.model.encoders import (
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.resnet import ResNet
 from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.files import code_of
 from omnilead.engine.training.pretraining import examine_objective
 from omnilead.engine.training.task import describe_encoder
 from tests.tables import tabulated
@@ -310,7 +310,7 @@ def test_files_with_the_same_name_are_separate_modules_and_changes_are_reloaded(
 
 def test_a_file_of_code_has_a_name_that_can_be_published():
     with pytest.raises(ConfigError, match=r"--encoder=my net\.py:Net: name the file with"):
-        code_of({"--encoder": "my net.py:Net"}, "")
+        code_of([("--encoder", "my net.py:Net")], "")
 
 
 def test_the_resnet():

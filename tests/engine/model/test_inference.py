@@ -15,7 +15,7 @@ import omnilead
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.crops import crop_count, prepare_crop
 from omnilead.data_tools.ecg.record import EcgRecord
-from omnilead.engine.data.seen import UNKNOWN
+from omnilead.engine.data.seen import unknown
 from omnilead.engine.finetuning.start import read_start
 from omnilead.engine.inference.trained_model import crops
 from omnilead.engine.model.config import ObjectiveConfig
@@ -218,7 +218,7 @@ def test_incomplete_documents_are_read(saved_model):
     content = document(folder)
     del content["model"]["leads"]
     seal(folder, content | {"trained": None})
-    assert omnilead.load(folder).history == {} and read_start(str(folder)).seen.equals(UNKNOWN)
+    assert omnilead.load(folder).history == {} and read_start(str(folder)).seen.equals(unknown())
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ from tiny import SMALL, STILL, by_numpy, keys, seeded, waves
 from torch import nn
 from torch.testing import assert_close
 
-from omnilead.engine.model.config import ObjectiveConfig
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.draws import Draws, draw
-from omnilead.engine.training.train import compile_model
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.training.train import compile_model, recompute_layers
 
 GOLDEN = {
     "loss": 6.714488,
@@ -248,3 +250,46 @@ def test_a_gpu_draws_what_a_cpu_does():
     )
     assert_close(mine[:4], theirs[:4], rtol=0, atol=0)
     assert_close(mine[4], theirs[4], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "how"),
+    [
+        ("auto", torch.float32, "eager"),
+        ("auto", torch.bfloat16, "eager"),
+        ("plain", torch.float32, "eager"),
+        ("auto", torch.float32, "layers"),
+    ],
+)
+def test_layers_that_are_computed_again_change_no_loss(kernels, dtype, how):
+    """Dropout included: bit for bit, gradients too."""
+    config = replace(SMALL, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1)
+    config = replace(config, layers=4, kernels=kernels)
+
+    def step(recomputes):
+        model = seeded(config).to(dtype)
+        if recomputes:
+            recompute_layers(model)
+        compile_model(model, how, backend="aot_eager")
+        kept = {}
+
+        def keep(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        torch.manual_seed(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = model(waves(4).to(dtype), keys(4), torch.tensor(2.0))["loss"]
+        loss.backward()
+        return loss, [p.grad for p in model.parameters()], sum(kept.values())
+
+    (loss, grads, every), (again, same, fewer) = step(False), step(True)
+    assert again.equal(loss) and loss.isfinite()
+    assert all(one.equal(other) for one, other in zip(grads, same, strict=True))
+    assert fewer < 0.6 * every
+
+
+def test_an_encoder_without_layers_cannot_compute_them_again():
+    model = Pretrainer(ModelConfig(encoder="resnet"), ObjectiveConfig(local=0))
+    with pytest.raises(ConfigError, match=r"train\.recompute_layers=true: ResNet has no layers"):
+        recompute_layers(model)

@@ -18,7 +18,7 @@ from ranks import column, curve, run, settings, tuning
 from omnilead.data_tools.io import storage
 from omnilead.data_tools.io.storage import RemoteFolder
 from omnilead.engine.settings.run_files import LOCK
-from omnilead.engine.training import checkpoint
+from omnilead.engine.training import checkpoint, checkpoint_files
 from omnilead.engine.training.bucket import Bucket
 from omnilead.engine.training.run_folder import RunFolder
 from tests.waiting import until
@@ -120,7 +120,7 @@ def test_a_machine_that_has_nothing_resumes_from_the_bucket(world, store, traini
     training("whole", world, **SAVED | how).good()
     said = store.train("a", world, train__steps=4, **how).good()
     assert f"{store.url}: the working folder is {store.folder('a')}, uploaded" in said
-    best = checkpoint.named(store.folder("a") / "checkpoints", "best").name
+    best = checkpoint_files.named(store.folder("a") / "checkpoints", "best").name
     assert store.steps() == {"step-4", best} and store.latest() == "step-4"
     names = "config.yaml run.json metrics.jsonl validation.jsonl model/model.safetensors"
     assert {*names.split(), "report.html", "checkpoints/best"} <= store.files()

@@ -20,8 +20,9 @@ from ranks import column, curve, pretrain, run, settings, start
 
 from omnilead.engine.pretrain import main
 from omnilead.engine.settings.run_files import LOCK
-from omnilead.engine.training import checkpoint, export, loop
-from omnilead.engine.training.checkpoint import FORBID, FORCE, MANIFEST, CheckpointError, WriteError
+from omnilead.engine.training import checkpoint, checkpoint_files, export, loop
+from omnilead.engine.training.checkpoint import FORBID, FORCE
+from omnilead.engine.training.checkpoint_files import MANIFEST, CheckpointError, WriteError
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.run_folder import RunFolder
 from tests.forks import at_functions, death_at, started
@@ -66,7 +67,7 @@ def forge(path, **changes):
     if changes:
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     manifest = json.loads((path.parent / MANIFEST).read_text())
-    manifest[path.name] = {"bytes": path.stat().st_size, "crc32c": checkpoint.crc32c(path)}
+    manifest[path.name] = {"bytes": path.stat().st_size, "crc32c": checkpoint_files.crc32c(path)}
     (path.parent / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -90,7 +91,7 @@ def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(
         assert process.exitcode == -signal.SIGKILL, "it ended before the kill: lower CALLS"
         # the one that `latest` names is complete
         path = RunFolder(tmp_path / "killed").newest(pytest.fail)
-        assert path is None or checkpoint.fault(path) is None
+        assert path is None or checkpoint_files.fault(path) is None
     run(tmp_path, arguments).good()
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
@@ -132,10 +133,10 @@ def die_before(name):
 
 def test_killed_while_the_progress_of_a_checkpoint_changes(step, monkeypatch):
     """It is whole, with the earlier progress."""
-    before = checkpoint.read_state(step)
+    before = checkpoint_files.read_state(step)
     progress = {"step": 3, "stale": 1, "best": {"step": 3, "loss": 0.5}}
     written = checkpoint.write_whole
-    for dies_at in (checkpoint.BEST, checkpoint.MANIFEST, checkpoint.STATE):
+    for dies_at in (checkpoint_files.BEST, checkpoint_files.MANIFEST, checkpoint_files.STATE):
 
         def deadly(path, text, dies_at=dies_at):
             if path.name == dies_at:
@@ -145,13 +146,16 @@ def test_killed_while_the_progress_of_a_checkpoint_changes(step, monkeypatch):
         monkeypatch.setattr(checkpoint, "write_whole", deadly)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.amend(step.parent, progress)
-        assert checkpoint.fault(step) is None and checkpoint.read_state(step) == before
+        assert checkpoint_files.fault(step) is None and checkpoint_files.read_state(step) == before
     monkeypatch.setattr(checkpoint, "write_whole", written)
     checkpoint.amend(step.parent, progress)
-    assert checkpoint.fault(step) is None and checkpoint.read_state(step) == before | progress
-    assert checkpoint.named(step.parent, checkpoint.BEST) == step
-    flip(step / checkpoint.STATE, 20)
-    assert "state.json: damaged" in checkpoint.fault(step)
+    assert (
+        checkpoint_files.fault(step) is None
+        and checkpoint_files.read_state(step) == before | progress
+    )
+    assert checkpoint_files.named(step.parent, checkpoint_files.BEST) == step
+    flip(step / checkpoint_files.STATE, 20)
+    assert "state.json: damaged" in checkpoint_files.fault(step)
 
 
 def small_files():
@@ -186,7 +190,7 @@ def slow_disk(metrics):
     def next_is_due(writer):
         if len(metrics.read_text().splitlines()) >= 4:
             return True
-        assert checkpoint.named(writer.root, checkpoint.LATEST) is None
+        assert checkpoint_files.named(writer.root, checkpoint_files.LATEST) is None
         return False
 
     blocked(next_is_due)
@@ -237,7 +241,7 @@ def stopped_in_write(number, times):
     sent = count()
 
     def until_it(writer):
-        second = checkpoint.named(writer.root, checkpoint.LATEST) is not None
+        second = checkpoint_files.named(writer.root, checkpoint_files.LATEST) is not None
         if second and writer.ends_s and next(sent) < times:
             os.kill(os.getpid(), number)
         return not second or next(sent) > times or not writer.ends_s
@@ -251,7 +255,7 @@ def test_sigterm_and_ctrl_c_while_a_checkpoint_is_written(training, tmp_path):
     output = training("run", before=before, **how).good()
     newest = RunFolder(tmp_path / "run").newest(pytest.fail)
     assert f"stopped after {newest.name.replace('-', ' ')};" in output
-    assert checkpoint.step_of(newest) >= 4
+    assert checkpoint_files.step_of(newest) >= 4
     ended = training("other", before=partial(stopped_in_write, signal.SIGINT, 10**6), **how)
     assert "stopped without a checkpoint" in ended.last_line(130)
     assert RunFolder(tmp_path / "other").newest(pytest.fail).name == "step-2"
@@ -273,8 +277,8 @@ def test_a_damaged_checkpoint_and_one_without_latest(resumed, step):
 def test_a_manifest_that_does_not_list_every_file_means_damage(listed, resumed, step):
     flip(step / OPTIMIZER, 9_000)
     # left by an interrupted conversion: no damage
-    (step / checkpoint.LATEST_UNIVERSAL).write_text("")
-    assert "damaged: size or checksum" in str(checkpoint.fault(step))
+    (step / checkpoint_files.LATEST_UNIVERSAL).write_text("")
+    assert "damaged: size or checksum" in str(checkpoint_files.fault(step))
     manifest = json.loads((step / MANIFEST).read_text())
     (step / MANIFEST).write_text(json.dumps({name: manifest[name] for name in listed}))
     output = resumed().good()
@@ -297,7 +301,7 @@ def test_without_a_usable_latest_the_newest_complete_one_counts(latest, tmp_path
     root, said = tmp_path / "checkpoints", []
     made(root, 5, 10, 9)
     if latest is not None:
-        (root / checkpoint.LATEST).write_bytes(latest)
+        (root / checkpoint_files.LATEST).write_bytes(latest)
     (root / "step-10" / MANIFEST).write_text(
         '{"gone.pt": {"bytes": 1, "crc32c": 1}, "state.json": {}}'
     )
@@ -312,7 +316,7 @@ def test_damaged_checkpoints_are_refused_and_a_run_without_any_starts(tmp_path):
     step = tmp_path / "checkpoints" / "step-3"
     for manifest in ("[]", "3", '{"a": 3}', '{"state.json": {}}', "[" * 100_000, "", "{}"):
         (step / MANIFEST).write_text(manifest)
-        reason = checkpoint.fault(step)
+        reason = checkpoint_files.fault(step)
         assert reason and "\n" not in reason
     with pytest.raises(CheckpointError):
         RunFolder(tmp_path).newest()
@@ -326,9 +330,9 @@ def test_only_checkpoints_up_to_the_newest_are_pruned(keep, left, tmp_path):
     and copies alone."""
     made(tmp_path, 5, 10, 20, 30, 40)
     (tmp_path / "step-3.mine").mkdir()
-    (tmp_path / checkpoint.BEST).write_text("step-5")
+    (tmp_path / checkpoint_files.BEST).write_text("step-5")
     checkpoint._prune(tmp_path, tmp_path / "step-30", keep)
-    checkpoint.make_room(tmp_path, tmp_path / "step-31")
+    checkpoint_files.make_room(tmp_path, tmp_path / "step-31")
     names = {f"step-{step}" for step in left} | {"step-3.mine"}
     assert {path.name for path in tmp_path.glob("step-*")} == names
 
@@ -374,7 +378,7 @@ WRONG = [
 def test_a_forged_state_is_refused_by_name(wrong, tmp_path):
     (tmp_path / "state.json").write_text(f"{STATE}, {wrong}}}")
     with pytest.raises(CheckpointError) as error:
-        checkpoint.read_state(tmp_path)
+        checkpoint_files.read_state(tmp_path)
     assert "state.json" in one_line(error)
 
 
@@ -385,7 +389,7 @@ FORGED = ["", "[]", "{}", "null", "[" * 100_000, "\xff", '{"recipe": 3}']
 def test_a_forged_loader_state_is_refused_by_name(text, tmp_path):
     (tmp_path / "loader-rank0.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError) as error:
-        checkpoint.read_loader_state(tmp_path)
+        checkpoint_files.read_loader_state(tmp_path)
     assert "loader-rank0.json" in one_line(error)
 
 

@@ -15,7 +15,7 @@ from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import pretraining
-from omnilead.engine.training.checkpoint import read_state
+from omnilead.engine.training.checkpoint_files import read_state
 from omnilead.engine.training.config import build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask

@@ -21,7 +21,7 @@ from ranks import STILL, column, free_port, rows, run, settings, wait
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.status import is_training
 from omnilead.engine.training import distributed
-from omnilead.engine.training.checkpoint import named
+from omnilead.engine.training.checkpoint_files import named
 from tests.forks import started
 from tests.waiting import HANG_S, until
 

@@ -9,9 +9,11 @@ import torch
 from omnilead.engine import finetune, pretrain
 from omnilead.engine.data.loader import Batch, order_of
 from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.dry_run import as_on_a_gpu, kept_bytes, state_bytes
+from omnilead.engine.training.dry_run import activations_of, as_on_a_gpu, kept_bytes, state_bytes
 from omnilead.engine.training.pretraining import PretrainTask
-from omnilead.engine.training.train import open_datasets
+from omnilead.engine.training.read_settings import read_settings
+from omnilead.engine.training.run_folder import open_datasets
+from omnilead.engine.training.train import recompute_layers
 
 SMALL = ["model.conv=[[8,4],[8,4],[8,4]]", "model.width=16", "model.layers=2", "model.heads=2"]
 SMALL += ["model.ffn=32", "model.position_groups=2", "train.precision=fp32"]
@@ -58,17 +60,24 @@ def test_of_the_papers_model(dataset, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "settings",
-    [[], ["input.fs_hz=250", "input.scale=zscore"], ["input.window_s=10", "objective.contrast=0"]],
+    [
+        [],
+        ["input.fs_hz=250", "input.scale=zscore"],
+        ["input.window_s=10", "objective.contrast=0"],
+        ["train.recompute_layers=true", "model.dropout=0.1", "model.layers=8"],
+    ],
 )
 def test_activations_are_what_autograd_keeps(settings, dataset):
     """Counted on tensors with numbers, by their addresses."""
     every = ["run=nowhere", f'data.datasets=["{dataset.root.url}"]', *SMALL, *settings]
-    config = PretrainTask.read("w2v_cmsc_rlm", [*every, "train.batch_crops=8"])
+    config = read_settings("w2v_cmsc_rlm", [*every, "train.batch_crops=8"])
     datasets = open_datasets(config)
     task = PretrainTask(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
     loader = replace(config.loader, windows=task.windows)
     places = order_of(loader, datasets, **task.roles).batch(0)[:3]
     model = task.model(torch.Generator().manual_seed(0)).train()
+    if config.train.recompute_layers:
+        recompute_layers(model)
     kept = {}
 
     def keep(x):
@@ -84,6 +93,13 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
         kept.pop(p.untyped_storage().data_ptr(), None)
     counted = sum(storage.nbytes() for storage in kept.values())
     assert kept_bytes(task, model, places) == pytest.approx(counted, rel=0.02)
+    if config.train.recompute_layers:
+        order = order_of(loader, datasets, **task.roles)
+        least = activations_of(task, model, order)
+        model.encoder.recomputes = False
+        whole = kept_bytes(task, model, places)
+        assert counted < 0.7 * whole
+        assert 3 * least == pytest.approx(counted + (whole - counted) / 8, rel=0.05)
 
 
 def test_weights_gradients_and_adamw_are_spread_by_zero_stage():

@@ -30,7 +30,7 @@ from ranks import (
 )
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.data.augmenter import HALF
+from omnilead.engine.data.config import HALF
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.reader import CropReader
 from omnilead.engine.finetuning.task import FinetuneTask
@@ -39,7 +39,7 @@ from omnilead.engine.model.objectives import local_loss, nt_xent
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.settings.run_files import LOCK
-from omnilead.engine.training import checkpoint, loop
+from omnilead.engine.training import checkpoint, checkpoint_files, loop
 from omnilead.engine.training.config import Config, build, load
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.loop import Loop
@@ -51,7 +51,7 @@ from tests.waiting import HANG_S, until
 
 def newest_step(run):
     path = RunFolder(run).newest()
-    return checkpoint.step_of(path) if path else 0
+    return checkpoint_files.step_of(path) if path else 0
 
 
 SIMCLR = {"objective__local": 0, "objective__method": "simclr", "pipeline__views": "window"}
@@ -184,7 +184,7 @@ def test_a_step_has_one_checkpoint(training, monkeypatch):
 
 
 def saved_steps(run):
-    return sorted(checkpoint.step_of(path) for path in (run / "checkpoints").glob("step-*"))
+    return sorted(checkpoint_files.step_of(path) for path in (run / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.parametrize(
@@ -227,10 +227,10 @@ EXACT_TUNED = ["step", "crops_seen", "loss", "accuracy", "lr", "grad_norm"]
 
 def ended_as(run, keys=EXACT):
     """What must be equal bit for bit at the end of a run."""
-    state = checkpoint.read_state(RunFolder(run).newest())
+    state = checkpoint_files.read_state(RunFolder(run).newest())
     weights = (run / "model" / "model.safetensors").read_bytes()
     valid = rows(run, "validation.jsonl")
-    best = (run / "checkpoints" / checkpoint.BEST).read_text()
+    best = (run / "checkpoints" / checkpoint_files.BEST).read_text()
     return curve(run, keys), valid, state["best"], state["stale"], best, weights
 
 
@@ -295,10 +295,10 @@ def test_a_step_whose_validation_is_repeated_may_be_the_best(dataset, tmp_path):
         if name == "run":
             output = run(tmp_path, arguments, before=stop_in_last_validation).good()
             assert "stopped after step 2; the validation of step 2 begins again" in output
-            assert not (tmp_path / "run" / "checkpoints" / checkpoint.BEST).exists()
+            assert not (tmp_path / "run" / "checkpoints" / checkpoint_files.BEST).exists()
         run(tmp_path, arguments).good()
     assert ended_as(tmp_path / "run", EXACT_TUNED) == ended_as(tmp_path / "whole", EXACT_TUNED)
-    state = checkpoint.read_state(RunFolder(tmp_path / "run").newest())
+    state = checkpoint_files.read_state(RunFolder(tmp_path / "run").newest())
     assert state["best"]["step"] == 2 and state["best"]["thresholds"]
 
 

@@ -19,6 +19,7 @@ import omnilead
 from omnilead.engine import embed
 from omnilead.engine.data import patients
 from omnilead.engine.data.augmenter import ExtraAugmentation
+from omnilead.engine.data.order import Places
 from omnilead.engine.data.seen import LABELLED, uses
 from omnilead.engine.extras.interop.onnx import to_onnx
 from omnilead.engine.model.folder import LoadError
@@ -26,8 +27,8 @@ from omnilead.engine.settings.commandline import overridden
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import merge
 from omnilead.engine.training.config import TrainConfig
-from omnilead.engine.training.continuing import read_settings
 from omnilead.engine.training.export import full_weights
+from omnilead.engine.training.read_settings import read_settings
 from omnilead.engine.training.run_folder import RunFolder
 
 OWN = """
@@ -396,7 +397,8 @@ def test_a_users_own_augmentation(training, tmp_path):
     x[0, 1, 2] = 0  # a masked lead
 
     def augmented(name, step=3, rank=0):
-        return ExtraAugmentation(f"{path}:{name}", 1, rank, torch.device("cpu"))(x.clone(), step)
+        own = ExtraAugmentation([(f"{path}:{name}", {})], 1, rank, torch.device("cpu"))
+        return own(x.clone(), Places(*np.zeros((3, 2), np.int64)), step)
 
     assert augmented("more").equal(2 * x)
     first = augmented("noise")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import column, run, settings
 
-from omnilead.engine.training.tracking import WARM_UP, Profile
+from omnilead.engine.training.profiling import WARM_UP, Profile
 
 
 def test_steps_are_traced_and_training_continues(dataset, tmp_path):

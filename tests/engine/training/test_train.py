@@ -20,7 +20,7 @@ from omnilead.engine.model import folder
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.pretrain import main
 from omnilead.engine.settings.files import CONFIGS
-from omnilead.engine.training.checkpoint import crc32c
+from omnilead.engine.training.checkpoint_files import crc32c
 from omnilead.engine.training.config import build
 from omnilead.engine.training.pretraining import PretrainTask
 
@@ -204,7 +204,7 @@ def test_errors_of_libraries_and_the_system_are_one_line(error, code, says, monk
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("omnilead.engine.training.train.open_datasets", fail)
+    monkeypatch.setattr("omnilead.engine.training.run_folder.open_datasets", fail)
     assert main([]) == code
     line = capsys.readouterr().err
     assert says in line and line.count("\n") == 1

@@ -9,8 +9,9 @@ from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.extras.synthetic.archive import synthesise
 from omnilead.data_tools.sources.detect import open_sources
-from omnilead.engine.data.loader import LoaderConfig, order_of
-from omnilead.engine.training.checkpoint import read_state
+from omnilead.engine.data.config import LoaderConfig
+from omnilead.engine.data.loader import order_of
+from omnilead.engine.training.checkpoint_files import read_state
 from omnilead.engine.training.run_folder import RunFolder
 
 HOW = {"train__schedule": "fixed", "train__save_every_steps": 1, "train__validate_every": 0}

@@ -20,7 +20,7 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.run_files import LABELS
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
 from omnilead.engine.tasks.labels import read_task
-from omnilead.engine.training.checkpoint import read_state
+from omnilead.engine.training.checkpoint_files import read_state
 from omnilead.engine.training.config import build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask

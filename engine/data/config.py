@@ -1,0 +1,53 @@
+"""Settings of the loader, and the shape of a crop."""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from ..settings.errors import one_line_errors
+from .augmentations import AugmentConfig
+from .augmentations.stage import STRICT
+
+FS_HZ, CROP, HALF = 500.0, 5000, 2500
+MV_PER_UV = 1e-3
+Views = Literal["halves", "window"]
+
+
+@one_line_errors
+@checked_dataclass(frozen=True, config=STRICT)
+class PipelineConfig:
+    """The section `pipeline` of the settings: how crops are loaded."""
+
+    # where the augmentations run; auto: dali on a GPU, torch without one
+    backend: Literal["auto", "dali", "torch"] = "auto"
+    # the pair to contrast: the two halves of a crop, or two views of one window
+    views: Views = "halves"
+    # 0: shuffle the whole dataset; G: shuffle G shards at a time, for remote data and slow disks
+    block_shards: Annotated[int, Field(ge=0)] = 0
+    weights: tuple[float, ...] | None = None  # sampling weights of several datasets; None: by size
+    source: Literal["tar", "zarr"] | None = None  # format to read if a dataset has both; null: tar
+    # verify a crop's checksum at its first read, at every read, or never
+    check: Literal["first", "always", "never"] = "first"
+    # stop at a crop that cannot be read, or skip and count it
+    on_corrupt: Literal["stop", "skip"] = "stop"
+    threads: Annotated[int | None, Field(ge=1)] = None  # reading threads; None: 1, on a GPU 2
+    read_ahead: Annotated[int, Field(ge=1)] = 2  # minimum number of prefetched batches
+    cache_dir: str | None = None  # local cache folder for datasets on s3://
+    cache_bytes: int = 100 * 2**30  # size limit of cache_dir
+
+
+@one_line_errors
+@checked_dataclass(frozen=True, config=STRICT)
+class LoaderConfig(PipelineConfig):
+    """The section `pipeline` and the settings of other sections that the loader needs."""
+
+    batch_crops: int = 512  # over all ranks
+    # crops of a rank contrasted at a time; None: its whole share
+    micro_batch: Annotated[int | None, Field(ge=1)] = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    # 0: random lead masking is drawn for each half. Else a crop will become so many windows, and
+    # Batch.keep_BSL1 has a mask for each: leads must be masked after their filter
+    windows: Annotated[int, Field(ge=0)] = 0

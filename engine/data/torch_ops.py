@@ -1,0 +1,98 @@
+"""The operations of which stages are made, in torch; those for a DALI graph are in dali.py.
+
+ops = TorchOps(HALF, FS_HZ, device, seed)
+x = stage.apply(x, p, ops)
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .augmentations.stage import TAU, Wave, time_axes, white_bank
+
+FINE = 50  # samples in a fine step of `cosines`: about the square root of T
+
+
+class TorchOps:
+    """The operations of which stages are made. dali.DaliOps has the same for a DALI graph."""
+
+    def __init__(self, samples: int, fs_hz: float, device: torch.device, seed: int) -> None:
+        axes = [torch.from_numpy(axis).to(device) for axis in time_axes(samples, fs_hz)]
+        self.sample, self.time_s, self.mains_s = axes
+        self.seed = seed
+
+    @cached_property
+    def bank(self) -> Tensor:
+        return torch.from_numpy(white_bank(self.seed)).to(self.sample.device)
+
+    def white(self, start: Tensor) -> Tensor:
+        """Copy white noise [.., L, T] from the bank at these places, [.., L, 1]."""
+        windows = self.bank.unfold(0, len(self.sample), 1)
+        slices = windows.index_select(0, start.reshape(-1))
+        return slices.view(*start.shape[:-1], -1)
+
+    def lead(self, x: Tensor, lead: int) -> Tensor:
+        return x[..., lead : lead + 1, :]
+
+    def cat(self, leads: list[Tensor]) -> Tensor:
+        return torch.cat(leads, dim=-2)
+
+    def matrix(self, matrix: Tensor, x: Tensor) -> Tensor:
+        return matrix @ x
+
+    def multiply(self, x: Tensor, factor: Tensor) -> Tensor:
+        """In place: DALI's batch with physio3 on a CPU takes a fifth more time if x is new here."""
+        return _owned(x, factor).mul_(factor)
+
+    def add(self, x: Tensor, waves: Sequence[Wave]) -> Tensor:
+        shared: list[Wave] = []
+        by_lead: list[Wave] = []
+        for gain, wave in waves:
+            shares = wave.shape[-2] == 1 and (gain is None or gain.shape[-2] == 1)
+            (shared if shares else by_lead).append((gain, wave))
+        if shared:  # summed first: their sum takes 1/L of the memory of x
+            total = self.sum(shared)
+            x = _owned(x, total).add_(total)
+        for gain, wave in by_lead:
+            x = _owned(x, wave)
+            if gain is None:
+                x.add_(wave)
+            else:
+                x.addcmul_(gain, wave.to(x.dtype))  # the shift's wave is bool
+        return x
+
+    def sum(self, waves: Sequence[Wave]) -> Tensor:
+        scaled: list[Tensor] = [wave if gain is None else gain * wave for gain, wave in waves]
+        return functools.reduce(operator.add, scaled)
+
+    def cosines(self, a: Tensor, hz: Tensor, phase: Tensor, time_s: Tensor, count: int) -> Tensor:
+        """sum_k a_k cos(2 pi f_k t + phi_k), over the last axis of a, f and phi.
+
+        cos(u + v) = cos u cos v - sin u sin v, where u is every 50th sample and v the offset from
+        it, 0 to 49: 50 times fewer cosines. It also holds for time modulo 0.1 s, where t is u + v
+        up to a whole number of periods.
+        """
+        coarse_s, fine_s = time_s[::FINE], time_s[:FINE]
+        total: Tensor | None = None
+        for k in range(count):
+            amplitude = a[..., k : k + 1, None]
+            omega = TAU * hz[..., k : k + 1]
+            u = (omega * coarse_s + phase[..., k : k + 1])[..., None]
+            v = (omega * fine_s)[..., None, :]
+            if total is None:
+                total = (amplitude * u.cos()) * v.cos()
+            else:  # in place: a new tensor would be one more pass over memory
+                total.addcmul_(amplitude * u.cos(), v.cos())
+            total.addcmul_(amplitude * u.sin(), v.sin(), value=-1)
+        assert total is not None
+        return total.flatten(-2)[..., : time_s.shape[0]]
+
+
+def _owned(x: Tensor, other: Tensor) -> Tensor:
+    """x, or a copy of it in the shape of the result, if one half becomes two views."""
+    shape = torch.broadcast_shapes(x.shape, other.shape)
+    return x if x.shape == shape else x.expand(shape).clone()

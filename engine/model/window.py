@@ -1,0 +1,103 @@
+"""Settings of the input: the window, rate, band and scale in which a model sees an ECG (input.py)."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from omnilead.data_tools.ecg.resampling import MAX_RATIO, RATE_RANGE_HZ, rate_ratio
+from omnilead.data_tools.io.errors import ReadError
+
+from ..data.config import CROP, FS_HZ, HALF
+from ..settings.errors import ConfigError, one_line_errors
+from .config import STRICT
+
+HALF_S, CROP_S = HALF / FS_HZ, CROP / FS_HZ
+SCALES = {
+    "millivolt": "millivolts, not normalised",
+    "zscore": "mean 0 and standard deviation 1 in each lead of each record of 10 s",
+    "layernorm": "mean 0 and standard deviation 1 over all leads of each window",
+}
+DEFAULT_INPUT = {"fs_hz": 500, "scale": "millivolt"}
+
+
+class Window:
+    """What follows from the settings of the input."""
+
+    window_s: float
+    fs_hz: float
+    band_hz: tuple[float, float] | None
+    scale: str
+
+    @property
+    def signals(self) -> dict[str, Any]:
+        """As in preprocessing.json, without the leads; 5 s and no band are left out."""
+        found: dict[str, Any] = {"fs_hz": self.fs_hz, "scale": self.scale}
+        if self.window_s != HALF_S:
+            found["segment_s"] = self.window_s
+        if self.band_hz:
+            found["band_hz"] = list(self.band_hz)
+        return found
+
+    @property
+    def plain(self) -> bool:
+        """Whether its windows are the halves of a crop as they are stored."""
+        return self.signals == DEFAULT_INPUT
+
+    @property
+    def by_halves(self) -> bool:
+        return self.window_s == HALF_S and not self.band_hz
+
+    @property
+    def samples(self) -> int:
+        """In a window."""
+        if self.by_halves:
+            return samples_at(self.fs_hz, HALF)
+        return int(self.window_s * self.fs_hz + 1e-6)
+
+
+@one_line_errors
+@checked_dataclass(frozen=True, config=STRICT)
+class InputConfig(Window):
+    """The section `input` of the settings: what the encoder sees of a crop of 10 s at 500 Hz."""
+
+    # seconds that the encoder sees at once; a crop has as many windows side by side as fit
+    window_s: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 5.0
+    fs_hz: Annotated[float, Field(ge=50, le=500, allow_inf_nan=False)] = 500.0  # sampling rate
+    # for example [0.5, 40]: zero-phase Butterworth band-pass of order 2; null: none
+    band_hz: tuple[float, float] | None = None
+    # zscore: each lead of 10 s has mean 0 and deviation 1; layernorm: all leads of a window
+    scale: Literal["millivolt", "zscore", "layernorm"] = "millivolt"
+
+    def __post_init__(self) -> None:
+        check_signals(self.fs_hz, self.band_hz, "input.")
+
+
+def check_signals(fs_hz: Any, band_hz: Any, section: str = "") -> None:
+    """ConfigError if no crop can be resampled and filtered so."""
+    try:
+        rate_ratio(fs_hz)
+    except (ReadError, TypeError):
+        bounds = " to ".join(map("{:g}".format, RATE_RANGE_HZ))
+        raise ConfigError(
+            f"{section}fs_hz={fs_hz!r}: must be {bounds}, and its ratio to {FS_HZ:g} one of whole "
+            f"numbers up to {MAX_RATIO}"
+        ) from None
+    if band_hz is None:
+        return
+    try:
+        low, high = band_hz
+        fits = 0.01 <= low < high < min(fs_hz, FS_HZ) / 2
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ConfigError(
+            f"{section}band_hz={band_hz!r}: give [LOW, HIGH], from 0.01 Hz to less than half of "
+            f"fs_hz={fs_hz:g}, or null"
+        )
+
+
+def samples_at(fs_hz: float, samples: int) -> int:
+    """Of a signal that has so many at 500 Hz."""
+    up, down = rate_ratio(fs_hz)
+    return -(-samples * down // up)

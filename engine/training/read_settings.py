@@ -1,0 +1,77 @@
+"""Reads the settings of a pre-training: a config, or those of the run or model that it continues.
+
+config = read_settings(None, {"start": "RUN"})      # those of the run, or of the model and its objective
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..model.folder import CONFIG, PREPROCESSING, config_of, document_of, model_folder
+from ..settings.commandline import overridden, read_mapping
+from ..settings.errors import ConfigError
+from ..settings.files import flatten, portable
+from .config import Config, build, load
+
+QUICKSTART = "quickstart"  # the config if none is given
+INPUT = ("window_s", "fs_hz", "band_hz", "scale")
+PLUGGED = ("model.encoder", "augment.extra", "objective.method")  # may name the user's own code
+# and defaults
+PLACES: dict[str, Any] = {
+    "train.deepspeed": None,
+    "train.track": ["tensorboard"],
+    "pipeline.cache_dir": None,
+}
+
+
+def read_settings(
+    config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Config:
+    """Like engine.training.config.load. Without a config, the settings are those of the run `start`. If
+    `start` is a model folder or a fine-tuned run, they are its model and objective. Without
+    `start`, they are the quick start's."""
+    given = overridden({}, overrides)
+    start = given.get("start")
+    if config or not start or not isinstance(start, str):
+        return load(config or QUICKSTART, overrides)
+    before = Path(start, "config.yaml")
+    if before.is_symlink():
+        raise ConfigError(
+            f"start={start}: {before} is a link, which is not followed: give the run itself, or "
+            "RUN/model"
+        )
+    settings = read_mapping(before) if before.is_file() else {"task": {}}
+    if "task" not in settings:
+        left_out = ("run", "start", "data")
+        tree = {name: section for name, section in settings.items() if name not in left_out}
+    else:  # a model folder, or a fine-tuned run
+        with model_folder(start) as (folder, _):
+            document = document_of(folder / CONFIG)
+            preprocessing = document_of(folder / PREPROCESSING)
+        from ..model.input import Input  # late: PyTorch takes seconds
+
+        tree = {name: document[name] for name in ("model", "objective") if name in document}
+        signals = Input.of(preprocessing, config_of(document).leads)
+        tree["input"] = {name: getattr(signals, name) for name in INPUT}
+    refuse_foreign(start, flatten(tree), flatten(given))
+    objective, method = tree.get("objective", {}), flatten(given).get("objective.method")
+    if method and portable(str(method)) != portable(str(objective.get("method"))):
+        objective.pop("options", None)  # those of the other class
+    return build(overridden(tree, overrides))
+
+
+def refuse_foreign(start: str, settings: dict[str, Any], given: dict[str, Any]) -> None:
+    """The run may come from anyone: code, files and services that it names are used only if they
+    are named again."""
+    for key, value in settings.items():
+        again = f"--set {key}={value}"
+        if key in given:
+            continue
+        if key in PLUGGED and ":" in str(value):
+            raise ConfigError(
+                f"start={start}: {key}={value} is code: to run it, name the file: {again}"
+            )
+        if key in PLACES and value != PLACES[key]:
+            raise ConfigError(
+                f"start={start}: {key}={value} is a file or a service: to use it again, {again}"
+            )

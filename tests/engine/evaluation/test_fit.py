@@ -1,0 +1,121 @@
+"""omnilead fit: it writes what `bench --head` writes, says how good it is, and predict says it again."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow.csv import read_csv, write_csv
+
+import omnilead
+from omnilead.__main__ import main
+from omnilead.engine.evaluation.heads import people_of
+from tests.conftest import save_model, save_probed
+from tests.engine.evaluate.conftest import make_quick
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_resamples():
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        patch.setattr("omnilead.engine.training.metrics.FEW", 3)
+        yield
+
+
+@pytest.fixture(scope="module")
+def sheet(dataset, tmp_path_factory):
+    """Patients are known in one source only."""
+    records = np.unique(dataset.column("record"))
+    ill = np.resize(["ja", *["nein"] * 6], len(records))
+    path = tmp_path_factory.mktemp("sheet") / "mine.csv"
+    write_csv(pa.table({"record": records, "ill": ill, "age": np.arange(len(records))}), path)
+    return path
+
+
+def ill_alone(sheet):
+    """The table without the other column, with the same name."""
+    (folder := sheet.parent / "alone").mkdir(exist_ok=True)
+    table = read_csv(sheet).select(["record", "ill"])
+    write_csv(table, folder / sheet.name)
+    return folder / sheet.name
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("encoder") / "model")
+
+
+def test_it_writes_what_bench_writes_and_says_how_good_it_is(
+    encoder, sheet, dataset, tmp_path, capsys
+):
+    data, head, out = dataset.root.url, tmp_path / "head", tmp_path / "MODEL"
+    given = ["--model", str(encoder), "--data", data, "--labels", str(sheet), "--columns", "ill"]
+    assert main(["fit", *given, "--leads", "I,V2", "--out", str(out)]) == 0
+    said, notes = capsys.readouterr()
+    save_probed(encoder, data, ill_alone(sheet), head, leads="I,V2")
+    for name in ("model.safetensors", "preprocessing.json", "README.md", "seen.parquet"):
+        assert (out / name).read_bytes() == (head / name).read_bytes()
+    of_head = json.loads((out / "config.json").read_text())["head"]
+    assert of_head == json.loads((head / "config.json").read_text())["head"]
+    found = of_head["cross_validated"]
+    assert found["folds"] == 5 and 0 <= found["metrics"]["auroc"] <= 1
+    fitted, score, point, test = said.splitlines()
+    assert fitted.startswith(
+        f"{out}: a linear layer on {encoder} read out as mean, leads I,V2, fitted on "
+    )
+    low, high = found["intervals"]["auroc"]
+    assert f"AUROC {found['metrics']['auroc']:.3f} ({low:.3f} to {high:.3f})" in score
+    lowest, specificity = found["sensitive"]["ill"]
+    assert point == f"ill: 95 % sensitivity from {lowest:.4f} on, specificity {specificity:.2f}"
+    assert f"omnilead evaluate --model {out} --data {data} --labels {sheet}" in test
+    assert "ill: binary: " in notes and "nein is 0, ja is 1" in notes
+    assert not list(tmp_path.glob("*.parts"))
+    card = (out / "README.md").read_text()
+    assert "of unknown patients" in card and "people" not in card and score in card
+    predictions = tmp_path / "F.csv"
+    assert main(["predict", "--model", str(out), "--data", data, "--out", str(predictions)]) == 0
+    assert f"note: {predictions}: the model: {score}; {point}\n" in capsys.readouterr().err
+    evaluated = omnilead.evaluate(out, data=data, labels=str(sheet), leads="I,V2")
+    assert any("`omnilead bench --folds 5` tests every" in note for note in evaluated["remarks"])
+    assert not any("Leakage" in note for note in evaluated["remarks"])
+
+
+def test_what_a_head_of_values_says(encoder, sheet, dataset, tmp_path):
+    found = omnilead.fit(
+        encoder, data=dataset.root.url, labels=sheet, columns=["age"], kind="regression", folds=2,
+        reader="boosted", out=tmp_path / "MODEL",
+    )  # fmt: skip
+    assert found["folds"] == 2 and found["metrics"].keys() == {"mae", "rmse", "r2", "pearson"}
+    assert "boosted trees" in found["said"][0] and "mean absolute error " in found["said"][1]
+    assert "sensitivity" not in str(found["said"])
+
+
+def test_how_many_people_a_head_was_fitted_on():
+    """Ids of patients are odd; others are of records."""
+    assert people_of(np.array([1, 1, 3])) == "3 ECGs of 2 patients"
+    assert people_of(np.array([2, 4])) == "2 ECGs of unknown patients"
+    assert people_of(np.array([1, 3, 3, 2])) == "3 ECGs of 2 patients and 1 of unknown patients"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--labels nowhere.csv", "nowhere.csv"),
+        ("--labels same.csv", "nothing to learn or to score; an empty cell is unknown: write 0"),
+        ("--labels mine.csv --columns ill --out .", "--out .: exists: choose another folder"),
+        ("--labels mine.csv --columns ill --folds 999", "--folds 999: only "),
+        ("--labels mine.csv --columns ill --leads X", "no lead is called 'X'"),
+    ],
+)
+def test_refusals_are_one_line(
+    words, message, encoder, sheet, dataset, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.csv").write_bytes(sheet.read_bytes())
+    records = read_csv(sheet).select(["record"])
+    write_csv(records.append_column("ill", pa.array(np.ones(len(records)))), "same.csv")
+    given = ["--model", str(encoder), "--data", dataset.root.url, "--out", "MODEL", *words.split()]
+    assert main(["fit", *given]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("omnilead fit: ") and message in error
+    assert not (tmp_path / "MODEL").exists()
