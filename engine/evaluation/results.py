@@ -106,7 +106,9 @@ class TaskResult:
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
                 rows = np.flatnonzero(values_N == value)
-                scores = self._of_records(rows, min(self.resamples, GROUP_RESAMPLES))
+                scores = self.record  # so that the same number has one interval
+                if len(rows) < len(values_N):
+                    scores = self._of_records(rows, min(self.resamples, GROUP_RESAMPLES))
                 group = {key: scores[key] for key in ("n", "patients", "metrics", "intervals")}
                 if KINDS[self.head.kind].has_positives:
                     classes = scores["classes"].items()
