@@ -25,7 +25,7 @@ from ..settings.errors import ConfigError
 from ..settings.leads import parse_leads
 from ..tasks.labels import TaskLabels, data_records
 from ..training.metrics import Array
-from .embedders import Vectors
+from .vectors import Vectors
 
 FITTED = ("train", "valid")  # splits that a probe is fitted on
 DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
