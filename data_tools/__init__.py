@@ -1,2 +1,2 @@
-"""Turn ECG archives into verified datasets of 10 s crops. Start at `__main__.py`; `dataset.py`
+"""Turn ECG archives into verified datasets of 10 s crops. Start at `__main__.py`; `dataset/`
 defines the format."""

@@ -14,9 +14,11 @@ MOVED = {  # where what they held is now
     "omnilead.data_tools.errors": ["omnilead.data_tools.io.errors"],
     "omnilead.data_tools.hospital": ["omnilead.data_tools.extras.hospital"],
     "omnilead.data_tools.hospital.files": ["omnilead.data_tools.extras.hospital.files"],
+    "omnilead.data_tools.other_programs": ["omnilead.data_tools.dataset.other_programs"],
     "omnilead.data_tools.plots": ["omnilead.data_tools.extras.plots"],
     "omnilead.data_tools.record": ["omnilead.data_tools.ecg.record"],
     "omnilead.data_tools.storage": ["omnilead.data_tools.io.storage"],
+    "omnilead.data_tools.zarr_reader": ["omnilead.data_tools.dataset.zarr_reader"],
     "omnilead.engine.common": [
         "omnilead.engine.settings.errors",
         "omnilead.engine.settings.leads",

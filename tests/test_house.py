@@ -22,7 +22,6 @@ ROOMS = {
         *("tasks", "inference", "finetuning", "evaluation", "extras", "doors"),
     ],
 }
-DATASET = {"dataset", "zarr_reader", "other_programs"}  # the format and its readers
 # What the engine uses of data_tools, besides io, ecg and dataset
 BORDER = {
     "engine.inference.inputs": {"sources", "extras"},  # records straight from files
@@ -47,8 +46,6 @@ NAMES = {dotted(path): path for path in MODULES}
 def room(name):
     """The wing of a module, and its room."""
     wing, *rest = name.split(".")
-    if wing == "data_tools" and rest and rest[0] in DATASET:
-        return wing, "dataset"
     return wing, rest[0] if rest and (ROOT / wing / rest[0]).is_dir() else "doors"
 
 

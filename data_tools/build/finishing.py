@@ -18,8 +18,21 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
-from .. import dataset
-from ..dataset import COLUMNS, META, STORE, VERSIONS, Dataset, Meta, fingerprint, flagged
+from ..dataset import (
+    COLUMNS,
+    FORMAT_MINOR,
+    FORMAT_VERSION,
+    META,
+    NAME_KEY,
+    REJECTS,
+    SAMPLES,
+    STORE,
+    VERSIONS,
+    Dataset,
+    Meta,
+    fingerprint,
+    flagged,
+)
 from ..ecg.crops import SPEC, SPEC_HASH
 from ..ecg.pseudonyms import REMOVED, Removed, pseudonym
 from ..ecg.record import SYNTHETIC, patient_source
@@ -265,7 +278,7 @@ def write_tables(
     }
     if "leave_out_flags" in meta:
         meta["left_out"] = left_out
-    out.write(dataset.REJECTS, lines)
+    out.write(REJECTS, lines)
     meta["fingerprint"] = fingerprint(meta)
     write_card(out, Meta(meta), reason_counts(rejects), FLAGS)
     out.write(META, (json.dumps(meta, indent=1) + "\n").encode())
@@ -284,7 +297,7 @@ def remove_traces(made: Dataset, is_first: bool = False) -> Dataset:
         kept = f"{VERSIONS}/{made.version}"
         if made.root.exists(kept):  # a killed run that is not continued had begun to write tables
             rejects = rejects_of(made)
-            for name in (dataset.SAMPLES, dataset.REJECTS):
+            for name in (SAMPLES, REJECTS):
                 made.root.write(name, made.root.read(made.place(name), 2**40))
             write_card(made.root, made.meta, reason_counts(rejects), FLAGS)
             made.root.remove(kept)
@@ -391,10 +404,10 @@ def _write_samples(
     """Write samples.parquet by row groups. -> also how many crops have each flag of `leave_out`.
     `name_key`: that of the version before, which stays (Dataset.name_key)."""
     left_out = dict.fromkeys(leave_out, 0)
-    schema = COLUMNS.with_metadata({dataset.NAME_KEY: name_key}) if name_key else COLUMNS
-    temporary = out.workdir() / "tmp" / f"{dataset.SAMPLES}.{os.getpid()}"
+    schema = COLUMNS.with_metadata({NAME_KEY: name_key}) if name_key else COLUMNS
+    temporary = out.workdir() / "tmp" / f"{SAMPLES}.{os.getpid()}"
     try:
-        with write_errors(out.url, dataset.SAMPLES):
+        with write_errors(out.url, SAMPLES):
             with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
                 for group in _row_groups(rows):
                     writer.write_table(group, ROW_GROUP)
@@ -403,7 +416,7 @@ def _write_samples(
             size = temporary.stat().st_size
             with open(temporary, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-        out.publish(temporary, dataset.SAMPLES)
+        out.publish(temporary, SAMPLES)
     finally:
         temporary.unlink(missing_ok=True)
     return {"bytes": size, "sha256": digest}, left_out
@@ -444,8 +457,8 @@ def _row_groups(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
     """The part of dataset.json that says how it was made."""
-    meta: dict[str, Any] = {"format_version": dataset.FORMAT_VERSION}
-    meta["format_minor"] = dataset.FORMAT_MINOR
+    meta: dict[str, Any] = {"format_version": FORMAT_VERSION}
+    meta["format_minor"] = FORMAT_MINOR
     for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
         meta[name] = SPEC[name]
     meta["preprocessing"] = SPEC
@@ -487,10 +500,8 @@ def nothing_to_add(out: Folder, rejects: list[Reject], previous: Dataset | None)
         why = f"{refused:,} cannot be used: {why}" if refused else "none is new"
         tell(f"note: no record is added to {out.url}: {why}")
         return remove_traces(previous)
-    out.write(dataset.REJECTS, rejects_csv(rejects))
-    raise StorageError(
-        f"no record can be used: {why}: {out.url}/{dataset.REJECTS} lists all of them"
-    )
+    out.write(REJECTS, rejects_csv(rejects))
+    raise StorageError(f"no record can be used: {why}: {out.url}/{REJECTS} lists all of them")
 
 
 def source_facts(

@@ -29,8 +29,16 @@ import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from .. import dataset
-from ..dataset import COLUMNS, CROP_SHAPE, META, SHARD_CROPS, Dataset, label_names, waveform
+from ..dataset import (
+    COLUMNS,
+    CROP_SHAPE,
+    META,
+    REJECTS,
+    SHARD_CROPS,
+    Dataset,
+    label_names,
+    waveform,
+)
 from ..ecg.crops import Crop, flags_of, prepare_crop
 from ..ecg.pseudonyms import REMOVED, key_mark, pseudonym
 from ..ecg.record import EcgRecord, class_row
@@ -82,7 +90,7 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     if not complete and not unfinished:
         with suppress(StorageError):  # the folder does not exist
             # rejects.csv is left if all records were refused
-            if files := [name for name in out.children() if name != dataset.REJECTS]:
+            if files := [name for name in out.children() if name != REJECTS]:
                 raise DataError(
                     f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose "
                     "another --out"

@@ -26,10 +26,10 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from ..dataset import CROP_BYTES, SHARD_CROPS, STORE
+from ..dataset.zarr_reader import ABSENT, BLOSC, CRC, layout
 from ..io import cluster
 from ..io.errors import DatasetError, ReadError
 from ..io.storage import Folder, prefetch
-from ..zarr_reader import ABSENT, BLOSC, CRC, layout
 
 BLOCK, MAX_NAME = 512, 99
 MAX_INDEX = 2**26

@@ -38,6 +38,7 @@ from ..dataset import (
     label_names,
     waveform,
 )
+from ..dataset.zarr_reader import decode, index_bytes
 from ..ecg.crops import CROP, HALF, MAX_UV, SPEC, crop_count, prepare_crop
 from ..ecg.pseudonyms import Removed, other_key, pseudonym
 from ..ecg.record import LEADS, EcgRecord, class_row, known_patient
@@ -47,7 +48,6 @@ from ..io.errors import MISSING_FILE, ChunkError, DatasetError, ReadError, one_l
 from ..io.storage import prefetch
 from ..io.terminal import tell
 from ..sources.base import Source, missing_note, read_safely, shown_patient
-from ..zarr_reader import decode, index_bytes
 from .finishing import (
     ROLES,
     assign_roles,

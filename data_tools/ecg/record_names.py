@@ -120,7 +120,7 @@ def _by_end(url: str, rows: np.ndarray, ends: pa.Array, targets: pa.Array) -> np
         )
     pair_of_row = index_in(ends, distinct.take(pa.array(end_of_pair)))
     target_of_pair = index_in(names.take(pa.array(name_of_pair)), targets)
-    return np.append(target_of_pair, -1)[pair_of_row]
+    return np.asarray(np.append(target_of_pair, -1)[pair_of_row])
 
 
 def _ends_of_names(ends: pa.Array, names: pa.Array) -> tuple[np.ndarray, np.ndarray]:

@@ -26,7 +26,6 @@ from ..build.rejects import rejects_of
 from ..build.roles import PAPER_SOURCES, Records, RoleSources
 from ..dataset import Dataset, Ecg, flagged
 from ..ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
-from ..ecg.mean_beat import rate_and_axis
 from ..ecg.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from ..ecg.record_tables import doubtful_patients
 from ..ecg.resampling import FS_HZ
@@ -97,6 +96,9 @@ def plot_ecg(ecg: Ecg) -> "Figure":
 
 def computed(signal_uv: np.ndarray, halves: int, missing: Collection[str]) -> str:
     """Heart rate and electrical axis of a crop, or why there are none."""
+    # 0.14 CPU-s, which the notes of `shard` need not wait for
+    from ..ecg.mean_beat import rate_and_axis
+
     mv = signal_uv[:, : HALF * halves] / 1000
     return f"{rate_and_axis(mv, missing)} (computed, not a diagnosis)"
 

@@ -8,7 +8,7 @@ Instead of filling a batch, a thread can read into CropBuffers of its own, where
 while they are in its cache.
 
 With check="first", a crop's crc32c is verified when this process first reads it, in 5 us. The zarr
-copy is decoded chunk by chunk (data_tools/zarr_reader.py): half the bytes, five times the CPU time.
+copy is decoded chunk by chunk (data_tools/dataset/zarr_reader.py): half the bytes, five times the CPU time.
 
     reader = CropReader([dataset])
     report = reader.read(places, out)                            # int16 [n, 12, 5000]

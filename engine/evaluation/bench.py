@@ -34,9 +34,6 @@ from .embedders import (
     BOOSTED,
     ROCKET,
     Compared,
-    Embedder,
-    Vectors,
-    embedded,
     rocket,
     rows_to_compare,
 )
@@ -45,6 +42,7 @@ from .plan import IDENTIFICATION, ProbedTask, Work, planned
 from .probe import Fit, ProbeData
 from .records import FITTED, ProbedRecords, fits, left_out, records_of
 from .results import EvalOptions, leakage, nullable, shown_input
+from .vectors import Embedder, Vectors, embedded
 
 ROCKET_CROPS = 20_000  # MiniRocket keeps 80 kB of each
 
@@ -83,6 +81,7 @@ def bench(args: Namespace) -> Facts:
         "seed": args.seed,
         "models": random,
         "fit_leads": args.fit_leads or None,
+        "folds": args.folds,
         "readouts": readouts,
         "notes": notes,
         **compared(scores, random),
@@ -275,7 +274,7 @@ def save_head(row: Compared, work: Work, args: Namespace, parts: Path) -> list[s
     head = fit_head(embedder, work.fitted, task.labels, train, choice, parts)
     with writing(Path(args.head), "--head"):
         write_head(head, unrounded(embedder, args.models[0], args.code), Path(args.head))
-    is_row = f"is the row {row.name!r}, leads {leads}, fitted on {head.people}"
+    is_row = f"is the row {row.name!r}, leads {leads}, share 1, fitted on {head.people}"
     if args.reader == "boosted":
         is_row = (
             f"is {head.made} on {'+'.join(head.readout)} of {row.name!r}, leads {leads}, fitted on windows of "

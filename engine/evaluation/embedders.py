@@ -2,18 +2,11 @@
 measurements that need no training.
 
     first, *others = rows_to_compare(["A=RUN", "hf://org/name"], args)     # args: the options of engine.bench
-    vectors = embedded(first.draws[0][0], dataset, rows, "12", Path("OUT/parts"))
-
-Files in `folder` are reused if the model's files, the read-out, the dataset and the leads are the
-same; only missing or damaged crops are computed. B: crops, S: windows.
+    first.draws[0][0].forward(x_RLT)
 """
 
-import io
-import json
-import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -25,12 +18,10 @@ from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg import mean_beat
-from omnilead.data_tools.io.storage import write_whole
 
-from ..data.batches import dataset_batches, predict
+from ..data.batches import dataset_batches
 from ..inference.commands import prepare_model
-from ..inference.outputs import progress_bar
-from ..inference.trained_model import NOT_FINITE, TrainedModel
+from ..inference.trained_model import TrainedModel
 from ..model import readout as readouts
 from ..model.folder import config_of
 from ..model.input import Input
@@ -41,6 +32,7 @@ from ..training.metrics import Array
 from .boosted import INSTALL, boosted, installed
 from .minirocket import MiniRocket
 from .probe import Fit, least_squares, linear
+from .vectors import Embedder
 
 RANDOM, MEAN_BEAT, MEASURED = "random weights", "mean beat", "measurements"
 BOOSTED, ROCKET = "boosted features", "MiniRocket + ridge"
@@ -48,20 +40,6 @@ READERS = {"linear": linear, "boosted": boosted}
 ROCKET_HZ = 100.0
 ROCKET_SAMPLE = 64  # crops, that give its thresholds
 DRAWS = 5  # of random weights: their scores differ by as much as 0.02
-BLOCK = 4096  # crops in a file
-
-
-class Embedder(NamedTuple):
-    """Maps windows to vectors."""
-
-    name: str
-    digest: str
-    input: Input
-    forward: Callable[[Tensor], Tensor]
-    model: TrainedModel | None = None  # None: measured in the signal
-    batch: int = 64
-    compared: slice = slice(None)  # the dimensions by which patients are identified
-    precision: str = ""
 
 
 class Compared(NamedTuple):
@@ -82,16 +60,6 @@ class Compared(NamedTuple):
             return None
         models = [embedder.model for draw in self.draws for embedder in draw if embedder.model]
         return models[0] if models else None
-
-
-class Vectors(NamedTuple):
-    row_B: Array  # crops, ascending
-    windows_B: Array  # how many windows each crop has; halves, unless a model has other windows
-    c_BSD: Array  # zeros where there is no such window
-
-    def of(self, rows: Array) -> "Vectors":
-        at = np.searchsorted(self.row_B, rows)
-        return Vectors(*(array[at] for array in self))
 
 
 def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
@@ -231,57 +199,3 @@ def architecture_of(embedder: Embedder, args: Namespace) -> str:
     readout = model.readout_of(args.readout)
     code = sorted(model.code.items())
     return repr([parts, model.input, code, embedder.precision, readout, _code(readout)])
-
-
-def embedded(
-    embedder: Embedder, dataset: Dataset, rows: Array, leads: str, folder: Path
-) -> Vectors:
-    """The vectors of these crops, ascending; leads that the model is not shown are set to zero."""
-    shown = embedder.input.limited_to(leads)
-    job = json.dumps([embedder.digest, dataset.fingerprint, shown.seen])
-    folder = folder / sha256(job.encode()).hexdigest()[:24]
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = np.unique(rows)
-    kept = list(_kept(folder))
-    missing = np.setdiff1d(rows, joined(kept).row_B) if kept else rows
-    with progress_bar(len(missing), f" crops, {embedder.name}, leads {leads}") as bar:
-        for start in range(0, len(missing), BLOCK):
-            block = missing[start : start + BLOCK]
-            part = _embed(embedder, dataset, block, shown, bar)
-            if not np.isfinite(part.c_BSD).all():
-                raise ConfigError(f"{embedder.name}: {NOT_FINITE}")
-            buffer = io.BytesIO()
-            np.savez(buffer, **part._asdict())
-            write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
-            kept.append(part)
-    whole = joined(kept)
-    first = np.unique(whole.row_B, return_index=True)[1]
-    return Vectors(*(array[first] for array in whole)).of(rows)
-
-
-def _embed(embedder: Embedder, dataset: Dataset, rows: Array, shown: Input, bar: Any) -> Vectors:
-    device = embedder.model.device if embedder.model else torch.device("cpu")
-    groups = np.split(rows, range(embedder.batch, len(rows), embedder.batch))
-    batches = dataset_batches(dataset, groups, pin=device.type == "cuda")
-    parts = []
-    for batch, y_RD in predict(batches, shown.windows, embedder.forward, device):
-        windows, windows_B = shown.count(), shown.count(batch.halves_B)
-        c_BSD = np.zeros((len(batch.crops), windows, y_RD.shape[1]), np.float32)
-        c_BSD[np.arange(windows) < windows_B[:, None]] = y_RD
-        parts.append(Vectors(batch.crops, windows_B, c_BSD))
-        bar.update(len(batch.crops))
-    return joined(parts)
-
-
-def joined(parts: Sequence[Vectors]) -> Vectors:
-    return Vectors(*map(np.concatenate, zip(*parts, strict=True)))
-
-
-def _kept(folder: Path) -> Iterator[Vectors]:
-    for path in sorted(folder.glob("*.npz")):
-        with (
-            suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
-            open(path, "rb") as file,  # numpy would leave that of a damaged archive open
-            np.load(file) as arrays,
-        ):
-            yield Vectors(*(arrays[name] for name in Vectors._fields))

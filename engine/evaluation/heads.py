@@ -27,10 +27,11 @@ from ..tasks.kinds import KINDS, sensitive_points, thresholds
 from ..tasks.labels import TaskLabels
 from ..training.metrics import Array, few_patients
 from .differences import by_fold, interval, over_classes, resampled
-from .embedders import READERS, Embedder, embedded, name_and_folder, reading
+from .embedders import READERS, name_and_folder, reading
 from .probe import FOLDS, MANY, Fit, Probe, ProbeData
 from .records import ProbedRecords, folds_of, groups_of
 from .results import nullable
+from .vectors import Embedder, embedded
 
 NOT_TESTED = -1  # in the place of a fold
 

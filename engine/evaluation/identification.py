@@ -9,7 +9,7 @@ halves of each crop that was held out of fine-tuning.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +35,7 @@ from .results import (
     require,
     shown_input,
 )
-
-if TYPE_CHECKING:  # it imports scikit-learn, which `omnilead evaluate` need not wait for
-    from .embedders import Vectors
+from .vectors import Vectors
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +174,7 @@ class Identities(NamedTuple):
         patients = np.unique(self.patient_B[self.probe])
         return {"n": len(self.probe), "patients": len(patients), "gallery": len(self.gallery)}
 
-    def scores(self, each: "Sequence[Vectors]", compared_D: slice) -> Samples:
+    def scores(self, each: Sequence[Vectors], compared_D: slice) -> Samples:
         """Accuracy by cosine of some dimensions of the joined vectors."""
         sides = []
         for crops in (self.gallery, self.probe):

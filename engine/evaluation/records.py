@@ -26,7 +26,7 @@ from ..settings.leads import parse_leads
 from ..tasks.join import data_records
 from ..tasks.labels import TaskLabels
 from ..training.metrics import Array
-from .embedders import Vectors
+from .vectors import Vectors
 
 FITTED = ("train", "valid")  # splits that a probe is fitted on
 DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow

@@ -34,7 +34,7 @@ from ..settings.files import find_config, shipped
 from ..settings.launcher import environment
 from ..settings.leads import describe_leads
 from ..tasks.config import TaskConfig
-from ..tasks.kinds import KINDS, sensitive, sensitive_points
+from ..tasks.kinds import KINDS, SENSITIVE_OF, sensitive, sensitive_points
 from ..tasks.labels import DX_ROLES, TaskLabels, read_task
 from ..training.metrics import (
     TOO_FEW,
@@ -106,7 +106,9 @@ class TaskResult:
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
                 rows = np.flatnonzero(values_N == value)
-                scores = self._of_records(rows, min(self.resamples, GROUP_RESAMPLES))
+                scores = self.record  # so that the same number has one interval
+                if len(rows) < len(values_N):
+                    scores = self._of_records(rows, min(self.resamples, GROUP_RESAMPLES))
                 group = {key: scores[key] for key in ("n", "patients", "metrics", "intervals")}
                 if KINDS[self.head.kind].has_positives:
                     classes = scores["classes"].items()
@@ -151,13 +153,18 @@ class TaskResult:
             )
         if labels.dtype.kind == "f" and (unknown := int(np.isnan(labels).sum())):
             remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and ignored.")
+        few = few_patients(self.head.kind, labels, self.patients_N)
+        without = ""
         if self.facts.get("role") == "valid" and self.head.thresholds:
             points = sensitive_points(*self.of_records()[:2], self.head.classes)
-            remarks += sensitive(points, self.head.classes)
+            if points or not few:
+                remarks += sensitive(points, self.head.classes)
+            else:
+                without = f"; a score with 95 % sensitivity takes {SENSITIVE_OF} positives"
         if half["patients"] == 1:
-            remarks.append("All samples are from one patient: there are no intervals.")
-        elif few_patients(self.head.kind, labels, self.patients_N):
-            remarks.append(f"{TOO_FEW} have no interval, or an exact one.")
+            remarks.append(f"All samples are from one patient: there are no intervals{without}.")
+        elif few:
+            remarks.append(f"{TOO_FEW} have no interval, or an exact one{without}.")
         else:
             remarks += self._without_interval()
         return remarks
@@ -293,8 +300,8 @@ def head_for(model: TrainedModel, task: TaskConfig) -> HeadInfo:
     if model.head is None or head is None:
         kind = f"fine-tuned for {head.task}" if head else "only pre-trained"
         raise ConfigError(
-            f"--task {task.name}: the model has no head, it is {kind}: fit one with omnilead fit, or "
-            "fine-tune it with omnilead finetune"
+            f"--task {task.name}: the model has no head, it is {kind}: fine-tune it with omnilead "
+            "finetune, or fit a head with omnilead fit"
         )
     if task.kind != head.kind:
         raise ConfigError(

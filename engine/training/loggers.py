@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -39,6 +40,7 @@ from ..settings.run_files import METRICS, PROMETHEUS, VALID, VALIDATION
 from .config import RunConfig, TrainConfig
 from .tracking import Service
 
+COLUMNS = 100  # of a line in the terminal
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
 PACKAGES = (
     "torch",
@@ -120,7 +122,7 @@ class RunLogger:
             * (self.total - row["step"])
         )
         if self.bar is None:
-            say(progress_line(line, self.total, left_s))
+            say(folded(progress_line(line, self.total, left_s)))
         else:
             self.bar.set_postfix_str(
                 f"loss {row['loss']:.4f}, {row['crops_per_s']:.1f} crops/s", refresh=False
@@ -129,14 +131,8 @@ class RunLogger:
 
     def log_validation(self, row: Row) -> None:
         self._write(VALIDATION, row, {f"{VALID}{key}": value for key, value in row.items()})
-        say(
-            "  ".join(
-                [
-                    "  validation",
-                    *(f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen")),
-                ]
-            )
-        )
+        values = [f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen")]
+        say(folded("  ".join(["  validation", *values])))
 
     def close(self) -> None:
         if self.bar is not None:
@@ -193,7 +189,12 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+def folded(line: str) -> str:
+    return textwrap.fill(line, COLUMNS, subsequent_indent="    ")
+
+
 def progress_line(row: Row, total: int, left_s: float) -> str:
+    """The parts of the loss come last: what they make too long is folded before them."""
     parts = ", ".join(
         f"{key[5:]} {row[key]:.3f}"
         for key in row
@@ -203,11 +204,11 @@ def progress_line(row: Row, total: int, left_s: float) -> str:
         f"{row['crops_per_s']:.1f} crops/s, data wait {row['data_wait_pct']:.1f} %, MFU "
         f"{100 * row['mfu']:.1f} %"
     )
-    loss = f"loss {row['loss']:.4f}" + (f" ({parts})" if parts else "")
-    return (
-        f"step {row['step']}/{total}  {loss}  lr {row['lr']:.2g}  {speed}  "
+    line = (
+        f"step {row['step']}/{total}  loss {row['loss']:.4f}  lr {row['lr']:.2g}  {speed}  "
         f"{timedelta(seconds=int(left_s))} left"
     )
+    return f"{line}  losses: {parts}" if parts else line
 
 
 def move_repeated_lines(path: Path, step: int) -> None:

@@ -572,17 +572,6 @@ def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, floa
     return mean, true, count, float(error)
 
 
-def confusion_shares(labels_NK: Array, outputs_NK: Array) -> Array:
-    """[K, K + 1]; last column: nothing was predicted. NaN where no sample has the class."""
-    labels, outputs = labels_NK.astype(np.float64), outputs_NK.astype(bool)
-    wrong = labels.T @ (outputs & ~labels_NK.astype(bool))
-    np.fill_diagonal(wrong, (labels * outputs).sum(0))
-    silent = labels.T @ ~outputs.any(1)
-    with np.errstate(invalid="ignore"):
-        shares = np.column_stack([wrong, silent]) / labels.sum(0)[:, None]
-    return np.asarray(shares)
-
-
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
     """Mean, and half the width of the 95 % t interval: NaN for one value."""
     array = np.asarray(values, float)

@@ -436,7 +436,8 @@ def test_own_labels_get_the_pseudonyms_of_a_dataset(shell, tmp_path):
     hidden = ("--pseudonymize", key)
     shell.run("shard", src, "--out", out, "--workers", 1, "--plan", "all", *hidden)
     mine = tmp_path / "mine.csv"
-    lines = [f"ward 1/e{i}.hea;wfdb;{i % 2};A{i // 2};40,{i}" for i in range(6)]
+    slashes = "/\\" * 3
+    lines = [f"ward 1{slashes[i]}e{i}.hea;wfdb;{i % 2};A{i // 2};40,{i}" for i in range(6)]
     mine.write_text("\n".join(["record;source;sick;patient;age", *lines]))
     task = TaskConfig("mine", "binary", labels=str(mine), columns=("sick",))
     with pytest.raises(ConfigError, match=r"have pseudonyms: omnilead labels table .*mine.csv"):

@@ -11,8 +11,8 @@ import pytest
 from handmade import as_minor_0, build, flip
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.data_tools.dataset.other_programs import ROLES
 from omnilead.data_tools.io.errors import DataError, DatasetError
-from omnilead.data_tools.other_programs import ROLES
 
 # webdataset leaves its files to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")

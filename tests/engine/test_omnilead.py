@@ -235,7 +235,7 @@ def test_a_run_in_a_bucket_is_exported_from_its_working_folder(capsys):
 
 
 OUT_OF_PYTHON = {"help", "local_rank", "command", "run"}  # what only a command has
-FUNCTIONS = ("synth", "shard", "verify", "evaluate", "embed", "predict", "bench")
+FUNCTIONS = ("synth", "shard", "verify", "evaluate", "embed", "predict", "bench", "fit")
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

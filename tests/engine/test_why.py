@@ -71,8 +71,9 @@ def test_of_a_linear_model_a_lead_adds_its_samples_times_the_weights(name, tmp_p
     words += ["--png", tmp_path / "a.png", "--model", tmp_path / "model"]
     assert main([*map(str, words)]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"{name}: {value:+.2f} (logit or value) in a, from 0 s"
-    assert [line.split() for line in said[2:4]] == [
+    assert said[0] == f"{name}: {value:.3g} in a, from 0 s"
+    assert said[2] == f"logit or value {value:+.2f}, to which each lead adds:"
+    assert [line.split() for line in said[3:5]] == [
         ["II", f"{expected[0]:+.2f}"],
         ["V1", f"{expected[1]:+.2f}"],
     ]
@@ -91,10 +92,12 @@ def test_a_lead_adds_what_predict_loses_without_it(dataset, tmp_path, capsys):
     said = capsys.readouterr().out
     loaded, mv = omnilead.load(model), dataset[3].signal_mv
     with torch.no_grad():
-        logit = loaded.logits(loaded.segments(mv, 500, LEADS)).mean()
+        x_RLT = loaded.segments(mv, 500, LEADS)
+        logit, score = loaded.logits(x_RLT).mean(), loaded.scores(x_RLT).mean()
         mv[LEADS.index("V2")] = 0
         without = loaded.logits(loaded.segments(mv, 500, LEADS)).mean()
-    assert said.startswith(f"M: {logit:+.2f} ") and f"\n  V2  {logit - without:+7.2f}\n" in said
+    assert said.startswith(f"M: {score:.3g} in ") and f"value {logit:+.2f}," in said
+    assert f"\n  V2  {logit - without:+7.2f}\n" in said
     assert (tmp_path / "a.png").stat().st_size > 10_000
     for change, says in (
         (["--why", "X"], "--why X: the model's outputs are M"),

@@ -8,7 +8,8 @@ largest errors.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -22,61 +23,71 @@ from ...inference.trained_model import HeadInfo
 from ...settings.errors import Facts
 from ...settings.metrics import METRIC_OF
 from ...tasks.kinds import KINDS
-from ...training.metrics import TOO_FEW, Array, calibration, kaplan_meier, predicted, unit_vectors
+from ...training.metrics import TOO_FEW, Array, kaplan_meier, predicted
 from . import charts
-from .page import Picture, ReportSection, picture, readable, render, shown, titled
+from .page import Picture, page, picture, readable, shown, titled
 
-CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
-CONFUSED = 30  # classes in the confusion chart, the most frequent
+CLASSES_SHOWN = 6  # with counts and curves, the most frequent
 WORST = 12  # ECGs drawn
 NO_INTERVAL = "no interval"
-OTHER_PAIRS = 200_000  # pairs of different patients in the histogram
+NO_INTERVAL_NOTE = f"{TOO_FEW} have no interval, nor has a score on which all resamples agree."
 COUNTS = {
     "positives": "Positives",
     "predicted": "Predicted",
     "n": "Known",
     "threshold": "Threshold",
 }
+Table = list[list[str]]
 
 
 def build(result: TaskResult | IdentificationResult, dataset: Dataset | None = None) -> str:
-    if isinstance(result, TaskResult):
-        kind, counts, sections = scored(result, dataset)
-    else:
-        kind, counts, sections = identification(result)
+    content = scored(result, dataset) if isinstance(result, TaskResult) else identified(result)
     facts, name = result.facts, str(result.facts.get("model", "model"))
-    heading = [counts, *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts)]
-    sections.append(ReportSection("The evaluation", facts=list(readable(facts))))
-    return render(f"{name}: evaluation", kind, name, heading, sections)
+    heading = [
+        content.pop("counts"),
+        *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts),
+    ]
+    return page(
+        "evaluation.html",
+        title=f"{name}: evaluation",
+        name=name,
+        heading=heading,
+        remarks=result.remarks,
+        evaluation=list(readable(facts)),
+        **content,
+    )
 
 
-def interval(ends: list[float], percent: bool = False) -> str:
+def interval(ends: Sequence[float], percent: bool = False) -> str:
     if not math.isfinite(ends[0]):
         return NO_INTERVAL
     return f"{shown(ends[0], percent)} to {shown(ends[1], percent)}"
 
 
-def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[ReportSection]]:
+def scored(result: TaskResult, dataset: Dataset | None) -> dict[str, Any]:
     half, record, head = result.half, result.record, result.head
     windows = pieces(result.facts)
     y_NK, scores_NK, _ = result.of_records()
-    figures = {"regression": agreement, "survival": survival}.get(head.kind, decisions)
-    note = scoring_note(head, windows, result.units)
+    y_NK = np.asarray(y_NK, float)
     by = "By class" if KINDS[head.kind].of_classes else "By column"
-    sections = [
-        ReportSection("Scores", table=score_table(record, half, windows), note=note),
-        ReportSection(remarks=result.remarks),
-        *figures(head, np.asarray(y_NK, float), scores_NK),
-        ReportSection(by, table=class_table(record["classes"])),
-    ]
+    tables = {by: class_table(record["classes"])}
     for name, groups in result.groups.items():
-        sections.append(group_section(name, groups, list(record["intervals"]), len(head.classes)))
+        tables[f"By {name}"] = group_table(name, groups, next(iter(record["intervals"])))
+    without = any(NO_INTERVAL in row for table in tables.values() for row in table)
+    figures = {"regression": agreements, "survival": survival}.get(head.kind, decisions)
+    worst = []
     if dataset is not None and result.crops_N is not None and head.kind != "survival":
-        ecgs = [ecg(result, dataset, row) for row in result.worst(WORST)]
-        title = f"The {len(ecgs)} records with the largest errors"
-        sections.append(ReportSection(title, pictures=ecgs))
-    counts = f"{record['n']:,} records, {half['n']:,} {windows}"
-    return f"{head.task}, {head.kind}", counts, sections
+        worst = [ecg(result, dataset, row) for row in result.worst(WORST)]
+    return {
+        "kind": f"{head.task}, {head.kind}",
+        "counts": f"{record['n']:,} records, {half['n']:,} {windows}",
+        "scores": score_table(record, half, windows),
+        "scores_note": scoring_note(head, windows, result.units),
+        "worst": worst,
+        "tables": tables,
+        "tables_note": NO_INTERVAL_NOTE if without else "",
+        **figures(head, y_NK, scores_NK),
+    }
 
 
 def scoring_note(head: HeadInfo, windows: str, units: str) -> str:
@@ -91,7 +102,10 @@ def scoring_note(head: HeadInfo, windows: str, units: str) -> str:
     if head.kind == "multiclass":
         note += "The most probable class is predicted. "
     else:
-        note += "A class is predicted where its probability is above its threshold. "
+        note += (
+            "A class is predicted where its probability is above its threshold; PPV and NPV hold where it "
+            "is as frequent as here. "
+        )
     if head.kind == "multilabel":
         note += "Accuracy: the share of which all labels are right. "
     return note + (
@@ -100,7 +114,7 @@ def scoring_note(head: HeadInfo, windows: str, units: str) -> str:
     )
 
 
-def score_table(record: Facts, half: Facts, windows: str) -> list[list[str]]:
+def score_table(record: Facts, half: Facts, windows: str) -> Table:
     table = [["", "Records", "95 % interval", windows.capitalize(), "95 % interval"]]
     for key in record["intervals"]:
         percent = METRIC_OF[key].percent
@@ -112,9 +126,9 @@ def score_table(record: Facts, half: Facts, windows: str) -> list[list[str]]:
     return table
 
 
-def class_table(classes: Mapping[str, Facts]) -> list[list[str]]:
+def class_table(classes: Mapping[str, Facts]) -> Table:
     columns = [key for key in (*COUNTS, *METRIC_OF) if key in next(iter(classes.values()))]
-    table = [["Class", *(COUNTS.get(key) or titled(key) for key in columns)]]
+    table = [["", *(COUNTS.get(key) or titled(key) for key in columns)]]
     for name, figures in classes.items():
         row = [f"{name} (no positives)" if figures.get("positives") == 0 else name]
         for key in columns:
@@ -124,92 +138,122 @@ def class_table(classes: Mapping[str, Facts]) -> list[list[str]]:
     return table
 
 
-def group_section(
-    name: str, groups: Mapping[str, Facts], metrics: Sequence[str], classes: int
-) -> ReportSection:
-    first, *others = metrics
-    counted = any("positives" in group for group in groups.values())
-    head = [name.capitalize(), "Records", "Patients"]
-    if counted:
-        head.append("Positives")
-    table = [[*head, titled(first), "95 % interval", *map(titled, others)]]
+def group_table(name: str, groups: Mapping[str, Facts], score: str) -> Table:
+    """The score of each group; positives: of the rarest and of the most frequent class."""
+    table = [
+        [name.capitalize(), "Records", "Patients", "Positives", titled(score), "95 % interval"]
+    ]
     for value, group in groups.items():
-        row = [value, f"{group['n']:,}", f"{group['patients']:,}"]
-        if "positives" in group:
-            counts = group["positives"].values()  # of the rarest and the most frequent class
-            row.append(" to ".join(f"{n:,}" for n in sorted({min(counts), max(counts)})))
-        row += [shown(group["metrics"][first]), interval(group["intervals"][first])]
-        table.append(row + [shown(group["metrics"][key]) for key in others])
-    notes = []
-    if classes > 1 and counted:
-        notes.append("Positives: of the rarest and of the most frequent class.")
-    if any(NO_INTERVAL in row for row in table):
-        notes.append(f"{TOO_FEW} have no interval, nor has a score on which all resamples agree.")
-    return ReportSection(f"Records by {name}", table=table, note=" ".join(notes))
+        counts, positives = sorted(group.get("positives", {}).values()), "-"
+        if counts:
+            positives = " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1])))
+        row = [value, f"{group['n']:,}", f"{group['patients']:,}", positives]
+        table.append([*row, shown(group["metrics"][score]), interval(group["intervals"][score])])
+    return table
 
 
-def decisions(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
-    """Curves, calibration and confusions."""
-    names = list(head.classes)
-    curves = list(threshold_curves(y, scores, names))
-    yield ReportSection("ROC and precision-recall curves", pictures=curves)
-    labels, outputs = y == 1, predicted(head.kind, scores, head.thresholds) & ~np.isnan(y)
-    frequent = np.sort(most_frequent(y)[:CONFUSED])
-    title = "Calibration and confusions"
-    if len(names) > CONFUSED:
-        title += f" of the {CONFUSED} most frequent classes"
-    if len(names) == 1:  # no and yes as two classes
-        known = ~np.isnan(y[:, 0])
-        labels, outputs = np.hstack([~labels, labels])[known], np.hstack([~outputs, outputs])[known]
-        names, frequent = [f"not {names[0]}", names[0]], np.arange(2)
-    labels, outputs = labels[:, frequent], outputs[:, frequent]
-    confusions = charts.confusion_matrix(labels, outputs, [names[k] for k in frequent])
-    calibrated = charts.calibration_curve(*calibration(y, scores))
-    yield ReportSection(title, pictures=[calibrated, confusions])
-
-
-def most_frequent(y: Array) -> Array:
-    return np.argsort(-(y == 1).sum(0), kind="stable")
-
-
-def threshold_curves(y: Array, scores: Array, names: Sequence[str]) -> Iterator[Picture]:
-    known = ~np.isnan(y)
-    if len(names) > 1:
-        yield charts.roc_and_precision_recall("All classes", y[known] == 1, scores[known])
-    for k in most_frequent(y)[:CLASSES_SHOWN].tolist():
-        label_N, score_N = y[known[:, k], k] == 1, scores[known[:, k], k]
+def decisions(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+    """Counts at the operating points that the model carries, and curves."""
+    frequent = np.argsort(-(y_NK == 1).sum(0), kind="stable")[:CLASSES_SHOWN].tolist()
+    of_which = ""
+    if len(head.classes) > CLASSES_SHOWN:
+        of_which = f" of the {CLASSES_SHOWN} most frequent classes"
+    curves: list[Picture] = []
+    tables: dict[str, list[Table]] = {}
+    for k in frequent:
+        known = ~np.isnan(y_NK[:, k])
+        label_N, score_N = y_NK[known, k] == 1, scores_NK[known, k]
         if 0 < label_N.sum() < len(label_N):
-            yield charts.roc_and_precision_recall(names[k], label_N, score_N)
+            title = f"{head.classes[k]}: {label_N.sum():,} of {len(label_N):,}"
+            curves.append(charts.curves_of_class(title, label_N, score_N))
+    if head.kind == "multiclass":
+        tables["Predicted classes"] = [confusions(head, y_NK, scores_NK)]
+    for point, thresholds in operating_points(head).items():
+        for k in frequent:
+            name = head.classes[k]
+            if name in thresholds:
+                table = two_by_two(name, thresholds[name], y_NK[:, k], scores_NK[:, k])
+                title = f"Records at the model's {point}{of_which}"
+                tables.setdefault(title, []).append(table)
+    return {"decisions": tables, "curves_title": f"Curves{of_which}", "curves": curves}
 
 
-def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
-    """Predictions against true values, by column."""
+def operating_points(head: HeadInfo) -> dict[str, dict[str, float]]:
+    """By name, the score above which each class is predicted."""
+    points = {}
+    if head.thresholds:
+        points["threshold"] = dict(zip(head.classes, head.thresholds, strict=True))
+    if cross_validated := getattr(head, "cross_validated", None):
+        lowest = {name: score for name, (score, _) in cross_validated.sensitive.items()}
+        point = "score with 95 % sensitivity in cross-validation"
+        points[point] = {name: float(np.nextafter(score, 0)) for name, score in lowest.items()}
+    return points
+
+
+def two_by_two(name: str, threshold: float, y_N: Array, score_N: Array) -> Table:
+    above_N = score_N > threshold
+    true_positive, false_negative = count(above_N[y_N == 1])
+    false_positive, true_negative = count(above_N[y_N == 0])
+    ppv = share(true_positive, false_positive)
+    npv = share(true_negative, false_negative)
+    sensitivity = share(true_positive, false_negative)
+    specificity = share(true_negative, false_positive)
+    return [
+        [name, "labelled yes", "labelled no", ""],
+        [f"above {threshold:.3g}", f"{true_positive:,}", f"{false_positive:,}", f"PPV {ppv}"],
+        ["not above", f"{false_negative:,}", f"{true_negative:,}", f"NPV {npv}"],
+        ["", f"sensitivity {sensitivity}", f"specificity {specificity}", ""],
+    ]
+
+
+def count(which_N: Array) -> tuple[int, int]:
+    """How many are, and how many are not."""
+    return int(which_N.sum()), int((~which_N).sum())
+
+
+def share(part: int, rest: int) -> str:
+    return f"{part / (part + rest):.1%}" if part + rest else "-"
+
+
+def confusions(head: HeadInfo, y_NK: Array, scores_NK: Array) -> Table:
+    """How many records of each class (row) were predicted as each (column)."""
+    known = ~np.isnan(y_NK).any(1)
+    counts_KK = (y_NK[known] == 1).T.astype(int) @ predicted("multiclass", scores_NK[known])
+    table = [["true, predicted", *head.classes]]
+    for name, counts in zip(head.classes, counts_KK, strict=True):
+        table.append([name, *(f"{count:,}" for count in counts)])
+    return table
+
+
+def agreements(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+    curves = []
     for k, name in enumerate(head.classes):
-        known = np.isfinite(y[:, k])
+        known = np.isfinite(y_NK[:, k])
         if known.any():
-            values, predictions = y[known, k], scores[known, k].astype(float)
-            scatter = charts.predicted_against_true(name, values, predictions, head.unit)
-            differences = charts.bland_altman(values, predictions, head.unit)
-            yield ReportSection(f"Predicted {name}", pictures=[scatter, differences])
+            predictions = scores_NK[known, k].astype(float)
+            curves.append(charts.agreement(name, y_NK[known, k], predictions, head.unit))
+    return {"decisions": {}, "curves_title": "Predicted and true values", "curves": curves}
 
 
-def survival(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
-    """Kaplan-Meier curves of the records in thirds of the predicted risk."""
-    known = ~np.isnan(y[:, 0])
-    y_N, risk_N = y[known, 0], scores[known, 0]
+def survival(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+    """Kaplan-Meier curves of the records in thirds of the predicted risk, and how many are at risk."""
+    known = ~np.isnan(y_NK[:, 0])
+    y_N, risk_N = y_NK[known, 0], scores_NK[known, 0]
     third_N = np.searchsorted(np.quantile(risk_N, (1 / 3, 2 / 3)), risk_N)
     unit = head.unit or "time"
     ticks = MaxNLocator(7).tick_values(0, np.abs(y_N).max())[:-1]
-    table = [[f"At risk, {unit}", *map("{:.3g}".format, ticks)]]
-    curves = []
+    table, lines = [[f"at risk, {unit}", *map("{:.3g}".format, ticks)]], {}
     for third, name in enumerate(("lowest risks", "middle", "highest risks")):
         y_G = y_N[third_N == third]
-        if not len(y_G):  # equal risks
-            continue
-        curves.append(charts.Curve(name, *kaplan_meier(y_G)))
-        table.append([name, *(f"{(np.abs(y_G) >= tick).sum():,}" for tick in ticks)])
-    kept = charts.kaplan_meier_curves(curves, unit)
-    yield ReportSection("Kaplan-Meier curves", pictures=[kept], table=table)
+        if len(y_G):  # none if all risks are equal
+            lines[name] = kaplan_meier(y_G)
+            table.append([name, *(f"{(np.abs(y_G) >= tick).sum():,}" for tick in ticks)])
+    curve = charts.shares("Without the event, by thirds of the risk", unit, lines)
+    return {
+        "decisions": {"Kaplan-Meier curves": [table]},
+        "curves_title": "",
+        "curves": [curve],
+    }
 
 
 def ecg(result: TaskResult, dataset: Dataset, row: int) -> Picture:
@@ -220,9 +264,8 @@ def ecg(result: TaskResult, dataset: Dataset, row: int) -> Picture:
     for text in (*figure.texts, *figure.axes[0].texts):
         text.set_fontsize(13)  # two ECGs beside each other, at half their size on paper
     who = ", ".join([str(result.records_N[row]), *groups])
-    return picture(
-        f"{who}: {reading(result, row)}", figure, "webp", dpi=90, pil_kwargs={"lossless": True}
-    )
+    title = f"{who}: {reading(result, row)}"
+    return picture(title, figure, "webp", dpi=90, pil_kwargs={"lossless": True})
 
 
 def reading(result: TaskResult, row: int) -> str:
@@ -241,52 +284,38 @@ def reading(result: TaskResult, row: int) -> str:
     return f"{names[k]}: labelled {'yes' if y_K[k] else 'no'}, probability {score_K[k]:.3f}"
 
 
-def identification(result: IdentificationResult) -> tuple[str, str, list[ReportSection]]:
-    scores = result.scores
-    tiles = [
-        ("Accuracy", shown(scores["accuracy"], True), interval(result.interval, True)),
-        ("Among the first five", shown(scores["top5"], True), "of probes"),
-        ("Chance", f"{scores['chance']:.2%}", "a random draw from the gallery"),
-        ("Ties", shown(scores["ties"], True), "of probes have several best matches"),
-        ("Not in the gallery", f"{scores['one_sided']:,}", "probes, counted as misses"),
+def identified(result: IdentificationResult) -> dict[str, Any]:
+    scores, random = result.scores, result.untrained
+    table = [["", "", "95 % interval"]]
+    table.append(["Accuracy", shown(scores["accuracy"], True), interval(result.interval, True)])
+    if random:
+        ends = interval(random.interval, True)
+        table.append(["Accuracy of random weights", shown(random.scores["accuracy"], True), ends])
+    table += [
+        ["Accuracy by chance", f"{scores['chance']:.2%}", ""],
+        ["Patient among the first five", shown(scores["top5"], True), ""],
+        ["Probes with several best matches", shown(scores["ties"], True), ""],
+        ["Probes of patients not in the gallery", f"{scores['one_sided']:,}", ""],
     ]
     note = (
-        "A probe is a hit if the gallery entry most similar to it (cosine) is of the same patient; a "
-        "tie counts as the expected result of a random draw among its entries. Small: 95 % bootstrap "
-        "interval over patients."
+        "A probe is a hit if the gallery entry most similar to it (cosine) is of the same patient; a tie "
+        "counts as the expected result of a random draw among its entries, a patient who is not in the "
+        "gallery as a miss. 95 % intervals by resampling patients."
     )
-    if result.untrained:
-        share, ends = result.untrained.scores["accuracy"], interval(result.untrained.interval, True)
-        tiles.insert(1, ("Random weights", shown(share, True), ends))
-        note += " Random weights: those of the same architecture, on the same pairs."
     ranks = np.arange(1, len(scores["cmc"]) + 1)
-    shares = {
-        "patient among the first": scores["cmc"],
-        "by chance": np.minimum(ranks * scores["chance"], 1),
+    lines = {"the model": (ranks, scores["cmc"])}
+    if random:
+        lines["random weights"] = ranks, random.scores["cmc"]
+    lines["by chance"] = ranks, np.minimum(ranks * scores["chance"], 1)
+    return {
+        "kind": "Patient identification",
+        "counts": f"{scores['n_probes']:,} probes against {scores['n_gallery']:,} in the gallery",
+        "scores": table,
+        "scores_note": note,
+        "decisions": {},
+        "tables": {},
+        "tables_note": "",
+        "worst": [],
+        "curves_title": "Patients recognised",
+        "curves": [charts.shares("Patient among the most similar", "rank", lines)],
     }
-    if result.untrained:
-        shares["random weights"] = result.untrained.scores["cmc"]
-    cosines = {
-        "same patient": scores["same"],
-        "other patients": other_pairs(result),
-        "most similar other": scores["other"],
-    }
-    pictures = [charts.rank_curves(shares), charts.similarity_histogram(cosines)]
-    counts = f"{scores['n_probes']:,} probes against {scores['n_gallery']:,} in the gallery"
-    sections = [
-        ReportSection(tiles=tiles, note=note, remarks=result.remarks),
-        ReportSection("Patients recognised", pictures=pictures),
-    ]
-    return "Patient identification", counts, sections
-
-
-def other_pairs(result: IdentificationResult) -> Array:
-    """Cosines of random pairs of different patients, with a fixed seed."""
-    rng = np.random.default_rng(0)
-    p = rng.integers(0, len(result.gallery_PD), OTHER_PAIRS)
-    q = rng.integers(0, len(result.probe_QD), OTHER_PAIRS)
-    differ = np.asarray(result.gallery_ids)[p] != np.asarray(result.probe_ids)[q]
-    gallery = unit_vectors(np.asarray(result.gallery_PD, float))
-    probes = unit_vectors(np.asarray(result.probe_QD, float))
-    blocks = np.array_split(np.stack([p[differ], q[differ]]), 50, axis=1)
-    return np.concatenate([np.einsum("nd,nd->n", gallery[p], probes[q]) for p, q in blocks])

@@ -35,8 +35,8 @@ from ...training.metrics import Array
 
 FOR, AGAINST = "#d95f02", "#0072b2"  # differ for any colour vision
 NOTE = (
-    "The number of a lead: how much this falls if the model is not shown the lead (orange), or rises (-, blue). "
-    "Limb leads stand in for each other. Not a diagnosis."
+    "Numbers: how much its logit (or value) falls if the model is not shown the lead (orange), or rises "
+    "(-, blue). Limb leads stand in for each other."
 )
 
 
@@ -72,16 +72,20 @@ def draw_why(
     x_RLT = setup.input.windows(uv_BLT, halves_B).to(setup.model.device)
     channels = [setup.input.leads.index(lead) for lead in setup.input.seen]
     output, added = added_by(channels, setup.model, x_RLT, k)
+    with torch.no_grad():
+        score = setup.model.scores(x_RLT)[:, k].mean().item()
     added_by_lead = dict(zip([LEADS[lead] for lead in setup.input.seen], added, strict=True))
 
     uv_LT, halves = uv_BLT[0].numpy(), int(halves_B[0])
     missing = [LEADS[lead] for lead in np.flatnonzero(~uv_LT.any(1))]
-    title = f"{why}: {output:+.2f} (logit or value) in {name}"
-    figure = plots.ecg_figure(uv_LT, halves, title, NOTE, missing)
+    title = f"{why}: {score:.3g} in {name}"
+    rate_and_axis = plots.computed(uv_LT, halves, missing)
+    figure = plots.ecg_figure(uv_LT, halves, title, f"{NOTE} {rate_and_axis}", missing)
     colour_leads(figure, added_by_lead)
     plots.save(figure, png)
     table = "".join(f"  {lead:<4}{value:+7.2f}\n" for lead, value in added_by_lead.items())
-    return show(f"{title}\nwhat each lead adds:\n{table}drawn: {png}\n")
+    heading = f"logit or value {output:+.2f}, to which each lead adds:"
+    return show(f"{title}\n{rate_and_axis}\n{heading}\n{table}drawn: {png}\n")
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from omnilead.__main__ import main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS as LEADS_OF
 from omnilead.engine.evaluation import bench, differences, embedders, plan
+from omnilead.engine.evaluation import vectors as vectors_of
 from omnilead.engine.evaluation.differences import resampled
 from omnilead.engine.evaluation.identification import identities
 from omnilead.engine.evaluation.probe import ProbeData, folds, linear
@@ -171,7 +172,8 @@ def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys)
         made.append(rows)
         return batches(dataset, rows, **how)
 
-    monkeypatch.setattr(embedders, "dataset_batches", counted)
+    for module in (embedders, vectors_of):
+        monkeypatch.setattr(module, "dataset_batches", counted)
     same = metrics_of(omnilead.bench(models, tasks=["identification"], **again))
     assert made == [] and len(same) == 5 and same.items() <= metrics_of(found).items()
     said = [f"bench: {i} of 10 done: {name}" for i, name in enumerate(found["models"], 1)]
@@ -229,7 +231,7 @@ def test_a_head_says_how_good_it_is_and_from_which_score_on_it_finds_95_of_100(
     write_table(path, dataset, af=[1, 0, 0, 1, 1])
     found = omnilead.bench(models[:1], tasks=[str(path)], head=str(head), **again)
     is_row, score, line = (note for note in found["notes"] if note.startswith(f"{head}: "))
-    assert is_row.startswith(f"{head}: is the row 'first', leads {LEADS[0]}, fitted on ")
+    assert is_row.startswith(f"{head}: is the row 'first', leads {LEADS[0]}, share 1, fitted on ")
     assert line.startswith(f"{head}: af: 95 % sensitivity from 0.")
     written = json.loads((head / "config.json").read_text())["head"]["cross_validated"]
     lowest, specificity = written["sensitive"]["af"]
@@ -300,7 +302,7 @@ def test_identification_equals_a_direct_computation(out, found, dataset):
     of = identities(dataset, measured(dataset, how))
 
     def vectors(rows):
-        made = embedders.embedded(beats, dataset, rows, *LEADS, out / "parts")
+        made = vectors_of.embedded(beats, dataset, rows, *LEADS, out / "parts")
         return made.of(rows).c_BSD[:, 0, beats.compared]  # of unit length
 
     nearest = (vectors(of.probe) @ vectors(of.gallery).T).argmax(1)
@@ -391,7 +393,7 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     used = {0.2: np.array([True, False, True]), 1.0: np.ones(3, bool)}
     weight = resampled(test.patient_N)
     task = plan.ProbedTask(labels, train, test, draws, used, weight, set(), every)
-    vectors = [embedders.Vectors(every, np.full(200, 2), c_BSD)]
+    vectors = [vectors_of.Vectors(every, np.full(200, 2), c_BSD)]
     for share, of_classes in bench.probe_samples(task, vectors, vectors, linear):
         facts, samples = task.facts(share, of_classes), differences.over_classes(of_classes)
         direct, known = [], y[:, used[share]]
@@ -478,7 +480,7 @@ def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
     found = omnilead.bench(models[:1], tasks=[sheet], columns=["ill"], folds=4, **again)
     row = found["rows"][0]
     assert row["n"] == labelled and row["labelled"] < labelled and row["task"] == "mine"
-    assert "4 folds: each ECG is scored once" in str(found["notes"])
+    assert "4 folds: each ECG is scored once" in str(found["notes"]) and found["folds"] == 4
     everybody = set.union(*fitted)
     held = [everybody - patients for patients in fitted[:4]]
     assert len(set.union(*held)) == sum(map(len, held)) == len(everybody)
@@ -572,6 +574,7 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --share 0.01", "no class has positives and negatives in both: use a larger share"),
         ("sex --leads 13", "leads='13': no lead is called"),
         ("sex --fit-leads 13", "leads='13': no lead is called"),
+        ("book.xlsx", "it is a workbook or another archive: save the sheet as CSV UTF-8"),
         ("same.csv", "nothing to learn or to score; an empty cell is unknown: write 0"),
         (
             "none.csv",
@@ -598,6 +601,7 @@ def test_refusals_are_one_line(
     monkeypatch, capsys,
 ):  # fmt: skip
     monkeypatch.chdir(Path(models[1]).parent)
+    Path("book.xlsx").write_bytes(b"PK\3\4")
     write_table(Path("same.csv"), dataset, ill=1)
     write_table(Path("none.csv"), dataset, ill=0)
     write_table(Path("alive.csv"), dataset, time=[1, 2, 3], event=0)
@@ -644,8 +648,8 @@ def test_several_ranks_are_refused(models, dataset, tmp_path, monkeypatch, capsy
 def test_a_model_with_other_windows_is_joined_by_its_mean():
     c_BSD = RNG.normal(size=(3, 4, 3))
     c_BSD[2, 2:] = 0  # has two windows
-    many = embedders.Vectors(np.arange(3), np.array([4, 4, 2]), c_BSD)
-    one = embedders.Vectors(np.arange(3), np.ones(3), c_BSD[:, :1])
+    many = vectors_of.Vectors(np.arange(3), np.array([4, 4, 2]), c_BSD)
+    one = vectors_of.Vectors(np.arange(3), np.ones(3), c_BSD[:, :1])
     records = ProbedRecords(np.arange(3), np.arange(3), np.zeros((3, 1)), np.arange(3))
     means = records.means([many, one])
     assert means.shape == (3, 6)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from omnilead.engine.evaluation.identification import IdentificationResult
 from omnilead.engine.evaluation.results import TaskResult, by_record
 from omnilead.engine.extras.reports import evaluation_report
 from omnilead.engine.inference.trained_model import HeadInfo
-from omnilead.engine.training.metrics import calibration, confusion_shares
+from omnilead.engine.training.metrics import calibration
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
 
@@ -148,9 +149,47 @@ def test_calibration_by_hand():
     assert error == pytest.approx((9 + 9 * 0.5 + 20 * 0.025) / 50)
 
 
-def test_confusions_by_hand():
-    """Two rows of AF, one of which also has AFL: predicting AFL for it is no confusion."""
-    labels = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
-    outputs = np.array([[1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]], bool)
-    expected = [[0.5, 0, 0.5, 0, 0.5], [0, 1, 1, 0, 0], *[[np.nan] * 5] * 2]
-    np.testing.assert_array_equal(confusion_shares(labels, outputs), expected)
+def test_counts_by_hand():
+    """Unknown labels are not counted; a score at the threshold is not above it."""
+    y_N = np.array([1, 1, 1, 0, 0, 0, 0, np.nan])
+    score_N = np.array([0.9, 0.6, 0.5, 0.8, 0.5, 0.2, 0.1, 0.9])
+    assert evaluation_report.two_by_two("AF", 0.5, y_N, score_N) == [
+        ["AF", "labelled yes", "labelled no", ""],
+        ["above 0.5", "2", "1", "PPV 66.7%"],
+        ["not above", "1", "3", "NPV 75.0%"],
+        ["", "sensitivity 66.7%", "specificity 75.0%", ""],
+    ]
+    nobody = evaluation_report.two_by_two("AF", 2.0, y_N[3:], score_N[3:])
+    assert nobody[1:3] == [["above 2", "0", "0", "PPV -"], ["not above", "0", "4", "NPV 100.0%"]]
+    assert nobody[3][1] == "sensitivity -"
+
+
+def test_counts_of_exclusive_classes_by_hand():
+    """Rows are true classes, columns predicted ones."""
+    head = HeadInfo("t", "multiclass", ("a", "b"))
+    y_NK = np.array([[1, 0], [1, 0], [1, 0], [0, 1], [np.nan, np.nan]])
+    scores_NK = np.array([[0.9, 0.1], [0.3, 0.7], [0.2, 0.8], [0.1, 0.9], [0.5, 0.5]])
+    table = evaluation_report.confusions(head, y_NK, scores_NK)
+    assert table[1:] == [["a", "1", "2"], ["b", "0", "1"]]
+
+
+def test_the_sensitive_point_of_cross_validation_has_counts():
+    """Its score is the lowest that counts as predicted."""
+    y_N1, scores_N1 = np.array([[1.0], [1.0], [0.0]]), np.array([[0.9], [0.25], [0.1]])
+    head = SimpleNamespace(
+        kind="binary",
+        classes=("AF",),
+        thresholds=(0.5,),
+        cross_validated=SimpleNamespace(sensitive={"AF": (0.25, 0.9)}),
+    )
+    of_threshold, of_sensitivity = evaluation_report.decisions(head, y_N1, scores_N1)[
+        "decisions"
+    ].values()
+    assert of_threshold[0][1][1:3] == ["1", "0"] and of_sensitivity[0][1][1:3] == ["2", "0"]
+
+
+def test_one_score_has_one_interval():
+    """Where a group has all records, as where there is one source: that of the whole."""
+    result = of_kind("binary", ["AF"], unknown=0)
+    result = replace(result, groups_N={"source": np.repeat("mine", 120)}, resamples=400)
+    assert result.groups["source"]["mine"]["intervals"] == result.record["intervals"]

@@ -1,9 +1,7 @@
-"""The report of a run: four curves are on it, nothing is loaded, and any run has one."""
+"""The report of a run: three curves are on it, nothing is loaded, and any run has one."""
 
-import base64
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from pages import words
 from docs import augmentations
 from omnilead.engine.extras.reports import charts, run_report
 from omnilead.engine.extras.reports.__main__ import main as report_main
+from omnilead.engine.training.config import Config
 from omnilead.engine.training.metrics import identification
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.validation import identified_share
@@ -131,39 +130,22 @@ def test_errors_are_one_line(tmp_path, capsys):
         assert out == "" and len(err.splitlines()) == 1 and "metrics.jsonl" in err
 
 
-def steps_with(values):
-    return charts.Curve("loss", np.arange(float(len(values))), np.array(values))
-
-
 def test_a_curve_of_many_steps_hides_no_outlier_and_makes_no_large_page():
-    """All its points are drawn, as an image; over them medians, which outliers do not move."""
-    y = np.full(100_000, 2.0)
-    y[4321] = 9.0
-    x, middle = charts.medians(np.arange(100_000.0), y)
-    assert (np.diff(x) > 0).all() and (middle == 2).all() and len(x) == charts.SMOOTHED_FROM
+    """It is drawn as an image, with all its points."""
+    x, y = np.arange(100_000.0), np.full(100_000, 2.0)
     noise = np.random.default_rng(0).normal(size=100_000)
-    for values, highest in ((y, 9), (noise, max(noise))):
-        _, axes = charts.figure_and_axes()
-        charts.draw_over_steps(axes, steps_with(values), charts.BLUE)
-        points, line, _ = axes.lines
-        assert max(points.get_ydata()) == highest and points.get_rasterized()
-        assert len(line.get_ydata()) == charts.SMOOTHED_FROM
-        assert len(charts.curves_over_steps("Loss", [steps_with(values)]).source) < 100_000
+    flat = charts.over_steps("Loss", {"loss": (x, y)}).source
+    y[4321] = 9.0
+    outlier = charts.over_steps("Loss", {"loss": (x, y)}).source
+    noisy = charts.over_steps("Loss", {"loss": (x, noise)}).source
+    assert outlier != flat and max(map(len, (flat, outlier, noisy))) < 100_000
 
 
-def test_what_is_not_finite_is_marked_on_the_axis():
-    _, axes = charts.figure_and_axes()
-    charts.draw_over_steps(axes, steps_with([NAN, 1.0, INF, 2.0, -INF]), charts.BLUE)
-    line, lost = axes.lines
-    assert line.get_xdata().tolist() == [1, 3] and lost.get_xdata().tolist() == [0, 2, 4]
-    assert lost.get_color() == charts.WRONG
-
-
-@pytest.mark.parametrize("values", [(2.2, 2.9, 3.1), (0.8, 1.4, 5.0), (1e-3, 1.0, 50.0)])
-def test_every_axis_has_at_least_two_numbers(values):
-    source = charts.curves_over_steps("Gradient norm", [steps_with(values)], log=True).source
-    axis = base64.b64decode(source.partition(",")[2]).decode().partition("matplotlib.axis_2")[2]
-    assert len(re.findall(r">[\d.]+</text>", axis)) >= 2
+def test_settings_that_are_not_the_defaults_are_on_the_page(tmp_path):
+    config = Config().tree()
+    facts = {"config": config | {"train": config["train"] | {"lr": 0.125}}, "steps": 2}
+    page = words(run_report.build(make(tmp_path / "run", ROWS, facts=facts)))
+    assert "\ntrain.lr\n0.125\nThe run\n" in page and "train.batch_crops" not in page
 
 
 def test_the_picture_of_augmentations(dataset, tmp_path, capsys):

@@ -13,7 +13,7 @@ from ranks import column, rows
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import tracking
 from omnilead.engine.training.config import build
-from omnilead.engine.training.loggers import RunLogger, move_repeated_lines
+from omnilead.engine.training.loggers import RunLogger, folded, move_repeated_lines, progress_line
 
 KEYS = ("step", "loss", "crops_per_s", "data_wait_pct", "mfu", "lr")
 
@@ -204,3 +204,28 @@ def test_lines_of_repeated_steps_are_moved(tmp_path):
     assert cut.count(b'\xff{"st') == 2
     move_repeated_lines(path, 1)
     assert len((tmp_path / "metrics.cut.jsonl").read_bytes().splitlines()) == len(cut)
+
+
+def test_a_line_of_progress_fits_100_columns():
+    row = {
+        "step": 1000,
+        "loss": 9.1234,
+        "loss_local": 5.1,
+        "loss_global": 6.1,
+        "loss_features": 0.01,
+    }
+    row |= {
+        "loss_diversity": None,
+        "lr": 5e-5,
+        "crops_per_s": 1396.3,
+        "data_wait_pct": 0.1,
+        "mfu": 0.31,
+    }
+    line = folded(progress_line(row, 100_000, 5000))
+    assert line == (
+        "step 1000/100000  loss 9.1234  lr 5e-05  1396.3 crops/s, data wait 0.1 %, MFU 31.0 %  1:23:20 left\n"
+        "    losses: local 5.100, global 6.100, features 0.010"
+    )
+    row |= {f"loss_{name}": 1.0 for name in ("variance", "invariance", "covariance", "age", "sex")}
+    long = folded(progress_line(row | {"step": 123_456}, 1_000_000, 1e6)).splitlines()
+    assert len(long) == 3 and max(map(len, long)) <= 100

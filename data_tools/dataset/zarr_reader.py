@@ -17,9 +17,9 @@ import google_crc32c
 import numcodecs.blosc
 import numpy as np
 
-from .ecg.constants import CROP_BYTES, CROP_SHAPE, LEADS
-from .io.errors import ChunkError, DatasetError, ReadError, one_line
-from .io.storage import Folder
+from ..ecg.constants import CROP_BYTES, CROP_SHAPE, LEADS
+from ..io.errors import ChunkError, DatasetError, ReadError, one_line
+from ..io.storage import Folder
 
 numcodecs.blosc.use_threads = (
     False  # our threads would share Blosc's threads and wait for their lock

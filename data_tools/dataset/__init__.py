@@ -35,16 +35,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError, field_validator
 
-from .ecg.constants import ABBREVIATIONS, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
-from .ecg.constants import CROP_BYTES as CROP_BYTES
-from .ecg.constants import CROP_SHAPE as CROP_SHAPE
-from .ecg.constants import VENDORS as VENDORS
-from .ecg.pseudonyms import Removed, key_mark
-from .io.errors import MISSING_FILE, ReadError, one_line
-from .io.errors import ChunkError as ChunkError
-from .io.errors import DataError as DataError
-from .io.errors import DatasetError as DatasetError
-from .io.storage import Folder, dataset_folder
+from ..ecg.constants import ABBREVIATIONS, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
+from ..ecg.constants import CROP_BYTES as CROP_BYTES
+from ..ecg.constants import CROP_SHAPE as CROP_SHAPE
+from ..ecg.constants import VENDORS as VENDORS
+from ..ecg.pseudonyms import Removed, key_mark
+from ..io.errors import MISSING_FILE, ReadError, one_line
+from ..io.errors import ChunkError as ChunkError
+from ..io.errors import DataError as DataError
+from ..io.errors import DatasetError as DatasetError
+from ..io.storage import Folder, dataset_folder
 
 FORMAT_VERSION = 1
 # 1: roles and label names in the JSON of the shards, attributes in the zarr copy. 0 has neither

@@ -21,12 +21,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .ecg.constants import ABBREVIATIONS as CLASSES
-from .ecg.constants import CROP_SHAPE
-from .ecg.record_names import match_records
-from .ecg.record_tables import RESERVED, missing_words, read_table
-from .io.errors import DataError, DatasetError, one_line
-from .io.terminal import tell
+from ..ecg.constants import ABBREVIATIONS as CLASSES
+from ..ecg.constants import CROP_SHAPE
+from ..ecg.record_names import match_records
+from ..ecg.record_tables import RESERVED, missing_words, read_table
+from ..io.errors import DataError, DatasetError, one_line
+from ..io.terminal import tell
 
 ROLES: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
 ROLES |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}
