@@ -29,7 +29,16 @@ from ..settings.commandline import writing
 from ..settings.errors import ConfigError, Facts
 from ..tasks.kinds import KINDS
 from .boosted import INSTALL, installed
-from .differences import Samples, Scores, averaged, by_class, by_fold, compared, over_classes
+from .differences import (
+    Samples,
+    Scores,
+    averaged,
+    by_class,
+    by_fold,
+    compared,
+    over_classes,
+    widened,
+)
 from .embedders import (
     BOOSTED,
     ROCKET,
@@ -187,7 +196,8 @@ def probe_samples(
             if task.fold_N is None:
                 each.append(by_class(task.kind, y_NK, scores_NK, task.weight_NB))
             else:
-                each.append(by_fold(task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N))
+                found = by_fold(task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N)
+                each.append(widened(found, task.fold_N))
         yield share, averaged(each)
 
 
@@ -216,7 +226,8 @@ def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:
     if args.folds:
         notes.append(
             f"Cross-validation in {args.folds} folds: each ECG is scored once, by a probe that was "
-            "fitted without its patient. It is ranked among the ECGs of its own fold."
+            "fitted without its patient. It is ranked among the ECGs of its own fold. Intervals are "
+            "widened, because these probes share most of their ECGs."
         )
     elif work.tested is work.fitted:
         notes += [few_tested(name, task) for name, task in work.tasks.items() if task.few_tested]

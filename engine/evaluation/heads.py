@@ -26,7 +26,7 @@ from ..settings.leads import describe_leads
 from ..tasks.kinds import KINDS, sensitive_points, thresholds
 from ..tasks.labels import TaskLabels
 from ..training.metrics import Array, few_patients
-from .differences import by_fold, interval, over_classes, resampled
+from .differences import by_fold, interval, over_classes, resampled, widened
 from .embedders import READERS, name_and_folder, reading
 from .probe import FOLDS, MANY, Fit, Probe, ProbeData
 from .records import ProbedRecords, folds_of, groups_of
@@ -163,7 +163,7 @@ def validated(labels: TaskLabels, train: ProbedRecords, scores_NK: Array, fold_N
     tested_N = fold_N != NOT_TESTED
     y_NK, patient_N, fold_N = train.y_NK[tested_N], train.patient_N[tested_N], fold_N[tested_N]
     scores_NK, kind = scores_NK[tested_N], labels.task.kind
-    samples = by_fold(kind, y_NK, scores_NK, resampled(patient_N), fold_N)
+    samples = widened(by_fold(kind, y_NK, scores_NK, resampled(patient_N), fold_N), fold_N)
     metrics, intervals = {}, {}
     for name, value_B in over_classes(samples, few_patients(kind, y_NK, patient_N)).items():
         metrics[name], intervals[name] = float(value_B[0]), interval(value_B)

@@ -429,6 +429,22 @@ def test_in_cross_validation_an_ecg_is_ranked_in_its_own_fold_alone():
     assert ages["mae"][0, 0] == pytest.approx(np.nanmean(np.abs(values - scores)))
 
 
+def test_intervals_of_cross_validation_are_wider():
+    value_KB = np.append([[0.9]], RNG.normal(0.9, 0.01, (1, 5000)), axis=1)
+    samples = {
+        "auroc": value_KB,
+        "mae": value_KB * 9,
+        "auprc": 0 * value_KB + 0.99 + (value_KB - 0.9),
+    }
+    wider = differences.widened(samples, np.arange(90) % 5)
+    assert wider["auroc"][0, 0] == 0.9 and wider["auroc"].mean() == pytest.approx(value_KB.mean())
+    for name in ("auroc", "mae"):
+        assert wider[name][0, 1:].std() == pytest.approx(1.5 * samples[name][0, 1:].std())
+    assert wider["auprc"].max() == 1
+    one = differences.widened(samples, np.zeros(90))  # of many ECGs, one fold is tested
+    np.testing.assert_allclose(one["mae"], samples["mae"])
+
+
 def test_a_patient_and_the_copies_of_an_ecg_are_in_one_fold():
     patient = np.array([7, 7, 9, 11, 13, 15, 17, 19])
     waveform = np.array([1, 2, 3, 3, 4, 5, 5, 6, 7, 8])  # of the crops of 8 records
