@@ -101,7 +101,7 @@ def smoke(run: LoopRun) -> Found:
 
 def profile(run: LoopRun) -> Found:
     """Trace steps of the training loop: RUN/profile has the trace and the slowest operations."""
-    from omnilead.engine.training.tracking import WARM_UP
+    from omnilead.engine.training.profiling import WARM_UP
 
     steps = WARM_UP + run.steps + 1
     pretrain(run, f"train.steps={steps}", options=("--profile", str(run.steps)))

@@ -59,7 +59,7 @@ def pretrain_settings() -> "tuple[type[Config], Callable[..., Config]]":
     return Config, read_settings
 
 
-def train_run(config: "RunConfig", task: "Task", profile: int = 0) -> bool:
+def train_run(config: "RunConfig", import_task: "Task", profile: int = 0) -> bool:
     """Trains or resumes a run, and exports its model at the end. Fine-tuning is this with another
     task. `profile`: how many steps to trace. False: stopped by SIGTERM, with a checkpoint. Errors
     are raised; KeyboardInterrupt after Ctrl-C, with a checkpoint too."""
@@ -77,7 +77,7 @@ def train_run(config: "RunConfig", task: "Task", profile: int = 0) -> bool:
     from omnilead.engine.training.loop import Loop
     from omnilead.engine.training.profiling import Profile
 
-    task_class = task()
+    task_class = import_task()
     profiler = Profile(profile) if profile else None
     with (
         distributed.started(config.train) as ranks,

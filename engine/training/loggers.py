@@ -122,7 +122,7 @@ class RunLogger:
             * (self.total - row["step"])
         )
         if self.bar is None:
-            say(folded(progress_line(line, self.total, left_s)))
+            say(progress_lines(line, self.total, left_s))
         else:
             self.bar.set_postfix_str(
                 f"loss {row['loss']:.4f}, {row['crops_per_s']:.1f} crops/s", refresh=False
@@ -193,8 +193,8 @@ def folded(line: str) -> str:
     return textwrap.fill(line, COLUMNS, subsequent_indent="    ")
 
 
-def progress_line(row: Row, total: int, left_s: float) -> str:
-    """The parts of the loss come last: what they make too long is folded before them."""
+def progress_lines(row: Row, total: int, left_s: float) -> str:
+    """The parts of the loss, if it has any, are a line of their own."""
     parts = ", ".join(
         f"{key[5:]} {row[key]:.3f}"
         for key in row
@@ -208,7 +208,8 @@ def progress_line(row: Row, total: int, left_s: float) -> str:
         f"step {row['step']}/{total}  loss {row['loss']:.4f}  lr {row['lr']:.2g}  {speed}  "
         f"{timedelta(seconds=int(left_s))} left"
     )
-    return f"{line}  losses: {parts}" if parts else line
+    lines = [line, f"    losses: {parts}"] if parts else [line]
+    return "\n".join(map(folded, lines))
 
 
 def move_repeated_lines(path: Path, step: int) -> None:

@@ -13,7 +13,7 @@ from ranks import column, rows
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import tracking
 from omnilead.engine.training.config import build
-from omnilead.engine.training.loggers import RunLogger, folded, move_repeated_lines, progress_line
+from omnilead.engine.training.loggers import RunLogger, move_repeated_lines, progress_lines
 
 KEYS = ("step", "loss", "crops_per_s", "data_wait_pct", "mfu", "lr")
 
@@ -221,11 +221,11 @@ def test_a_line_of_progress_fits_100_columns():
         "data_wait_pct": 0.1,
         "mfu": 0.31,
     }
-    line = folded(progress_line(row, 100_000, 5000))
+    line = progress_lines(row, 100_000, 5000)
     assert line == (
         "step 1000/100000  loss 9.1234  lr 5e-05  1396.3 crops/s, data wait 0.1 %, MFU 31.0 %  1:23:20 left\n"
         "    losses: local 5.100, global 6.100, features 0.010"
     )
     row |= {f"loss_{name}": 1.0 for name in ("variance", "invariance", "covariance", "age", "sex")}
-    long = folded(progress_line(row | {"step": 123_456}, 1_000_000, 1e6)).splitlines()
-    assert len(long) == 3 and max(map(len, long)) <= 100
+    long = progress_lines(row | {"step": 123_456}, 1_000_000, 1e6).splitlines()
+    assert len(long) == 4 and max(map(len, long)) <= 100
