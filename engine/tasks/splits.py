@@ -120,18 +120,23 @@ def _split_by_column(
     empty = len(values)  # the value of an empty cell, and of a crop without a row
     value_of_row = pc.fill_null(cells.indices, empty).to_numpy(zero_copy_only=False)
     value_N = np.append(value_of_row, empty)[np.concatenate(sheet.row_of_crop)]
-    is_in = np.zeros((len(people.names), empty + 1), bool)  # which patient is in which fold
-    is_in[people.owner_N[labelled_N], value_N[labelled_N]] = True
-    is_in[:, empty] = False
-    in_several = np.flatnonzero(is_in.sum(1) > 1)
-    if len(in_several):
-        patient = int(in_several[0])
-        two = " and ".join(values[fold] for fold in np.flatnonzero(is_in[patient])[:2])
+    counts_N = labelled_N & (value_N != empty)
+    patient, two = _in_two(people.owner_N[counts_N], value_N[counts_N], (len(people.names), empty))
+    if two:
         raise ConfigError(
-            f"{sheet.name}: patient {people.names[patient]} is in {column}s {two}: put each "
-            "patient in one"
+            f"{sheet.name}: patient {people.names[patient]} is in {column}s "
+            f"{' and '.join(values[fold] for fold in two)}: put each patient in one"
         )
     return np.append(split_of_value, 0)[value_N], folds
+
+
+def _in_two(patient_N: Array, fold_N: Array, shape: tuple[int, int]) -> tuple[int, list[int]]:
+    """The first patient with several folds, and two of these."""
+    is_in = np.zeros(shape, bool)
+    is_in[patient_N, fold_N] = True
+    patient = int((is_in.sum(1) > 1).argmax())
+    folds = np.flatnonzero(is_in[patient])
+    return patient, folds[:2].tolist() if len(folds) > 1 else []
 
 
 def _last_folds(sheet: str, values: list[str]) -> dict[str, tuple[str, ...]]:

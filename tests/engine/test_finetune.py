@@ -516,7 +516,7 @@ def test_a_users_own_label_table(
     kept = read_table(str(run / LABELS))
     assert kept.equals(read_table(str(table)).select(["record", column]))  # no other column
     if kind == "regression":
-        y = known.of("train")[:, 0]
+        y = known.y_of("train")[:, 0]
         assert head["center"] + head["scale"] == pytest.approx([y.mean(), y.std()])
     elif kind == "multilabel":
         assert head["thresholds"] == state["best"]["thresholds"] and 0 < head["thresholds"][0] < 1
@@ -656,7 +656,7 @@ def test_settings_that_suit_the_labels(table, dataset, base, tmp_path, monkeypat
     start = {"start": str(base), "data.datasets": [dataset.root.url]}
     given = {**start, "task.labels": str(table), "task.columns": ["odd"]}
     config = read_settings(None, given)
-    t, crops = config.train, len(read_task(config.task, [dataset]).of("train"))
+    t, crops = config.train, len(read_task(config.task, [dataset]).y_of("train"))
     assert (config.task.kind, config.task.name, t.batch_crops) == ("binary", "mine", crops // 10)
     assert t.validate_every == crops // t.batch_crops and t.steps == 40 * t.validate_every
     assert t.patience > 0 and t.lr == 1e-3
