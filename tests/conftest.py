@@ -21,6 +21,7 @@ from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.extras.synthetic.archive import synthesise
 from omnilead.data_tools.sources.detect import open_sources
 from tests import unsynced  # noqa: F401
+from tests.forks import freeze
 
 with contextlib.suppress(ImportError):  # may be missing where only the GPU tests run
     import hypothesis
@@ -43,11 +44,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Garbage collection skips what all tests import: millions of objects, and none of them garbage."""
+    """Imports all tests."""
     gc.disable()
     collected = yield
-    gc.collect()
-    gc.freeze()
+    freeze()
     gc.enable()
     return collected
 

@@ -39,8 +39,11 @@ HEAVY = [
     "distributed.cli.dask_worker",
     "distributed.cli.dask_scheduler",
     "tests.unsynced",
+    "tests.engine.training.ranks",  # with scipy.stats
+    "tests.engine.evaluate.conftest",  # with pytest, hypothesis and scikit-learn
 ]
-CONTEXT.set_forkserver_preload(["tests.frozen"])
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
+FREEZE = gc.freeze
 
 
 def started(call, *arguments, out, env=None):
@@ -81,14 +84,21 @@ def fork(call):
 
 
 def import_all(names):
-    """What a child has imported, so that the next ones need not, nor look there for garbage."""
+    """What a child has imported, so that the next ones need not."""
     for name in names:
         # Theirs who import them: _asyncio before asyncio breaks both
         if not name.startswith("_"):
             with contextlib.suppress(ImportError):  # Cython's own are no modules
                 importlib.import_module(name)
+    freeze()
+
+
+def freeze():
+    """Garbage collection skips what was imported: millions of objects, and none of them garbage. A
+    training, which freezes too, no longer thaws it at its end."""
     gc.collect()
-    gc.freeze()
+    FREEZE()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def at_functions(act):

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 WINGS = ("data_tools", "engine")
 MODULES = sorted(path for wing in WINGS for path in (ROOT / wing).rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in MODULES}
 # From the lowest: a room imports its own modules and those of rooms before it, nothing else. The
 # doors, modules directly in a wing that a user starts, come last.
 ROOMS = {
@@ -43,6 +43,11 @@ def dotted(path):
 NAMES = {dotted(path): path for path in MODULES}
 
 
+@cache
+def tree(path):
+    return ast.parse(path.read_text())
+
+
 def room(name):
     """The wing of a module, and its room."""
     wing, *rest = name.split(".")
@@ -51,13 +56,13 @@ def room(name):
 
 def imports(path, late=True):
     """What a module imports; a name from a module may be a submodule. `late`: in functions too."""
-    tree, found = TREES[path], set()
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    found = set()
+    functions = [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
     package = dotted(path).split(".")
     if path.stem != "__init__":
         package.pop()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree(path)):
         if id(node) in inside and not late:
             continue
         if isinstance(node, ast.Import):
@@ -78,14 +83,14 @@ def test_no_module_shadows_the_standard_library(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_each_module_says_what_it_is(path):
-    assert ast.get_docstring(TREES[path])
+    assert ast.get_docstring(tree(path))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_only_one_module_prints(path):
     """data_tools.io.terminal escapes what would control the terminal, because text may come from a
     file of anyone's."""
-    calls = [node.func for node in ast.walk(TREES[path]) if isinstance(node, ast.Call)]
+    calls = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
     prints = {"print", "sys.stdout.write", "sys.stderr.write", "tqdm.write"}
     is_terminal = dotted(path) == "data_tools.io.terminal"
     assert is_terminal or not prints & {ast.unparse(call) for call in calls}
@@ -97,7 +102,7 @@ def test_an_absolute_import_crosses_a_border(path):
     relative to."""
     wing, name = room(dotted(path))
     if name != "doors" and path.stem != "__main__":
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ImportFrom) and not node.level:
                 assert not f"{node.module}.".startswith(f"omnilead.{wing}."), ast.unparse(node)
 
@@ -176,6 +181,6 @@ def test_sharding_and_pretraining_do_without_any_spare_room(archive, tmp_path):
 
 
 def test_a_class_name_means_one_thing():
-    classes = [node for tree in TREES.values() for node in tree.body]
+    classes = [node for path in MODULES for node in tree(path).body]
     names = Counter(node.name for node in classes if isinstance(node, ast.ClassDef))
     assert [name for name, n in names.items() if n > 1 and not name.startswith("_")] == []

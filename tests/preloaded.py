@@ -1,4 +1,4 @@
-"""All that the fork server imports."""
+"""Imported by the fork server."""
 
 import gc
 
