@@ -183,7 +183,7 @@ def operating_points(head: HeadInfo) -> dict[str, dict[str, float]]:
     points = {}
     if head.thresholds:
         points["threshold"] = dict(zip(head.classes, head.thresholds, strict=True))
-    if cross_validated := getattr(head, "cross_validated", None):
+    if cross_validated := head.cross_validated:
         lowest = {name: score for name, (score, _) in cross_validated.sensitive.items()}
         point = "score with 95 % sensitivity in cross-validation"
         points[point] = {name: float(np.nextafter(score, 0)) for name, score in lowest.items()}

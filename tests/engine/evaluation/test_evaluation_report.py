@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from omnilead.engine.evaluate import lines
 from omnilead.engine.evaluation.identification import IdentificationResult
 from omnilead.engine.evaluation.results import TaskResult, by_record
 from omnilead.engine.extras.reports import evaluation_report
-from omnilead.engine.inference.trained_model import HeadInfo
+from omnilead.engine.inference.trained_model import CrossValidation, HeadInfo
 from omnilead.engine.training.metrics import calibration
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
@@ -176,12 +175,8 @@ def test_counts_of_exclusive_classes_by_hand():
 def test_the_sensitive_point_of_cross_validation_has_counts():
     """Its score is the lowest that counts as predicted."""
     y_N1, scores_N1 = np.array([[1.0], [1.0], [0.0]]), np.array([[0.9], [0.25], [0.1]])
-    head = SimpleNamespace(
-        kind="binary",
-        classes=("AF",),
-        thresholds=(0.5,),
-        cross_validated=SimpleNamespace(sensitive={"AF": (0.25, 0.9)}),
-    )
+    scored = CrossValidation(5, 3, {}, {}, sensitive={"AF": (0.25, 0.9)})
+    head = HeadInfo("t", "binary", ("AF",), (0.5,), cross_validated=scored)
     of_threshold, of_sensitivity = evaluation_report.decisions(head, y_N1, scores_N1)[
         "decisions"
     ].values()
