@@ -94,6 +94,18 @@ def test_a_wrong_setting_or_path_is_said_before_pytorch_is_imported(tmp_path):
     assert ended.stderr.count("\n") == len(commands), ended.stderr
 
 
+def test_showing_a_record_draws_nothing_unless_it_is_asked_to(archive):
+    """0.8 CPU-seconds of 1.3."""
+    record = next(archive.rglob("*.hea"))
+    code = (
+        "import sys; from omnilead.__main__ import main; main(sys.argv[1:]); "
+        "sys.exit(', '.join({'torch', 'scipy.signal', 'matplotlib', 'pandas'} & set(sys.modules)))"
+    )
+    words = [sys.executable, "-c", code, "show", str(record)]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert not ended.stderr.strip() and record.stem in ended.stdout
+
+
 def test_help_of_every_command_imports_nothing_heavy():
     subcommands = [
         f"{prog.split(maxsplit=1)[1]} --help" for prog in PARSERS if prog.count(" ") == 2
