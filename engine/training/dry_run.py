@@ -35,7 +35,7 @@ from .train import duration, recompute_layers, total_steps
 # Of one H100 with the paper's model: 1,748 crops/s of 175.9 GFLOP (benchmarks/RESULTS.md). An H200
 # has the same processor
 MEASURED_TFLOPS, MEASURED_GFLOP = 307, 176
-CROP_BYTES = 121_856  # of a shard
+CROP_BYTES = 122_368  # of a shard: samples 120,832, their row as JSON 1,536
 
 
 def dry_run(
