@@ -169,6 +169,7 @@ class Prepared(NamedTuple):
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
     flags: tuple[tuple[str, ...], ...]
+    fs_hz: float  # at which it was recorded
 
 
 def prepared(source: Source, key: str) -> Prepared | ReadError:
@@ -193,7 +194,8 @@ def _prepare(source: Source, key: str) -> Prepared:
     name = record.source or source.source_of(key)
     flags = tuple(flags_of(record, crop) for crop in crops)
     patient = known_patient(record.patient)
-    return Prepared(name, record.name, patient, samples[: len(crops)], starts, halves, flags)
+    samples = samples[: len(crops)]
+    return Prepared(name, record.name, patient, samples, starts, halves, flags, record.fs_hz)
 
 
 def pseudonymised(key: bytes | None, ecg: Prepared) -> Prepared:

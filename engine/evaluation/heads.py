@@ -99,6 +99,8 @@ def fit_head(
     fit = READERS[choice.reader]
     probe = fit(data)
     document = described(labels, probe)
+    source_hz = dataset.column("fs_source_hz")[train.rows]
+    document["source_hz"] = [float(source_hz.min()), float(source_hz.max())]
     said = ["not cross-validated: all ECGs are of one patient"]
     if (fold_N == 0).any():
         scores_NK = held_out(fit, data, record_N, fold_N)

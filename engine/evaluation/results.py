@@ -263,6 +263,8 @@ def score_task(
     """Scores a fine-tuned model on the labelled crops of a split."""
     head = head_for(model, task)
     model_input, notes = shown_input(model, dataset, options)
+    if note := model.note_on_rates(np.unique(dataset.column("fs_source_hz")).tolist()):
+        notes.append(f"{note}.")
     labels = read_task(task, [dataset])
     require_classes(model, labels)
     labelled = labelled_rows(labels, dataset, options.role)

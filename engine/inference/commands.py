@@ -178,6 +178,8 @@ def _doubts(setup: Setup, source: CropSource, counts: Counts) -> Iterator[str]:
             f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS}): is the "
             "scale of these ECGs right?"
         )
+    if note := setup.model.note_on_rates(source.rates_hz):
+        yield note
     if counts.refused:
         records = f"{source.count(range(source.parts)):,} records"
         yield f"without {counts.refused:,} of {records}, which cannot be read"

@@ -116,7 +116,7 @@ class EmbeddedCrops(NamedTuple):
 class DatasetSource:
     """Crops of a dataset. A source has `parts`, `count` (units in some of them), `batches`, which
     calls `progress` with the number of units read, `skipped`, what was left out of each part that
-    was read, and `left_out`, what is in no part."""
+    was read, `left_out`, what is in no part, and `rates_hz`, at which its ECGs were recorded."""
 
     unit = " crops"
     skipped: Mapping[int, list[Skipped]] = {}  # crops are, one by one, where they are read
@@ -140,6 +140,7 @@ class DatasetSource:
         table = table.set_column(table.column_names.index(FLAGS), FLAGS, flags)
         table = table.append_column("row", pa.array(np.arange(len(dataset))))
         self.table = table.append_column(PATH, pa.nulls(len(dataset), pa.string()))
+        self.rates_hz = set(np.unique(dataset.column("fs_source_hz")[rows]).tolist())
         self.record = np.arange(len(rows))
         if per == "record":
             rows, self.record = self._by_record(rows)
@@ -196,6 +197,7 @@ class RecordSource:
         self.paths, self.read, self.batch, self.workers = paths, read, batch, workers
         self.parts = -(-len(paths) // (batch * PART_BATCHES))
         self.skipped: dict[int, list[Skipped]] = {}
+        self.rates_hz: set[float] = set()  # of what was read
 
     def _numbers(self, part: int) -> range:
         size = self.batch * PART_BATCHES
@@ -223,6 +225,7 @@ class RecordSource:
             if isinstance(record, Skipped):
                 self.skipped[part].append(record)
                 continue
+            self.rates_hz.add(record.fs_hz)
             for crop in range(len(record.halves)):
                 yield number, record, crop
 
@@ -495,7 +498,7 @@ def _read_array(ecg: EcgArray, options: EcgOptions, model_input: Input) -> Prepa
             middle = transposed if rows > columns else f", not {len(leads)}:"
             return ReadError(f"has {rows:,} rows{middle} name its rows with --leads")
         cut = crops(values, options.fs_hz, leads, options.unit, model_input)
-        return Prepared("array", ecg.label, None, *cut[:4])
+        return Prepared("array", ecg.label, None, *cut[:4], options.fs_hz)
     except (ArrayError, SignalError, OSError) as error:
         return ReadError(str(error))
 

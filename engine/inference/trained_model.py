@@ -84,6 +84,7 @@ ROWS = 64  # segments encoded at a time
 NOT_FINITE = "the model's outputs are not finite: its weights are broken"
 THRESHOLD = 0.5
 NAMED = 8  # classes in its repr
+ECG_HZ = 300  # enough for what is usually read from an ECG: up to 150 Hz
 ModuleClass = type[nn.Module] | None
 Many = Annotated[int, Field(ge=1, le=2**24)]  # bounded, as config.json may be anyone's
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -123,6 +124,8 @@ class HeadInfo:
     scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
     trees: tuple[Many, Many] | None = None  # how many nodes and trees, of a boosted head
     cross_validated: CrossValidation | None = None
+    # lowest and highest rate at which the ECGs were recorded that a head of `omnilead fit` learned from
+    source_hz: tuple[float, ...] = ()
     # Settings of the task: labels, split, ...
     definition: Facts = field(default_factory=dict)
 
@@ -163,6 +166,11 @@ class HeadInfo:
         return KINDS[self.kind].scores(logits_RK)
 
 
+def _rates(rates_hz: Sequence[float]) -> str:
+    low, high = min(rates_hz), max(rates_hz)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
 class TrainedModel(nn.Module):
     """A trained model in eval mode. R segments (`input.window_s`), L leads, T samples, D `encoder.width`;
     `digest` identifies its files."""
@@ -188,6 +196,24 @@ class TrainedModel(nn.Module):
         self.seen = unknown()  # what it was trained on (engine.data.seen)
         self.readout = self.readout_of(config.get("readout", PAPER))
         self.eval()
+
+    def note_on_rates(self, rates_hz: Iterable[float]) -> str:
+        """What to say if ECGs were recorded so much slower or faster than those that the head was
+        fitted on that it may matter; "": nothing."""
+        if not (self.head_info and self.head_info.source_hz):
+            return ""
+        widest = min(ECG_HZ, self.input.fs_hz, 2 * (self.input.band_hz or (0, ECG_HZ))[1])
+        low, high = (min(rate, widest) for rate in self.head_info.source_hz)
+        other = [
+            rate for rate in sorted(rates_hz) if not 0.8 * low <= min(rate, widest) <= 1.25 * high
+        ]
+        if not other:
+            return ""
+        return (
+            f"ECGs recorded at {_rates(other)} Hz, while the head was fitted on ECGs of "
+            f"{_rates(self.head_info.source_hz)} Hz: the slower lack fast waves, so its scores may "
+            "not hold for these"
+        )
 
     def __repr__(self) -> str:
         """What goes in and what comes out, in place of PyTorch's list of layers."""

@@ -1,6 +1,7 @@
 """omnilead fit: it writes what `bench --head` writes, says how good it is, and predict says it again."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,7 @@ from pyarrow.csv import read_csv, write_csv
 import omnilead
 from omnilead.__main__ import main
 from omnilead.engine.evaluation.heads import people_of
+from omnilead.engine.inference.trained_model import HeadInfo, load
 from tests.conftest import save_model, save_probed
 from tests.engine.evaluate.conftest import make_quick
 
@@ -46,8 +48,9 @@ def encoder(tmp_path_factory):
 
 
 def test_it_writes_what_bench_writes_and_says_how_good_it_is(
-    encoder, sheet, dataset, tmp_path, capsys
+    encoder, sheet, dataset, tmp_path, monkeypatch, capsys
 ):
+    monkeypatch.chdir(tmp_path)
     data, head, out = dataset.root.url, tmp_path / "head", tmp_path / "MODEL"
     given = ["--model", str(encoder), "--data", data, "--labels", str(sheet), "--columns", "ill"]
     assert main(["fit", *given, "--leads", "I,V2", "--out", str(out)]) == 0
@@ -75,9 +78,31 @@ def test_it_writes_what_bench_writes_and_says_how_good_it_is(
     predictions = tmp_path / "F.csv"
     assert main(["predict", "--model", str(out), "--data", data, "--out", str(predictions)]) == 0
     assert f"note: {predictions}: the model: {score}; {point}\n" in capsys.readouterr().err
+    assert of_head["source_hz"] == [257, 500]
+    np.save("slow.npy", np.random.default_rng(0).normal(0, 0.3, (12, 1000)))
+    slow = ["predict", "--model", str(out), "--data", "slow.npy", "--fs", "100", "--unit", "mV"]
+    assert main([*slow, "--out", "slow.csv"]) == 0
+    assert "ECGs recorded at 100 Hz, while the head was fitted on" in capsys.readouterr().err
     evaluated = omnilead.evaluate(out, data=data, labels=str(sheet), leads="I,V2")
     assert any("`omnilead bench --folds 5` tests every" in note for note in evaluated["remarks"])
     assert not any("Leakage" in note for note in evaluated["remarks"])
+    assert not any("recorded at" in note for note in evaluated["remarks"])
+
+
+def test_rates_at_which_a_head_may_not_hold(encoder):
+    """Where an ECG lacks waves that others have, of those that the model sees."""
+    model = load(encoder)
+    assert model.note_on_rates([100.0]) == ""  # it has no head
+    model.head_info = HeadInfo("t", "binary", ("AF",), (0.5,), source_hz=(500.0, 1000.0))
+    assert model.note_on_rates([250.0, 400.0, 2000.0]) == ""
+    assert model.note_on_rates([500.0, 128.0, 100.0]) == (
+        "ECGs recorded at 100 to 128 Hz, while the head was fitted on ECGs of 500 to 1000 Hz: the "
+        "slower lack fast waves, so its scores may not hold for these"
+    )
+    model.head_info = replace(model.head_info, source_hz=(100.0, 100.0))
+    assert "ECGs recorded at 500 Hz, while" in model.note_on_rates([100.0, 500.0])
+    model.input = replace(model.input, band_hz=(0.5, 40.0))
+    assert model.note_on_rates([100.0, 500.0]) == ""
 
 
 def test_what_a_head_of_values_says(encoder, sheet, dataset, tmp_path):
