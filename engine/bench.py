@@ -72,7 +72,10 @@ def bench(
     folds: Annotated[
         int | None,
         Option(
-            "cross-validate in K folds of patients: each labelled ECG is tested once", "K", low=2
+            "cross-validate in K folds of patients, whatever the table's split: each labelled ECG is "
+            "tested once",
+            "K",
+            low=2,
         ),
     ] = None,
     readout: shared.Readout = "",

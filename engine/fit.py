@@ -8,8 +8,8 @@
 Labels are 0 and 1, yes and no, text or numbers; an empty cell is unknown. The head is fitted on the
 ECGs of train and valid; `omnilead evaluate --model MODEL` tests it on the others. A column `fold` or
 `split` splits the ECGs; without one, patients are split 8:1:1. The score that is printed is from
-cross-validation: each ECG of train and valid is scored by a head that was fitted without its
-patient. MODEL is what `omnilead bench --head MODEL` writes, which also compares it with baselines;
+cross-validation: each ECG of train and valid (of more than 5,000 a fifth) is scored by a head that
+was fitted without its patient. MODEL is what `omnilead bench --head MODEL` writes, which also compares it with baselines;
 the encoder stays as it is (`omnilead finetune` trains it, too). Exit code 2: an argument or a file
 is wrong.
 """

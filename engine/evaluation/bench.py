@@ -27,7 +27,6 @@ from ..inference.commands import refuse_ranks
 from ..model.input import Input
 from ..settings.commandline import writing
 from ..settings.errors import ConfigError, Facts
-from ..tasks.kinds import KINDS
 from .boosted import INSTALL, installed
 from .differences import (
     Samples,
@@ -48,7 +47,7 @@ from .embedders import (
 )
 from .heads import Choice, fit_head, require_free, require_known, unrounded, write_head
 from .plan import IDENTIFICATION, ProbedTask, Work, planned
-from .probe import Fit, ProbeData
+from .probe import Fit, ProbeData, solved_together
 from .records import FITTED, ProbedRecords, fits, left_out, records_of
 from .results import EvalOptions, leakage, nullable, shown_input
 from .vectors import Embedder, Vectors, embedded
@@ -184,8 +183,7 @@ def probe_samples(
     test_ND = task.test.means(tested)
     for share, draws in task.draws.items():
         used_K, y_NK = task.used[share], task.test.y_NK[:, task.used[share]]
-        # Exclusive classes are solved together, also those that are not scored
-        solved_K = np.ones_like(used_K) if KINDS[task.kind].exclusive else used_K
+        solved_K = solved_together(task.kind, used_K)
         each = []
         for draw in draws:
             scores_NK = np.zeros(y_NK.shape)

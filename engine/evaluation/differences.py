@@ -18,6 +18,8 @@ from ..training.metrics import Array, exact_interval, statistic_of, weighted_mea
 
 RESAMPLES = 1000
 RANKED = ("auroc", "auprc", "c_index")  # metrics that compare the scores of ECGs
+RANGE_OF = {"mae": (0, np.inf), "rmse": (0, np.inf), "r2": (-np.inf, 1), "pearson": (-1, 1)}
+SHARE = (0, 1)  # the range of the others
 Samples = dict[str, Array]  # metrics [B]
 Scored = tuple[Facts, Samples]
 Scores = dict[tuple[Any, ...], Scored]  # by model, task, leads and share
@@ -64,22 +66,24 @@ def by_fold(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array, fold_N: 
     """Metrics [K, B] of cross-validation. The scores of two folds are of two probes, so only values
     and probabilities are on one scale: where ECGs are ranked, each is ranked in its own fold alone,
     and a fold counts by its pairs of an ECG with the class and one without it (survival: by its
-    events)."""
+    events, unless none can be compared)."""
     samples = by_class(kind, y_NK, scores_NK, weight_NB)
-    sums = {name: np.zeros_like(samples[name]) for name in RANKED if name in samples}
-    pairs_KB = np.zeros((y_NK.shape[1], weight_NB.shape[1]))
-    for fold in np.unique(fold_N):
+    ranks = [name for name in RANKED if name in samples]
+    sums = {name: np.zeros_like(samples[name]) for name in ranks}
+    counts = {name: np.zeros_like(samples[name]) for name in ranks}
+    for fold in np.unique(fold_N) if ranks else ():
         rows = fold_N == fold
         y_RK, weight_RB = y_NK[rows], weight_NB[rows]
         of_fold_KB = (y_RK > 0).T @ weight_RB
         if KINDS[kind].of_classes:
             of_fold_KB = of_fold_KB * ((y_RK == 0).T @ weight_RB)
         ranked = by_class(kind, y_RK, scores_NK[rows], weight_RB)
-        for name, sum_KB in sums.items():
-            sum_KB += np.where(of_fold_KB > 0, ranked[name], 0) * of_fold_KB
-        pairs_KB += of_fold_KB
+        for name in ranks:
+            defined_KB = (of_fold_KB > 0) & ~np.isnan(ranked[name])
+            sums[name] += np.where(defined_KB, ranked[name] * of_fold_KB, 0)
+            counts[name] += np.where(defined_KB, of_fold_KB, 0)
     with np.errstate(invalid="ignore"):  # no pairs: NaN
-        return samples | {name: sum_KB / pairs_KB for name, sum_KB in sums.items()}
+        return samples | {name: sums[name] / counts[name] for name in ranks}
 
 
 def widened(samples: Samples, fold_N: Array) -> Samples:
@@ -93,8 +97,7 @@ def widened(samples: Samples, fold_N: Array) -> Samples:
         with warnings.catch_warnings(action="ignore"):  # undefined in all resamples: NaN
             mean_K1 = np.nanmean(value_KB[:, 1:], 1, keepdims=True)
         drawn = mean_K1 + factor * (value_KB[:, 1:] - mean_K1)
-        if name in RANKED:
-            drawn = drawn.clip(0, 1)
+        drawn = drawn.clip(*RANGE_OF.get(name, SHARE))
         wider[name] = np.hstack([value_KB[:, :1], drawn])
     return wider
 

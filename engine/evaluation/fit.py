@@ -19,6 +19,7 @@ from .heads import Choice, fit_head, require_free, require_known, unrounded, wri
 from .plan import labels_to_probe, task_of_table
 from .records import FITTED, left_out, records_of
 from .results import EvalOptions, leakage, shown_input
+from .vectors import require_cache
 
 
 def fit(args: Namespace) -> Facts:
@@ -26,19 +27,20 @@ def fit(args: Namespace) -> Facts:
     refuse_ranks("a head is")
     args.model, args.labels, out = os.fspath(args.model), os.fspath(args.labels), Path(args.out)
     require_free(out, "--out")
+    parts = out.with_name(f"{out.name}.parts")  # kept after an interruption
+    require_cache(parts)
     dataset = Dataset.open(args.data, args.anonymous)
     embedder = embedder_of(args.model, args.model, args)
     model = unrounded(embedder, args.model, args.code)
     notes = shown_input(model, dataset, EvalOptions(leads=args.leads))[1]
     args.shown, args.widest = [args.leads], embedder.input
-    labels = labels_to_probe(dataset, task_of_table(args.labels, args), ("train",))
+    labels = labels_to_probe(dataset, task_of_table(args.labels, args), FITTED)
     train = records_of(dataset, labels, FITTED, args)
     require_known(labels, train)
     notes += labels.remarks + left_out(dataset, args)
     notes += leakage(model, dataset, train.rows, labels.patients[0])
     for note in notes:
         tell(f"note: {note}")
-    parts = out.with_name(f"{out.name}.parts")  # kept after an interruption
     choice = Choice(args.reader, args.readout, args.leads, args.folds or 0)
     head = fit_head(embedder, dataset, labels, train, choice, parts)
     with writing(out, "--out"):

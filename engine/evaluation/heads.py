@@ -28,7 +28,8 @@ from ..tasks.labels import TaskLabels
 from ..training.metrics import Array, few_patients
 from .differences import by_fold, interval, over_classes, resampled, widened
 from .embedders import READERS, name_and_folder, reading
-from .probe import FOLDS, MANY, Fit, Probe, ProbeData
+from .plan import varied
+from .probe import FOLDS, MANY, Fit, Probe, ProbeData, solved_together
 from .records import ProbedRecords, folds_of, groups_of
 from .results import nullable
 from .vectors import Embedder, embedded
@@ -103,10 +104,13 @@ def fit_head(
     document["source_hz"] = [float(source_hz.min()), float(source_hz.max())]
     said = ["not cross-validated: all ECGs are of one patient"]
     if (fold_N == 0).any():
-        scores_NK = held_out(fit, data, record_N, fold_N)
-        document |= validated(labels, train, scores_NK, fold_N)
-        info: Any = head_of({"head": document})
-        said = info.said
+        used_K = varied(labels.task.kind, train, train, [np.arange(len(fold_N))], fold_N)
+        said = ["not cross-validated: too few labels differ for every fold to learn from"]
+        if used_K.any():
+            scores_NK = held_out(fit, data, record_N, fold_N, used_K)
+            document |= validated(labels, train, scores_NK, fold_N, used_K)
+            info: Any = head_of({"head": document})
+            said = info.said
     seen = seen_in(dataset, np.sort(train.rows), "labelled")
     people = people_of(train.patient_N)
     return Head(probe, readout, choice.leads, seen, document, people, said)
@@ -149,21 +153,26 @@ def described(labels: TaskLabels, probe: Probe) -> Facts:
     return document
 
 
-def held_out(fit: Fit, data: ProbeData, record_N: Array, fold_N: Array) -> Array:
-    """The mean score of each record's rows, by a probe of all records of other folds; 0 of those that
-    are not tested."""
-    sums_NK = np.zeros((len(fold_N), data.y_NK.shape[1]))
+def held_out(fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: Array) -> Array:
+    """The mean score of each record's rows for the outputs `used_K`, by a probe of all records of other
+    folds; 0 of those that are not tested."""
+    solved_K = solved_together(data.kind, used_K)
+    sums_NK = np.zeros((len(fold_N), used_K.sum()))
     for fold in np.unique(fold_N[fold_N != NOT_TESTED]):
         held = fold_N[record_N] == fold
-        probe = fit(data.of(np.flatnonzero(~held)))
-        np.add.at(sums_NK, record_N[held], probe.scores(data.x_ND[held]))
+        rest = data.of(np.flatnonzero(~held))
+        probe = fit(rest._replace(y_NK=rest.y_NK[:, solved_K]))
+        np.add.at(sums_NK, record_N[held], probe.scores(data.x_ND[held])[:, used_K[solved_K]])
     return np.asarray(sums_NK / np.bincount(record_N)[:, None])
 
 
-def validated(labels: TaskLabels, train: ProbedRecords, scores_NK: Array, fold_N: Array) -> Facts:
+def validated(
+    labels: TaskLabels, train: ProbedRecords, scores_NK: Array, fold_N: Array, used_K: Array
+) -> Facts:
     """`thresholds` and `cross_validated` in config.json (engine.inference.trained_model.HeadInfo)."""
-    tested_N = fold_N != NOT_TESTED
-    y_NK, patient_N, fold_N = train.y_NK[tested_N], train.patient_N[tested_N], fold_N[tested_N]
+    tested_N, names = fold_N != NOT_TESTED, np.array(labels.classes)
+    y_NK, patient_N = train.y_NK[tested_N][:, used_K], train.patient_N[tested_N]
+    fold_N = fold_N[tested_N]
     scores_NK, kind = scores_NK[tested_N], labels.task.kind
     samples = widened(by_fold(kind, y_NK, scores_NK, resampled(patient_N), fold_N), fold_N)
     metrics, intervals = {}, {}
@@ -174,11 +183,14 @@ def validated(labels: TaskLabels, train: ProbedRecords, scores_NK: Array, fold_N
         "n": len(y_NK),
         "metrics": metrics,
         "intervals": intervals,
+        "left_out": names[~used_K].tolist(),
     }
     if not KINDS[kind].has_thresholds:
         return {"cross_validated": nullable(found)}
-    found["sensitive"] = sensitive_points(y_NK, scores_NK, labels.classes)
-    return {"cross_validated": nullable(found), "thresholds": thresholds(y_NK, scores_NK)}
+    found["sensitive"] = sensitive_points(y_NK, scores_NK, names[used_K].tolist())
+    threshold_K = np.full(len(names), THRESHOLD)
+    threshold_K[used_K] = thresholds(y_NK, scores_NK)
+    return {"cross_validated": nullable(found), "thresholds": threshold_K.tolist()}
 
 
 def people_of(patient_N: Array) -> str:
@@ -218,9 +230,8 @@ def unrounded(embedder: Embedder, folder: str, code: bool) -> TrainedModel:
 def card(head: Head) -> str:
     return (
         f"# ECG {head.document['task']}: {head.made} on a frozen encoder\n\nThe encoder is read out "
-        f"as {'+'.join(head.readout)}. The head, {head.made}, was fitted on {head.people}, "
-        "whom cross-validation held out in turn to choose it and its thresholds. config.json says "
-        "what data trained both.\n\n"
+        f"as {'+'.join(head.readout)}. The head, {head.made}, was fitted on {head.people}. "
+        "config.json says what data trained both.\n\n"
         + "".join(f"- {sentence}\n" for sentence in head.said)
         + "\nThis is not a medical device: whatever is built on it must be validated for its use and its "
         "population.\n"

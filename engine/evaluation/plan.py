@@ -147,6 +147,8 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) 
     split."""
     task = _task_named(word, args)
     every: Sequence[str] = SPLITS[1:] if args.folds else ()
+    if every and task.labels and task.split != "roles":
+        task = replace(task, split="8:1:1")  # nobody is left out, as by a column `split` with gaps
     labels = test_labels = labels_to_probe(fitted, task, every or ("train",))
     if tested is not fitted:
         url = table_of(args.test_labels, word) or task.labels
@@ -201,11 +203,11 @@ def labels_to_probe(dataset: Dataset, task: TaskConfig, splits: Sequence[str]) -
         raise ConfigError("is of patients: use identification, without a table")
     labels = read_task(task, [dataset])
     if not any(len(labels.rows(0, split)) for split in splits):
-        mend = "a probe needs train and test"
+        mend = ": a probe needs train and test" if len(splits) == 1 else ""
         if labels.role == "dx":
             mend += f"; {DX_ROLES}"
         name = labels.name or dataset.root.url
-        raise ConfigError(f"{name}: no record is in the split train: {mend}")
+        raise ConfigError(f"{name}: no record is in the split {' or '.join(splits)}{mend}")
     require_varied(labels, splits, dataset)
     return labels
 

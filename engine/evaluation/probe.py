@@ -64,6 +64,12 @@ class Probe(NamedTuple):
         return np.asarray(scores_NK * self.scale_K + self.center_K)
 
 
+def solved_together(kind: str, used_K: Array) -> Array:
+    """bool [K]: the outputs that a probe of `used_K` is fitted to. Exclusive classes are solved together,
+    also those that are not scored."""
+    return np.ones_like(used_K) if KINDS[kind].exclusive else used_K
+
+
 Fit = Callable[[ProbeData], Probe]
 Weights = tuple[Array, Array]  # [K, D], and intercepts [K]
 

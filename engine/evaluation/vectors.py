@@ -9,6 +9,7 @@ same; only missing or damaged crops are computed. B: crops, S: windows, D: width
 
 import io
 import json
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -80,6 +81,19 @@ def embedded(
     whole = joined(kept)
     first = np.unique(whole.row_B, return_index=True)[1]
     return Vectors(*(array[first] for array in whole)).of(rows)
+
+
+def require_cache(folder: Path) -> None:
+    """ConfigError if the folder holds anything that `embedded` does not keep there."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if folder.is_file():
+        names = [folder.name]
+    for name in names:
+        if not re.fullmatch("[0-9a-f]{24}", name):
+            raise ConfigError(
+                f"{folder}: is for embeddings alone, and has {name}: choose another --out, or move "
+                "what is there"
+            )
 
 
 def _embed(embedder: Embedder, dataset: Dataset, rows: Array, shown: Input, bar: Any) -> Vectors:

@@ -106,6 +106,7 @@ class CrossValidation:
     intervals: dict[Name, tuple[float | None, float | None]]  # 95 %, over patients
     # By class, from which score on 95 % of the positives lie, and the specificity there
     sensitive: dict[Name, tuple[Share, Share]] = field(default_factory=dict)
+    left_out: tuple[Name, ...] = ()  # classes or values of which a fold had too few labels
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -155,8 +156,11 @@ class HeadInfo:
         said = [
             f"cross-validated on {found.n:,} ECGs {how}: {', '.join(scores) or 'no score is defined'}"
         ]
+        if found.left_out:
+            said.append(f"not tested, since a fold had too few labels: {listed(found.left_out, 5)}")
         if self.thresholds:
-            said += sensitive(found.sensitive, self.classes)
+            tested = [name for name in self.classes if name not in found.left_out]
+            said += sensitive(found.sensitive, tested)
         return said
 
     def scores(self, logits_RK: Tensor) -> Tensor:

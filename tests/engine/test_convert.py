@@ -26,7 +26,6 @@ import omnilead
 from omnilead.engine import convert
 from omnilead.engine.extras.interop import conversion
 from omnilead.engine.extras.interop.fairseq import their_settings, to_theirs
-from omnilead.engine.model import folder
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.folder import seal
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -416,7 +415,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsy
     saved(tmp_path / "theirs.pt")
     ours, out = save_model(tmp_path / "ours"), tmp_path / "out"
     full = mock.Mock(side_effect=SafetensorError("I/O error: No space (os error 28)"))
-    monkeypatch.setattr(folder, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     says = f"OUT {out}: No space left on device"
     assert says in refused(capsys, "from-fairseq", tmp_path / "theirs.pt", out)
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))

@@ -13,7 +13,6 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.mean_beat import MEASUREMENTS, RHYTHM, measurements
 from omnilead.engine.extras.interop.onnx import to_onnx
 from omnilead.engine.inference.commands import prepare_model
-from omnilead.engine.model import folder
 from omnilead.engine.model.readout import BEATS_S, parsed, read_out, width_of
 from omnilead.engine.settings.errors import ConfigError, OutputError
 from tests.conftest import save_model, save_probed
@@ -129,7 +128,7 @@ def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
             save_probed(**given, task=task, out=tmp_path / out)
     full = mock.Mock(side_effect=SafetensorError("I/O error: No space (os error 28)"))
     with (
-        mock.patch.object(folder, "save_file", full),
+        mock.patch("safetensors.torch.save_file", full),
         pytest.raises(OutputError, match=f"--head {tmp_path / 'D'}: No space left on device: free"),
     ):
         save_probed(**given, task=task, out=tmp_path / "D")

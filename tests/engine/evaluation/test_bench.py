@@ -429,6 +429,15 @@ def test_in_cross_validation_an_ecg_is_ranked_in_its_own_fold_alone():
     assert ages["mae"][0, 0] == pytest.approx(np.nanmean(np.abs(values - scores)))
 
 
+def test_a_fold_whose_event_comes_last_has_no_pair():
+    time = np.append(np.arange(1.0, 31), 99.0)
+    y, fold = np.where(np.arange(31) % 3, -time, time), np.append(np.arange(30) % 2, 2)
+    y[30] = 99  # alone in its fold
+    scores, weight = -time[:, None], resampled(np.arange(31))
+    found = differences.by_fold("survival", y[:, None], scores, weight, fold)
+    assert found["c_index"][0, 0] == 1 and np.isfinite(found["c_index"]).all()
+
+
 def test_intervals_of_cross_validation_are_wider():
     value_KB = np.append([[0.9]], RNG.normal(0.9, 0.01, (1, 5000)), axis=1)
     samples = {
@@ -441,6 +450,10 @@ def test_intervals_of_cross_validation_are_wider():
     for name in ("auroc", "mae"):
         assert wider[name][0, 1:].std() == pytest.approx(1.5 * samples[name][0, 1:].std())
     assert wider["auprc"].max() == 1
+    small = {"mae": abs(RNG.normal(0.1, 0.1, (1, 500))), "pearson": 0 * value_KB[:, :500] - 0.999}
+    small["pearson"][0, 1:] += RNG.normal(0, 0.001, 499).clip(-0.001, 0.001)
+    clipped = differences.widened(small, np.arange(90) % 5)
+    assert clipped["mae"].min() == 0 and clipped["pearson"].min() == -1
     one = differences.widened(samples, np.zeros(90))  # of many ECGs, one fold is tested
     np.testing.assert_allclose(one["mae"], samples["mae"])
 

@@ -115,6 +115,47 @@ def test_what_a_head_of_values_says(encoder, sheet, dataset, tmp_path):
     assert "sensitivity" not in str(found["said"])
 
 
+def test_what_a_fold_cannot_learn_is_not_tested(encoder, dataset, tmp_path):
+    """A class with one positive, and values that are known once; both still have an output."""
+    records = np.unique(dataset.column("record"))
+    wide, once = np.arange(len(records)), np.full(len(records), np.nan)
+    split = np.resize(["train", "train", "train", "test"], len(records))
+    once[0] = 70.0
+    classes = {"ill": wide % 3 == 0, "rare": wide == 0}
+    for kind, columns in (("regression", {"ef": wide, "mass": once}), ("multilabel", classes)):
+        sheet, out = tmp_path / f"{kind}.csv", tmp_path / kind
+        cells = {name: np.asarray(column, float) for name, column in columns.items()}
+        write_csv(pa.table({"record": records, "split": split, **cells}), sheet)
+        found = omnilead.fit(
+            encoder, data=dataset.root.url, labels=sheet, kind=kind, columns=[*columns], out=out
+        )
+        assert found["left_out"] == [list(columns)[1]] and None not in found["metrics"].values()
+        assert f"not tested, since a fold had too few labels: {list(columns)[1]}" in found["said"]
+        head = load(out).head_info
+        assert head.classes == (*columns,) and head.cross_validated.left_out == (*columns,)[1:]
+
+
+def test_a_folder_of_others_is_not_taken_for_its_embeddings(
+    encoder, sheet, dataset, tmp_path, capsys
+):
+    (others := tmp_path / "MODEL.parts").mkdir()
+    (others / "thesis.txt").write_text("mine")
+    given = ["--model", str(encoder), "--data", dataset.root.url, "--labels", str(sheet)]
+    assert main(["fit", *given, "--columns", "ill", "--out", str(tmp_path / "MODEL")]) == 2
+    assert "MODEL.parts: is for embeddings alone, and has thesis.txt" in capsys.readouterr().err
+    assert (others / "thesis.txt").read_text() == "mine"
+
+
+def test_ecgs_of_valid_alone_are_enough(encoder, sheet, dataset, tmp_path):
+    table = read_csv(sheet).select(["record", "ill"])
+    split = np.resize(["valid", "valid", "valid", "test"], len(table))
+    write_csv(table.append_column("split", pa.array(split)), tmp_path / "mine.csv")
+    found = omnilead.fit(
+        encoder, data=dataset.root.url, labels=tmp_path / "mine.csv", out=tmp_path / "MODEL"
+    )
+    assert found["n"] == (split == "valid").sum()
+
+
 def test_how_many_people_a_head_was_fitted_on():
     """Ids of patients are odd; others are of records."""
     assert people_of(np.array([1, 1, 3])) == "3 ECGs of 2 patients"

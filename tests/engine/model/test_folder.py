@@ -98,7 +98,7 @@ def test_weights_that_do_not_fit_on_the_disk_are_an_error_of_the_system(monkeypa
     def no_room(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space (os error 28)")
 
-    monkeypatch.setattr(folders, "save_file", no_room)
+    monkeypatch.setattr("safetensors.torch.save_file", no_room)
     with pytest.raises(OSError, match="No space left on device") as error:
         folders.save_weights({}, tmp_path / WEIGHTS)
     assert error.value.errno == errno.ENOSPC
