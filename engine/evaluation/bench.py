@@ -287,6 +287,6 @@ def save_head(row: Compared, work: Work, args: Namespace, parts: Path) -> list[s
     if args.reader == "boosted":
         is_row = (
             f"is {head.made} on {'+'.join(head.readout)} of {row.name!r}, leads {leads}, fitted on windows of "
-            f"{head.people}: no row is quite that; boosting without an encoder is --readout rhythm+waveform"
+            f"{head.people}: no row of the table is this model. Without an encoder: --readout rhythm+waveform"
         )
     return [f"{args.head}: {sentence}." for sentence in [is_row, *head.said]]

@@ -470,7 +470,7 @@ def sensitive(points: Mapping[str, Sequence[float]], classes: Names) -> list[str
         )
     if without := [name for name in classes if name not in points]:
         sentences.append(
-            f"no score with 95 % sensitivity for {listed(without, 5)}: it takes {SENSITIVE_OF} "
-            "positives, and a negative"
+            f"no score with 95 % sensitivity for {listed(without, 5)}: that takes {SENSITIVE_OF} "
+            "positives and a negative"
         )
     return sentences

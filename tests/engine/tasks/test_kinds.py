@@ -84,7 +84,7 @@ def test_the_score_that_95_of_100_positives_reach(positives):
         np.stack([y_N, no_negative_N], 1), np.stack([score_N] * 2, 1), ("AF", "SR")
     )
     said = sensitive(points, ("AF", "SR"))
-    none = "no score with 95 % sensitivity for {}: it takes 20 positives, and a negative"
+    none = "no score with 95 % sensitivity for {}: that takes 20 positives and a negative"
     if positives < 20:
         assert said == [none.format("AF, SR")] and not points
         return
