@@ -92,7 +92,7 @@ def test_what_is_measured_said_and_kept(cases, tmp_path, monkeypatch, capsys, go
 
     for _ in range(3):
         ran("start", a="")
-    assert len(report.every(tmp_path / "results")) == 3
+    assert len(report.all_parts(tmp_path / "results")) == 3
     ran("start --out out.json", a="no luck")
     ran("start --out none.json --only b", a="")
     ran("suite --out record.json", a="", b="no luck", c=None)  # c has a bug
