@@ -23,7 +23,7 @@ from omnilead.data_tools.dataset import Dataset
 from ..data.batches import CropBatch, predict
 from ..data.loader import Loader
 from ..data.order import DatasetRows, OrderError
-from ..data.patients import keep, owner_names, validation_split
+from ..data.patients import keep_choice, owner_names, validation_split
 from ..data.where import holds
 from ..model.encoder import pool
 from ..model.objectives import all_gather_no_grad, single_process, sum_over_ranks, world_size
@@ -104,7 +104,7 @@ def choose_once(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> 
     for dataset in datasets:
         for by, choose in choices:
             if by:
-                keep(dataset, by, on_first_rank(ranks, partial(choose, dataset, by)))
+                keep_choice(dataset, by, on_first_rank(ranks, partial(choose, dataset, by)))
 
 
 def rows_of(dataset: Dataset, roles: dict[str, Any]) -> np.ndarray:

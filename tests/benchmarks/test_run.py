@@ -38,7 +38,7 @@ def cases(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "benchmarks.start", prepare)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(run, "said", lambda *_: "")
+    monkeypatch.setattr(run, "command_output", lambda *_: "")
     monkeypatch.setitem(run.SUITES, "cpu", ("start",))
     monkeypatch.setattr(measure, "deadline", inf)
     monkeypatch.setattr(measure, "limit_s", inf)
@@ -141,7 +141,9 @@ def test_a_record_has_all_facts(monkeypatch, capsys):
     assert len(facts["git"]["commit"]) == 40 and facts["hardware"]["cores"] == os.cpu_count()
     assert {"python", "torch", "deepspeed", "numpy"} <= set(facts["versions"])
     row = "NVIDIA H200, 570.1, 143771 MiB, 700.00 W, 1980 MHz"
-    monkeypatch.setattr(run, "said", lambda program, *_: row if program == "nvidia-smi" else "")
+    monkeypatch.setattr(
+        run, "command_output", lambda program, *_: row if program == "nvidia-smi" else ""
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("OMNILEAD_REVISION", "1" * 40)
     facts = run.environment()
