@@ -250,9 +250,8 @@ class Staging:
                     write_at(lock, part, start)
                 if not missing and sha256.hexdigest() == self._shards[key]["sha256"]:
                     os.fsync(lock)
-                    with (
-                        self._cache_lock()
-                    ):  # without it, a listing could see neither name, or both
+                    # without it, a listing could see neither name, or both
+                    with self._cache_lock():
                         os.rename(partial, self._file(key))
                     self._verified.add(key)
                     return
