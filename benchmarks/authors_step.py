@@ -120,10 +120,14 @@ class AuthorsStep(nn.Module):
         config, qkv, out = self.config, attention.qkv, attention.out
         query, key, value = qkv.weight.chunk(3)
         weights = {"q_proj_weight": query, "k_proj_weight": key, "v_proj_weight": value}
-        how = {"training": self.training, "need_weights": False, "use_separate_proj_weight": True}
+        options = {
+            "training": self.training,
+            "need_weights": False,
+            "use_separate_proj_weight": True,
+        }
         shape = (config.width, config.heads, None, qkv.bias, None, None, False)
         last = (config.attention_dropout, out.weight, out.bias)
-        return F.multi_head_attention_forward(x, x, x, *shape, *last, **how, **weights)[0]
+        return F.multi_head_attention_forward(x, x, x, *shape, *last, **options, **weights)[0]
 
     def quantize(self, x: Tensor, tau: float, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Multiplies one-hot vectors by the codebook, [R * M, G * V, width / G] numbers, and sums
@@ -195,9 +199,9 @@ def draw(
     """Draw masks in numpy and negatives in torch on the host, noise on the model's device."""
     mask = compute_mask_indices(config, rows, tokens)
     masked = int(mask[0].sum())
-    own = torch.arange(masked).unsqueeze(-1).expand(-1, negatives).flatten()
+    position = torch.arange(masked).unsqueeze(-1).expand(-1, negatives).flatten()
     neg_idxs = torch.randint(0, masked - 1, (rows, negatives * masked))
-    neg_idxs[neg_idxs >= own] += 1
+    neg_idxs[neg_idxs >= position] += 1
     neg_idxs += masked * torch.arange(rows).unsqueeze(1)
     shape = rows * masked * config.codebooks, config.codes
     noise = -torch.empty(shape, device=device).exponential_().log()

@@ -139,15 +139,15 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
 
     batches, load = iter(loop.loader), loop._next_batch
     first, state = load(batches)
-    held = replace(first, x_BSLT=first.x_BSLT.clone())  # the loader will overwrite its buffer
+    held_batch = replace(first, x_BSLT=first.x_BSLT.clone())  # the loader will overwrite its buffer
     waits: list[float] = []
     save = loop._save
     loop._save, loop._diagnose = (lambda: None), (lambda batch: None)  # train() ends with these
 
     def load_timed(_: Any) -> Any:
-        asked = time.perf_counter()
+        asked_at_s = time.perf_counter()
         batch = load(batches)
-        waits.append(time.perf_counter() - asked)
+        waits.append(time.perf_counter() - asked_at_s)
         return batch
 
     def steps(next_batch: Callable[[Any], Any]) -> dict[str, float]:
@@ -163,11 +163,11 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
         step.synchronize(run.device)
 
     if "bare" in run.sides:
-        own = step.StepRun(step.OURS, precision(), run.batch, run.model, device=run.device)
-        advance = step.ours(replace(own, compiled=COMPILED[run.device]))
+        step_run = step.StepRun(step.OURS, precision(), run.batch, run.model, device=run.device)
+        advance = step.ours(replace(step_run, compiled=COMPILED[run.device]))
     sides: Any = {
         "bare": bare,
-        "held": lambda: steps(lambda _: (held, state)),
+        "held": lambda: steps(lambda _: (held_batch, state)),
         "loaded": lambda: steps(load_timed),
     }
     chosen = {name: sides[name] for name in run.sides}

@@ -44,9 +44,13 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     name, batch = options.model or MODEL[device], options.batch or BATCH[device]
     untrained(work / "model", name)
     cases: Cases = {}
-    for kind, (place, more) in INPUTS.items():
-        how = {"data": str(work / place), "device": device, "batch": batch} | more
-        arguments = (work, how, len(dataset), options.repeats)
+    for kind, (place, input_options) in INPUTS.items():
+        embed_options = {
+            "data": str(work / place),
+            "device": device,
+            "batch": batch,
+        } | input_options
+        arguments = (work, embed_options, len(dataset), options.repeats)
         cases[f"{kind}: {name}, {batch} crops"] = (compare, arguments)
     return describe(dataset, device=device, model=name), cases
 
@@ -67,28 +71,28 @@ def untrained(folder: Path, model: str) -> None:
     write(folder, weights, {"model": asdict(config.model)}, signal)
 
 
-def compare(work: Path, how: Any, crops: int, turns: int) -> Result:
+def compare(work: Path, options: Any, crops: int, turns: int) -> Result:
     """Run the encoder and the command in turns."""
     import torch
 
     from omnilead.engine.inference import commands
 
-    device, batch, out = how["device"], how["batch"], work / "out.parquet"
+    device, batch, out = options["device"], options["batch"], work / "out.parquet"
     torch.set_num_threads(2)
     prepared = commands.prepare_model(work / "model", device)
     commands.prepare_model = lambda *_: prepared  # the command's own
     x_RLT = torch.randn(2 * batch, 12, 2500, device=device)
 
     @torch.inference_mode()
-    def alone() -> None:
-        for at in range(0, crops, batch):
-            prepared[0].pooled(x_RLT[: 2 * (crops - at)]).cpu()
+    def bare() -> None:
+        for start in range(0, crops, batch):
+            prepared[0].pooled(x_RLT[: 2 * (crops - start)]).cpu()
 
     def command() -> None:
         out.unlink(missing_ok=True)
-        commands.embed(work / "model", out=out, **how)
+        commands.embed(work / "model", out=out, **options)
 
-    rows = take_turns({"alone": alone, "command": command}, turns, crops)
+    rows = take_turns({"alone": bare, "command": command}, turns, crops)
     return {
         **rates(rows["command"]),
         **rates(rows["alone"], "bare_"),

@@ -107,11 +107,13 @@ def filled(tree: Tree, out: Path) -> Iterator[Job]:
         values[key] = value.format_map(words) if isinstance(value, str) else value
     names: list[str] = []
     for step in tree["steps"]:
-        each = step.get("each", {})
-        lists = [values[name] for name in each.values()]
-        known = grouped(names, words["out"]) | values | words
+        value_names = step.get("each", {})
+        lists = [values[name] for name in value_names.values()]
+        substitutions = grouped(names, words["out"]) | values | words
         for combination in itertools.product(*lists):
-            job = planned(step, known | dict(zip(each, combination, strict=True)), names, out)
+            job = planned(
+                step, substitutions | dict(zip(value_names, combination, strict=True)), names, out
+            )
             names.append(job.name)
             yield replace(job, minutes=float(tree.get("pace", 1) * step["minutes"]))
 
@@ -130,8 +132,8 @@ def without_absent(jobs: list[Job], folder: WorkDir) -> list[Job]:
     for job in jobs:
         if job.name == "real-data" and not folder.done(job):
             for word in job.command:
-                made = "/" not in word or word.startswith(str(folder.path))
-                if not made and not Path(report.ROOT, word).exists():
+                is_made = "/" not in word or word.startswith(str(folder.path))
+                if not is_made and not Path(report.ROOT, word).exists():
                     say(
                         f"{word}: no such folder: the steps real-* are skipped: name ECGs of "
                         "yours in the plan's `real`"
@@ -170,14 +172,14 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
 
 def together(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:
     """The scores of all steps of a kind as one, or those in a folder of this name made by hand."""
-    whole: Tree = {"rows": [], "differences": [], "notes": []}
+    scores_of_kind: Tree = {"rows": [], "differences": [], "notes": []}
     paths = [folder.path / step.makes for step in steps if step.kind == kind]
     for path in paths or [folder.path / kind / "bench.json"]:
         scores = read_json(path)
         for key in scores.keys() & {"rows", "differences", "notes"}:
-            scores[key] = whole[key] + scores[key]
-        whole |= scores
-    return whole
+            scores[key] = scores_of_kind[key] + scores[key]
+        scores_of_kind |= scores
+    return scores_of_kind
 
 
 if __name__ == "__main__":

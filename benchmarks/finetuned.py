@@ -64,16 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def score(options: argparse.Namespace) -> int:
-    dataset, starts, found = Dataset.open(options.data), dict[str, dict[str, Path]](), Scores()
+    dataset, starts, scores = Dataset.open(options.data), dict[str, dict[str, Path]](), Scores()
     prefix = f"{options.task}-{options.leads}-"
     for name, run in named(options.runs, prefix).items():
         start, _, seed = name.rpartition("-")
         starts.setdefault(start, {})[seed] = run
     if not starts:
         raise ConfigError(f"no run is named {prefix}START-SEED")
-    seeds = {start: sorted(of) for start, of in starts.items()}
+    seeds = {start: sorted(runs_by_seed) for start, runs_by_seed in starts.items()}
     if len(set(map(tuple, seeds.values()))) > 1:
-        each_has = "; ".join(f"{start} {' '.join(of)}" for start, of in seeds.items())
+        each_has = "; ".join(
+            f"{start} {' '.join(runs_by_seed)}" for start, runs_by_seed in seeds.items()
+        )
         raise ConfigError(f"seeds {each_has}: name the same for each")
     names = sorted(starts, key=RANDOM.__eq__)
     notes = ["Means over seeds."]
@@ -84,16 +86,16 @@ def score(options: argparse.Namespace) -> int:
             say(f"{run.name} on {options.leads} leads ...")
             scored.append(scores_of(run, dataset, options))
         samples = averaged([of_run for _, of_run in scored])
-        each = {}
+        figures = {}
         for name in samples:
-            each[name] = [float(of_run[name][0]) for _, of_run in scored]
-        facts = scored[-1][0] | {"each": each}
-        found[start, options.task, options.leads, None] = facts, samples
+            figures[name] = [float(of_run[name][0]) for _, of_run in scored]
+        facts = scored[-1][0] | {"each": figures}
+        scores[start, options.task, options.leads, None] = facts, samples
         notes += [
-            f"{options.task}, leads {options.leads}, {start}: {said}." for said in remarks(runs)
+            f"{options.task}, leads {options.leads}, {start}: {remark}." for remark in remarks(runs)
         ]
     models = {name: RANDOM if RANDOM in names and name != RANDOM else "" for name in names}
-    document = {"data": options.data, "models": models, **compared(found, models), "notes": notes}
+    document = {"data": options.data, "models": models, **compared(scores, models), "notes": notes}
     options.out.mkdir(parents=True, exist_ok=True)
     write(nullable(document), options.out)
     return 0
@@ -103,9 +105,9 @@ def remarks(runs: Sequence[Path]) -> Iterator[str]:
     """Why these runs may be worse than they could be: their training was too short, or the best
     learning rate was not tried."""
     ended = [json.loads((run / "result.json").read_text()) for run in runs]
-    short = [one for one in ended if one.get("converged") is False]
+    short = [result for result in ended if result.get("converged") is False]
     if short:
-        last = sum(one.get("validations_since") == 0 for one in short)
+        last = sum(result.get("validations_since") == 0 for result in short)
         yield (
             f"{len(short)} of {len(ended)} not converged"
             + f", {last} of them best at the last step" * bool(last)
@@ -122,10 +124,10 @@ def remarks(runs: Sequence[Path]) -> Iterator[str]:
 
 def scores_of(run: Path, dataset: Dataset, options: argparse.Namespace) -> Scored:
     """Facts, and metrics under all weightings of the patients."""
-    model, how = omnilead.load(str(run)), EvalOptions(leads=options.leads)
+    model, eval_options = omnilead.load(str(run)), EvalOptions(leads=options.leads)
     task = chosen_task(model, labels=options.labels)
     if task.kind == "identity":
-        result = identify(model, dataset, how)
+        result = identify(model, dataset, eval_options)
         hits, weight_NB = result.scores["hits"], resampled(np.array(result.probe_ids))
         facts = {
             "n": len(hits),
@@ -133,7 +135,7 @@ def scores_of(run: Path, dataset: Dataset, options: argparse.Namespace) -> Score
             "gallery": len(result.gallery_ids),
         }
         return facts, {"accuracy": hits @ weight_NB / weight_NB.sum(0)}
-    halves = score_task(model, dataset, task, how)
+    halves = score_task(model, dataset, task, eval_options)
     y_NK, scores_NK, people = by_record(
         halves.labels_NK, halves.scores_NK, halves.records_N, halves.patients_N
     )

@@ -75,13 +75,17 @@ def checks(options: argparse.Namespace) -> Iterator[Check]:
         everyone = RoleSources(pretrain=("all",), id_share=1.0)
         make_dataset(place, options.crops, plan="paper", role_sources=everyone)
     run = LoopRun(str(place / "dataset"), "", options.device, options.model, options.batch)
-    both = options.device == "cuda" and find_spec("nvidia.dali")
-    for backend in ("torch", "dali") if both else ("torch",):
+    has_dali = options.device == "cuda" and find_spec("nvidia.dali")
+    for backend in ("torch", "dali") if has_dali else ("torch",):
         for model in dict.fromkeys(("small", options.model)):
             name = f"smoke {backend} {model}"
             settings = (f"pipeline.backend={backend}", "train.compile=eager")
-            one = replace(run, model=model, batch=min(16, options.batch), settings=settings)
-            yield name, 120, partial(smoke, replace(one, run=str(place / name.replace(" ", "-"))))
+            small_run = replace(run, model=model, batch=min(16, options.batch), settings=settings)
+            yield (
+                name,
+                120,
+                partial(smoke, replace(small_run, run=str(place / name.replace(" ", "-")))),
+            )
     tried = os.getpid()
     yield "profile", 240, partial(profile, replace(run, run=str(place / f"profile-{tried}")))
     training = partial(train, replace(run, run=str(place / f"train-{tried}")), options.seconds)

@@ -58,9 +58,9 @@ def make(root: Path, crops: int) -> Dataset:
     (root / "shards").mkdir(parents=True)
     (root / "parts").mkdir()
     names = [shard_name(number) for number in range(-(-crops // SHARD_CROPS))]
-    every = np.split(np.arange(crops), np.arange(SHARD_CROPS, crops, SHARD_CROPS))
-    roles = roles_of(pa.concat_tables(table(rows).select(FOR_ROLES) for rows in every))
-    for number, (name, rows) in enumerate(zip(names, every, strict=True)):
+    rows_of_shards = np.split(np.arange(crops), np.arange(SHARD_CROPS, crops, SHARD_CROPS))
+    roles = roles_of(pa.concat_tables(table(rows).select(FOR_ROLES) for rows in rows_of_shards))
+    for number, (name, rows) in enumerate(zip(names, rows_of_shards, strict=True)):
         size = len(rows) * MEMBERS + 1024
         with open(root / "shards" / name, "wb") as file:
             writer = TarWriter(file)
@@ -73,8 +73,8 @@ def make(root: Path, crops: int) -> Dataset:
         digest = writer.sha256.hexdigest()
         facts = {"name": name, "crops": len(rows), "bytes": size, "sha256": digest}
         facts |= {"rejects": []}
-        whole = replaced(table(rows), roles.slice(rows[0], len(rows)))
-        part = as_parquet(whole.replace_schema_metadata({"omnilead": json.dumps(facts)}))
+        rows_with_roles = replaced(table(rows), roles.slice(rows[0], len(rows)))
+        part = as_parquet(rows_with_roles.replace_schema_metadata({"omnilead": json.dumps(facts)}))
         place = root / "parts" / Path(part_name(name)).name
         place.write_bytes(part + hashlib.sha256(part).digest())
     return end_of_build(root, root)
@@ -163,8 +163,8 @@ class Headers(Source):
         header = self.header(key)
         row = int(header.name.strip("AEHJRS"))
         signal = np.random.default_rng(row).integers(-1000, 1000, (12, 5000), np.int16)
-        how = {"source": header.source, "patient": header.patient}
-        return EcgRecord(header.name, signal, 500.0, LEADS, "uV", **how)
+        header_facts = {"source": header.source, "patient": header.patient}
+        return EcgRecord(header.name, signal, 500.0, LEADS, "uV", **header_facts)
 
     def header(self, key: str) -> Header:
         _, source, _, name = key.split("/")
@@ -209,12 +209,12 @@ def leaks(url: str) -> Job:
     """Twice the same: what its roles keep apart is compared in full and nothing is found."""
     from omnilead.engine.data import leakage
 
-    both = opened(url), opened(url)
+    datasets = opened(url), opened(url)
     yield 0
     while True:
-        trained = [dataset.select(pretrain=True) for dataset in both]
-        held = [leakage.held_out(dataset) for dataset in both]
-        leakage.refuse_leak(both, trained, held)
+        trained = [dataset.select(pretrain=True) for dataset in datasets]
+        held_out = [leakage.held_out(dataset) for dataset in datasets]
+        leakage.refuse_leak(datasets, trained, held_out)
         yield 1
 
 
@@ -242,11 +242,11 @@ def seen_by_a_model(url: str) -> Job:
 def plan(records: int) -> Job:
     yield 0
     while True:
-        made = make_plan([Headers(range(records))], seed=0)
-        for _ in made.planned(range(made.shards)):
+        shard_plan = make_plan([Headers(range(records))], seed=0)
+        for _ in shard_plan.planned(range(shard_plan.shards)):
             pass
-        expected_roles(made, ShardOptions("nowhere"), None)
-        del made
+        expected_roles(shard_plan, ShardOptions("nowhere"), None)
+        del shard_plan
         yield 1
 
 

@@ -61,8 +61,8 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
         for batch in BATCHES[device] if stage == "RLM" else BATCHES[device][:1]:
             for backend, name in BACKENDS.items():
                 name = f"{backend} to cuda" if device == "cuda" else name
-                how = (folder, stage, backend, batch, threads, seconds, device)
-                cases[f"{stage}: {name}, batch {batch}"] = (ours, how)
+                case_arguments = (folder, stage, backend, batch, threads, seconds, device)
+                cases[f"{stage}: {name}, batch {batch}"] = (ours, case_arguments)
     if device == "cuda":
         return describe(dataset, threads=threads), cases
     cases[LIMIT] = (peer, (read_and_convert, folder, "", len(dataset), 256, seconds))
@@ -135,10 +135,10 @@ def ours(
 
 
 def peer(
-    make: Any, place: Path, what: str, crops: int, batch: int, seconds: float
+    make: Any, place: Path, name: str, crops: int, batch: int, seconds: float
 ) -> Iterator[float]:
     one_thread()
-    yield from pumped(make(place, what, batch), batch, crops, seconds)
+    yield from pumped(make(place, name, batch), batch, crops, seconds)
 
 
 def read_and_convert(dataset: Path, _: str, batch: int) -> Iterator[torch.Tensor]:
@@ -146,7 +146,7 @@ def read_and_convert(dataset: Path, _: str, batch: int) -> Iterator[torch.Tensor
     a batch. The addresses are known; nothing is shuffled by rule, verified or masked."""
     opened = Dataset.open(str(dataset))
     shard, offset, _ = opened.addresses
-    files = [os.open(dataset / "shards" / one["name"], os.O_RDONLY) for one in opened.shards]
+    files = [os.open(dataset / "shards" / entry["name"], os.O_RDONLY) for entry in opened.shards]
     crop, x_BLT = torch.empty(CROP_SHAPE, dtype=torch.int16), torch.empty(batch, *CROP_SHAPE)
     memory, places = [crop.numpy()], x_BLT.unbind()
     while True:
@@ -212,8 +212,8 @@ def epochs(data: Any, batch: int, **options: Any) -> Iterator[Any]:
     loader = torch.utils.data.DataLoader(data, batch, drop_last=True, **options)
     while True:
         empty = True
-        for each in loader:
-            yield each
+        for batch_of_crops in loader:
+            yield batch_of_crops
             empty = False
         if empty:  # otherwise this would loop forever
             raise CaseError(f"too few crops for a batch of {batch}: use more --records")

@@ -101,16 +101,16 @@ def call_fresh(
         raise CaseError(late)
     end = time.monotonic() + wait_s
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(theirs, function, arguments, rows is not None))
+    receiver, sender = context.Pipe()
+    process = context.Process(target=_child, args=(sender, function, arguments, rows is not None))
     process.start()
-    theirs.close()
+    sender.close()
     try:
         row: Result | None = {}
         while row is not None:
-            if not ours.poll(None if end == inf else max(0.0, end - time.monotonic())):
+            if not receiver.poll(None if end == inf else max(0.0, end - time.monotonic())):
                 raise CaseError(late)
-            row, value, error = ours.recv()
+            row, value, error = receiver.recv()
             if rows is not None and row:
                 rows.append(row)
         process.join(EXIT_S)
@@ -174,8 +174,8 @@ def timed(
 def clocked(work: Callable[[], dict[str, float] | None]) -> dict[str, float]:
     """Seconds and CPU-seconds of some work, and what it returns."""
     wall, cpu = time.perf_counter(), cpu_s()
-    more = work() or {}
-    return {"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu} | more
+    returned = work() or {}
+    return {"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu} | returned
 
 
 def take_turns(
@@ -187,7 +187,7 @@ def take_turns(
     for turn in range(turns + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
             rows[name].append({"units": units} | clocked(sides[name]))
-    return {name: each[1:] for name, each in rows.items()}
+    return {name: turns_of_side[1:] for name, turns_of_side in rows.items()}
 
 
 def peaks_mb() -> dict[str, float]:
@@ -243,13 +243,13 @@ def percentages(rows: Rows, others: Rows, device: str) -> list[float]:
 
 
 def summary(samples: Rows) -> Result:
-    found = rates(samples)
+    result = rates(samples)
     for key in ("peak_mb", "gpu_peak_mb"):
         if key in samples[0]:
-            found[key] = max(sample[key] for sample in samples)
+            result[key] = max(sample[key] for sample in samples)
     if "attention" in samples[0]:
-        found["attention"] = samples[0]["attention"]
-    return found | {"units": samples[0]["units"], "repeats": len(samples)}
+        result["attention"] = samples[0]["attention"]
+    return result | {"units": samples[0]["units"], "repeats": len(samples)}
 
 
 def make_dataset(
@@ -265,19 +265,21 @@ def make_dataset(
     archive, workers = work / "archive", max(1, min(8, (os.cpu_count() or 1) // 2))
     patients = max(2, records // 2)
     synth.synthesise(archive, patients, two_sessions=0, seed=11, workers=workers, progress=False)
-    how = ShardOptions(str(work / "dataset"), plan=plan, workers=workers, quiet=True, **options)
-    dataset = shard(open_sources(str(archive)), how)
+    shard_options = ShardOptions(
+        str(work / "dataset"), plan=plan, workers=workers, quiet=True, **options
+    )
+    dataset = shard(open_sources(str(archive)), shard_options)
     if not keep_archive:
         shutil.rmtree(archive)
     return dataset
 
 
-def describe(dataset: Any, **more: Any) -> Result:
+def describe(dataset: Any, **facts_of_case: Any) -> Result:
     """The facts about the input data for a record."""
     from omnilead.data_tools.extras.synthetic.archive import VERSION
 
     facts = {"archive": f"synthetic-{VERSION}", "crops": len(dataset)}
-    return facts | {"dataset": dataset.fingerprint} | more
+    return facts | {"dataset": dataset.fingerprint} | facts_of_case
 
 
 def reserved_port() -> socket.socket:

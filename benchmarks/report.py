@@ -64,13 +64,13 @@ def load(path: Path) -> list[Part]:
         shared = {name: record[name] for name in OF_RECORD}
         shared |= {"file": path.name, "alone": record["benchmark"] != "suite"}
         parts = []
-        for own in record.get("parts", [record]):
-            prefix = f"{own['benchmark']}: "
+        for part_of_record in record.get("parts", [record]):
+            prefix = f"{part_of_record['benchmark']}: "
             left_out = {}
             for name, reason in record.get("left_out", {}).items():
                 if name.startswith(prefix):
                     left_out[name.removeprefix(prefix)] = reason
-            part = shared | {"left_out": left_out} | own
+            part = shared | {"left_out": left_out} | part_of_record
             check(part)
             parts.append(part)
         if not parts:
@@ -90,7 +90,7 @@ def check(part: Part) -> None:
         raise ValueError(f"{repeats} repeats show no spread: at least 3 are needed")
 
 
-def every(results: Path = RESULTS) -> list[Part]:
+def all_parts(results: Path = RESULTS) -> list[Part]:
     """All parts of all records, the newest last."""
     parts = [part for path in sorted(results.glob("*.json")) for part in load(path)]
     return sorted(parts, key=rank)
@@ -98,13 +98,13 @@ def every(results: Path = RESULTS) -> list[Part]:
 
 def newest(parts: Iterable[Part]) -> Parts:
     """The newest part of each benchmark and device; of the evidence, the newest of each result."""
-    found: Parts = {}
+    newest_parts: Parts = {}
     for part in parts:
         key = part["benchmark"], device_of(part)
-        if part["benchmark"] == "evidence" and key in found:
-            part = part | {"results": part["results"] | missing(part, found[key])}
-        found[key] = part
-    return found
+        if part["benchmark"] == "evidence" and key in newest_parts:
+            part = part | {"results": part["results"] | missing(part, newest_parts[key])}
+        newest_parts[key] = part
+    return newest_parts
 
 
 def missing(part: Part, older: Part) -> dict[str, Result]:
@@ -208,16 +208,16 @@ BARS = (
 def judged(part: Part, bar: Bar) -> tuple[str, float]:
     """The case that counts and its figure; "" and NaN if the part does not have it. The worst case
     counts; for a step, whose cases are ways to do the same thing, the best."""
-    asked = bar.benchmark == part["benchmark"] and bar.device in ("", device_of(part))
+    applies = bar.benchmark == part["benchmark"] and bar.device in ("", device_of(part))
     values = {}
-    if asked and not smaller(part["config"]):
+    if applies and not smaller(part["config"]):
         for name in part["results"]:
             if re.search(bar.cases, name):
                 values[name] = bar.figure(name, part["results"])
     highest_counts = bar.at_most != (part["benchmark"] == "step")
-    known = [name for name, value in values.items() if not isnan(value)]
+    measured = [name for name, value in values.items() if not isnan(value)]
     choose = max if highest_counts else min
-    case = choose(known, key=values.__getitem__, default="")
+    case = choose(measured, key=values.__getitem__, default="")
     return case, values.get(case, nan)
 
 
@@ -227,12 +227,12 @@ def bars_table(parts: Sequence[Part]) -> str:
     rows = []
     for bar in BARS:
         heads = [bar.what, f"at {'most' if bar.at_most else 'least'} {bar.bar:,g}"]
-        shown = set()
+        machines = set()
         for part in newest_first:
             case, value = judged(part, bar)
             where = device_of(part), machine(part)
-            if case and where not in shown:
-                shown.add(where)
+            if case and where not in machines:
+                machines.add(where)
                 figure = f"{value:,.4g}" if bar.met(value) else f"**missed: {value:,.4g}**"
                 link = f"[{case}](results/{part['file']})"
                 rows.append([*heads, figure, machine(part), link])
@@ -242,7 +242,7 @@ def bars_table(parts: Sequence[Part]) -> str:
     return markdown("| | target | measured | on | case: the worst; for a step, the best |", rows)
 
 
-def whole(parts: Sequence[Part]) -> str:
+def results_page(parts: Sequence[Part]) -> str:
     """RESULTS.md."""
     blocks = [
         "# Results",
@@ -306,9 +306,9 @@ def share_chart(part: Part) -> Figure:
     for where, document in part["results"].items():
         if where == tables.BY_CROPS:
             continue
-        shown = {*tables.BASELINES, *list(document["models"])[:1]}
+        models_shown = {*tables.BASELINES, *list(document["models"])[:1]}
         for row in document["rows"]:
-            if row["task"] in DIAGNOSES and row["share"] and row["model"] in shown:
+            if row["task"] in DIAGNOSES and row["share"] and row["model"] in models_shown:
                 auroc = {"auroc": row["metrics"]["auroc"]}
                 rows.append({**row, "task": f"{row['task']}, {where}", "metrics": auroc})
                 models[row["model"]] = document["models"][row["model"]]
@@ -380,11 +380,11 @@ def main() -> int:
     parser = program_parser("report", __doc__)
     parser.parse_args()
     try:
-        parts = every()
+        parts = all_parts()
     except RecordError as error:
         print(f"benchmarks.report: {error}", file=sys.stderr)
         return 2
-    TABLES.write_text(whole(parts))
+    TABLES.write_text(results_page(parts))
     EVIDENCE.write_text(evidence_page(parts))
     OFFICIAL.write_text(official_page())
     figures = {"fold10.png": share_chart(official_fold())}

@@ -106,8 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = {name for name, reason in record["left_out"].items() if reason != OUT_OF_TIME}
     try:
         for late in (False, True):
-            for one in chosen:
-                run_part(one, record, path, failed, late)
+            for part_options in chosen:
+                run_part(part_options, record, path, failed, late)
             for name, reason in record["left_out"].items():
                 if reason == measure.OVER_TIME:
                     failed.add(name)
@@ -120,16 +120,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def suite(options: argparse.Namespace) -> list[argparse.Namespace]:
     """The options of each benchmark."""
-    found = []
+    chosen = []
     for words in SUITES[options.device]:
-        one = parse([*shlex.split(words), "--device", options.device])
-        if not options.stages or one.benchmark in options.stages.split(","):
-            one.model = options.model
-            one.repeats = options.repeats or one.repeats
-            found.append(one)
-    if not found:
+        benchmark_options = parse([*shlex.split(words), "--device", options.device])
+        if not options.stages or benchmark_options.benchmark in options.stages.split(","):
+            benchmark_options.model = options.model
+            benchmark_options.repeats = options.repeats or benchmark_options.repeats
+            chosen.append(benchmark_options)
+    if not chosen:
         raise ConfigError(f"--stages {options.stages}: no such stage: use {', '.join(NAMES[:-1])}")
-    return found
+    return chosen
 
 
 def run_part(
@@ -140,7 +140,9 @@ def run_part(
     name, left_out = options.benchmark, record["left_out"]
     config = {key: value for key, value in vars(options).items() if value is not None}
     config.pop("out", None)
-    if config in record["complete"] or (late and not any(f"{name}: " in one for one in failed)):
+    if config in record["complete"] or (
+        late and not any(f"{name}: " in failed_case for failed_case in failed)
+    ):
         return
     parts = [part for part in record["parts"] if part["benchmark"] == name]
     part = parts[0] if parts else {"benchmark": name, "results": {}}
@@ -150,15 +152,15 @@ def run_part(
         left_out.pop(name, None)
         with tempfile.TemporaryDirectory(prefix="omnilead-bench-") as work:
             program = importlib.import_module(f"benchmarks.{name}")
-            part["input"], every = program.prepare(Path(work), options)
+            part["input"], all_cases = program.prepare(Path(work), options)
             part["config"] = config
-            named = [case for case in every if re.search(options.only or "", case)]
+            named = [case for case in all_cases if re.search(options.only or "", case)]
             if not named:
-                raise CaseError(f"--only {options.only!r}: matches none of {', '.join(every)}")
+                raise CaseError(f"--only {options.only!r}: matches none of {', '.join(all_cases)}")
             cases = {}
             for case in named:
                 if case not in part["results"] and (f"{name}: {case}" in failed) == late:
-                    cases[case] = every[case]
+                    cases[case] = all_cases[case]
             outcomes = measure.run_cases(cases, options.repeats, options.device == "cuda")
             for case, result, reason in outcomes:
                 if result:
@@ -209,14 +211,14 @@ def save(record: Part, path: Path) -> None:
 def resumed(options: argparse.Namespace) -> tuple[Path, Part]:
     """The record to continue: --out, or today's if it is of the same command, machine and revision
     and something is missing. Else a new one, named -2, -3, ...: records are never overwritten."""
-    given = vars(options).items()
-    config = {key: value for key, value in given if key not in ("out", "minutes", "stages")}
+    settings = vars(options).items()
+    config = {key: value for key, value in settings if key not in ("out", "minutes", "stages")}
     new = environment() | {"benchmark": options.benchmark, "config": config, "took_s": 0}
     device = f"-{options.device}" if options.benchmark == "suite" else ""
     machine = f"{new['hardware']['short']}_{new['date'][:10]}"
     name = RESULTS / f"{options.benchmark}{device}_{machine}.json"
-    more = (name.with_stem(f"{name.stem}-{number}") for number in count(2))
-    for path in [options.out] if options.out else chain([name], more):
+    numbered = (name.with_stem(f"{name.stem}-{number}") for number in count(2))
+    for path in [options.out] if options.out else chain([name], numbered):
         if not path.exists():
             return path, new | {"parts": [], "left_out": {}, "complete": []}
         same = ("benchmark", "config", "versions", "git")
@@ -246,7 +248,10 @@ def check(options: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif options.benchmark in CPU_ONLY:
         raise ConfigError(f"--device cuda: {options.benchmark} does not use one: leave it out")
-    elif said(sys.executable, "-c", "import torch; print(torch.cuda.is_available())") != "True":
+    elif (
+        command_output(sys.executable, "-c", "import torch; print(torch.cuda.is_available())")
+        != "True"
+    ):
         raise ConfigError("--device cuda: torch finds no CUDA device: use --device cpu")
 
 
@@ -283,8 +288,8 @@ def environment() -> Part:
             installed[package] = version(package)
     short = gpus[0]["name"] if gpus else " ".join(name.split()[:2])
     git = {"commit": os.environ.get("OMNILEAD_REVISION", "unknown"), "dirty": None}
-    if commit := said("git", "rev-parse", "HEAD"):  # else a copy without git
-        changes = said("git", "status", "--porcelain", "--untracked-files=no")
+    if commit := command_output("git", "rev-parse", "HEAD"):  # else a copy without git
+        changes = command_output("git", "status", "--porcelain", "--untracked-files=no")
         git = {"commit": commit, "dirty": bool(changes)}
     if git["commit"] == "unknown":
         say("neither git nor OMNILEAD_REVISION says which commit this is: records say unknown")
@@ -312,15 +317,20 @@ def gpu_facts() -> list[dict[str, str]]:
     if visible == "":
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader"]
-    rows = said(*query, *([f"--id={visible}"] if visible else [])).splitlines()
+    rows = command_output(*query, *([f"--id={visible}"] if visible else [])).splitlines()
     return [dict(zip(GPU_FACTS, row.split(", "), strict=True)) for row in rows]
 
 
-def said(*command: str) -> str:
+def command_output(*command: str) -> str:
     """What a command prints; nothing if it fails or is not installed."""
     with suppress(OSError, subprocess.SubprocessError):
-        how: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 60}
-        return str(subprocess.run(command, cwd=RESULTS.parent, **how).stdout).strip()
+        run_options: dict[str, Any] = {
+            "capture_output": True,
+            "text": True,
+            "check": True,
+            "timeout": 60,
+        }
+        return str(subprocess.run(command, cwd=RESULTS.parent, **run_options).stdout).strip()
     return ""
 
 

@@ -54,10 +54,17 @@ def first_batch(dataset: str) -> Iterator[float]:
     from omnilead.engine.data.loader import Loader
 
     torch.set_num_threads(1)
-    how: dict[str, Any] = {"world": 8, "pretrain": True, "halves": 2, "reuse_batches": True}
+    loader_options: dict[str, Any] = {
+        "world": 8,
+        "pretrain": True,
+        "halves": 2,
+        "reuse_batches": True,
+    }
     while True:
         opened = Dataset.open(dataset)
-        loader = Loader(LoaderConfig(backend="torch"), (opened,), torch.device("cpu"), **how)
+        loader = Loader(
+            LoaderConfig(backend="torch"), (opened,), torch.device("cpu"), **loader_options
+        )
         next(iter(loader))
         loader.close()
         yield 1.0
@@ -70,8 +77,8 @@ def ranks(run: e2e.LoopRun, world: int) -> Result:
 
     def measured(rank: int) -> Any:
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        one = replace(run, environment=environment)
-        return call_fresh(e2e.loop_turns, one, seconds=RANKS_S)["rows"]["loaded"]
+        rank_run = replace(run, environment=environment)
+        return call_fresh(e2e.loop_turns, rank_run, seconds=RANKS_S)["rows"]["loaded"]
 
     with reserved_port() as port, ThreadPoolExecutor(world) as pool:
         common["MASTER_PORT"] = str(port.getsockname()[1])

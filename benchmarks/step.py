@@ -89,13 +89,13 @@ class StepRun:
 
     @property
     def name(self) -> str:
-        how = [self.precision]
-        how += [f"{self.kernels} kernels"] if self.kernels != "auto" else []
-        how += [f"{self.compiled} compiled"] if self.compiled != "eager" else []
-        how += [f"{self.attention} attention"] if self.attention else []
-        how += [f"{self.sums} sums"] if self.sums else []
-        how += [f"{self.batch} crops"] if self.batch else []
-        return f"{self.side}: {', '.join(how)}"
+        variants = [self.precision]
+        variants += [f"{self.kernels} kernels"] if self.kernels != "auto" else []
+        variants += [f"{self.compiled} compiled"] if self.compiled != "eager" else []
+        variants += [f"{self.attention} attention"] if self.attention else []
+        variants += [f"{self.sums} sums"] if self.sums else []
+        variants += [f"{self.batch} crops"] if self.batch else []
+        return f"{self.side}: {', '.join(variants)}"
 
     @property
     def config(self) -> ModelConfig:
@@ -210,8 +210,8 @@ def attention_of(advance: Callable[[], None]) -> str:
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # without the profiler's own messages
     with profile(activities=[ProfilerActivity.CPU]) as traced:
         advance()
-    found = (OF_ATTENTION.match(event.key) for event in traced.key_averages())
-    return " and ".join(sorted({match[1] for match in found if match})) or "unfused"
+    matches = (OF_ATTENTION.match(event.key) for event in traced.key_averages())
+    return " and ".join(sorted({match[1] for match in matches if match})) or "unfused"
 
 
 def product(run: StepRun) -> Iterator[float]:
@@ -328,23 +328,23 @@ def both_sides(config: ModelConfig, pairs: int, device: str = "cpu") -> tuple[Pr
     same = draws_of({name: np.asarray(value) for name, value in drawn._asdict().items()}, config)
     same = Draws(*(x if x is None else x.to(device) for x in same))
 
-    def ours() -> Tensor:
+    def our_loss() -> Tensor:
         loss: Tensor = model(x_BSLT, tau=torch.tensor(tau, device=device), ids_B=ids_B, draws=same)[
             "loss"
         ]
         return loss
 
-    def theirs() -> Tensor:
+    def authors_loss() -> Tensor:
         draws = drawn._replace(gumbel_noise=drawn.gumbel_noise.to(device))
         summed, masked = AuthorsStep(model)(x_BSLT.flatten(0, 1), ids_B, tau, draws)
         return summed / masked
 
-    return model, (ours, theirs)
+    return model, (our_loss, authors_loss)
 
 
 def disagreement(run: StepRun) -> float:
     set_up(run)
     torch.backends.cudnn.allow_tf32 = False
     with torch.no_grad():
-        _, (ours, theirs) = both_sides(run.config, 2, run.device)
-        return abs(float(ours() / theirs()) - 1)
+        _, (our_loss, authors_loss) = both_sides(run.config, 2, run.device)
+        return abs(float(our_loss() / authors_loss()) - 1)

@@ -75,8 +75,10 @@ def times_recreation(name: str, results: dict[str, Result]) -> float:
 def times_library(name: str, results: dict[str, Result]) -> float:
     """The speed per CPU-second, relative to the fastest other library's with lead masking; NaN if
     there is none."""
-    others = [per_cpu(results[other]) for other in results if other.endswith(" in a DataLoader")]
-    return per_cpu(results[name]) / max(others, default=nan)
+    library_rates = [
+        per_cpu(results[other]) for other in results if other.endswith(" in a DataLoader")
+    ]
+    return per_cpu(results[name]) / max(library_rates, default=nan)
 
 
 def loader(part: Part) -> Iterator[str]:
@@ -104,8 +106,14 @@ def step(part: Part) -> Iterator[str]:
             product = speed.get(f"matrix product: {'fp32' if precision == 'fp32' else 'bf16'}")
             share = 100 * speed[name] * part["input"]["gflop_per_crop"] / (product or 1)
             unit, mfu = "", f"{share:.0f} %" if product else ""
-            ratios = {of: times_step(name, results, of, figure) for of in baselines}
-            times = [f"{ratio:.2f}x ({of})" for of, ratio in ratios.items() if not isnan(ratio)]
+            ratios = {
+                baseline: times_step(name, results, baseline, figure) for baseline in baselines
+            }
+            times = [
+                f"{ratio:.2f}x ({baseline})"
+                for baseline, ratio in ratios.items()
+                if not isnan(ratio)
+            ]
         cells = [name, middle("per_s")(result) + unit, number(per_cpu(result)) + unit]
         memory = result.get("gpu_peak_mb", result["peak_mb"]) / 1024
         cells += [reach(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"]
@@ -193,12 +201,19 @@ def scaling(part: Part) -> Iterator[str]:
     worlds = {f"{world} ranks": result for world, result in part.get("ranks", {}).items()}
     worlds |= {name: result for name, result in results.items() if name.endswith(" ranks")}
     if "1 ranks" in worlds:
-        one, rows = worlds["1 ranks"], []
+        single_rank, rows = worlds["1 ranks"], []
         for name, result in worlds.items():
-            kept = result["per_s"]["median"] / one["per_s"]["median"] / int(name.split()[0])
-            cells = [name, middle("per_s")(result), reach("per_s")(result), f"{100 * kept:.0f} %"]
-            kept = per_cpu(result) / per_cpu(one)
-            rows.append([*cells, number(per_cpu(result)), f"{100 * kept:.0f} %"])
+            efficiency = (
+                result["per_s"]["median"] / single_rank["per_s"]["median"] / int(name.split()[0])
+            )
+            cells = [
+                name,
+                middle("per_s")(result),
+                reach("per_s")(result),
+                f"{100 * efficiency:.0f} %",
+            ]
+            efficiency = per_cpu(result) / per_cpu(single_rank)
+            rows.append([*cells, number(per_cpu(result)), f"{100 * efficiency:.0f} %"])
         head = "crops per second | lowest to highest | efficiency | per CPU-second | efficiency"
         yield markdown(f"| on this machine | {head} |", rows)
 
@@ -223,8 +238,8 @@ def headline(part: Part) -> str:
     baselines = [name for name in BASELINES if name in models]  # older records have fewer
     for where, task, metric, leads, share in HEADLINE:
         document = part["results"].get(where, {"rows": (), "differences": ()})
-        asked = {"task": task, "leads": leads, "share": share}
-        rows = {row["model"]: row for row in document["rows"] if asked.items() <= row.items()}
+        criteria = {"task": task, "leads": leads, "share": share}
+        rows = {row["model"]: row for row in document["rows"] if criteria.items() <= row.items()}
         if not rows:
             continue
         model = next(iter(rows))
@@ -239,14 +254,14 @@ def headline(part: Part) -> str:
                 seeds.append(row["metrics"][metric])
         if seed.isdecimal() and len(seeds) > 1:
             cells[0] += f", seeds {min(seeds):.3f} to {max(seeds):.3f}"
-        asked |= {"metric": metric, "model": model, "against": BASELINES[0]}
-        gaps = [gap for gap in document["differences"] if asked.items() <= gap.items()]
+        criteria |= {"metric": metric, "model": model, "against": BASELINES[0]}
+        gaps = [gap for gap in document["differences"] if criteria.items() <= gap.items()]
         cells += [scored(gap["difference"], gap["interval"], "+") for gap in gaps]
-        what = f"{task}, {'lead I' if leads == '1' else f'{leads} leads'}"
+        row_name = f"{task}, {'lead I' if leads == '1' else f'{leads} leads'}"
         if share:
-            what += f", {100 * share:g} % of labels"
+            row_name += f", {100 * share:g} % of labels"
         count = rows[model]["n"]
-        body.append([f"{where}: {what}, {bench_report.MAIN[metric]} (n = {count:,})", *cells])
+        body.append([f"{where}: {row_name}, {bench_report.MAIN[metric]} (n = {count:,})", *cells])
     return markdown(f"| | pre-trained | {' | '.join(baselines)} | pre-trained minus random |", body)
 
 
@@ -310,9 +325,9 @@ def number(value: float) -> str:
 
 def repeated(part: Part) -> tuple[int, int]:
     """The fewest and the most repeats of a case."""
-    asked = part["config"].get("repeats") or 0
-    each = [int(result.get("repeats", asked)) for result in part["results"].values()]
-    return min(each), max(each)
+    usual = part["config"].get("repeats") or 0
+    repeats = [int(result.get("repeats", usual)) for result in part["results"].values()]
+    return min(repeats), max(repeats)
 
 
 def note(part: Part) -> str:
@@ -322,20 +337,20 @@ def note(part: Part) -> str:
     where = (
         f"{machine(part)}, {where}" if device_of(part) == "cuda" else f"{where} shared with others"
     )
-    when = "uncommitted changes, " * bool(part["git"]["dirty"]) + part["date"][:10]
+    date = "uncommitted changes, " * bool(part["git"]["dirty"]) + part["date"][:10]
     file = f"[{part['file']}](results/{part['file']})"
     if part["benchmark"] == "evidence":
-        made = f"{where}, {when}; {facts['archive']}"
+        archive_and_date = f"{where}, {date}; {facts['archive']}"
         if outside := facts.get("made_outside"):
-            made += f"; made outside the plan: {', '.join(outside)}"
-        return f"{made}; {file}. {bench_report.INTERVALS}"
-    what = facts["archive"]
+            archive_and_date += f"; made outside the plan: {', '.join(outside)}"
+        return f"{archive_and_date}; {file}. {bench_report.INTERVALS}"
+    inputs = facts["archive"]
     for unit in ("records", "crops", "threads"):
-        what += f", {facts[unit]:,} {unit}" if unit in facts else ""
-    many = " to ".join(dict.fromkeys(map(str, repeated(part))))
+        inputs += f", {facts[unit]:,} {unit}" if unit in facts else ""
+    repeats = " to ".join(dict.fromkeys(map(str, repeated(part))))
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
     load = f"load {hardware['load_before']:.1f} before"
-    said = f"{where} ({load}), {when}; {what}; median of {many} runs; {versions}; {file}."
+    text = f"{where} ({load}), {date}; {inputs}; median of {repeats} runs; {versions}; {file}."
     for case, reason in part.get("left_out", {}).items():
-        said += f" Left out: {case}: {reason}."
-    return said
+        text += f" Left out: {case}: {reason}."
+    return text

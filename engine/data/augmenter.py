@@ -47,21 +47,21 @@ MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
 @lru_cache(maxsize=4)  # every validation calls this
 def missing_leads(dataset: Dataset) -> np.ndarray:
     """uint16 [crops]: one bit for each missing lead; bit 0 is lead I."""
-    found = [np.zeros(0, np.uint16)]
+    bits_of_parts = [np.zeros(0, np.uint16)]
     for part in dataset.parts(["missing_leads"]):
         missing, bits = part["missing_leads"], np.zeros(len(part), np.uint16)
         lead = pc.index_in(missing.flatten(), pa.array(LEADS)).fill_null(len(LEADS)).to_numpy()
         np.bitwise_or.at(
             bits, missing.value_parent_indices().to_numpy(), (1 << lead).astype(np.uint16)
         )
-        found.append(bits)
-    return np.concatenate(found)
+        bits_of_parts.append(bits)
+    return np.concatenate(bits_of_parts)
 
 
 def none_measured(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
     """bool [crops]: none of these leads was measured."""
-    these = sum(1 << lead for lead in leads)
-    return np.asarray(missing_leads(dataset) & these == these)
+    asked_bits = sum(1 << lead for lead in leads)
+    return np.asarray(missing_leads(dataset) & asked_bits == asked_bits)
 
 
 def measured_leads(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
@@ -69,10 +69,10 @@ def measured_leads(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
     leads."""
     bits = [missing_leads(dataset) for dataset in datasets]
 
-    def of(places: Places) -> np.ndarray:
+    def of_places(places: Places) -> np.ndarray:
         return np.asarray(places.of(bits)[:, None] >> np.array(ALL) & 1 == 0)
 
-    return of if any(each.any() for each in bits) else None
+    return of_places if any(bits_of_dataset.any() for bits_of_dataset in bits) else None
 
 
 def crop_key(places: Places) -> np.ndarray:
@@ -194,7 +194,7 @@ class CropWriter:
         self.out = out_BSLT.unbind()
         self.keep = keep.unbind()
         self.scale = (keep * MV_PER_UV).unbind()
-        self.waves = _sums(shared, p, self.ops, crops).unbind() if shared else None
+        self.waves = _shared_noise(shared, p, self.ops, crops).unbind() if shared else None
         self.white = []
         for stage in from_bank:
             gain, start = (p[name] for name in stage.from_bank)
@@ -211,13 +211,13 @@ class CropWriter:
             out_SLT.addcmul_(gain[i], self.ops.white(start[i]))
 
 
-def _sums(stages: Sequence[Noise], p: Tensors, ops: TorchOps, crops: int) -> torch.Tensor:
+def _shared_noise(stages: Sequence[Noise], p: Tensors, ops: TorchOps, crops: int) -> torch.Tensor:
     """The sum of these noises, which all leads share, for each crop: [B, 2, 1, 2500]."""
     waves = torch.empty(crops, 2, 1, HALF)
-    for at in range(0, crops, WAVES_CHUNK):
-        part = slice(at, at + WAVES_CHUNK)
-        some = {name: values[part] for name, values in p.items()}
-        waves[part] = ops.sum([stage.wave(some, ops) for stage in stages])
+    for start in range(0, crops, WAVES_CHUNK):
+        part = slice(start, start + WAVES_CHUNK)
+        chunk = {name: values[part] for name, values in p.items()}
+        waves[part] = ops.sum([stage.wave(chunk, ops) for stage in stages])
     return waves
 
 
@@ -250,17 +250,19 @@ class Draw(torch.Generator):
 
     def uniform(self, *shape: int) -> torch.Tensor:
         """[crops, halves, *shape] float32, from 0 to 1; other ones at each call."""
-        return self._drawn(counter.uniform, shape)
+        return self._tensor_of_draws(counter.uniform, shape)
 
     def normal(self, *shape: int) -> torch.Tensor:
         """The same, standard normal."""
-        return self._drawn(counter.normal, shape)
+        return self._tensor_of_draws(counter.normal, shape)
 
-    def _drawn(self, numbers: Callable[..., np.ndarray], shape: tuple[int, ...]) -> torch.Tensor:
+    def _tensor_of_draws(
+        self, numbers: Callable[..., np.ndarray], shape: tuple[int, ...]
+    ) -> torch.Tensor:
         self.calls += 1
         half_S1, slot = np.arange(2)[:, None], np.arange(math.prod(shape))
-        drawn = numbers(*self.key, half_S1, self.calls, slot).astype(np.float32)
-        return to_device(drawn, self.device).view(*drawn.shape[:2], *shape)
+        draws = numbers(*self.key, half_S1, self.calls, slot).astype(np.float32)
+        return to_device(draws, self.device).view(*draws.shape[:2], *shape)
 
 
 class ExtraAugmentation:
@@ -275,35 +277,39 @@ class ExtraAugmentation:
     another number of ranks draws different ones, as with dropout."""
 
     def __init__(
-        self, own: Sequence[tuple[str, dict[str, Any]]], seed: int, rank: int, device: torch.device
+        self,
+        named_functions: Sequence[tuple[str, dict[str, Any]]],
+        seed: int,
+        rank: int,
+        device: torch.device,
     ) -> None:
-        """`own`: the names of functions, and their options."""
+        """`named_functions`: the names of functions, and their options."""
         self.seed, self.rank, self.draw = seed, rank, Draw(device)
         self.functions = []
-        for name, options in own:
-            said = f"augment.extra={name}{f' with {options}' if options else ''}"
-            with blaming(said):
-                self.functions.append((said, partial(plugin(name), **options)))
+        for name, options in named_functions:
+            setting = f"augment.extra={name}{f' with {options}' if options else ''}"
+            with blaming(setting):
+                self.functions.append((setting, partial(plugin(name), **options)))
 
     def __call__(self, x_BSLT: torch.Tensor, places: Places, step: int) -> torch.Tensor:
         seed = int(counter.bits(self.seed, RandomStream.EXTRA, step, self.rank)) >> 1
         self.draw.manual_seed(seed)
         absent_BSL1 = ~x_BSLT.any(-1, keepdim=True)
         with global_draws(seed, x_BSLT.device):
-            for number, (said, function) in enumerate(self.functions):
+            for number, (setting, function) in enumerate(self.functions):
                 self.draw.at(self.seed, places, number)
-                with blaming(said):
-                    x_BSLT = alike(x_BSLT, function(x_BSLT, self.draw))
+                with blaming(setting):
+                    x_BSLT = checked_like(x_BSLT, function(x_BSLT, self.draw))
                 x_BSLT.masked_fill_(absent_BSL1, 0.0)
         return x_BSLT
 
 
-def alike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def checked_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """y; ConfigError if it is not like x."""
     if (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device):
         return y
-    made = f"{list(y.shape)} {y.dtype} on {y.device}"
-    raise ConfigError(f"{list(x.shape)} became {made}: keep its shape, type and device")
+    difference = f"{list(y.shape)} {y.dtype} on {y.device}"
+    raise ConfigError(f"{list(x.shape)} became {difference}: keep its shape, type and device")
 
 
 class Upload:
@@ -317,12 +323,12 @@ class Upload:
     def __call__(self, host: torch.Tensor) -> torch.Tensor:
         pinned = host if host.is_pinned() else host.pin_memory()
         with torch.cuda.stream(self.stream):
-            there = pinned.to(self.device, non_blocking=True)
+            uploaded = pinned.to(self.device, non_blocking=True)
             self.copied.record()
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(self.copied)
-        there.record_stream(computing)  # so that its memory is not reused while kernels read it
-        return there
+        uploaded.record_stream(computing)  # so that its memory is not reused while kernels read it
+        return uploaded
 
     def wait(self) -> None:
         self.copied.synchronize()

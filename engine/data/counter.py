@@ -81,15 +81,15 @@ def bits(seed: Counter, *counters: Counter) -> np.ndarray:
 
 def uniform(seed: Counter, *counters: Counter) -> np.ndarray:
     """float64 in [0, 1): multiples of 2**-53."""
-    drawn = bits(seed, *counters)
-    return _unit(drawn.reshape(-1)).reshape(drawn.shape)
+    words = bits(seed, *counters)
+    return _unit(words.reshape(-1)).reshape(words.shape)
 
 
 def normal(seed: Counter, *counters: Counter) -> np.ndarray:
     """float64, standard normal, at most 8.6 (Box-Muller). Machines may differ by rounding: log and
     cos vary by an ulp."""
-    drawn = bits(seed, *counters)
-    state = drawn.reshape(-1)
+    words = bits(seed, *counters)
+    state = words.reshape(-1)
     angle = _unit(mix(state ^ _ANGLE))
     angle *= 2.0 * np.pi
     radius = _unit(mix(state ^ _RADIUS))
@@ -98,7 +98,7 @@ def normal(seed: Counter, *counters: Counter) -> np.ndarray:
     radius *= -2.0
     np.sqrt(radius, out=radius)
     radius *= np.cos(angle, out=angle)
-    return radius.reshape(drawn.shape)
+    return radius.reshape(words.shape)
 
 
 def _unit(random: np.ndarray) -> np.ndarray:
@@ -129,11 +129,11 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
     out = np.empty(x.size, np.uint64)
     tiny = np.broadcast_to(size <= TINY, x.shape)
     for scheme, chosen in ((_rank, tiny), (_walk, ~tiny)):
-        at = np.flatnonzero(chosen)
-        if at.size:
-            elements = x[at].astype(np.uint64)
-            sizes = _at(size, at).astype(np.uint64)
-            out[at] = scheme(elements, sizes, _at(keys, at))
+        indices = np.flatnonzero(chosen)
+        if indices.size:
+            elements = x[indices].astype(np.uint64)
+            sizes = _take(size, indices).astype(np.uint64)
+            out[indices] = scheme(elements, sizes, _take(keys, indices))
     return out.astype(np.int64).reshape(shape)
 
 
@@ -144,8 +144,8 @@ def _flat(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(value, shape).reshape(-1)
 
 
-def _at(value: np.ndarray, at: np.ndarray) -> np.ndarray:
-    return value if value.size == 1 else value[at]
+def _take(value: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    return value if value.size == 1 else value[indices]
 
 
 def _rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -153,8 +153,8 @@ def _rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
     likely."""
     element = np.arange(TINY)
     hashes = bits(key[:, None], element)
-    own = bits(key, x)
-    smaller = (hashes < own[:, None]) & (element < n[:, None])
+    own_hashes = bits(key, x)
+    smaller = (hashes < own_hashes[:, None]) & (element < n[:, None])
     return np.asarray(smaller.sum(axis=1))
 
 
@@ -166,9 +166,9 @@ def _walk(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
     out = _feistel(x, a, b, key)
     outside = np.flatnonzero(out >= n)
     while outside.size:
-        walked = _feistel(out[outside], _at(a, outside), _at(b, outside), _at(key, outside))
+        walked = _feistel(out[outside], _take(a, outside), _take(b, outside), _take(key, outside))
         out[outside] = walked
-        outside = outside[walked >= _at(n, outside)]
+        outside = outside[walked >= _take(n, outside)]
     return out
 
 

@@ -123,8 +123,8 @@ class Pipeline:
         self.stages = [stage for stage in augmenter.stages if not stage.from_bank]
         unused = {name for stage in augmenter.stages for name in stage.from_bank}
         self.names = sorted(example.keys() - unused)
-        self.given: deque[list[np.ndarray]] = deque(maxlen=IN_USE)
-        self.taken = InFlight(torch.cuda.Event) if self.device.type == "cuda" else None
+        self.fed_arrays: deque[list[np.ndarray]] = deque(maxlen=IN_USE)
+        self.in_flight = InFlight(torch.cuda.Event) if self.device.type == "cuda" else None
         self.pipeline = self._definition(augmenter.views, batch, threads)()
         self.pipeline.build()
 
@@ -142,10 +142,10 @@ class Pipeline:
             prefetch_queue_depth=PREFETCH,
         )
         def definition() -> Any:
-            stamp, crops, *given = fn.external_source(
+            stamp, crops, *parameters = fn.external_source(
                 source=self._next, num_outputs=2 + len(self.names), batch=True, no_copy=True
             )
-            p = dict(zip(self.names, given, strict=True))
+            p = dict(zip(self.names, parameters, strict=True))
             if gpu:
                 crops = crops.gpu()
                 p = {name: node if name == ON_HOST else node.gpu() for name, node in p.items()}
@@ -153,8 +153,8 @@ class Pipeline:
                 x = fn.transpose(fn.reshape(crops, shape=[12, 2, HALF]), perm=[1, 0, 2])
             else:
                 window = fn.slice(crops, start=p[ON_HOST], shape=[HALF], axes=[1])
-                one = fn.reshape(window, shape=[1, 12, HALF])
-                x = fn.cat(one, one, axis=0)
+                view = fn.reshape(window, shape=[1, 12, HALF])
+                x = fn.cat(view, view, axis=0)
             x = fn.cast(x, dtype=types.DALIDataType.FLOAT) * np.float32(MV_PER_UV)
             return stamp, augment(x, p, self.stages, DaliOps())
 
@@ -163,13 +163,13 @@ class Pipeline:
     def _next(self) -> list[np.ndarray]:
         position, crops, p = next(self.feed)
         stamp = np.full((len(crops), 1), position, np.int64)
-        self.given.append([stamp, crops, *(_fed(name, p[name]) for name in self.names)])
-        return self.given[-1]
+        self.fed_arrays.append([stamp, crops, *(_fed(name, p[name]) for name in self.names)])
+        return self.fed_arrays[-1]
 
     def release(self) -> None:
         """Call before `run`: waits until the GPU has finished with all but the last batches."""
-        if self.taken:
-            self.taken.release()
+        if self.in_flight:
+            self.in_flight.release()
 
     def run(self) -> tuple[int, torch.Tensor]:
         """-> (position of the batch, x_BSLT). The tensor shares DALI's memory. On a GPU the host
@@ -177,8 +177,8 @@ class Pipeline:
         on_stream = [torch.cuda.current_stream(self.device)] if self.device.type == "cuda" else []
         stamp, x = self.pipeline.run(*on_stream)
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(x.as_tensor())
-        if self.taken:
-            self.taken.hold(tensor)
+        if self.in_flight:
+            self.in_flight.hold(tensor)
         return int(np.asarray(stamp.as_cpu().at(0))[0]), tensor
 
     def close(self) -> None:

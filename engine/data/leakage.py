@@ -28,15 +28,15 @@ def refuse_leak(
     for kind in KINDS:  # one at a time: names take the most memory
         learnt, tested = [], []
         for dataset, *sides in zip(datasets, trained, held, strict=True):
-            names, others = _names(dataset, sides, kind)
+            names, tested_names = _names(dataset, sides, kind)
             learnt.append(names)
-            tested.append(others)
-        for one, other in permutations(range(len(datasets)), 2):
-            if both := _in_both(learnt[one], tested[other]):
-                url = datasets[one].root.url
-                other_url = datasets[other].root.url
+            tested.append(tested_names)
+        for learner, tester in permutations(range(len(datasets)), 2):
+            if shared_name := _first_in_both(learnt[learner], tested[tester]):
+                url = datasets[learner].root.url
+                other_url = datasets[tester].root.url
                 raise ConfigError(
-                    f"data.datasets: {kind} {both} is trained on in {url} and held out in "
+                    f"data.datasets: {kind} {shared_name} is trained on in {url} and held out in "
                     f"{other_url}: shard both archives into one dataset, or leave one out"
                 )
 
@@ -53,31 +53,31 @@ def overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str
     """Describe a record, patient or waveform in both `rows` of `a` and `others` of `b`; "" if there
     is none."""
     for kind in KINDS:
-        (here,) = _names(a, [rows], kind)
-        (there,) = _names(b, [others], kind)
-        if both := _in_both(here, there):
-            return f"{kind} {both}"
+        (names,) = _names(a, [rows], kind)
+        (other_names,) = _names(b, [others], kind)
+        if shared_name := _first_in_both(names, other_names):
+            return f"{kind} {shared_name}"
     return ""
 
 
-def _in_both(names: pa.ChunkedArray, others: pa.ChunkedArray) -> str:
+def _first_in_both(names: pa.ChunkedArray, others: pa.ChunkedArray) -> str:
     """The first of the names that is among the others; "" if there is none."""
-    both = names.filter(pc.is_in(names, others))
-    return str(both[0]) if len(both) else ""
+    shared = names.filter(pc.is_in(names, others))
+    return str(shared[0]) if len(shared) else ""
 
 
 def _names(dataset: Dataset, sides: Sequence[np.ndarray], kind: str) -> list[pa.ChunkedArray]:
     """What the crops of each side are called; nothing for those whose patient is unknown."""
-    found: list[list[pa.Array]] = [[] for _ in sides]
+    names_of_sides: list[list[pa.Array]] = [[] for _ in sides]
     columns = [kind] if kind == "waveform" else ["source", kind]
     for part, *masks in parts_of(dataset, columns, sides):
-        every = _called(part, kind)
-        for names, mask in zip(found, masks, strict=True):
-            names.append(every.filter(mask).drop_null())
-    return [pa.chunked_array(names, COLUMNS.field(kind).type) for names in found]
+        names_of_part = _names_of_part(part, kind)
+        for names, mask in zip(names_of_sides, masks, strict=True):
+            names.append(names_of_part.filter(mask).drop_null())
+    return [pa.chunked_array(names, COLUMNS.field(kind).type) for names in names_of_sides]
 
 
-def _called(part: pa.RecordBatch, kind: str) -> pa.Array:
+def _names_of_part(part: pa.RecordBatch, kind: str) -> pa.Array:
     name = part[kind]
     if kind == "waveform":
         return name

@@ -165,8 +165,8 @@ class Loader:
         self.config, self.device, self.rank, self.world = config, device, rank, world
         self.backend = self._chosen_backend()
         self.extra = None
-        if own := config.augment.own:
-            self.extra = ExtraAugmentation(own, config.seed, rank, device)
+        if named_functions := config.augment.own:
+            self.extra = ExtraAugmentation(named_functions, config.seed, rank, device)
         self.order = order_of(config, datasets, rows, **roles)
         # fail early if the batch cannot be divided
         self.order.slice(0, rank, world, micro=config.micro_batch)
@@ -262,10 +262,10 @@ class Loader:
                 )
             return x_BSLT, plan, report
 
-        with closing(prefetch(self._plans(together), make, outs)) as made:
+        with closing(prefetch(self._plans(together), make, outs)) as batches:
             while True:
                 with self.meter.timed("read_wait"):
-                    x_BSLT, plan, report = next(made)
+                    x_BSLT, plan, report = next(batches)
                 places = dataclasses.replace(plan.places, row=report.row)
                 for part in _slices(len(places), self.crops):
                     batch_BSLT = x_BSLT[part] if self.reuse_batches else x_BSLT[part].clone()
@@ -300,14 +300,14 @@ class Loader:
 
     def _by_dali(self) -> Iterator[Batch]:
         """DALI prefetches, so the plan of a batch is kept until DALI returns it."""
-        given: dict[int, tuple[Planned, Report]] = {}
+        plans_in_dali: dict[int, tuple[Planned, Report]] = {}
         read = self._read(in_use=dali.IN_USE)
 
         def feed() -> Generator[tuple[int, np.ndarray, Params], None, None]:
             for step in count(self.step):
                 with self.meter.timed("read_wait"):
                     plan, crops, report = next(read)
-                given[step] = plan, report
+                plans_in_dali[step] = plan, report
                 yield step, crops, plan.p
 
         example = self.augmenter.parameters(self.order.slice(0, self.rank, self.world))
@@ -319,12 +319,16 @@ class Loader:
                         pipeline.release()
                     with self.meter.timed("augment", without="read_wait"):
                         step, x_BSLT = pipeline.run()
-                        plan, report = given.pop(step)
+                        plan, report = plans_in_dali.pop(step)
                         self.augmenter.add_white_noise(x_BSLT, plan.p)
                     yield Batch(x_BSLT, plan.places, report.skipped)
 
     def _staging(self, datasets: Sequence[Dataset]) -> Staging | None:
-        remote = {d: one for d, one in enumerate(datasets) if one.root.remote and one.shards}
+        remote = {
+            d: dataset
+            for d, dataset in enumerate(datasets)
+            if dataset.root.remote and dataset.shards
+        }
         if not remote or self.config.source == "zarr":
             return None
         cache_dir, together = self.config.cache_dir, self.config.block_shards
@@ -343,7 +347,9 @@ class Loader:
     ) -> dict[str, Any]:
         """Everything besides `crops_seen` that determines the next batch, as JSON."""
         if rows:
-            roles = roles | {"rows": [sha256(some.tobytes()).hexdigest() for some in rows]}
+            roles = roles | {
+                "rows": [sha256(rows_of_dataset.tobytes()).hexdigest() for rows_of_dataset in rows]
+            }
         return {
             "datasets": [dataset.fingerprint for dataset in datasets],
             "roles": {name: value for name, value in sorted(roles.items()) if value is not None},
@@ -366,7 +372,7 @@ class _Desk(CropBuffers):
         """`places`: as planned."""
         single_threaded()
         self.loader, self.places = loader, places
-        self.asked = places.row.tolist()  # Python's integers compare faster than numpy's
+        self.planned_rows = places.row.tolist()  # Python's integers compare faster than numpy's
         self.writer, self.x_BSLT = writer, x_BSLT
         self.crops_BLT = torch.empty((writer.at_a_time, *CROP_SHAPE), dtype=torch.int16)
         self.buffers: list[np.ndarray] = list(self.crops_BLT.numpy())
@@ -376,7 +382,7 @@ class _Desk(CropBuffers):
         return self.buffers[len(self.positions)]
 
     def accept(self, position: int, row: int) -> None:
-        if row != self.asked[position]:
+        if row != self.planned_rows[position]:
             self._write_replacement(position, row)
             return
         self.positions.append(position)
@@ -394,11 +400,11 @@ class _Desk(CropBuffers):
     def _write_replacement(self, position: int, row: int) -> None:
         """A replacement of a bad crop always comes alone, at a desk of its own. Its parameters are
         drawn now, as they depend on the row."""
-        this = slice(position, position + 1)
-        places = dataclasses.replace(self.places[this], row=np.array([row]))
+        position_slice = slice(position, position + 1)
+        places = dataclasses.replace(self.places[position_slice], row=np.array([row]))
         augmenter = self.loader.augmenter
         p = augmenter.to_device(augmenter.parameters(places))
-        augmenter.writer(p, self.x_BSLT[this]).write(self.crops_BLT, [0])
+        augmenter.writer(p, self.x_BSLT[position_slice]).write(self.crops_BLT, [0])
 
 
 def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
@@ -406,12 +412,12 @@ def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
     before: Any = state.get("recipe")
     if not isinstance(before, dict):
         raise ConfigError("cannot resume: the loader's state has no recipe: start a new run")
-    before, now = flatten(_as_today(before)), flatten(recipe)
-    for key in sorted(before.keys() | now.keys()):
+    before, recipe_now = flatten(_as_today(before)), flatten(recipe)
+    for key in sorted(before.keys() | recipe_now.keys()):
         then = before.get(key)
-        if then != now.get(key):
+        if then != recipe_now.get(key):
             raise ConfigError(
-                f"cannot resume: {key} changed from {str(then)[:200]} to {now.get(key)}: set it back"
+                f"cannot resume: {key} changed from {str(then)[:200]} to {recipe_now.get(key)}: set it back"
             )
     seen = state.get("crops_seen")
     if type(seen) is not int or not 0 <= seen < 2**63 or seen % batch_crops:
@@ -440,4 +446,4 @@ def _as_today(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:
-    return (slice(at, at + size) for at in range(0, count, size))
+    return (slice(start, start + size) for start in range(0, count, size))

@@ -32,7 +32,7 @@ from omnilead.data_tools.dataset import SHARD_CROPS, Dataset
 
 from ..settings.errors import ConfigError
 from .counter import MAX_SIZE, RandomStream, bits, permute
-from .patients import once, validation_split
+from .patients import choose_once, validation_split
 from .where import holds
 
 DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
@@ -57,16 +57,16 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
     left = np.ones(position.shape, bool)
     for d, quota in enumerate(quotas[:-1]):  # each dataset against all later ones
         rest = sum(quotas[d:])
-        before, after = _dealt(place, quota, rest), _dealt(place + 1, quota, rest)
-        mine = left & (after > before)
-        dataset[mine], turn[mine] = d, (cycle * quota + before)[mine]
-        left &= ~mine
+        before, after = _dealt_before(place, quota, rest), _dealt_before(place + 1, quota, rest)
+        is_own = left & (after > before)
+        dataset[is_own], turn[is_own] = d, (cycle * quota + before)[is_own]
+        left &= ~is_own
         place = place - before
     turn[left] = (cycle * quotas[-1] + place)[left]
     return dataset, turn
 
 
-def _dealt(places: Any, quota: int, rest: int) -> Any:
+def _dealt_before(places: Any, quota: int, rest: int) -> Any:
     """How many of the first `places` places go to a dataset that gets `quota` of every `rest`
     (Bresenham)."""
     return (places * quota + rest // 2) // rest
@@ -116,11 +116,11 @@ class DatasetRows:
         if hold_out:
             masks.append(validation_split(dataset, hold_out)[held])
         if where:
-            masks.append(once(dataset, where, holds))
+            masks.append(choose_once(dataset, where, holds))
         for keep in masks:
             numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
-            asked = {
+            criteria = {
                 "pretrain": pretrain,
                 "dx": dx,
                 "identity": identity,
@@ -130,7 +130,7 @@ class DatasetRows:
                 "data.where": where,
             }
             text = ", ".join(
-                f"{key}={value!r}" for key, value in asked.items() if value is not None
+                f"{key}={value!r}" for key, value in criteria.items() if value is not None
             )
             raise OrderError(
                 f"{name}: no crop has {text}; its roles are {dataset.meta.get('roles')}: select "
@@ -182,11 +182,11 @@ class Places:
 
     def of(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """From values of each dataset's crops, those of these crops."""
-        found = np.empty((len(self), *values[0].shape[1:]), values[0].dtype)
-        for d, each in enumerate(values):
-            mine = self.dataset == d
-            found[mine] = each[self.row[mine]]
-        return found
+        values_of_crops = np.empty((len(self), *values[0].shape[1:]), values[0].dtype)
+        for d, dataset_values in enumerate(values):
+            is_own = self.dataset == d
+            values_of_crops[is_own] = dataset_values[self.row[is_own]]
+        return values_of_crops
 
     def __getitem__(self, part: slice) -> "Places":
         return Places(self.dataset[part], self.row[part], self.epoch[part])
@@ -252,7 +252,7 @@ class Order:
 
     def places(self, crops_seen: int, count: int) -> Places:
         """The `count` crops that follow the first `crops_seen` of the run."""
-        return self._at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
+        return self._places_at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
 
     def drawn(self, crops_seen: int) -> list[np.ndarray]:
         """How often each crop of each dataset is among the first `crops_seen` of the run."""
@@ -260,9 +260,9 @@ class Order:
         cycle, place = divmod(crops_seen, sum(self._quotas))
         for d, rows in enumerate(self.rows):
             quota, size = self._quotas[d], self._epoch_crops(d)
-            mine = _dealt(place, quota, sum(self._quotas[d:]))
-            place -= mine
-            epochs, begun = divmod(cycle * quota + mine, size)
+            drawn_positions = _dealt_before(place, quota, sum(self._quotas[d:]))
+            place -= drawn_positions
+            epochs, begun = divmod(cycle * quota + drawn_positions, size)
             counts = np.full(len(rows), epochs, np.int32)
             counts[self._index(d, np.full(begun, epochs), np.arange(begun))] += 1
             if size < len(rows):
@@ -288,21 +288,23 @@ class Order:
                 f"train.batch_crops={self.batch_crops} cannot be shared equally by {world} ranks: "
                 f"make it a multiple of {world}"
             )
-        each = self.batch_crops // world
-        micro = micro or each
-        if each % micro:
-            raise OrderError(f"train.micro_batch={micro}: must divide the {each} crops of a rank")
+        rank_crops = self.batch_crops // world
+        micro = micro or rank_crops
+        if rank_crops % micro:
+            raise OrderError(
+                f"train.micro_batch={micro}: must divide the {rank_crops} crops of a rank"
+            )
         first = np.arange(step, step + steps, dtype=np.int64) * self.batch_crops + rank * micro
-        parts = np.arange(each // micro)[:, None] * (micro * world) + np.arange(micro)
-        return self._at((first[:, None] + parts.reshape(-1)).reshape(-1))
+        parts = np.arange(rank_crops // micro)[:, None] * (micro * world) + np.arange(micro)
+        return self._places_at((first[:, None] + parts.reshape(-1)).reshape(-1))
 
-    def _at(self, position: np.ndarray) -> Places:
+    def _places_at(self, position: np.ndarray) -> Places:
         dataset, turn = deal(position, self._quotas)
         row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):
-            mine = np.flatnonzero(dataset == d)
-            epoch[mine], i = np.divmod(turn[mine], self._epoch_crops(d))
-            row[mine] = rows.row(self._index(d, epoch[mine], i))
+            own_positions = np.flatnonzero(dataset == d)
+            epoch[own_positions], i = np.divmod(turn[own_positions], self._epoch_crops(d))
+            row[own_positions] = rows.row(self._index(d, epoch[own_positions], i))
         return Places(dataset, row, epoch)
 
     def _epoch_crops(self, dataset: int) -> int:
@@ -316,8 +318,8 @@ class Order:
         index = np.empty_like(i)
         for e in np.unique(epoch).tolist():
             layout = _layout(rows, self.seed, dataset, e, self.block_shards)
-            now = epoch == e
-            index[now] = _index_in_blocks(layout, i[now])
+            in_epoch = epoch == e
+            index[in_epoch] = _index_in_blocks(layout, i[in_epoch])
         return index
 
 
@@ -361,14 +363,14 @@ def shards_needed(order: Order, crops_seen: int) -> Iterator[tuple[int, int]]:
         places = order.places(start, LOOK_AHEAD)
         shard = np.empty(LOOK_AHEAD, np.int64)
         for d, rows in enumerate(order.rows):
-            mine = places.dataset == d
-            shard[mine] = rows.shard(places.row[mine])
+            is_own = places.dataset == d
+            shard[is_own] = rows.shard(places.row[is_own])
         columns = (column.tolist() for column in (places.dataset, places.epoch, shard))
         for d, epoch, number in dict.fromkeys(zip(*columns, strict=True)):
-            now, given = epochs.get(d, (-1, set()))
-            if now != epoch:
-                given = set()
-                epochs[d] = epoch, given
-            if number not in given:
-                given.add(number)
+            epoch_now, given_shards = epochs.get(d, (-1, set()))
+            if epoch_now != epoch:
+                given_shards = set()
+                epochs[d] = epoch, given_shards
+            if number not in given_shards:
+                given_shards.add(number)
                 yield d, number

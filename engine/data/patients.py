@@ -46,31 +46,31 @@ def patient_source(source: pa.Array) -> pa.Array:
 
 def validation_split(dataset: Dataset, share: float) -> Split:
     """Masks of the training and the held-out crops, bool [crops] each."""
-    split: Split = once(dataset, share, _validation_split)
+    split: Split = choose_once(dataset, share, _validation_split)
     return split
 
 
-def once(dataset: Dataset, by: Any, choose: Callable[[Dataset, Any], Any]) -> Any:
+def choose_once(dataset: Dataset, by: Any, choose: Callable[[Dataset, Any], Any]) -> Any:
     """What choose(dataset, by) returned the first time."""
-    known = CHOSEN.setdefault(dataset, {})
-    if by not in known:
-        known[by] = choose(dataset, by)
-    return known[by]
+    chosen_by = CHOSEN.setdefault(dataset, {})
+    if by not in chosen_by:
+        chosen_by[by] = choose(dataset, by)
+    return chosen_by[by]
 
 
-def keep(dataset: Dataset, by: float | str, chosen: Any) -> None:
-    """What `once` returns, as another process has found it."""
+def keep_choice(dataset: Dataset, by: float | str, chosen: Any) -> None:
+    """What `choose_once` returns, as another process has found it."""
     CHOSEN.setdefault(dataset, {})[by] = chosen
 
 
 def _validation_split(dataset: Dataset, share: float) -> Split:
-    held = []
+    masks = []
     waveforms = []
     for part in dataset.parts([*OWNER, "waveform"]):
         names, _ = owners(part)
-        held.append(uniforms(names) < share)
+        masks.append(uniforms(names) < share)
         waveforms.append(part["waveform"].to_numpy())
-    held_N = np.concatenate(held)
+    held_N = np.concatenate(masks)
     copied_N = _copied(np.concatenate(waveforms), held_N)
     return ~copied_N, held_N
 
@@ -83,8 +83,8 @@ def _copied(waveform_N: np.ndarray, held_N: np.ndarray) -> np.ndarray:
     is_held = np.zeros(2**PREFIX, bool)
     is_held[prefix_N[held_N]] = True
     copied_N = is_held[prefix_N]
-    found = pc.is_in(pa.array(waveform_N[copied_N]), pa.array(waveform_N[held_N]))
-    copied_N[copied_N] = found
+    is_copied = pc.is_in(pa.array(waveform_N[copied_N]), pa.array(waveform_N[held_N]))
+    copied_N[copied_N] = is_copied
     return copied_N
 
 
@@ -117,27 +117,27 @@ def owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
 
 def owner_names(dataset: Dataset, rows: np.ndarray) -> list[tuple[str, bool]]:
     """The owner of each of these crops, whose numbers ascend, and whether it is known."""
-    found: list[tuple[str, bool]] = []
+    owners_of_crops: list[tuple[str, bool]] = []
     if not len(rows):
-        return found
-    for part, wanted in parts_of(dataset, OWNER, [rows]):
-        names, is_known = owners(part.filter(wanted))
-        found += zip(names.to_pylist(), is_known.tolist(), strict=True)
-    return found
+        return owners_of_crops
+    for part, mask in parts_of(dataset, OWNER, [rows]):
+        names, is_known = owners(part.filter(mask))
+        owners_of_crops += zip(names.to_pylist(), is_known.tolist(), strict=True)
+    return owners_of_crops
 
 
 def owners_of(datasets: Sequence[Dataset]) -> tuple[pa.Array, np.ndarray, np.ndarray]:
     """The names of all owners; of each crop of all datasets, the index of its owner, and whether it
     is known."""
-    names, known = [], []
+    names, is_known_of_parts = [], []
     for dataset in datasets:
         for part in dataset.parts(OWNER):
             name, is_known = owners(part)
             names.append(name.dictionary_encode())
-            known.append(is_known)
+            is_known_of_parts.append(is_known)
     owner = pa.chunked_array(names).unify_dictionaries().combine_chunks()
     owner_N = owner.indices.to_numpy()
-    known_N = np.concatenate(known)
+    known_N = np.concatenate(is_known_of_parts)
     return owner.dictionary, owner_N, known_N
 
 
@@ -160,7 +160,7 @@ def ids_of(
 def age_and_sex(datasets: Sequence[Dataset]) -> list[np.ndarray]:
     """For each dataset, every crop's age in deviations from the mean, and 1 for a man, 0 for a woman:
     float32 [crops, 2], NaN where unknown. Those of synthetic patients say nothing of their ECGs."""
-    found = []
+    of_datasets = []
     for dataset in datasets:
         table = dataset.table(["age", "sex", "source"])
         age_N = table["age"].to_numpy() / 20 - 3  # 60 and 20 years: near those of most archives
@@ -168,8 +168,8 @@ def age_and_sex(datasets: Sequence[Dataset]) -> list[np.ndarray]:
         of_crops_N2 = np.stack([age_N, is_man], 1)
         synthetic = pc.starts_with(table["source"], SYNTHETIC)
         of_crops_N2[synthetic] = np.nan
-        found.append(of_crops_N2)
-    return found
+        of_datasets.append(of_crops_N2)
+    return of_datasets
 
 
 def uniforms(names: pa.Array) -> np.ndarray:
@@ -181,10 +181,10 @@ def uniforms(names: pa.Array) -> np.ndarray:
 def digests(names: pa.Array, key: bytes, size: int) -> bytearray:
     """A keyed hash of each name, of `size` bytes, one after the other."""
     keyed = blake2b(key=key, digest_size=size)
-    found = bytearray()
+    digest_bytes = bytearray()
     for start in range(0, len(names), HASHED):
         for name in names.slice(start, HASHED).cast(pa.binary()).to_pylist():
-            one = keyed.copy()  # 0.35 us; a new one with a key takes 0.5
-            one.update(name)
-            found += one.digest()
-    return found
+            keyed_name = keyed.copy()  # 0.35 us; a new one with a key takes 0.5
+            keyed_name.update(name)
+            digest_bytes += keyed_name.digest()
+    return digest_bytes

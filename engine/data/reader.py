@@ -72,14 +72,14 @@ class Report:
     skipped: tuple[BadCrop, ...]  # bad crops that were replaced
     failed: BadCrop | None = None  # the first bad crop with on_corrupt=stop
 
-    def part(self, these: slice) -> "Report":
+    def part(self, crops: slice) -> "Report":
         """The report of one of several batches that were read together. Raises if that batch has
         the bad crop."""
-        if self.failed and these.start <= self.failed.position < these.stop:
+        if self.failed and crops.start <= self.failed.position < crops.stop:
             raise DatasetError(self.failed.reason)
-        inside = [bad for bad in self.skipped if these.start <= bad.position < these.stop]
-        skipped = (bad._replace(position=bad.position - these.start) for bad in inside)
-        return Report(self.row[these], tuple(skipped))
+        inside = [bad for bad in self.skipped if crops.start <= bad.position < crops.stop]
+        skipped = (bad._replace(position=bad.position - crops.start) for bad in inside)
+        return Report(self.row[crops], tuple(skipped))
 
 
 class CropBuffers:
@@ -170,12 +170,16 @@ class CropReader:
         self.check, self.on_corrupt, self.staging = check, on_corrupt, staging
         self.threads, self.pin = threads, pin and torch.cuda.is_available()
         staged = staging.datasets if staging else {}
-        self._sources = [_Source(one, source, d in staged) for d, one in enumerate(datasets)]
+        self._sources = [
+            _Source(dataset, source, d in staged) for d, dataset in enumerate(datasets)
+        ]
         # fewer than the limit, as each thread may still hold an evicted one
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)
         # one thread less, as the calling thread reads too
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader")
-        self._rows = rows or [DatasetRows.among(one.root.url, [len(one)]) for one in datasets]
+        self._rows = rows or [
+            DatasetRows.among(dataset.root.url, [len(dataset)]) for dataset in datasets
+        ]
         self._bad: set[tuple[int, int]] = set()
 
     @property
@@ -214,8 +218,8 @@ class CropReader:
         if bad and self.on_corrupt == "stop":
             return Report(rows, (), bad[0])
         skipped: list[BadCrop] = []
-        for one in bad:
-            skipped += self._substitute(one, rows, output)
+        for bad_crop in bad:
+            skipped += self._substitute(bad_crop, rows, output)
         return Report(rows, tuple(skipped))
 
     def _substitute(
@@ -235,10 +239,10 @@ class CropReader:
                     f"{self._sources[d].url}: none of its {len(allowed)} selected crops can be read"
                 )
             rows[p] = allowed.after(int(rows[p]))
-            again = self._read(np.array([d]), rows[p : p + 1], output, p)
-            if not again:
+            still_bad = self._read(np.array([d]), rows[p : p + 1], output, p)
+            if not still_bad:
                 return skipped
-            bad = again[0]
+            bad = still_bad[0]
 
     def _read(
         self, index: np.ndarray, rows: np.ndarray, output: Callable[[], CropBuffers], first: int = 0
@@ -250,7 +254,7 @@ class CropReader:
         bad = self._read_all(reads, output)
         if self.check != "never":
             good = np.ones(len(rows), bool)
-            good[[one.position - first for one in bad]] = False
+            good[[bad_crop.position - first for bad_crop in bad]] = False
             for d, source in enumerate(self._sources):
                 source.checked[rows[(index == d) & good]] = True
         return bad
@@ -284,32 +288,32 @@ class CropReader:
             return self._read_in_threads(reads, output, {})
         with self.staging.hold(shards) as paths:
             bad = self._read_in_threads(reads, output, paths)
-            positions = {one.position for one in bad if retry}
+            positions = {bad_crop.position for bad_crop in bad if retry}
             failed = [read for read in reads if read.position in positions]
-            again = [read for read in failed if isinstance(paths.get(read[:2]), str)]
-            for path in sorted({str(paths[read[:2]]) for read in again}):
+            retried = [read for read in failed if isinstance(paths.get(read[:2]), str)]
+            for path in sorted({str(paths[read[:2]]) for read in retried}):
                 log.warning("%s: the cached file is damaged: downloading it again", path)
                 Path(path).unlink(missing_ok=True)
-        if not again:
+        if not retried:
             return bad
-        redone = {read.position for read in again}
-        lost = [one for one in bad if one.position not in redone]
-        return lost + self._read_all(again, output, retry=False)
+        redone = {read.position for read in retried}
+        lost = [bad_crop for bad_crop in bad if bad_crop.position not in redone]
+        return lost + self._read_all(retried, output, retry=False)
 
     def _read_in_threads(
         self, reads: list[_Read], output: Callable[[], CropBuffers], paths: Paths
     ) -> list[BadCrop]:
         size = max(-(-len(reads) // self.threads), SMALLEST_SHARE)
-        others = []
+        futures = []
         for start in range(size, len(reads), size):
             share = reads[start : start + size]
-            others.append(self._pool.submit(self._read_share, share, output, paths))
+            futures.append(self._pool.submit(self._read_share, share, output, paths))
         try:
             bad = self._read_share(reads[:size], output, paths)
         finally:
-            wait(others)  # otherwise they could write to a buffer after it was returned
-        for other in others:
-            bad += other.result()
+            wait(futures)  # otherwise they could write to a buffer after it was returned
+        for future in futures:
+            bad += future.result()
         return bad
 
     def _read_share(

@@ -52,7 +52,7 @@ SCHEMA = pa.schema(
 )
 MARKS = b"omnilead keys"  # in the file's metadata: a mark of each key; absent in earlier versions
 # pyarrow imports pandas, if it is installed, for the first array that is made in another way
-NOTHING = pa.Table.from_arrays([pa.nulls(0, one.type) for one in SCHEMA], schema=SCHEMA)
+NOTHING = pa.Table.from_arrays([pa.nulls(0, field.type) for field in SCHEMA], schema=SCHEMA)
 
 
 @cache
@@ -66,8 +66,8 @@ def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
     people = []
     waves = []
     is_keyed = has_pseudonyms = bool(dataset.meta.get("pseudonyms"))
-    for part, wanted in parts_of(dataset, [*OWNER, "waveform"], [rows]):
-        crops = part.filter(wanted)
+    for part, mask in parts_of(dataset, [*OWNER, "waveform"], [rows]):
+        crops = part.filter(mask)
         names, _ = owners(crops)
         of_people = _name_hashes(names, KEY)
         if dataset.name_key and not has_pseudonyms:
@@ -161,8 +161,8 @@ def uses(
     keys = keys_of([dataset, *besides])
     people: list[list[np.ndarray]] = [[] for _ in keys]
     waves = []
-    for part, wanted in parts_of(dataset, [*OWNER, "waveform"], [rows]):
-        of_people, of_waves = _hashes_of(part.filter(wanted), keys)
+    for part, mask in parts_of(dataset, [*OWNER, "waveform"], [rows]):
+        of_people, of_waves = _hashes_of(part.filter(mask), keys)
         for hashes, under_key in zip(people, of_people, strict=True):
             hashes.append(under_key)
         waves.append(of_waves)
@@ -204,9 +204,9 @@ def notes(
             "It is not known what the model was trained on elsewhere: it may have seen patients "
             f"that are {where}."
         )
-    known = set[str]().union(*map(marks_of, datasets))
-    if known:
-        sentences += unknown_keys(seen, known)
+    known_marks = set[str]().union(*map(marks_of, datasets))
+    if known_marks:
+        sentences += unknown_keys(seen, known_marks)
     use, ids = [], []
     for dataset, rows_N, ids_N in zip(datasets, rows, patients, strict=True):
         use.append(uses(seen, dataset, rows_N, datasets))
@@ -235,9 +235,9 @@ def notes(
     return sentences
 
 
-def unknown_keys(seen: pa.Table, known: set[str]) -> list[str]:
+def unknown_keys(seen: pa.Table, known_marks: set[str]) -> list[str]:
     """A sentence, if a model knows patients by other keys than those with these marks."""
-    if marks(seen) <= known:
+    if marks(seen) <= known_marks:
         return []
     return [
         "The model was also trained on patients whose ids it knows by the key of another dataset: of "

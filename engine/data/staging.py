@@ -76,7 +76,7 @@ class Staging:
         self._closing, self._changed = False, threading.Condition()
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
-            with self._alone():
+            with self._cache_lock():
                 self._make_room(None, 0, True)  # an earlier run may have had a larger limit
         except OSError as error:
             raise StagingError(
@@ -100,9 +100,9 @@ class Staging:
                 f"({need}): {MORE}"
             )
         for left in reversed(range(TRIES)):
-            with ExitStack() as held:
+            with ExitStack() as locks:
                 try:
-                    paths = {key: self._lock(key, held) for key in keys}
+                    paths = {key: self._lock(key, locks) for key in keys}
                 except NoRoom:
                     if not left:
                         raise
@@ -118,23 +118,27 @@ class Staging:
         self._closing = True
         self._notify()
 
-    def _lock(self, key: Key, held: ExitStack) -> str | DatasetError:
+    def _lock(self, key: Key, locks: ExitStack) -> str | DatasetError:
         with self._changed:
             if key in self._coming and key not in self._current[key[0]]:
                 reached = self._coming.index(key) + 1
-                for one in self._coming[:reached]:
-                    self._current[one[0]].append(one)
+                for coming_key in self._coming[:reached]:
+                    self._current[coming_key[0]].append(coming_key)
                 new = list(islice(self._order, reached))
                 self._coming = self._coming[reached:] + new
                 self._tried.difference_update(new)  # they may have been evicted
-                self._failed = {one: error for one, error in self._failed.items() if one not in new}
-            held.callback(self._notify)
+                self._failed = {
+                    failed_key: error
+                    for failed_key, error in self._failed.items()
+                    if failed_key not in new
+                }
+            locks.callback(self._notify)
             self._changed.notify_all()
         try:
             if key not in self._failed:
                 lock = self._fetch(key, needed=True)
                 assert lock is not None
-                held.callback(os.close, lock)
+                locks.callback(os.close, lock)
         except DatasetError as error:
             self._failed[key] = error
         return self._failed.get(key) or str(self._file(key))
@@ -148,7 +152,11 @@ class Staging:
             with self._changed:
                 waiting = [*chain(*self._current.values()), *self._coming]
                 key = next(
-                    (one for one in waiting if one not in self._tried and one not in self._failed),
+                    (
+                        waiting_key
+                        for waiting_key in waiting
+                        if waiting_key not in self._tried and waiting_key not in self._failed
+                    ),
                     None,
                 )
                 if key is None:
@@ -209,7 +217,7 @@ class Staging:
         """-> (descriptor of the locked partial file if this process is to download it, whether
         there is space)"""
         partial = self._file(key).with_suffix(".partial")
-        with self._alone():
+        with self._cache_lock():
             dead = _open_locked(partial, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if dead is not None:  # left by a killed process
                 partial.unlink()
@@ -231,27 +239,28 @@ class Staging:
             for _ in range(2):
                 sha256 = hashlib.sha256()
                 for start in range(0, size, PART_BYTES):
-                    wanted = min(PART_BYTES, size - start)
-                    part = root.read_range(name, start, wanted)
+                    part_bytes = min(PART_BYTES, size - start)
+                    part = root.read_range(name, start, part_bytes)
                     if self._closing:
                         return
-                    missing = wanted - len(part)
+                    missing = part_bytes - len(part)
                     if missing:  # the transfer was cut, or the file is too short
                         break
                     sha256.update(part)
                     write_at(lock, part, start)
                 if not missing and sha256.hexdigest() == self._shards[key]["sha256"]:
                     os.fsync(lock)
-                    with self._alone():  # without it, a listing could see neither name, or both
+                    # without it, a listing could see neither name, or both
+                    with self._cache_lock():
                         os.rename(partial, self._file(key))
                     self._verified.add(key)
                     return
-            what = (
+            fault = (
                 f"byte {start}: {missing} bytes are missing"
                 if missing
                 else "its bytes fail their sha256"
             )
-            raise DatasetError(f"{self._name(key)}: {what}, twice: restore it")
+            raise DatasetError(f"{self._name(key)}: {fault}, twice: restore it")
         except FileNotFoundError:
             raise DatasetError(f"{self._name(key)}: no such file: restore it") from None
         finally:
@@ -270,13 +279,19 @@ class Staging:
         present = {path.stem for _, _, path in files}
         with self._changed:
             order = [*chain(*self._current.values()), *self._coming]
-        rank = {self._file(one): i for i, one in reversed(list(enumerate(order, 1)))}
+        rank = {
+            self._file(ordered_key): i for i, ordered_key in reversed(list(enumerate(order, 1)))
+        }
         if not needed:
             if key not in order:  # it was used meanwhile, without this thread
                 return False
             # those before it still need space of their own
-            earlier = set(takewhile(lambda one: one != key, order))
-            used += sum(self._bytes(one) for one in earlier if self._file(one).stem not in present)
+            earlier = set(takewhile(lambda ordered_key: ordered_key != key, order))
+            used += sum(
+                self._bytes(earlier_key)
+                for earlier_key in earlier
+                if self._file(earlier_key).stem not in present
+            )
             files = [file for file in files if file[2] not in rank]
         for _, size, path in sorted(
             files, key=lambda file: (file[2] in rank, -rank.get(file[2], 0), file[0])
@@ -291,7 +306,7 @@ class Staging:
         return used <= self.max_bytes
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _cache_lock(self) -> Iterator[None]:
         """A lock between all threads and processes: only one at a time counts, evicts, claims and
         renames."""
         with open(self.cache / "lock", "wb") as file:

@@ -46,7 +46,7 @@ class TorchOps:
 
     def multiply(self, x: Tensor, factor: Tensor) -> Tensor:
         """In place: DALI's batch with physio3 on a CPU takes a fifth more time if x is new here."""
-        return _owned(x, factor).mul_(factor)
+        return _own_copy(x, factor).mul_(factor)
 
     def add(self, x: Tensor, waves: Sequence[Wave]) -> Tensor:
         shared: list[Wave] = []
@@ -56,9 +56,9 @@ class TorchOps:
             (shared if shares else by_lead).append((gain, wave))
         if shared:  # summed first: their sum takes 1/L of the memory of x
             total = self.sum(shared)
-            x = _owned(x, total).add_(total)
+            x = _own_copy(x, total).add_(total)
         for gain, wave in by_lead:
-            x = _owned(x, wave)
+            x = _own_copy(x, wave)
             if gain is None:
                 x.add_(wave)
             else:
@@ -92,7 +92,7 @@ class TorchOps:
         return total.flatten(-2)[..., : time_s.shape[0]]
 
 
-def _owned(x: Tensor, other: Tensor) -> Tensor:
+def _own_copy(x: Tensor, other: Tensor) -> Tensor:
     """x, or a copy of it in the shape of the result, if one half becomes two views."""
     shape = torch.broadcast_shapes(x.shape, other.shape)
     return x if x.shape == shape else x.expand(shape).clone()

@@ -129,10 +129,10 @@ class _Rows:
 
     def column(self, name: str) -> pa.Array:
         of_labels = self.cells.column_names
-        own = [field.name for field in COLUMNS if not pa.types.is_nested(field.type)]
-        known = [*of_labels, *own, *FLAGS]
-        if name not in known:
-            raise ValueError(f"no column {name!r}, only {', '.join(known)}")
+        dataset_columns = [field.name for field in COLUMNS if not pa.types.is_nested(field.type)]
+        column_names = [*of_labels, *dataset_columns, *FLAGS]
+        if name not in column_names:
+            raise ValueError(f"no column {name!r}, only {', '.join(column_names)}")
         if name in FLAGS:
             flag = name.removeprefix("flags.")
             return pa.array(flagged(self.dataset.table(["flags"]), [flag]))

@@ -185,10 +185,10 @@ class ObjectiveConfig:
     attributes: dict[Literal["age", "sex"], Weight] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        known = (*CONTRASTS, *OBJECTIVES)
-        if self.method not in known and not OWN.fullmatch(self.method):
+        methods = (*CONTRASTS, *OBJECTIVES)
+        if self.method not in methods and not OWN.fullmatch(self.method):
             raise ConfigError(
-                f"objective.method={self.method!r}: use {', '.join(known)}, or your own file.py:Class"
+                f"objective.method={self.method!r}: use {', '.join(methods)}, or your own file.py:Class"
             )
         if self.options and self.method in CONTRASTS:
             raise ConfigError(

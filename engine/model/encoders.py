@@ -144,8 +144,8 @@ def examine(
 ) -> int:
     """Run an encoder; ConfigError if it breaks its interface. Returns the number of tokens in a
     window. `masked`: also examine what the local objective needs."""
-    own = cast(Any, copy.deepcopy(encoder).eval())
-    for p in own.parameters():
+    examined = cast(Any, copy.deepcopy(encoder).eval())
+    for p in examined.parameters():
         p.data = p.data.to(dtype)
     generator = torch.Generator().manual_seed(0)
     shape = ROWS, config.leads, samples
@@ -157,26 +157,28 @@ def examine(
     if config.leads != 12:
         hint = f": can it take {config.leads} leads? augment.padded=true gives it 12, others zero"
     with blaming(f"model.encoder={config.encoder}", hint):
-        c_RND = _examined("forward", own(x_RLT), own.width, shape)
-        other_RND = _examined("forward", own(other_RLT), own.width, shape)
+        c_RND = _examined("forward", examined(x_RLT), examined.width, shape)
+        other_RND = _examined("forward", examined(other_RLT), examined.width, shape)
         if not agree(c_RND[0], other_RND[0], dtype):
             raise ConfigError(
                 "in eval mode a row changes when other rows of the batch change: rows must be "
                 "independent"
             )
         tokens = int(c_RND.shape[1])
-        if masked and isinstance(own, MaskedEncoder):
+        if masked and isinstance(examined, MaskedEncoder):
             max_masked(config, tokens)
-            features_RNF = _examined("features", own.features(x_RLT)[0], own.feature_width, shape)
-            _examine_masking(own, features_RNF.to(dtype))
+            features_RNF = _examined(
+                "features", examined.features(x_RLT)[0], examined.feature_width, shape
+            )
+            _examine_masking(examined, features_RNF.to(dtype))
     return tokens
 
 
-def _examine_masking(own: Any, z_RNF: Tensor) -> None:
+def _examine_masking(encoder: Any, z_RNF: Tensor) -> None:
     mask_RN = torch.arange(z_RNF.shape[1]).expand(ROWS, -1) % 2 == 0
     hidden_RNF = torch.where(mask_RN[..., None], 1 - 2 * z_RNF, z_RNF)
-    first = _examined("context", own.context(z_RNF, mask_RN), own.width, z_RNF.shape)
-    second = _examined("context", own.context(hidden_RNF, mask_RN), own.width, z_RNF.shape)
+    first = _examined("context", encoder.context(z_RNF, mask_RN), encoder.width, z_RNF.shape)
+    second = _examined("context", encoder.context(hidden_RNF, mask_RN), encoder.width, z_RNF.shape)
     if not agree(first, second, z_RNF.dtype):
         raise ConfigError(
             "context sees the masked tokens, so the local objective would be too easy"
@@ -214,7 +216,7 @@ def encoder_flops(
     """
     if not config.encoder or encoder is None:
         return flops_per_crop(config, local, samples, windows)
-    own, rows = copy.deepcopy(encoder).cpu().float().train(), 2
+    encoder_copy, rows = copy.deepcopy(encoder).cpu().float().train(), 2
     with (
         warnings.catch_warnings(action="ignore"),  # torch warns about TF32 on Intel GPUs
         torch.random.fork_rng(devices=[]),
@@ -223,16 +225,16 @@ def encoder_flops(
         FlopCounterMode(display=False) as counter,
         blaming(f"model.encoder={config.encoder}, in training"),
     ):
-        c_RND = own(torch.randn(rows, config.leads, samples))
+        c_RND = encoder_copy(torch.randn(rows, config.leads, samples))
     flops: float = 3 * counter.get_total_flops() / rows
     if local:
         _, tokens, width = c_RND.shape
-        flops += local_flops(config, tokens, width, int(getattr(own, "feature_width", 0)))
+        flops += local_flops(config, tokens, width, int(getattr(encoder_copy, "feature_width", 0)))
     return windows * flops
 
 
-def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) -> bool:
-    """Whether dropout makes training differ from evaluation. `others`: dropout rates outside the
+def drops_out(encoder: nn.Module | None, config: ModelConfig, *other_rates: float) -> bool:
+    """Whether dropout makes training differ from evaluation. `other_rates`: dropout rates outside the
     encoder."""
     rates = [
         config.dropout,
@@ -246,7 +248,7 @@ def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) ->
             for part in encoder.modules()
             if isinstance(part, Dropout | _DropoutNd)
         ]
-    return any((*rates, *others))
+    return any((*rates, *other_rates))
 
 
 @torch.no_grad()

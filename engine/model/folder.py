@@ -160,8 +160,8 @@ def check(folder: Path, mend: str = "") -> str:
     document = document_of(folder / CONFIG)
     sums = document.get(SHA256)
     sums = sums if isinstance(sums, dict) else {}
-    others = {name: value for name, value in sums.items() if name != CONFIG}
-    actual = {CONFIG: _content_sha256(document | {SHA256: others})}
+    sums_of_others = {name: value for name, value in sums.items() if name != CONFIG}
+    actual = {CONFIG: _content_sha256(document | {SHA256: sums_of_others})}
     names = [PREPROCESSING, WEIGHTS, *code_in(folder)]
     if (folder / SEEN).exists() or SEEN in sums:
         names.append(SEEN)
@@ -279,8 +279,8 @@ def fetched(repo: str) -> tuple[Path, str]:
     name, _, revision = repo.partition("@")
     damage: LoadError | None = None
     with huggingface(repo) as (hub, _):
-        for again in (False, True):
-            get = partial(hub.hf_hub_download, name, force_download=again)
+        for is_retry in (False, True):
+            get = partial(hub.hf_hub_download, name, force_download=is_retry)
             try:
                 config = Path(get(CONFIG, revision=revision or None))
                 folder = config.parent  # snapshots/COMMIT
@@ -316,8 +316,10 @@ def huggingface(repo: str) -> Iterator[tuple[Any, Any]]:
         Exception
     ) as error:  # also from the Hub's HTTP client, which changes, and for invalid names
         denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
-        known = (ANSWERS[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in ANSWERS)
-        text = next(known, WRONG_TOKEN if denied else f"{type(error).__name__}: {error}")
+        answers = (
+            ANSWERS[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in ANSWERS
+        )
+        text = next(answers, WRONG_TOKEN if denied else f"{type(error).__name__}: {error}")
         raise LoadError(f"{HUB}{repo}: {' '.join(text.split())[:200]}") from None
 
 
@@ -365,9 +367,9 @@ def misfits(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[
             if name in shapes and shapes[name] != shape
         ],
     }
-    found = []
+    sentences = []
     for kind, names in kinds.items():
         if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            found.append(f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{more}")
-    return "; ".join(found)
+            and_more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            sentences.append(f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{and_more}")
+    return "; ".join(sentences)

@@ -102,16 +102,16 @@ class Input(Window):
         return replace(self, seen=chosen)
 
     def require(self, present: Iterable[int]) -> None:
-        given = sorted(set(present))
-        missing = [lead for lead in self.leads if lead not in given]
-        if self.padded and not set(given) & set(self.seen):
+        given_leads = sorted(set(present))
+        missing = [lead for lead in self.leads if lead not in given_leads]
+        if self.padded and not set(given_leads) & set(self.seen):
             needed = (
                 f"the model was trained on {describe_leads(self.seen)}: give at least one of them"
             )
-            raise SignalError(f"leads={describe_leads(given)}: {needed}")
+            raise SignalError(f"leads={describe_leads(given_leads)}: {needed}")
         if missing and not self.padded:
             raise SignalError(
-                f"leads={describe_leads(given)}: the model needs {describe_leads(missing)} too"
+                f"leads={describe_leads(given_leads)}: the model needs {describe_leads(missing)} too"
             )
 
     @property
@@ -131,8 +131,8 @@ class Input(Window):
     @property
     def nothing(self) -> str:
         """What a crop lacks that is not usable."""
-        of = describe_leads(self.seen)
-        return f"no valid lead: the model uses {of}, of which none was recorded{self.too_short}"
+        leads = describe_leads(self.seen)
+        return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short}"
 
     @property
     def too_short(self) -> str:
@@ -170,12 +170,12 @@ class Input(Window):
         a window, is zero and does not count in a mean."""
         crops_BLT, x_BLT = x_BLT, self._crops(x_BLT, halves_B)
         count = self.count() if keep_BSL1 is None else keep_BSL1.shape[1]
-        taken = count * self.samples
+        samples = count * self.samples
         if start_B is None:
-            x_BLT = x_BLT[..., :taken]
+            x_BLT = x_BLT[..., :samples]
         else:
-            first_B = (start_B * (x_BLT.shape[2] - taken + 1)).long()
-            index = first_B[:, None, None] + torch.arange(taken, device=x_BLT.device)
+            first_B = (start_B * (x_BLT.shape[2] - samples + 1)).long()
+            index = first_B[:, None, None] + torch.arange(samples, device=x_BLT.device)
             x_BLT = x_BLT.gather(2, index.expand(-1, x_BLT.shape[1], -1))
         x_BSLT: Tensor = x_BLT.unflatten(2, (count, self.samples)).transpose(1, 2)
         if keep_BSL1 is not None:
@@ -192,19 +192,19 @@ class Input(Window):
         if self.plain or (halves_B == 2).all():
             return self._measured(x_BLT)
         samples = 2 * self.samples if self.by_halves else samples_at(self.fs_hz, CROP)
-        made = x_BLT.new_zeros(*x_BLT.shape[:2], samples)
+        crops_BLT = x_BLT.new_zeros(*x_BLT.shape[:2], samples)
         for halves in np.unique(halves_B).tolist():
             crops = torch.from_numpy(np.flatnonzero(halves_B == halves)).to(x_BLT.device)
-            some = self._measured(x_BLT[crops, :, : halves * HALF])
-            made[crops, :, : some.shape[2]] = some
-        return made
+            measured_BLT = self._measured(x_BLT[crops, :, : halves * HALF])
+            crops_BLT[crops, :, : measured_BLT.shape[2]] = measured_BLT
+        return crops_BLT
 
     def _measured(self, x_BLT: Tensor) -> Tensor:
         """The same for crops of which all is measured."""
         crops_BLT = x_BLT
         if self.band_hz:
             at_a_time = FILTERED if x_BLT.device.type == "cpu" else len(x_BLT)
-            parts = [band_passed(some, self.band_hz) for some in x_BLT.split(at_a_time)]
+            parts = [band_passed(chunk_BLT, self.band_hz) for chunk_BLT in x_BLT.split(at_a_time)]
             x_BLT = torch.cat(parts)
         if self.fs_hz != FS_HZ and self.by_halves:
             x_BLT = resampled(x_BLT.unflatten(2, (-1, HALF)), self.fs_hz).flatten(2)
@@ -215,12 +215,12 @@ class Input(Window):
         return normalised(x_BLT, (crops_BLT != 0).any(-1, keepdim=True), (2,))
 
 
-def normalised(x: Tensor, there: Tensor, axes: tuple[int, ...]) -> Tensor:
+def normalised(x: Tensor, is_measured: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Mean 0 and standard deviation 1 over these axes together. Leads that are not there become
     zeros and do not count."""
-    share = there.double().mean(axes, keepdim=True).clamp_min(1e-6)
+    share = is_measured.double().mean(axes, keepdim=True).clamp_min(1e-6)
     wide = x.double()
-    wide = (wide - (wide * there).mean(axes, keepdim=True) / share) * there
+    wide = (wide - (wide * is_measured).mean(axes, keepdim=True) / share) * is_measured
     deviation = (wide.square().mean(axes, keepdim=True) / share).sqrt()
     return (wide / deviation.clamp_min(1e-6)).float()
 
@@ -270,8 +270,8 @@ def resampled(x: Tensor, fs_hz: float) -> Tensor:
     rest = -samples % stride
     rows_R1T = F.pad(x.reshape(-1, 1, samples), (margin, margin + rest), mode="replicate")
     made_RUN = F.conv1d(rows_R1T, weight_UK[:, None], stride=stride)
-    made = made_RUN.transpose(1, 2).reshape(*x.shape[:-1], -1)
-    return made[..., : samples_at(fs_hz, samples)]
+    samples_made = made_RUN.transpose(1, 2).reshape(*x.shape[:-1], -1)
+    return samples_made[..., : samples_at(fs_hz, samples)]
 
 
 @lru_cache(maxsize=2)

@@ -229,16 +229,16 @@ def inverse(wave_QN: Tensor, period: int) -> Tensor:
 
 def split_groups(x_QX: Tensor, rows: int, groups: int) -> Tensor:
     """[Q, R * D] -> [Q * G, R, c]."""
-    each = x_QX.shape[1] // rows // groups
-    x_QRGc = x_QX.view(-1, rows, groups, each)
-    return x_QRGc.transpose(1, 2).reshape(-1, rows, each)
+    group_width = x_QX.shape[1] // rows // groups
+    x_QRGc = x_QX.view(-1, rows, groups, group_width)
+    return x_QRGc.transpose(1, 2).reshape(-1, rows, group_width)
 
 
 def join_groups(x_QX: Tensor, rows: int, groups: int) -> Tensor:
     """[Q * G, R, c] -> [Q, R * D]."""
-    each = x_QX.shape[2]
-    x_QGRc = x_QX.view(-1, groups, rows, each)
-    return x_QGRc.transpose(1, 2).reshape(-1, rows * groups * each)
+    group_width = x_QX.shape[2]
+    x_QGRc = x_QX.view(-1, groups, rows, group_width)
+    return x_QGRc.transpose(1, 2).reshape(-1, rows * groups * group_width)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -283,9 +283,9 @@ class BlockConvolution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad_RND,) = grads
         x_RND, weight_DcK = ctx.saved_tensors  # with autocast they are wider than the gradient
-        groups, each, kernel = ctx.groups, weight_DcK.shape[1], weight_DcK.shape[2]
+        groups, group_width, kernel = ctx.groups, weight_DcK.shape[1], weight_DcK.shape[2]
         weight_Goik = weight_DcK.to(grad_RND.dtype)
-        weight_Goik = weight_Goik.view(groups, each, each, kernel)
+        weight_Goik = weight_Goik.view(groups, group_width, group_width, kernel)
         turned = weight_Goik.transpose(1, 2).flip(3)
         turned = turned.reshape(weight_DcK.shape)
         grad_x = in_blocks(grad_RND, turned, groups, (kernel - 1) // 2)
@@ -304,17 +304,19 @@ def weight_gradient(
     groups: int,
 ) -> Tensor:
     rows, tokens, width = x_RND.shape
-    each, blocks = width // groups, -(-tokens // BLOCK)
+    group_width, blocks = width // groups, -(-tokens // BLOCK)
     y = F.pad(grad_RND, (0, 0, 0, blocks * BLOCK - tokens))
-    y = y.reshape(rows * blocks, BLOCK, groups, each).permute(2, 0, 1, 3)
-    y = y.reshape(groups, rows * blocks, BLOCK * each)
+    y = y.reshape(rows * blocks, BLOCK, groups, group_width).permute(2, 0, 1, 3)
+    y = y.reshape(groups, rows * blocks, BLOCK * group_width)
     x = patches(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
-    band = torch.bmm(x, y).view(groups, -1, each, BLOCK, each)  # [G, window, c in, BLOCK, c out]
+    band = torch.bmm(x, y).view(
+        groups, -1, group_width, BLOCK, group_width
+    )  # [G, window, c in, BLOCK, c out]
     # Tap k connects output b to input b + k. Views, because the compiler may pad the product: with
     # strides written out (as_strided) the gradient was another one on an H100, without a word.
     taps = band.unfold(1, BLOCK, 1).diagonal(dim1=3, dim2=5)  # [G, K, c in, c out, BLOCK]
     summed = taps.sum(-1, dtype=torch.promote_types(taps.dtype, torch.float32))
-    return summed.permute(0, 3, 2, 1).reshape(width, each, kernel)
+    return summed.permute(0, 3, 2, 1).reshape(width, group_width, kernel)
 
 
 def in_blocks(
@@ -325,14 +327,14 @@ def in_blocks(
 ) -> Tensor:
     """Convolve BLOCK outputs at a time; output n needs inputs from n - left on."""
     rows, tokens, width = x_RND.shape
-    kernel, each = weight_DcK.shape[2], width // groups
-    taps_Goik = weight_DcK.view(groups, each, each, kernel)
+    kernel, group_width = weight_DcK.shape[2], width // groups
+    taps_Goik = weight_DcK.view(groups, group_width, group_width, kernel)
     taps_Goik = F.pad(taps_Goik, (BLOCK - 1, BLOCK - 1))
     # [G, window, c in, BLOCK, c out]
     band = taps_Goik.unfold(3, BLOCK, 1).flip(4).permute(0, 3, 2, 4, 1)
-    band = band.reshape(groups, -1, BLOCK * each)
+    band = band.reshape(groups, -1, BLOCK * group_width)
     y = torch.bmm(patches(x_RND, kernel, groups, left), band)
-    y = y.view(groups, rows, -1, each)[:, :, :tokens]
+    y = y.view(groups, rows, -1, group_width)[:, :, :tokens]
     return y.permute(1, 2, 0, 3).reshape(rows, tokens, width)
 
 

@@ -237,9 +237,9 @@ def diversity(
     share_GV: probability of each code, summed over tokens; used_GV: how often each code was
     chosen."""
     if gathered:
-        both = torch.stack([share_GV, used_GV])
-        summed = sum_over_ranks(torch.cat([both.flatten(), tokens[None]]))
-        share_GV, used_GV = summed[:-1].view_as(both)
+        shares_and_counts = torch.stack([share_GV, used_GV])
+        summed = sum_over_ranks(torch.cat([shares_and_counts.flatten(), tokens[None]]))
+        share_GV, used_GV = summed[:-1].view_as(shares_and_counts)
         tokens = summed[-1]
     tokens = tokens.clamp(min=1)
     in_use = perplexity(share_GV / tokens)

@@ -135,9 +135,9 @@ class Pretrainer(nn.Module):
         elif self.plugin is None or self.attributes is not None:
             c_RND = self.encoder(x_RLT)
         if self.plugin is not None:
-            own = self.plugged_losses(x_BSLT, keys_BS)
-            parts |= {f"loss_{name}": value for name, value in own.items()}
-            loss = loss + objective.contrast * sum(own.values())
+            plugged_losses = self.plugged_losses(x_BSLT, keys_BS)
+            parts |= {f"loss_{name}": value for name, value in plugged_losses.items()}
+            loss = loss + objective.contrast * sum(plugged_losses.values())
         elif objective.contrast > 0:
             g_BSD = self.pool(c_RND).unflatten(0, (-1, views))
             parts["loss_global"], parts["accuracy_global"] = self._global(g_BSD, ids_B)

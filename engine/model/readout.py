@@ -105,8 +105,10 @@ def _beats(c_RND: Tensor, signal: np.ndarray) -> Tensor:
         samples = r_peaks(x_LT)[:, None] + BEATS_S * FS_HZ
         token = np.floor(samples / x_LT.shape[1] * len(c_ND)).astype(int)
         times = []
-        for at in token.T:
-            at = at[(at >= 0) & (at < len(c_ND))]
-            times.append(c_ND[torch.from_numpy(at)].mean(0) if len(at) else c_ND.mean(0))
+        for beat_tokens in token.T:
+            beat_tokens = beat_tokens[(beat_tokens >= 0) & (beat_tokens < len(c_ND))]
+            times.append(
+                c_ND[torch.from_numpy(beat_tokens)].mean(0) if len(beat_tokens) else c_ND.mean(0)
+            )
         rows.append(torch.cat(times))
     return torch.stack(rows) if rows else c_RND.new_zeros(0, len(BEATS_S) * c_RND.shape[2])

@@ -35,7 +35,7 @@ KERNEL, STRIDE, GROUPS = 17, 4, 8
 
 def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1) -> nn.Conv2d:
     """A convolution over time; the output has 1 / `stride` of the samples, rounded up."""
-    made = nn.Conv2d(
+    conv = nn.Conv2d(
         inputs,
         outputs,
         kernel_size=(1, kernel),
@@ -43,8 +43,8 @@ def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1
         padding=(0, kernel // 2),
         bias=False,
     )
-    nn.init.kaiming_normal_(made.weight, nonlinearity="relu")
-    return made
+    nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+    return conv
 
 
 class ResidualBlock(nn.Module):

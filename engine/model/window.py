@@ -32,12 +32,12 @@ class Window:
     @property
     def signals(self) -> dict[str, Any]:
         """As in preprocessing.json, without the leads; 5 s and no band are left out."""
-        found: dict[str, Any] = {"fs_hz": self.fs_hz, "scale": self.scale}
+        signals: dict[str, Any] = {"fs_hz": self.fs_hz, "scale": self.scale}
         if self.window_s != HALF_S:
-            found["segment_s"] = self.window_s
+            signals["segment_s"] = self.window_s
         if self.band_hz:
-            found["band_hz"] = list(self.band_hz)
-        return found
+            signals["band_hz"] = list(self.band_hz)
+        return signals
 
     @property
     def plain(self) -> bool:

@@ -51,15 +51,15 @@ class Bucket:
         say(f"{self.url}: the working folder is {run}, uploaded after every checkpoint")
         if place.exists(META):
             raise ConfigError(f"{self.url}: is a dataset: choose another with --out RUN")
-        there = {name: files for name, files in self._steps().items() if MANIFEST in files}
-        here = checkpoint_files.named(root, LATEST)
-        if here and checkpoint_files.fault(here):
-            here = None
-        name = self._newest(there, here)
+        complete = {name: files for name, files in self._steps().items() if MANIFEST in files}
+        local_checkpoint = checkpoint_files.named(root, LATEST)
+        if local_checkpoint and checkpoint_files.fault(local_checkpoint):
+            local_checkpoint = None
+        name = self._newest(complete, local_checkpoint)
         if not name:
             return
-        for best in self._named(BEST, there):
-            if best == name or not self._download(there[best], root / best):
+        for best in self._named(BEST, complete):
+            if best == name or not self._download(complete[best], root / best):
                 write_whole(root / BEST, best)
         for file in (METRICS, VALIDATION):
             if place.exists(file):
@@ -99,19 +99,19 @@ class Bucket:
                 self.reachable = True
                 say(f"{self.url}: has been uploaded again, up to the newest checkpoint")
 
-    def _newest(self, there: Files, here: Path | None) -> str:
+    def _newest(self, complete: Files, local_checkpoint: Path | None) -> str:
         """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the one that
         is here counts, or there is none."""
-        if here and not there:
-            checkpoint_files.warn(f"{self.place.url}: has no checkpoint: {here} counts")
-        for name in dict.fromkeys([*self._named(LATEST, there), *there]):
-            if here and step_of(here) >= step_of(Path(name)):
+        if local_checkpoint and not complete:
+            checkpoint_files.warn(f"{self.place.url}: has no checkpoint: {local_checkpoint} counts")
+        for name in dict.fromkeys([*self._named(LATEST, complete), *complete]):
+            if local_checkpoint and step_of(local_checkpoint) >= step_of(Path(name)):
                 return ""
-            why = self._download(there[name], self.working_folder / CHECKPOINTS / name)
+            why = self._download(complete[name], self.working_folder / CHECKPOINTS / name)
             if not why:
                 return name
             checkpoint_files.warn(f"{self.place.url}: {why}")
-        if there and not here:
+        if complete and not local_checkpoint:
             raise checkpoint_files.CheckpointError(
                 f"{self.place.url}: no checkpoint is whole: use --out NEW"
             )
@@ -141,11 +141,11 @@ class Bucket:
 
     def _steps(self) -> Files:
         """The checkpoints in the bucket with the names of their files, the newest first."""
-        found: Files = {}
+        files_of_steps: Files = {}
         for file in map(Path, self.place.names(CHECKPOINTS)):
             if step_of(file.parent) >= 0 and len(file.parts) == 3 and not file.name.startswith("."):
-                found.setdefault(file.parent.name, []).append(file.name)
-        return dict(sorted(found.items(), key=lambda item: -step_of(Path(item[0]))))
+                files_of_steps.setdefault(file.parent.name, []).append(file.name)
+        return dict(sorted(files_of_steps.items(), key=lambda item: -step_of(Path(item[0]))))
 
     def _named(self, pointer: str, complete: Files) -> list[str]:
         with suppress(ReadError):  # there is none
@@ -175,20 +175,22 @@ class Bucket:
 
     def _send_checkpoint(self, path: Path) -> None:
         """Only the files that the bucket does not have yet."""
-        there = f"{CHECKPOINTS}/{path.name}"
+        remote_folder = f"{CHECKPOINTS}/{path.name}"
         manifest, before = json.loads((path / MANIFEST).read_text()), {}
         with suppress(ReadError, ValueError, TypeError):  # none yet, or damaged
             before = dict(
-                json.loads(self.place.read(f"{there}/{MANIFEST}", checkpoint_files.CHUNK_BYTES))
+                json.loads(
+                    self.place.read(f"{remote_folder}/{MANIFEST}", checkpoint_files.CHUNK_BYTES)
+                )
             )
         changed = [name for name in manifest if manifest[name] != before.get(name)]
         if changed == [STATE]:  # amended: the new manifest lists the old file as well
             changed = [MANIFEST, STATE]
         elif changed:
-            self.place.remove(f"{there}/{MANIFEST}")
+            self.place.remove(f"{remote_folder}/{MANIFEST}")
             changed.append(MANIFEST)
         for name in changed:
-            self.place.upload(path / name, f"{there}/{name}")
+            self.place.upload(path / name, f"{remote_folder}/{name}")
 
     def _prune(self, pointers: dict[str, Path], keep: int) -> None:
         """As in the working folder; also what an upload left unfinished."""

@@ -171,7 +171,7 @@ class Writer:
         self.upload()
 
     def _all_notes(self, path: Path) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        notes: dict[str, Any] = {}
         until_s = time.monotonic() + self.settings.timeout_s
         for rank in range(self.ranks.world):
             note = path / f".rank{rank}.json"
@@ -182,8 +182,8 @@ class Writer:
                         "a disk that all ranks share"
                     )
                 time.sleep(0.02)
-            found |= json.loads(note.read_text())
-        return found
+            notes |= json.loads(note.read_text())
+        return notes
 
 
 class _Part:

@@ -83,10 +83,10 @@ def fault(path: Path) -> str | None:
     """What is missing or damaged in a checkpoint; None if it is intact."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        there = {
+        names = {
             file.name for file in path.iterdir() if file.is_file() and not file.name.startswith(".")
         }
-        if unlisted := sorted({*there, STATE} - {*manifest, MANIFEST, LATEST_UNIVERSAL}):
+        if unlisted := sorted({*names, STATE} - {*manifest, MANIFEST, LATEST_UNIVERSAL}):
             return f"{path / unlisted[0]}: damaged: not listed in {MANIFEST}"
         for name, expected in manifest.items():
             file = path / name

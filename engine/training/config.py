@@ -372,8 +372,8 @@ def settings_named(key: str, kind: type[BaseModel]) -> list[str]:
     name = key.rpartition(".")[2]
     named = []
     for setting in flatten(kind().model_dump()):
-        own = setting.rpartition(".")[2]
-        if name == own or name in ALIASES.get(setting, "").split():
+        name_here = setting.rpartition(".")[2]
+        if name == name_here or name in ALIASES.get(setting, "").split():
             named.append(setting)
     return named
 
@@ -387,15 +387,15 @@ def deepspeed_json(
 ) -> dict[str, Any]:
     """DeepSpeed's configuration: ZeRO and communication from the file, everything else from the
     settings. `clips`: it measures, clips and skips gradients instead of the optimizer."""
-    own = _deepspeed_file(config).model_dump(exclude_unset=True)
-    zero: dict[str, Any] = own.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
+    settings = _deepspeed_file(config).model_dump(exclude_unset=True)
+    zero: dict[str, Any] = settings.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
     if zero["stage"] in (1, 2):
         # the optimizer computes it without waiting for the device
         zero["compute_grad_norm"] = clips
     elif zero["stage"] == 3:
         zero["sub_group_size"] = 10**12  # one call of the optimizer per step
     micro, accumulation = micro_batch(config, world)
-    return own | {
+    return settings | {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "zero_optimization": zero,
@@ -418,13 +418,13 @@ def _deepspeed_file(config: RunConfig) -> DeepSpeedFile:
 
 
 def zero_stage(config: RunConfig) -> int:
-    zero, asked = _deepspeed_file(config).zero_optimization, config.train.zero_stage
-    if asked is not None and "stage" in zero.model_fields_set and asked != zero.stage:
+    zero, stage_set = _deepspeed_file(config).zero_optimization, config.train.zero_stage
+    if stage_set is not None and "stage" in zero.model_fields_set and stage_set != zero.stage:
         raise ConfigError(
-            f"train.zero_stage={asked}, but {config.train.deepspeed} has stage {zero.stage}: set "
+            f"train.zero_stage={stage_set}, but {config.train.deepspeed} has stage {zero.stage}: set "
             "only one of them"
         )
-    return zero.stage if asked is None else asked
+    return zero.stage if stage_set is None else stage_set
 
 
 def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
@@ -500,7 +500,7 @@ def load(
     """Reads a YAML file, or a shipped config by name, and applies overrides: "key=value", or values
     by dotted key. `kind`: engine.training.config.Config, unless another is given."""
 
-    wanted: Any = kind or Config
-    tree = read_yaml(find_config(path, wanted.folder), wanted.folder)
-    config: Kind = build(overridden(tree, overrides), wanted)
+    config_kind: Any = kind or Config
+    tree = read_yaml(find_config(path, config_kind.folder), config_kind.folder)
+    config: Kind = build(overridden(tree, overrides), config_kind)
     return config

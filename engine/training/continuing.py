@@ -47,32 +47,32 @@ class StartingWeights:
     @torch.no_grad()
     def into(self, model: nn.Module) -> str:
         """Loads the weights into the model; what was loaded, and what starts afresh."""
-        own = model.state_dict()
-        encoder = {name: w for name, w in own.items() if name.startswith("encoder.")}
-        heads = {name: w for name, w in own.items() if name.startswith("local.")}
-        theirs = {name: w for name, w in self.weights.items() if name.startswith("encoder.")}
+        state = model.state_dict()
+        encoder = {name: w for name, w in state.items() if name.startswith("encoder.")}
+        heads = {name: w for name, w in state.items() if name.startswith("local.")}
+        start_weights = {name: w for name, w in self.weights.items() if name.startswith("encoder.")}
         new = []
         if MASK not in encoder:
-            theirs.pop(MASK, None)
-        elif MASK not in theirs:
-            theirs[MASK] = own[MASK]
+            start_weights.pop(MASK, None)
+        elif MASK not in start_weights:
+            start_weights[MASK] = state[MASK]
             new.append("the mask embedding")
-        if wrong := misfits(shapes(theirs), shapes(encoder)):
+        if wrong := misfits(shapes(start_weights), shapes(encoder)):
             raise ConfigError(
                 f"start={self.start}: its weights are not those of this encoder: {wrong}"
             )
-        taken = "the encoder"
+        loaded = "the encoder"
         their_heads = {name: w for name, w in self.weights.items() if name in heads}
         if heads and shapes(their_heads) == shapes(heads):
-            taken += " and the heads of the local objective"
-            theirs |= their_heads
+            loaded += " and the heads of the local objective"
+            start_weights |= their_heads
         elif heads:
             new.append("the heads of the local objective")
-        if any(name.startswith(("plugin.", "attributes.")) for name in own):
+        if any(name.startswith(("plugin.", "attributes.")) for name in state):
             new.append("the objective's own weights")
         new.append("the optimiser")
-        model.load_state_dict({**own, **theirs})
-        return f"start={self.start}: {taken} loaded; new: {', '.join(new)}"
+        model.load_state_dict({**state, **start_weights})
+        return f"start={self.start}: {loaded} loaded; new: {', '.join(new)}"
 
 
 def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -84,9 +84,9 @@ def read_weights(config: Config) -> StartingWeights:
     with model_folder(start) as (folder, digest):
         document = document_of(folder / CONFIG)
         preprocessing = document_of(folder / PREPROCESSING)
-        theirs = config_of(document, folder / CONFIG)
+        start_config = config_of(document, folder / CONFIG)
         weights, seen = weights_in(folder), seen_by(folder)
-    check_fits(config, theirs, Input.of(preprocessing, theirs.leads))
+    check_fits(config, start_config, Input.of(preprocessing, start_config.leads))
     trained = document.get("trained")
     trained = trained if isinstance(trained, dict) else {}
     continued: dict[str, Any] = {"start": start, "digest": digest[:16]}
@@ -95,17 +95,17 @@ def read_weights(config: Config) -> StartingWeights:
     return StartingWeights(start, floats, seen, {"continued": continued})
 
 
-def check_fits(config: Config, theirs: ModelConfig, signals: Input) -> None:
+def check_fits(config: Config, start_config: ModelConfig, signals: Input) -> None:
     start, augment = config.start, config.augment
     pairs = (
-        ("architecture", "model", _architecture(theirs), _architecture(config.model)),
+        ("architecture", "model", _architecture(start_config), _architecture(config.model)),
         ("input", "input", {name: getattr(signals, name) for name in INPUT}, vars(config.input)),
     )
-    for what, section, there, here in pairs:
+    for what, section, start_values, run_values in pairs:
         differ = []
-        for key, value in there.items():
-            if here.get(key, value) != value:
-                differ.append(f"{section}.{key} is {value!r} there, {here[key]!r} here")
+        for key, value in start_values.items():
+            if run_values.get(key, value) != value:
+                differ.append(f"{section}.{key} is {value!r} there, {run_values[key]!r} here")
         if differ:
             raise ConfigError(
                 f"start={start}: another {what}: {'; '.join(differ)}: set the same, or leave out "

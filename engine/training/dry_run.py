@@ -47,33 +47,40 @@ def dry_run(
     model = task.model(torch.Generator().manual_seed(config.train.seed))
     if config.train.recompute_layers:
         recompute_layers(model)
-    each = "the GPU" if gpus == 1 else f"each of {gpus} GPUs"
+    which_gpus = "the GPU" if gpus == 1 else f"each of {gpus} GPUs"
     lines = [
         yaml.safe_dump(config.tree(), sort_keys=False),
         *of_data(task, order),
-        of_training(task, model, order, gpus, each),
-        of_memory(task, model, order, gpus, each),
+        of_training(task, model, order, gpus, which_gpus),
+        of_memory(task, model, order, gpus, which_gpus),
         *of_time_and_disk(task, model, order, gpus),
     ]
     return "\n".join(lines)
 
 
 def of_data(task: TrainingTask, order: Order) -> list[str]:
-    crops, kept = sum(map(len, task.datasets)), sum(map(len, order.rows))
+    crops, trained_crops = sum(map(len, task.datasets)), sum(map(len, order.rows))
     epoch = f"an epoch is {order.steps_per_epoch:,} x {order.batch_crops} crops"
-    return [f"data: {crops:,} crops, {kept:,} to train on{task.left_out()}; {epoch}", *task.remarks]
+    return [
+        f"data: {crops:,} crops, {trained_crops:,} to train on{task.left_out()}; {epoch}",
+        *task.remarks,
+    ]
 
 
-def of_training(task: TrainingTask, model: nn.Module, order: Order, gpus: int, each: str) -> str:
+def of_training(
+    task: TrainingTask, model: nn.Module, order: Order, gpus: int, which_gpus: str
+) -> str:
     crops, passes = micro_batch(task.config, gpus)
     parameters = sum(p.numel() for p in model.parameters())
     return (
         f"model: {parameters:,} parameters, {task.flops_per_crop / 1e9:.4g} GFLOP a crop; training: "
-        f"{total_steps(task.config, order.steps_per_epoch):,} steps, {passes} x {crops} crops on {each}"
+        f"{total_steps(task.config, order.steps_per_epoch):,} steps, {passes} x {crops} crops on {which_gpus}"
     )
 
 
-def of_memory(task: TrainingTask, model: nn.Module, order: Order, gpus: int, each: str) -> str:
+def of_memory(
+    task: TrainingTask, model: nn.Module, order: Order, gpus: int, which_gpus: str
+) -> str:
     crops, _ = micro_batch(task.config, gpus)
     memory = state_bytes(model, dtype_of(task.config), zero_stage(task.config), gpus)
     activations, unknown = f"activations of {crops} crops", ""
@@ -85,7 +92,7 @@ def of_memory(task: TrainingTask, model: nn.Module, order: Order, gpus: int, eac
         why = type(error).__name__
         unknown = f", without {activations}: the plug-in needs numbers ({why})"
     parts = ", ".join(f"{name} {size_of(size)}" for name, size in memory.items())
-    return f"memory of {each}, an estimate: {size_of(sum(memory.values()))}: {parts}{unknown}"
+    return f"memory of {which_gpus}, an estimate: {size_of(sum(memory.values()))}: {parts}{unknown}"
 
 
 def of_time_and_disk(
@@ -132,28 +139,30 @@ def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> 
 def activations_of(task: TrainingTask, model: Any, order: Order) -> float:
     """Bytes that autograd keeps of each crop until the backward pass; with train.recompute_layers, those
     of one layer too, which is computed again at a time."""
-    kept = activations_of_each(task, model, order)
+    kept_by_layers = activations_of_each(task, model, order)
     if not task.config.train.recompute_layers:
-        return kept
+        return kept_by_layers
     model.encoder.recomputes = False
     without = activations_of_each(task, model, order)
-    return kept + (without - kept) / len(model.encoder.layers)
+    return kept_by_layers + (without - kept_by_layers) / len(model.encoder.layers)
 
 
 def activations_of_each(task: TrainingTask, model: nn.Module, order: Order) -> float:
-    few, more = (order.batch(0)[:n] for n in (1, min(3, order.batch_crops)))
-    if len(more) == 1:
-        return kept_bytes(task, model, more)
-    return (kept_bytes(task, model, more) - kept_bytes(task, model, few)) / (len(more) - len(few))
+    fewer_places, more_places = (order.batch(0)[:n] for n in (1, min(3, order.batch_crops)))
+    if len(more_places) == 1:
+        return kept_bytes(task, model, more_places)
+    return (kept_bytes(task, model, more_places) - kept_bytes(task, model, fewer_places)) / (
+        len(more_places) - len(fewer_places)
+    )
 
 
 def kept_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
     leads, dtype = len(task.input.leads), dtype_of(task.config)
-    kept: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
-    def keep(x: Tensor) -> Tensor:
+    def note_storage(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        kept[storage._cdata] = storage
+        storages[storage._cdata] = storage
         return x
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_on_a_gpu():
@@ -165,11 +174,11 @@ def kept_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
         if not task.input.plain:
             masks = np.ones((len(places), task.windows, leads, 1), bool)
         arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(note_storage, lambda x: x):
             torch.func.functional_call(model.train(), weights, arguments)
         for weight in weights.values():
-            kept.pop(weight.untyped_storage()._cdata, None)
-    return float(sum(storage.nbytes() for storage in kept.values()))
+            storages.pop(weight.untyped_storage()._cdata, None)
+    return float(sum(storage.nbytes() for storage in storages.values()))
 
 
 class FusedAttention(torch.autograd.Function):

@@ -39,8 +39,8 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
     state = checkpoint_files.read_state(path)
     config: Any = saved_config(path, state, task.settings)
     with distributed.process_restored():  # reading may import DeepSpeed
-        every = full_weights(path)
-    weights = {name: tensor for name, tensor in every.items() if task.exports(config, name)}
+        state_dict = full_weights(path)
+    weights = {name: tensor for name, tensor in state_dict.items() if task.exports(config, name)}
     return Export(config, state, weights, seen_until(run.path, config, state, task)[0])
 
 
@@ -50,7 +50,7 @@ def seen_until(
     """What the weights of a checkpoint have seen, their start included; and how often each crop was
     drawn (Order.drawn), by the fingerprint of its dataset."""
     records = [folder.seen_by(run)] if is_model(config.start) else []
-    drawn = {}
+    times_drawn = {}
     try:
         datasets = [
             Dataset.open(url, config.data.anonymous, begun_with=state["datasets"])
@@ -61,11 +61,11 @@ def seen_until(
         for dataset, times, use in task.uses(config, state, run, datasets):
             records.append(seen.seen_in(dataset, np.flatnonzero(times), use))
             if use != "selected":
-                drawn[dataset.fingerprint] = times
+                times_drawn[dataset.fingerprint] = times
     except (ConfigError, DataError, OSError) as error:
         warn(f"{run}: cannot say what it was trained on: {error}")
         records.append(seen.unknown())
-    return seen.joined(records), drawn
+    return seen.joined(records), times_drawn
 
 
 def full_weights(path: Path) -> dict[str, Tensor]:
@@ -119,9 +119,9 @@ def signals_of(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _history(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
-    kept = ("step", "crops_seen", "datasets", "preprocessing_sha256")
+    keys = ("step", "crops_seen", "datasets", "preprocessing_sha256")
     return {
-        **{name: state[name] for name in kept},
+        **{name: state[name] for name in keys},
         "precision": config.train.precision,
         "rlm": config.augment.rlm,
     }

@@ -32,12 +32,12 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 def some_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
     """The arguments for a part of the batch: scalars are the same for all crops."""
-    some: list[Tensor | None] = []
+    part_of_arguments: list[Tensor | None] = []
     for argument in arguments:
         if argument is not None and argument.ndim > 0:
             argument = argument[start:stop]
-        some.append(argument)
-    return tuple(some)
+        part_of_arguments.append(argument)
+    return tuple(part_of_arguments)
 
 
 def whole(x_BSLT: Tensor) -> Tensor:
@@ -79,8 +79,10 @@ class PretrainInputs:
         signals, crops, device = self.signals, len(x_BSLT), x_BSLT.device
         keep_BSL1 = to_device(batch.keep_BSL1, device)
         if self.views == "window":
-            one = np.ones(2 * crops, np.int64)
-            x_RSLT = signals.cut(x_BSLT.flatten(0, 1), one, keep_BSL1.flatten(0, 1)[:, None])
+            window_counts = np.ones(2 * crops, np.int64)
+            x_RSLT = signals.cut(
+                x_BSLT.flatten(0, 1), window_counts, keep_BSL1.flatten(0, 1)[:, None]
+            )
             return x_RSLT.view(crops, 2, *x_RSLT.shape[2:])
         u = uniform(self.seed, RandomStream.PAIR, places.epoch, crop_key(places))
         start_B = to_device(u, device)

@@ -63,13 +63,13 @@ def peak_tflops(config: TrainConfig, device: torch.device) -> float:
     a = torch.randn(size, size, dtype=dtype, device=device)
     best_s = float("inf")
     for _ in range(MATMULS):
-        started = _now(device)
+        started = _time_s(device)
         a @ a
-        best_s = min(best_s, _now(device) - started)
+        best_s = min(best_s, _time_s(device) - started)
     return 2 * size**3 / best_s / 1e12
 
 
-def _now(device: torch.device) -> float:
+def _time_s(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -147,13 +147,13 @@ class RunLogger:
             json.dumps({k: v if _is_finite(v) else None for k, v in line.items()}, allow_nan=False)
             + "\n"
         )
-        shown = {
+        finite_curves = {
             k: v
             for k, v in curves.items()
             if not k.endswith("step") and v is not None and _is_finite(v)
         }
-        self._each(lambda service: service.log(shown, int(line["step"])))
-        self.gauges |= shown | {"logged_at_seconds": time.time()}
+        self._each(lambda service: service.log(finite_curves, int(line["step"])))
+        self.gauges |= finite_curves | {"logged_at_seconds": time.time()}
         if name == METRICS:
             self.gauges["step"] = line["step"]
             with suppress(FileNotFoundError):  # RUN was moved: the next checkpoint says so
@@ -217,20 +217,20 @@ def move_repeated_lines(path: Path, step: int) -> None:
     repeated."""
     if not path.is_file():
         return
-    kept: list[bytes] = []
-    cut: list[bytes] = []
+    kept_lines: list[bytes] = []
+    cut_lines: list[bytes] = []
     for text in path.read_bytes().splitlines(keepends=True):
         try:
             done = json.loads(text)["step"] <= step
         except (ValueError, LookupError, TypeError, RecursionError):
             done = False
-        (kept if done else cut).append(text)
-    if cut:
+        (kept_lines if done else cut_lines).append(text)
+    if cut_lines:
         with open(path.with_name(f"{path.stem}.cut{path.suffix}"), "ab") as file:
-            file.writelines([*cut, b"" if cut[-1].endswith(b"\n") else b"\n"])
+            file.writelines([*cut_lines, b"" if cut_lines[-1].endswith(b"\n") else b"\n"])
             file.flush()
             os.fsync(file.fileno())
-        write_whole(path, b"".join(kept))
+        write_whole(path, b"".join(kept_lines))
 
 
 def environment() -> Row:

@@ -163,14 +163,14 @@ class Loop:
         self.terminated = True
         if number != signal.SIGINT:
             return
-        now = time.monotonic()
+        now_s = time.monotonic()
         if self.interrupted_at_s is None:
-            self.interrupted_at_s = now
+            self.interrupted_at_s = now_s
             if self.ranks.first:  # not print: the signal may have come in the middle of another
                 os.write(
                     2, b"stopping after this micro-batch; Ctrl-C again: at once, no checkpoint\n"
                 )
-        elif now - self.interrupted_at_s >= AGAIN_S:
+        elif now_s - self.interrupted_at_s >= AGAIN_S:
             raise KeyboardInterrupt("stopped without a checkpoint: the same command continues")
 
     def _next_batch(self, batches: Any) -> tuple[Batch, State]:
@@ -211,8 +211,10 @@ class Loop:
     def _after_step(self, losses: list[dict[str, Tensor]], batch: Batch) -> None:
         step, t = self.progress.step, self.config.train
         self.progress.crops_seen = self.loader_state["crops_seen"]
-        every = t.validate_every
-        self.progress.validation_due = every > 0 and (step % every == 0 or step == self.total)
+        validate_every = t.validate_every
+        self.progress.validation_due = validate_every > 0 and (
+            step % validate_every == 0 or step == self.total
+        )
         if step % t.log_every == 0 or step in (1, self.total):
             self._log(losses, batch)
             if float(self.adam.in_a_row) >= t.max_nonfinite:
@@ -267,10 +269,10 @@ class Loop:
 
     def _validate(self) -> None:
         started_s = time.perf_counter()
-        again = f"the validation of step {self.progress.step} begins again"
+        message = f"the validation of step {self.progress.step} begins again"
         # another graph for a few batches is not worth compiling
         with torch.compiler.set_stance("force_eager"):
-            row = self.task.validate(self.engine, lambda: self._stop_if_asked(again))
+            row = self.task.validate(self.engine, lambda: self._stop_if_asked(message))
         self.progress.validation_due = False
         if self.logger is not None and row:
             counts = {"step": self.progress.step, "crops_seen": self.progress.crops_seen}

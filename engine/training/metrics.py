@@ -138,8 +138,8 @@ def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
 def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple[Array, Array]:
     """Both as bool arrays of one shape [n, classes]."""
     arrays = []
-    for name, given in (("labels", labels), ("outputs", outputs)):
-        array = np.asarray(given)
+    for name, values in (("labels", labels), ("outputs", outputs)):
+        array = np.asarray(values)
         if array.ndim != 2 or array.shape[1] != classes or not len(array):
             raise MetricError(
                 f"{name} of shape {list(array.shape)}, not [n, {classes}] with n at least 1"
@@ -168,9 +168,9 @@ class Ranking:
 
     def __init__(self, y_N: Array, score_N: Array) -> None:
         """y is 0, 1 or NaN: unknown, and ignored."""
-        known = np.flatnonzero(~np.isnan(y_N))
-        order, last = ranked(score_N[known])
-        self.order = known[order]
+        known_rows = np.flatnonzero(~np.isnan(y_N))
+        order, last = ranked(score_N[known_rows])
+        self.order = known_rows[order]
         self.positive = np.flatnonzero(y_N[self.order] > 0)
         runs = np.unique(np.searchsorted(last, self.positive))
         first = np.append(0, last[:-1] + 1)[runs]
@@ -420,8 +420,8 @@ class Concordance(Regression):
             before = np.append(0, np.cumsum(weight_N[rows]))
             longer.append(before[stop] - before[start])
         above = longer[0] / 2
-        for bit, (half, both) in enumerate(pairwise(longer)):
-            above = above + (both - half) * (self.rank >> bit & 1)
+        for bit, (half, with_bit) in enumerate(pairwise(longer)):
+            above = above + (with_bit - half) * (self.rank >> bit & 1)
         weight = weight_N[self.events]
         with np.errstate(invalid="ignore"):  # no pairs: NaN
             c_index = weight @ above / (weight @ longer[-1])
@@ -472,11 +472,11 @@ def identification(
     probes = _units(probe_QD, probe_ids, "probe")
     names = np.concatenate([np.asarray(gallery_ids), np.asarray(probe_ids)])
     ids = np.unique(names, return_inverse=True)[1]
-    own, asked = ids[: len(gallery)], ids[len(gallery) :]
-    blocks = _compare(gallery, own, probes, asked)
+    gallery_patients, probe_patients = ids[: len(gallery)], ids[len(gallery) :]
+    blocks = _compare(gallery, gallery_patients, probes, probe_patients)
     better, tied, right, best, same, other = map(np.concatenate, zip(*blocks, strict=True))
     found_QR = _found_within(better, tied, right, min(len(gallery), 50))
-    entries_Q = np.bincount(own, minlength=ids.max() + 1)[asked]
+    entries_Q = np.bincount(gallery_patients, minlength=ids.max() + 1)[probe_patients]
     cmc = found_QR.mean(0)
     return {
         "accuracy": float(cmc[0]),
@@ -516,14 +516,14 @@ def unit_vectors(x_ND: Array) -> Array:
     return np.asarray(x_ND / np.where(length > 0, length, 1))
 
 
-def _compare(gallery: Array, own: Array, probes: Array, asked: Array) -> Any:
+def _compare(gallery: Array, gallery_patients: Array, probes: Array, probe_patients: Array) -> Any:
     """For each block of probes: how many entries are more similar than the patient's best one,
     how many as similar, how many of those are the patient's, how many share the first place; the
     highest similarity to the same patient and to others."""
     step = max(1, BLOCK // len(gallery))
     for start in range(0, len(probes), step):
         similarity = probes[start : start + step] @ gallery.T
-        own_patient = asked[start : start + step, None] == own
+        own_patient = probe_patients[start : start + step, None] == gallery_patients
         same = similarity.max(1, where=own_patient, initial=-np.inf)
         other = similarity.max(1, where=~own_patient, initial=-np.inf)
         first = np.maximum(same, other)
@@ -542,24 +542,24 @@ def _found_within(better: Array, tied: Array, right: Array, ranks: int) -> Array
     """[Q, ranks]: the probability that the patient is among the first r, with ties in random
     order."""
     missed = np.ones(len(better))
-    found = []
+    probabilities = []
     for rank in range(ranks):
-        drawn = rank - better  # tied entries drawn before this rank
-        left = tied - drawn
-        drawing = (drawn >= 0) & (left > 0)
+        drawn_before = rank - better  # tied entries drawn before this rank
+        left = tied - drawn_before
+        drawing = (drawn_before >= 0) & (left > 0)
         chance = np.maximum(left - right, 0) / np.maximum(left, 1)
         missed = missed * np.where(drawing, chance, 1.0)
-        found.append(1 - missed)
-    return np.stack(found, 1)
+        probabilities.append(1 - missed)
+    return np.stack(probabilities, 1)
 
 
 def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
     """For each bin of probabilities, over all classes: mean, share of positives (NaN if it has
     fewer than FEW rows) and count; then the expected calibration error of all."""
-    known = ~np.isnan(labels.astype(float))
-    p, y = scores[known].astype(float), labels[known]
+    is_known = ~np.isnan(labels.astype(float))
+    p, y = scores[is_known].astype(float), labels[is_known]
     bin_of = np.minimum((p * BINS).astype(int), BINS - 1)
-    row_of = np.nonzero(known)[0]
+    row_of = np.nonzero(is_known)[0]
     count = np.bincount(bin_of, minlength=BINS)
     n = np.maximum(count, 1)
     mean = np.bincount(bin_of, p, BINS) / n
@@ -586,11 +586,11 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
     return float(array.mean()), float(half)
 
 
-def exact_interval(found: int, people: int) -> list[float]:
+def exact_interval(positives: int, people: int) -> list[float]:
     """95 % interval of a share (Clopper and Pearson)."""
     from scipy import stats
 
-    return list(map(float, stats.binomtest(found, people).proportion_ci()))
+    return list(map(float, stats.binomtest(positives, people).proportion_ci()))
 
 
 def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int) -> Array:
@@ -604,11 +604,11 @@ def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int) 
     for _ in range(n):
         drawn_P = np.bincount(rng.integers(patients, size=patients), minlength=patients)
         values.append(statistic(drawn_P[patient_N]))
-    drawn = np.array(values, float)
+    statistics = np.array(values, float)
     if patients == 1:
-        drawn[:] = np.nan
+        statistics[:] = np.nan
     with warnings.catch_warnings(action="ignore"):  # undefined on all of them: NaN
-        return np.asarray(np.nanpercentile(drawn, (2.5, 97.5), axis=0))
+        return np.asarray(np.nanpercentile(statistics, (2.5, 97.5), axis=0))
 
 
 def _numbers(groups: Sequence[Any] | Array) -> Array:
@@ -635,9 +635,9 @@ def intervals_of_few(
     metrics: Mapping[str, Any], labels_NK: Array, patients: Sequence[Any]
 ) -> dict[str, list[float]]:
     """Exact intervals of the shares of rows, if each row is another patient; otherwise none."""
-    found = {name: [np.nan, np.nan] for name in metrics}
+    intervals = {name: [np.nan, np.nan] for name in metrics}
     if not len(set(patients)) == len(labels_NK) > 1:
-        return found
+        return intervals
     known_NK = ~np.isnan(labels_NK.astype(float))
     rows = {"accuracy": known_NK.any(1)}
     if labels_NK.shape[1] == 1:
@@ -646,5 +646,5 @@ def intervals_of_few(
     for name, counted in rows.items():
         n = int(counted.sum())
         if n and name in metrics:
-            found[name] = exact_interval(round(metrics[name] * n), n)
-    return found
+            intervals[name] = exact_interval(round(metrics[name] * n), n)
+    return intervals

@@ -96,9 +96,9 @@ class PretrainTask(TrainingTask):
         self.roles = training_roles(config)
         self.inputs = PretrainInputs(config, datasets)
         choose_once(datasets, config.data, ranks)
-        kept, self.copies, copied = on_first_rank(ranks, self._without_copies)
+        kept_rows, self.copies, copied = on_first_rank(ranks, self._without_copies)
         if config.data.dedup:
-            self.roles = {"rows": kept}
+            self.roles = {"rows": kept_rows}
         self.held_out = ValidationLoss(config, datasets, ranks)
         self.probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
@@ -117,8 +117,8 @@ class PretrainTask(TrainingTask):
         if data.where:
             crops = 0
             for dataset in self.datasets:
-                every = rows_of(dataset, roles | {"where": None})
-                crops += len(every) - len(rows_of(dataset, roles))
+                rows_without_where = rows_of(dataset, roles | {"where": None})
+                crops += len(rows_without_where) - len(rows_of(dataset, roles))
             text = f", data.where={data.where!r} leaves out {crops:,} crops"
         if data.dedup:
             text += f", data.dedup leaves out {self.copies:,} copies"
@@ -127,35 +127,35 @@ class PretrainTask(TrainingTask):
     def _without_copies(self) -> tuple[list[np.ndarray], int, list[str]]:
         """For all ranks: the crops that data.dedup trains on, how many it leaves out, and a remark
         if it is not set."""
-        kept, copies = first_of_each_waveform(self.config, self.datasets)
+        kept_rows, copies = first_of_each_waveform(self.config, self.datasets)
         if self.config.data.dedup:
-            return kept, copies, []
+            return kept_rows, copies, []
         remark = (
-            f"{copies:,} of {copies + sum(map(len, kept)):,} crops for pre-training have the waveform "
+            f"{copies:,} of {copies + sum(map(len, kept_rows)):,} crops for pre-training have the waveform "
             "of another one (data.dedup=true leaves them out)"
         )
         return [], copies, [remark] if copies else []
 
     def _refuse_leak(self) -> None:
         """For all ranks: the same names, gigabytes of them, would be compared by each."""
-        trained, held = [], []
+        trained, held_out_rows = [], []
         for dataset in self.datasets:
             trained.append(rows_of(dataset, training_roles(self.config)))
             validated = rows_of(dataset, self.held_out.roles)
-            held.append(np.union1d(held_out(dataset), validated))
-        refuse_leak(self.datasets, trained, held)
+            held_out_rows.append(np.union1d(held_out(dataset), validated))
+        refuse_leak(self.datasets, trained, held_out_rows)
 
     def _attribute_remarks(self) -> list[str]:
         remarks = []
         for name in self.config.objective.attributes:
             labels_N2 = np.concatenate(self.inputs.attributes)
-            known = np.isfinite(labels_N2[:, ATTRIBUTES.index(name)]).mean()
+            known_share = np.isfinite(labels_N2[:, ATTRIBUTES.index(name)]).mean()
             self.keys = (*self.keys, f"loss_{name}")
-            if not known:
+            if not known_share:
                 raise ConfigError(
                     f"objective.attributes: {name} is known of no real ECG here: leave it out"
                 )
-            remarks.append(f"{name} is known of {known:.1%} of the crops")
+            remarks.append(f"{name} is known of {known_share:.1%} of the crops")
         return remarks
 
     def _validation_remarks(self) -> list[str]:
@@ -227,10 +227,12 @@ class PretrainTask(TrainingTask):
         objective, model = self.config.objective, self.config.model
         chance: dict[str, float] = {}
         if objective.local > 0:
-            drawn = objective.negatives
-            others = max(1.0, self.tokens * masked_share(model, self.tokens) - 1)
-            rivals = others * (1 - (1 - 1 / others) ** drawn)  # some are drawn more than once
-            chance[f"{prefix}loss_local"] = math.log(1 + drawn)
+            negatives = objective.negatives
+            other_tokens = max(1.0, self.tokens * masked_share(model, self.tokens) - 1)
+            rivals = other_tokens * (
+                1 - (1 - 1 / other_tokens) ** negatives
+            )  # some are drawn more than once
+            chance[f"{prefix}loss_local"] = math.log(1 + negatives)
             chance[f"{prefix}accuracy_local"] = 1 / (1 + rivals)
         if objective.contrast > 0 and crops and not objective.plugged:
             one_half = objective.method == "cmsc" and objective.form == "authors"
@@ -295,9 +297,9 @@ class PretrainTask(TrainingTask):
         if config.data.dedup:
             roles = {"rows": first_of_each_waveform(config, datasets)[0]}
         order = order_of(config.loader, datasets, **roles)
-        drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
+        times_drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
         use = "labelled" if config.objective.attributes else "unlabelled"
-        return [(dataset, times, use) for dataset, times in drawn]
+        return [(dataset, times, use) for dataset, times in times_drawn]
 
     @staticmethod
     def exports(config: Config, name: str) -> bool:
@@ -326,25 +328,25 @@ def examine_objective(
 ) -> list[str]:
     """Run an objective that is a class on two crops of so many windows; ConfigError if it breaks
     its interface. Returns the names of its losses."""
-    own = copy.deepcopy(model)
-    for p in own.parameters():
+    model_copy = copy.deepcopy(model)
+    for p in model_copy.parameters():
         p.data = p.data.to(dtype)
     named = f"objective.method={model.objective.method}"
     with blaming(named), single_process(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         x_BSLT = torch.randn(2, windows, model.config.leads, samples)
         x_BSLT[1, -1] = 0  # as RLM may give
-        losses = own.plugged_losses(x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1))
-        taken = TAKEN | model.objective.attributes.keys()
-        if not losses or taken & losses.keys():
-            names = ", ".join(sorted(taken))
+        losses = model_copy.plugged_losses(x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1))
+        taken_names = TAKEN | model.objective.attributes.keys()
+        if not losses or taken_names & losses.keys():
+            names = ", ".join(sorted(taken_names))
             raise ConfigError(f"returns {list(losses)}: name one loss or more, and none {names}")
         for name, loss in losses.items():
             if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
                 raise ConfigError(f"loss {name!r} is not a scalar tensor with a gradient")
         total = torch.stack(list(losses.values())).sum()
         total.backward()
-        grads = [p.grad for p in own.encoder.parameters() if p.grad is not None]
+        grads = [p.grad for p in model_copy.encoder.parameters() if p.grad is not None]
         if not grads or not all(x.isfinite().all() for x in (total, *grads)):
             raise ConfigError("gives the encoder no gradient, or one that is not finite")
     return [f"loss_{name}" for name in losses]

@@ -30,8 +30,8 @@ def read_settings(
     """Like engine.training.config.load. Without a config, the settings are those of the run `start`. If
     `start` is a model folder or a fine-tuned run, they are its model and objective. Without
     `start`, they are the quick start's."""
-    given = overridden({}, overrides)
-    start = given.get("start")
+    set_by_user = overridden({}, overrides)
+    start = set_by_user.get("start")
     if config or not start or not isinstance(start, str):
         return load(config or QUICKSTART, overrides)
     before = Path(start, "config.yaml")
@@ -53,25 +53,25 @@ def read_settings(
         tree = {name: document[name] for name in ("model", "objective") if name in document}
         signals = Input.of(preprocessing, config_of(document).leads)
         tree["input"] = {name: getattr(signals, name) for name in INPUT}
-    refuse_foreign(start, flatten(tree), flatten(given))
-    objective, method = tree.get("objective", {}), flatten(given).get("objective.method")
+    refuse_foreign(start, flatten(tree), flatten(set_by_user))
+    objective, method = tree.get("objective", {}), flatten(set_by_user).get("objective.method")
     if method and portable(str(method)) != portable(str(objective.get("method"))):
         objective.pop("options", None)  # those of the other class
     return build(overridden(tree, overrides))
 
 
-def refuse_foreign(start: str, settings: dict[str, Any], given: dict[str, Any]) -> None:
+def refuse_foreign(start: str, settings: dict[str, Any], set_by_user: dict[str, Any]) -> None:
     """The run may come from anyone: code, files and services that it names are used only if they
     are named again."""
     for key, value in settings.items():
-        again = f"--set {key}={value}"
-        if key in given:
+        option = f"--set {key}={value}"
+        if key in set_by_user:
             continue
         if key in PLUGGED and ":" in str(value):
             raise ConfigError(
-                f"start={start}: {key}={value} is code: to run it, name the file: {again}"
+                f"start={start}: {key}={value} is code: to run it, name the file: {option}"
             )
         if key in PLACES and value != PLACES[key]:
             raise ConfigError(
-                f"start={start}: {key}={value} is a file or a service: to use it again, {again}"
+                f"start={start}: {key}={value} is a file or a service: to use it again, {option}"
             )

@@ -79,13 +79,13 @@ class RunFolder:
         checkpoints."""
         from .distributed import on_first_rank  # late, like below: PyTorch takes seconds
 
-        with ExitStack() as held:
-            on_first_rank(ranks, lambda: self._lock(held))
+        with ExitStack() as open_files:
+            on_first_rank(ranks, lambda: self._lock(open_files))
             yield
 
-    def _lock(self, held: ExitStack) -> None:
+    def _lock(self, open_files: ExitStack) -> None:
         try:
-            lock = held.enter_context(open(self.path / LOCK, "w"))  # noqa: SIM115
+            lock = open_files.enter_context(open(self.path / LOCK, "w"))  # noqa: SIM115
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: {error.strerror}: choose another with --out RUN"

@@ -80,8 +80,8 @@ def open_mlflow(run: Path, config: RunConfig, step: int, run_id: str | None) -> 
         if run_id is None
         else []
     )
-    for at in range(0, len(settings), MLFLOW_PARAMS):
-        mlflow.log_params(dict(settings[at : at + MLFLOW_PARAMS]))
+    for start in range(0, len(settings), MLFLOW_PARAMS):
+        mlflow.log_params(dict(settings[start : start + MLFLOW_PARAMS]))
     return Service(
         str(opened.info.run_id),
         lambda values, step: mlflow.log_metrics(values, step=step),

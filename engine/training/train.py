@@ -245,7 +245,7 @@ def recompute_layers(model: Any) -> None:
     model.encoder.recomputes = True
 
 
-def compile_model(model: Any, how: str, **options: Any) -> None:
+def compile_model(model: Any, parts: str, **options: Any) -> None:
     """`layers`: compiles the transformer layers (identical, so only once) and other parts with
     many small operations; of a plugged-in encoder, the whole. `step`: compiles forward and loss
     as one graph."""
@@ -253,9 +253,9 @@ def compile_model(model: Any, how: str, **options: Any) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    if how == "step":
+    if parts == "step":
         model.compile(**options)
-    if how != "layers":
+    if parts != "layers":
         return
     encoder = model.encoder
     for part in encoder.layers if isinstance(encoder, Encoder) else [encoder]:
@@ -311,20 +311,20 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
     if subject(state["config"]) != subject(config.tree()):
         raise other_run(path, state)
     facts = run_facts(config, task.datasets, task.ranks)
-    now = {name: facts[name] for name in ("preprocessing_sha256", "datasets", "zero_stage")}
-    now |= task.facts()
-    before = flatten({name: state.get(name) for name in now}) | flatten(saved.tree())
-    now = flatten(now) | flatten(config.tree())
+    facts_now = {name: facts[name] for name in ("preprocessing_sha256", "datasets", "zero_stage")}
+    facts_now |= task.facts()
+    before = flatten({name: state.get(name) for name in facts_now}) | flatten(saved.tree())
+    facts_now = flatten(facts_now) | flatten(config.tree())
     changes = []
-    for key in dict.fromkeys(["start", *before, *now]):
+    for key in dict.fromkeys(["start", *before, *facts_now]):
         may_change = key in CHANGEABLE or key.startswith(DEFINITION)
         if key in ("train.steps", "train.epochs"):
             may_change = not config.length_matters
-        if before.get(key) != now.get(key) and not may_change:
-            then, here = before.get(key), now.get(key)
+        if before.get(key) != facts_now.get(key) and not may_change:
+            then, now_text = before.get(key), facts_now.get(key)
             if key == "datasets":
-                then, here = described_data(state), described_data(facts)
-            changes.append(f"{key} changed from {shortened(then)} to {shortened(here)}")
+                then, now_text = described_data(state), described_data(facts)
+            changes.append(f"{key} changed from {shortened(then)} to {shortened(now_text)}")
     if changes:
         run = path.parent.parent
         raise ConfigError(

@@ -23,7 +23,7 @@ from omnilead.data_tools.dataset import Dataset
 from ..data.batches import CropBatch, predict
 from ..data.loader import Loader
 from ..data.order import DatasetRows, OrderError
-from ..data.patients import keep, owner_names, validation_split
+from ..data.patients import keep_choice, owner_names, validation_split
 from ..data.where import holds
 from ..model.encoder import pool
 from ..model.objectives import all_gather_no_grad, single_process, sum_over_ranks, world_size
@@ -83,18 +83,18 @@ def first_of_each_waveform(
     waveform_N = np.concatenate(waveforms)
     is_first_N = np.zeros(len(waveform_N), bool)
     is_first_N[np.unique(waveform_N, return_index=True)[1]] = True
-    ends = np.cumsum([len(some) for some in rows])
-    kept = []
-    for dataset, some, is_first in zip(
+    ends = np.cumsum([len(rows_of_dataset) for rows_of_dataset in rows])
+    kept_rows = []
+    for dataset, rows_of_dataset, is_first in zip(
         datasets, rows, np.split(is_first_N, ends[:-1]), strict=True
     ):
-        kept.append(some[is_first])
+        kept_rows.append(rows_of_dataset[is_first])
         if config.data.dedup and not is_first.any():
             raise ConfigError(
-                f"data.dedup=true: all {len(some):,} crops of {dataset.root.url} for pre-training are "
+                f"data.dedup=true: all {len(rows_of_dataset):,} crops of {dataset.root.url} for pre-training are "
                 "in the datasets before it too: leave it out"
             )
-    return kept, int((~is_first_N).sum())
+    return kept_rows, int((~is_first_N).sum())
 
 
 def choose_once(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> None:
@@ -104,7 +104,7 @@ def choose_once(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> 
     for dataset in datasets:
         for by, choose in choices:
             if by:
-                keep(dataset, by, on_first_rank(ranks, partial(choose, dataset, by)))
+                keep_choice(dataset, by, on_first_rank(ranks, partial(choose, dataset, by)))
 
 
 def rows_of(dataset: Dataset, roles: dict[str, Any]) -> np.ndarray:
@@ -245,17 +245,17 @@ def predict_on_ranks(
     and `between` equally often, as ZeRO stage 3 requires: the last crop is repeated where there are too few."""
     share = math.ceil(len(crops) / ranks.world)
     numbers = range(ranks.rank * share, (ranks.rank + 1) * share)
-    mine = [crops[min(number, len(crops) - 1)] for number in numbers]
+    own_crops = [crops[min(number, len(crops) - 1)] for number in numbers]
     dtype = dtype_of(config)
     halves: dict[str, np.ndarray] = {}
-    for dataset, _ in mine:
+    for dataset, _ in own_crops:
         if dataset.root.url not in halves:  # a whole column: 10 MB of ten million crops
             halves[dataset.root.url] = dataset.column("halves")
 
     def batches() -> Iterator[CropBatch]:
         for start in range(0, share, BATCH):
             between()
-            batch = mine[start : start + BATCH]
+            batch = own_crops[start : start + BATCH]
             uv_BLT = np.stack([dataset.read(row) for dataset, row in batch])
             halves_B = np.array([halves[dataset.root.url][row] for dataset, row in batch])
             yield CropBatch(uv_BLT, halves_B)

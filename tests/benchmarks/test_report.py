@@ -19,10 +19,10 @@ def loaded(folder, text):
 
 
 def test_pages_match_the_records():
-    parts = report.every()
+    parts = report.all_parts()
     assert report.OFFICIAL.read_text() == report.official_page()
     assert report.EVIDENCE.read_text() == report.evidence_page(parts)
-    assert report.TABLES.read_text() == report.whole(parts)
+    assert report.TABLES.read_text() == report.results_page(parts)
     linked = re.findall(r"\]\(([^)#:]+)[)#]", report.TABLES.read_text())
     assert len(linked) > 10 and all((report.TABLES.parent / link).exists() for link in linked)
 
@@ -31,7 +31,7 @@ def test_pages_match_the_records():
 def test_a_suites_record_becomes_tables(device, golden, tmp_path):
     parts = loaded(tmp_path, SUITE.replace('"device": "cpu"', f'"device": "{device}"'))
     assert {part["benchmark"] for part in parts} == {*tables.TABLES}
-    golden(f"suite_{device}.md", f"{report.whole(parts)}\n{tables.headline(parts[-1])}\n")
+    golden(f"suite_{device}.md", f"{report.results_page(parts)}\n{tables.headline(parts[-1])}\n")
 
 
 def test_pictures_are_of_the_models(golden, tmp_path):
@@ -49,7 +49,7 @@ def test_pictures_are_of_the_models(golden, tmp_path):
 
 
 def test_the_line_of_boosted_features_has_the_labels_of_the_curves():
-    curves = report.newest(report.every())["evidence", "cpu"]["results"][tables.BY_CROPS]
+    curves = report.newest(report.all_parts())["evidence", "cpu"]["results"][tables.BY_CROPS]
     labels = []
     for document in curves, json.loads(report.BOOSTED.read_text()):
         rows = document["rows"]

@@ -38,7 +38,7 @@ def cases(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "benchmarks.start", prepare)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(run, "said", lambda *_: "")
+    monkeypatch.setattr(run, "command_output", lambda *_: "")
     monkeypatch.setitem(run.SUITES, "cpu", ("start",))
     monkeypatch.setattr(measure, "deadline", inf)
     monkeypatch.setattr(measure, "limit_s", inf)
@@ -92,7 +92,7 @@ def test_what_is_measured_said_and_kept(cases, tmp_path, monkeypatch, capsys, go
 
     for _ in range(3):
         ran("start", a="")
-    assert len(report.every(tmp_path / "results")) == 3
+    assert len(report.all_parts(tmp_path / "results")) == 3
     ran("start --out out.json", a="no luck")
     ran("start --out none.json --only b", a="")
     ran("suite --out record.json", a="", b="no luck", c=None)  # c has a bug
@@ -141,7 +141,9 @@ def test_a_record_has_all_facts(monkeypatch, capsys):
     assert len(facts["git"]["commit"]) == 40 and facts["hardware"]["cores"] == os.cpu_count()
     assert {"python", "torch", "deepspeed", "numpy"} <= set(facts["versions"])
     row = "NVIDIA H200, 570.1, 143771 MiB, 700.00 W, 1980 MHz"
-    monkeypatch.setattr(run, "said", lambda program, *_: row if program == "nvidia-smi" else "")
+    monkeypatch.setattr(
+        run, "command_output", lambda program, *_: row if program == "nvidia-smi" else ""
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("OMNILEAD_REVISION", "1" * 40)
     facts = run.environment()

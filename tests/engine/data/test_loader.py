@@ -423,14 +423,14 @@ def test_dali_hands_a_batch_to_torchs_stream_and_keeps_what_the_gpu_may_still_co
     events = {}
     for _ in range(8):
         pipeline.release()
-        if pipeline.taken:
-            events |= {position: event for event, position in pipeline.taken.queued}
+        if pipeline.in_flight:
+            events |= {position: event for event, position in pipeline.in_flight.queued}
         position, _x = pipeline.run()
-        held = {int(arrays[0][0, 0]) for arrays in pipeline.given}
+        held = {int(arrays[0][0, 0]) for arrays in pipeline.fed_arrays}
         copied = set(range(position + 1))
-        if pipeline.taken:
+        if pipeline.in_flight:
             copied = {done for done, event in events.items() if event.waited}
-            pipeline.taken.hold(position)  # instead of the tensor
+            pipeline.in_flight.hold(position)  # instead of the tensor
         assert set(fed) - copied <= held
     stream = "torch's stream of cuda:1" if kind == "cuda" else None
     assert pipeline.pipeline.streams == [stream] * 8
