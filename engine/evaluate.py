@@ -100,10 +100,10 @@ def evaluate(
 
     json_file, page = Path(json) if json else None, Path(report) if report else None
     # The model's outputs, until the scores are written
-    kept = Path(f"{json_file or page}.halves.parquet") if json_file or page else None
+    halves_file = Path(f"{json_file or page}.halves.parquet") if json_file or page else None
     check_files(json_file, page)
     run, table = os.fspath(model), os.fspath(labels)
-    options = EvalOptions(role, leads, batch, run, kept)
+    options = EvalOptions(role, leads, batch, run, halves_file)
     result: Any
     try:
         dataset = Dataset.open(os.fspath(data), anonymous)
@@ -128,8 +128,8 @@ def evaluate(
         return None
     document: Facts = result.document()
     write_scores(json_file, page, document, result, dataset)
-    if kept:
-        kept.unlink()
+    if halves_file:
+        halves_file.unlink()
     return document
 
 

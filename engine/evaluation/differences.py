@@ -92,21 +92,21 @@ def widened(samples: Samples, fold_N: Array) -> Samples:
     for name, value_KB in samples.items():
         with warnings.catch_warnings(action="ignore"):  # undefined in all resamples: NaN
             mean_K1 = np.nanmean(value_KB[:, 1:], 1, keepdims=True)
-        drawn = mean_K1 + factor * (value_KB[:, 1:] - mean_K1)
+        resamples = mean_K1 + factor * (value_KB[:, 1:] - mean_K1)
         if name in RANKED:
-            drawn = drawn.clip(0, 1)
-        wider[name] = np.hstack([value_KB[:, :1], drawn])
+            resamples = resamples.clip(0, 1)
+        wider[name] = np.hstack([value_KB[:, :1], resamples])
     return wider
 
 
-def over_classes(samples: Samples, few: bool = False) -> Samples:
-    """Means of metrics [K, B] over the classes for which they are defined. `few`: there are too few
+def over_classes(samples: Samples, is_few: bool = False) -> Samples:
+    """Means of metrics [K, B] over the classes for which they are defined. `is_few`: there are too few
     patients for resamples, which become NaN."""
     means = {}
     with warnings.catch_warnings(action="ignore"):  # the mean of nothing but NaN is NaN
         for name, value_KB in samples.items():
             means[name] = np.nanmean(value_KB, 0)
-            if few:
+            if is_few:
                 means[name][1:] = np.nan
     return means
 

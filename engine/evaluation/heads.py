@@ -101,15 +101,15 @@ def fit_head(
     document = described(labels, probe)
     source_hz = dataset.column("fs_source_hz")[train.rows]
     document["source_hz"] = [float(source_hz.min()), float(source_hz.max())]
-    said = ["not cross-validated: all ECGs are of one patient"]
+    sentences = ["not cross-validated: all ECGs are of one patient"]
     if (fold_N == 0).any():
         scores_NK = held_out(fit, data, record_N, fold_N)
         document |= validated(labels, train, scores_NK, fold_N)
         info: Any = head_of({"head": document})
-        said = info.said
+        sentences = info.said
     seen = seen_in(dataset, np.sort(train.rows), "labelled")
     people = people_of(train.patient_N)
-    return Head(probe, readout, choice.leads, seen, document, people, said)
+    return Head(probe, readout, choice.leads, seen, document, people, sentences)
 
 
 def folds_to_test(dataset: Dataset, train: ProbedRecords, choice: Choice) -> Array:
@@ -129,8 +129,8 @@ def readout_of_head(embedder: Embedder, choice: Choice) -> Readout:
     model: Any = embedder.model
     readout = model.readout_of(choice.readout)
     if choice.reader == "boosted":
-        more = [part for part in ("rhythm", "waveform") if part not in readout]
-        readout = model.readout_of("+".join([*readout, *more]))
+        more_parts = [part for part in ("rhythm", "waveform") if part not in readout]
+        readout = model.readout_of("+".join([*readout, *more_parts]))
     return tuple(readout)
 
 
@@ -154,9 +154,9 @@ def held_out(fit: Fit, data: ProbeData, record_N: Array, fold_N: Array) -> Array
     are not tested."""
     sums_NK = np.zeros((len(fold_N), data.y_NK.shape[1]))
     for fold in np.unique(fold_N[fold_N != NOT_TESTED]):
-        held = fold_N[record_N] == fold
-        probe = fit(data.of(np.flatnonzero(~held)))
-        np.add.at(sums_NK, record_N[held], probe.scores(data.x_ND[held]))
+        in_fold = fold_N[record_N] == fold
+        probe = fit(data.of(np.flatnonzero(~in_fold)))
+        np.add.at(sums_NK, record_N[in_fold], probe.scores(data.x_ND[in_fold]))
     return np.asarray(sums_NK / np.bincount(record_N)[:, None])
 
 
@@ -169,16 +169,16 @@ def validated(labels: TaskLabels, train: ProbedRecords, scores_NK: Array, fold_N
     metrics, intervals = {}, {}
     for name, value_B in over_classes(samples, few_patients(kind, y_NK, patient_N)).items():
         metrics[name], intervals[name] = float(value_B[0]), interval(value_B)
-    found: Facts = {
+    cross_validated: Facts = {
         "folds": len(np.unique(fold_N)),
         "n": len(y_NK),
         "metrics": metrics,
         "intervals": intervals,
     }
     if not KINDS[kind].has_thresholds:
-        return {"cross_validated": nullable(found)}
-    found["sensitive"] = sensitive_points(y_NK, scores_NK, labels.classes)
-    return {"cross_validated": nullable(found), "thresholds": thresholds(y_NK, scores_NK)}
+        return {"cross_validated": nullable(cross_validated)}
+    cross_validated["sensitive"] = sensitive_points(y_NK, scores_NK, labels.classes)
+    return {"cross_validated": nullable(cross_validated), "thresholds": thresholds(y_NK, scores_NK)}
 
 
 def people_of(patient_N: Array) -> str:
@@ -189,8 +189,8 @@ def people_of(patient_N: Array) -> str:
         return f"{len(patient_N):,} ECGs of {patients:,} patients"
     if not patients:
         return f"{unknown:,} ECGs of unknown patients"
-    known = len(patient_N) - unknown
-    return f"{known:,} ECGs of {patients:,} patients and {unknown:,} of unknown patients"
+    known_records = len(patient_N) - unknown
+    return f"{known_records:,} ECGs of {patients:,} patients and {unknown:,} of unknown patients"
 
 
 def write_head(head: Head, model: TrainedModel, out: Path) -> None:
@@ -202,8 +202,8 @@ def write_head(head: Head, model: TrainedModel, out: Path) -> None:
         # The head was fitted without missing leads
         "trained": model.history | {"rlm": 0},
     }
-    shown = model.input.limited_to(head.leads)
-    signals = model.preprocessing | {"seen": describe_leads(shown.seen).split(",")}
+    limited_input = model.input.limited_to(head.leads)
+    signals = model.preprocessing | {"seen": describe_leads(limited_input.seen).split(",")}
     seen = joined([model.seen, head.seen])
     write(out, modules.state_dict(), document, signals, card(head), model.code, seen)
 
