@@ -109,14 +109,14 @@ class Clock:
     long as its model; most baselines take less, and boosting more."""
 
     def __init__(self, parts: int) -> None:
-        self.parts, self.done, self.began, self.said = parts, 0, monotonic(), False
+        self.parts, self.done, self.began, self.has_told = parts, 0, monotonic(), False
 
     def count(self, done: int) -> None:
         self.done += done
         took_s = monotonic() - self.began
         minutes = round(took_s * self.parts / self.done / 60)
-        if minutes and not self.said:
-            self.said = True
+        if minutes and not self.has_told:
+            self.has_told = True
             tell(
                 f"bench: {self.done} of {self.parts} parts took {took_s:.0f} s: all may take {minutes} "
                 f"minute{'s' * (minutes > 1)}. What is done is kept"

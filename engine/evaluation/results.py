@@ -69,7 +69,7 @@ class EvalOptions:
     batch: int = 32  # crops encoded at a time
     name: str = "model"  # in the results
     # File for the model's outputs, made in parts, so that a killed evaluation can resume
-    kept: Path | None = None
+    halves_file: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -529,7 +529,7 @@ def outputs_of(
         windows = model_input.count(dataset.column("halves")[rows])
     crop_R = np.repeat(np.arange(len(rows)), windows)
     source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
-    if options.kept is None:
+    if options.halves_file is None:
         return matrix(whole(source, output, model_input, per)), crop_R
     job = {
         "model": model.digest,
@@ -541,16 +541,16 @@ def outputs_of(
         "batch": options.batch,
         "device": model.device.type,
     }
-    with ParquetParts(options.kept, job, *environment()[:2]) as parts:
+    with ParquetParts(options.halves_file, job, *environment()[:2]) as parts:
         if not parts.finished:
             make(source, output, model_input, per, parts)
         _wait_for_ranks()  # the last one has joined the parts
-        if not options.kept.exists():
+        if not options.halves_file.exists():
             why = "cannot be read back"
             if parts.world > 1:
                 why += ": do all ranks write to the same folder?"
-            raise OutputError(f"{options.kept}: {why}{RESUMABLE}")
-        table = pq.read_table(options.kept)
+            raise OutputError(f"{options.halves_file}: {why}{RESUMABLE}")
+        table = pq.read_table(options.halves_file)
         _wait_for_ranks()  # rank 0 will remove the file
     return matrix(table), crop_R
 

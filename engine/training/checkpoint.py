@@ -53,8 +53,8 @@ from .checkpoint_files import (
     STATE,
     CheckpointError,
     WriteError,
+    checkpoint_named,
     complete,
-    named,
     read_state,
     step_of,
     warn,
@@ -217,7 +217,7 @@ def _writing(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         if lost_a_rank(error):
             raise
-        good = named(path.parent, LATEST)
+        good = checkpoint_named(path.parent, LATEST)
         last = f"the last good checkpoint is {good.name}" if good else "there is no checkpoint yet"
         mend = "free disk space"
         if isinstance(error, OSError):
@@ -267,7 +267,7 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
     """Keeps the last `keep` up to `newest`, the best, and any of later steps, which this run has
     not reached."""
     for path in [path for path in complete(root) if step_of(path) <= step_of(newest)][keep:]:
-        if path != named(root, BEST):
+        if path != checkpoint_named(root, BEST):
             (path / MANIFEST).unlink()  # without it the folder is no checkpoint
             shutil.rmtree(path)
 

@@ -51,7 +51,7 @@ def step_of(path: Path) -> int:
     return int(number) if number.isascii() and number.isdigit() and len(number) < 19 else -1
 
 
-def named(root: Path, pointer: str) -> Path | None:
+def checkpoint_named(root: Path, pointer: str) -> Path | None:
     """The checkpoint that `latest` or `best` names."""
     try:
         path = root / (root / pointer).read_text().strip()

@@ -370,12 +370,12 @@ def _suggest(key: str, kind: type[BaseModel]) -> str:
 def settings_named(key: str, kind: type[BaseModel]) -> list[str]:
     """Settings whose name, or a name in other libraries, is the last part of this one."""
     name = key.rpartition(".")[2]
-    named = []
+    matching = []
     for setting in flatten(kind().model_dump()):
         name_here = setting.rpartition(".")[2]
         if name == name_here or name in ALIASES.get(setting, "").split():
-            named.append(setting)
-    return named
+            matching.append(setting)
+    return matching
 
 
 def nearest_settings(key: str, kind: type[BaseModel]) -> list[str]:

@@ -62,10 +62,10 @@ class StartingWeights:
                 f"start={self.start}: its weights are not those of this encoder: {wrong}"
             )
         loaded = "the encoder"
-        their_heads = {name: w for name, w in self.weights.items() if name in heads}
-        if heads and shapes(their_heads) == shapes(heads):
+        start_heads = {name: w for name, w in self.weights.items() if name in heads}
+        if heads and shapes(start_heads) == shapes(heads):
             loaded += " and the heads of the local objective"
-            start_weights |= their_heads
+            start_weights |= start_heads
         elif heads:
             new.append("the heads of the local objective")
         if any(name.startswith(("plugin.", "attributes.")) for name in state):
