@@ -111,11 +111,11 @@ def evaluate(
         trained = load(run, code).to(chosen_device(device))
         if not table and task == "auto":
             table = labels_of_run(run)
-        chosen = chosen_task(trained, task, table)
-        if chosen.kind == "identity":
+        task_config = chosen_task(trained, task, table)
+        if task_config.kind == "identity":
             result = identify(trained, dataset, options)
         else:
-            result = score_task(trained, dataset, chosen, options)
+            result = score_task(trained, dataset, task_config, options)
     except RuntimeError as error:
         if not lost_a_rank(error):
             raise

@@ -132,8 +132,8 @@ def screen(run: Path, name: str) -> Iterator[tuple[str, str]]:
     else:
         state = "not training on this machine; the same command resumes it"
     yield "run", f"{name}: {state}"
-    done = f"{step:,} of {total:,} ({100 * step / total:.1f} %)"
-    yield "step", f"{done}, epoch {number(row['epoch']):.2f}"
+    progress = f"{step:,} of {total:,} ({100 * step / total:.1f} %)"
+    yield "step", f"{progress}, epoch {number(row['epoch']):.2f}"
     yield from losses(row, read_rows(run / VALIDATION)[0])
     recent = speed(last_minute(spans(rows)))
     yield "speed", rates(row, rows, recent)
@@ -153,9 +153,9 @@ def screen(run: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def rates(row: Facts, rows: list[Facts], recent: float) -> str:
-    overall, used = speed(spans(rows)), 100 * number(row["mfu"])
+    overall, mfu_pct = speed(spans(rows)), 100 * number(row["mfu"])
     text = f"{recent:,.1f} crops/s in the last minute of training, {overall:,.1f} over the run"
-    return f"{text}, MFU {used:.1f} %"
+    return f"{text}, MFU {mfu_pct:.1f} %"
 
 
 def losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str, str]]:
@@ -179,10 +179,8 @@ def where_it_goes(gauges_now: dict[str, float], row: Facts, rows: list[Facts]) -
     elapsed_s = gauges_now.get("logged_at_seconds", 0.0) - gauges_now.get("started_at_seconds", 0.0)
     if since and elapsed_s > 0:
         trained_s = sum(seconds for _, seconds in spans(rows)[-len(since) :])
-        rest = max(0.0, 1 - trained_s / elapsed_s)
-        text += (
-            f"; {100 * rest:.0f} % of the time since the start is validation, saving and the like"
-        )
+        other_share = max(0.0, 1 - trained_s / elapsed_s)
+        text += f"; {100 * other_share:.0f} % of the time since the start is validation, saving and the like"
     return text
 
 

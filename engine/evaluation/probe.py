@@ -83,9 +83,9 @@ def linear(data: ProbeData) -> Probe:
     data, center_K, scale_K = standardised(data)
     kind = KINDS[data.kind]
     errors, tried = np.zeros(len(STRENGTHS)), len(STRENGTHS)
-    for rest, held_out in folds(data.patient_N):
+    for train_rows, held_out in folds(data.patient_N):
         least = np.inf
-        for number, probe in enumerate(_penalised(data.of(rest), STRENGTHS[:tried])):
+        for number, probe in enumerate(_penalised(data.of(train_rows), STRENGTHS[:tried])):
             scores_NK = probe.scores(data.x_ND[held_out])
             error = len(held_out) * kind.held_out_error(scores_NK, data.y_NK[held_out])
             errors[number] += error
@@ -109,8 +109,8 @@ def folds(patient_N: Array) -> Iterator[tuple[Array, Array]]:
     if count < 2:
         return
     splits = GroupKFold(count).split(patient_N, groups=patient_N)
-    for rest, held_out in splits:
-        yield rest, held_out
+    for train_rows, held_out in splits:
+        yield train_rows, held_out
         if len(patient_N) > MANY:
             return
 

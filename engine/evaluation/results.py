@@ -317,13 +317,13 @@ def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
     """The model must know every class; exclusive classes must all be there."""
     unknown = [name for name in labels.classes if name not in model.classes]
     if unknown:
-        differ = f"not {', '.join(unknown[:5])}"
+        difference = f"not {', '.join(unknown[:5])}"
     elif KINDS[labels.task.kind].exclusive and len(labels.classes) < len(model.classes):
-        differ = f"of which the labels have {', '.join(labels.classes)}"
+        difference = f"of which the labels have {', '.join(labels.classes)}"
     else:
         return
     raise ConfigError(
-        f"the model knows {len(model.classes)} classes, {differ}: use other --labels, or another "
+        f"the model knows {len(model.classes)} classes, {difference}: use other --labels, or another "
         "model"
     )
 

@@ -221,10 +221,10 @@ def move_repeated_lines(path: Path, step: int) -> None:
     cut_lines: list[bytes] = []
     for text in path.read_bytes().splitlines(keepends=True):
         try:
-            done = json.loads(text)["step"] <= step
+            is_done = json.loads(text)["step"] <= step
         except (ValueError, LookupError, TypeError, RecursionError):
-            done = False
-        (kept_lines if done else cut_lines).append(text)
+            is_done = False
+        (kept_lines if is_done else cut_lines).append(text)
     if cut_lines:
         with open(path.with_name(f"{path.stem}.cut{path.suffix}"), "ab") as file:
             file.writelines([*cut_lines, b"" if cut_lines[-1].endswith(b"\n") else b"\n"])

@@ -231,7 +231,9 @@ class Loop:
             return
         values = dict(zip(names, mean.tolist(), strict=True))
         if batch.skipped:
-            say(f"skipped as unreadable: {'; '.join(bad.reason for bad in batch.skipped)}")
+            say(
+                f"skipped as unreadable: {'; '.join(bad_crop.reason for bad_crop in batch.skipped)}"
+            )
         if warning := self.task.warning(values):
             say(f"warning: {warning}")
         norm = self.engine.get_global_grad_norm() if self.adam.by_engine else self.adam.norm
