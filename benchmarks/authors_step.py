@@ -41,17 +41,17 @@ class AuthorsDraws(NamedTuple):
 def draws_of(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draws:
     """The authors' draws in our format."""
     mask_RN = torch.from_numpy(arrays["mask_indices"])
-    rows, used = len(mask_RN), int(mask_RN.sum(1)[0])
-    slot_RM, valid_RM = slots(mask_RN, used)
-    begin_R11 = torch.arange(0, rows * used, used)[:, None, None]
-    other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1) - begin_R11
-    if other_RMK.min() < 0 or other_RMK.max() >= used:
+    rows, masked = len(mask_RN), int(mask_RN.sum(1)[0])
+    slot_RM, valid_RM = slots(mask_RN, masked)
+    begin_R11 = torch.arange(0, rows * masked, masked)[:, None, None]
+    other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, masked, -1) - begin_R11
+    if other_RMK.min() < 0 or other_RMK.max() >= masked:
         raise ConfigError("neg_idxs: a negative is from another segment, which is not supported")
     noise = None
     if "gumbel_noise" in arrays:
-        shape = rows, used, config.codebooks, config.codes
+        shape = rows, masked, config.codebooks, config.codes
         noise = torch.from_numpy(arrays["gumbel_noise"]).view(shape)
-    return Draws(mask_RN, slot_RM, valid_RM, count_negatives(other_RMK, used), noise)
+    return Draws(mask_RN, slot_RM, valid_RM, count_negatives(other_RMK, masked), noise)
 
 
 class AuthorsStep(nn.Module):

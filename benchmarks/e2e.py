@@ -170,8 +170,8 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
         "held": lambda: steps(lambda _: (held_batch, state)),
         "loaded": lambda: steps(load_timed),
     }
-    chosen = {name: sides[name] for name in run.sides}
-    rows = take_turns(chosen, run.turns, run.steps * run.batch)
+    run_sides = {name: sides[name] for name in run.sides}
+    rows = take_turns(run_sides, run.turns, run.steps * run.batch)
     last = loop.progress.step
     for number in (last - 1, last):  # the first allocates the memory for all others
         loop.progress.step = number

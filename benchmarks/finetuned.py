@@ -19,7 +19,7 @@ import numpy as np
 import omnilead
 from benchmarks import program_parser
 from benchmarks.measure import say
-from benchmarks.trials import named
+from benchmarks.trials import runs_named
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.evaluation.differences import (
     Scored,
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def score(options: argparse.Namespace) -> int:
     dataset, starts, scores = Dataset.open(options.data), dict[str, dict[str, Path]](), Scores()
     prefix = f"{options.task}-{options.leads}-"
-    for name, run in named(options.runs, prefix).items():
+    for name, run in runs_named(options.runs, prefix).items():
         start, _, seed = name.rpartition("-")
         starts.setdefault(start, {})[seed] = run
     if not starts:

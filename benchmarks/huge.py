@@ -101,7 +101,7 @@ def end_of_build(root: Path, out: Path) -> Dataset:
     return finish(PlanFacts(names, sources, []), LocalFolder(str(out)), recipe, options)
 
 
-def named(row: int) -> tuple[str, str]:
+def source_and_name(row: int) -> tuple[str, str]:
     """Source and name of a record."""
     source, prefix = PREFIXES[row % len(PREFIXES)]
     return source, f"{prefix}{row:08d}"
@@ -116,7 +116,7 @@ def table(rows: np.ndarray) -> pa.Table:
     count = len(rows)
     sources, names, patients, diagnoses = [], [], [], []
     for row in rows.tolist():
-        source, name = named(row)
+        source, name = source_and_name(row)
         sources.append(source)
         names.append(name)
         patients.append(patient_of(source, row))
@@ -156,7 +156,7 @@ class Headers(Source):
 
     def keys(self) -> Iterator[str]:
         for row in self.rows:
-            source, name = named(row)
+            source, name = source_and_name(row)
             yield f"training/{source}/g{row // 4000 + 1}/{name}"
 
     def read(self, key: str) -> EcgRecord:

@@ -203,14 +203,14 @@ def peaks_mb() -> dict[str, float]:
 def cpu_s() -> float:
     """CPU-seconds of this process (to microseconds) and its workers (of running ones, to hundredths
     of a second)."""
-    used = 0.0
+    total_s = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         times = resource.getrusage(who)
-        used += times.ru_utime + times.ru_stime
+        total_s += times.ru_utime + times.ru_stime
     for child in multiprocessing.active_children():
         running = psutil.Process(child.pid).cpu_times()
-        used += running.user + running.system
-    return used
+        total_s += running.user + running.system
+    return total_s
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

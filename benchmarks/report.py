@@ -227,12 +227,12 @@ def bars_table(parts: Sequence[Part]) -> str:
     rows = []
     for bar in BARS:
         heads = [bar.what, f"at {'most' if bar.at_most else 'least'} {bar.bar:,g}"]
-        machines = set()
+        seen_machines = set()
         for part in newest_first:
             case, value = judged(part, bar)
-            where = device_of(part), machine(part)
-            if case and where not in machines:
-                machines.add(where)
+            device_and_machine = device_of(part), machine(part)
+            if case and device_and_machine not in seen_machines:
+                seen_machines.add(device_and_machine)
                 figure = f"{value:,.4g}" if bar.met(value) else f"**missed: {value:,.4g}**"
                 link = f"[{case}](results/{part['file']})"
                 rows.append([*heads, figure, machine(part), link])

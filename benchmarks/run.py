@@ -154,11 +154,11 @@ def run_part(
             program = importlib.import_module(f"benchmarks.{name}")
             part["input"], all_cases = program.prepare(Path(work), options)
             part["config"] = config
-            named = [case for case in all_cases if re.search(options.only or "", case)]
-            if not named:
+            chosen_cases = [case for case in all_cases if re.search(options.only or "", case)]
+            if not chosen_cases:
                 raise CaseError(f"--only {options.only!r}: matches none of {', '.join(all_cases)}")
             cases = {}
-            for case in named:
+            for case in chosen_cases:
                 if case not in part["results"] and (f"{name}: {case}" in failed) == late:
                     cases[case] = all_cases[case]
             outcomes = measure.run_cases(cases, options.repeats, options.device == "cuda")
@@ -173,7 +173,7 @@ def run_part(
                     record["parts"].append(part)
                 with suppress(OSError):  # publish() reports it at the end
                     save(record, path)
-            if part["results"].keys() >= set(named):
+            if part["results"].keys() >= set(chosen_cases):
                 record["complete"].append(config)
     except measure.EXPECTED as error:
         left_out[name] = str(error)

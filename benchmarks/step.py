@@ -324,18 +324,20 @@ def both_sides(config: ModelConfig, pairs: int, device: str = "cpu") -> tuple[Pr
     x_BSLT = torch.randn(pairs, 2, config.leads, SAMPLES).to(device)
     ids_B = torch.arange(pairs, device=device)
     rows, tokens, host = 2 * pairs, config.tokens(SAMPLES), torch.device("cpu")
-    drawn = draw(config, AUTHORS_OBJECTIVE.negatives, rows, tokens, host)
-    same = draws_of({name: np.asarray(value) for name, value in drawn._asdict().items()}, config)
-    same = Draws(*(x if x is None else x.to(device) for x in same))
+    authors_draws = draw(config, AUTHORS_OBJECTIVE.negatives, rows, tokens, host)
+    our_draws = draws_of(
+        {name: np.asarray(value) for name, value in authors_draws._asdict().items()}, config
+    )
+    our_draws = Draws(*(x if x is None else x.to(device) for x in our_draws))
 
     def our_loss() -> Tensor:
-        loss: Tensor = model(x_BSLT, tau=torch.tensor(tau, device=device), ids_B=ids_B, draws=same)[
-            "loss"
-        ]
+        loss: Tensor = model(
+            x_BSLT, tau=torch.tensor(tau, device=device), ids_B=ids_B, draws=our_draws
+        )["loss"]
         return loss
 
     def authors_loss() -> Tensor:
-        draws = drawn._replace(gumbel_noise=drawn.gumbel_noise.to(device))
+        draws = authors_draws._replace(gumbel_noise=authors_draws.gumbel_noise.to(device))
         summed, masked = AuthorsStep(model)(x_BSLT.flatten(0, 1), ids_B, tau, draws)
         return summed / masked
 

@@ -137,14 +137,14 @@ def times_step(
 
 
 def e2e(part: Part) -> Iterator[str]:
-    many = repeated(part)[0] >= INTERVAL_FROM
+    has_intervals = repeated(part)[0] >= INTERVAL_FROM
     columns: Columns = {
         "backend": lambda result: result["backend"],
         "crops per second": middle("per_s"),
         "per CPU-second": middle("per_cpu_s"),
         "bare step": middle(f"bare_{clock(part)}"),
         "overhead": percent("overhead_pct"),
-        "95 % interval" if many else "lowest to highest": reach("overhead_pct"),
+        "95 % interval" if has_intervals else "lowest to highest": reach("overhead_pct"),
         "loader's part": percent("loader_pct"),
         "stall": percent("stall_pct"),
         "checkpoint": lambda result: f"{result['checkpoint_s']:.2f} s",
@@ -187,8 +187,8 @@ def scaling(part: Part) -> Iterator[str]:
             mb = [result["peak_mb"] if result else nan for result in of_sizes]
             rows.append([job, *map(number, cpu_s), exponent(cpu_s), *map(number, mb), exponent(mb)])
     if rows:
-        most = part["config"].get("huge") or 10_000_000
-        counts = " | ".join(f"{most // share:,}" for share in SIZES.values())
+        largest = part["config"].get("huge") or 10_000_000
+        counts = " | ".join(f"{largest // share:,}" for share in SIZES.values())
         head = f"CPU-seconds of {counts} crops | exponent | peak MB of {counts} crops | exponent"
         yield markdown(f"| the last tenfold gives the exponents | {head} |", rows)
     if "shuffle_quality" in part:
@@ -333,14 +333,16 @@ def repeated(part: Part) -> tuple[int, int]:
 def note(part: Part) -> str:
     """How a table was measured: machine, date, input, repeats and versions."""
     hardware, facts = part["hardware"], part["input"]
-    where = f"{hardware['cpu']}, {hardware['cores']} cores"
-    where = (
-        f"{machine(part)}, {where}" if device_of(part) == "cuda" else f"{where} shared with others"
+    machine_text = f"{hardware['cpu']}, {hardware['cores']} cores"
+    machine_text = (
+        f"{machine(part)}, {machine_text}"
+        if device_of(part) == "cuda"
+        else f"{machine_text} shared with others"
     )
     date = "uncommitted changes, " * bool(part["git"]["dirty"]) + part["date"][:10]
     file = f"[{part['file']}](results/{part['file']})"
     if part["benchmark"] == "evidence":
-        archive_and_date = f"{where}, {date}; {facts['archive']}"
+        archive_and_date = f"{machine_text}, {date}; {facts['archive']}"
         if outside := facts.get("made_outside"):
             archive_and_date += f"; made outside the plan: {', '.join(outside)}"
         return f"{archive_and_date}; {file}. {bench_report.INTERVALS}"
@@ -350,7 +352,9 @@ def note(part: Part) -> str:
     repeats = " to ".join(dict.fromkeys(map(str, repeated(part))))
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
     load = f"load {hardware['load_before']:.1f} before"
-    text = f"{where} ({load}), {date}; {inputs}; median of {repeats} runs; {versions}; {file}."
+    text = (
+        f"{machine_text} ({load}), {date}; {inputs}; median of {repeats} runs; {versions}; {file}."
+    )
     for case, reason in part.get("left_out", {}).items():
         text += f" Left out: {case}: {reason}."
     return text

@@ -27,11 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--of", required=True, metavar="PREFIX", help="of the names")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    runs = named(options.runs, f"{options.of}-")
+    runs = runs_named(options.runs, f"{options.of}-")
     return exit_code("benchmarks.trials", lambda: copy_best(runs, options.out))
 
 
-def named(texts: Sequence[str], prefix: str) -> dict[str, Path]:
+def runs_named(texts: Sequence[str], prefix: str) -> dict[str, Path]:
     """The runs of NAME=RUN whose names begin with `prefix`, by the rest of the name."""
     runs = (text.partition("=") for text in texts)
     return {

@@ -71,13 +71,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     ):
         example = f"example: omnilead convert {command} {source} {out}"
         sub = commands.add_parser(command, help=text, description=text, epilog=example)
-        what = (
+        source_help = (
             "a checkpoint, local"
             if command.startswith("from")
             else "a run or model folder, local or s3://, hf://org/name"
         )
         add = sub.add_argument
-        add("source", metavar=source, help=what)
+        add("source", metavar=source, help=source_help)
         add(
             "out",
             type=Path,

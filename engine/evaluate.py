@@ -100,10 +100,10 @@ def evaluate(
 
     json_file, page = Path(json) if json else None, Path(report) if report else None
     # The model's outputs, until the scores are written
-    kept = Path(f"{json_file or page}.halves.parquet") if json_file or page else None
+    halves_file = Path(f"{json_file or page}.halves.parquet") if json_file or page else None
     check_files(json_file, page)
     run, table = os.fspath(model), os.fspath(labels)
-    options = EvalOptions(role, leads, batch, run, kept)
+    options = EvalOptions(role, leads, batch, run, halves_file)
     result: Any
     try:
         dataset = Dataset.open(os.fspath(data), anonymous)
@@ -111,11 +111,11 @@ def evaluate(
         trained = load(run, code).to(chosen_device(device))
         if not table and task == "auto":
             table = labels_of_run(run)
-        chosen = chosen_task(trained, task, table)
-        if chosen.kind == "identity":
+        task_config = chosen_task(trained, task, table)
+        if task_config.kind == "identity":
             result = identify(trained, dataset, options)
         else:
-            result = score_task(trained, dataset, chosen, options)
+            result = score_task(trained, dataset, task_config, options)
     except RuntimeError as error:
         if not lost_a_rank(error):
             raise
@@ -128,8 +128,8 @@ def evaluate(
         return None
     document: Facts = result.document()
     write_scores(json_file, page, document, result, dataset)
-    if kept:
-        kept.unlink()
+    if halves_file:
+        halves_file.unlink()
     return document
 
 

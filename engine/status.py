@@ -46,12 +46,12 @@ SILENT_S = 300.0  # without a line; compiling and validating take less on most m
 
 def spans(rows: list[Facts]) -> list[tuple[float, float]]:
     """Crops and seconds of training between each line and the one before it, without validation."""
-    found, before = [], 0.0
+    spans_of_rows, before = [], 0.0
     for row in rows:
         crops, rate = number(row.get("crops_seen")) - before, number(row.get("crops_per_s"))
         before += crops
-        found.append((crops, crops / rate) if rate > 0 else (math.nan, math.nan))
-    return [(crops, seconds) for crops, seconds in found if seconds > 0]
+        spans_of_rows.append((crops, crops / rate) if rate > 0 else (math.nan, math.nan))
+    return [(crops, seconds) for crops, seconds in spans_of_rows if seconds > 0]
 
 
 def speed(measured: list[tuple[float, float]]) -> float:
@@ -102,14 +102,14 @@ def age(file: Path) -> timedelta:
 def download(url: str, run: Path) -> None:
     """The small files of a run in a bucket, with the times at which they were uploaded."""
     place = RemoteFolder(url)
-    there = set(place.names())
-    for name in there & {METRICS, VALIDATION, PROMETHEUS, FACTS, LATEST}:
+    names = set(place.names())
+    for name in names & {METRICS, VALIDATION, PROMETHEUS, FACTS, LATEST}:
         file = run / name
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(place.read_range(name, 0, place.size(name)))
         uploaded_s = place.fs.modified(place.path(name)).timestamp()
         os.utime(file, (uploaded_s, uploaded_s))
-    if any(name.startswith("model/") for name in there):
+    if any(name.startswith("model/") for name in names):
         (run / "model").mkdir()
 
 
@@ -132,8 +132,8 @@ def screen(run: Path, name: str) -> Iterator[tuple[str, str]]:
     else:
         state = "not training on this machine; the same command resumes it"
     yield "run", f"{name}: {state}"
-    done = f"{step:,} of {total:,} ({100 * step / total:.1f} %)"
-    yield "step", f"{done}, epoch {number(row['epoch']):.2f}"
+    progress = f"{step:,} of {total:,} ({100 * step / total:.1f} %)"
+    yield "step", f"{progress}, epoch {number(row['epoch']):.2f}"
     yield from losses(row, read_rows(run / VALIDATION)[0])
     recent = speed(last_minute(spans(rows)))
     yield "speed", rates(row, rows, recent)
@@ -153,9 +153,9 @@ def screen(run: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def rates(row: Facts, rows: list[Facts], recent: float) -> str:
-    overall, used = speed(spans(rows)), 100 * number(row["mfu"])
+    overall, mfu_pct = speed(spans(rows)), 100 * number(row["mfu"])
     text = f"{recent:,.1f} crops/s in the last minute of training, {overall:,.1f} over the run"
-    return f"{text}, MFU {used:.1f} %"
+    return f"{text}, MFU {mfu_pct:.1f} %"
 
 
 def losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str, str]]:
@@ -172,17 +172,15 @@ def losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str, str]]:
         yield "validation", f"{', '.join(scores)} at step {held_out['step']:,}"
 
 
-def where_it_goes(now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
+def where_it_goes(gauges_now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
     """Shares of the time; what the loader does meanwhile is in RUN/metrics.prom and TensorBoard."""
     text = f"{number(row['data_wait_pct']):.1f} % of training waits for data"
-    since = [one for one in rows if one["step"] > now.get("first_step", math.inf)]
-    elapsed_s = now.get("logged_at_seconds", 0.0) - now.get("started_at_seconds", 0.0)
+    since = [line for line in rows if line["step"] > gauges_now.get("first_step", math.inf)]
+    elapsed_s = gauges_now.get("logged_at_seconds", 0.0) - gauges_now.get("started_at_seconds", 0.0)
     if since and elapsed_s > 0:
         trained_s = sum(seconds for _, seconds in spans(rows)[-len(since) :])
-        rest = max(0.0, 1 - trained_s / elapsed_s)
-        text += (
-            f"; {100 * rest:.0f} % of the time since the start is validation, saving and the like"
-        )
+        other_share = max(0.0, 1 - trained_s / elapsed_s)
+        text += f"; {100 * other_share:.0f} % of the time since the start is validation, saving and the like"
     return text
 
 

@@ -111,10 +111,10 @@ def command(
     parser = _parser(name, about, default, shortcuts)
     parser.settings = lambda: settings()[0]
     args = parser.parse_args(arguments)
-    given = [key for key, value in vars(args).items() if value not in (None, False, [])]
+    set_options = [key for key, value in vars(args).items() if value not in (None, False, [])]
     ignored = [
         f"--{key.replace('_', '-')}"
-        for key in given
+        for key in set_options
         if key not in ("export", "schema", "local_rank")
     ]
     if ignored and (args.export or args.schema):
@@ -169,8 +169,8 @@ def _parser(
     add = parser.add_argument
     which = f" (default: {default})" if default else ""
     add("--config", metavar="NAME|F", help=f"a shipped config by its name, or a YAML file{which}")
-    for option, (setting, how) in shortcuts.items():
-        add(option, **{**how, "help": f"{how['help']}; --set {setting}=..."})
+    for option, (setting, add_options) in shortcuts.items():
+        add(option, **{**add_options, "help": f"{add_options['help']}; --set {setting}=..."})
     add(
         "--set",
         nargs="+",
@@ -214,12 +214,12 @@ def finish(run: "RunFolder", task: "type[TrainingTask]") -> None:
     """When all steps are done: RUN/model and RUN/report.html, on rank 0."""
     if environment()[0]:
         return
-    made = [str(export(run, task))]
+    written = [str(export(run, task))]
     with optional("RUN/report.html"):
         from .extras.reports.run_report import write_report
 
-        made.append(str(write_report(run.path)))
-    say(f"done: {', '.join(made)}")
+        written.append(str(write_report(run.path)))
+    say(f"done: {', '.join(written)}")
 
 
 def export(run: "RunFolder", task: "type[TrainingTask]") -> Path:
@@ -313,7 +313,10 @@ def run_from_python(
     from .training.run_folder import RunFolder
 
     datasets = [data] if isinstance(data, str | os.PathLike | Dataset) else data
-    urls = [one.root.url if isinstance(one, Dataset) else os.fspath(one) for one in datasets]
+    urls = [
+        dataset.root.url if isinstance(dataset, Dataset) else os.fspath(dataset)
+        for dataset in datasets
+    ]
     overrides: dict[str, Any] = {"data.datasets": urls, "run": os.fspath(out)}
     for name, value in settings.items():
         overrides[name] = os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -261,8 +261,8 @@ class Draw(torch.Generator):
     ) -> torch.Tensor:
         self.calls += 1
         half_S1, slot = np.arange(2)[:, None], np.arange(math.prod(shape))
-        draws = numbers(*self.key, half_S1, self.calls, slot).astype(np.float32)
-        return to_device(draws, self.device).view(*draws.shape[:2], *shape)
+        values = numbers(*self.key, half_S1, self.calls, slot).astype(np.float32)
+        return to_device(values, self.device).view(*values.shape[:2], *shape)
 
 
 class ExtraAugmentation:

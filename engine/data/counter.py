@@ -128,8 +128,8 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
         )
     out = np.empty(x.size, np.uint64)
     tiny = np.broadcast_to(size <= TINY, x.shape)
-    for scheme, chosen in ((_rank, tiny), (_walk, ~tiny)):
-        indices = np.flatnonzero(chosen)
+    for scheme, mask in ((_rank, tiny), (_walk, ~tiny)):
+        indices = np.flatnonzero(mask)
         if indices.size:
             elements = x[indices].astype(np.uint64)
             sizes = _take(size, indices).astype(np.uint64)

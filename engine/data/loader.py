@@ -414,10 +414,10 @@ def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
         raise ConfigError("cannot resume: the loader's state has no recipe: start a new run")
     before, recipe_now = flatten(_as_today(before)), flatten(recipe)
     for key in sorted(before.keys() | recipe_now.keys()):
-        then = before.get(key)
-        if then != recipe_now.get(key):
+        saved = before.get(key)
+        if saved != recipe_now.get(key):
             raise ConfigError(
-                f"cannot resume: {key} changed from {str(then)[:200]} to {recipe_now.get(key)}: set it back"
+                f"cannot resume: {key} changed from {str(saved)[:200]} to {recipe_now.get(key)}: set it back"
             )
     seen = state.get("crops_seen")
     if type(seen) is not int or not 0 <= seen < 2**63 or seen % batch_crops:

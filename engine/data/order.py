@@ -56,8 +56,11 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
     turn = np.empty(position.shape, np.int64)
     left = np.ones(position.shape, bool)
     for d, quota in enumerate(quotas[:-1]):  # each dataset against all later ones
-        rest = sum(quotas[d:])
-        before, after = _dealt_before(place, quota, rest), _dealt_before(place + 1, quota, rest)
+        remaining_quota = sum(quotas[d:])
+        before, after = (
+            _dealt_before(place, quota, remaining_quota),
+            _dealt_before(place + 1, quota, remaining_quota),
+        )
         is_own = left & (after > before)
         dataset[is_own], turn[is_own] = d, (cycle * quota + before)[is_own]
         left &= ~is_own
@@ -66,10 +69,10 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
     return dataset, turn
 
 
-def _dealt_before(places: Any, quota: int, rest: int) -> Any:
-    """How many of the first `places` places go to a dataset that gets `quota` of every `rest`
+def _dealt_before(places: Any, quota: int, remaining_quota: int) -> Any:
+    """How many of the first `places` places go to a dataset that gets `quota` of every `remaining_quota`
     (Bresenham)."""
-    return (places * quota + rest // 2) // rest
+    return (places * quota + remaining_quota // 2) // remaining_quota
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,11 +107,11 @@ def owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
     """The owner of each crop: source/patient, or source/record if the patient is unknown; and
     whether it is known."""
     patient, source = part["patient"], part["source"]
-    known = pc.fill_null(pc.not_equal(patient, ""), False)
-    name = pc.if_else(known, patient, part["record"])
-    source = pc.if_else(pc.and_(known, is_hospital(source)), VENDORS[0], source)
+    has_patient = pc.fill_null(pc.not_equal(patient, ""), False)
+    name = pc.if_else(has_patient, patient, part["record"])
+    source = pc.if_else(pc.and_(has_patient, is_hospital(source)), VENDORS[0], source)
     joined = pc.binary_join_element_wise(source, name, "/")
-    is_known = known.to_numpy(zero_copy_only=False)
+    is_known = has_patient.to_numpy(zero_copy_only=False)
     return joined, is_known
 
 

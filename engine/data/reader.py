@@ -77,8 +77,12 @@ class Report:
         the bad crop."""
         if self.failed and crops.start <= self.failed.position < crops.stop:
             raise DatasetError(self.failed.reason)
-        inside = [bad for bad in self.skipped if crops.start <= bad.position < crops.stop]
-        skipped = (bad._replace(position=bad.position - crops.start) for bad in inside)
+        inside = [
+            bad_crop for bad_crop in self.skipped if crops.start <= bad_crop.position < crops.stop
+        ]
+        skipped = (
+            bad_crop._replace(position=bad_crop.position - crops.start) for bad_crop in inside
+        )
         return Report(self.row[crops], tuple(skipped))
 
 
@@ -214,26 +218,26 @@ class CropReader:
         """Read crops into an output made by each thread. A bad crop that may not be skipped is in
         the report, whose `part` raises."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
-        bad = sorted(self._read(index, rows, output))
-        if bad and self.on_corrupt == "stop":
-            return Report(rows, (), bad[0])
+        bad_crops = sorted(self._read(index, rows, output))
+        if bad_crops and self.on_corrupt == "stop":
+            return Report(rows, (), bad_crops[0])
         skipped: list[BadCrop] = []
-        for bad_crop in bad:
+        for bad_crop in bad_crops:
             skipped += self._substitute(bad_crop, rows, output)
         return Report(rows, tuple(skipped))
 
     def _substitute(
-        self, bad: BadCrop, rows: np.ndarray, output: Callable[[], CropBuffers]
+        self, bad_crop: BadCrop, rows: np.ndarray, output: Callable[[], CropBuffers]
     ) -> list[BadCrop]:
         """Replace a bad crop by the next good selected row: the same one on every rank and after
         every restart. -> all bad crops on the way."""
-        p, d, allowed = bad.position, bad.dataset, self._rows[bad.dataset]
+        p, d, allowed = bad_crop.position, bad_crop.dataset, self._rows[bad_crop.dataset]
         skipped: list[BadCrop] = []
         while True:
-            if (d, bad.row) not in self._bad:
-                self._bad.add((d, bad.row))
-                log.warning("skipped: %s", bad.reason)
-            skipped.append(bad)
+            if (d, bad_crop.row) not in self._bad:
+                self._bad.add((d, bad_crop.row))
+                log.warning("skipped: %s", bad_crop.reason)
+            skipped.append(bad_crop)
             if len(skipped) == len(allowed):
                 raise DatasetError(
                     f"{self._sources[d].url}: none of its {len(allowed)} selected crops can be read"
@@ -242,7 +246,7 @@ class CropReader:
             still_bad = self._read(np.array([d]), rows[p : p + 1], output, p)
             if not still_bad:
                 return skipped
-            bad = still_bad[0]
+            bad_crop = still_bad[0]
 
     def _read(
         self, index: np.ndarray, rows: np.ndarray, output: Callable[[], CropBuffers], first: int = 0
@@ -251,13 +255,13 @@ class CropReader:
         reads: list[_Read] = []
         for d in np.unique(index).tolist():
             reads += self._in_file_order(d, np.flatnonzero(index == d), rows, first)
-        bad = self._read_all(reads, output)
+        bad_crops = self._read_all(reads, output)
         if self.check != "never":
-            good = np.ones(len(rows), bool)
-            good[[bad_crop.position - first for bad_crop in bad]] = False
+            is_good = np.ones(len(rows), bool)
+            is_good[[bad_crop.position - first for bad_crop in bad_crops]] = False
             for d, source in enumerate(self._sources):
-                source.checked[rows[(index == d) & good]] = True
-        return bad
+                source.checked[rows[(index == d) & is_good]] = True
+        return bad_crops
 
     def _in_file_order(
         self, d: int, positions: np.ndarray, rows: np.ndarray, first: int
@@ -287,17 +291,17 @@ class CropReader:
         if not (self.staging and shards):
             return self._read_in_threads(reads, output, {})
         with self.staging.hold(shards) as paths:
-            bad = self._read_in_threads(reads, output, paths)
-            positions = {bad_crop.position for bad_crop in bad if retry}
+            bad_crops = self._read_in_threads(reads, output, paths)
+            positions = {bad_crop.position for bad_crop in bad_crops if retry}
             failed = [read for read in reads if read.position in positions]
             retried = [read for read in failed if isinstance(paths.get(read[:2]), str)]
             for path in sorted({str(paths[read[:2]]) for read in retried}):
                 log.warning("%s: the cached file is damaged: downloading it again", path)
                 Path(path).unlink(missing_ok=True)
         if not retried:
-            return bad
+            return bad_crops
         redone = {read.position for read in retried}
-        lost = [bad_crop for bad_crop in bad if bad_crop.position not in redone]
+        lost = [bad_crop for bad_crop in bad_crops if bad_crop.position not in redone]
         return lost + self._read_all(retried, output, retry=False)
 
     def _read_in_threads(
@@ -309,18 +313,18 @@ class CropReader:
             share = reads[start : start + size]
             futures.append(self._pool.submit(self._read_share, share, output, paths))
         try:
-            bad = self._read_share(reads[:size], output, paths)
+            bad_crops = self._read_share(reads[:size], output, paths)
         finally:
             wait(futures)  # otherwise they could write to a buffer after it was returned
         for future in futures:
-            bad += future.result()
-        return bad
+            bad_crops += future.result()
+        return bad_crops
 
     def _read_share(
         self, reads: list[_Read], output: Callable[[], CropBuffers], paths: Paths
     ) -> list[BadCrop]:
         """What one thread reads."""
-        bad: list[BadCrop] = []
+        bad_crops: list[BadCrop] = []
         out = output()
         opened, file, crc32c = None, None, google_crc32c.value
         for read in reads:
@@ -338,7 +342,7 @@ class CropReader:
                     problem = "it fails its crc32c"
             except DatasetError as error:  # the whole shard is unusable
                 reason = f"{error} (crop {read.row} at byte {read.offset})"
-                bad.append(BadCrop(read.position, read.dataset, read.row, reason))
+                bad_crops.append(BadCrop(read.position, read.dataset, read.row, reason))
                 continue
             except ChunkError as error:
                 problem = str(error)
@@ -352,9 +356,9 @@ class CropReader:
             path = paths.get(read[:2])
             where = f"{path}, downloaded twice: " * bool(path) + source.where(read)
             reason = f"{where}: {problem}: restore the file"
-            bad.append(BadCrop(read.position, read.dataset, read.row, reason))
+            bad_crops.append(BadCrop(read.position, read.dataset, read.row, reason))
         out.finish()
-        return bad
+        return bad_crops
 
     def _open(self, read: _Read, paths: Paths) -> _File:
         path = paths.get(read[:2])

@@ -124,13 +124,13 @@ class Staging:
                 reached = self._coming.index(key) + 1
                 for coming_key in self._coming[:reached]:
                     self._current[coming_key[0]].append(coming_key)
-                new = list(islice(self._order, reached))
-                self._coming = self._coming[reached:] + new
-                self._tried.difference_update(new)  # they may have been evicted
+                new_keys = list(islice(self._order, reached))
+                self._coming = self._coming[reached:] + new_keys
+                self._tried.difference_update(new_keys)  # they may have been evicted
                 self._failed = {
                     failed_key: error
                     for failed_key, error in self._failed.items()
-                    if failed_key not in new
+                    if failed_key not in new_keys
                 }
             locks.callback(self._notify)
             self._changed.notify_all()
@@ -275,7 +275,7 @@ class Staging:
             if _CACHED.fullmatch(entry.name):
                 with suppress(FileNotFoundError):
                     files.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
-        used = need + sum(size for _, size, _ in files)
+        bytes_used = need + sum(size for _, size, _ in files)
         present = {path.stem for _, _, path in files}
         with self._changed:
             order = [*chain(*self._current.values()), *self._coming]
@@ -287,7 +287,7 @@ class Staging:
                 return False
             # those before it still need space of their own
             earlier = set(takewhile(lambda ordered_key: ordered_key != key, order))
-            used += sum(
+            bytes_used += sum(
                 self._bytes(earlier_key)
                 for earlier_key in earlier
                 if self._file(earlier_key).stem not in present
@@ -296,14 +296,14 @@ class Staging:
         for _, size, path in sorted(
             files, key=lambda file: (file[2] in rank, -rank.get(file[2], 0), file[0])
         ):
-            if used <= self.max_bytes:
+            if bytes_used <= self.max_bytes:
                 break
             lock = _open_locked(path, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if lock is not None:
                 path.unlink()
                 os.close(lock)
-                used -= size
-        return used <= self.max_bytes
+                bytes_used -= size
+        return bytes_used <= self.max_bytes
 
     @contextmanager
     def _cache_lock(self) -> Iterator[None]:

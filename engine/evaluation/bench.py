@@ -108,14 +108,14 @@ class Clock:
     long as its model; most baselines take less, and boosting more."""
 
     def __init__(self, parts: int) -> None:
-        self.parts, self.done, self.began, self.said = parts, 0, monotonic(), False
+        self.parts, self.done, self.began, self.has_told = parts, 0, monotonic(), False
 
     def count(self, done: int) -> None:
         self.done += done
         took_s = monotonic() - self.began
         minutes = round(took_s * self.parts / self.done / 60)
-        if minutes and not self.said:
-            self.said = True
+        if minutes and not self.has_told:
+            self.has_told = True
             tell(
                 f"bench: {self.done} of {self.parts} parts took {took_s:.0f} s: all may take {minutes} "
                 f"minute{'s' * (minutes > 1)}. What is done is kept"
@@ -137,20 +137,22 @@ def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Scores:
     if not draws:
         task = next(iter(work.tasks.values()))
         draws = [[rocket(work.fitted, task.train.rows, work.fit_leads or lead)]]
-    each = [draw_samples(row, embedders, lead, work, folder) for embedders in draws]
+    samples_of_draws = [draw_samples(row, embedders, lead, work, folder) for embedders in draws]
     scores: Scores = {}
-    for name, share in each[0]:
-        of_draws = [samples[name, share] for samples in each]
+    for name, share in samples_of_draws[0]:
+        of_draws = [samples[name, share] for samples in samples_of_draws]
         means = averaged(of_draws, crc32(row.name.encode()))  # every row resamples its own draws
         if name in work.tasks:
             facts = work.tasks[name].facts(share, means)
-            few = share in work.tasks[name].few
+            is_few = share in work.tasks[name].few_shares
         elif work.persons:
-            facts, few = work.persons.facts, False
+            facts, is_few = work.persons.facts, False
         if len(draws) > 1:
-            own = [over_classes(samples) for samples in of_draws]
-            facts["each"] = {key: [float(value[key][0]) for value in own] for key in means}
-        scores[name, lead, share] = facts, over_classes(means, few)
+            means_of_draws = [over_classes(samples) for samples in of_draws]
+            facts["each"] = {
+                key: [float(value[key][0]) for value in means_of_draws] for key in means
+            }
+        scores[name, lead, share] = facts, over_classes(means, is_few)
     return scores
 
 
@@ -165,14 +167,14 @@ def draw_samples(
         vectors[dataset, leads] = [
             embedded(embedder, dataset, rows, leads, folder) for embedder in embedders
         ]
-    found: dict[tuple[str, Any], Samples] = {}
+    samples_by_task: dict[tuple[str, Any], Samples] = {}
     for name, task in work.tasks.items():
         for share, samples in probe_samples(task, vectors[fit], vectors[test], row.fit):
-            found[name, share] = samples
+            samples_by_task[name, share] = samples
     if work.persons and row.identifies:
         compared_D = embedders[0].compared
-        found[IDENTIFICATION, None] = work.persons.scores(vectors[test], compared_D)
-    return found
+        samples_by_task[IDENTIFICATION, None] = work.persons.scores(vectors[test], compared_D)
+    return samples_by_task
 
 
 def probe_samples(
@@ -188,15 +190,15 @@ def probe_samples(
         for draw in draws:
             scores_NK = np.zeros(y_NK.shape)
             for rows, scored in fits(draw, task.fold_N):
-                drawn = data.of(rows)
-                probe = fit(drawn._replace(y_NK=drawn.y_NK[:, solved_K]))
+                drawn_data = data.of(rows)
+                probe = fit(drawn_data._replace(y_NK=drawn_data.y_NK[:, solved_K]))
                 scores_NK[scored] = probe.scores(test_ND[scored])[:, used_K[solved_K]]
             if task.fold_N is None:
-                each.append(by_class(task.kind, y_NK, scores_NK, task.weight_NB))
+                of_draws.append(by_class(task.kind, y_NK, scores_NK, task.weight_NB))
             else:
-                found = by_fold(task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N)
-                each.append(widened(found, task.fold_N))
-        yield share, averaged(each)
+                fold_samples = by_fold(task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N)
+                of_draws.append(widened(fold_samples, task.fold_N))
+        yield share, averaged(of_draws)
 
 
 def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:
@@ -233,10 +235,10 @@ def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:
 
 
 def few_tested(name: str, task: ProbedTask) -> str:
-    every = sum(len(records.y_NK) for records in (task.train, task.test))
+    all_records = sum(len(records.y_NK) for records in (task.train, task.test))
     return (
         f"{name}: {len(task.test.y_NK)} ECGs are tested, which says little: --folds 5 tests "
-        f"all {every:,}."
+        f"all {all_records:,}."
     )
 
 

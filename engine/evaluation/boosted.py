@@ -45,13 +45,13 @@ def installed() -> bool:
 
 def boosted(data: ProbeData) -> Probe:
     data, center_K, scale_K = standardised(data)
-    found: list[tuple[Node, int]] = []  # trees, and their outputs
+    trees_and_outputs: list[tuple[Node, int]] = []  # trees, and their outputs
     x_ND, outputs = data.x_ND.astype(np.float32), data.y_NK.shape[1]
     x_ND[x_ND == 0] = np.nan
     if KINDS[data.kind].exclusive:
         known_N = ~np.isnan(data.y_NK).any(1)
         y_N = data.y_NK[known_N].argmax(1)
-        found += _trees(x_ND[known_N], y_N, "multiclass", num_class=outputs)
+        trees_and_outputs += _trees(x_ND[known_N], y_N, "multiclass", num_class=outputs)
     else:
         for number, y_N in enumerate(data.y_NK.T):
             known_N = ~np.isnan(y_N)
@@ -60,25 +60,28 @@ def boosted(data: ProbeData) -> Probe:
                 positives = y_N.sum()
                 if min(positives, len(y_N) - positives) < FEW:
                     rate = (positives + 0.5) / (len(y_N) + 1)
-                    found.append(({"leaf_value": np.log(rate / (1 - rate))}, number))
+                    trees_and_outputs.append(({"leaf_value": np.log(rate / (1 - rate))}, number))
                     continue
-            found += [(tree, number) for tree, _ in _trees(x_ND[known_N], y_N, data.kind)]
-    trees = planted(found, outputs).check(x_ND.shape[1])
+            trees_and_outputs += [
+                (tree, number) for tree, _ in _trees(x_ND[known_N], y_N, data.kind)
+            ]
+    trees = planted(trees_and_outputs, outputs).check(x_ND.shape[1])
     return Probe(data.kind, trees, center_K, scale_K)
 
 
-def _trees(x_ND: Array, y_N: Array, kind: str, **more: Any) -> list[tuple[Node, int]]:
+def _trees(x_ND: Array, y_N: Array, kind: str, **more_settings: Any) -> list[tuple[Node, int]]:
     """The trees in their order; with several classes, one of each in turn."""
     import lightgbm
 
     share = min(1.0, max(SHARE, AT_LEAST / x_ND.shape[1]))
-    settings: Facts = {**SETTINGS, **more, "feature_fraction": share}
+    settings: Facts = {**SETTINGS, **more_settings, "feature_fraction": share}
     settings["num_threads"] = torch.get_num_threads()
     settings["objective"] = OBJECTIVES[kind]
-    made = lightgbm.train(settings, lightgbm.Dataset(x_ND, y_N), ROUNDS)
-    trees = made.dump_model()["tree_info"]
+    booster = lightgbm.train(settings, lightgbm.Dataset(x_ND, y_N), ROUNDS)
+    trees = booster.dump_model()["tree_info"]
     return [
-        (tree["tree_structure"], tree["tree_index"] % more.get("num_class", 1)) for tree in trees
+        (tree["tree_structure"], tree["tree_index"] % more_settings.get("num_class", 1))
+        for tree in trees
     ]
 
 
@@ -102,10 +105,10 @@ OBJECTIVES: Facts = {
 }
 
 
-def planted(found: list[tuple[Node, int]], outputs: int) -> Trees:
+def planted(trees_and_outputs: list[tuple[Node, int]], outputs: int) -> Trees:
     """Trees of LightGBM as ours."""
     nodes: list[tuple[int, float, tuple[int, int, int], float]] = []
-    roots = [_plant(tree, nodes) for tree, _ in found]
+    roots = [_plant(tree, nodes) for tree, _ in trees_and_outputs]
     feature, threshold, child, value = zip(*nodes, strict=True)
     trees = Trees(len(nodes), len(roots), outputs)
     tensors = {
@@ -114,7 +117,7 @@ def planted(found: list[tuple[Node, int]], outputs: int) -> Trees:
         "child": torch.tensor(child),
         "value": torch.tensor(value),
         "root": torch.tensor(roots),
-        "output": torch.tensor([output for _, output in found]),
+        "output": torch.tensor([output for _, output in trees_and_outputs]),
     }
     trees.load_state_dict(tensors)
     return trees
@@ -122,8 +125,8 @@ def planted(found: list[tuple[Node, int]], outputs: int) -> Trees:
 
 def _plant(tree: Node, nodes: list[Any]) -> int:
     """Appends a tree, its root first. Returns the root's place."""
-    at = len(nodes)
-    nodes.append((0, 0.0, (at, at, at), tree.get("leaf_value", 0.0)))
+    place = len(nodes)
+    nodes.append((0, 0.0, (place, place, place), tree.get("leaf_value", 0.0)))
     if "leaf_value" not in tree:
         sides = tree["left_child"], tree["right_child"]
         left, right = (_plant(side, nodes) for side in sides)
@@ -136,5 +139,5 @@ def _plant(tree: Node, nodes: list[Any]) -> int:
         if threshold > tree["threshold"]:
             threshold = np.nextafter(threshold, np.float32(-np.inf))
         child = left, right, left if first else right
-        nodes[at] = tree["split_feature"], float(threshold), child, 0.0
-    return at
+        nodes[place] = tree["split_feature"], float(threshold), child, 0.0
+    return place

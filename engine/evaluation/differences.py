@@ -102,14 +102,14 @@ def widened(samples: Samples, fold_N: Array) -> Samples:
     return wider
 
 
-def over_classes(samples: Samples, few: bool = False) -> Samples:
-    """Means of metrics [K, B] over the classes for which they are defined. `few`: there are too few
+def over_classes(samples: Samples, is_few: bool = False) -> Samples:
+    """Means of metrics [K, B] over the classes for which they are defined. `is_few`: there are too few
     patients for resamples, which become NaN."""
     means = {}
     with warnings.catch_warnings(action="ignore"):  # the mean of nothing but NaN is NaN
         for name, value_KB in samples.items():
             means[name] = np.nanmean(value_KB, 0)
-            if few:
+            if is_few:
                 means[name][1:] = np.nan
     return means
 

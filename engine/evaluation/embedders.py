@@ -78,22 +78,22 @@ def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
     if installed():
         row = Compared(BOOSTED, [[beat, measured]], fit=boosted, identifies=False)
         untrained.append(row)
-    both = []
+    with_mean_beat = []
     for row in rows:
         if row.model:
             name, draws = f"{MEAN_BEAT} + {row.name}", [[beat, *row.draws[0]]]
-            both.append(Compared(name, draws, fit=row.fit, identifies=False))
-    return [*rows, *untrained, *both]
+            with_mean_beat.append(Compared(name, draws, fit=row.fit, identifies=False))
+    return [*rows, *untrained, *with_mean_beat]
 
 
 def rocket(dataset: Dataset, rows: Array, leads: str) -> Embedder:
     """MiniRocket of these leads, with thresholds from some of these crops."""
-    whole = Input(ALL, ALL, fs_hz=ROCKET_HZ)
-    shown = whole.limited_to(leads)
+    full_input = Input(ALL, ALL, fs_hz=ROCKET_HZ)
+    limited_input = full_input.limited_to(leads)
     (batch,) = dataset_batches(dataset, [np.unique(rows)[:ROCKET_SAMPLE]])
-    windows_RLT = shown.windows(torch.from_numpy(batch.uv_BLT), batch.halves_B)
-    features = MiniRocket(windows_RLT, shown.seen)
-    return Embedder(ROCKET, f"{ROCKET} {features.digest}", whole, features)
+    windows_RLT = limited_input.windows(torch.from_numpy(batch.uv_BLT), batch.halves_B)
+    features = MiniRocket(windows_RLT, limited_input.seen)
+    return Embedder(ROCKET, f"{ROCKET} {features.digest}", full_input, features)
 
 
 def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> list[Compared]:
@@ -113,7 +113,7 @@ def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> l
         rows[name] = Compared(name, [[embedder, *rhythm]], random)
         if random not in rows:
             seeds = range(args.seed, args.seed + DRAWS)
-            draws = [_drawn(embedder, random, architecture, args, seed) for seed in seeds]
+            draws = [_random_embedder(embedder, random, architecture, args, seed) for seed in seeds]
             rows[random] = Compared(random, [[draw, *rhythm] for draw in draws], random)
     return list(rows.values())
 
@@ -127,8 +127,8 @@ def name_and_folder(text: str) -> tuple[str, str]:
         raise ConfigError(f"--models {text}: names no folder: write NAME=RUN")
     path = Path(folder)
     if "," in folder and not path.exists():
-        each = [f"{name or 'A'}-{n}={run}" for n, run in enumerate(folder.split(","), 1)]
-        raise ConfigError(f"--models {text}: one run to a name: write {' '.join(each)}")
+        named_runs = [f"{name or 'A'}-{n}={run}" for n, run in enumerate(folder.split(","), 1)]
+        raise ConfigError(f"--models {text}: one run to a name: write {' '.join(named_runs)}")
     return name or (path.parent.name if path.name == "model" else path.name), folder
 
 
@@ -149,15 +149,19 @@ def reading(embedder: Embedder, readout: Readout) -> Embedder:
     )
 
 
-def _drawn(like: Any, name: str, architecture: str, args: Namespace, seed: int) -> Embedder:
+def _random_embedder(
+    trained_embedder: Any, name: str, architecture: str, args: Namespace, seed: int
+) -> Embedder:
     """Random weights of the architecture of a model, read out in the same way."""
-    readout = token_parts(like.model, args)
+    readout = token_parts(trained_embedder.model, args)
 
     def forward(x_RLT: Tensor) -> Tensor:
-        return _untrained(like.model, seed).read(x_RLT, readout)
+        return _untrained(trained_embedder.model, seed).read(x_RLT, readout)
 
-    drawn: Embedder = like._replace(name=name, digest=f"{architecture} {seed}", forward=forward)
-    return drawn
+    embedder: Embedder = trained_embedder._replace(
+        name=name, digest=f"{architecture} {seed}", forward=forward
+    )
+    return embedder
 
 
 @lru_cache(maxsize=1)  # the paper's model takes 0.4 GB, so one draw at a time

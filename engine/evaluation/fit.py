@@ -47,11 +47,11 @@ def fit(args: Namespace) -> Facts:
         write_head(head, model, out)
     shutil.rmtree(parts, ignore_errors=True)
     read_out = f"{args.model} read out as {'+'.join(head.readout)}"
-    said = [f"{out}: {head.made} on {read_out}, leads {args.leads}, fitted on {head.people}"]
-    said += head.said
+    sentences = [f"{out}: {head.made} on {read_out}, leads {args.leads}, fitted on {head.people}"]
+    sentences += head.said
     if len(labels.rows(0, "test")):
-        said.append(
+        sentences.append(
             f"the ECGs of test were not used: omnilead evaluate --model {out} --data {args.data} "
             f"--labels {args.labels} scores them"
         )
-    return {**head.document.get("cross_validated", {}), "said": said}
+    return {**head.document.get("cross_validated", {}), "said": sentences}

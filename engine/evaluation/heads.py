@@ -102,7 +102,7 @@ def fit_head(
     document = described(labels, probe)
     source_hz = dataset.column("fs_source_hz")[train.rows]
     document["source_hz"] = [float(source_hz.min()), float(source_hz.max())]
-    said = ["not cross-validated: all ECGs are of one patient"]
+    sentences = ["not cross-validated: all ECGs are of one patient"]
     if (fold_N == 0).any():
         used_K = varied(labels.task.kind, train, train, [np.arange(len(fold_N))], fold_N)
         said = ["not cross-validated: too few labels differ for every fold to learn from"]
@@ -113,7 +113,7 @@ def fit_head(
             said = info.said
     seen = seen_in(dataset, np.sort(train.rows), "labelled")
     people = people_of(train.patient_N)
-    return Head(probe, readout, choice.leads, seen, document, people, said)
+    return Head(probe, readout, choice.leads, seen, document, people, sentences)
 
 
 def folds_to_test(dataset: Dataset, train: ProbedRecords, choice: Choice) -> Array:
@@ -133,8 +133,8 @@ def readout_of_head(embedder: Embedder, choice: Choice) -> Readout:
     model: Any = embedder.model
     readout = model.readout_of(choice.readout)
     if choice.reader == "boosted":
-        more = [part for part in ("rhythm", "waveform") if part not in readout]
-        readout = model.readout_of("+".join([*readout, *more]))
+        more_parts = [part for part in ("rhythm", "waveform") if part not in readout]
+        readout = model.readout_of("+".join([*readout, *more_parts]))
     return tuple(readout)
 
 
@@ -178,7 +178,7 @@ def validated(
     metrics, intervals = {}, {}
     for name, value_B in over_classes(samples, few_patients(kind, y_NK, patient_N)).items():
         metrics[name], intervals[name] = float(value_B[0]), interval(value_B)
-    found: Facts = {
+    cross_validated: Facts = {
         "folds": len(np.unique(fold_N)),
         "n": len(y_NK),
         "metrics": metrics,
@@ -201,8 +201,8 @@ def people_of(patient_N: Array) -> str:
         return f"{len(patient_N):,} ECGs of {patients:,} patients"
     if not patients:
         return f"{unknown:,} ECGs of unknown patients"
-    known = len(patient_N) - unknown
-    return f"{known:,} ECGs of {patients:,} patients and {unknown:,} of unknown patients"
+    known_records = len(patient_N) - unknown
+    return f"{known_records:,} ECGs of {patients:,} patients and {unknown:,} of unknown patients"
 
 
 def write_head(head: Head, model: TrainedModel, out: Path) -> None:
@@ -214,8 +214,8 @@ def write_head(head: Head, model: TrainedModel, out: Path) -> None:
         # The head was fitted without missing leads
         "trained": model.history | {"rlm": 0},
     }
-    shown = model.input.limited_to(head.leads)
-    signals = model.preprocessing | {"seen": describe_leads(shown.seen).split(",")}
+    limited_input = model.input.limited_to(head.leads)
+    signals = model.preprocessing | {"seen": describe_leads(limited_input.seen).split(",")}
     seen = joined([model.seen, head.seen])
     write(out, modules.state_dict(), document, signals, card(head), model.code, seen)
 

@@ -174,11 +174,11 @@ class Identities(NamedTuple):
         patients = np.unique(self.patient_B[self.probe])
         return {"n": len(self.probe), "patients": len(patients), "gallery": len(self.gallery)}
 
-    def scores(self, each: Sequence[Vectors], compared_D: slice) -> Samples:
+    def scores(self, embeddings: Sequence[Vectors], compared_D: slice) -> Samples:
         """Accuracy by cosine of some dimensions of the joined vectors."""
         sides = []
         for crops in (self.gallery, self.probe):
-            first_ND = np.hstack([vectors.of(crops).c_BSD[:, 0] for vectors in each])
+            first_ND = np.hstack([vectors.of(crops).c_BSD[:, 0] for vectors in embeddings])
             sides += [first_ND[:, compared_D], self.patient_B[crops].tolist()]
         hits_N = identification(*sides)["hits"]
         return {"accuracy": (hits_N @ self.weight_NB / self.weight_NB.sum(0))[None]}

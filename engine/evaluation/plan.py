@@ -31,7 +31,7 @@ from .identification import Identities, identities
 from .records import (
     FITTED,
     ProbedRecords,
-    drawn,
+    draws_of_share,
     fits,
     folds_of,
     groups_of,
@@ -53,7 +53,7 @@ class ProbedTask(NamedTuple):
     # By share, bool [K]: outputs whose labels vary in test and in each draw
     used: dict[float, Array]
     weight_NB: Array  # of the test records
-    few: set[float]  # shares of which the test has too few patients for intervals
+    few_shares: set[float]  # shares of which the test has too few patients for intervals
     patient_B: Array  # of all crops of the tested dataset
     fold_N: Array | None = None  # with --folds, that of each record
 
@@ -155,18 +155,18 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) 
         columns, classes = labels.task.columns, labels.task.classes
         test_task = replace(task, columns=columns, classes=classes, labels=url)
         test_labels = read_task(test_task, [tested])
-    train = records_of(fitted, labels, every or FITTED, args)
-    test = records_of(tested, test_labels, every or ("test",), args)
-    require_varied(test_labels, every or ("test",), tested)
+    train = records_of(fitted, labels, splits or FITTED, args)
+    test = records_of(tested, test_labels, splits or ("test",), args)
+    require_varied(test_labels, splits or ("test",), tested)
     fold_N = folds_of(groups_of(fitted, train), args.folds) if args.folds else None
     shared = "" if tested is fitted else overlap(fitted, np.sort(train.rows), tested, test.rows)
     if shared:
         labels.remarks.append(
             f"Possible leakage: {shared} is in train or valid of --data and in test of --test-data."
         )
-    draws = {share: list(drawn(train.patient_N, share)) for share in args.share}
+    draws = {share: list(draws_of_share(train.patient_N, share)) for share in args.share}
     used = {share: varied(task.kind, train, test, draws[share], fold_N) for share in args.share}
-    few = set()
+    few_shares = set()
     for share, used_K in used.items():
         if not used_K.any():
             mend = "a larger share" + ", or fewer --folds" * bool(args.folds)
@@ -175,11 +175,11 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) 
                 f"{len(test.y_NK):,} records of test: {KINDS[task.kind].same_in_a_share}: use {mend}"
             )
         if few_patients(task.kind, test.y_NK[:, used_K], test.patient_N):
-            few.add(share)
-    if few:
+            few_shares.add(share)
+    if few_shares:
         labels.remarks.append(f"{TOO_FEW} have no interval.")
     weight_NB, patient_B = resampled(test.patient_N), test_labels.patients[0]
-    return ProbedTask(labels, train, test, draws, used, weight_NB, few, patient_B, fold_N)
+    return ProbedTask(labels, train, test, draws, used, weight_NB, few_shares, patient_B, fold_N)
 
 
 def varied(
@@ -235,17 +235,17 @@ def _task_named(word: str, args: Namespace) -> TaskConfig:
     shipped task needs a table and there is none."""
     if word.endswith(SHEETS):
         return task_of_table(word, args)
-    url, known = table_of(args.labels, word), word in shipped("tasks")
-    if url and not known and not Path(word).exists():
+    url, is_shipped = table_of(args.labels, word), word in shipped("tasks")
+    if url and not is_shipped and not Path(word).exists():
         raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
     task = load_task(word)
     needed = task.split == "column" or not set(task.columns) <= set(OWN_COLUMNS)
-    if known and needed and not url:
+    if is_shipped and needed and not url:
         absent = (
             f"no {word}.parquet in --labels {args.labels}" if args.labels else "needs --labels DIR"
         )
-        made = f"omnilead labels {word.partition('-')[0]} SRC --out {args.labels or 'DIR'}"
-        raise ConfigError(f"{absent}: `{made}` writes it")
+        command = f"omnilead labels {word.partition('-')[0]} SRC --out {args.labels or 'DIR'}"
+        raise ConfigError(f"{absent}: `{command}` writes it")
     return replace(task, labels=url or task.labels)
 
 

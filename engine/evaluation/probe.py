@@ -89,11 +89,11 @@ def linear(data: ProbeData) -> Probe:
     data, center_K, scale_K = standardised(data)
     kind = KINDS[data.kind]
     errors, tried = np.zeros(len(STRENGTHS)), len(STRENGTHS)
-    for rest, held in folds(data.patient_N):
+    for train_rows, held_out in folds(data.patient_N):
         least = np.inf
-        for number, probe in enumerate(_penalised(data.of(rest), STRENGTHS[:tried])):
-            scores_NK = probe.scores(data.x_ND[held])
-            error = len(held) * kind.held_out_error(scores_NK, data.y_NK[held])
+        for number, probe in enumerate(_penalised(data.of(train_rows), STRENGTHS[:tried])):
+            scores_NK = probe.scores(data.x_ND[held_out])
+            error = len(held_out) * kind.held_out_error(scores_NK, data.y_NK[held_out])
             errors[number] += error
             least = min(least, error)
             if error > least + WORSE * abs(least):
@@ -115,8 +115,8 @@ def folds(patient_N: Array) -> Iterator[tuple[Array, Array]]:
     if count < 2:
         return
     splits = GroupKFold(count).split(patient_N, groups=patient_N)
-    for rest, held in splits:
-        yield rest, held
+    for train_rows, held_out in splits:
+        yield train_rows, held_out
         if len(patient_N) > MANY:
             return
 
@@ -154,18 +154,18 @@ def logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weig
 def softmax(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
     known_N = ~np.isnan(y_NK).any(1)
     x_ND, class_N = x_ND[known_N].astype(np.float64), y_NK[known_N].argmax(1)
-    there = np.unique(class_N)
+    present = np.unique(class_N)
     model = LogisticRegression(tol=TOLERANCE, warm_start=True, max_iter=STEPS)
     for alpha in alphas:
         weights_KD = np.zeros((y_NK.shape[1], x_ND.shape[1]))
         bias_K = np.full(y_NK.shape[1], NEVER)
-        bias_K[there] = 0
-        if len(there) == 2:  # scikit-learn has the second's weights alone
+        bias_K[present] = 0
+        if len(present) == 2:  # scikit-learn has the second's weights alone
             model.set_params(C=1 / alpha).fit(x_ND, class_N)
-            weights_KD[there[1]], bias_K[there[1]] = model.coef_[0], model.intercept_[0]
-        elif len(there) > 2:
+            weights_KD[present[1]], bias_K[present[1]] = model.coef_[0], model.intercept_[0]
+        elif len(present) > 2:
             model.set_params(C=1 / alpha).fit(x_ND, class_N)
-            weights_KD[there], bias_K[there] = model.coef_, model.intercept_
+            weights_KD[present], bias_K[present] = model.coef_, model.intercept_
         yield weights_KD, bias_K
 
 

@@ -40,9 +40,9 @@ class ProbedRecords(NamedTuple):
     y_NK: Array
     patient_N: Array
 
-    def means(self, each: Sequence[Vectors]) -> Array:
+    def means(self, embeddings: Sequence[Vectors]) -> Array:
         """Mean embedding of each record, over all its windows; those of several embedders joined."""
-        return np.hstack([self._mean(vectors.of(self.rows)) for vectors in each])
+        return np.hstack([self._mean(vectors.of(self.rows)) for vectors in embeddings])
 
     def _mean(self, vectors: Vectors) -> Array:
         sum_ND = np.add.reduceat(vectors.c_BSD.sum(1), self.begins)
@@ -61,7 +61,7 @@ def measured(dataset: Dataset, args: Namespace) -> Array:
     """bool [crops]: every set of leads has a recorded lead, and every model a window, so that all
     rows are of the same ECGs."""
     inputs = [replace(args.widest, seen=parse_leads(lead)) for lead in args.shown]
-    return np.asarray(np.all([one.usable(dataset) for one in inputs], axis=0))
+    return np.asarray(np.all([model_input.usable(dataset) for model_input in inputs], axis=0))
 
 
 def left_out(dataset: Dataset, args: Namespace) -> list[str]:
@@ -91,7 +91,7 @@ def records_of(
     return ProbedRecords(rows, begins, labels.y[0][first], labels.patients[0][first])
 
 
-def drawn(patient_N: Array, share: float) -> Iterator[Array]:
+def draws_of_share(patient_N: Array, share: float) -> Iterator[Array]:
     """For each draw, the rows of a share of the patients. A smaller share is a subset of a larger
     one."""
     patients = np.unique(patient_N)
@@ -132,6 +132,6 @@ def folds_of(group_N: Array, count: int) -> Array:
     if count > groups:
         raise ConfigError(f"--folds {count}: only {groups:,} patients have labels: use fewer")
     fold_N = np.zeros(len(group_N), np.int64)
-    for fold, (_, held) in enumerate(GroupKFold(count).split(group_N, groups=group_N)):
-        fold_N[held] = fold
+    for fold, (_, held_out) in enumerate(GroupKFold(count).split(group_N, groups=group_N)):
+        fold_N[held_out] = fold
     return fold_N

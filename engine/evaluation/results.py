@@ -69,7 +69,7 @@ class EvalOptions:
     batch: int = 32  # crops encoded at a time
     name: str = "model"  # in the results
     # File for the model's outputs, made in parts, so that a killed evaluation can resume
-    kept: Path | None = None
+    halves_file: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,17 +153,17 @@ class TaskResult:
             )
         if labels.dtype.kind == "f" and (unknown := int(np.isnan(labels).sum())):
             remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and ignored.")
-        few = few_patients(self.head.kind, labels, self.patients_N)
+        is_few = few_patients(self.head.kind, labels, self.patients_N)
         without = ""
         if self.facts.get("role") == "valid" and self.head.thresholds:
             points = sensitive_points(*self.of_records()[:2], self.head.classes)
-            if points or not few:
+            if points or not is_few:
                 remarks += sensitive(points, self.head.classes)
             else:
                 without = f"; a score with 95 % sensitivity takes {SENSITIVE_OF} positives"
         if half["patients"] == 1:
             remarks.append(f"All samples are from one patient: there are no intervals{without}.")
-        elif few:
+        elif is_few:
             remarks.append(f"{TOO_FEW} have no interval, or an exact one{without}.")
         else:
             remarks += self._without_interval()
@@ -215,13 +215,13 @@ def scored(
     for name in statistic.names:
         metrics[name] = summary.pop(name)
         if name == "challenge" and head.chosen:
-            again = challenge_statistic(labels, scores > np.asarray(head.chosen))
-            metrics[CHOSEN] = again(np.ones(len(labels), np.int64))
-            intervals[CHOSEN] = bootstrap(again, patients, resamples).tolist()
-    few = few_patients(head.kind, labels, patients)
+            challenge_score = challenge_statistic(labels, scores > np.asarray(head.chosen))
+            metrics[CHOSEN] = challenge_score(np.ones(len(labels), np.int64))
+            intervals[CHOSEN] = bootstrap(challenge_score, patients, resamples).tolist()
+    is_few = few_patients(head.kind, labels, patients)
     exact = intervals_of_few(metrics, labels, patients)
     for name, (low, high) in intervals.items():
-        if few or np.isclose(low, high):  # resamples that agree do not make a score certain
+        if is_few or np.isclose(low, high):  # resamples that agree do not make a score certain
             intervals[name] = exact[name]
     if KINDS[head.kind].of_classes:
         metrics["calibration_error"] = calibration(labels, scores)[-1]
@@ -317,13 +317,13 @@ def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
     """The model must know every class; exclusive classes must all be there."""
     unknown = [name for name in labels.classes if name not in model.classes]
     if unknown:
-        differ = f"not {', '.join(unknown[:5])}"
+        difference = f"not {', '.join(unknown[:5])}"
     elif KINDS[labels.task.kind].exclusive and len(labels.classes) < len(model.classes):
-        differ = f"of which the labels have {', '.join(labels.classes)}"
+        difference = f"of which the labels have {', '.join(labels.classes)}"
     else:
         return
     raise ConfigError(
-        f"the model knows {len(model.classes)} classes, {differ}: use other --labels, or another "
+        f"the model knows {len(model.classes)} classes, {difference}: use other --labels, or another "
         "model"
     )
 
@@ -338,10 +338,10 @@ def labelled_rows(labels: TaskLabels, dataset: Dataset, role: str) -> Array:
             f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role"
         )
     if KINDS[labels.task.kind].has_positives and not (labels.y[0][rows] > 0).any():
-        what = f"of the split {role} has a positive label"
+        what_is_missing = f"of the split {role} has a positive label"
         if labels.role:
-            what = f"with dx={role} has a scored diagnosis"
-        raise ConfigError(f"{name}: none of its {len(rows):,} crops {what}")
+            what_is_missing = f"with dx={role} has a scored diagnosis"
+        raise ConfigError(f"{name}: none of its {len(rows):,} crops {what_is_missing}")
     return rows
 
 
@@ -371,13 +371,13 @@ def unscored_note(
     model: TrainedModel, dataset: Dataset, labels: TaskLabels, role: str
 ) -> list[str]:
     """Of a table with data that the model has not seen, all could be scored."""
-    known, scored = int((~np.isnan(labels.y[0]).all(1)).sum()), len(labels.rows(0, role))
-    if not labels.task.labels or known <= scored:
+    known_crops, scored = int((~np.isnan(labels.y[0]).all(1)).sum()), len(labels.rows(0, role))
+    if not labels.task.labels or known_crops <= scored:
         return []
     if seen.LABELLED in seen.uses(model.seen, dataset, np.flatnonzero(labels.split[0])):
         return []
     return [
-        f"{scored:,} of {known:,} labelled crops are in the split {role}. To score all, give the "
+        f"{scored:,} of {known_crops:,} labelled crops are in the split {role}. To score all, give the "
         f"label table a column `split` that says {role}."
     ]
 
@@ -422,15 +422,15 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
     """The task of this name, with these labels. auto: the task the model was fine-tuned for, else
     identification."""
     head = model.head_info
-    own = head.task if head else "identification"
+    own_task = head.task if head else "identification"
     if name == "auto":
-        name = own
-        if own not in shipped("tasks") and not (head and head.definition):
+        name = own_task
+        if own_task not in shipped("tasks") and not (head and head.definition):
             raise ConfigError(
-                f"the model was fine-tuned for {own!r}, which is no shipped task: name its YAML "
+                f"the model was fine-tuned for {own_task!r}, which is no shipped task: name its YAML "
                 "file with --task"
             )
-    if head and head.definition and name == own:
+    if head and head.definition and name == own_task:
         task = validated(TaskConfig, head.definition, "task")
         # The model may come from anyone: what it names is not opened
         if task.labels and not labels:
@@ -448,10 +448,10 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
     return replace(task, labels=labels) if labels else task
 
 
-def require(rows: Array, dataset: Dataset, what: str, source: str) -> None:
+def require(rows: Array, dataset: Dataset, criterion: str, source: str) -> None:
     if not len(rows):
-        made = f"it was made with --plan {dataset.meta.get('plan')}, or has no {source}"
-        raise ConfigError(f"{dataset.root.url}: no crop has {what}: {made}")
+        reason = f"it was made with --plan {dataset.meta.get('plan')}, or has no {source}"
+        raise ConfigError(f"{dataset.root.url}: no crop has {criterion}: {reason}")
 
 
 def shown_input(
@@ -529,7 +529,7 @@ def outputs_of(
         windows = model_input.count(dataset.column("halves")[rows])
     crop_R = np.repeat(np.arange(len(rows)), windows)
     source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
-    if options.kept is None:
+    if options.halves_file is None:
         return matrix(whole(source, output, model_input, per)), crop_R
     job = {
         "model": model.digest,
@@ -541,16 +541,16 @@ def outputs_of(
         "batch": options.batch,
         "device": model.device.type,
     }
-    with ParquetParts(options.kept, job, *environment()[:2]) as parts:
+    with ParquetParts(options.halves_file, job, *environment()[:2]) as parts:
         if not parts.finished:
             make(source, output, model_input, per, parts)
         _wait_for_ranks()  # the last one has joined the parts
-        if not options.kept.exists():
+        if not options.halves_file.exists():
             why = "cannot be read back"
             if parts.world > 1:
                 why += ": do all ranks write to the same folder?"
-            raise OutputError(f"{options.kept}: {why}{RESUMABLE}")
-        table = pq.read_table(options.kept)
+            raise OutputError(f"{options.halves_file}: {why}{RESUMABLE}")
+        table = pq.read_table(options.halves_file)
         _wait_for_ranks()  # rank 0 will remove the file
     return matrix(table), crop_R
 

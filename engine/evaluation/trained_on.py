@@ -93,14 +93,14 @@ def trained_on(model: str) -> TrainedOn:
 def _summary(model: str, trained: TrainedOn) -> Iterator[str]:
     is_patient = trained.seen["patient"].to_numpy()
     is_unknown = trained.seen["hash"].to_numpy() < 0
-    has = "is known to have" if is_unknown.any() else "has"
+    has_seen = "is known to have" if is_unknown.any() else "has"
     yield (
-        f"{model}, step {trained.step}: {has} seen {(~is_patient & ~is_unknown).sum():,} "
+        f"{model}, step {trained.step}: {has_seen} seen {(~is_patient & ~is_unknown).sum():,} "
         f"waveforms of {is_patient.sum():,} patients (records where they are unknown)"
     )
     if is_unknown.any():
-        ask = f"; {model}/model may know more" if trained.datasets else ""
-        yield f"it is not known what else it was trained on: what is not seen here may be{ask}"
+        hint = f"; {model}/model may know more" if trained.datasets else ""
+        yield f"it is not known what else it was trained on: what is not seen here may be{hint}"
 
 
 def _crops_and_times(dataset: Dataset, trained: TrainedOn) -> tuple[pa.Table, np.ndarray | None]:
@@ -112,8 +112,8 @@ def _crops_and_times(dataset: Dataset, trained: TrainedOn) -> tuple[pa.Table, np
 
 def _by_record(crops: pa.Table, uses: CropUses, times: np.ndarray | None) -> pa.Table:
     """A row for each record: the last use of a waveform and of the owner (-1: none), times."""
-    drawn = pa.nulls(len(crops), pa.int64()) if times is None else pa.array(times)
-    columns = [*(crops[name] for name in NAMES), uses.waveform, uses.owner, drawn]
+    times_drawn = pa.nulls(len(crops), pa.int64()) if times is None else pa.array(times)
+    columns = [*(crops[name] for name in NAMES), uses.waveform, uses.owner, times_drawn]
     table = pa.table(columns, [*NAMES, "waveform", "owner", "times"])
     last_uses = [("waveform", "max"), ("owner", "max"), ("times", "sum")]
     records = table.group_by(NAMES, use_threads=False).aggregate(last_uses)

@@ -53,34 +53,34 @@ class Vectors(NamedTuple):
     c_BSD: Array  # zeros where there is no such window
 
     def of(self, rows: Array) -> "Vectors":
-        at = np.searchsorted(self.row_B, rows)
-        return Vectors(*(array[at] for array in self))
+        positions = np.searchsorted(self.row_B, rows)
+        return Vectors(*(array[positions] for array in self))
 
 
 def embedded(
     embedder: Embedder, dataset: Dataset, rows: Array, leads: str, folder: Path
 ) -> Vectors:
     """The vectors of these crops, ascending; leads that the model is not shown are set to zero."""
-    shown = embedder.input.limited_to(leads)
-    job = json.dumps([embedder.digest, dataset.fingerprint, shown.seen])
+    limited_input = embedder.input.limited_to(leads)
+    job = json.dumps([embedder.digest, dataset.fingerprint, limited_input.seen])
     folder = folder / sha256(job.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
     rows = np.unique(rows)
-    kept = list(_kept(folder))
-    missing = np.setdiff1d(rows, joined(kept).row_B) if kept else rows
+    saved = list(_saved_vectors(folder))
+    missing = np.setdiff1d(rows, joined(saved).row_B) if saved else rows
     with progress_bar(len(missing), f" crops, {embedder.name}, leads {leads}") as bar:
         for start in range(0, len(missing), BLOCK):
             block = missing[start : start + BLOCK]
-            part = _embed(embedder, dataset, block, shown, bar)
+            part = _embed(embedder, dataset, block, limited_input, bar)
             if not np.isfinite(part.c_BSD).all():
                 raise ConfigError(f"{embedder.name}: {NOT_FINITE}")
             buffer = io.BytesIO()
             np.savez(buffer, **part._asdict())
             write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
-            kept.append(part)
-    whole = joined(kept)
-    first = np.unique(whole.row_B, return_index=True)[1]
-    return Vectors(*(array[first] for array in whole)).of(rows)
+            saved.append(part)
+    vectors = joined(saved)
+    first = np.unique(vectors.row_B, return_index=True)[1]
+    return Vectors(*(array[first] for array in vectors)).of(rows)
 
 
 def require_cache(folder: Path) -> None:
@@ -101,8 +101,8 @@ def _embed(embedder: Embedder, dataset: Dataset, rows: Array, shown: Input, bar:
     groups = np.split(rows, range(embedder.batch, len(rows), embedder.batch))
     batches = dataset_batches(dataset, groups, pin=device.type == "cuda")
     parts = []
-    for batch, y_RD in predict(batches, shown.windows, embedder.forward, device):
-        windows, windows_B = shown.count(), shown.count(batch.halves_B)
+    for batch, y_RD in predict(batches, limited_input.windows, embedder.forward, device):
+        windows, windows_B = limited_input.count(), limited_input.count(batch.halves_B)
         c_BSD = np.zeros((len(batch.crops), windows, y_RD.shape[1]), np.float32)
         c_BSD[np.arange(windows) < windows_B[:, None]] = y_RD
         parts.append(Vectors(batch.crops, windows_B, c_BSD))
@@ -114,7 +114,7 @@ def joined(parts: Sequence[Vectors]) -> Vectors:
     return Vectors(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _kept(folder: Path) -> Iterator[Vectors]:
+def _saved_vectors(folder: Path) -> Iterator[Vectors]:
     for path in sorted(folder.glob("*.npz")):
         with (
             suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),

@@ -53,7 +53,7 @@ from ..tasks.splits import SPLITS, TRAIN
 from ..training.config import micro_batch
 from ..training.distributed import Ranks, on_first_rank
 from ..training.export import is_model, signals_of
-from ..training.inputs import Arguments, dtype_of, whole
+from ..training.inputs import Arguments, dtype_of, whole_crops
 from ..training.metrics import MEASURES, Array, identification, measure
 from ..training.run_folder import RunFolder
 from ..training.task import (
@@ -324,7 +324,7 @@ class FinetuneTask(TrainingTask):
             return batch.x_BSLT
         assert batch.keep_BSL1 is not None
         keep_BSL1 = to_device(batch.keep_BSL1, batch.x_BSLT.device)
-        return self.input.cut(whole(batch.x_BSLT), batch.places.of(self.halves), keep_BSL1)
+        return self.input.cut(whole_crops(batch.x_BSLT), batch.places.of(self.halves), keep_BSL1)
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         """x_BSLT, labels, which windows exist, weights of the labels, margin of ArcFace."""

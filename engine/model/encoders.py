@@ -70,7 +70,7 @@ def build_encoder(
     with blaming(
         f"model.encoder={config.encoder}, model.options={config.options}, {config.leads} leads"
     ):
-        encoder = made(
+        encoder = built_module(
             kind or plugin(ENCODERS.get(config.encoder, config.encoder)),
             generator,
             leads=config.leads,
@@ -79,7 +79,7 @@ def build_encoder(
         return with_weights(encoder)
 
 
-def made(
+def built_module(
     kind: Any, generator: torch.Generator | None, *arguments: Any, **options: Any
 ) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
@@ -103,7 +103,7 @@ def build_objective(
     """Build `objective.method`: a shipped class, or your own Class(encoder, **objective.options)."""
     with blaming(f"objective.method={config.method}, objective.options={config.options}"):
         kind = plugin(OBJECTIVES.get(config.method, config.method))
-        objective = made(kind, generator, encoder, **config.options)
+        objective = built_module(kind, generator, encoder, **config.options)
         if set(objective.parameters()) & set(encoder.parameters()):
             raise ConfigError("keeps the encoder: use the one that forward is given")
     return objective

@@ -86,7 +86,7 @@ def write(
     if not folder.name:  # renaming a shell's own folder would leave it in one that is gone
         raise ConfigError(f"{folder}: name a new folder")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    old = folder.with_name(f".{folder.name}.old.{os.getpid()}")
+    old_folder = folder.with_name(f".{folder.name}.old.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -99,11 +99,11 @@ def write(
             (temporary / SEEN).write_bytes(seen.as_bytes(record))
         seal(temporary, {"format_version": FORMAT, **config})
         if folder.exists():
-            os.replace(folder, old)
+            os.replace(folder, old_folder)
         os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old_folder, ignore_errors=True)
 
 
 def save_weights(weights: dict[str, "Tensor"], path: Path) -> None:
@@ -172,12 +172,14 @@ def check(folder: Path, mend: str = "") -> str:
             raise _unreadable(folder / name, error) from None
     for name, digest in actual.items():
         if sums and sums.get(name) != digest:
-            differ = f"its sha256 is {digest[:12]}..., {CONFIG} has {str(sums.get(name))[:12]}..."
+            difference = (
+                f"its sha256 is {digest[:12]}..., {CONFIG} has {str(sums.get(name))[:12]}..."
+            )
             if not mend:
                 run, mend = folder.parent, "copy it again"
                 if (run / CHECKPOINTS).is_dir():
                     mend += f", or run {export_command(run)}"
-            raise LoadError(f"{folder / name}: was changed or damaged ({differ}): {mend}")
+            raise LoadError(f"{folder / name}: was changed or damaged ({difference}): {mend}")
     if not sums:
         tell(f"warning: {folder / CONFIG}: has no sha256 of the files: damage cannot be detected")
     return hashlib.sha256("".join(actual.values()).encode()).hexdigest()
@@ -285,8 +287,8 @@ def fetched(repo: str) -> tuple[Path, str]:
                 config = Path(get(CONFIG, revision=revision or None))
                 folder = config.parent  # snapshots/COMMIT
                 sums = document_of(config).get(SHA256)
-                named = sums if isinstance(sums, dict) else ()
-                for file in {WEIGHTS, PREPROCESSING, *named} - {CONFIG}:
+                file_names = sums if isinstance(sums, dict) else ()
+                for file in {WEIGHTS, PREPROCESSING, *file_names} - {CONFIG}:
                     if FILE_NAME.fullmatch(file):
                         get(file, revision=folder.name)
                 return folder, check(folder, "not mended by fetching it again")

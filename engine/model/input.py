@@ -88,18 +88,18 @@ class Input(Window):
 
     def limited_to(self, leads: str | Iterable[str]) -> "Input":
         """The input of the same model with fewer leads; the others are zeros."""
-        chosen = parse_leads(leads)
-        if not set(chosen) <= set(self.seen):
+        lead_numbers = parse_leads(leads)
+        if not set(lead_numbers) <= set(self.seen):
             raise ConfigError(
-                f"leads={describe_leads(chosen)}: the model was trained on "
+                f"leads={describe_leads(lead_numbers)}: the model was trained on "
                 f"{describe_leads(self.seen)} only"
             )
-        if not self.padded and set(chosen) != set(self.leads):
+        if not self.padded and set(lead_numbers) != set(self.leads):
             raise ConfigError(
-                f"leads={describe_leads(chosen)}: the model needs all of "
+                f"leads={describe_leads(lead_numbers)}: the model needs all of "
                 f"{describe_leads(self.leads)}"
             )
-        return replace(self, seen=chosen)
+        return replace(self, seen=lead_numbers)
 
     def require(self, present: Iterable[int]) -> None:
         given_leads = sorted(set(present))
@@ -267,8 +267,8 @@ def resampled(x: Tensor, fs_hz: float) -> Tensor:
     stride = blocks * down
     margin = (weight_UK.shape[1] - stride) // 2
     samples = x.shape[-1]
-    rest = -samples % stride
-    rows_R1T = F.pad(x.reshape(-1, 1, samples), (margin, margin + rest), mode="replicate")
+    padding = -samples % stride
+    rows_R1T = F.pad(x.reshape(-1, 1, samples), (margin, margin + padding), mode="replicate")
     made_RUN = F.conv1d(rows_R1T, weight_UK[:, None], stride=stride)
     samples_made = made_RUN.transpose(1, 2).reshape(*x.shape[:-1], -1)
     return samples_made[..., : samples_at(fs_hz, samples)]

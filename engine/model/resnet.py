@@ -77,8 +77,8 @@ class ResNet(nn.Module):
         dropout: float = 0.2,
     ) -> None:
         super().__init__()
-        good = [type(width) is int and width > 0 and width % GROUPS == 0 for width in widths]
-        if not all(good) or len(widths) < 2:
+        is_allowed = [type(width) is int and width > 0 and width % GROUPS == 0 for width in widths]
+        if not all(is_allowed) or len(widths) < 2:
             raise ValueError(f"widths={list(widths)}: must be two or more multiples of {GROUPS}")
         first = widths[0]
         self.width = widths[-1]

@@ -156,11 +156,11 @@ def overridden(
     """Applies --set strings, or values by dotted key. Setting train.steps unsets train.epochs, and
     the reverse."""
     pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides))
-    given = dict(pairs)
+    values = dict(pairs)
     pairs += [
-        (other, None)
-        for one, other in zip(LENGTHS, LENGTHS[::-1], strict=True)
-        if given.get(one) and other not in given
+        (other_length, None)
+        for length, other_length in zip(LENGTHS, LENGTHS[::-1], strict=True)
+        if values.get(length) and other_length not in values
     ]
     for key, value in pairs:
         for name in reversed(key.split(".")):

@@ -55,17 +55,17 @@ def one_line_errors(kind: type[Kind]) -> type[Kind]:
 
 def _wrong_setting(kind: Any, error: Any) -> str:
     errors, mend = error.errors(include_url=False), ""
-    key, given = str(errors[0]["loc"][0]), errors[0]["input"]
-    wrong = f"{key}={reprlib.repr(given)}"
+    key, value = str(errors[0]["loc"][0]), errors[0]["input"]
+    setting = f"{key}={reprlib.repr(value)}"
     if errors[0]["type"] != "unexpected_keyword_argument":
-        if isinstance(given, list) and "tuple_type" in [one["type"] for one in errors]:
-            mend = f": write {key}={reprlib.repr(tuple(given))}"
-        return f"{wrong}: {errors[0]['msg'][0].lower()}{errors[0]['msg'][1:]}{mend}"
+        if isinstance(value, list) and "tuple_type" in [detail["type"] for detail in errors]:
+            mend = f": write {key}={reprlib.repr(tuple(value))}"
+        return f"{setting}: {errors[0]['msg'][0].lower()}{errors[0]['msg'][1:]}{mend}"
     for name, field in kind.__dataclass_fields__.items():
         if key in getattr(field.type, "__dataclass_fields__", ()):
             part = f"{field.type.__name__}({key}=...)"
-            return f"{wrong}: belongs to {name}: write {name}={part}"
-    return f"{wrong}: no such setting: they are {', '.join(kind.__dataclass_fields__)}"
+            return f"{setting}: belongs to {name}: write {name}={part}"
+    return f"{setting}: no such setting: they are {', '.join(kind.__dataclass_fields__)}"
 
 
 @contextmanager

@@ -30,13 +30,13 @@ FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # in a model folder
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`below` updated with `above`, section by section."""
-    both = dict(below)
+    merged = dict(below)
     for name, value in above.items():
-        inner = both.get(name)
-        both[name] = (
+        inner = merged.get(name)
+        merged[name] = (
             merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
         )
-    return both
+    return merged
 
 
 def find_config(
@@ -100,9 +100,9 @@ def code_of(
                 raise ConfigError(
                     f"{setting}={spec}: name the file with letters, digits, _, - and . only"
                 )
-            kept = Path(run, CODE, file.name)
+            run_copy = Path(run, CODE, file.name)
             if not file.is_file():
-                hint = f": the run's copy is {kept}" if kept.is_file() else ""
+                hint = f": the run's copy is {run_copy}" if run_copy.is_file() else ""
                 raise ConfigError(f"{setting}={spec}: no such file {file}{hint}")
             if files.setdefault(file.name, content := file.read_bytes()) != content:
                 raise ConfigError(

@@ -22,7 +22,7 @@ def environment() -> tuple[int, int, int]:
 
 def cores_per_rank() -> int:
     """CPU cores of this machine for each of its ranks."""
-    here = next(
+    local_ranks = next(
         (
             int(os.environ[name])
             for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE")
@@ -30,4 +30,4 @@ def cores_per_rank() -> int:
         ),
         1,
     )
-    return max(1, len(os.sched_getaffinity(0)) // here)
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)

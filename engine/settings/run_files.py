@@ -49,5 +49,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def number(value: Any) -> float:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-    return float(value) if known else math.nan
+    is_number = (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+    )
+    return float(value) if is_number else math.nan

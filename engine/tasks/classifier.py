@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from omnilead.data_tools.io.plugins import plugin
 
 from ..model.encoder import pool
-from ..model.encoders import ROWS, made, with_weights
+from ..model.encoders import ROWS, built_module, with_weights
 from ..model.readout import PAPER, Readout, read_out, width_of
 from ..settings.errors import ConfigError, blaming
 from ..settings.leads import ALL
@@ -73,7 +73,9 @@ def build_head(
     """Build `task.head`: "attention", or your own Class(width, outputs), which maps c_RD, or c_RND
     if it has `tokens = True`, to logits_RK."""
     with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
-        head = with_weights(made(kind or plugin(HEADS.get(spec, spec)), generator, width, outputs))
+        head = with_weights(
+            built_module(kind or plugin(HEADS.get(spec, spec)), generator, width, outputs)
+        )
         inputs = torch.randn(ROWS, TOKENS, width)
         example = inputs if sees_tokens(head) else pool(inputs)
         y = copy.deepcopy(head).eval()(example)

@@ -52,18 +52,18 @@ class Bucket:
         if place.exists(META):
             raise ConfigError(f"{self.url}: is a dataset: choose another with --out RUN")
         complete = {name: files for name, files in self._steps().items() if MANIFEST in files}
-        local_checkpoint = checkpoint_files.named(root, LATEST)
+        local_checkpoint = checkpoint_files.checkpoint_named(root, LATEST)
         if local_checkpoint and checkpoint_files.fault(local_checkpoint):
             local_checkpoint = None
         name = self._newest(complete, local_checkpoint)
         if not name:
             return
-        for best in self._named(BEST, complete):
+        for best in self._checkpoints_at(BEST, complete):
             if best == name or not self._download(complete[best], root / best):
                 write_whole(root / BEST, best)
         for file in (METRICS, VALIDATION):
             if place.exists(file):
-                self._get(file, run / file)
+                self._download_file(file, run / file)
         write_whole(root / LATEST, name)
 
     def claim(self) -> None:
@@ -104,7 +104,7 @@ class Bucket:
         is here counts, or there is none."""
         if local_checkpoint and not complete:
             checkpoint_files.warn(f"{self.place.url}: has no checkpoint: {local_checkpoint} counts")
-        for name in dict.fromkeys([*self._named(LATEST, complete), *complete]):
+        for name in dict.fromkeys([*self._checkpoints_at(LATEST, complete), *complete]):
             if local_checkpoint and step_of(local_checkpoint) >= step_of(Path(name)):
                 return ""
             why = self._download(complete[name], self.working_folder / CHECKPOINTS / name)
@@ -125,7 +125,7 @@ class Bucket:
             )
         pointers = {}
         for pointer in (BEST, LATEST):
-            if path := checkpoint_files.named(run / CHECKPOINTS, pointer):
+            if path := checkpoint_files.checkpoint_named(run / CHECKPOINTS, pointer):
                 pointers[pointer] = path
                 self._send_checkpoint(path)
         for file in run.rglob("*"):
@@ -147,7 +147,7 @@ class Bucket:
                 files_of_steps.setdefault(file.parent.name, []).append(file.name)
         return dict(sorted(files_of_steps.items(), key=lambda item: -step_of(Path(item[0]))))
 
-    def _named(self, pointer: str, complete: Files) -> list[str]:
+    def _checkpoints_at(self, pointer: str, complete: Files) -> list[str]:
         with suppress(ReadError):  # there is none
             name = (
                 self.place.read(f"{CHECKPOINTS}/{pointer}", 1000).decode(errors="replace").strip()
@@ -160,12 +160,12 @@ class Bucket:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         for file in sorted(files, key=lambda file: file == MANIFEST):
-            self._get(f"{CHECKPOINTS}/{path.name}/{file}", path / file)
+            self._download_file(f"{CHECKPOINTS}/{path.name}/{file}", path / file)
         if why := checkpoint_files.fault(path):
             shutil.rmtree(path)
         return why
 
-    def _get(self, name: str, path: Path) -> None:
+    def _download_file(self, name: str, path: Path) -> None:
         size, part = self.place.size(name), checkpoint_files.CHUNK_BYTES
         with open(path, "wb") as file:
             for start in range(0, size, part):

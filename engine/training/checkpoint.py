@@ -53,8 +53,8 @@ from .checkpoint_files import (
     STATE,
     CheckpointError,
     WriteError,
+    checkpoint_named,
     complete,
-    named,
     read_state,
     step_of,
     warn,
@@ -217,8 +217,12 @@ def _writing(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         if lost_a_rank(error):
             raise
-        good = named(path.parent, LATEST)
-        last = f"the last good checkpoint is {good.name}" if good else "there is no checkpoint yet"
+        last_good = checkpoint_named(path.parent, LATEST)
+        last = (
+            f"the last good checkpoint is {last_good.name}"
+            if last_good
+            else "there is no checkpoint yet"
+        )
         mend = "free disk space"
         if isinstance(error, OSError):
             mend = mend_for(error, mend, "make it writable")
@@ -267,7 +271,7 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
     """Keeps the last `keep` up to `newest`, the best, and any of later steps, which this run has
     not reached."""
     for path in [path for path in complete(root) if step_of(path) <= step_of(newest)][keep:]:
-        if path != named(root, BEST):
+        if path != checkpoint_named(root, BEST):
             (path / MANIFEST).unlink()  # without it the folder is no checkpoint
             shutil.rmtree(path)
 
@@ -277,9 +281,12 @@ def to_universal(path: Path) -> None:
     quiet_deepspeed()
     from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
 
-    done, temporary = path / UNIVERSAL, path / f".{UNIVERSAL}"
-    for old in (done, temporary):  # left by an earlier resume; not covered by the manifest
-        shutil.rmtree(old, ignore_errors=True)
+    universal, temporary = path / UNIVERSAL, path / f".{UNIVERSAL}"
+    for leftover in (
+        universal,
+        temporary,
+    ):  # left by an earlier resume; not covered by the manifest
+        shutil.rmtree(leftover, ignore_errors=True)
     arguments = Namespace(
         input_folder=str(path),
         output_folder=str(temporary),
@@ -301,7 +308,7 @@ def to_universal(path: Path) -> None:
                 "space"
             ) from error
     (path / LATEST_UNIVERSAL).unlink(missing_ok=True)
-    os.replace(temporary, done)
+    os.replace(temporary, universal)
 
 
 def load(engine: Any, path: Path, universal: bool) -> None:

@@ -51,7 +51,7 @@ def step_of(path: Path) -> int:
     return int(number) if number.isascii() and number.isdigit() and len(number) < 19 else -1
 
 
-def named(root: Path, pointer: str) -> Path | None:
+def checkpoint_named(root: Path, pointer: str) -> Path | None:
     """The checkpoint that `latest` or `best` names."""
     try:
         path = root / (root / pointer).read_text().strip()
@@ -137,9 +137,11 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         _State.model_validate(state)
     except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        key, value = ".".join(map(str, wrong["loc"])), str(wrong["input"])[:80]
-        raise CheckpointError(f"{path / STATE}: {key}={value}: {wrong['msg']}: {RESTORE}") from None
+        problem = error.errors(include_url=False)[0]
+        key, value = ".".join(map(str, problem["loc"])), str(problem["input"])[:80]
+        raise CheckpointError(
+            f"{path / STATE}: {key}={value}: {problem['msg']}: {RESTORE}"
+        ) from None
     ranks = len(list(path.glob("loader-rank*.json")))
     if state["world"] != ranks:
         raise CheckpointError(

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     BestMetric = str
 else:
     BestMetric = Literal[
-        "f1", *(one.name for one in METRIC_OF.values() if one.lower_is_better is not None)
+        "f1", *(metric.name for metric in METRIC_OF.values() if metric.lower_is_better is not None)
     ]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -370,12 +370,12 @@ def _suggest(key: str, kind: type[BaseModel]) -> str:
 def settings_named(key: str, kind: type[BaseModel]) -> list[str]:
     """Settings whose name, or a name in other libraries, is the last part of this one."""
     name = key.rpartition(".")[2]
-    named = []
+    matching = []
     for setting in flatten(kind().model_dump()):
         name_here = setting.rpartition(".")[2]
         if name == name_here or name in ALIASES.get(setting, "").split():
-            named.append(setting)
-    return named
+            matching.append(setting)
+    return matching
 
 
 def nearest_settings(key: str, kind: type[BaseModel]) -> list[str]:
@@ -430,8 +430,8 @@ def zero_stage(config: RunConfig) -> int:
 def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
     """Crops per rank and forward pass, and forward passes per step."""
     t = config.train
-    share, rest = divmod(t.batch_crops, world)
-    if rest:
+    share, remainder = divmod(t.batch_crops, world)
+    if remainder:
         raise ConfigError(
             f"train.batch_crops={t.batch_crops}: must be a multiple of the {world} ranks"
         )

@@ -57,15 +57,15 @@ class StartingWeights:
         elif MASK not in start_weights:
             start_weights[MASK] = state[MASK]
             new.append("the mask embedding")
-        if wrong := misfits(shapes(start_weights), shapes(encoder)):
+        if problem := misfits(shapes(start_weights), shapes(encoder)):
             raise ConfigError(
-                f"start={self.start}: its weights are not those of this encoder: {wrong}"
+                f"start={self.start}: its weights are not those of this encoder: {problem}"
             )
         loaded = "the encoder"
-        their_heads = {name: w for name, w in self.weights.items() if name in heads}
-        if heads and shapes(their_heads) == shapes(heads):
+        start_heads = {name: w for name, w in self.weights.items() if name in heads}
+        if heads and shapes(start_heads) == shapes(heads):
             loaded += " and the heads of the local objective"
-            start_weights |= their_heads
+            start_weights |= start_heads
         elif heads:
             new.append("the heads of the local objective")
         if any(name.startswith(("plugin.", "attributes.")) for name in state):
@@ -102,13 +102,13 @@ def check_fits(config: Config, start_config: ModelConfig, signals: Input) -> Non
         ("input", "input", {name: getattr(signals, name) for name in INPUT}, vars(config.input)),
     )
     for what, section, start_values, run_values in pairs:
-        differ = []
+        differences = []
         for key, value in start_values.items():
             if run_values.get(key, value) != value:
-                differ.append(f"{section}.{key} is {value!r} there, {run_values[key]!r} here")
-        if differ:
+                differences.append(f"{section}.{key} is {value!r} there, {run_values[key]!r} here")
+        if differences:
             raise ConfigError(
-                f"start={start}: another {what}: {'; '.join(differ)}: set the same, or leave out "
+                f"start={start}: another {what}: {'; '.join(differences)}: set the same, or leave out "
                 "--config"
             )
     if signals.leads != augment.output_leads:

@@ -2,7 +2,7 @@
 
 inputs = PretrainInputs(config, datasets)      # once
 arguments = inputs(batch, tau)                 # of engine.model.pretrainer.Pretrainer, each step
-some_crops(arguments, 0, 8)                    # those of a micro-batch
+arguments_of_crops(arguments, 0, 8)            # those of a micro-batch
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     return torch.float32
 
 
-def some_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
+def arguments_of_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
     """The arguments for a part of the batch: scalars are the same for all crops."""
     part_of_arguments: list[Tensor | None] = []
     for argument in arguments:
@@ -40,7 +40,7 @@ def some_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
     return tuple(part_of_arguments)
 
 
-def whole(x_BSLT: Tensor) -> Tensor:
+def whole_crops(x_BSLT: Tensor) -> Tensor:
     """x_BLT: crops of 10 s from their halves."""
     return x_BSLT.transpose(1, 2).flatten(2)
 
@@ -86,4 +86,4 @@ class PretrainInputs:
             return x_RSLT.view(crops, 2, *x_RSLT.shape[2:])
         u = uniform(self.seed, RandomStream.PAIR, places.epoch, crop_key(places))
         start_B = to_device(u, device)
-        return signals.cut(whole(x_BSLT), np.full(crops, 2), keep_BSL1, start_B)
+        return signals.cut(whole_crops(x_BSLT), np.full(crops, 2), keep_BSL1, start_B)

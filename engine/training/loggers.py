@@ -139,7 +139,7 @@ class RunLogger:
             self.bar.close()
         for file in self.files.values():
             file.close()
-        self._each(lambda service: service.close())
+        self._call_services(lambda service: service.close())
 
     def _write(self, name: str, line: Row, curves: Row) -> None:
         """`line` goes to the file, `curves` to the services."""
@@ -152,14 +152,14 @@ class RunLogger:
             for k, v in curves.items()
             if not k.endswith("step") and v is not None and _is_finite(v)
         }
-        self._each(lambda service: service.log(finite_curves, int(line["step"])))
+        self._call_services(lambda service: service.log(finite_curves, int(line["step"])))
         self.gauges |= finite_curves | {"logged_at_seconds": time.time()}
         if name == METRICS:
             self.gauges["step"] = line["step"]
             with suppress(FileNotFoundError):  # RUN was moved: the next checkpoint says so
                 write_gauges(self.prometheus, self.gauges)
 
-    def _each(self, call: Callable[[Service], None]) -> None:
+    def _call_services(self, call: Callable[[Service], None]) -> None:
         for name, service in list(self.services.items()):
             try:
                 call(service)
@@ -221,10 +221,10 @@ def move_repeated_lines(path: Path, step: int) -> None:
     cut_lines: list[bytes] = []
     for text in path.read_bytes().splitlines(keepends=True):
         try:
-            done = json.loads(text)["step"] <= step
+            is_done = json.loads(text)["step"] <= step
         except (ValueError, LookupError, TypeError, RecursionError):
-            done = False
-        (kept_lines if done else cut_lines).append(text)
+            is_done = False
+        (kept_lines if is_done else cut_lines).append(text)
     if cut_lines:
         with open(path.with_name(f"{path.stem}.cut{path.suffix}"), "ab") as file:
             file.writelines([*cut_lines, b"" if cut_lines[-1].endswith(b"\n") else b"\n"])

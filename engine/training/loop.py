@@ -35,7 +35,7 @@ from ..model.objectives import sum_over_ranks
 from ..settings.errors import TrainError
 from .config import RunConfig, micro_batch, zero_stage
 from .distributed import DeepSpeedLauncher, MaxOverRanks, Ranks, on_first_rank
-from .inputs import some_crops
+from .inputs import arguments_of_crops
 from .loggers import RunLogger, memory_gb, peak_tflops
 from .optimizer import GuardedAdamW, lr_at
 from .run_folder import RunFolder
@@ -198,7 +198,7 @@ class Loop:
             if reports:
                 lost = f"{len(reports)} of {count} micro-batches lost"
                 self._stop_if_asked(f"step {step + 1} begins again: {lost}")
-            losses = self.engine(*some_crops(arguments, start, start + self.micro))
+            losses = self.engine(*arguments_of_crops(arguments, start, start + self.micro))
             self.engine.backward(losses["loss"])
             self.engine.step()
             reports.append({name: value.detach() for name, value in losses.items()})
@@ -231,7 +231,9 @@ class Loop:
             return
         values = dict(zip(names, mean.tolist(), strict=True))
         if batch.skipped:
-            say(f"skipped as unreadable: {'; '.join(bad.reason for bad in batch.skipped)}")
+            say(
+                f"skipped as unreadable: {'; '.join(bad_crop.reason for bad_crop in batch.skipped)}"
+            )
         if warning := self.task.warning(values):
             say(f"warning: {warning}")
         norm = self.engine.get_global_grad_norm() if self.adam.by_engine else self.adam.norm

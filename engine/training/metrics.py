@@ -144,9 +144,9 @@ def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple
             raise MetricError(
                 f"{name} of shape {list(array.shape)}, not [n, {classes}] with n at least 1"
             )
-        wrong = np.count_nonzero((array != 0) & (array != 1))
-        if wrong:
-            raise MetricError(f"{name}: {wrong:,} of {array.size:,} are neither 0 nor 1")
+        wrong_values = np.count_nonzero((array != 0) & (array != 1))
+        if wrong_values:
+            raise MetricError(f"{name}: {wrong_values:,} of {array.size:,} are neither 0 nor 1")
         arrays.append(array.astype(bool))
     y, p = arrays
     if len(y) != len(p):
@@ -451,8 +451,8 @@ def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, Facts]:
 
 
 def _mean(values_K: Array) -> float:
-    good = values_K[np.isfinite(values_K)]
-    return float(good.mean()) if len(good) else np.nan
+    finite_K = values_K[np.isfinite(values_K)]
+    return float(finite_K.mean()) if len(finite_K) else np.nan
 
 
 def identification(

@@ -65,20 +65,20 @@ class GuardedAdamW(torch.optim.AdamW):
         if self.partitioned and dist.get_world_size() > 1:
             dist.all_reduce(square)
         self.norm = square.sqrt()
-        bad = (~torch.isfinite(self.norm)).float()
+        nonfinite = (~torch.isfinite(self.norm)).float()
         if self.clip_norm:
             self.grad_scale = ((self.norm + 1e-6) / self.clip_norm).clamp(min=1)
-        self.found_inf = bad
+        self.found_inf = nonfinite
         super().step()
-        self._count(bad)
+        self._count(nonfinite)
 
     def count_skipped(self) -> None:
         """Counts a step that DeepSpeed itself skipped (`by_engine`), on all ranks."""
         self._count(torch.ones_like(self.skipped))
 
-    def _count(self, bad: Tensor) -> None:
-        self.skipped = self.skipped + bad
-        self.in_a_row = (self.in_a_row + 1) * bad
+    def _count(self, nonfinite: Tensor) -> None:
+        self.skipped = self.skipped + nonfinite
+        self.in_a_row = (self.in_a_row + 1) * nonfinite
 
 
 def lr_at(config: TrainConfig, step: int, total: int) -> float:
@@ -88,11 +88,11 @@ def lr_at(config: TrainConfig, step: int, total: int) -> float:
     if step < warmup:
         return config.lr * (config.start_factor + (1 - config.start_factor) * step / warmup)
     if config.schedule == "warmup_cosine":
-        done = min(1.0, (step - warmup) / max(total - warmup, 1))
+        decay_done = min(1.0, (step - warmup) / max(total - warmup, 1))
         return config.lr * (
-            config.end_factor + (1 - config.end_factor) * (1 + math.cos(math.pi * done)) / 2
+            config.end_factor + (1 - config.end_factor) * (1 + math.cos(math.pi * decay_done)) / 2
         )
     if step < warmup + hold:
         return config.lr
-    done = min(1.0, (step - warmup - hold) / max(total - warmup - hold, 1))
-    return config.lr * math.pow(max(config.end_factor, 1e-12), done)
+    decay_done = min(1.0, (step - warmup - hold) / max(total - warmup - hold, 1))
+    return config.lr * math.pow(max(config.end_factor, 1e-12), decay_done)

@@ -331,8 +331,8 @@ def examine_objective(
     model_copy = copy.deepcopy(model)
     for p in model_copy.parameters():
         p.data = p.data.to(dtype)
-    named = f"objective.method={model.objective.method}"
-    with blaming(named), single_process(), torch.random.fork_rng(devices=[]):
+    setting = f"objective.method={model.objective.method}"
+    with blaming(setting), single_process(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         x_BSLT = torch.randn(2, windows, model.config.leads, samples)
         x_BSLT[1, -1] = 0  # as RLM may give

@@ -59,9 +59,11 @@ class Profile:
             say(f"profile of {self.steps} steps: {folder}/")
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        when = schedule(wait=WARM_UP - 1, warmup=1, active=self.steps, repeat=1)
+        profiler_schedule = schedule(wait=WARM_UP - 1, warmup=1, active=self.steps, repeat=1)
         kind = AllocationProfile if cuda else profile
-        with kind(activities=activities, schedule=when, on_trace_ready=write) as tracer:
+        with kind(
+            activities=activities, schedule=profiler_schedule, on_trace_ready=write
+        ) as tracer:
             yield tracer
 
 

@@ -34,10 +34,10 @@ from .checkpoint_files import (
     RESTORE,
     CheckpointError,
     WriteError,
+    checkpoint_named,
     complete,
     fault,
     make_room,
-    named,
     read_state,
 )
 from .config import RunConfig, TrainConfig
@@ -131,7 +131,7 @@ class RunFolder:
         """The checkpoint that `latest` names, else the newest complete one; `warn` is called with
         what was skipped and why."""
         root = self.checkpoints
-        latest, finished = named(root, LATEST), complete(root)
+        latest, finished = checkpoint_named(root, LATEST), complete(root)
         if latest is None and not finished and not (root / LATEST).exists():
             return None
         skipped = [] if latest else [f"{root / LATEST}: does not name a checkpoint"]
@@ -149,7 +149,7 @@ class RunFolder:
 
     def best(self) -> Path | None:
         """The best checkpoint by validation; without validation the newest."""
-        path = named(self.checkpoints, BEST)
+        path = checkpoint_named(self.checkpoints, BEST)
         return path if path and fault(path) is None else self.newest()
 
     def begun_with(self) -> list[str]:

@@ -321,10 +321,10 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
         if key in ("train.steps", "train.epochs"):
             may_change = not config.length_matters
         if before.get(key) != facts_now.get(key) and not may_change:
-            then, now_text = before.get(key), facts_now.get(key)
+            text_before, now_text = before.get(key), facts_now.get(key)
             if key == "datasets":
-                then, now_text = described_data(state), described_data(facts)
-            changes.append(f"{key} changed from {shortened(then)} to {shortened(now_text)}")
+                text_before, now_text = described_data(state), described_data(facts)
+            changes.append(f"{key} changed from {shortened(text_before)} to {shortened(now_text)}")
     if changes:
         run = path.parent.parent
         raise ConfigError(

@@ -77,8 +77,8 @@ def first_of_each_waveform(
     rows: list[np.ndarray] = []
     waveforms = []
     for dataset in datasets:
-        chosen = DatasetRows.of(dataset, **training_roles(config))
-        rows.append(chosen.row(np.arange(len(chosen))))
+        selected = DatasetRows.of(dataset, **training_roles(config))
+        rows.append(selected.row(np.arange(len(selected))))
         waveforms.append(dataset.column("waveform")[rows[-1]])
     waveform_N = np.concatenate(waveforms)
     is_first_N = np.zeros(len(waveform_N), bool)

@@ -56,8 +56,12 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
     @property
     def own(self) -> list[tuple[str, dict[str, Any]]]:
         """The name and the options of each function in `extra`."""
-        given = (self.extra,) if isinstance(self.extra, str) else self.extra
-        named = [{"name": one} if isinstance(one, str) else dict(one) for one in given if one != ""]
+        functions = (self.extra,) if isinstance(self.extra, str) else self.extra
+        named = [
+            {"name": function} if isinstance(function, str) else dict(function)
+            for function in functions
+            if function != ""
+        ]
         return [(options.pop("name", ""), options) for options in named]
 
     @property

@@ -34,9 +34,16 @@ class LeadSettings:
         return self.output_leads
 
 
-def limb_leads(one: Node, two: Node) -> list[Node]:
+def limb_leads(lead_1: Node, lead_2: Node) -> list[Node]:
     """I, II, III, aVR, aVL and aVF from I and II (Einthoven, Goldberger)."""
-    return [one, two, two - one, (one + two) * -0.5, one - two * 0.5, two - one * 0.5]
+    return [
+        lead_1,
+        lead_2,
+        lead_2 - lead_1,
+        (lead_1 + lead_2) * -0.5,
+        lead_1 - lead_2 * 0.5,
+        lead_2 - lead_1 * 0.5,
+    ]
 
 
 class Leads(Stage):
@@ -90,8 +97,8 @@ class RandomLeads(Stage):
             )
 
     def draw(self, random: Random) -> Params:
-        whole = self.settings.output_leads == self.settings.seen
-        if whole and not self.settings.rlm and random.measured_BL is None:
+        shows_all = self.settings.output_leads == self.settings.seen
+        if shows_all and not self.settings.rlm and random.measured_BL is None:
             return {}
         return {"keep": self.keep(random)}
 

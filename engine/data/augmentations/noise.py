@@ -112,8 +112,8 @@ class PhysiologicalNoise(Noise):
         named, kinds = f"augment.noise={self.settings.noise!r}", self.settings.kinds
         for kind in kinds:
             if kind not in PAPER_NOISE + AUTHORS_NOISE:
-                known = ", ".join([*PAPER_NOISE, *AUTHORS_NOISE, *NOISE_SETS])
-                raise ConfigError(f"{named}: unknown kind {kind!r}: use {known}")
+                known_kinds = ", ".join([*PAPER_NOISE, *AUTHORS_NOISE, *NOISE_SETS])
+                raise ConfigError(f"{named}: unknown kind {kind!r}: use {known_kinds}")
         if len({kind.removeprefix("authors_") for kind in kinds}) < len(kinds):
             raise ConfigError(
                 f"{named}: a kind occurs twice: give each once, the paper's or the authors'"

@@ -212,12 +212,12 @@ def _scale(cfg: Settings) -> str:
     """The scale of the input. ECG-FM was trained on z-scored files, which only their paths
     reveal."""
     task = _section(cfg, "task")
-    said = {**cfg["model"], **task}
-    if said.get("filter"):
-        raise _lost("filter", said["filter"], "its signals were filtered by NeuroKit2")
-    if said.get("normalize") and said.get("mean_path"):
-        raise _lost("mean_path", said["mean_path"], "its means are in another file")
-    if said.get("normalize") is True:
+    model_and_task = {**cfg["model"], **task}
+    if model_and_task.get("filter"):
+        raise _lost("filter", model_and_task["filter"], "its signals were filtered by NeuroKit2")
+    if model_and_task.get("normalize") and model_and_task.get("mean_path"):
+        raise _lost("mean_path", model_and_task["mean_path"], "its means are in another file")
+    if model_and_task.get("normalize") is True:
         return "layernorm"
     paths = f"{cfg['model'].get('data')} {task.get('data')}".lower()
     return "zscore" if any(name in paths for name in ZSCORED) else "millivolt"
@@ -281,8 +281,8 @@ def _head(cfg: Settings, names: list[str]) -> Settings:
     if set(names) == set(CLASSES):
         head["task"] = "diagnosis"
         return head
-    what = "classes" if head["kind"] == "multiclass" else "columns"
-    head["definition"] = {"name": head["task"], "kind": head["kind"], what: names}
+    labels_key = "classes" if head["kind"] == "multiclass" else "columns"
+    head["definition"] = {"name": head["task"], "kind": head["kind"], labels_key: names}
     return head
 
 
@@ -306,10 +306,12 @@ def to_fairseq(run: str | Path, out: Path) -> None:
     if model_input:
         require_their_input(run, model_input, preprocessing)
     try:
-        theirs = to_theirs(state, config, origin.get("spelling", "parametrizations"))
-        weights = {name: theirs.pop(name) for name in origin.get("order") or list(theirs)}
-        if theirs:
-            raise LookupError(f"order lacks {next(iter(theirs))}")
+        their_weights = to_theirs(state, config, origin.get("spelling", "parametrizations"))
+        weights = {
+            name: their_weights.pop(name) for name in origin.get("order") or list(their_weights)
+        }
+        if their_weights:
+            raise LookupError(f"order lacks {next(iter(their_weights))}")
         cfg = origin.get("cfg") or their_settings(config, model_input.seen if model_input else ALL)
         history = origin.get("optimizer_history") or []
     except (AttributeError, LookupError, TypeError) as error:
@@ -400,10 +402,10 @@ class StandIn:
     """Replaces a class or function that torch.load does not know."""
 
     def __new__(cls, *args: Any) -> "StandIn":
-        made = object.__new__(cls)
+        stand_in = object.__new__(cls)
         # Of an enum: its value
-        made.__dict__["content"] = args[0] if len(args) == 1 else f"<{cls.__name__}>"
-        return made
+        stand_in.__dict__["content"] = args[0] if len(args) == 1 else f"<{cls.__name__}>"
+        return stand_in
 
     def __setstate__(self, state: Any) -> None:
         """Keep the settings: argparse.Namespace has them in its state, OmegaConf's nodes in
@@ -421,9 +423,12 @@ def stand_ins(path: Path) -> list[Any]:
         pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
         if sum(info.file_size for info in pickles) > MAX_PICKLE:
             raise ConfigError(f"{path}: its data.pkl has more than {MAX_PICKLE} bytes, the limit")
-    known: Settings = {"collections.defaultdict": lambda *_: {}}
+    replacements: Settings = {"collections.defaultdict": lambda *_: {}}
     names = get_unsafe_globals_in_checkpoint(path)
-    return [(known.get(name) or type(name.split(".")[-1], (StandIn,), {}), name) for name in names]
+    return [
+        (replacements.get(name) or type(name.split(".")[-1], (StandIn,), {}), name)
+        for name in names
+    ]
 
 
 def as_json(value: Any) -> Any:
@@ -508,13 +513,13 @@ def from_torch(
     )
     code = code_of([("--encoder", encoder)], "")
     x_RLT = fixed_input(preprocessing)
-    theirs = read_tensors(path)
-    own = build_encoder(config, generator=torch.Generator().manual_seed(0))
-    examine(own, config, samples=x_RLT.shape[2])
-    fresh_RD = embedding(own, x_RLT)
-    names, left = matched(path, own.state_dict(), theirs, prefix, renamed)
-    load_tensors(path, own, {name: theirs[their] for name, their in names.items()})
-    c_RD = embedding(own, x_RLT)
+    file_weights = read_tensors(path)
+    module = build_encoder(config, generator=torch.Generator().manual_seed(0))
+    examine(module, config, samples=x_RLT.shape[2])
+    fresh_RD = embedding(module, x_RLT)
+    names, left = matched(path, module.state_dict(), file_weights, prefix, renamed)
+    load_tensors(path, module, {name: file_weights[their] for name, their in names.items()})
+    c_RD = embedding(module, x_RLT)
     if agree(c_RD, fresh_RD):
         raise ConfigError(
             f"{path}: its weights fit {encoder}, but the embedding is still that of the freshly built "
@@ -530,7 +535,7 @@ def from_torch(
         "model": asdict(config) | {"encoder": portable(encoder)},
         "from_torch": origin,
     }
-    weights = {f"encoder.{name}": weight.clone() for name, weight in own.state_dict().items()}
+    weights = {f"encoder.{name}": weight.clone() for name, weight in module.state_dict().items()}
     card = _torch_card(config, origin, preprocessing)
     _write_if_complete(out, c_RD, weights, document, preprocessing, card, code)
     return [
@@ -582,23 +587,23 @@ def read_tensors(path: Path) -> Weights:
 
 def matched(
     path: Path,
-    ours: Weights,
-    theirs: Weights,
+    encoder_weights: Weights,
+    file_weights: Weights,
     prefix: str,
     renamed: Sequence[Sequence[str]],
 ) -> tuple[dict[str, str], str]:
     """{name in the class: name in the file}, where all may begin with something, such as
     state_dict.module.; and a text on the other names in the file."""
-    wanted = {}
-    for name in ours:
-        wanted[name] = name
+    inner_names = {}
+    for name in encoder_weights:
+        inner_names[name] = name
         for old, new in renamed:
             if name.startswith(new):
-                wanted[name] = old + name.removeprefix(new)
+                inner_names[name] = old + name.removeprefix(new)
     places = Counter(
         full.removesuffix(name)
-        for full in theirs
-        for name in wanted.values()
+        for full in file_weights
+        for name in inner_names.values()
         if f".{full}".endswith(f".{prefix}{name}")
     )
     best = [place for place in places if places[place] == max(places.values())]
@@ -606,10 +611,14 @@ def matched(
         best = [prefix]
     if len(best) > 1:
         raise ConfigError(f"{path}: has the weights under {best[:SHOWN]}: choose with --prefix")
-    names = {name: best[0] + inner for name, inner in wanted.items()}
-    expected = shapes_of(ours)
-    shapes = shapes_of({name: theirs[their] for name, their in names.items() if their in theirs})
-    left = misfits({their: () for their in theirs if their not in names.values()}, {}) or "none"
+    names = {name: best[0] + inner for name, inner in inner_names.items()}
+    expected = shapes_of(encoder_weights)
+    shapes = shapes_of(
+        {name: file_weights[their] for name, their in names.items() if their in file_weights}
+    )
+    left = (
+        misfits({their: () for their in file_weights if their not in names.values()}, {}) or "none"
+    )
     if shapes != expected:
         fit = shapes.items() & expected.items()
         raise ConfigError(
@@ -619,24 +628,24 @@ def matched(
     return names, left
 
 
-def load_tensors(path: Path, own: nn.Module, weights: Weights) -> None:
+def load_tensors(path: Path, encoder: nn.Module, weights: Weights) -> None:
     with blaming(str(path)):
-        for name, mine in own.state_dict().items():
-            if mine.is_floating_point() and not weights[name].is_floating_point():
+        for name, own_weight in encoder.state_dict().items():
+            if own_weight.is_floating_point() and not weights[name].is_floating_point():
                 raise ConfigError(
                     f"{name} is {weights[name].dtype}: take one that is not quantised"
                 )
-        own.load_state_dict(weights)
-        for name, weight in own.state_dict().items():
+        encoder.load_state_dict(weights)
+        for name, weight in encoder.state_dict().items():
             if not weight.isfinite().all():
                 raise ConfigError(f"{name} has NaN or infinity: take another checkpoint")
 
 
 def fixed_input(preprocessing: Settings) -> Tensor:
     """x_RLT: two rows of noise, as long as a model's input."""
-    given = Input.of(preprocessing, len(preprocessing["leads"]))
+    model_input = Input.of(preprocessing, len(preprocessing["leads"]))
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, len(given.leads), given.samples, generator=generator)
+    return torch.randn(2, len(model_input.leads), model_input.samples, generator=generator)
 
 
 @torch.no_grad()
@@ -654,8 +663,8 @@ def embed_alone() -> None:
 def _refuse_other_files(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and isinstance(arguments[0], str):
         path = Path(arguments[0]).absolute()
-        ours = any(path.is_relative_to(place) for place in (Path.cwd(), *SYSTEM))
-        if path.is_file() and not ours and path.suffix not in (".py", ".pyc", ".so"):
+        is_allowed = any(path.is_relative_to(place) for place in (Path.cwd(), *SYSTEM))
+        if path.is_file() and not is_allowed and path.suffix not in (".py", ".pyc", ".so"):
             raise FileNotFoundError(f"reads {path}: keep such numbers in the code or in buffers")
 
 

@@ -98,9 +98,9 @@ def spelling(state: Weights) -> str:
 def outputs(state: Weights) -> int:
     """Number of outputs of a classifier, the authors' or ours; 0 if the model is only
     pre-trained."""
-    theirs = any(name.startswith("encoder.feature_extractor.") for name in state)
-    head = state.get("proj.weight" if theirs else "head.weight")
-    return len(head) if head is not None and head.ndim else int(theirs)
+    is_theirs = any(name.startswith("encoder.feature_extractor.") for name in state)
+    head = state.get("proj.weight" if is_theirs else "head.weight")
+    return len(head) if head is not None and head.ndim else int(is_theirs)
 
 
 def names(
@@ -145,16 +145,16 @@ def names(
     return table
 
 
-def empty_weights(config: ModelConfig, like: Weights) -> Weights:
-    """All weights of a model, as meta tensors: of a classifier if `like` belong to one, the
+def empty_weights(config: ModelConfig, state: Weights) -> Weights:
+    """All weights of a model, as meta tensors: of a classifier if `state` belongs to one, the
     authors' or ours."""
     with torch.device("meta"):
         weights = dict(Pretrainer(config, ObjectiveConfig()).state_dict())
-        classes = outputs(like)
+        classes = outputs(state)
         if not classes:
             return weights
         encoder = {name: w for name, w in weights.items() if name.startswith("encoder.")}
-        if not any("mask_emb" in name for name in like):
+        if not any("mask_emb" in name for name in state):
             del encoder["encoder.mask_embedding"]
         encoder["head.weight"] = torch.empty(classes, config.width)
         encoder["head.bias"] = torch.empty(classes)
@@ -162,14 +162,14 @@ def empty_weights(config: ModelConfig, like: Weights) -> Weights:
 
 
 def from_theirs(state: Weights, config: ModelConfig) -> Weights:
-    spelled, ours = spelling(state), empty_weights(config, state)
-    _check(state, _renamed(ours, config, spelled))
+    spelled, our_weights = spelling(state), empty_weights(config, state)
+    _check(state, _renamed(our_weights, config, spelled))
     converted = {}
-    for name, parts in _table(ours, config, spelled).items():
+    for name, parts in _table(our_weights, config, spelled).items():
         weights = torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]
         if CONVOLUTION.fullmatch(name):  # [out, in, kernel] -> [out, kernel * in]
             weights = weights.transpose(1, 2)
-        converted[name] = weights.reshape(ours[name].shape).contiguous()
+        converted[name] = weights.reshape(our_weights[name].shape).contiguous()
     return converted
 
 

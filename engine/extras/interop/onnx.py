@@ -140,7 +140,8 @@ def difference(outputs: Outputs, path: Path, segments: int, samples: int) -> flo
         expected = outputs(x)
     pairs = zip(expected, session.run(None, {"x": x.numpy()}), strict=True)
     worst = [
-        np.abs(mine.numpy() - other).max() / max(1.0, float(mine.abs().max()))
-        for mine, other in pairs
+        np.abs(expected_output.numpy() - onnx_output).max()
+        / max(1.0, float(expected_output.abs().max()))
+        for expected_output, onnx_output in pairs
     ]
     return float(np.max(worst))

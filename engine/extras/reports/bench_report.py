@@ -69,11 +69,11 @@ def write(document: Row, out: Path) -> None:
 
 def panels(document: Row) -> dict[tuple[str, str], list[Row]]:
     """Rows by task and metric."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    rows_of_panels: dict[tuple[str, str], list[Row]] = {}
     for row in document["rows"]:
         for metric in [name for name in row["metrics"] if name in MAIN]:
-            found.setdefault((row["task"], metric), []).append(row)
-    return found
+            rows_of_panels.setdefault((row["task"], metric), []).append(row)
+    return rows_of_panels
 
 
 def markdown(document: Row) -> str:
@@ -155,8 +155,8 @@ def picture(document: Row) -> Figure:
     marks = dict(zip(shares, cycle(MARKS), strict=False))
     models = []  # those of each line of panels, in the order of the comparison
     for rows in by_panel.values():
-        drawn = {row["model"] for row in rows}
-        models.append([name for name in document["models"] if name in drawn])
+        models_drawn = {row["model"] for row in rows}
+        models.append([name for name in document["models"] if name in models_drawn])
     heights = [0.9 + len(names) * (0.14 + 0.11 * max(1, len(shares))) for names in models]
     width = 0.08 * max(map(len, document["models"])) + 3.2 * len(columns)
     with matplotlib.rc_context(STYLE):

@@ -161,8 +161,8 @@ def decisions(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
     curves: list[Picture] = []
     tables: dict[str, list[Table]] = {}
     for k in frequent:
-        known = ~np.isnan(y_NK[:, k])
-        label_N, score_N = y_NK[known, k] == 1, scores_NK[known, k]
+        is_known = ~np.isnan(y_NK[:, k])
+        label_N, score_N = y_NK[is_known, k] == 1, scores_NK[is_known, k]
         if 0 < label_N.sum() < len(label_N):
             title = f"{head.classes[k]}: {label_N.sum():,} of {len(label_N):,}"
             curves.append(charts.curves_of_class(title, label_N, score_N))
@@ -217,8 +217,8 @@ def share(part: int, rest: int) -> str:
 
 def confusions(head: HeadInfo, y_NK: Array, scores_NK: Array) -> Table:
     """How many records of each class (row) were predicted as each (column)."""
-    known = ~np.isnan(y_NK).any(1)
-    counts_KK = (y_NK[known] == 1).T.astype(int) @ predicted("multiclass", scores_NK[known])
+    is_known = ~np.isnan(y_NK).any(1)
+    counts_KK = (y_NK[is_known] == 1).T.astype(int) @ predicted("multiclass", scores_NK[is_known])
     table = [["true, predicted", *head.classes]]
     for name, counts in zip(head.classes, counts_KK, strict=True):
         table.append([name, *(f"{count:,}" for count in counts)])
@@ -228,17 +228,17 @@ def confusions(head: HeadInfo, y_NK: Array, scores_NK: Array) -> Table:
 def agreements(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
     curves = []
     for k, name in enumerate(head.classes):
-        known = np.isfinite(y_NK[:, k])
-        if known.any():
-            predictions = scores_NK[known, k].astype(float)
-            curves.append(charts.agreement(name, y_NK[known, k], predictions, head.unit))
+        is_known = np.isfinite(y_NK[:, k])
+        if is_known.any():
+            predictions = scores_NK[is_known, k].astype(float)
+            curves.append(charts.agreement(name, y_NK[is_known, k], predictions, head.unit))
     return {"decisions": {}, "curves_title": "Predicted and true values", "curves": curves}
 
 
 def survival(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
     """Kaplan-Meier curves of the records in thirds of the predicted risk, and how many are at risk."""
-    known = ~np.isnan(y_NK[:, 0])
-    y_N, risk_N = y_NK[known, 0], scores_NK[known, 0]
+    is_known = ~np.isnan(y_NK[:, 0])
+    y_N, risk_N = y_NK[is_known, 0], scores_NK[is_known, 0]
     third_N = np.searchsorted(np.quantile(risk_N, (1 / 3, 2 / 3)), risk_N)
     unit = head.unit or "time"
     ticks = MaxNLocator(7).tick_values(0, np.abs(y_N).max())[:-1]
@@ -263,8 +263,8 @@ def ecg(result: TaskResult, dataset: Dataset, row: int) -> Picture:
     figure = plots.ecg_figure(crop.signal_uv, crop.halves, missing=crop.missing_leads)
     for text in (*figure.texts, *figure.axes[0].texts):
         text.set_fontsize(13)  # two ECGs beside each other, at half their size on paper
-    who = ", ".join([str(result.records_N[row]), *groups])
-    title = f"{who}: {reading(result, row)}"
+    record_text = ", ".join([str(result.records_N[row]), *groups])
+    title = f"{record_text}: {reading(result, row)}"
     return picture(title, figure, "webp", dpi=90, pil_kwargs={"lossless": True})
 
 

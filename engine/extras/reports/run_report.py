@@ -51,8 +51,8 @@ class StepLog:
     def curve(self, key: str) -> tuple[Array, Array]:
         """Steps and values where the key is a finite number."""
         values = self.column(key)
-        known = np.isfinite(values)
-        return self.steps[known], values[known]
+        is_finite = np.isfinite(values)
+        return self.steps[is_finite], values[is_finite]
 
     def recent(self, key: str) -> float:
         values = self.column(key)[-RECENT:]
@@ -179,10 +179,10 @@ def validation_note(log: RunLog) -> str:
     differs = log.fact("validation")
     if not isinstance(differs, list) or not differs or not log.held_out.rows:
         return ""
-    how = "; ".join(map(str, differs))
+    differences = "; ".join(map(str, differs))
     return (
         f"Held-out loss can be lower than training loss, because it is measured differently. In "
-        f"validation {how}."
+        f"validation {differences}."
     )
 
 

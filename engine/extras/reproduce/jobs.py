@@ -90,8 +90,8 @@ def planned(
         path = PurePosixPath(word.partition(f"{out}/")[2])
         read |= {str(path), *map(str, path.parents)}
     needs = tuple(other for other in earlier if other in read)
-    made = str(PurePosixPath("/", name, makes))[1:]
-    return Job(name, command, needs, made)
+    path_made = str(PurePosixPath("/", name, makes))[1:]
+    return Job(name, command, needs, path_made)
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class WorkDir:
 
     def done(self, job: Job) -> bool:
         """An empty or damaged JSON file does not count, nor a score that is undefined."""
-        made = self.path / job.makes
-        if made.suffix != ".json":
-            return made.exists()
-        tree = read_json(made)
+        path = self.path / job.makes
+        if path.suffix != ".json":
+            return path.exists()
+        tree = read_json(path)
         return bool(tree) and tree.get("score", 0) is not None
 
     def missing(self, jobs: Iterable[Job]) -> list[Job]:
@@ -121,24 +121,24 @@ class WorkDir:
         from them. `places`: words for paths that may change."""
         (self.path / "jobs").mkdir(parents=True, exist_ok=True)
         path = self.path / COMMANDS
-        before, now, changed = read_json(path), dict[str, str](), set[str]()
+        before, commands_now, changed = read_json(path), dict[str, str](), set[str]()
         refused = []
         for job in jobs:
             text = shlex.join(job.command) + job.basis
             for place, word in {str(self.path): "DIR", **(places or {})}.items():
                 text = text.replace(place, word)
-            now[job.name] = text
+            commands_now[job.name] = text
             if before.get(job.name, text) != text or changed.intersection(job.needs):
                 changed.add(job.name)
                 if self.done(job):
                     refused.append(str(self.path / job.name))
         if refused:
-            more = f" and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
+            and_more = f" and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
             raise ConfigError(
                 f"made by other commands or settings than this plan's: "
-                f"{', '.join(refused[:NAMED])}{more}: remove them, or use another --out"
+                f"{', '.join(refused[:NAMED])}{and_more}: remove them, or use another --out"
             )
-        write_json(path, before | now)
+        write_json(path, before | commands_now)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def _stop_file(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
     signals: list[int] = []
     stop = folder.path / "jobs" / f"stop-{socket.gethostname()}-{os.getpid()}"
 
-    def ask(number: int, _: object) -> None:
+    def ask_to_stop(number: int, _: object) -> None:
         signals.append(number)
         stop.touch()
         os.write(2, b"stopping: each job writes a checkpoint first\n")
@@ -281,7 +281,7 @@ def _stop_file(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
     with ExitStack() as after:
         after.callback(stop.unlink, missing_ok=True)
         for number in (signal.SIGTERM, signal.SIGINT):
-            after.callback(signal.signal, number, signal.signal(number, ask))
+            after.callback(signal.signal, number, signal.signal(number, ask_to_stop))
         yield stop, signals
 
 
@@ -294,8 +294,8 @@ def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
             return STOPPED
         if folder.done(job):
             return ""
-        made = folder.path / job.makes
-        made.parent.mkdir(parents=True, exist_ok=True)
+        path_made = folder.path / job.makes
+        path_made.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         with open(folder.file(job, "out"), "ab") as out, open(folder.file(job, "err"), "wb") as err:
             child = subprocess.Popen(
@@ -309,7 +309,7 @@ def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
     if folder.done(job):
         write_json(folder.file(job, "json"), {"seconds": round(time.monotonic() - started, 3)})
         if job.kind == "finetune":  # hundreds of checkpoints would fill a disk
-            shutil.rmtree(made.parent / "checkpoints", ignore_errors=True)
+            shutil.rmtree(path_made.parent / "checkpoints", ignore_errors=True)
         return ""
     if stop.exists() and code <= 0:
         return STOPPED

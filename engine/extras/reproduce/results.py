@@ -69,8 +69,8 @@ def show_tables(plan: PaperPlan) -> None:
     paths = [plan.folder.path / f"table-{table.number}.md" for table in plan.tables]
     for path in paths:
         lines = path.read_text().splitlines()
-        shown = [line for line in lines if line.startswith(("#", "|", "Each cell"))]
-        echo("\n".join(shown) + "\n")
+        lines_shown = [line for line in lines if line.startswith(("#", "|", "Each cell"))]
+        echo("\n".join(lines_shown) + "\n")
     left, total = len(plan.folder.missing(plan.jobs.values())), len(plan.jobs)
     text = f"{', '.join(map(str, paths))}: {total - left} of {total} jobs done"
     if left:
@@ -104,9 +104,9 @@ def measured(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) -> 
 
 
 def spread(values: Iterable[float | None]) -> tuple[float | None, float | None]:
-    known = [value for value in values if value is not None]
-    mean, half = over_seeds(known) if known else (None, None)
-    return mean, half if len(known) > 1 else None
+    known_values = [value for value in values if value is not None]
+    mean, half = over_seeds(known_values) if known_values else (None, None)
+    return mean, half if len(known_values) > 1 else None
 
 
 def failed(plan: PaperPlan, job: Job) -> bool:
@@ -125,27 +125,29 @@ def is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
             rivals.append(round(other.mean, 3))
     if cell.mean is None or not rivals:
         return False
-    own = round(cell.mean, 3)
-    return own > max(rivals) if gain else own >= max(rivals)
+    own_score = round(cell.mean, 3)
+    return own_score > max(rivals) if gain else own_score >= max(rivals)
 
 
 def markdown(table: Table, cells: list[Cell], text: str) -> str:
     """The requested rows and columns."""
-    asked = [cell for cell in cells if cell.seeds_asked] or cells
-    columns = [leads for leads in LEADS if any(cell.leads == leads for cell in asked)]
+    requested = [cell for cell in cells if cell.seeds_asked] or cells
+    columns = [leads for leads in LEADS if any(cell.leads == leads for cell in requested)]
     lines = [["Methods", "", *map(table.column, columns)], ["---"] * (len(columns) + 2)]
-    shown = ""
-    for row, task in dict.fromkeys((cell.row, cell.task) for cell in asked):
-        own = [cell for cell in cells if (cell.row, cell.task) == (row, task)]
-        own = [cell for cell in own if cell.leads in columns]
-        lines.append(["" if row == shown else row, f"{task}.", *map(cell_text, own)])
-        shown = row
-        if any(cell.auroc is not None for cell in own):
-            lines.append(["", "AUROC", *(number(cell.auroc, cell.auroc_interval) for cell in own)])
+    row_before = ""
+    for row, task in dict.fromkeys((cell.row, cell.task) for cell in requested):
+        own_cells = [cell for cell in cells if (cell.row, cell.task) == (row, task)]
+        own_cells = [cell for cell in own_cells if cell.leads in columns]
+        lines.append(["" if row == row_before else row, f"{task}.", *map(cell_text, own_cells)])
+        row_before = row
+        if any(cell.auroc is not None for cell in own_cells):
+            lines.append(
+                ["", "AUROC", *(number(cell.auroc, cell.auroc_interval) for cell in own_cells)]
+            )
     bold = "better than without random lead masking"
     if table.bold == "best":
         bold = "the best of its column"
-    states = {cell.state for cell in asked}
+    states = {cell.state for cell in requested}
     legend = [f"Each cell: ours / the paper's. Bold: {bold}, among ours."]
     legend += [meaning for state, meaning in LEGEND.items() if state in states]
     head = f"# Table {table.number}: {table.title}\n\n{text}\n\n"
@@ -157,12 +159,12 @@ def markdown(table: Table, cells: list[Cell], text: str) -> str:
 def cell_text(cell: Cell) -> str:
     if cell.state == "none in the paper":
         return "-"
-    ours = {"failed": "failed", "not yet": "..."}.get(cell.state, number(cell.mean, cell.interval))
+    text = {"failed": "failed", "not yet": "..."}.get(cell.state, number(cell.mean, cell.interval))
     if cell.bold:
-        ours = f"**{ours}**"
+        text = f"**{text}**"
     if cell.state == "part":
-        ours += f" [{cell.seeds_done}/{cell.seeds_asked}]"
-    return f"{ours} / {number(cell.paper_mean, cell.paper_interval)}".strip()
+        text += f" [{cell.seeds_done}/{cell.seeds_asked}]"
+    return f"{text} / {number(cell.paper_mean, cell.paper_interval)}".strip()
 
 
 def number(mean: float | None, interval: float | None) -> str:

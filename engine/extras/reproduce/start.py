@@ -53,18 +53,18 @@ def begin(plan: PaperPlan) -> None:
         raise ConfigError(f"--out {folder.path}: is a file or a dataset: name another folder")
     path = folder.path / STARTED_WITH
     before = read_json(path)
-    now = {"scale": scale.name, "settings": scale.settings, **asdict(plan.data)}
+    facts_now = {"scale": scale.name, "settings": scale.settings, **asdict(plan.data)}
     for key in before.keys() - {"path"}:
-        if before[key] != now.get(key):
+        if before[key] != facts_now.get(key):
             raise ConfigError(
                 f"--out {folder.path}: was started with other data or settings ({key} was "
-                f"{str(before[key])[:40]} and is {str(now.get(key))[:40]}): use another --out"
+                f"{str(before[key])[:40]} and is {str(facts_now.get(key))[:40]}): use another --out"
             )
     accept_earlier(plan)
     folder.start(plan.jobs.values(), {plan.data.path: plan.data.fingerprint})
     for name in ("settings", "starts"):
         (folder.path / name).mkdir(exist_ok=True)
-    write_json(path, now)
+    write_json(path, facts_now)
     for start, tree in plan.starts.items():
         write_whole(folder.path / start, yaml.safe_dump(tree, sort_keys=False))
 

@@ -25,7 +25,13 @@ from omnilead.engine.evaluation import vectors as vectors_of
 from omnilead.engine.evaluation.differences import resampled
 from omnilead.engine.evaluation.identification import identities
 from omnilead.engine.evaluation.probe import ProbeData, folds, linear
-from omnilead.engine.evaluation.records import ProbedRecords, drawn, folds_of, groups_of, measured
+from omnilead.engine.evaluation.records import (
+    ProbedRecords,
+    draws_of_share,
+    folds_of,
+    groups_of,
+    measured,
+)
 from omnilead.engine.extras.reports import bench_report
 from omnilead.engine.extras.reports.bench_report import KEYS
 from omnilead.engine.model.folder import seal
@@ -389,7 +395,7 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
         for rows in np.split(every, [140])
     )
     labels = TaskLabels(TaskConfig("made", "multilabel"), ("a", "b", "c"), [y], [])
-    draws = {0.2: list(drawn(train.patient_N, 0.2)), 1.0: [np.arange(140)]}
+    draws = {0.2: list(draws_of_share(train.patient_N, 0.2)), 1.0: [np.arange(140)]}
     used = {0.2: np.array([True, False, True]), 1.0: np.ones(3, bool)}
     weight = resampled(test.patient_N)
     task = plan.ProbedTask(labels, train, test, draws, used, weight, set(), every)
@@ -544,7 +550,7 @@ def test_means_over_resampled_draws_vary_as_means_over_all_draws_do(n, monkeypat
 
 def test_small_shares_are_subsets_of_larger_ones_and_patients_stay_whole():
     patient = RNG.integers(0, 300, 1000)
-    small, large, half = (list(drawn(patient, share)) for share in (0.01, 0.1, 0.5))
+    small, large, half = (list(draws_of_share(patient, share)) for share in (0.01, 0.1, 0.5))
     assert [len(small), len(large), len(half)] == [5, 5, 1]
     assert len({tuple(few) for few in small}) == 5
     for few, many in zip(small, large, strict=True):

@@ -120,7 +120,7 @@ def test_a_machine_that_has_nothing_resumes_from_the_bucket(world, store, traini
     training("whole", world, **SAVED | how).good()
     said = store.train("a", world, train__steps=4, **how).good()
     assert f"{store.url}: the working folder is {store.folder('a')}, uploaded" in said
-    best = checkpoint_files.named(store.folder("a") / "checkpoints", "best").name
+    best = checkpoint_files.checkpoint_named(store.folder("a") / "checkpoints", "best").name
     assert store.steps() == {"step-4", best} and store.latest() == "step-4"
     names = "config.yaml run.json metrics.jsonl validation.jsonl model/model.safetensors"
     assert {*names.split(), "report.html", "checkpoints/best"} <= store.files()
@@ -233,14 +233,14 @@ def test_a_kill_in_an_upload_leaves_the_checkpoint_before(suffix, complete, stor
 
 
 def killed_in_a_download():
-    get, calls = Bucket._get, count()
+    get, calls = Bucket._download_file, count()
 
     def deadly(*arguments):
         if next(calls) == 2:
             os._exit(9)
         get(*arguments)
 
-    Bucket._get = deadly
+    Bucket._download_file = deadly
 
 
 def test_a_kill_in_a_download_begins_it_anew(store, whole):

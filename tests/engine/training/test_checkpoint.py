@@ -153,7 +153,7 @@ def test_killed_while_the_progress_of_a_checkpoint_changes(step, monkeypatch):
         checkpoint_files.fault(step) is None
         and checkpoint_files.read_state(step) == before | progress
     )
-    assert checkpoint_files.named(step.parent, checkpoint_files.BEST) == step
+    assert checkpoint_files.checkpoint_named(step.parent, checkpoint_files.BEST) == step
     flip(step / checkpoint_files.STATE, 20)
     assert "state.json: damaged" in checkpoint_files.fault(step)
 
@@ -190,7 +190,7 @@ def slow_disk(metrics):
     def next_is_due(writer):
         if len(metrics.read_text().splitlines()) >= 4:
             return True
-        assert checkpoint_files.named(writer.root, checkpoint_files.LATEST) is None
+        assert checkpoint_files.checkpoint_named(writer.root, checkpoint_files.LATEST) is None
         return False
 
     blocked(next_is_due)
@@ -241,7 +241,7 @@ def stopped_in_write(number, times):
     sent = count()
 
     def until_it(writer):
-        second = checkpoint_files.named(writer.root, checkpoint_files.LATEST) is not None
+        second = checkpoint_files.checkpoint_named(writer.root, checkpoint_files.LATEST) is not None
         if second and writer.ends_s and next(sent) < times:
             os.kill(os.getpid(), number)
         return not second or next(sent) > times or not writer.ends_s

@@ -21,7 +21,7 @@ from ranks import STILL, column, free_port, rows, run, settings, wait
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.status import is_training
 from omnilead.engine.training import distributed
-from omnilead.engine.training.checkpoint_files import named
+from omnilead.engine.training.checkpoint_files import checkpoint_named
 from tests.forks import started
 from tests.waiting import HANG_S, until
 
@@ -261,7 +261,7 @@ def test_sigterm_to_the_command_deepspeed_ends_its_ranks_with_a_checkpoint(datas
     job.terminate()
     until(lambda: not is_training(tmp_path / "run"))
     assert "stopped after step" in out.read_text()
-    assert int(named(tmp_path / "run" / "checkpoints", "latest").name[5:]) < 600
+    assert int(checkpoint_named(tmp_path / "run" / "checkpoints", "latest").name[5:]) < 600
 
 
 def slow_first():
