@@ -186,7 +186,7 @@ def probe_samples(
     for share, draws in task.draws.items():
         used_K, y_NK = task.used[share], task.test.y_NK[:, task.used[share]]
         solved_K = solved_together(task.kind, used_K)
-        each = []
+        of_draws = []
         for draw in draws:
             scores_NK = np.zeros(y_NK.shape)
             for rows, scored in fits(draw, task.fold_N):

@@ -105,12 +105,12 @@ def fit_head(
     sentences = ["not cross-validated: all ECGs are of one patient"]
     if (fold_N == 0).any():
         used_K = varied(labels.task.kind, train, train, [np.arange(len(fold_N))], fold_N)
-        said = ["not cross-validated: too few labels differ for every fold to learn from"]
+        sentences = ["not cross-validated: too few labels differ for every fold to learn from"]
         if used_K.any():
             scores_NK = held_out(fit, data, record_N, fold_N, used_K)
             document |= validated(labels, train, scores_NK, fold_N, used_K)
             info: Any = head_of({"head": document})
-            said = info.said
+            sentences = info.said
     seen = seen_in(dataset, np.sort(train.rows), "labelled")
     people = people_of(train.patient_N)
     return Head(probe, readout, choice.leads, seen, document, people, sentences)
@@ -186,11 +186,11 @@ def validated(
         "left_out": names[~used_K].tolist(),
     }
     if not KINDS[kind].has_thresholds:
-        return {"cross_validated": nullable(found)}
-    found["sensitive"] = sensitive_points(y_NK, scores_NK, names[used_K].tolist())
+        return {"cross_validated": nullable(cross_validated)}
+    cross_validated["sensitive"] = sensitive_points(y_NK, scores_NK, names[used_K].tolist())
     threshold_K = np.full(len(names), THRESHOLD)
     threshold_K[used_K] = thresholds(y_NK, scores_NK)
-    return {"cross_validated": nullable(found), "thresholds": threshold_K.tolist()}
+    return {"cross_validated": nullable(cross_validated), "thresholds": threshold_K.tolist()}
 
 
 def people_of(patient_N: Array) -> str:

@@ -146,10 +146,10 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) 
     """`tested`: if it is another dataset, it has outputs of the same names, and its own test
     split."""
     task = _task_named(word, args)
-    every: Sequence[str] = SPLITS[1:] if args.folds else ()
-    if every and task.labels and task.split != "roles":
+    splits: Sequence[str] = SPLITS[1:] if args.folds else ()
+    if splits and task.labels and task.split != "roles":
         task = replace(task, split="8:1:1")  # nobody is left out, as by a column `split` with gaps
-    labels = test_labels = labels_to_probe(fitted, task, every or ("train",))
+    labels = test_labels = labels_to_probe(fitted, task, splits or ("train",))
     if tested is not fitted:
         url = table_of(args.test_labels, word) or task.labels
         columns, classes = labels.task.columns, labels.task.classes

@@ -96,7 +96,9 @@ def require_cache(folder: Path) -> None:
             )
 
 
-def _embed(embedder: Embedder, dataset: Dataset, rows: Array, shown: Input, bar: Any) -> Vectors:
+def _embed(
+    embedder: Embedder, dataset: Dataset, rows: Array, limited_input: Input, bar: Any
+) -> Vectors:
     device = embedder.model.device if embedder.model else torch.device("cpu")
     groups = np.split(rows, range(embedder.batch, len(rows), embedder.batch))
     batches = dataset_batches(dataset, groups, pin=device.type == "cuda")
