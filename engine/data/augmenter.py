@@ -240,7 +240,8 @@ def global_draws(seed: int, device: torch.device) -> Iterator[None]:
 class Draw(torch.Generator):
     """Random numbers for your own augmentation. Those of `uniform` and `normal` belong to each half
     (or view) of each crop and are the same whenever the crop comes in this epoch, in whatever batch, on
-    whatever rank or device. As a torch.Generator it is seeded for each step and rank."""
+    whatever rank or device. As a torch.Generator it is seeded for each step and rank, once for all
+    functions."""
 
     def at(self, seed: int, places: Places, function: int) -> None:
         """`function`: which of several."""
@@ -300,7 +301,7 @@ class ExtraAugmentation:
                 self.draw.at(self.seed, places, number)
                 with blaming(setting):
                     x_BSLT = checked_like(x_BSLT, function(x_BSLT, self.draw))
-                x_BSLT.masked_fill_(absent_BSL1, 0.0)
+                x_BSLT = x_BSLT.masked_fill(absent_BSL1, 0.0)  # a copy: it may be expanded
         return x_BSLT
 
 

@@ -51,7 +51,7 @@ SCHEMA = pa.schema(
     ]
 )
 MARKS = b"omnilead keys"  # in the file's metadata: a mark of each key; absent in earlier versions
-# pyarrow imports pandas, if it is installed, for the first array that is made in another way
+# Not by pa.table() or empty_table(): these make pyarrow import pandas, if it is installed
 NOTHING = pa.Table.from_arrays([pa.nulls(0, field.type) for field in SCHEMA], schema=SCHEMA)
 
 

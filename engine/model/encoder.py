@@ -308,6 +308,7 @@ class Encoder(nn.Module):
         """`keep_RK`: the places of the only tokens that go through the layers, as in a masked
         autoencoder (ascending, if it is causal); the others are masked before. Returns c_RKD."""
         if keep_RK is not None:
+            assert mask_RN is None, "what is not in keep_RK is masked: give one of the two"
             mask_RN = torch.ones_like(z_RNF[..., 0], dtype=torch.bool).scatter_(1, keep_RK, False)
         x_RND = self.enter(z_RNF, mask_RN)
         if keep_RK is not None:

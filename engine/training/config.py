@@ -6,7 +6,8 @@
     check(config, world=8)                    # rejects contradictory settings before any work is done
     omnilead pretrain --schema                # JSON schema, for editors
 
-The settings of a component are a dataclass beside its code; this file collects them.
+The settings of a component are a dataclass near its code, in a module that does not import PyTorch; this
+file collects them.
 """
 
 import ctypes
@@ -262,6 +263,11 @@ class Config(RunConfig):
             if objective.local > 0:
                 max_masked(self.model, tokens)
         return [
+            (
+                t.recompute_layers and bool(self.model.encoder),
+                f"train.recompute_layers=true: model.encoder={self.model.encoder} has no layers that "
+                "omnilead knows: leave it out, or use torch.utils.checkpoint in your own encoder",
+            ),
             (
                 self.input.window_s > HALF_S and (contrast or self.pipeline.views == "window"),
                 f"input.window_s={self.input.window_s:g}: a crop has no two such windows to "

@@ -144,6 +144,7 @@ def activations_of(task: TrainingTask, model: Any, order: Order) -> float:
         return kept_by_layers
     model.encoder.recomputes = False
     without = activations_of_each(task, model, order)
+    model.encoder.recomputes = True
     return kept_by_layers + (without - kept_by_layers) / len(model.encoder.layers)
 
 

@@ -130,6 +130,7 @@ augment.leads=3 augment.padded=false | 1 | model.leads=12: augment.leads='3' nee
 model.mask_span=155 | 1 | model.mask_span=155
 model.conv=[[32,1000],[32,10]] objective.local=0 | 1 | model.conv: a token is 10000
 pipeline.views=window | 1 | objective.method=cmsc needs halves
+model.encoder=resnet train.recompute_layers=true | 1 | train.recompute_layers=true: model.encoder=resnet has no layers
 objective.method=simclr | 1 | objective.method=simclr needs window
 objective.method=simclr pipeline.views=window augment.rlm=0 | 1 | pipeline.views='window'
 pipeline.weights=[1.0,2.0] | 1 | pipeline.weights=(1.0, 2.0)

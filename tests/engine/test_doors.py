@@ -89,6 +89,16 @@ def test_ctrl_c_during_imports_is_one_line(door):
     assert ended.stderr.count("\n") == 1 and ": interrupted" in ended.stderr
 
 
+def test_ctrl_c_while_a_training_imports_pytorch(dataset, tmp_path):
+    """Its settings are right, so that it gets there."""
+    stopped = STOPPED.replace('("numpy", "torch")', '("torch",)')
+    words = ["--config", "small", "--data", dataset.root.url, "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-c", stopped, "engine/pretrain.py", *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    line = "omnilead pretrain: interrupted before training: the same command continues\n"
+    assert (ended.returncode, ended.stderr) == (130, line)
+
+
 def as_script(path):
     sys.argv = [path, "--schema"]
     try:

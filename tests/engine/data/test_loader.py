@@ -23,9 +23,10 @@ from omnilead.engine.data import loader as module
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AmplitudeMv
 from omnilead.engine.data.augmentations.threekg import ThreeKG
-from omnilead.engine.data.augmenter import Augmenter, single_threaded
+from omnilead.engine.data.augmenter import Augmenter, Draw, single_threaded
 from omnilead.engine.data.config import LoaderConfig
 from omnilead.engine.data.loader import Loader
+from omnilead.engine.data.order import Places
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.config import build
 from tests.forks import started
@@ -136,6 +137,26 @@ def test_own_augmentations_draw_for_each_crop(dataset, tmp_path):
     assert added.std() > 0.1  # of both
     swapped = AugmentConfig(extra=(dimmed, {"name": wandering, "amplitude": 0.1}), rlm=0.5)
     assert not next(iter(crops(loader(dataset, augment=swapped)).values())).equal(first)
+
+
+GOLDEN_DRAWS = (0.93259937, 0.17879882, 0.19814938)
+
+
+def test_what_an_own_augmentation_draws():
+    """Saved runs depend on it. Nothing is drawn twice: not by two calls, halves, crops, functions or
+    epochs."""
+
+    def drawn(function=0, epoch=0, rows=(5, 9)):
+        draw = Draw()
+        places = Places(np.zeros(2, np.int16), np.array(rows), np.full(2, epoch))
+        draw.at(7, places, function)
+        return torch.cat([draw.uniform(3), draw.uniform(3), draw.normal(3)], dim=-1)
+
+    numbers = drawn()
+    every = torch.cat([numbers, drawn(function=1), drawn(epoch=1)]).flatten().tolist()
+    assert len(set(every)) == len(every) == 3 * 2 * 2 * 9
+    assert drawn(rows=(9, 5)).equal(numbers.flip(0))
+    np.testing.assert_allclose(numbers[0, 0, ::4], GOLDEN_DRAWS, rtol=1e-6)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

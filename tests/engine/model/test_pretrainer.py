@@ -289,6 +289,26 @@ def test_layers_that_are_computed_again_change_no_loss(kernels, dtype, how):
     assert fewer < 0.6 * every
 
 
+@pytest.mark.gpu
+def test_a_gpu_computes_layers_again_with_equal_losses():
+    config = replace(SMALL, dropout=0.1, attention_dropout=0.1, layers=4)
+    losses, peaks = [], []
+    for recomputes in (False, True):
+        model = seeded(config).to("cuda", torch.bfloat16)
+        if recomputes:
+            recompute_layers(model)
+        compile_model(model, "layers")
+        given = waves(64).to("cuda", torch.bfloat16), keys(64).cuda(), torch.tensor(2.0).cuda()
+        for _ in range(2):  # the first compiles
+            torch.manual_seed(0)
+            torch.cuda.reset_peak_memory_stats()
+            loss = model(*given)["loss"]
+            loss.backward()
+        losses.append(loss.item())
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert losses[0] == losses[1] and peaks[1] < peaks[0]
+
+
 def test_an_encoder_without_layers_cannot_compute_them_again():
     model = Pretrainer(ModelConfig(encoder="resnet"), ObjectiveConfig(local=0))
     with pytest.raises(ConfigError, match=r"train\.recompute_layers=true: ResNet has no layers"):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import omnilead
 from omnilead.data_tools.io.errors import StorageError
 from omnilead.engine.extras.reports import run_report
-from omnilead.engine.model import folder
+from omnilead.engine.model import encoder, folder
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.pretrain import main
 from omnilead.engine.settings.files import CONFIGS
@@ -60,7 +60,8 @@ def test_a_run_writes_all_its_files(training, dataset, tmp_path):
     assert facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert facts["preprocessing_sha256"] == dataset.meta["preprocessing_sha256"]
     assert list((out / "tensorboard").iterdir())
-    assert "Crops per second" in run_report.build(out)
+    page = run_report.build(out)
+    assert "Crops per second" in page and "Loss" in page
     best = f"step-{min(valid[1:], key=lambda row: row['loss'])['step']}"
     assert (out / "checkpoints" / "best").read_text() == best
     assert {path.name for path in out.glob("checkpoints/step-*")} == {best, "step-5"}
@@ -105,6 +106,20 @@ def test_a_run_resumed_across_an_epoch_is_bit_for_bit_the_same(
     assert curve(whole) == curve(parts)
     models = (load_file(path / "model" / "model.safetensors") for path in (whole, parts))
     assert_same_weights(*models)
+
+
+def test_layers_that_are_computed_again_change_no_loss(training, tmp_path, monkeypatch):
+    """And a run may go on without them."""
+    calls, checkpoint = [], encoder.checkpoint
+    monkeypatch.setattr(
+        encoder, "checkpoint", lambda *x, **how: calls.append(x) or checkpoint(*x, **how)
+    )
+    training("plain", train__steps=3).good()
+    assert not calls
+    training("parts", train__steps=2, train__recompute_layers=True).good()
+    assert len(calls) == 2 * 2  # layers, steps
+    training("parts", train__steps=3).good()
+    assert len(calls) == 2 * 2 and curve(tmp_path / "plain") == curve(tmp_path / "parts")
 
 
 def test_the_papers_literal_model_trains_resumes_and_is_exported(dataset, tmp_path):
