@@ -1,6 +1,6 @@
 """What `pretrain` and `finetune` share around training: their command line, what follows a training
 (RUN/model, its model card and RUN/report.html), and trainings from Python. PyTorch is imported only
-once the settings are known to be right.
+once most settings are known to be right.
 
 main = partial(command, "pretrain", __doc__, train_run, pretrain_task, pretrain_settings, "quickstart", SHORTCUTS)
 main(["--config", "w2v_cmsc_rlm", "--data", "DATASET", "--out", "RUN"])  # -> exit code
