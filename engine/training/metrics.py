@@ -475,9 +475,9 @@ def identification(
     gallery_patients, probe_patients = ids[: len(gallery)], ids[len(gallery) :]
     blocks = _compare(gallery, gallery_patients, probes, probe_patients)
     better, tied, right, best, same, other = map(np.concatenate, zip(*blocks, strict=True))
-    found_QR = _found_within(better, tied, right, min(len(gallery), 50))
+    within_QR = _found_within(better, tied, right, min(len(gallery), 50))
     entries_Q = np.bincount(gallery_patients, minlength=ids.max() + 1)[probe_patients]
-    cmc = found_QR.mean(0)
+    cmc = within_QR.mean(0)
     return {
         "accuracy": float(cmc[0]),
         "top5": float(cmc[min(5, len(cmc)) - 1]),
@@ -487,7 +487,7 @@ def identification(
         "n_gallery": len(gallery),
         "one_sided": int((entries_Q == 0).sum()),
         "cmc": cmc,
-        "hits": found_QR[:, 0],
+        "hits": within_QR[:, 0],
         "same": same,
         "other": other,
     }
