@@ -206,7 +206,10 @@ def shard(
         Literal["tar", "zarr", "both"], Option("storage format of the samples (tar)")
     ] = "tar",
     shard_crops: Annotated[
-        int | None, Option("crops in a tar shard (1024)", "N", low=1, high=16_384)
+        int | None,
+        Option(
+            "crops in a tar shard (1024; with --append, as the dataset)", "N", low=1, high=16_384
+        ),
     ] = None,
     plan: Annotated[
         Literal["paper", "all", "paper-split"],

@@ -11,8 +11,8 @@ What an embedding keeps of an ECG: --readout, docs/readouts.md. F.parquet is wri
 the same command again to resume; the result has the same bytes. .npy files, also in a folder, hold
 [leads, samples] or [ECGs, leads, samples]; .npz files hold any number of [leads, samples]. --leads
 names the leads shown to the model, and the others are set to zero; for arrays it also names the
-rows. A folder's unreadable files are left out, and listed in F.skipped.csv. Exit code 2: an argument or a file is
-wrong. Exit code 1: computing or writing failed.
+rows. A folder's unreadable files are left out, and listed in F.parquet.skipped.csv. Exit code 2: an
+argument or a file is wrong. Exit code 1: computing or writing failed.
 """
 
 import sys

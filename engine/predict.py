@@ -15,7 +15,7 @@ best F1 in validation, which can be far below 0.5); or `predicted` (the most pro
 probability of each class; or values such as age_years, or risk. The prediction of a record is the
 mean over its segments (5 s, or the model's window). A note says how good a model of `omnilead fit`
 was in cross-validation, and from which score on 95 % of the positives lie; for other models see
-`omnilead evaluate --role valid`. What was skipped is listed in F.skipped.csv. Inputs and resuming
+`omnilead evaluate --role valid`. What was skipped is listed in F.csv.skipped.csv. Inputs and resuming
 are as in `omnilead embed`. Exit code 2: an argument or a file is wrong. Exit code 1: computing or
 writing failed.
 """

@@ -82,8 +82,8 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
         raise DataError(f"--out {options.out}: is a file: choose a folder")
     if options.shard_crops and options.format == "zarr":
         raise DataError(
-            f"--shard-crops {options.shard_crops} is of tar shards, which --format zarr does not keep: "
-            "leave it out"
+            f"--shard-crops {options.shard_crops}: --format zarr writes no tar shards, whose crops this "
+            "option counts: leave it out"
         )
     complete = out.exists(META)
     unfinished = out.exists(".build")
@@ -110,6 +110,8 @@ def _plan_and_build(sources: list[Source], options: ShardOptions, out: Folder) -
         previous.check_appendable(options.out)
         known = KnownRecords.of_dataset(previous, rejects_of(previous), options.pseudonym_key)
         options = replace(options, removed=previous.removed)
+        if options.shard_crops is None:
+            options = replace(options, shard_crops=previous.meta.get("shard_crops"))
     plan = make_plan(
         sources,
         options.seed,
@@ -203,7 +205,11 @@ def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     usual: dict[str, Any] = {"leave_out_flags": list(PAPER_SOURCES.leave_out), "role_sources": None}
     usual["shard_crops"] = SHARD_CROPS
     for name, value in (usual | recipe).items():
-        if name not in ("contents", "base") and old.get(name) != value:
+        if name in ("contents", "base") or old.get(name) == value:
+            continue
+        if name == "shard_crops":  # the usual value is seldom given
+            changed.append(f"made with --shard-crops {old[name]}")
+        else:
             changed.append(f"{name} was {old.get(name)}, not {value}")
     return ", ".join(changed)
 

@@ -3,9 +3,10 @@
     matches = match_records("my.csv", cells, keys, names)
     matches.row[7]      # the row of the eighth record; -1: none
 
-A table names a record as the dataset does (ward_3_A1); or by its path in the archive, also below other
-folders and with its ending (C:\\ecgs\\ward 3\\A1.xml); or by the end of its name (A1), if no other
-record's name ends so.
+A table names a record as the dataset does (ward_3_A1), or by its path in the archive, with or without
+its ending (ward 3/A1.xml). A record that no row names so may also have the name of its file with other
+characters, be below other folders (C:\\ecgs\\ward 3\\A1.xml), or be given by the end of its name (A1),
+if no other record's name ends so: notes count these.
 """
 
 from collections.abc import Iterator
@@ -25,6 +26,14 @@ PTBXL = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
 # SOURCE/FIRST_REST or FIRST_REST
 FIRST_PART, WITHOUT_FIRST = "^((?:[^/]*/)?)[^/_]*_([^/]+)$", r"\1\2"
 SYNTHETIC_PART = r"(?:^|[/_])syn\d+_"
+NUMBER = r"^[+-]?\d*[.,]\d+$"  # 1.5 is no name of 1_5
+# How a row may name a record; others than EXACT are noted
+EXACT, CHARACTERS, FOLDERS, END = range(4)
+NOTES = {
+    CHARACTERS: "are matched with _ for the other characters of a file's name",
+    FOLDERS: "are matched without their first folders",
+    END: "are matched by the end of a name in the data, since no other ends so",
+}
 
 
 class Matches(NamedTuple):
@@ -41,15 +50,20 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
     record = cells["record"].combine_chunks()
     source = cells["source"].combine_chunks() if by_source else None
     target_of_row = np.full(len(record), -1)
-    for spelling in _spellings(record):
+    way_of_row = np.full(len(record), EXACT)
+    for way, spelling in _spellings(record):
         target = index_in(_with_source(spelling, source), targets)
-        target_of_row = np.where(target_of_row < 0, target, target_of_row)
+        if way != EXACT:  # what a row names exactly is not offered to others
+            target[np.isin(target, target_of_row[way_of_row == EXACT])] = -1
+        new = (target_of_row < 0) & (target >= 0)
+        target_of_row[new], way_of_row[new] = target[new], way
         if (target_of_row >= 0).all():
             break
     left = np.flatnonzero(target_of_row < 0)
     if len(left):
         ends = _with_source(_as_names(_paths(record)), source).take(pa.array(left))
-        target_of_row[left] = _by_end(url, left, ends, targets)
+        taken = np.unique(target_of_row[target_of_row >= 0])
+        target_of_row[left], way_of_row[left] = _by_end(url, left, ends, targets, taken), END
     rows, missing = np.flatnonzero(target_of_row >= 0), np.flatnonzero(target_of_row < 0)
     _refuse_ambiguous(url, record, rows, target_of_row[rows], keys, targets)
     row_of_key = np.full(len(keys), -1)
@@ -59,39 +73,43 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
         notes.append(
             f"{count_and_first(missing, record)} of {len(record):,} records are not in the data"
         )
-    by_end = np.setdiff1d(left, missing)
-    if len(by_end):
-        example = f"{record[int(by_end[0])]} is {targets[int(target_of_row[by_end[0]])]}"
-        notes.append(
-            f"{count_and_first(by_end, record)} of {len(record):,} records are matched by the end of a name in "
-            f"the data, since no other ends so: {example}"
-        )
+    for way, how in NOTES.items():
+        matched = rows[way_of_row[rows] == way]
+        if len(matched):
+            example = f"{record[int(matched[0])]} is {targets[int(target_of_row[matched[0]])]}"
+            notes.append(
+                f"{count_and_first(matched, record)} of {len(record):,} records {how}: {example}"
+            )
     return Matches(row_of_key, notes, len(missing) > len(rows))
 
 
-def _spellings(record: pa.Array) -> Iterator[pa.Array]:
+def _spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
     """What a dataset may call the records of a table, the most exact first."""
-    yield record
+    yield EXACT, record
     path = _paths(record)
-    yield _as_names(path)
+    yield EXACT, _as_names(path, odd_files=True)
+    yield CHARACTERS, _as_names(path)
     while pc.any(pc.match_substring(path, "/")).as_py():
         path = pc.replace_substring_regex(path, "^[^/]*/", "")  # a folder above the archive
-        yield _as_names(path)
-    yield pc.replace_substring_regex(path, *PTBXL)
+        yield FOLDERS, _as_names(path)
+    yield EXACT, pc.replace_substring_regex(path, *PTBXL)
 
 
 def _paths(record: pa.Array) -> pa.Array:
-    """Without the ending, and with / between folders."""
-    return pc.replace_substring(pc.replace_substring_regex(record, ENDING, ""), "\\", "/")
+    """Without the ending, and with / between folders; null if it is a number."""
+    path = pc.replace_substring(pc.replace_substring_regex(record, ENDING, ""), "\\", "/")
+    path = pc.replace_substring_regex(path, r"^(\./+)+", "")
+    return pc.if_else(pc.match_substring_regex(record, NUMBER), pa.scalar(None, path.type), path)
 
 
-def _as_names(path: pa.Array) -> pa.Array:
-    """As sources.base.path_name: the folders, then the file."""
+def _as_names(path: pa.Array, odd_files: bool = False) -> pa.Array:
+    """As sources.base.path_name: the folders, then the file; a hospital's files, but not all, have _
+    for the odd characters of their own name, too."""
     folders = pc.replace_substring_regex(path, "/?[^/]*$", "")
+    folders = pc.replace_substring_regex(folders, ODD_CHARACTERS, "_")
     file = pc.replace_substring_regex(path, "^.*/", "")
-    folders, file = (
-        pc.replace_substring_regex(part, ODD_CHARACTERS, "_") for part in (folders, file)
-    )
+    if not odd_files:
+        file = pc.replace_substring_regex(file, ODD_CHARACTERS, "_")
     joined = pc.binary_join_element_wise(folders, file, "_")
     return pc.if_else(pc.equal(folders, ""), file, joined)
 
@@ -100,16 +118,20 @@ def _with_source(names: pa.Array, source: pa.Array | None) -> pa.Array:
     return names if source is None else pc.binary_join_element_wise(source, names, "/")
 
 
-def _by_end(url: str, rows: np.ndarray, ends: pa.Array, targets: pa.Array) -> np.ndarray:
+def _by_end(
+    url: str, rows: np.ndarray, ends: pa.Array, targets: pa.Array, taken: np.ndarray
+) -> np.ndarray:
     """For each of these rows, the index of the only target whose name goes on before this end; -1 if
-    there is none. Several are an error. A synthetic record's name begins with its seed, and never
-    passes for the real one without it."""
+    there is none, or it is one of `taken`, which other rows name. Several are an error, unless other
+    rows have whole names. A synthetic record's name begins with its seed, and never passes for the
+    real one without it."""
     is_synthetic = pc.match_substring_regex(targets, SYNTHETIC_PART)
     names = targets.filter(pc.invert(is_synthetic)).unique()
     distinct = ends.drop_null().unique()
     end_of_pair, name_of_pair = _ends_of_names(distinct, names)
-    shared = np.flatnonzero(np.bincount(end_of_pair) > 1)
-    if len(shared):
+    names_of_end = np.bincount(end_of_pair, minlength=len(distinct))
+    shared = np.flatnonzero(names_of_end > 1)
+    if len(shared) and not len(taken):
         end = distinct[int(shared[0])]
         row = rows[pc.index(ends, end).as_py()]
         alike = np.sort(name_of_pair[end_of_pair == shared[0]])
@@ -118,8 +140,9 @@ def _by_end(url: str, rows: np.ndarray, ends: pa.Array, targets: pa.Array) -> np
             f"{url}: {end} (row {row + 1}) is the end of {first} and of {second}: write the "
             "record's name with its folders"
         )
-    pair_of_row = index_in(ends, distinct.take(pa.array(end_of_pair)))
     target_of_pair = index_in(names.take(pa.array(name_of_pair)), targets)
+    target_of_pair[(names_of_end[end_of_pair] > 1) | np.isin(target_of_pair, taken)] = -1
+    pair_of_row = index_in(ends, distinct.take(pa.array(end_of_pair)))
     return np.asarray(np.append(target_of_pair, -1)[pair_of_row])
 
 
@@ -175,7 +198,7 @@ def _refuse_ambiguous(
 def index_in(values: pa.Array, among: pa.Array) -> np.ndarray:
     """Index of each value in `among`; -1 if it is not there, or null."""
     index = pc.fill_null(pc.index_in(values, among), -1)
-    return np.asarray(index.to_numpy(zero_copy_only=False))
+    return np.array(index.to_numpy(zero_copy_only=False))
 
 
 def count_and_first(positions: np.ndarray, names: pa.Array) -> str:

@@ -169,7 +169,10 @@ def write_labels(
         write(f"{name}.parquet", as_parquet(table))
         copied = ", ".join(name for name in table.column_names if name not in RENAMED)
         yield (
-            f"{place.path(name)}.parquet: {len(table):,} records have their pseudonyms; copied as "
+            f"{place.path(name)}.parquet: {len(table):,} records have their pseudonyms, right only where the "
+            "table has the record's own name or its path in the archive, and not the end of a name or a "
+            "path with folders above the archive: what reads the table says how many of its records "
+            "are not in the data; copied as "
             f"they are, so make sure that they name nobody: {copied}"
         )
         return
@@ -194,7 +197,8 @@ def write_labels(
 
 
 def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
-    """A table of anyone's labels with the names that a dataset made with this key has."""
+    """A table of anyone's labels with the names that a dataset made with this key has. Without the
+    dataset, names are not looked up as ecg.record_names does: they must be the record's own."""
     cells = read_record_table(url)
     if key is None:
         raise DataError(

@@ -123,7 +123,7 @@ def open_sources(
     if any(name.lower().endswith(TEXTS) for name in names):
         error += (
             "; texts do not state their rate, leads and unit: save them as .npy (--source arrays), or "
-            "read them with a file.py:Class of your own (data_tools/README.md)"
+            "read them with a file.py:Class of your own (docs/own_format.md)"
         )
     raise UnknownArchive(error)
 

@@ -36,6 +36,7 @@ from .outputs import (
     Counts,
     Output,
     ParquetParts,
+    has_skipped,
     job_record,
     make,
     skipped_file,
@@ -159,7 +160,7 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
         return Written(out, None, message)
     for doubt in _doubts(setup, source, parts.counts):
         tell(f"note: {out}: {doubt}")
-    if skipped_file(out).exists():
+    if has_skipped(out):
         tell(f"note: {skipped_file(out)}: which ECGs were skipped, and why")
     if output.said:
         more = "; ..., see config.json" if len(output.said) > SAID else ""

@@ -280,10 +280,21 @@ class ParquetParts:
         for name in sorted(self.job.keys() | before.keys()):
             was, now = before.get(name), self.job.get(name)
             if was != now:
-                raise ConfigError(
-                    f"{place}: of another job: {name} was {str(was)[:60]}, now {str(now)[:60]}: "
-                    "remove it, or choose another file"
-                )
+                self._refuse(place, f"{name} was {str(was)[:60]}, now {str(now)[:60]}")
+
+    def _refuse(self, place: Path, why: str) -> None:
+        raise ConfigError(f"{place}: of another job: {why}: remove it, or choose another file")
+
+    def require_columns(self, names: Sequence[str]) -> None:
+        """Refuses parts with other columns: an earlier version began them."""
+        for path in self.folder.glob("*.parquet"):
+            try:
+                before = pq.read_schema(path).names
+            except (pa.ArrowException, OSError):  # damaged, or another rank has removed it
+                continue
+            for name in set(names) ^ set(before):
+                what = "without" if name in names else "with"
+                self._refuse(self.folder, f"its parts are {what} a column {name}")
 
     def _read(self, number: int, schema: pa.Schema | None = None) -> pa.Table | None:
         """A part's table; None if it is missing or damaged."""
@@ -394,14 +405,27 @@ def _writer(path: Path, schema: pa.Schema, as_csv: bool) -> Iterator[Callable[[p
 
 def skipped_file(out: Path) -> Path:
     """The file beside `out` that lists what was skipped."""
-    return out.with_name(f"{out.stem}.skipped.csv")
+    return out.with_name(f"{out.name}.skipped.csv")
+
+
+def has_skipped(out: Path) -> bool:
+    """Whether there is such a file, of this program."""
+    try:
+        with open(skipped_file(out), "rb") as file:
+            return file.readline().strip() == ",".join(Skipped._fields).encode()
+    except FileNotFoundError:
+        return False
 
 
 def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
+    place = skipped_file(out)
+    is_own = has_skipped(out)
     if skipped:
-        write_whole(skipped_file(out), as_csv([Skipped._fields, *skipped]))
-    else:  # of an earlier file of this name
-        skipped_file(out).unlink(missing_ok=True)
+        if place.exists() and not is_own:
+            raise OutputError(f"{place}: is of another program: move it{RESUMABLE}")
+        write_whole(place, as_csv([Skipped._fields, *skipped]))
+    elif is_own:  # of an earlier file of this name
+        place.unlink(missing_ok=True)
 
 
 def job_record(out: Path) -> Path:
@@ -425,6 +449,7 @@ def make(
 ) -> list[int]:
     """Computes this rank's parts, and joins the file if no part is missing. Returns the missing
     parts."""
+    parts.require_columns(output.schema.names)
     missing = parts.missing(source.parts)
     total = source.count(parts.own(source.parts))
     with progress_bar(total, source.unit, total - source.count(missing), parts.rank) as bar:

@@ -443,7 +443,10 @@ def test_own_labels_get_the_pseudonyms_of_a_dataset(shell, tmp_path):
     with pytest.raises(ConfigError, match=r"have pseudonyms: omnilead labels table .*mine.csv"):
         read_task(task, [Dataset.open(str(out))])
     text, _ = shell.run("labels", "table", mine, "--out", tmp_path / "labels", *hidden)
-    assert "6 records have their pseudonyms; copied as they are, so make sure" in text
+    assert (
+        "6 records have their pseudonyms, right only where the table has the record's own" in text
+    )
+    assert "not in the data; copied as they are, so make sure" in text
     assert text.rstrip().endswith(": sick, age")
     made = tmp_path / "labels" / "mine.parquet"
     read = read_task(replace(task, labels=str(made)), [Dataset.open(str(out))])

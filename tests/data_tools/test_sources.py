@@ -446,7 +446,8 @@ def test_an_unknown_folder_is_an_error(tmp_path, names, capsys):
         (
             "a/1009874.txt",
             "a",
-            "; texts do not state their rate, leads and unit: save them as .npy",
+            "; texts do not state their rate, leads and unit: save them as .npy (--source arrays), or "
+            "read them with a file.py:Class of your own (docs/own_format.md)",
         ),
     ],
 )

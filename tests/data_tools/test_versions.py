@@ -298,6 +298,28 @@ def dies_at_once(*_):
     raise KeyboardInterrupt
 
 
+def test_an_append_has_shards_of_as_many_crops_as_the_dataset(tmp_path):
+    """Also if the option is left out; and after a kill."""
+    seven = {"shard_crops": 7}
+    records = {f"r{i}": ("mine", f"who{i}", i) for i in range(9)}
+    more = {f"s{i}": ("mine", f"who{i}", 50 + i) for i in range(9)}
+    for name, killed in (("whole", False), ("killed", True)):
+        out = tmp_path / name
+        for append, options, new in ((False, seven, records), (True, {}, more)):
+            if killed:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("omnilead.data_tools.build.shard.finish", dies_at_once)
+                    with pytest.raises(KeyboardInterrupt):
+                        listed(out, append, options, **new)
+                assert (out / ".build").exists()
+            made = listed(out, append, options, **new)
+        assert [shard["crops"] for shard in made.shards] == [7, 2, 7, 2] and verify(made) == []
+        assert made.meta["shard_crops"] == 7 and made.version == 2
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+    again = listed(out, True, seven, t=("mine", "who1", 99))
+    assert again.shards[-1]["crops"] == 1 and again.version == 3
+
+
 def test_with_pseudonyms(small, more, tmp_path):
     key = {"pseudonym_key": b"k" * 32}
     made = build(small, tmp_path / "out", **key)

@@ -319,7 +319,7 @@ def test_a_folders_unreadable_files_are_listed_and_the_others_predicted(tmp_path
     assert f"skipped: {export}/a/3.xml: " in said
     assert f"note: {export}: 1 file of no known format was left out (1 .txt)" in said
     assert f"note: {out}: without 2 of 3 records, which cannot be read\n" in said
-    assert f"note: {tmp_path}/F.skipped.csv: which ECGs were skipped, and why\n" in said
+    assert f"note: {tmp_path}/F.csv.skipped.csv: which ECGs were skipped, and why\n" in said
     assert csv.read_csv(out)["path"].to_pylist() == [f"{export}/1.xml"]
     again = words(model, export, tmp_path / "again.csv")
     with mock.patch.object(outputs.ParquetParts, "join", side_effect=OutputError("killed")):
@@ -328,10 +328,18 @@ def test_a_folders_unreadable_files_are_listed_and_the_others_predicted(tmp_path
     assert predict.main(again) == 0
     said = capsys.readouterr().err
     assert "skipped: " not in said and "without 2 of 3 records" in said
-    listed = csv.read_csv(tmp_path / "again.skipped.csv").to_pylist()
+    listed = csv.read_csv(tmp_path / "again.csv.skipped.csv").to_pylist()
     assert [ecg["path"] for ecg in listed] == [f"{export}/2.dcm", f"{export}/a/3.xml"]
     assert listed[0]["reason"].startswith("unknown format: ")
-    assert listed == csv.read_csv(tmp_path / "F.skipped.csv").to_pylist()
+    assert listed == csv.read_csv(tmp_path / "F.csv.skipped.csv").to_pylist()
+    (tmp_path / "F.parquet.skipped.csv").write_text("mine\n")
+    assert predict.main(words(model, export, tmp_path / "F.parquet")) == 1
+    assert "F.parquet.skipped.csv: is of another program: move it: run" in capsys.readouterr().err
+    assert (tmp_path / "F.parquet.skipped.csv").read_text() == "mine\n"
+    (tmp_path / "F.parquet.skipped.csv").unlink()
+    assert predict.main(words(model, export, tmp_path / "F.parquet")) == 0
+    assert listed == csv.read_csv(tmp_path / "F.parquet.skipped.csv").to_pylist()
+    assert listed == csv.read_csv(tmp_path / "F.csv.skipped.csv").to_pylist()
     assert predict.main(words(model, export, tmp_path / "stop.csv", "--on-corrupt", "stop")) == 2
     assert f"{export}/2.dcm: " in capsys.readouterr().err
     assert predict.main(words(model, export / "2.dcm", tmp_path / "one.csv")) == 2

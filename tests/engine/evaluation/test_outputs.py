@@ -12,8 +12,15 @@ import torch
 from omnilead.data_tools.dataset import Dataset, DatasetError
 from omnilead.engine.data import batches as predicting
 from omnilead.engine.data.batches import CropBatch, dataset_batches, predict
-from omnilead.engine.inference.inputs import COLUMNS, EmbeddedCrops
-from omnilead.engine.inference.outputs import ParquetParts, tables, vectors
+from omnilead.engine.inference.inputs import COLUMNS, EmbeddedCrops, Skipped
+from omnilead.engine.inference.outputs import (
+    ParquetParts,
+    has_skipped,
+    make,
+    tables,
+    vectors,
+    write_skipped,
+)
 from omnilead.engine.settings.errors import ConfigError, OutputError
 
 JOB = {"model": "a", "batch": 16}
@@ -204,3 +211,34 @@ def test_crops_of_a_remote_dataset(sparse, dataset, monkeypatch):
         batches = dataset_batches(remote, np.split(rows, [4, 5]), "skip")
         kept = np.concatenate([batch.crops for batch in batches])
         assert kept.tolist() == np.delete(rows, 4).tolist()
+
+
+def test_a_list_of_what_was_skipped_replaces_none_but_its_own(tmp_path):
+    out, place, skipped = tmp_path / "F.csv", tmp_path / "F.csv.skipped.csv", [Skipped("a", "b")]
+    write_skipped(out, skipped)
+    write_skipped(tmp_path / "F.parquet", [])
+    assert place.read_text() == "path,reason\na,b\n" and has_skipped(out)
+    write_skipped(out, [])
+    assert not place.exists()
+    place.write_text("path,why\n")
+    write_skipped(out, [])
+    with pytest.raises(OutputError, match=r"F\.csv\.skipped\.csv: is of another program: move it"):
+        write_skipped(out, skipped)
+    assert place.read_text() == "path,why\n" and not has_skipped(out)
+
+
+def test_parts_that_an_earlier_version_began_without_a_column_are_refused(tmp_path):
+    with ParquetParts(tmp_path / "out", JOB) as parts:
+        parts.write(0, part(0))
+        parts.require_columns(["x"])
+        (parts.folder / "000001.parquet").write_text("damaged")
+        says = r"out\.parts: of another job: its parts are without a column path: remove it, or"
+        with pytest.raises(ConfigError, match=says):
+            make(
+                SimpleNamespace(),
+                SimpleNamespace(schema=pa.schema([("x", pa.int64()), ("path", pa.string())])),
+                None,
+                "crop",
+                parts,
+            )
+        parts.require_columns(["x"])
