@@ -70,8 +70,10 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
     row_of_key[target_of_row[rows]] = rows
     notes = []
     if len(missing):
+        absent = record.take(pa.array(missing))
         notes.append(
             f"{count_and_first(missing, record)} of {len(record):,} records are not in the data"
+            + _lost_zeros(absent, targets)
         )
     for way, how in NOTES.items():
         matched = rows[way_of_row[rows] == way]
@@ -81,6 +83,19 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
                 f"{count_and_first(matched, record)} of {len(record):,} records {how}: {example}"
             )
     return Matches(row_of_key, notes, len(missing) > len(rows))
+
+
+def _lost_zeros(absent: pa.Array, targets: pa.Array) -> str:
+    """Says if a name lacks zeros that spreadsheets take from numbers: 6304 for 06304."""
+    numbers = absent.filter(pc.match_substring_regex(absent, "^[1-9]"))
+    for names in (targets, pc.replace_substring_regex(targets, "^.*[/_]", "")):
+        place = index_in(numbers, pc.replace_substring_regex(names, "^0+", ""))
+        if (place >= 0).any():
+            row = int(np.flatnonzero(place >= 0)[0])
+            return (
+                f"; {numbers[row]} may be {names[int(place[row])]}: did a spreadsheet drop zeros?"
+            )
+    return ""
 
 
 def _spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:

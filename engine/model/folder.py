@@ -231,8 +231,11 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
             yield folder, check(folder)
         return
     run = Path(text)
-    if not run.exists() and text in shipped_models():
-        run = CONFIGS / MODELS / text
+    if text in shipped_models():
+        if run.exists():
+            tell(f"note: {text} is the folder {text} here, not the model that comes with omnilead")
+        else:
+            run = CONFIGS / MODELS / text
     folder = run / "model" if (run / "model").is_dir() else run
     if not (folder / WEIGHTS).is_file():
         if not run.exists():

@@ -194,7 +194,12 @@ def results(log: RunLog, best: float | None) -> Iterator[list[str]]:
         step = float(held_out.steps[-1]) if held_out.rows else None
     if math.isfinite(loss := metrics.recent("loss")):
         first = metrics.curve("loss")[1][0]
-        yield ["Training loss", f"{loss:.3f}", f"{first:.3f} at first"]
+        entries = min(RECENT, len(metrics.rows))
+        yield [
+            "Training loss",
+            f"{loss:.3f}",
+            f"mean of the last {entries} logged; {first:.3f} at first",
+        ]
     if math.isfinite(loss := held_out.at("loss", step)):
         yield ["Held-out loss", f"{loss:.3f}", f"at step {step:,.0f}"]
     for metric in METRIC_OF.values():

@@ -94,6 +94,13 @@ def test_a_run_without_a_model_is_exported_by_the_command_that_trains_it(saved_m
             saved_model()
 
 
+def test_a_folder_with_a_shipped_models_name_is_said(saved_model, tmp_path, monkeypatch, capsys):
+    shutil.copytree(saved_model(), tmp_path / "small")
+    monkeypatch.chdir(tmp_path)
+    omnilead.load("small")
+    assert "note: small is the folder small here, not the model that" in capsys.readouterr().err
+
+
 def test_weights_that_do_not_fit_on_the_disk_are_an_error_of_the_system(monkeypatch, tmp_path):
     def no_room(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space (os error 28)")

@@ -433,6 +433,16 @@ def test_the_path_that_a_name_is_made_of_needs_no_note(path):
         assert matches.row.tolist() == [0] and not matches.notes
 
 
+def test_a_name_whose_zeros_a_spreadsheet_dropped_is_pointed_out():
+    table = pa.table({"record": ["7434", "633", "A1", "8"]})
+    for names in (["07434", "00633", "A1"], ["Jahr_2000/07434", "ward_00633", "A1"]):
+        matches = match_records("my.csv", table, pa.array(names), pa.array(names))
+        (note,) = matches.notes
+        assert note.startswith("3 (7434, ") and note.endswith(
+            " of 4 records are not in the data; 7434 may be 07434: did a spreadsheet drop zeros?"
+        )
+
+
 def test_a_real_record_is_not_taken_for_a_synthetic_one():
     names = pa.array(["syn0_HR00001", "syn0_HR00002", "A_HR00001"])
     table = pa.table({"record": ["HR00001", "HR00002", "syn0_HR00002"]})
