@@ -118,7 +118,7 @@ class TrainConfig(Section):
     zero_stage: int | None = Field(default=None, ge=0, le=3)
     # DeepSpeed JSON file, or zero0 to zero3; it may set ZeRO and communication only
     deepspeed: str | None = None
-    # scope of torch.compile; None: layers on CUDA, else eager
+    # scope of torch.compile; None: layers on CUDA, else eager: on a CPU layers made `small` half as fast
     compile: Literal["eager", "layers", "step"] | None = None
     # activation checkpointing: the transformer layers keep only their inputs, and are computed again
     # in the backward pass: equal losses, less memory, a third more computing
