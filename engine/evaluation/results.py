@@ -265,6 +265,8 @@ def score_task(
     model_input, notes = shown_input(model, dataset, options)
     if note := model.note_on_rates(np.unique(dataset.column("fs_source_hz")).tolist()):
         notes.append(f"{note}.")
+    if head.said:
+        notes.append(f"The model: {'; '.join(head.said)}.")
     labels = read_task(task, [dataset])
     require_classes(model, labels)
     labelled = labelled_rows(labels, dataset, options.role)

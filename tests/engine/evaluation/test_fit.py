@@ -87,6 +87,7 @@ def test_it_writes_what_bench_writes_and_says_how_good_it_is(
     assert any("`omnilead bench --folds 5` tests every" in note for note in evaluated["remarks"])
     assert not any("Leakage" in note for note in evaluated["remarks"])
     assert not any("recorded at" in note for note in evaluated["remarks"])
+    assert f"The model: {score}; {point}." in evaluated["remarks"]
 
 
 def test_rates_at_which_a_head_may_not_hold(encoder):
