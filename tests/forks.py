@@ -83,6 +83,12 @@ def fork(call):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def import_heavy():
+    for name in HEAVY:
+        importlib.import_module(name)
+    freeze()
+
+
 def import_all(names):
     """What a child has imported, so that the next ones need not."""
     for name in names:

@@ -2,8 +2,8 @@
 
 import gc
 
-from tests.forks import HEAVY, import_all
+from tests.forks import import_heavy
 
 gc.disable()
-import_all(HEAVY)
+import_heavy()
 gc.enable()

@@ -68,21 +68,25 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
     _refuse_ambiguous(url, record, rows, target_of_row[rows], keys, targets)
     row_of_key = np.full(len(keys), -1)
     row_of_key[target_of_row[rows]] = rows
-    notes = []
+    notes = list(_notes(record, targets, target_of_row, way_of_row))
+    return Matches(row_of_key, notes, len(missing) > len(rows))
+
+
+def _notes(
+    record: pa.Array, targets: pa.Array, target_of_row: np.ndarray, way_of_row: np.ndarray
+) -> Iterator[str]:
+    """What a user must know of the rows that name no record, or not exactly."""
+    missing = np.flatnonzero(target_of_row < 0)
     if len(missing):
-        absent = record.take(pa.array(missing))
-        notes.append(
+        yield (
             f"{count_and_first(missing, record)} of {len(record):,} records are not in the data"
-            + _lost_zeros(absent, targets)
+            + _lost_zeros(record.take(pa.array(missing)), targets)
         )
     for way, how in NOTES.items():
-        matched = rows[way_of_row[rows] == way]
+        matched = np.flatnonzero((target_of_row >= 0) & (way_of_row == way))
         if len(matched):
             example = f"{record[int(matched[0])]} is {targets[int(target_of_row[matched[0]])]}"
-            notes.append(
-                f"{count_and_first(matched, record)} of {len(record):,} records {how}: {example}"
-            )
-    return Matches(row_of_key, notes, len(missing) > len(rows))
+            yield f"{count_and_first(matched, record)} of {len(record):,} records {how}: {example}"
 
 
 def _lost_zeros(absent: pa.Array, targets: pa.Array) -> str:

@@ -263,14 +263,14 @@ def score_task(
     """Scores a fine-tuned model on the labelled crops of a split."""
     head = head_for(model, task)
     model_input, notes = shown_input(model, dataset, options)
-    if note := model.note_on_rates(np.unique(dataset.column("fs_source_hz")).tolist()):
-        notes.append(f"{note}.")
     if head.said:
         notes.append(f"The model: {'; '.join(head.said)}.")
     labels = read_task(task, [dataset])
     require_classes(model, labels)
     labelled = labelled_rows(labels, dataset, options.role)
     (rows,), left_out = measured_crops(dataset, model_input, labelled)
+    if note := model.note_on_rates(np.unique(dataset.column("fs_source_hz")[rows]).tolist()):
+        notes.append(f"{note}.")
     output = vectors(model, model.scores, len(model.classes))
     scores_RK, crop_R = outputs_of(output, dataset, rows, model_input, options)
     columns = [model.classes.index(name) for name in labels.classes]

@@ -140,7 +140,6 @@ class DatasetSource:
         table = table.set_column(table.column_names.index(FLAGS), FLAGS, flags)
         table = table.append_column("row", pa.array(np.arange(len(dataset))))
         self.table = table.append_column(PATH, pa.nulls(len(dataset), pa.string()))
-        self.rates_hz = set(np.unique(dataset.column("fs_source_hz")[rows]).tolist())
         self.record = np.arange(len(rows))
         if per == "record":
             rows, self.record = self._by_record(rows)
@@ -151,6 +150,10 @@ class DatasetSource:
         self.rows = rows
         self.begins = np.append(np.unique(begins), len(rows))
         self.parts = len(self.begins) - 1
+
+    @property
+    def rates_hz(self) -> set[float]:
+        return set(np.unique(self.dataset.column("fs_source_hz")[self.rows]).tolist())
 
     def _by_record(self, rows: Array) -> tuple[Array, Array]:
         """The rows sorted by record, and the number of each one's record."""

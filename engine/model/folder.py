@@ -18,7 +18,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,6 +218,11 @@ def shipped_models() -> list[str]:
     return sorted(path.name for path in (CONFIGS / MODELS).iterdir() if path.is_dir())
 
 
+@cache  # a command opens a model more than once
+def note_that_it_is_a_folder(name: str) -> None:
+    tell(f"note: {name} is the folder {name} here, not the model that comes with omnilead")
+
+
 @contextmanager
 def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
     """A verified folder with weights, and its digest. A remote folder is downloaded first."""
@@ -233,7 +238,7 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
     run = Path(text)
     if text in shipped_models():
         if run.exists():
-            tell(f"note: {text} is the folder {text} here, not the model that comes with omnilead")
+            note_that_it_is_a_folder(text)
         else:
             run = CONFIGS / MODELS / text
     folder = run / "model" if (run / "model").is_dir() else run

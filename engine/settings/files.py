@@ -20,11 +20,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
-
-
-CODE = "code"  # folder in a run, for copies of these files
-
-
+CODE = "code"  # folder in a run, with copies of the files of the user's own code
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # in a model folder
 
 

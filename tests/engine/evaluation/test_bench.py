@@ -48,18 +48,10 @@ from omnilead.engine.training.metrics import (
     weighted_measures,
 )
 from tests.conftest import save_model
-from tests.engine.evaluate.conftest import make_quick
 
+pytestmark = pytest.mark.usefixtures("few_resamples")
 RNG = np.random.default_rng(0)
 LEADS, TASKS = ["V2,I"], ["sex", "age", "identification"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_resamples():
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch)
-        patch.setattr("omnilead.engine.training.metrics.FEW", 3)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +172,7 @@ def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys)
 
     for module in (embedders, vectors_of):
         monkeypatch.setattr(module, "dataset_batches", counted)
+    monkeypatch.setattr(bench, "monotonic", lambda: 0)  # of a minute or more a line would tell
     same = metrics_of(omnilead.bench(models, tasks=["identification"], **again))
     assert made == [] and len(same) == 5 and same.items() <= metrics_of(found).items()
     said = [f"bench: {i} of 10 done: {name}" for i, name in enumerate(found["models"], 1)]

@@ -13,15 +13,8 @@ from omnilead.__main__ import main
 from omnilead.engine.evaluation.heads import people_of
 from omnilead.engine.inference.trained_model import HeadInfo, load
 from tests.conftest import save_model, save_probed
-from tests.engine.evaluate.conftest import make_quick
 
-
-@pytest.fixture(scope="module", autouse=True)
-def few_resamples():
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch)
-        patch.setattr("omnilead.engine.training.metrics.FEW", 3)
-        yield
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 @pytest.fixture(scope="module")
