@@ -4,7 +4,6 @@ last.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ from ..ecg.pseudonyms import REMOVED, Removed, pseudonym
 from ..ecg.record import SYNTHETIC, patient_source
 from ..io import cluster
 from ..io.errors import DatasetError, ReadError, StorageError
-from ..io.storage import Folder, write_errors
+from ..io.storage import Folder, temporary_path, write_errors
 from ..io.terminal import tell
 from . import roles as splits
 from . import shards as shard_writers
@@ -405,7 +404,7 @@ def _write_samples(
     `name_key`: that of the version before, which stays (Dataset.name_key)."""
     left_out = dict.fromkeys(leave_out, 0)
     schema = COLUMNS.with_metadata({NAME_KEY: name_key}) if name_key else COLUMNS
-    temporary = out.workdir() / "tmp" / f"{SAMPLES}.{os.getpid()}"
+    temporary = temporary_path(out, SAMPLES)
     try:
         with write_errors(out.url, SAMPLES):
             with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:

@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -44,7 +43,14 @@ from ..ecg.pseudonyms import REMOVED, key_mark, pseudonym
 from ..ecg.record import EcgRecord, class_row
 from ..io import cluster
 from ..io.errors import DataError, DatasetError, ReadError, StorageError
-from ..io.storage import Folder, dataset_folder, locked_by_another, prefetch, write_errors
+from ..io.storage import (
+    Folder,
+    dataset_folder,
+    locked_by_another,
+    prefetch,
+    temporary_path,
+    write_errors,
+)
 from ..io.terminal import keep_freed_memory
 from ..sources.base import Source, located, read_safely, shown_patient
 from .expected_roles import expected_roles
@@ -74,7 +80,6 @@ SAMPLE = 100  # records, of which one has a patient if many have
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 
 
-@cluster.reused_processes()
 def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     """Build the dataset, or finish an interrupted build."""
     out = dataset_folder(options.out)
@@ -103,6 +108,7 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
         return _plan_and_build(sources, options, out)
 
 
+@cluster.reused_processes()
 def _plan_and_build(sources: list[Source], options: ShardOptions, out: Folder) -> Dataset:
     previous = known = None
     if options.append:
@@ -280,7 +286,7 @@ def build_shard(
     keep_freed_memory()
     number, crops, roles, content = task
     name = shard_name(number)
-    temporary = out.workdir() / "tmp" / f"{name}.{os.getpid()}.{threading.get_ident()}"
+    temporary = temporary_path(out, name)
     try:
         with (
             write_errors(out.url, f"shards/{name}"),

@@ -25,6 +25,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar
+from uuid import uuid4
 
 from .errors import MISSING_FILE, ReadError, StorageError, mend_for, one_line, printable
 from .terminal import tell
@@ -215,7 +216,7 @@ class LocalFolder:
             raise StorageError(f"cannot list {place}: {error.strerror}") from None
 
     def write(self, name: str, data: bytes) -> None:
-        temporary = self.workdir() / "tmp" / f"{os.path.basename(name)}.{os.getpid()}"
+        temporary = temporary_path(self, name)
         with write_errors(self.url, name):
             temporary.write_bytes(data)
             self.publish(temporary, name)
@@ -248,6 +249,12 @@ class LocalFolder:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def temporary_path(folder: "Folder", name: str) -> Path:
+    """Unlike any other, because threads of a Dask worker share a process number, and so do the first
+    processes of two containers."""
+    return folder.workdir() / "tmp" / f"{os.path.basename(name)}.{uuid4().hex}"
 
 
 @contextmanager
@@ -421,7 +428,7 @@ class RemoteFolder:
         whole = bytearray(content)
         for start, data in pieces:
             whole[start : start + len(data)] = data
-        temporary = self.workdir() / "tmp" / f"{os.path.basename(name)}.{os.getpid()}"
+        temporary = temporary_path(self, name)
         temporary.write_bytes(whole)
         self.publish(temporary, name)
         return memoryview(whole)

@@ -1,5 +1,6 @@
 """One process, several processes and a Dask cluster give the same bytes, also if a worker dies."""
 
+import contextlib
 import errno
 import gc
 import importlib
@@ -15,6 +16,7 @@ import pytest
 from handmade import build, files
 
 from omnilead.data_tools.build import plan
+from omnilead.data_tools.build import shard as building
 from omnilead.data_tools.build import verify as checks
 from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.build.verify import verify
@@ -46,20 +48,28 @@ def right(small, many_small_tasks, tmp_path_factory):
     return files(out)
 
 
-def test_a_build_starts_its_processes_once(small, right, tmp_path, monkeypatch):
+def test_a_build_starts_its_processes_once_and_keeps_its_lock_until_they_end(
+    small, right, tmp_path, monkeypatch
+):
     pools = []
 
     def counted(*how, **more):
         pools.append(executor(*how, **more))
         return pools[-1]
 
-    executor = cluster.ProcessPoolExecutor
+    @contextlib.contextmanager
+    def locked_until_they_ended(out):
+        with locked(out):
+            yield
+            with pytest.raises(RuntimeError, match="after shutdown"):
+                pools[0].submit(len, "")
+
+    executor, locked = cluster.ProcessPoolExecutor, building.locked
     monkeypatch.setattr(cluster, "ProcessPoolExecutor", counted)
+    monkeypatch.setattr(building, "locked", locked_until_they_ended)
     build(small, tmp_path / "out", format="both", workers=2)
     assert files(tmp_path / "out") == right
     assert len(pools) == 1
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        pools[0].submit(len, "")
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Local files where the file system answers in parts; a file that reaches a bucket in part."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from handmade import build
 
 from omnilead.data_tools.build.verify import verify
+from omnilead.data_tools.io import storage
 from omnilead.data_tools.io.errors import ReadError, StorageError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.detect import open_sources
@@ -53,3 +56,18 @@ def test_a_file_that_arrives_with_another_size_is_no_upload(arrived, tmp_path, m
     ):
         folder(url).publish(tmp_path / "x", "x")
     assert (tmp_path / "x").read_bytes() == b"1234"
+
+
+def test_threads_that_write_files_of_one_name_in_two_folders(tmp_path, monkeypatch):
+    """As storage objects of the zarr copy are called, which threads of a Dask worker write."""
+    publish, both = storage.publish, Barrier(2)
+
+    def together(temporary, final):
+        both.wait()
+        publish(temporary, final)
+
+    monkeypatch.setattr(storage, "publish", together)
+    names = ["store.zarr/c/0/0/0", "store.zarr/c/1/0/0"]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: folder(tmp_path).write(name, name.encode()), names))
+    assert [(tmp_path / name).read_text() for name in names] == names
