@@ -56,7 +56,7 @@ class Seen(NamedTuple):
 
 
 def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]) -> Seen:
-    records = [folder.seen_by(run)] if is_model(config.start) else []
+    records = [folder.seen_by(run)] if folder.is_model(config.start) else []
     times_drawn = {}
     rates_hz = set[float]()
     try:
@@ -138,8 +138,3 @@ def _history(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
         "precision": config.train.precision,
         "rlm": config.augment.rlm,
     }
-
-
-def is_model(start: str) -> bool:
-    """Whether `start` is a model; a YAML file gives random weights."""
-    return bool(start) and Path(start).suffix not in (".yaml", ".yml")
