@@ -187,6 +187,11 @@ def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> Cro
     return CropUses(_use_of(seen, False, waves), owner, people[0])
 
 
+def fitted_on(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:
+    """bool [N]: whether a model was trained on these very waveforms with their labels."""
+    return _use_of(seen, False, _waveform_hashes(waveform_N)) == LABELLED
+
+
 def notes(
     seen: pa.Table,
     datasets: Sequence[Dataset],

@@ -28,6 +28,7 @@ from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine import convert, evaluate, predict
 from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.data.seen import LABELLED, keys_of, uses_of_crops
 from omnilead.engine.extras.reports import run_report
 from omnilead.engine.extras.reports.page import titled
 from omnilead.engine.finetune import main
@@ -513,6 +514,26 @@ def require_notes_on_rates(run, dataset, tmp_path, capsys):
     assert "recorded at" not in predicted("G.csv")
 
 
+def require_notes_on_what_was_fitted(run, dataset, archive, tmp_path, capsys):
+    """A dataset's ECGs, and files."""
+    seen = omnilead.load(run).seen
+    crops = dataset.table(["source", "record", "patient", "waveform"])
+    is_fitted = uses_of_crops(seen, crops, keys_of([dataset])).waveform == LABELLED
+    names = np.array(crops["record"])
+    fitted, other = names[is_fitted][0], np.setdiff1d(names, names[is_fitted])[0]
+    told = f"{len(set(names[is_fitted]))} of these {len(set(names))} ECGs were fitted on: scores"
+
+    def predicted(data, out):
+        words = ["--model", str(run), "--data", str(data), "--out", str(tmp_path / out)]
+        assert predict.main(words) == 0
+        return capsys.readouterr().err
+
+    assert predicted(dataset.root.url, "all.csv").count(told) == 1
+    of_file = predicted(next(archive.rglob(f"{fitted}.hea")), "fitted.csv")
+    assert "1 of these 1 ECGs were fitted on: scores" in of_file
+    assert "fitted on: scores" not in predicted(next(archive.rglob(f"{other}.hea")), "other.csv")
+
+
 @pytest.mark.parametrize(
     ("kind", "column", "outputs", "figure"),
     [
@@ -523,7 +544,7 @@ def require_notes_on_rates(run, dataset, tmp_path, capsys):
 )
 def test_a_users_own_label_table(
     kind, column, outputs, figure, table, tune, tuned,
-    dataset, tmp_path, capsys,
+    dataset, archive, tmp_path, capsys,
 ):  # fmt: skip
     run, weights = tmp_path / "run", "none" if kind == "regression" else "balanced"
     how = {"task__kind": kind, "task__columns": [column], "task__labels": str(table)}
@@ -545,6 +566,7 @@ def test_a_users_own_label_table(
     elif kind == "multilabel":
         assert head["thresholds"] == state["best"]["thresholds"] and 0 < head["thresholds"][0] < 1
         require_notes_on_rates(run, dataset, tmp_path, capsys)
+        require_notes_on_what_was_fitted(run, dataset, archive, tmp_path, capsys)
     table.rename(moved := tmp_path / "moved.csv")
     assert evaluate.main(["--model", str(run), "--data", dataset.root.url]) == 0  # it keeps labels
     text = moved.read_text().replace("0.5,a", "0.5,b").replace("1.5", "2.5", 1)
