@@ -32,8 +32,8 @@ import pyarrow.parquet as pq
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.terminal import tell
 
+from ..settings.counter import mix
 from ..settings.errors import ConfigError
-from .counter import mix
 from .patients import OWNER, digests, owners, parts_of
 
 USES = ("unlabelled", "selected", "labelled")  # where a crop had several, the last counts
