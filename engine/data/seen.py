@@ -189,7 +189,8 @@ def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> Cro
 
 def fitted_on(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:
     """bool [N]: whether a model was trained on these very waveforms with their labels."""
-    return _use_of(seen, False, _waveform_hashes(waveform_N)) == LABELLED
+    use_N = _use_of(seen, False, _waveform_hashes(waveform_N))
+    return np.asarray(use_N == LABELLED)
 
 
 def notes(
