@@ -43,7 +43,7 @@ from omnilead.data_tools.ecg.crops import IMPLAUSIBLE
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord, Header, class_row
 from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sources.base import Source
-from omnilead.engine.data.counter import mix
+from omnilead.engine.settings.counter import mix
 
 MEMBERS = 512 + 120_320 + 512 + 512  # bytes of a crop in a tar: two headers and two bodies
 SOURCES = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}

@@ -70,6 +70,7 @@ def train_run(config: "RunConfig", import_task: "Task", profile: int = 0) -> boo
     check(config, environment()[1])
     tracking.require_installed(config)
     datasets = run_folder.open_datasets(config)
+    config.require_files()
     folder = run_folder.RunFolder(config.run)
     folder.make()
     # Only now PyTorch and DeepSpeed, which take seconds: a wrong setting or path is said before

@@ -154,6 +154,7 @@ def _dry_run(config: Any, task: "Task", gpus: int) -> str:
 
     check(config, gpus)
     datasets = open_datasets(config)
+    config.require_files()
     from .training.dry_run import dry_run  # not before: see engine.pretrain.train_run
 
     return dry_run(config, task(), datasets, gpus)

@@ -151,6 +151,15 @@ def test_modules_do_not_import_each_other():
     TopologicalSorter(edges).prepare()
 
 
+def test_folders_do_not_import_each_other():
+    """Nor in functions, nor a folder in a room the folder around it."""
+    edges = {}
+    for path in MODULES:
+        others = {NAMES[name].parent for name in imports(path) & set(NAMES)}
+        edges.setdefault(path.parent, set()).update(others - {path.parent})
+    TopologicalSorter(edges).prepare()
+
+
 # In a program of its own, the spare rooms cannot be imported, as if their folders were deleted
 WITHOUT_ROOMS = """
 import sys

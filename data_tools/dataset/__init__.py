@@ -21,6 +21,7 @@ checked against their crc32c.
 import hashlib
 import json
 import operator
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -245,15 +246,18 @@ class Dataset:
             # a half of a surrogate pair is no character, and cannot be written again
             json.dumps(meta, ensure_ascii=False).encode()
         except ReadError as error:
-            hint = (
-                "not a dataset, or an unfinished one: `omnilead shard SRC --out DATASET` makes or "
-                "finishes it"
-            )
-            raise DatasetError(
-                f"{url}: no {META} ({hint})"
-                if error.reason == MISSING_FILE and name == META
-                else f"{url}: {error}"
-            ) from None
+            why = str(error)
+            if error.reason == MISSING_FILE and name == META:
+                why = (
+                    f"no {META} (not a dataset, or an unfinished one: `omnilead shard SRC --out "
+                    "DATASET` makes or finishes it)"
+                )
+                if not root.remote and not os.path.exists(url):
+                    why = (
+                        "does not exist: give a dataset's folder (`omnilead shard SRC --out "
+                        "DATASET` makes one)"
+                    )
+            raise DatasetError(f"{url}: {why}") from None
         except (ValueError, RecursionError) as error:
             raise DatasetError(
                 one_line(f"{url}/{name}: not JSON ({error}): restore the file")

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from ..io.errors import DataError
 
 SHOWN = 3  # names in a message
+FIRST_ROW = 2  # of records, as spreadsheets number them: the header is row 1
 ENDING = r"\.[A-Za-z]\w{1,3}$"
 ODD_CHARACTERS = "[^A-Za-z0-9_-]+"  # a dataset has _ for them
 # File names of PTB-XL to record names of the Challenge
@@ -156,7 +157,7 @@ def _by_end(
         alike = np.sort(name_of_pair[end_of_pair == shared[0]])
         first, second = names.take(pa.array(alike[:2])).to_pylist()
         raise DataError(
-            f"{url}: {end} (row {row + 1}) is the end of {first} and of {second}: write the "
+            f"{url}: {end} (row {row + FIRST_ROW}) is the end of {first} and of {second}: write the "
             "record's name with its folders"
         )
     target_of_pair = index_in(names.take(pa.array(name_of_pair)), targets)
@@ -209,8 +210,8 @@ def _refuse_ambiguous(
     if len(again):
         first, second = rows[target_of_key[target_of_row] == again[0]][:2]
         raise DataError(
-            f"{url}: record {record[int(first)]} is in rows {first + 1} and {second + 1}: keep one "
-            "of them"
+            f"{url}: record {record[int(first)]} is in rows {first + FIRST_ROW} and "
+            f"{second + FIRST_ROW}: keep one of them"
         )
 
 

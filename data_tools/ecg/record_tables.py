@@ -4,12 +4,15 @@
     cells = read_table("my.csv")                # all columns as text, null where a cell is empty
     patients = patients_of("who.csv", read_patients("who.csv"), keys)   # null where unknown
 
-The separator of a CSV is a comma, a semicolon or a tab; with the latter two, 40,1 is a number.
+The separator of a CSV is a comma, a semicolon or a tab; with the latter two, 40,1 is a number, read as 40.1
+(as_typed gives it back for a message).
 record_names.py finds the rows of records.
 """
 
 import csv
 import io
+import json
+import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,6 +35,8 @@ RESERVED = ("record", "source", "patient", "fold", "split")
 PTBXL_TABLE = {"filename_hr": "record", "patient_id": "patient"}  # of ptbxl_database.csv
 # 40,1 and also -0,5e-3, but neither 1,234,567 nor 1.234,5
 DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
+DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.", 1)
+WITH_COMMAS = b"decimal commas"  # in a table's metadata: the columns that had them
 # More than a thousand, perhaps
 THOUSANDS = r"^[+-]?[1-9]\d{0,2}[.,]\d{3}$"
 WHOLE = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
@@ -42,12 +47,14 @@ def read_cells(
 ) -> pa.Table:
     """Reads all columns as text; names of reserved columns become lower case. `key`: a column that
     the table must have. `used`: columns that may hold numbers; none: all."""
+    with_commas: list[str] = []
     try:
         with fsspec.open(url, "rb").open() as file:
             data = file.read()
-        cells = (
-            parquet.read_table(io.BytesIO(data)) if data[:4] == b"PAR1" else _csv(data, key, used)
-        )
+        if data[:4] == b"PAR1":
+            cells = parquet.read_table(io.BytesIO(data))
+        else:
+            cells, with_commas = _csv(data, key, used)
         cells = as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
         _require_utf8(cells)
     except pa.ArrowMemoryError:
@@ -64,7 +71,16 @@ def read_cells(
     names = cells.column_names
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{url}: two columns are called {twice[0]!r}: rename one")
+    if with_commas:
+        cells = cells.replace_schema_metadata({WITH_COMMAS: json.dumps(with_commas)})
     return cells
+
+
+def as_typed(cells: pa.Table, column: str, text: str) -> str:
+    """A cell of a table as its file has it: 40,1, which is read as 40.1."""
+    metadata = cells.schema.metadata or {}
+    with_commas = json.loads(metadata.get(WITH_COMMAS, "[]"))
+    return re.sub(DECIMAL_POINT, r"\1,\2", text) if column in with_commas else text
 
 
 def read_table(url: str, contents: str = "labels", used: Sequence[str] = ()) -> pa.Table:
@@ -115,11 +131,12 @@ def _header(text: str, key: str) -> _Header:
     return max(headers, key=lambda header: len(header.names))
 
 
-def _csv(data: bytes, key: str, used: Sequence[str]) -> pa.Table:
+def _csv(data: bytes, key: str, used: Sequence[str]) -> tuple[pa.Table, list[str]]:
+    """The cells, and the columns whose decimal commas are points in them."""
     text = decoded(data)
     names, mark, lines, is_all = _header(text, key)
     if is_all:
-        return pa.table({name: pa.array([], pa.string()) for name in names})
+        return pa.table({name: pa.array([], pa.string()) for name in names}), []
     read = pa_csv.ReadOptions(column_names=names, skip_rows=lines)
     parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
     convert = pa_csv.ConvertOptions(
@@ -127,13 +144,16 @@ def _csv(data: bytes, key: str, used: Sequence[str]) -> pa.Table:
     )
     cells = pa_csv.read_csv(pa.BufferReader(text.encode()), read, parse, convert)
     columns = []
+    with_commas = []
     for name, column in zip(names, cells.columns, strict=True):
         column = pc.replace_substring_regex(column, QUOTED, r"\1")
         if mark != "," and _name(name) not in RESERVED and (not used or _name(name) in used):
             _require_one_mark(name, pc.drop_null(pc.unique(column)))
-            column = pc.replace_substring_regex(column, DECIMAL_COMMA, r"\1.\2")
+            if pc.any(pc.match_substring_regex(column, DECIMAL_COMMA)).as_py():
+                column = pc.replace_substring_regex(column, DECIMAL_COMMA, r"\1.\2")
+                with_commas.append(_name(name))
         columns.append(column)
-    return pa.table(columns, names)
+    return pa.table(columns, names), with_commas
 
 
 def _require_one_mark(name: str, values: pa.Array) -> None:

@@ -45,6 +45,7 @@ from ..ecg.record import (
     record_stem,
     synthetic_prefix,
 )
+from ..ecg.record_names import FIRST_ROW
 from ..ecg.record_names import PTBXL as PTBXL_NAME
 from ..ecg.record_tables import read_table as read_record_table
 from ..io.errors import DataError, ReadError, StorageError, one_line, printable
@@ -211,7 +212,7 @@ def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
             "`omnilead show DATASET` lists the sources of a dataset"
         )
     rows = cells.select([name for name in RENAMED if name in cells.column_names]).to_pylist()
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows, FIRST_ROW):
         source, record = row["source"], row["record"]
         if not (source and record):
             raise DataError(f"{url}: row {number} lacks its source or its record: fill it in")
@@ -227,7 +228,7 @@ def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
             cells = cells.set_column(
                 place, name, pa.array([row[name] for row in rows], pa.string())
             )
-    return cells
+    return cells.replace_schema_metadata()
 
 
 def _in_arrow(published: PublishedLabels, key: bytes | None) -> tuple[pa.Table, dict[str, Any]]:

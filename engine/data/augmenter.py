@@ -28,13 +28,13 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.plugins import plugin
 
+from ..settings import counter
+from ..settings.counter import RandomStream
 from ..settings.errors import ConfigError, blaming
 from ..settings.leads import ALL
-from . import counter
 from .augmentations import AugmentConfig
 from .augmentations.stage import Noise, Params, Random, Stage, augment, draws
 from .config import FS_HZ, HALF, MV_PER_UV, Views
-from .counter import RandomStream
 from .order import Places
 from .torch_ops import TorchOps
 

@@ -30,8 +30,8 @@ import numpy as np
 
 from omnilead.data_tools.dataset import SHARD_CROPS, Dataset
 
+from ..settings.counter import MAX_SIZE, RandomStream, bits, permute
 from ..settings.errors import ConfigError
-from .counter import MAX_SIZE, RandomStream, bits, permute
 from .patients import choose_once, validation_split
 from .where import holds
 

@@ -32,8 +32,8 @@ import pyarrow.parquet as pq
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.terminal import tell
 
+from ..settings.counter import mix
 from ..settings.errors import ConfigError
-from .counter import mix
 from .patients import OWNER, digests, owners, parts_of
 
 USES = ("unlabelled", "selected", "labelled")  # where a crop had several, the last counts
@@ -185,6 +185,12 @@ def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> Cro
     people, waves = _hashes_of(crops.combine_chunks().to_batches()[0], keys)
     owner = np.max([_use_of(seen, True, under_key) for under_key in people], axis=0)
     return CropUses(_use_of(seen, False, waves), owner, people[0])
+
+
+def fitted_on(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:
+    """bool [N]: whether a model was trained on these very waveforms with their labels."""
+    use_N = _use_of(seen, False, _waveform_hashes(waveform_N))
+    return np.asarray(use_N == LABELLED)
 
 
 def notes(

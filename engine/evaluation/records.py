@@ -20,7 +20,7 @@ from sklearn.model_selection import GroupKFold
 
 from omnilead.data_tools.dataset import Dataset
 
-from ..data import counter
+from ..settings import counter
 from ..settings.errors import ConfigError
 from ..settings.leads import parse_leads
 from ..tasks.join import data_records

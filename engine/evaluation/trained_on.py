@@ -86,7 +86,7 @@ def trained_on(model: str) -> TrainedOn:
     state = checkpoint_files.read_state(path)
     task: type[TrainingTask] = FinetuneTask if "task" in state["config"] else PretrainTask
     config: Any = saved_config(path, state, task.settings)
-    seen, times = seen_until(Path(model), config, state, task)
+    seen, times, _ = seen_until(Path(model), config, state, task)
     return TrainedOn(state["step"], seen, config.data.datasets, times)
 
 

@@ -46,6 +46,7 @@ def read_settings(
     wanted = build(merge({"train": length}, tree), FinetuneConfig)
     check(wanted, world)
     datasets = open_datasets(wanted)
+    wanted.require_files()
     # Only now what imports PyTorch, which takes seconds: a wrong setting or path is said before
     from ..tasks.guess import guess_kind
     from ..tasks.labels import read_task

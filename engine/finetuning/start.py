@@ -17,7 +17,7 @@ from ..data.seen import NOTHING
 from ..inference import trained_model as inference
 from ..model.config import ModelConfig
 from ..model.encoder import Encoder
-from ..model.folder import config_of
+from ..model.folder import config_of, is_model
 from ..model.input import Input
 from ..model.readout import PAPER, Readout
 from ..settings.errors import ConfigError
@@ -26,7 +26,6 @@ from ..settings.leads import describe_leads
 from ..tasks.config import FinetuneConfig
 from ..tasks.labels import TaskLabels
 from ..training.config import Config, load
-from ..training.export import is_model
 
 
 class Start(NamedTuple):

@@ -36,7 +36,7 @@ from ..data.seen import as_bytes, notes
 from ..model import encoders
 from ..model.config import ModelConfig, validated
 from ..model.encoder import Encoder, pool
-from ..model.folder import SEEN
+from ..model.folder import SEEN, is_model
 from ..model.input import Input
 from ..model.readout import PAPER
 from ..model.window import HALF_S
@@ -52,7 +52,7 @@ from ..tasks.people import unknown_patients
 from ..tasks.splits import SPLITS, TRAIN
 from ..training.config import micro_batch
 from ..training.distributed import Ranks, on_first_rank
-from ..training.export import is_model, signals_of
+from ..training.export import signals_of
 from ..training.inputs import Arguments, dtype_of, whole_crops
 from ..training.metrics import MEASURES, Array, identification, measure
 from ..training.run_folder import RunFolder
@@ -152,8 +152,7 @@ class FinetuneTask(TrainingTask):
             self.kept = {LABELS: parquet_bytes(self.labels.table)}
         if is_model(config.start):
             self.kept = {**self.kept, SEEN: as_bytes(self.start.seen)}
-        plugged = [*config.augment.plugged, ("task.head", config.task.head)]
-        self.code = code_of(plugged, config.run, self.start.code)
+        self.code = code_of(config.plugged, config.run, self.start.code)
         self.encoder, self.flops_per_crop = self._examined()
 
     @property

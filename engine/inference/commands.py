@@ -16,12 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import torch
 
 from omnilead.data_tools.dataset import DataError
 from omnilead.data_tools.io.terminal import UserError, about_file, keep_freed_memory, tell
 
+from ..data.seen import fitted_on
 from ..model.input import Input
 from ..model.kernels import disable_tf32
 from ..settings.commandline import tell_failure, writable
@@ -121,7 +123,7 @@ def _table(
         source = opened.source()
         table = whole(source, output, setup.input, setup.options.per)
         counts = Counts().plus(table, sum(map(len, source.skipped.values())))
-        for doubt in _doubts(setup, source, counts):
+        for doubt in _doubts(setup, output, source, counts):
             warnings.warn(doubt, stacklevel=5)  # at the call of omnilead.embed or predict
         return table
     except OSError as error:
@@ -158,7 +160,7 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
     if parts.rows is None:
         message = "" if begun or rank else f"{out}: is complete already\n"
         return Written(out, None, message)
-    for doubt in _doubts(setup, source, parts.counts):
+    for doubt in _doubts(setup, output, source, parts.counts):
         tell(f"note: {out}: {doubt}")
     if has_skipped(out):
         tell(f"note: {skipped_file(out)}: which ECGs were skipped, and why")
@@ -169,7 +171,7 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
     return Written(out, parts.rows, message)
 
 
-def _doubts(setup: Setup, source: CropSource, counts: Counts) -> Iterator[str]:
+def _doubts(setup: Setup, output: Output, source: CropSource, counts: Counts) -> Iterator[str]:
     """What the user of a table must know."""
     of_rows = f"of {counts.rows:,} rows"
     if counts.lacking and (why := setup.model.unprepared()):
@@ -181,6 +183,15 @@ def _doubts(setup: Setup, source: CropSource, counts: Counts) -> Iterator[str]:
         )
     if note := setup.model.note_on_rates(source.rates_hz):
         yield note
+    if output.scores:
+        ecg_N, waveform_N = source.waveforms
+        fitted_N = fitted_on(setup.model.seen, waveform_N)
+        if fitted_N.any():
+            fitted, ecgs = len(np.unique(ecg_N[fitted_N])), len(np.unique(ecg_N))
+            yield (
+                f"{fitted:,} of these {ecgs:,} ECGs were fitted on: scores of these are better than "
+                "those of new ones"
+            )
     if counts.refused:
         records = f"{source.count(range(source.parts)):,} records"
         yield f"without {counts.refused:,} of {records}, which cannot be read"

@@ -13,6 +13,7 @@ import hashlib
 import json
 import sys
 import zipfile
+from array import array
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -113,10 +114,18 @@ class EmbeddedCrops(NamedTuple):
     missing_BL: Array | None = None  # leads that the model uses but does not get
 
 
+class Waveforms(NamedTuple):
+    """Of crops: the number of each one's ECG, and its waveform as in a dataset."""
+
+    ecg_N: Array
+    waveform_N: Array
+
+
 class DatasetSource:
     """Crops of a dataset. A source has `parts`, `count` (units in some of them), `batches`, which
     calls `progress` with the number of units read, `skipped`, what was left out of each part that
-    was read, `left_out`, what is in no part, and `rates_hz`, at which its ECGs were recorded."""
+    was read, `left_out`, what is in no part, `rates_hz`, at which its ECGs were recorded, and
+    `waveforms`."""
 
     unit = " crops"
     skipped: Mapping[int, list[Skipped]] = {}  # crops are, one by one, where they are read
@@ -154,6 +163,12 @@ class DatasetSource:
     @property
     def rates_hz(self) -> set[float]:
         return set(np.unique(self.dataset.column("fs_source_hz")[self.rows]).tolist())
+
+    @property
+    def waveforms(self) -> Waveforms:
+        names = pc.binary_join_element_wise(self.table["source"], self.table["record"], "/")
+        ecg_N = names.combine_chunks().dictionary_encode().indices.to_numpy()
+        return Waveforms(ecg_N[self.rows], self.dataset.column("waveform")[self.rows])
 
     def _by_record(self, rows: Array) -> tuple[Array, Array]:
         """The rows sorted by record, and the number of each one's record."""
@@ -201,6 +216,13 @@ class RecordSource:
         self.parts = -(-len(paths) // (batch * PART_BATCHES))
         self.skipped: dict[int, list[Skipped]] = {}
         self.rates_hz: set[float] = set()  # of what was read
+        self.crops_read = array("Q")  # of each: the number of its ECG, its waveform
+
+    @property
+    def waveforms(self) -> Waveforms:
+        """Of what was read."""
+        crops = np.array(self.crops_read, np.uint64).reshape(-1, 2)
+        return Waveforms(crops[:, 0], crops[:, 1])
 
     def _numbers(self, part: int) -> range:
         size = self.batch * PART_BATCHES
@@ -229,6 +251,8 @@ class RecordSource:
                 self.skipped[part].append(record)
                 continue
             self.rates_hz.add(record.fs_hz)
+            for crop_uv in record.crops_uv:
+                self.crops_read.extend((number, waveform(crop_uv)[1]))
             for crop in range(len(record.halves)):
                 yield number, record, crop
 

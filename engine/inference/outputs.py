@@ -87,6 +87,7 @@ class Output(NamedTuple):
     what: str  # for messages
     job: Facts  # what distinguishes it from embeddings
     said: Sequence[str] = ()  # what a user of it must know of the model
+    scores: bool = False  # those of its head
 
 
 def embeddings(model: TrainedModel, readout: str = "") -> Output:
@@ -138,7 +139,8 @@ def predictions(model: TrainedModel) -> Output:
     }
     what = f"predictions of {head.task} ({listed(head.classes, 3)})"
     columns = partial(kind.output_columns, classes=head.classes, thresholds=head.thresholds)
-    return Output(model, model.scores, schema, columns, what, {"predictions": meaning}, head.said)
+    job = {"predictions": meaning}
+    return Output(model, model.scores, schema, columns, what, job, head.said, scores=True)
 
 
 def tables(

@@ -125,7 +125,7 @@ class HeadInfo:
     scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
     trees: tuple[Many, Many] | None = None  # how many nodes and trees, of a boosted head
     cross_validated: CrossValidation | None = None
-    # lowest and highest rate at which the ECGs were recorded that a head of `omnilead fit` learned from
+    # lowest and highest rate at which the ECGs were recorded that it was fitted on; (): not known
     source_hz: tuple[float, ...] = ()
     # Settings of the task: labels, split, ...
     definition: Facts = field(default_factory=dict)

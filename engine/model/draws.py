@@ -32,12 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..data.counter import Counter, bits
+from ..settings.counter import Counter, bits
 from .config import ModelConfig, max_masked, max_spans
 
 
 class ModelStream(IntEnum):
-    """Streams in addition to engine.data.counter.RandomStream. Saved runs depend on the values:
+    """Streams in addition to engine.settings.counter.RandomStream. Saved runs depend on the values:
     add, never renumber."""
 
     ROW = 100
@@ -186,7 +186,7 @@ def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tens
     """Random int64: output number `counter` of a SplitMix64 generator that starts at the key and
     stream.
 
-    The step and the finaliser are those of engine.data.counter. int64 wraps like uint64, and shifts
+    The step and the finaliser are those of engine.settings.counter. int64 wraps like uint64, and shifts
     become logical by clearing the copied sign bits. The counter is added before the multiplication
     by _STEP (the key is divided by it first): torch's compiler takes counter * _STEP for a memory
     address beyond 64 bits, and fails.

@@ -235,6 +235,12 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
             folder = _download(text.rstrip("/"), Path(local))
             yield folder, check(folder)
         return
+    folder = local_folder(text)
+    yield folder, check(folder)
+
+
+def local_folder(text: str) -> Path:
+    """The folder with the weights of a run or model on this machine, or of a shipped model."""
     run = Path(text)
     if text in shipped_models():
         if run.exists():
@@ -253,7 +259,12 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
         raise LoadError(
             f"{folder}: has no {WEIGHTS}: give the folder of a finished run, or its model/"
         )
-    yield folder, check(folder)
+    return folder
+
+
+def is_model(start: str) -> bool:
+    """Whether `start` is a model; a YAML file gives random weights."""
+    return bool(start) and Path(start).suffix not in (".yaml", ".yml")
 
 
 def export_command(run: Path) -> str:

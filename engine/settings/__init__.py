@@ -1,1 +1,1 @@
-"""Settings of a run, and how commands take them."""
+"""Settings of a run, how commands take them, and the random numbers that follow from its seed."""

@@ -5,18 +5,23 @@ TaskConfig("age", "regression", columns=("age",), unit="years", split="8:1:1")  
 """
 
 from dataclasses import field, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from omnilead.data_tools.ecg.record_tables import read_table
+from omnilead.data_tools.io.errors import DataError
+
 from ..data.augmentations import AugmentConfig
 from ..data.augmentations.leads import AsText
 from ..data.augmentations.stage import STRICT
 from ..model.config import ModelConfig, Probability, Share
+from ..model.folder import is_model, local_folder
 from ..settings.errors import ConfigError, one_line_errors
 from ..settings.files import OWN
-from ..training.config import RunConfig, Section, micro_batch
+from ..training.config import Config, RunConfig, Section, load, micro_batch
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "survival", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -119,6 +124,23 @@ class FinetuneConfig(RunConfig):
         for name in ("frozen", "layer_decay"):  # of the training, not of the architecture
             del settings[name]
         return replace(model, leads=len(self.augment.output_leads), **settings)
+
+    @property
+    def plugged(self) -> list[tuple[str, str]]:
+        return [*super().plugged, ("task.head", self.task.head)]
+
+    def require_files(self) -> None:
+        super().require_files()
+        if not is_model(self.start):
+            load(self.start, kind=Config)
+        elif "://" not in self.start:
+            local_folder(self.start)
+        labels = self.task.labels
+        if labels and "://" not in labels and not Path(labels).is_file():
+            try:
+                read_table(labels)
+            except DataError as error:
+                raise ConfigError(str(error)) from None
 
     @property
     def length_matters(self) -> bool:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import SHOWN
+from omnilead.data_tools.ecg.record_tables import as_typed
 
 from ..settings.errors import ConfigError, listed
 from .config import TaskConfig, TaskKind
@@ -40,7 +41,7 @@ NUMERIC = re.compile(r"[<>=~≤≥]*\s*[+-]?\d[\d.,' ]*")
 
 class LabelColumn(NamedTuple):
     name: str
-    cells: pa.ChunkedArray
+    sheet: pa.Table
     values: list[str]  # the different ones, without `words`
     words: pa.ChunkedArray  # the cells that may mean that there is no value
 
@@ -51,6 +52,9 @@ class LabelColumn(NamedTuple):
     @property
     def is_text(self) -> bool:
         return not are_numbers(self.values)
+
+    def shown(self, value: str) -> str:
+        return repr(as_typed(self.sheet, self.name, value)[:SHOWN_LETTERS])
 
 
 def guess_kind(task: TaskConfig) -> TaskConfig:
@@ -74,7 +78,7 @@ def _read_columns(task: TaskConfig) -> list[LabelColumn]:
         is_word = may_be_missing(cells[name], minus_is_no)
         filled = pc.drop_null(cells[name].filter(pc.invert(is_word)))
         words = cells[name].filter(is_word)
-        columns.append(LabelColumn(name, cells[name], filled.unique().to_pylist(), words))
+        columns.append(LabelColumn(name, cells, filled.unique().to_pylist(), words))
     return columns
 
 
@@ -108,7 +112,7 @@ def _refuse_a_mixture(sheet: str, columns: Sequence[LabelColumn]) -> None:
         what = "is neither time nor event"
     else:
         others = [value for value in odd.values if value.lower() not in BOOLEANS]
-        what = f"holds {'texts' if odd.is_text else 'numbers'} such as {_shown(others[0])}, "
+        what = f"holds {'texts' if odd.is_text else 'numbers'} such as {odd.shown(others[0])}, "
         what += "not 0 and 1" if yes_or_no else "not 0, 1 or numbers"
     if not texts:
         cure = f"leave it out: {type_columns(alike)}; or choose the kind: --kind regression"
@@ -127,27 +131,27 @@ def _refuse_unread_numbers(sheet: str, column: LabelColumn) -> None:
         read = [value for value in numeric if value not in unread] or numeric
         raise ConfigError(
             f"{sheet}: column {column.name!r} is neither numbers nor classes: it holds "
-            f"{_shown(read[0])} and {_shown(unread[0])}: write numbers with a point and leave unknown "
+            f"{column.shown(read[0])} and {column.shown(unread[0])}: write numbers with a point and leave unknown "
             "cells empty, or choose the kind: --kind multiclass"
         )
     begin_with_digits = all(value[0].isdigit() for value in column.values)
     if unread and len(column.values) > FEW and begin_with_digits:
         raise ConfigError(
             f"{sheet}: column {column.name!r} holds numbers followed by something else, such as "
-            f"{_shown(column.values[0])}: leave the unit out, or choose the kind: --kind multiclass"
+            f"{column.shown(column.values[0])}: leave the unit out, or choose the kind: --kind multiclass"
         )
 
 
 def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
     """Refuses to guess what a value means that stands beside yes and no. 0, 1, 2, ... are classes."""
-    rows_of = Counter(column.cells.drop_null().to_pylist())
+    rows_of = Counter(column.sheet[column.name].drop_null().to_pylist())
     sides = {BOOLEANS.get(value.lower()) for value in rows_of}
     if len(sides) < 3:  # yes, no and others
         return
     if are_numbers([*rows_of]) and sorted(map(float, rows_of)) == list(range(len(rows_of))):
         return
-    values = [f"{_shown(value)} in {rows:,} rows" for value, rows in rows_of.most_common()]
-    others = [_shown(value) for value in rows_of if value.lower() not in BOOLEANS]
+    values = [f"{column.shown(value)} in {rows:,} rows" for value, rows in rows_of.most_common()]
+    others = [column.shown(value) for value in rows_of if value.lower() not in BOOLEANS]
     raise ConfigError(
         f"{sheet}: column {column.name!r} holds {listed(values, FEW)}: does {listed(others, SHOWN)} "
         "mean unknown? Then leave these cells empty. If it is a class, choose the kind: --kind "
@@ -164,7 +168,3 @@ def _ask_about_words(sheet: str, columns: Sequence[LabelColumn], kind: TaskKind)
             f"is it unknown, or a class? Choose the kind: --kind {kind} if it is unknown, --kind "
             "multiclass if it is a class (in a YAML task: kind)"
         )
-
-
-def _shown(value: str) -> str:
-    return repr(value[:SHOWN_LETTERS])

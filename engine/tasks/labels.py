@@ -192,7 +192,7 @@ def _labelled_crops(task: TaskConfig, sheet: JoinedSheet, y: list[Array]) -> Arr
 def _used_columns(task: TaskConfig, sheet: JoinedSheet, where: str) -> pa.Table:
     always = (*RESERVED, *task.columns)
     names = [name for name in sheet.cells.column_names if name in always or name in where]
-    return sheet.cells.select(names)
+    return sheet.cells.select(names).replace_schema_metadata()
 
 
 def _leave_out(labels: TaskLabels, datasets: Sequence[Dataset], where: str) -> TaskLabels:

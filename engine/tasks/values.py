@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import index_in
-from omnilead.data_tools.ecg.record_tables import missing_words
+from omnilead.data_tools.ecg.record_tables import as_typed, missing_words
 
 from ..settings.errors import ConfigError
 from .config import TaskConfig, TaskKind
@@ -127,4 +127,5 @@ def _column_values(kind: TaskKind, sheet: JoinedSheet, name: str) -> Array:
 
 def _describe_cell(sheet: JoinedSheet, column: str, row: int) -> str:
     record, text = sheet.cells["record"][row], str(sheet.cells[column][row])
+    text = as_typed(sheet.cells, column, text)
     return f"{sheet.name}: column {column!r} of record {record}: {text[:40]!r}"

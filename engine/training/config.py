@@ -12,6 +12,7 @@ file collects them.
 
 import ctypes
 import difflib
+import importlib.util
 import json
 import re
 import sys
@@ -25,15 +26,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ..data.augmentations import AugmentConfig
 from ..data.config import LoaderConfig, PipelineConfig
 from ..model.config import ModelConfig, ObjectiveConfig, max_masked
+from ..model.folder import local_folder
 from ..model.window import HALF_S, InputConfig
 from ..settings.commandline import overridden, read_yaml
 from ..settings.errors import ConfigError
 from ..settings.files import CONFIGS as CONFIGS
-from ..settings.files import find_config, flatten, merge
+from ..settings.files import code_of, find_config, flatten, merge
 from ..settings.metrics import METRIC_OF
 
 CPUINFO = Path("/proc/cpuinfo")
 AMD_DRIVER = Path("/dev/kfd")
+CAPABILITY = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR of cuda.h
 SHOWN = 80  # characters of a wrong value
 DEVICE = re.compile(r"(^|\.)(device|gpu|cuda|accelerator)s?$")
 WHICH_DEVICE = (
@@ -170,11 +173,33 @@ class TrainConfig(Section):
 def has_bf16() -> bool:
     """Whether the hardware computes in bf16; emulated bf16 is slower than fp32."""
     if may_have_gpu():
+        if "torch" not in sys.modules and (known := gpu_has_bf16()) is not None:
+            return known
         import torch
 
         if torch.cuda.is_available():
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(CPUINFO.read_text().split())
+
+
+def gpu_has_bf16() -> bool | None:
+    """What NVIDIA's driver says of the first GPU, if this build of PyTorch can use it; None: ask
+    PyTorch."""
+    package = importlib.util.find_spec("torch")
+    if AMD_DRIVER.exists() or not package or not package.origin:
+        return None
+    build = Path(package.origin).with_name("version.py").read_text()
+    cuda = re.search(r"^cuda\b.*'(\d+)\.", build, re.MULTILINE)
+    driver = ctypes.CDLL("libcuda.so.1")
+    version, capability = ctypes.c_int(), ctypes.c_int()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDriverGetVersion(ctypes.byref(version))
+        or driver.cuDeviceGetAttribute(ctypes.byref(capability), CAPABILITY, 0)
+    )
+    if failed or not cuda or version.value // 1000 < int(cuda[1]):
+        return None
+    return capability.value >= 8
 
 
 def may_have_gpu() -> bool:
@@ -209,6 +234,16 @@ class RunConfig(Section):
         return []
 
     @property
+    def plugged(self) -> list[tuple[str, str]]:
+        """The settings that may name the user's own code."""
+        return self.augment.plugged
+
+    def require_files(self) -> None:
+        """ConfigError if a file that a setting names is not there. It needs no PyTorch, which takes
+        seconds to import."""
+        code_of(self.plugged, self.run)
+
+    @property
     def length_matters(self) -> bool:
         """Whether a step depends on the number of all steps."""
         return self.train.schedule != "fixed"
@@ -237,6 +272,16 @@ class Config(RunConfig):
     elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
         ("task", "encoder", "code"), "omnilead finetune"
     )
+
+    @property
+    def plugged(self) -> list[tuple[str, str]]:
+        encoder = ("model.encoder", self.model.encoder)
+        return [encoder, *super().plugged, ("objective.method", self.objective.method)]
+
+    def require_files(self) -> None:
+        super().require_files()
+        if self.start and "://" not in self.start:
+            local_folder(self.start)
 
     @property
     def signals(self) -> "Input":

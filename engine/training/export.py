@@ -29,6 +29,7 @@ class Export(NamedTuple):
     state: dict[str, Any]  # of the checkpoint
     weights: dict[str, Tensor]
     seen: pa.Table
+    source_hz: list[float]  # lowest and highest rate at which what was trained on was recorded
 
 
 def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
@@ -41,16 +42,23 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
     with distributed.process_restored():  # reading may import DeepSpeed
         state_dict = full_weights(path)
     weights = {name: tensor for name, tensor in state_dict.items() if task.exports(config, name)}
-    return Export(config, state, weights, seen_until(run.path, config, state, task)[0])
+    known = seen_until(run.path, config, state, task)
+    return Export(config, state, weights, known.seen, known.source_hz)
 
 
-def seen_until(
-    run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]
-) -> tuple[pa.Table, dict[str, np.ndarray]]:
-    """What the weights of a checkpoint have seen, their start included; and how often each crop was
-    drawn (Order.drawn), by the fingerprint of its dataset."""
-    records = [folder.seen_by(run)] if is_model(config.start) else []
+class Seen(NamedTuple):
+    """What the weights of a checkpoint have seen."""
+
+    seen: pa.Table  # their start included
+    # How often each crop was drawn (Order.drawn), by the fingerprint of its dataset
+    times_drawn: dict[str, np.ndarray]
+    source_hz: list[float]  # lowest and highest rate at which these were recorded; []: unknown
+
+
+def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]) -> Seen:
+    records = [folder.seen_by(run)] if folder.is_model(config.start) else []
     times_drawn = {}
+    rates_hz = set[float]()
     try:
         datasets = [
             Dataset.open(url, config.data.anonymous, begun_with=state["datasets"])
@@ -62,10 +70,13 @@ def seen_until(
             records.append(seen.seen_in(dataset, np.flatnonzero(times), use))
             if use != "selected":
                 times_drawn[dataset.fingerprint] = times
+                rates_hz.update(np.unique(dataset.column("fs_source_hz")[times > 0]).tolist())
     except (ConfigError, DataError, OSError) as error:
         warn(f"{run}: cannot say what it was trained on: {error}")
         records.append(seen.unknown())
-    return seen.joined(records), times_drawn
+        rates_hz = set()
+    source_hz = [min(rates_hz), max(rates_hz)] if rates_hz else []
+    return Seen(seen.joined(records), times_drawn, source_hz)
 
 
 def full_weights(path: Path) -> dict[str, Tensor]:
@@ -92,8 +103,10 @@ def full_weights(path: Path) -> dict[str, Tensor]:
 
 def write_export(run: RunFolder, export: Export, task: type[TrainingTask], card: str) -> Path:
     """Writes RUN/model: weights in safetensors, the input specification, the card."""
-    config, state, weights, record = export
+    config, state, weights, record, source_hz = export
     document = task.described(config, state) | {"trained": _history(config, state)}
+    if "head" in document and source_hz:
+        document["head"]["source_hz"] = source_hz
     code = run.kept_code(state.get("code", ()))
     signals = signals_of(config, state)
     try:
@@ -125,8 +138,3 @@ def _history(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
         "precision": config.train.precision,
         "rlm": config.augment.rlm,
     }
-
-
-def is_model(start: str) -> bool:
-    """Whether `start` is a model; a YAML file gives random weights."""
-    return bool(start) and Path(start).suffix not in (".yaml", ".yml")

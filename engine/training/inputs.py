@@ -14,10 +14,10 @@ from torch import Tensor
 from omnilead.data_tools.dataset import Dataset
 
 from ..data.augmenter import crop_key, to_device
-from ..data.counter import RandomStream, uniform
 from ..data.loader import Batch
 from ..data.patients import age_and_sex, patient_ids
 from ..model.draws import row_keys
+from ..settings.counter import RandomStream, uniform
 from .config import Config, RunConfig
 
 # Tensors with one row per crop, scalars, and None for what is not given

@@ -27,11 +27,11 @@ from torch import Tensor
 from omnilead.data_tools.dataset import DataError, Dataset
 from omnilead.data_tools.io.terminal import say
 
-from ..data.counter import bits
 from ..data.loader import Batch, Loader, State
 from ..data.order import Places
 from ..data.patients import source_names
 from ..model.objectives import sum_over_ranks
+from ..settings.counter import bits
 from ..settings.errors import TrainError
 from .config import RunConfig, micro_batch, zero_stage
 from .distributed import DeepSpeedLauncher, MaxOverRanks, Ranks, on_first_rank

@@ -83,9 +83,7 @@ class PretrainTask(TrainingTask):
         super().__init__(config, datasets, ranks)
         self.low_logs = 0  # log lines in a row with few codes in use
         local = config.objective.local > 0
-        plugged = [("model.encoder", config.model.encoder), *config.augment.plugged]
-        plugged.append(("objective.method", config.objective.method))
-        self.code = code_of(plugged, config.run)
+        self.code = code_of(config.plugged, config.run)
         dtype = dtype_of(config)
         self.input = config.signals
         self.windows = config.loader.windows

@@ -452,6 +452,7 @@ def test_own_labels_get_the_pseudonyms_of_a_dataset(shell, tmp_path):
     read = read_task(replace(task, labels=str(made)), [Dataset.open(str(out))])
     assert read.y[0][:, 0].sum() == 3 and read.unknown == (0, 6)
     assert pq.read_table(made)["age"].to_pylist() == [f"40.{i}" for i in range(6)]
+    assert not pq.read_table(made).schema.metadata
     assert "A1" not in str(pq.read_table(made).to_pydict())
     for words, says in (
         ((mine,), "a table without pseudonyms is ready for --labels"),
@@ -459,3 +460,6 @@ def test_own_labels_get_the_pseudonyms_of_a_dataset(shell, tmp_path):
     ):
         assert says in shell.error("labels", "table", *words, "--out", tmp_path / "labels")
         mine.write_text("record;sick\na;1\n")
+    mine.write_text("record;source;sick\na;wfdb;1\nb;;0\n")
+    says = "mine.csv: row 3 lacks its source or its record"
+    assert says in shell.error("labels", "table", mine, "--out", tmp_path / "labels", *hidden)

@@ -66,10 +66,10 @@ shard SRC --out x --hypnosis 3 | unrecognized arguments: --hypnosis 3 (--help
 shard SRC --out x --patients p.csv | p.csv: no such file: name a CSV or parquet file of patients
 shard OWN --out x --patients raising.py | raising.py: its columns are
 shard DATASET --out x | a dataset, not an archive
-verify SRC | shard SRC --out DATASET` makes or finishes it
-verify nothing | no dataset.json
+verify SRC | no dataset.json (not a dataset, or an unfinished one: `omnilead shard SRC --out DATASET` makes or finishes it)
+verify nothing | nothing: does not exist
 verify DATASET --patients p.csv | p.csv applies to an archive, and none is given
-show nothing | no dataset.json
+show nothing | nothing: does not exist
 show DATASET --crop 999999 | crops 0 to
 show nothing.hea | missing file
 show OWN/one.hea --crop 77 | --crop 77: OWN/one.hea is a record

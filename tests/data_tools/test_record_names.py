@@ -49,7 +49,7 @@ def test_the_end_of_several_names_is_refused():
     names = pa.array(NAMES)
     table = pa.table({"record": ["A1", "", "A2.xml"]})
     says = (
-        r"my.csv: A2 \(row 3\) is the end of ward_3_A2 and of icu_A2: write the record's name with"
+        r"my.csv: A2 \(row 4\) is the end of ward_3_A2 and of icu_A2: write the record's name with"
     )
     with pytest.raises(DataError, match=says):
         match_records("my.csv", table, names, names)

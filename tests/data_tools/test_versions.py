@@ -212,7 +212,7 @@ def test_other_settings_and_formats_are_refused(small, more, old, shell, tmp_pat
     store = build(small, tmp_path / "store", format="zarr").root.url
     (tmp_path / "w").write_text("anyone\n")
     assert "no shards" in shell.error("remove", store, "--patients", tmp_path / "w")
-    assert "no dataset.json" in shell.error("shard", more, "--out", tmp_path / "no", "--append")
+    assert "no: does not exist" in shell.error("shard", more, "--out", tmp_path / "no", "--append")
     assert not (tmp_path / "no").exists()
     flip(out / SAMPLES, 300)
     assert "samples.parquet: fails its sha256" in shell.error(*append)

@@ -25,9 +25,10 @@ from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.ecg.mean_beat import RHYTHM, measurements
 from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.sources.detect import open_sources
-from omnilead.engine import convert, evaluate
+from omnilead.engine import convert, evaluate, predict
 from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.data.seen import LABELLED, keys_of, uses_of_crops
 from omnilead.engine.extras.reports import run_report
 from omnilead.engine.extras.reports.page import titled
 from omnilead.engine.finetune import main
@@ -38,7 +39,7 @@ from omnilead.engine.finetuning.task import FinetuneTask, make_targets
 from omnilead.engine.model.config import ModelConfig, flops_per_crop, validated
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
-from omnilead.engine.model.folder import LoadError
+from omnilead.engine.model.folder import LoadError, seal
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.settings.metrics import METRIC_OF, Metric
@@ -489,6 +490,50 @@ def table(dataset, tmp_path):
     return path
 
 
+def require_notes_on_rates(run, dataset, tmp_path, capsys):
+    """Trained on ECGs of 500 Hz: those of 100 Hz lack waves, of which predict tells. So does
+    evaluate if it was trained on 100 Hz. Of a model of an earlier version nobody knows."""
+    slow = tmp_path / "slow.npy"
+    np.save(slow, np.random.default_rng(0).normal(0, 0.3, (12, 1000)))
+    document = json.loads((run / "model" / "config.json").read_text())
+    assert document["head"]["source_hz"] == [500, 500]
+
+    def predicted(out):
+        words = ["--model", str(run), "--data", str(slow), "--fs", "100", "--unit", "mV", "--out"]
+        assert predict.main([*words, str(tmp_path / out)]) == 0
+        return capsys.readouterr().err
+
+    fitted = "Hz, while the head was fitted on ECGs of {} Hz"
+    assert predicted("F.csv").count(f"ECGs recorded at 100 {fitted.format(500)}") == 1
+    document["head"]["source_hz"] = [100, 100]
+    seal(run / "model", document)
+    remarks = omnilead.evaluate(run, data=dataset.root.url)["remarks"]
+    assert sum(f"500 to 1000 {fitted.format(100)}" in remark for remark in remarks) == 1
+    del document["head"]["source_hz"]
+    seal(run / "model", document)
+    assert "recorded at" not in predicted("G.csv")
+
+
+def require_notes_on_what_was_fitted(run, dataset, archive, tmp_path, capsys):
+    """A dataset's ECGs, and files."""
+    seen = omnilead.load(run).seen
+    crops = dataset.table(["source", "record", "patient", "waveform"])
+    is_fitted = uses_of_crops(seen, crops, keys_of([dataset])).waveform == LABELLED
+    names = np.array(crops["record"])
+    fitted, other = names[is_fitted][0], np.setdiff1d(names, names[is_fitted])[0]
+    told = f"{len(set(names[is_fitted]))} of these {len(set(names))} ECGs were fitted on: scores"
+
+    def predicted(data, out):
+        words = ["--model", str(run), "--data", str(data), "--out", str(tmp_path / out)]
+        assert predict.main(words) == 0
+        return capsys.readouterr().err
+
+    assert predicted(dataset.root.url, "all.csv").count(told) == 1
+    of_file = predicted(next(archive.rglob(f"{fitted}.hea")), "fitted.csv")
+    assert "1 of these 1 ECGs were fitted on: scores" in of_file
+    assert "fitted on: scores" not in predicted(next(archive.rglob(f"{other}.hea")), "other.csv")
+
+
 @pytest.mark.parametrize(
     ("kind", "column", "outputs", "figure"),
     [
@@ -499,7 +544,7 @@ def table(dataset, tmp_path):
 )
 def test_a_users_own_label_table(
     kind, column, outputs, figure, table, tune, tuned,
-    dataset, tmp_path,
+    dataset, archive, tmp_path, capsys,
 ):  # fmt: skip
     run, weights = tmp_path / "run", "none" if kind == "regression" else "balanced"
     how = {"task__kind": kind, "task__columns": [column], "task__labels": str(table)}
@@ -520,6 +565,8 @@ def test_a_users_own_label_table(
         assert head["center"] + head["scale"] == pytest.approx([y.mean(), y.std()])
     elif kind == "multilabel":
         assert head["thresholds"] == state["best"]["thresholds"] and 0 < head["thresholds"][0] < 1
+        require_notes_on_rates(run, dataset, tmp_path, capsys)
+        require_notes_on_what_was_fitted(run, dataset, archive, tmp_path, capsys)
     table.rename(moved := tmp_path / "moved.csv")
     assert evaluate.main(["--model", str(run), "--data", dataset.root.url]) == 0  # it keeps labels
     text = moved.read_text().replace("0.5,a", "0.5,b").replace("1.5", "2.5", 1)

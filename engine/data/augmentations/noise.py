@@ -11,9 +11,9 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from ...settings.counter import RandomStream
 from ...settings.errors import ConfigError
 from ...settings.leads import ALL
-from ..counter import RandomStream
 from .leads import LeadSettings, limb_leads
 from .stage import (
     ONE_FOR_ALL,

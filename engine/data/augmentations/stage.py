@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import ConfigDict
 
-from .. import counter
-from ..counter import RandomStream
+from ...settings import counter
+from ...settings.counter import RandomStream
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 ONE_FOR_ALL = (0,)  # in place of lead numbers: one draw for all leads

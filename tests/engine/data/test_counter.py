@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from omnilead.engine.data.counter import (
+from omnilead.engine.settings.counter import (
     MAX_SIZE,
     TINY,
     RandomStream,

@@ -15,9 +15,9 @@ from shards_made import crops_of
 from omnilead.engine.data.augmentations import STAGES, AugmentConfig
 from omnilead.engine.data.augmentations.stage import Random, Stage
 from omnilead.engine.data.augmenter import Augmenter, ChunkWriter, CropWriter, missing_leads
-from omnilead.engine.data.counter import RandomStream
 from omnilead.engine.data.order import Places
 from omnilead.engine.model.draws import ModelStream
+from omnilead.engine.settings.counter import RandomStream
 from omnilead.engine.training.config import build
 
 

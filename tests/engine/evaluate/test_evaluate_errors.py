@@ -60,7 +60,7 @@ def test_data_without_held_out_crops(data, diagnostic, refused, monkeypatch):
 
 
 def test_arguments_and_files_are_checked_before_the_work(pretrained, tmp_path, refused):
-    refused("none: no dataset.json", pretrained, "--data", tmp_path / "none")
+    refused("none: does not exist", pretrained, "--data", tmp_path / "none")
     refused("none: ", tmp_path / "none")
     refused("--json .*none", pretrained, "--json", tmp_path / "none" / "f.json")
     refused(f"--report {tmp_path}: ", pretrained, "--report", tmp_path)

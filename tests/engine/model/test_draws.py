@@ -10,7 +10,6 @@ import torch
 from tiny import SMALL
 from torch.testing import assert_close
 
-from omnilead.engine.data.counter import mix
 from omnilead.engine.model.config import ModelConfig, masked_share
 from omnilead.engine.model.draws import (
     ModelStream,
@@ -24,6 +23,7 @@ from omnilead.engine.model.draws import (
     slots,
     uniform,
 )
+from omnilead.engine.settings.counter import mix
 from omnilead.engine.settings.errors import ConfigError
 
 CONFIG = ModelConfig()
@@ -56,7 +56,7 @@ def test_draws_never_change(how, digest, noise):
     assert float(weighted) == pytest.approx(noise, rel=1e-5)
 
 
-def test_hashes_equal_those_of_engine_data_counter():
+def test_hashes_equal_those_of_the_counter():
     """The finaliser in int64 equals numpy's in uint64 bit for bit."""
     state = np.arange(2**63 - 8, 2**63 + 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = _mix(torch.from_numpy(state.view(np.int64).copy()))

@@ -16,10 +16,10 @@ from scipy.signal import butter, resample_poly, sosfiltfilt
 import omnilead
 from omnilead.__main__ import main
 from omnilead.engine.data.augmenter import crop_key
-from omnilead.engine.data.counter import RandomStream, uniform
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.extras.reports import run_report
 from omnilead.engine.model.input import Input
+from omnilead.engine.settings.counter import RandomStream, uniform
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL
 from omnilead.engine.training.config import build, check

@@ -255,7 +255,7 @@ SCALES = {
         ("--table 5", "argument --table: invalid choice: 5"),
         ("--seeds 0", "argument --seeds: 0: must be a whole number of at least 1"),
         ("--data=", "--data"),
-        ("--data {tmp}/nothing", "nothing: no dataset.json"),
+        ("--data {tmp}/nothing", "nothing: does not exist"),
         ("--scale huge", "--scale 'huge'"),
         ("--rows W3V", "--rows 'W3V': table 1 has no such row: use Random Init., W2V, CMSC"),
         ("--cluster tcp://127.0.0.1:1", "--cluster tcp://127.0.0.1:1: no scheduler answers"),

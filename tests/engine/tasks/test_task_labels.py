@@ -333,10 +333,11 @@ def test_records_missing_from_table_or_data_are_counted(tables):
 # A slash ends a line of the labels; {0} is the name of the first record
 BAD = tabulated(r"""
 none of its 1 records is in the data: it names X     | record,v / X,1
-record .* is in rows 1 and 3                         | record,v / {0},1 / {1},0 / {0},0
+record .* is in rows 2 and 4                         | record,v / {0},1 / {1},0 / {0},0
 folds 1, 2: at least 3                               | record,v,fold / {0},1,1 / {1},0,2
 split 'tset': write train                            | record,v,split / {0},1,train / {1},0,tset
 'v' of record .*: '2' is not 0 or 1                  | record,v / {0},2
+'v' of record .*: '41,5' is not 0 or 1               | record;v / {0};41,5 / {1};0
 no record has a known label in v                     | record,v / {0}, / {1},nan
 has one column, not v, w                             | record,v,w / {0},1,1
 no column 'of labels'                                | record,fold / {0},1
@@ -502,6 +503,9 @@ def test_numbers_beside_0_and_1_are_not_made_a_regression_of_all(tables):
     ):
         guess_kind(TaskConfig(labels=path))
     assert guess_kind(TaskConfig(labels=path, columns=("AF", "none"))).kind == "multilabel"
+    tables.write("record|AF|EF", [("a", "0", "41,5"), ("b", "1", "55")], ";")  # quoted as typed
+    with pytest.raises(ConfigError, match=r"column 'EF' holds numbers such as '41,5', not 0 and 1"):
+        guess_kind(TaskConfig(labels=path))
     tables.write("record|AF|EF", [("a", "0", "1"), ("b", "1", "2")])
     with pytest.raises(ConfigError, match=r"column 'EF' holds numbers such as '2', not 0 and 1"):
         guess_kind(TaskConfig(labels=path))

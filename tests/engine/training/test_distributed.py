@@ -243,7 +243,7 @@ def test_a_launcher_shows_the_error_whichever_rank_fails_first(launcher, tmp_pat
     job = at_one(launcher, tmp_path, words, SLOW_RANK="0")
     assert wait(tmp_path, [job]).codes == [1 if launcher == "torchrun" else 2]
     out = tmp_path / "out.txt"
-    says = f"omnilead pretrain: {tmp_path / 'nowhere'}: no dataset.json"
+    says = f"omnilead pretrain: {tmp_path / 'nowhere'}: does not exist"
     if launcher == "deepspeed":
         until(lambda: out.read_text().splitlines()[-1].startswith(says))
         return

@@ -175,7 +175,7 @@ def test_wrong_input_is_one_line(dataset, tmp_path, monkeypatch):
     url = dataset.root.url
     arguments = settings(tmp_path, url)
     for setting, says in (
-        (f"data.datasets=[{tmp_path}/nowhere]", "no dataset.json"),
+        (f"data.datasets=[{tmp_path}/nowhere]", "nowhere: does not exist"),
         (f"data.datasets=[{url}, {url}]", "the same data"),
         ("train.stesp=1", "did you mean train.steps"),
         ("train.batch_crops=200", "train.batch_crops=200: "),
