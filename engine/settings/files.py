@@ -22,8 +22,6 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
 CODE = "code"  # folder in a run, with copies of the files of the user's own code
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # in a model folder
-# By these a file may have names that it does not spell out
-UNSPELT = re.compile(rb"import\s*\(?\s*\*|globals|locals|vars|exec|setattr|__getattr__")
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +88,7 @@ def code_of(
     settings: Iterable[tuple[str, str]], run: str, others: Mapping[str, bytes] | None = None
 ) -> dict[str, bytes]:
     """{name: content} of the files that these settings, (name, value), name, and of `others`. `run` may
-    have copies of them. A class or function that a file plainly lacks is an error without running it."""
+    have copies of them."""
     files = dict(others or {})
     for setting, spec in settings:
         if file := file_of(spec):
@@ -102,13 +100,7 @@ def code_of(
             if not file.is_file():
                 hint = f": the run's copy is {run_copy}" if run_copy.is_file() else ""
                 raise ConfigError(f"{setting}={spec}: no such file {file}{hint}")
-            content, name = file.read_bytes(), spec.rpartition(":")[2]
-            is_spelt = re.search(rf"\b{name}\b".encode(), content) or not name.isascii()
-            if not is_spelt and not UNSPELT.search(content):
-                raise ConfigError(
-                    f"{setting}={spec}: AttributeError: module {file.stem!r} has no attribute {name!r}"
-                )
-            if files.setdefault(file.name, content) != content:
+            if files.setdefault(file.name, content := file.read_bytes()) != content:
                 raise ConfigError(
                     f"{setting}={spec}: the run already has a different {file.name}: rename one "
                     "of them"

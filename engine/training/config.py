@@ -12,7 +12,6 @@ file collects them.
 
 import ctypes
 import difflib
-import importlib.util
 import json
 import re
 import sys
@@ -36,7 +35,6 @@ from ..settings.metrics import METRIC_OF
 
 CPUINFO = Path("/proc/cpuinfo")
 AMD_DRIVER = Path("/dev/kfd")
-CAPABILITY = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR of cuda.h
 SHOWN = 80  # characters of a wrong value
 DEVICE = re.compile(r"(^|\.)(device|gpu|cuda|accelerator)s?$")
 WHICH_DEVICE = (
@@ -173,33 +171,11 @@ class TrainConfig(Section):
 def has_bf16() -> bool:
     """Whether the hardware computes in bf16; emulated bf16 is slower than fp32."""
     if may_have_gpu():
-        if "torch" not in sys.modules and (known := gpu_has_bf16()) is not None:
-            return known
         import torch
 
         if torch.cuda.is_available():
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(CPUINFO.read_text().split())
-
-
-def gpu_has_bf16() -> bool | None:
-    """What NVIDIA's driver says of the first GPU, if this build of PyTorch can use it; None: ask
-    PyTorch."""
-    package = importlib.util.find_spec("torch")
-    if AMD_DRIVER.exists() or not package or not package.origin:
-        return None
-    build = Path(package.origin).with_name("version.py").read_text()
-    cuda = re.search(r"^cuda\b.*'(\d+)\.", build, re.MULTILINE)
-    driver = ctypes.CDLL("libcuda.so.1")
-    version, capability = ctypes.c_int(), ctypes.c_int()
-    failed = (
-        driver.cuInit(0)
-        or driver.cuDriverGetVersion(ctypes.byref(version))
-        or driver.cuDeviceGetAttribute(ctypes.byref(capability), CAPABILITY, 0)
-    )
-    if failed or not cuda or version.value // 1000 < int(cuda[1]):
-        return None
-    return capability.value >= 8
 
 
 def may_have_gpu() -> bool:
