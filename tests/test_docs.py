@@ -19,16 +19,16 @@ import pytest
 import torch
 import yaml
 from handmade import ecg, write_challenge
+from torch import nn
 
 from docs import commands, house, settings
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.extras.hospital.files import FORMATS
-from omnilead.data_tools.io.plugins import plugin
 from omnilead.engine.inference.trained_model import load
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validated
-from omnilead.engine.model.encoders import build_encoder, examine
+from omnilead.engine.model.encoders import examine
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.commandline import overridden
 from omnilead.engine.settings.files import flatten
@@ -169,24 +169,65 @@ def forked_twin(command, cwd, **_):
     return subprocess.CompletedProcess(command, fork(partial(alone, cwd)), stderr="failed")
 
 
+class EightLeads(nn.Conv1d):
+    def __init__(self, width):
+        super().__init__(8, width, 16, 8)
+
+
+class OneLead(nn.Conv1d):
+    def __init__(self, width):
+        super().__init__(1, width, 16, 8)
+
+
+class OneRow(nn.Sequential):
+    def __init__(self, width):
+        layer = nn.Conv1d(1, width, 16, 8)
+        super().__init__(nn.Unflatten(1, (1, -1)), layer, nn.AdaptiveAvgPool1d(1), nn.Flatten())
+
+
+class ClassToken(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.cls = nn.Parameter(torch.randn(1, 1, width))
+        self.patches = nn.Conv1d(12, width, 50, 50)
+        self.layer = nn.TransformerEncoderLayer(width, 4, batch_first=True)
+
+    def forward(self, x_BLT):
+        tokens = self.patches(x_BLT).transpose(1, 2)
+        return self.layer(torch.cat([self.cls.expand(tokens.shape[0], -1, -1), tokens], 1))
+
+
+ADAPTER = """
+class Encoder(Net):
+    def __init__(self, leads, width=32):
+        super().__init__(width)
+        self.width = width
+
+    def forward(self, x_RLT):
+        return {}
+"""
+
+
 def foreign_models(folder, dataset):
     """All files and commands of docs/foreign_models.md; each adapter against its network."""
     os.chdir(folder)
     sys.path.insert(0, "")
     write_files(page := (DOCS / "foreign_models.md").read_text())
+    Path("ecgfounder.py").symlink_to(DOCS / "ecgfounder.py")
     with mock.patch.object(subprocess, "run", forked_twin):
         run_commands(page, dataset)
     x_RLT = torch.randn(3, 12, 500, generator=torch.Generator().manual_seed(0))
     expected = {
-        "eight_leads": lambda net: net(x_RLT[:, [1, 0, *range(6, 12)]]).mT,
-        "one_lead": lambda net: torch.cat([net(x_RLT[:, [n]]).mT for n in range(12)], 1),
-        "one_row": lambda net: net(torch.cat([*x_RLT.swapaxes(0, 1)], 1)).unsqueeze(1),
-        "class_token": lambda net: net(x_RLT)[:, :1],
+        EightLeads: lambda net: net(x_RLT[:, [1, 0, *range(6, 12)]]).mT,
+        OneLead: lambda net: torch.cat([net(x_RLT[:, [n]]).mT for n in range(12)], 1),
+        OneRow: lambda net: net(torch.cat([*x_RLT.swapaxes(0, 1)], 1)).unsqueeze(1),
+        ClassToken: lambda net: net(x_RLT)[:, :1],
     }
-    for name, outputs in expected.items():
-        config = ModelConfig(encoder=f"{name}.py:Encoder")
-        own, net = build_encoder(config).eval(), plugin(f"{name}.py:Net")().eval()
-        examine(own, config, samples=500)
+    returned = re.findall(r"^\| .* \| `(super.*?)`", page, re.MULTILINE)
+    for (network, outputs), expression in zip(expected.items(), returned, strict=True):
+        exec(ADAPTER.format(expression), made := {"Net": network})
+        own, net = made["Encoder"](12).eval(), network(32).eval()
+        examine(own, ModelConfig(), samples=500)
         net.load_state_dict(own.state_dict())
         torch.testing.assert_close(own(x_RLT), outputs(net))
 
