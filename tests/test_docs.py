@@ -21,7 +21,8 @@ import yaml
 from handmade import ecg, write_challenge
 from torch import nn
 
-from docs import commands, house, settings
+from docs import commands as reference
+from docs import house, settings
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS
@@ -37,6 +38,7 @@ from omnilead.engine.training.config import Config
 from omnilead.engine.training.config import load as load_config
 from tests.engine.test_convert import alone
 from tests.forks import fork, started
+from tests.pages import blocks, commands
 from tests.parsers import parse
 from tests.test_house import ROOMS
 
@@ -75,10 +77,8 @@ def test_the_tutorial_runs(tmp_path):
 def first_pages(folder):
     """All commands of both tutorials, with few ECGs, steps and labels."""
     os.chdir(folder)
-    page = (DOCS / "pretraining.md").read_text()
-    run_commands(page.replace("--patients 200", "--patients 30"))
-    page = (DOCS / "first_steps.md").read_text()
-    (table,) = re.findall(r"```\n(record,.*?)```", page, re.DOTALL)
+    run_commands("docs/pretraining.md", {"--patients 200": "--patients 30"})
+    (table,) = [text for _, kind, text in blocks("docs/first_steps.md") if kind == "csv"]
     records = sorted(path.with_suffix("") for path in Path("archive").rglob("*.hea"))
     assert table.splitlines()[0] == "record,abnormal,patient"
     rows = [f"{path.name},{number % 2},{number}" for number, path in enumerate(records, 17)]
@@ -86,7 +86,8 @@ def first_pages(folder):
     for name in ("ecgs", "new"):
         Path(name).symlink_to("archive")
     Path("dataset").rename("first")
-    run_commands(page.replace("ECG.xml", f"{records[0]}.hea").replace("--folds 5", "--folds 2"))
+    fewer = {"ECG.xml": f"{records[0]}.hea", "--folds 5": "--folds 2"}
+    run_commands("docs/first_steps.md", fewer)
 
 
 def test_the_tutorials_run_as_they_stand(tmp_path):
@@ -104,8 +105,8 @@ def test_the_tutorials_run_as_they_stand(tmp_path):
 def extending(folder):
     """All files and commands of docs/extending.md, with few steps on few ECGs."""
     os.chdir(folder)
-    page = (DOCS / "extending.md").read_text()
-    write_files(page + (DOCS / "own_format.md").read_text())
+    write_blocks("docs/extending.md")
+    write_blocks("docs/own_format.md")
     Path("FOLDER").mkdir()
     table, heading = ["record,rhythm,split"], ",".join(LEADS)
     for number in range(24):
@@ -114,7 +115,8 @@ def extending(folder):
         mv_TL = np.random.default_rng(number).normal(0, 0.3, (2500, 12))
         np.savetxt(f"FOLDER/{number}.csv", mv_TL, delimiter=",", header=heading, comments="")
     Path("rhythm.csv").write_text("\n".join(table))
-    run_commands(page)
+    run_commands("docs/own_format.md")
+    run_commands("docs/extending.md")
     the_autoencoder_learns()
 
 
@@ -138,30 +140,52 @@ def the_autoencoder_learns():
     assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
 
 
-def write_files(page):
-    block = re.compile(r"```(?:python|yaml|csv)\n(# (\S+)\n.*?)```", re.DOTALL)
-    for text, name in block.findall(page):
-        Path(name).write_text(text)
+def write_blocks(page):
+    """Each block of Python and YAML is a file, whose name is its first line."""
+    for _, language, text in blocks(page):
+        if language in ("python", "yaml"):
+            Path(re.match(r"# (\S+)\n", text)[1]).write_text(text)
 
 
-def run_commands(page, dataset="DATASET"):
-    page = page.replace("\\\n", " ")
-    for program, line in re.findall(r"^(?:    )?(omnilead|python -c) (.*)", page, re.MULTILINE):
-        words = shlex.split(line.replace("DATASET", dataset), comments=program == "omnilead")
-        if program == "python -c":
-            exec(words[0], {})
-            continue
-        if words[0] in ("pretrain", "finetune"):
-            ours = words[0] == "pretrain" and "model.encoder" not in line
-            for setting in [*FEW.split(), *(SMALL.split() if ours else ())]:
-                words += ["--set", setting]
-        assert main(words) == 0, line
+def run_commands(page, changes=None, but=None):
+    """All shell lines of a page, with few steps and a small model; not the block that has `but`."""
+    for _, language, text in blocks(page):
+        if language == "sh" and not (but and but in text):
+            for old, new in (changes or {}).items():
+                text = text.replace(old, new)
+            for line, words in commands(text):
+                run_words(line, words)
+
+
+def run_words(line, words):
+    match words:
+        case ["python", "-c", program]:
+            exec(program, {})
+        case ["omnilead", name, *given]:
+            if name in ("pretrain", "finetune"):
+                ours = name == "pretrain" and "model.encoder" not in line
+                for setting in [*FEW.split(), *(SMALL.split() if ours else ())]:
+                    given += ["--set", setting]
+            assert main([name, *given]) == 0, line
+        case _:
+            raise AssertionError(f"no test runs this line: {line}")
 
 
 def test_the_extension_points_are_as_documented(tmp_path):
     run_in(tmp_path, extending)
     for name in ("embeddings.parquet", "predictions.csv", "OUT/model/hidden.py"):
         assert (tmp_path / name).exists()
+
+
+def ptbxl_benchmark(folder):
+    """The example on docs/published_labels.md; the other one is in test_labels.py."""
+    os.chdir(folder)
+    run_commands("docs/published_labels.md", but="set-a")
+
+
+def test_the_benchmark_of_published_labels_runs(tmp_path):
+    run_in(tmp_path, ptbxl_benchmark)
+    assert (tmp_path / "tuned" / "model" / "model.safetensors").exists()
 
 
 def forked_twin(command, cwd, **_):
@@ -212,10 +236,10 @@ def foreign_models(folder, dataset):
     """All files and commands of docs/foreign_models.md; each adapter against its network."""
     os.chdir(folder)
     sys.path.insert(0, "")
-    write_files(page := (DOCS / "foreign_models.md").read_text())
+    write_blocks("docs/foreign_models.md")
     Path("ecgfounder.py").symlink_to(DOCS / "ecgfounder.py")
     with mock.patch.object(subprocess, "run", forked_twin):
-        run_commands(page, dataset)
+        run_commands("docs/foreign_models.md", {"DATASET": dataset})
     x_RLT = torch.randn(3, 12, 500, generator=torch.Generator().manual_seed(0))
     expected = {
         EightLeads: lambda net: net(x_RLT[:, [1, 0, *range(6, 12)]]).mT,
@@ -223,6 +247,7 @@ def foreign_models(folder, dataset):
         OneRow: lambda net: net(torch.cat([*x_RLT.swapaxes(0, 1)], 1)).unsqueeze(1),
         ClassToken: lambda net: net(x_RLT)[:, :1],
     }
+    page = (DOCS / "foreign_models.md").read_text()
     returned = re.findall(r"^\| .* \| `(super.*?)`", page, re.MULTILINE)
     for (network, outputs), expression in zip(expected.items(), returned, strict=True):
         exec(ADAPTER.format(expression), made := {"Net": network})
@@ -244,14 +269,15 @@ def other_programs(folder, dataset, model):
     os.chdir(folder)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
     Path("dataset").symlink_to(dataset)
+    run_commands("docs/other_programs.md", {"DX dx": f"{model} dx"})
     page = (DOCS / "other_programs.md").read_text()
-    run_commands(page.replace("DX dx", f"{model} dx"))
     x = ecg(5000)
     write_challenge(Path(), "A0001", x)
     at = {}
     for name, example in re.findall(r"## ([^\n]+)\n(?:[^#]*?)```py\n(.*?)```", page, re.DOTALL):
         at[name] = {"__name__": name}
         exec(compile(example, name, "exec"), at[name])
+    assert len(at) == sum(kind == "python" for _, kind, _ in blocks("docs/other_programs.md"))
     here = Dataset.open("dataset")
     held_in = here.select(pretrain=True)
     assert len(at["PyTorch"]["crops"]) == len(held_in)
@@ -294,7 +320,7 @@ def test_the_reference_of_settings_is_current():
 
 
 def test_the_reference_of_commands_is_current():
-    text = commands.text()
+    text = reference.text()
     assert (DOCS / "commands.md").read_text() == text, "write it again: python -m docs.commands"
     assert set(re.findall(r"^## (\w+)", text, re.MULTILINE)) == set(COMMANDS)
     assert "|  |" not in text, "an option says nothing"
