@@ -107,6 +107,7 @@ def extending(folder):
     os.chdir(folder)
     write_blocks("docs/extending.md")
     write_blocks("docs/own_format.md")
+    Path("mae.py").symlink_to(DOCS / "mae.py")
     Path("FOLDER").mkdir()
     table, heading = ["record,rhythm,split"], ",".join(LEADS)
     for number in range(24):
@@ -376,9 +377,12 @@ def test_a_reader_written_from_the_specification_reads_a_dataset(dataset):
 
 
 def test_every_page_is_in_the_site():
-    nav = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    config, _, nav = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:")
     pages = {path.name for path in DOCS.glob("*.md")} | {"tutorial.md", "index.md"}
     assert set(re.findall(r": (\w+\.md)$", nav, re.MULTILINE)) == pages
+    text = "".join(path.read_text() for path in DOCS.glob("*.md"))
+    code = set(re.findall(r"\]\((\w+\.py)\)", text)) - {"tutorial.py"}
+    assert set(re.findall(r"!/(\w+\.py)", config)) == code
 
 
 def test_the_page_for_hospitals_names_every_format_and_command():
