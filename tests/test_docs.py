@@ -265,6 +265,25 @@ def test_weights_of_other_programs_are_converted_as_documented(dataset, tmp_path
         assert (tmp_path / name).exists()
 
 
+def lightning_module():
+    import lightning
+
+    class Net(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.AvgPool1d(1000), nn.Flatten(), nn.Linear(60, 2))
+
+        def training_step(self, batch, number):
+            x, y = batch
+            return nn.functional.binary_cross_entropy_with_logits(self.net(x), y)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    quiet = {"logger": False, "enable_checkpointing": False}
+    return {"net": Net(), "trainer": lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet)}
+
+
 def other_programs(folder, dataset, model):
     """All examples of docs/other_programs.md, one after the other, as they stand."""
     os.chdir(folder)
@@ -276,7 +295,7 @@ def other_programs(folder, dataset, model):
     write_challenge(Path(), "A0001", x)
     at = {}
     for name, example in re.findall(r"## ([^\n]+)\n(?:[^#]*?)```py\n(.*?)```", page, re.DOTALL):
-        at[name] = {"__name__": name}
+        at[name] = {"__name__": name} | (lightning_module() if name == "Lightning" else {})
         exec(compile(example, name, "exec"), at[name])
     assert len(at) == sum(kind == "python" for _, kind, _ in blocks("docs/other_programs.md"))
     here = Dataset.open("dataset")
