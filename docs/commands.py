@@ -60,6 +60,8 @@ def options(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
+        if action.help == argparse.SUPPRESS:  # for a launcher, not for people
+            continue
         text = escaped(" ".join((action.help or "").split()) % {"default": action.default})
         if action.choices:
             text += " *(" + ", ".join(f"`{choice}`" for choice in action.choices) + ")*"

@@ -19,16 +19,17 @@ import pytest
 import torch
 import yaml
 from handmade import ecg, write_challenge
+from torch import nn
 
-from docs import commands, house, settings
+from docs import commands as reference
+from docs import house, settings
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.extras.hospital.files import FORMATS
-from omnilead.data_tools.io.plugins import plugin
 from omnilead.engine.inference.trained_model import load
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validated
-from omnilead.engine.model.encoders import build_encoder, examine
+from omnilead.engine.model.encoders import examine
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.commandline import overridden
 from omnilead.engine.settings.files import flatten
@@ -37,6 +38,7 @@ from omnilead.engine.training.config import Config
 from omnilead.engine.training.config import load as load_config
 from tests.engine.test_convert import alone
 from tests.forks import fork, started
+from tests.pages import blocks, commands
 from tests.parsers import parse
 from tests.test_house import ROOMS
 
@@ -75,10 +77,8 @@ def test_the_tutorial_runs(tmp_path):
 def first_pages(folder):
     """All commands of both tutorials, with few ECGs, steps and labels."""
     os.chdir(folder)
-    page = (DOCS / "pretraining.md").read_text()
-    run_commands(page.replace("--patients 200", "--patients 30"))
-    page = (DOCS / "first_steps.md").read_text()
-    (table,) = re.findall(r"```\n(record,.*?)```", page, re.DOTALL)
+    run_commands("docs/pretraining.md", {"--patients 200": "--patients 30"})
+    (table,) = [text for _, kind, text in blocks("docs/first_steps.md") if kind == "csv"]
     records = sorted(path.with_suffix("") for path in Path("archive").rglob("*.hea"))
     assert table.splitlines()[0] == "record,abnormal,patient"
     rows = [f"{path.name},{number % 2},{number}" for number, path in enumerate(records, 17)]
@@ -86,7 +86,8 @@ def first_pages(folder):
     for name in ("ecgs", "new"):
         Path(name).symlink_to("archive")
     Path("dataset").rename("first")
-    run_commands(page.replace("ECG.xml", f"{records[0]}.hea").replace("--folds 5", "--folds 2"))
+    fewer = {"ECG.xml": f"{records[0]}.hea", "--folds 5": "--folds 2"}
+    run_commands("docs/first_steps.md", fewer)
 
 
 def test_the_tutorials_run_as_they_stand(tmp_path):
@@ -104,8 +105,9 @@ def test_the_tutorials_run_as_they_stand(tmp_path):
 def extending(folder):
     """All files and commands of docs/extending.md, with few steps on few ECGs."""
     os.chdir(folder)
-    page = (DOCS / "extending.md").read_text()
-    write_files(page + (DOCS / "own_format.md").read_text())
+    write_blocks("docs/extending.md")
+    write_blocks("docs/own_format.md")
+    Path("mae.py").symlink_to(DOCS / "mae.py")
     Path("FOLDER").mkdir()
     table, heading = ["record,rhythm,split"], ",".join(LEADS)
     for number in range(24):
@@ -114,7 +116,8 @@ def extending(folder):
         mv_TL = np.random.default_rng(number).normal(0, 0.3, (2500, 12))
         np.savetxt(f"FOLDER/{number}.csv", mv_TL, delimiter=",", header=heading, comments="")
     Path("rhythm.csv").write_text("\n".join(table))
-    run_commands(page)
+    run_commands("docs/own_format.md")
+    run_commands("docs/extending.md")
     the_autoencoder_learns()
 
 
@@ -138,24 +141,35 @@ def the_autoencoder_learns():
     assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
 
 
-def write_files(page):
-    block = re.compile(r"```(?:python|yaml|csv)\n(# (\S+)\n.*?)```", re.DOTALL)
-    for text, name in block.findall(page):
-        Path(name).write_text(text)
+def write_blocks(page):
+    """Each block of Python and YAML is a file, whose name is its first line."""
+    for _, language, text in blocks(page):
+        if language in ("python", "yaml"):
+            Path(re.match(r"# (\S+)\n", text)[1]).write_text(text)
 
 
-def run_commands(page, dataset="DATASET"):
-    page = page.replace("\\\n", " ")
-    for program, line in re.findall(r"^(?:    )?(omnilead|python -c) (.*)", page, re.MULTILINE):
-        words = shlex.split(line.replace("DATASET", dataset), comments=program == "omnilead")
-        if program == "python -c":
-            exec(words[0], {})
-            continue
-        if words[0] in ("pretrain", "finetune"):
-            ours = words[0] == "pretrain" and "model.encoder" not in line
-            for setting in [*FEW.split(), *(SMALL.split() if ours else ())]:
-                words += ["--set", setting]
-        assert main(words) == 0, line
+def run_commands(page, changes=None, but=None):
+    """All shell lines of a page, with few steps and a small model; not the block that has `but`."""
+    for _, language, text in blocks(page):
+        if language == "sh" and not (but and but in text):
+            for old, new in (changes or {}).items():
+                text = text.replace(old, new)
+            for line, words in commands(text):
+                run_words(line, words)
+
+
+def run_words(line, words):
+    match words:
+        case ["python", "-c", program]:
+            exec(program, {})
+        case ["omnilead", name, *given]:
+            if name in ("pretrain", "finetune"):
+                ours = name == "pretrain" and "model.encoder" not in line
+                for setting in [*FEW.split(), *(SMALL.split() if ours else ())]:
+                    given += ["--set", setting]
+            assert main([name, *given]) == 0, line
+        case _:
+            raise AssertionError(f"no test runs this line: {line}")
 
 
 def test_the_extension_points_are_as_documented(tmp_path):
@@ -164,29 +178,82 @@ def test_the_extension_points_are_as_documented(tmp_path):
         assert (tmp_path / name).exists()
 
 
+def ptbxl_benchmark(folder):
+    """The example on docs/published_labels.md; the other one is in test_labels.py."""
+    os.chdir(folder)
+    run_commands("docs/published_labels.md", but="set-a")
+
+
+def test_the_benchmark_of_published_labels_runs(tmp_path):
+    run_in(tmp_path, ptbxl_benchmark)
+    assert (tmp_path / "tuned" / "model" / "model.safetensors").exists()
+
+
 def forked_twin(command, cwd, **_):
     """Instead of the interpreter that convert starts: test_convert.py has tests of that one."""
     return subprocess.CompletedProcess(command, fork(partial(alone, cwd)), stderr="failed")
+
+
+class EightLeads(nn.Conv1d):
+    def __init__(self, width):
+        super().__init__(8, width, 16, 8)
+
+
+class OneLead(nn.Conv1d):
+    def __init__(self, width):
+        super().__init__(1, width, 16, 8)
+
+
+class OneRow(nn.Sequential):
+    def __init__(self, width):
+        layer = nn.Conv1d(1, width, 16, 8)
+        super().__init__(nn.Unflatten(1, (1, -1)), layer, nn.AdaptiveAvgPool1d(1), nn.Flatten())
+
+
+class ClassToken(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.cls = nn.Parameter(torch.randn(1, 1, width))
+        self.patches = nn.Conv1d(12, width, 50, 50)
+        self.layer = nn.TransformerEncoderLayer(width, 4, batch_first=True)
+
+    def forward(self, x_BLT):
+        tokens = self.patches(x_BLT).transpose(1, 2)
+        return self.layer(torch.cat([self.cls.expand(tokens.shape[0], -1, -1), tokens], 1))
+
+
+ADAPTER = """
+class Encoder(Net):
+    def __init__(self, leads, width=32):
+        super().__init__(width)
+        self.width = width
+
+    def forward(self, x_RLT):
+        return {}
+"""
 
 
 def foreign_models(folder, dataset):
     """All files and commands of docs/foreign_models.md; each adapter against its network."""
     os.chdir(folder)
     sys.path.insert(0, "")
-    write_files(page := (DOCS / "foreign_models.md").read_text())
+    write_blocks("docs/foreign_models.md")
+    Path("ecgfounder.py").symlink_to(DOCS / "ecgfounder.py")
     with mock.patch.object(subprocess, "run", forked_twin):
-        run_commands(page, dataset)
+        run_commands("docs/foreign_models.md", {"DATASET": dataset})
     x_RLT = torch.randn(3, 12, 500, generator=torch.Generator().manual_seed(0))
     expected = {
-        "eight_leads": lambda net: net(x_RLT[:, [1, 0, *range(6, 12)]]).mT,
-        "one_lead": lambda net: torch.cat([net(x_RLT[:, [n]]).mT for n in range(12)], 1),
-        "one_row": lambda net: net(torch.cat([*x_RLT.swapaxes(0, 1)], 1)).unsqueeze(1),
-        "class_token": lambda net: net(x_RLT)[:, :1],
+        EightLeads: lambda net: net(x_RLT[:, [1, 0, *range(6, 12)]]).mT,
+        OneLead: lambda net: torch.cat([net(x_RLT[:, [n]]).mT for n in range(12)], 1),
+        OneRow: lambda net: net(torch.cat([*x_RLT.swapaxes(0, 1)], 1)).unsqueeze(1),
+        ClassToken: lambda net: net(x_RLT)[:, :1],
     }
-    for name, outputs in expected.items():
-        config = ModelConfig(encoder=f"{name}.py:Encoder")
-        own, net = build_encoder(config).eval(), plugin(f"{name}.py:Net")().eval()
-        examine(own, config, samples=500)
+    page = (DOCS / "foreign_models.md").read_text()
+    returned = re.findall(r"^\| .* \| `(super.*?)`", page, re.MULTILINE)
+    for (network, outputs), expression in zip(expected.items(), returned, strict=True):
+        exec(ADAPTER.format(expression), made := {"Net": network})
+        own, net = made["Encoder"](12).eval(), network(32).eval()
+        examine(own, ModelConfig(), samples=500)
         net.load_state_dict(own.state_dict())
         torch.testing.assert_close(own(x_RLT), outputs(net))
 
@@ -198,19 +265,39 @@ def test_weights_of_other_programs_are_converted_as_documented(dataset, tmp_path
         assert (tmp_path / name).exists()
 
 
+def lightning_module():
+    import lightning
+
+    class Net(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.AvgPool1d(1000), nn.Flatten(), nn.Linear(60, 2))
+
+        def training_step(self, batch, number):
+            x, y = batch
+            return nn.functional.binary_cross_entropy_with_logits(self.net(x), y)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    quiet = {"logger": False, "enable_checkpointing": False}
+    return {"net": Net(), "trainer": lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet)}
+
+
 def other_programs(folder, dataset, model):
     """All examples of docs/other_programs.md, one after the other, as they stand."""
     os.chdir(folder)
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
     Path("dataset").symlink_to(dataset)
+    run_commands("docs/other_programs.md", {"DX dx": f"{model} dx"})
     page = (DOCS / "other_programs.md").read_text()
-    run_commands(page.replace("DX dx", f"{model} dx"))
     x = ecg(5000)
     write_challenge(Path(), "A0001", x)
     at = {}
     for name, example in re.findall(r"## ([^\n]+)\n(?:[^#]*?)```py\n(.*?)```", page, re.DOTALL):
-        at[name] = {"__name__": name}
+        at[name] = {"__name__": name} | (lightning_module() if name == "Lightning" else {})
         exec(compile(example, name, "exec"), at[name])
+    assert len(at) == sum(kind == "python" for _, kind, _ in blocks("docs/other_programs.md"))
     here = Dataset.open("dataset")
     held_in = here.select(pretrain=True)
     assert len(at["PyTorch"]["crops"]) == len(held_in)
@@ -253,7 +340,7 @@ def test_the_reference_of_settings_is_current():
 
 
 def test_the_reference_of_commands_is_current():
-    text = commands.text()
+    text = reference.text()
     assert (DOCS / "commands.md").read_text() == text, "write it again: python -m docs.commands"
     assert set(re.findall(r"^## (\w+)", text, re.MULTILINE)) == set(COMMANDS)
     assert "|  |" not in text, "an option says nothing"
@@ -309,9 +396,12 @@ def test_a_reader_written_from_the_specification_reads_a_dataset(dataset):
 
 
 def test_every_page_is_in_the_site():
-    nav = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    config, _, nav = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:")
     pages = {path.name for path in DOCS.glob("*.md")} | {"tutorial.md", "index.md"}
     assert set(re.findall(r": (\w+\.md)$", nav, re.MULTILINE)) == pages
+    text = "".join(path.read_text() for path in DOCS.glob("*.md"))
+    code = set(re.findall(r"\]\((\w+\.py)\)", text)) - {"tutorial.py"}
+    assert set(re.findall(r"!/(\w+\.py)", config)) == code
 
 
 def test_the_page_for_hospitals_names_every_format_and_command():
