@@ -113,19 +113,17 @@ def test_new_records_take_the_roles_of_their_people(tmp_path):
     assert {now[f"new{i}"][1] for i in range(40)} == {"train", "valid", "test"}
 
 
-def test_other_settings_and_formats_are_refused(small, more, old, shell, tmp_path):
+def test_other_settings_and_formats_are_refused(small, more, old, key_file, shell, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(old, out)
     append = ("shard", more, "--out", out, "--append", "--workers", 1)
-    (tmp_path / "key").write_bytes(b"k" * 32)
-    (tmp_path / "key").chmod(0o600)
     for options, says in (
         (("--seed", 3), "seed was 0, not 3"),
         (("--plan", "all"), "plan was paper, not all"),
         (("--format", "both"), "format was tar, not both"),
         (("--pretrain-sources", "all"), "role_sources was None"),
         (("--leave-out-flags", "flat"), "leave_out_flags was ['implausible'], not ['flat']"),
-        (("--pseudonymize", tmp_path / "key"), "pseudonyms was None"),
+        (("--pseudonymize", key_file), "pseudonyms was None"),
     ):
         assert says in shell.error(*append, *options)
     both = build(small, tmp_path / "both", format="both").root.url

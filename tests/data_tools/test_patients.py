@@ -108,17 +108,14 @@ def test_a_table_counts_more_than_the_archive_and_may_name_sources(tmp_path):
     assert patients_in(made) == {"7": "one", "8": "one", "HR00007": "5"}
 
 
-def test_pseudonyms_of_named_patients(made_with, plain, tmp_path):
-    key = tmp_path / "key"
-    key.write_bytes(bytes(range(32)))
-    key.chmod(0o600)
+def test_pseudonyms_of_named_patients(made_with, plain, key_file, tmp_path):
     table = TABLES["names"](tmp_path / "who.csv")
-    made = made_with(table, pseudonymize=str(key))
+    made = made_with(table, pseudonymize=str(key_file))
     people = patients_in(made)
     assert len(set(people.values())) == len(set(PERSON.values()))
     assert all(name.startswith("p") and len(name) == 21 for name in people.values())
     assert b"00000_00001_hr" not in everything_in(made)
-    how = {"patients": str(table), "pseudonymize": str(key)}
+    how = {"patients": str(table), "pseudonymize": str(key_file)}
     assert verify(tmp_path / "out", archive=plain, **how) == []
 
 
