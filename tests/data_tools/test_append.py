@@ -31,7 +31,7 @@ def test_a_table_of_patients_may_name_those_that_the_dataset_has(small, tmp_path
     assert "who.csv: 1 (nobody) of 3 records are not in the data" in capsys.readouterr().err
 
 
-def test_an_append_keeps_what_stood(old, grown, small, more, tmp_path):
+def test_an_append_keeps_what_stood(old, grown, more, tmp_path):
     before, after = files(old), files(grown)
     shards = {name: data for name, data in before.items() if name.startswith("shards/")}
     assert shards.items() < after.items()
@@ -41,14 +41,11 @@ def test_an_append_keeps_what_stood(old, grown, small, more, tmp_path):
     count = len(first)
     assert made.version == 2 and count < len(made) and verify(made) == []
     rows = made.table()
-    assert rows.slice(0, count).equals(Dataset.open(str(old)).table()) and first.table().equals(
-        rows.slice(0, count)
-    )
+    for same in (Dataset.open(str(old)), first):
+        assert rows.slice(0, count).equals(same.table())
     assert Dataset.open(str(grown), version=first.fingerprint).version == 1
-    sources = {one["name"]: one["records"] for one in made.meta["sources"]}
-    assert sum(one["seen"] for one in sources.values()) == len(
-        set(zip(made.column("source"), made.column("record"), strict=True))
-    )
+    records = set(zip(made.column("source"), made.column("record"), strict=True))
+    assert sum(source["records"]["seen"] for source in made.meta["sources"]) == len(records)
     shutil.copytree(old, tmp_path / "again")
     build(more, tmp_path / "again", append=True, workers=2)
     assert files(tmp_path / "again") == after
@@ -80,11 +77,7 @@ def test_new_records_take_the_roles_of_their_people(tmp_path):
     tests = [name for name, role in old.items() if role[1] == "test"]
     assert {role[1] for role in old.values()} >= {"train", "valid", "test"}
     assert {role[2] for role in old.values()} >= {"gallery", "probe", "train", "valid"}
-    new = {
-        f"copy_{name}": ("georgia", None, seed)
-        for name, (_, _, seed) in people.items()
-        if name[0] == "d"
-    }
+    new = {f"copy_d{i}": ("georgia", None, i) for i in range(40)}
     new |= {f"other_{name}": ("ningbo", None, seed) for name, (_, _, seed) in people.items()}
     new |= {f"again_{i}": ("ptb-xl", f"who{i}", 300 + i) for i in range(40)}
     new["bridge"] = ("ptb-xl", "who20", people[tests[0]][2])
@@ -93,22 +86,17 @@ def test_new_records_take_the_roles_of_their_people(tmp_path):
     grown = listed(tmp_path, True, **new)
     now = roles_of(grown)
     assert {name: now[name] for name in old} == old and verify(grown) == []
+    nobody, pair = (False, None, None), {"gallery", "probe"}
     for name, role in old.items():
         if name[0] == "d" and name != tests[0]:
             assert now[f"copy_{name}"] == role
-        if (name != tests[0] and name != "p20" and role[1] in ("valid", "test")) or role[2] in (
-            "gallery",
-            "probe",
-        ):
-            assert now[f"other_{name}"] == (False, None, None)
+        bridged = name in (tests[0], "p20")
+        if (role[1] in ("valid", "test") and not bridged) or role[2] in pair:
+            assert now[f"other_{name}"] == nobody
     for i in range(40):
-        held = i != 20 and {old[f"{x}{i}"][2] for x in "pq" if f"{x}{i}" in old} & {
-            "gallery",
-            "probe",
-        }
+        held = {old[name][2] for name in (f"p{i}", f"q{i}") if name in old} & pair
         trains = (True, None, old[f"p{i}"][2])
-        assert now[f"again_{i}"] == ((False, None, None) if held or i == 20 else trains)
-    nobody = (False, None, None)
+        assert now[f"again_{i}"] == (nobody if held or i == 20 else trains)
     assert now["bridge"] == now["behind"] == now[f"copy_{tests[0]}"] == nobody
     assert {now[f"new{i}"][1] for i in range(40)} == {"train", "valid", "test"}
 
@@ -150,13 +138,9 @@ def test_what_the_dataset_was_made_with_may_not_be_left_out(tmp_path):
     some = {f"r{i}": ("mine", f"who{i}" if i % 3 else None, 9 + i) for i in range(9)}
     listed(tmp_path / "some", options=mine, **some)
     listed(tmp_path / "some", append=True, options=mine, b=("mine", None, 2))
+    new = {f"s{i}": ("mine", None, 50 + i) for i in range(9)}
     with pytest.raises(DataError, match="the new records of mine are unknown"):
-        listed(
-            tmp_path / "some",
-            append=True,
-            options=mine,
-            **{f"s{i}": ("mine", None, 50 + i) for i in range(9)},
-        )
+        listed(tmp_path / "some", append=True, options=mine, **new)
     former = as_minor_0(made, tmp_path / "former")
     with pytest.raises(DataError, match="shards without roles, of an earlier omnilead"):
         listed(former.root.url, append=True, options=mine, b=("mine", "one", 2))
@@ -188,10 +172,8 @@ def test_a_source_keeps_its_licence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Listed, "licence", "CC0-1.0")
     made = listed(tmp_path, append=True, b=("mine", None, 2))
     assert [one["licence"] for one in made.meta["sources"]] == ["ODbL-1.0"]
-    assert (
-        "licence of mine stays ODbL-1.0, although that of the new records is CC0"
-        in capsys.readouterr().err
-    )
+    said = "licence of mine stays ODbL-1.0, although that of the new records is CC0"
+    assert said in capsys.readouterr().err
 
 
 def test_an_append_has_shards_of_as_many_crops_as_the_dataset(tmp_path):
@@ -257,7 +239,7 @@ def test_another_ecg_of_a_known_name_is_refused_and_said(key, tmp_path, capsys):
     assert counts_of(grown) == {"seen": 4, "used": 3, "refused": 1} and verify(grown) == []
 
 
-def test_another_ecg_of_a_known_name_in_a_folder(small, tmp_path, shell):
+def test_another_ecg_of_a_known_name_in_a_folder(tmp_path, shell):
     """Also of a longer record, and beside a damaged file."""
     for place, name, seed in (("one", "a", 1), ("one", "b", 2), ("two", "a", 3), ("two", "b", 2)):
         write_challenge(tmp_path / place / "x", name, ecg(12_000, seed))

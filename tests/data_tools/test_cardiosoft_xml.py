@@ -202,7 +202,7 @@ def test_leads_of_different_lengths_are_refused_if_no_count_is_stated(tmp_path):
     assert str(prepared(HospitalFiles(folder(tmp_path)), "one.xml")).startswith("sample count: ")
 
 
-def test_a_long_full_disclosure_fits(tmp_path):
+def test_a_long_full_disclosure_fits():
     long = FULL.replace("0,1,2,", "-120,\n\t" * 700_000)
     assert 2**22 < len(long) < FORMATS[KIND].max_bytes
     check_truth(decoded(KIND, cardiosoft(more=long)), TRUTH)

@@ -86,7 +86,7 @@ def test_the_default_is_not_written_down(built, tmp_path):
 
 
 @pytest.mark.parametrize("plan", ["paper", "paper-split"])
-def test_diagnosis_keeps_its_roles(plan, archive, built, tmp_path):
+def test_diagnosis_keeps_its_roles(plan, built, tmp_path):
     roles = {}
     for flags in ("none", "einthoven,flat"):
         out = tmp_path / flags
