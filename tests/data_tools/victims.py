@@ -195,7 +195,7 @@ def new_versions(archive, root, kills, old, withdrawn):
             draw = partial(at_any_function, rng, calls)
             died += killed_until_it_ends(change, draw, after_a_kill)
             if (out / ".build").exists():
-                fork(partial(build, archive, out, append=True))
+                assert fork(partial(build, archive, out, append=True)) == 0
             assert files(out) == right
         shutil.rmtree(out)
     return died
