@@ -84,6 +84,15 @@ def golden(request):
 
 
 @pytest.fixture
+def key_file(tmp_path):
+    """A key of pseudonyms, as short as is allowed, which nobody else may read."""
+    path = tmp_path / "key"
+    path.write_bytes(bytes(range(16)))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
 def in_parts(monkeypatch):
     """Reads and writes of open files answer with 64 KiB at most, as a network file system may."""
     pread, preadv, pwrite = os.pread, os.preadv, os.pwrite

@@ -14,7 +14,9 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
+from pathlib import Path
 
 from tests.waiting import HANG_S
 
@@ -81,6 +83,19 @@ def fork(call):
             traceback.print_exc()
             os._exit(3)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def members(group):
+    """The processes of a group that are alive, and still alive after a long while."""
+    found, stop = [group], time.monotonic() + HANG_S
+    while found and time.monotonic() < stop:
+        time.sleep(0.01)
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+                found += [int(path.parent.name)] if int(its_group) == group and state != "Z" else []
+    return found
 
 
 def import_heavy():

@@ -1,5 +1,7 @@
-"""A proxy for an object store that counts requests and breaks some of them."""
+"""An object store on loopback: moto behind a real HTTP server, which counts requests and breaks some of them."""
 
+import logging
+import os
 import re
 import threading
 import time
@@ -7,8 +9,25 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
 
+import pytest
+
+from omnilead.data_tools.io import storage
 from tests.waiting import HANG_S, until
 
+s3fs = pytest.importorskip("s3fs")
+moto = pytest.importorskip("moto.server")
+serving = pytest.importorskip("werkzeug.serving")
+
+# Credentials of the store, and none of the machine's
+KEYS = {
+    "ACCESS_KEY_ID": "key",
+    "SECRET_ACCESS_KEY": "secret",
+    "DEFAULT_REGION": "us-east-1",
+    "CONFIG_FILE": os.devnull,
+    "SHARED_CREDENTIALS_FILE": os.devnull,
+    "EC2_METADATA_DISABLED": "true",
+    "MAX_ATTEMPTS": "1",  # botocore's own: ours are tested
+}
 STALL_S = 1.4
 ERRORS = {
     "404": (
@@ -36,18 +55,42 @@ class Fault:
     victim: Any = None  # a process
 
 
+def forget_connections():
+    storage._connect.cache_clear()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def new_app():
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
+    return moto.DomainDispatcherApplication(moto.create_backend_app)
+
+
 @dataclass
 class Server:
     """moto's application as WSGI, with faults."""
 
-    app: Any
-    url: str = ""
+    app: Any = field(default_factory=new_app)
+    http: Any = None
     log: list = field(default_factory=list)  # method, path, signed
     faults: list = field(default_factory=list)
     now: int = 0
     most: int = 0  # requests at work at the same time
     together: str = ""  # requests for such a path wait until three are at work
     lock: threading.Condition = field(default_factory=threading.Condition)
+
+    def start(self, patch):
+        """`patch`: of the environment, in which the store's address and keys are then."""
+        self.http = serving.make_server("127.0.0.1", 0, self, threaded=True)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{self.http.server_port}")
+        for name, value in KEYS.items():
+            patch.setenv(f"AWS_{name}", value)
+        forget_connections()
+
+    def stop(self):
+        self.http.shutdown()
+        self.http.server_close()
+        forget_connections()
 
     def __call__(self, environ, start_response):
         with self.lock:

@@ -1,10 +1,15 @@
 """Fixtures for the tests of data_tools."""
 
+import shutil
+from contextlib import contextmanager
+
 import pytest
+from handmade import build
 from shell import Shell
 
 from omnilead.data_tools.build import plan
 from omnilead.data_tools.build import shards as shard_writers
+from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.extras.synthetic.archive import synthesise
 
 
@@ -22,10 +27,52 @@ def shell(capsys):
     return Shell(capsys)
 
 
-@pytest.fixture(scope="module")
-def small_shards():
-    """Four crops in a shard and in a storage object."""
+@contextmanager
+def four_crops():
+    """In a shard and in a storage object."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SHARD_CROPS", 4)
         patch.setattr(shard_writers, "SHARD_CROPS", 4)
         yield
+
+
+@pytest.fixture(scope="module")
+def small_shards():
+    with four_crops():
+        yield
+
+
+@pytest.fixture(scope="session")
+def more(tmp_path_factory):
+    """An archive to append. Read only."""
+    out = tmp_path_factory.mktemp("more") / "archive"
+    synthesise(out, patients=3, two_sessions=1, seed=8, progress=False)
+    return out
+
+
+@pytest.fixture(scope="session")
+def old(small, tmp_path_factory):
+    """The dataset of `small`. Read only."""
+    out = tmp_path_factory.mktemp("old") / "out"
+    with four_crops():
+        build(small, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def grown(old, more, tmp_path_factory):
+    """The same with `more`. Read only."""
+    out = tmp_path_factory.mktemp("grown") / "out"
+    shutil.copytree(old, out)
+    with four_crops():
+        build(more, out, append=True)
+    return out
+
+
+@pytest.fixture(scope="session")
+def withdrawn(grown, tmp_path_factory):
+    """A file with a patient of the first version and one of the second."""
+    patients = [one for one in Dataset.open(str(grown)).column("patient") if one]
+    file = tmp_path_factory.mktemp("file") / "withdrawn.txt"
+    file.write_text(f"patient\n{patients[0]}\nsynthetic-ptb-xl/{patients[-1]},1\n")
+    return file

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.build import shard as building
 from omnilead.data_tools.build.finishing import rejects_of
 from omnilead.data_tools.build.roles import CropRoles
@@ -73,15 +72,6 @@ def write_challenge(place, name, x, **options):
     place.mkdir(parents=True, exist_ok=True)
     (place / f"{name}.hea").write_text(header(name, x, **options))
     (place / f"{name}.mat").write_bytes(mat(x))
-
-
-def run_shard(archive, out, *options):
-    """The command, in one process."""
-    return main(["shard", str(archive), "--out", str(out), "--workers", "1", *options])
-
-
-def run_verify(out, archive):
-    return main(["verify", str(out), "--archive", str(archive), "--workers", "1"])
 
 
 def build(archive, out, hospital=None, **options):

@@ -17,6 +17,14 @@ class Shell:
         assert ended == code, err
         return out, err
 
+    def shard(self, archive, out, *options, code=0):
+        """In one process. -> what it says beside its output."""
+        return self.run("shard", archive, "--out", out, "--workers", 1, *options, code=code)[1]
+
+    def verify(self, dataset, archive, *options, code=0):
+        words = ("verify", dataset, "--archive", archive, "--workers", 1)
+        return self.run(*words, *options, code=code)[1]
+
     def error(self, *words):
         """The one line that says what is wrong with a command."""
         out, err = self.run(*words, code=2)

@@ -6,11 +6,10 @@ import shutil
 
 import numpy as np
 import pytest
-from handmade import ecg, rejected, run_shard, run_verify, write_challenge, write_files
+from handmade import ecg, rejected, write_challenge, write_files
 from test_left_out import plain
 from twins import EXAMS, write_code15, write_mimic, write_ptbxl, write_quality
 
-from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.build.finishing import rejects_of
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.errors import MISSING_FILE, DataError, ReadError
@@ -100,10 +99,9 @@ ARCHIVES = [ptbxl, mimic, code15, challenge, quality, wfdb]
 
 
 @pytest.mark.parametrize("write", ARCHIVES)
-def test_rows_without_a_file_are_counted_named_and_listed(write, tmp_path, capsys):
+def test_rows_without_a_file_are_counted_named_and_listed(write, tmp_path, shell):
     source, there, absent = write(tmp_path / "a")
-    assert run_shard(tmp_path / "a", tmp_path / "out", "--strict") == 2
-    said = capsys.readouterr().err
+    said = shell.shard(tmp_path / "a", tmp_path / "out", "--strict", code=2)
     made = Dataset.open(str(tmp_path / "out"))
     assert f"--strict: {len(absent)} records were refused" in said
     (facts,) = made.meta["sources"]
@@ -120,38 +118,37 @@ def test_rows_without_a_file_are_counted_named_and_listed(write, tmp_path, capsy
     more = ", ..." * (len(absent) > 3)
     end = f"({first}{more}): is the copy complete?"
     assert f"note: {source}: {count} {end} rejects.csv lists them\n" in said
-    assert run_verify(tmp_path / "out", tmp_path / "a") == 0
-    assert f"note: {tmp_path / 'a'}: {count} (" in capsys.readouterr().err
+    said = shell.verify(tmp_path / "out", tmp_path / "a")
+    assert f"note: {tmp_path / 'a'}: {count} (" in said
 
 
 @pytest.mark.parametrize(
     ("write", "part", "name"),
     [(challenge, "training/georgia", "E00003"), (quality, "set-a", "1007823")],
 )
-def test_also_where_src_is_one_folder_of_an_archive(write, part, name, tmp_path):
+def test_also_where_src_is_one_folder_of_an_archive(write, part, name, tmp_path, shell):
     write(tmp_path / "a")
-    assert run_shard(tmp_path / "a" / part, tmp_path / "out") == 0
+    shell.shard(tmp_path / "a" / part, tmp_path / "out")
     assert rejected(Dataset.open(str(tmp_path / "out"))) == [(name, MISSING_FILE)]
 
 
 @pytest.mark.parametrize("write", [ptbxl, challenge])
-def test_also_from_a_zip_and_with_more_processes(write, tmp_path, capsys):
+def test_also_from_a_zip_and_with_more_processes(write, tmp_path, shell):
     _, _, absent = write(tmp_path / "a")
     shutil.make_archive(tmp_path / "z" / "a", "zip", tmp_path, "a")
     for name, place, workers in (("out", "a", "1"), ("z-out", "z/a.zip", "2")):
-        words = ["shard", str(tmp_path / place), "--out", str(tmp_path / name)]
-        assert main([*words, "--workers", workers]) == 0
-        assert f"files of {len(absent)} records are missing" in capsys.readouterr().err
+        words = ("shard", tmp_path / place, "--out", tmp_path / name, "--workers", workers)
+        assert f"files of {len(absent)} records are missing" in shell.run(*words)[1]
     folder, zipped = (Dataset.open(str(tmp_path / name)) for name in ("out", "z-out"))
     assert folder.fingerprint == zipped.fingerprint
     assert rejected(folder) == rejected(zipped)
 
 
 @pytest.mark.parametrize("write", ARCHIVES)
-def test_an_archive_whose_rows_all_have_files_is_as_before(write, tmp_path, capsys):
+def test_an_archive_whose_rows_all_have_files_is_as_before(write, tmp_path, shell):
     """The same bytes as without what its tables say of other records."""
     source, _, _ = write(tmp_path / "a")
-    assert run_shard(tmp_path / "a", tmp_path / "half", "--plan", "all") == 0
+    shell.shard(tmp_path / "a", tmp_path / "half", "--plan", "all")
     whole = (tmp_path / "a").rename(tmp_path / "whole")
     for path in whole.rglob("RECORDS"):
         path.unlink()
@@ -160,23 +157,17 @@ def test_an_archive_whose_rows_all_have_files_is_as_before(write, tmp_path, caps
             head, first, *rest = table.read_text().splitlines()
             rest = [line for line in rest if source == "code15" and line.startswith("168405")]
             table.write_text("\n".join([head, first, *rest, ""]))
-    capsys.readouterr()
-    assert run_shard(whole, tmp_path / "out", "--plan", "all", "--strict") == 0
-    assert "missing" not in capsys.readouterr().err
+    assert "missing" not in shell.shard(whole, tmp_path / "out", "--plan", "all", "--strict")
     both = [Dataset.open(str(tmp_path / name)) for name in ("half", "out")]
     first, second = (one.column("waveform") for one in both)
     np.testing.assert_array_equal(np.sort(first), np.sort(second))
 
 
-def test_with_a_key_no_message_names_a_record(tmp_path, capsys):
+def test_with_a_key_no_message_names_a_record(tmp_path, key_file, shell):
     _, _, absent = ptbxl(tmp_path / "a")
-    key = tmp_path / "key"
-    key.write_bytes(bytes(range(32)))
-    key.chmod(0o600)
-    assert run_shard(tmp_path / "a", tmp_path / "out", "--pseudonymize", str(key)) == 0
-    words = ["verify", str(tmp_path / "out"), "--archive", str(tmp_path / "a"), "--workers", "1"]
-    assert main([*words, "--pseudonymize", str(key)]) == 0
-    said = capsys.readouterr().err
+    hidden = ("--pseudonymize", key_file)
+    said = shell.shard(tmp_path / "a", tmp_path / "out", *hidden)
+    said += shell.verify(tmp_path / "out", tmp_path / "a", *hidden)
     assert said.count("files of 4 records are missing") == 2
     rejects = (tmp_path / "out" / "rejects.csv").read_text()
     assert not [name for name in absent if name in said or name in rejects]
@@ -194,12 +185,12 @@ def test_predict_says_it_as_well(tmp_path, capsys):
     assert note in capsys.readouterr().err
 
 
-def test_what_was_absent_can_be_appended_later(tmp_path, capsys):
+def test_what_was_absent_can_be_appended_later(tmp_path, shell):
     ptbxl(tmp_path / "a")
     out = tmp_path / "out"
-    assert run_shard(tmp_path / "a", out, "--plan", "all") == 0
+    shell.shard(tmp_path / "a", out, "--plan", "all")
     write_ptbxl(tmp_path / "a", {number: {} for number in (1, 2, 1500, 12001, 20999)})
-    assert run_shard(tmp_path / "a", out, "--plan", "all", "--append") == 0
+    shell.shard(tmp_path / "a", out, "--plan", "all", "--append")
     assert len(Dataset.open(str(out))) == 5
 
 
@@ -216,11 +207,11 @@ def test_a_file_called_records_in_a_folder_without_wfdb_is_no_list(tmp_path):
         open_sources(str(tmp_path))
 
 
-def test_a_linked_list_is_said_not_to_be_read(tmp_path, capsys):
+def test_a_linked_list_is_said_not_to_be_read(tmp_path, shell):
     challenge(tmp_path / "a")
     (tmp_path / "a/RECORDS").rename(tmp_path / "RECORDS")
     (tmp_path / "a/RECORDS").symlink_to(tmp_path / "RECORDS")
-    assert run_shard(tmp_path / "a", tmp_path / "out") == 0
     why = "not a regular file: RECORDS: a link, which is not followed: not compared with the files"
-    assert f"note: {tmp_path / 'a'}: {why}\n" in capsys.readouterr().err
+    said = shell.shard(tmp_path / "a", tmp_path / "out")
+    assert f"note: {tmp_path / 'a'}: {why}\n" in said
     assert rejected(Dataset.open(str(tmp_path / "out"))) == [("E00003", "missing file")]

@@ -138,7 +138,6 @@ test_edited_files_are_refused_with_a_reason = refuses(
     edited(
         GOOD,
         """
-malformed XML     | </AnnotatedECG>                | <
 unknown format    | AnnotatedECG                   | sapphire
 rhythm waveform   | RHYTHM                         | REPRESENTATIVE_BEAT
 sampling rate     | TIME_ABSOLUTE                  | OTHER
@@ -166,7 +165,6 @@ sample data       | </digits>                      | 999999999999999999999999999
 """,
     ),
     {
-        "malformed XML": [""],
         "rhythm waveform": ["<AnnotatedECG/>"],
         "sampling rate": [aecg(TIME + TIME.replace("0.002", "0.004") + EACH)],
     },

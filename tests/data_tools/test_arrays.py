@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 import zarr
-from handmade import crops_of, ecg, files, rejected, run_shard, run_verify
+from handmade import crops_of, ecg, files, rejected
 
-from omnilead.data_tools.__main__ import main, shard
+from omnilead.data_tools.__main__ import shard
 from omnilead.data_tools.build.finishing import rejects_of
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg import crops as prepare
@@ -118,25 +118,22 @@ def test_units_give_the_same_microvolts(tmp_path, values, unit):
     assert rejected(made) == []
 
 
-def test_one_array_needs_only_options_and_any_number_of_workers_gives_the_same(tmp_path, capsys):
+def test_one_array_needs_only_options_and_any_number_of_workers_gives_the_same(tmp_path, shell):
     write(tmp_path / "a", MV, "")
-    options = ["--source", "arrays", "--fs", "500", "--unit", "mV", "--leads", ",".join(LEADS)]
+    options = ("--source", "arrays", "--fs", 500, "--unit", "mV", "--leads", ",".join(LEADS))
     for workers in ("1", "2"):
-        out = str(tmp_path / workers)
-        words = ["shard", str(tmp_path / "a"), "--out", out, "--workers", workers, *options]
-        assert main(words) == 0
+        words = ("shard", tmp_path / "a", "--out", tmp_path / workers, "--workers", workers)
+        assert "patients unknown for 6 of 6 records" in shell.run(*words, *options)[1]
     assert files(tmp_path / "1") == files(tmp_path / "2")
-    assert "patients unknown for 6 of 6 records" in capsys.readouterr().err
-    words = ["verify", str(tmp_path / "1"), "--archive", str(tmp_path / "a"), "--workers", "1"]
-    assert main([*words, *options]) == 0
-    assert main([*words]) == 2  # no arrays.yaml, and no options
+    shell.verify(tmp_path / "1", tmp_path / "a", *options)
+    shell.verify(tmp_path / "1", tmp_path / "a", code=2)  # no arrays.yaml, and no options
     same = shard(
         tmp_path / "a", out=tmp_path / "p", source="arrays", fs_hz=500, unit="mV", leads=LEADS
     )
     assert same.fingerprint == Dataset.open(str(tmp_path / "1")).fingerprint
 
 
-def test_patients_of_the_table_decide_the_roles(tmp_path):
+def test_patients_of_the_table_decide_the_roles(tmp_path, shell):
     made = []
     for name, said, table in (
         ("csv", TABLE, PEOPLE),
@@ -148,7 +145,7 @@ def test_patients_of_the_table_decide_the_roles(tmp_path):
         )
         (place / "t.csv").write_text(table)
         made.append(shard(place, out=tmp_path / f"{name}-out", pretrain_sources=["all"], workers=1))
-        assert run_verify(tmp_path / f"{name}-out", place) == 0
+        shell.verify(tmp_path / f"{name}-out", place)
     plain, tabs, indexed = map(crops_of, made)
     assert plain.keys() == tabs.keys() == {("arrays", f"r{row}") for row in range(N)}
     for row in range(N):
@@ -344,7 +341,7 @@ def test_what_is_not_said_or_contradicts_is_one_error(tmp_path, said, options, v
     assert "\n" not in str(raised.value) and str(raised.value).startswith(f"{tmp_path}/t: ")
 
 
-def test_other_refusals(tmp_path, capsys):
+def test_other_refusals(tmp_path, shell):
     write(tmp_path / "two", MV, "")
     np.save(tmp_path / "two" / "f.npy", MV)
     write(tmp_path / "in", MV, "", "e.h5", "x", y=MV)
@@ -360,9 +357,8 @@ def test_other_refusals(tmp_path, capsys):
     fsspec.filesystem("memory").pipe("/arrays/e.npy", b"x")
     with pytest.raises(DataError, match="copy arrays to a local disk"):
         open_sources("memory://arrays", "arrays")
-    words = ["shard", str(tmp_path / "in"), "--out", str(tmp_path / "o"), "--fs", "500"]
-    assert main(words) == 2
-    assert "describe arrays: add --source arrays" in capsys.readouterr().err
+    line = shell.error("shard", tmp_path / "in", "--out", tmp_path / "o", "--fs", 500)
+    assert "describe arrays: add --source arrays" in line
     (tmp_path / "in" / "arrays.yaml").symlink_to("/etc/hostname")
     with pytest.raises(DataError, match="not a regular file"):
         opened(tmp_path / "in")
@@ -397,16 +393,14 @@ def test_one_bad_file_or_row_of_many_is_refused_and_the_others_are_read(tmp_path
         opened(tmp_path / "t").read("e.npy#0")
 
 
-def test_a_changed_array_is_another_dataset_and_an_interrupted_run_goes_on(tmp_path, capsys):
+def test_a_changed_array_is_another_dataset_and_an_interrupted_run_goes_on(tmp_path, shell):
     write(tmp_path / "a", MV)
-    assert run_shard(tmp_path / "a", tmp_path / "out") == 0
-    assert run_shard(tmp_path / "a", tmp_path / "out") == 0
-    for change in (MV[::-1], MV * 2):
-        write(tmp_path / "a", change)
-        assert run_shard(tmp_path / "a", tmp_path / "out") == 2
-        assert "is already finished" in capsys.readouterr().err
-    write(tmp_path / "a", MV, FACTS + TABLE)
-    assert run_shard(tmp_path / "a", tmp_path / "out") == 2
+    for _ in range(2):
+        shell.shard(tmp_path / "a", tmp_path / "out")
+    for values, said in ((MV[::-1], FACTS), (MV * 2, FACTS), (MV, FACTS + TABLE)):
+        write(tmp_path / "a", values, said)
+        line = shell.error("shard", tmp_path / "a", "--out", tmp_path / "out", "--workers", 1)
+        assert "is already finished" in line
 
 
 def test_private_messages_name_no_file(tmp_path):
@@ -532,7 +526,7 @@ def test_a_missing_chunk_of_shards_and_of_columns_is_no_zero(tmp_path):
 
 
 def test_a_dataset_made_before_zeros_were_flagged_still_agrees_with_its_archive(
-    tmp_path, monkeypatch
+    tmp_path, shell, monkeypatch
 ):
     values = MV.copy()
     values[1, :, 2500:] = 0
@@ -540,36 +534,34 @@ def test_a_dataset_made_before_zeros_were_flagged_still_agrees_with_its_archive(
     made = made_of(write(tmp_path / "a", values), tmp_path / "out")
     assert rejected(made) == []
     monkeypatch.undo()
-    assert run_verify(tmp_path / "out", tmp_path / "a") == 0
+    shell.verify(tmp_path / "out", tmp_path / "a")
 
 
-def test_zeros_in_all_leads_are_flagged_and_told(tmp_path, capsys):
+def test_zeros_in_all_leads_are_flagged_and_told(tmp_path, shell, capsys):
     values = MV.copy()
     values[1, :, 2500:] = 0
     made = made_of(write(tmp_path / "a", values), tmp_path / "out")
     assert rejected(made) == [("e_1", "zeros")]
     said = "1 of 6 crops of arrays are zero in all leads for half a second or more: is that right?"
     assert said in capsys.readouterr().err
-    assert run_verify(tmp_path / "out", tmp_path / "a") == 0
+    shell.verify(tmp_path / "out", tmp_path / "a")
 
 
-def test_how_to_use_a_table_with_the_arrays_name_is_said(tmp_path, capsys):
+def test_how_to_use_a_table_with_the_arrays_name_is_said(tmp_path, shell):
     place = write(tmp_path / "a", MV, "")
     place.joinpath("t.csv").rename(place / "e.csv")
     text = PEOPLE.replace("id,who,years", "record,patient,age", 1)
     (place / "e.csv").write_text(text)
-    words = ["--source", "arrays", "--fs", "500", "--unit", "mV", "--leads", "12"]
-    assert run_shard(place, tmp_path / "out", *words) == 0
-    said = capsys.readouterr().err
+    words = ("--source", "arrays", "--fs", 500, "--unit", "mV", "--leads", 12)
+    said = shell.shard(place, tmp_path / "out", *words)
     note = (
         f"note: {place}: e.csv is not read: to use it, instead of --fs, --unit and --leads write "
     )
     assert said.count(note) == 1
     told = said.split(f"{note}arrays.yaml with ")[1].split("\n")[0]
     (place / "arrays.yaml").write_text(told)
-    assert run_shard(place, tmp_path / "with") == 0
+    assert "is not read" not in shell.shard(place, tmp_path / "with")
     made = Dataset.open(str(tmp_path / "with"))
-    assert "is not read" not in capsys.readouterr().err
     assert {rows[0]["patient"] for rows in crops_of(made).values()} == {"p0", "p1", "p2"}
     assert {name for _, name in crops_of(made)} == {f"r{row}" for row in range(N)}
 

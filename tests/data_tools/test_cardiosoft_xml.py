@@ -120,14 +120,6 @@ def test_samples_that_were_not_measured_are_missing():
     assert np.flatnonzero(np.isnan(found.signals["V1"])).tolist() == [7]
 
 
-def test_missing_leads_are_computed(tmp_path):
-    some = {name: TRUTH[name] for name in ("I", "II", "V1", "V2", "V3", "V4", "V5", "V6")}
-    write_files(tmp_path, {"one.xml": cardiosoft(strip(some)), "two.xml": GOOD})
-    source = HospitalFiles(folder(tmp_path))
-    one, two = (prepared(source, name).crops_uv for name in ("one.xml", "two.xml"))
-    assert np.abs(one - two).max() <= 10  # the handmade limb leads are whole steps
-
-
 def test_only_id_age_and_sex_of_the_patient_are_copied(tmp_path):
     check_private(tmp_path, KIND, GOOD.encode(), 61.0, "F")
 
@@ -146,13 +138,11 @@ def test_ages_have_units(stated, years):
     np.testing.assert_equal(decoded(KIND, cardiosoft(person=stated)).age, years)
 
 
-ENTITY = '<!DOCTYPE CardiologyXML [<!ENTITY a "aaaa">]><CardiologyXML>&a;</CardiologyXML>'
 test_edited_files_are_refused_with_a_reason = refuses(
     KIND,
     edited(
         GOOD,
         """
-malformed XML     | </CardiologyXML>              | <
 unknown format    | CardiologyXML                 | sapphire
 rhythm waveform   | StripData                     | Other
 signal count      | <NumberOfLeads>12             | <NumberOfLeads>8
@@ -189,10 +179,6 @@ unknown unit: SampleRate in 'Samples', only Hz is read | "Hz">500 | "Samples">50
 """.replace("٣", "&#1635;"),
     ),
     {
-        "malformed XML": [""],
-        "XML entity": [ENTITY],
-        "XML too deep": ["<CardiologyXML>" + "<a>" * 40],
-        "XML too large": ["<CardiologyXML>" + "<a/>" * 20_000],
         "rhythm waveform: no StripData": ["<CardiologyXML/>"],
         "sample count: 2499 found": [
             GOOD.replace(lead("V6", TRUTH["V6"]), lead("V6", TRUTH["V6"][1:]))
@@ -216,7 +202,7 @@ def test_leads_of_different_lengths_are_refused_if_no_count_is_stated(tmp_path):
     assert str(prepared(HospitalFiles(folder(tmp_path)), "one.xml")).startswith("sample count: ")
 
 
-def test_a_long_full_disclosure_fits(tmp_path):
+def test_a_long_full_disclosure_fits():
     long = FULL.replace("0,1,2,", "-120,\n\t" * 700_000)
     assert 2**22 < len(long) < FORMATS[KIND].max_bytes
     check_truth(decoded(KIND, cardiosoft(more=long)), TRUTH)

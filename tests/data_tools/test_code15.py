@@ -3,7 +3,7 @@
 import h5py
 import numpy as np
 import pytest
-from handmade import build, crops_of, rejected, run_shard
+from handmade import build, crops_of, rejected
 from twins import EXAMS, crop, said, write_code15
 
 from omnilead.data_tools.build.shard import ShardOptions, shard
@@ -80,10 +80,9 @@ def test_a_damaged_chunk_refuses_only_its_exam(tmp_path):
 
 
 @pytest.mark.parametrize("per_mv", [50.0, 1e6, 1e-6, 0.0, np.nan])
-def test_an_unknown_unit_gives_a_one_line_error(tmp_path, per_mv, capsys):
+def test_an_unknown_unit_gives_a_one_line_error(tmp_path, per_mv, shell):
     write_code15(tmp_path / "archive", EXAMS, per_mv)
-    assert run_shard(tmp_path / "archive", tmp_path / "out") == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = shell.error("shard", tmp_path / "archive", "--out", tmp_path / "out", "--workers", 1)
     assert "not an ECG's amplitude in any of V, mV, 0.1 mV, uV" in line
     assert not (tmp_path / "out" / "dataset.json").exists()
 
@@ -196,10 +195,9 @@ def test_no_damaged_byte_of_a_part_stops_the_others(tmp_path):
         assert {"2873686", "271011"} <= {name for _, name in crops_of(made)}
 
 
-def test_an_archive_of_which_no_part_can_be_read_is_an_error(tmp_path, capsys):
+def test_an_archive_of_which_no_part_can_be_read_is_an_error(tmp_path, shell):
     write_code15(tmp_path / "src", EXAMS)
     for path in (tmp_path / "src").glob("*.hdf5"):
         path.write_bytes(b"<html>")
-    assert run_shard(tmp_path / "src", tmp_path / "out") == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = shell.error("shard", tmp_path / "src", "--out", tmp_path / "out", "--workers", 1)
     assert f"src: no part can be read (unreadable file: {PART}: " in line

@@ -11,8 +11,7 @@ from unittest import mock
 import fsspec
 import numpy as np
 import pytest
-from binary_ecgs import edf
-from handmade import crops_of, ecg, everything_in, run_shard, run_verify, write_files
+from handmade import crops_of, everything_in, write_files
 from hospital_cases import build_hospital, decoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,9 +23,8 @@ from test_muse_xml import X, muse
 from omnilead.data_tools.__main__ import _record_figure, main
 from omnilead.data_tools.build.finishing import rejects_of
 from omnilead.data_tools.build.roles import RoleSources
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.ecg.record import LEADS, VENDORS
+from omnilead.data_tools.ecg.record import VENDORS
 from omnilead.data_tools.extras.hospital.files import FORMATS, HospitalFiles
 from omnilead.data_tools.io import storage
 from omnilead.data_tools.io.errors import ReadError, StorageError
@@ -121,10 +119,9 @@ def mixed(root):
     return write_files(root, files)
 
 
-def test_a_mixed_folder(tmp_path, capsys):
+def test_a_mixed_folder(tmp_path, shell):
     src, out = mixed(tmp_path / "src"), tmp_path / "out"
-    assert run_shard(src, out) == 0
-    messages = capsys.readouterr().err
+    messages = shell.shard(src, out)
     assert "--pseudonymize KEYFILE" in messages
     assert messages.count("were left out") == 1
     assert "3 files of no known format were left out (1 .pdf, 1 .txt, 1 no ending)" in messages
@@ -138,22 +135,23 @@ def test_a_mixed_folder(tmp_path, capsys):
         ("dicom", "cut", "malformed DICOM", "cut.dcm: cut off"),
         ("hospital", "a_other", "unknown format", none_of),
     ]
-    assert run_verify(out, src) == 0
+    shell.verify(out, src)
 
 
-def test_with_a_key_no_message_names_a_file_or_folder(tmp_path, capsys, monkeypatch):
+def test_with_a_key_no_message_names_a_file_or_folder(tmp_path, key_file, shell, monkeypatch):
     """A folder that cannot be listed, files of no known format, and an archive of which nothing is
     known."""
-    src, key = mixed(tmp_path / "src"), tmp_path / "key"
-    key.write_bytes(bytes(32))
-    key.chmod(0o600)
+    src = mixed(tmp_path / "src")
     (src / "scan.JOHNDOE").touch()
     (src / "JOHN_DOE_1951").mkdir()
     (tmp_path / "unknown" / "JOHN_DOE_1951").mkdir(parents=True)
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / "JOHN_DOE_1951").symlink_to(src)
-    out, options = tmp_path / "out", ("--pseudonymize", str(key))
-    scandir = os.scandir
+    out, scandir, said = tmp_path / "out", os.scandir, ""
+
+    def sharded(place, *options, code=0):
+        words = ("shard", place, "--out", out, "--workers", 1, "--pseudonymize", key_file)
+        return "".join(shell.run(*words, *options, code=code))
 
     def refuse(path):
         if str(path).endswith("DOE_1951"):
@@ -162,18 +160,16 @@ def test_with_a_key_no_message_names_a_file_or_folder(tmp_path, capsys, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", refuse)
-        assert run_shard(src, out, "--source", "hospital", *options) == 2
-    assert run_shard(src, out, *options) == 0
+        said += sharded(src, "--source", "hospital", code=2)
+    said += sharded(src)
     for name in ("unknown", "link"):
-        assert run_shard(tmp_path / name, out, *options) == 2
-    said = capsys.readouterr()
+        said += sharded(tmp_path / name, code=2)
     find = f"`find {src} -type d ! -readable` names it"
-    assert f"cannot list a folder in {src} ({find}): Permission denied" in said.err
-    assert "4 files of no known format were left out\n" in said.err
-    assert "one is a link" in said.err
+    assert f"cannot list a folder in {src} ({find}): Permission denied" in said
+    assert "4 files of no known format were left out\n" in said
+    assert "one is a link" in said
     content = everything_in(Dataset.open(str(out))).decode("latin-1")
-    everything = said.out + said.err + content
-    assert not re.search("john|1951|--pseudonymize KEYFILE", everything, re.IGNORECASE)
+    assert not re.search("john|1951|--pseudonymize KEYFILE", said + content, re.IGNORECASE)
 
 
 @pytest.mark.parametrize("error", [PermissionError, TimeoutError])
@@ -282,29 +278,6 @@ def test_a_picture_says_what_it_leaves_out_and_what_is_doubtful(tmp_path):
     assert f"first 10 of {seconds:.3g} s. {none}. implausible amplitude: " in said
 
 
-@pytest.mark.parametrize("plan", ["all", "paper", "paper-split"])
-def test_records_of_an_implausible_amplitude_are_for_pre_training_only_if_asked_for(
-    tmp_path, plan, capsys
-):
-    src, option = tmp_path / "src", "--leave-out-flags=none"
-    for number, high in enumerate((32767, 327670, 32767)):  # the second states ten times the scale
-        x = dict(zip(LEADS, ecg(seed=number) // 2, strict=True))
-        write_files(src, {f"{number}.edf": edf(x, scale=(-high - 1, high, -32768, 32767))})
-    for options, pretrained in (([], {"0", "2"}), ([option], {"0", "1", "2"})):
-        out = f"{tmp_path}/out{len(options)}"
-        assert run_shard(src, out, "--plan", plan, *options) == 0
-        note = "note: 1 crop left out of pre-training: no heart has such an amplitude"
-        assert (note in capsys.readouterr().err) == (not options)
-        rows = Dataset.open(out).table().to_pylist()
-        assert {row["record"] for row in rows if "implausible" in row["flags"]} == {"1"}
-        assert {row["record"] for row in rows if row["pretrain"]} == pretrained
-        assert plan == "all" or {row["record"] for row in rows if row["id_role"]} == pretrained
-        assert verify(Dataset.open(out), [opened(src)]) == []
-    assert run_shard(src, f"{tmp_path}/out0", "--plan", plan, option) == 2
-    changed = "already finished (leave_out_flags was ['implausible'], not [])"
-    assert changed in capsys.readouterr().err
-
-
 def test_samples_that_were_not_measured_do_not_count_in_the_amplitude(tmp_path):
     gaps = {lead: np.where(np.arange(len(uv)) % 2, -32768 * 2.5, uv) for lead, uv in TRUTH.items()}
     assert not read_one(tmp_path, "one.dcm", dicom_file(group(gaps))).warnings
@@ -370,6 +343,34 @@ def test_a_patient_has_one_role_whatever_the_format(tmp_path, key):
 def test_the_sources_that_share_patients_are_the_formats():
     assert set(VENDORS) == set(FORMATS)
     assert VENDORS[0] == "muse-xml"  # whose pseudonyms all of them have
+
+
+ROOTS = {
+    "hl7-aecg": "AnnotatedECG",
+    "muse-xml": "RestingECG",
+    "cardiosoft-xml": "CardiologyXML",
+    "philips-xml": "restingecgdata",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "malformed XML"),
+        ("<ROOT><", "malformed XML"),
+        ('<?xml version="1.0" encoding="no-such"?><ROOT/>', "malformed XML"),
+        ('<!DOCTYPE ROOT [<!ENTITY a "aaaa">]><ROOT>&a;</ROOT>', "XML entity"),
+        ('<!DOCTYPE ROOT [<!ATTLIST x a CDATA "aaaa">]><ROOT/>', "XML entity"),
+        ('<!DOCTYPE ROOT SYSTEM "x.dtd"><ROOT><x>&a;</x></ROOT>', "XML entity"),
+        ("<ROOT>" + "<a>" * 40, "XML too deep"),
+        ("<ROOT>" + "<a/>" * 20_000, "XML too large"),
+    ],
+    ids=range(8),
+)
+@pytest.mark.parametrize("kind", ROOTS)
+def test_hostile_xml_is_refused_in_every_format(kind, text, reason):
+    found = decoded(kind, text.replace("ROOT", ROOTS[kind]))
+    assert isinstance(found, ReadError) and found.reason == reason
 
 
 @given(st.binary(max_size=300), st.sampled_from(["", "one.xml", "one.scp", "one.edf"]))

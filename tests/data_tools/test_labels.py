@@ -323,9 +323,9 @@ def test_mimic_labels_and_intervals_are_right(labels, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ptbxl", "code15", "physionet2011", "mimic-iv-ecg"])
-def test_labels_have_the_datasets_names(name, shell, tmp_path):
+def test_labels_have_the_datasets_names(name, key_file, shell, tmp_path):
     """Also with pseudonyms."""
-    archive, key = tmp_path / "archive", tmp_path / "key"
+    archive = tmp_path / "archive"
     if name == "ptbxl":
         synthesise(archive, 2, 0, layout="ptbxl", progress=False)
     elif name == "code15":
@@ -338,10 +338,8 @@ def test_labels_have_the_datasets_names(name, shell, tmp_path):
         write_mimic(archive, studies)
         measured = [mimic_row(int(study), "Sinus rhythm") for study in studies]
         write_table(archive / "machine_measurements.csv", MIMIC_COLUMNS, measured)
-    key.write_bytes(b"0123456789abcdef")
-    key.chmod(0o600)
     names = []
-    for hidden in ([], ["--pseudonymize", key]):
+    for hidden in ([], ["--pseudonymize", key_file]):
         data, out = tmp_path / f"data{len(hidden)}", tmp_path / f"labels{len(hidden)}"
         shell.run("shard", archive, "--out", data, "--plan", "all", "--workers", 1, *hidden)
         shell.run("labels", name, archive, "--out", out, *hidden)
@@ -427,13 +425,11 @@ def test_paths_that_do_not_exist_give_a_one_line_error(shell, tmp_path):
     assert "File exists" in shell.error("labels", "code15", tmp_path, "--out", file)
 
 
-def test_own_labels_get_the_pseudonyms_of_a_dataset(shell, tmp_path):
-    key, src, out = tmp_path / "key", tmp_path / "src", tmp_path / "out"
-    key.write_bytes(bytes(range(32)))
-    key.chmod(0o600)
+def test_own_labels_get_the_pseudonyms_of_a_dataset(key_file, shell, tmp_path):
+    src, out = tmp_path / "src", tmp_path / "out"
     for number in range(6):
         write_challenge(src / "ward 1", f"e{number}", ecg(seed=number))
-    hidden = ("--pseudonymize", key)
+    hidden = ("--pseudonymize", key_file)
     shell.run("shard", src, "--out", out, "--workers", 1, "--plan", "all", *hidden)
     mine = tmp_path / "mine.csv"
     slashes = "/\\" * 3

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from handmade import ecg, run_shard
+from handmade import ecg
 
 from omnilead.data_tools.build.roles import PAPER_SOURCES, RoleSources
 from omnilead.data_tools.build.verify import verify
@@ -34,9 +34,15 @@ def archive(tmp_path_factory):
     return place
 
 
-def built(archive, out, *options):
-    assert run_shard(archive.parent, out, *ARRAYS, "--plan", "all", *options) == 0
-    return Dataset.open(str(out))
+@pytest.fixture
+def built(archive, shell):
+    """-> the dataset, and what is said."""
+
+    def built(out, *options):
+        said = shell.shard(archive.parent, out, *ARRAYS, "--plan", "all", *options)
+        return Dataset.open(str(out)), said
+
+    return built
 
 
 @pytest.mark.parametrize(
@@ -48,10 +54,9 @@ def built(archive, out, *options):
     ],
 )
 def test_crops_with_these_flags_are_not_for_pre_training(
-    flags, pretrained, counts, archive, tmp_path, capsys
+    flags, pretrained, counts, archive, built, tmp_path, shell
 ):
-    made = built(archive, tmp_path / "out", "--leave-out-flags", flags)
-    said = capsys.readouterr().err
+    made, said = built(tmp_path / "out", "--leave-out-flags", flags)
     rows = sorted(made.table(["record", "flags", "pretrain"]).to_pylist(), key=str)
     assert [row["flags"] for row in rows] == [[], *FLAGS]
     assert [row["record"] for row in rows if row["pretrain"]] == [
@@ -66,25 +71,28 @@ def test_crops_with_these_flags_are_not_for_pre_training(
     facts = {"fs_hz": "500", "unit": "uV", "leads": "12"}
     sources = open_sources(str(archive.parent), "arrays", arrays=facts)
     assert verify(made, sources) == []
-    assert built(archive, tmp_path / "out", "--leave-out-flags", flags).meta == made.meta
-    assert run_shard(archive.parent, tmp_path / "out", *ARRAYS, "--plan", "all") == 2
+    assert built(tmp_path / "out", "--leave-out-flags", flags)[0].meta == made.meta
     changed = f"leave_out_flags was {sorted(counts)}, not ['implausible']"
-    assert changed in capsys.readouterr().err
+    again = ("shard", archive.parent, "--out", tmp_path / "out", *ARRAYS, "--plan", "all")
+    assert changed in shell.error(*again)
 
 
-def test_the_default_is_not_written_down(archive, tmp_path):
-    usual = built(archive, tmp_path / "usual")
-    named = built(archive, tmp_path / "named", "--leave-out-flags", "implausible")
+def test_the_default_is_not_written_down(built, tmp_path):
+    usual, said = built(tmp_path / "usual")
+    named, _ = built(tmp_path / "named", "--leave-out-flags", "implausible")
+    assert "note: 1 crop left out of pre-training: no heart has such an amplitude" in said
     assert usual.meta == named.meta and not {"left_out", "leave_out_flags"} & usual.meta.keys()
     assert usual.column("pretrain").sum() == 4
 
 
-def test_diagnosis_keeps_its_roles(archive, tmp_path):
+@pytest.mark.parametrize("plan", ["paper", "paper-split"])
+def test_diagnosis_keeps_its_roles(plan, built, tmp_path):
     roles = {}
     for flags in ("none", "einthoven,flat"):
         out = tmp_path / flags
-        options = "--dx-sources", "e", "--plan", "paper", "--leave-out-flags", flags
-        made = built(archive, out, *options)
+        options = "--dx-sources", "e", "--plan", plan, "--leave-out-flags", flags
+        made, _ = built(out, *options)
+        assert verify(made) == []
         table = made.table(["record", "dx_role", "id_role", "pretrain", "flags"])
         roles[flags] = table["dx_role"].to_pylist()
         crops = flagged(table, ["einthoven", "flat"])
@@ -94,18 +102,15 @@ def test_diagnosis_keeps_its_roles(archive, tmp_path):
     assert roles["none"] == roles["einthoven,flat"]
 
 
-def test_an_unknown_flag_and_the_old_option_are_one_line(archive, tmp_path, capsys):
+def test_an_unknown_flag_and_the_old_option_are_one_line(archive, tmp_path, shell):
+    command = ("shard", archive.parent, "--out", tmp_path / "out", *ARRAYS)
     for option, said in (
         (("--leave-out-flags", "flat,einthove"), "no flag is called 'einthove': use flat, satur"),
         (("--leave-out-flags", ""), "no flag is called '': use flat"),
         (("--leave-out-flags", "none,flat"), "no flag is called 'none'"),
+        (("--pretrain-implausible",), "did you mean --leave-out-flags none?"),
     ):
-        assert run_shard(archive.parent, tmp_path / "out", *ARRAYS, *option) == 2
-        line = capsys.readouterr().err
-        assert said in line and line.count("\n") == 1
-    with pytest.raises(SystemExit):
-        run_shard(archive.parent, tmp_path / "out", "--pretrain-implausible")
-    assert "did you mean --leave-out-flags none?" in capsys.readouterr().err
+        assert said in shell.error(*command, *option)
 
 
 def test_datasets_of_the_old_option_keep_their_roles():

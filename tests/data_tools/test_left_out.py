@@ -2,7 +2,6 @@
 the others are left out and counted."""
 
 import subprocess
-from pathlib import Path
 
 import fsspec
 import pytest
@@ -11,8 +10,6 @@ from handmade import (
     dat,
     ecg,
     header,
-    run_shard,
-    run_verify,
     write_challenge,
     write_files,
 )
@@ -20,7 +17,6 @@ from test_dicom import BASE
 from test_muse_xml import muse
 from twins import write_code15, write_mimic, write_ptbxl
 
-from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.extras.hospital.files import HospitalFiles
 from omnilead.data_tools.io.storage import LocalFolder
@@ -53,13 +49,12 @@ def opened(root, *besides, kind="auto", **options):
 
 
 @pytest.mark.parametrize("kind", ["auto", "physionet2021"])
-def test_a_header_in_capitals_beside_an_archive_is_named(kind, tmp_path, capsys):
+def test_a_header_in_capitals_beside_an_archive_is_named(kind, tmp_path, shell):
     challenge(tmp_path / "a")
     write_challenge(tmp_path / "a/x", "R1", ecg(seed=5))
     (tmp_path / "a/x/R1.hea").rename(tmp_path / "a/x/R1.HEA")
-    assert run_shard(tmp_path / "a", tmp_path / "out", "--source", kind) == 0
     note = f"note: {tmp_path / 'a'}: does not read x/R1.HEA: a header's name ends in .hea\n"
-    assert note in capsys.readouterr().err
+    assert note in shell.shard(tmp_path / "a", tmp_path / "out", "--source", kind)
 
 
 def test_records_beside_an_archive_are_read_with_a_note(tmp_path):
@@ -103,33 +98,29 @@ def test_vendor_files_are_read_beside_any_archive(tmp_path):
 
 
 def test_a_folder_of_records_and_vendor_files_has_all_of_them_under_their_own_names(
-    tmp_path, capsys
+    tmp_path, shell
 ):
     src, out = tmp_path / "src", tmp_path / "out"
     plain(src / "day 1", 2)
     write_files(src, {"day 1/00000_hr.xml": muse(), "scans/two.dcm": BASE, "notes.txt": "none"})
-    assert run_shard(src, out) == 0
-    assert "1 file of no known format was left out (1 .txt)" in capsys.readouterr().err
+    assert "1 file of no known format was left out (1 .txt)" in shell.shard(src, out)
     mixed = crops_of(Dataset.open(str(out)))
     assert set(mixed) == {
         *{("wfdb", "day_1_00000_hr"), ("wfdb", "day_1_00001_hr")},
         *{("muse-xml", "day_1_00000_hr"), ("dicom", "scans_two")},
     }
-    assert run_verify(out, src) == 0
+    shell.verify(out, src)
     for kind in ("wfdb", "hospital"):  # as each of the two alone
-        assert run_shard(src, tmp_path / kind, "--source", kind) == 0
+        shell.shard(src, tmp_path / kind, "--source", kind)
         for name, (crop,) in crops_of(Dataset.open(str(tmp_path / kind))).items():
             assert mixed[name][0]["crc32c"] == crop["crc32c"]
-    assert run_shard(src, tmp_path / "no", "--source", "hospital", "--strict") == 0
-    assert "5 files of no known format were left out (2 .dat, 2 .hea, 1 .txt)" in (
-        capsys.readouterr().err
-    )
+    said = shell.shard(src, tmp_path / "no", "--source", "hospital", "--strict")
+    assert "5 files of no known format were left out (2 .dat, 2 .hea, 1 .txt)" in said
 
 
-def test_files_of_no_format_are_counted_once_all_have_been_looked_at(tmp_path, capsys):
+def test_files_of_no_format_are_counted_once_all_have_been_looked_at(tmp_path, shell):
     src = write_files(tmp_path / "src", {"a.txt": "none", "b.xml": muse(), "c/d.txt": "none"})
-    assert run_shard(src, tmp_path / "out") == 0
-    assert capsys.readouterr().err.count("of no known format") == 1
+    assert shell.shard(src, tmp_path / "out").count("of no known format") == 1
 
 
 def test_what_an_archive_reads_is_not_searched(tmp_path, monkeypatch):
@@ -246,30 +237,30 @@ def test_a_bucket_is_listed_by_its_uppermost_folders(tmp_path, monkeypatch):
     assert sorted(listed) == ["memory://left/training", "memory://left/v1.0"]
 
 
-def test_no_command_leaves_out_half_of_a_folder(tmp_path, capsys):
-    src, out = str(tmp_path / "src"), str(tmp_path / "out")
-    mine = f"{src}/mywfdb"
-    challenge(tmp_path / "src" / "training", records=2)
+def test_no_command_leaves_out_half_of_a_folder(tmp_path, shell):
+    src, out = tmp_path / "src", tmp_path / "out"
+    mine = src / "mywfdb"
+    challenge(src / "training", records=2)
     head = {"task": "diagnosis", "kind": "multilabel", "classes": ["AF"], "thresholds": [0.5]}
-    model = ["--model", str(save_model(tmp_path / "model", head=head)), "--data"]
-    assert run_shard(src, out) == 0
-    plain(tmp_path / "src" / "mywfdb")
-    for number, (run, noted) in enumerate(
-        (
-            (lambda: run_shard(src, f"{out}2"), True),
-            (lambda: run_verify(f"{out}2", src), True),
-            (lambda: predict.main([*model, src, "--out", f"{out}2.csv"]), True),
-            (lambda: main(["shard", src, mine, "--out", f"{out}3", "--workers", "1"]), False),
-            (lambda: main(["verify", f"{out}3", "--archive", src, mine, "--workers", "1"]), False),
-            (lambda: predict.main([*model, src, mine, "--out", f"{out}.csv"]), False),
-        )
-    ):
-        assert run() == 0, number
-        said = capsys.readouterr().err
-        assert said.count(f"{src}: reads 1 WFDB record outside of physionet2021, ") == noted, said
-    assert run_verify(out, src) == 1  # the dataset was made before
-    assert Path(f"{out}2.csv").read_text().count("\n") == 1 + 3
-    assert Path(f"{out}.csv").read_text().count("\n") == 1 + 3
+    model = str(save_model(tmp_path / "model", head=head))
+    shell.shard(src, out)
+    plain(mine)
+
+    def predicted(name, *places):
+        words = ["--model", model, "--data", *map(str, places), "--out", str(tmp_path / name)]
+        assert predict.main(words) == 0
+        assert (tmp_path / name).read_text().count("\n") == 1 + 3
+        return shell.capsys.readouterr().err
+
+    note = f"{src}: reads 1 WFDB record outside of physionet2021, "
+    assert shell.shard(src, f"{out}2").count(note) == 1
+    assert shell.verify(f"{out}2", src).count(note) == 1
+    assert predicted("a.csv", src).count(note) == 1
+    both = ("shard", src, mine, "--out", f"{out}3", "--workers", 1)
+    assert note not in shell.run(*both)[1]
+    assert note not in shell.run("verify", f"{out}3", "--archive", src, mine, "--workers", 1)[1]
+    assert note not in predicted("b.csv", src, mine)
+    shell.verify(out, src, code=1)  # the dataset was made before
 
 
 def link(place, target):
@@ -281,7 +272,7 @@ def link(place, target):
 
 
 @pytest.mark.parametrize("kind", ["wfdb", "hospital", "challenge", "ptb-xl", "muse-xml", "plug-in"])
-def test_a_linked_folder_is_named_wherever_it_is(tmp_path, kind, capsys):
+def test_a_linked_folder_is_named_wherever_it_is(tmp_path, kind, shell):
     src, elsewhere, options = tmp_path / "src", tmp_path / "elsewhere", []
     inside = ("day 1/deep/more", "more")
     if kind in ("wfdb", "plug-in"):
@@ -302,10 +293,8 @@ def test_a_linked_folder_is_named_wherever_it_is(tmp_path, kind, capsys):
         link(src / place, elsewhere)
     note = f"{src}: does not follow linked folders: {', '.join(inside)}\n"
     out = tmp_path / "out"
-    assert run_shard(src, out, *options) == 0
-    assert capsys.readouterr().err.count(note) == 1
-    assert main(["verify", str(out), "--archive", str(src), "--workers", "1", *options]) == 0
-    assert capsys.readouterr().err.count(note) == 1
+    assert shell.shard(src, out, *options).count(note) == 1
+    assert shell.verify(out, src, *options).count(note) == 1
 
 
 def test_a_linked_folder_that_is_given_too_is_not_named(tmp_path):

@@ -31,9 +31,6 @@ def test_all_commands_run_from_synth_to_a_figure(shell, tmp_path):
     assert "12 leads, 500 Hz" in text
 
 
-SAME = "--workers 1 --pretrain-sources all --id-share 1"  # as the tests' dataset was made
-
-
 @pytest.mark.parametrize(
     ("command", "words"),
     tabulated("""

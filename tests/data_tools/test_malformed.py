@@ -20,11 +20,10 @@ from handmade import (
     header,
     mat,
     rejected,
-    run_shard,
-    run_verify,
 )
 from malformed import NAMES, ORPHANS, READ, REFUSED, SECRET, Made
 
+from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
@@ -136,7 +135,7 @@ def test_unusual_records_are_read_correctly(written, case, kind):
 @pytest.fixture(scope="module")
 def dataset(written, tmp_path_factory):
     out = tmp_path_factory.mktemp("malformed") / "dataset"
-    assert run_shard(written[0], out) == 0
+    assert main(["shard", str(written[0]), "--out", str(out), "--workers", "1"]) == 0
     return Dataset.open(str(out))
 
 
@@ -168,12 +167,12 @@ def test_rejects_csv_names_each_bad_record_and_no_good_one(dataset):
     assert source["records"] == {"seen": len(READ) + refused, "used": len(READ), "refused": refused}
 
 
-def test_the_dataset_verifies_and_strict_makes_refused_records_an_error(dataset, written, capsys):
+def test_the_dataset_verifies_and_strict_makes_refused_records_an_error(dataset, written, shell):
     archive, out = written[0], dataset.root.url
-    assert run_verify(out, archive) == 0
-    assert run_shard(archive, out, "--strict") == 2
-    assert f"{len(BAD) + 2} records were refused" in capsys.readouterr().err
-    assert run_shard(archive, out) == 0
+    shell.verify(out, archive)
+    said = shell.shard(archive, out, "--strict", code=2)
+    assert f"{len(BAD) + 2} records were refused" in said
+    shell.shard(archive, out)
 
 
 MV = ecg() / 1000

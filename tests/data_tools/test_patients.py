@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from handmade import ecg, everything_in, write_challenge
+from listed import remove_listed
 from twins import write_code15, write_ptbxl
 
 from omnilead.data_tools.__main__ import shard, verify
-from omnilead.data_tools.build.removal import remove
 from omnilead.data_tools.io.errors import DataError
 from tests.tables import tabulated
 
@@ -108,17 +108,14 @@ def test_a_table_counts_more_than_the_archive_and_may_name_sources(tmp_path):
     assert patients_in(made) == {"7": "one", "8": "one", "HR00007": "5"}
 
 
-def test_pseudonyms_of_named_patients(made_with, plain, tmp_path):
-    key = tmp_path / "key"
-    key.write_bytes(bytes(range(32)))
-    key.chmod(0o600)
+def test_pseudonyms_of_named_patients(made_with, plain, key_file, tmp_path):
     table = TABLES["names"](tmp_path / "who.csv")
-    made = made_with(table, pseudonymize=str(key))
+    made = made_with(table, pseudonymize=str(key_file))
     people = patients_in(made)
     assert len(set(people.values())) == len(set(PERSON.values()))
     assert all(name.startswith("p") and len(name) == 21 for name in people.values())
     assert b"00000_00001_hr" not in everything_in(made)
-    how = {"patients": str(table), "pseudonymize": str(key)}
+    how = {"patients": str(table), "pseudonymize": str(key_file)}
     assert verify(tmp_path / "out", archive=plain, **how) == []
 
 
@@ -139,9 +136,8 @@ def test_one_id_in_several_spellings_is_one_patient(made_with, tmp_path):
     table = write_who(tmp_path / "who.csv", rows)
     made = made_with(table)
     assert len(set(patients_in(made).values())) == 1
-    (tmp_path / "w").write_text("Mu\u0308ller\n")
     with pytest.raises(DataError, match="no crop would be left"):
-        remove(made.root.url, str(tmp_path / "w"))
+        remove_listed(made.root.url, "Mu\u0308ller")
 
 
 def test_ids_that_differ_only_in_zeros_or_in_case_are_named(made_with, tmp_path, capsys):
@@ -155,17 +151,15 @@ def test_ids_that_differ_only_in_zeros_or_in_case_are_named(made_with, tmp_path,
     )
     assert early.startswith(f"warning: {table}: patients {said} people")
     assert "patients ptb-xl/007 and ptb-xl/7, " in late or "patients wfdb/007 and wfdb/7, " in late
-    (tmp_path / "w").write_text("7\nAB1\n")
-    left, _ = remove(made.root.url, str(tmp_path / "w"))
+    left = remove_listed(made.root.url, "7", "AB1")
     assert {"007", "ab1"} < set(left.column("patient")) and "7" not in left.column("patient")
     source = left.column("source")[0]
     assert (
         "warning: 2 patients stay whose ids differ from those given only in zeros or in case: "
         f"{source}/007, {source}/ab1: if they are the same people" in capsys.readouterr().err
     )
-    (tmp_path / "w").write_text("0007\nB\n")
     with pytest.raises(DataError, match="nothing is removed"):
-        remove(made.root.url, str(tmp_path / "w"))
+        remove_listed(made.root.url, "0007", "B")
     assert f"zeros or in case: {source}/007" in capsys.readouterr().err
 
 

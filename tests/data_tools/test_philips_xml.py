@@ -187,7 +187,6 @@ test_edited_files_are_refused_with_a_reason = refuses(
     edited(
         GOOD,
         """
-malformed XML     | </restingecgdata>            | <
 unknown format    | restingecgdata               | sapphire
 format version    | 1.04<                        | 1.02<
 format version    | 1.04<                        | 1.04.02<
@@ -220,7 +219,6 @@ base64            | </parsedwaveforms>           | !</parsedwaveforms>
 test_invalid_chunks_are_refused_with_a_reason = refuses(
     KIND,
     {
-        "malformed XML": [""],
         "gain": [philips(LOW), philips([SPARE] * 12, resolution=None)],
         "calibration pulse": [philips([*CHUNKS[:7], LOW[7], *CHUNKS[8:]])],
         "signal count": [

@@ -1,24 +1,18 @@
 """Archives and datasets in an object store give the same bytes as local ones, also over a bad
-network.
-
-The store is moto behind a real HTTP server on loopback; a proxy before it counts the requests and
-breaks some of them.
-"""
+network."""
 
 import json
-import logging
 import os
 import re
 import shutil
 import tempfile
-import threading
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from broken_server import STALL_S, Fault, Server
+from broken_server import STALL_S, Fault, Server, forget_connections, s3fs
 from handmade import build, files
 
 from omnilead.data_tools.build import plan
@@ -39,24 +33,7 @@ from omnilead.engine.data.reader import CropReader
 from omnilead.engine.data.staging import Staging
 from tests.forks import started
 
-s3fs = pytest.importorskip("s3fs")
-moto = pytest.importorskip("moto.server")
-serving = pytest.importorskip("werkzeug.serving")
-
 ARCHIVE, BUCKET = "s3://archives/small", "s3://ecg-bucket"
-
-
-@pytest.fixture(scope="module")
-def server():
-    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-    served = Server(moto.DomainDispatcherApplication(moto.create_backend_app))
-    http = serving.make_server("127.0.0.1", 0, served, threaded=True)
-    served.url = f"http://127.0.0.1:{http.server_port}"
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    yield served
-    http.shutdown()
-    thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -76,33 +53,22 @@ def right(small, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def environment(server, small):
-    """Credentials of the store, and none of the machine's; the archive in a public bucket."""
-    keys = {
-        "ENDPOINT_URL": server.url,
-        "ACCESS_KEY_ID": "key",
-        "SECRET_ACCESS_KEY": "secret",
-        "DEFAULT_REGION": "us-east-1",
-        "CONFIG_FILE": os.devnull,
-        "SHARED_CREDENTIALS_FILE": os.devnull,
-        "EC2_METADATA_DISABLED": "true",
-        "MAX_ATTEMPTS": "1",  # botocore's own: ours are tested
-    }
+def server(small):
+    """With the archive in a public bucket."""
+    served = Server()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in keys.items():
-            patch.setenv(f"AWS_{name}", value)
         # A busy machine's late answer is not a store that stalls
         patch.setattr(s3fs.S3FileSystem, "read_timeout", 60)
-        forget()
+        served.start(patch)
         fs = s3fs.S3FileSystem(s3_additional_kwargs={"ACL": "public-read"})
         fs.mkdir("archives", acl="public-read")
         fs.put(f"{small}/", f"{ARCHIVE}/", recursive=True)
-        yield patch
-        forget()
+        yield served
+        served.stop()
 
 
 @pytest.fixture
-def s3(server, environment, tmp_path, monkeypatch):
+def s3(server, tmp_path, monkeypatch):
     """With an empty bucket; waits are short; the scratch folder is the test's own. The client stays
     for the next test."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -134,8 +100,7 @@ def forget_tables():
 
 def forget():
     forget_tables()
-    storage._connect.cache_clear()
-    s3fs.S3FileSystem.clear_instance_cache()
+    forget_connections()
 
 
 def s3_files(url):

@@ -12,7 +12,6 @@ from handmade import (
     ecg,
     everything_in,
     found_in,
-    run_shard,
     write_challenge,
     write_files,
 )
@@ -98,11 +97,11 @@ def test_patients_of_the_challenge_come_from_ptbxls_table(challenge, place):
     assert found == {"HR00011": "15709", "HR21837": "8"}
 
 
-def test_ptbxls_table_may_be_stored_elsewhere(challenge, tmp_path):
+def test_ptbxls_table_may_be_stored_elsewhere(challenge, shell, tmp_path):
     table, out = tmp_path / "elsewhere" / "my table.csv", tmp_path / "out"
     place = "records500/00000/00011_hr"
     write_table(table, PTBXL_COLUMNS, [{"patient_id": "15709.0", "filename_hr": place}])
-    assert run_shard(challenge / "training", out, "--patients", str(table)) == 0
+    shell.shard(challenge / "training", out, "--patients", table)
     made = Dataset.open(str(out))
     crops = crops_of(made)
     assert crops["ptb-xl", "HR00011"][0]["patient"] == "15709"
@@ -117,7 +116,7 @@ def test_any_folder_of_the_challenge_may_be_the_root(challenge, below):
 # The same ECGs in a release of their own
 
 
-def test_ecg_arrhythmias_records_are_those_of_the_challenge(tmp_path, capsys):
+def test_ecg_arrhythmias_records_are_those_of_the_challenge(tmp_path, shell):
     """Of an ECG in both releases one is read; two headers have lost 21 characters."""
     src, out = tmp_path / "src", tmp_path / "out"
     root = src / "1.0.0"
@@ -129,7 +128,8 @@ def test_ecg_arrhythmias_records_are_those_of_the_challenge(tmp_path, capsys):
     damaged = root / "WFDBRecords/01/019/JS01052.hea"
     damaged.write_text(damaged.read_text().replace("5000\nJS01052.mat 16+24 1000", "500000"))
     write_challenge(src / "training/chapman_shaoxing/g1", "JS00001", ecg(seed=0), **how)
-    assert run_shard(src, out, "--plan", "all") == 0
+    said = shell.shard(src, out, "--plan", "all")
+    assert "3 of 3 records" in said  # patients are unknown
     made = Dataset.open(str(out))
     crops = crops_of(made)
     used = [("chapman_shaoxing", "JS00001"), ("chapman_shaoxing", "JS10646"), ("ningbo", "JS10647")]
@@ -141,7 +141,6 @@ def test_ecg_arrhythmias_records_are_those_of_the_challenge(tmp_path, capsys):
         ("sample count", "WFDBRecords/01/019/JS01052.hea: 500000/mV"),
         ("record read already", "WFDBRecords/01/010/JS00001.hea: another JS00001 came first"),
     ]
-    assert "3 of 3 records" in capsys.readouterr().err  # patients are unknown
 
 
 # The Challenge 2011
@@ -233,13 +232,12 @@ def test_a_record_that_the_table_lacks_is_read_with_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ptbxl", "auto"])
-def test_records100_alone_is_ptbxl(kind, tmp_path, capsys):
+def test_records100_alone_is_ptbxl(kind, tmp_path, shell):
     row = {"patient_id": 7, "sex": 1, "age": 60, "scp_codes": "{'AFIB': 0.0}"}
     src, out = tmp_path / "src", tmp_path / "out"
     write_ptbxl(src, dict.fromkeys((1, 2, 3), row), fs=100)
     (src / "one.dcm").touch()
-    assert run_shard(src, out, "--source", kind, "--id-share", "1") == 0
-    said = capsys.readouterr().err
+    said = shell.shard(src, out, "--source", kind, "--id-share", 1)
     assert "no records500, so records100 is read" in said
     if kind == "auto":
         assert ("one", "unknown format") in {row[1:3] for row in rejects_of(Dataset.open(str(out)))}
@@ -344,7 +342,7 @@ record_list.csv    |            | LONG    | field larger than
 """),
 )
 def test_an_unusable_table_stops_the_run_with_a_one_line_error(
-    tmp_path, table, old, new, message, capsys
+    tmp_path, table, old, new, message, shell
 ):
     root = tmp_path / "archive"
     TABLES[table](root)
@@ -354,9 +352,7 @@ def test_an_unusable_table_stops_the_run_with_a_one_line_error(
     else:
         text = text.replace(text if old == "ALL" else old, new)
     (root / table).write_text(text)
-    assert run_shard(root, tmp_path / "out") == 2
-    lines = capsys.readouterr().err.splitlines()
-    (error,) = [line for line in lines if not line.startswith("note:")]
+    error = shell.error("shard", root, "--out", tmp_path / "out", "--workers", 1)
     assert message in error and table in error
 
 
@@ -373,7 +369,7 @@ def test_a_truncated_table_or_one_saved_by_a_spreadsheet_is_read(tmp_path):
 # A source of one's own
 
 
-def test_the_custom_source_in_the_readme_works(tmp_path, capsys):
+def test_the_custom_source_in_the_readme_works(tmp_path, shell):
     """The example in the README, word for word, through the command line."""
     readme = (Path(__file__).parents[2] / "docs" / "own_format.md").read_text()
     (example, *_) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
@@ -382,7 +378,8 @@ def test_the_custom_source_in_the_readme_works(tmp_path, capsys):
     files = dict.fromkeys(("archive/one.csv", "archive/two.csv"), "\n".join(lines))
     files |= {"archive/broken.csv": "I,II\n1,x\n", "clinics.py": example}
     root = write_files(tmp_path, files)
-    assert run_shard(root / "archive", root / "out", "--source", f"{root}/clinics.py:Csv") == 0
+    words = ("shard", root / "archive", "--out", root / "out", "--workers", 1)
+    assert "\n1 record refused; " in shell.run(*words, "--source", f"{root}/clinics.py:Csv")[0]
     made = Dataset.open(str(tmp_path / "out"))
     assert made.meta["sources"][0]["licence"] == "internal"
     crops = crops_of(made)
@@ -391,7 +388,6 @@ def test_the_custom_source_in_the_readme_works(tmp_path, capsys):
         right = crop(EcgRecord("x", x / 1000.0, 250.0, LEADS))
         np.testing.assert_array_equal(rows[0]["x"], right)
     assert rejects_of(made) == [("clinic", "broken", "unreadable record", "broken.csv: ValueError")]
-    assert "\n1 record refused; " in capsys.readouterr().out
 
 
 class Named(Source):
@@ -428,12 +424,10 @@ def test_invalid_record_names_are_refused_and_diagnoses_without_a_code_are_dropp
 
 
 @pytest.mark.parametrize("names", [[], ["archive/notes.txt", "archive/data/readme.md"]])
-def test_an_unknown_folder_is_an_error(tmp_path, names, capsys):
+def test_an_unknown_folder_is_an_error(tmp_path, names, shell):
     root = write_files(tmp_path, dict.fromkeys(names, "")) / "archive"
     for _ in range(2):
-        assert run_shard(root, tmp_path / "out") == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert str(root) in line
+        assert str(root) in shell.error("shard", root, "--out", tmp_path / "out", "--workers", 1)
         root.mkdir(exist_ok=True)
 
 
@@ -451,11 +445,9 @@ def test_an_unknown_folder_is_an_error(tmp_path, names, capsys):
         ),
     ],
 )
-def test_what_cannot_be_read_is_one_line_with_the_cure(name, given, says, tmp_path, capsys):
+def test_what_cannot_be_read_is_one_line_with_the_cure(name, given, says, tmp_path, shell):
     root = write_files(tmp_path, {name: ""})
-    assert run_shard(root / given, tmp_path / "out") == 2
-    *_, line = capsys.readouterr().err.splitlines()
-    assert says in line
+    assert says in shell.error("shard", root / given, "--out", tmp_path / "out", "--workers", 1)
 
 
 # What may not leave an archive

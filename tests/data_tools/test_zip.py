@@ -13,7 +13,6 @@ from handmade import (
     ecg,
     files,
     rejected,
-    run_verify,
     write_challenge,
     write_files,
 )
@@ -71,7 +70,7 @@ LAYOUTS = {
 @BOTH
 @pytest.mark.parametrize("top", ["", "x", "long-name-1.0"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_same_bytes_as_unpacked(layout, top, method, tmp_path):
+def test_same_bytes_as_unpacked(layout, top, method, shell, tmp_path):
     LAYOUTS[layout](tmp_path / "made")
     zipped(tmp_path / "made", tmp_path / "x.zip", top, method)
     # What unpacking makes, called as the zip; a zip of a folder of its own name is this folder
@@ -81,7 +80,7 @@ def test_same_bytes_as_unpacked(layout, top, method, tmp_path):
     shutil.rmtree(root)
     build(tmp_path / "x.zip", tmp_path / "out", HospitalFiles)
     assert files(tmp_path / "out") == files(tmp_path / "right")
-    assert run_verify(tmp_path / "out", tmp_path / "x.zip") == 0
+    shell.verify(tmp_path / "out", tmp_path / "x.zip")
 
 
 def test_zips_in_a_folder_are_folders(tmp_path):

@@ -1,6 +1,5 @@
 """Training from an S3 bucket, served on loopback."""
 
-import logging
 import secrets
 from collections import Counter
 from contextlib import closing
@@ -8,11 +7,11 @@ from contextlib import closing
 import fsspec
 import numpy as np
 import pytest
+from broken_server import Server
 from shards_made import crops_of, make_dataset, read, take_all
 from staged import cached, named, room, through
 
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
-from omnilead.data_tools.io import storage
 from omnilead.engine.data.order import DatasetRows, Order, shards_needed
 from omnilead.engine.data.reader import CropReader, read_ahead
 from tests.waiting import until
@@ -20,26 +19,13 @@ from tests.waiting import until
 pytestmark = pytest.mark.usefixtures("small_and_quick")
 
 
-def forget_connections():
-    storage._connect.cache_clear()
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-
-
 @pytest.fixture
 def server(monkeypatch):
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(f"AWS_{name}", "x")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    forget_connections()  # a thread of the test before may have connected to its server once more
-    yield server
+    served = Server()
+    served.start(monkeypatch)
+    yield served
     until(lambda: not named("staging"))
-    forget_connections()
-    server.stop()
+    served.stop()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from listed import listed
 from pyarrow import parquet
 
 import omnilead
@@ -24,7 +25,6 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.guess import guess_kind
 from omnilead.engine.tasks.labels import read_task
-from tests.data_tools.test_versions import listed
 from tests.tables import tabulated
 
 Rows = Iterable[Sequence[Any]]

@@ -2,18 +2,16 @@
 network, kills."""
 
 import json
-import logging
 import os
 import tempfile
-import threading
 from functools import partial, partialmethod
 from itertools import count
 from math import inf
 from pathlib import Path
 
 import pytest
-from broken_server import Fault, Server
-from ranks import column, curve, run, settings, tuning
+from broken_server import Fault, Server, s3fs
+from ranks import column, curve, pretrain, run, settings, tuning
 
 from omnilead.data_tools.io import storage
 from omnilead.data_tools.io.storage import RemoteFolder
@@ -23,15 +21,7 @@ from omnilead.engine.training.bucket import Bucket
 from omnilead.engine.training.run_folder import RunFolder
 from tests.waiting import until
 
-s3fs = pytest.importorskip("s3fs")
-moto = pytest.importorskip("moto.server")
-serving = pytest.importorskip("werkzeug.serving")
 SAVED = {"train__save_every_steps": 2, "train__validate_every": 0}
-
-
-def forget():
-    storage._connect.cache_clear()
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 class Store:
@@ -40,20 +30,10 @@ class Store:
     def __init__(self, tmp, dataset, patch):
         self.tmp, self.dataset, self.patch = tmp, dataset, patch
         self.url = f"s3://runs-{os.path.basename(tmp)[-20:].replace('_', '-').lower()}/first"
-        self.app = Server(moto.DomainDispatcherApplication(moto.create_backend_app))
-        self.start()
+        self.server = Server()
+        self.server.start(patch)
         self.fs = s3fs.S3FileSystem(skip_instance_cache=True)
         self.fs.mkdir(self.url.rpartition("/")[0])
-
-    def start(self):
-        self.http = serving.make_server("127.0.0.1", 0, self.app, threaded=True)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-        self.patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{self.http.server_port}")
-        forget()
-
-    def stop(self):
-        self.http.shutdown()
-        self.http.server_close()
 
     def folder(self, machine):
         self.patch.setenv("TMPDIR", str(self.tmp / machine))
@@ -95,22 +75,18 @@ def on_machine(before):
 
 @pytest.fixture
 def store(dataset, tmp_path, monkeypatch):
-    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(f"AWS_{name}", "x")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 0.01)
     made = Store(tmp_path, dataset.root.url, monkeypatch)
     yield made
-    made.stop()
-    forget()
+    made.server.stop()
 
 
-@pytest.fixture
-def whole(training, tmp_path):
+@pytest.fixture(scope="module")
+def whole(dataset, tmp_path_factory):
     """The curve of a run that nothing has interrupted, with the same settings."""
-    training("whole", **SAVED).good()
-    return curve(tmp_path / "whole")
+    tmp = tmp_path_factory.mktemp("whole")
+    pretrain(tmp, dataset.root.url, **SAVED).good()
+    return curve(tmp / "run")
 
 
 @pytest.mark.slow
@@ -147,7 +123,10 @@ def test_fine_tuning_too(store, training, tmp_path):
 
 @pytest.mark.parametrize("how", ["500", "drop"])
 def test_what_a_severed_connection_lost_is_uploaded_with_the_next_checkpoint(how, store, whole):
-    store.app.faults += [Fault(how, "PUT", "step-2/", times=3), Fault(how, "PUT", "step-4/", inf)]
+    store.server.faults += [
+        Fault(how, "PUT", "step-2/", times=3),
+        Fault(how, "PUT", "step-4/", inf),
+    ]
     said = store.train("a", train__keep=9).good()
     (warning,) = (line for line in said.splitlines() if line.startswith("warning"))
     assert said.count("has been uploaded again") == 1
@@ -167,7 +146,7 @@ def test_what_was_not_uploaded_at_the_end_is_an_error_that_names_the_folder(stor
 
     def gone(*arguments):
         if next(calls) == 0:
-            store.stop()
+            store.server.stop()
             monkeypatch.setattr(RemoteFolder, "_retry", tries)
         send(*arguments)
 
@@ -181,7 +160,7 @@ def test_what_was_not_uploaded_at_the_end_is_an_error_that_names_the_folder(stor
     assert asked == [storage.RETRIES, 1, 1, storage.RETRIES]
     assert f"all is in {store.folder('a')}: run the same command" in lines[-1]
     assert (store.folder("a") / "model").is_dir()
-    store.start()
+    store.server.start(monkeypatch)
     monkeypatch.setattr(Bucket, "_send", send)
     monkeypatch.setattr(RemoteFolder, "_retry", retry)
     said = store.train("a").good()
@@ -250,7 +229,7 @@ def test_a_kill_in_a_download_begins_it_anew(store, whole):
     assert curve(store.folder("b")) == whole
 
 
-def test_a_damaged_checkpoint_in_the_bucket_is_named_and_the_one_before_counts(store, whole):
+def test_a_damaged_checkpoint_in_the_bucket_is_named_and_the_one_before_counts(store):
     store.train("a", train__steps=4).good()
     for step in (4, 2):
         name = f"checkpoints/step-{step}/mp_rank_00_model_states.pt"
@@ -268,9 +247,9 @@ def test_of_an_amended_checkpoint_only_progress_is_uploaded(store):
     store.train("a", train__steps=2).good()
     folder = store.folder("a")
     checkpoint.amend(folder / "checkpoints", {"step": 2, "stale": 1})
-    store.app.log.clear()
+    store.server.log.clear()
     RunFolder(store.url).send(3)
-    put = [path for method, path, _ in store.app.log if method == "PUT" and "step-2" in path]
+    put = [path for method, path, _ in store.server.log if method == "PUT" and "step-2" in path]
     assert [path.rpartition("/")[2] for path in put] == ["manifest.json", "state.json"]
     state = json.loads(store.fs.cat(f"{store.url}/checkpoints/step-2/state.json"))
     assert state["stale"] == 1

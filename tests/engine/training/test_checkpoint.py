@@ -1,8 +1,6 @@
 """Checkpoints: killed at any moment, damaged, forged, on a full disk, with code in their
 pickles."""
 
-import errno
-import fcntl
 import json
 import os
 import random
@@ -19,7 +17,6 @@ from handmade import flip
 from ranks import column, curve, pretrain, run, settings, start
 
 from omnilead.engine.pretrain import main
-from omnilead.engine.settings.run_files import LOCK
 from omnilead.engine.training import checkpoint, checkpoint_files, export, loop
 from omnilead.engine.training.checkpoint import FORBID, FORCE
 from omnilead.engine.training.checkpoint_files import MANIFEST, CheckpointError, WriteError
@@ -347,17 +344,6 @@ def test_two_processes_do_not_share_a_run(training, tmp_path):
         RunFolder(tmp_path / "missing").locked(ALONE),
     ):
         raise AssertionError
-
-
-def test_a_run_on_a_file_system_without_locks_trains_with_a_note(tmp_path, monkeypatch, capsys):
-    def flock(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with RunFolder(tmp_path).locked(ALONE):
-        assert (tmp_path / LOCK).exists()
-    note = f"note: {tmp_path}: its file system has no locks: never let two runs write there\n"
-    assert capsys.readouterr().err == note
 
 
 STATE = """{"step": 2, "crops_seen": 16, "skipped_steps": 0, "in_a_row": 0, "best": {}, "world": 1,

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -15,12 +14,10 @@ from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import pretraining
-from omnilead.engine.training.checkpoint_files import read_state
 from omnilead.engine.training.config import build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.run_folder import RunFolder
-from omnilead.engine.training.train import refuse_changes
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)
 SOURCE = "training/synthetic-ningbo"
@@ -151,15 +148,3 @@ def test_runs_resume_bit_for_bit_and_two_ranks_draw_the_same(two, tmp_path):
     assert np.allclose(*losses, rtol=1e-3)
     line = train("whole", data__dedup=False).one_line()
     assert "data.dedup changed from True to False" in line
-
-
-def test_without_dedup_the_recipe_is_that_of_older_runs(two, tmp_path):
-    pretrain(tmp_path, two[0].root.url, train__steps=1).good()
-    path = RunFolder(tmp_path / "run").newest()
-    state = read_state(path)
-    assert state["config"]["data"].pop("dedup") is False
-    config = build(state["config"])
-    task = PretrainTask(config, two[:1], ALONE)
-    refuse_changes(path, state, task)
-    with closing(Loader(config.loader, two[:1], torch.device("cpu"), **task.roles)) as loader:
-        assert loader.recipe["roles"] == {"halves": 2, "pretrain": True}

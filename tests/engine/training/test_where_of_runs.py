@@ -69,14 +69,7 @@ def test_a_run_draws_and_validates_on_these_crops_alone(bare):
         assert state["recipe"]["roles"]["where"] == OLD
 
 
-def test_without_where_the_recipe_is_that_of_older_runs(bare):
-    config = build({"train": FEW})
-    roles = training_roles(config)
-    with closing(Loader(config.loader, [bare], torch.device("cpu"), **roles)) as loader:
-        assert loader.recipe["roles"] == {"halves": 2, "pretrain": True}
-
-
-def test_data_valid_is_chosen_by_it_too(dataset, bare):
+def test_data_valid_is_chosen_by_it_too(dataset):
     data = {"datasets": [dataset.root.url], "valid": {"dx": "train"}}
     for expression in ("", OLD):
         config = build({"data": data | {"where": expression}, "train": FEW})
@@ -113,14 +106,17 @@ def note(folder):
     where._Rows.value = holds
 
 
-def test_runs_begun_before_there_was_an_expression_resume(bare, tmp_path):
+def test_runs_begun_before_there_were_expressions_and_dedup_resume(bare, tmp_path):
     pretrain(tmp_path, bare.root.url, train__steps=1).good()
     path = RunFolder(tmp_path / "run").newest()
     state = read_state(path)
-    assert state["config"]["data"].pop("where") == ""
+    data = state["config"]["data"]
+    assert data.pop("where") == "" and data.pop("dedup") is False
     config = build(state["config"])
     task = PretrainTask(config, [bare], ALONE)
     refuse_changes(path, state, task)
+    with closing(Loader(config.loader, [bare], torch.device("cpu"), **task.roles)) as loader:
+        assert loader.recipe["roles"] == {"halves": 2, "pretrain": True}
 
 
 @pytest.mark.parametrize("hold_out", [0.0, 0.3])
