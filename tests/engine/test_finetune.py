@@ -624,7 +624,8 @@ def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, t
         assert (one["loss"], one["grad_norm"]) == pytest.approx(
             (two["loss"], two["grad_norm"]), rel=1e-3
         )
-    table = omnilead.predict(run, data=data)
+    with pytest.warns(UserWarning, match="of these 180 ECGs were fitted on"):
+        table = omnilead.predict(run, data=data)
     assert table.column_names[-1] == "risk" and len(table) == len(risks)
     page = tmp_path / "page.html"
     assert omnilead.evaluate(run, data=data, report=page)["n"] and "Kaplan" in page.read_text()
