@@ -254,9 +254,10 @@ def test_bad_network_is_harmless(s3, another_client, right, monkeypatch, how):
     if how == "stall":  # a store that is only slow may be asked again, too
         monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", STALL_S / 2)
         another_client()
-    reads, writes = ["hea$", "mat$", "tar$"], ["tar$", "/c/0/0/0$", "dataset.json$"]
+    reads, writes = ["mat$", "tar$"], ["tar$", "dataset.json$"]
     if how != "stall":  # each takes its time
-        reads, writes = [*reads, "csv$", "parquet$"], [*writes, "idx$", "parquet$", "zarr.json$"]
+        reads += ["hea$", "csv$", "parquet$"]
+        writes += ["/c/0/0/0$", "idx$", "parquet$", "zarr.json$"]
     times = 1 if how == "stall" else 2
     s3.faults = [Fault(how, "GET", path, times) for path in reads]
     s3.faults += [Fault(how, "PUT", path, times) for path in writes if how not in ("cut", "lie")]
@@ -286,7 +287,7 @@ def test_crops_read_over_a_bad_network_are_right(
             reader.read(Places(rows * 0, rows, rows), out[: len(rows)])
 
     for source, path in (("tar", "0000[01].tar$"), ("zarr", "/c/[01]/0/0$")):
-        s3.faults = [Fault(how, "GET", path, 1 if how == "lie" else 3)]
+        s3.faults = [Fault(how, "GET", path, 1 if how in ("lie", "stall") else 3)]
         if how in ("500", "404") and source == "zarr":
             s3.faults.append(Fault(how, "HEAD", path))
         out[:] = 0
