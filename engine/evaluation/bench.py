@@ -49,7 +49,7 @@ from .embedders import (
 )
 from .heads import Choice, fit_head, require_free, require_known, unrounded, write_head
 from .plan import IDENTIFICATION, ProbedTask, Work, planned
-from .probe import Fit, ProbeData, ProbeJob, fitting_processes, scores_of
+from .probe import Fit, ProbeData, ProbeJob, scores_of
 from .records import FITTED, ProbedRecords, fits, left_out, records_of
 from .results import EvalOptions, leakage, nullable, shown_input
 from .vectors import Embedder, Vectors, embedded
@@ -57,7 +57,6 @@ from .vectors import Embedder, Vectors, embedded
 ROCKET_CROPS = 20_000  # MiniRocket keeps 80 kB of each
 
 
-@fitting_processes()
 def bench(args: Namespace) -> Facts:
     """Returns the content of OUT/bench.json."""
     refuse_ranks("a comparison is")

@@ -17,7 +17,6 @@ from ..settings.errors import Facts
 from .embedders import embedder_of
 from .heads import Choice, fit_head, require_free, require_known, unrounded, write_head
 from .plan import labels_to_probe, task_of_table
-from .probe import fitting_processes
 from .records import FITTED, left_out, records_of
 from .results import EvalOptions, leakage, shown_input
 from .vectors import require_cache
@@ -25,7 +24,6 @@ from .vectors import require_cache
 CLASSES_SHOWN = 12
 
 
-@fitting_processes()
 def fit(args: Namespace) -> Facts:
     """`cross_validated` of the head that it writes, and `said`: sentences for the user."""
     refuse_ranks("a head is")

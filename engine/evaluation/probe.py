@@ -13,14 +13,12 @@ Axes: N rows, D width of an embedding, K classes. Labels that are NaN are unknow
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from joblib import Parallel, delayed
-from joblib.externals.loky import get_reusable_executor
 from scipy.optimize import minimize
 from scipy.special import expit
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -28,7 +26,8 @@ from sklearn.model_selection import GroupKFold
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from ..settings.errors import OutputError
+from omnilead.data_tools.io.cluster import reused_processes, run_in_order
+
 from ..tasks.kinds import KINDS, event_loss
 from ..training.metrics import Array
 
@@ -37,6 +36,7 @@ STRENGTHS = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
 STEPS = 1000  # of a solver, at most
 TOLERANCE = 1e-3  # of logistic regression: a tenth of it changes no fourth digit of a score
 FOLDS = 5  # of cross-validation
+MOST_BYTES = 2**27  # of embeddings that each process may get a copy of
 MANY = 5000  # rows, of which one fold is enough
 WORSE = 0.02  # than the least error of a fold: weaker penalties are not tried
 NEVER = -20.0  # the logit of an exclusive class without examples
@@ -72,6 +72,7 @@ class Probe(NamedTuple):
 
 Fit = Callable[[ProbeData], Probe]
 Weights = tuple[Array, Array]  # [K, D], and intercepts [K]
+_in_processes = ContextVar("in_processes", default=False)
 
 
 class ProbeJob(NamedTuple):
@@ -92,26 +93,22 @@ class ProbeJob(NamedTuple):
 
 
 def scores_of(jobs: Sequence[ProbeJob]) -> list[Array]:
-    """In as many processes as PyTorch has threads, which `fitting_processes` ends."""
-    processes = min(torch.get_num_threads(), len(jobs))
-    try:
-        return list(
-            Parallel(processes, batch_size=1)(delayed(ProbeJob.scores)(job) for job in jobs)
-        )
-    except BrokenExecutor:
-        raise OutputError(
-            "a process that fits probes died (out of memory?): run the same command again, with "
-            "OMP_NUM_THREADS=1 for a single process"
-        ) from None
+    """In `fitting_processes`, by as many processes as PyTorch has threads."""
+    processes = min(torch.get_num_threads(), len(jobs)) if _in_processes.get() else 1
+    if any(job.data.x_ND.nbytes > MOST_BYTES for job in jobs):
+        processes = 1
+    return list(run_in_order(ProbeJob.scores, jobs, processes))
 
 
 @contextmanager
 def fitting_processes() -> Iterator[None]:
-    """In this block, calls of `scores_of` share their processes: starting one takes CPU-seconds."""
+    """For commands alone: the processes would run a user's script again."""
+    token = _in_processes.set(True)
     try:
-        yield
+        with reused_processes():
+            yield
     finally:
-        get_reusable_executor().shutdown(kill_workers=True)
+        _in_processes.reset(token)
 
 
 def standardised(data: ProbeData) -> tuple[ProbeData, Array, Array]:
