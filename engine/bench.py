@@ -103,10 +103,12 @@ def bench(
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(bench, "bench", __doc__, arguments)
     one_blas_thread()
+    from omnilead.engine.evaluation.probe import fitting_processes
     from omnilead.engine.inference.commands import exit_code
 
     def run() -> int:
-        bench(**options)
+        with fitting_processes():
+            bench(**options)
         out, head = Path(options["out"]), options["head"]
         text = (out / "bench.md").read_text()
         text += f"\n{out}: bench.md, bench.csv, bench.json, bench.png\n"

@@ -11,8 +11,9 @@ record. A smaller share is a subset of a larger one; small shares are drawn seve
 averaged over the draws. Identification compares the first 5 s by cosine.
 """
 
+import json
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from time import monotonic
@@ -29,6 +30,7 @@ from ..settings.commandline import writing
 from ..settings.errors import ConfigError, Facts
 from .boosted import INSTALL, installed
 from .differences import (
+    KEYS,
     Samples,
     Scores,
     averaged,
@@ -47,7 +49,7 @@ from .embedders import (
 )
 from .heads import Choice, fit_head, require_free, require_known, unrounded, write_head
 from .plan import IDENTIFICATION, ProbedTask, Work, planned
-from .probe import Fit, ProbeData, solved_together
+from .probe import Fit, ProbeData, ProbeJob, scores_of
 from .records import FITTED, ProbedRecords, fits, left_out, records_of
 from .results import EvalOptions, leakage, nullable, shown_input
 from .vectors import Embedder, Vectors, embedded
@@ -68,6 +70,7 @@ def bench(args: Namespace) -> Facts:
     notes = remarks(rows, args, work)  # refuses bad input early
     rows = affordable(rows, work, notes)
     parts = Path(args.out, "parts")
+    tell_of_others(rows, work, args)
     scores: Scores = {}
     clock = Clock(len(args.leads) * sum(map(parts_of, rows)))
     for number, row in enumerate(rows, 1):
@@ -97,6 +100,28 @@ def bench(args: Namespace) -> Facts:
     if args.head:  # last: a run that is interrupted before can be run again
         notes += save_head(rows[0], work, args, parts)
     return dict(nullable(document))
+
+
+def tell_of_others(rows: Sequence[Compared], work: Work, args: Namespace) -> None:
+    """Tells if OUT has tables of which any row will be lost."""
+    try:
+        before = json.loads(Path(args.out, "bench.json").read_text())
+        rows_before = {tuple(row[key] for key in KEYS) for row in before["rows"]}
+        models, data = ", ".join(before["models"]), before["data"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # no tables of this command
+    names = [row.name for row in rows]
+    now = {*product(names, work.tasks, args.leads, args.share)}
+    if work.persons:
+        now |= {*product(names, [IDENTIFICATION], args.leads, [None])}
+    settings = {"test_data": args.test_data or None, "fit_leads": args.fit_leads or None}
+    settings |= {"folds": args.folds, "seed": args.seed, "fingerprint": work.fitted.fingerprint}
+    is_same = all(before.get(name) == value for name, value in settings.items())
+    if not is_same or not rows_before <= now:
+        tell(
+            f"bench: {args.out} has the tables of another comparison, of {models} on {data}: they "
+            "will be replaced"
+        )
 
 
 def parts_of(row: Compared) -> int:
@@ -169,7 +194,7 @@ def draw_samples(
         ]
     samples_by_task: dict[tuple[str, Any], Samples] = {}
     for name, task in work.tasks.items():
-        for share, samples in probe_samples(task, vectors[fit], vectors[test], row.fit):
+        for share, samples in probe_samples(task, vectors[fit], vectors[test], row.fit).items():
             samples_by_task[name, share] = samples
     if work.persons and row.identifies:
         compared_D = embedders[0].compared
@@ -179,26 +204,29 @@ def draw_samples(
 
 def probe_samples(
     task: ProbedTask, fitted: Sequence[Vectors], tested: Sequence[Vectors], fit: Fit
-) -> Iterator[tuple[float, Samples]]:
-    """Metrics [K, B] for each share, averaged over the draws of the share."""
+) -> dict[float, Samples]:
+    """Metrics [K, B] by share, averaged over the draws of the share."""
     data = ProbeData(task.train.means(fitted), task.train.y_NK, task.train.patient_N, task.kind)
     test_ND = task.test.means(tested)
-    for share, draws in task.draws.items():
-        used_K, y_NK = task.used[share], task.test.y_NK[:, task.used[share]]
-        solved_K = solved_together(task.kind, used_K)
-        of_draws = []
-        for draw in draws:
-            scores_NK = np.zeros(y_NK.shape)
+    jobs = []
+    for share in reversed(task.draws):  # the largest takes longest, so it begins first
+        for draw in task.draws[share]:
             for rows, scored in fits(draw, task.fold_N):
-                drawn_data = data.of(rows)
-                probe = fit(drawn_data._replace(y_NK=drawn_data.y_NK[:, solved_K]))
-                scores_NK[scored] = probe.scores(test_ND[scored])[:, used_K[solved_K]]
+                jobs.append(ProbeJob(fit, data, rows, task.used[share], test_ND[scored]))
+    results, samples_by_share = iter(scores_of(jobs)), {}
+    for share in reversed(task.draws):
+        y_NK, of_draws = task.test.y_NK[:, task.used[share]], []
+        for draw in task.draws[share]:
+            scores_NK = np.zeros(y_NK.shape)
+            for _, scored in fits(draw, task.fold_N):
+                scores_NK[scored] = next(results)
             if task.fold_N is None:
                 of_draws.append(by_class(task.kind, y_NK, scores_NK, task.weight_NB))
             else:
                 fold_samples = by_fold(task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N)
                 of_draws.append(widened(fold_samples, task.fold_N))
-        yield share, averaged(of_draws)
+        samples_by_share[share] = averaged(of_draws)
+    return {share: samples_by_share[share] for share in task.draws}
 
 
 def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:

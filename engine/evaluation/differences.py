@@ -16,13 +16,14 @@ from ..settings.errors import Facts
 from ..tasks.kinds import KINDS
 from ..training.metrics import Array, exact_interval, statistic_of, weighted_measures
 
+KEYS = ("model", "task", "leads", "share")  # of a row
 RESAMPLES = 1000
 RANKED = ("auroc", "auprc", "c_index")  # metrics that compare the scores of ECGs
 RANGE_OF = {"mae": (0, np.inf), "rmse": (0, np.inf), "r2": (-np.inf, 1), "pearson": (-1, 1)}
 SHARE = (0, 1)  # the range of the others
 Samples = dict[str, Array]  # metrics [B]
 Scored = tuple[Facts, Samples]
-Scores = dict[tuple[Any, ...], Scored]  # by model, task, leads and share
+Scores = dict[tuple[Any, ...], Scored]  # by KEYS
 
 
 def resampled(group_N: Array) -> Array:
@@ -121,7 +122,7 @@ def compared(scores: Scores, random: Mapping[str, str]) -> Facts:
     settings = list(dict.fromkeys(key[1:] for key in scores))
     for key in sorted(scores, key=lambda key: settings.index(key[1:])):
         facts, samples = scores[key]
-        about = dict(zip(("model", "task", "leads", "share"), key, strict=True))
+        about = dict(zip(KEYS, key, strict=True))
         row: Facts = {**about, **facts, "metrics": {}, "intervals": {}}
         for name, value_B in samples.items():
             people = facts["patients"] if name == "accuracy" else 0

@@ -21,6 +21,8 @@ from .records import FITTED, left_out, records_of
 from .results import EvalOptions, leakage, shown_input
 from .vectors import require_cache
 
+CLASSES_SHOWN = 12
+
 
 def fit(args: Namespace) -> Facts:
     """`cross_validated` of the head that it writes, and `said`: sentences for the user."""
@@ -48,10 +50,28 @@ def fit(args: Namespace) -> Facts:
     shutil.rmtree(parts, ignore_errors=True)
     read_out = f"{args.model} read out as {'+'.join(head.readout)}"
     sentences = [f"{out}: {head.made} on {read_out}, leads {args.leads}, fitted on {head.people}"]
-    sentences += head.said
+    cross_validated = head.document.get("cross_validated", {})
+    sentences += [*head.said, *class_lines(cross_validated.get("classes", {}))]
     if len(labels.rows(0, "test")):
         sentences.append(
             f"the ECGs of test were not used: omnilead evaluate --model {out} --data {args.data} "
             f"--labels {args.labels} scores them"
         )
-    return {**head.document.get("cross_validated", {}), "said": sentences}
+    return {**cross_validated, "said": sentences}
+
+
+def class_lines(classes: Facts) -> list[str]:
+    """How good it is for each of several classes, the most frequent first."""
+    if len(classes) < 2:
+        return []
+    frequent = sorted(classes, key=lambda name: -classes[name]["positives"])
+    lines = []
+    for name in frequent[:CLASSES_SHOWN]:
+        positives, n, auroc = (classes[name][key] for key in ("positives", "n", "auroc"))
+        score = "no AUROC" if auroc is None else f"AUROC {auroc:.3f}"
+        lines.append(f"{name}: {score}, {positives:,} of {n:,} ECGs")
+    if rarer := [classes[name]["auroc"] for name in frequent[CLASSES_SHOWN:]]:
+        aurocs = [auroc for auroc in rarer if auroc is not None]
+        span = f"AUROC {min(aurocs):.3f} to {max(aurocs):.3f}" if aurocs else "no AUROC"
+        lines.append(f"{len(rarer):,} rarer classes: {span}; config.json has each")
+    return lines

@@ -29,7 +29,7 @@ from ..training.metrics import Array, few_patients
 from .differences import by_fold, interval, over_classes, resampled, widened
 from .embedders import READERS, name_and_folder, reading
 from .plan import varied
-from .probe import FOLDS, MANY, Fit, Probe, ProbeData, solved_together
+from .probe import FOLDS, MANY, Fit, Probe, ProbeData, ProbeJob, scores_of
 from .records import ProbedRecords, folds_of, groups_of
 from .results import nullable
 from .vectors import Embedder, embedded
@@ -156,13 +156,15 @@ def described(labels: TaskLabels, probe: Probe) -> Facts:
 def held_out(fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: Array) -> Array:
     """The mean score of each record's rows for the outputs `used_K`, by a probe of all records of other
     folds; 0 of those that are not tested."""
-    solved_K = solved_together(data.kind, used_K)
     sums_NK = np.zeros((len(fold_N), used_K.sum()))
-    for fold in np.unique(fold_N[fold_N != NOT_TESTED]):
-        held = fold_N[record_N] == fold
-        rest = data.of(np.flatnonzero(~held))
-        probe = fit(rest._replace(y_NK=rest.y_NK[:, solved_K]))
-        np.add.at(sums_NK, record_N[held], probe.scores(data.x_ND[held])[:, used_K[solved_K]])
+    folds = np.unique(fold_N[fold_N != NOT_TESTED])
+    held_FR = [fold_N[record_N] == fold for fold in folds]
+    jobs = [
+        ProbeJob(fit, data, np.flatnonzero(~held_R), used_K, data.x_ND[held_R])
+        for held_R in held_FR
+    ]
+    for held_R, scores_RK in zip(held_FR, scores_of(jobs), strict=True):
+        np.add.at(sums_NK, record_N[held_R], scores_RK)
     return np.asarray(sums_NK / np.bincount(record_N)[:, None])
 
 
@@ -185,6 +187,12 @@ def validated(
         "intervals": intervals,
         "left_out": names[~used_K].tolist(),
     }
+    if KINDS[kind].of_classes:
+        cross_validated["classes"] = {}
+        aurocs = samples["auroc"][:, 0].tolist()
+        for name, y_N, auroc in zip(names[used_K].tolist(), y_NK.T, aurocs, strict=True):
+            counts = {"positives": int((y_N == 1).sum()), "n": int((~np.isnan(y_N)).sum())}
+            cross_validated["classes"][name] = {**counts, "auroc": auroc}
     if not KINDS[kind].has_thresholds:
         return {"cross_validated": nullable(cross_validated)}
     cross_validated["sensitive"] = sensitive_points(y_NK, scores_NK, names[used_K].tolist())

@@ -20,11 +20,11 @@ from matplotlib.ticker import MaxNLocator
 from omnilead.data_tools.io.spreadsheet import as_csv
 from omnilead.data_tools.io.storage import write_whole
 
+from ...evaluation.differences import KEYS
 from ...settings.metrics import METRIC_OF
 
 MAIN = {metric.name: metric.label for metric in METRIC_OF.values() if metric.in_bench}
 MAIN["accuracy"] = "accuracy, cosine"  # of identification
-KEYS = ("model", "task", "leads", "share")
 OVER = (
     "over test patients, over the seeds or draws of a row and, at small shares, over the drawn "
     "labelled patients; the gallery, and labelled patients drawn only once, are held fixed"

@@ -15,8 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+from sklearn.metrics import precision_recall_curve, roc_curve
 
-from ...training.metrics import Array, Ranking, calibration, ranked
+from ...training.metrics import Array, Ranking, calibration
 from .page import Picture, picture
 
 Line = tuple[Array, Array]
@@ -75,14 +76,9 @@ def over_steps(
 @styled
 def curves_of_class(title: str, label_N: Array, score_N: Array) -> Picture:
     """ROC, precision and recall, and calibration; dotted: chance, or perfect calibration."""
-    label_N = label_N.astype(float)
     auroc, auprc = Ranking(label_N, score_N).areas(np.ones((len(label_N), 1)))[:, 0]
-    order, last = ranked(score_N)
-    true = np.cumsum(label_N[order])[last]
-    positives, total = true[-1], len(label_N)
-    sensitivity = np.append(0.0, true / positives)
-    fallout = np.append(0.0, (last + 1 - true) / (total - positives))
-    precision = true / (last + 1)
+    fallout, sensitivity, _ = roc_curve(label_N, score_N, drop_intermediate=False)
+    precision, found, _ = precision_recall_curve(label_N, score_N)
     mean, share, _, error = calibration(label_N[:, None], score_N[:, None])
     enough = np.isfinite(share)
 
@@ -90,8 +86,8 @@ def curves_of_class(title: str, label_N: Array, score_N: Array) -> Picture:
     roc.plot(fallout, sensitivity)
     roc.plot([0, 1], [0, 1], **GUIDE)
     roc.set(xlabel="1 - specificity", ylabel="sensitivity", title=f"ROC, area {auroc:.3f}")
-    recall.plot(sensitivity, np.append(precision[:1], precision))
-    recall.axhline(positives / total, **GUIDE)
+    recall.plot(found, precision)
+    recall.axhline(label_N.mean(), **GUIDE)
     recall.set(xlabel="sensitivity", ylabel="precision (PPV)", title=f"P-R, area {auprc:.3f}")
     calibrated.plot(mean[enough], share[enough], "o-")
     calibrated.plot([0, 1], [0, 1], **GUIDE)

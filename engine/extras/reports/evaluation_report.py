@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
+from sklearn.metrics import confusion_matrix
 
 import omnilead.data_tools.extras.plots as plots
 from omnilead.data_tools.dataset import Dataset
@@ -191,9 +192,9 @@ def operating_points(head: HeadInfo) -> dict[str, dict[str, float]]:
 
 
 def two_by_two(name: str, threshold: float, y_N: Array, score_N: Array) -> Table:
-    above_N = score_N > threshold
-    true_positive, false_negative = count(above_N[y_N == 1])
-    false_positive, true_negative = count(above_N[y_N == 0])
+    known_N = ~np.isnan(y_N)
+    counts = confusion_matrix(y_N[known_N] == 1, score_N[known_N] > threshold, labels=[False, True])
+    true_negative, false_positive, false_negative, true_positive = counts.ravel().tolist()
     ppv = share(true_positive, false_positive)
     npv = share(true_negative, false_negative)
     sensitivity = share(true_positive, false_negative)
@@ -204,11 +205,6 @@ def two_by_two(name: str, threshold: float, y_N: Array, score_N: Array) -> Table
         ["not above", f"{false_negative:,}", f"{true_negative:,}", f"NPV {npv}"],
         ["", f"sensitivity {sensitivity}", f"specificity {specificity}", ""],
     ]
-
-
-def count(which_N: Array) -> tuple[int, int]:
-    """How many are, and how many are not."""
-    return int(which_N.sum()), int((~which_N).sum())
 
 
 def share(part: int, rest: int) -> str:

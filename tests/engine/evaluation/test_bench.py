@@ -22,7 +22,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS as LEADS_OF
 from omnilead.engine.evaluation import bench, differences, embedders, plan
 from omnilead.engine.evaluation import vectors as vectors_of
-from omnilead.engine.evaluation.differences import resampled
+from omnilead.engine.evaluation.differences import KEYS, resampled
 from omnilead.engine.evaluation.identification import identities
 from omnilead.engine.evaluation.probe import ProbeData, folds, linear
 from omnilead.engine.evaluation.records import (
@@ -33,7 +33,6 @@ from omnilead.engine.evaluation.records import (
     measured,
 )
 from omnilead.engine.extras.reports import bench_report
-from omnilead.engine.extras.reports.bench_report import KEYS
 from omnilead.engine.model.folder import seal
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
@@ -163,7 +162,8 @@ def test_the_picture_has_a_line_for_each_model_and_clips_no_word(found):
 
 
 def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys):
-    """More tasks of the same model cost nothing; only a damaged file is computed again."""
+    """More tasks of the same model cost nothing; only a damaged file is computed again. A line says
+    that tables are lost."""
     made, batches = list[Any](), embedders.dataset_batches
 
     def counted(dataset, rows, **how):
@@ -175,15 +175,24 @@ def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys)
     monkeypatch.setattr(bench, "monotonic", lambda: 0)  # of a minute or more a line would tell
     same = metrics_of(omnilead.bench(models, tasks=["identification"], **again))
     assert made == [] and len(same) == 5 and same.items() <= metrics_of(found).items()
+    lost = (
+        f"bench: {again['out']} has the tables of another comparison, of {', '.join(found['models'])} "
+        f"on {again['data']}: they will be replaced"
+    )
     said = [f"bench: {i} of 10 done: {name}" for i, name in enumerate(found["models"], 1)]
-    assert capsys.readouterr().err.splitlines() == said  # no terminal: a line for each model
+    assert capsys.readouterr().err.splitlines() == [
+        lost,
+        *said,
+    ]  # no terminal: a line for each model
     damaged = max(again["out"].rglob("*.npz"), key=lambda path: path.stat().st_size)
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-100])
     monkeypatch.setattr(bench, "interactive", lambda: True)
     omnilead.bench(models, tasks=TASKS, **again)
     assert len(made) == 2 and damaged.read_bytes() == content
-    assert " done: " not in capsys.readouterr().err
+    assert (
+        capsys.readouterr().err == ""
+    )  # `again` writes no tables: those of all tasks are still there
 
 
 def test_probes_fitted_on_other_leads_than_are_tested(again, models, found):
@@ -393,7 +402,7 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     weight = resampled(test.patient_N)
     task = plan.ProbedTask(labels, train, test, draws, used, weight, set(), every)
     vectors = [vectors_of.Vectors(every, np.full(200, 2), c_BSD)]
-    for share, of_classes in bench.probe_samples(task, vectors, vectors, linear):
+    for share, of_classes in bench.probe_samples(task, vectors, vectors, linear).items():
         facts, samples = task.facts(share, of_classes), differences.over_classes(of_classes)
         direct, known = [], y[:, used[share]]
         for at in draws[share]:

@@ -10,6 +10,7 @@ from pyarrow.csv import read_csv, write_csv
 
 import omnilead
 from omnilead.__main__ import main
+from omnilead.engine.evaluation.fit import class_lines
 from omnilead.engine.evaluation.heads import people_of
 from omnilead.engine.inference.trained_model import HeadInfo, load
 from tests.conftest import save_model, save_probed
@@ -115,7 +116,7 @@ def test_what_a_fold_cannot_learn_is_not_tested(encoder, dataset, tmp_path):
     wide, once = np.arange(len(records)), np.full(len(records), np.nan)
     split = np.resize(["train", "train", "train", "test"], len(records))
     once[0] = 70.0
-    classes = {"ill": wide % 3 == 0, "rare": wide == 0}
+    classes = {"ill": wide % 3 == 0, "rare": wide == 0, "even": wide % 2 == 0}
     for kind, columns in (("regression", {"ef": wide, "mass": once}), ("multilabel", classes)):
         sheet, out = tmp_path / f"{kind}.csv", tmp_path / kind
         cells = {name: np.asarray(column, float) for name, column in columns.items()}
@@ -126,7 +127,26 @@ def test_what_a_fold_cannot_learn_is_not_tested(encoder, dataset, tmp_path):
         assert found["left_out"] == [list(columns)[1]] and None not in found["metrics"].values()
         assert f"not tested, since a fold had too few labels: {list(columns)[1]}" in found["said"]
         head = load(out).head_info
-        assert head.classes == (*columns,) and head.cross_validated.left_out == (*columns,)[1:]
+        assert head.classes == (*columns,) and head.cross_validated.left_out == (*columns,)[1:2]
+    even, ill = found["said"][-3:-1]
+    scores = found["classes"]
+    assert scores["even"]["positives"] == classes["even"][split == "train"].sum()
+    assert (
+        even
+        == f"even: AUROC {scores['even']['auroc']:.3f}, {scores['even']['positives']} of {found['n']} ECGs"
+    )
+    assert ill.startswith("ill: AUROC 0.") and scores.keys() == {"even", "ill"}
+    means = [figures["auroc"] for figures in scores.values()]
+    assert found["metrics"]["auroc"] == pytest.approx(np.mean(means))
+
+
+def test_of_many_classes_the_rarer_are_summarised():
+    scores = {f"c{i}": {"positives": i, "n": 90, "auroc": i / 100} for i in range(60, 80)}
+    scores["c79"]["auroc"] = None
+    lines = class_lines(scores)
+    assert lines[:2] == ["c79: no AUROC, 79 of 90 ECGs", "c78: AUROC 0.780, 78 of 90 ECGs"]
+    assert lines[12:] == ["8 rarer classes: AUROC 0.600 to 0.670; config.json has each"]
+    assert class_lines({"ill": scores["c60"]}) == []
 
 
 def test_a_folder_of_others_is_not_taken_for_its_embeddings(

@@ -1,7 +1,10 @@
 """Probes against their optimum."""
 
+from multiprocessing import active_children
+
 import numpy as np
 import pytest
+from sklearn.linear_model import LogisticRegression
 
 from omnilead.engine.evaluation.boosted import boosted
 from omnilead.engine.evaluation.heads import held_out
@@ -9,12 +12,15 @@ from omnilead.engine.evaluation.probe import (
     STRENGTHS,
     TOLERANCE,
     ProbeData,
+    ProbeJob,
+    fitting_processes,
     folds,
     least_squares,
     linear,
     logistic,
     proportional_hazards,
     ridge,
+    scores_of,
     softmax,
 )
 from omnilead.engine.training.metrics import measure
@@ -63,6 +69,35 @@ def test_weights_are_where_the_gradient_is_zero(kind, alpha):
     error, n = np.nan_to_num(p - labels), len(x)
     np.testing.assert_allclose((error.T @ x + alpha * w) / n, 0, atol=2 * TOLERANCE)
     np.testing.assert_allclose(error.mean(0), 0, atol=2 * TOLERANCE)
+
+
+def test_logistic_regression_is_that_of_scikit_learn():
+    x, y = made(80)
+    x, labels, alphas = standardised(x), known(y, 0.1), [30.0, 1.0]
+    models = [LogisticRegression(tol=TOLERANCE, warm_start=True) for _ in labels.T]
+    for alpha, (w, bias) in zip(alphas, logistic(x, labels, alphas), strict=True):
+        for k, (model, label) in enumerate(zip(models, labels.T, strict=True)):
+            rows = ~np.isnan(label)
+            model.set_params(C=1 / alpha).fit(x[rows], label[rows])
+            np.testing.assert_allclose(w[k], model.coef_[0], rtol=1e-6)
+            np.testing.assert_allclose(bias[k], model.intercept_[0], rtol=1e-6)
+
+
+def test_processes_fit_what_one_process_fits(monkeypatch):
+    """Bit for bit. From Python there is one, whatever the threads."""
+    x, y = made(60)
+    data = ProbeData(x, y.astype(float), np.arange(60), "multilabel")
+    used = np.array([True, False, True, True])
+    jobs = [ProbeJob(fit, data, np.arange(40), used, x[40:]) for fit in (linear, boosted)]
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    alone = scores_of(jobs)
+    assert not active_children()
+    with fitting_processes():
+        together = scores_of(jobs)
+        assert len(active_children()) == 2
+    for one, other in zip(alone, together, strict=True):
+        assert one.shape == (20, 3) and one.tobytes() == other.tobytes()
+    assert not active_children()
 
 
 def test_exclusive_classes_without_examples_are_never_predicted():
