@@ -265,7 +265,7 @@ def test_weights_of_other_programs_are_converted_as_documented(dataset, tmp_path
         assert (tmp_path / name).exists()
 
 
-def lightning_module():
+def in_lightning():
     import lightning
 
     class Net(lightning.LightningModule):
@@ -281,7 +281,7 @@ def lightning_module():
             return torch.optim.AdamW(self.parameters())
 
     quiet = {"logger": False, "enable_checkpointing": False}
-    return {"net": Net(), "trainer": lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet)}
+    return Net(), lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet)
 
 
 def other_programs(folder, dataset, model):
@@ -295,14 +295,16 @@ def other_programs(folder, dataset, model):
     write_challenge(Path(), "A0001", x)
     at = {}
     for name, example in re.findall(r"## ([^\n]+)\n(?:[^#]*?)```py\n(.*?)```", page, re.DOTALL):
-        at[name] = {"__name__": name} | (lightning_module() if name == "Lightning" else {})
+        at[name] = {"__name__": name}
         exec(compile(example, name, "exec"), at[name])
     assert len(at) == sum(kind == "python" for _, kind, _ in blocks("docs/other_programs.md"))
     here = Dataset.open("dataset")
     held_in = here.select(pretrain=True)
-    assert len(at["PyTorch"]["crops"]) == len(held_in)
-    assert len(at["Lightning"]["crops"]) == len(here.select(dx="train"))
-    assert at["Lightning"]["trainer"].global_step == -(-len(at["Lightning"]["crops"]) // 16)
+    assert len(at["PyTorch"]["crops"]) == len(here.select(dx="train"))
+    assert at["PyTorch"]["y"].shape[1] == 2
+    net, trainer = in_lightning()
+    trainer.fit(net, at["PyTorch"]["loader"])
+    assert trainer.global_step == -(-len(at["PyTorch"]["crops"]) // 16)
     assert at["webdataset"]["facts"]["pretrain"] and at["webdataset"]["x_mv"].shape == (12, 5000)
     first_mv = here.read(held_in[0]) / 1000
     np.testing.assert_array_equal(at["zarr"]["x_mv"][0], first_mv)
