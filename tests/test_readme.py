@@ -38,7 +38,7 @@ RUN_BY = {  # the test that runs all blocks of these languages, as they stand
     "docs/other_programs.md": ("test_docs.py", "python sh"),
     "docs/own_format.md": ("test_docs.py", "python sh"),
     "docs/pretraining.md": ("test_docs.py", "sh"),
-    "docs/published_labels.md": ("test_labels.py", "python sh"),  # the first of sh: test_docs.py
+    "docs/published_labels.md": ("test_docs.py", "sh"),
 }
 NO_CODE = {
     "docs/dataset_format.md": "the files of a dataset",
