@@ -193,20 +193,9 @@ def forked_twin(command, cwd, **_):
     return subprocess.CompletedProcess(command, fork(partial(alone, cwd)), stderr="failed")
 
 
-class EightLeads(nn.Conv1d):
-    def __init__(self, width):
-        super().__init__(8, width, 16, 8)
-
-
 class OneLead(nn.Conv1d):
     def __init__(self, width):
         super().__init__(1, width, 16, 8)
-
-
-class OneRow(nn.Sequential):
-    def __init__(self, width):
-        layer = nn.Conv1d(1, width, 16, 8)
-        super().__init__(nn.Unflatten(1, (1, -1)), layer, nn.AdaptiveAvgPool1d(1), nn.Flatten())
 
 
 class ClassToken(nn.Module):
@@ -242,9 +231,7 @@ def foreign_models(folder, dataset):
         run_commands("docs/foreign_models.md", {"DATASET": dataset})
     x_RLT = torch.randn(3, 12, 500, generator=torch.Generator().manual_seed(0))
     expected = {
-        EightLeads: lambda net: net(x_RLT[:, [1, 0, *range(6, 12)]]).mT,
         OneLead: lambda net: torch.cat([net(x_RLT[:, [n]]).mT for n in range(12)], 1),
-        OneRow: lambda net: net(torch.cat([*x_RLT.swapaxes(0, 1)], 1)).unsqueeze(1),
         ClassToken: lambda net: net(x_RLT)[:, :1],
     }
     page = (DOCS / "foreign_models.md").read_text()
