@@ -32,13 +32,13 @@ from tests.parsers import parse
 
 RUN_BY = {  # the test that runs all blocks of these languages, as they stand
     "docs/clusters.md": ("test_clusters.py", "sh yaml"),
-    "docs/extending.md": ("test_docs.py", "python yaml sh"),
+    "docs/extending.md": ("test_docs.py", "python sh"),
     "docs/first_steps.md": ("test_docs.py", "csv sh"),
     "docs/foreign_models.md": ("test_docs.py", "python sh"),
     "docs/other_programs.md": ("test_docs.py", "python sh"),
     "docs/own_format.md": ("test_docs.py", "python sh"),
     "docs/pretraining.md": ("test_docs.py", "sh"),
-    "docs/published_labels.md": ("test_labels.py", "python sh"),  # the first of sh: test_docs.py
+    "docs/published_labels.md": ("test_docs.py", "sh"),
 }
 NO_CODE = {
     "docs/dataset_format.md": "the files of a dataset",

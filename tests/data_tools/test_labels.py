@@ -3,13 +3,10 @@
 import csv
 import json
 import os
-import re
 import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
-from runpy import run_path
-from textwrap import dedent
 
 import pyarrow.parquet as pq
 import pytest
@@ -199,30 +196,6 @@ def test_the_labels_of_the_challenge_2011_are_its_lists(place, labels, tmp_path)
         "neither": None,
         "both": None,
     }
-
-
-def test_the_flags_agree_with_the_lists_as_often_as_counted_by_hand(
-    shell, tmp_path, monkeypatch, capsys
-):
-    """The example in the README, word for word."""
-    ecgs = {str(number): ecg(seed=number) for number in range(1, 9)}
-    lists = {"acceptable": ["1", "2", "6", "8"], "unacceptable": ["3", "4", "5"]}
-    ecgs["4"][4] += 50  # aVL is not I - II / 2
-    ecgs["5"][9] = 0
-    ecgs["6"][7, 100] = 21_000
-    write_quality(tmp_path / "set-a", ecgs, **lists)
-    (tmp_path / "set-a" / "8.dat").write_bytes(b"")
-    readme = (Path(__file__).parents[2] / "docs" / "published_labels.md").read_text()
-    commands, script = re.search(
-        r"```\n(omnilead shard +set-a(?:.*\n)*?)```\n\n((?:    .*\n|\n)*)", readme
-    ).groups()
-    monkeypatch.chdir(tmp_path)
-    for command in commands.splitlines():
-        shell.run(*command.split()[1:])
-    (tmp_path / "quality.py").write_text(dedent(script))
-    run_path("quality.py")
-    found = capsys.readouterr().out
-    assert found == "2 of 4 acceptable and 2 of 3 unacceptable ECGs: 57.1%\n"
 
 
 def test_unreadable_headers_of_the_challenge_are_counted(labels, tmp_path):
