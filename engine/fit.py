@@ -69,13 +69,10 @@ def fit(
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(fit, "fit", __doc__, arguments)
     one_blas_thread()
-    from omnilead.engine.evaluation.probe import fitting_processes
     from omnilead.engine.inference.commands import exit_code
 
     def run() -> int:
-        with fitting_processes():
-            said = fit(**options)["said"]
-        return show("".join(f"{sentence}\n" for sentence in said))
+        return show("".join(f"{sentence}\n" for sentence in fit(**options)["said"]))
 
     return exit_code("omnilead fit", run, options["out"])
 
