@@ -1,6 +1,6 @@
 """Make tables and pictures from the records. Incomplete records are refused.
 
-    python -m benchmarks.report    rewrite RESULTS.md, results/*.png, and the tables of EVIDENCE.md
+    python -m benchmarks.report    rewrite RESULTS.md, results/*.png, and the table of EVIDENCE.md
 
 The newest record of each benchmark and kind of device counts. On the same day, a record of its own
 comes before a part of a suite, which has fewer cases. A reduced record (--only, another --model,
@@ -272,25 +272,11 @@ def official_fold() -> Part:
     return {"results": {"real": json.loads(FOLD.read_text())}}
 
 
-def evidence_page(parts: Sequence[Part]) -> str:
-    """EVIDENCE.md with the figures, and rows of real ECGs, of PTB-XL's official test fold and of the
-    evidence for pre-training."""
-    blocks = [
-        "## PTB-XL's official test fold",
-        "![AUROC on PTB-XL's official test fold](results/fold10.png)",
-        tables.headline(official_fold()),
-    ]
-    if part := newest(parts).get(("evidence", "cpu")):
-        real = {"results": {"real": part["results"]["real"]}}
-        blocks += [
-            "## More baselines on fewer ECGs",
-            "![AUROC against crops seen in pre-training](results/crops.png)",
-            tables.headline(real),
-            tables.note(part),
-        ]
+def evidence_page() -> str:
+    """EVIDENCE.md with the table of PTB-XL's official test fold."""
     before, _, rest = EVIDENCE.read_text().partition(BEGIN)
-    made = "\n\n".join(blocks)
-    return f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}"
+    table = tables.headline(official_fold())
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
 
 
 def picture_of(part: Part) -> str:
@@ -384,7 +370,7 @@ def main() -> int:
         print(f"benchmarks.report: {error}", file=sys.stderr)
         return 2
     TABLES.write_text(results_page(parts))
-    EVIDENCE.write_text(evidence_page(parts))
+    EVIDENCE.write_text(evidence_page())
     figures = {"fold10.png": share_chart(official_fold())}
     latest = newest(parts)
     for part in latest.values():
