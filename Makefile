@@ -52,7 +52,7 @@ lint: .venv/installed
 	@touch $@
 
 docs: .venv-docs/installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "see site/index.html"
 
 bench: .venv/installed

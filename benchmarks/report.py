@@ -1,7 +1,6 @@
 """Make tables and pictures from the records. Incomplete records are refused.
 
-    python -m benchmarks.report    rewrite RESULTS.md, results/*.png, and the tables of EVIDENCE.md and
-                                   ../docs/results.md
+    python -m benchmarks.report    rewrite RESULTS.md, results/*.png, and the table of EVIDENCE.md
 
 The newest record of each benchmark and kind of device counts. On the same day, a record of its own
 comes before a part of a suite, which has fewer cases. A reduced record (--only, another --model,
@@ -37,8 +36,8 @@ from omnilead.engine.extras.reports import bench_report
 ROOT = Path(__file__).parents[1]
 DIAGNOSES = ("diagnosis", "ptbxl-superdiagnostic")  # tasks in the figure of the evidence
 RESULTS = ROOT / "benchmarks" / "results"
-TABLES, OFFICIAL = ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "results.md"
-EVIDENCE, FOLD = ROOT / "benchmarks" / "EVIDENCE.md", RESULTS / "sources" / "fold10.json"
+TABLES, EVIDENCE = ROOT / "benchmarks" / "RESULTS.md", ROOT / "benchmarks" / "EVIDENCE.md"
+FOLD = RESULTS / "sources" / "fold10.json"
 BOOSTED = RESULTS / "sources" / "folds_8_to_10_981_labels.json"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
 OF_RECORD = ("format", "date", "git", "hardware", "versions")
@@ -268,30 +267,16 @@ def published(part: Part) -> Iterator[str]:
     yield tables.note(part)
 
 
-def filled(page: Path, text: str) -> str:
-    """A page with this text between the marks."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}"
-
-
-def evidence_page(parts: Sequence[Part]) -> str:
-    """EVIDENCE.md with the figure and some rows of the evidence for pre-training."""
-    table = ""
-    if part := newest(parts).get(("evidence", "cpu")):
-        figure = "![AUROC against crops seen in pre-training](results/crops.png)"
-        table = "\n\n".join([figure, tables.headline(part), tables.note(part)])
-    return filled(EVIDENCE, table)
-
-
 def official_fold() -> Part:
     """What `omnilead bench` wrote about PTB-XL's official test fold."""
     return {"results": {"real": json.loads(FOLD.read_text())}}
 
 
-def official_page() -> str:
-    """docs/results.md with the figure and the table of the official test fold."""
-    figure = "![AUROC on PTB-XL's official test fold](../benchmarks/results/fold10.png)"
-    return filled(OFFICIAL, f"{figure}\n\n{tables.headline(official_fold())}")
+def evidence_page() -> str:
+    """EVIDENCE.md with the table of PTB-XL's official test fold."""
+    before, _, rest = EVIDENCE.read_text().partition(BEGIN)
+    table = tables.headline(official_fold())
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
 
 
 def picture_of(part: Part) -> str:
@@ -385,8 +370,7 @@ def main() -> int:
         print(f"benchmarks.report: {error}", file=sys.stderr)
         return 2
     TABLES.write_text(results_page(parts))
-    EVIDENCE.write_text(evidence_page(parts))
-    OFFICIAL.write_text(official_page())
+    EVIDENCE.write_text(evidence_page())
     figures = {"fold10.png": share_chart(official_fold())}
     latest = newest(parts)
     for part in latest.values():

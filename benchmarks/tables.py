@@ -231,7 +231,7 @@ def evidence(part: Part) -> Iterator[str]:
 
 
 def headline(part: Part) -> str:
-    """The rows of the evidence for docs/results.md. Names that end in a number are seeds of one
+    """The rows of the evidence for EVIDENCE.md. Names that end in a number are seeds of one
     config."""
     body = []
     models = {row["model"] for result in part["results"].values() for row in result["rows"]}

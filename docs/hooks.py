@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s:]+)(#[^)]*)?\)")
 CELL = re.compile(r"^# %%.*\n", re.MULTILINE)
 NOT_HERE = re.compile(r"<!-- not in the site -->.*?\n\n", re.DOTALL)
-WIDE = ("deviations.md", "project/benchmarks/RESULTS.md")  # tables
+WIDE = ("deviations.md", *(f"project/benchmarks/{name}.md" for name in ("EVIDENCE", "RESULTS")))
 NOT_SEARCHED = ("LOG.md", "RESULTS.md", "CHANGELOG.md")
 
 
