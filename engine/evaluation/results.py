@@ -269,8 +269,7 @@ def score_task(
     require_classes(model, labels)
     labelled = labelled_rows(labels, dataset, options.role)
     (rows,), left_out = measured_crops(dataset, model_input, labelled)
-    if note := model.note_on_rates(np.unique(dataset.column("fs_source_hz")[rows]).tolist()):
-        notes.append(f"{note}.")
+    notes += rates_note(model, dataset, rows)
     output = vectors(model, model.scores, len(model.classes))
     scores_RK, crop_R = outputs_of(output, dataset, rows, model_input, options)
     columns = [model.classes.index(name) for name in labels.classes]
@@ -359,6 +358,11 @@ def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) 
             changes["chosen"] = changes["thresholds"]
         changes["thresholds"] = (THRESHOLD,) * len(columns)
     return replace(head, **changes)
+
+
+def rates_note(model: TrainedModel, dataset: Dataset, rows: Array) -> list[str]:
+    note = model.note_on_rates(np.unique(dataset.column("fs_source_hz")[rows]).tolist())
+    return [f"{note}."] if note else []
 
 
 def leakage(

@@ -116,8 +116,9 @@ def test_identification_has_random_weights_of_the_architecture_beside_it(
 
 
 def test_identification_in_validation_compares_the_halves_of_a_crop(data, saved_model, evaluated):
-    folder = saved_model(head=IDENTIFICATION)
+    folder = saved_model(head=IDENTIFICATION | {"source_hz": [100, 100]})
     document = evaluated(folder, "--role", "valid")
+    assert sum("while the head was fitted on ECGs of 100 Hz" in x for x in document["remarks"]) == 1
     rows = data.select(identity="valid")
     rows = rows[data.column("halves")[rows] == 2]
     c = omnilead.load(folder).pooled(halves_of(data, rows)[0])
