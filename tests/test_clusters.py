@@ -24,11 +24,12 @@ from omnilead.engine.training.loop import Loop
 from tests.engine.training.launching import launch
 from tests.engine.training.ranks import STILL, run, settings
 from tests.forks import started
+from tests.pages import PAGES, blocks
 from tests.parsers import parse
 from tests.waiting import HANG_S, until
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "clusters.md").read_text()
+PAGE = PAGES["docs/clusters.md"]
 BLOCKS = dict(re.findall(r"```\w+\n(?=(?:#![^\n]*\n)?# (\S+)\n)(.*?)```", PAGE, re.DOTALL))
 # A task for each node. As in Slurm 22.05: SIGTERM to srun kills all tasks at once; with
 # --kill-on-bad-exit one that fails ends the others with SIGTERM, even if they had one, and after KillWait with SIGKILL
@@ -207,6 +208,10 @@ def log(folder, name="out.txt"):
 def rows(folder, name="run"):
     path = folder / name / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_no_block_of_the_page_is_left_out_here():
+    assert len(BLOCKS) == len([*blocks("docs/clusters.md")]) == 3
 
 
 @pytest.mark.slow

@@ -217,9 +217,12 @@ class LocalFolder:
 
     def write(self, name: str, data: bytes) -> None:
         temporary = temporary_path(self, name)
-        with write_errors(self.url, name):
-            temporary.write_bytes(data)
-            self.publish(temporary, name)
+        try:
+            with write_errors(self.url, name):
+                temporary.write_bytes(data)
+                self.publish(temporary, name)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def patch(self, name: str, content: memoryview, pieces: Pieces) -> memoryview:
         """Overwrite pieces of a file in its place and return what it holds then. A kill leaves some
@@ -429,8 +432,11 @@ class RemoteFolder:
         for start, data in pieces:
             whole[start : start + len(data)] = data
         temporary = temporary_path(self, name)
-        temporary.write_bytes(whole)
-        self.publish(temporary, name)
+        try:
+            temporary.write_bytes(whole)
+            self.publish(temporary, name)
+        finally:
+            temporary.unlink(missing_ok=True)
         return memoryview(whole)
 
     def publish(self, path: Path, name: str) -> None:

@@ -70,7 +70,11 @@ def bench(args: Namespace) -> Facts:
     notes = remarks(rows, args, work)  # refuses bad input early
     rows = affordable(rows, work, notes)
     parts = Path(args.out, "parts")
-    tell_of_others(rows, work, args)
+    readouts = {}
+    for row in rows:
+        if row.model:
+            readouts[row.name] = "+".join(row.model.readout_of(args.readout))
+    tell_of_others(rows, readouts, work, args)
     scores: Scores = {}
     clock = Clock(len(args.leads) * sum(map(parts_of, rows)))
     for number, row in enumerate(rows, 1):
@@ -81,10 +85,6 @@ def bench(args: Namespace) -> Facts:
         if not interactive():  # there are no progress bars
             tell(f"bench: {number} of {len(rows)} done: {row.name}")
     random = {row.name: row.random for row in rows}
-    readouts = {}
-    for row in rows:
-        if row.model:
-            readouts[row.name] = "+".join(row.model.readout_of(args.readout))
     document = {
         "data": args.data,
         "fingerprint": work.fitted.fingerprint,
@@ -102,8 +102,8 @@ def bench(args: Namespace) -> Facts:
     return dict(nullable(document))
 
 
-def tell_of_others(rows: Sequence[Compared], work: Work, args: Namespace) -> None:
-    """Tells if OUT has tables of which any row will be lost."""
+def tell_of_others(rows: Sequence[Compared], readouts: Facts, work: Work, args: Namespace) -> None:
+    """Tells if OUT has tables of other rows, data or read-outs, which will be lost."""
     try:
         before = json.loads(Path(args.out, "bench.json").read_text())
         rows_before = {tuple(row[key] for key in KEYS) for row in before["rows"]}
@@ -116,6 +116,7 @@ def tell_of_others(rows: Sequence[Compared], work: Work, args: Namespace) -> Non
         now |= {*product(names, [IDENTIFICATION], args.leads, [None])}
     settings = {"test_data": args.test_data or None, "fit_leads": args.fit_leads or None}
     settings |= {"folds": args.folds, "seed": args.seed, "fingerprint": work.fitted.fingerprint}
+    settings["readouts"] = readouts
     is_same = all(before.get(name) == value for name, value in settings.items())
     if not is_same or not rows_before <= now:
         tell(
@@ -208,12 +209,13 @@ def probe_samples(
     """Metrics [K, B] by share, averaged over the draws of the share."""
     data = ProbeData(task.train.means(fitted), task.train.y_NK, task.train.patient_N, task.kind)
     test_ND = task.test.means(tested)
-    jobs = []
-    for share in reversed(task.draws):  # the largest takes longest, so it begins first
-        for draw in task.draws[share]:
-            for rows, scored in fits(draw, task.fold_N):
-                jobs.append(ProbeJob(fit, data, rows, task.used[share], test_ND[scored]))
-    results, samples_by_share = iter(scores_of(jobs)), {}
+    jobs = (
+        ProbeJob(fit, data.of(rows), task.used[share], test_ND[scored])
+        for share in reversed(task.draws)  # the largest takes longest, so it begins first
+        for draw in task.draws[share]
+        for rows, scored in fits(draw, task.fold_N)
+    )
+    results, samples_by_share = scores_of(jobs), {}
     for share in reversed(task.draws):
         y_NK, of_draws = task.test.y_NK[:, task.used[share]], []
         for draw in task.draws[share]:

@@ -21,7 +21,7 @@ from .records import FITTED, left_out, records_of
 from .results import EvalOptions, leakage, shown_input
 from .vectors import require_cache
 
-CLASSES_SHOWN = 12
+CLASSES_SHOWN = 12  # if there is one more, it is shown as well
 
 
 def fit(args: Namespace) -> Facts:
@@ -66,11 +66,12 @@ def class_lines(classes: Facts) -> list[str]:
         return []
     frequent = sorted(classes, key=lambda name: -classes[name]["positives"])
     lines = []
-    for name in frequent[:CLASSES_SHOWN]:
+    shown = CLASSES_SHOWN + (len(frequent) == CLASSES_SHOWN + 1)
+    for name in frequent[:shown]:
         positives, n, auroc = (classes[name][key] for key in ("positives", "n", "auroc"))
         score = "no AUROC" if auroc is None else f"AUROC {auroc:.3f}"
         lines.append(f"{name}: {score}, {positives:,} of {n:,} ECGs")
-    if rarer := [classes[name]["auroc"] for name in frequent[CLASSES_SHOWN:]]:
+    if rarer := [classes[name]["auroc"] for name in frequent[shown:]]:
         aurocs = [auroc for auroc in rarer if auroc is not None]
         span = f"AUROC {min(aurocs):.3f} to {max(aurocs):.3f}" if aurocs else "no AUROC"
         lines.append(f"{len(rarer):,} rarer classes: {span}; config.json has each")

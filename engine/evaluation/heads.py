@@ -159,10 +159,10 @@ def held_out(fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: 
     sums_NK = np.zeros((len(fold_N), used_K.sum()))
     folds = np.unique(fold_N[fold_N != NOT_TESTED])
     held_FR = [fold_N[record_N] == fold for fold in folds]
-    jobs = [
-        ProbeJob(fit, data, np.flatnonzero(~held_R), used_K, data.x_ND[held_R])
+    jobs = (
+        ProbeJob(fit, data.of(np.flatnonzero(~held_R)), used_K, data.x_ND[held_R])
         for held_R in held_FR
-    ]
+    )
     for held_R, scores_RK in zip(held_FR, scores_of(jobs), strict=True):
         np.add.at(sums_NK, record_N[held_R], scores_RK)
     return np.asarray(sums_NK / np.bincount(record_N)[:, None])

@@ -134,7 +134,8 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
         c_BD, _ = outputs_of(output, dataset, rows, model_input, options, "first")
         gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
     patients = patient_ids([dataset])[0]
-    notes += rates_note(model, dataset, rows)
+    if model.head_info and model.head_info.kind == "identity":
+        notes += rates_note(model, dataset, rows)
     notes += leakage(model, dataset, rows, patients, options.role)
     gallery_ids, probe_ids = patients[gallery].tolist(), patients[probe].tolist()
     baseline = IdentificationResult(

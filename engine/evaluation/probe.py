@@ -1,4 +1,4 @@
-"""Linear probes of frozen embeddings by scikit-learn.
+"""Linear probes of frozen embeddings.
 
     probe = linear(ProbeData(x_ND, y_NK, patient_N, "multilabel"))
     probe.scores(test_ND)                # probabilities, values or risks
@@ -12,9 +12,10 @@ probabilities or values of those held out; in survival, the partial likelihood.
 Axes: N rows, D width of an embedding, K classes. Labels that are NaN are unknown.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ STRENGTHS = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
 STEPS = 1000  # of a solver, at most
 TOLERANCE = 1e-3  # of logistic regression: a tenth of it changes no fourth digit of a score
 FOLDS = 5  # of cross-validation
-MOST_BYTES = 2**27  # of embeddings that each process may get a copy of
+MOST_BYTES = 2**27  # of embeddings that a job may send to a process
 MANY = 5000  # rows, of which one fold is enough
 WORSE = 0.02  # than the least error of a fold: weaker penalties are not tried
 NEVER = -20.0  # the logit of an exclusive class without examples
@@ -80,24 +81,25 @@ class ProbeJob(NamedTuple):
 
     fit: Fit
     data: ProbeData
-    rows: Array  # that it is fitted on
     used_K: Array  # bool: the outputs that are scored
     test_ND: Array
 
     def scores(self) -> Array:
-        drawn, solved_K = self.data.of(self.rows), self.used_K
+        solved_K = self.used_K
         if KINDS[self.data.kind].exclusive:  # solved together, also those that are not scored
             solved_K = np.ones_like(self.used_K)
-        probe = self.fit(drawn._replace(y_NK=drawn.y_NK[:, solved_K]))
+        probe = self.fit(self.data._replace(y_NK=self.data.y_NK[:, solved_K]))
         return probe.scores(self.test_ND)[:, self.used_K[solved_K]]
 
 
-def scores_of(jobs: Sequence[ProbeJob]) -> list[Array]:
-    """In `fitting_processes`, by as many processes as PyTorch has threads."""
-    processes = min(torch.get_num_threads(), len(jobs)) if _in_processes.get() else 1
-    if any(job.data.x_ND.nbytes > MOST_BYTES for job in jobs):
-        processes = 1
-    return list(run_in_order(ProbeJob.scores, jobs, processes))
+def scores_of(jobs: Iterable[ProbeJob]) -> Iterator[Array]:
+    """In `fitting_processes`, by as many processes as PyTorch has threads. The first job must be the
+    largest."""
+    queue = iter(jobs)
+    first = next(queue)
+    is_small = first.data.x_ND.nbytes + first.test_ND.nbytes <= MOST_BYTES
+    processes = torch.get_num_threads() if _in_processes.get() and is_small else 1
+    return run_in_order(ProbeJob.scores, chain([first], queue), processes)
 
 
 @contextmanager

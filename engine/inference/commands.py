@@ -181,15 +181,15 @@ def _doubts(setup: Setup, output: Output, source: CropSource, counts: Counts) ->
             f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS}): is the "
             "scale of these ECGs right?"
         )
-    if note := setup.model.note_on_rates(source.rates_hz):
-        yield note
     if output.scores:
+        if note := setup.model.note_on_rates(source.rates_hz):
+            yield note
         ecg_N, waveform_N = source.waveforms
         fitted_N = fitted_on(setup.model.seen, waveform_N)
         if fitted_N.any():
             fitted, ecgs = len(np.unique(ecg_N[fitted_N])), len(np.unique(ecg_N))
             yield (
-                f"{fitted:,} of these {ecgs:,} ECGs were fitted on: scores of these are better than "
+                f"{fitted:,} of the {ecgs:,} ECGs read were fitted on: their scores are better than "
                 "those of new ones"
             )
     if counts.refused:

@@ -137,7 +137,7 @@ class FinetuneConfig(RunConfig):
             local_folder(self.start)
         labels = self.task.labels
         if labels and "://" not in labels and not Path(labels).is_file():
-            try:
+            try:  # it says what is wrong
                 read_table(labels)
             except DataError as error:
                 raise ConfigError(str(error)) from None

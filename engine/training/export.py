@@ -29,7 +29,7 @@ class Export(NamedTuple):
     state: dict[str, Any]  # of the checkpoint
     weights: dict[str, Tensor]
     seen: pa.Table
-    source_hz: list[float]  # lowest and highest rate at which what was trained on was recorded
+    source_hz: list[float]  # lowest and highest rate at which what it was fitted on was recorded
 
 
 def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
@@ -52,7 +52,7 @@ class Seen(NamedTuple):
     seen: pa.Table  # their start included
     # How often each crop was drawn (Order.drawn), by the fingerprint of its dataset
     times_drawn: dict[str, np.ndarray]
-    source_hz: list[float]  # lowest and highest rate at which these were recorded; []: unknown
+    source_hz: list[float]  # lowest and highest rate of the labelled ones; []: none, or unknown
 
 
 def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]) -> Seen:
@@ -70,6 +70,7 @@ def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[Trainin
             records.append(seen.seen_in(dataset, np.flatnonzero(times), use))
             if use != "selected":
                 times_drawn[dataset.fingerprint] = times
+            if use == "labelled":
                 rates_hz.update(np.unique(dataset.column("fs_source_hz")[times > 0]).tolist())
     except (ConfigError, DataError, OSError) as error:
         warn(f"{run}: cannot say what it was trained on: {error}")

@@ -71,3 +71,10 @@ def test_threads_that_write_files_of_one_name_in_two_folders(tmp_path, monkeypat
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda name: folder(tmp_path).write(name, name.encode()), names))
     assert [(tmp_path / name).read_text() for name in names] == names
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    (tmp_path / "shards").write_text("a file")
+    with pytest.raises(StorageError, match="writing shards/x"):
+        folder(tmp_path).write("shards/x", b"1")
+    assert list((tmp_path / ".build/tmp").iterdir()) == []

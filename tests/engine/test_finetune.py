@@ -25,7 +25,7 @@ from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.ecg.mean_beat import RHYTHM, measurements
 from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.sources.detect import open_sources
-from omnilead.engine import convert, evaluate, predict
+from omnilead.engine import convert, embed, evaluate, predict
 from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.data.seen import LABELLED, keys_of, uses_of_crops
@@ -498,11 +498,12 @@ def require_notes_on_rates(run, dataset, tmp_path, capsys):
     document = json.loads((run / "model" / "config.json").read_text())
     assert document["head"]["source_hz"] == [500, 500]
 
-    def predicted(out):
+    def predicted(out, command=predict):
         words = ["--model", str(run), "--data", str(slow), "--fs", "100", "--unit", "mV", "--out"]
-        assert predict.main([*words, str(tmp_path / out)]) == 0
+        assert command.main([*words, str(tmp_path / out)]) == 0
         return capsys.readouterr().err
 
+    assert "recorded at" not in predicted("E.parquet", embed)  # which has no scores
     fitted = "Hz, while the head was fitted on ECGs of {} Hz"
     assert predicted("F.csv").count(f"ECGs recorded at 100 {fitted.format(500)}") == 1
     document["head"]["source_hz"] = [100, 100]
@@ -521,7 +522,7 @@ def require_notes_on_what_was_fitted(run, dataset, archive, tmp_path, capsys):
     is_fitted = uses_of_crops(seen, crops, keys_of([dataset])).waveform == LABELLED
     names = np.array(crops["record"])
     fitted, other = names[is_fitted][0], np.setdiff1d(names, names[is_fitted])[0]
-    told = f"{len(set(names[is_fitted]))} of these {len(set(names))} ECGs were fitted on: scores"
+    told = f"{len(set(names[is_fitted]))} of the {len(set(names))} ECGs read were fitted on"
 
     def predicted(data, out):
         words = ["--model", str(run), "--data", str(data), "--out", str(tmp_path / out)]
@@ -530,8 +531,10 @@ def require_notes_on_what_was_fitted(run, dataset, archive, tmp_path, capsys):
 
     assert predicted(dataset.root.url, "all.csv").count(told) == 1
     of_file = predicted(next(archive.rglob(f"{fitted}.hea")), "fitted.csv")
-    assert "1 of these 1 ECGs were fitted on: scores" in of_file
-    assert "fitted on: scores" not in predicted(next(archive.rglob(f"{other}.hea")), "other.csv")
+    assert "1 of the 1 ECGs read were fitted on" in of_file
+    assert "ECGs read were fitted on" not in predicted(
+        next(archive.rglob(f"{other}.hea")), "other.csv"
+    )
 
 
 @pytest.mark.parametrize(
@@ -624,7 +627,7 @@ def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, t
         assert (one["loss"], one["grad_norm"]) == pytest.approx(
             (two["loss"], two["grad_norm"]), rel=1e-3
         )
-    with pytest.warns(UserWarning, match="of these 180 ECGs were fitted on"):
+    with pytest.warns(UserWarning, match="of the 180 ECGs read were fitted on"):
         table = omnilead.predict(run, data=data)
     assert table.column_names[-1] == "risk" and len(table) == len(risks)
     page = tmp_path / "page.html"

@@ -135,7 +135,7 @@ def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
     assert not list(tmp_path.glob("*D")) and not list(tmp_path.glob(".D*"))
     with pytest.raises(ConfigError, match="ONNX cannot measure rhythm"):
         to_onnx(model, tmp_path / "B.onnx")
-    with pytest.warns(UserWarning, match="of these 180 ECGs were fitted on"):
+    with pytest.warns(UserWarning, match="of the 180 ECGs read were fitted on"):
         table = omnilead.predict(tmp_path / "B", data=dataset.root.url, per="half")
     embedded = omnilead.embed(tmp_path / "B", data=dataset.root.url, per="half")
     c_D = torch.tensor(embedded["embedding"][3].as_py())

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
-from sklearn.metrics import confusion_matrix
 
 import omnilead.data_tools.extras.plots as plots
 from omnilead.data_tools.dataset import Dataset
@@ -192,9 +191,9 @@ def operating_points(head: HeadInfo) -> dict[str, dict[str, float]]:
 
 
 def two_by_two(name: str, threshold: float, y_N: Array, score_N: Array) -> Table:
-    known_N = ~np.isnan(y_N)
-    counts = confusion_matrix(y_N[known_N] == 1, score_N[known_N] > threshold, labels=[False, True])
-    true_negative, false_positive, false_negative, true_positive = counts.ravel().tolist()
+    above_N = score_N > threshold  # labels may be unknown, all of them
+    true_positive, false_negative = int(above_N[y_N == 1].sum()), int((~above_N[y_N == 1]).sum())
+    false_positive, true_negative = int(above_N[y_N == 0].sum()), int((~above_N[y_N == 0]).sum())
     ppv = share(true_positive, false_positive)
     npv = share(true_negative, false_negative)
     sensitivity = share(true_positive, false_negative)

@@ -161,6 +161,8 @@ def test_counts_by_hand():
     nobody = evaluation_report.two_by_two("AF", 2.0, y_N[3:], score_N[3:])
     assert nobody[1:3] == [["above 2", "0", "0", "PPV -"], ["not above", "0", "4", "NPV 100.0%"]]
     assert nobody[3][1] == "sensitivity -"
+    unknown = evaluation_report.two_by_two("AF", 0.5, np.full(8, np.nan), score_N)
+    assert unknown[1:3] == [["above 0.5", "0", "0", "PPV -"], ["not above", "0", "0", "NPV -"]]
 
 
 def test_counts_of_exclusive_classes_by_hand():
