@@ -88,12 +88,12 @@ def test_processes_fit_what_one_process_fits(monkeypatch):
     x, y = made(60)
     data = ProbeData(x, y.astype(float), np.arange(60), "multilabel")
     used = np.array([True, False, True, True])
-    jobs = [ProbeJob(fit, data, np.arange(40), used, x[40:]) for fit in (linear, boosted)]
+    jobs = [ProbeJob(fit, data.of(np.arange(40)), used, x[40:]) for fit in (linear, boosted)]
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    alone = scores_of(jobs)
+    alone = list(scores_of(jobs))
     assert not active_children()
     with fitting_processes():
-        together = scores_of(jobs)
+        together = list(scores_of(jobs))
         assert len(active_children()) == 2
     for one, other in zip(alone, together, strict=True):
         assert one.shape == (20, 3) and one.tobytes() == other.tobytes()
