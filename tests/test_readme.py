@@ -211,7 +211,7 @@ def run_module(line, module, given):
 
 
 def run_command(line, name, given):
-    if name in PARSED or any(word in line for word in PARSED_WITH):
+    if name in PARSED or any(word in " ".join(given) for word in PARSED_WITH):
         args = parse(name, given)
         if name in ("pretrain", "finetune") and args.config:
             load(args.config, args.set, Config if name == "pretrain" else FinetuneConfig)
