@@ -121,6 +121,13 @@ class Waveforms(NamedTuple):
     waveform_N: Array
 
 
+def _record_numbers(table: pa.Table) -> Array:
+    """The number of each row's record, in the order in which they first come."""
+    names = pc.binary_join_element_wise(table["source"], table["record"], "\t")
+    numbers: Array = names.combine_chunks().dictionary_encode().indices.to_numpy()
+    return numbers
+
+
 class DatasetSource:
     """Crops of a dataset. A source has `parts`, `count` (units in some of them), `batches`, which
     calls `progress` with the number of units read, `skipped`, what was left out of each part that
@@ -166,17 +173,15 @@ class DatasetSource:
 
     @property
     def waveforms(self) -> Waveforms:
-        names = pc.binary_join_element_wise(self.table["source"], self.table["record"], "/")
-        ecg_N = names.combine_chunks().dictionary_encode().indices.to_numpy()
-        return Waveforms(ecg_N[self.rows], self.dataset.column("waveform")[self.rows])
+        waveform_N = self.dataset.column("waveform")[self.rows]
+        return Waveforms(_record_numbers(self.table)[self.rows], waveform_N)
 
     def _by_record(self, rows: Array) -> tuple[Array, Array]:
         """The rows sorted by record, and the number of each one's record."""
         order = [(name, "ascending") for name in ("source", "record", "start_s")]
         table = self.table.take(rows).sort_by(order)
-        names = pc.binary_join_element_wise(table["source"], table["record"], "\t")
-        indices = names.combine_chunks().dictionary_encode().indices.to_numpy()
-        return table["row"].to_numpy(), np.cumsum(np.diff(indices, prepend=0) != 0)
+        numbers = _record_numbers(table)
+        return table["row"].to_numpy(), np.cumsum(np.diff(numbers, prepend=0) != 0)
 
     def count(self, parts: Iterable[int]) -> int:
         return sum(int(self.begins[part + 1] - self.begins[part]) for part in parts)
