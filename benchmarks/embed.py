@@ -1,4 +1,4 @@
-"""Embeddings: `engine.embed` from each kind of input to a parquet file, against the encoder alone
+"""Embeddings: `downstream.embed` from each kind of input to a parquet file, against the encoder alone
 on one batch.
 
 For each input, a fresh process loads a model with random weights and takes turns: the encoder alone
@@ -75,7 +75,7 @@ def compare(work: Path, options: Any, crops: int, turns: int) -> Result:
     """Run the encoder and the command in turns."""
     import torch
 
-    from omnilead.engine.inference import commands
+    from omnilead.downstream.inference import commands
 
     device, batch, out = options["device"], options["batch"], work / "out.parquet"
     torch.set_num_threads(2)

@@ -29,7 +29,8 @@ from benchmarks import program_parser, report, tables
 from benchmarks.run import environment
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import say
-from omnilead.engine.extras.reproduce.jobs import (
+from omnilead.downstream.inference.commands import exit_code
+from omnilead.downstream.reproduce.jobs import (
     Job,
     WorkDir,
     planned,
@@ -39,8 +40,7 @@ from omnilead.engine.extras.reproduce.jobs import (
     workers,
     write_json,
 )
-from omnilead.engine.extras.reproduce.paper import ReproductionScale, as_options
-from omnilead.engine.inference.commands import exit_code
+from omnilead.downstream.reproduce.paper import ReproductionScale, as_options
 from omnilead.engine.settings.commandline import positive, read_yaml
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import find_config

@@ -21,7 +21,7 @@ from benchmarks import program_parser
 from benchmarks.measure import say
 from benchmarks.trials import runs_named
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.engine.evaluation.differences import (
+from omnilead.downstream.evaluation.differences import (
     Scored,
     Scores,
     averaged,
@@ -30,8 +30,8 @@ from omnilead.engine.evaluation.differences import (
     over_classes,
     resampled,
 )
-from omnilead.engine.evaluation.identification import identify
-from omnilead.engine.evaluation.results import (
+from omnilead.downstream.evaluation.identification import identify
+from omnilead.downstream.evaluation.results import (
     CHOSEN,
     EvalOptions,
     by_record,
@@ -39,12 +39,12 @@ from omnilead.engine.evaluation.results import (
     nullable,
     score_task,
 )
-from omnilead.engine.extras.reports.bench_report import write
-from omnilead.engine.extras.reproduce.jobs import read_json
-from omnilead.engine.inference.commands import exit_code
-from omnilead.engine.inference.trained_model import THRESHOLD
+from omnilead.downstream.inference.commands import exit_code
+from omnilead.downstream.inference.trained_model import THRESHOLD
+from omnilead.downstream.reports.bench_report import write
+from omnilead.downstream.reproduce.jobs import read_json
+from omnilead.downstream.tasks.metrics import Array, challenge_statistic
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.training.metrics import Array, challenge_statistic
 
 RANDOM = "random"
 

@@ -27,8 +27,8 @@ from benchmarks import program_parser
 from benchmarks.e2e import LoopRun, precision, pretrain
 from benchmarks.measure import CaseError, call_fresh, make_dataset, say
 from benchmarks.run import environment
-from omnilead.data_tools.build.roles import RoleSources
-from omnilead.engine.extras.reproduce.jobs import read_json, write_json
+from omnilead.data_tools.sharding.roles import RoleSources
+from omnilead.downstream.reproduce.jobs import read_json, write_json
 from omnilead.engine.settings.commandline import positive
 
 TOP = 25  # lines of a profile

@@ -22,9 +22,13 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.measure import Cases
-from omnilead.data_tools.build import removal
-from omnilead.data_tools.build.expected_roles import expected_roles
-from omnilead.data_tools.build.finishing import (
+from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
+from omnilead.data_tools.ecg.crops import IMPLAUSIBLE
+from omnilead.data_tools.ecg.record import LEADS, EcgRecord, Header, class_row
+from omnilead.data_tools.io.storage import LocalFolder
+from omnilead.data_tools.sharding import removal
+from omnilead.data_tools.sharding.expected_roles import expected_roles
+from omnilead.data_tools.sharding.finishing import (
     PlanFacts,
     ShardOptions,
     as_parquet,
@@ -33,15 +37,11 @@ from omnilead.data_tools.build.finishing import (
     records_of,
     replaced,
 )
-from omnilead.data_tools.build.plan import make_plan
-from omnilead.data_tools.build.roles import PAPER_SOURCES
-from omnilead.data_tools.build.shard import shard
-from omnilead.data_tools.build.shards import TarWriter, index_name, part_name, shard_name
-from omnilead.data_tools.build.verify import verify
-from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
-from omnilead.data_tools.ecg.crops import IMPLAUSIBLE
-from omnilead.data_tools.ecg.record import LEADS, EcgRecord, Header, class_row
-from omnilead.data_tools.io.storage import LocalFolder
+from omnilead.data_tools.sharding.plan import make_plan
+from omnilead.data_tools.sharding.roles import PAPER_SOURCES
+from omnilead.data_tools.sharding.shard import shard
+from omnilead.data_tools.sharding.shards import TarWriter, index_name, part_name, shard_name
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import Source
 from omnilead.engine.settings.counter import mix
 

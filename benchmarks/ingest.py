@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import Cases, Result, describe
-from omnilead.data_tools.build.shard import ShardOptions, shard
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.extras.synthetic import archive as synth
 from omnilead.data_tools.io.terminal import keep_freed_memory
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.detect import open_sources
+from omnilead.data_tools.synthetic import archive as synth
 
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:

@@ -256,10 +256,10 @@ def make_dataset(
     work: Path, records: int, keep_archive: bool = False, plan: str = "all", **options: Any
 ) -> Any:
     """Make work/dataset with about `records` synthetic crops of 10 s. `plan`, `options`: of
-    data_tools.build.shard.ShardOptions."""
-    from omnilead.data_tools.build.shard import ShardOptions, shard
-    from omnilead.data_tools.extras.synthetic import archive as synth
+    data_tools.sharding.shard.ShardOptions."""
+    from omnilead.data_tools.sharding.shard import ShardOptions, shard
     from omnilead.data_tools.sources.detect import open_sources
+    from omnilead.data_tools.synthetic import archive as synth
 
     say(f"a dataset of about {records} crops")
     archive, workers = work / "archive", max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -276,7 +276,7 @@ def make_dataset(
 
 def describe(dataset: Any, **facts_of_case: Any) -> Result:
     """The facts about the input data for a record."""
-    from omnilead.data_tools.extras.synthetic.archive import VERSION
+    from omnilead.data_tools.synthetic.archive import VERSION
 
     facts = {"archive": f"synthetic-{VERSION}", "crops": len(dataset)}
     return facts | {"dataset": dataset.fingerprint} | facts_of_case

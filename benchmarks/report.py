@@ -31,7 +31,7 @@ from benchmarks.tables import (
     times_recreation,
     times_step,
 )
-from omnilead.engine.extras.reports import bench_report
+from omnilead.downstream.reports import bench_report
 
 ROOT = Path(__file__).parents[1]
 DIAGNOSES = ("diagnosis", "ptbxl-superdiagnostic")  # tasks in the figure of the evidence

@@ -7,7 +7,7 @@ from math import isnan, log10, nan
 from typing import Any
 
 from benchmarks.measure import INTERVAL_FROM
-from omnilead.engine.extras.reports import bench_report
+from omnilead.downstream.reports import bench_report
 
 Part = dict[str, Any]
 Result = dict[str, Any]

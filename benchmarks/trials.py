@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import program_parser
-from omnilead.engine.extras.reproduce.jobs import read_json, write_json
-from omnilead.engine.inference.commands import exit_code
+from omnilead.downstream.inference.commands import exit_code
+from omnilead.downstream.reproduce.jobs import read_json, write_json
 from omnilead.engine.settings.errors import ConfigError
 
 NOT_COPIED = shutil.ignore_patterns("checkpoints", "tensorboard", ".*")

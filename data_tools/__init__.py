@@ -1,2 +1,2 @@
-"""Turn ECG archives into verified datasets of 10 s crops. Start at `__main__.py`; `dataset/`
-defines the format."""
+"""Turn ECG archives into verified datasets of 10 s crops. Each module directly in this folder is a
+command, but for plots.py; `dataset/` defines the format."""

@@ -21,6 +21,7 @@ from matplotlib.ticker import MultipleLocator
 from omnilead.data_tools.dataset import DataError, Dataset
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.terminal import Parser, tell
+from omnilead.downstream.tasks.metrics import Array
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AUTHORS_NOISE, PAPER_NOISE
 from omnilead.engine.data.augmentations.stage import Params, Random, augment, draws
@@ -29,7 +30,6 @@ from omnilead.engine.data.config import FS_HZ, HALF
 from omnilead.engine.data.torch_ops import TorchOps
 from omnilead.engine.settings.commandline import interruptible
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.training.metrics import Array
 
 TIME_S = np.arange(2 * HALF) / FS_HZ
 INK, GREY, BEFORE = "#14141c", "#75757d", "#8f8f98"

@@ -89,7 +89,7 @@ def text() -> str:
     lines: list[str] = []
     for name in COMMANDS:
         parser = parser_of(name)
-        lines += sections(name, below(parser).get(name, parser), "##")
+        lines += sections(name, parser, "##")
     return INTRO + "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from matplotlib.patches import FancyBboxPatch
 from tests.test_house import MODULES, dotted, imports
 from tests.test_house import room as wing_and_room
 
-COLOURS = {"data_tools": "#dbe7f3", "engine": "#e6f0dd"}
+COLOURS = {"data_tools": "#dbe7f3", "engine": "#e6f0dd", "downstream": "#f6e9d7"}
 DOCS = Path(__file__).parent
 ROW, COLUMNS, WIDTH, GAP = 0.19, 3, 4.2, 0.5  # inches
 

@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel
 
-from omnilead.engine.tasks.config import FinetuneConfig
+from omnilead.downstream.tasks.config import FinetuneConfig
 from omnilead.engine.training.config import Config, RunConfig, flatten
 
 INTRO = """# Settings

@@ -19,8 +19,8 @@ import numpy as np
 import omnilead
 from omnilead.__main__ import main
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.extras.plots import plot_ecg
 from omnilead.data_tools.io.spreadsheet import as_csv
+from omnilead.data_tools.plots import plot_ecg
 
 PATIENTS, STEPS = 600, 150  # a hospital has thousands of patients; the paper trains for 200 epochs
 Path("tutorial").mkdir(exist_ok=True)

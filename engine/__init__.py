@@ -1,2 +1,2 @@
-"""Train, evaluate and use ECG models. Each module directly in this folder is a command, but for
-what `pretrain` and `finetune` share: trainings.py."""
+"""Train encoders on datasets. `pretrain.py` puts a training together, `run.py` is what surrounds one,
+`status.py` shows how far it is."""

@@ -36,13 +36,13 @@ from typing import TYPE_CHECKING, Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from omnilead.engine.settings.commandline import interruptible, leave
-from omnilead.engine.trainings import SHORTCUTS, command, finish, run_from_python
+from omnilead.data_tools.io.commands import run_as_omnilead
+from omnilead.engine.run import SHORTCUTS, AfterTraining, command, finish, run_from_python
 
 if TYPE_CHECKING:
+    from omnilead.engine.run import Data, Task, TrainingRun
     from omnilead.engine.training.config import Config, RunConfig
     from omnilead.engine.training.pretraining import PretrainTask
-    from omnilead.engine.trainings import Data, Task, TrainingRun
 
 
 def pretrain_task() -> "type[PretrainTask]":
@@ -59,10 +59,16 @@ def pretrain_settings() -> "tuple[type[Config], Callable[..., Config]]":
     return Config, read_settings
 
 
-def train_run(config: "RunConfig", import_task: "Task", profile: int = 0) -> bool:
+def train_run(
+    config: "RunConfig",
+    import_task: "Task",
+    profile: int = 0,
+    after: AfterTraining | None = None,
+) -> bool:
     """Trains or resumes a run, and exports its model at the end. Fine-tuning is this with another
-    task. `profile`: how many steps to trace. False: stopped by SIGTERM, with a checkpoint. Errors
-    are raised; KeyboardInterrupt after Ctrl-C, with a checkpoint too."""
+    task. `profile`: how many steps to trace. `after`: what else is made of the run at its end. False:
+    stopped by SIGTERM, with a checkpoint. Errors are raised; KeyboardInterrupt after Ctrl-C, with a
+    checkpoint too."""
     from omnilead.engine.settings.launcher import environment
     from omnilead.engine.training import run_folder, tracking
     from omnilead.engine.training.config import check
@@ -85,7 +91,7 @@ def train_run(config: "RunConfig", import_task: "Task", profile: int = 0) -> boo
         folder.locked(ranks),
         ExitStack() as opened,
     ):
-        # What is trained: training/pretraining.py, finetuning/task.py
+        # What is trained: training/pretraining.py; in fine-tuning, downstream/finetuning/task.py
         task = task_class(config, datasets, ranks)
         resumed = train.find_checkpoint(task, folder)
         # Crops to batches on the device: data/order.py, reader.py, augmenter.py
@@ -107,7 +113,7 @@ def train_run(config: "RunConfig", import_task: "Task", profile: int = 0) -> boo
         loop = Loop(task, folder, engine, adam, loader, progress, total, logger)
         finished = train.run_loop(loop, profiler, opened)
     if finished:
-        finish(folder, task_class)
+        finish(folder, task_class, after)
     folder.send(config.train.keep, last=True)
     if not finished and loop.interrupted_at_s is not None:
         raise KeyboardInterrupt("interrupted: run it again to resume")
@@ -119,6 +125,7 @@ def pretrain(
     *,
     data: "Data | Sequence[Data]",
     out: str | os.PathLike[str],
+    after: AfterTraining | None = None,
     **settings: Any,
 ) -> "TrainingRun":
     """Pre-trains an encoder. Called again with the same `out` it resumes, or returns the finished
@@ -130,7 +137,9 @@ def pretrain(
     **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a checkpoint and raises
     KeyboardInterrupt. Other errors have one-line messages, such as engine.settings.errors.ConfigError.
     """
-    return run_from_python(train_run, pretrain_task, pretrain_settings, config, data, out, settings)
+    return run_from_python(
+        train_run, pretrain_task, pretrain_settings, config, data, out, settings, after
+    )
 
 
 main = partial(
@@ -145,5 +154,4 @@ main = partial(
 )
 
 if __name__ == "__main__":
-    interruptible("omnilead pretrain")
-    leave(main())
+    run_as_omnilead("pretrain")

@@ -4,6 +4,7 @@ checkpoint, and the time left.
     omnilead status RUN
     watch -n 10 omnilead status RUN
     omnilead status s3://bucket/run
+    omnilead status RUN --html          also writes RUN/report.html, one page with the training curves
 
 It only reads RUN's files, so it works on any machine that sees them, during training and
 afterwards. Of a run in a bucket it shows what the last checkpoint uploaded.
@@ -14,7 +15,6 @@ import json
 import math
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,10 +22,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
+from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.storage import RemoteFolder
-from omnilead.data_tools.io.terminal import UserError, show, tell
-from omnilead.engine.settings.commandline import interruptible, options_of
+from omnilead.data_tools.io.terminal import UserError, say, show, tell
+from omnilead.engine.run import AfterTraining
+from omnilead.engine.settings.commandline import options_of
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.metrics import label_of
 from omnilead.engine.settings.run_files import (
@@ -35,6 +37,7 @@ from omnilead.engine.settings.run_files import (
     VALIDATION,
     number,
     read_rows,
+    training_spans,
 )
 
 NAME = "omnilead status"
@@ -42,16 +45,6 @@ FACTS = "run.json"
 LATEST = "checkpoints/latest"
 RECENT_S = 60.0
 SILENT_S = 300.0  # without a line; compiling and validating take less on most machines
-
-
-def spans(rows: list[Facts]) -> list[tuple[float, float]]:
-    """Crops and seconds of training between each line and the one before it, without validation."""
-    spans_of_rows, before = [], 0.0
-    for row in rows:
-        crops, rate = number(row.get("crops_seen")) - before, number(row.get("crops_per_s"))
-        before += crops
-        spans_of_rows.append((crops, crops / rate) if rate > 0 else (math.nan, math.nan))
-    return [(crops, seconds) for crops, seconds in spans_of_rows if seconds > 0]
 
 
 def speed(measured: list[tuple[float, float]]) -> float:
@@ -135,7 +128,7 @@ def screen(run: Path, name: str) -> Iterator[tuple[str, str]]:
     progress = f"{step:,} of {total:,} ({100 * step / total:.1f} %)"
     yield "step", f"{progress}, epoch {number(row['epoch']):.2f}"
     yield from losses(row, read_rows(run / VALIDATION)[0])
-    recent = speed(last_minute(spans(rows)))
+    recent = speed(last_minute(training_spans(rows)))
     yield "speed", rates(row, rows, recent)
     yield "time", where_it_goes(gauges(run), row, rows)
     yield "checkpoint", last_checkpoint(run / LATEST)
@@ -153,7 +146,7 @@ def screen(run: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def rates(row: Facts, rows: list[Facts], recent: float) -> str:
-    overall, mfu_pct = speed(spans(rows)), 100 * number(row["mfu"])
+    overall, mfu_pct = speed(training_spans(rows)), 100 * number(row["mfu"])
     text = f"{recent:,.1f} crops/s in the last minute of training, {overall:,.1f} over the run"
     return f"{text}, MFU {mfu_pct:.1f} %"
 
@@ -178,21 +171,34 @@ def where_it_goes(gauges_now: dict[str, float], row: Facts, rows: list[Facts]) -
     since = [line for line in rows if line["step"] > gauges_now.get("first_step", math.inf)]
     elapsed_s = gauges_now.get("logged_at_seconds", 0.0) - gauges_now.get("started_at_seconds", 0.0)
     if since and elapsed_s > 0:
-        trained_s = sum(seconds for _, seconds in spans(rows)[-len(since) :])
+        trained_s = sum(seconds for _, seconds in training_spans(rows)[-len(since) :])
         other_share = max(0.0, 1 - trained_s / elapsed_s)
         text += f"; {100 * other_share:.0f} % of the time since the start is validation, saving and the like"
     return text
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return status(**options_of(status, "status", __doc__, arguments))
+def main(arguments: Sequence[str] | None = None, after: AfterTraining | None = None) -> int:
+    return status(**options_of(status, "status", __doc__, arguments), after=after)
+
+
+def _write_report(run: str, after: AfterTraining | None) -> None:
+    if not after:
+        raise ConfigError("--html: reports are made by omnilead.downstream, which is not here")
+    if "://" in run:
+        raise ConfigError(f"{run}: --html writes into a run's folder: give its working folder")
+    say(str(after.write_report(Path(run))))
 
 
 def status(
     run: Annotated[str, Option("the folder of a run; s3:// works too", "RUN")],
+    *,
+    html: Annotated[bool, Option("also write RUN/report.html")] = False,
+    after: AfterTraining | None = None,
 ) -> int:
     name = run.rstrip("/") or "/"
     try:
+        if html:
+            _write_report(name, after)  # also if the run is too damaged for the screen
         with tempfile.TemporaryDirectory() as copies:
             folder = Path(name)
             if "://" in name:
@@ -206,5 +212,4 @@ def status(
 
 
 if __name__ == "__main__":
-    interruptible(NAME)
-    sys.exit(main())
+    run_as_omnilead("status")

@@ -16,10 +16,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-from omnilead.data_tools.build.roles import RoleSources
-from omnilead.data_tools.build.shard import ShardOptions, shard
-from omnilead.data_tools.extras.synthetic.archive import synthesise
+from omnilead.data_tools.sharding.roles import RoleSources
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
+from omnilead.data_tools.synthetic.archive import synthesise
 from tests import unsynced  # noqa: F401
 from tests.forks import freeze
 
@@ -199,7 +199,7 @@ def save_model(
 def save_probed(model, data, task, out, labels="", readout="", leads="12"):
     """Writes the model that `omnilead bench --head` writes, without the comparison. `task`: as for
     --tasks."""
-    from omnilead.engine.evaluation import bench, embedders, plan
+    from omnilead.downstream.evaluation import bench, embedders, plan
 
     how = {"models": [str(model)], "data": data, "tasks": [str(task)], "share": [1.0]}
     how |= {"labels": labels, "readout": readout, "head": str(out), "leads": [leads]}

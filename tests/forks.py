@@ -24,25 +24,25 @@ CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = [
     "omnilead.engine.training.train",
     "omnilead.engine.training.pretraining",
-    "omnilead.engine.finetuning.task",
-    "omnilead.engine.extras.reports.evaluation_report",
-    "omnilead.engine.inference.commands",
-    "omnilead.engine.evaluation.results",
-    "omnilead.engine.extras.reproduce.start",
+    "omnilead.downstream.finetuning.task",
+    "omnilead.downstream.reports.evaluation_report",
+    "omnilead.downstream.inference.commands",
+    "omnilead.downstream.evaluation.results",
+    "omnilead.downstream.reproduce.start",
     "deepspeed",
     "torch._dynamo",
     "torch.utils.tensorboard",
     "deepspeed.runtime.zero.stage3",
     # DeepSpeed imports it and thereby torch's compiler
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "omnilead.data_tools.build.shard",
-    "omnilead.data_tools.build.verify",
+    "omnilead.data_tools.sharding.shard",
+    "omnilead.data_tools.sharding.verify",
     "pyarrow.dataset",
     "distributed.cli.dask_worker",
     "distributed.cli.dask_scheduler",
     "tests.unsynced",
     "tests.engine.training.ranks",  # with scipy.stats
-    "tests.engine.evaluate.conftest",  # with pytest, hypothesis and scikit-learn
+    "tests.downstream.evaluate.conftest",  # with pytest, hypothesis and scikit-learn
 ]
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
 FREEZE = gc.freeze

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from benchmarks.authors_step import draws_of
 from omnilead.data_tools.io.npz import npz_array, npz_names
 from omnilead.data_tools.io.terminal import echo, tell
-from omnilead.engine.extras.interop.fairseq import (
+from omnilead.downstream.interop.fairseq import (
     Settings,
     Weights,
     from_theirs,

@@ -25,15 +25,14 @@ def parser_of(command):
 
 
 def _left(command, arguments, answer):
-    module, *first = COMMANDS[command][0].split()
-    main = importlib.import_module(module).main
+    main = importlib.import_module(COMMANDS[command][0]).main
 
     def instead(parser, given=None):
         raise ParsedError(answer(parser, given))
 
     with mock.patch.object(argparse.ArgumentParser, "parse_args", instead):
         try:
-            main([*first, *arguments])
+            main(arguments)
         except ParsedError as left:
             return left.args[0]
     raise AssertionError(f"omnilead {command} has not parsed its arguments")

@@ -26,17 +26,17 @@ from docs import house, settings
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS
-from omnilead.data_tools.extras.hospital.files import FORMATS
-from omnilead.engine.inference.trained_model import load
+from omnilead.data_tools.sources.hospital_files import FORMATS
+from omnilead.downstream.inference.trained_model import load
+from omnilead.downstream.tasks.config import FinetuneConfig
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validated
 from omnilead.engine.model.encoders import examine
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.commandline import overridden
 from omnilead.engine.settings.files import flatten
-from omnilead.engine.tasks.config import FinetuneConfig
 from omnilead.engine.training.config import Config
 from omnilead.engine.training.config import load as load_config
-from tests.engine.test_convert import alone
+from tests.downstream.test_convert import alone
 from tests.forks import fork, started
 from tests.pages import blocks, commands
 from tests.parsers import parse

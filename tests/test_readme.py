@@ -18,15 +18,15 @@ from torch.distributed.run import get_args_parser
 
 from omnilead.__main__ import main
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.extras.synthetic.archive import synthesise
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.arrays import ArraySource
-from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
-from omnilead.engine.tasks.guess import guess_kind
-from omnilead.engine.tasks.join import join_sheet
+from omnilead.data_tools.synthetic.archive import synthesise
+from omnilead.downstream.tasks.config import FinetuneConfig, TaskConfig
+from omnilead.downstream.tasks.guess import guess_kind
+from omnilead.downstream.tasks.join import join_sheet
 from omnilead.engine.training.config import Config, load
 from tests.conftest import save_model
-from tests.engine.evaluate.conftest import DIAGNOSIS
+from tests.downstream.evaluate.conftest import DIAGNOSIS
 from tests.pages import PAGES, ROOT, blocks, commands
 from tests.parsers import parse
 
@@ -206,7 +206,7 @@ def run_lines(text):
 
 
 def run_module(line, module, given):
-    name = re.fullmatch(r"(?:omnilead\.)?engine[./](\w+?)(?:\.py)?", module)[1]
+    name = re.fullmatch(r"(?:omnilead\.)?(?:engine|downstream)[./](\w+?)(?:\.py)?", module)[1]
     run_command(line, name, given)
 
 

@@ -20,8 +20,8 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from types import TracebackType
 from typing import Any, NoReturn
@@ -41,11 +41,6 @@ MEMORY = (
     "Resource temporarily unavailable",
     "failed to map segment",
 )
-# Options that are gone, and what to type instead
-RENAMED = {
-    "--pretrain-implausible": "--leave-out-flags none",
-    "--noise": "--test-data DATASET, made of noisy ECGs",
-}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -73,9 +68,6 @@ class Parser(argparse.ArgumentParser):
 
     def suggest(self, option: str, value: str) -> str:
         """What to write instead of an unknown option, or nothing."""
-        mend = RENAMED.get(option, "")
-        if mend.partition(" ")[0] in self._option_string_actions:
-            return mend
         near = difflib.get_close_matches(option, self._option_string_actions, 1)
         return near[0] if near else ""
 
@@ -168,17 +160,6 @@ def say(text: str) -> None:
     except OSError as error:
         drop_output()
         tell(f"warning: standard output: {error.strerror}: no more output there")
-
-
-@contextmanager
-def optional(what: str) -> Iterator[None]:
-    """Goes on, with a note, where a folder of omnilead that makes this was deleted."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("omnilead."):
-            raise
-        tell(f"note: without {what}, as there is no {error.name}")
 
 
 def echo(text: object) -> None:

@@ -126,22 +126,6 @@ class Source(ABC):
         return (self.read(key) for key in self.keys())
 
 
-class FileSource(Source):
-    """One ECG per file, in any folders. The doors pass such a class to `open_sources`, which so
-    needs to know no file format."""
-
-    endings: tuple[str, ...] = ()  # lower case; files with these endings look like ECGs
-    formats: Collection[str] = ()
-
-    def __init__(self, root: Folder, only: str = "", within: tuple[str, ...] | None = None) -> None:
-        """`only`: one of the formats; files of others are then left out. `within`: only what is in
-        these folders (or is one of these files) and belongs to no WFDB record, because another
-        source reads these."""
-        super().__init__(root)
-        self.only, self.within = only, within
-        self.name = only or self.name
-
-
 def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
     """Call a source's `header` or `read`. An exception refuses only this record; failing storage
     or a lack of memory stops the run."""

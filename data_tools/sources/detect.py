@@ -16,11 +16,12 @@ from ..dataset import META
 from ..ecg.pseudonyms import key_mark, read_key
 from ..io.errors import DataError, ReadError, StorageError
 from ..io.plugins import blame, plugin
+from ..io.shared_options import Paths
 from ..io.storage import Folder, folder
+from ..io.terminal import tell
 from .arrays import ArraySource
 from .base import (
     AbsentKey,
-    FileSource,
     Prepared,
     Source,
     links_in,
@@ -29,6 +30,7 @@ from .base import (
     pseudonymised,
 )
 from .code15 import Code15
+from .hospital_files import ENDINGS, FORMATS, HospitalFiles
 from .wfdb_archives import (
     PLACES,
     EcgArrhythmia,
@@ -44,7 +46,6 @@ __all__ = [
     "ARCHIVES",
     "AbsentKey",
     "DataError",
-    "FileSource",
     "Prepared",
     "ReadError",
     "Source",
@@ -67,11 +68,39 @@ ARCHIVES: dict[str, type[Source]] = {
     "arrays": ArraySource,
 }
 TEXTS = (".txt", ".csv", ".tsv", ".asc")
-FileReader = type[FileSource]
 
 
 class UnknownArchive(StorageError):
     """A folder in which no source finds anything."""
+
+
+def open_archives(
+    archives: Paths, kind: str, anonymous: bool, private: bool, arrays: dict[str, Any]
+) -> list[Source]:
+    """`private`: no message names a file. `arrays`: their fs_hz, unit and leads, if the user states
+    them."""
+    urls = paths(archives)
+    stated = {name: value for name, value in arrays.items() if value is not None}
+    if stated and kind != "arrays":
+        raise DataError("--fs, --unit and --leads describe arrays: add --source arrays")
+    sources = []
+    for url in urls:
+        sources += open_sources(url, kind, anonymous, urls, private, stated)
+    return sources
+
+
+def paths(paths: Paths) -> list[str]:
+    if isinstance(paths, str | os.PathLike):
+        return [os.fspath(paths)]
+    return [os.fspath(path) for path in paths]
+
+
+def tell_notes(notes: list[str], told_before: Sequence[str] = ()) -> list[str]:
+    """Tells the notes but for those `told` before. Returns the notes."""
+    for note in notes:
+        if note and note not in told_before:
+            tell(f"note: {note}")
+    return notes
 
 
 def open_sources(
@@ -80,38 +109,32 @@ def open_sources(
     anonymous: bool = False,
     besides: Sequence[str] = (),
     private: bool = False,
-    hospital: FileReader | None = None,
     arrays: Mapping[str, Any] | None = None,
 ) -> list[Source]:
     """Open the sources in a folder. `kind`: auto, a name in ARCHIVES, `file.py:Class` or
     `module:Class`. `besides`: folders that are opened, too, so what lies in them is not left out.
-    `private`: no message names a file. `hospital`: the class that reads a hospital's files, whose
-    name and formats are kinds, too; without it they are not looked for. `arrays`: the fs_hz, unit
-    and leads of arrays."""
+    `private`: no message names a file. `arrays`: the fs_hz, unit and leads of arrays."""
     root, names = archive_folder(url, anonymous, private)
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
     if kind == "auto":
         sources = _detected(root, names, anonymous)
-        left = LeftOut(root, sources, besides, hospital)
+        left = LeftOut(root, sources, besides)
         read = tuple(dict.fromkeys(source.name for source in sources))
         if left.wfdb:
             sources.append(WfdbFolder(root, tuple(left.places)))
-        if hospital:
-            vendors = hospital(root, within=tuple(left.places))
-            if next(vendors.keys(), None):
-                sources.append(vendors)
+        vendors = HospitalFiles(root, within=tuple(left.places))
+        if next(vendors.keys(), None):
+            sources.append(vendors)
         if sources:
             sources[0].left_out = left.sentence(archives=read)
     else:
-        sources = [
-            ArraySource(root, arrays) if kind == "arrays" else _of_kind(root, kind, hospital)
-        ]
+        sources = [ArraySource(root, arrays) if kind == "arrays" else _of_kind(root, kind)]
         # A reader of files looks at all of them; what one of the user's own reads, only he knows
-        if ":" in kind or isinstance(sources[0], FileSource):
-            sources[0].left_out = LeftOut(root, [], besides, hospital).sentence()
+        if ":" in kind or isinstance(sources[0], HospitalFiles):
+            sources[0].left_out = LeftOut(root, [], besides).sentence()
         else:
-            sources[0].left_out = LeftOut(root, sources, besides, hospital).sentence(kind)
+            sources[0].left_out = LeftOut(root, sources, besides).sentence(kind)
     if sources:
         return sources
     if META in names:
@@ -128,7 +151,7 @@ def open_sources(
     raise UnknownArchive(error)
 
 
-def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:
+def _of_kind(root: Folder, kind: str) -> Source:
     if ":" in kind:
         try:  # so that worker processes can import it, too
             reader = plugin(kind, importable=True)
@@ -142,13 +165,11 @@ def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:
             raise DataError(f"--source {kind}: {error}") from None
     if kind in ARCHIVES:
         return ARCHIVES[kind](root)
-    known = list(ARCHIVES)
-    if hospital:
-        if kind == hospital.name:
-            return hospital(root)
-        if kind in hospital.formats:
-            return hospital(root, kind)
-        known += [hospital.name, *hospital.formats]
+    if kind == HospitalFiles.name:
+        return HospitalFiles(root)
+    if kind in FORMATS:
+        return HospitalFiles(root, kind)
+    known = [*ARCHIVES, HospitalFiles.name, *FORMATS]
     raise DataError(f"--source {kind}: not auto, {', '.join(known)} or your own file.py:Class")
 
 
@@ -192,15 +213,8 @@ class LeftOut:
 
     The folders that an archive reads are not searched: MIMIC-IV-ECG's has 800,000 subfolders."""
 
-    def __init__(
-        self,
-        root: Folder,
-        sources: Sequence[Source],
-        besides: Sequence[str],
-        hospital: FileReader | None,
-    ) -> None:
+    def __init__(self, root: Folder, sources: Sequence[Source], besides: Sequence[str]) -> None:
         self.root = root
-        self.endings = hospital.endings if hospital else ()
         # Where a hospital's files may be: folders, and files that have one of its endings
         self.places: list[str] = []
         self.wfdb: list[str] = []  # headers
@@ -228,7 +242,7 @@ class LeftOut:
                 continue
             if any(place_read.startswith(f"{path}/") for place_read in self.read):
                 self._search(path)
-            elif name.lower().endswith((".hea", *self.endings)):
+            elif name.lower().endswith((".hea", *ENDINGS)):
                 self._add(path, [path])
             elif not (self.root.remote and looks_like_file(name)):
                 self._add_folder(path)
@@ -260,7 +274,7 @@ class LeftOut:
                 self.wfdb.append(name)
             elif name.lower().endswith(".hea"):
                 self.capitals.append(name)
-            elif name.lower().endswith(self.endings):
+            elif name.lower().endswith(ENDINGS):
                 self.vendors.append(name)
 
     def sentence(self, kind: str = "", archives: Sequence[str] = ()) -> str:
@@ -293,7 +307,7 @@ class LeftOut:
 
     def _others(self) -> list[str]:
         if self.places == [""]:
-            return [name for name in self.root.names() if name.lower().endswith(self.endings)]
+            return [name for name in self.root.names() if name.lower().endswith(ENDINGS)]
         return [*self.wfdb, *self.vendors]
 
     def _named(self, folders: Sequence[str]) -> str:

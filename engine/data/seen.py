@@ -6,7 +6,7 @@
     notes(seen, [dataset], [rows], [patients], "scored here")     # sentences for whoever reads the scores
 
 The record lies in a model's folder, as seen.parquet. Whoever has an ECG can ask whether it is there (`omnilead
-seen`: engine/evaluation/trained_on.py), if it is bit-identical: resampled, shifted or rescaled copies are not
+seen`: downstream/evaluation/trained_on.py), if it is bit-identical: resampled, shifted or rescaled copies are not
 found. A patient (a record where the patient is unknown) is hashed
 
 - openly, where names are public (Dataset.is_public) or are pseudonyms, which nobody can guess;

@@ -6,7 +6,7 @@ pre-training.
           -> layers x [attention, + residual, norm, feed-forward, + residual, norm] -> c_RND                      (context)
 
 `pick` replaces plain operations by faster ones (engine.model.kernels). Convolution weights are
-stored in the layout for matrix products, [out, kernel * in]; engine.extras.interop.fairseq converts them
+stored in the layout for matrix products, [out, kernel * in]; downstream.interop.fairseq converts them
 to the authors' [out, in, kernel].
 
 Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 class Metric(NamedTuple):
     """All that the settings, the commands and the reports know of a metric;
-    engine.training.metrics computes it,
+    downstream.tasks.metrics computes it,
     and imports NumPy for that, which --help need not wait for."""
 
     name: str  # in JSON and in the settings

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-# Files in RUN: training writes them, engine.extras.reports.run_report and engine.status read them
+# Files in RUN: training writes them, `status` and the report of a run read them
 METRICS = "metrics.jsonl"
 
 
@@ -46,6 +46,19 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             unreadable += bool(line.strip())
     return [by_step[step] for step in sorted(by_step)], unreadable
+
+
+def training_spans(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """(crops, seconds of training) between each row and the one before it. The seconds are without
+    validation and checkpoints, because crops_per_s is. Rows without a speed are left out."""
+    spans, before = [], 0.0
+    for row in rows:
+        crops, rate = number(row.get("crops_seen")) - before, number(row.get("crops_per_s"))
+        before += crops
+        seconds = crops / rate if rate > 0 else math.nan
+        if 0 < seconds < LARGEST:
+            spans.append((crops, seconds))
+    return spans
 
 
 def number(value: Any) -> float:

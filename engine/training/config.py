@@ -1,7 +1,7 @@
 """Settings: one frozen, validated object. Errors are one line that names the key.
 
     load("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])     # a Config, from a file and --set
-    load("diagnosis", ["start=RUN"], FinetuneConfig)      # engine.tasks.config
+    load("diagnosis", ["start=RUN"], FinetuneConfig)      # downstream.tasks.config
     config = build({"train": {"steps": 100}})     # the same without a file
     check(config, world=8)                    # rejects contradictory settings before any work is done
     omnilead pretrain --schema                # JSON schema, for editors

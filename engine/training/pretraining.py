@@ -43,7 +43,7 @@ from .validation import (
     training_roles,
 )
 
-# What embeddings of the model keep of an ECG (engine.model.readout). Of those tried, it diagnosed
+# What embeddings of the model keep of an ECG (downstream.tasks.readout). Of those tried, it diagnosed
 # 1,662 real ECGs best from 12 leads, docs/readouts.md
 READOUT = "mean+std+rhythm"
 READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a rhythm is measured

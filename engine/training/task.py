@@ -1,7 +1,7 @@
 """A task: what is trained, how it is validated, and what is exported. The training loop knows
 nothing else about it.
 
-class PretrainTask(TrainingTask): ...             # engine.training.pretraining; FinetuneTask in engine.finetuning.task
+class PretrainTask(TrainingTask): ...             # engine.training.pretraining; FinetuneTask in downstream.finetuning.task
 train_run(config, PretrainTask)                   # engine.pretrain
 """
 

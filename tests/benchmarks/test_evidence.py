@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from benchmarks import evidence, report
-from omnilead.data_tools.extras.synthetic import archive as synth
-from omnilead.engine.extras.reproduce.jobs import write_json
+from omnilead.data_tools.synthetic import archive as synth
+from omnilead.downstream.reproduce.jobs import write_json
+from omnilead.downstream.tasks.config import FinetuneConfig
 from omnilead.engine.settings.commandline import read_yaml
 from omnilead.engine.settings.files import CONFIGS
-from omnilead.engine.tasks.config import FinetuneConfig
 from omnilead.engine.training.config import check, load
 from tests.parsers import parse
 

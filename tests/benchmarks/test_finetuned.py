@@ -9,8 +9,8 @@ import pytest
 import omnilead
 from benchmarks import finetuned, trials
 from omnilead.data_tools.dataset import CLASSES
-from omnilead.engine.evaluation.identification import identify
-from omnilead.engine.evaluation.results import EvalOptions, chosen_task, score_task
+from omnilead.downstream.evaluation.identification import identify
+from omnilead.downstream.evaluation.results import EvalOptions, chosen_task, score_task
 from tests.conftest import save_model
 
 DIAGNOSIS = {

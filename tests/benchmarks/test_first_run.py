@@ -9,7 +9,7 @@ import pytest
 from benchmarks import first_run
 from benchmarks.measure import CaseError
 from omnilead.engine.training.loop import Loop
-from tests.engine.evaluate.conftest import make_quick
+from tests.downstream.evaluate.conftest import make_quick
 
 
 @pytest.fixture(autouse=True)

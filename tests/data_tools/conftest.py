@@ -7,10 +7,10 @@ import pytest
 from handmade import build
 from shell import Shell
 
-from omnilead.data_tools.build import plan
-from omnilead.data_tools.build import shards as shard_writers
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.extras.synthetic.archive import synthesise
+from omnilead.data_tools.sharding import plan
+from omnilead.data_tools.sharding import shards as shard_writers
+from omnilead.data_tools.synthetic.archive import synthesise
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from omnilead.data_tools.build import shard as building
-from omnilead.data_tools.build.finishing import rejects_of
-from omnilead.data_tools.build.roles import CropRoles
-from omnilead.data_tools.build.shard import ShardOptions, shard
-from omnilead.data_tools.build.shards import TarWriter
 from omnilead.data_tools.dataset import Dataset, fingerprint
 from omnilead.data_tools.ecg.record import LEADS
+from omnilead.data_tools.sharding import shard as building
+from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.roles import CropRoles
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
+from omnilead.data_tools.sharding.shards import TarWriter
 from omnilead.data_tools.sources.detect import open_sources
 
 GEORGIA = """# Age: 78
@@ -74,8 +74,8 @@ def write_challenge(place, name, x, **options):
     (place / f"{name}.mat").write_bytes(mat(x))
 
 
-def build(archive, out, hospital=None, **options):
-    sources = open_sources(str(archive), hospital=hospital)
+def build(archive, out, **options):
+    sources = open_sources(str(archive))
     return shard(sources, ShardOptions(str(out), quiet=True, **options))
 
 

@@ -6,7 +6,6 @@ test_damaged_files = withstands("dicom", content, truth)              flips, cut
 check_private(tmp_path, "dicom", content, 61.0, "F")                  SECRET and BORN in all text
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import handmade
@@ -16,18 +15,17 @@ from handmade import crops_of, ecg, everything_in, found_in, write_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.build.finishing import rejects_of
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.extras.hospital.base import Decoded
-from omnilead.data_tools.extras.hospital.files import FORMATS, HospitalFiles
 from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sources.hospital.base import Decoded
+from omnilead.data_tools.sources.hospital_files import FORMATS
 from tests.tables import tabulated
 
 SECRET = "Quijote SECRET"  # a name
 BORN, BORN_ISO = "19370521", "1937-05-21"  # the age is to be no secret
 SECRETS = (*SECRET.split(), BORN, BORN_ISO)
 PATIENT = "4711"
-build_hospital = partial(handmade.build, hospital=HospitalFiles)
 
 
 def leads_uv(samples=2500):
@@ -95,11 +93,11 @@ def check_private(place, kind, content, age=None, sex=None):
     half = content[: len(content) // 2]  # is refused
     for name in ("plain/one", f"keyed/{SECRET}/{SECRET}"):
         write_files(place, {name: content, f"{name}.xml": half})
-    plain = build_hospital(place / "plain", place / "out", plan="all")
+    plain = handmade.build(place / "plain", place / "out", plan="all")
     (((source, _), rows),) = crops_of(plain).items()
     said = (source, rows[0]["patient"], rows[0]["age"], rows[0]["sex"])
     assert said == (kind, PATIENT, age, sex)
-    keyed = build_hospital(
+    keyed = handmade.build(
         place / "keyed", place / "out with key", plan="all", pseudonym_key=bytes(32)
     )
     assert len(keyed) == len(plain)

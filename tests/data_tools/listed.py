@@ -4,11 +4,11 @@ from pathlib import Path
 
 from handmade import ecg
 
-from omnilead.data_tools.build.removal import remove
-from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import LocalFolder
+from omnilead.data_tools.sharding.removal import remove
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.base import Source
 
 

@@ -1,6 +1,6 @@
 """Commands as a user types them."""
 
-from omnilead.data_tools.__main__ import main
+from omnilead.__main__ import main
 
 
 class Shell:

@@ -10,12 +10,12 @@ from handmade import ecg, rejected, write_challenge, write_files
 from test_left_out import plain
 from twins import EXAMS, write_code15, write_mimic, write_ptbxl, write_quality
 
-from omnilead.data_tools.build.finishing import rejects_of
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.errors import MISSING_FILE, DataError, ReadError
+from omnilead.data_tools.sharding.finishing import rejects_of
 from omnilead.data_tools.sources.base import absent_key, read_safely
 from omnilead.data_tools.sources.detect import open_sources
-from omnilead.engine import predict
+from omnilead.downstream import predict
 from tests.conftest import save_model
 
 

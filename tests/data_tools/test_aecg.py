@@ -14,9 +14,9 @@ from hospital_cases import (
     withstands,
 )
 
-from omnilead.data_tools.build.verify import FLAGS
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.extras.hospital.aecg import MISSING
+from omnilead.data_tools.sharding.verify import FLAGS
+from omnilead.data_tools.sources.hospital.aecg import MISSING
 
 KIND = "hl7-aecg"
 TRUTH = leads_uv()

@@ -8,13 +8,13 @@ import pytest
 from handmade import as_minor_0, build, ecg, files, flip, write_challenge
 from listed import Listed, broken_at, dies_at_once, listed, remove_listed
 
-from omnilead.data_tools.build.finishing import rejects_of
-from omnilead.data_tools.build.roles import RoleSources
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES, Dataset
 from omnilead.data_tools.ecg.pseudonyms import pseudonym
 from omnilead.data_tools.ecg.record import Header
 from omnilead.data_tools.io.errors import DataError
+from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.roles import RoleSources
+from omnilead.data_tools.sharding.verify import verify
 
 pytestmark = pytest.mark.usefixtures("small_shards")
 ROLES = ["source", "record", "start_s", "pretrain", "dx_role", "id_role"]
@@ -158,7 +158,7 @@ def test_unknown_patients_are_refused_before_many_shards_are_built(
     header = Header("", "mine", 5000, 500.0)
     monkeypatch.setattr(Listed, "header", lambda _, name: replace(header, name=name))
     monkeypatch.setattr(Listed, "read", lambda source, key: keys.append(key) or read(source, key))
-    monkeypatch.setattr("omnilead.data_tools.build.shard.SAMPLE", sample)
+    monkeypatch.setattr("omnilead.data_tools.sharding.shard.SAMPLE", sample)
     new = {f"n{i}": ("mine", patient if i % 4 else None, 9 + i) for i in range(12)}
     with nullcontext() if patient else pytest.raises(DataError, match="of mine are unknown"):
         listed(tmp_path, append=True, **new)
@@ -186,7 +186,7 @@ def test_an_append_has_shards_of_as_many_crops_as_the_dataset(tmp_path):
         for append, options, new in ((False, seven, records), (True, {}, more)):
             if killed:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("omnilead.data_tools.build.shard.finish", dies_at_once)
+                    patch.setattr("omnilead.data_tools.sharding.shard.finish", dies_at_once)
                     with pytest.raises(KeyboardInterrupt):
                         listed(out, append, options, **new)
                 assert (out / ".build").exists()

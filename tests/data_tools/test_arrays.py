@@ -14,8 +14,6 @@ import yaml
 import zarr
 from handmade import crops_of, ecg, files, rejected
 
-from omnilead.data_tools.__main__ import shard
-from omnilead.data_tools.build.finishing import rejects_of
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg import crops as prepare
 from omnilead.data_tools.ecg.crops import CROP
@@ -24,6 +22,8 @@ from omnilead.data_tools.ecg.record_names import match_records
 from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.io.errors import DataError, ReadError
 from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.shard import shard
+from omnilead.data_tools.sharding.finishing import rejects_of
 from omnilead.data_tools.sources.arrays import ArrayFacts, ArraySource
 from omnilead.data_tools.sources.detect import open_sources
 from tests.tables import tabulated

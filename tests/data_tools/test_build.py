@@ -17,14 +17,14 @@ import webdataset
 from handmade import build, ecg, files, write_challenge
 from pyarrow import parquet
 
-from omnilead.data_tools.build import finishing, plan
-from omnilead.data_tools.build.finishing import rejects_of
-from omnilead.data_tools.build.plan import permutation
-from omnilead.data_tools.build.shards import member_header
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.errors import DataError, DatasetError, StorageError
+from omnilead.data_tools.sharding import finishing, plan
+from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.plan import permutation
+from omnilead.data_tools.sharding.shards import member_header
+from omnilead.data_tools.sharding.verify import verify
 from tests.forks import started
 
 KEY = b"k" * 32

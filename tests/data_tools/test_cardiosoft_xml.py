@@ -15,12 +15,12 @@ from hospital_cases import (
     withstands,
 )
 
-from omnilead.data_tools.build.verify import FLAGS
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.extras.hospital.cardiosoft_xml import MAX_LEADS, NOT_MEASURED
-from omnilead.data_tools.extras.hospital.files import FORMATS, HospitalFiles
 from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sharding.verify import FLAGS
 from omnilead.data_tools.sources.base import prepared
+from omnilead.data_tools.sources.hospital.cardiosoft_xml import MAX_LEADS, NOT_MEASURED
+from omnilead.data_tools.sources.hospital_files import FORMATS, HospitalFiles
 
 KIND = "cardiosoft-xml"
 TRUTH = leads_uv()

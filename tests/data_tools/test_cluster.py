@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 from handmade import build, files
 
-from omnilead.data_tools.build import plan
-from omnilead.data_tools.build import shard as building
-from omnilead.data_tools.build import verify as checks
-from omnilead.data_tools.build.shard import ShardOptions, shard
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.io import cluster
 from omnilead.data_tools.io.errors import StorageError
+from omnilead.data_tools.sharding import plan
+from omnilead.data_tools.sharding import shard as building
+from omnilead.data_tools.sharding import verify as checks
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.detect import open_sources
 from tests.forks import CONTEXT, started
 from tests.waiting import until

@@ -6,11 +6,11 @@ import pytest
 from handmade import build, crops_of, rejected
 from twins import EXAMS, crop, said, write_code15
 
-from omnilead.data_tools.build.shard import ShardOptions, shard
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.code15 import Code15
 from omnilead.data_tools.sources.detect import open_sources
 

@@ -10,14 +10,14 @@ import yaml
 from handmade import build, ecg, files, found_in, write_challenge
 from twins import write_mimic
 
-from omnilead.data_tools.build.data_card import CARD, CROISSANT, write_card
-from omnilead.data_tools.build.finishing import FLAGS, rejects_of
-from omnilead.data_tools.build.shard import ShardOptions, shard
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import COLUMNS
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sharding.data_card import CARD, CROISSANT, write_card
+from omnilead.data_tools.sharding.finishing import FLAGS, rejects_of
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.sources.detect import open_sources
 

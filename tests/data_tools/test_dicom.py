@@ -5,10 +5,10 @@ import struct
 
 import numpy as np
 import pytest
+from handmade import build
 from hospital_cases import (
     BORN,
     SECRET,
-    build_hospital,
     check_damage,
     check_private,
     check_truth,
@@ -20,9 +20,9 @@ from hospital_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.build.rejects import FLAGS, rejects_of
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.extras.hospital.dicom import MAX_DEPTH
+from omnilead.data_tools.sharding.rejects import FLAGS, rejects_of
+from omnilead.data_tools.sources.hospital.dicom import MAX_DEPTH
 
 pydicom = pytest.importorskip("pydicom")
 KIND = "dicom"
@@ -245,7 +245,7 @@ def test_ages_are_converted_to_years(age, years):
 def test_an_age_that_is_not_understood_is_reported(tmp_path):
     (tmp_path / "ecgs").mkdir()
     (tmp_path / "ecgs" / "A.dcm").write_bytes(file(x00101010_AS="61", x00100040_CS="X"))
-    made = build_hospital(tmp_path / "ecgs", tmp_path / "out", plan="all")
+    made = build(tmp_path / "ecgs", tmp_path / "out", plan="all")
     said = {reason: detail for *_, reason, detail in rejects_of(made)}
     assert said["age not understood"] == "61" and said["sex not understood"] == "X"
     assert np.isnan(made.column("age")[0])

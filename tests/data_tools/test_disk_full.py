@@ -8,11 +8,12 @@ import subprocess
 import pytest
 from handmade import build, files, without_roles
 
-from omnilead.data_tools.__main__ import main, synth
-from omnilead.data_tools.build import finishing, plan
-from omnilead.data_tools.build.data_card import CARD
+from omnilead.__main__ import main
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES
 from omnilead.data_tools.io.storage import LocalFolder
+from omnilead.data_tools.sharding import finishing, plan
+from omnilead.data_tools.sharding.data_card import CARD
+from omnilead.data_tools.synth import synth
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@ import os
 import numpy as np
 import pytest
 from binary_ecgs import edf
-from handmade import rejected, write_files
+from handmade import build, rejected, write_files
 from hospital_cases import (
     BORN,
     SECRET,
-    build_hospital,
     check_ecgdatakit,
     check_private,
     check_truth,
@@ -22,12 +21,11 @@ from hospital_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.extras.hospital.edf import MAX_BYTES, decode
-from omnilead.data_tools.extras.hospital.files import HospitalFiles
 from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.detect import open_sources
+from omnilead.data_tools.sources.hospital.edf import MAX_BYTES, decode
 
 KIND = "edf"
 X = leads_uv(5000)
@@ -167,7 +165,7 @@ def test_a_dataset_holds_the_microvolts_and_no_holter_recording(tmp_path):
     leads = {"ECG -I": -X["I"]} | {lead: X[lead] for lead in LEADS[1:]}
     src = write_files(tmp_path / "src", {"one.edf": edf(leads), "holter.edf": b""})
     os.truncate(src / "holter.edf", MAX_BYTES * 9)
-    made = build_hospital(src, tmp_path / "out", plan="all")
+    made = build(src, tmp_path / "out", plan="all")
     assert rejected(made) == [("holter", "file too large"), ("one", "inverted lead")]
     np.testing.assert_array_equal(made.read(0), list(X.values()))
-    assert verify(made, open_sources(str(src), hospital=HospitalFiles)) == []
+    assert verify(made, open_sources(str(src))) == []

@@ -8,12 +8,12 @@ import pytest
 from handmade import build, ecg, files, no_roles, write_challenge
 from twins import write_code15, write_mimic
 
-from omnilead.data_tools.build import shard as building
-from omnilead.data_tools.build.roles import RoleSources
-from omnilead.data_tools.build.shard import ShardOptions, shard
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.storage import LocalFolder
+from omnilead.data_tools.sharding import shard as building
+from omnilead.data_tools.sharding.roles import RoleSources
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import Source
 
 KEY = b"k" * 32

@@ -11,12 +11,12 @@ import pytest
 from handmade import build
 from test_verify import MISSING, meta, with_table
 
-from omnilead.data_tools.build import removal
-from omnilead.data_tools.build.roles import RoleSources
-from omnilead.data_tools.build.shards import BLOCK, member, member_header
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import COLUMNS, Dataset
 from omnilead.data_tools.io.errors import DatasetError
+from omnilead.data_tools.sharding import removal
+from omnilead.data_tools.sharding.roles import RoleSources
+from omnilead.data_tools.sharding.shards import BLOCK, member, member_header
+from omnilead.data_tools.sharding.verify import verify
 
 NOT_UTF8 = b"a\xffb"
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from handmade import write_challenge
 
-from omnilead.data_tools.build.finishing import assign_roles, records_of
-from omnilead.data_tools.build.roles import RoleSources, keyed_uniform
-from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.dataset import flagged
 from omnilead.data_tools.ecg.crops import IMPLAUSIBLE, SPEC_HASH
+from omnilead.data_tools.sharding.finishing import assign_roles, records_of
+from omnilead.data_tools.sharding.roles import RoleSources, keyed_uniform
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
 
 RATES = ("500", "257", "1000", "400")

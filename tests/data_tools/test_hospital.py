@@ -11,8 +11,8 @@ from unittest import mock
 import fsspec
 import numpy as np
 import pytest
-from handmade import crops_of, everything_in, write_files
-from hospital_cases import build_hospital, decoded
+from handmade import build, crops_of, everything_in, write_files
+from hospital_cases import decoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dicom import BASE, TRUTH, group
@@ -20,17 +20,18 @@ from test_dicom import file as dicom_file
 from test_muse_xml import TRUTH as STORED
 from test_muse_xml import X, muse
 
-from omnilead.data_tools.__main__ import _record_figure, main
-from omnilead.data_tools.build.finishing import rejects_of
-from omnilead.data_tools.build.roles import RoleSources
+from omnilead.__main__ import main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.record import VENDORS
-from omnilead.data_tools.extras.hospital.files import FORMATS, HospitalFiles
 from omnilead.data_tools.io import storage
 from omnilead.data_tools.io.errors import ReadError, StorageError
 from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.roles import RoleSources
+from omnilead.data_tools.show import record_figure
 from omnilead.data_tools.sources.base import prepared
 from omnilead.data_tools.sources.detect import open_sources
+from omnilead.data_tools.sources.hospital_files import FORMATS, HospitalFiles
 from omnilead.engine.data.patients import patient_ids
 
 SHARED = Path(__file__).parents[3] / "shared" / "formats"
@@ -39,7 +40,7 @@ needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared 
 
 
 def opened(root, kind="auto"):
-    (source,) = open_sources(str(root), kind, hospital=HospitalFiles)
+    (source,) = open_sources(str(root), kind)
     return source
 
 
@@ -96,7 +97,7 @@ def test_a_real_file_with_13_samples_is_refused():
 def test_one_recording_in_three_formats_is_one_crop(tmp_path):
     for name in ("aecg_fda_example.xml", "same_as_aecg.dcm", "same_as_aecg.scp"):
         shutil.copy(SHARED / name, tmp_path)
-    made = crops_of(build_hospital(tmp_path, tmp_path / "out", plan="all"))
+    made = crops_of(build(tmp_path, tmp_path / "out", plan="all"))
     assert {kind for kind, _ in made} == {"hl7-aecg", "dicom", "scp-ecg"}
     for (one,), (other,) in itertools.pairwise(made.values()):
         np.testing.assert_array_equal(one["x"], other["x"])
@@ -253,7 +254,7 @@ def test_names_that_lose_letters_or_are_cut_stay_different(tmp_path):
     assert all(re.fullmatch("[A-Za-z0-9_-]+", name) for name in names)
     for seed, name in enumerate(others[:2]):
         write_files(tmp_path, {name: muse({lead: uv + 10 * seed for lead, uv in STORED.items()})})
-    made = build_hospital(tmp_path, tmp_path / "out", plan="all")
+    made = build(tmp_path, tmp_path / "out", plan="all")
     assert not rejects_of(made)
     assert len(set(made.column("record"))) == 2
 
@@ -272,7 +273,7 @@ def test_a_picture_says_what_it_leaves_out_and_what_is_doubtful(tmp_path):
     minutes = {lead: np.tile(uv, 60) for lead, uv in TRUTH.items()}
     seconds = len(minutes["I"]) / 500
     content = dicom_file(group(minutes, {"x003a0210_DS": "20"}))
-    figure = _record_figure(str(write_files(tmp_path, {"one.dcm": content}) / "one.dcm"))
+    figure = record_figure(str(write_files(tmp_path, {"one.dcm": content}) / "one.dcm"))
     said = " ".join(text.get_text() for text in figure.texts)
     none = "no heart rate or axis: no beats that are alike (computed, not a diagnosis)"
     assert f"first 10 of {seconds:.3g} s. {none}. implausible amplitude: " in said
@@ -330,7 +331,7 @@ def test_a_patient_has_one_role_whatever_the_format(tmp_path, key):
     other = muse({lead: uv + 10 for lead, uv in STORED.items()})  # of patient 4711, too
     src = write_files(tmp_path / "src", {"0.xml": muse(), "1.xml": other, "2.dcm": BASE})
     roles = RoleSources(id=("muse-xml",), id_share=1.0)
-    made = build_hospital(src, tmp_path / "out", role_sources=roles, pseudonym_key=key)
+    made = build(src, tmp_path / "out", role_sources=roles, pseudonym_key=key)
     rows = made.table(["source", "patient", "id_role", "pretrain"]).to_pylist()
     assert sorted((row["source"], str(row["id_role"]), row["pretrain"]) for row in rows) == [
         ("dicom", "None", False),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from handmade import build, files
 
-from omnilead.data_tools.build import plan
+from omnilead.data_tools.sharding import plan
 from tests.forks import members
 from tests.waiting import until
 

@@ -20,15 +20,21 @@ from twins import (
     write_table,
 )
 
-from omnilead.data_tools.__main__ import main
+from omnilead.__main__ import main
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.extras.labels import CODE15, CODES, NUMBERS, REPORTS, statement_codes
-from omnilead.data_tools.extras.synthetic.archive import synthesise
 from omnilead.data_tools.io import storage
-from omnilead.engine.evaluation.results import load_task
+from omnilead.data_tools.published_labels.tables import (
+    CODE15,
+    CODES,
+    NUMBERS,
+    REPORTS,
+    statement_codes,
+)
+from omnilead.data_tools.synthetic.archive import synthesise
+from omnilead.downstream.evaluation.results import load_task
+from omnilead.downstream.tasks.config import TaskConfig
+from omnilead.downstream.tasks.labels import read_task
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.labels import read_task
 from tests.forks import started
 from tests.tables import tabulated
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from handmade import ecg
 
-from omnilead.data_tools.build.roles import PAPER_SOURCES, RoleSources
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import Dataset, flagged
+from omnilead.data_tools.sharding.roles import PAPER_SOURCES, RoleSources
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.detect import open_sources
 
 ARRAYS = ("--source", "arrays", "--fs", "500", "--unit", "uV", "--leads", "12")
@@ -108,7 +108,6 @@ def test_an_unknown_flag_and_the_old_option_are_one_line(archive, tmp_path, shel
         (("--leave-out-flags", "flat,einthove"), "no flag is called 'einthove': use flat, satur"),
         (("--leave-out-flags", ""), "no flag is called '': use flat"),
         (("--leave-out-flags", "none,flat"), "no flag is called 'none'"),
-        (("--pretrain-implausible",), "did you mean --leave-out-flags none?"),
     ):
         assert said in shell.error(*command, *option)
 

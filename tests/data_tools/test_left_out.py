@@ -18,10 +18,9 @@ from test_muse_xml import muse
 from twins import write_code15, write_mimic, write_ptbxl
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.extras.hospital.files import HospitalFiles
 from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sources.detect import open_sources
-from omnilead.engine import predict
+from omnilead.downstream import predict
 from tests.conftest import save_model
 
 
@@ -42,7 +41,7 @@ def plain(place, records=1):
 def opened(root, *besides, kind="auto", **options):
     """Name and records of each source, and what was left out."""
     places = [str(root), *map(str, besides)]
-    sources = open_sources(str(root), kind, besides=places, hospital=HospitalFiles, **options)
+    sources = open_sources(str(root), kind, besides=places, **options)
     noted = [source.left_out for source in sources if source.left_out]
     assert len(noted) <= 1
     return [(source.name, len(list(source.keys()))) for source in sources], "".join(noted)

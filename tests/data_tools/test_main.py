@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from handmade import ecg, write_challenge
 
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.extras.plots import PAPER_SETS
 from omnilead.data_tools.io import terminal as cli
 from omnilead.data_tools.io.errors import DataError, DatasetError
+from omnilead.data_tools.plots import PAPER_SETS
+from omnilead.data_tools.sharding.verify import verify
 from tests.tables import tabulated
 
 
@@ -191,7 +191,7 @@ def test_an_interrupted_synth_must_be_started_again(shell, tmp_path, monkeypatch
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("omnilead.data_tools.extras.synthetic.archive.synthesise", stopped)
+    monkeypatch.setattr("omnilead.data_tools.synthetic.archive.synthesise", stopped)
     error = f"interrupted: delete {tmp_path} and run it again\n"
     assert shell.run("synth", tmp_path, code=130) == ("", error)
 

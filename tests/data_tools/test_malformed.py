@@ -23,14 +23,14 @@ from handmade import (
 )
 from malformed import NAMES, ORPHANS, READ, REFUSED, SECRET, Made
 
-from omnilead.data_tools.__main__ import main
-from omnilead.data_tools.build.shard import ShardOptions, shard
-from omnilead.data_tools.build.verify import verify
+from omnilead.__main__ import main
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
 from omnilead.data_tools.ecg.crops import crop_count, prepare_crop
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.sources.wfdb_archives import PhysioNet2021, WfdbFolder
 from tests.waiting import bounded_work

@@ -8,11 +8,11 @@ import pytest
 from omnilead.data_tools.ecg.constants import CROP_SHAPE, LEADS
 from omnilead.data_tools.ecg.crops import prepare_crop
 from omnilead.data_tools.ecg.mean_beat import BEAT, BEFORE, mean_beats, r_peaks, rate_and_axis
-from omnilead.data_tools.extras.hospital.files import HospitalFiles
-from omnilead.data_tools.extras.synthetic import archive as synth
-from omnilead.data_tools.extras.synthetic.ecg import simulate
-from omnilead.data_tools.extras.synthetic.patients import BLOCK, RHYTHM, draw_patients
+from omnilead.data_tools.sources.hospital_files import HospitalFiles
 from omnilead.data_tools.sources.zip_folder import folder_or_zip
+from omnilead.data_tools.synthetic import archive as synth
+from omnilead.data_tools.synthetic.ecg import simulate
+from omnilead.data_tools.synthetic.patients import BLOCK, RHYTHM, draw_patients
 
 T_S = np.arange(5000) / 500
 FILES = Path(__file__).parents[3] / "shared" / "formats"

@@ -5,12 +5,11 @@ import zlib
 
 import numpy as np
 import pytest
-from handmade import write_files
+from handmade import build, write_files
 from hospital_cases import (
     BORN,
     BORN_ISO,
     SECRET,
-    build_hospital,
     check_private,
     check_truth,
     decoded,
@@ -21,12 +20,12 @@ from hospital_cases import (
 )
 
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.extras.hospital.base import Decoded
-from omnilead.data_tools.extras.hospital.files import HospitalFiles
-from omnilead.data_tools.extras.hospital.muse_xml import _COUNTS
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.base import prepared
+from omnilead.data_tools.sources.hospital.base import Decoded
+from omnilead.data_tools.sources.hospital.muse_xml import _COUNTS
+from omnilead.data_tools.sources.hospital_files import HospitalFiles
 
 KIND = "muse-xml"
 STORED = ("I", "II", "V1", "V2", "V3", "V4", "V5", "V6")
@@ -86,7 +85,7 @@ def test_missing_leads_are_computed(tmp_path):
     i, ii = X["I"], X["II"]
     right = X | {"aVR": -(i + ii) / 2, "aVL": i - ii / 2, "aVF": ii - i / 2}
     steps = np.array([right[lead] for lead in LEADS]) / 2.5
-    made = build_hospital(tmp_path, tmp_path / "out", plan="all")
+    made = build(tmp_path, tmp_path / "out", plan="all")
     np.testing.assert_array_equal(made.read(0), np.rint(steps * 2.44))
 
 

@@ -9,8 +9,9 @@ from handmade import ecg, everything_in, write_challenge
 from listed import remove_listed
 from twins import write_code15, write_ptbxl
 
-from omnilead.data_tools.__main__ import shard, verify
 from omnilead.data_tools.io.errors import DataError
+from omnilead.data_tools.shard import shard
+from omnilead.data_tools.verify import verify
 from tests.tables import tabulated
 
 NUMBERS = range(1, 31)

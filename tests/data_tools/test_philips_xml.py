@@ -21,10 +21,10 @@ from hospital_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnilead.data_tools.build.verify import FLAGS
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.extras.hospital.base import Decoded
-from omnilead.data_tools.extras.hospital.philips_xml import ECG_S, PULSE_S
+from omnilead.data_tools.sharding.verify import FLAGS
+from omnilead.data_tools.sources.hospital.base import Decoded
+from omnilead.data_tools.sources.hospital.philips_xml import ECG_S, PULSE_S
 
 KIND, RATE = "philips-xml", 250
 TRUTH = leads_uv(ECG_S * RATE)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from omnilead.data_tools import plots
 from omnilead.data_tools.ecg.record import ABBREVIATIONS, LEADS
-from omnilead.data_tools.extras import plots
-from omnilead.data_tools.extras.plots import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save, summary_figure
+from omnilead.data_tools.plots import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save, summary_figure
 
 RAMP = np.tile(np.linspace(-1000, 1000, 5000), (12, 1))
 

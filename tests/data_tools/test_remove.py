@@ -10,15 +10,15 @@ import pytest
 from handmade import build, ecg, files, flip, write_challenge
 from listed import Listed, listed, remove_listed
 
-from omnilead.data_tools.build.finishing import REMOVED, rejects_of
-from omnilead.data_tools.build.removal import remove
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import META, REJECTS, STORE, Dataset
 from omnilead.data_tools.ecg.pseudonyms import Removed, pseudonym
 from omnilead.data_tools.ecg.record import Header
-from omnilead.data_tools.extras.synthetic.archive import synthesise
 from omnilead.data_tools.io.errors import DataError, DatasetError, ReadError
+from omnilead.data_tools.sharding.finishing import REMOVED, rejects_of
+from omnilead.data_tools.sharding.removal import remove
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import shown_patient
+from omnilead.data_tools.synthetic.archive import synthesise
 
 pytestmark = pytest.mark.usefixtures("small_shards")
 ROLES = ["source", "record", "start_s", "pretrain", "dx_role", "id_role"]

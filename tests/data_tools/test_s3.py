@@ -15,19 +15,19 @@ import pytest
 from broken_server import STALL_S, Fault, Server, forget_connections, s3fs
 from handmade import build, files
 
-from omnilead.data_tools.build import plan
-from omnilead.data_tools.build import shards as shard_writers
-from omnilead.data_tools.build.removal import remove
-from omnilead.data_tools.build.roles import RoleSources
-from omnilead.data_tools.build.shard import ShardOptions, locked, shard
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import CROP_SHAPE, META, Dataset
-from omnilead.data_tools.extras.synthetic.archive import synthesise
 from omnilead.data_tools.io import storage
 from omnilead.data_tools.io.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sharding import plan
+from omnilead.data_tools.sharding import shards as shard_writers
+from omnilead.data_tools.sharding.removal import remove
+from omnilead.data_tools.sharding.roles import RoleSources
+from omnilead.data_tools.sharding.shard import ShardOptions, locked, shard
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources import wfdb_archives
 from omnilead.data_tools.sources.detect import open_sources
+from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.reader import CropReader
 from omnilead.engine.data.staging import Staging

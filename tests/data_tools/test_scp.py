@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.extras.hospital.scp import decode
 from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.sources.hospital.scp import decode
 
 KIND = "scp-ecg"
 X = leads_uv(500)

@@ -29,13 +29,13 @@ from twins import (
     write_table,
 )
 
-from omnilead.data_tools.build.finishing import rejects_of
-from omnilead.data_tools.build.shard import ShardOptions, shard
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources import Source
 from omnilead.data_tools.sources.code15 import Code15
 from omnilead.data_tools.sources.detect import AbsentKey, open_sources

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from omnilead.data_tools.build.roles import (
+from omnilead.data_tools.sharding.roles import (
     GALLERY,
     PROBE,
     TEST,

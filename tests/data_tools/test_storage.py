@@ -9,10 +9,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from handmade import build
 
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.io import storage
 from omnilead.data_tools.io.errors import ReadError, StorageError
 from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.detect import open_sources
 
 PART = 2**16

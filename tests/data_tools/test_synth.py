@@ -12,7 +12,6 @@ import scipy.io
 import wfdb
 from handmade import files
 
-from omnilead.data_tools.__main__ import shard
 from omnilead.data_tools.ecg.record import (
     ABBREVIATIONS,
     CLASS_OF,
@@ -20,11 +19,12 @@ from omnilead.data_tools.ecg.record import (
     LEADS,
     SCP_CODES,
 )
-from omnilead.data_tools.extras.labels import write_labels
-from omnilead.data_tools.extras.synthetic import archive as synth
-from omnilead.data_tools.extras.synthetic.ecg import simulate, twelve_leads
-from omnilead.data_tools.extras.synthetic.patients import BLOCK, draw_patients
 from omnilead.data_tools.io.errors import DataError
+from omnilead.data_tools.published_labels.tables import write_labels
+from omnilead.data_tools.shard import shard
+from omnilead.data_tools.synthetic import archive as synth
+from omnilead.data_tools.synthetic.ecg import simulate, twelve_leads
+from omnilead.data_tools.synthetic.patients import BLOCK, draw_patients
 
 PATIENTS, TWICE = 150, 13  # two sessions: 11 % are expected
 

@@ -8,14 +8,14 @@ import shutil
 import pytest
 from handmade import build, files, flip, no_roles
 
-from omnilead.data_tools.build import finishing
-from omnilead.data_tools.build import shard as building
-from omnilead.data_tools.build import shards as shard_writers
-from omnilead.data_tools.build.roles import RoleSources
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.io.errors import DatasetError, StorageError
 from omnilead.data_tools.io.storage import LocalFolder
+from omnilead.data_tools.sharding import finishing
+from omnilead.data_tools.sharding import shard as building
+from omnilead.data_tools.sharding import shards as shard_writers
+from omnilead.data_tools.sharding.roles import RoleSources
+from omnilead.data_tools.sharding.verify import verify
 
 FLIPS, AT_ONCE = 120, 6
 pytestmark = pytest.mark.usefixtures("small_shards")

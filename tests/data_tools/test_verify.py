@@ -13,17 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 from handmade import as_minor_0, build, ecg, files, flip, write_challenge
 
-from omnilead.data_tools.build import plan, record_index
-from omnilead.data_tools.build import shard as builder
-from omnilead.data_tools.build import shards as shard_writers
-from omnilead.data_tools.build.data_card import CARD, CROISSANT
-from omnilead.data_tools.build.record_index import RecordIndex
-from omnilead.data_tools.build.roles import RoleSources
-from omnilead.data_tools.build.verify import MAX_FINDINGS, verify
 from omnilead.data_tools.dataset import COLUMNS as SCHEMA
 from omnilead.data_tools.dataset import CROP_BYTES, Dataset, fingerprint
 from omnilead.data_tools.ecg.crops import prepare_crop
 from omnilead.data_tools.io.errors import DatasetError
+from omnilead.data_tools.sharding import plan, record_index
+from omnilead.data_tools.sharding import shard as builder
+from omnilead.data_tools.sharding import shards as shard_writers
+from omnilead.data_tools.sharding.data_card import CARD, CROISSANT
+from omnilead.data_tools.sharding.record_index import RecordIndex
+from omnilead.data_tools.sharding.roles import RoleSources
+from omnilead.data_tools.sharding.verify import MAX_FINDINGS, verify
 from omnilead.data_tools.sources.detect import open_sources
 from tests.tables import tabulated
 

@@ -9,12 +9,12 @@ import pytest
 from handmade import build, files, flip
 from listed import dies_at_once, listed, remove_listed
 
-from omnilead.data_tools.build.finishing import rejects_of
-from omnilead.data_tools.build.removal import remove
-from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES, Dataset
 from omnilead.data_tools.io.errors import DataError
 from omnilead.data_tools.io.storage import LocalFolder
+from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.removal import remove
+from omnilead.data_tools.sharding.verify import verify
 
 pytestmark = pytest.mark.usefixtures("small_shards")
 
@@ -144,7 +144,7 @@ def test_nothing_is_left_of_an_append_that_was_killed_and_given_up(
     made = listed(tmp_path, a=("ptb-xl", "one", 1))
     was = files(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(f"omnilead.data_tools.build.{at}", dies_at_once)
+        patch.setattr(f"omnilead.data_tools.sharding.{at}", dies_at_once)
         with pytest.raises(KeyboardInterrupt):
             listed(tmp_path, append=True, b=("ptb-xl", "two", 2))
     assert "not a part of the dataset" in str(verify(made))
@@ -160,7 +160,7 @@ def test_whoever_is_removed_next_a_killed_removal_ends(deleted, tmp_path, monkey
     out = tmp_path / "out"
     listed(out, **{f"r{i}": ("ptb-xl", f"who{i}", i) for i in range(3)})
     with monkeypatch.context() as patch:
-        patch.setattr("omnilead.data_tools.build.removal.remove_traces", dies_at_once)
+        patch.setattr("omnilead.data_tools.sharding.removal.remove_traces", dies_at_once)
         with pytest.raises(KeyboardInterrupt):
             remove_listed(out, "who0")
     assert "versions/1: not a part of the dataset" in str(verify(Dataset.open(str(out))))

@@ -8,7 +8,7 @@ import wfdb
 from handmade import dat, ecg, header, write_files
 from twins import FORMATS, crop_facts, read, write_wfdb
 
-from omnilead.data_tools.__main__ import main
+from omnilead.__main__ import main
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder

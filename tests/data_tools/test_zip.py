@@ -18,9 +18,8 @@ from handmade import (
 )
 from twins import EXAMS, write_code15, write_mimic, write_ptbxl, write_wfdb
 
-from omnilead.data_tools.build import plan
-from omnilead.data_tools.extras.hospital.files import HospitalFiles
 from omnilead.data_tools.io.errors import ReadError, StorageError
+from omnilead.data_tools.sharding import plan
 from omnilead.data_tools.sources import zip_folder
 from omnilead.data_tools.sources.zip_folder import archive_folder, folder_or_zip
 from tests.tables import tabulated
@@ -76,9 +75,9 @@ def test_same_bytes_as_unpacked(layout, top, method, shell, tmp_path):
     # What unpacking makes, called as the zip; a zip of a folder of its own name is this folder
     root = tmp_path / "x"
     shutil.copytree(tmp_path / "made", root if top in ("", "x") else root / top)
-    build(root, tmp_path / "right", HospitalFiles)
+    build(root, tmp_path / "right")
     shutil.rmtree(root)
-    build(tmp_path / "x.zip", tmp_path / "out", HospitalFiles)
+    build(tmp_path / "x.zip", tmp_path / "out")
     assert files(tmp_path / "out") == files(tmp_path / "right")
     shell.verify(tmp_path / "out", tmp_path / "x.zip")
 
@@ -91,16 +90,16 @@ def test_zips_in_a_folder_are_folders(tmp_path):
     (tmp_path / "zips").mkdir()
     for path in tmp_path.glob("*.zip"):
         path.rename(tmp_path / "zips" / path.name)
-    build(tmp_path / "unpacked", tmp_path / "right", HospitalFiles)
-    build(tmp_path / "zips", tmp_path / "out", HospitalFiles)
+    build(tmp_path / "unpacked", tmp_path / "right")
+    build(tmp_path / "zips", tmp_path / "out")
     assert files(tmp_path / "out") == files(tmp_path / "right")
     write_plain(tmp_path / "plain" / "a")
     write_plain(tmp_path / "plain" / "c")
     shutil.copytree(tmp_path / "plain", tmp_path / "mixed")
     zipped(tmp_path / "mixed" / "a", tmp_path / "mixed" / "a.zip")
     shutil.rmtree(tmp_path / "mixed" / "a")
-    build(tmp_path / "plain", tmp_path / "right2", HospitalFiles)
-    build(tmp_path / "mixed", tmp_path / "out2", HospitalFiles)
+    build(tmp_path / "plain", tmp_path / "right2")
+    build(tmp_path / "mixed", tmp_path / "out2")
     assert files(tmp_path / "out2") == files(tmp_path / "right2")
 
 

@@ -19,15 +19,15 @@ from pathlib import Path
 import pytest
 from handmade import build, expect_wrong_roles, files, without_roles
 
-from omnilead.data_tools.__main__ import main
-from omnilead.data_tools.build import plan
-from omnilead.data_tools.build import shards as shard_writers
-from omnilead.data_tools.build.finishing import rejects_of
-from omnilead.data_tools.build.removal import remove
-from omnilead.data_tools.build.verify import verify
+from omnilead.__main__ import main
 from omnilead.data_tools.dataset import META, Dataset
 from omnilead.data_tools.io.errors import DatasetError
 from omnilead.data_tools.io.storage import LocalFolder
+from omnilead.data_tools.sharding import plan
+from omnilead.data_tools.sharding import shards as shard_writers
+from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.removal import remove
+from omnilead.data_tools.sharding.verify import verify
 from tests import unsynced  # noqa: F401
 from tests.forks import at_functions, death_at, fork, import_all, members
 from tests.waiting import until

@@ -15,14 +15,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
+from omnilead.downstream.tasks.classifier import Classifier
+from omnilead.downstream.tasks.config import TaskConfig, TaskKind
 from omnilead.engine.data.augmenter import Augmenter
 from omnilead.engine.data.order import Places
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.files import CONFIGS
-from omnilead.engine.tasks.classifier import Classifier
-from omnilead.engine.tasks.config import TaskConfig, TaskKind
 from omnilead.engine.training.config import load
 from omnilead.engine.training.optimizer import GuardedAdamW
 

@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
+from omnilead.downstream.tasks.config import FinetuneConfig
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import CONFIGS
-from omnilead.engine.tasks.config import FinetuneConfig
 from omnilead.engine.training.config import (
     Config,
     build,

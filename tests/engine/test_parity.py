@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from omnilead.engine.extras.interop.fairseq import (
+from omnilead.downstream.interop.fairseq import (
     from_theirs,
     names,
     settings,

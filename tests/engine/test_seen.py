@@ -17,23 +17,23 @@ from handmade import ecg
 from ranks import finetune, pretrain
 
 import omnilead
-from omnilead.data_tools.build.removal import remove
-from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.storage import LocalFolder
+from omnilead.data_tools.sharding.removal import remove
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.sources.detect import open_sources
+from omnilead.downstream.interop.hub import published
+from omnilead.downstream.tasks.config import TaskConfig
+from omnilead.downstream.tasks.labels import read_task
 from omnilead.engine.data import seen
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.patients import patient_ids, validation_split
-from omnilead.engine.extras.interop.hub import published
 from omnilead.engine.model.folder import document_of, seal
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.labels import read_task
 from tests.conftest import save_probed
-from tests.engine.evaluate.conftest import quick  # noqa: F401
+from tests.downstream.evaluate.conftest import quick  # noqa: F401
 
 ALL = {"plan": "all", "quiet": True}
 SEEN = re.compile(

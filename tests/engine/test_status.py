@@ -11,6 +11,8 @@ import time
 import fsspec
 import pytest
 
+from omnilead.__main__ import main
+from omnilead.downstream.after_training import AFTER
 from omnilead.engine import status
 from omnilead.engine.settings.run_files import LOCK, METRICS, PROMETHEUS, VALIDATION
 from omnilead.engine.training.loggers import write_gauges
@@ -114,6 +116,21 @@ def test_a_damaged_run_is_one_line(run, capsys, name, content, says):
     assert status.main([str(run)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("omnilead status: ") and says in err and err.count("\n") == 1
+
+
+def test_the_report_is_one_page(run, capsys):
+    assert main(["status", str(run), "--html"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{run / 'report.html'}\nrun ") and (run / "report.html").is_file()
+    (run / METRICS).write_text('{"step": 1}\n')  # too little for the screen
+    (run / "report.html").unlink()
+    assert main(["status", str(run), "--html"]) == 2 and (run / "report.html").is_file()
+    for arguments, handed, says in (
+        ([str(run), "--html"], None, "omnilead.downstream, which is not here"),
+        (["s3://bucket/run", "--html"], AFTER, "give its working folder"),
+    ):
+        assert status.main(arguments, handed) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_a_reader_who_leaves_is_no_error(run):

@@ -6,8 +6,8 @@ import pytest
 from shards_made import make_dataset
 from staged import CROPS, room
 
-from omnilead.data_tools.build import shards as shard_writers
 from omnilead.data_tools.io import storage
+from omnilead.data_tools.sharding import shards as shard_writers
 from omnilead.engine.data import staging
 from omnilead.engine.data.staging import Staging
 

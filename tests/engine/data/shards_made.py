@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from omnilead.data_tools.build import shards as shard_writers
-from omnilead.data_tools.build.shards import TarWriter
 from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
 from omnilead.data_tools.ecg.crops import SPEC
 from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sharding import shards as shard_writers
+from omnilead.data_tools.sharding.shards import TarWriter
 
 
 def make_dataset(root, shards, crops=4, seed=0, zarr=False, distinct=None):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from loading import BACKENDS, CPU, loader, some
 
-from omnilead.data_tools.dataset import LEADS
+from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.engine.data import augmenter
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.threekg import ThreeKG

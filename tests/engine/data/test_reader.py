@@ -24,8 +24,8 @@ import zarr
 from handmade import flip
 from shards_made import Batch, batches, crops_of, make_dataset, read, take_all, tar_path
 
-from omnilead.data_tools.build import shards as shard_writers
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
+from omnilead.data_tools.sharding import shards as shard_writers
 from omnilead.engine.data import reader as module
 from omnilead.engine.data.reader import CropReader, read_ahead
 from omnilead.engine.data.staging import Staging

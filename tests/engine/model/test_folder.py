@@ -9,7 +9,7 @@ import pytest
 from safetensors import SafetensorError
 
 import omnilead
-from omnilead.engine import convert, embed, evaluate, finetune
+from omnilead.downstream import convert, embed, evaluate, finetune
 from omnilead.engine.model import folder as folders
 from omnilead.engine.model.folder import CONFIG, PREPROCESSING, SHA256, WEIGHTS, LoadError
 

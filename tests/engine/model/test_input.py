@@ -15,9 +15,9 @@ from scipy.signal import butter, resample_poly, sosfiltfilt
 
 import omnilead
 from omnilead.__main__ import main
+from omnilead.downstream.reports import run_report
 from omnilead.engine.data.augmenter import crop_key
 from omnilead.engine.data.loader import Loader
-from omnilead.engine.extras.reports import run_report
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.counter import RandomStream, uniform
 from omnilead.engine.settings.errors import ConfigError
@@ -27,7 +27,7 @@ from omnilead.engine.training.continuing import read_weights
 from omnilead.engine.training.inputs import PretrainInputs
 from omnilead.engine.training.read_settings import read_settings
 from tests.conftest import save_model
-from tests.engine.evaluate.conftest import quick  # noqa: F401
+from tests.downstream.evaluate.conftest import quick  # noqa: F401
 from tests.engine.training.ranks import drawn_nothing
 
 TEN = {"window_s": 10.0, "fs_hz": 100.0, "scale": "zscore"}

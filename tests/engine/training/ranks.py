@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 
 from benchmarks.measure import reserved_port
-from omnilead.engine.extras.reports import run_report
+from omnilead.__main__ import main
+from omnilead.downstream.reports import run_report
 from omnilead.engine.settings import commandline
 from omnilead.engine.settings.files import CONFIGS
 from tests.forks import started
@@ -75,7 +76,7 @@ def train(arguments, before=None):
     if before:
         before()
     command = "finetune" if "task.yaml" in " ".join(arguments) else "pretrain"
-    return importlib.import_module(f"omnilead.engine.{command}").main(arguments)
+    return main([command, *arguments])
 
 
 def without_charts(arguments, before):

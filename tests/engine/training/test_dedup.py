@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import STILL, curve, pretrain
 
-from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.settings.errors import ConfigError

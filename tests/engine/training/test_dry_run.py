@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from omnilead.engine import finetune, pretrain
+from omnilead.downstream import finetune
+from omnilead.engine import pretrain
 from omnilead.engine.data.loader import Batch, order_of
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.dry_run import activations_of, as_on_a_gpu, kept_bytes, state_bytes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import column, pretrain
 
-from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data import patients
 from omnilead.engine.data.leakage import refuse_leak

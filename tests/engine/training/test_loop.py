@@ -30,10 +30,10 @@ from ranks import (
 )
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.downstream.finetuning.task import FinetuneTask
 from omnilead.engine.data.config import HALF
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.reader import CropReader
-from omnilead.engine.finetuning.task import FinetuneTask
 from omnilead.engine.model.draws import draw, row_keys
 from omnilead.engine.model.objectives import local_loss, nt_xent
 from omnilead.engine.model.pretrainer import Pretrainer

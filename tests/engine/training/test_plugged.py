@@ -16,12 +16,12 @@ from ranks import STILL, column, curve, finetune, pretrain, rows
 from safetensors.torch import load_file
 
 import omnilead
-from omnilead.engine import embed
+from omnilead.downstream import embed
+from omnilead.downstream.interop.onnx import to_onnx
 from omnilead.engine.data import patients
 from omnilead.engine.data.augmenter import ExtraAugmentation
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.seen import LABELLED, uses
-from omnilead.engine.extras.interop.onnx import to_onnx
 from omnilead.engine.model.folder import LoadError
 from omnilead.engine.settings.commandline import overridden
 from omnilead.engine.settings.errors import ConfigError

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import omnilead
 from omnilead.data_tools.io.errors import StorageError
-from omnilead.engine.extras.reports import run_report
+from omnilead.downstream.reports import run_report
 from omnilead.engine.model import encoder, folder
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.pretrain import main

@@ -15,7 +15,7 @@ from ranks import TINY, curve, drawn_nothing, rows
 
 import omnilead
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.extras.reports import run_report
+from omnilead.downstream.reports import run_report
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.loop import Loop

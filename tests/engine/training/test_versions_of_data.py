@@ -4,11 +4,11 @@ import pytest
 from ranks import curve, pretrain
 
 from omnilead.__main__ import main
-from omnilead.data_tools.build.removal import remove
-from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.extras.synthetic.archive import synthesise
+from omnilead.data_tools.sharding.removal import remove
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
+from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.engine.data.config import LoaderConfig
 from omnilead.engine.data.loader import order_of
 from omnilead.engine.training.checkpoint_files import read_state

@@ -10,16 +10,16 @@ import pytest
 import torch
 from ranks import finetune, pretrain
 
-from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
+from omnilead.downstream.tasks.config import FinetuneConfig, TaskConfig
+from omnilead.downstream.tasks.labels import read_task
 from omnilead.engine.data import where
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import DatasetRows
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.run_files import LABELS
-from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
-from omnilead.engine.tasks.labels import read_task
 from omnilead.engine.training.checkpoint_files import read_state
 from omnilead.engine.training.config import build
 from omnilead.engine.training.distributed import Ranks

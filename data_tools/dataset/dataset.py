@@ -1,0 +1,533 @@
+"""A dataset on disk or in a bucket, and its crops.
+
+`Dataset.open` reads only dataset.json. Columns are read on demand; crops are read by offset and
+checked against their crc32c.
+
+    dataset = Dataset.open("DATASET")
+    ecg = dataset[0]    # an Ecg with ecg.signal_mv, ecg.record, ecg.age, ecg.labels
+    dataset.torch("pretrain")    # for other programs, by role; also webdataset, zarr
+    Dataset.open("DATASET", version=1)    # as it was before something was appended
+"""
+
+import hashlib
+import json
+import operator
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from typing import Any, Self
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from ..ecg.constants import CROP_BYTES, CROP_SHAPE, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
+from ..ecg.pseudonyms import Removed, key_mark
+from ..io.errors import MISSING_FILE, ChunkError, DatasetError, ReadError, one_line
+from ..io.storage import Folder, dataset_folder
+from .facts import (
+    CLASSES,
+    COLUMNS,
+    FORMAT_VERSION,
+    MAX_META,
+    META,
+    NAME_KEY,
+    NULLABLE,
+    RANGES,
+    SAMPLES,
+    STORE,
+    VERSIONS,
+    WORDS,
+    DatasetFacts,
+    Meta,
+    fingerprint,
+)
+
+GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
+
+
+@dataclass(frozen=True, eq=False)
+class Ecg:
+    """One crop of 10 s. If `halves` is 1, it is 5 s long and its second half is zero."""
+
+    row: int
+    # int16 [12, 5000], leads in the order of data_tools.ecg.constants.LEADS
+    signal_uv: np.ndarray = field(repr=False)
+    source: str
+    record: str
+    patient: str | None
+    start_s: float
+    halves: int
+    missing_leads: list[str]  # their samples are zero
+    flags: list[str]
+    pretrain: bool
+    dx_role: str | None
+    id_role: str | None
+    dx: list[str]  # SNOMED codes
+    labels: list[str]  # names from CLASSES
+    age: float | None
+    sex: str | None
+    fs_source_hz: float
+
+    @property
+    def signal_mv(self) -> np.ndarray:
+        return self.signal_uv.astype(np.float32) / 1000
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A sequence of `Ecg`, one per crop."""
+
+    root: Folder
+    meta: dict[str, Any]
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        anonymous: bool = False,
+        version: int | str | None = None,
+        begun_with: Sequence[str] = (),
+    ) -> Self:
+        """`version`: its number or its fingerprint; None: the newest, or the one of which
+        `begun_with` has the fingerprint."""
+        newest = cls._with_meta(dataset_folder(url, anonymous), META)
+        for earlier in newest.earlier:
+            if earlier in begun_with:
+                version = earlier
+        return newest if version is None else newest.in_version(version)
+
+    def in_version(self, version: int | str) -> Self:
+        """This dataset in another version."""
+        if version in (self.version, self.fingerprint):
+            return self
+        number = self.earlier.index(version) + 1 if version in self.earlier else version
+        if number not in range(self.oldest, self.version):
+            raise DatasetError(
+                f"{self.root.url}: version {number} cannot be opened or trained on, only "
+                f"{self.oldest} to {self.version} (removing patients deletes earlier ones): use the "
+                "newest, and --out NEW for a run"
+            )
+        return self._with_meta(self.root, f"{VERSIONS}/{number}/{META}")
+
+    @classmethod
+    def _with_meta(cls, root: Folder, name: str) -> Self:
+        """`name`: that of dataset.json."""
+        url = root.url
+        try:
+            meta = json.loads(root.read(name, MAX_META))
+            # a half of a surrogate pair is no character, and cannot be written again
+            json.dumps(meta, ensure_ascii=False).encode()
+        except ReadError as error:
+            why = str(error)
+            if error.reason == MISSING_FILE and name == META:
+                why = (
+                    f"no {META} (not a dataset, or an unfinished one: `omnilead shard SRC --out "
+                    "DATASET` makes or finishes it)"
+                )
+                if not root.remote and not os.path.exists(url):
+                    why = (
+                        "does not exist: give a dataset's folder (`omnilead shard SRC --out "
+                        "DATASET` makes one)"
+                    )
+            raise DatasetError(f"{url}: {why}") from None
+        except (ValueError, RecursionError) as error:
+            raise DatasetError(
+                one_line(f"{url}/{name}: not JSON ({error}): restore the file")
+            ) from None
+        version = meta.get("format_version") if isinstance(meta, dict) else None
+        if version != FORMAT_VERSION:
+            raise DatasetError(
+                f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use a "
+                "matching version"
+            )
+        if meta.get("fingerprint") != fingerprint(meta):
+            raise DatasetError(
+                f"{url}/{name}: the fingerprint does not match the contents: edited by hand? "
+                "restore the file"
+            )
+        try:
+            DatasetFacts.model_validate(meta)
+        except ValidationError as error:
+            wrong = error.errors()[0]["loc"][0]
+            raise DatasetError(
+                f"{url}/{name}: {wrong} is not valid in version {FORMAT_VERSION}: restore the file"
+            ) from None
+        counts = {shard["name"]: shard["crops"] for shard in meta["shards"]}
+        stored = len(meta["shards"]), sum(shard["crops"] for shard in meta["shards"])
+        if stored != (len(counts), meta["crops"] if counts else 0) or (
+            "tar" in meta["formats"]
+        ) != bool(counts):
+            facts = (
+                f"{stored[0]} shards with {stored[1]} crops, {meta['crops']} crops in all, "
+                f"formats {meta['formats']}"
+            )
+            raise DatasetError(f"{url}/{name}: contradicts itself ({facts}): restore the file")
+        return cls(root, Meta(meta))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Dataset, (self.root, self.meta)  # without cached values
+
+    def __hash__(self) -> int:
+        return hash((self.root.url, self.fingerprint))
+
+    def __len__(self) -> int:
+        return int(self.meta["crops"])
+
+    def __repr__(self) -> str:
+        records = sum(source["records"]["used"] for source in self.meta.get("sources", ()))
+        formats = " and ".join(self.meta["formats"])
+        return (
+            f"Dataset({self.root.url!r}: {len(self):,} crops of {records:,} records, {formats}, "
+            f"{self.fingerprint[:8]})"
+        )
+
+    def __getitem__(self, row: int) -> Ecg:
+        row = operator.index(row)
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row}: {self.root.url} has crops 0 to {len(self) - 1}")
+        row %= len(self)
+        group = int(np.searchsorted(self._group_begins, row, side="right")) - 1
+        facts = self._group(group).slice(row - self._group_begins[group], 1).to_pylist()[0]
+        facts["labels"] = label_names(facts["labels"])
+        return Ecg(row, self.read(row), **facts)
+
+    def __iter__(self) -> Iterator[Ecg]:
+        return map(self.__getitem__, range(len(self)))
+
+    @property
+    def fingerprint(self) -> str:
+        return str(self.meta["fingerprint"])
+
+    @property
+    def minor(self) -> int:
+        """The minor version of its format."""
+        return int(self.meta.get("format_minor", 0))
+
+    @property
+    def version(self) -> int:
+        return len(self.meta.get("versions", ())) or 1
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that can be opened: a removal ends those before it."""
+        versions = enumerate(self.meta.get("versions", ()), 1)
+        removals = (number for number, facts in versions if facts["what"] == "remove")
+        return max(removals, default=1)
+
+    @property
+    def earlier(self) -> list[str]:
+        """The fingerprints of the versions before this one."""
+        return [facts["fingerprint"] for facts in self.meta.get("versions", ())[:-1]]
+
+    def place(self, name: str) -> str:
+        """Where a table lies: those of an earlier version were kept."""
+        kept = f"{VERSIONS}/{self.version}/{name}"
+        return kept if self.root.exists(kept) else name
+
+    @property
+    def shards(self) -> list[dict[str, Any]]:
+        return list(self.meta["shards"])
+
+    @property
+    def synthetic_crops(self) -> int:
+        crops = 0
+        for source in self.meta.get("sources", ()):
+            if source["name"].startswith(SYNTHETIC):
+                crops += source["crops"]
+        return crops
+
+    @cached_property
+    def public_sources(self) -> set[str]:
+        """Published archives, by name and licence, and synthetic ones."""
+        public = set()
+        for source in self.meta.get("sources", ()):
+            name = source["name"]
+            published = PUBLIC.get(name.removeprefix(SYNTHETIC))
+            if published and (name.startswith(SYNTHETIC) or source["licence"] == published):
+                public.add(name)
+        return public
+
+    def is_public(self, part: pa.RecordBatch) -> np.ndarray:
+        """Whether the name of each crop's patient, or of its record if the patient is unknown, is no
+        secret: an archive that names no patients got their ids from a table of the user."""
+        name_patients = [
+            name for name in self.public_sources if name.removeprefix(SYNTHETIC) in PUBLIC_PATIENTS
+        ]
+        is_known = pc.fill_null(pc.not_equal(part["patient"], ""), False)
+        of_patients = pc.is_in(part["source"], pa.array(name_patients, pa.string()))
+        of_records = pc.is_in(part["source"], pa.array(sorted(self.public_sources), pa.string()))
+        return np.asarray(pc.if_else(is_known, of_patients, of_records))
+
+    @cached_property
+    def name_key(self) -> bytes | None:
+        """The secret key under which models, and `removed` in dataset.json, keep hashes of names; None if all
+        names are public. It lies where the names are: samples.parquet states that of an earlier version,
+        else it is a hash of that file and of the shards, so that the same archives give the same bytes."""
+        with self._arrow_errors():
+            stated = self._samples.fragments[0].physical_schema.metadata or {}
+        if NAME_KEY in stated:
+            return bytes(stated[NAME_KEY][:64])  # the longest key of BLAKE2b
+        sources = {source["name"] for source in self.meta.get("sources", ())}
+        owners = self.parts(["source", "patient"])
+        if (
+            sources
+            and sources <= self.public_sources
+            and all(self.is_public(part).all() for part in owners)
+        ):
+            return None
+        key = blake2b(self._samples_bytes, key=NAME_KEY, digest_size=32)
+        key.update(json.dumps(self.shards).encode())
+        return key.hexdigest().encode()
+
+    @property
+    def name_mark(self) -> str | None:
+        """Identifies the key of its pseudonyms, else its name_key, without disclosing it."""
+        return self.meta.get("pseudonyms") or key_mark(self.name_key)
+
+    @property
+    def removed(self) -> Removed:
+        return Removed(frozenset(self.meta.get("removed", ())), self.name_key)
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Rows of samples.parquet in shard order. Local files are memory-mapped; only the given
+        columns are decoded."""
+        with self._arrow_errors():
+            table = self._samples.read(columns)
+        self._check(table)
+        if "shard" in table.column_names and self.shards:
+            counts = [shard["crops"] for shard in self.shards]
+            numbers = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+            if not np.array_equal(table["shard"], numbers):
+                raise self._wrong(f"shard differs from the shards in {META}")
+        return table
+
+    def _check(self, table: pa.Table | pa.RecordBatch) -> None:
+        """A DatasetError if a column has values that version 1 does not have: the file may be anyone's."""
+        for name in table.column_names:
+            column = table[name]
+            if name not in NULLABLE and column.null_count:
+                raise self._wrong(f"{name} is missing in some rows")
+            try:
+                column.validate(full=True)
+            except pa.ArrowInvalid:
+                raise self._wrong(f"{name} has text that is not UTF-8") from None
+            if pa.types.is_nested(column.type) and pc.list_flatten(column).null_count:
+                raise self._wrong(f"{name} has a list with a missing value")
+            if name in RANGES:
+                low, high = RANGES[name]
+                values = column.to_numpy()
+                if not ((values >= low) & (values <= high)).all():
+                    raise self._wrong(f"{name} is not always from {low:g} to {high:g}")
+            if name in WORDS and not set(column.drop_null().unique().to_pylist()) <= set(
+                WORDS[name]
+            ):
+                raise self._wrong(f"{name} is not always one of {', '.join(WORDS[name])}")
+
+    def _wrong(self, why: str) -> DatasetError:
+        return DatasetError(f"{self.root.url}/{SAMPLES}: {why}: build the dataset again")
+
+    @property
+    def stored_columns(self) -> list[str]:
+        """The columns of samples.parquet, which may be others than those of this version."""
+        with self._arrow_errors():
+            return list(self._samples.fragments[0].physical_schema.names)
+
+    def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The rows of `table`, batch by batch."""
+        with self._arrow_errors():
+            for group in self._samples.fragments[0].split_by_row_group():
+                for batch in group.to_table(COLUMNS, list(columns)).to_batches():
+                    self._check(batch)
+                    yield batch
+
+    @cached_property
+    def _group_begins(self) -> np.ndarray:
+        """The first row of each row group of samples.parquet."""
+        with self._arrow_errors():
+            return np.cumsum(
+                [0, *(group.num_rows for group in self._samples.fragments[0].row_groups[:-1])]
+            )
+
+    @cached_property
+    def _group(self) -> Any:
+        columns = [name for name in COLUMNS.names if name in Ecg.__annotations__]
+        fragment = self._samples.fragments[0]
+
+        @lru_cache(GROUPS_KEPT)
+        def read(group: int) -> pa.Table:
+            with self._arrow_errors():
+                table = fragment.subset(row_group_ids=[group]).to_table(COLUMNS, columns)
+            self._check(table)
+            return table
+
+        return read
+
+    @cached_property
+    def _samples(self) -> pq.ParquetDataset:
+        source = pa.BufferReader(self._samples_bytes)
+        return pq.ParquetDataset(source, memory_map=True, schema=COLUMNS)
+
+    @cached_property
+    def _samples_bytes(self) -> pa.Buffer:
+        """samples.parquet, checked by sha256, since parquet misses some flipped bits. A remote file
+        stays in memory."""
+        facts = self.meta["samples"]
+
+        def right(data: Any) -> bool:
+            return bool(hashlib.sha256(data).hexdigest() == facts["sha256"])
+
+        if self.root.remote:
+            remote, name = b"", SAMPLES
+            with suppress(ReadError):  # the newest version needs no further request
+                remote = self.root.read(SAMPLES, facts["bytes"])
+            if not right(remote):
+                name = self.place(SAMPLES)
+                remote = self.root.read(name, facts["bytes"])
+            data = pa.py_buffer(remote)
+        else:  # stays this file when another version takes its place
+            name = self.place(SAMPLES)
+            data = pa.memory_map(f"{self.root.url}/{name}").read_buffer()
+        if not right(data):
+            raise DatasetError(f"{self.root.url}/{name}: fails its sha256: restore the file")
+        self._check_columns(pq.read_metadata(pa.BufferReader(data)), name)
+        return data
+
+    def _check_columns(self, facts: pq.FileMetaData, name: str) -> None:
+        """A DatasetError if the table has another number of rows or a column of another type."""
+        file = f"{self.root.url}/{name}"
+        if facts.num_rows != len(self):
+            raise DatasetError(
+                f"{file}: {facts.num_rows} rows, {len(self)} expected: restore the file"
+            )
+        for column in facts.schema.to_arrow_schema():
+            index = COLUMNS.get_field_index(column.name)
+            if index >= 0 and column.type != COLUMNS.field(index).type:
+                raise DatasetError(
+                    f"{file}: {column.name} is {column.type}, not {COLUMNS.field(index).type}: restore the file"
+                )
+
+    @contextmanager
+    def _arrow_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except pa.ArrowMemoryError:
+            raise
+        except (OSError, pa.ArrowException, ReadError) as error:
+            why = "missing" if isinstance(error, FileNotFoundError) else error
+            file = f"{self.root.url}/{self.place(SAMPLES)}"
+            raise DatasetError(one_line(f"{file}: {why}: restore the file")) from None
+
+    def column(self, name: str) -> np.ndarray:
+        values: np.ndarray = self.table([name])[name].to_numpy()
+        return values
+
+    @property
+    def labels(self) -> np.ndarray:
+        """bool [crops, 26]: which diagnoses in CLASSES each crop's record has."""
+        column = self.table(["labels"])["labels"].combine_chunks().flatten()
+        values: np.ndarray = column.to_numpy(zero_copy_only=False)
+        return values.reshape(len(self), len(CLASSES))
+
+    @cached_property
+    def addresses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Shard, offset and crc32c of every crop, 16 bytes per crop."""
+        table = self.table(["shard", "offset", "crc32c"])
+        return tuple(table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
+
+    def select(
+        self, pretrain: bool | None = None, dx: str | None = None, identity: str | None = None
+    ) -> np.ndarray:
+        """Rows with a role: select(dx="test"), select(pretrain=True),
+        select(identity="gallery")."""
+        keep = np.ones(len(self), bool)
+        for name, role in (("pretrain", pretrain), ("dx_role", dx), ("id_role", identity)):
+            if role is not None:
+                keep &= self.column(name) == role
+        return np.flatnonzero(keep)
+
+    def read(self, row: int, check: bool = True) -> np.ndarray:
+        """One crop, int16 [12, 5000] in microvolts."""
+        row = range(len(self))[row]
+        shard, offset, crc = (int(column[row]) for column in self.addresses)
+        return self.read_at(row, shard, offset, crc if check else None)
+
+    def read_at(self, row: int, shard: int, offset: int, crc: int | None) -> np.ndarray:
+        """The crop of a row, whose address is known; its crc32c is checked unless it is None."""
+        name = STORE if shard < 0 else f"shards/{self.shards[shard]['name']}"
+        try:
+            if shard < 0:
+                crop = np.empty(CROP_SHAPE, "<i2")
+                self.chunks.read(row, crop)
+                data = crop.tobytes()
+            else:
+                data = self.root.read_range(name, offset, CROP_BYTES)
+        except (OSError, ValueError, ChunkError) as error:
+            raise DatasetError(
+                one_line(f"{self.root.url}/{name}: crop {row}: {error}: restore the file")
+            ) from None
+        if crc not in (None, google_crc32c.value(data)):
+            raise DatasetError(
+                f"{self.root.url}/{name}: crop {row} at byte {offset} fails its crc32c: restore "
+                "the file"
+            )
+        return np.frombuffer(data, "<i2").reshape(CROP_SHAPE)
+
+    def torch(self, role: str, labels: str | Sequence[str] | None = None) -> Any:
+        """The crops of a role as a map-style dataset of (x, y) for PyTorch: float32 millivolts [12,
+        5000], and labels, by name or from a CSV or parquet table; without labels y is the row."""
+        from .other_programs import Crops
+
+        return Crops(self, role, labels)
+
+    def webdataset(self, role: str, **options: Any) -> Any:
+        """The crops of a role as a webdataset.WebDataset, which `options` are for."""
+        from .other_programs import web_dataset
+
+        return web_dataset(self, role, options)
+
+    def zarr(self) -> Any:
+        """All crops as a zarr.Array; those of a role are at the rows that `select` returns."""
+        from .other_programs import zarr_array
+
+        return zarr_array(self, STORE)
+
+    def features(self) -> Any:
+        """The datasets.Features of the shards, for load_dataset of Hugging Face."""
+        from .other_programs import features
+
+        return features(COLUMNS)
+
+    @cached_property
+    def chunks(self) -> Any:
+        """The zarr copy, crop by crop: `chunks.read(row, out)`."""
+        from .zarr_reader import Chunks
+
+        return Chunks(self.root, STORE, len(self))
+
+
+def flagged(table: pa.Table, names: Sequence[str]) -> np.ndarray:
+    """A mask of the rows of samples.parquet that have one of these flags; `flat`: of any lead."""
+    flags = table["flags"].combine_chunks()
+    has_flag = np.zeros(len(table), bool)
+    rows = np.asarray(pc.list_parent_indices(flags))
+    kinds = pc.replace_substring_regex(pc.list_flatten(flags), ":.*", "")
+    has_flag[rows[np.asarray(pc.is_in(kinds, pa.array(names, pa.string())))]] = True
+    return has_flag
+
+
+def label_names(labels: list[bool]) -> list[str]:
+    return [name for name, has in zip(CLASSES, labels, strict=True) if has]
+
+
+def waveform(crop: np.ndarray) -> tuple[int, int]:
+    """(crc32c of the crop, its waveform hash)."""
+    limb, chest = crop[: len(LEADS) // 2], crop[len(LEADS) // 2 :]
+    first = google_crc32c.value(limb)
+    return google_crc32c.extend(first, chest), first << 32 | google_crc32c.value(chest)

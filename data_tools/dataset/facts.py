@@ -1,0 +1,142 @@
+"""What dataset.json and samples.parquet hold in format version 1."""
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
+from pydantic import BaseModel, Field, NonNegativeInt, field_validator
+
+from ..ecg.constants import ABBREVIATIONS, LEADS
+from ..io.errors import DatasetError
+
+FORMAT_VERSION = 1
+# 1: roles and label names in the JSON of the shards, attributes in the zarr copy. 0 has neither
+FORMAT_MINOR = 1
+CLASSES = ABBREVIATIONS  # the columns of `labels`
+SHARD_CROPS = 1024
+META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
+VERSIONS = "versions"
+MAX_META = 256 * 2**20
+NAME_KEY = b"omnilead name key"  # in the metadata of samples.parquet
+
+COLUMNS = pa.schema(
+    [
+        # -1 in a dataset with zarr only, where the row number is the address
+        ("shard", pa.int32()),
+        ("offset", pa.int64()),
+        ("crc32c", pa.uint32()),
+        # crc32c of the limb leads, then of the chest leads: equal for equal waveforms
+        ("waveform", pa.uint64()),
+        ("source", pa.string()),
+        ("record", pa.string()),
+        ("patient", pa.string()),
+        ("start_s", pa.float64()),
+        ("halves", pa.uint8()),
+        ("missing_leads", pa.list_(pa.string())),
+        ("flags", pa.list_(pa.string())),
+        ("pretrain", pa.bool_()),
+        ("dx_role", pa.string()),
+        ("id_role", pa.string()),
+        ("dx", pa.list_(pa.string())),
+        ("labels", pa.list_(pa.bool_(), 26)),
+        ("age", pa.float32()),
+        ("sex", pa.string()),
+        ("fs_source_hz", pa.float64()),
+    ]
+)
+NULLABLE = ("patient", "dx_role", "id_role", "age", "sex")
+RANGES = {"offset": (-1, 2**62), "start_s": (0, 1e9), "halves": (1, 2), "fs_source_hz": (1e-3, 1e9)}
+WORDS = {  # of a column that holds no others
+    "dx_role": ("train", "valid", "test"),
+    "id_role": ("train", "valid", "gallery", "probe"),
+}
+MAX_CROPS = 2**32
+Crops = Annotated[int, Field(ge=0, le=MAX_CROPS)]
+
+
+class FileFacts(BaseModel, strict=True):
+    bytes: NonNegativeInt
+    sha256: str
+
+
+class ShardFacts(BaseModel, strict=True):
+    """One shard. `name` and `sha256` are used as file names, so their characters are restricted."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\.tar$")]
+    crops: Crops
+    bytes: NonNegativeInt
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class SourceFacts(BaseModel, strict=True):
+    name: str
+    licence: str
+    records: Annotated[
+        dict[Literal["seen", "used", "refused"], NonNegativeInt], Field(min_length=3)
+    ]
+    crops: Crops
+    dropped_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class RoleFacts(BaseModel, strict=True):
+    """How many crops have each role."""
+
+    pretrain: Crops = 0
+    dx: dict[str, Crops] = {}
+    id: dict[str, Crops] = {}
+
+
+class VersionFacts(BaseModel, strict=True):
+    what: Literal["shard", "append", "remove"]
+    crops: Crops
+    fingerprint: str = ""  # absent of the version that dataset.json describes
+
+
+class DatasetFacts(BaseModel, strict=True):
+    """The fields of dataset.json that readers rely on. Those with a default may be absent: not
+    every reader needs them."""
+
+    fs_hz: Literal[500]
+    leads: list[str]
+    uv_per_lsb: Annotated[float, Field(ge=1, le=1)]
+    crop_samples: Literal[5000]
+    preprocessing: dict[str, Any] = {}
+    pseudonyms: str | None = None
+    removed: list[str] = []  # marks of those who were removed
+    crops: Crops
+    samples: FileFacts
+    rejects: FileFacts | None = None
+    format_minor: int = 0
+    shards: list[ShardFacts]
+    formats: list[Literal["tar", "zarr"]]
+    seed: int = 0
+    shard_crops: Crops = SHARD_CROPS  # of all shards but the last of each version
+    plan: Literal["paper", "all", "paper-split"] = "all"
+    id_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}
+    leave_out_flags: list[str] = []
+    roles: RoleFacts = RoleFacts()
+    sources: list[SourceFacts] = []
+    versions: list[VersionFacts] = []  # up to this one; absent of the first
+
+    @field_validator("leads")
+    @classmethod
+    def _in_order(cls, leads: list[str]) -> list[str]:
+        if leads != list(LEADS):
+            raise ValueError("not the leads of version 1, in their order")
+        return leads
+
+
+class Meta(dict[str, Any]):
+    """The contents of dataset.json; a missing key raises a DatasetError that names it."""
+
+    def __missing__(self, name: str) -> Any:
+        raise DatasetError(f"{META}: {name} is missing: restore the file")
+
+
+def fingerprint(meta: dict[str, Any]) -> str:
+    """A hash of everything else in dataset.json, which includes the sha256 of every shard and
+    table."""
+    rest = {name: value for name, value in meta.items() if name != "fingerprint"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

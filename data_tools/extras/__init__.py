@@ -1,1 +1,0 @@
-"""What sharding does without: hospitals' files, synthetic archives, label tables, plots."""

@@ -1,0 +1,242 @@
+"""Make a dataset from archives, or finish an interrupted one.
+
+    omnilead shard archive --out dataset --workers 8
+
+Archives may be folders, s3:// addresses (with AWS_ENDPOINT_URL and the usual AWS credentials), a .zip
+or a folder of these, read in place.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from omnilead.data_tools.ecg.constants import CROP_FLAGS, IMPLAUSIBLE
+from omnilead.data_tools.ecg.pseudonyms import read_key
+from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_command
+from omnilead.data_tools.io.errors import DataError
+from omnilead.data_tools.io.options import Option
+from omnilead.data_tools.io.shared_options import (
+    CORES,
+    Anonymous,
+    Format,
+    Leads,
+    Paths,
+    Patients,
+    Rate,
+    Unit,
+    Workers,
+)
+from omnilead.data_tools.io.terminal import echo, interactive
+
+if TYPE_CHECKING:
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.data_tools.sharding.roles import RoleSources
+    from omnilead.data_tools.sharding.shard import ShardOptions
+    from omnilead.data_tools.sources import Source
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_options(__doc__, "shard", shard, arguments)
+    resume = ": run the same command again to continue"
+    return run_command("shard", lambda: _shard(**options), "--out", options["out"], resume)
+
+
+def shard(
+    sources: Annotated[Paths, Option("folder, .zip or s3:// address of an archive", "SRC")],
+    *,
+    out: Annotated[str | os.PathLike[str], Option("where to write the dataset", "DATASET")],
+    source: Format = "auto",
+    fs_hz: Rate = None,
+    unit: Unit = None,
+    leads: Leads = None,
+    patients: Patients = None,
+    format: Annotated[
+        Literal["tar", "zarr", "both"], Option("storage format of the samples (tar)")
+    ] = "tar",
+    shard_crops: Annotated[
+        int | None,
+        Option(
+            "crops in a tar shard (1024; with --append, as the dataset)", "N", low=1, high=16_384
+        ),
+    ] = None,
+    plan: Annotated[
+        Literal["paper", "all", "paper-split"],
+        Option(
+            "paper: roles by patient; all: all for pre-training; paper-split: roles by crop, which "
+            "leaks (paper)"
+        ),
+    ] = "paper",
+    dx_sources: Annotated[
+        Sequence[str] | None,
+        Option("sources for diagnosis train, valid and test (cpsc_2018 georgia)", "NAME"),
+    ] = None,
+    id_sources: Annotated[
+        Sequence[str] | None, Option("sources for gallery and probe (ptb-xl)", "NAME")
+    ] = None,
+    pretrain_sources: Annotated[
+        Sequence[str] | None,
+        Option("sources for pre-training, or `all` (all but ptb and st_petersburg_incart)", "NAME"),
+    ] = None,
+    leave_out_flags: Annotated[
+        str,
+        Option(
+            "leave crops with one of these flags out of pre-training: "
+            f"{', '.join(CROP_FLAGS)}, or none (implausible)",
+            "FLAG,FLAG",
+        ),
+    ] = IMPLAUSIBLE,
+    id_share: Annotated[
+        float | None,
+        Option(
+            "largest share of a source's patients in gallery and probe (0.15)",
+            "SHARE",
+            low=0,
+            high=1,
+        ),
+    ] = None,
+    seed: Annotated[int, Option("seed of the crop order and of the roles (0)", low=0)] = 0,
+    workers: Workers = None,
+    cluster: Annotated[
+        str | None,
+        Option("run on this Dask cluster instead of local processes", "tcp://HOST:8786"),
+    ] = None,
+    pseudonymize: Annotated[
+        str | None, Option("replace record and patient ids with keyed hashes", "KEYFILE")
+    ] = None,
+    anonymous: Anonymous = False,
+    append: Annotated[
+        bool,
+        Option("add the new records of SRC to DATASET, with its settings and as a new version"),
+    ] = False,
+    strict: Annotated[bool, Option("exit 2 if any record was refused")] = False,
+) -> "Dataset":
+    """Makes a dataset from archives, as `omnilead shard`, or finishes one that was interrupted.
+
+    `sources` is an archive or several. Notes go to stderr. A DataError says in one line what is wrong."""
+    from omnilead.data_tools.sharding import shard as build
+    from omnilead.data_tools.sources import detect
+
+    key = read_key(pseudonymize) if pseudonymize else None
+    opened = detect.open_archives(
+        sources,
+        source,
+        anonymous,
+        bool(key),
+        {"fs_hz": fs_hz, "unit": unit, "leads": leads},
+    )
+    dataset = _built(
+        opened,
+        build.ShardOptions(
+            os.fspath(out),
+            plan=plan,
+            seed=seed,
+            shard_crops=shard_crops,
+            format=format,
+            workers=workers or CORES,
+            cluster=cluster,
+            role_sources=_role_sources(
+                plan,
+                {"dx": dx_sources, "id": id_sources, "pretrain": pretrain_sources},
+                id_share,
+                leave_out_flags,
+            ),
+            pseudonym_key=key,
+            patients=patients,
+            quiet=not interactive(),
+            append=append,
+        ),
+    )
+    if strict:
+        _check_refused(dataset)
+    return dataset
+
+
+def _built(opened: "list[Source]", options: "ShardOptions") -> "Dataset":
+    """The dataset, with notes before and after it is made."""
+    from omnilead.data_tools.plots import notes
+    from omnilead.data_tools.sharding import shard as build
+    from omnilead.data_tools.sources import detect
+
+    private = [] if options.pseudonym_key else _privacy_notes(opened)
+    notes_before = detect.tell_notes(_notes_of(opened) + private)
+    dataset = build.shard(opened, options)
+    notes_after = _notes_of(opened)  # some are known only afterwards
+    detect.tell_notes([*notes(dataset), *notes_after], notes_before)
+    return dataset
+
+
+def _check_refused(dataset: "Dataset") -> None:
+    """With --strict, a refused record is an error."""
+    if refused := _refused(dataset):
+        url = dataset.root.url
+        raise DataError(f"--strict: {refused} records were refused: see {url}/rejects.csv")
+
+
+def _role_sources(
+    plan: str,
+    named: "dict[str, Sequence[str] | None]",
+    id_share: float | None,
+    flags: str,
+) -> "RoleSources":
+    """Which sources and crops may have which roles. `named`: by task, those that the user names."""
+    from omnilead.data_tools.sharding.roles import RoleSources
+
+    chosen: dict[str, Any] = {}
+    for task, names in named.items():
+        if names:
+            chosen[task] = tuple(sorted(set(names)))
+    if id_share is not None:
+        chosen["id_share"] = id_share
+    if plan == "all" and chosen:
+        option = "--id-share" if "id_share" in chosen else f"--{next(iter(chosen))}-sources"
+        raise DataError(
+            f"--plan all uses everything for pre-training, so {option} has no effect: use --plan "
+            "paper"
+        )
+    leave_out = [] if flags == "none" else sorted(set(flags.split(",")))
+    if unknown := [flag for flag in leave_out if flag not in CROP_FLAGS]:
+        raise DataError(
+            f"--leave-out-flags {flags}: no flag is called {unknown[0]!r}: use "
+            f"{', '.join(CROP_FLAGS)}, or none"
+        )
+    return RoleSources(**chosen, leave_out=tuple(leave_out))
+
+
+def _notes_of(sources: "list[Source]") -> list[str]:
+    notes = []
+    for source in sources:
+        notes += [*source.notes(), source.left_out]
+    return notes
+
+
+def _privacy_notes(sources: "list[Source]") -> list[str]:
+    """What in a dataset of these sources would tell who the patients are."""
+    notes = []
+    for source in sources:
+        if source.private:
+            held = f"{source.root.url}: a dataset made from it holds {source.private}"
+            notes.append(f"{held}: --pseudonymize KEYFILE replaces both")
+    return notes
+
+
+def _refused(dataset: "Dataset") -> int:
+    return sum(source["records"]["refused"] for source in dataset.meta["sources"])
+
+
+def _shard(**options: Any) -> int:
+    from omnilead.data_tools.plots import describe
+
+    started = time.monotonic()
+    strict = options.pop("strict")
+    dataset = shard(**options)
+    echo(describe(dataset))
+    refused = _refused(dataset)
+    echo(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
+    if strict:
+        _check_refused(dataset)
+    return 0
+
+
+if __name__ == "__main__":
+    run_as_omnilead("shard")

@@ -1,0 +1,125 @@
+"""Print or draw a dataset, a crop or a record; what each lead adds to a model's answer: show --why AF --help
+
+    omnilead show dataset --crop 7 --png ecg.png
+
+A record is shown as `shard` would store it, with what it would refuse or repair.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_command
+from omnilead.data_tools.io.errors import DataError, ReadError
+from omnilead.data_tools.io.options import Option
+from omnilead.data_tools.io.shared_options import Anonymous
+from omnilead.data_tools.io.terminal import echo
+
+if TYPE_CHECKING:
+    from omnilead.data_tools.sources import Source
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_options(__doc__, "show", show, arguments)
+    return run_command("show", lambda: show(**options), "--png", options["png"])
+
+
+def show(
+    what: Annotated[
+        str, Option("a dataset, a WFDB header file or a hospital's ECG file", "DATASET|RECORD")
+    ],
+    *,
+    crop: Annotated[
+        int | None, Option("show one crop of the dataset instead of the summary", "ROW", low=0)
+    ] = None,
+    anonymous: Anonymous = False,
+    png: Annotated[str | None, Option("save a figure as .png, .svg or .pdf", "FILE")] = None,
+) -> int:
+    from omnilead.data_tools import plots
+    from omnilead.data_tools.dataset import Dataset
+
+    if png:
+        file, folder = Path(png), Path(png).absolute().parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise DataError(
+                f"--png {file}: folder {folder} is missing or not writable: choose another one"
+            )
+        if file.exists() and not file.is_file():
+            raise DataError(f"--png {file}: exists and is not a regular file: choose another path")
+        plots.picture_kind(file)
+    if Path(what).is_file() or what.endswith(".hea") or ".zip/" in what:
+        if crop is not None:
+            raise DataError(f"--crop {crop}: {what} is a record, not a dataset: leave out --crop")
+        figure = record_figure(what, draw=bool(png))
+    else:
+        dataset = Dataset.open(what, anonymous)
+        if crop is None:
+            echo(plots.describe(dataset))
+            figure = plots.dataset_figure(dataset) if png else None
+        else:
+            try:
+                ecg = dataset[crop]
+            except IndexError:
+                raise DataError(
+                    f"--crop {crop}: the dataset has crops 0 to {len(dataset) - 1}"
+                ) from None
+            for name, value in vars(ecg).items():
+                if name != "signal_uv":
+                    echo(f"{name:15}{'' if value is None else value}")
+            rate_and_axis = plots.computed(ecg.signal_uv, ecg.halves, ecg.missing_leads)
+            echo(f"{'rate, axis':15}{rate_and_axis}")
+            figure = plots.plot_ecg(ecg) if png else None
+    if png:
+        plots.save(figure, png)
+        echo(f"drawn: {png}")
+    return 0
+
+
+def record_figure(path: str, draw: bool = True) -> Any:
+    import numpy as np
+
+    from omnilead.data_tools.dataset import CROP_SHAPE
+    from omnilead.data_tools.ecg.crops import HALF, prepare_crop
+    from omnilead.data_tools.ecg.resampling import FS_HZ
+    from omnilead.data_tools.plots import caption_of, computed, ecg_figure
+    from omnilead.data_tools.sources.base import read_safely
+    from omnilead.data_tools.sources.hospital_files import HospitalFiles
+    from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
+    from omnilead.data_tools.sources.zip_folder import folder_or_zip
+
+    place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")
+    if place.suffix.lower() == ".zip":
+        raise DataError(
+            f"{path} is an archive: show one of its records, {path}/FOLDER/RECORD.hea, or first "
+            f"`omnilead shard {path} --out DATASET`"
+        )
+    try:
+        kind: type[Source] = WfdbFolder if path.endswith(".hea") else HospitalFiles
+        source = kind(folder_or_zip(place.parent))
+        if isinstance(record := read_safely(source.read, place.name), ReadError):
+            raise record
+        seconds = record.signal.shape[1] / record.fs_hz
+        echo(
+            f"{place.name}: {len(record.leads)} leads, {record.fs_hz:g} Hz, {seconds:g} s, dx "
+            f"{', '.join(record.dx) or 'none'}"
+        )
+        warnings = [f"{reason}: {detail}" for reason, detail in record.warnings]
+        for warning in warnings:
+            echo(f"  {warning}")
+        crop = prepare_crop(record, 0, samples)
+    except ReadError as error:
+        raise DataError(f"{path} would be refused: {error}") from None
+    if not draw:  # matplotlib takes half a second
+        return None
+    drawn_s = crop.halves * HALF / FS_HZ
+    rate_and_axis = computed(samples, crop.halves, crop.missing)
+    echo(f"  {rate_and_axis}")
+    part = f"first {drawn_s:g} of {seconds:.3g} s" if seconds > drawn_s else ""
+    sentences = [part, rate_and_axis, *warnings, caption_of(record.age, record.sex, record.dx)]
+    caption = ". ".join(filter(None, sentences))
+    return ecg_figure(samples, crop.halves, record.name, caption, crop.missing)
+
+
+if __name__ == "__main__":
+    run_as_omnilead("show")

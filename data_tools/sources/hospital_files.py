@@ -1,0 +1,212 @@
+"""Files exported by hospitals: one ECG per file, in any mix of the FORMATS below and in any
+folders.
+
+The format is detected from a file's content. Only the signals of the twelve leads and the patient's
+id, age and sex are read: no names, dates, statements or comments. If a file has only I and II, then
+III, aVR, aVL and aVF are computed. The scale that a file states can be wrong; such records are
+listed as `implausible amplitude` in rejects.csv, and are not for pre-training.
+"""
+
+import posixpath
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from itertools import groupby
+
+import numpy as np
+
+from ..ecg.crops import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt
+from ..ecg.record import (
+    EcgRecord,
+    Header,
+    changes,
+    clean_age,
+    clean_sex,
+    hashed,
+    not_understood,
+    plain_name,
+    record_stem,
+    with_limb_leads,
+)
+from ..ecg.resampling import rate_ratio
+from ..io.errors import ReadError
+from ..io.storage import Folder, prefetch
+from .base import Source, path_name
+from .hospital import aecg, cardiosoft_xml, dicom, edf, muse_xml, philips_xml, scp
+from .hospital.base import Format, root_tag
+
+FORMATS: dict[str, Format] = {
+    "muse-xml": muse_xml.FORMAT,
+    "dicom": dicom.FORMAT,
+    "philips-xml": philips_xml.FORMAT,
+    "cardiosoft-xml": cardiosoft_xml.FORMAT,
+    "hl7-aecg": aecg.FORMAT,
+    "scp-ecg": scp.FORMAT,
+    "edf": edf.FORMAT,
+}
+HEAD_BYTES = 4096  # enough to detect the format
+MAX_BYTES = max(reader.max_bytes for reader in FORMATS.values())
+ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # files with these endings must be readable
+# What anonymised files have instead of a patient's id
+_NOBODY = (
+    "anonymous, anonymized, anonymised, anon, unknown, none, null, n/a, na, 0, -, ., ?, unk, noid, "
+    "no id, unidentified, test, not available"
+)
+NOBODY = set(_NOBODY.split(", "))
+
+
+class HospitalFiles(Source):
+    name = "hospital"
+    private = "the file names and the hospital's patient ids"
+    # Number of files left out, by ending; known once all have been looked at
+    skipped: Mapping[str, int] = {}
+
+    def __init__(self, root: Folder, only: str = "", within: tuple[str, ...] | None = None) -> None:
+        """`only`: one of FORMATS; files of others are then left out. `within`: only what is in these
+        folders (or is one of these files) and belongs to no WFDB record, because another source
+        reads these."""
+        super().__init__(root)
+        self.only, self.within = only, within
+        self.name = only or self.name
+
+    def keys(self) -> Iterator[str]:
+        names, skipped = self._names(), Counter[str]()
+        for key, is_record in (
+            prefetch(self._look, names) if self.root.remote else map(self._look, names)
+        ):
+            if is_record:
+                yield key
+            else:
+                skipped[posixpath.splitext(key)[1].lower()[:8] or "no ending"] += 1
+        self.skipped = skipped
+
+    def _names(self) -> Iterator[str]:
+        if self.within is None:
+            yield from self.root.names()
+            return
+        for place in self.within:
+            if place.lower().endswith(ENDINGS):
+                yield place
+                continue
+            for _, names in groupby(self.root.names(place), posixpath.dirname):
+                yield from _of_no_record(list(names))
+
+    def _look(self, key: str) -> tuple[str, bool]:
+        """Whether a file counts as a record, which is then read or refused."""
+        return key, (not self.only and key.lower().endswith(ENDINGS)) or bool(
+            self._format_of_file(key)
+        )
+
+    def _format_of_file(self, key: str) -> str:
+        try:
+            return self._format(self.root.read(key, HEAD_BYTES, cut=True), key)
+        except ReadError:
+            return ""
+
+    def _format(self, data: bytes, key: str) -> str:
+        head, name = data[:HEAD_BYTES], key.rpartition("/")[2]
+        known = (
+            kind
+            for kind in ([self.only] if self.only else FORMATS)
+            if FORMATS[kind].looks_like(head, name)
+        )
+        return next(known, "")
+
+    def name_for(self, key: str) -> str:
+        """A name from the file's path. A DICOM file's name is often a UID without an ending, in
+        folders named by UIDs. A name that would lose letters, brackets or its end gets a hash,
+        or different files could have the same name."""
+        stem = record_stem(key if key.lower().endswith(ENDINGS) else f"{key}.", longest=None)
+        if key.isascii() and not set("[]{}") & set(key):
+            with suppress(ReadError):  # too long
+                return path_name(key, stem)
+        return hashed(stem, key)
+
+    def source_of(self, key: str) -> str:
+        return self._format_of_file(key) or self.name
+
+    def notes(self) -> list[str]:
+        if not self.skipped:
+            return []
+        most = sorted(self.skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
+        endings = ", ".join(f"{count:,} {ending}" for ending, count in most)
+        # An ending may be a part of a name
+        shown = "" if self.root.private else f" ({endings})"
+        count = sum(self.skipped.values())
+        files = f"{count:,} file{'s' * (count > 1)} of no {self.only or 'known'} format"
+        return [f"{self.root.url}: {files} {'were' if count > 1 else 'was'} left out{shown}"]
+
+    def header(self, key: str) -> Header:
+        data = self.root.read(key, MAX_BYTES)
+        record = self._decoded(key, data)
+        return Header(
+            record.name,
+            record.source,
+            record.signal.shape[1],
+            record.fs_hz,
+            sha256(data).digest(),
+            patient=record.patient,
+        )
+
+    def read(self, key: str) -> EcgRecord:
+        return self._decoded(key, self.root.read(key, MAX_BYTES))
+
+    def _decoded(self, key: str, data: bytes) -> EcgRecord:
+        if not (kind := self._format(data, key)):
+            if not data:
+                raise ReadError("unknown format", "the file is empty: copy it again")
+            root = root_tag(data[:HEAD_BYTES])
+            raise ReadError(
+                "unknown format",
+                (f"its root is {root[:40]}: " if root else "") + f"none of {', '.join(FORMATS)}",
+            )
+        if len(data) > FORMATS[kind].max_bytes:
+            raise ReadError(
+                "file too large", f"{len(data)} bytes of {kind}, {FORMATS[kind].max_bytes} at most"
+            )
+        decoded = FORMATS[kind].decode(data)
+        signals = with_limb_leads({lead: uv for lead, uv in decoded.signals.items() if changes(uv)})
+        if len({len(uv) for uv in signals.values()}) != 1:
+            raise ReadError(
+                "sample count",
+                "the leads have different lengths" if signals else "no lead was measured",
+            )
+        leads, fs_hz = np.array(list(signals.values())), decoded.fs_hz
+        rate_ratio(fs_hz)  # refuses unsupported rates
+        age = None if isinstance(decoded.age, str) else clean_age(decoded.age)
+        sex = clean_sex(decoded.sex)
+        unread = not_understood({"age": decoded.age, "sex": decoded.sex}, age=age, sex=sex)
+        warnings = (*decoded.warnings, *unread)
+        if doubt := amplitude_doubt(leads, fs_hz):
+            doubt += ": is the scale in the file right?"
+            warnings = (*warnings, (IMPLAUSIBLE_AMPLITUDE, doubt))
+        return EcgRecord(
+            self.name_for(key),
+            leads,
+            fs_hz,
+            tuple(signals),
+            "uV",
+            source=kind,
+            patient=_patient(decoded.patient),
+            age=age,
+            sex=sex,
+            warnings=warnings,
+        )
+
+
+def _of_no_record(names: Sequence[str]) -> Iterator[str]:
+    """The files of a folder without its WFDB headers and what lies beside these under the same
+    name: of 10^5 records none is opened only to see that it is no DICOM file."""
+    headers = {name.removesuffix(".hea") for name in names if name.endswith(".hea")}
+    for name in names:
+        if name.lower().endswith(ENDINGS) or posixpath.splitext(name)[0] not in headers:
+            yield name
+
+
+def _patient(text: str | None) -> str | None:
+    """A patient's id; None if it says nothing, or all anonymised files would be of one patient."""
+    text = (text or "").strip()
+    if not text or text.lower() in NOBODY or len(set(text)) < 2 <= len(text):
+        return None
+    return plain_name(text)

@@ -1,0 +1,104 @@
+"""Check a dataset; exit 0 only if there are no findings.
+
+    omnilead verify dataset --archive archive
+
+Every byte, row and role is checked, and with --archive the archive's samples too.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from omnilead.data_tools.ecg.pseudonyms import read_key
+from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_command
+from omnilead.data_tools.io.errors import DataError, printable
+from omnilead.data_tools.io.options import Option
+from omnilead.data_tools.io.shared_options import (
+    CORES,
+    Anonymous,
+    DatasetPath,
+    Format,
+    Leads,
+    Paths,
+    Patients,
+    Rate,
+    Unit,
+    Workers,
+)
+from omnilead.data_tools.io.terminal import echo, interactive
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_options(__doc__, "verify", verify, arguments)
+    return run_command("verify", lambda: _verify(**options))
+
+
+def verify(
+    dataset: DatasetPath,
+    *,
+    archive: Annotated[
+        Paths, Option("compare with the archives that it was made from", "SRC")
+    ] = (),
+    source: Format = "auto",
+    fs_hz: Rate = None,
+    unit: Unit = None,
+    leads: Leads = None,
+    patients: Patients = None,
+    fast: Annotated[
+        bool, Option("check structure, tables and sizes only; do not read samples")
+    ] = False,
+    workers: Workers = None,
+    pseudonymize: Annotated[
+        str | None,
+        Option("the key file that the dataset was made with, for --archive", "KEYFILE"),
+    ] = None,
+    anonymous: Anonymous = False,
+) -> list[str]:
+    """Checks every byte of a dataset, as `omnilead verify`. Returns what it found wrong, each on
+    one line; an empty list means that everything holds."""
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.data_tools.sharding import verify as checks
+    from omnilead.data_tools.sources import detect
+
+    key = read_key(pseudonymize) if pseudonymize else None
+    opened = Dataset.open(os.fspath(dataset), anonymous)
+    for option, value in (("source", source != "auto" and source), ("patients", patients)):
+        if value and not archive:
+            raise DataError(
+                f"--{option} {value} applies to an archive, and none is given: add --archive SRC"
+            )
+    arrays = {"fs_hz": fs_hz, "unit": unit, "leads": leads}
+    sources = detect.open_archives(archive, source, anonymous, bool(key), arrays)
+    detect.tell_notes([opened_source.left_out for opened_source in sources])
+    quiet = not interactive()
+    return checks.verify(opened, sources, fast, workers or CORES, key, quiet, patients)
+
+
+def _verify(**options: Any) -> int:
+    from omnilead.data_tools.dataset import Dataset
+
+    started = time.monotonic()
+    findings = verify(**options)
+    for finding in findings:
+        echo(printable(finding))
+    dataset = Dataset.open(options["dataset"], options["anonymous"])
+    checked = "every byte, row and role"
+    if options["fast"]:
+        checked = "structure, tables, roles and sizes"
+    if options["archive"]:
+        checked += ", the archive's samples"
+    if options["fast"]:
+        folders = {"tar": "shards/", "zarr": "store.zarr"}
+        files = " and ".join(folders[name] for name in dataset.meta["formats"])
+        checked += f"; not read: the contents of {files}, run without --fast to check these"
+    result = f"all checks passed ({checked})"
+    if findings:
+        result = f"{len(findings)} finding{'s' * (len(findings) != 1)}"
+    seconds = time.monotonic() - started
+    echo(f"{options['dataset']}: {len(dataset):,} crops, {result}; {seconds:.1f} s")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    run_as_omnilead("verify")

@@ -1,0 +1,28 @@
+"""What the engine is handed for the end of a training: a model card, RUN/report.html and the loading of
+the model. Each function imports its module when it is called: they import PyTorch and matplotlib."""
+
+from pathlib import Path
+from typing import Any
+
+from omnilead.engine.run import AfterTraining
+
+
+def model_card(*of_run: Any) -> str:
+    from omnilead.downstream.interop.hub import model_card as card
+
+    return card(*of_run)
+
+
+def write_report(run: Path) -> Path:
+    from omnilead.downstream.reports.run_report import write_report as write
+
+    return write(run)
+
+
+def load(path: Path, **options: Any) -> Any:
+    from omnilead.downstream.inference.trained_model import load as load_model
+
+    return load_model(path, **options)
+
+
+AFTER = AfterTraining(model_card, write_report, load)

@@ -1,0 +1,123 @@
+"""Compare models on frozen embeddings: linear probes over shares of the labels and leads, and
+identification.
+
+    omnilead bench --models A=RUN B=hf://org/name --data DATASET --tasks sex identification --leads 12 1 --out OUT
+    omnilead bench --models RUN --data DATASET --labels LABELS --tasks ptbxl-rhythm --share 0.01 0.1 1 --out OUT
+    omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --out OUT      trained on A, tested on B
+    omnilead bench --models small --data DATASET --labels my.csv --folds 5 --out OUT     few ECGs: each is tested once
+    omnilead bench --models small --data DATASET --labels my.csv --reader boosted --head MODEL --out OUT    for omnilead predict
+
+Baselines are included: five draws of random weights of each architecture, and methods without
+pre-training: the mean beat, measurements of the signal, gradient boosting on both (extra `bench`),
+and MiniRocket. OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the
+embeddings. Run again after an interruption or with more tasks, the command computes only what is
+missing. A line on stderr says how long it may take; without a terminal, others say when a model is
+done. With --head, bench.md says which row MODEL is, and how good it is by cross-validation
+(`omnilead fit` writes MODEL without the comparison). How to compare fairly: docs/comparing.md.
+Exit code 2: an argument or a file is wrong.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from omnilead.data_tools.io.commands import run_as_omnilead
+from omnilead.data_tools.io.options import Option
+from omnilead.data_tools.io.terminal import show
+from omnilead.downstream.inference import options as shared
+from omnilead.engine.settings.commandline import one_blas_thread, options_of
+from omnilead.engine.settings.files import File
+
+
+def bench(
+    models: Annotated[
+        Sequence[str],
+        Option(
+            "RUN, small, s3://... or hf://org/name; the first is the reference",
+            "[NAME=]RUN",
+            "--models",
+        ),
+    ],
+    *,
+    code: shared.Code = False,
+    data: Annotated[str, Option("probes are fitted on train and valid, scored on test", "DATASET")],
+    test_data: Annotated[
+        str, Option("score on the test split of this dataset instead", "DATASET")
+    ] = "",
+    tasks: Annotated[
+        Sequence[str],
+        Option(
+            "label tables, shipped tasks such as age, identification (the table --labels)", "TASK"
+        ),
+    ] = (),
+    labels: Annotated[
+        str,
+        Option("your table, or a folder of tables as `omnilead labels` writes them", "CSV|DIR"),
+    ] = "",
+    columns: shared.Columns = (),
+    kind: shared.Kind = None,
+    test_labels: Annotated[str, Option("the same for --test-data", "DIR")] = "",
+    leads: Annotated[
+        Sequence[str],
+        Option('12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (12)', "L"),
+    ] = ("12",),
+    fit_leads: Annotated[
+        str, Option("leads that probes are fitted on (those of --leads)", "L")
+    ] = "",
+    share: Annotated[
+        Sequence[float],
+        Option("share of the patients of train and valid to fit on (1)", "S", low=0.0001, high=1),
+    ] = (1.0,),
+    folds: Annotated[
+        int | None,
+        Option(
+            "cross-validate in K folds of patients, whatever the table's split: each labelled ECG is "
+            "tested once",
+            "K",
+            low=2,
+        ),
+    ] = None,
+    readout: shared.Readout = "",
+    out: Annotated[File, Option("folder for the results and the embeddings", "OUT")],
+    reader: shared.Reader = "linear",
+    head: Annotated[str, Option("write the model with its probe as a head", "MODEL")] = "",
+    seed: Annotated[int, Option("seed of the random weights (0)")] = 0,
+    batch: shared.Batch = None,
+    device: shared.Device = "auto",
+    precision: shared.Precision = "auto",
+    anonymous: shared.Anonymous = False,
+) -> dict[str, Any]:
+    """Compares models on frozen embeddings, as `omnilead bench`: returns what OUT/bench.json holds.
+    Errors have one-line messages."""
+    args = argparse.Namespace(**locals())
+    # imported late, so that --help does not wait for PyTorch
+    from omnilead.downstream.evaluation import bench as comparison
+    from omnilead.downstream.reports.bench_report import write
+
+    document = comparison.bench(args)
+    write(document, Path(out))
+    return document
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(bench, "bench", __doc__, arguments)
+    one_blas_thread()
+    from omnilead.downstream.evaluation.probe import fitting_processes
+    from omnilead.downstream.inference.commands import exit_code
+
+    def run() -> int:
+        with fitting_processes():
+            bench(**options)
+        out, head = Path(options["out"]), options["head"]
+        text = (out / "bench.md").read_text()
+        text += f"\n{out}: bench.md, bench.csv, bench.json, bench.png\n"
+        if head:
+            text += f"{head}: the model with its probe as a head\n"
+        return show(text)
+
+    return exit_code("omnilead bench", run, options["out"])
+
+
+if __name__ == "__main__":
+    run_as_omnilead("bench")

@@ -1,0 +1,205 @@
+"""Score a trained model on held-out ECGs, as a table, JSON or an HTML report.
+
+    omnilead evaluate --model RUN --data DATASET                        # a fine-tuned model, on the test split
+    omnilead evaluate --model RUN --data DATASET --leads I,II,V2        # a 12-lead model that is shown three leads
+    omnilead evaluate --model RUN --data DATASET --labels my.csv        # another label table than the one that RUN keeps
+    omnilead evaluate --model RUN --data DATASET --json F.json --report F.html
+    torchrun --nproc-per-node 8 -m omnilead.downstream.evaluate --model RUN --data DATASET --json F.json  # a GPU per rank
+
+Classification: AUROC, AUPRC, Brier score, accuracy (all labels of an ECG right), F measure,
+sensitivity and specificity at the model's thresholds; with --role valid, the score from
+which on 95 % of the positive records lie, and the specificity there; for diagnosis also the CinC 2021 Challenge
+score. Regression: mean absolute error, RMSE, R2, Pearson r. Survival: Harrell's C-index. Each is
+given for halves of 5 s, as in the paper (or the model's windows), and for whole records.
+Identification: the share of probes whose most similar gallery crop (cosine) is of the same
+patient, and the same for random weights of the architecture; it also works for a model that was
+only pre-trained. Scores have 95 % intervals from a bootstrap over patients; those from fewer than
+10 positives or negatives are exact or left out.
+
+With --json F or --report F the outputs are kept in parts next to F until the scores are written:
+run the same command again to resume. Exit code 2: an argument or a file is wrong. Exit code 1:
+scoring or writing failed.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from omnilead.data_tools.io.commands import run_as_omnilead
+from omnilead.data_tools.io.options import Option
+from omnilead.data_tools.io.terminal import show
+from omnilead.downstream.inference import options as shared
+from omnilead.engine.settings.commandline import options_of, writable, write_result
+from omnilead.engine.settings.errors import ConfigError, Facts, OutputError
+from omnilead.engine.settings.files import File
+from omnilead.engine.settings.launcher import environment
+from omnilead.engine.settings.metrics import METRIC_OF, label_of
+from omnilead.engine.settings.run_files import LABELS
+
+CLASSES_SHOWN = 12  # printed on the terminal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(evaluate, "evaluate", __doc__, arguments)
+    # imported late, so that --help does not wait for PyTorch
+    from omnilead.downstream.inference.commands import exit_code
+
+    def run() -> int:
+        document = evaluate(**options)
+        if document is None:
+            return 0  # the first rank tells the scores
+        text = "\n".join(lines(document)) + "\n"
+        return show(f"{text}{options['report']}\n" if options["report"] else text)
+
+    flag = "--json" if options["json"] else "--report"
+    return exit_code("omnilead evaluate", run, options["json"] or options["report"], flag)
+
+
+def evaluate(
+    model: Annotated[File, Option("a run, or a folder with model.safetensors", "RUN", "--model")],
+    *,
+    code: shared.Code = False,
+    data: Annotated[File, Option("a dataset made by omnilead shard; s3:// works too", "DATASET")],
+    leads: Annotated[
+        str, Option('12, 6, 3, 2, 1 or names such as "I,II,V2"; others are set to zero (all)', "L")
+    ] = "",
+    task: Annotated[
+        str, Option("a shipped task such as age, or a YAML file (default: the model's)", "NAME")
+    ] = "auto",
+    labels: Annotated[
+        File,
+        Option(
+            "a table of labels, CSV or parquet, with the columns of the task (the one that RUN keeps)",
+            "CSV",
+        ),
+    ] = "",
+    role: Annotated[Literal["test", "valid"], Option("the split to score (test)")] = "test",
+    json: Annotated[File | None, Option("write the scores as JSON", "F")] = None,
+    report: Annotated[
+        File | None, Option("write an HTML page with curves and tables", "F.html")
+    ] = None,
+    batch: Annotated[int, Option("crops of 10 s encoded at a time (32)", "N", low=1)] = 32,
+    device: shared.Device = "auto",
+    anonymous: shared.Anonymous = False,
+) -> Facts | None:
+    """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns what --json holds;
+    None on all ranks but the first. Errors have one-line messages."""
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.downstream.evaluation.identification import identify
+    from omnilead.downstream.evaluation.results import EvalOptions, chosen_task, score_task
+    from omnilead.downstream.inference.commands import chosen_device
+    from omnilead.downstream.inference.trained_model import load
+    from omnilead.engine.training.distributed import close, lost_a_rank, share_work
+
+    json_file, page = Path(json) if json else None, Path(report) if report else None
+    # The model's outputs, until the scores are written
+    halves_file = Path(f"{json_file or page}.halves.parquet") if json_file or page else None
+    check_files(json_file, page)
+    run, table = os.fspath(model), os.fspath(labels)
+    options = EvalOptions(role, leads, batch, run, halves_file)
+    result: Any
+    try:
+        dataset = Dataset.open(os.fspath(data), anonymous)
+        share_work()
+        trained = load(run, code).to(chosen_device(device))
+        if not table and task == "auto":
+            table = labels_of_run(run)
+        task_config = chosen_task(trained, task, table)
+        if task_config.kind == "identity":
+            result = identify(trained, dataset, options)
+        else:
+            result = score_task(trained, dataset, task_config, options)
+    except RuntimeError as error:
+        if not lost_a_rank(error):
+            raise
+        raise OutputError(
+            f"another rank died ({str(error).splitlines()[0][:150]}): run the same command again"
+        ) from None
+    finally:
+        close()
+    if environment()[0]:
+        return None
+    document: Facts = result.document()
+    write_scores(json_file, page, document, result, dataset)
+    if halves_file:
+        halves_file.unlink()
+    return document
+
+
+def write_scores(
+    json_file: Path | None, page: Path | None, document: Facts, result: Any, dataset: Any
+) -> None:
+    if json_file:
+        write_result(json_file, dumps(document, indent=1) + "\n", "--json")
+    if page:
+        from omnilead.downstream.reports import evaluation_report
+
+        write_result(page, evaluation_report.build(result, dataset), "--report")
+
+
+def check_files(json_file: Path | None, page: Path | None) -> None:
+    if json_file:
+        writable(json_file, "--json")
+    if page:
+        writable(page, "--report")
+    if json_file and page and json_file.resolve() == page.resolve():
+        raise ConfigError(
+            f"--json {json_file} and --report {page} are the same file: choose two names"
+        )
+    world = environment()[1]
+    if world > 1 and not json_file and not page:
+        raise ConfigError(
+            f"WORLD_SIZE={world}: several ranks need --json F or --report F, next to which "
+            "they keep the outputs"
+        )
+
+
+def labels_of_run(model: str) -> str:
+    """The label table that RUN keeps from its training; "" if there is none. The path or address
+    that a model names is never opened, because the model may come from anyone."""
+    table = Path(model, LABELS)
+    return str(table) if table.is_file() and not table.is_symlink() else ""
+
+
+def lines(document: Facts) -> Iterator[str]:
+    """The scores for the terminal."""
+    from omnilead.downstream.evaluation.results import pieces
+
+    yield "{task}, role {role}, leads {leads}: {model} on {dataset}".format(**document)
+    labels = {name: label_of(name) for name in document["metrics"]}
+    width = max(map(len, labels.values())) + 2
+    if record := document.get("record"):
+        left, right = f"{document['n']:,} {pieces(document)}", f"{record['n']:,} records"
+        yield f"{'':<{width}}{left:<30}{right}"
+    else:
+        yield f"{document['n']:,} probes against {document['gallery']:,} in the gallery"
+    for name, label in labels.items():
+        columns = (_score(part, name) for part in (document, record) if part)
+        yield f"{label:<{width}}{''.join(f'{column:<30}' for column in columns)}".rstrip()
+    if 0 < len(classes := document["classes"]) <= CLASSES_SHOWN:
+        brief = (metric.name for metric in METRIC_OF.values() if metric.in_brief)
+        columns_shown = ("positives", "threshold", *brief, "n")
+        names = [name for name in columns_shown if name in next(iter(classes.values()))]
+        yield f"{'class':<18}" + "".join(f"{name.replace('_', ' '):>11}" for name in names)
+        for name, figures in classes.items():
+            line = f"{name:<18}"
+            for key in names:
+                line += f"{'-' if figures[key] is None else round(figures[key], 4):>11}"
+            yield line
+    yield from document["remarks"]
+
+
+def _score(document: Facts, name: str) -> str:
+    value, interval = document["metrics"][name], document["intervals"].get(name)
+    if value is None:
+        return "not defined"
+    text = f"{value:.4f}"
+    if interval and None not in interval:
+        text += f"  {interval[0]:.4f} to {interval[1]:.4f}"
+    return text
+
+
+if __name__ == "__main__":
+    run_as_omnilead("evaluate")

@@ -1,0 +1,209 @@
+"""Identification: whether the gallery crop most similar to a probe crop is of the same patient.
+
+    identify(model, dataset, EvalOptions()).document()["score"]     # accuracy
+
+The first 5 s of each patient's gallery crop and probe crop are compared; with role "valid", the two
+halves of each crop that was held out of fine-tuning.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.model.input import Input
+from omnilead.engine.settings.errors import ConfigError, Facts
+
+from ..inference.outputs import vectors
+from ..inference.trained_model import TrainedModel
+from ..tasks.metrics import Array, bootstrap, exact_interval, identification
+from .differences import Samples, resampled
+from .results import (
+    RESAMPLES,
+    EvalOptions,
+    evaluated_facts,
+    leakage,
+    measured_crops,
+    nullable,
+    outputs_of,
+    rates_note,
+    require,
+    shown_input,
+)
+from .vectors import Vectors
+
+
+@dataclass(frozen=True, eq=False)
+class IdentificationResult:
+    gallery_PD: Array
+    gallery_ids: Sequence[Any]
+    probe_QD: Array
+    probe_ids: Sequence[Any]
+    facts: Facts = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    resamples: int = RESAMPLES
+    # Random weights of the same architecture, on the same pairs
+    untrained: "IdentificationResult | None" = None
+
+    @cached_property
+    def scores(self) -> Facts:
+        return identification(self.gallery_PD, self.gallery_ids, self.probe_QD, self.probe_ids)
+
+    @cached_property
+    def interval(self) -> list[float]:
+        hits, people = self.scores["hits"], len(set(self.probe_ids))
+        if people > 1 and hits.mean() in (0, 1):  # resamples would all agree
+            return exact_interval(int(hits[0]) * people, people)
+
+        def accuracy(weight_Q: Array) -> Any:
+            return weight_Q @ hits / weight_Q.sum()
+
+        return list(bootstrap(accuracy, self.probe_ids, self.resamples).tolist())
+
+    @property
+    def remarks(self) -> list[str]:
+        remarks, scores = list(self.notes), self.scores
+        if scores["n_gallery"] == 1:
+            remarks.append("The gallery has one entry: accuracy and chance say nothing.")
+        elif scores["ties"] > 0.5:
+            remarks.append(
+                "Most probes are equally similar to several patients: the embeddings have "
+                "collapsed, or are copies."
+            )
+        if scores["one_sided"]:
+            remarks.append(
+                f"{scores['one_sided']:,} probes are of patients who are not in the gallery: they "
+                "count as misses."
+            )
+        if self.untrained and self.untrained.scores["accuracy"] >= scores["accuracy"]:
+            remarks.append(
+                "Random weights of the same architecture recognise as many patients: training "
+                "gains nothing here."
+            )
+        return remarks
+
+    def document(self) -> Facts:
+        scores = self.scores
+        metrics = {name: scores[name] for name in ("accuracy", "top5", "chance", "ties")}
+        intervals = {"accuracy": self.interval}
+        if self.untrained:
+            metrics["random_weights"] = self.untrained.scores["accuracy"]
+            intervals["random_weights"] = self.untrained.interval
+        document = {
+            "task": "identification",
+            **self.facts,
+            "unit": "patient",
+            "n": scores["n_probes"],
+            "gallery": scores["n_gallery"],
+            "one_sided": scores["one_sided"],
+            "metrics": metrics,
+            "intervals": intervals,
+            "classes": {},
+            "cmc": scores["cmc"].tolist(),
+            "score": scores["accuracy"],
+            "remarks": self.remarks,
+        }
+        return dict(nullable(document))
+
+
+def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> IdentificationResult:
+    """Both the model's and its random weights' embeddings are made in one pass over the crops."""
+    model_input, notes = shown_input(model, dataset, options)
+    untrained, width = model.untrained(), model.encoder.width
+
+    def with_untrained(x_RLT: Tensor) -> Tensor:
+        return torch.cat([model.pooled(x_RLT), untrained.pooled(x_RLT)], 1)
+
+    output = vectors(model, with_untrained, 2 * width)
+    if options.role == "valid":
+        rows = _with_two_windows(dataset, model_input)
+        (rows,), left_out = measured_crops(dataset, model_input, rows)
+        gallery = probe = rows
+        c_RD, _ = outputs_of(output, dataset, rows, model_input, options)
+        gallery_PD, probe_QD = c_RD[:: model_input.count()], c_RD[1 :: model_input.count()]
+    else:
+        sides = identity_rows(dataset)
+        (gallery, probe), left_out = measured_crops(dataset, model_input, *sides)
+        rows = np.union1d(gallery, probe)
+        c_BD, _ = outputs_of(output, dataset, rows, model_input, options, "first")
+        gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
+    patients = patient_ids([dataset])[0]
+    if model.head_info and model.head_info.kind == "identity":
+        notes += rates_note(model, dataset, rows)
+    notes += leakage(model, dataset, rows, patients, options.role)
+    gallery_ids, probe_ids = patients[gallery].tolist(), patients[probe].tolist()
+    baseline = IdentificationResult(
+        gallery_PD[:, width:], gallery_ids, probe_QD[:, width:], probe_ids
+    )
+    return IdentificationResult(
+        gallery_PD[:, :width],
+        gallery_ids,
+        probe_QD[:, :width],
+        probe_ids,
+        evaluated_facts(dataset, options, model_input),
+        notes + left_out,
+        untrained=baseline,
+    )
+
+
+def _with_two_windows(dataset: Dataset, model_input: Input) -> Array:
+    if model_input.count() < 2:
+        raise ConfigError(
+            f"--role valid: compares two windows of a crop, but the model takes "
+            f"{model_input.window_s:g} s at once: use --role test"
+        )
+    rows = dataset.select(identity="valid")
+    rows = rows[dataset.column("halves")[rows] == 2]
+    require(rows, dataset, "id=valid and two halves", "records that are not kept for tests")
+    return np.asarray(rows)
+
+
+class Identities(NamedTuple):
+    """What `omnilead bench` identifies."""
+
+    gallery: Array  # crops
+    probe: Array
+    patient_B: Array  # of all crops
+    weight_NB: Array  # of the probes
+
+    @property
+    def facts(self) -> Facts:
+        patients = np.unique(self.patient_B[self.probe])
+        return {"n": len(self.probe), "patients": len(patients), "gallery": len(self.gallery)}
+
+    def scores(self, embeddings: Sequence[Vectors], compared_D: slice) -> Samples:
+        """Accuracy by cosine of some dimensions of the joined vectors."""
+        sides = []
+        for crops in (self.gallery, self.probe):
+            first_ND = np.hstack([vectors.of(crops).c_BSD[:, 0] for vectors in embeddings])
+            sides += [first_ND[:, compared_D], self.patient_B[crops].tolist()]
+        hits_N = identification(*sides)["hits"]
+        return {"accuracy": (hits_N @ self.weight_NB / self.weight_NB.sum(0))[None]}
+
+
+def identities(tested: Dataset, measured_B: Array) -> Identities:
+    """`measured_B`: whether every model can see a crop."""
+    gallery, probe = identity_rows(tested, np.flatnonzero(measured_B))
+    patient_B = patient_ids([tested])[0]
+    return Identities(gallery, probe, patient_B, resampled(patient_B[probe]))
+
+
+def identity_rows(dataset: Dataset, among: Array | None = None) -> list[Array]:
+    """The gallery and the probe crops; ConfigError if there are none."""
+    sides = []
+    for role in ("gallery", "probe"):
+        rows = dataset.select(identity=role)
+        rows = rows if among is None else np.intersect1d(rows, among)
+        source = (
+            "patients of ptb-xl with two sessions: shard --id-sources names others. To score labels, fit a "
+            "model to them: omnilead fit"
+        )
+        require(rows, dataset, f"id={role}", source)
+        sides.append(rows)
+    return sides

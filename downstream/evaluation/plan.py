@@ -1,0 +1,266 @@
+"""What models are compared on: the tasks, with the records and labels of their probes, and the
+crops of identification.
+
+    work = planned(args)                        # of the options of downstream.bench; ConfigError
+    work.tasks["sex"].train                     # ProbedRecords
+    work.rows[work.tested]                      # crops that every model embeds
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data.leakage import overlap
+from omnilead.engine.settings.errors import ConfigError, Facts
+from omnilead.engine.settings.files import shipped
+
+from ..tasks.config import TaskConfig
+from ..tasks.guess import guess_kind
+from ..tasks.join import OWN_COLUMNS
+from ..tasks.kinds import EMPTY, KINDS
+from ..tasks.labels import DX_ROLES, TaskLabels, read_task
+from ..tasks.metrics import TOO_FEW, Array, few_patients
+from ..tasks.splits import SPLITS
+from .differences import Samples, resampled
+from .identification import Identities, identities
+from .records import (
+    FITTED,
+    ProbedRecords,
+    draws_of_share,
+    fits,
+    folds_of,
+    groups_of,
+    measured,
+    records_of,
+)
+from .results import FEW_TESTED, load_task
+
+IDENTIFICATION = "identification"
+TABLES = (".parquet", ".csv")
+SHEETS = (*TABLES, ".tsv", ".xls", ".xlsx")  # the last two are refused as sheets
+
+
+class ProbedTask(NamedTuple):
+    labels: TaskLabels
+    train: ProbedRecords  # with valid; with --folds all labelled records, also as `test`
+    test: ProbedRecords
+    draws: dict[float, list[Array]]  # by share: the drawn training records
+    # By share, bool [K]: outputs whose labels vary in test and in each draw
+    used: dict[float, Array]
+    weight_NB: Array  # of the test records
+    few_shares: set[float]  # shares of which the test has too few patients for intervals
+    patient_B: Array  # of all crops of the tested dataset
+    fold_N: Array | None = None  # with --folds, that of each record
+
+    @property
+    def kind(self) -> str:
+        return self.labels.task.kind
+
+    @property
+    def few_tested(self) -> bool:
+        return len(self.test.y_NK) < FEW_TESTED
+
+    def facts(self, share: float, samples: Samples) -> Facts:
+        """What was scored, with the values of each class."""
+        draws, used_K = self.draws[share], self.used[share]
+        names, people = np.array(self.labels.classes), np.unique(self.test.patient_N)
+        used = names[used_K].tolist()
+        per_class = {}
+        for metric, value_KB in samples.items():
+            if len(value_KB) == len(used):  # values of regression are means over the columns
+                per_class[metric] = dict(zip(used, value_KB[:, 0].tolist(), strict=True))
+        return {
+            "n": len(self.test.y_NK),
+            "patients": len(people) if (people & 1).all() else None,  # some are unknown
+            "labelled": len(fits(draws[0], self.fold_N)[0][0]),
+            "draws": len(draws),
+            "classes": len(used),
+            "left_out": names[~used_K].tolist(),
+            "per_class": per_class,
+        }
+
+
+class Work(NamedTuple):
+    """What every model is scored on."""
+
+    fitted: Dataset
+    tested: Dataset
+    tasks: dict[str, ProbedTask]  # by name
+    persons: Identities | None
+    fit_leads: str  # shown while a probe is fitted; "": those that are shown in the test
+
+    @property
+    def rows(self) -> dict[Dataset, Array]:
+        """Crops that are embedded."""
+        none = np.zeros(0, np.int64)
+        rows = {self.fitted: [none], self.tested: [none]}  # may be one key
+        for task in self.tasks.values():
+            rows[self.fitted].append(task.train.rows)
+            rows[self.tested].append(task.test.rows)
+        if self.persons:
+            rows[self.tested] += [self.persons.gallery, self.persons.probe]
+        return {dataset: np.concatenate(parts) for dataset, parts in rows.items()}
+
+
+def planned(args: Namespace) -> Work:
+    words = args.tasks or [word for word in [args.labels] if word.endswith(TABLES)]
+    if not words:
+        raise ConfigError(
+            "no task: name tasks with --tasks, or a table of labels with --labels my.csv"
+        )
+    if (args.columns or args.kind) and not any(word.endswith(TABLES) for word in words):
+        raise ConfigError(
+            "--columns and --kind are for a table of labels: name one with --labels my.csv"
+        )
+    if args.folds and args.test_data:
+        raise ConfigError("--folds tests the ECGs of --data: leave --test-data out")
+    require_labels("--labels", args.labels)
+    require_labels("--test-labels", args.test_labels)
+    fitted = Dataset.open(args.data, args.anonymous)
+    tested = Dataset.open(args.test_data, args.anonymous) if args.test_data else fitted
+    tasks: dict[str, ProbedTask] = {}
+    for word in words:
+        if word == IDENTIFICATION:
+            continue
+        try:
+            task = task_to_probe(word, fitted, tested, args)
+        except ConfigError as error:
+            raise ConfigError(f"--tasks {word}: {error}") from None
+        name = task.labels.task.name
+        if name in tasks:
+            raise ConfigError(
+                f"--tasks {' '.join(words)}: two tasks have the same name: leave one out, or "
+                "rename its table"
+            )
+        tasks[name] = task
+    persons = identities(tested, measured(tested, args)) if IDENTIFICATION in words else None
+    return Work(fitted, tested, tasks, persons, args.fit_leads)
+
+
+def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) -> ProbedTask:
+    """`tested`: if it is another dataset, it has outputs of the same names, and its own test
+    split."""
+    task = _task_named(word, args)
+    splits: Sequence[str] = SPLITS[1:] if args.folds else ()
+    if splits and task.labels and task.split != "roles":
+        task = replace(task, split="8:1:1")  # nobody is left out, as by a column `split` with gaps
+    labels = test_labels = labels_to_probe(fitted, task, splits or ("train",))
+    if tested is not fitted:
+        url = table_of(args.test_labels, word) or task.labels
+        columns, classes = labels.task.columns, labels.task.classes
+        test_task = replace(task, columns=columns, classes=classes, labels=url)
+        test_labels = read_task(test_task, [tested])
+    train = records_of(fitted, labels, splits or FITTED, args)
+    test = records_of(tested, test_labels, splits or ("test",), args)
+    require_varied(test_labels, splits or ("test",), tested)
+    fold_N = folds_of(groups_of(fitted, train), args.folds) if args.folds else None
+    shared = "" if tested is fitted else overlap(fitted, np.sort(train.rows), tested, test.rows)
+    if shared:
+        labels.remarks.append(
+            f"Possible leakage: {shared} is in train or valid of --data and in test of --test-data."
+        )
+    draws = {share: list(draws_of_share(train.patient_N, share)) for share in args.share}
+    used = {share: varied(task.kind, train, test, draws[share], fold_N) for share in args.share}
+    few_shares = set()
+    for share, used_K in used.items():
+        if not used_K.any():
+            mend = "a larger share" + ", or fewer --folds" * bool(args.folds)
+            raise ConfigError(
+                f"--share {share:g} of {len(np.unique(train.patient_N)):,} patients of train, "
+                f"{len(test.y_NK):,} records of test: {KINDS[task.kind].same_in_a_share}: use {mend}"
+            )
+        if few_patients(task.kind, test.y_NK[:, used_K], test.patient_N):
+            few_shares.add(share)
+    if few_shares:
+        labels.remarks.append(f"{TOO_FEW} have no interval.")
+    weight_NB, patient_B = resampled(test.patient_N), test_labels.patients[0]
+    return ProbedTask(labels, train, test, draws, used, weight_NB, few_shares, patient_B, fold_N)
+
+
+def varied(
+    name: str,
+    train: ProbedRecords,
+    test: ProbedRecords,
+    draws: Sequence[Array],
+    fold_N: Array | None,
+) -> Array:
+    """bool [K]: the outputs whose labels vary in test and wherever a probe is fitted."""
+    used_K = KINDS[name].varied(test.y_NK)
+    for draw in draws:
+        for rows, _ in fits(draw, fold_N):
+            used_K = used_K & KINDS[name].varied(train.y_NK[rows])
+    return used_K
+
+
+def labels_to_probe(dataset: Dataset, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
+    """ConfigError if there is nothing to fit on."""
+    if task.kind == "identity":
+        raise ConfigError("is of patients: use identification, without a table")
+    labels = read_task(task, [dataset])
+    if not any(len(labels.rows(0, split)) for split in splits):
+        mend = ": a probe needs train and test" if len(splits) == 1 else ""
+        if labels.role == "dx":
+            mend += f"; {DX_ROLES}"
+        name = labels.name or dataset.root.url
+        raise ConfigError(f"{name}: no record is in the split {' or '.join(splits)}{mend}")
+    require_varied(labels, splits, dataset)
+    return labels
+
+
+def require_varied(labels: TaskLabels, splits: Sequence[str], dataset: Dataset) -> None:
+    kind, split = KINDS[labels.task.kind], splits[0]
+    y_NK = np.concatenate([labels.y[0][labels.rows(0, name)] for name in splits])
+    if kind.varied(y_NK).any():
+        return
+    mend = f"; {EMPTY}" if kind.has_thresholds and (y_NK > 0).any() else ""
+    raise ConfigError(
+        f"{labels.name or dataset.root.url}: {kind.all_same(split)}: nothing to learn or "
+        f"to score{mend}"
+    )
+
+
+def task_of_table(url: str, args: Namespace) -> TaskConfig:
+    """The kind is guessed unless --kind says it."""
+    task = TaskConfig(Path(url).stem[:64], labels=url, columns=tuple(args.columns))
+    return replace(task, kind=args.kind) if args.kind else guess_kind(task)
+
+
+def _task_named(word: str, args: Namespace) -> TaskConfig:
+    """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
+    shipped task needs a table and there is none."""
+    if word.endswith(SHEETS):
+        return task_of_table(word, args)
+    url, is_shipped = table_of(args.labels, word), word in shipped("tasks")
+    if url and not is_shipped and not Path(word).exists():
+        raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
+    task = load_task(word)
+    needed = task.split == "column" or not set(task.columns) <= set(OWN_COLUMNS)
+    if is_shipped and needed and not url:
+        absent = (
+            f"no {word}.parquet in --labels {args.labels}" if args.labels else "needs --labels DIR"
+        )
+        command = f"omnilead labels {word.partition('-')[0]} SRC --out {args.labels or 'DIR'}"
+        raise ConfigError(f"{absent}: `{command}` writes it")
+    return replace(task, labels=url or task.labels)
+
+
+def require_labels(option: str, folder: str) -> None:
+    if not Path(folder).exists():  # "" is this one
+        raise ConfigError(f"{option} {folder}: no such folder or table")
+
+
+def table_of(folder: str, word: str) -> str:
+    """The label table of a task, in a folder written by `omnilead labels` or `folder` itself; "" if
+    there is none."""
+    if folder.endswith(TABLES):
+        return folder
+    names = [Path(word).stem]
+    if not word.endswith(TABLES):
+        names.append(word.partition("-")[0])  # code15-mortality is in the table code15
+    paths = [Path(folder, name + suffix) for name in names for suffix in TABLES]
+    return next((str(path) for path in paths if folder and path.is_file()), "")

@@ -1,0 +1,268 @@
+"""Linear probes of frozen embeddings.
+
+    probe = linear(ProbeData(x_ND, y_NK, patient_N, "multilabel"))
+    probe.scores(test_ND)                # probabilities, values or risks
+
+Each record is one row, the mean over its halves. Linear: a logistic regression for each class,
+softmax for exclusive classes, ridge regression for values, Cox regression for survival. Features
+and values are standardised by the training rows. The penalty, the same for all classes, is chosen
+by cross-validation over the patients of the training rows: it minimises the mean squared error of
+probabilities or values of those held out; in survival, the partial likelihood.
+
+Axes: N rows, D width of an embedding, K classes. Labels that are NaN are unknown.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from scipy.special import expit
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.model_selection import GroupKFold
+from sklearn.preprocessing import StandardScaler
+from torch import nn
+
+from omnilead.data_tools.io.cluster import reused_processes, run_in_order
+
+from ..tasks.kinds import KINDS, event_loss
+from ..tasks.metrics import Array
+
+# Of the penalty per feature; strongest first, because each fit starts from the last solution
+STRENGTHS = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
+STEPS = 1000  # of a solver, at most
+TOLERANCE = 1e-3  # of logistic regression: a tenth of it changes no fourth digit of a score
+FOLDS = 5  # of cross-validation
+MOST_BYTES = 2**27  # of embeddings that a job may send to a process
+MANY = 5000  # rows, of which one fold is enough
+WORSE = 0.02  # than the least error of a fold: weaker penalties are not tried
+NEVER = -20.0  # the logit of an exclusive class without examples
+
+
+class ProbeData(NamedTuple):
+    x_ND: Array
+    y_NK: Array
+    patient_N: Array
+    kind: str
+
+    def of(self, rows: Array) -> "ProbeData":
+        return ProbeData(self.x_ND[rows], self.y_NK[rows], self.patient_N[rows], self.kind)
+
+
+class Probe(NamedTuple):
+    """What was fitted, as the head of a model. Values are standardised in it: value = output *
+    scale + center."""
+
+    kind: str
+    head: nn.Module
+    center_K: Array
+    scale_K: Array
+    strength: float = 0.0  # of the penalty that was chosen
+
+    def scores(self, x_ND: Array) -> Array:
+        """Probabilities, values or risks."""
+        with torch.no_grad():
+            logits_NK = self.head(torch.from_numpy(x_ND.astype(np.float64))).double()
+            scores_NK = KINDS[self.kind].scores(logits_NK).numpy()
+        return np.asarray(scores_NK * self.scale_K + self.center_K)
+
+
+Fit = Callable[[ProbeData], Probe]
+Weights = tuple[Array, Array]  # [K, D], and intercepts [K]
+_in_processes = ContextVar("in_processes", default=False)
+
+
+class ProbeJob(NamedTuple):
+    """A probe to fit, and what it scores."""
+
+    fit: Fit
+    data: ProbeData
+    used_K: Array  # bool: the outputs that are scored
+    test_ND: Array
+
+    def scores(self) -> Array:
+        solved_K = self.used_K
+        if KINDS[self.data.kind].exclusive:  # solved together, also those that are not scored
+            solved_K = np.ones_like(self.used_K)
+        probe = self.fit(self.data._replace(y_NK=self.data.y_NK[:, solved_K]))
+        return probe.scores(self.test_ND)[:, self.used_K[solved_K]]
+
+
+def scores_of(jobs: Iterable[ProbeJob]) -> Iterator[Array]:
+    """In `fitting_processes`, by as many processes as PyTorch has threads. The first job must be the
+    largest."""
+    queue = iter(jobs)
+    first = next(queue)
+    is_small = first.data.x_ND.nbytes + first.test_ND.nbytes <= MOST_BYTES
+    processes = torch.get_num_threads() if _in_processes.get() and is_small else 1
+    return run_in_order(ProbeJob.scores, chain([first], queue), processes)
+
+
+@contextmanager
+def fitting_processes() -> Iterator[None]:
+    """For commands alone: the processes would run a user's script again."""
+    token = _in_processes.set(True)
+    try:
+        with reused_processes():
+            yield
+    finally:
+        _in_processes.reset(token)
+
+
+def standardised(data: ProbeData) -> tuple[ProbeData, Array, Array]:
+    """With standardised values, and their center and scale; classes and risks stay."""
+    outputs = data.y_NK.shape[1]
+    if not KINDS[data.kind].has_scale:
+        return data, np.zeros(outputs), np.ones(outputs)
+    scaler = StandardScaler().fit(data.y_NK)
+    return data._replace(y_NK=scaler.transform(data.y_NK)), scaler.mean_, scaler.scale_
+
+
+def linear(data: ProbeData) -> Probe:
+    """The fit with the penalty whose error is least on patients held out of the training rows; with a
+    single patient, the strongest."""
+    data, center_K, scale_K = standardised(data)
+    kind = KINDS[data.kind]
+    errors, tried = np.zeros(len(STRENGTHS)), len(STRENGTHS)
+    for train_rows, held_out in folds(data.patient_N):
+        least = np.inf
+        for number, probe in enumerate(_penalised(data.of(train_rows), STRENGTHS[:tried])):
+            scores_NK = probe.scores(data.x_ND[held_out])
+            error = len(held_out) * kind.held_out_error(scores_NK, data.y_NK[held_out])
+            errors[number] += error
+            least = min(least, error)
+            if error > least + WORSE * abs(least):
+                tried = number + 1
+                break
+    best = STRENGTHS[int(np.argmin(errors[:tried]))]
+    (probe,) = _penalised(data, [best])
+    return probe._replace(center_K=center_K, scale_K=scale_K)
+
+
+def least_squares(data: ProbeData) -> Probe:
+    """Ridge regression also of classes, whose scores are no probabilities. For many features."""
+    return linear(data if data.kind == "survival" else data._replace(kind="regression"))
+
+
+def folds(patient_N: Array) -> Iterator[tuple[Array, Array]]:
+    """Training rows, and those of a fold of the patients. Of many rows, one fold alone."""
+    count = min(FOLDS, len(np.unique(patient_N)))
+    if count < 2:
+        return
+    splits = GroupKFold(count).split(patient_N, groups=patient_N)
+    for train_rows, held_out in splits:
+        yield train_rows, held_out
+        if len(patient_N) > MANY:
+            return
+
+
+def _penalised(data: ProbeData, strengths: Sequence[float]) -> Iterator[Probe]:
+    scaler = StandardScaler().fit(data.x_ND)
+    x_ND, outputs = scaler.transform(data.x_ND), data.y_NK.shape[1]
+    alphas = [strength * x_ND.shape[1] for strength in strengths]
+    fits = SOLVERS[data.kind](x_ND, data.y_NK, alphas)
+    for strength, (weights_KD, bias_K) in zip(strengths, fits, strict=True):
+        layer = nn.Linear(x_ND.shape[1], outputs).double()
+        weights_KD = weights_KD / scaler.scale_  # of the features as they come
+        layer.weight.data = torch.from_numpy(weights_KD)
+        layer.bias.data = torch.from_numpy(bias_K - weights_KD @ scaler.mean_)
+        yield Probe(data.kind, layer, np.zeros(outputs), np.ones(outputs), strength)
+
+
+def logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
+    """Minimises the summed loss of the known labels + alpha / 2 * squared weights, as scikit-learn's
+    LogisticRegression does, which takes two to four times as long. A class without positives or without
+    negatives gets its rate."""
+    x_ND = x_ND.astype(np.float64)
+    weights_KD, bias_K = np.zeros((y_NK.shape[1], x_ND.shape[1])), np.zeros(y_NK.shape[1])
+    for alpha in alphas:
+        weights_KD, bias_K = weights_KD.copy(), bias_K.copy()
+        for k, y_N in enumerate(y_NK.T):
+            known_N = ~np.isnan(y_N)
+            y_N, positives, n = y_N[known_N], y_N[known_N].sum(), known_N.sum()
+            if 0 < positives < n:
+                known_ND = x_ND if known_N.all() else x_ND[known_N]
+                weights_KD[k], bias_K[k] = _logistic(
+                    known_ND, y_N, alpha / n, weights_KD[k], bias_K[k]
+                )
+            else:
+                bias_K[k] = np.log((positives + 0.5) / (n - positives + 0.5))
+        yield weights_KD, bias_K
+
+
+def _logistic(
+    x_ND: Array, y_N: Array, penalty: float, weights_D: Array, bias: float
+) -> tuple[Array, float]:
+    """The solution, from these weights on."""
+
+    def objective(w_D1: Array) -> tuple[float, Array]:
+        w_D, logit_N = w_D1[:-1], x_ND @ w_D1[:-1] + w_D1[-1]
+        error_N = (expit(logit_N) - y_N) / len(y_N)
+        loss = (np.logaddexp(0, logit_N) - y_N * logit_N).mean()
+        gradient_D = error_N @ x_ND + penalty * w_D
+        return loss + penalty / 2 * w_D @ w_D, np.append(gradient_D, error_N.sum())
+
+    limits = {"maxiter": STEPS, "maxls": 50, "ftol": 64 * np.finfo(float).eps, "gtol": TOLERANCE}
+    start_D1 = np.append(weights_D, bias)
+    w_D1 = minimize(objective, start_D1, jac=True, method="L-BFGS-B", options=limits).x
+    return w_D1[:-1], w_D1[-1]
+
+
+def softmax(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
+    known_N = ~np.isnan(y_NK).any(1)
+    x_ND, class_N = x_ND[known_N].astype(np.float64), y_NK[known_N].argmax(1)
+    present = np.unique(class_N)
+    model = LogisticRegression(tol=TOLERANCE, warm_start=True, max_iter=STEPS)
+    for alpha in alphas:
+        weights_KD = np.zeros((y_NK.shape[1], x_ND.shape[1]))
+        bias_K = np.full(y_NK.shape[1], NEVER)
+        bias_K[present] = 0
+        if len(present) == 2:  # scikit-learn has the second's weights alone
+            model.set_params(C=1 / alpha).fit(x_ND, class_N)
+            weights_KD[present[1]], bias_K[present[1]] = model.coef_[0], model.intercept_[0]
+        elif len(present) > 2:
+            model.set_params(C=1 / alpha).fit(x_ND, class_N)
+            weights_KD[present], bias_K[present] = model.coef_, model.intercept_
+        yield weights_KD, bias_K
+
+
+def ridge(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
+    known_NK = ~np.isnan(y_NK)
+    for alpha in alphas:
+        weights_KD, bias_K = np.zeros((y_NK.shape[1], x_ND.shape[1])), np.zeros(y_NK.shape[1])
+        for known_N in np.unique(known_NK.T, axis=0):  # columns that are known of the same rows
+            same_K = (known_N == known_NK.T).all(1)
+            if known_N.any():
+                model = Ridge(alpha).fit(x_ND[known_N], y_NK[known_N][:, same_K])
+                weights_KD[same_K], bias_K[same_K] = model.coef_, model.intercept_
+        yield weights_KD, bias_K
+
+
+def proportional_hazards(x_ND: Array, y_N1: Array, alphas: Sequence[float]) -> Iterator[Weights]:
+    """Minimises the summed loss of the events + alpha / 2 * squared weights."""
+    x, y, events = torch.from_numpy(x_ND).double(), torch.from_numpy(y_N1), max((y_N1 > 0).sum(), 1)
+    weights_D = np.zeros(x_ND.shape[1])
+    for alpha in alphas:
+
+        def objective(w_D: Array, penalty: float = alpha / events / 2) -> tuple[float, Array]:
+            w_D1 = torch.tensor(w_D[:, None], requires_grad=True)
+            value = event_loss(x @ w_D1, y) + penalty * w_D1.square().sum()
+            (gradient_D1,) = torch.autograd.grad(value, w_D1)
+            return value.item(), gradient_D1[:, 0].numpy()
+
+        limits = {"maxiter": STEPS, "ftol": 1e-10, "gtol": 1e-6}
+        weights_D = minimize(objective, weights_D, jac=True, method="L-BFGS-B", options=limits).x
+        yield weights_D[None], np.zeros(1)
+
+
+SOLVERS = {
+    "binary": logistic,
+    "multilabel": logistic,
+    "multiclass": softmax,
+    "regression": ridge,
+    "survival": proportional_hazards,
+}

@@ -1,0 +1,137 @@
+"""The records that probes are fitted on and tested on: drawn shares of their patients, and folds.
+
+    train = records_of(dataset, labels, FITTED, args)       # args: the options of downstream.bench
+    train.means([vectors])                                  # an embedding for each record
+    fold_N = folds_of(groups_of(dataset, train), 5)
+    for rows, scored in fits(rows, fold_N): ...             # what one probe is fitted on, and what it scores
+
+Axes: N records, B crops, S windows, D width of an embedding, K classes.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
+from sklearn.model_selection import GroupKFold
+
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.settings import counter
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.leads import parse_leads
+
+from ..tasks.join import data_records
+from ..tasks.labels import TaskLabels
+from ..tasks.metrics import Array
+from .vectors import Vectors
+
+FITTED = ("train", "valid")  # splits that a probe is fitted on
+DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
+
+
+class ProbedRecords(NamedTuple):
+    """The records of one split."""
+
+    rows: Array  # crops, grouped by record
+    begins: Array  # where each record begins in `rows`
+    y_NK: Array
+    patient_N: Array
+
+    def means(self, embeddings: Sequence[Vectors]) -> Array:
+        """Mean embedding of each record, over all its windows; those of several embedders joined."""
+        return np.hstack([self._mean(vectors.of(self.rows)) for vectors in embeddings])
+
+    def _mean(self, vectors: Vectors) -> Array:
+        sum_ND = np.add.reduceat(vectors.c_BSD.sum(1), self.begins)
+        count_N = np.add.reduceat(vectors.windows_B, self.begins)
+        return np.asarray(sum_ND / count_N[:, None])
+
+    def windows(self, vectors: Vectors) -> tuple[Array, Array]:
+        """Embeddings of all windows, and the record of each."""
+        _, windows_B, c_BSD = vectors.of(self.rows)
+        there_BS = np.arange(c_BSD.shape[1]) < windows_B[:, None]
+        record_B = np.searchsorted(self.begins, np.arange(len(self.rows)), "right") - 1
+        return c_BSD[there_BS], np.repeat(record_B, windows_B)
+
+
+def measured(dataset: Dataset, args: Namespace) -> Array:
+    """bool [crops]: every set of leads has a recorded lead, and every model a window, so that all
+    rows are of the same ECGs."""
+    inputs = [replace(args.widest, seen=parse_leads(lead)) for lead in args.shown]
+    return np.asarray(np.all([model_input.usable(dataset) for model_input in inputs], axis=0))
+
+
+def left_out(dataset: Dataset, args: Namespace) -> list[str]:
+    lost = int((~measured(dataset, args)).sum())
+    if not lost:
+        return []
+    return [
+        f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was recorded in "
+        f"them{args.widest.too_short}."
+    ]
+
+
+def records_of(
+    dataset: Dataset, labels: TaskLabels, splits: Sequence[str], args: Namespace
+) -> ProbedRecords:
+    rows = np.concatenate([labels.rows(0, split) for split in splits])
+    rows = rows[measured(dataset, args)[rows]]
+    if not len(rows):
+        raise ConfigError(
+            f"{labels.name or dataset.root.url}: no record of {dataset.root.url} is in the split "
+            f"{splits[0]}"
+        )
+    record_B = data_records([dataset]).key_of_crop
+    rows = rows[np.argsort(record_B[rows], kind="stable")]
+    begins = np.flatnonzero(np.diff(record_B[rows], prepend=-1))
+    first = rows[begins]
+    return ProbedRecords(rows, begins, labels.y[0][first], labels.patients[0][first])
+
+
+def draws_of_share(patient_N: Array, share: float) -> Iterator[Array]:
+    """For each draw, the rows of a share of the patients. A smaller share is a subset of a larger
+    one."""
+    patients = np.unique(patient_N)
+    count = max(1, round(share * len(patients)))
+    for draw in range(max(1, min(DRAWS, int(0.5 / share)))):
+        order = np.argsort(counter.uniform(0, counter.RandomStream.LABELS, draw, patients))
+        yield np.flatnonzero(np.isin(patient_N, patients[order[:count]]))
+
+
+def fits(rows: Array, fold_N: Array | None) -> list[tuple[Array, Any]]:
+    """For each probe, the training records that it is fitted on, of those in `rows`, and the test
+    records that it scores: all, or those of a fold."""
+    if fold_N is None:
+        return [(rows, slice(None))]
+    return [(rows[fold_N[rows] != fold], fold_N == fold) for fold in np.unique(fold_N)]
+
+
+def groups_of(dataset: Dataset, records: ProbedRecords) -> Array:
+    """Which records must be in one fold: those of a patient, and those with the same waveform, since an
+    ECG may be there under two names. A group is named by one of its patients."""
+    crops = len(records.rows)
+    record_B = np.repeat(np.arange(len(records.y_NK)), np.diff(records.begins, append=crops))
+    wave_B = np.unique(dataset.column("waveform")[records.rows], return_inverse=True)[1]
+    patients, patient_N = np.unique(records.patient_N, return_inverse=True)
+    # A graph whose nodes are patients, then waveforms
+    edges = patient_N[record_B], len(patients) + wave_B
+    nodes = len(patients) + crops
+    graph = coo_matrix((np.ones(crops), edges), (nodes, nodes))
+    part_N = connected_components(graph, directed=False)[1][patient_N]
+    least = np.full(part_N.max() + 1, len(patients))
+    np.minimum.at(least, part_N, patient_N)
+    return np.asarray(least[part_N])
+
+
+def folds_of(group_N: Array, count: int) -> Array:
+    """The fold of each record."""
+    groups = len(np.unique(group_N))
+    if count > groups:
+        raise ConfigError(f"--folds {count}: only {groups:,} patients have labels: use fewer")
+    fold_N = np.zeros(len(group_N), np.int64)
+    for fold, (_, held_out) in enumerate(GroupKFold(count).split(group_N, groups=group_N)):
+        fold_N[held_out] = fold
+    return fold_N

@@ -1,0 +1,566 @@
+"""Scores a trained model on held-out ECGs: metrics with 95 % intervals, also as JSON.
+
+    score_task(model, dataset, task, EvalOptions(role="test", leads="I,II,V2")).document()["score"]     # of a TaskConfig
+    TaskResult(labels_NK, scores_NK, records, patients).document()                                       # from arrays alone
+
+A sample is a half of 5 s (paper, section "Datasets"). Intervals are from a bootstrap over patients,
+which draws all halves of a patient together.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch.distributed as dist
+
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.engine.data import seen
+from omnilead.engine.model.config import validated
+from omnilead.engine.model.input import Input
+from omnilead.engine.model.window import HALF_S
+from omnilead.engine.settings.commandline import read_yaml
+from omnilead.engine.settings.errors import ConfigError, Facts, OutputError
+from omnilead.engine.settings.files import find_config, shipped
+from omnilead.engine.settings.launcher import environment
+from omnilead.engine.settings.leads import describe_leads
+
+from ..inference.inputs import DatasetSource, Per
+from ..inference.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
+from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
+from ..tasks.config import TaskConfig
+from ..tasks.kinds import KINDS, SENSITIVE_OF, sensitive, sensitive_points
+from ..tasks.labels import DX_ROLES, TaskLabels, read_task
+from ..tasks.metrics import (
+    TOO_FEW,
+    Array,
+    MetricError,
+    bootstrap,
+    calibration,
+    challenge_statistic,
+    few_patients,
+    intervals_of_few,
+    statistic_of,
+)
+
+RESAMPLES, GROUP_RESAMPLES = 1000, 200
+AGES = (18, 40, 60, 80)  # years
+AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
+FEW_TESTED = 100  # ECGs: the interval of an AUROC is often wider than 0.2
+CHOSEN = "challenge_chosen"
+CHALLENGE_NOTE = (
+    f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
+    "with chosen thresholds uses the threshold of each class that had the highest F1 in validation."
+)
+DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    role: str = "test"  # or valid
+    leads: str = (
+        ""  # as for engine.settings.leads.parse_leads; "": all that the model was trained on
+    )
+    batch: int = 32  # crops encoded at a time
+    name: str = "model"  # in the results
+    # File for the model's outputs, made in parts, so that a killed evaluation can resume
+    halves_file: Path | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TaskResult:
+    """Has one row for each half of 5 s. `record`: the metrics of records, whose scores are means
+    over their halves."""
+
+    # 0, 1 or NaN (unknown); for regression, values; for survival, times, negative if censored
+    labels_NK: Array
+    scores_NK: Array  # probabilities; for regression, values; for survival, risks
+    records_N: Sequence[Any]
+    patients_N: Sequence[Any]
+    facts: Facts = field(default_factory=dict)  # model, data, role, leads
+    notes: Sequence[str] = ()  # warnings about the data
+    head: HeadInfo = DIAGNOSIS
+    crops_N: Array | None = None  # rows of the dataset
+    groups_N: Mapping[str, Array] = field(default_factory=dict)  # age, sex, source of each row
+    resamples: int = RESAMPLES
+    units: str = "patients"  # that intervals resample: TaskLabels.units
+
+    @cached_property
+    def half(self) -> Facts:
+        return scored(self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head)
+
+    @cached_property
+    def record(self) -> Facts:
+        return self._of_records(np.arange(len(self.labels_NK)), self.resamples)
+
+    @cached_property
+    def groups(self) -> dict[str, Facts]:
+        """By age, sex and source: n, patients, positives of each class, metrics and intervals of
+        the records."""
+        groups: dict[str, Facts] = {}
+        for name, values_N in self.groups_N.items():
+            for value in np.unique(values_N).tolist():
+                rows = np.flatnonzero(values_N == value)
+                scores = self.record  # so that the same number has one interval
+                if len(rows) < len(values_N):
+                    scores = self._of_records(rows, min(self.resamples, GROUP_RESAMPLES))
+                group = {key: scores[key] for key in ("n", "patients", "metrics", "intervals")}
+                if KINDS[self.head.kind].has_positives:
+                    classes = scores["classes"].items()
+                    group["positives"] = {label: facts["positives"] for label, facts in classes}
+                groups.setdefault(name, {})[value] = group
+        return groups
+
+    def _of_records(self, rows: Array, resamples: int) -> Facts:
+        return scored(*self.of_records(rows), resamples, self.head)
+
+    def of_records(self, rows: Array | slice = slice(None)) -> tuple[Array, Array, list[Any]]:
+        """Labels, mean scores and patients of the records in these rows."""
+        records, patients = np.asarray(self.records_N)[rows], np.asarray(self.patients_N)[rows]
+        return by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
+
+    @cached_property
+    def errors_NK(self) -> Array:
+        """Values' errors in standard deviations of the column; 0 where the label is unknown."""
+        has_scale = KINDS[self.head.kind].has_scale
+        spread_K = np.nanstd(self.labels_NK, 0) if has_scale else np.ones(1)
+        error_NK = np.abs(self.scores_NK - self.labels_NK) / np.where(spread_K > 0, spread_K, 1)
+        return np.asarray(np.nan_to_num(error_NK))
+
+    def worst(self, count: int) -> list[int]:
+        """Rows of the records with the largest errors: the worst half of each."""
+        order = np.argsort(-self.errors_NK.max(1), kind="stable")
+        _, first = np.unique(np.asarray(self.records_N)[order], return_index=True)
+        rows: list[int] = order[np.sort(first)][:count].tolist()
+        return rows
+
+    @property
+    def remarks(self) -> list[str]:
+        remarks, half, labels = list(self.notes), self.half, np.asarray(self.labels_NK)
+        if absent := half.get("without_positives"):
+            remarks.append(
+                f"{len(absent)} of {len(self.head.classes)} classes have no positives: "
+                f"{', '.join(absent)}. AUROC and AUPRC leave them out."
+            )
+        if always := half.get("without_negatives"):
+            remarks.append(
+                f"All samples are positive for {', '.join(always)}: AUROC is not defined there."
+            )
+        if labels.dtype.kind == "f" and (unknown := int(np.isnan(labels).sum())):
+            remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and ignored.")
+        is_few = few_patients(self.head.kind, labels, self.patients_N)
+        without = ""
+        if self.facts.get("role") == "valid" and self.head.thresholds:
+            points = sensitive_points(*self.of_records()[:2], self.head.classes)
+            if points or not is_few:
+                remarks += sensitive(points, self.head.classes)
+            else:
+                without = f"; a score with 95 % sensitivity takes {SENSITIVE_OF} positives"
+        if half["patients"] == 1:
+            remarks.append(f"All samples are from one patient: there are no intervals{without}.")
+        elif is_few:
+            remarks.append(f"{TOO_FEW} have no interval, or an exact one{without}.")
+        else:
+            remarks += self._without_interval()
+        return remarks
+
+    def _without_interval(self) -> list[str]:
+        for part in (self.half, self.record):
+            same = [
+                name
+                for name, ends in part["intervals"].items()
+                if np.isnan(ends[0]) and np.isfinite(part["metrics"][name])
+            ]
+            if same:
+                return [f"All resamples agree on {', '.join(same)}, which has no interval then."]
+        return []
+
+    def document(self) -> Facts:
+        head = self.head
+        document = {
+            "task": head.task,
+            "kind": head.kind,
+            "thresholds": list(head.thresholds),
+            "value_unit": head.unit,
+            **self.facts,
+            "unit": "half",
+            **self.half,
+            "score": next(iter(self.half["metrics"].values())),
+            "record": {"unit": "record", **self.record},
+            "groups": self.groups,
+            "remarks": self.remarks,
+        }
+        return dict(nullable(document))
+
+
+def scored(
+    labels: Array, scores: Array, patients: Sequence[Any], resamples: int, head: HeadInfo
+) -> Facts:
+    """n, patients, metrics, intervals, classes, without_positives, without_negatives. The first
+    metric is the score."""
+    if broken := int((~np.isfinite(scores)).any(1).sum()):
+        raise MetricError(
+            f"the model gave NaN for {broken:,} of {len(scores):,} samples: check its weights and "
+            "the data"
+        )
+    statistic = statistic_of(head.kind, labels, scores, head.thresholds, head.classes)
+    summary, metrics = statistic.summary(), {}
+    ends = bootstrap(statistic, patients, resamples).T.tolist()
+    intervals = dict(zip(statistic.names, ends, strict=True))
+    for name in statistic.names:
+        metrics[name] = summary.pop(name)
+        if name == "challenge" and head.chosen:
+            challenge_score = challenge_statistic(labels, scores > np.asarray(head.chosen))
+            metrics[CHOSEN] = challenge_score(np.ones(len(labels), np.int64))
+            intervals[CHOSEN] = bootstrap(challenge_score, patients, resamples).tolist()
+    is_few = few_patients(head.kind, labels, patients)
+    exact = intervals_of_few(metrics, labels, patients)
+    for name, (low, high) in intervals.items():
+        if is_few or np.isclose(low, high):  # resamples that agree do not make a score certain
+            intervals[name] = exact[name]
+    if KINDS[head.kind].of_classes:
+        metrics["calibration_error"] = calibration(labels, scores)[-1]
+    for name, threshold in zip(head.classes, head.thresholds, strict=False):
+        summary["classes"][name]["threshold"] = threshold
+    return {
+        "n": len(labels),
+        "patients": len(set(patients)),
+        "metrics": metrics,
+        "intervals": {name: intervals[name] for name in metrics if name in intervals},
+        **summary,
+    }
+
+
+def by_record(
+    labels: Array, scores: Array, records: Any, patients: Any
+) -> tuple[Array, Array, list[Any]]:
+    """Labels, mean scores and patients of the records, ordered by name."""
+    _, first, record_N, halves = np.unique(
+        np.asarray(records), return_index=True, return_inverse=True, return_counts=True
+    )
+    sums = np.zeros((len(first), scores.shape[1]))
+    np.add.at(sums, record_N, scores)
+    return np.asarray(labels)[first], sums / halves[:, None], np.asarray(patients)[first].tolist()
+
+
+def nullable(value: Any) -> Any:
+    """Replaces NaN, which JSON does not have, by None."""
+    if isinstance(value, dict):
+        return {key: nullable(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [nullable(inside) for inside in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def score_task(
+    model: TrainedModel, dataset: Dataset, task: TaskConfig, options: EvalOptions
+) -> TaskResult:
+    """Scores a fine-tuned model on the labelled crops of a split."""
+    head = head_for(model, task)
+    model_input, notes = shown_input(model, dataset, options)
+    if head.said:
+        notes.append(f"The model: {'; '.join(head.said)}.")
+    labels = read_task(task, [dataset])
+    require_classes(model, labels)
+    labelled = labelled_rows(labels, dataset, options.role)
+    (rows,), left_out = measured_crops(dataset, model_input, labelled)
+    notes += rates_note(model, dataset, rows)
+    output = vectors(model, model.scores, len(model.classes))
+    scores_RK, crop_R = outputs_of(output, dataset, rows, model_input, options)
+    columns = [model.classes.index(name) for name in labels.classes]
+    scored_head = with_thresholds(head, labels, columns)
+    if scored_head.chosen:
+        notes.append(CHALLENGE_NOTE)
+    notes += leakage(model, dataset, rows, labels.patients[0], options.role)
+    notes += unscored_note(model, dataset, labels, options.role)
+    notes += few_scored(dataset, rows, labels) + left_out + labels.remarks
+    facts = evaluated_facts(dataset, options, model_input)
+    if task.labels:
+        facts["labels"] = task.labels
+    crops = rows[crop_R]
+    return TaskResult(
+        labels_NK=labels.y[0][crops],
+        scores_NK=scores_RK[:, columns],
+        records_N=record_names(dataset, crops),
+        patients_N=labels.patients[0][crops].tolist(),
+        facts=facts,
+        notes=notes,
+        head=scored_head,
+        crops_N=crops,
+        groups_N=groups_of(dataset, crops),
+        units=labels.units,
+    )
+
+
+def head_for(model: TrainedModel, task: TaskConfig) -> HeadInfo:
+    """The model's head; ConfigError if it cannot do the task."""
+    head = model.head_info
+    if model.head is None or head is None:
+        kind = f"fine-tuned for {head.task}" if head else "only pre-trained"
+        raise ConfigError(
+            f"--task {task.name}: the model has no head, it is {kind}: fine-tune it with omnilead "
+            "finetune, or fit a head with omnilead fit"
+        )
+    if task.kind != head.kind:
+        raise ConfigError(
+            f"--task {task.name}: is {task.kind}, the model is fine-tuned for {head.task}, which "
+            f"is {head.kind}: leave --task out, or choose another model"
+        )
+    return head
+
+
+def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
+    """The model must know every class; exclusive classes must all be there."""
+    unknown = [name for name in labels.classes if name not in model.classes]
+    if unknown:
+        difference = f"not {', '.join(unknown[:5])}"
+    elif KINDS[labels.task.kind].exclusive and len(labels.classes) < len(model.classes):
+        difference = f"of which the labels have {', '.join(labels.classes)}"
+    else:
+        return
+    raise ConfigError(
+        f"the model knows {len(model.classes)} classes, {difference}: use other --labels, or another "
+        "model"
+    )
+
+
+def labelled_rows(labels: TaskLabels, dataset: Dataset, role: str) -> Array:
+    """The crops of a split; ConfigError if there is nothing to score."""
+    name, rows = labels.name or dataset.root.url, labels.rows(0, role)
+    if labels.role:
+        require(rows, dataset, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES}")
+    if not len(rows):
+        raise ConfigError(
+            f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role"
+        )
+    if KINDS[labels.task.kind].has_positives and not (labels.y[0][rows] > 0).any():
+        what_is_missing = f"of the split {role} has a positive label"
+        if labels.role:
+            what_is_missing = f"with dx={role} has a scored diagnosis"
+        raise ConfigError(f"{name}: none of its {len(rows):,} crops {what_is_missing}")
+    return rows
+
+
+def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) -> HeadInfo:
+    """The head with the classes of the labels. The Challenge's classes are predicted above 0.5, as
+    in the Challenge; thresholds that were chosen in validation have a score of their own."""
+    changes: Facts = {"task": labels.task.name, "classes": labels.classes, "chosen": ()}
+    for name in ("thresholds", "center", "scale"):
+        values = getattr(head, name)
+        changes[name] = tuple(values[k] for k in columns if k < len(values))
+    if labels.classes == CLASSES and head.thresholds:
+        if set(head.thresholds) != {THRESHOLD}:
+            changes["chosen"] = changes["thresholds"]
+        changes["thresholds"] = (THRESHOLD,) * len(columns)
+    return replace(head, **changes)
+
+
+def rates_note(model: TrainedModel, dataset: Dataset, rows: Array) -> list[str]:
+    note = model.note_on_rates(np.unique(dataset.column("fs_source_hz")[rows]).tolist())
+    return [f"{note}."] if note else []
+
+
+def leakage(
+    model: TrainedModel, dataset: Dataset, rows: Array, patient_N: Array, role: str = "test"
+) -> list[str]:
+    """How many of the patients of these crops the model has seen, and how."""
+    valid = role == "valid"
+    return seen.notes(model.seen, [dataset], [rows], [patient_N], "scored here", valid)
+
+
+def unscored_note(
+    model: TrainedModel, dataset: Dataset, labels: TaskLabels, role: str
+) -> list[str]:
+    """Of a table with data that the model has not seen, all could be scored."""
+    known_crops, scored = int((~np.isnan(labels.y[0]).all(1)).sum()), len(labels.rows(0, role))
+    if not labels.task.labels or known_crops <= scored:
+        return []
+    if seen.LABELLED in seen.uses(model.seen, dataset, np.flatnonzero(labels.split[0])):
+        return []
+    return [
+        f"{scored:,} of {known_crops:,} labelled crops are in the split {role}. To score all, give the "
+        f"label table a column `split` that says {role}."
+    ]
+
+
+def few_scored(dataset: Dataset, rows: Array, labels: TaskLabels) -> list[str]:
+    scored = len(set(record_names(dataset, rows)))
+    if not labels.task.labels or scored >= FEW_TESTED:
+        return []
+    return [
+        f"{scored:,} ECGs are scored, which says little: `omnilead bench --folds 5` tests every labelled "
+        "ECG once."
+    ]
+
+
+def record_names(dataset: Dataset, rows: Array) -> list[str]:
+    table = dataset.table(["source", "record"]).take(rows).to_pydict()
+    return [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
+
+
+def groups_of(dataset: Dataset, rows: Array) -> dict[str, Array]:
+    """Age band, sex and source of each row."""
+    table = dataset.table(["age", "sex", "source"]).take(rows).to_pydict()
+    age = np.array(table["age"], float)
+    band = np.where(np.isnan(age), -1, np.digitize(age, AGES))
+    return {
+        "age": AGE_BANDS[band],
+        "sex": np.array([sex or "unknown" for sex in table["sex"]]),
+        "source": np.array(table["source"], str),
+    }
+
+
+def load_task(name: str) -> TaskConfig:
+    """The task with this name in configs/tasks, or in a YAML file."""
+    path = find_config(name, "tasks", "--task")
+    section = read_yaml(path, "tasks").get("task")
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: has no section `task`: write task: {{name: ..., kind: ...}}")
+    return validated(TaskConfig, section, "task")
+
+
+def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
+    """The task of this name, with these labels. auto: the task the model was fine-tuned for, else
+    identification."""
+    head = model.head_info
+    own_task = head.task if head else "identification"
+    if name == "auto":
+        name = own_task
+        if own_task not in shipped("tasks") and not (head and head.definition):
+            raise ConfigError(
+                f"the model was fine-tuned for {own_task!r}, which is no shipped task: name its YAML "
+                "file with --task"
+            )
+    if head and head.definition and name == own_task:
+        task = validated(TaskConfig, head.definition, "task")
+        # The model may come from anyone: what it names is not opened
+        if task.labels and not labels:
+            raise ConfigError(
+                f"the model does not keep the labels of its task {task.name}, {task.labels}: give "
+                "them with --labels"
+            )
+    else:
+        task = load_task(name)
+    if task.kind == "identity" and labels:
+        raise ConfigError(
+            f"--labels {labels}: the model was not fitted to labels: omnilead fit --model RUN --labels "
+            f"{labels} --data DATASET --out MODEL writes one that is"
+        )
+    return replace(task, labels=labels) if labels else task
+
+
+def require(rows: Array, dataset: Dataset, criterion: str, source: str) -> None:
+    if not len(rows):
+        reason = f"it was made with --plan {dataset.meta.get('plan')}, or has no {source}"
+        raise ConfigError(f"{dataset.root.url}: no crop has {criterion}: {reason}")
+
+
+def shown_input(
+    model: TrainedModel, dataset: Dataset, options: EvalOptions
+) -> tuple[Input, list[str]]:
+    """The model's input, and warnings about the data."""
+    try:
+        model_input = model.input.limited_to(options.leads) if options.leads else model.input
+    except ConfigError as error:
+        raise ConfigError(f"--leads {options.leads}: {error}") from None
+    notes, sha256 = [], model.preprocessing.get("sha256")
+    if sha256 and sha256 != dataset.meta["preprocessing_sha256"]:
+        notes.append(
+            "The data were preprocessed differently from the model's training data: compare "
+            "dataset.json."
+        )
+    if crops := dataset.synthetic_crops:
+        share = "All" if crops == len(dataset) else f"{crops:,} of {len(dataset):,}"
+        notes.append(f"{share} crops of this dataset are synthetic.")
+    if dataset.meta.get("plan") == "paper-split":
+        notes.append(
+            "The split is the authors', which leaks (--plan paper-split): for comparison only."
+        )
+    return model_input, notes
+
+
+def measured_crops(
+    dataset: Dataset, model_input: Input, *sides: Array
+) -> tuple[list[Array], list[str]]:
+    """The crops that have a window in which at least one of the model's leads was recorded, and a
+    note on the others."""
+    blank = ~model_input.usable(dataset)
+    if any(blank[rows].all() for rows in sides):
+        raise ConfigError(f"{dataset.root.url}: {model_input.nothing}: choose other --leads")
+    notes = []
+    if without := sum(int(blank[rows].sum()) for rows in sides):
+        notes.append(
+            f"{without:,} of {sum(map(len, sides)):,} crops are left out: none of "
+            f"{describe_leads(model_input.seen)} was recorded in them{model_input.too_short}."
+        )
+    return [rows[~blank[rows]] for rows in sides], notes
+
+
+def evaluated_facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> Facts:
+    window = {} if model_input.window_s == HALF_S else {"window_s": model_input.window_s}
+    return window | {
+        "model": options.name,
+        "data": dataset.fingerprint,
+        "dataset": dataset.root.url,
+        "plan": dataset.meta.get("plan"),
+        "role": options.role,
+        "leads": describe_leads(model_input.seen),
+    }
+
+
+def pieces(facts: Mapping[str, Any]) -> str:
+    """What is scored, for the terminal and the report."""
+    window_s = facts.get("window_s")
+    return f"windows of {window_s:g} s" if window_s else "halves of 5 s"
+
+
+def outputs_of(
+    output: Output,
+    dataset: Dataset,
+    rows: Array,
+    model_input: Input,
+    options: EvalOptions,
+    per: Per = "half",
+) -> tuple[Array, Array]:
+    """Outputs [R, D] of the windows of these crops, and the position in `rows` of each. Ranks share
+    the parts."""
+    model = output.model
+    windows = 1
+    if per == "half":
+        windows = model_input.count(dataset.column("halves")[rows])
+    crop_R = np.repeat(np.arange(len(rows)), windows)
+    source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
+    if options.halves_file is None:
+        return matrix(whole(source, output, model_input, per)), crop_R
+    job = {
+        "model": model.digest,
+        "data": dataset.fingerprint,
+        "leads": model_input.seen,
+        "per": per,
+        "output": output.forward.__name__,
+        "rows": sha256(rows.tobytes()).hexdigest(),
+        "batch": options.batch,
+        "device": model.device.type,
+    }
+    with ParquetParts(options.halves_file, job, *environment()[:2]) as parts:
+        if not parts.finished:
+            make(source, output, model_input, per, parts)
+        _wait_for_ranks()  # the last one has joined the parts
+        if not options.halves_file.exists():
+            why = "cannot be read back"
+            if parts.world > 1:
+                why += ": do all ranks write to the same folder?"
+            raise OutputError(f"{options.halves_file}: {why}{RESUMABLE}")
+        table = pq.read_table(options.halves_file)
+        _wait_for_ranks()  # rank 0 will remove the file
+    return matrix(table), crop_R
+
+
+def _wait_for_ranks() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,126 @@
+"""The vectors of crops by a model or a measurement, kept in files.
+
+    vectors = embedded(embedder, dataset, rows, "12", Path("OUT/parts"))
+    vectors.of(rows).c_BSD
+
+Files in the folder are reused if the model's files, the read-out, the dataset and the leads are the
+same; only missing or damaged crops are computed. B: crops, S: windows, D: width.
+"""
+
+import io
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.io.storage import write_whole
+from omnilead.engine.data.batches import dataset_batches, predict
+from omnilead.engine.model.input import Input
+from omnilead.engine.settings.errors import ConfigError
+
+from ..inference.outputs import progress_bar
+from ..inference.trained_model import NOT_FINITE, TrainedModel
+from ..tasks.metrics import Array
+
+BLOCK = 4096  # crops in a file
+
+
+class Embedder(NamedTuple):
+    """Maps windows to vectors."""
+
+    name: str
+    digest: str
+    input: Input
+    forward: Callable[[Tensor], Tensor]
+    model: TrainedModel | None = None  # None: measured in the signal
+    batch: int = 64
+    compared: slice = slice(None)  # the dimensions by which patients are identified
+    precision: str = ""
+
+
+class Vectors(NamedTuple):
+    row_B: Array  # crops, ascending
+    windows_B: Array  # how many windows each crop has; halves, unless a model has other windows
+    c_BSD: Array  # zeros where there is no such window
+
+    def of(self, rows: Array) -> "Vectors":
+        positions = np.searchsorted(self.row_B, rows)
+        return Vectors(*(array[positions] for array in self))
+
+
+def embedded(
+    embedder: Embedder, dataset: Dataset, rows: Array, leads: str, folder: Path
+) -> Vectors:
+    """The vectors of these crops, ascending; leads that the model is not shown are set to zero."""
+    limited_input = embedder.input.limited_to(leads)
+    job = json.dumps([embedder.digest, dataset.fingerprint, limited_input.seen])
+    folder = folder / sha256(job.encode()).hexdigest()[:24]
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = np.unique(rows)
+    saved = list(_saved_vectors(folder))
+    missing = np.setdiff1d(rows, joined(saved).row_B) if saved else rows
+    with progress_bar(len(missing), f" crops, {embedder.name}, leads {leads}") as bar:
+        for start in range(0, len(missing), BLOCK):
+            block = missing[start : start + BLOCK]
+            part = _embed(embedder, dataset, block, limited_input, bar)
+            if not np.isfinite(part.c_BSD).all():
+                raise ConfigError(f"{embedder.name}: {NOT_FINITE}")
+            buffer = io.BytesIO()
+            np.savez(buffer, **part._asdict())
+            write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
+            saved.append(part)
+    vectors = joined(saved)
+    first = np.unique(vectors.row_B, return_index=True)[1]
+    return Vectors(*(array[first] for array in vectors)).of(rows)
+
+
+def require_cache(folder: Path) -> None:
+    """ConfigError if the folder holds anything that `embedded` does not keep there."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if folder.is_file():
+        names = [folder.name]
+    for name in names:
+        if not re.fullmatch("[0-9a-f]{24}", name):
+            raise ConfigError(
+                f"{folder}: is for embeddings alone, and has {name}: choose another --out, or move "
+                "what is there"
+            )
+
+
+def _embed(
+    embedder: Embedder, dataset: Dataset, rows: Array, limited_input: Input, bar: Any
+) -> Vectors:
+    device = embedder.model.device if embedder.model else torch.device("cpu")
+    groups = np.split(rows, range(embedder.batch, len(rows), embedder.batch))
+    batches = dataset_batches(dataset, groups, pin=device.type == "cuda")
+    parts = []
+    for batch, y_RD in predict(batches, limited_input.windows, embedder.forward, device):
+        windows, windows_B = limited_input.count(), limited_input.count(batch.halves_B)
+        c_BSD = np.zeros((len(batch.crops), windows, y_RD.shape[1]), np.float32)
+        c_BSD[np.arange(windows) < windows_B[:, None]] = y_RD
+        parts.append(Vectors(batch.crops, windows_B, c_BSD))
+        bar.update(len(batch.crops))
+    return joined(parts)
+
+
+def joined(parts: Sequence[Vectors]) -> Vectors:
+    return Vectors(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _saved_vectors(folder: Path) -> Iterator[Vectors]:
+    for path in sorted(folder.glob("*.npz")):
+        with (
+            suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
+            open(path, "rb") as file,  # numpy would leave that of a damaged archive open
+            np.load(file) as arrays,
+        ):
+            yield Vectors(*(arrays[name] for name in Vectors._fields))

@@ -1,0 +1,141 @@
+"""Reads the settings of a fine-tuning. Without a config file, the kind of the labels and a schedule that
+suits their number are chosen:
+
+    read_settings(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.labels": "my.csv", "run": "OUT"})
+    read_settings(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.name": "sex", "run": "OUT"})
+    read_settings("diagnosis", ["start=RUN", "data.datasets=[DATASET]", "run=DX"])
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omnilead.data_tools.io.terminal import say
+from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.settings.commandline import overridden, read_mapping, read_yaml
+from omnilead.engine.settings.errors import ConfigError, Facts
+from omnilead.engine.settings.files import find_config, merge
+from omnilead.engine.settings.launcher import environment
+from omnilead.engine.training.config import TrainConfig, build, check, load
+from omnilead.engine.training.run_folder import open_datasets
+
+from ..tasks.config import FinetuneConfig
+
+BATCH, EPOCHS, STEPS, VALIDATE = 64, 40, 20_000, 500  # at most
+PATIENCE = 10  # validations
+LR_AT_PROBE = 1e-4  # of a model that begins at a probe
+LR, LR_WIDTH = 1e-3, 0.064  # of the authors' architecture: LR_WIDTH / width, at most LR
+
+
+def read_settings(
+    config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]
+) -> FinetuneConfig:
+    """The settings of `config`, or without it, those of the task that task.name or task.labels
+    names. What is not set is chosen from the data: the kind of the labels, the batch size, the
+    length of the training."""
+    if config is not None:
+        return load(config, overrides, FinetuneConfig)
+    tree = overridden({}, overrides)
+    first = build(tree, FinetuneConfig).train
+    tree = with_task(tree)
+    length_given = bool({"steps", "epochs"} & first.model_fields_set)
+    length: dict[str, int] = {} if length_given else {"epochs": EPOCHS}
+    _, world, _ = environment()
+    length["batch_crops"] = choose_batch(first, 10 * BATCH, world)
+    wanted = build(merge({"train": length}, tree), FinetuneConfig)
+    check(wanted, world)
+    datasets = open_datasets(wanted)
+    wanted.require_files()
+    # Only now what imports PyTorch, which takes seconds: a wrong setting or path is said before
+    from ..tasks.guess import guess_kind
+    from ..tasks.labels import read_task
+    from .start import read_start, with_windows
+
+    task = wanted.task
+    guessed = bool(task.labels) and "kind" not in tree["task"]
+    if guessed:
+        task = guess_kind(task)
+    start = read_start(wanted.start, wanted.code)
+    labels = read_task(task, datasets, wanted.data.where)
+    crops = len(with_windows(labels, datasets, start.input).y_of("train"))
+    batch = choose_batch(first, crops, world)
+    chosen = choose_training(wanted, start.model, batch, max(1, crops // batch))
+    if length_given:
+        del chosen["steps"], chosen["epochs"]
+    chosen |= saved_training(wanted, chosen)
+    own: Facts = {"train": chosen, "task": {"kind": task.kind}}
+    if start.weights is None:  # random convolutions are not worth freezing
+        own["encoder"] = {"feature_grad": 1.0}
+    settled = build(merge(own, tree), FinetuneConfig)
+    if os.environ.get("RANK", "0") == "0":
+        say(what_was_chosen(settled, crops, guessed))
+    return settled
+
+
+def choose_batch(train: TrainConfig, crops: int, world: int) -> int:
+    if "batch_crops" in train.model_fields_set:
+        return train.batch_crops
+    unit = world * (train.micro_batch or 1)
+    return max(1, min(BATCH, max(2, crops // 10)) // unit) * unit
+
+
+def choose_training(wanted: FinetuneConfig, model: ModelConfig, batch: int, epoch: int) -> Facts:
+    """Settings for a data set that is `epoch` batches long."""
+    rate, precision = LR, "auto"
+    if wanted.task.head == "start":
+        rate, precision = LR_AT_PROBE, "fp32"
+    elif not model.encoder:
+        rate = min(LR, LR_WIDTH / model.width)
+    return {
+        "batch_crops": batch,
+        "validate_every": min(epoch, VALIDATE),
+        "valid_batches": 1000,
+        "patience": PATIENCE,
+        "lr": rate,
+        "schedule": "warmup_cosine",
+        "precision": precision,
+        "steps": min(EPOCHS * epoch, STEPS),
+        "epochs": None,
+    }
+
+
+def saved_training(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
+    """What the run to be resumed, perhaps on another number of ranks, had chosen."""
+    before = Path(wanted.run, "config.yaml")
+    begun = before.is_file() and any(Path(wanted.run, "checkpoints").glob("step-*"))
+    saved = read_mapping(before) if begun else {}
+    if (saved.get("task") or {}).get("name") != wanted.task.name:
+        return {}
+    train = saved.get("train") or {}
+    return {name: train[name] for name in chosen if name in train}
+
+
+def with_task(tree: Facts) -> Facts:
+    """The settings with those of the task that task.name or task.labels names."""
+    task = tree.get("task", {})
+    if name := task.pop("name", None):
+        return merge(read_yaml(find_config(name, "tasks", "--task"), "tasks"), tree)
+    if labels := task.get("labels"):
+        task["name"] = Path(labels).stem
+        return tree
+    raise ConfigError(
+        "no task is given: use --labels my.csv, --task NAME (age, sex, ...) or --config diagnosis"
+    )
+
+
+def what_was_chosen(config: FinetuneConfig, crops: int, guessed: bool) -> str:
+    from ..tasks.kinds import KINDS
+
+    t, task = config.train, config.task
+    sentence = f"{task.name}: "
+    if guessed:
+        sentence += (
+            f"the table looks like {task.kind} ({KINDS[task.kind].meaning}; --kind if not). "
+        )
+    length = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} x through all"
+    return (
+        f"{sentence}{crops:,} training crops, used {t.batch_crops} at a time (a step), for at most "
+        f"{length}; learning rate {t.lr:.2g}. Every {t.validate_every} steps the model is tried on "
+        f"the validation crops: it stops early after {t.patience} tries without improvement"
+    )

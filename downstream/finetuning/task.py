@@ -1,0 +1,491 @@
+"""Fine-tuning of a pre-trained encoder: for labels of any kind (downstream.tasks), or for patient
+identification (ArcFace).
+
+| | labels | identity |
+|---|---|---|
+| trained on | each half with its record's labels; unknown ones are ignored | each half with its patient, or its record |
+| validated on | AUROC, mean absolute error, C-index, or train.best | second half of a crop against all first halves |
+| exported | encoder, linear layer, thresholds chosen in validation | encoder, without the class vectors |
+
+Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_identification.py.
+
+What differs between kinds of labels is in downstream.tasks.kinds.
+"""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.nn.functional as F
+from pyarrow import parquet
+from torch import Tensor, nn
+
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.engine.data.augmenter import to_device
+from omnilead.engine.data.leakage import refuse_leak
+from omnilead.engine.data.loader import Batch, order_of
+from omnilead.engine.data.seen import as_bytes, notes
+from omnilead.engine.model import encoders
+from omnilead.engine.model.config import ModelConfig, validated
+from omnilead.engine.model.encoder import Encoder, pool
+from omnilead.engine.model.folder import SEEN, is_model
+from omnilead.engine.model.input import Input
+from omnilead.engine.model.window import HALF_S
+from omnilead.engine.settings.errors import ConfigError, Facts
+from omnilead.engine.settings.files import code_of, portable
+from omnilead.engine.settings.leads import describe_leads
+from omnilead.engine.settings.run_files import LABELS, VALID
+from omnilead.engine.training.config import micro_batch
+from omnilead.engine.training.distributed import Ranks, on_first_rank
+from omnilead.engine.training.export import signals_of
+from omnilead.engine.training.inputs import Arguments, dtype_of, whole_crops
+from omnilead.engine.training.run_folder import RunFolder
+from omnilead.engine.training.task import (
+    Between,
+    Groups,
+    TrainingTask,
+    best_metric,
+    best_step_text,
+    describe_encoder,
+    start_text,
+)
+from omnilead.engine.training.validation import eval_mode, predict_on_ranks
+
+from ..tasks.classifier import Classifier, layer_groups
+from ..tasks.config import FinetuneConfig
+from ..tasks.kinds import KINDS, Targets, listed_classes, thresholds
+from ..tasks.labels import DX_ROLES, TaskLabels, read_task
+from ..tasks.metrics import MEASURES, Array, identification, measure
+from ..tasks.people import unknown_patients
+from ..tasks.readout import PAPER
+from ..tasks.splits import SPLITS, TRAIN
+from .start import read_start, readout_for, select_leads, with_windows
+
+
+def make_targets(labels: TaskLabels) -> Targets:
+    """ConfigError if the labels cannot be learnt."""
+    task = labels.task
+    name, balanced = labels.name or "data.datasets", task.class_weights == "balanced"
+    kind = KINDS[task.kind]
+    return kind.targets(labels.y, labels.y_of("train"), labels.classes, name, balanced)
+
+
+def labels_of(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabels:
+    labels = read_task(config.task, datasets, config.data.where)
+    columns = labels.table.column_names if labels.table else []
+    if config.task.folds and ("fold" not in columns or not labels.task.folds):
+        raise ConfigError(
+            "task.folds: would be ignored, since the label table has no column `fold` or "
+            f"task.split={config.task.split}: leave it out"
+        )
+    return labels
+
+
+def checked_labels(config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> TaskLabels:
+    """Called by all ranks. Every dataset has drawn its roles without regard to the others."""
+    labels = labels_of(config, datasets)
+    if labels.by_role:
+        trained, held_out = [], []
+        for split_N in labels.split:
+            trained.append(np.flatnonzero(split_N == TRAIN))
+            held_out.append(np.flatnonzero(split_N > TRAIN))
+        on_first_rank(ranks, partial(refuse_leak, datasets, trained, held_out))
+    return labels
+
+
+class HeldOut(NamedTuple):
+    """The crops that validation measures."""
+
+    crops: list[tuple[Dataset, int]]
+    y: Array  # labels [N, K]; of identity: patients [N]
+    windows_N: Array  # how many windows each crop has
+
+
+class FinetuneTask(TrainingTask):
+    settings = FinetuneConfig
+    exports_best = True
+    keys = (
+        "step",
+        "crops_seen",
+        "epoch",
+        "loss",
+        "accuracy",
+        "lr",
+        "grad_norm",
+        "crops_per_s",
+        "data_wait_pct",
+        "mfu",
+        "skipped_steps",
+        "memory_gb",
+    )
+
+    def __init__(self, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> None:
+        super().__init__(config, datasets, ranks)
+        self.kind = KINDS[config.task.kind]
+        labels = checked_labels(config, datasets, ranks)
+        self.label_facts = labels.facts
+        self.best = best_metric(config.train.best, validation_metrics(labels))
+        self.start = read_start(config.start, config.code)
+        self.labels = with_windows(labels, datasets, self.start.input)
+        self.architecture = config.tuned(self.start.model)
+        self.weights = select_leads(self.start, config) if self.start.weights else None
+        self.input = replace(
+            self.start.input, leads=config.augment.output_leads, seen=config.augment.seen
+        )
+        if not self.input.plain:
+            self.windows = int(self.input.count())
+        self.halves = [dataset.column("halves") for dataset in datasets]
+        self.roles = training_roles(self.labels, datasets, self.input)
+        self.targets = make_targets(self.labels)
+        self.readout = readout_for(self.start, config, self.labels)
+        self.held_out = self._held_out()
+        self.thresholds: list[float] = []  # from the last validation
+        self.remarks = self._remarks()
+        if self.labels.table:
+            self.kept = {LABELS: parquet_bytes(self.labels.table)}
+        if is_model(config.start):
+            self.kept = {**self.kept, SEEN: as_bytes(self.start.seen)}
+        self.code = code_of(config.plugged, config.run, self.start.code)
+        self.encoder, self.flops_per_crop = self._examined()
+
+    @property
+    def identifies(self) -> bool:
+        return self.kind.name == "identity"
+
+    def _examined(self) -> tuple[nn.Module | None, float]:
+        """An encoder that is not the authors', and the FLOPs of a crop."""
+        model, samples = self.architecture, self.input.samples
+        seed, kind = self.config.train.seed, self.start.kind
+        encoder, _ = encoders.prepared(model, False, dtype_of(self.config), seed, kind, samples)
+        windows = int(self.input.count())
+        flops = encoders.encoder_flops(encoder, model, False, samples, windows)
+        if self.config.encoder.frozen:
+            flops /= 3  # no backward pass
+        return encoder, flops
+
+    def _held_out(self) -> HeldOut:
+        train = self.config.train
+        # identification compares the first two windows of a crop
+        needed = 2 if self.identifies else 1
+        crops, y, windows = [], [], []
+        for n, dataset in enumerate(self.datasets):
+            rows = self.labels.rows(n, "valid")
+            windows_N = self.input.count(self.halves[n][rows])
+            rows = rows[windows_N >= needed]
+            crops += [(dataset, row) for row in rows.tolist()]
+            y.append(self.labels.y[n][rows])
+            windows.append(windows_N[windows_N >= needed])
+        most = train.valid_batches * train.batch_crops
+        return HeldOut(crops[:most], np.concatenate(y)[:most], np.concatenate(windows)[:most])
+
+    def _remarks(self) -> list[str]:
+        return [
+            *self.labels.remarks,
+            split_remark(self.labels),
+            *self.targets.remarks,
+            *self._leakage(),
+            *self._validation_remarks(),
+        ]
+
+    def _leakage(self) -> list[str]:
+        held_out = [np.flatnonzero(split > TRAIN) for split in self.labels.split]
+        patients = self.labels.patients
+        return notes(self.start.seen, self.datasets, held_out, patients, "in validation or test")
+
+    def _validation_remarks(self) -> list[str]:
+        if not self.held_out.crops:
+            return ["no validation crops: the newest checkpoint counts as the best"]
+        if why := self.kind.cannot_choose(self.held_out.y):
+            return [f"{why}: the newest checkpoint counts as the best"]
+        if not self.kind.has_thresholds:
+            return []
+        absent = listed_classes(self.labels.classes, ~(self.held_out.y > 0).any(0))
+        return [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
+
+    def facts(self) -> Facts:
+        """Adds the starting model: a resumed run must start from the same one, and an export needs
+        its architecture."""
+        model = self.architecture
+        architecture = asdict(model) | {"encoder": portable(model.encoder)}
+        if not model.causal:  # runs begun before there was a choice lack it
+            del architecture["causal"]
+        facts: Facts = super().facts()
+        facts["finetuning"] = {"architecture": architecture, "start": self.start.name}
+        if self.readout != (PAPER,):
+            facts["finetuning"]["readout"] = "+".join(self.readout)
+        facts["labels"] = dict(self.label_facts)
+        if self.kind.has_scale:
+            facts["labels"] |= {
+                "center": self.targets.center_K.tolist(),
+                "scale": self.targets.scale_K.tolist(),
+            }
+        facts = json.loads(json.dumps(facts))  # as a checkpoint returns it
+        if not self.input.plain:
+            facts["input"] = self.input.signals
+        if self.kind.name == "survival":  # who is compared with whom
+            candidates = micro_batch(self.config, self.ranks.world)[0] * self.ranks.world
+            facts["train.micro_batch x ranks"] = candidates
+        return facts
+
+    def left_out(self) -> str:
+        return self.labels.left_out
+
+    def explained(self) -> Facts:
+        differs = []
+        frozen = self.config.encoder.frozen  # in eval mode also in training
+        if encoders.drops_out(self.encoder, self.architecture) and not frozen:
+            differs.append("dropout is off")
+        if augmentations := self.config.augment.described:
+            differs.append(f"signals are not augmented ({', '.join(augmentations)})")
+        return {"chance": self._chance() if self.held_out.crops else {}, "validation": differs}
+
+    def _chance(self) -> dict[str, float]:
+        held_out = self.held_out
+        chance = self.kind.chance_in_training(self.targets)
+        of_held_out = self.kind.chance(held_out.y, held_out.windows_N, self.targets)
+        return chance | {f"{VALID}{name}": value for name, value in of_held_out.items()}
+
+    def model(self, generator: torch.Generator) -> nn.Module:
+        encoder = self.encoder or encoders.build_encoder(
+            self.architecture, mask=False, generator=generator
+        )
+        if self.weights is not None:
+            encoder.load_state_dict(self.weights)
+        if isinstance(encoder, Encoder) and self.architecture.feature_grad == 0:
+            encoder.conv.requires_grad_(False)
+        model = Classifier(
+            encoder,
+            self.config.task,
+            self.targets.outputs,
+            generator,
+            self.config.encoder.frozen,
+            self.readout,
+            self.input.leads,
+        )
+        if self.config.task.head == "start":
+            model.head.load_state_dict(self.start.head_weights)
+        means = self.identifies and self.config.task.class_vectors == "means"
+        if means and RunFolder(self.config.run).newest() is None:
+            self._begin_at_means(model.to(self.ranks.device))
+        return model
+
+    def groups(self, model: Any) -> Groups:
+        decay = self.config.encoder.layer_decay
+        return layer_groups(model, decay) if decay < 1 else super().groups(model)
+
+    @torch.no_grad()
+    def _begin_at_means(self, model: Classifier) -> None:
+        """Sets each class vector to the mean unit embedding of its class, minus the mean of all,
+        which dominates every one."""
+        encoder = model.encoder.eval()
+        crops, exists, classes = [], [], []
+        for n, y in enumerate(self.targets.y):
+            rows = self.labels.rows(n, "train")
+            crops += [(self.datasets[n], row) for row in rows.tolist()]
+            exists += self._exist(self.halves[n][rows]).ravel().tolist()
+            classes += y[rows].repeat(self.input.count()).tolist()
+
+        c_RD = self._on_ranks(crops, lambda x_RLT: pool(encoder(x_RLT.float())))
+        exists_R = torch.tensor(exists)
+        unit_RD = F.normalize(c_RD[exists_R], dim=-1)
+        sum_CD = torch.zeros(model.head.weight.shape)
+        sum_CD.index_add_(0, torch.tensor(classes)[exists_R], unit_RD - unit_RD.mean(0))
+        model.head.weight.copy_(F.normalize(sum_CD, dim=-1))
+        model.train()
+
+    def _on_ranks(
+        self, crops: list[tuple[Dataset, int]], forward: Any, between: Between = lambda: None
+    ) -> Tensor:
+        """Outputs for all windows that a crop may have."""
+        return predict_on_ranks(
+            self.config,
+            self.ranks,
+            crops,
+            forward,
+            lambda uv_BLT, halves_B: self.input.crops(uv_BLT, halves_B).flatten(0, 1),
+            windows=int(self.input.count()),
+            between=between,
+        )
+
+    def _exist(self, halves_B: Array) -> Array:
+        """bool [B, S]: the windows that crops have."""
+        return np.asarray(np.arange(self.input.count()) < self.input.count(halves_B)[:, None])
+
+    def seen(self, batch: Batch) -> Tensor:
+        if self.input.plain:
+            return batch.x_BSLT
+        assert batch.keep_BSL1 is not None
+        keep_BSL1 = to_device(batch.keep_BSL1, batch.x_BSLT.device)
+        return self.input.cut(whole_crops(batch.x_BSLT), batch.places.of(self.halves), keep_BSL1)
+
+    def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
+        """x_BSLT, labels, which windows exist, weights of the labels, margin of ArcFace."""
+        task, device = self.config.task, batch.x_BSLT.device
+        y = batch.places.of(self.targets.y)
+        exists_BS = self._exist(batch.places.of(self.halves)).astype(np.float32)
+        weights_BK = margin = None
+        if self.targets.balanced_2K is not None:
+            weights_BK = to_device(self.kind.weights(y, self.targets.balanced_2K), device)
+        if self.identifies:
+            share = min(1.0, step / (task.margin_warmup * total)) if task.margin_warmup else 1.0
+            margin = torch.tensor(share * task.margin, dtype=torch.float64)
+        x_BSLT = self.seen(batch).to(dtype_of(self.config))
+        return x_BSLT, to_device(y, device), to_device(exists_BS, device), weights_BK, margin
+
+    def validate(self, engine: Any, between: Between) -> dict[str, float]:
+        if not self.held_out.crops:
+            return {}
+        out_BSD = self._outputs(engine, len(self.held_out.crops), between)
+        if self.identifies:  # the second window of each crop among all first ones
+            ids: Any = self.held_out.y
+            first_BD, second_BD = out_BSD[:, :2].numpy().swapaxes(0, 1)
+            score = identification(first_BD, ids, second_BD, ids)
+            return {"identification_accuracy": float(score["accuracy"])}
+        windows_N = self.held_out.windows_N
+        exists_BS = torch.arange(out_BSD.shape[1]) < torch.from_numpy(windows_N)[:, None]
+        logits_RK = out_BSD[exists_BS]  # each window is a sample, as halves are in the paper
+        y_RK = np.repeat(self.held_out.y, windows_N, axis=0)
+        targets_RK = torch.from_numpy(self.targets.standardised(y_RK))
+        loss_RK, known_RK = self.kind.cell_losses(logits_RK, targets_RK)
+        scores_RK = self.targets.values(self.kind.scores(logits_RK).numpy())
+        if self.kind.has_thresholds:
+            self.thresholds = thresholds(y_RK, scores_RK)
+        measured = measure(self.kind.name, y_RK, scores_RK, classes=self.labels.classes)
+        return {"loss": float(loss_RK[known_RK].mean()), **measured}
+
+    def chosen(self) -> Facts:
+        return {"thresholds": self.thresholds} if self.thresholds else {}
+
+    def _outputs(self, engine: Any, crops: int, between: Between = lambda: None) -> Tensor:
+        """Logits (diagnosis) or embeddings of the first held-out crops, on the CPU."""
+        count = int(self.input.count())
+
+        def forward(x_RLT: Tensor) -> Tensor:
+            c_RD: Tensor = engine(x_RLT.unflatten(0, (-1, count)))
+            out_RD: Tensor = c_RD if self.identifies else engine.module.logits(c_RD)
+            return out_RD
+
+        some = self.held_out.crops[:crops]
+        with eval_mode(engine):
+            out_RD = self._on_ranks(some, forward, between)
+        return out_RD.view(-1, count, out_RD.shape[1])
+
+    @staticmethod
+    def described(config: FinetuneConfig, state: Facts) -> Facts:
+        task, labels = config.task, state["labels"]
+        head = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
+        own = "" if task.head == "start" else portable(task.head)
+        head["definition"] = {**labels["definition"], "head": own}
+        if KINDS[task.kind].has_thresholds:
+            best = state.get("best") or {}
+            head["thresholds"] = best.get("thresholds", [0.5] * len(labels["classes"]))
+        made = state["finetuning"]
+        return {
+            "model": made["architecture"],
+            "head": head,
+            "readout": made.get("readout", PAPER),
+        }
+
+    @staticmethod
+    def card(config: FinetuneConfig, state: Facts) -> tuple[str, list[str]]:
+        best, task = state.get("best") or {}, config.task
+        which = "the best by it" if best.get("step") == state["step"] else "the newest"
+        model = validated(ModelConfig, state["finetuning"]["architecture"], "model")
+        head = portable(task.head) or "a linear layer"
+        outputs = f"Mean over time, then {head}: {task.kind} (config.json, head)."
+        if task.head == "start":
+            read = state["finetuning"].get("readout", PAPER)
+            outputs = f"Read out as {read}, then a linear layer that began as a probe: {task.kind}."
+        if task.head == "attention":
+            outputs = f"Tokens weighed by learnt queries, then a linear layer: {task.kind}."
+        if task.kind == "identity":
+            outputs = "Mean over time as a unit vector, compared by cosine."
+        unknown = unknown_patients(state["labels"].get("unknown_patients", (0, 0)))
+        return f"ECG {task.name}, fine-tuned with omnilead", [
+            describe_encoder(model),
+            f"Fine-tuned from {start_text(config.start)}, on leads "
+            f"{describe_leads(config.augment.seen)}.",
+            outputs,
+            f"{best_step_text(best)} These are the weights of step {state['step']:,}, {which}.",
+            *[f"Labels: {remark}." for remark in unknown],
+        ]
+
+    @staticmethod
+    def uses(
+        config: FinetuneConfig, state: Facts, run: Path, datasets: Sequence[Dataset]
+    ) -> list[tuple[Dataset, Array, str]]:
+        if (run / LABELS).exists():  # the table itself may have changed
+            config = config.model_copy(
+                update={"task": replace(config.task, labels=str(run / LABELS))}
+            )
+        architecture = validated(ModelConfig, state["finetuning"]["architecture"], "model")
+        model_input = Input.of(signals_of(config, state), architecture.leads)
+        labels = with_windows(labels_of(config, datasets), datasets, model_input)
+        order = order_of(config.loader, datasets, **training_roles(labels, datasets, model_input))
+        used = []
+        for n, times in enumerate(order.drawn(state["crops_seen"])):
+            used.append((datasets[n], times, "labelled"))
+            if state.get("best"):
+                used.append((datasets[n], labels.split[n] == SPLITS.index("valid"), "selected"))
+        return used
+
+    @staticmethod
+    def exports(config: FinetuneConfig, name: str) -> bool:
+        return name.startswith("encoder.") or config.task.kind != "identity"
+
+
+def validation_metrics(labels: TaskLabels) -> tuple[str, ...]:
+    challenge = ("challenge",) if labels.classes == CLASSES else ()
+    return (*MEASURES[labels.task.kind], *challenge, "loss")
+
+
+def training_roles(labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input) -> Facts:
+    """Which crops are trained on, as arguments of engine.data.order.DatasetRows.of."""
+    rows = [labels.rows(n, "train") for n in range(len(datasets))]
+    for dataset, some in zip(datasets, rows, strict=True):
+        if not len(some):
+            what = "a known label in the training split"
+            if labels.role:
+                what = f"{labels.role}=train"
+            if model_input.needed_s > HALF_S:
+                what += f" and the {model_input.window_s:g} s that the model takes at once"
+            why = f"{dataset.root.url} has no crop with {what}: nothing to learn from"
+            if labels.role == "dx":
+                why += f"; {DX_ROLES}"
+            raise ConfigError(f"{labels.name or 'data.datasets'}: {why}{labels.left_out}")
+    if not labels.role or labels.left_out:
+        return {"rows": rows}
+    whole_crops = {"halves": 2} if model_input.needed_s > HALF_S else {}
+    return {labels.role: "train"} | whole_crops
+
+
+def split_remark(labels: TaskLabels) -> str:
+    """For example: rhythm is multiclass (each ECG has exactly one of them): AF, SR. Crops of 10 s:
+    800 to learn from, 100 to choose the best step by, 100 for the test, which training never
+    sees"""
+    counts = {}
+    for split in SPLITS[1:]:
+        counts[split] = sum(len(labels.rows(n, split)) for n in range(len(labels.y)))
+    what = f"{labels.task.name} is {labels.task.kind} ({KINDS[labels.task.kind].meaning})"
+    if 0 < len(labels.classes) <= 10:
+        what += f": {', '.join(labels.classes)}"
+    test = f"{counts['test']:,} for the test, which training never sees"
+    if not counts["test"]:
+        test = "none for a test: there is nothing to evaluate on"
+    return (
+        f"{what}. Crops of 10 s: {counts['train']:,} to learn from, {counts['valid']:,} to choose "
+        f"the best step by, {test}"
+    )
+
+
+def parquet_bytes(table: pa.Table) -> bytes:
+    content = io.BytesIO()
+    parquet.write_table(table, content)
+    return content.getvalue()

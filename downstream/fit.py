@@ -1,0 +1,81 @@
+"""Fit a classifier of your own labels on a frozen model, and say how good it is.
+
+    omnilead fit --data DATASET --labels my.csv --out MODEL                      a column `record` and one for each label
+    omnilead fit --data DATASET --labels my.csv --columns af --reader boosted --out MODEL
+    omnilead fit --model RUN --data DATASET --labels my.csv --leads I --out MODEL      for ECGs of lead I alone
+    omnilead predict --model MODEL --data NEW --out predictions.csv
+
+Labels are 0 and 1, yes and no, text or numbers; an empty cell is unknown. The head is fitted on the
+ECGs of train and valid; `omnilead evaluate --model MODEL` tests it on the others. A column `fold` or
+`split` splits the ECGs; without one, patients are split 8:1:1. The score that is printed is from
+cross-validation: each ECG of train and valid (of more than 5,000 a fifth) is scored by a head that
+was fitted without its patient. MODEL is what `omnilead bench --head MODEL` writes, which also compares it with baselines;
+the encoder stays as it is (`omnilead finetune` trains it, too). Exit code 2: an argument or a file
+is wrong.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Annotated
+
+from omnilead.data_tools.io.commands import run_as_omnilead
+from omnilead.data_tools.io.options import Option
+from omnilead.data_tools.io.terminal import show
+from omnilead.downstream.inference import options as shared
+from omnilead.engine.settings.commandline import one_blas_thread, options_of
+from omnilead.engine.settings.errors import Facts
+from omnilead.engine.settings.files import File
+
+
+def fit(
+    model: Annotated[
+        str, Option("RUN, small, s3://... or hf://org/name (small)", "RUN", "--model")
+    ] = "small",
+    *,
+    code: shared.Code = False,
+    data: Annotated[str, Option("a dataset made by omnilead shard; s3:// works too", "DATASET")],
+    labels: Annotated[
+        File, Option("a table of labels, CSV or parquet, with a column `record`", "CSV")
+    ],
+    columns: shared.Columns = (),
+    kind: shared.Kind = None,
+    out: Annotated[File, Option("folder for the model with its head", "MODEL")],
+    leads: Annotated[
+        str, Option('12, 6, 3, 2, 1 or names such as "I,II,V2": those it will be given (12)', "L")
+    ] = "12",
+    reader: shared.Reader = "linear",
+    readout: shared.Readout = "",
+    folds: Annotated[
+        int | None,
+        Option(
+            "folds of the cross-validation (5; of more than 5,000 ECGs, the first of 5)", "K", low=2
+        ),
+    ] = None,
+    batch: shared.Batch = None,
+    device: shared.Device = "auto",
+    precision: shared.Precision = "auto",
+    anonymous: shared.Anonymous = False,
+) -> Facts:
+    """Fits a classifier of your own labels on a frozen model, as `omnilead fit`: returns its
+    cross-validated scores, as config.json of MODEL holds them, and `said`, sentences of them. Errors
+    have one-line messages."""
+    args = argparse.Namespace(**locals())
+    # imported late, so that --help does not wait for PyTorch
+    from omnilead.downstream.evaluation.fit import fit as fit_and_write
+
+    return fit_and_write(args)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(fit, "fit", __doc__, arguments)
+    one_blas_thread()
+    from omnilead.downstream.inference.commands import exit_code
+
+    def run() -> int:
+        return show("".join(f"{sentence}\n" for sentence in fit(**options)["said"]))
+
+    return exit_code("omnilead fit", run, options["out"])
+
+
+if __name__ == "__main__":
+    run_as_omnilead("fit")

@@ -1,0 +1,79 @@
+"""Share a model on the Hugging Face Hub, or fetch one.
+
+    omnilead hub push RUN org/name --private --licence cc-by-4.0     RUN/model: weights, settings, model card
+    omnilead hub pull org/name OUT                                   downloads; org/name@v1 selects a branch, tag or commit
+
+Only the files of the model folder are uploaded, after their checksums are verified: no data, no
+logs, no checkpoints. Paths on this machine are reduced to file names. Log in with `hf auth login`,
+or set HF_TOKEN in the environment. In Python: omnilead.load("hf://org/name"). Needs `pip install
+'omnilead[hub]'`.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from omnilead.data_tools.io.commands import run_as_omnilead
+from omnilead.data_tools.io.options import Option, add_options
+from omnilead.data_tools.io.terminal import about_file, echo, tell
+from omnilead.engine.settings.commandline import command_parser
+from omnilead.engine.settings.errors import ConfigError
+
+
+def push(
+    model: Annotated[str, Option("a run, or a model folder", "RUN")],
+    repo: Annotated[str, Option("repository on the Hub; created if it does not exist", "org/name")],
+    *,
+    private: Annotated[
+        bool, Option("if it is created: visible to you and your organisation only")
+    ] = False,
+    licence: Annotated[
+        str | None,
+        Option("licence of the weights, for the model card: mit, cc-by-4.0, ...", "ID"),
+    ] = None,
+) -> None:
+    from omnilead.downstream.interop import hub  # late, so that --help does not wait for PyTorch
+
+    echo(hub.push(model, repo, private, licence))
+
+
+def pull(
+    repo: Annotated[str, Option("repository on the Hub, or org/name@revision", "org/name")],
+    out: Annotated[str, Option("a new or empty folder", "OUT")],
+) -> None:
+    from omnilead.downstream.interop import hub
+
+    hub.pull(repo, Path(out))
+    echo(f"{out}: downloaded; use it with omnilead.load({out!r})")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser("hub", __doc__)
+    commands = parser.add_subparsers(dest="action", required=True, metavar="push|pull")
+    actions: tuple[tuple[str, Callable[..., None], str, str], ...] = (
+        ("push", push, "upload RUN/model", "RUN org/name --private"),
+        ("pull", pull, "download a model", "org/name OUT"),
+    )
+    for name, run, text, example in actions:
+        about, example = f"{text[0].upper()}{text[1:]}.", f"example: omnilead hub {name} {example}"
+        command = commands.add_parser(name, help=text, description=about, epilog=example)
+        command.set_defaults(run=run)
+        add_options(command, run)
+    options = vars(parser.parse_args(arguments))
+    del options["action"]
+    run = options.pop("run")
+    try:
+        run(**options)
+        return 0
+    except ConfigError as error:
+        message, code = str(error), 2
+    except OSError as error:
+        message, code = about_file(error, "OUT", options.get("out")), 2
+    except KeyboardInterrupt:
+        message, code = "interrupted: run the same command again", 130
+    tell(f"omnilead hub: {' '.join(message.split())}")
+    return code
+
+
+if __name__ == "__main__":
+    run_as_omnilead("hub")

@@ -1,0 +1,571 @@
+"""Reads ECGs for a trained model: crops of a dataset, or records of archives, files and arrays, in
+parts of equal batches.
+
+    opened = open_data(EcgOptions(("DATASET",)), model.input)
+    for batch in opened.source().batches([0, 2], progress):    # CropBatch, of these parts
+        ...
+
+A part is always the same PART_BATCHES batches, so results do not depend on where a run was
+interrupted. Records from files are prepared by the dataset builder's own code.
+"""
+
+import hashlib
+import json
+import sys
+import zipfile
+from array import array
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from tqdm.auto import tqdm
+
+from omnilead.data_tools.dataset import META, Dataset, waveform
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.io.npz import ArrayError, npz_array, npz_names, open_npy
+from omnilead.data_tools.io.storage import prefetch
+from omnilead.data_tools.io.terminal import tell
+from omnilead.data_tools.sources.detect import (
+    AbsentKey,
+    DataError,
+    Prepared,
+    ReadError,
+    Source,
+    UnknownArchive,
+    key_mark,
+    missing_note,
+    open_sources,
+    prepared,
+    pseudonymised,
+    read_key,
+)
+from omnilead.data_tools.sources.hospital_files import ENDINGS, HospitalFiles
+from omnilead.engine.data.batches import CropBatch, dataset_batches
+from omnilead.engine.model.input import Input, SignalError
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.files import ARRAYS
+from omnilead.engine.settings.launcher import environment
+from omnilead.engine.settings.leads import ALL, leads_in_order
+
+from ..tasks.kinds import Array
+from .trained_model import crops
+
+Per = Literal["crop", "record", "half", "first"]
+PART_BATCHES = 16
+RecordCrop = tuple[int, Prepared, int]  # the number of a record, the record, and which of its crops
+# A column: a crop's flags as in a dataset, such as einthoven,implausible; null: none
+FLAGS = "flags"
+# A column of predictions: the file that an ECG came from; null: a dataset, or names are pseudonyms
+PATH = "path"
+COLUMNS = {
+    "source": pa.string(),
+    "record": pa.string(),
+    "patient": pa.string(),
+    "row": pa.int64(),
+    "start_s": pa.float64(),
+    FLAGS: pa.string(),
+}
+
+
+class Skipped(NamedTuple):
+    """An ECG that is left out."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class EcgOptions:
+    """Which ECGs are read, and how."""
+
+    data: tuple[str, ...]  # a dataset; or folders, records, arrays, hospital files
+    per: Per = "crop"
+    leads: str | None = None  # shown to the model; also the names of the rows of arrays
+    fs_hz: float | None = None  # of arrays
+    unit: str = ""  # of arrays; "": mV
+    batch: int = 0  # crops encoded at a time; 0: 16, on a GPU 256
+    workers: int = 0  # reading threads; 0: a quarter of the cores, with a GPU all
+    # auto: stop, but leave out what cannot be read in a folder
+    on_corrupt: Literal["auto", "stop", "skip"] = "auto"
+    anonymous: bool = False  # public s3:// data without credentials
+    pseudonymize: str | None = None  # a key file
+    pin: bool = False  # batches in pinned memory, from which a GPU copies without waiting
+
+    def skips(self, of_folder: bool = False) -> bool:
+        """Whether what cannot be read is left out; `of_folder`: a file that the user did not name."""
+        return self.on_corrupt == "skip" or (self.on_corrupt == "auto" and of_folder)
+
+
+class EmbeddedCrops(NamedTuple):
+    """Which crops are in a CropBatch of a source."""
+
+    part: int
+    table: pa.Table  # COLUMNS and PATH, one row for each crop
+    record_B: Array  # number of each crop's record, ascending
+    missing_BL: Array | None = None  # leads that the model uses but does not get
+
+
+class Waveforms(NamedTuple):
+    """Of crops: the number of each one's ECG, and its waveform as in a dataset."""
+
+    ecg_N: Array
+    waveform_N: Array
+
+
+def _record_numbers(table: pa.Table) -> Array:
+    """The number of each row's record, in the order in which they first come."""
+    names = pc.binary_join_element_wise(table["source"], table["record"], "\t")
+    numbers: Array = names.combine_chunks().dictionary_encode().indices.to_numpy()
+    return numbers
+
+
+class DatasetSource:
+    """Crops of a dataset. A source has `parts`, `count` (units in some of them), `batches`, which
+    calls `progress` with the number of units read, `skipped`, what was left out of each part that
+    was read, `left_out`, what is in no part, `rates_hz`, at which its ECGs were recorded, and
+    `waveforms`."""
+
+    unit = " crops"
+    skipped: Mapping[int, list[Skipped]] = {}  # crops are, one by one, where they are read
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        rows: Array,
+        batch: int,
+        per: Per,
+        left_out: Sequence[Skipped] = (),
+        **reading: Any,
+    ) -> None:
+        """`rows`: the order of the crops; with per="record" they are sorted by record. `reading`:
+        see dataset_batches."""
+        self.dataset, self.batch, self.reading = dataset, batch, reading
+        self.left_out = left_out
+        table = dataset.table([name for name in COLUMNS if name != "row"])
+        flags = pc.binary_join(table[FLAGS], ",")
+        flags = pc.if_else(pc.equal(flags, ""), pa.scalar(None, pa.string()), flags)
+        table = table.set_column(table.column_names.index(FLAGS), FLAGS, flags)
+        table = table.append_column("row", pa.array(np.arange(len(dataset))))
+        self.table = table.append_column(PATH, pa.nulls(len(dataset), pa.string()))
+        self.record = np.arange(len(rows))
+        if per == "record":
+            rows, self.record = self._by_record(rows)
+        # A part begins where a record begins
+        first = np.flatnonzero(np.diff(self.record, prepend=-1))
+        wanted = np.arange(0, len(rows), batch * PART_BATCHES)
+        begins = first[np.searchsorted(first, wanted, side="right") - 1]
+        self.rows = rows
+        self.begins = np.append(np.unique(begins), len(rows))
+        self.parts = len(self.begins) - 1
+
+    @property
+    def rates_hz(self) -> set[float]:
+        return set(np.unique(self.dataset.column("fs_source_hz")[self.rows]).tolist())
+
+    @property
+    def waveforms(self) -> Waveforms:
+        waveform_N = self.dataset.column("waveform")[self.rows]
+        return Waveforms(_record_numbers(self.table)[self.rows], waveform_N)
+
+    def _by_record(self, rows: Array) -> tuple[Array, Array]:
+        """The rows sorted by record, and the number of each one's record."""
+        order = [(name, "ascending") for name in ("source", "record", "start_s")]
+        table = self.table.take(rows).sort_by(order)
+        numbers = _record_numbers(table)
+        return table["row"].to_numpy(), np.cumsum(np.diff(numbers, prepend=0) != 0)
+
+    def count(self, parts: Iterable[int]) -> int:
+        return sum(int(self.begins[part + 1] - self.begins[part]) for part in parts)
+
+    def batches(
+        self, parts: Sequence[int], progress: Callable[[int], Any]
+    ) -> Generator[CropBatch, None, None]:
+        rows: list[Array] = []
+        for part in parts:
+            rows_of_part = self.rows[self.begins[part] : self.begins[part + 1]]
+            rows += np.split(rows_of_part, range(self.batch, len(rows_of_part), self.batch))
+        position = np.empty(len(self.dataset), np.int64)
+        position[self.rows] = np.arange(len(self.rows))
+        for batch in dataset_batches(self.dataset, rows, **self.reading):
+            at_B = position[batch.crops]
+            part = int(np.searchsorted(self.begins, at_B[0], side="right")) - 1
+            table = self.table.take(batch.crops)
+            yield batch._replace(crops=EmbeddedCrops(part, table, self.record[at_B]))
+            progress(len(at_B))
+
+
+class RecordSource:
+    """Records by number. `read` is called from several threads and returns a
+    data_tools.sources.Prepared, or says why the record is left out. `paths`: the file of each."""
+
+    unit = " records"
+    left_out: Sequence[Skipped] = ()
+
+    def __init__(
+        self,
+        paths: Sequence[str | None],
+        read: Callable[[int], Prepared | Skipped],
+        batch: int,
+        workers: int,
+    ) -> None:
+        self.paths, self.read, self.batch, self.workers = paths, read, batch, workers
+        self.parts = -(-len(paths) // (batch * PART_BATCHES))
+        self.skipped: dict[int, list[Skipped]] = {}
+        self.rates_hz: set[float] = set()  # of what was read
+        self.crops_read = array("Q")  # of each: the number of its ECG, its waveform
+
+    @property
+    def waveforms(self) -> Waveforms:
+        """Of what was read."""
+        crops = np.array(self.crops_read, np.uint64).reshape(-1, 2)
+        return Waveforms(crops[:, 0], crops[:, 1])
+
+    def _numbers(self, part: int) -> range:
+        size = self.batch * PART_BATCHES
+        return range(len(self.paths))[part * size : (part + 1) * size]
+
+    def count(self, parts: Iterable[int]) -> int:
+        return sum(len(self._numbers(part)) for part in parts)
+
+    def batches(
+        self, parts: Sequence[int], progress: Callable[[int], Any]
+    ) -> Generator[CropBatch, None, None]:
+        numbers = (number for part in parts for number in self._numbers(part))
+        with closing(prefetch(self.read, numbers, self.workers)) as records:
+            for part in parts:
+                crops = self._crops(part, records, progress)
+                while chunk := list(islice(crops, self.batch)):
+                    yield _batch(part, chunk, self.paths)
+
+    def _crops(
+        self, part: int, records: Iterator[Prepared | Skipped], progress: Callable[[int], Any]
+    ) -> Iterator[RecordCrop]:
+        self.skipped[part] = []
+        for number, record in zip(self._numbers(part), records, strict=False):
+            progress(1)
+            if isinstance(record, Skipped):
+                self.skipped[part].append(record)
+                continue
+            self.rates_hz.add(record.fs_hz)
+            for crop_uv in record.crops_uv:
+                self.crops_read.extend((number, waveform(crop_uv)[1]))
+            for crop in range(len(record.halves)):
+                yield number, record, crop
+
+
+def _batch(part: int, crops: Sequence[RecordCrop], paths: Sequence[str | None]) -> CropBatch:
+    rows = []
+    for number, ecg, crop in crops:
+        flags, path = ",".join(ecg.flags[crop]) or None, paths[number]
+        rows.append(ecg._asdict() | {"start_s": ecg.start_s[crop], FLAGS: flags, PATH: path})
+    # without a column `row`: null
+    table = pa.Table.from_pylist(rows, schema=pa.schema({**COLUMNS, PATH: pa.string()}))
+    uv_BLT = np.stack([ecg.crops_uv[crop] for _, ecg, crop in crops])
+    halves_B = np.array([ecg.halves[crop] for _, ecg, crop in crops])
+    record_B = np.array([number for number, _, _ in crops])
+    return CropBatch(uv_BLT, halves_B, EmbeddedCrops(part, table, record_B))
+
+
+CropSource = DatasetSource | RecordSource
+
+
+class OpenedData(NamedTuple):
+    identity: dict[str, Any]  # what distinguishes these ECGs from others, as plain JSON
+    source: Callable[[], CropSource]
+    private: str = ""  # what in the table tells who the patients are
+
+
+def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
+    dataset = dataset_of(options)
+    if dataset is not None:
+        rows = np.arange(len(dataset))
+        return OpenedData(
+            {"data": dataset.fingerprint},
+            partial(dataset_source, dataset, rows, model_input, options),
+        )
+    key = read_key(options.pseudonymize) if options.pseudonymize else None
+    records = list(records_of(options, model_input))
+    digest = hashlib.sha256(key or b"")  # with a key, nobody without it can guess names and compare
+    for record in records:
+        digest.update(json.dumps([record.name, record.stamp.decode()]).encode())
+    identity = {"data": digest.hexdigest(), "fs_hz": options.fs_hz, "unit": options.unit}
+    if key:
+        identity["pseudonyms"] = key_mark(key)
+    private = "" if key else next((record.private for record in records if record.private), "")
+    return OpenedData(identity, partial(record_source, records, key, model_input, options), private)
+
+
+def dataset_of(options: EcgOptions) -> Dataset | None:
+    """The dataset that `data` names; None if it names files."""
+    for url in options.data:
+        remote = "://" in url
+        if not remote and not Path(url, META).is_file():
+            continue
+        try:
+            dataset = Dataset.open(url, options.anonymous)
+        except DataError:
+            if remote:  # it may be an archive
+                continue
+            raise
+        if len(options.data) > 1:
+            raise ConfigError(
+                f"--data {' '.join(options.data)}: give one dataset, or files, but not both"
+            )
+        if options.pseudonymize:
+            raise ConfigError(
+                f"--pseudonymize {options.pseudonymize}: a dataset's names are those it was made "
+                "with: use it with `omnilead shard`"
+            )
+        return dataset
+    return None
+
+
+def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False) -> Skipped:
+    if options.pseudonymize and isinstance(reason, ReadError):
+        name, reason = "a record", reason.reason  # names and details may tell who it is
+    if not options.skips(of_folder):
+        raise DataError(
+            f"{name}: {reason}: fix it, or leave it out (embed, predict: --on-corrupt skip)"
+        )
+    with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
+        tell(f"skipped: {name}: {reason}")
+    return Skipped(name, str(reason))
+
+
+def dataset_source(
+    dataset: Dataset, rows: Array, model_input: Input, options: EcgOptions
+) -> DatasetSource:
+    """Leaves out crops without any of the model's leads, or shorter than its window. A record that has no other crops counts as
+    unreadable."""
+    url = dataset.root.url
+    if dataset.root.remote and options.per == "record":
+        raise ConfigError(
+            f"--per record of {url}: remote crops are read shard by shard: use crop or half"
+        )
+    blank = ~model_input.usable(dataset)[rows]
+    if blank.all():
+        raise ConfigError(f"--data {url}: {model_input.nothing}: choose other --leads")
+    left_out = []
+    if blank.any():
+        table = dataset.table(["source", "record"]).take(rows)
+        names = pc.binary_join_element_wise(*table.columns, "/")
+        without, others = names.filter(pa.array(blank)), names.filter(pa.array(~blank))
+        lost = without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist()
+        left_out = [skip(options, f"{url}: {name}", model_input.nothing) for name in lost]
+    return DatasetSource(
+        dataset,
+        rows[~blank],
+        options.batch,
+        options.per,
+        left_out,
+        on_corrupt="skip" if options.skips() else "stop",
+        threads=options.workers,
+        pin=options.pin,
+    )
+
+
+class RecordToRead(NamedTuple):
+    name: str
+    stamp: bytes  # changes with the content
+    read: Callable[[], Prepared | ReadError]
+    label: str  # its name without folders and odd characters, for the table; if not unique, `name`
+    private: str = ""  # what in its table row tells who the patient is
+    of_folder: bool = False  # the user has named its folder only
+
+
+def records_of(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
+    for url in options.data:
+        exists = Path(url).exists()
+        if url.endswith(ARRAYS) and exists:
+            yield from arrays(Path(url), options, model_input)
+        elif url.lower().endswith((".hea", *ENDINGS)):
+            folder, _, key = (url if "/" in url else f"./{url}").rpartition("/")
+            kind = "wfdb" if url.endswith(".hea") else "hospital"
+            source = open_sources(folder or "/", kind, options.anonymous)[0]
+            yield _of_source(source, key, url, source.root.stamp(key))
+        elif "://" in url or Path(url).is_dir() or url.lower().endswith(".zip"):
+            yield from _of_archive(url, options, model_input)
+        elif exists:
+            raise ConfigError(
+                f"--data {url}: neither a dataset, folder nor .hea, .npy, .npz, .xml, .dcm file"
+            )
+        else:
+            raise ConfigError(f"--data {url}: does not exist")
+
+
+def pseudonym_mark(keyfile: str) -> str:
+    """As in the dataset.json of a dataset with the pseudonyms of this key."""
+    return str(key_mark(read_key(keyfile)))
+
+
+def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
+    """Each crop's record, as in Prepared, and waveform (data_tools.dataset.waveform)."""
+    crops: list[dict[str, Any]] = []
+    key = read_key(options.pseudonymize) if options.pseudonymize else None
+    for record in records_of(options, Input(ALL, ALL)):
+        ecg = record.read()
+        if isinstance(ecg, ReadError):
+            skip(options, record.name, ecg, record.of_folder)
+            continue
+        names = pseudonymised(key, ecg)._asdict()
+        crops += [names | {"waveform": waveform(crop)[1]} for crop in ecg.crops_uv]
+    if not crops:
+        raise ConfigError(f"--data {options.data[0]}: no ECG can be read: give others")
+    return crops
+
+
+def array_files(url: str) -> list[Path]:
+    """The file itself, or those in a folder."""
+    if url.endswith(ARRAYS):
+        return [Path(url)]
+    paths = Path(url).rglob("*")
+    return sorted(path for path in paths if path.suffix in ARRAYS and not path.is_symlink())
+
+
+def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
+    try:
+        sources = open_sources(
+            url,
+            anonymous=options.anonymous,
+            besides=options.data,
+            private=bool(options.pseudonymize),
+        )
+    except DataError as error:
+        files = array_files(url) if isinstance(error, UnknownArchive) else []
+        for path in files:
+            yield from arrays(path, options, model_input, of_folder=True)
+        if files:
+            return
+        mend = "set its format with `omnilead shard --source`, and give the dataset"
+        raise ConfigError(str(error).replace("set its format with --source", mend)) from None
+    for source in sources:
+        _tell([source.left_out])
+        missing = []
+        for key in source.keys():  # noqa: SIM118 - no dictionary
+            if isinstance(key, AbsentKey):
+                missing.append(source.name_for(key))
+                continue
+            stamp = source.root.stamp(key) or source.root.stamp(key.rpartition("#")[0])
+            record = _of_source(source, key, f"{source.root.url}/{key}", stamp)
+            yield record._replace(of_folder=True)
+        _tell([missing_note(source.root.url, missing, source.root.private)])
+        if isinstance(source, HospitalFiles):
+            _tell(source.notes())
+
+
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
+        if note and environment()[0] == 0:
+            tell(f"note: {note}")
+
+
+def _of_source(source: Source, key: str, name: str, stamp: bytes) -> RecordToRead:
+    read = partial(prepared, source, key)
+    return RecordToRead(name, stamp, read, source.name_for(key), source.private)
+
+
+class EcgArray(NamedTuple):
+    suffix: str  # of the file's name
+    label: str
+    values: Callable[[], Array]
+
+
+def arrays(
+    path: Path, options: EcgOptions, model_input: Input, of_folder: bool = False
+) -> Iterator[RecordToRead]:
+    if options.fs_hz is None:
+        raise ConfigError(f"--data {path}: give its sampling rate with --fs")
+    try:
+        ecgs = _arrays_in(path)
+        stamp = f"{path.stat().st_size},{path.stat().st_mtime_ns}".encode()
+        if not ecgs:
+            raise ArrayError("has no ECG")
+    except (ArrayError, OSError) as error:
+        if not of_folder:
+            raise ConfigError(f"--data {path}: {error}") from None
+        refusal = ReadError(str(error))
+        yield RecordToRead(str(path), b"", lambda: refusal, path.stem, of_folder=True)
+        return
+    for ecg in ecgs:
+        read = partial(_read_array, ecg, options, model_input)
+        yield RecordToRead(f"{path}{ecg.suffix}", stamp, read, ecg.label, of_folder=of_folder)
+
+
+def _arrays_in(path: Path) -> list[EcgArray]:
+    if zipfile.is_zipfile(path):
+        return [
+            EcgArray(f"[{name}]", name, partial(npz_array, path, name)) for name in npz_names(path)
+        ]
+    values = open_npy(path)
+    if values.ndim == 3:
+        return [
+            EcgArray(f"[{i}]", f"{path.stem}[{i}]", partial(values.__getitem__, i))
+            for i in range(len(values))
+        ]
+    if values.ndim != 2 and values.size:
+        shape = list(values.shape)
+        raise ArrayError(f"shape {shape}, not [leads, samples] or [ECGs, leads, samples]")
+    # Opened again when it is read: a process cannot map the files of a large folder at once
+    return [EcgArray("", path.stem, partial(open_npy, path))] if values.size else []
+
+
+def _read_array(ecg: EcgArray, options: EcgOptions, model_input: Input) -> Prepared | ReadError:
+    leads = [LEADS[i] for i in leads_in_order(options.leads or "12")]
+    assert options.fs_hz is not None
+    try:
+        values = ecg.values()
+        rows, columns = values.shape if values.ndim == 2 else (0, 0)
+        if not options.leads and rows and len(leads) not in (rows, columns):
+            transposed = f" and {columns} columns: transpose it to [leads, samples], and"
+            middle = transposed if rows > columns else f", not {len(leads)}:"
+            return ReadError(f"has {rows:,} rows{middle} name its rows with --leads")
+        cut = crops(values, options.fs_hz, leads, options.unit, model_input)
+        return Prepared("array", ecg.label, None, *cut[:4], options.fs_hz)
+    except (ArrayError, SignalError, OSError) as error:
+        return ReadError(str(error))
+
+
+def record_source(
+    records: Sequence[RecordToRead], key: bytes | None, model_input: Input, options: EcgOptions
+) -> RecordSource:
+    """`key`: gives records and patients their pseudonyms."""
+    labels = Counter(record.label for record in records)
+
+    def read(number: int) -> Prepared | Skipped:
+        record = records[number]
+        ecg = record.read()
+        if isinstance(ecg, Prepared):
+            ecg = with_leads(ecg, model_input)
+        if isinstance(ecg, ReadError):
+            return skip(options, record.name, ecg, record.of_folder)
+        if labels[record.label] > 1:
+            ecg = ecg._replace(record=record.name)
+        return pseudonymised(key, ecg)
+
+    paths = [None if key else record.name for record in records]
+    return RecordSource(paths, read, options.batch, options.workers)
+
+
+def with_leads(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
+    """Leaves out crops in which all leads that the model uses are zero, that is, not recorded, and
+    those without a window."""
+    measured_B = ecg.crops_uv[:, list(model_input.seen)].any(axis=(1, 2))
+    there = np.flatnonzero(measured_B & (model_input.count(ecg.halves) > 0)).tolist()
+    if len(there) == len(ecg.halves):
+        return ecg
+    if not there:
+        return ReadError(model_input.nothing)
+    return ecg._replace(
+        crops_uv=ecg.crops_uv[there],
+        start_s=tuple(ecg.start_s[i] for i in there),
+        halves=tuple(ecg.halves[i] for i in there),
+        flags=tuple(ecg.flags[i] for i in there),
+    )

@@ -1,0 +1,73 @@
+"""Options that several commands share (see data_tools/io/options.py), and what `embed` and `predict` are
+as commands."""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from omnilead.data_tools.io.options import Option
+from omnilead.data_tools.io.terminal import show
+from omnilead.engine.settings.commandline import RUN_CODE, one_blas_thread, options_of
+from omnilead.engine.settings.files import File
+
+Code = Annotated[bool, Option(RUN_CODE["help"])]
+Model = Annotated[File, Option("RUN, small, s3://... or hf://org/name", "RUN", "--model")]
+Ecgs = Annotated[
+    Sequence[File] | File,
+    Option(
+        "a dataset; or folders, .hea, .npy and .npz files, vendors' .xml, .dcm, .scp and .edf",
+        "DATASET|FILE",
+    ),
+]
+Leads = Annotated[
+    str | None,
+    Option(
+        '12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (default: all)', "L"
+    ),
+]
+Rate = Annotated[float | None, Option("sampling rate of .npy and .npz files", "HZ", "--fs")]
+Unit = Annotated[str | None, Option("unit of .npy and .npz files: V, mV, uV (mV)")]
+Workers = Annotated[
+    int | None, Option("reading threads (a quarter of the cores; with a GPU, all)", "N", low=1)
+]
+OnCorrupt = Annotated[
+    Literal["auto", "stop", "skip"],
+    Option("stop at unreadable data, or report and skip them (auto: skip in folders, else stop)"),
+]
+Batch = Annotated[int | None, Option("crops encoded at a time (16, on a GPU 256)", "N", low=1)]
+Device = Annotated[str, Option("cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")]
+Precision = Annotated[
+    Literal["auto", "fp32", "bf16"],
+    Option(
+        "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
+    ),
+]
+Anonymous = Annotated[bool, Option("read public s3:// data without credentials")]
+Readout = Annotated[
+    str, Option("parts joined by +: mean, std, beats, rhythm, waveform (the model's own)", "R")
+]
+Pseudonymize = Annotated[
+    File | None,
+    Option(
+        "for files: replace record and patient ids with keyed hashes, as `shard` does", "KEYFILE"
+    ),
+]
+Columns = Annotated[Sequence[str], Option("label columns of the table (default: all)", "NAME")]
+Kind = Annotated[
+    Literal["binary", "multilabel", "multiclass", "regression", "survival"] | None,
+    Option("kind of the labels (default: guessed from the table)"),
+]
+Reader = Annotated[
+    Literal["linear", "boosted"],
+    Option("what is fitted on embeddings: a linear probe or gradient boosting (linear)"),
+]
+
+
+def run_table_command(
+    name: str, table_of: Callable[..., Any], about: str | None, arguments: Sequence[str] | None
+) -> int:
+    """Parses the options that `table_of` declares, calls it, and prints what it says of its file."""
+    options = options_of(table_of, name, about, arguments)
+    one_blas_thread()
+    from .commands import exit_code  # late, so that --help does not wait for PyTorch
+
+    return exit_code(f"omnilead {name}", lambda: show(table_of(**options).message), options["out"])

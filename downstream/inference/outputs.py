@@ -1,0 +1,488 @@
+"""A model's outputs for a dataset or single records as a table, made in parts, so that the work can
+resume after a kill.
+
+    output = embeddings(model)                                        # or predictions(model)
+    with ParquetParts(Path("F.parquet"), job, rank, world) as parts:  # job: all that determines the content, as plain JSON
+        missing = make(source, output, model.input, "crop", parts)
+    table = whole(source, output, model.input, "half")                # the same without files
+
+`per`: one row for each window of the model (of 5 s: half), each crop's first window, each crop of
+10 s (the mean of its windows) or each record (the mean of all its windows). Parts (downstream.inference.inputs) are kept in
+F.parquet.parts/ until the table is complete; a damaged part is computed again, one of another job
+is refused. Under torchrun or deepspeed, rank r of W computes parts r, r + W, ..., and the rank that
+finishes last joins all of them. Ranks share nothing but the folder: none waits for another. A CSV
+file cannot say which job wrote it; where ranks did, .F.csv.job says so to those that come later.
+"""
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from pyarrow import csv
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from omnilead.data_tools.dataset import DataError
+from omnilead.data_tools.ecg.constants import IMPLAUSIBLE
+from omnilead.data_tools.io.spreadsheet import as_csv, without_formulas
+from omnilead.data_tools.io.storage import locked_by_another, sync, write_whole
+from omnilead.data_tools.io.terminal import interactive
+from omnilead.engine.data.batches import CropBatch, predict
+from omnilead.engine.model.input import Input
+from omnilead.engine.settings.errors import ConfigError, Facts, OutputError, listed
+from omnilead.engine.settings.leads import ALL, describe_leads
+
+from ..tasks.kinds import KINDS, Array
+from ..tasks.readout import PAPER
+from .inputs import COLUMNS, FLAGS, PATH, CropSource, Per, Skipped
+from .trained_model import NOT_FINITE, TrainedModel
+
+CSV = ".csv"
+RESUMABLE = ": run the same command again to resume"
+VECTOR = "embedding"  # a column
+# a column of predictions: leads that the model uses but did not get, such as II,V1; null: none
+MISSING = "missing_leads"
+KEY = b"omnilead"  # in a parquet file's metadata: the job
+SKIPPED = b"omnilead.skipped"  # in a part's metadata: its records that could not be read
+
+
+class Counts(NamedTuple):
+    """How many of a table's rows are doubtful, and of its records could not be read."""
+
+    rows: int = 0
+    lacking: int = 0  # leads that the model uses
+    implausible: int = 0
+    refused: int = 0
+
+    def plus(self, table: pa.Table, refused: int) -> "Counts":
+        lacking = implausible = 0
+        if MISSING in table.column_names:
+            lacking = len(table) - table[MISSING].null_count
+        if FLAGS in table.column_names:
+            of_rows = pc.match_substring(table[FLAGS], IMPLAUSIBLE)
+            implausible = pc.sum(of_rows, min_count=0).as_py()
+        added = len(table), lacking, implausible, refused
+        return Counts(*map(sum, zip(self, added, strict=True)))
+
+
+class Output(NamedTuple):
+    """A model's outputs for each window, and the columns made from their means."""
+
+    model: TrainedModel
+    forward: Callable[[Tensor], Tensor]
+    schema: pa.Schema  # COLUMNS, perhaps MISSING and PATH, and those that `columns` makes
+    columns: Callable[[Array], list[pa.Array]]
+    what: str  # for messages
+    job: Facts  # what distinguishes it from embeddings
+    said: Sequence[str] = ()  # what a user of it must know of the model
+    scores: bool = False  # those of its head
+
+
+def embeddings(model: TrainedModel, readout: str = "") -> Output:
+    """`readout`: downstream.tasks.readout; "": the model's own."""
+    parts = model.readout_of(readout)
+    output = vectors(model, partial(model.read, readout=parts), model.width_of(parts))
+    return output if parts == (PAPER,) else output._replace(job={"readout": "+".join(parts)})
+
+
+def vectors(model: TrainedModel, forward: Callable[[Tensor], Tensor], width: int) -> Output:
+    """What `forward` gives, in one column."""
+
+    def columns(c_ND: Array) -> list[pa.Array]:
+        return [pa.FixedSizeListArray.from_arrays(pa.array(c_ND.reshape(-1)), width)]
+
+    schema = pa.schema([*COLUMNS.items(), (VECTOR, pa.list_(pa.float32(), width))])
+    return Output(model, forward, schema, columns, f"embeddings of {width}", {})
+
+
+def matrix(table: pa.Table) -> Array:
+    """The vectors of a table, one row each."""
+    return np.asarray(table[VECTOR].combine_chunks().flatten().to_numpy().reshape(len(table), -1))
+
+
+def predictions(model: TrainedModel) -> Output:
+    """Probabilities and the decisions at the model's thresholds, or values in their unit."""
+    head = model.head_info
+    if head is None or not head.classes:
+        was = f"fine-tuned for {head.task}, which needs no classes" if head else "only pre-trained"
+        raise ConfigError(
+            f"the model was {was}: fine-tune it with `omnilead finetune`, fit a head to it with `omnilead "
+            "fit`, or use `omnilead embed`"
+        )
+    kind = KINDS[head.kind]
+    fields = kind.output_fields(head.classes, head.unit)
+    schema = pa.schema([*COLUMNS.items(), (MISSING, pa.string()), (PATH, pa.string()), *fields])
+    for name in schema.names:
+        if schema.names.count(name) > 1:
+            raise ConfigError(
+                f"two columns would be called {name!r}: fine-tune the model with another name for "
+                "that label"
+            )
+    meaning = {
+        "task": head.task,
+        "kind": head.kind,
+        "classes": head.classes,
+        "thresholds": head.thresholds,
+        "unit": head.unit,
+    }
+    what = f"predictions of {head.task} ({listed(head.classes, 3)})"
+    columns = partial(kind.output_columns, classes=head.classes, thresholds=head.thresholds)
+    job = {"predictions": meaning}
+    return Output(model, model.scores, schema, columns, what, job, head.said, scores=True)
+
+
+def tables(
+    source: CropSource,
+    output: Output,
+    model_input: Input,
+    parts: Sequence[int],
+    per: Per,
+    progress: Callable[[int], Any] = lambda units: None,
+) -> Iterator[tuple[int, pa.Table]]:
+    """Yields the table of each part."""
+    empty = set(parts)
+
+    def prepare(uv_BLT: Tensor, halves_B: Array) -> Tensor:
+        x_RLT = model_input.windows(uv_BLT, halves_B)  # normalised over the whole crop
+        if per != "first":
+            return x_RLT
+        count_B = model_input.count(halves_B)
+        first_B = torch.from_numpy(np.cumsum(count_B) - count_B)
+        return x_RLT.index_select(0, first_B.to(x_RLT.device))
+
+    with closing(source.batches(parts, progress)) as batches:
+        crops: Iterable[CropBatch] = batches
+        if MISSING in output.schema.names:
+            crops = with_missing_leads(batches, output.model.input, model_input)
+        outputs = predict(crops, prepare, output.forward, output.model.device)
+        for part, group in groupby(outputs, key=lambda batch: batch[0].crops.part):
+            empty.remove(part)
+            yield part, _table(list(group), output, per)
+    for part in sorted(empty):  # none of its records or crops could be read
+        yield part, output.schema.empty_table()
+
+
+def with_missing_leads(
+    batches: Iterable[CropBatch], used: Input, shown: Input
+) -> Iterator[CropBatch]:
+    """Notes which of the leads that the model uses were not recorded, or are not shown to it."""
+    used_L, hidden_L = np.isin(ALL, used.seen), ~np.isin(ALL, shown.seen)
+    for batch in batches:
+        missing_BL = used_L & (hidden_L | ~batch.uv_BLT.any(axis=2))
+        yield batch._replace(crops=batch.crops._replace(missing_BL=missing_BL))
+
+
+def _table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per) -> pa.Table:
+    """Means of the outputs y_HD over the windows H of each row N."""
+    y_HD = np.concatenate([y_HD for _, y_HD in batches])
+    if not np.isfinite(y_HD).all():
+        raise OutputError(NOT_FINITE)
+    halves_B = np.concatenate([batch.halves_B for batch, _ in batches])
+    windows_B = 1 if per == "first" else output.model.input.count(halves_B)
+    crop_H = np.repeat(np.arange(len(halves_B)), windows_B)
+    group_H = crop_H
+    if per == "half":
+        group_H = np.arange(len(crop_H))
+    elif per == "record":
+        group_H = np.concatenate([batch.crops.record_B for batch, _ in batches])[crop_H]
+    first_N = np.flatnonzero(np.diff(group_H, prepend=-1))
+    count_N = np.diff(first_N, append=len(y_HD)).astype(np.float32)
+    y_ND = np.add.reduceat(y_HD, first_N) / count_N[:, None]
+    crops = pa.concat_tables([batch.crops.table for batch, _ in batches])
+    rows = crops.take(crop_H[first_N])
+    columns = {name: rows[name] for name in COLUMNS}
+    if per == "record":
+        columns[FLAGS] = _joined_flags(crops[FLAGS], crop_H, first_N)
+    if per == "half":
+        columns["start_s"] = _starts(rows, crop_H, output.model.input)
+    if MISSING in output.schema.names:
+        columns[MISSING] = _missing_leads(batches, crop_H, first_N)
+    if PATH in output.schema.names:
+        columns[PATH] = rows[PATH]
+    return pa.Table.from_arrays([*columns.values(), *output.columns(y_ND)], schema=output.schema)
+
+
+def _starts(rows: pa.Table, crop_H: Array, model_input: Input) -> pa.Array:
+    """Windows start later than their crops."""
+    window_H = np.arange(len(crop_H)) - np.searchsorted(crop_H, crop_H)
+    return pa.array(rows["start_s"].to_numpy() + window_H * model_input.window_s)
+
+
+def _joined_flags(flags_B: pa.ChunkedArray, crop_H: Array, first_N: Array) -> pa.Array:
+    """The flags of all crops of each row."""
+    if flags_B.null_count == len(flags_B):
+        return pa.nulls(len(first_N), pa.string())
+    joined = []
+    for crops in np.split(crop_H, first_N[1:]):
+        flags = flags_B.take(pa.array(np.unique(crops))).drop_null().to_pylist()
+        joined.append(",".join(dict.fromkeys(",".join(flags).split(","))) or None)
+    return pa.array(joined, pa.string())
+
+
+def _missing_leads(
+    batches: list[tuple[CropBatch, Array]], crop_H: Array, first_N: Array
+) -> pa.Array:
+    """The names of the leads that are missing in any crop of a row."""
+    missing_BL = np.concatenate([batch.crops.missing_BL for batch, _ in batches])
+    missing_NL = np.logical_or.reduceat(missing_BL[crop_H], first_N)
+    names = [describe_leads(np.flatnonzero(missing_L)) or None for missing_L in missing_NL]
+    return pa.array(names, pa.string())
+
+
+class ParquetParts:
+    """The parts of a table, in a folder until all are there."""
+
+    def __init__(self, out: Path, job: Facts, rank: int = 0, world: int = 1) -> None:
+        self.out, self.rank, self.world = out, rank, world
+        self.job = json.loads(json.dumps(job))  # as it is read back
+        self.folder = out.with_name(f"{out.name}.parts")
+        self.finished = out.exists()
+        self.rows: int | None = None  # of `out`, on the rank that has joined it
+        self.counts = Counts()  # on that rank
+        self._lock: Any = None
+        if not self.finished:
+            self._open()
+            return
+        self._require_same(_job_of(out), out)
+        if rank == 0 and out.suffix != CSV:
+            self.rows = pq.read_metadata(out).num_rows
+
+    def _open(self) -> None:
+        """Locks the folder for this rank, and refuses parts of another job."""
+        if self.folder.is_file():
+            raise ConfigError(
+                f"{self.out}: {self.folder} is a file: remove it, or choose another file"
+            )
+        self.folder.mkdir(exist_ok=True)
+        lock = self.folder / f"lock-{self.rank}-of-{self.world}"
+        with ExitStack() as refused:
+            self._lock = refused.enter_context(open(lock, "w"))
+            if locked_by_another(self._lock, str(self.out)):
+                raise OutputError(f"{self.out}: another process is writing it")
+            for path in self.folder.glob("*.parquet"):
+                before = _job_of(path)
+                if before is not None:
+                    self._require_same(before, self.folder)
+            refused.pop_all()  # the lock is held until the end
+
+    def _require_same(self, job: Any, place: Path) -> None:
+        before = job if isinstance(job, dict) else {}
+        for name in sorted(self.job.keys() | before.keys()):
+            was, now = before.get(name), self.job.get(name)
+            if was != now:
+                self._refuse(place, f"{name} was {str(was)[:60]}, now {str(now)[:60]}")
+
+    def _refuse(self, place: Path, why: str) -> None:
+        raise ConfigError(f"{place}: of another job: {why}: remove it, or choose another file")
+
+    def require_columns(self, names: Sequence[str]) -> None:
+        """Refuses parts with other columns: an earlier version began them."""
+        for path in self.folder.glob("*.parquet"):
+            try:
+                before = pq.read_schema(path).names
+            except (pa.ArrowException, OSError):  # damaged, or another rank has removed it
+                continue
+            for name in set(names) ^ set(before):
+                what = "without" if name in names else "with"
+                self._refuse(self.folder, f"its parts are {what} a column {name}")
+
+    def _read(self, number: int, schema: pa.Schema | None = None) -> pa.Table | None:
+        """A part's table; None if it is missing or damaged."""
+        try:
+            return pq.read_table(self._path(number), schema=schema, page_checksum_verification=True)
+        except (pa.ArrowException, OSError):
+            return None
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:06d}.parquet"
+
+    def own(self, count: int) -> range:
+        """This rank's parts, of so many."""
+        return range(self.rank, count, self.world)
+
+    def missing(self, count: int) -> list[int]:
+        """This rank's parts that are still missing or damaged."""
+        numbers = [number for number in self.own(count) if self._read(number) is None]
+        # Checked last: another rank removes the parts only after this file exists
+        self.finished = self.out.exists()
+        return [] if self.finished else numbers
+
+    def write(self, number: int, table: pa.Table, skipped: Sequence[Skipped] = ()) -> None:
+        buffer = io.BytesIO()
+        facts = {KEY: json.dumps(self.job), SKIPPED: json.dumps(skipped)}
+        table = table.replace_schema_metadata(facts)
+        pq.write_table(table, buffer, write_page_checksum=True)
+        try:
+            write_whole(self._path(number), buffer.getvalue())
+        except FileNotFoundError:  # ranks of another number have joined all parts and removed them
+            self.finished = self.out.exists()
+            if not self.finished:
+                raise
+
+    def join(self, count: int, schema: pa.Schema, left_out: Sequence[Skipped] = ()) -> list[int]:
+        """Joins all parts into one file, atomically. Returns the missing parts, which are other
+        ranks'. Ranks that finish together may all join: they write the same bytes. `left_out`: what
+        is in no part."""
+        missing: list[int] = []
+        try:
+            if not self.out.exists():
+                facts = schema.with_metadata({KEY: json.dumps(self.job)})
+                missing = self._join(count, facts, list(left_out))
+        except FileNotFoundError:  # another rank has joined the parts and removed them
+            if not self.out.exists():
+                raise
+        return [] if self.out.exists() else missing
+
+    def _join(self, count: int, schema: pa.Schema, skipped: list[Skipped]) -> list[int]:
+        files = set(os.listdir(self.folder))
+        missing = [number for number in range(count) if self._path(number).name not in files]
+        if missing:
+            return missing
+        # also unlike that of ranks of another number, who may join at the same time
+        joined = self.folder / f"whole-{self.rank}-of-{self.world}-{os.getpid()}"
+        counts = Counts()
+        with _writer(joined, schema, self.out.suffix == CSV) as write:
+            for number in range(count):
+                table = self._read(number, schema)
+                if table is None:
+                    missing.append(number)
+                    continue
+                of_part = json.loads(
+                    pq.read_schema(self._path(number)).metadata.get(SKIPPED, b"[]")
+                )
+                skipped += (Skipped(*ecg) for ecg in of_part)
+                counts = counts.plus(table, len(of_part))
+                if len(table):
+                    write(table.replace_schema_metadata(schema.metadata))
+        if missing:
+            return missing
+        if counts.refused and not counts.rows:
+            shutil.rmtree(self.folder)
+            raise nothing_read(counts.refused)
+        with open(joined, "rb") as file:
+            os.fsync(file.fileno())
+        record = job_record(self.out)
+        if self.out.suffix == CSV and self.world > 1:
+            write_whole(record, json.dumps(self.job))
+        else:  # of an earlier file of this name
+            record.unlink(missing_ok=True)
+        write_skipped(self.out, skipped)
+        os.replace(joined, self.out)
+        sync(self.out.parent)
+        self.rows, self.counts = counts.rows, counts
+        return []
+
+    def __enter__(self) -> "ParquetParts":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock:
+            self._lock.close()
+        if self.out.exists():  # the parts are no longer needed, whichever rank joined them
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def _writer(path: Path, schema: pa.Schema, as_csv: bool) -> Iterator[Callable[[pa.Table], None]]:
+    """Appends tables to a file: in parquet, one row group each."""
+    if not as_csv:
+        with pq.ParquetWriter(path, schema) as writer:
+            yield writer.write_table
+        return
+    with csv.CSVWriter(path, without_formulas(schema.empty_table()).schema) as writer:
+        yield lambda table: writer.write_table(without_formulas(table))
+
+
+def skipped_file(out: Path) -> Path:
+    """The file beside `out` that lists what was skipped."""
+    return out.with_name(f"{out.name}.skipped.csv")
+
+
+def has_skipped(out: Path) -> bool:
+    """Whether there is such a file, of this program."""
+    try:
+        with open(skipped_file(out), "rb") as file:
+            return file.readline().strip() == ",".join(Skipped._fields).encode()
+    except FileNotFoundError:
+        return False
+
+
+def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
+    place = skipped_file(out)
+    is_own = has_skipped(out)
+    if skipped:
+        if place.exists() and not is_own:
+            raise OutputError(f"{place}: is of another program: move it{RESUMABLE}")
+        write_whole(place, as_csv([Skipped._fields, *skipped]))
+    elif is_own:  # of an earlier file of this name
+        place.unlink(missing_ok=True)
+
+
+def job_record(out: Path) -> Path:
+    """The file that says which job has written a CSV file."""
+    return out.with_name(f".{out.name}.job")
+
+
+def _job_of(path: Path) -> Any:
+    """The job in a file's metadata, or in the record of a CSV file; None if there is none or it is
+    damaged."""
+    try:
+        if path.suffix == CSV:
+            return json.loads(job_record(path).read_text())
+        return json.loads((pq.read_schema(path).metadata or {}).get(KEY, b"null"))
+    except (pa.ArrowException, OSError, ValueError):
+        return None
+
+
+def make(
+    source: CropSource, output: Output, model_input: Input, per: Per, parts: ParquetParts
+) -> list[int]:
+    """Computes this rank's parts, and joins the file if no part is missing. Returns the missing
+    parts."""
+    parts.require_columns(output.schema.names)
+    missing = parts.missing(source.parts)
+    total = source.count(parts.own(source.parts))
+    with progress_bar(total, source.unit, total - source.count(missing), parts.rank) as bar:
+        for number, table in tables(source, output, model_input, missing, per, bar.update):
+            parts.write(number, table, source.skipped.get(number, ()))
+            if parts.finished:
+                break
+    return parts.join(source.parts, output.schema, source.left_out)
+
+
+def whole(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
+    """The table of all parts, in memory."""
+    numbers = range(source.parts)
+    with progress_bar(source.count(numbers), source.unit) as bar:
+        parts = tables(source, output, model_input, numbers, per, bar.update)
+        table = pa.concat_tables(table for _, table in parts)
+    refused = sum(map(len, source.skipped.values()))
+    if refused and not len(table):
+        raise nothing_read(refused)
+    return table
+
+
+def nothing_read(refused: int) -> DataError:
+    return DataError(f"no record can be read: {refused:,} skipped, for the reasons above")
+
+
+def progress_bar(total: int, unit: str, done: int = 0, rank: int = 0) -> "tqdm[None]":
+    return tqdm(
+        total=total,
+        initial=done,
+        unit=unit,
+        disable=rank > 0 or not interactive(),
+        dynamic_ncols=True,
+    )

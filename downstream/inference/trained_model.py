@@ -1,0 +1,639 @@
+"""Load a trained model; compute embeddings and predictions of ECGs.
+
+    model = omnilead.load("RUN")                                      # or RUN/model, a copy of that folder, s3://bucket/model
+    model.embed(signal, fs_hz=250, leads=["II", "V1"], unit="mV")   # [L, T] -> [E]: its read-out; [B, L, T] -> [B, E]
+    model.predict(signal, fs_hz=250, leads=["II", "V1"])            # after fine-tuning: {"AF": 0.93, ...} or {"age": 61.2}
+    model.classes, model.thresholds, model.unit                     # the meaning of predictions: model.head_info
+    model(x_RLT), model.logits(x_RLT), model.scores(x_RLT)          # for segments that are already preprocessed (model.input)
+    crops(signal_LT, 250, "II,V1", "mV", model.input)               # int16 [B, 12, 5000], their start times, halves and flags
+
+An ECG in memory is cut by `data_tools.ecg.crops`, like a dataset, so a record has the same embedding
+from either source.
+
+Files whose sha256 differs from config.json are refused (engine.model.folder), as are missing or
+unexpected weights and wrong shapes. Only the quantiser and the projections of pre-training are
+ignored.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.ecg.crops import (
+    IMPLAUSIBLE_AMPLITUDE,
+    Crop,
+    amplitude_doubt,
+    crop_count,
+    flags_of,
+    microvolts,
+    prepare_crop,
+    samples_at_500,
+)
+from omnilead.data_tools.ecg.record import EcgRecord, unit_name
+from omnilead.data_tools.ecg.resampling import RATE_RANGE_HZ
+from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.plugins import plugin
+from omnilead.engine.data.config import CROP, FS_HZ
+from omnilead.engine.data.seen import unknown
+from omnilead.engine.model.config import validated
+from omnilead.engine.model.encoder import Encoder
+from omnilead.engine.model.encoders import build_encoder
+from omnilead.engine.model.folder import (
+    CONFIG,
+    PREPROCESSING,
+    WEIGHTS,
+    LoadError,
+    code_in,
+    config_of,
+    document_of,
+    misfits,
+    model_folder,
+    seen_by,
+    unreadable_weights,
+)
+from omnilead.engine.model.input import Input, SignalError
+from omnilead.engine.model.window import HALF_S, SCALES
+from omnilead.engine.settings.errors import ConfigError, Facts, blaming, listed
+from omnilead.engine.settings.files import File
+from omnilead.engine.settings.leads import describe_leads, leads_in_order
+from omnilead.engine.settings.metrics import METRIC_OF, label_of
+from omnilead.engine.settings.run_files import number
+
+from ..tasks.classifier import build_head, sees_tokens
+from ..tasks.config import TaskKind
+from ..tasks.kinds import KINDS, sensitive
+from ..tasks.readout import PAPER, Readout, measures_signal, parsed, read_out, width_of
+from .trees import Trees
+
+# Limits for a typical lead's median and peak, and for its peak from below; hearts peak at 0.1 to 10
+LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01
+NOT_MEASURED = -32_768  # in int16
+ROWS = 64  # segments encoded at a time
+NOT_FINITE = "the model's outputs are not finite: its weights are broken"
+THRESHOLD = 0.5
+NAMED = 8  # classes in its repr
+ECG_HZ = 300  # enough for what is usually read from an ECG: up to 150 Hz
+ModuleClass = type[nn.Module] | None
+Many = Annotated[int, Field(ge=1, le=2**24)]  # bounded, as config.json may be anyone's
+Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(min_length=1)]
+Leads = str | Iterable[str]  # their names, as for engine.settings.leads.leads_in_order
+
+
+STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, config=STRICT)
+class CrossValidation:
+    """How good a head was on the ECGs that it was fitted on, each scored by one that was fitted
+    without its patient: `head.cross_validated` in config.json."""
+
+    folds: Many
+    n: Many  # ECGs
+    metrics: dict[Name, float | None]
+    intervals: dict[Name, tuple[float | None, float | None]]  # 95 %, over patients
+    # By class, from which score on 95 % of the positives lie, and the specificity there
+    sensitive: dict[Name, tuple[Share, Share]] = field(default_factory=dict)
+    left_out: tuple[Name, ...] = ()  # classes or values of which a fold had too few labels
+
+
+@dataclass(frozen=True, config=STRICT)
+class HeadInfo:
+    """The meaning of a fine-tuned model's K outputs: `head` in config.json."""
+
+    task: str
+    kind: TaskKind
+    classes: tuple[Name, ...] = ()  # [K]; for binary and regression, the label columns
+    # [K] for binary and multilabel: a class is predicted above its threshold
+    thresholds: tuple[Share, ...] = ()
+    # [K] chosen on validation data, for the Challenge's classes (`thresholds`: 0.5)
+    chosen: tuple[Share, ...] = ()
+    unit: str = ""  # for regression; for survival, of the times
+    center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
+    scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    trees: tuple[Many, Many] | None = None  # how many nodes and trees, of a boosted head
+    cross_validated: CrossValidation | None = None
+    # lowest and highest rate at which the ECGs were recorded that it was fitted on; (): not known
+    source_hz: tuple[float, ...] = ()
+    # Settings of the task: labels, split, ...
+    definition: Facts = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {"classes": len(self.classes)}
+        for name in KINDS[self.kind].head_numbers:
+            lengths[name] = len(getattr(self, name))
+        if len(set(lengths.values())) > 1 or (self.kind == "identity") != (not self.classes):
+            counted = ", ".join(f"{length} {name}" for name, length in lengths.items())
+            raise ConfigError(f"{self.kind} with {counted}")
+        if len(set(self.classes)) < len(self.classes):
+            raise ConfigError("two classes have the same name")
+
+    @property
+    def said(self) -> list[str]:
+        """How good it was in cross-validation, as sentences."""
+        found = self.cross_validated
+        if found is None:
+            return []
+        scores = []
+        for name, value in found.metrics.items():
+            low, high = found.intervals.get(name, (None, None))
+            if value is not None and name in METRIC_OF and METRIC_OF[name].in_brief:
+                ends = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+                scores.append(f"{label_of(name)} {value:.3f}{ends}")
+        how = f"in {found.folds} folds of patients" if found.folds > 1 else "of held-out patients"
+        said = [
+            f"cross-validated on {found.n:,} ECGs {how}: {', '.join(scores) or 'no score is defined'}"
+        ]
+        if found.left_out:
+            said.append(f"not tested, since a fold had too few labels: {listed(found.left_out, 5)}")
+        if self.thresholds:
+            tested = [name for name in self.classes if name not in found.left_out]
+            said += sensitive(found.sensitive, tested)
+        return said
+
+    def scores(self, logits_RK: Tensor) -> Tensor:
+        """Probabilities, values in `unit`, or risks."""
+        if KINDS[self.kind].has_scale:
+            return logits_RK * logits_RK.new_tensor(self.scale) + logits_RK.new_tensor(self.center)
+        return KINDS[self.kind].scores(logits_RK)
+
+
+def _rates(rates_hz: Sequence[float]) -> str:
+    low, high = min(rates_hz), max(rates_hz)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+class TrainedModel(nn.Module):
+    """A trained model in eval mode. R segments (`input.window_s`), L leads, T samples, D `encoder.width`;
+    `digest` identifies its files."""
+
+    encoder: Any  # nn.Module with a `width`
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        head: nn.Module | None,
+        config: Facts,
+        preprocessing: Facts,
+        digest: str = "",
+    ) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, head
+        self.config, self.preprocessing, self.digest = config, preprocessing, digest
+        self.input = Input.of(preprocessing, config_of(config).leads)
+        self.head_info = head_of(config)
+        known = self.head_info or HeadInfo("", "identity")
+        self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
+        self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
+        self.seen = unknown()  # what it was trained on (engine.data.seen)
+        self.readout = self.readout_of(config.get("readout", PAPER))
+        self.eval()
+
+    def note_on_rates(self, rates_hz: Iterable[float]) -> str:
+        """What to say if ECGs were recorded so much slower or faster than those that the head was
+        fitted on that it may matter; "": nothing."""
+        if not (self.head_info and self.head_info.source_hz):
+            return ""
+        widest = min(ECG_HZ, self.input.fs_hz, 2 * (self.input.band_hz or (0, ECG_HZ))[1])
+        low, high = (min(rate, widest) for rate in self.head_info.source_hz)
+        other = [
+            rate for rate in sorted(rates_hz) if not 0.8 * low <= min(rate, widest) <= 1.25 * high
+        ]
+        if not other:
+            return ""
+        return (
+            f"ECGs recorded at {_rates(other)} Hz, while the head was fitted on ECGs of "
+            f"{_rates(self.head_info.source_hz)} Hz: the slower lack fast waves, so its scores may "
+            "not hold for these"
+        )
+
+    def __repr__(self) -> str:
+        """What goes in and what comes out, in place of PyTorch's list of layers."""
+        signals, head = self.input, self.head_info
+        does = f"makes an embedding of {self.width_of(self.readout)} numbers"
+        if head and head.classes:
+            names = listed(head.classes, NAMED)
+            unit = f" in {head.unit}" if head.unit else ""
+            does = f"predicts {head.task} ({head.kind} of {len(head.classes)}: {names}{unit})"
+        band = "" if signals.band_hz is None else " from {:g} to {:g} Hz".format(*signals.band_hz)
+        return (
+            f"TrainedModel: {does} from leads {describe_leads(signals.seen)}, "
+            f"{signals.window_s:g} s at a time at {signals.fs_hz:g} Hz{band} "
+            f"({SCALES[signals.scale]}); it converts other rates and units"
+        )
+
+    def readout_of(self, text: str) -> Readout:
+        """The parts of a read-out that suits this model; "": the model's own."""
+        parts = parsed(text) if text else self.readout
+        if measures_signal(parts) and not self.input.plain:
+            raise ConfigError(
+                f"readout={text}: rhythm, beats and waveform need a model whose input is in millivolts at "
+                f"{FS_HZ:g} Hz, 5 s at a time and without a band: use mean or mean+std"
+            )
+        return parts
+
+    def width_of(self, readout: Readout) -> int:
+        return width_of(readout, self.encoder.width)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self.encoder.parameters()).device
+        return device
+
+    @property
+    def history(self) -> Facts:
+        """What config.json says about its training."""
+        trained = self.config.get("trained")
+        return trained if isinstance(trained, dict) else {}
+
+    def untrained(self, seed: int = 0) -> "TrainedModel":
+        """Random weights of the same architecture, without a head."""
+        config = config_of(self.config)
+        kind = type(self.encoder) if config.encoder else None
+        encoder = build_encoder(config, generator=torch.Generator().manual_seed(seed), kind=kind)
+        model = TrainedModel(encoder, None, self.config, self.preprocessing)
+        return model.to(self.device, next(self.parameters()).dtype)
+
+    def unprepared(self) -> str:
+        """Why its predictions are doubtful if some of its leads are missing; "" if it was trained
+        with random lead masking."""
+        # Unknown for models of other programs and of older versions
+        masked = number(self.history.get("rlm"))
+        if masked > 0:
+            return ""
+        trained = "was not trained" if masked == 0 else "is not known to have been trained"
+        return (
+            f"the model {trained} with missing leads: measure it with `omnilead evaluate --leads`, "
+            "or fine-tune it with augment.rlm=0.5"
+        )
+
+    def tokens(self, x_RLT: Tensor) -> Tensor:
+        c_RND: Tensor = self.encoder(x_RLT.to(next(self.encoder.parameters()).dtype))
+        return c_RND
+
+    def pooled(self, x_RLT: Tensor) -> Tensor:
+        """c_RD, float32: the mean over tokens, as in the paper."""
+        return self.read(x_RLT, (PAPER,))
+
+    def read(self, x_RLT: Tensor, readout: Readout) -> Tensor:
+        """The parts of a read-out, joined, in float32."""
+        return read_out(readout, self.tokens(x_RLT), x_RLT, self.input.leads)
+
+    def forward(self, x_RLT: Tensor) -> Tensor:
+        return self.pooled(x_RLT)
+
+    def logits(self, x_RLT: Tensor) -> Tensor:
+        return self.logits_of(self.tokens(x_RLT), x_RLT)
+
+    def logits_of(self, c_RND: Tensor, x_RLT: Tensor) -> Tensor:
+        if self.head is None:
+            raise ConfigError(
+                "this model has no head: logits and scores need a model that was fine-tuned on "
+                "labels"
+            )
+        c = c_RND
+        if isinstance(self.head, Trees) and not c_RND.isfinite().all():
+            raise ConfigError(NOT_FINITE)  # trees would take NaN for what was not measured
+        if not sees_tokens(self.head):
+            c = read_out(self.readout, c_RND, x_RLT, self.input.leads)
+        y: Tensor = self.head(c.to(next(self.head.parameters()).dtype))
+        return y.float()
+
+    def scores(self, x_RLT: Tensor) -> Tensor:
+        """y_RK: probabilities of `classes`, or values in `unit`."""
+        logits_RK = self.logits(x_RLT)
+        assert self.head_info is not None
+        return self.head_info.scores(logits_RK)
+
+    def segments(self, signal: Any, fs_hz: float, leads: Leads, unit: str = "mV") -> Tensor:
+        """The model's input x_RLT for one ECG [L, T]."""
+        return self._segments(crops(signal, fs_hz, leads, unit, self.input))
+
+    def _segments(self, ecg: "EcgCrops") -> Tensor:
+        halves_B = np.array(ecg.halves)
+        return self.input.windows(torch.from_numpy(ecg.uv_BLT), halves_B).to(self.device)
+
+    @torch.inference_mode()
+    def embed(
+        self,
+        signal: Any,
+        fs_hz: float,
+        leads: Leads,
+        unit: str = "mV",
+        readout: str = "",
+    ) -> Tensor:
+        """Embed an ECG [L, T] -> [E], or several [B, L, T] -> [B, E] (numpy or torch): the mean
+        over its segments (of 5 s, or the model's window). readout: "mean", "mean+std+rhythm", ...; "": the model's own.
+
+        leads: the names of the rows, in any order; other leads are zeros, for which random lead
+        masking has prepared the model. NaN (in int16 -32768) means not measured. `crops` lists what
+        is refused. Warns of an amplitude that is not an ECG's.
+        """
+        parts = self.readout_of(readout)
+        forward, width = partial(self.read, readout=parts), self.width_of(parts)
+        ecgs = self._cut(signal, fs_hz, leads, unit)
+        for warning in _amplitudes(ecgs, unit):
+            warnings.warn(warning, stacklevel=3)  # the second frame is torch's decorator
+        c_BD = self._means(forward, width, ecgs)
+        return c_BD if _several(signal) else c_BD[0]
+
+    @torch.inference_mode()
+    def predict(
+        self, signal: Any, fs_hz: float, leads: Leads, unit: str = "mV"
+    ) -> dict[str, float] | list[dict[str, float]]:
+        """{class: probability} or {name: value in `self.unit`} for an ECG [L, T], a list of them
+        for several [B, L, T]: means over segments, as `evaluate` scores a record.
+        Arguments: see `embed`. Warns of an amplitude that is not an ECG's, and if leads are
+        missing (not named, NaN or all zero) that the model was not trained without."""
+        ecgs = self._cut(signal, fs_hz, leads, unit)
+        for warning in (*_amplitudes(ecgs, unit), *self._missing(ecgs)):
+            warnings.warn(warning, stacklevel=3)  # the second frame is torch's decorator
+        y_BK = self._means(self.scores, len(self.classes), ecgs)
+        answers = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
+        return answers if _several(signal) else answers[0]
+
+    def _cut(self, signal: Any, fs_hz: float, leads: Leads, unit: str) -> list["EcgCrops"]:
+        """The crops of each ECG, one or several."""
+        leads = leads if isinstance(leads, str) else tuple(leads)
+        ecgs = []
+        for i, record in enumerate(signal if _several(signal) else [signal]):
+            try:
+                ecgs.append(crops(record, fs_hz, leads, unit, self.input))
+            except SignalError as error:
+                if _several(signal):
+                    raise SignalError(f"signal[{i}]: {error}") from None
+                raise
+        return ecgs
+
+    def _missing(self, ecgs: Sequence["EcgCrops"]) -> Iterator[str]:
+        """A warning if leads that the model uses were not measured in a crop."""
+        missing = []
+        for ecg in ecgs:
+            measured_L = np.asarray(ecg.uv_BLT.any(axis=2).all(axis=0))
+            missing.append([lead for lead in self.input.seen if not measured_L[lead]])
+        which = sorted(set(chain.from_iterable(missing)))
+        if which and (why := self.unprepared()):
+            yield f"without leads {describe_leads(which)}{_of_all(missing)}: {why}"
+
+    def _means(
+        self, forward: Callable[[Tensor], Tensor], width: int, ecgs: Sequence["EcgCrops"]
+    ) -> Tensor:
+        """[B, width]: the output of `forward` for each ECG, averaged over its segments."""
+        if not ecgs:
+            return torch.zeros(0, width, device=self.device)
+        parts = [self._segments(ecg) for ecg in ecgs]
+        y_RD = torch.cat([forward(x_RLT) for x_RLT in torch.cat(parts).split(ROWS)])
+        y_BD = torch.stack([part.mean(0) for part in y_RD.split([len(part) for part in parts])])
+        if not y_BD.isfinite().all():
+            raise ConfigError(NOT_FINITE)
+        return y_BD
+
+
+def _several(signal: Any) -> bool:
+    return getattr(signal, "ndim", None) == 3
+
+
+def _amplitudes(ecgs: Sequence["EcgCrops"], unit: str) -> Iterator[str]:
+    """A warning if the amplitude of one of these is not an ECG's."""
+    if doubts := [ecg.doubt for ecg in ecgs if ecg.doubt]:
+        where = _of_all([ecg.doubt for ecg in ecgs])
+        yield f"{IMPLAUSIBLE_AMPLITUDE}{where}: {doubts[0]}: is unit={unit!r} right?"
+
+
+def _of_all(concerns: Sequence[object]) -> str:
+    """How many of all ECGs a warning concerns, if not all. `concerns`: what is wrong with each."""
+    if all(concerns):
+        return ""
+    return f" in {sum(map(bool, concerns)):,} of {len(concerns):,} ECGs"
+
+
+def load(
+    path: File,
+    code: bool = False,
+    encoder: ModuleClass = None,
+    head: ModuleClass = None,
+) -> TrainedModel:
+    """Load a model. For a plugged-in encoder or head: `code` runs its file in the folder;
+    `encoder`, `head` pass its class."""
+    with model_folder(path) as (folder, digest):
+        document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
+        config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
+        readout = readout_in(document, folder / CONFIG)
+        if encoder and not config.encoder:
+            raise LoadError(
+                f"{folder}: encoder={encoder.__name__}: this model has the authors' encoder: "
+                "leave it out"
+            )
+        kind = encoder or own_class(folder, config.encoder, code, "encoder")
+        with torch.device("cpu" if config.encoder else "meta"):
+            own: Any = build_encoder(config, kind=kind)
+            top = _head(head_info, width_of(readout, own.width))
+        if head_info and (spec := str(head_info.definition.get("head") or "")):
+            kind = head or own_class(folder, spec, code, "head")
+            top = build_head(spec, own.width, len(head_info.classes), kind=kind)
+        _load_weights(folder / WEIGHTS, own, top)
+        if isinstance(top, Trees):
+            with blaming(str(folder / WEIGHTS)):
+                top.check(width_of(readout, own.width))
+        try:
+            model = TrainedModel(own, top, document, preprocessing, digest)
+        except ConfigError as error:
+            raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
+        model.code, model.seen = code_in(folder), seen_by(folder)
+        return model
+
+
+def _head(head: HeadInfo | None, width: int) -> nn.Module | None:
+    if head is None or not head.classes:  # class vectors of identification are not exported
+        return None
+    if head.trees:
+        return Trees(*head.trees, len(head.classes))
+    return nn.Linear(width, len(head.classes))
+
+
+def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
+    """The class in a model folder; None if `spec` is built into omnilead. Code runs only if
+    asked."""
+    file, _, name = spec.rpartition(":")
+    if not file:
+        return None
+    give = f"omnilead.load(..., {part}={name})"
+    if file not in code_in(folder):
+        raise LoadError(
+            f"{folder / file}: the file with the {part} is not in {CONFIG}: copy the folder "
+            f"again, or {give}"
+        )
+    if not code:
+        raise LoadError(
+            f"{folder}: its {part} is code in that folder, {file}, which runs only if asked: read "
+            f"it, then use --code, omnilead.load(..., code=True), or {give}"
+        )
+    with blaming(f"{folder / file}"):
+        return plugin(f"{folder / file}:{name}")
+
+
+def readout_in(document: Mapping[str, Any], path: Path) -> Readout:
+    """`readout` in config.json."""
+    try:
+        return parsed(str(document.get("readout", PAPER)))
+    except ConfigError as error:
+        raise LoadError(f"{path}: {error}") from None
+
+
+def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo | None:
+    """`head` in config.json."""
+    if (head := document.get("head")) is None:
+        return None
+    try:
+        return validated(HeadInfo, head, "head")
+    except ConfigError as error:
+        raise LoadError(f"{path}: head={str(head)[:60]}: {error}") from None
+
+
+def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> None:
+    """Load all weights from the file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {}
+            for name in file.keys():  # noqa: SIM118 - no dictionary
+                if name.startswith(("encoder.", "head.")):
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
+            if isinstance(encoder, Encoder) and "encoder.mask_embedding" not in shapes:
+                encoder.mask_embedding = None
+            model = nn.ModuleDict({"encoder": encoder})
+            if head:
+                model["head"] = head
+            expected = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
+            if wrong := misfits(shapes, expected):
+                raise LoadError(f"{path}: the weights do not fit {CONFIG}: {wrong}")
+            weights = {}
+            for name, own in model.state_dict().items():
+                tensor = file.get_tensor(name)
+                if own.is_floating_point() and tensor.is_floating_point():
+                    tensor = tensor.float()
+                elif tensor.dtype != own.dtype:
+                    kinds = f"{name} is {tensor.dtype}, not {own.dtype}"
+                    raise LoadError(f"{path}: the weights do not fit {CONFIG}: {kinds}")
+                weights[name] = tensor
+            model.load_state_dict(weights, assign=True)
+    except (SafetensorError, OSError) as error:
+        raise unreadable_weights(path, error) from None
+
+
+class EcgCrops(NamedTuple):
+    uv_BLT: np.ndarray  # int16 [B, 12, 5000]; 0 where nothing was measured
+    start_s: tuple[float, ...]
+    halves: tuple[int, ...]
+    flags: tuple[tuple[str, ...], ...]  # as of a dataset's crops
+    doubt: str  # data_tools.ecg.crops.amplitude_doubt
+
+
+def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> EcgCrops:
+    """Cut one ECG [L, T] into crops from its start, as for a dataset: a remainder of 5 s or more
+    is a crop with one half, less is dropped. An ECG shorter than 5 s is refused. A lead with NaN
+    (in int16 -32768, in a masked array a masked sample) is zero in that whole crop. Crops
+    without a measured lead, or with only flat leads, are left out."""
+    indices = leads_in_order(leads)
+    wanted.require(indices)
+    values, names = _values(signal), tuple(LEADS[lead] for lead in indices)
+    if values.ndim == 2 and len(values) != len(names) == values.shape[1]:
+        raise SignalError(
+            f"has {len(values):,} rows and {len(names)} columns: transpose it to [leads, samples]"
+        )
+    invalid = NOT_MEASURED if values.dtype == np.int16 else None  # as loadmat returns it
+    try:
+        record = EcgRecord("", values, float(fs_hz), names, unit_name(str(unit)), invalid=invalid)
+        count = _crops_with_windows(record, wanted)
+    except (ReadError, TypeError, ValueError) as error:
+        needed = "[leads, samples] in V, mV or uV at {:g} to {:g} Hz".format(*RATE_RANGE_HZ)
+        raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
+    uv_LT = microvolts(record)
+    _plausible(np.abs(uv_LT) / 1000, unit)
+    if doubt := amplitude_doubt(uv_LT, record.fs_hz):
+        record = replace(record, warnings=((IMPLAUSIBLE_AMPLITUDE, doubt),))
+    uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
+    usable = list(_usable(record, uv_BLT, wanted))
+    if not usable:
+        raise SignalError(
+            "no valid lead: in every 10 s crop, all leads are flat or all leads that the model "
+            "uses have NaN"
+        )
+    return EcgCrops(
+        uv_BLT[: len(usable)],
+        tuple(crop.start_s for crop in usable),
+        tuple(crop.halves for crop in usable),
+        tuple(flags_of(record, crop) for crop in usable),
+        doubt,
+    )
+
+
+def _usable(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Iterator[Crop]:
+    """The crops in which a lead was measured that the model uses; their samples go to the first
+    rows of uv_BLT."""
+    used, row = {LEADS[lead] for lead in wanted.seen}, 0
+    for index in range(len(uv_BLT)):
+        try:
+            crop = prepare_crop(record, index, uv_BLT[row])
+        except ReadError as error:
+            if error.reason != "no valid lead":
+                raise
+            continue
+        if not used <= set(crop.missing):
+            row += 1
+            yield crop
+
+
+def _crops_with_windows(record: EcgRecord, wanted: Input) -> int:
+    samples = samples_at_500(record.signal.shape[1], record.fs_hz)
+    count = samples // CROP
+    if wanted.needed_s == HALF_S:
+        count = crop_count(record.signal.shape[1], record.fs_hz)
+    if not count:
+        raise SignalError(
+            f"{samples / FS_HZ:g} s of signal: the model takes segments of {wanted.window_s:g} s: "
+            f"give at least {wanted.needed_s:g} s"
+        )
+    return count
+
+
+def _values(signal: Any) -> np.ndarray:
+    if isinstance(signal, Tensor):
+        signal = signal.detach().cpu()
+        signal = (signal.double() if signal.is_floating_point() else signal).numpy()
+    array = np.asarray(signal)
+    none: float = np.nan
+    if array.dtype.kind == "i" and array.dtype.itemsize == 2:  # in either byte order
+        array, none = array.astype(np.int16, copy=False), NOT_MEASURED
+    return np.where(np.ma.getmaskarray(signal), none, array) if np.ma.is_masked(signal) else array
+
+
+def _plausible(mv_LT: np.ndarray, unit: str) -> None:
+    """Refuses amplitudes whose unit is off by a factor of 1,000. Single leads may be off: the median
+    lead decides."""
+    measured = np.isfinite(mv_LT)
+    if not measured.any():
+        return
+    peaks = np.where(measured, mv_LT, 0).max(axis=1)
+    peak = float(np.median(peaks[measured.any(axis=1)]))
+    middle = 0.0
+    if peaks.max() > LARGE_MV:
+        middle = float(np.median(mv_LT[measured]))
+    seen = f"unit={unit!r}: a typical lead peaks at {peak:.3g} mV"
+    if middle > LARGE_MV or peak > HUGE_MV:
+        raise SignalError(
+            f"{seen} (median {middle:.3g} mV), too large for an ECG: is the unit smaller?"
+        )
+    if 0 < peak < TINY_MV:
+        raise SignalError(f"{seen}, too small for an ECG: is the unit larger?")

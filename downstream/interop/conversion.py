@@ -1,0 +1,689 @@
+"""Convert fairseq-signals checkpoints to model folders and back, exactly, and other weights together
+with the class that they are for: see downstream/convert.py.
+
+    notes = from_fairseq(Path("CKPT.pt"), Path("OUT"), classes="label_def.csv")
+    to_fairseq(Path("RUN"), Path("OUT.pt"))
+    report = from_torch(Path("net.pt"), Path("OUT"), "net.py:Net", {"width": 64}, signals(...), "", [])
+
+An untrusted checkpoint is read without running code that may be pickled in it:
+torch.load(weights_only=True) creates only tensors and containers. Other classes in a checkpoint,
+such as the settings objects of OmegaConf or argparse that fairseq-signals saves, are replaced by
+stand-ins, which only keep their state; no module is imported. What torch considers dangerous is
+refused.
+"""
+
+import ast
+import csv
+import io
+import json
+import math
+import os
+import pickle
+import site
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from omnilead.data_tools.dataset import CLASSES
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.io.storage import write_whole
+from omnilead.engine.model.config import ModelConfig, validated
+from omnilead.engine.model.encoder import pool
+from omnilead.engine.model.encoders import agree, build_encoder, examine
+from omnilead.engine.model.folder import (
+    CONFIG,
+    PREPROCESSING,
+    SHOWN,
+    check_free,
+    config_of,
+    document_of,
+    file_sha256,
+    misfits,
+    model_folder,
+    weights_in,
+    write,
+)
+from omnilead.engine.model.input import Input, described
+from omnilead.engine.model.window import SCALES
+from omnilead.engine.settings.errors import ConfigError, blaming
+from omnilead.engine.settings.files import code_of, portable
+from omnilead.engine.settings.leads import ALL, describe_leads, leads_in_order
+
+from ..inference.trained_model import THRESHOLD, load
+from .fairseq import (
+    MAX_TEXT,
+    Settings,
+    Weights,
+    from_theirs,
+    outputs,
+    read_setting,
+    settings,
+    shapes_of,
+    spelling,
+    their_settings,
+    to_theirs,
+)
+from .hub import front_matter
+
+# In the paths of z-scored training signals
+ZSCORED = ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm")
+
+
+MAX_PICKLE = 256 * 2**20  # bytes, without the tensors, which are stored separately
+# Shared objects count each time they occur
+MAX_SETTINGS = 100_000  # JSON tokens
+MAX_JSON = 64 * 2**20  # characters
+
+
+def from_fairseq(
+    checkpoint: Path, out: Path, scale: str = "auto", fs_hz: float | None = None, classes: str = ""
+) -> list[str]:
+    """`classes`: names of a classifier's outputs, or a file of them. Returns notes on what was
+    assumed."""
+    check_free(out)
+    content = read_checkpoint(checkpoint)
+    cfg, args = as_json(content.get("cfg")), as_json(content.get("args"))
+    if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):
+        cfg = {"model": args, "task": args}  # old checkpoints have flat settings
+    if not isinstance(cfg["model"], dict):
+        raise ConfigError(
+            f"{checkpoint}: no model settings: is it a checkpoint of fairseq-signals?"
+        )
+    state = float_tensors(content.get("model"), checkpoint)
+    config = settings(cfg["model"])
+    # Cloned, as safetensors refuses tied tensors
+    weights = {name: w.clone() for name, w in from_theirs(state, config).items()}
+    preprocessing, notes = _preprocessing(cfg, config, scale, fs_hz)
+    document: Settings = {
+        "model": asdict(config),
+        "fairseq": {
+            "cfg": cfg,
+            "spelling": spelling(state),
+            "order": list(state),
+            "optimizer_history": as_json(content.get("optimizer_history")),
+        },
+    }
+    names = class_names(classes, outputs(state))
+    if names:
+        document["head"] = _head(cfg, names)
+    if names and not classes:
+        notes.append(
+            f"its {len(names)} outputs were named {names[0]} to {names[-1]}: set names with "
+            "--classes LIST|FILE"
+        )
+    parameters = sum(w.numel() for w in weights.values())
+    card = _card(checkpoint.name, config, preprocessing, names, parameters)
+    write(out, weights, document, preprocessing, front_matter({}, card))
+    return notes
+
+
+def signals(
+    scale: str,
+    fs_hz: float,
+    leads: list[str] | int,
+    window_s: float = 5.0,
+    band_hz: list[float] | None = None,
+) -> Settings:
+    """preprocessing.json of a converted model. `leads`: their number if their names are unknown."""
+    band = {"band_hz": band_hz} if band_hz else {}
+    return {
+        "fs_hz": fs_hz,
+        "leads": leads,
+        "segment_s": window_s,
+        "scale": scale,
+        "meaning": SCALES[scale],
+        **band,
+    }
+
+
+def _preprocessing(
+    cfg: Settings, config: ModelConfig, scale: str, fs_hz: float | None
+) -> tuple[Settings, list[str]]:
+    """The input described by the checkpoint's settings; arguments take precedence."""
+    task, notes = _section(cfg, "task"), []
+    # A fine-tuned checkpoint keeps the settings of its pre-training among those of its model
+    model = _section(cfg["model"], "args") or _section(cfg["model"], "w2v_args")
+    stated = task.get("sample_rate") or _section(model, "task").get("sample_rate")
+    if fs_hz is None:
+        fs_hz = stated or 500
+        if not stated:
+            notes.append(
+                "its settings do not state a sampling rate: assumed 500 Hz (change with --fs; "
+                "DeepECG-SSL: 250)"
+            )
+    elif stated and stated != fs_hz:
+        notes.append(
+            f"its settings state {stated} Hz, --fs {fs_hz:g} is used instead: leave it out if "
+            "that was not intended"
+        )
+    if scale == "auto":
+        scale = _scale(cfg)
+        if scale == "zscore":
+            notes.append(
+                "its paths name ECG-FM or MIMIC-IV-ECG: assumed the input zscore (change with "
+                "--input millivolt)"
+            )
+    preprocessing = signals(
+        scale,
+        fs_hz,
+        [*LEADS] if config.leads == len(LEADS) else config.leads,
+    )
+    if task.get("leads_to_load"):
+        form = "a list of lead names or numbers"
+        rows = read_setting("task", task, "leads_to_load", None, _loaded_leads, form)
+        key = "leads" if len(rows) == config.leads else "seen"
+        preprocessing[key] = describe_leads(rows).split(",")
+    if isinstance(preprocessing["leads"], int):
+        notes.append(
+            f"its settings do not name its {config.leads} leads: it can be converted back, but "
+            "not loaded"
+        )
+        Input.of(preprocessing | {"leads": [*LEADS]}, len(LEADS))
+    else:
+        Input.of(preprocessing, config.leads)
+    return preprocessing, notes
+
+
+def _loaded_leads(loaded: Any) -> list[int]:
+    """`leads_to_load`: names or numbers, or a text of such a list."""
+    listed = ast.literal_eval(loaded[:MAX_TEXT]) if isinstance(loaded, str) else loaded
+    return list(leads_in_order([LEADS[n] if isinstance(n, int) else n for n in listed]))
+
+
+def _section(settings: Settings, name: str) -> Settings:
+    section = settings.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _scale(cfg: Settings) -> str:
+    """The scale of the input. ECG-FM was trained on z-scored files, which only their paths
+    reveal."""
+    task = _section(cfg, "task")
+    model_and_task = {**cfg["model"], **task}
+    if model_and_task.get("filter"):
+        raise _lost("filter", model_and_task["filter"], "its signals were filtered by NeuroKit2")
+    if model_and_task.get("normalize") and model_and_task.get("mean_path"):
+        raise _lost("mean_path", model_and_task["mean_path"], "its means are in another file")
+    if model_and_task.get("normalize") is True:
+        return "layernorm"
+    paths = f"{cfg['model'].get('data')} {task.get('data')}".lower()
+    return "zscore" if any(name in paths for name in ZSCORED) else "millivolt"
+
+
+def _lost(key: str, value: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"task.{key}={str(value)[:80]} in the checkpoint's settings: {why}: to convert it anyway, "
+        "give --input millivolt or zscore"
+    )
+
+
+def class_names(text: str, outputs: int) -> list[str]:
+    """Names from A,B,C; or from a file: the column `name` of a CSV (such as ECG-FM's
+    label_def.csv), or one name per line."""
+    if not text:
+        return [f"class_{i}" for i in range(outputs)]
+    if not outputs:
+        raise ConfigError(
+            f"--classes {text[:80]}: the checkpoint is only pre-trained, without a classifier: "
+            "leave it out"
+        )
+    names = [name.strip() for name in text.split(",")]
+    if os.path.isfile(text) or text.endswith((".csv", ".txt")):
+        names = _names_in(text)
+    if len(names) != outputs or len(set(names)) < len(names) or "" in names:
+        raise ConfigError(
+            f"--classes {text[:80]}: {len(set(names))} names: must be {outputs}, in the order of "
+            "the outputs"
+        )
+    return names
+
+
+def _names_in(file: str) -> list[str]:
+    try:
+        lines = Path(file).read_text("utf-8-sig").splitlines()
+        table = list(csv.DictReader(lines))
+    except (OSError, ValueError, csv.Error) as error:
+        raise ConfigError(
+            f"--classes {file}: {error}: give a CSV with a column `name`, or one name per line"
+        ) from None
+    if table and "name" in table[0]:
+        lines = [row["name"] or "" for row in table]
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _head(cfg: Settings, names: list[str]) -> Settings:
+    """`head` of config.json, inferred from the loss that the checkpoint was trained with."""
+    criterion = _section(cfg, "criterion") or {"_name": cfg.get("criterion")}
+    loss, threshold = str(criterion.get("_name")), criterion.get("threshold")
+    head: Settings = {"task": "classification", "classes": names}
+    if "mse" in loss:
+        head.update(kind="regression", center=[0.0] * len(names), scale=[1.0] * len(names))
+    elif loss == "cross_entropy":
+        head["kind"] = "multiclass"
+    else:
+        if not isinstance(threshold, float) or not 0 < threshold < 1:
+            threshold = THRESHOLD
+        head["kind"] = "binary" if len(names) == 1 else "multilabel"
+        head["thresholds"] = [threshold] * len(names)
+    if set(names) == set(CLASSES):
+        head["task"] = "diagnosis"
+        return head
+    labels_key = "classes" if head["kind"] == "multiclass" else "columns"
+    head["definition"] = {"name": head["task"], "kind": head["kind"], labels_key: names}
+    return head
+
+
+def to_fairseq(run: str | Path, out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out}: exists: choose another name")
+    with model_folder(run) as (folder, _):
+        document = document_of(folder / CONFIG)
+        config, state = config_of(document, folder / CONFIG), weights_in(folder)
+        preprocessing = document_of(folder / PREPROCESSING)
+    # Saved by from_fairseq; models trained with omnilead have none
+    origin = document.get("fairseq") or {}
+    if not any(name.startswith("local.") for name in state) and not (origin and outputs(state)):
+        raise ConfigError(
+            f"{run}: trained without the local objective, whose weights fairseq-signals needs: "
+            "cannot convert it"
+        )
+    if config.causal:
+        raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
+    model_input = None if origin else Input.of(preprocessing, config.leads)
+    if model_input:
+        require_their_input(run, model_input, preprocessing)
+    try:
+        their_weights = to_theirs(state, config, origin.get("spelling", "parametrizations"))
+        weights = {
+            name: their_weights.pop(name) for name in origin.get("order") or list(their_weights)
+        }
+        if their_weights:
+            raise LookupError(f"order lacks {next(iter(their_weights))}")
+        cfg = origin.get("cfg") or their_settings(config, model_input.seen if model_input else ALL)
+        history = origin.get("optimizer_history") or []
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / CONFIG}: section fairseq is damaged ({error!r}): restore or remove it"
+        ) from error
+    checkpoint = {
+        "args": None,
+        "criterion": None,
+        "last_optimizer_state": None,
+        "task_state": {},
+        "extra_state": {},
+        "cfg": cfg,
+        "model": weights,
+        "optimizer_history": history,
+    }
+    content = io.BytesIO()
+    torch.save(checkpoint, content)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, content.getvalue())
+
+
+def require_their_input(run: str | Path, model_input: Input, preprocessing: Settings) -> None:
+    """ConfigError for signals that fairseq-signals would not make."""
+    if not model_input.plain:
+        raise ConfigError(
+            f"{run}: its input is {described(preprocessing)}: fairseq-signals would not make it so"
+        )
+    leads = f"{run}: its leads are {describe_leads(model_input.leads)}"
+    if model_input.leads != tuple(sorted(model_input.leads)):
+        raise ConfigError(f"{leads}: fairseq-signals keeps the usual order")
+    if model_input.leads != ALL and model_input.seen != model_input.leads:
+        raise ConfigError(f"{leads}, but it was trained on some: fairseq-signals cannot say so")
+
+
+def _card(
+    name: str,
+    config: ModelConfig,
+    preprocessing: Settings,
+    classes: list[str],
+    parameters: int,
+) -> str:
+    predict = ""
+    if classes:
+        predict = f'    model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # {len(classes)} classes\n'
+    return f"""# {name}, converted from fairseq-signals
+
+A lead-agnostic ECG encoder of the wav2vec 2.0 family (Oh et al., CHIL 2022): {parameters:,} parameters, {len(config.conv)}
+convolutions, {config.layers} transformer layers of width {config.width}.
+
+Input: {config.leads} leads at {described(preprocessing)}. See {PREPROCESSING};
+{CONFIG} holds the settings, including the original ones. Every weight equals the original bit for bit; the optimiser's state is
+not included. The licence is that of the original.
+
+    import omnilead
+    model = omnilead.load("THIS_FOLDER")
+    vectors = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [{config.width}]
+{predict}
+    omnilead convert to-fairseq THIS_FOLDER OUT.pt      # convert back
+"""
+
+
+def read_checkpoint(path: Path) -> Settings:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    zipped = zipfile.is_zipfile(path)
+    try:
+        with warnings.catch_warnings(), safe_globals(stand_ins(path) if zipped else []):
+            warnings.simplefilter("ignore")  # about types in old checkpoints
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except (ConfigError, PermissionError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"{path}: cannot be read without running code: save only its state_dict (from-fairseq: "
+            "its model and cfg)"
+        ) from error
+    except Exception as error:  # hostile or truncated files raise anything
+        raise ConfigError(f"{path}: not a PyTorch checkpoint, or damaged: copy it again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path}: contains a {type(content).__name__}, not a dictionary of weights and settings"
+        )
+    return content
+
+
+class StandIn:
+    """Replaces a class or function that torch.load does not know."""
+
+    def __new__(cls, *args: Any) -> "StandIn":
+        stand_in = object.__new__(cls)
+        # Of an enum: its value
+        stand_in.__dict__["content"] = args[0] if len(args) == 1 else f"<{cls.__name__}>"
+        return stand_in
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the settings: argparse.Namespace has them in its state, OmegaConf's nodes in
+        _content and _val."""
+        if isinstance(state, tuple) and state:  # with slots
+            state = state[0]
+        if isinstance(state, dict):
+            state = next((state[key] for key in ("_content", "_val") if key in state), state)
+        self.__dict__["content"] = state
+
+
+def stand_ins(path: Path) -> list[Any]:
+    """(stand-in, name) for each class or function in the file that torch.load would refuse."""
+    with zipfile.ZipFile(path) as archive:
+        pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        if sum(info.file_size for info in pickles) > MAX_PICKLE:
+            raise ConfigError(f"{path}: its data.pkl has more than {MAX_PICKLE} bytes, the limit")
+    replacements: Settings = {"collections.defaultdict": lambda *_: {}}
+    names = get_unsafe_globals_in_checkpoint(path)
+    return [
+        (replacements.get(name) or type(name.split(".")[-1], (StandIn,), {}), name)
+        for name in names
+    ]
+
+
+def as_json(value: Any) -> Any:
+    """Settings as JSON types. Stand-ins become what they kept; tensors and other objects become a
+    text with their type."""
+    parts, size = [], 0
+    try:
+        for part in json.JSONEncoder(default=_content, skipkeys=True).iterencode(value):
+            size += len(part)
+            parts.append(part)
+            if size > MAX_JSON or len(parts) > MAX_SETTINGS:
+                raise ConfigError(
+                    f"more than {MAX_SETTINGS:,} settings: not a checkpoint of fairseq-signals"
+                )
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"settings are not valid JSON ({error}): not a checkpoint of fairseq-signals"
+        ) from error
+    return json.loads("".join(parts))
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, StandIn):
+        return value.__dict__["content"]
+    return f"<{type(value).__name__.lower()}>"
+
+
+def float_tensors(values: Any, path: Path) -> Weights:
+    """The weights. Their total size must not exceed the file's: a tensor can claim any size by
+    repeating one number."""
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: has no weights under `model`: is it a checkpoint of fairseq-signals?"
+        )
+    left = path.stat().st_size
+    for name, value in values.items():
+        if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
+            raise ConfigError(
+                f"{path}: a weight is named {repr(name)[:80]}: must be printable text"
+            )
+        fits, kind = False, f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            kind = f"{value.dtype}, {value.layout}, on {value.device}"
+            fits = value.is_floating_point() and kind.endswith("torch.strided, on cpu")
+        if not fits:
+            raise ConfigError(
+                f"{path}: the weight {name} is {kind}: must be a tensor, floating point, dense and "
+                "in the file"
+            )
+        left -= math.prod(value.shape) * value.element_size()
+        if left < 0:
+            raise ConfigError(
+                f"{path}: the weights are larger than the file, from {name} {tuple(value.shape)}"
+            )
+    return values
+
+
+ALONE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from omnilead.downstream.interop.conversion import embed_alone; embed_alone()"
+)
+# What a plug-in may read: nothing else may be needed to load its folder
+SYSTEM = "/proc", "/sys", "/etc", sys.prefix, sys.base_prefix, site.getuserbase()
+
+
+def from_torch(
+    path: Path,
+    out: Path,
+    encoder: str,
+    options: Settings,
+    preprocessing: Settings,
+    prefix: str,
+    renamed: Sequence[Sequence[str]],
+) -> list[str]:
+    """A model folder from the weights in a file and their class, `encoder`. `renamed`: (old, new),
+    how names begin in the file and in the class. Returns a report."""
+    check_free(out)
+    config = validated(
+        ModelConfig,
+        {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])},
+        "model",
+    )
+    code = code_of([("--encoder", encoder)], "")
+    x_RLT = fixed_input(preprocessing)
+    file_weights = read_tensors(path)
+    module = build_encoder(config, generator=torch.Generator().manual_seed(0))
+    examine(module, config, samples=x_RLT.shape[2])
+    fresh_RD = embedding(module, x_RLT)
+    names, left = matched(path, module.state_dict(), file_weights, prefix, renamed)
+    load_tensors(path, module, {name: file_weights[their] for name, their in names.items()})
+    c_RD = embedding(module, x_RLT)
+    if agree(c_RD, fresh_RD):
+        raise ConfigError(
+            f"{path}: its weights fit {encoder}, but the embedding is still that of the freshly built "
+            "class: forward must use the weights, and the constructor must load none"
+        )
+    origin = {
+        "file": path.name,
+        "sha256": file_sha256(path),
+        "input": f"torch.randn({[*x_RLT.shape]}, generator=torch.Generator().manual_seed(0))",
+        "embedding": c_RD[0, :SHOWN].tolist(),
+    }
+    document = {
+        "model": asdict(config) | {"encoder": portable(encoder)},
+        "from_torch": origin,
+    }
+    weights = {f"encoder.{name}": weight.clone() for name, weight in module.state_dict().items()}
+    card = _torch_card(config, origin, preprocessing)
+    _write_if_complete(out, c_RD, weights, document, preprocessing, card, code)
+    return [
+        f"{len(names)} weights matched, 0 missing, 0 of another shape; left out: {left}",
+        "loading changed the embedding of a fixed input, and the folder alone gives the same numbers "
+        "as the class (README.md shows them)",
+    ]
+
+
+def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
+    """Write a model folder that gives this embedding without any other file of the user's."""
+    # -E: PYTHONPATH may name the user's modules
+    place = Path(sys.modules["omnilead"].__path__[0]).parent
+    command = [sys.executable, "-E", "-P", "-c", ALONE, str(place)]
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder, "model"), *parts)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            why = done.stderr.strip().rpartition("\n")[2]
+            raise ConfigError(f"the model folder does not load without your other files: {why}")
+        if not agree(load_file(f"{folder}/alone")["c_RD"], c_RD):
+            raise ConfigError(
+                "the model folder gives another embedding: has the class weights that it does not save?"
+            )
+    write(out, *parts)
+
+
+def read_tensors(path: Path) -> Weights:
+    """All tensors of a file, with dotted names if it has dictionaries in dictionaries."""
+    if path.suffix == ".safetensors":
+        with blaming(str(path)):
+            return load_file(path)
+    tensors: Weights = {}
+    seen: set[int] = set()  # a dictionary may stand in many others, or in itself
+    waiting: list[tuple[str, dict[Any, Any]]] = [("", read_checkpoint(path))]
+    for prefix, values in waiting:
+        if id(values) in seen or len(prefix) > MAX_TEXT:
+            continue
+        seen.add(id(values))
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Tensor):
+                tensors[name] = value
+            elif isinstance(value, dict):
+                waiting.append((f"{name}.", value))
+    if not tensors:
+        raise ConfigError(f"{path}: has no tensors: save net.state_dict()")
+    return tensors
+
+
+def matched(
+    path: Path,
+    encoder_weights: Weights,
+    file_weights: Weights,
+    prefix: str,
+    renamed: Sequence[Sequence[str]],
+) -> tuple[dict[str, str], str]:
+    """{name in the class: name in the file}, where all may begin with something, such as
+    state_dict.module.; and a text on the other names in the file."""
+    inner_names = {}
+    for name in encoder_weights:
+        inner_names[name] = name
+        for old, new in renamed:
+            if name.startswith(new):
+                inner_names[name] = old + name.removeprefix(new)
+    places = Counter(
+        full.removesuffix(name)
+        for full in file_weights
+        for name in inner_names.values()
+        if f".{full}".endswith(f".{prefix}{name}")
+    )
+    best = [place for place in places if places[place] == max(places.values())]
+    if prefix in best or not best:
+        best = [prefix]
+    if len(best) > 1:
+        raise ConfigError(f"{path}: has the weights under {best[:SHOWN]}: choose with --prefix")
+    names = {name: best[0] + inner for name, inner in inner_names.items()}
+    expected = shapes_of(encoder_weights)
+    shapes = shapes_of(
+        {name: file_weights[their] for name, their in names.items() if their in file_weights}
+    )
+    left = (
+        misfits({their: () for their in file_weights if their not in names.values()}, {}) or "none"
+    )
+    if shapes != expected:
+        fit = shapes.items() & expected.items()
+        raise ConfigError(
+            f"{path}: {len(fit)} of {len(expected)} weights fit: {misfits(shapes, expected)}; left "
+            f"over: {left}: change --options, --leads, --prefix or --map"
+        )
+    return names, left
+
+
+def load_tensors(path: Path, encoder: nn.Module, weights: Weights) -> None:
+    with blaming(str(path)):
+        for name, own_weight in encoder.state_dict().items():
+            if own_weight.is_floating_point() and not weights[name].is_floating_point():
+                raise ConfigError(
+                    f"{name} is {weights[name].dtype}: take one that is not quantised"
+                )
+        encoder.load_state_dict(weights)
+        for name, weight in encoder.state_dict().items():
+            if not weight.isfinite().all():
+                raise ConfigError(f"{name} has NaN or infinity: take another checkpoint")
+
+
+def fixed_input(preprocessing: Settings) -> Tensor:
+    """x_RLT: two rows of noise, as long as a model's input."""
+    model_input = Input.of(preprocessing, len(preprocessing["leads"]))
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, len(model_input.leads), model_input.samples, generator=generator)
+
+
+@torch.no_grad()
+def embedding(encoder: nn.Module, x_RLT: Tensor) -> Tensor:
+    return pool(encoder.eval()(x_RLT))
+
+
+def embed_alone() -> None:
+    """Runs in a process of its own: Python cannot remove an audit hook."""
+    sys.addaudithook(_refuse_other_files)
+    model = load("model", code=True)
+    save_file({"c_RD": embedding(model.encoder, fixed_input(model.preprocessing))}, "alone")
+
+
+def _refuse_other_files(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and isinstance(arguments[0], str):
+        path = Path(arguments[0]).absolute()
+        is_allowed = any(path.is_relative_to(place) for place in (Path.cwd(), *SYSTEM))
+        if path.is_file() and not is_allowed and path.suffix not in (".py", ".pyc", ".so"):
+            raise FileNotFoundError(f"reads {path}: keep such numbers in the code or in buffers")
+
+
+def _torch_card(config: ModelConfig, origin: Settings, preprocessing: Settings) -> str:
+    name = config.encoder.rpartition(":")[2]
+    text = f"""# {name} of {origin["file"]}
+
+All weights of the class `{name}` (its code is in this folder) come from {origin["file"]}, sha256
+{origin["sha256"]}. The licence is that of the original.
+
+Input: {config.leads} leads at {described(preprocessing)}. See {PREPROCESSING}.
+
+    import omnilead
+    model = omnilead.load("THIS_FOLDER", code=True)
+    vectors = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [D]
+
+To check by hand: the class with the original weights, in eval mode, gives
+
+    x = {origin["input"]}
+    {name}(leads={config.leads}, **{config.options})(x).mean(1)[0, :{SHOWN}]      # {origin["embedding"]}
+"""
+    return front_matter({}, text)

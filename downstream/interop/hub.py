@@ -1,0 +1,224 @@
+"""Models on the Hugging Face Hub: `omnilead hub push|pull`,
+omnilead.load("hf://org/name@revision"). And the model card of a run, RUN/model/README.md, as the
+Hub shows it.
+"""
+
+import hashlib
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from torch import Tensor
+
+from omnilead.data_tools.io.terminal import tell
+from omnilead.engine.data.seen import as_bytes, publishable
+from omnilead.engine.model.folder import (
+    CARD,
+    CONFIG,
+    HUB,
+    NO_TOKEN,
+    PREPROCESSING,
+    SEEN,
+    SHA256,
+    WEIGHTS,
+    LoadError,
+    check_free,
+    document_of,
+    huggingface,
+    model_folder,
+    sealed,
+    seen_by,
+)
+from omnilead.engine.model.input import described
+from omnilead.engine.model.window import DEFAULT_INPUT
+from omnilead.engine.settings.commandline import parse_yaml
+from omnilead.engine.settings.errors import Facts
+from omnilead.engine.settings.files import FILE_NAME, file_of, portable
+from omnilead.engine.settings.leads import describe_leads
+from omnilead.engine.settings.metrics import label_of
+from omnilead.engine.settings.run_files import VALIDATION, read_rows
+from omnilead.engine.training.config import RunConfig
+from omnilead.engine.training.task import TrainingTask
+
+# An absolute path or the address of a bucket, but not https:// or hf://
+PLACE = re.compile(
+    r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+"
+)
+TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
+TEMPLATE = """# {title}
+
+{parameters:,} parameters.
+
+{lines}
+- Input: {leads} at {signals} (preprocessing.json).
+- Trained for {state[step]:,} steps of {t.batch_crops} crops of 10 s, {t.precision}, AdamW, lr {t.lr} ({t.schedule}).
+- Augmentation: {augmentations}.
+- Data: {sources} (fingerprints of the datasets: {datasets}).
+- Steps skipped because loss or gradient was not finite: {state[skipped_steps]}.
+
+{table}This is not a medical device: whatever is built on it must be validated for its use and its population. config.json
+holds the settings; weights are float32 in safetensors. Usage:
+
+    import omnilead
+    model = omnilead.load("THIS_FOLDER"{code})    # or "hf://organisation/name"
+    vector = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> a vector: its read-out
+"""
+PREDICT = """    answers = model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
+"""
+
+
+def front_matter(facts: Facts, card: str = "") -> str:
+    """Add the YAML front matter for Hugging Face to a model card; front matter that `card` already
+    has is kept."""
+    before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(TAGS)}, card
+    if card.startswith("---\n") and "\n---\n" in card:
+        head, _, body = card.removeprefix("---\n").partition("\n---\n")
+        before = parse_yaml(head, CARD) or {}
+    text = yaml.safe_dump({**before, **facts}, sort_keys=False, allow_unicode=True)
+    return f"---\n{text}---\n{body}"
+
+
+def model_card(
+    run: Path,
+    config: RunConfig,
+    state: Facts,
+    weights: dict[str, Tensor],
+    task: type[TrainingTask],
+) -> str:
+    title, lines = task.card(config, state)
+    leads = config.augment.output_leads
+    document = task.described(config, state)
+    head, signals = document.get("head"), state.get("input", DEFAULT_INPUT)
+    plugged = file_of(document["model"].get("encoder", ""))
+    if head and not plugged:
+        plugged = file_of(head["definition"].get("head", ""))
+    sources = state.get("sources", ())
+    measured = _measured(run, state["step"])
+    augmentations = config.augment.described
+    for name, options in config.augment.own:
+        augmentations.append(f"{portable(name)} {options or ''}".strip())
+    card = TEMPLATE.format(
+        title=title,
+        lines="\n".join(f"- {line}" for line in lines),
+        parameters=sum(w.numel() for w in weights.values()),
+        signals=described(signals),
+        leads=f"{len(leads)} leads ({describe_leads(leads).replace(',', ', ')})",
+        sources=", ".join(sources) or "unknown sources",
+        datasets=", ".join(fingerprint[:16] for fingerprint in state["datasets"]),
+        augmentations=", ".join(augmentations) or "none",
+        code=", code=True" if plugged else "",
+        table=_table(measured),
+        state=state,
+        t=config.train,
+    )
+    if head and head.get("classes"):
+        card += PREDICT
+    facts: Facts = {"datasets": sources}
+    if measured:
+        name = head["task"] if head else "pre-training"
+        facts["model-index"] = [{"name": title, "results": [_result(name, sources, measured)]}]
+    return front_matter(facts, card)
+
+
+def _measured(run: Path, step: int) -> Facts:
+    """The finite numbers of this step's validation."""
+    for row in read_rows(run / VALIDATION)[0]:
+        if row["step"] == step:
+            numbers = ((name, value) for name, value in row.items() if isinstance(value, float))
+            return {name: value for name, value in numbers if math.isfinite(value)}
+    return {}
+
+
+def _table(measured: Facts) -> str:
+    if not measured:
+        return ""
+    rows = ["| in validation | |", "|---|---|"]
+    for name, value in measured.items():
+        rows.append(f"| {label_of(name)} | {value:.4f} |")
+    return "\n".join(rows) + "\n\n"
+
+
+def _result(task: str, sources: list[str], measured: Facts) -> Facts:
+    """Hugging Face's entry for the results of one evaluation."""
+    return {
+        "task": {"name": task, "type": "ecg"},
+        "dataset": {"name": ", ".join(sources), "type": "ecg", "split": "validation"},
+        "metrics": [{"type": name, "value": round(value, 4)} for name, value in measured.items()],
+    }
+
+
+def push(model: str | Path, repo: str, private: bool = False, licence: str | None = None) -> str:
+    """Upload RUN/model in one commit and return the repository's address."""
+    with model_folder(model) as (folder, _), huggingface(repo) as (hub, add):
+        files = published(folder, licence)
+        if not hub.token:
+            raise LoadError(f"{HUB}{repo}: {NO_TOKEN}")
+        hub.create_repo(repo, private=private or None, exist_ok=True)
+        operations = [add(name, content) for name, content in files.items()]
+        commit = hub.create_commit(repo, operations, commit_message="A model of omnilead")
+    return str(commit.repo_url)
+
+
+def published(folder: Path, licence: str | None = None) -> dict[str, Path | bytes]:
+    """{name: content} to upload: the files that config.json names, the model card, and a matching
+    config.json."""
+    document: Facts = without_places(document_of(folder / CONFIG))
+    sums = document.pop(SHA256, None) or {WEIGHTS: "", PREPROCESSING: ""}
+    files: dict[str, Path | bytes] = {
+        name: folder / name for name in sums if FILE_NAME.fullmatch(name) and name != CONFIG
+    }
+    card = f"# {folder.resolve().parent.name}\n"
+    if (folder / CARD).is_file():
+        card = (folder / CARD).read_text()
+    facts = {"license": licence} if licence else {}
+    files[CARD] = front_matter(facts, without_places(card)).encode()
+    if SEEN in files:
+        record = seen_by(folder)
+        public = publishable(record)
+        files[SEEN] = as_bytes(public)
+        if guessable := len(record) - len(public):
+            tell(f"note: {SEEN}: left out {guessable:,} open hashes of patients")
+    digests = {
+        name: hashlib.sha256(c if isinstance(c, bytes) else c.read_bytes()).hexdigest()
+        for name, c in files.items()
+    }
+    return files | {CONFIG: sealed(document, digests).encode()}
+
+
+def without_places(value: Any) -> Any:
+    """Reduce paths and bucket addresses in texts, at any depth, to the last name; `labels` is
+    always treated as a path."""
+    if isinstance(value, dict):
+        return {
+            key: _last(inner) if key == "labels" and inner else without_places(inner)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [without_places(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return _last(value) if PLACE.match(value) else PLACE.sub(lambda place: _last(place[0]), value)
+
+
+def _last(place: Any) -> str:
+    return re.split(r"[/\\]", str(place))[-1]
+
+
+def pull(repo: str, out: Path) -> None:
+    staged = out / ".omnilead-pull"  # OUT may be a shell's own folder, which cannot be replaced
+    shutil.rmtree(staged, ignore_errors=True)  # of a pull that was killed
+    check_free(out)
+    with model_folder(f"hf://{repo}") as (folder, _):
+        staged.mkdir(parents=True)
+        try:
+            for file in filter(Path.is_file, folder.iterdir()):
+                shutil.copy(file, staged)
+            # config.json last: without it, the folder is no model
+            for file in sorted(staged.iterdir(), key=lambda file: file.name == CONFIG):
+                os.replace(file, out / file.name)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)

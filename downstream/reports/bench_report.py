@@ -1,0 +1,220 @@
+"""Writes a comparison of models as tables and a figure: bench.json, bench.md, bench.csv and
+bench.png.
+
+write(document, Path("OUT"))        # the tables are aligned for a terminal
+"""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from omnilead.data_tools.io.spreadsheet import as_csv
+from omnilead.data_tools.io.storage import write_whole
+from omnilead.engine.settings.metrics import METRIC_OF
+
+from ..evaluation.differences import KEYS
+
+MAIN = {metric.name: metric.label for metric in METRIC_OF.values() if metric.in_bench}
+MAIN["accuracy"] = "accuracy, cosine"  # of identification
+OVER = (
+    "over test patients, over the seeds or draws of a row and, at small shares, over the drawn "
+    "labelled patients; the gallery, and labelled patients drawn only once, are held fixed"
+)
+INTERVALS = f"In brackets: 95 % intervals {OVER}. Differences use the same resamples."
+OF_TUNED = (
+    "In brackets: 95 % intervals over test patients and seeds. Differences use the same resamples."
+)
+INK = "#111111"
+MARKS = "o^sDv"  # of shares of labels
+DOT: Any = {"ls": "", "color": INK, "markerfacecolor": "white"}
+STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "legend.frameon": False,
+    "text.parse_math": False,
+    "lines.markersize": 4.5,
+}
+Row = dict[str, Any]
+
+
+def write(document: Row, out: Path) -> None:
+    lines: list[Sequence[Any]] = [[*KEYS, "metric", "against", "value", "low", "high", "class"]]
+    for row in document["rows"]:
+        for name, value in row["metrics"].items():
+            lines.append([*_key(row), name, "", value, *row["intervals"][name], ""])
+        for name, classes in row.get("per_class", {}).items():
+            for label, value in classes.items():
+                lines.append([*_key(row), name, "", value, "", "", label])
+    for gap in document["differences"]:
+        names = gap["metric"], gap["against"]
+        lines.append([*_key(gap), *names, gap["difference"], *gap["interval"], ""])
+    picture(document).savefig(image := io.BytesIO(), format="png", dpi=150)
+    write_whole(out / "bench.md", markdown(document))
+    write_whole(out / "bench.csv", as_csv(lines))
+    write_whole(out / "bench.png", image.getvalue())
+    write_whole(out / "bench.json", json.dumps(document, indent=1) + "\n")
+
+
+def panels(document: Row) -> dict[tuple[str, str], list[Row]]:
+    """Rows by task and metric."""
+    rows_of_panels: dict[tuple[str, str], list[Row]] = {}
+    for row in document["rows"]:
+        for metric in [name for name in row["metrics"] if name in MAIN]:
+            rows_of_panels.setdefault((row["task"], metric), []).append(row)
+    return rows_of_panels
+
+
+def markdown(document: Row) -> str:
+    several = any("each" in row for row in document["rows"])
+    title, intervals = f"Frozen embeddings: {document['data']}", INTERVALS
+    if all("each" in row for row in document["rows"]):
+        title, intervals = f"Fine-tuned models: {document['data']}", OF_TUNED
+    if document.get("test_data"):
+        title += f", tested on {document['test_data']}"
+    text = [f"# {title}", "", intervals]
+    for (task, metric), rows in panels(document).items():
+        table = score_table(document, rows, metric, several)
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        table.insert(1, ["-" * width for width in widths])
+        lower = " (lower is better)" * bool(METRIC_OF[metric].lower_is_better)
+        text += ["", f"## {task}: {MAIN[metric]}{lower}", "", _count(rows), ""]
+        for line in table:
+            cells = [f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)]
+            text.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*text, "", *(f"- {note}" for note in document["notes"])]).rstrip() + "\n"
+
+
+def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) -> list[list[str]]:
+    """Each model's score, and its differences from its random weights and from the first model."""
+    gaps = {(*_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
+    first = next(iter(document["models"]))
+    head = ["leads", "share", "model", MAIN[metric]]
+    head += ["minus random weights", f"minus {first}"]
+    if several:
+        head.append("of each seed or draw")
+    table = [head]
+    for row in rows:
+        share = "" if row["share"] is None else f"{row['share']:g}"
+        line = [row["leads"], share, row["model"]]
+        line.append(_cell(row["metrics"][metric], row["intervals"][metric]))
+        for against in (document["models"][row["model"]], first):
+            gap = gaps.get((*_key(row), metric, against))
+            line.append(_cell(gap["difference"], gap["interval"], "+") if gap else "")
+        if several:
+            line.append(", ".join(map(_cell, row.get("each", {}).get(metric, []))))
+        table.append(line)
+    return table
+
+
+def _count(rows: Sequence[Row]) -> str:
+    """What was scored, and the classes that small shares leave out."""
+    row = rows[0]
+    text = f"{row['n']:,} records"
+    if "gallery" in row:
+        text = f"{row['n']:,} probes against {row['gallery']:,} in the gallery"
+    text += (
+        f", of {row['patients']:,} patients" if row["patients"] else ", some of unknown patients"
+    )
+    lost = {row["share"]: ", ".join(row["left_out"]) for row in rows if row.get("left_out")}
+    for share, names in lost.items():
+        text += f"; share {share:g} without {names}"
+    return f"{text}."
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in KEYS)
+
+
+def _cell(value: float | None, ends: Sequence[float | None] = (), sign: str = "") -> str:
+    if value is None:
+        return "-"
+    text = f"{value:{sign}.3f}"
+    if None in ends:
+        return f"{text} (no interval)"
+    return f"{text} ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})" if ends else text
+
+
+def picture(document: Row) -> Figure:
+    """A line of panels for each task and metric, a panel for each set of leads; in it a line for
+    each model, with a dot and its interval for each share of labels."""
+    by_panel = panels(document)
+    columns = list(dict.fromkeys(row["leads"] for row in document["rows"]))
+    shares = sorted({row["share"] for row in document["rows"]} - {None})
+    marks = dict(zip(shares, cycle(MARKS), strict=False))
+    models = []  # those of each line of panels, in the order of the comparison
+    for rows in by_panel.values():
+        models_drawn = {row["model"] for row in rows}
+        models.append([name for name in document["models"] if name in models_drawn])
+    heights = [0.9 + len(names) * (0.14 + 0.11 * max(1, len(shares))) for names in models]
+    width = 0.08 * max(map(len, document["models"])) + 3.2 * len(columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure((width, sum(heights) + 0.4), layout="constrained")
+        grid = figure.subplots(
+            len(by_panel),
+            len(columns),
+            squeeze=False,
+            sharex="row",
+            sharey="row",
+            height_ratios=heights,
+        )
+        for ((task, metric), rows), names, line in zip(by_panel.items(), models, grid, strict=True):
+            for column, axes in zip(columns, line, strict=True):
+                of_panel = [row for row in rows if row["leads"] == column]
+                _draw(axes, of_panel, metric, names, marks)
+                axes.set_title(_seen(column), loc="left")
+            line[0].set_title(f"{task}\n{_seen(columns[0])}", loc="left")
+        if len(shares) > 1:
+            _add_legend(figure, marks)
+    return figure
+
+
+def _add_legend(figure: Figure, marks: Mapping[float, str]) -> None:
+    dots, names = [], []
+    for share, mark in marks.items():
+        dots.append(Line2D([], [], marker=mark, **DOT))
+        names.append(f"{100 * share:g} %")
+    figure.legend(dots, names, title="patients with labels", loc="outside upper left", ncols=4)
+
+
+def _seen(leads: str) -> str:
+    """What the models were shown."""
+    text = f"leads {leads}" if "," in leads else f"{leads} leads"
+    return "lead I" if leads == "1" else text
+
+
+def _draw(
+    axes: Axes, rows: list[Row], metric: str, names: list[str], marks: Mapping[float, str]
+) -> None:
+    """The dots of a model lie below each other, the smallest share of labels first."""
+    intervals = "no intervals"
+    for row in rows:
+        value, share = row["metrics"][metric], row["share"]
+        if value is None:
+            continue
+        y = float(names.index(row["model"]))
+        if share is not None:
+            y += 0.7 * ((list(marks).index(share) + 0.5) / len(marks) - 0.5)
+        low, high = row["intervals"][metric]
+        if low is not None:
+            axes.plot([low, high], [y, y], color=INK, lw=1)
+            intervals = "line: 95 % interval"
+        axes.plot([value], [y], marker=marks.get(share, "o"), **DOT)
+    for edge in range(1, len(names)):
+        axes.axhline(edge - 0.5, color="#e2e2e6", lw=0.8, zorder=0)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.set_xlabel(f"{MAIN[metric]}; {intervals}")

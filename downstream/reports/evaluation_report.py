@@ -1,0 +1,316 @@
+"""The HTML report of an evaluation: how good the model is, and where it is wrong.
+
+    html = build(TaskResult(labels_NK, scores_NK, records, patients, facts), dataset)      # of any kind but identity
+    html = build(IdentificationResult(gallery_PD, gallery_ids, probe_QD, probe_ids, facts))
+
+`facts`: the model, the data, the role and the leads. `dataset`: used to draw the ECGs with the
+largest errors.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import MaxNLocator
+
+import omnilead.data_tools.plots as plots
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.settings.errors import Facts
+from omnilead.engine.settings.metrics import METRIC_OF
+
+from ..evaluation.identification import IdentificationResult
+from ..evaluation.results import TaskResult, pieces
+from ..inference.trained_model import HeadInfo
+from ..tasks.kinds import KINDS
+from ..tasks.metrics import TOO_FEW, Array, kaplan_meier, predicted
+from . import charts
+from .page import Picture, page, picture, readable, shown, titled
+
+CLASSES_SHOWN = 6  # with counts and curves, the most frequent
+WORST = 12  # ECGs drawn
+NO_INTERVAL = "no interval"
+NO_INTERVAL_NOTE = f"{TOO_FEW} have no interval, nor has a score on which all resamples agree."
+COUNTS = {
+    "positives": "Positives",
+    "predicted": "Predicted",
+    "n": "Known",
+    "threshold": "Threshold",
+}
+Table = list[list[str]]
+
+
+def build(result: TaskResult | IdentificationResult, dataset: Dataset | None = None) -> str:
+    content = scored(result, dataset) if isinstance(result, TaskResult) else identified(result)
+    facts, name = result.facts, str(result.facts.get("model", "model"))
+    heading = [
+        content.pop("counts"),
+        *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts),
+    ]
+    return page(
+        "evaluation.html",
+        title=f"{name}: evaluation",
+        name=name,
+        heading=heading,
+        remarks=result.remarks,
+        evaluation=list(readable(facts)),
+        **content,
+    )
+
+
+def interval(ends: Sequence[float], percent: bool = False) -> str:
+    if not math.isfinite(ends[0]):
+        return NO_INTERVAL
+    return f"{shown(ends[0], percent)} to {shown(ends[1], percent)}"
+
+
+def scored(result: TaskResult, dataset: Dataset | None) -> dict[str, Any]:
+    half, record, head = result.half, result.record, result.head
+    windows = pieces(result.facts)
+    y_NK, scores_NK, _ = result.of_records()
+    y_NK = np.asarray(y_NK, float)
+    by = "By class" if KINDS[head.kind].of_classes else "By column"
+    tables = {by: class_table(record["classes"])}
+    for name, groups in result.groups.items():
+        tables[f"By {name}"] = group_table(name, groups, next(iter(record["intervals"])))
+    without = any(NO_INTERVAL in row for table in tables.values() for row in table)
+    figures = {"regression": agreements, "survival": survival}.get(head.kind, decisions)
+    worst = []
+    if dataset is not None and result.crops_N is not None and head.kind != "survival":
+        worst = [ecg(result, dataset, row) for row in result.worst(WORST)]
+    return {
+        "kind": f"{head.task}, {head.kind}",
+        "counts": f"{record['n']:,} records, {half['n']:,} {windows}",
+        "scores": score_table(record, half, windows),
+        "scores_note": scoring_note(head, windows, result.units),
+        "worst": worst,
+        "tables": tables,
+        "tables_note": NO_INTERVAL_NOTE if without else "",
+        **figures(head, y_NK, scores_NK),
+    }
+
+
+def scoring_note(head: HeadInfo, windows: str, units: str) -> str:
+    note = f"Of a record: the mean over its {windows}. 95 % bootstrap intervals over {units}. "
+    if head.kind == "regression":
+        return f"{note}In {head.unit or 'its own unit'}."
+    if head.kind == "survival":
+        return (
+            f"{note}C-index: of the pairs of records in which one is known to have had the event "
+            "first, the share in which its risk is higher; 0.5 by chance. Positives had the event."
+        )
+    if head.kind == "multiclass":
+        note += "The most probable class is predicted. "
+    else:
+        note += (
+            "A class is predicted where its probability is above its threshold; PPV and NPV hold where it "
+            "is as frequent as here. "
+        )
+    if head.kind == "multilabel":
+        note += "Accuracy: the share of which all labels are right. "
+    return note + (
+        "AUROC and other figures of classes are means over the classes for which they are defined; "
+        "unknown labels are ignored."
+    )
+
+
+def score_table(record: Facts, half: Facts, windows: str) -> Table:
+    table = [["", "Records", "95 % interval", windows.capitalize(), "95 % interval"]]
+    for key in record["intervals"]:
+        percent = METRIC_OF[key].percent
+        row = [titled(key)]
+        for part in (record, half):
+            row.append(shown(part["metrics"][key], percent))
+            row.append(interval(part["intervals"][key], percent))
+        table.append(row)
+    return table
+
+
+def class_table(classes: Mapping[str, Facts]) -> Table:
+    columns = [key for key in (*COUNTS, *METRIC_OF) if key in next(iter(classes.values()))]
+    table = [["", *(COUNTS.get(key) or titled(key) for key in columns)]]
+    for name, figures in classes.items():
+        row = [f"{name} (no positives)" if figures.get("positives") == 0 else name]
+        for key in columns:
+            figure = figures[key]
+            row.append(f"{figure:,}" if isinstance(figure, int) else shown(figure))
+        table.append(row)
+    return table
+
+
+def group_table(name: str, groups: Mapping[str, Facts], score: str) -> Table:
+    """The score of each group; positives: of the rarest and of the most frequent class."""
+    table = [
+        [name.capitalize(), "Records", "Patients", "Positives", titled(score), "95 % interval"]
+    ]
+    for value, group in groups.items():
+        counts, positives = sorted(group.get("positives", {}).values()), "-"
+        if counts:
+            positives = " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1])))
+        row = [value, f"{group['n']:,}", f"{group['patients']:,}", positives]
+        table.append([*row, shown(group["metrics"][score]), interval(group["intervals"][score])])
+    return table
+
+
+def decisions(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+    """Counts at the operating points that the model carries, and curves."""
+    frequent = np.argsort(-(y_NK == 1).sum(0), kind="stable")[:CLASSES_SHOWN].tolist()
+    of_which = ""
+    if len(head.classes) > CLASSES_SHOWN:
+        of_which = f" of the {CLASSES_SHOWN} most frequent classes"
+    curves: list[Picture] = []
+    tables: dict[str, list[Table]] = {}
+    for k in frequent:
+        is_known = ~np.isnan(y_NK[:, k])
+        label_N, score_N = y_NK[is_known, k] == 1, scores_NK[is_known, k]
+        if 0 < label_N.sum() < len(label_N):
+            title = f"{head.classes[k]}: {label_N.sum():,} of {len(label_N):,}"
+            curves.append(charts.curves_of_class(title, label_N, score_N))
+    if head.kind == "multiclass":
+        tables["Predicted classes"] = [confusions(head, y_NK, scores_NK)]
+    for point, thresholds in operating_points(head).items():
+        for k in frequent:
+            name = head.classes[k]
+            if name in thresholds:
+                table = two_by_two(name, thresholds[name], y_NK[:, k], scores_NK[:, k])
+                title = f"Records at the model's {point}{of_which}"
+                tables.setdefault(title, []).append(table)
+    return {"decisions": tables, "curves_title": f"Curves{of_which}", "curves": curves}
+
+
+def operating_points(head: HeadInfo) -> dict[str, dict[str, float]]:
+    """By name, the score above which each class is predicted."""
+    points = {}
+    if head.thresholds:
+        points["threshold"] = dict(zip(head.classes, head.thresholds, strict=True))
+    if cross_validated := head.cross_validated:
+        lowest = {name: score for name, (score, _) in cross_validated.sensitive.items()}
+        point = "score with 95 % sensitivity in cross-validation"
+        points[point] = {name: float(np.nextafter(score, 0)) for name, score in lowest.items()}
+    return points
+
+
+def two_by_two(name: str, threshold: float, y_N: Array, score_N: Array) -> Table:
+    above_N = score_N > threshold  # labels may be unknown, all of them
+    true_positive, false_negative = int(above_N[y_N == 1].sum()), int((~above_N[y_N == 1]).sum())
+    false_positive, true_negative = int(above_N[y_N == 0].sum()), int((~above_N[y_N == 0]).sum())
+    ppv = share(true_positive, false_positive)
+    npv = share(true_negative, false_negative)
+    sensitivity = share(true_positive, false_negative)
+    specificity = share(true_negative, false_positive)
+    return [
+        [name, "labelled yes", "labelled no", ""],
+        [f"above {threshold:.3g}", f"{true_positive:,}", f"{false_positive:,}", f"PPV {ppv}"],
+        ["not above", f"{false_negative:,}", f"{true_negative:,}", f"NPV {npv}"],
+        ["", f"sensitivity {sensitivity}", f"specificity {specificity}", ""],
+    ]
+
+
+def share(part: int, rest: int) -> str:
+    return f"{part / (part + rest):.1%}" if part + rest else "-"
+
+
+def confusions(head: HeadInfo, y_NK: Array, scores_NK: Array) -> Table:
+    """How many records of each class (row) were predicted as each (column)."""
+    is_known = ~np.isnan(y_NK).any(1)
+    counts_KK = (y_NK[is_known] == 1).T.astype(int) @ predicted("multiclass", scores_NK[is_known])
+    table = [["true, predicted", *head.classes]]
+    for name, counts in zip(head.classes, counts_KK, strict=True):
+        table.append([name, *(f"{count:,}" for count in counts)])
+    return table
+
+
+def agreements(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+    curves = []
+    for k, name in enumerate(head.classes):
+        is_known = np.isfinite(y_NK[:, k])
+        if is_known.any():
+            predictions = scores_NK[is_known, k].astype(float)
+            curves.append(charts.agreement(name, y_NK[is_known, k], predictions, head.unit))
+    return {"decisions": {}, "curves_title": "Predicted and true values", "curves": curves}
+
+
+def survival(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+    """Kaplan-Meier curves of the records in thirds of the predicted risk, and how many are at risk."""
+    is_known = ~np.isnan(y_NK[:, 0])
+    y_N, risk_N = y_NK[is_known, 0], scores_NK[is_known, 0]
+    third_N = np.searchsorted(np.quantile(risk_N, (1 / 3, 2 / 3)), risk_N)
+    unit = head.unit or "time"
+    ticks = MaxNLocator(7).tick_values(0, np.abs(y_N).max())[:-1]
+    table, lines = [[f"at risk, {unit}", *map("{:.3g}".format, ticks)]], {}
+    for third, name in enumerate(("lowest risks", "middle", "highest risks")):
+        y_G = y_N[third_N == third]
+        if len(y_G):  # none if all risks are equal
+            lines[name] = kaplan_meier(y_G)
+            table.append([name, *(f"{(np.abs(y_G) >= tick).sum():,}" for tick in ticks)])
+    curve = charts.shares("Without the event, by thirds of the risk", unit, lines)
+    return {
+        "decisions": {"Kaplan-Meier curves": [table]},
+        "curves_title": "",
+        "curves": [curve],
+    }
+
+
+def ecg(result: TaskResult, dataset: Dataset, row: int) -> Picture:
+    assert result.crops_N is not None
+    crop = dataset[int(result.crops_N[row])]
+    groups = [str(values[row]) for name, values in result.groups_N.items() if name != "source"]
+    figure = plots.ecg_figure(crop.signal_uv, crop.halves, missing=crop.missing_leads)
+    for text in (*figure.texts, *figure.axes[0].texts):
+        text.set_fontsize(13)  # two ECGs beside each other, at half their size on paper
+    record_text = ", ".join([str(result.records_N[row]), *groups])
+    title = f"{record_text}: {reading(result, row)}"
+    return picture(title, figure, "webp", dpi=90, pil_kwargs={"lossless": True})
+
+
+def reading(result: TaskResult, row: int) -> str:
+    """The largest error, in words."""
+    head, names = result.head, result.head.classes
+    y_K, score_K = np.asarray(result.labels_NK, float)[row], result.scores_NK[row]
+    if head.kind == "multiclass":
+        true, best = int(np.nanargmax(y_K)), int(score_K.argmax())
+        return (
+            f"labelled {names[true]} ({score_K[true]:.3f}), predicted {names[best]} "
+            f"({score_K[best]:.3f})"
+        )
+    k = int(result.errors_NK[row].argmax())
+    if head.kind == "regression":
+        return f"{names[k]} {y_K[k]:.4g}, predicted {score_K[k]:.4g} {head.unit}"
+    return f"{names[k]}: labelled {'yes' if y_K[k] else 'no'}, probability {score_K[k]:.3f}"
+
+
+def identified(result: IdentificationResult) -> dict[str, Any]:
+    scores, random = result.scores, result.untrained
+    table = [["", "", "95 % interval"]]
+    table.append(["Accuracy", shown(scores["accuracy"], True), interval(result.interval, True)])
+    if random:
+        ends = interval(random.interval, True)
+        table.append(["Accuracy of random weights", shown(random.scores["accuracy"], True), ends])
+    table += [
+        ["Accuracy by chance", f"{scores['chance']:.2%}", ""],
+        ["Patient among the first five", shown(scores["top5"], True), ""],
+        ["Probes with several best matches", shown(scores["ties"], True), ""],
+        ["Probes of patients not in the gallery", f"{scores['one_sided']:,}", ""],
+    ]
+    note = (
+        "A probe is a hit if the gallery entry most similar to it (cosine) is of the same patient; a tie "
+        "counts as the expected result of a random draw among its entries, a patient who is not in the "
+        "gallery as a miss. 95 % intervals by resampling patients."
+    )
+    ranks = np.arange(1, len(scores["cmc"]) + 1)
+    lines = {"the model": (ranks, scores["cmc"])}
+    if random:
+        lines["random weights"] = ranks, random.scores["cmc"]
+    lines["by chance"] = ranks, np.minimum(ranks * scores["chance"], 1)
+    return {
+        "kind": "Patient identification",
+        "counts": f"{scores['n_probes']:,} probes against {scores['n_gallery']:,} in the gallery",
+        "scores": table,
+        "scores_note": note,
+        "decisions": {},
+        "tables": {},
+        "tables_note": "",
+        "worst": [],
+        "curves_title": "Patients recognised",
+        "curves": [charts.shares("Patient among the most similar", "rank", lines)],
+    }

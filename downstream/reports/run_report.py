@@ -1,0 +1,318 @@
+"""Writes RUN/report.html, one self-contained page: how a run went, what to look at, three curves.
+
+    omnilead status RUN --html
+
+Curves come from metrics.jsonl; validation.jsonl and run.json are added if they exist. All other
+curves are in metrics.jsonl and in TensorBoard. An unfinished run has a report too: what was not
+logged is left out. Damaged or missing files are remarks, not errors.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omnilead.data_tools.io.storage import write_whole
+from omnilead.data_tools.io.terminal import say
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.files import flatten
+from omnilead.engine.settings.metrics import METRIC_OF, Metric
+from omnilead.engine.settings.run_files import (
+    LARGEST,
+    METRICS,
+    REPORT,
+    VALID,
+    VALIDATION,
+    number,
+    read_rows,
+    training_spans,
+)
+from omnilead.engine.training.config import Config
+
+from ..tasks.config import FinetuneConfig
+from ..tasks.metrics import Array
+from .charts import over_steps
+from .page import Picture, page, readable, shown, titled
+
+RESULT = "result.json"
+PATIENCE = 10  # validations without improvement that count as convergence if train.patience is 0
+RECENT = 10  # logged steps
+RECOGNISED = "identification_accuracy"
+# Facts in run.json that the page says elsewhere, or that only a resumed run needs
+ELSEWHERE = ("config.", "chance.", "validation", "finetuning.", "labels.definition.")
+
+
+class StepLog:
+    """A file with one JSON object for each step; without a file, no rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.rows, self.unreadable = read_rows(path)
+        self.steps = self.column("step")
+
+    def column(self, key: str) -> Array:
+        """What is not a number is NaN."""
+        return np.array([number(row.get(key)) for row in self.rows])
+
+    def curve(self, key: str) -> tuple[Array, Array]:
+        """Steps and values where the key is a finite number."""
+        values = self.column(key)
+        is_finite = np.isfinite(values)
+        return self.steps[is_finite], values[is_finite]
+
+    def recent(self, key: str) -> float:
+        values = self.column(key)[-RECENT:]
+        return float(values[np.isfinite(values)].mean()) if np.isfinite(values).any() else math.nan
+
+    def median(self, key: str) -> float:
+        """Without the first row, which includes the warm-up, if there are others."""
+        values = self.column(key)[min(1, len(self.rows) - 1) :]
+        return (
+            float(np.median(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
+        )
+
+    def last(self, key: str) -> float:
+        return float(np.append(math.nan, self.curve(key)[1])[-1])
+
+    def at(self, key: str, step: float | None) -> float:
+        return float(np.append(self.column(key)[self.steps == step], math.nan)[0])
+
+
+class RunLog:
+    """What a run has logged: `metrics`, `held_out`, and `facts` from run.json."""
+
+    def __init__(self, run: Path) -> None:
+        if not (run / METRICS).is_file():
+            raise ConfigError(f"{run}: no {METRICS}: give the folder of a pretrain or finetune run")
+        self.name = run.resolve().name
+        self.metrics = StepLog(run / METRICS)
+        self.held_out = StepLog(run / VALIDATION)
+        if not self.metrics.rows:
+            raise ConfigError(f"{run / METRICS}: has no step yet: wait for the first log line")
+        self.facts: Any = {}
+        self.remarks: list[str] = []
+        try:
+            self.facts = json.loads((run / "run.json").read_text())
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, RecursionError) as error:
+            self.remarks.append(f"run.json cannot be read: {' '.join(str(error).split())}")
+
+    def fact(self, *keys: str) -> Any:
+        """A value from run.json; None if it is missing."""
+        value = self.facts
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    @property
+    def task(self) -> str:
+        """The name of the task of a fine-tuning."""
+        return str(self.fact("config", "task", "name") or "")
+
+
+def build(run: Path) -> str:
+    log = RunLog(run)
+    best = best_step(log)
+    return page(
+        "run.html",
+        title=f"{log.name}: report",
+        kind=f"Fine-tuning: {log.task}" if log.task else "Pre-training",
+        name=log.name,
+        heading=list(progress(log)),
+        result=[["", "", ""], *results(log, best)],
+        warnings=[*log.remarks, *warnings(log, best)],
+        curves=list(curves(log, best)),
+        validation=validation_note(log),
+        settings=changed_settings(log),
+        run=[fact for fact in readable(log.facts) if not fact[0].startswith(ELSEWHERE)],
+    )
+
+
+def progress(log: RunLog) -> Iterator[str]:
+    metrics, total = log.metrics, number(log.fact("steps"))
+    step = f"step {metrics.steps[-1]:,.0f}"
+    yield f"{step} of {total:,.0f}" if total >= metrics.steps[-1] else step
+    if math.isfinite(crops := metrics.last("crops_seen")):
+        yield f"{crops:,.0f} crops of 10 s"
+    if math.isfinite(epoch := metrics.last("epoch")):
+        yield f"epoch {epoch:.2f}"
+    seconds = round(sum(seconds for _, seconds in training_spans(metrics.rows)))
+    if 0 < seconds < LARGEST:
+        yield f"{timedelta(seconds=seconds)} of training"
+
+
+def changed_settings(log: RunLog) -> list[tuple[str, str]]:
+    """Those that are not the defaults; all are in config.yaml."""
+    config = log.fact("config")
+    if not isinstance(config, dict):
+        return []
+    defaults = flatten((FinetuneConfig if log.task else Config)().tree())
+    changed = {key: value for key, value in flatten(config).items() if defaults.get(key) != value}
+    return list(readable(changed))
+
+
+def warnings(log: RunLog, best: float | None) -> Iterator[str]:
+    metrics = log.metrics
+    logged = sum(row.get("loss") is not None for row in metrics.rows)
+    if broken := logged - len(metrics.curve("loss")[0]):
+        yield f"The loss was not finite in {broken} of {logged} logged steps."
+    if (skipped := metrics.last("skipped_steps")) > 0:
+        yield f"{skipped:.0f} steps were skipped because the loss or a gradient was not finite."
+    if (wait := metrics.median("data_wait_pct")) > 5 and len(metrics.rows) > 1:
+        yield (
+            f"Training waited for data {wait:.0f} % of the time: raise pipeline.threads or choose "
+            "another pipeline.backend."
+        )
+    if metrics.unreadable:
+        yield f"{metrics.unreadable} lines of {METRICS} could not be read."
+    name, sign = chosen_by(log)
+    if not sign:
+        yield f"run.json: best={name[:40]!r} is no known metric: no best step is marked."
+    before, after = log.held_out.at(name, 0), log.held_out.at(name, best)
+    if best is not None and sign * (before - after) >= 0:
+        yield (
+            f"No step is better than step 0, before training: {name} {before:.3f}, and "
+            f"{after:.3f} at step {best:,.0f}."
+        )
+    if (ended := result(log)) and not ended["converged"]:
+        yield f"N{ended['text'][1:]}: raise train.steps or train.epochs."
+
+
+def validation_note(log: RunLog) -> str:
+    differs = log.fact("validation")
+    if not isinstance(differs, list) or not differs or not log.held_out.rows:
+        return ""
+    differences = "; ".join(map(str, differs))
+    return (
+        f"Held-out loss can be lower than training loss, because it is measured differently. In "
+        f"validation {differences}."
+    )
+
+
+def results(log: RunLog, best: float | None) -> Iterator[list[str]]:
+    """The main figures of the exported step, held-out ones rather than training ones."""
+    metrics, held_out = log.metrics, log.held_out
+    step = best
+    if not log.task:
+        step = float(held_out.steps[-1]) if held_out.rows else None
+    if math.isfinite(loss := metrics.recent("loss")):
+        first = metrics.curve("loss")[1][0]
+        entries = min(RECENT, len(metrics.rows))
+        yield [
+            "Training loss",
+            f"{loss:.3f}",
+            f"mean of the last {entries} logged; {first:.3f} at first",
+        ]
+    if math.isfinite(loss := held_out.at("loss", step)):
+        yield ["Held-out loss", f"{loss:.3f}", f"at step {step:,.0f}"]
+    for metric in METRIC_OF.values():
+        if metric.in_brief and (row := score_row(log, metric, step)):
+            yield row
+    if ended := result(log):
+        since = f"{ended['validations_since']} validations since the best"
+        yield ["Converged", "yes" if ended["converged"] else "no", since]
+    if math.isfinite(rate := metrics.median("crops_per_s")):
+        yield ["Crops per second", f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", ""]
+    if (wait := metrics.median("data_wait_pct")) >= 0:
+        yield ["Waiting for data", f"{wait:.1f} %", "of the time of training"]
+    if math.isfinite(used := metrics.median("mfu")):
+        yield ["MFU", f"{used:.1%}", "of the device's peak"]
+
+
+def score_row(log: RunLog, metric: Metric, step: float | None) -> list[str] | None:
+    """A held-out score, else the recent one of training, beside that of guessing."""
+    key, percent = metric.name, metric.percent
+    value, prefix, detail = log.held_out.at(key, step), VALID, "held out"
+    if not math.isfinite(value):
+        value, prefix, detail = log.metrics.recent(key), "", "training"
+    if not math.isfinite(value):
+        return None
+    if math.isfinite(guess := number(log.fact("chance", prefix + key))):
+        detail += f", chance {shown(guess, percent)}"
+    before = log.held_out.at(key, 0)
+    if prefix and key == RECOGNISED and math.isfinite(before):
+        detail += f", {shown(before, percent)} before training"
+    return [titled(key), shown(value, percent), detail]
+
+
+def chosen_by(log: RunLog) -> tuple[str, int]:
+    """The metric that chooses the best step; 1 if higher is better, -1 if lower is, 0 if that is
+    not known. A damaged run.json does not name it."""
+    name = str(log.fact("best") or "loss")
+    if name not in METRIC_OF or METRIC_OF[name].lower_is_better is None:
+        return name, 0
+    return name, -1 if METRIC_OF[name].lower_is_better else 1
+
+
+def best_step(log: RunLog) -> float | None:
+    """The first best step, chosen as in training: never the untrained model."""
+    name, sign = chosen_by(log)
+    steps, values = log.held_out.curve(name)
+    steps, values = steps[steps > 0], values[steps > 0]
+    return float(steps[(sign * values).argmax()]) if sign and len(steps) else None
+
+
+def result(log: RunLog) -> dict[str, Any]:
+    """How a fine-tuning ended: its best validation, whether validation has stopped improving,
+    and the curve. Empty before the end, or if nothing was validated."""
+    (name, sign), best = chosen_by(log), best_step(log)
+    if best is None or not log.task:
+        return {}
+    value, since = log.held_out.at(name, best), int((log.held_out.steps > best).sum())
+    patience = number(log.fact("config", "train", "patience"))
+    converged = since >= (patience if patience > 0 else PATIENCE)
+    if not converged and log.metrics.steps[-1] < number(log.fact("steps")):
+        return {}
+    after = f"and {since} validations since without improvement"
+    if since == 1:
+        after = "and 1 validation since without improvement"
+    elif not since:
+        after = "the last validation"
+    text = f"converged: best {name} {value:.4f} at step {best:,.0f}, {after}"
+    if not converged:
+        text = f"not {text}"
+    curve = [[int(step), score] for step, score in zip(*log.held_out.curve(name), strict=True)]
+    return {
+        "metric": name,
+        "higher_is_better": sign > 0,
+        "best": value,
+        "step": int(best),
+        "validations_since": since,
+        "converged": converged,
+        "text": text,
+        "curve": curve,
+    }
+
+
+def curves(log: RunLog, best: float | None) -> Iterator[Picture]:
+    """Of what was logged: the loss, the held-out score and the speed."""
+    training, held_out = log.metrics, log.held_out
+    losses = {"training": training.curve("loss"), "held out": held_out.curve("loss")}
+    lines = {name: line for name, line in losses.items() if len(line[0])}
+    if lines:
+        yield over_steps("Loss", lines, best=best if log.task else None)
+    name, sign = chosen_by(log)
+    if name == "loss" or not sign:
+        name = RECOGNISED
+    score = held_out.curve(name)
+    if len(score[0]):
+        chance = number(log.fact("chance", VALID + name))
+        marked = None if name == RECOGNISED else best
+        lines = {"held out": score}
+        yield over_steps(titled(name), lines, METRIC_OF[name].percent, chance, marked)
+    speed = training.curve("crops_per_s")
+    if len(speed[0]):
+        yield over_steps("Crops per second", {"training": speed})
+
+
+def write_report(run: Path) -> Path:
+    """Writes the report and RUN/result.json, and prints the result."""
+    if ended := result(RunLog(run)):
+        write_whole(run / RESULT, json.dumps(ended, indent=1) + "\n")
+        say(ended["text"])
+    write_whole(run / REPORT, build(run))
+    return run / REPORT

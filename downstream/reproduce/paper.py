@@ -1,0 +1,214 @@
+"""The paper's tables (configs/reproduce/paper.yaml) as a plan of jobs, at a scale
+(configs/reproduce/scales/*.yaml). A job that several cells or tables need is in the plan once.
+
+tables()[1].rows["W2V"].printed["Dx"][12]             # [0.714, 0.011]
+ReproductionScale.read("small").settings["pretrain"]  # {"model.width": 128, ...}: set over configs/pretrain/METHOD.yaml
+plan = make_plan([tables()[1]], scale, data, folder, seeds=3)
+plan.jobs["pretrain/w2v-12"]                          # every job is after those that it needs
+plan.cells[1, "W2V", "Dx", 3]                         # names of the evaluations behind a cell, one per seed
+
+A method is pre-trained once for each set of leads, with its config's seed; the seeds of a cell are
+those of fine-tuning. Tables 1, 3 and 4 fine-tune the 12-lead model in every column; table 2 has a
+model for each set of leads.
+"""
+
+import json
+import shlex
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from omnilead.engine.settings.commandline import read_yaml
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.files import CONFIGS, find_config, flatten
+from omnilead.engine.training.config import Config, check, load
+
+from ..tasks.config import FinetuneConfig
+from .jobs import Job, WorkDir, planned
+
+Settings = dict[str, Any]
+HERE = CONFIGS / "reproduce"
+# As the paper calls them: configs/finetune/TASK.yaml
+TASKS = {"Dx": "diagnosis", "Id": "identification"}
+LEADS = (12, 6, 3, 2, 1)
+STAGES = ("pretrain", *TASKS.values())
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    pretrain: str  # the method: configs/pretrain/NAME.yaml
+    # By task and leads: mean, half of the interval; None: no cell
+    printed: Mapping[str, Mapping[int, list[float] | None]]
+    random: bool = False  # random weights instead of pre-trained ones
+    against: str = ""  # the row it is compared with, where the table shows gains
+    # By task: settings of this row alone
+    finetune: Mapping[str, Settings] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Table:
+    number: int
+    title: str
+    padded: bool  # pre-trained once on 12 leads; missing leads are zeros
+    bold: str  # best: of a column; gain: better than the row `against`
+    rows: Mapping[str, Row]
+
+    def column(self, leads: int) -> str:
+        return f"{'P-' if self.padded and leads < 12 else ''}{leads}-lead"
+
+
+@cache
+def paper() -> Settings:
+    return read_yaml(HERE / "paper.yaml")
+
+
+@cache
+def tables() -> dict[int, Table]:
+    built = {}
+    for number, table in paper()["tables"].items():
+        rows = {name: Row(name, **row) for name, row in table["rows"].items()}
+        built[number] = Table(number=number, **table | {"rows": rows})
+    return built
+
+
+@dataclass(frozen=True)
+class ReproductionScale:
+    """Settings that make the models smaller or the training shorter, by stage and dotted key."""
+
+    name: str
+    settings: Mapping[str, Settings]
+    minutes: Mapping[str, float]  # that a job is expected to take, by its kind
+
+    @classmethod
+    def read(cls, name: str) -> "ReproductionScale":
+        """A shipped scale, or a YAML file of the same form."""
+        path = find_config(name, "reproduce/scales", "--scale").absolute()
+        tree = read_yaml(path)
+        for stage, section in tree.items():
+            if stage not in (*STAGES, "minutes"):
+                raise ConfigError(f"{path}: {stage}: no such stage: use {', '.join(STAGES)}")
+            if section is not None and not isinstance(section, dict):
+                raise ConfigError(f"{path}: {stage}: {section!r}: write a table of keys and values")
+        settings = {}
+        for stage in STAGES:
+            section = tree.get(stage) or {}
+            kind: type[Any] = Config if stage == "pretrain" else FinetuneConfig
+            base: Settings = {}
+            if "base" in section:
+                name = str(section.pop("base"))
+                base = read_yaml(
+                    find_config(name, kind.folder, f"{path}: base", path.parent), kind.folder
+                )
+            settings[stage] = flatten(base) | flatten(section)
+            for key in ("run", "data.datasets"):  # each job sets its own
+                settings[stage].pop(key, None)
+            # A wrong setting is an error now, not after days of pre-training
+            method = "w2v_cmsc_rlm" if stage == "pretrain" else stage
+            places = {"data.datasets": ["DATASET"], "start": "RUN"}
+            check(load(method, {**settings[stage], **places}, kind), 1)
+        usual = paper()["minutes"]
+        minutes = usual | (tree.get("minutes") or {})
+        if minutes.keys() != usual.keys() or set(map(type, minutes.values())) - {int, float}:
+            raise ConfigError(f"{path}: minutes: {minutes}: write a number for {', '.join(usual)}")
+        return cls(path.stem if path.parent == HERE / "scales" else str(path), settings, minutes)
+
+
+def as_options(settings: Settings) -> str:
+    """Options of a command; JSON is also YAML."""
+    pairs = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return " ".join(f"--set {shlex.quote(pair)}" for pair in pairs)
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    path: str
+    fingerprint: str
+    split: str  # how roles were assigned: paper, paper-split, all
+    roles: Mapping[str, Any]  # number of crops of each role, as in dataset.json
+
+    def count(self, group: str, role: str = "") -> int:
+        counts = self.roles.get(group, 0)
+        return int(counts if isinstance(counts, int) else counts.get(role, 0))
+
+
+@dataclass
+class PaperPlan:
+    tables: Sequence[Table]
+    scale: ReproductionScale
+    data: DatasetInfo
+    folder: WorkDir
+    seeds: int
+    jobs: dict[str, Job] = field(default_factory=dict)
+    # names of evaluations, by table, row, task, leads
+    cells: dict[tuple[int, str, str, int], list[str]] = field(default_factory=dict)
+    starts: dict[str, Settings] = field(default_factory=dict)  # YAML files: random weights
+
+    def add_cell(self, table: Table, row: Row, task: str, leads: int, seed: int) -> str:
+        """Adds the paper's steps for one seed of a cell. Returns the name of its evaluation."""
+        channels, stage = 12 if table.padded else leads, TASKS[task]
+        pretraining = dict(self.scale.settings["pretrain"])
+        if channels < 12:
+            pretraining |= {"augment.leads": channels, "augment.padded": False}
+            pretraining["model.leads"] = channels
+        start, steps = f"pretrain/{row.pretrain}-{channels}", paper()["steps"]
+        if row.random:  # without the first step, pre-training
+            start, steps = f"starts/random-{channels}.yaml", steps[1:]
+            tree = load(row.pretrain, pretraining, Config).tree()
+            self.starts[start] = {key: tree[key] for key in tree if key not in ("run", "data")}
+        column = table.column(leads).removesuffix("-lead")
+        words = {
+            "out": shlex.quote(str(self.folder.path)),
+            "data": shlex.quote(self.data.path),
+            "method": row.pretrain,
+            "pretraining": as_options(pretraining),
+            "start": start,
+            "task": stage,
+            "finetuning": as_options({**row.finetune.get(stage, {}), **self.scale.settings[stage]}),
+            "leads": leads,
+            "padded": json.dumps(channels == 12),
+            "seed": seed,
+            "cell": f"{Path(start).stem}/{stage}-{column}-seed{seed}",
+        }
+        bases = {
+            "pretrain": basis("pretrain", row.pretrain),
+            "finetune": basis("finetune", stage, self.starts.get(start)),
+        }
+        for step in steps:
+            job = planned(step, words, self.jobs, self.folder.path)
+            minutes = self.scale.minutes[job.kind]
+            job = replace(job, minutes=minutes, basis=bases.get(job.kind, ""))
+            self.jobs.setdefault(job.name, job)
+        return job.name
+
+
+def make_plan(
+    chosen: Sequence[Table], scale: ReproductionScale, data: DatasetInfo, folder: WorkDir, seeds: int,
+    rows: Sequence[str] = (), leads: Sequence[int] = (), tasks: Sequence[str] = (),
+) -> PaperPlan:  # fmt: skip
+    """The plan for the chosen tables. `rows`, `leads` and `tasks` select cells; if empty, all."""
+    names = list(dict.fromkeys(name for table in chosen for name in table.rows))
+    if unknown := [name for name in rows if name not in names]:
+        numbers = ", ".join(str(table.number) for table in chosen)
+        raise ConfigError(
+            f"--rows {unknown[0]!r}: table {numbers} has no such row: use {', '.join(names)}"
+        )
+    plan = PaperPlan(chosen, scale, data, folder, seeds)
+    for table in chosen:
+        for row, n, task in product(table.rows.values(), leads or LEADS, tasks or TASKS):
+            if row.printed[task][n] and (not rows or row.name in rows):
+                names = [plan.add_cell(table, row, task, n, seed) for seed in range(seeds)]
+                plan.cells[table.number, row.name, task, n] = names
+    # Pre-training first: it takes longest, and the others wait for it
+    plan.jobs = dict(sorted(plan.jobs.items(), key=lambda item: item[1].kind != "pretrain"))
+    return plan
+
+
+def basis(folder: str, name: str, start: Settings | None = None) -> str:
+    """A checksum of the settings that a training's command does not show."""
+    text = json.dumps([read_yaml(CONFIGS / folder / f"{name}.yaml"), start])
+    return f" {zlib.crc32(text.encode()):08x}"

@@ -1,0 +1,96 @@
+"""What `omnilead reproduce` starts with: the dataset, and the folder DIR."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml  # type: ignore[import-untyped]
+from pydantic import ValidationError
+
+from omnilead.data_tools.dataset import META, Dataset, RoleFacts
+from omnilead.data_tools.io.storage import write_whole
+from omnilead.engine.settings.errors import ConfigError
+
+from .jobs import COMMANDS, WorkDir, read_json, write_json
+from .paper import DatasetInfo, PaperPlan, ReproductionScale
+
+STARTED_WITH = "settings/data.json"
+DX = "add records of CPSC 2018 or Georgia, or name other sources with shard --dx-sources"
+PAIRS = "add PTB-XL, whose patients have several sessions, or name other sources with shard --id-sources"
+MORE = "add more records"
+NEEDED_ROLES = {  # and what to do if --plan paper gave them to no crop
+    "pretrain": MORE,
+    "dx train": DX,
+    "dx valid": DX,
+    "dx test": DX,
+    "id train": MORE,
+    "id valid": MORE,
+    "id gallery": PAIRS,
+    "id probe": PAIRS,
+}
+
+
+def open_dataset(url: str) -> DatasetInfo:
+    if not url:
+        raise ConfigError(
+            "--data is missing: name a dataset made by omnilead shard SRC --out DATASET"
+        )
+    dataset = Dataset.open(url)
+    path = url if "://" in url else str(Path(url).absolute())
+    data = DatasetInfo(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
+    for role, mend in NEEDED_ROLES.items():
+        if data.count(*role.split()):
+            continue
+        if data.split != "paper":
+            mend = f"it was built with --plan {data.split}: use --plan paper"
+        raise ConfigError(f"--data {url}: no crop has the role {role}: {mend}")
+    return data
+
+
+def begin(plan: PaperPlan) -> None:
+    """Creates the folder, or refuses one that was started with other data or another scale."""
+    folder, scale = plan.folder, plan.scale
+    if folder.path.is_file() or (folder.path / META).exists():
+        raise ConfigError(f"--out {folder.path}: is a file or a dataset: name another folder")
+    path = folder.path / STARTED_WITH
+    before = read_json(path)
+    facts_now = {"scale": scale.name, "settings": scale.settings, **asdict(plan.data)}
+    for key in before.keys() - {"path"}:
+        if before[key] != facts_now.get(key):
+            raise ConfigError(
+                f"--out {folder.path}: was started with other data or settings ({key} was "
+                f"{str(before[key])[:40]} and is {str(facts_now.get(key))[:40]}): use another --out"
+            )
+    accept_earlier(plan)
+    folder.start(plan.jobs.values(), {plan.data.path: plan.data.fingerprint})
+    for name in ("settings", "starts"):
+        (folder.path / name).mkdir(exist_ok=True)
+    write_json(path, facts_now)
+    for start, tree in plan.starts.items():
+        write_whole(folder.path / start, yaml.safe_dump(tree, sort_keys=False))
+
+
+def accept_earlier(plan: PaperPlan) -> None:
+    """Once the commands named data and runs by --set alone. What they made counts, if it depended on
+    the same settings."""
+    path = plan.folder.path / COMMANDS
+    commands = read_json(path)
+    for job in plan.jobs.values():
+        text = commands.get(job.name, "")
+        if "--set 'data.datasets=" in text and text.endswith(job.basis):
+            del commands[job.name]
+    if commands:
+        write_json(path, commands)
+
+
+def begun_with(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
+    path = folder.path / STARTED_WITH
+    tree = read_json(path)
+    tree.pop("settings", None)  # read again from the scale's file
+    try:
+        scale, data = str(tree.pop("scale")), DatasetInfo(**tree)
+        RoleFacts.model_validate(data.roles)
+        return ReproductionScale.read(scale), data
+    except (KeyError, TypeError, ValidationError):
+        raise ConfigError(
+            f"{path}: missing or damaged: run without --collect-only first, or use another --out"
+        ) from None

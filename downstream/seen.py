@@ -1,0 +1,73 @@
+"""Say which records, patients and waveforms a model or a run was trained on.
+
+    omnilead seen RUN                                    also how often each crop was drawn, up to the newest checkpoint
+    omnilead seen RUN --out seen.csv                     a table with a row for each record
+    omnilead seen MODEL --data DATASET --out seen.csv    MODEL: RUN/model, a copy of it, small, s3://... or hf://org/name
+    omnilead seen MODEL --data A.hea B.dcm               whether it has seen these ECGs
+    omnilead seen MODEL --data DATASET B.dcm             or their patients: DATASET is what it was trained on
+    omnilead seen MODEL --data B.dcm --pseudonymize KEYFILE    the same, if DATASET was made with this key
+
+A run's order is computed again from its settings and data; if these are gone, ask RUN/model. A model
+has only hashes, of waveforms and of patients (of records where the patient is unknown), including what
+the models that it was started from were trained on. A waveform is found only if it is bit-identical.
+Patients of your own ECGs are found only with the key of their dataset: that of a KEYFILE, or the one which
+the dataset itself holds. Hashes have 48 bits: with 10 million patients and as many waveforms, one stranger
+in 14 million is taken for seen.
+
+Uses: unlabelled, in pre-training; selected, in validation, which chose a step, a threshold or a penalty;
+labelled, trained on with its label. Of several uses, the last in this list counts. Columns of the table:
+source, record, patient, waveform (its use), owner (the use of the patient), times (how often
+the record's crops were drawn; empty if unknown).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from omnilead.data_tools.io.commands import run_as_omnilead
+from omnilead.data_tools.io.options import Option
+from omnilead.data_tools.io.terminal import show
+from omnilead.downstream.inference import options as shared
+from omnilead.engine.settings.commandline import options_of, writable
+from omnilead.engine.settings.files import File
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(seen, "seen", __doc__, arguments)
+    # imported late, so that --help does not wait for PyTorch
+    from omnilead.downstream.inference.commands import exit_code
+
+    return exit_code("omnilead seen", lambda: seen(**options), options["out"])
+
+
+def seen(
+    model: Annotated[
+        str, Option("a run, a model folder, small, s3://... or hf://org/name", "RUN|MODEL")
+    ],
+    *,
+    data: Annotated[
+        Sequence[str] | None,
+        Option("datasets, folders or files of ECGs (default: the data of RUN)", "DATASET|FILE"),
+    ] = None,
+    out: Annotated[File | None, Option("write a table with a row for each record", "F.csv")] = None,
+    pseudonymize: Annotated[
+        str | None,
+        Option(
+            "the key file of the dataset that the model was trained on, if DATA are files",
+            "KEYFILE",
+        ),
+    ] = None,
+    anonymous: shared.Anonymous = False,
+) -> int:
+    """Prints what the model has seen."""
+    from omnilead.downstream.evaluation.trained_on import report
+
+    table = Path(out) if out else None
+    if table:
+        writable(table, "--out")
+    lines = report(model, data, table, anonymous, pseudonymize)
+    return show("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    run_as_omnilead("seen")

@@ -1,0 +1,244 @@
+"""The model for fine-tuning: an encoder, the mean over time, and a linear layer (for identity:
+cosines to class vectors), or another head.
+
+    model = Classifier(encoder, TaskConfig(kind="multilabel"), outputs=26)
+    losses = model(x_BSLT, labels_BK, present_BS)              # training
+    model(x_BSLT)                                              # what the head takes, for validation: c_RD, or c_RND
+    model.logits(c_RD)
+
+Source: paper, section "Fine-tuning"; fairseq-signals
+models/classification/ecg_transformer_classifier.py (Xavier-uniform, bias 0),
+criterions/binary_cross_entropy_with_logits.py (mean over samples and classes),
+models/identification/arcface.py.
+
+Identity is learnt with an angular margin (ArcFace, Deng et al. 2019):
+
+    cosine_RC = unit embeddings @ unit class vectors
+    logits    = scale * (cos(theta + margin) for the true class, cos(theta) for the others)
+
+Source: paper, section "Fine-tuning" (scale 192, margin 1.0); fairseq-signals
+criterions/arcface_criterion.py:46-66. Beyond theta = pi - margin, cos(theta + margin) would rise
+again; there the authors use cos(theta) - margin * sin(margin), which the paper does not mention.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from omnilead.data_tools.io.plugins import plugin
+from omnilead.engine.model.encoder import pool
+from omnilead.engine.model.encoders import ROWS, built_module, with_weights
+from omnilead.engine.settings.errors import ConfigError, blaming
+from omnilead.engine.settings.leads import ALL
+
+from .config import TaskConfig
+from .kinds import KINDS
+from .readout import PAPER, Readout, read_out, width_of
+
+HEADS = {"attention": "omnilead.downstream.tasks.classifier:AttentionHead"}
+QUERIES = 4
+TOKENS = 7  # of the batch that examines a head
+CLIP = 1e-6  # keeps the cosine away from +-1, where the sine's slope is unbounded
+SCALE_SPEED = 10  # the logarithm of a learned scale moves so many times faster than a weight
+
+
+class AttentionHead(nn.Module):
+    """Four learnt queries weigh the tokens; their weighted means go to a linear layer. Frozen
+    encoders of sequences are usually compared with such a head."""
+
+    tokens = True  # it takes c_RND instead of c_RD
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.query = nn.Parameter(torch.randn(QUERIES, width) / math.sqrt(width))
+        self.linear = nn.Linear(QUERIES * width, outputs)
+
+    def forward(self, c_RND: Tensor) -> Tensor:
+        c_RND = self.norm(c_RND)
+        weight_RNQ = (c_RND @ self.query.T).softmax(1)
+        means_RQD = weight_RNQ.transpose(1, 2) @ c_RND
+        logits: Tensor = self.linear(means_RQD.flatten(1))
+        return logits
+
+
+def build_head(
+    spec: str, width: int, outputs: int, generator: torch.Generator | None = None, kind: Any = None
+) -> nn.Module:
+    """Build `task.head`: "attention", or your own Class(width, outputs), which maps c_RD, or c_RND
+    if it has `tokens = True`, to logits_RK."""
+    with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
+        head = with_weights(
+            built_module(kind or plugin(HEADS.get(spec, spec)), generator, width, outputs)
+        )
+        inputs = torch.randn(ROWS, TOKENS, width)
+        example = inputs if sees_tokens(head) else pool(inputs)
+        y = copy.deepcopy(head).eval()(example)
+        if list(y.shape) != [ROWS, outputs] or not y.isfinite().all():
+            raise ConfigError(
+                f"returns {list(y.shape)} or non-finite numbers for input {list(example.shape)}"
+            )
+        return head
+
+
+def sees_tokens(head: nn.Module) -> bool:
+    return bool(getattr(head, "tokens", False))
+
+
+class Classifier(nn.Module):
+    def __init__(
+        self,
+        encoder: nn.Module,
+        task: TaskConfig,
+        outputs: int,
+        generator: torch.Generator | None = None,
+        frozen: bool = False,
+        readout: Readout = (PAPER,),
+        leads: Sequence[int] = ALL,
+    ) -> None:
+        """`leads`: those of its input, which some read-outs measure."""
+        super().__init__()
+        width = int(encoder.width)  # type: ignore[arg-type]
+        self.encoder, self.task, self.frozen = encoder, task, frozen
+        self.readout, self.leads = readout, leads
+        if frozen:
+            encoder.requires_grad_(False)
+        if task.head not in ("", "start"):
+            self.head: Any = build_head(task.head, width, outputs, generator)
+            return
+        if task.kind == "identity" and task.scale == "learned":
+            first = math.sqrt(2) * math.log(max(outputs - 1, 2))  # as in AdaCos (Zhang et al. 2019)
+            self.log_scale = nn.Parameter(torch.tensor([math.log(first) / SCALE_SPEED]))
+        self.head = nn.Linear(width_of(readout, width), outputs, bias=task.kind != "identity")
+        nn.init.xavier_uniform_(self.head.weight, generator=generator)
+        if self.head.bias is not None:
+            nn.init.zeros_(self.head.bias)
+
+    def forward(
+        self,
+        x_BSLT: Tensor,
+        labels: Tensor | None = None,
+        present_BS: Tensor | None = None,
+        weights_BK: Tensor | None = None,
+        margin: Tensor | None = None,  # for identity, if it is not task.margin yet
+    ) -> dict[str, Tensor] | Tensor:
+        """labels: float [B, K], NaN where unknown; for identity int64 [B]. Both halves of a crop
+        have its labels. present_BS: 0 for missing halves. weights_BK: weights of the labels.
+        Without labels: the pooled encodings c_RD."""
+        c_RD = self.encoded(x_BSLT.flatten(0, 1))
+        if labels is None:
+            return c_RD
+        assert present_BS is not None
+        # Imported here: it imports torch's compiler, which inference does not need
+        from omnilead.engine.model.objectives import all_gather, sum_over_ranks, world_size
+
+        kind, halves = KINDS[self.task.kind], x_BSLT.shape[1]
+        labels_R, present_R = labels.repeat_interleave(halves, 0), present_BS.flatten().float()
+        if self.task.kind == "identity":
+            loss_R, right_R = self._patient(
+                c_RD, labels_R, self.task.margin if margin is None else margin
+            )
+            share_R = torch.ones_like(present_R)
+        else:
+            logits_RK = self.logits(c_RD)
+            weights_RK = None if weights_BK is None else weights_BK.repeat_interleave(halves, 0)
+            if self.task.kind == "survival":  # the rows of all ranks are at risk together
+                labels_R[present_R == 0] = torch.nan
+                gathered = map(all_gather, (logits_RK, labels_R, present_R))
+                logits_RK, labels_R, present_R = gathered
+            loss_R, share_R = kind.loss(logits_RK, labels_R, weights_RK)
+            right_R = kind.right(logits_RK, labels_R)
+        # Counts are averaged over ranks, so that the mean of the ranks' losses is the loss of the
+        # global batch
+        counts = torch.stack([(present_R * share_R).sum(), present_R.sum()])
+        known, halves_there = sum_over_ranks(counts) / world_size()
+        # A batch may have no event
+        losses = {"loss": (loss_R * present_R).sum() / known.clamp_min(1e-6)}
+        if not kind.of_classes:
+            return losses
+        return losses | {"accuracy": (right_R.float() * present_R).sum().detach() / halves_there}
+
+    def encoded(self, x_RLT: Tensor) -> Tensor:
+        """What the head takes: the read-out, or tokens."""
+        c_RND: Tensor = self.encoder(x_RLT)
+        if sees_tokens(self.head):
+            return c_RND
+        return read_out(self.readout, c_RND, x_RLT, self.leads)
+
+    def train(self, mode: bool = True) -> "Classifier":
+        super().train(mode)
+        if self.frozen:
+            self.encoder.eval()  # no dropout, and running means stay
+        return self
+
+    def logits(self, c_RD: Tensor) -> Tensor:
+        logits: Tensor = self.head(c_RD.to(next(self.head.parameters()).dtype)).float()
+        return logits
+
+    def _patient(
+        self, c_RD: Tensor, label_R: Tensor, margin: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        cosine_RC, fixed = cosines(c_RD, self.head.weight), self.task.scale
+        scale = (SCALE_SPEED * self.log_scale.float()).exp() if fixed == "learned" else fixed
+        logits_RC = arcface_logits(cosine_RC, label_R, scale, margin)
+        return F.cross_entropy(logits_RC, label_R, reduction="none"), cosine_RC.argmax(1) == label_R
+
+
+def layer_groups(model: Classifier, decay: float) -> list[tuple[float, list[nn.Parameter]]]:
+    """Trained weights in groups, each with its share of the learning rate: decay ** (L - i) for
+    layer i of L, 1 for the head. The layers are the modules in the encoder's list `layers` or
+    `blocks` (stages of the ResNet), if it has one, else its top-level modules; what is not in them
+    is layer 0."""
+    encoder = model.encoder
+    modules: Any = encoder.children()
+    for name in ("blocks", "layers"):
+        if isinstance(stack := getattr(encoder, name, None), nn.ModuleList | nn.Sequential):
+            modules = stack
+    layers = [set(module.parameters()) for module in modules]
+    layers = [layer for layer in layers if layer]
+    if len(layers) < 2:
+        raise ConfigError(
+            f"encoder.layer_decay={decay}: {type(encoder).__name__} has one layer: name its modules "
+            "in a list `layers` (nn.ModuleList or nn.Sequential), or leave it out"
+        )
+    shares = dict.fromkeys(model.parameters(), 1.0)
+    shares |= dict.fromkeys(encoder.parameters(), decay ** len(layers))
+    for number, layer in enumerate(layers, 1):
+        shares |= dict.fromkeys(layer, decay ** (len(layers) - number))
+    groups: dict[float, list[nn.Parameter]] = {}
+    for p, share in shares.items():
+        if p.requires_grad:
+            groups.setdefault(share, []).append(p)
+    return sorted(groups.items(), key=lambda group: group[0])
+
+
+def arcface_logits(
+    cosine_RC: Tensor,
+    label_R: Tensor,
+    scale: float | Tensor = 192.0,
+    margin: float | Tensor = 1.0,
+) -> Tensor:
+    """Computed in float32: with a scale of 192, bf16 has two digits left. `margin` and `scale` may be
+    tensors, for a margin that grows or a learned scale."""
+    margin = torch.as_tensor(margin, dtype=torch.float64)
+    last = (math.pi - margin).cos()
+    label_R1 = label_R[:, None]
+    cosine_RC = cosine_RC.float().clamp(-1 + CLIP, 1 - CLIP)
+    true_R1 = cosine_RC.gather(1, label_R1)
+    sine_R1 = (1 - true_R1.square()).sqrt()
+    moved_R1 = true_R1 * margin.cos() - sine_R1 * margin.sin()
+    beyond_R1 = true_R1 - margin * margin.sin()
+    moved_R1 = torch.where(true_R1 > last, moved_R1, beyond_R1)
+    moved_RC = cosine_RC.scatter(1, label_R1, moved_R1)
+    return scale * moved_RC
+
+
+def cosines(x_RD: Tensor, weight_CD: Tensor) -> Tensor:
+    x_RD = F.normalize(x_RD.float(), dim=-1)
+    weight_CD = F.normalize(weight_CD.float(), dim=-1)
+    return x_RD @ weight_CD.t()

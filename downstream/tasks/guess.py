@@ -1,0 +1,170 @@
+"""The kind of a sheet's labels, guessed from its cells.
+
+guess_kind(TaskConfig(labels="my.csv"))     # the same with `kind` and `columns`
+
+Columns of 0 and 1, or yes and no, are binary or multilabel; one column of texts or of few numbers is
+multiclass, of many numbers regression; `time` and `event` are survival. Whatever else a column may
+mean is a ConfigError that says what to type.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from omnilead.data_tools.ecg.record_names import SHOWN
+from omnilead.data_tools.ecg.record_tables import as_typed
+from omnilead.engine.settings.errors import ConfigError, listed
+
+from .config import TaskConfig, TaskKind
+from .sheet import (
+    BOOLEANS,
+    TIMED,
+    are_numbers,
+    has_plus,
+    label_columns,
+    may_be_missing,
+    quoted,
+    read_sheet,
+    type_columns,
+)
+
+FEW = 10  # a column of numbers with at most this many values holds classes
+SHOWN_LETTERS = 40  # of a cell in a message
+# What looks like a number, read or not: 63, 1,5, 1.234,5, > 89
+NUMERIC = re.compile(r"[<>=~≤≥]*\s*[+-]?\d[\d.,' ]*")
+
+
+class LabelColumn(NamedTuple):
+    name: str
+    sheet: pa.Table
+    values: list[str]  # the different ones, without `words`
+    words: pa.ChunkedArray  # the cells that may mean that there is no value
+
+    @property
+    def is_yes_or_no(self) -> bool:
+        return bool(self.values) and {value.lower() for value in self.values} <= BOOLEANS.keys()
+
+    @property
+    def is_text(self) -> bool:
+        return not are_numbers(self.values)
+
+    def shown(self, value: str) -> str:
+        return repr(as_typed(self.sheet, self.name, value)[:SHOWN_LETTERS])
+
+
+def guess_kind(task: TaskConfig) -> TaskConfig:
+    """Sets the kind that the label columns suggest."""
+    columns = _read_columns(task)
+    names = tuple(column.name for column in columns)
+    if set(names) == set(TIMED):
+        return replace(task, kind="survival", columns=TIMED)
+    kind = _kind_of(task.labels, columns)
+    if kind != "multiclass":
+        _ask_about_words(task.labels, columns, kind)
+    return replace(task, kind=kind, columns=names)
+
+
+def _read_columns(task: TaskConfig) -> list[LabelColumn]:
+    cells = read_sheet(task)
+    names = label_columns(task, task.labels, cells)
+    minus_is_no = has_plus(cells, names)
+    columns = []
+    for name in names:
+        is_word = may_be_missing(cells[name], minus_is_no)
+        filled = pc.drop_null(cells[name].filter(pc.invert(is_word)))
+        words = cells[name].filter(is_word)
+        columns.append(LabelColumn(name, cells, filled.unique().to_pylist(), words))
+    return columns
+
+
+def _kind_of(sheet: str, columns: Sequence[LabelColumn]) -> TaskKind:
+    filled = [column for column in columns if column.values]
+    if all(column.is_yes_or_no for column in filled):
+        return "binary" if len(columns) == 1 else "multilabel"
+    if len(columns) > 1:
+        _refuse_a_mixture(sheet, columns)
+        return "regression"
+    (column,) = columns
+    if not column.is_text and len(column.values) > FEW:
+        return "regression"
+    _refuse_unread_numbers(sheet, column)
+    _refuse_a_third_value(sheet, column)
+    return "multiclass"
+
+
+def _refuse_a_mixture(sheet: str, columns: Sequence[LabelColumn]) -> None:
+    """Refuses the first column that is unlike the others: it is hardly meant as a label."""
+    yes_or_no = [column.name for column in columns if column.is_yes_or_no]
+    texts = [column.name for column in columns if column.is_text]
+    alike = yes_or_no or [column.name for column in columns if column.name not in texts]
+    is_survival = {column.name for column in columns} > set(TIMED)
+    if is_survival:
+        alike = [*TIMED]
+    odd = next((column for column in columns if column.values and column.name not in alike), None)
+    if not odd:
+        return
+    if is_survival:
+        what = "is neither time nor event"
+    else:
+        others = [value for value in odd.values if value.lower() not in BOOLEANS]
+        what = f"holds {'texts' if odd.is_text else 'numbers'} such as {odd.shown(others[0])}, "
+        what += "not 0 and 1" if yes_or_no else "not 0, 1 or numbers"
+    if not texts:
+        cure = f"leave it out: {type_columns(alike)}; or choose the kind: --kind regression"
+    elif not alike:
+        cure = f"for texts as classes, choose one column: {type_columns(texts[:1])}; else write 0 and 1"
+    else:
+        cure = f"leave it out: {type_columns(alike)}"
+    raise ConfigError(f"{sheet}: column {odd.name!r} {what}: {cure}")
+
+
+def _refuse_unread_numbers(sheet: str, column: LabelColumn) -> None:
+    """Refuses to take a column of numbers for classes because some cells are not read as one."""
+    numeric = [value for value in column.values if NUMERIC.fullmatch(value)]
+    unread = [value for value in column.values if not are_numbers([value])]
+    if numeric and unread:
+        read = [value for value in numeric if value not in unread] or numeric
+        raise ConfigError(
+            f"{sheet}: column {column.name!r} is neither numbers nor classes: it holds "
+            f"{column.shown(read[0])} and {column.shown(unread[0])}: write numbers with a point and leave unknown "
+            "cells empty, or choose the kind: --kind multiclass"
+        )
+    begin_with_digits = all(value[0].isdigit() for value in column.values)
+    if unread and len(column.values) > FEW and begin_with_digits:
+        raise ConfigError(
+            f"{sheet}: column {column.name!r} holds numbers followed by something else, such as "
+            f"{column.shown(column.values[0])}: leave the unit out, or choose the kind: --kind multiclass"
+        )
+
+
+def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
+    """Refuses to guess what a value means that stands beside yes and no. 0, 1, 2, ... are classes."""
+    rows_of = Counter(column.sheet[column.name].drop_null().to_pylist())
+    sides = {BOOLEANS.get(value.lower()) for value in rows_of}
+    if len(sides) < 3:  # yes, no and others
+        return
+    if are_numbers([*rows_of]) and sorted(map(float, rows_of)) == list(range(len(rows_of))):
+        return
+    values = [f"{column.shown(value)} in {rows:,} rows" for value, rows in rows_of.most_common()]
+    others = [column.shown(value) for value in rows_of if value.lower() not in BOOLEANS]
+    raise ConfigError(
+        f"{sheet}: column {column.name!r} holds {listed(values, FEW)}: does {listed(others, SHOWN)} "
+        "mean unknown? Then leave these cells empty. If it is a class, choose the kind: --kind "
+        "multiclass (in a YAML task: kind)"
+    )
+
+
+def _ask_about_words(sheet: str, columns: Sequence[LabelColumn], kind: TaskKind) -> None:
+    for column in columns:
+        if not len(column.words):
+            continue
+        raise ConfigError(
+            f"{sheet}: {quoted(column.words)} in column {column.name!r} ({len(column.words):,} rows): "
+            f"is it unknown, or a class? Choose the kind: --kind {kind} if it is unknown, --kind "
+            "multiclass if it is a class (in a YAML task: kind)"
+        )

@@ -1,0 +1,134 @@
+"""Which row of a sheet of labels belongs to which crop of the datasets.
+
+sheet = join_sheet(TaskConfig(labels="my.csv"), [dataset])
+sheet.cells["af"], sheet.row_of_crop[0]     # texts by row; the row of each of the dataset's crops, or -1
+
+A record is named as in the dataset, or by its path in the archive.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.ecg.record_names import SHOWN, count_and_first, match_records
+from omnilead.data_tools.ecg.record_tables import as_text
+from omnilead.data_tools.io.errors import DataError
+from omnilead.engine.settings.errors import ConfigError
+
+from .config import TaskConfig
+from .kinds import Array
+from .sheet import FOLD_COLUMNS, has_plus, may_be_missing, quoted, read_sheet
+
+OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
+
+
+class JoinedSheet(NamedTuple):
+    # in messages; also says so if few of its records are in the data, the likely cause of any error
+    name: str
+    cells: pa.Table  # of text, null: unknown
+    row_of_crop: list[Array]  # by dataset; -1: none
+    remarks: list[str]
+
+    @property
+    def fold_columns(self) -> list[str]:
+        return [name for name in FOLD_COLUMNS if name in self.cells.column_names]
+
+    @property
+    def used_rows(self) -> Array:
+        """Those of records that are in the data."""
+        rows = np.unique(np.concatenate(self.row_of_crop))
+        return np.asarray(rows[rows >= 0])
+
+    def without_words(self, columns: Sequence[str], classes: Sequence[str] = ()) -> Self:
+        """Words such as NA are empty cells in these columns, unless they are among the classes. Remarks
+        say so."""
+        cells, remarks = self.cells, list(self.remarks)
+        columns = [name for name in cells.column_names if name in columns]
+        minus_is_no = has_plus(cells, columns)
+        for name in columns:
+            is_class = pc.is_in(cells[name], pa.array(classes, pa.string()))
+            is_word = pc.and_not(may_be_missing(cells[name], minus_is_no), is_class)
+            words = cells[name].filter(is_word)
+            if not len(words):
+                continue
+            remarks.append(
+                f"{self.name}: {quoted(words)} in column {name!r} ({len(words):,} rows) is taken for "
+                "an empty cell, which is unknown: if it means something else, write that"
+            )
+            place = cells.column_names.index(name)
+            cells = cells.set_column(place, name, pc.if_else(is_word, None, cells[name]))
+        return self._replace(cells=cells, remarks=remarks)
+
+
+def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> JoinedSheet:
+    """Finds the sheet's row for each crop by the name of its record."""
+    url, cells = task.labels, read_sheet(task, where)
+    data = data_records(datasets)
+    try:
+        matches = match_records(url, cells, data.keys, data.names)
+    except DataError as error:
+        raise ConfigError(f"{error}{_pseudonyms(url, datasets)}") from None
+    name = url
+    remarks = [f"{url}: {note}" for note in matches.notes]
+    if matches.mostly_missing:
+        examples = ", ".join(data.names[:SHOWN].to_pylist())
+        name = f"{remarks[0]}, which has {examples}, ...: check that the table belongs to the data"
+        remarks[0] += _pseudonyms(url, datasets)
+    without_row = np.flatnonzero(matches.row < 0)
+    if len(without_row):
+        all_records = f"{len(data.keys):,} records of the data"
+        remarks.append(
+            f"{url}: has no row for {count_and_first(without_row, data.keys)} of {all_records}"
+        )
+    rows = by_dataset(matches.row[data.key_of_crop], datasets)
+    return JoinedSheet(name, cells, rows, remarks)
+
+
+def _pseudonyms(url: str, datasets: Sequence[Dataset]) -> str:
+    """What to do if the data do not have the names that a sheet has."""
+    if not any(dataset.meta.get("pseudonyms") for dataset in datasets):
+        return ""
+    return (
+        f"; the data have pseudonyms: omnilead labels table {url} --out DIR --pseudonymize KEYFILE "
+        "writes the table with them"
+    )
+
+
+def join_own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> JoinedSheet:
+    """The datasets' own columns, a row for each crop."""
+    if unknown := [name for name in task.columns if name not in OWN_COLUMNS]:
+        raise ConfigError(
+            f"task.columns: {unknown[0]!r} is not in the dataset, which has age and sex: name a "
+            "table: --labels"
+        )
+    cells = pa.concat_tables([dataset.table(["record", *task.columns]) for dataset in datasets])
+    rows = by_dataset(np.arange(len(cells)), datasets)
+    return JoinedSheet(datasets[0].root.url, as_text(cells), rows, [])
+
+
+class DataRecords(NamedTuple):
+    """The records of some datasets, each once."""
+
+    keys: pa.Array  # source/record
+    names: pa.Array  # record
+    key_of_crop: Array  # indices into both
+
+
+def data_records(datasets: Sequence[Dataset]) -> DataRecords:
+    crops = pa.concat_tables([dataset.table(["source", "record"]) for dataset in datasets])
+    key = pc.binary_join_element_wise(crops["source"], crops["record"], "/")
+    key = key.combine_chunks().dictionary_encode()
+    key_of_crop = key.indices.to_numpy()
+    first = np.unique(key_of_crop, return_index=True)[1]
+    names = crops["record"].take(pa.array(first)).combine_chunks()
+    return DataRecords(key.dictionary, names, key_of_crop)
+
+
+def by_dataset(values_N: Array, datasets: Sequence[Dataset]) -> list[Array]:
+    """The values of each dataset's crops, of those of all crops."""
+    ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
+    return np.split(values_N, ends)

@@ -1,0 +1,477 @@
+"""The kinds of tasks: for each a class with its loss, scores, targets and chance levels, from the
+logits of R samples for K outputs.
+
+kind = KINDS["multilabel"]
+loss_R, share_R = kind.loss(logits_RK, y_RK)      # unknown labels (NaN) are ignored
+kind.scores(logits_RK)                            # probabilities; for regression and survival, the logits
+kind.targets(y, train_NK, classes, "my.csv", False)       # ConfigError if the labels cannot be learnt
+
+The labels of survival are times [R, 1], negative if censored then; its logits are risks: logarithms
+of hazard ratios. Identity has patients as its labels: ArcFace learns it (downstream.tasks.classifier).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from omnilead.engine.settings.errors import ConfigError, listed
+
+from .config import TaskKind
+
+Array = np.ndarray
+Names = Sequence[str]
+SENSITIVE_OF = 20  # positives, at least: of fewer, one is more than 5 %
+EMPTY = "an empty cell is unknown: write 0 where a label is absent"
+
+
+@dataclass
+class Targets:
+    """What a model learns to output."""
+
+    y: list[Array]  # by dataset; of regression standardised; of identity: classes
+    outputs: int
+    center_K: Array = field(default_factory=lambda: np.zeros(1))  # of regression
+    scale_K: Array = field(default_factory=lambda: np.ones(1))
+    balanced_2K: Array | None = None  # weights of negative and positive labels
+    remarks: list[str] = field(default_factory=list)
+
+    def standardised(self, y_NK: Array) -> Array:
+        return np.asarray((y_NK - self.center_K) / self.scale_K, np.float32)
+
+    def values(self, scores_RK: Array) -> Array:
+        """From the model's scale to that of the labels."""
+        return np.asarray(scores_RK * self.scale_K + self.center_K)
+
+
+class Kind(ABC):
+    name: ClassVar[TaskKind]
+    meaning: ClassVar[str]
+    of_classes: ClassVar[bool] = True  # outputs are classes, not values
+    one_column: ClassVar[bool] = False  # of the label table
+    exclusive: ClassVar[bool] = False  # an ECG has one of the classes
+    has_positives: ClassVar[bool] = True  # labels above 0 are examples of a class, or events
+    same_in_a_share = "no class has positives and negatives in both"  # why a probe learns nothing
+    # Numbers of a model's head that have one entry for each output
+    head_numbers: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def has_thresholds(self) -> bool:
+        return "thresholds" in self.head_numbers
+
+    @property
+    def has_scale(self) -> bool:
+        return "scale" in self.head_numbers
+
+    @abstractmethod
+    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of each label, and which are known: [R, K], for multiclass [R, 1]."""
+
+    def loss(
+        self, logits_RK: Tensor, y_RK: Tensor, weights_RK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """For each sample: the summed loss of its known labels divided by the number of all labels,
+        and the share that is known. The sum of the first divided by the sum of the second is the
+        mean over known labels."""
+        loss_RK, known_RK = self.cell_losses(logits_RK, y_RK)
+        if weights_RK is not None:
+            loss_RK = loss_RK * weights_RK
+        loss_R = (loss_RK * known_RK).sum(1) / loss_RK.shape[1]
+        return loss_R, known_RK.float().mean(1)
+
+    def right(self, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
+        """Whether all known labels of a sample are predicted."""
+        predicted_RK = logits_RK > 0
+        positive_RK = y_RK > 0
+        right_RK = (predicted_RK == positive_RK) | y_RK.isnan()
+        return right_RK.all(1)
+
+    def scores(self, logits_RK: Tensor) -> Tensor:
+        return logits_RK
+
+    def varied(self, y_NK: Array) -> Array:
+        """bool [K]: the outputs of which a probe can learn something: known labels differ."""
+        unknown_NK = np.isnan(y_NK)
+        least_K = np.where(unknown_NK, np.inf, y_NK).min(0, initial=np.inf)
+        most_K = np.where(unknown_NK, -np.inf, y_NK).max(0, initial=-np.inf)
+        return np.asarray(least_K < most_K)
+
+    def all_same(self, split: str) -> str:
+        """Why nothing is `varied`."""
+        return f"all labels of the split {split} are the same"
+
+    def held_out_error(self, scores_NK: Array, y_NK: Array) -> float:
+        """What a probe's penalty minimises: the mean squared error of known labels, which is
+        defined even for a class without positives."""
+        known_NK = ~np.isnan(y_NK)
+        return float(np.square(scores_NK - y_NK)[known_NK].sum() / max(known_NK.sum(), 1))
+
+    def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
+        """The weight of each label [N, K]; for multiclass [N, 1]."""
+        negative_K, positive_K = balanced_2K
+        return np.asarray(np.where(y_NK > 0, positive_K, negative_K))
+
+    def targets(
+        self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
+    ) -> Targets:
+        """What is learnt from labels `y` (by dataset), of which those of the training split are
+        `train_NK`. `labels`: the table's name, for messages. `balanced`: with class weights."""
+        if unknown := listed_classes(classes, np.isnan(train_NK).all(0)):
+            raise ConfigError(
+                f"{labels}: no crop of the training split has a known label in {unknown}: leave the "
+                "column out"
+            )
+        return self.learnable(y, train_NK, classes, labels, balanced)
+
+    @abstractmethod
+    def learnable(
+        self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
+    ) -> Targets:
+        """`targets` of labels that are known somewhere in each column."""
+
+    def chance_in_training(self, targets: Targets) -> dict[str, float]:
+        """Training metrics of a model that guesses."""
+        return {}
+
+    @abstractmethod
+    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+        """Validation metrics of a model that knows only how frequent labels are: `y` held-out
+        labels, of crops with so many windows."""
+
+    def cannot_choose(self, y: Array) -> str:
+        """Why held-out labels tell no step from another, if so."""
+        return ""
+
+    def output_fields(self, classes: Names, unit: str) -> list[tuple[str, pa.DataType]]:
+        """The columns of predictions."""
+        return [(name, pa.float32()) for name in classes]
+
+    def output_columns(self, y_NK: Array, classes: Names, thresholds: Any) -> list[pa.Array]:
+        return [pa.array(y_N) for y_N in y_NK.T]
+
+
+class _Classes(Kind):
+    """Labels are 0, 1 or NaN (unknown)."""
+
+    def learnable(
+        self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
+    ) -> Targets:
+        there_K = np.asarray((train_NK > 0).any(0))
+        if has := self.cannot_learn(train_NK, there_K, classes):
+            raise ConfigError(f"{labels}: the training split has {has}")
+        targets = Targets(y, len(classes))
+        if not there_K.all():
+            absent = listed_classes(classes, ~there_K)
+            targets.remarks = [f"no positive examples in training: {absent}"]
+        if balanced:
+            targets.balanced_2K = self.balanced(train_NK)
+        return targets
+
+    def cannot_learn(self, train_NK: Array, there_K: Array, classes: Names) -> str:
+        if not there_K.any():
+            return f"no positive of {listed_classes(classes, ~there_K)}: nothing to tell apart"
+        if not (train_NK == 0).any():
+            only = listed_classes(classes, there_K)
+            return f"only positives of {only}: nothing to tell apart; {EMPTY}"
+        return ""
+
+    def balanced(self, y_NK: Array) -> Array:
+        """[2, K]: weights of negative and positive labels, inverse to their frequency, 1 on
+        average."""
+        known_K = np.maximum((~np.isnan(y_NK)).sum(0), 1)
+        negative_K = (y_NK == 0).sum(0)
+        positive_K = (y_NK > 0).sum(0)
+        counts_2K = np.maximum([negative_K, positive_K], 1)
+        return np.asarray(known_K / self.groups(y_NK) / counts_2K, np.float32)
+
+    def groups(self, y_NK: Array) -> int:
+        """In how many groups each label puts the samples."""
+        return 2
+
+    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+        known_NK = windows_N[:, None] * ~np.isnan(y)
+        share_K = (known_NK * (y > 0)).sum(0) / np.maximum(known_NK.sum(0), 1)
+        return {"auroc": 0.5} | self.chance_of_shares(share_K)
+
+    @abstractmethod
+    def chance_of_shares(self, share_K: Array) -> dict[str, float]: ...
+
+
+class BinaryKind(_Classes):
+    name: ClassVar[TaskKind] = "binary"
+    meaning = "each ECG has it or not"
+    one_column = True
+    head_numbers = ("thresholds",)
+
+    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+        known_RK = ~y_RK.isnan()
+        y_RK = y_RK.nan_to_num()
+        loss_RK = F.binary_cross_entropy_with_logits(logits_RK, y_RK, reduction="none")
+        return loss_RK, known_RK
+
+    def scores(self, logits_RK: Tensor) -> Tensor:
+        return logits_RK.sigmoid()
+
+    def chance_of_shares(self, share_K: Array) -> dict[str, float]:
+        if not share_K.any():
+            return {}
+        return {"auprc": float(share_K[share_K > 0].mean())}
+
+    def output_fields(self, classes: Names, unit: str) -> list[tuple[str, pa.DataType]]:
+        fields = []
+        for name in classes:
+            fields += [(name, pa.float32()), (f"{name}_predicted", pa.bool_())]
+        return fields
+
+    def output_columns(self, y_NK: Array, classes: Names, thresholds: Any) -> list[pa.Array]:
+        columns = []
+        decisions_KN = (y_NK > np.array(thresholds)).T
+        for score_N, decision_N in zip(y_NK.T, decisions_KN, strict=True):
+            columns += [pa.array(score_N), pa.array(decision_N)]
+        return columns
+
+
+class MultilabelKind(BinaryKind):
+    name: ClassVar[TaskKind] = "multilabel"
+    meaning = "an ECG can have none, one or several of them"
+    one_column = False
+
+
+class MulticlassKind(_Classes):
+    name: ClassVar[TaskKind] = "multiclass"
+    meaning = "each ECG has exactly one of them"
+    one_column = True
+    exclusive = True
+
+    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+        known_R1 = ~y_RK[:, :1].isnan()
+        loss_R = F.cross_entropy(logits_RK, y_RK.nan_to_num(), reduction="none")
+        return loss_R[:, None], known_R1
+
+    def right(self, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
+        return logits_RK.argmax(1) == y_RK.argmax(1)
+
+    def scores(self, logits_RK: Tensor) -> Tensor:
+        return logits_RK.softmax(1)
+
+    def cannot_learn(self, train_NK: Array, there_K: Array, classes: Names) -> str:
+        if why := super().cannot_learn(train_NK, there_K, classes):
+            return why
+        if there_K.sum() == 1:
+            return f"only {listed_classes(classes, there_K)}: nothing to tell apart"
+        return ""
+
+    def groups(self, y_NK: Array) -> int:
+        return int(y_NK.shape[1])
+
+    def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
+        _, positive_K = balanced_2K
+        of_class_N1 = np.nansum(y_NK * positive_K, axis=1, keepdims=True)
+        return np.asarray(of_class_N1, np.float32)
+
+    def chance_of_shares(self, share_K: Array) -> dict[str, float]:
+        return {"accuracy": float(share_K.max())}
+
+    def output_fields(self, classes: Names, unit: str) -> list[tuple[str, pa.DataType]]:
+        return [("predicted", pa.string()), *super().output_fields(classes, unit)]
+
+    def output_columns(self, y_NK: Array, classes: Names, thresholds: Any) -> list[pa.Array]:
+        best = pa.array(classes).take(pa.array(y_NK.argmax(1)))
+        return [best, *super().output_columns(y_NK, classes, thresholds)]
+
+
+class RegressionKind(Kind):
+    """Labels are standardised: beyond one deviation the loss grows linearly (smooth L1), so that a
+    few wrong labels do not dominate."""
+
+    name: ClassVar[TaskKind] = "regression"
+    meaning = "numbers"
+    of_classes = False
+    has_positives = False
+    head_numbers = ("center", "scale")
+
+    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+        known_RK = ~y_RK.isnan()
+        loss_RK = F.smooth_l1_loss(logits_RK, y_RK.nan_to_num(), reduction="none")
+        return loss_RK, known_RK
+
+    def learnable(
+        self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
+    ) -> Targets:
+        center_K = np.asarray(np.nanmean(train_NK, 0, np.float64))
+        scale_K = np.asarray(np.nanstd(train_NK, 0, np.float64))
+        if equal := listed_classes(classes, scale_K == 0):
+            raise ConfigError(
+                f"{labels}: all known values of {equal} in the training split are equal: nothing to "
+                "learn"
+            )
+        targets = Targets([], len(classes), center_K, scale_K)
+        targets.y = [targets.standardised(y_NK) for y_NK in y]
+        return targets
+
+    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+        error = float(np.nanmean(np.abs(y - targets.center_K)))
+        return {"mae": error, "r2": 0.0}
+
+    def output_fields(self, classes: Names, unit: str) -> list[tuple[str, pa.DataType]]:
+        suffix = f"_{unit}" if unit else ""
+        return [(f"{name}{suffix}", pa.float32()) for name in classes]
+
+
+class SurvivalKind(Kind):
+    name: ClassVar[TaskKind] = "survival"
+    meaning = "the time until an event"
+    of_classes = False
+    same_in_a_share = "no event in one of them"
+
+    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+        return cox(logits_RK, y_RK), y_RK > 0
+
+    def learnable(
+        self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
+    ) -> Targets:
+        events = int((train_NK > 0).sum())
+        if not events:
+            raise ConfigError(f"{labels}: the training split has no event: nothing to learn")
+        return Targets(y, 1, remarks=[f"{events:,} training crops with the event"])
+
+    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+        return {"c_index": 0.5}
+
+    def cannot_choose(self, y: Array) -> str:
+        return "" if (y > 0).any() else "no event in validation"
+
+    def varied(self, y_NK: Array) -> Array:
+        return np.asarray((y_NK > 0).any(0))
+
+    def all_same(self, split: str) -> str:
+        return f"no event in the split {split}"
+
+    def held_out_error(self, scores_NK: Array, y_NK: Array) -> float:
+        return event_loss(torch.from_numpy(scores_NK), torch.from_numpy(y_NK)).item()
+
+
+class IdentityKind(Kind):
+    """Labels are patients; those of the training split are the classes."""
+
+    name: ClassVar[TaskKind] = "identity"
+    meaning = "which ECGs are of the same patient"
+
+    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+        raise TypeError("patients are learnt by ArcFace, not from labels")
+
+    def targets(
+        self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
+    ) -> Targets:
+        return self.learnable(y, train_NK, classes, labels, balanced)  # every patient is known
+
+    def learnable(
+        self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
+    ) -> Targets:
+        """Numbers the patients of the training split; those of other crops are arbitrary."""
+        trained = np.unique(train_NK)
+        numbers = [np.clip(np.searchsorted(trained, ids), 0, len(trained) - 1) for ids in y]
+        remark = f"{len(trained):,} patients to tell apart"
+        return Targets(numbers, len(trained), remarks=[remark])
+
+    def chance_in_training(self, targets: Targets) -> dict[str, float]:
+        return {"accuracy": 1 / targets.outputs}
+
+    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+        _, counts = np.unique(y, return_counts=True)
+        share = counts / counts.sum()
+        return {"identification_accuracy": float(share @ share)}
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        BinaryKind(),
+        MultilabelKind(),
+        MulticlassKind(),
+        RegressionKind(),
+        SurvivalKind(),
+        IdentityKind(),
+    )
+}
+
+
+def listed_classes(classes: Names, these_K: Any) -> str:
+    return ", ".join(compress(classes, these_K))
+
+
+def cox(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
+    """Minus the logarithm of the partial likelihood (Cox 1972) of each row if it had the event:
+    of its hazard as a share of that of all rows not yet censored or gone, times their number, so
+    that equal risks cost 0 in a batch of any size.
+
+    Tied times as by Breslow: the halves of a crop always tie, and Efron's correction would take
+    them for two patients."""
+    risk_R = risk_R1[:, 0]
+    time_R = y_R1[:, 0].abs().nan_to_num()  # unknown: 0, so never at risk
+    order = time_R.argsort(descending=True)
+    at_risk_R = torch.searchsorted(-time_R[order], -time_R, right=True)
+    total_R = risk_R[order].logcumsumexp(0)[at_risk_R - 1]
+    return (total_R - at_risk_R.to(risk_R).log() - risk_R)[:, None]
+
+
+def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
+    """The mean loss of the events; 0 if there is none."""
+    event_N1 = y_N1 > 0
+    return (cox(risk_N1, y_N1) * event_N1).sum() / event_N1.sum().clamp_min(1)
+
+
+def thresholds(y_NK: Array, scores_NK: Array) -> list[float]:
+    """For each class, the threshold with the highest F1; 0.5 if it has no positives."""
+    return list(map(_threshold, y_NK.T, scores_NK.T))
+
+
+def _threshold(y_N: Array, score_N: Array) -> float:
+    known = ~np.isnan(y_N)
+    y, score = y_N[known], score_N[known]
+    order = np.argsort(-score, kind="stable")
+    positive = y[order] > 0
+    if not positive.any():
+        return 0.5
+    score = np.append(score[order], 0.0)
+    above, below = score[:-1], score[1:]  # a threshold lies between them
+    true = np.cumsum(positive)  # positives among the 1, 2, ... highest scores
+    predicted = np.arange(1, len(true) + 1)
+    f1 = 2 * true / (predicted + true[-1])
+    f1[above == below] = -1
+    best = int(f1.argmax())
+    return float((above[best] + below[best]) / 2)
+
+
+def sensitive_points(y_NK: Array, scores_NK: Array, classes: Names) -> dict[str, list[float]]:
+    """By class, from which score on 95 % of its positives lie, and the specificity there; without
+    classes of too few positives."""
+    points = {}
+    for name, y_N, score_N in zip(classes, y_NK.T, scores_NK.T, strict=True):
+        positive, negative = np.sort(score_N[y_N > 0]), score_N[y_N == 0]
+        if len(positive) >= SENSITIVE_OF and len(negative):
+            lowest = positive[len(positive) // SENSITIVE_OF]
+            points[name] = [float(lowest), float((negative < lowest).mean())]
+    return points
+
+
+def sensitive(points: Mapping[str, Sequence[float]], classes: Names) -> list[str]:
+    """Sentences that say these points, and which classes have none."""
+    sentences = []
+    for name, (lowest, specificity) in points.items():
+        sentences.append(
+            f"{name}: 95 % sensitivity from {lowest:.4f} on, specificity {specificity:.2f}"
+        )
+    if without := [name for name in classes if name not in points]:
+        sentences.append(
+            f"no score with 95 % sensitivity for {listed(without, 5)}: that takes {SENSITIVE_OF} "
+            "positives and a negative"
+        )
+    return sentences

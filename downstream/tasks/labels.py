@@ -1,0 +1,210 @@
+"""Labels and splits of a task, for every crop of its datasets.
+
+    labels = read_task(TaskConfig("rhythm", "multiclass", labels="rhythm.csv"), [Dataset.open("DATASET")])
+    labels.y[0], labels.classes         # float32 [crops, K], NaN where unknown; names of the K columns
+    labels.rows(0, "train")             # crops of the first dataset in the training split that have a known label
+
+A sheet of labels is read (sheet.py), its rows are joined to crops (join.py), its cells become numbers
+(values.py), and its records are split by patient (people.py, splits.py); remarks.py says what was found.
+`guess_kind` (guess.py) chooses the kind of a sheet's labels.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+
+import numpy as np
+import pyarrow as pa
+
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.data_tools.ecg.record_tables import RESERVED
+from omnilead.engine.data.where import holds
+from omnilead.engine.settings.errors import ConfigError, Facts
+
+from .config import TaskConfig
+from .join import JoinedSheet, by_dataset, join_own_columns, join_sheet
+from .kinds import Array
+from .people import people_of, people_of_sheet, unknown_patients
+from .remarks import remarks_on_labels
+from .sheet import TIMED, label_columns
+from .splits import SPLITS, TEST, split_by_role, split_crops
+from .values import label_values
+
+DX_ROLES = "shard --dx-sources names the sources whose records have diagnosis roles"
+
+
+@dataclass(frozen=True, eq=False)
+class TaskLabels:
+    task: TaskConfig  # with columns, classes and folds filled in
+    classes: tuple[str, ...]  # names of the K outputs; empty for identity
+    # by dataset [crops, K] float32; multiclass: one-hot; survival: times, negative if censored;
+    # identity: patients, int64 [crops]
+    y: list[Array]
+    split: list[Array]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
+    remarks: list[str] = field(default_factory=list)
+    name: str = ""  # of the table in messages; "": the labels are roles of the datasets
+    table: pa.Table | None = None  # the columns of the label table that are used, as text
+    # By dataset [crops] int64: ids of those who must be in one split, patients (odd) or else records
+    patients: list[Array] = field(default_factory=list)
+    unknown: tuple[int, int] = (0, 0)  # labelled records without a patient, all labelled records
+    row_of_crop: list[Array] = field(default_factory=list)  # by dataset, in `table`; -1: none
+    left_out: str = ""  # how many crops of train and valid data.where leaves out
+
+    def rows(self, dataset: int, split: str) -> Array:
+        return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
+
+    def y_of(self, split: str) -> Array:
+        """The labels of all crops of a split."""
+        return np.concatenate([y[self.rows(n, split)] for n, y in enumerate(self.y)])
+
+    @property
+    def role(self) -> str:
+        """The role, as an argument of Dataset.select, that alone decides the split; "" if labels or
+        folds do."""
+        if self.task.labels or self.task.columns or self.task.split not in ("auto", "roles"):
+            return ""
+        return "identity" if self.task.kind == "identity" else "dx"
+
+    @property
+    def by_role(self) -> bool:
+        """Whether the datasets' roles decide the split, among the labelled crops."""
+        return self.task.split == "roles" or (self.task.split == "auto" and not self.task.labels)
+
+    @property
+    def units(self) -> str:
+        """What is resampled for an interval."""
+        without, records = self.unknown
+        if not without:
+            return "patients"
+        return "records" if without == records else "patients (records where they are unknown)"
+
+    @property
+    def facts(self) -> Facts:
+        """Facts that must not change when a training is resumed, as JSON."""
+        task = replace(self.task, labels=self.task.labels.rpartition("/")[2])
+        digest = ""
+        if not self.role:
+            arrays = map(np.ascontiguousarray, [*self.y, *self.split])
+            digests = b"".join(sha256(array.data).digest() for array in arrays)
+            digest = sha256(digests).hexdigest()
+        facts = {
+            "definition": asdict(task),
+            "classes": self.classes,
+            "sha256": digest,
+            "unknown_patients": self.unknown,
+        }
+        as_json: Facts = json.loads(json.dumps(facts))
+        return as_json
+
+
+def read_task(task: TaskConfig, datasets: Sequence[Dataset], where: str = "") -> TaskLabels:
+    """Reads labels and splits; ConfigError if the sheet does not fit the task or the datasets.
+    `where`: data.where, of what is in train and valid."""
+    if task.kind == "identity" or not (task.labels or task.columns):
+        labels = _labels_of_roles(task, datasets)
+    else:
+        labels = _labels_of_columns(task, datasets, where)
+    return _leave_out(labels, datasets, where) if where else labels
+
+
+def _labels_of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
+    """The paper's tasks: labels and splits are in the dataset."""
+    is_identity = task.kind == "identity"
+    if is_identity and (task.labels or task.columns):
+        raise ConfigError(
+            f"task.kind=identity: its labels are the dataset's patients, not "
+            f"{task.labels or task.columns}"
+        )
+    if task.kind not in ("identity", "multilabel"):
+        raise ConfigError(
+            f"task.kind={task.kind}: name a label table: --labels my.csv, or --set "
+            "task.columns=[age]"
+        )
+    if task.split not in ("auto", "roles"):
+        raise ConfigError(
+            f"task.split={task.split}: the split of a label table: name one with --labels, or use "
+            "roles"
+        )
+    split = split_by_role(datasets, "id_role" if is_identity else "dx_role")
+    labelled_N = np.concatenate(split) > 0
+    people = people_of(datasets)
+    patients = people.ids(datasets)
+    remarks = people.doubtful_ids(labelled_N)
+    if is_identity:
+        return TaskLabels(task, (), patients, split, remarks, patients=patients)
+    y = [dataset.labels.astype(np.float32) for dataset in datasets]
+    unknown = people.records_without_patient(datasets, labelled_N)
+    remarks = [*unknown_patients(unknown), *remarks]
+    return TaskLabels(task, CLASSES, y, split, remarks, patients=patients, unknown=unknown)
+
+
+def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> TaskLabels:
+    if task.kind == "survival" and not task.columns:
+        task = replace(task, columns=TIMED)
+    sheet = join_sheet(task, datasets, where) if task.labels else join_own_columns(task, datasets)
+    task = replace(task, columns=label_columns(task, sheet.name, sheet.cells))
+    if task.kind != "multiclass" or task.classes:
+        sheet = sheet.without_words(task.columns, task.classes)
+    sheet = sheet.without_words(sheet.fold_columns)
+    task, classes, y_RK = label_values(task, sheet)
+    y = _y_of_crops(y_RK, sheet)
+    labelled_N = _labelled_crops(task, sheet, y)
+    people = people_of_sheet(sheet, datasets)
+    splits = split_crops(task, sheet, datasets, labelled_N, people)
+    split_N = np.where(labelled_N, splits.split_N, 0).astype(np.int8)
+    unknown = people.records_without_patient(datasets, labelled_N)
+    remarks = [
+        *(*sheet.remarks, *splits.remarks, *unknown_patients(unknown)),
+        *(*people.doubtful_ids(labelled_N), *remarks_on_labels(task, sheet, y_RK)),
+    ]
+    return TaskLabels(
+        replace(task, folds=splits.folds),
+        classes,
+        y,
+        by_dataset(split_N, datasets),
+        remarks,
+        sheet.name,
+        _used_columns(task, sheet, where) if task.labels else None,
+        people.ids(datasets),
+        unknown,
+        sheet.row_of_crop,
+    )
+
+
+def _y_of_crops(y_RK: Array, sheet: JoinedSheet) -> list[Array]:
+    unknown_1K = np.full((1, y_RK.shape[1]), np.nan, np.float32)
+    with_unknown = np.append(y_RK, unknown_1K, axis=0)  # in row -1, that of crops without a row
+    return [with_unknown[row] for row in sheet.row_of_crop]
+
+
+def _labelled_crops(task: TaskConfig, sheet: JoinedSheet, y: list[Array]) -> Array:
+    """bool [crops of all datasets]"""
+    labelled_N = np.concatenate([~np.isnan(y_NK).all(1) for y_NK in y])
+    if not labelled_N.any():
+        raise ConfigError(
+            f"{sheet.name}: no record has a known label in {', '.join(task.columns)}: fill in the "
+            "cells"
+        )
+    return labelled_N
+
+
+def _used_columns(task: TaskConfig, sheet: JoinedSheet, where: str) -> pa.Table:
+    always = (*RESERVED, *task.columns)
+    names = [name for name in sheet.cells.column_names if name in always or name in where]
+    return sheet.cells.select(names).replace_schema_metadata()
+
+
+def _leave_out(labels: TaskLabels, datasets: Sequence[Dataset], where: str) -> TaskLabels:
+    """Without the crops of train and valid for which `where` is not true."""
+    split, crops = [], 0
+    for n, dataset in enumerate(datasets):
+        cells = None
+        if labels.table:
+            row = labels.row_of_crop[n]
+            cells = labels.table.take(pa.array(row, mask=row < 0))
+        out_N = (labels.split[n] < TEST) & ~holds(dataset, where, cells)
+        crops += int((labels.split[n][out_N] > 0).sum())
+        split.append(np.where(out_N, np.int8(0), labels.split[n]))
+    left_out = f", data.where={where!r} leaves out {crops:,} crops"
+    return replace(labels, split=split, left_out=left_out)

@@ -1,0 +1,649 @@
+"""Metrics of every kind of task, by their usual definitions: numpy in, plain numbers out.
+
+    measure("multiclass", y_NK, scores_NK)["auroc"]   MEASURES of binary, multilabel, multiclass, regression and survival
+    challenge_score(labels, outputs)                  the PhysioNet/CinC Challenge 2021's score, of [n, 26] zeros and ones
+    statistic_of("binary", y_N1, scores_N1).summary() the measures, and figures for each class
+    identification(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
+    mean, half = over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
+    low, high = bootstrap(statistic_of("binary", y_N1, scores_N1), patients, 1000)    95 %, by resampling patients
+    if few_patients(kind, labels_NK, patients):       where a bootstrap says nothing: of two positives it can be 1 to 1
+        intervals |= intervals_of_few(metrics, labels_NK, patients)       # exact ones, or NaN
+
+NaN in y is an unknown label, which is ignored. Means are over the classes (columns) for which a
+metric is defined. In survival y are times, negative if censored.
+
+The Challenge's classes are in the order of challenge_weights.csv, which is its weights.csv (BSD
+2-clause, from GitHub: physionetchallenges/evaluation-2021). Its weights are multiples of 1/80, so
+the score's sums are exact integers.
+
+Axes: N rows, K classes, P gallery entries, Q probes, D width of an embedding.
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from importlib.resources import files
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from omnilead.data_tools.dataset import CLASSES
+from omnilead.engine.settings.errors import Facts, OutputError
+from omnilead.engine.settings.metrics import METRIC_OF
+
+Array = np.ndarray
+Names = Sequence[str]
+Floats = Sequence[float] | None
+# By kind of task; the first is its score; the Challenge's 26 classes have `challenge` before it
+MEASURES: dict[str, list[str]] = {}
+for _metric in METRIC_OF.values():
+    for _kind in _metric.kinds:
+        MEASURES.setdefault(_kind, []).append(_metric.name)
+NORMAL = CLASSES.index("NSR")
+WEIGHTS = "challenge_weights.csv"
+UNIT = 80  # of the weights
+THRESHOLD = 0.5
+TIE = 1e-12  # cosines in float64 closer than this are equal
+BINS = 10  # bins of probabilities, equally wide
+FEW = 10  # patients with the class, or without it
+TOO_FEW = (
+    f"No class has {FEW} patients with it and {FEW} without it, or fewer than {FEW} had the event: "
+    "AUROC and other metrics of classes and events"
+)
+BLOCK = 2**23  # similarities at a time, 64 MB
+
+
+class MetricError(OutputError):
+    """Numbers that cannot be scored. The message is one line."""
+
+
+@cache
+def weights() -> Array:
+    """int64 [26, 26], in eightieths: the credit for predicting one class when another is true."""
+    lines = (files("omnilead.downstream.tasks") / WEIGHTS).read_text().splitlines()
+    table = np.genfromtxt(lines, delimiter=",", skip_header=1)
+    return np.asarray(np.rint(table[:, 1:] * UNIT), np.int64)
+
+
+def predicted(kind: str, scores: Array, thresholds: Floats = None) -> Array:
+    """bool [N, K]: classes strictly above their threshold (fairseq-signals
+    binary_cross_entropy.py:28); for multiclass the most probable one."""
+    if kind == "multiclass":
+        best_N1 = scores.argmax(1)[:, None]
+        return np.asarray(best_N1 == np.arange(scores.shape[1]))
+    return np.asarray(scores > np.asarray(thresholds or THRESHOLD))
+
+
+def measure(
+    kind: str, y_NK: Array, scores_NK: Array, thresholds: Floats = None, classes: Names = ()
+) -> dict[str, float]:
+    """MEASURES of `kind`. Scores are probabilities or, for regression, values; y is 0, 1 or NaN
+    (unknown), or a value."""
+    return statistic_of(kind, y_NK, scores_NK, thresholds, classes).measures()
+
+
+def statistic_of(
+    kind: str, y_NK: Any, scores_NK: Any, thresholds: Floats = None, classes: Names = ()
+) -> "Classification | Regression":
+    y, scores = np.asarray(y_NK), np.asarray(scores_NK)
+    classes = classes or list(map(str, range(y.shape[-1])))
+    if kind == "regression":
+        return Regression(y, scores, classes)
+    if kind == "survival":
+        return Concordance(y, scores, classes)
+    outputs = predicted(kind, scores, thresholds)
+    return Classification(y, outputs, scores, classes, kind)
+
+
+def challenge_score(labels: Array, outputs: Array) -> float:
+    """1: all correct; 0: as good as predicting "normal" for all, or by definition if every label
+    is normal. It has no lower bound."""
+    return challenge_statistic(labels, outputs)(np.ones(len(labels), np.int64))
+
+
+def challenge_statistic(labels: Array, outputs: Array) -> Callable[[Array], float]:
+    """A function of row weights that returns the challenge_score of these rows."""
+    return partial(_challenge, *credits(*checked(labels, outputs)))
+
+
+def credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
+    """[3, N] each, predicting outputs, labels or "normal": credit in eightieths, number of classes
+    labelled or predicted."""
+    normal = np.zeros_like(labels)
+    normal[:, NORMAL] = True
+    y = labels.astype(np.float32)  # exact: sums of up to 676 numbers of up to 80
+    worth_NK = y @ weights().astype(np.float32)
+    credit_3N, norm_3N = [], []
+    for predicted_NK in (outputs, labels, normal):
+        credit_3N.append((worth_NK * predicted_NK).sum(1))
+        norm_3N.append((labels | predicted_NK).sum(1))
+    return np.array(credit_3N, np.int64), np.maximum(norm_3N, 1)
+
+
+def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
+    """Sums credits by their norm first, as integers, so that the order of the rows does not
+    matter."""
+    columns = zip(norm_3N, credit_3N * weight_N, strict=True)
+    sums = np.array([np.bincount(norm_N, credit_N, 27) for norm_N, credit_N in columns])
+    if (sums[1] == sums[2]).all():  # every row is normal or empty: nothing else makes the two equal
+        return 0.0
+    norms = np.maximum(np.arange(27), 1)
+    observed, correct, inactive = (sums / norms).sum(1) / UNIT
+    return float((observed - inactive) / (correct - inactive))
+
+
+def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple[Array, Array]:
+    """Both as bool arrays of one shape [n, classes]."""
+    arrays = []
+    for name, values in (("labels", labels), ("outputs", outputs)):
+        array = np.asarray(values)
+        if array.ndim != 2 or array.shape[1] != classes or not len(array):
+            raise MetricError(
+                f"{name} of shape {list(array.shape)}, not [n, {classes}] with n at least 1"
+            )
+        wrong_values = np.count_nonzero((array != 0) & (array != 1))
+        if wrong_values:
+            raise MetricError(f"{name}: {wrong_values:,} of {array.size:,} are neither 0 nor 1")
+        arrays.append(array.astype(bool))
+    y, p = arrays
+    if len(y) != len(p):
+        raise MetricError(f"{len(y):,} rows of labels and {len(p):,} of outputs")
+    return y, p
+
+
+def ranked(score_N: Array) -> tuple[Array, Array]:
+    """Rows by descending score, and the position of the last of each run of equal scores."""
+    order = np.argsort(-score_N)
+    score = score_N[order]
+    ends = np.append(score[1:] != score[:-1], True)
+    return order, np.flatnonzero(ends)
+
+
+class Ranking:
+    """Computes the areas of one class for any weights of the rows, which are sorted once. Only at
+    runs of equal scores with a positive do the areas grow."""
+
+    def __init__(self, y_N: Array, score_N: Array) -> None:
+        """y is 0, 1 or NaN: unknown, and ignored."""
+        known_rows = np.flatnonzero(~np.isnan(y_N))
+        order, last = ranked(score_N[known_rows])
+        self.order = known_rows[order]
+        self.positive = np.flatnonzero(y_N[self.order] > 0)
+        runs = np.unique(np.searchsorted(last, self.positive))
+        first = np.append(0, last[:-1] + 1)[runs]
+        stop = last[runs] + 1
+        self.first_positive = np.searchsorted(self.positive, first)
+        edges = np.unique([0, *first, *stop])
+        self.edges = edges[edges < len(order)]  # between which the weights are summed
+        self.first = np.searchsorted(edges, first)
+        self.stop = np.searchsorted(edges, stop)
+
+    def areas(self, weight_NB: Array) -> Array:
+        """AUROC and AUPRC [2, B] for B weightings. NaN without positives; without negatives AUROC
+        is NaN and AUPRC 1."""
+        if not len(self.positive):
+            return np.full((2, weight_NB.shape[1]), np.nan)
+        weight_NB = weight_NB[self.order]
+        new = np.add.reduceat(weight_NB[self.positive], self.first_positive)
+        sums = np.cumsum(np.add.reduceat(weight_NB, self.edges), 0)
+        before = np.insert(sums, 0, 0, axis=0)  # weight of all rows before an edge
+        start, end = before[self.first], before[self.stop]
+        true = np.cumsum(new, 0)  # positives up to the end of each run
+        positives = true[-1]
+        negatives = before[-1] - positives
+        # A positive counts the negatives below it, and half of those with its score
+        below = negatives - (end - true + start - true + new) / 2
+        with np.errstate(invalid="ignore", divide="ignore"):
+            auroc = (new * below).sum(0) / (positives * negatives)
+            auprc = (new * true / np.maximum(end, 1e-9)).sum(0) / positives
+        areas = np.where(positives > 0, [auroc, auprc], np.nan)
+        areas[0, negatives <= 0] = np.nan
+        return areas
+
+
+def weighted_measures(y_N: Array, score_N: Array, weight_NB: Array) -> dict[str, Array]:
+    """The metrics [B] of a class that compare models, for B weightings of the rows at once. The
+    areas are NaN without positives or negatives."""
+    auroc_B, auprc_B = Ranking(y_N, score_N).areas(weight_NB)
+    auprc_B[np.isnan(auroc_B)] = np.nan
+    sums_2N = np.stack([squared_errors(y_N, score_N), ~np.isnan(y_N)], dtype=np.float32)
+    error_B, known_B = sums_2N @ weight_NB
+    with np.errstate(invalid="ignore"):
+        brier_B = error_B / known_B
+    return {"auroc": auroc_B, "auprc": auprc_B, "brier": brier_B}
+
+
+def squared_errors(y: Array, scores: Array) -> Array:
+    """0 where the label is unknown. Their mean is a class's Brier score. Exclusive classes are
+    scored like any others, each against the rest: Brier's own score, a sum over K classes, is K
+    times their mean."""
+    return np.where(np.isnan(y), 0, np.square(scores - y))
+
+
+class Statistic(ABC):
+    """Computes MEASURES for any row weights."""
+
+    names: Names
+    once_N: Array  # weights: each row counts once
+
+    def __call__(self, weight_N: Array) -> Array:
+        """The metrics `names`, where row i counts weight_N[i] times."""
+        means = self.means(weight_N)
+        return np.array([means[name] for name in self.names])
+
+    @abstractmethod
+    def by_class(self, weight_N: Array) -> dict[str, Array]: ...
+
+    def means(self, weight_N: Array) -> dict[str, float]:
+        means = {}
+        for name, values_K in self.by_class(weight_N).items():
+            means[name] = _mean(values_K)
+        return means
+
+    def measures(self) -> dict[str, float]:
+        return dict(zip(self.names, self(self.once_N).tolist(), strict=True))
+
+
+class Classification(Statistic):
+    """Rows are sorted once: a bootstrap resample costs a few cumulative sums."""
+
+    def __init__(
+        self,
+        labels: Array,
+        outputs: Array,
+        scores: Array,
+        classes: Names = CLASSES,
+        kind: str = "multilabel",
+    ) -> None:
+        y_NK, scores = np.asarray(labels, np.float64), np.asarray(scores)
+        self.known = ~np.isnan(y_NK)
+        self.labels, outputs = checked(np.nan_to_num(y_NK), outputs, len(classes))
+        if scores.dtype.kind != "f":
+            scores = scores.astype(float)
+        if scores.shape != y_NK.shape:
+            raise MetricError(
+                f"scores of shape {list(scores.shape)} for labels of shape {list(y_NK.shape)}"
+            )
+        if lost := np.count_nonzero(np.isnan(scores)):
+            raise MetricError(f"{lost:,} of {scores.size:,} scores are NaN")
+        self.classes, self.names = tuple(classes), MEASURES[kind]
+        self.outputs = outputs & self.known
+        self.once_N = np.ones(len(y_NK), np.int64)
+        if self.classes == CLASSES and self.known.all():
+            self.names = ("challenge", *self.names)
+            self.credits = credits(self.labels, self.outputs)
+        self.rated_N = self.known.any(1)
+        wrong_NK = self.labels != self.outputs
+        self.right_N = self.rated_N & ~wrong_NK.any(1)
+        error_NK = squared_errors(y_NK, scores)
+        cells = (
+            self.labels & self.outputs,
+            self.outputs,
+            self.labels,
+            self.known,
+            error_NK,
+        )
+        self.cells_NX = np.concatenate(cells, 1).astype(np.float64)
+        self.rankings = list(map(Ranking, y_NK.T, scores.T))
+
+    def means(self, weight_N: Array) -> dict[str, float]:
+        means = super().means(weight_N)
+        with np.errstate(invalid="ignore"):  # no row is known: NaN
+            means["accuracy"] = weight_N @ self.right_N / (weight_N @ self.rated_N)
+        means["balanced_accuracy"] = means["sensitivity"]
+        if "challenge" in self.names:
+            means["challenge"] = _challenge(*self.credits, weight_N)
+        return means
+
+    def by_class(self, weight_N: Array) -> dict[str, Array]:
+        """auroc, auprc, f_measure, sensitivity, specificity, brier. NaN where the denominator is
+        zero."""
+        weight_N1 = weight_N[:, None]
+        areas = [ranking.areas(weight_N1) for ranking in self.rankings]
+        auroc_K, auprc_K = np.concatenate(areas, 1)
+        sums_5K = (weight_N @ self.cells_NX).reshape(5, -1)
+        true_K, predicted_K, positives_K, known_K, error_K = sums_5K
+        negatives_K = known_K - positives_K
+        with np.errstate(invalid="ignore"):
+            return {
+                "auroc": auroc_K,
+                "auprc": auprc_K,
+                "f_measure": 2 * true_K / (predicted_K + positives_K),
+                "sensitivity": true_K / positives_K,
+                "specificity": (negatives_K - (predicted_K - true_K)) / negatives_K,
+                "brier": error_K / known_K,
+            }
+
+    def summary(self) -> Facts:
+        """The measures; `classes`: figures of each; `without_positives`, `without_negatives`: those
+        without AUROC."""
+        columns = self.by_class(self.once_N)
+        columns["positives"] = self.labels.sum(0)
+        columns["predicted"] = self.outputs.sum(0)
+        columns["n"] = self.known.sum(0)
+        classes = table_of(self.classes, columns)
+        never, always = [], []
+        for name, row in classes.items():
+            if not row["positives"]:
+                never.append(name)
+            elif row["positives"] == row["n"]:
+                always.append(name)
+        return {
+            **self.measures(),
+            "classes": classes,
+            "without_positives": never,
+            "without_negatives": always,
+        }
+
+
+class Regression(Statistic):
+    names = MEASURES["regression"]
+
+    def __init__(self, values: Array, predictions: Array, classes: Names) -> None:
+        if lost := np.count_nonzero(~np.isfinite(predictions)):
+            raise MetricError(f"{lost:,} of {predictions.size:,} predictions are not finite")
+        self.known, self.classes = np.isfinite(values), tuple(classes)
+        self.values = np.where(self.known, values, 0).astype(np.float64)
+        self.errors = np.where(self.known, predictions - self.values, 0.0)
+        self.once_N = np.ones(len(values), np.int64)
+
+    def by_class(self, weight_N: Array) -> dict[str, Array]:
+        """MEASURES, mean_error and sd_error. NaN where the denominator is zero."""
+        w, e = weight_N[:, None] * self.known, self.errors
+        with np.errstate(invalid="ignore", divide="ignore"):
+            n = w.sum(0)
+            shift = (w * e).sum(0) / n
+            square = (w * e * e).sum(0)
+            y = self.values - (w * self.values).sum(0) / n
+            p = y + e - shift
+            yy = (w * (y * y)).sum(0)
+            pp = (w * (p * p)).sum(0)
+            yp = (w * (y * p)).sum(0)
+            columns = {
+                "mae": (w * abs(e)).sum(0) / n,
+                "rmse": np.sqrt(square / n),
+                "r2": 1 - square / yy,
+                "pearson": yp / np.sqrt(yy * pp),
+                "mean_error": shift,
+                "sd_error": np.sqrt(np.maximum(square / n - shift**2, 0)),
+            }
+        for value_K in columns.values():
+            value_K[~np.isfinite(value_K)] = np.nan
+        return columns
+
+    def summary(self) -> Facts:
+        columns = self.by_class(self.once_N) | {"n": self.known.sum(0)}
+        return self.measures() | {"classes": table_of(self.classes, columns)}
+
+
+class Concordance(Regression):
+    """Harrell's C-index for any row weights. Of the pairs in which one had the event and the other
+    was followed for longer, or censored at that time: the share in which the first had the
+    higher risk. Equal risks count half.
+
+    Counts pairs in n log n, with one cumulative sum for each bit of the ranks of the risks: of
+    rows whose ranks agree in all higher bits, those with the bit are above the others. A
+    weighting of 100,000 rows takes 20 ms."""
+
+    names = MEASURES["survival"]
+
+    def __init__(self, values: Array, predictions: Array, classes: Names) -> None:
+        super().__init__(values, predictions, classes)
+        y = self.values[:, 0]  # unknown: 0, so never longer than another
+        rows = np.lexsort((y > 0, -np.abs(y)))  # longest first; of equal times, the censored
+        _, first, same = np.unique(
+            y[rows],
+            return_index=True,
+            return_inverse=True,
+        )
+        event = np.flatnonzero(y[rows] > 0)
+        longer = first[same[event]]  # how many were followed for longer
+        rank = np.unique(predictions[rows, 0], return_inverse=True)[1]
+        self.events = rows[event]
+        self.rank = rank[event]
+        self.levels = []
+        for bit in range(int(rank.max()).bit_length() + 1):
+            group = rank >> bit
+            by_group = np.argsort(group, kind="stable")
+            key = group[by_group] * len(y) + by_group
+            begins = group[event] * len(y)
+            start = np.searchsorted(key, begins)
+            stop = np.searchsorted(key, begins + longer)
+            self.levels.append((rows[by_group], start, stop))
+
+    def by_class(self, weight_N: Array) -> dict[str, Array]:
+        longer = []  # by level, the weight of those in an event's group who were followed longer
+        for rows, start, stop in self.levels:
+            before = np.append(0, np.cumsum(weight_N[rows]))
+            longer.append(before[stop] - before[start])
+        above = longer[0] / 2
+        for bit, (half, with_bit) in enumerate(pairwise(longer)):
+            above = above + (with_bit - half) * (self.rank >> bit & 1)
+        weight = weight_N[self.events]
+        with np.errstate(invalid="ignore"):  # no pairs: NaN
+            c_index = weight @ above / (weight @ longer[-1])
+        return {
+            "positives": weight.sum(keepdims=True),
+            "c_index": np.array([c_index]),
+        }
+
+
+def kaplan_meier(y_N: Array) -> tuple[Array, Array]:
+    """The corners of the curve from time 0 to the last contact: times, and shares without the
+    event. `y_N`: times, negative if censored."""
+    times, events = np.unique(y_N[y_N > 0], return_counts=True)
+    length = np.sort(np.abs(y_N))
+    at_risk = len(y_N) - np.searchsorted(length, times)
+    share = np.append(1, np.cumprod(1 - events / at_risk))
+    x = np.append(0, times.repeat(2))
+    return np.append(x, length[-1:]), share.repeat(2)
+
+
+def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, Facts]:
+    """By class, each column's value."""
+    table: dict[str, Facts] = {}
+    for k, name in enumerate(classes):
+        table[name] = {column: values_K[k].item() for column, values_K in columns.items()}
+    return table
+
+
+def _mean(values_K: Array) -> float:
+    finite_K = values_K[np.isfinite(values_K)]
+    return float(finite_K.mean()) if len(finite_K) else np.nan
+
+
+def identification(
+    gallery_PD: Array, gallery_ids: Sequence[Any], probe_QD: Array, probe_ids: Sequence[Any]
+) -> Facts:
+    """Whether the gallery entry most similar to a probe (cosine) is of the same patient (paper,
+    "Patient identification").
+
+    A tie counts as the expected result of a random draw among its entries; a zero vector ties with
+    all. `ties`: the share of probes with several best entries; `chance`: the accuracy of a random
+    draw from the gallery; `one_sided`: probes whose patient is not in the gallery, always misses;
+    `cmc`: the share of probes whose patient is among the first 1, 2, ... entries; `hits`, `same`,
+    `other`: for each probe the expected hit, and the highest similarity to the same and to other
+    patients.
+    """
+    gallery = _units(gallery_PD, gallery_ids, "gallery")
+    probes = _units(probe_QD, probe_ids, "probe")
+    names = np.concatenate([np.asarray(gallery_ids), np.asarray(probe_ids)])
+    ids = np.unique(names, return_inverse=True)[1]
+    gallery_patients, probe_patients = ids[: len(gallery)], ids[len(gallery) :]
+    blocks = _compare(gallery, gallery_patients, probes, probe_patients)
+    better, tied, right, best, same, other = map(np.concatenate, zip(*blocks, strict=True))
+    within_QR = _found_within(better, tied, right, min(len(gallery), 50))
+    entries_Q = np.bincount(gallery_patients, minlength=ids.max() + 1)[probe_patients]
+    cmc = within_QR.mean(0)
+    return {
+        "accuracy": float(cmc[0]),
+        "top5": float(cmc[min(5, len(cmc)) - 1]),
+        "ties": float((best > 1).mean()),
+        "chance": float(entries_Q.mean() / len(gallery)),
+        "n_probes": len(probes),
+        "n_gallery": len(gallery),
+        "one_sided": int((entries_Q == 0).sum()),
+        "cmc": cmc,
+        "hits": within_QR[:, 0],
+        "same": same,
+        "other": other,
+    }
+
+
+def _units(vectors: Array, ids: Sequence[Any], name: str) -> Array:
+    array = np.asarray(vectors, np.float64)
+    if array.ndim != 2 or not len(array) or len(array) != len(ids):
+        raise MetricError(
+            f"{name} of shape {list(array.shape)} for {len(ids):,} patients: must be [n, width], "
+            "n at least 1"
+        )
+    finite_N = np.isfinite(array).all(1)
+    if not finite_N.all():
+        lost = np.count_nonzero(~finite_N)
+        raise MetricError(f"{lost:,} of {len(array):,} {name} embeddings are not finite")
+    return unit_vectors(array)
+
+
+def unit_vectors(x_ND: Array) -> Array:
+    """Scales rows to length 1; rows of zeros stay zero."""
+    largest = np.abs(x_ND).max(1, keepdims=True, initial=0)
+    # Otherwise the squares of small numbers underflow
+    x_ND = x_ND / np.where(largest > 0, largest, 1)
+    length = np.linalg.norm(x_ND, axis=1, keepdims=True)
+    return np.asarray(x_ND / np.where(length > 0, length, 1))
+
+
+def _compare(gallery: Array, gallery_patients: Array, probes: Array, probe_patients: Array) -> Any:
+    """For each block of probes: how many entries are more similar than the patient's best one,
+    how many as similar, how many of those are the patient's, how many share the first place; the
+    highest similarity to the same patient and to others."""
+    step = max(1, BLOCK // len(gallery))
+    for start in range(0, len(probes), step):
+        similarity = probes[start : start + step] @ gallery.T
+        own_patient = probe_patients[start : start + step, None] == gallery_patients
+        same = similarity.max(1, where=own_patient, initial=-np.inf)
+        other = similarity.max(1, where=~own_patient, initial=-np.inf)
+        first = np.maximum(same, other)
+        tied = np.abs(similarity - same[:, None]) <= TIE
+        yield (
+            (similarity > same[:, None] + TIE).sum(1),
+            tied.sum(1),
+            (tied & own_patient).sum(1),
+            (similarity >= first[:, None] - TIE).sum(1),
+            np.where(np.isfinite(same), same, np.nan),
+            np.where(np.isfinite(other), other, np.nan),
+        )
+
+
+def _found_within(better: Array, tied: Array, right: Array, ranks: int) -> Array:
+    """[Q, ranks]: the probability that the patient is among the first r, with ties in random
+    order."""
+    missed = np.ones(len(better))
+    probabilities = []
+    for rank in range(ranks):
+        drawn_before = rank - better  # tied entries drawn before this rank
+        left = tied - drawn_before
+        drawing = (drawn_before >= 0) & (left > 0)
+        chance = np.maximum(left - right, 0) / np.maximum(left, 1)
+        missed = missed * np.where(drawing, chance, 1.0)
+        probabilities.append(1 - missed)
+    return np.stack(probabilities, 1)
+
+
+def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
+    """For each bin of probabilities, over all classes: mean, share of positives (NaN if it has
+    fewer than FEW rows) and count; then the expected calibration error of all."""
+    is_known = ~np.isnan(labels.astype(float))
+    p, y = scores[is_known].astype(float), labels[is_known]
+    bin_of = np.minimum((p * BINS).astype(int), BINS - 1)
+    row_of = np.nonzero(is_known)[0]
+    count = np.bincount(bin_of, minlength=BINS)
+    n = np.maximum(count, 1)
+    mean = np.bincount(bin_of, p, BINS) / n
+    true = np.bincount(bin_of, y, BINS) / n
+    gap = np.abs(mean - true)
+    error = (gap * count).sum() / max(len(p), 1)
+    for b in range(BINS):
+        if len(np.unique(row_of[bin_of == b])) < FEW:
+            true[b] = np.nan
+    return mean, true, count, float(error)
+
+
+def over_seeds(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half the width of the 95 % t interval: NaN for one value."""
+    array = np.asarray(values, float)
+    if not array.size or not np.isfinite(array).all():
+        raise MetricError(f"{list(array)}: an interval needs finite numbers")
+    if len(array) == 1:
+        return float(array[0]), np.nan
+    from scipy import stats  # most of a second, which most commands need not wait
+
+    width = stats.t.ppf(0.975, len(array) - 1)
+    half = width * array.std(ddof=1) / np.sqrt(len(array))
+    return float(array.mean()), float(half)
+
+
+def exact_interval(positives: int, people: int) -> list[float]:
+    """95 % interval of a share (Clopper and Pearson)."""
+    from scipy import stats
+
+    return list(map(float, stats.binomtest(positives, people).proportion_ci()))
+
+
+def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int) -> Array:
+    """95 % percentile interval [2, ...] of a statistic, a function of how often each row was
+    drawn. Patients are drawn with all their rows. A resample on which the statistic is undefined
+    (NaN) is left out. NaN if there is only one patient."""
+    patient_N = _numbers(groups)
+    patients = int(patient_N.max()) + 1
+    rng = np.random.default_rng(0)
+    values = []
+    for _ in range(n):
+        drawn_P = np.bincount(rng.integers(patients, size=patients), minlength=patients)
+        values.append(statistic(drawn_P[patient_N]))
+    statistics = np.array(values, float)
+    if patients == 1:
+        statistics[:] = np.nan
+    with warnings.catch_warnings(action="ignore"):  # undefined on all of them: NaN
+        return np.asarray(np.nanpercentile(statistics, (2.5, 97.5), axis=0))
+
+
+def _numbers(groups: Sequence[Any] | Array) -> Array:
+    """The groups as numbers from 0."""
+    return np.unique(np.asarray(groups), return_inverse=True)[1]
+
+
+def few_patients(kind: str, labels_NK: Array, patients: Sequence[Any] | Array) -> bool:
+    """Whether no class has FEW patients with it and FEW without it; of survival, whether fewer had
+    the event."""
+    if kind == "regression":
+        return False
+    patient_N = _numbers(patients)
+    for y_N in labels_NK.T:
+        with_it = without_it = np.unique(patient_N[y_N > 0])
+        if kind != "survival":
+            without_it = np.unique(patient_N[y_N == 0])
+        if min(len(with_it), len(without_it)) >= FEW:
+            return False
+    return True
+
+
+def intervals_of_few(
+    metrics: Mapping[str, Any], labels_NK: Array, patients: Sequence[Any]
+) -> dict[str, list[float]]:
+    """Exact intervals of the shares of rows, if each row is another patient; otherwise none."""
+    intervals = {name: [np.nan, np.nan] for name in metrics}
+    if not len(set(patients)) == len(labels_NK) > 1:
+        return intervals
+    known_NK = ~np.isnan(labels_NK.astype(float))
+    rows = {"accuracy": known_NK.any(1)}
+    if labels_NK.shape[1] == 1:
+        rows["sensitivity"] = labels_NK == 1
+        rows["specificity"] = labels_NK == 0
+    for name, counted in rows.items():
+        n = int(counted.sum())
+        if n and name in metrics:
+            intervals[name] = exact_interval(round(metrics[name] * n), n)
+    return intervals

@@ -1,0 +1,74 @@
+"""Who must be in one split: the patients, or where they are unknown the records."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.ecg.record_tables import doubtful_patients
+from omnilead.engine.data.patients import ids_of, owners_of, patient_source
+
+from .join import JoinedSheet, data_records
+from .kinds import Array
+
+
+class People(NamedTuple):
+    names: pa.Array
+    owner_N: Array  # of each crop of all datasets, the index of its owner in `names`
+    known_N: Array  # whether that is a patient
+
+    def ids(self, datasets: Sequence[Dataset]) -> list[Array]:
+        """By dataset, int64 [crops]: odd for patients."""
+        return ids_of(datasets, self.owner_N, self.known_N)
+
+    def doubtful_ids(self, labelled_N: Array) -> list[str]:
+        """A remark if ids of labelled patients may be two spellings of one."""
+        patients = np.unique(self.owner_N[labelled_N & self.known_N])
+        doubt = doubtful_patients(self.names.take(pa.array(patients)))
+        return [doubt] if doubt else []
+
+    def records_without_patient(
+        self, datasets: Sequence[Dataset], labelled_N: Array
+    ) -> tuple[int, int]:
+        """How many labelled records have no patient, and how many there are."""
+        record_N = data_records(datasets).key_of_crop
+        without_N = labelled_N & ~self.known_N
+        return len(np.unique(record_N[without_N])), len(np.unique(record_N[labelled_N]))
+
+
+def people_of(datasets: Sequence[Dataset]) -> People:
+    return People(*owners_of(datasets))
+
+
+def people_of_sheet(sheet: JoinedSheet, datasets: Sequence[Dataset]) -> People:
+    """A column `patient` of the sheet counts where a dataset knows no patient."""
+    people = people_of(datasets)
+    if people.known_N.all() or "patient" not in sheet.cells.column_names:
+        return people
+    cells = sheet.cells["patient"].combine_chunks()
+    row_N = np.concatenate(sheet.row_of_crop)
+    by_sheet_N = (row_N >= 0) & ~people.known_N
+    by_sheet_N[by_sheet_N] = cells.is_valid().to_numpy(zero_copy_only=False)[row_N[by_sheet_N]]
+    source = pa.concat_tables([dataset.table(["source"]) for dataset in datasets])["source"]
+    namespace = patient_source(source.filter(pa.array(by_sheet_N)).combine_chunks())
+    patients = cells.take(pa.array(row_N[by_sheet_N]))
+    named = pc.binary_join_element_wise(namespace, patients, "/").dictionary_encode()
+    all_names = pa.concat_arrays([people.names, named.dictionary]).dictionary_encode()
+    owner_of_name = all_names.indices.to_numpy()
+    owner_N = owner_of_name[people.owner_N]
+    owner_N[by_sheet_N] = owner_of_name[len(people.names) + named.indices.to_numpy()]
+    return People(all_names.dictionary, owner_N, people.known_N | by_sheet_N)
+
+
+def unknown_patients(unknown: Sequence[int]) -> list[str]:
+    """`unknown`: records_without_patient."""
+    without, records = unknown
+    if not without:
+        return []
+    return [
+        f"patients unknown for {without:,} of {records:,} records: split by record, scores may be "
+        "too high"
+    ]

@@ -1,0 +1,113 @@
+"""Read-outs: what an embedding keeps of an encoder's tokens and of the signal.
+
+    readout = parsed("mean+std+rhythm")
+    width_of(readout, 128)                     # how many numbers that is, for an encoder of width 128
+    read_out(readout, c_RND, x_RLT, leads)     # [R, width] float32; x_RLT: these leads in millivolts at 500 Hz
+
+A read-out names one or more parts, joined by +:
+
+    mean      the mean over tokens, as in the paper                               D numbers
+    std       the standard deviation over tokens                                  D
+    beats     the mean of the tokens at fixed times around the R peaks            len(BEATS_S) * D
+    rhythm    rhythm, amplitudes and residuals, measured in the signal            len(MEASUREMENTS)
+    waveform  the median beat of each lead, of unit length over all leads         12 * BEAT
+
+The mean of tokens drops what diagnosis needs: the rhythm, and the amplitude, which the encoder's
+group norm removes. The last three are computed on the CPU, at about 900 segments
+a second and core.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.ecg.mean_beat import (
+    BEAT,
+    MEASUREMENTS,
+    mean_beats,
+    measurements,
+    r_peaks,
+)
+from omnilead.data_tools.ecg.resampling import FS_HZ
+from omnilead.engine.model.encoder import pool
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.leads import ALL
+
+PAPER = "mean"
+Readout = tuple[str, ...]  # the parts of a read-out
+BEATS_S = np.linspace(-0.3, 0.5, 9)  # from P to the end of T
+WIDTHS: dict[str, Callable[[int], int]] = {
+    "mean": lambda width: width,
+    "std": lambda width: width,
+    "beats": lambda width: len(BEATS_S) * width,
+    "rhythm": lambda width: len(MEASUREMENTS),
+    "waveform": lambda width: len(LEADS) * BEAT,
+}
+
+
+def parsed(text: str) -> Readout:
+    """The parts of a read-out."""
+    parts = tuple(text.split("+"))
+    unknown = [part for part in parts if part not in WIDTHS]
+    if unknown or len(set(parts)) < len(parts):
+        raise ConfigError(
+            f"readout={text[:60]!r}: join different parts by +, out of {', '.join(WIDTHS)}"
+        )
+    return parts
+
+
+def measures_signal(readout: Readout) -> bool:
+    return not {"rhythm", "beats", "waveform"}.isdisjoint(readout)
+
+
+def width_of(readout: Readout, width: int) -> int:
+    return sum(WIDTHS[part](width) for part in readout)
+
+
+def place_of_mean(readout: Readout, width: int) -> slice:
+    """Where the mean over tokens stands, by which patients are identified; without it, all."""
+    if "mean" not in readout:
+        return slice(None)
+    before = width_of(readout[: readout.index("mean")], width)
+    return slice(before, before + width)
+
+
+def read_out(readout: Readout, c_RND: Tensor, x_RLT: Tensor, leads: Sequence[int] = ALL) -> Tensor:
+    c_RND, signal = c_RND.float(), np.empty(0)
+    if measures_signal(readout):
+        signal = np.zeros((len(x_RLT), len(LEADS), x_RLT.shape[2]), np.float32)
+        signal[:, list(leads)] = x_RLT.float().cpu()
+    vectors = []
+    for part in readout:
+        if part == "mean":
+            vectors.append(pool(c_RND))
+        elif part == "std":
+            vectors.append(c_RND.std(1, correction=0))
+        elif part == "beats":
+            vectors.append(_beats(c_RND, signal))
+        else:
+            measured = measurements(signal)
+            if part == "waveform":
+                measured = mean_beats(signal)[:, : len(LEADS) * BEAT]
+            vectors.append(torch.from_numpy(measured).to(c_RND.device))
+    return torch.cat(vectors, 1)
+
+
+def _beats(c_RND: Tensor, signal: np.ndarray) -> Tensor:
+    """The mean token at each of BEATS_S from the R peaks; the mean of all tokens where no beat has
+    such a token."""
+    rows = []
+    for c_ND, x_LT in zip(c_RND, signal, strict=True):
+        samples = r_peaks(x_LT)[:, None] + BEATS_S * FS_HZ
+        token = np.floor(samples / x_LT.shape[1] * len(c_ND)).astype(int)
+        times = []
+        for beat_tokens in token.T:
+            beat_tokens = beat_tokens[(beat_tokens >= 0) & (beat_tokens < len(c_ND))]
+            times.append(
+                c_ND[torch.from_numpy(beat_tokens)].mean(0) if len(beat_tokens) else c_ND.mean(0)
+            )
+        rows.append(torch.cat(times))
+    return torch.stack(rows) if rows else c_RND.new_zeros(0, len(BEATS_S) * c_RND.shape[2])

@@ -1,0 +1,131 @@
+"""What a model has to output for each row of a sheet: numbers from its cells.
+
+task, outputs, y_RK = label_values(task, sheet)     # float32 [rows, K], NaN where unknown
+
+Multiclass is one-hot; times of survival are negative if censored.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from omnilead.data_tools.ecg.record_names import index_in
+from omnilead.data_tools.ecg.record_tables import as_typed, missing_words
+from omnilead.engine.settings.errors import ConfigError
+
+from .config import TaskConfig, TaskKind
+from .join import JoinedSheet
+from .kinds import KINDS, Array
+from .sheet import BOOLEANS, MAX_VALUES, are_numbers, in_order, quoted, type_columns
+
+SHOWN_CLASSES = 10  # more are not typed out in a message
+
+
+def label_values(task: TaskConfig, sheet: JoinedSheet) -> tuple[TaskConfig, tuple[str, ...], Array]:
+    """The task with its classes, the names of the K outputs, and the values [rows, K]."""
+    if KINDS[task.kind].one_column and len(task.columns) != 1:
+        raise ConfigError(
+            f"{sheet.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: "
+            f"{type_columns(['NAME'])}"
+        )
+    if task.kind == "multiclass":
+        task = replace(task, classes=task.classes or _classes_of(task, sheet))
+        return task, task.classes, _one_hot(task, sheet)
+    if task.kind == "survival":
+        return task, ("risk",), _signed_times(task, sheet)
+    y = [_column_values(task.kind, sheet, name) for name in task.columns]
+    return task, task.columns, np.stack(y, axis=1)
+
+
+def _classes_of(task: TaskConfig, sheet: JoinedSheet) -> tuple[str, ...]:
+    """The values of records that are in the data, sorted."""
+    (name,) = task.columns
+    cells = sheet.cells[name].combine_chunks().take(pa.array(sheet.used_rows))
+    classes = in_order(pc.drop_null(cells).unique().to_pylist())
+    _ask_whether_words_are_classes(sheet.name, name, cells, classes)
+    return tuple(classes)
+
+
+def _ask_whether_words_are_classes(
+    sheet: str, column: str, cells: pa.Array, classes: Sequence[str]
+) -> None:
+    """An error if a class may be a word for a missing value: only the user knows."""
+    words = cells.filter(missing_words(cells))
+    if not len(words):
+        return
+    others = [name for name in classes if name not in words.unique().to_pylist()]
+    raise ConfigError(
+        f"{sheet}: {quoted(words)} in column {column!r} ({len(words):,} rows): is it a class, or "
+        f"unknown? Set task.classes, which names all classes: --set 'task.classes={_typed(classes)}' "
+        f"if it is one, --set 'task.classes={_typed(others)}' if it is unknown"
+    )
+
+
+def _typed(classes: Sequence[str]) -> str:
+    return json.dumps(classes, ensure_ascii=False) if len(classes) <= SHOWN_CLASSES else "[...]"
+
+
+def _one_hot(task: TaskConfig, sheet: JoinedSheet) -> Array:
+    (name,) = task.columns
+    if len(task.classes) > MAX_VALUES:
+        raise ConfigError(
+            f"{sheet.name}: {name} has {len(task.classes):,} values: use at most {MAX_VALUES} classes"
+        )
+    column = sheet.cells[name].combine_chunks()
+    code_R = index_in(column, pa.array(task.classes, pa.string()))
+    used_R = np.isin(np.arange(len(column)), sheet.used_rows)
+    filled_R = column.is_valid().to_numpy(zero_copy_only=False)
+    other_R = used_R & filled_R & (code_R < 0)
+    if other_R.any():
+        cell = _describe_cell(sheet, name, int(other_R.argmax()))
+        raise ConfigError(f"{cell} is not one of its classes {', '.join(task.classes)}")
+    y_RK = (code_R[:, None] == np.arange(len(task.classes))).astype(np.float32)
+    y_RK[code_R < 0] = np.nan
+    return np.asarray(y_RK)
+
+
+def _signed_times(task: TaskConfig, sheet: JoinedSheet) -> Array:
+    """[rows, 1]: the time of the event; negative: of the last contact without it."""
+    if len(task.columns) != 2:
+        raise ConfigError(
+            f"{sheet.name}: a survival task has two columns, the time and whether the event "
+            f"happened then, not {', '.join(task.columns)}: "
+            f"{type_columns(['TIME', 'EVENT'])}"
+        )
+    time, event = task.columns
+    time_R = _column_values("survival", sheet, time)
+    event_R = _column_values("binary", sheet, event)
+    sign_R = 2 * event_R - 1
+    return np.asarray((time_R * sign_R)[:, None])
+
+
+def _column_values(kind: TaskKind, sheet: JoinedSheet, name: str) -> Array:
+    cells = sheet.cells[name].combine_chunks().dictionary_encode()
+    texts = cells.dictionary.to_pylist()
+    expected = "a number" if kind == "regression" else "a number above 0"
+    if KINDS[kind].of_classes:
+        expected = "0 or 1, true or false, yes or no"
+        values = [BOOLEANS.get(text.lower(), np.inf) for text in texts]
+    else:
+        values = [float(text) if are_numbers([text]) else np.inf for text in texts]
+    with np.errstate(over="ignore"):  # too large for float32: infinite, which is refused
+        numbers = np.array([*values, np.nan], np.float32)
+    empty = len(texts)
+    number_R = numbers[pc.fill_null(cells.indices, empty).to_numpy(zero_copy_only=False)]
+    wrong_R = np.isinf(number_R)
+    if kind == "survival":
+        wrong_R |= number_R <= 0
+    if wrong_R.any():
+        cell = _describe_cell(sheet, name, int(wrong_R.argmax()))
+        raise ConfigError(f"{cell} is not {expected}; leave it empty if unknown")
+    return np.asarray(number_R)
+
+
+def _describe_cell(sheet: JoinedSheet, column: str, row: int) -> str:
+    record, text = sheet.cells["record"][row], str(sheet.cells[column][row])
+    text = as_typed(sheet.cells, column, text)
+    return f"{sheet.name}: column {column!r} of record {record}: {text[:40]!r}"

@@ -1,1 +1,0 @@
-"""What training and inference do without: reports, other programs, the paper's tables."""

@@ -1,0 +1,350 @@
+"""What surrounds a training: its command line, its Python function, and what follows it: RUN/model, a
+model card and RUN/report.html. PyTorch is imported only once most settings are known to be right.
+
+main = partial(command, "pretrain", __doc__, train_run, pretrain_task, pretrain_settings, "quickstart", SHORTCUTS)
+main(["--config", "w2v_cmsc_rlm", "--data", "DATASET", "--out", "RUN"])  # -> exit code
+
+run = run_from_python(train_run, pretrain_task, pretrain_settings, None, "DATASET", "RUN", {"train.steps": 1000})
+run.validation[-1], run.report
+
+export(RunFolder("RUN"), PretrainTask)                   # RUN/model from a checkpoint
+
+Model cards, reports and `omnilead.load` are no part of the engine. Whoever starts a training hands them
+in as an AfterTraining; without one, RUN has neither card nor report.
+"""
+
+import argparse
+import errno
+import html
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from omnilead.data_tools.io.errors import DataError
+from omnilead.data_tools.io.terminal import Parser, is_memory, say, show
+from omnilead.engine.settings.commandline import (
+    note_for_torchrun,
+    positive,
+    run_folder,
+    tell_failure,
+)
+from omnilead.engine.settings.errors import ConfigError, OutputError, TrainError
+from omnilead.engine.settings.launcher import environment
+from omnilead.engine.settings.run_files import METRICS, REPORT, VALIDATION, read_rows
+
+if TYPE_CHECKING:
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.engine.training.config import RunConfig
+    from omnilead.engine.training.run_folder import RunFolder
+    from omnilead.engine.training.task import TrainingTask
+
+    Data = str | os.PathLike[str] | Dataset
+    # Imports the class of the task, for which PyTorch is imported
+    Task = Callable[[], type[TrainingTask]]
+    # Imports, without PyTorch, the class of the settings and the function that reads them from a
+    # config and what --set says
+    Settings = Callable[[], tuple[type[RunConfig], Callable[..., Any]]]
+    Train = Callable[..., bool]  # engine.pretrain.train_run
+
+LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+Shortcut = tuple[
+    str, dict[str, Any]
+]  # the setting that an option sets, and its arguments for argparse
+SHORTCUTS: dict[str, Shortcut] = {
+    "--start": (
+        "start",
+        {"metavar": "RUN", "help": "a run or model folder whose weights training starts from"},
+    ),
+    "--data": (
+        "data.datasets",
+        {"nargs": "+", "metavar": "DATASET", "help": "one or more datasets; s3:// works too"},
+    ),
+    "--out": (
+        "run",
+        {"metavar": "RUN", "help": "the run's folder; a run that was interrupted is resumed"},
+    ),
+    "--anonymous": (
+        "data.anonymous",
+        {"action": "store_const", "const": True, "help": "s3:// data without credentials"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class AfterTraining:
+    """What is made of a trained run outside the engine. Each imports what it needs when called."""
+
+    model_card: Callable[..., str]  # the text of RUN/model/README.md
+    write_report: Callable[[Path], Path]  # writes RUN/report.html
+    load: Callable[..., Any]  # omnilead.load
+
+
+class TrainingParser(Parser):
+    """Knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
+
+    settings: Callable[[], Any]  # their class
+    shortcuts: Mapping[str, Shortcut]
+
+    def suggest(self, option: str, value: str) -> str:
+        from omnilead.engine.training.config import DEVICE, nearest_settings, settings_named
+
+        name, kind = option.lstrip("-").replace("-", "_"), self.settings()
+        if DEVICE.search(name):
+            return "CUDA_VISIBLE_DEVICES in the environment"
+        near = settings_named(name, kind)
+        if not near and (other := super().suggest(option, value)):
+            return other
+        near = near or nearest_settings(name, kind)
+        options = {setting: option for option, (setting, _) in self.shortcuts.items()}
+        return options.get(near[0], f"--set {near[0]}={value or '...'}") if near else ""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        if message:
+            note_for_torchrun(message.strip())
+        super().exit(status, message)
+
+
+def command(
+    name: str,
+    about: str | None,
+    train: "Train",
+    task: "Task",
+    settings: "Settings",
+    default: str | None,
+    shortcuts: Mapping[str, Shortcut],
+    arguments: Sequence[str] | None = None,
+    after: AfterTraining | None = None,
+) -> int:
+    """Parses the arguments and trains with engine.pretrain.train_run. `default`: the default config,
+    for --help. Errors are one line and an exit code."""
+    parser = _parser(name, about, default, shortcuts)
+    parser.settings = lambda: settings()[0]
+    args = parser.parse_args(arguments)
+    set_options = [key for key, value in vars(args).items() if value not in (None, False, [])]
+    ignored = [
+        f"--{key.replace('_', '-')}"
+        for key in set_options
+        if key not in ("export", "schema", "local_rank")
+    ]
+    if ignored and (args.export or args.schema):
+        parser.error(f"{' '.join(ignored)}: --export and --schema take no other option")
+
+    if args.dry_run and args.profile:
+        parser.error("--profile: --dry-run runs no step: leave one of them out")
+
+    from omnilead.engine.training.config import schema
+    from omnilead.engine.training.run_folder import RunFolder
+
+    kind, read = settings()
+    try:
+        if args.schema:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
+            return show(schema(kind) + "\n")
+        if args.export:
+            say(str(export(RunFolder(args.export), task(), after)))
+            return 0
+        if args.dry_run and environment()[0]:
+            return 0
+        config = read(args.config, [*_overrides(args, shortcuts), *args.set])
+        if args.dry_run:
+            return show(_dry_run(config, task, args.dry_run) + "\n")
+        train(config, task, args.profile or 0, after)
+    except (Exception, KeyboardInterrupt) as error:
+        message, code = message_and_code(error)
+        if code != 130 or os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks
+            tell_failure(f"omnilead {name}: {' '.join(message.split())}", everywhere=code == 2)
+        return code
+    return 0
+
+
+def _dry_run(config: Any, task: "Task", gpus: int) -> str:
+    from omnilead.engine.training.config import check
+    from omnilead.engine.training.run_folder import open_datasets
+
+    check(config, gpus)
+    datasets = open_datasets(config)
+    config.require_files()
+    from omnilead.engine.training.dry_run import (
+        dry_run,  # not before: see engine.pretrain.train_run
+    )
+
+    return dry_run(config, task(), datasets, gpus)
+
+
+def _parser(
+    name: str, about: str | None, default: str | None, shortcuts: Mapping[str, Shortcut]
+) -> TrainingParser:
+    parser = TrainingParser(
+        f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.shortcuts = shortcuts
+    add = parser.add_argument
+    which = f" (default: {default})" if default else ""
+    add("--config", metavar="NAME|F", help=f"a shipped config by its name, or a YAML file{which}")
+    for option, (setting, add_options) in shortcuts.items():
+        add(option, **{**add_options, "help": f"{add_options['help']}; --set {setting}=..."})
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="a.b=c",
+        help="settings by their names; may be given many times",
+    )
+    traced = (
+        "trace N steps after a warm-up into RUN/profile, print the slowest operations, and "
+        "continue training"
+    )
+    add("--profile", type=positive, metavar="N", help=traced)
+    add(
+        "--dry-run",
+        type=positive,
+        nargs="?",
+        const=1,
+        metavar="GPUS",
+        help="print the settings, the data, and estimates of memory, time and disk on so many GPUs "
+        "(1), and exit; RUN is not looked at",
+    )
+    add("--export", type=run_folder, metavar="RUN", help="write RUN/model and exit")
+    add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
+    # added by deepspeed's launcher; LOCAL_RANK is used instead
+    add("--local_rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def _overrides(args: argparse.Namespace, shortcuts: Mapping[str, Shortcut]) -> list[str]:
+    """The options that stand for a setting, as --set would say them."""
+    overrides = []
+    for option, (setting, _) in shortcuts.items():
+        value = getattr(args, option.removeprefix("--"))
+        if value is not None:
+            overrides.append(f"{setting}={json.dumps(value)}")
+    return overrides
+
+
+def finish(run: "RunFolder", task: "type[TrainingTask]", after: AfterTraining | None) -> None:
+    """When all steps are done: RUN/model and RUN/report.html, on rank 0."""
+    if environment()[0]:
+        return
+    written = [str(export(run, task, after))]
+    if after:
+        written.append(str(after.write_report(run.path)))
+    say(f"done: {', '.join(written)}")
+
+
+def export(
+    run: "RunFolder", task: "type[TrainingTask]", after: AfterTraining | None = None
+) -> Path:
+    """Writes RUN/model."""
+    from omnilead.engine.training.export import read_export, write_export
+
+    read, card = read_export(run, task), ""
+    if after:
+        card = after.model_card(run.path, read.config, read.state, read.weights, task)
+    return write_export(run, read, task, card)
+
+
+def message_and_code(error: BaseException) -> tuple[str, int]:
+    """A one-line message and an exit code: 2, settings or files are wrong; 1, the run failed;
+    130, Ctrl-C. Raises other errors: bugs."""
+    from omnilead.engine.training.checkpoint_files import CheckpointError, WriteError
+
+    if isinstance(error, ConfigError | DataError | CheckpointError):
+        return str(error), 2
+    if isinstance(error, TrainError | WriteError | OutputError):
+        return str(error), 1
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "interrupted before training: the same command continues", 130
+    if is_memory(error):
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        return f"out of memory: {LESS_MEMORY} ({reason})", 1
+    if isinstance(error, UnicodeEncodeError):  # torch accepts no such path
+        return f"{error.object[:200]!r}: not UTF-8: choose another name", 2
+    if isinstance(error, OSError):
+        name = f"{error.filename or '--out RUN'}: {error.strerror}"
+        if error.errno in NOT_WRITABLE:
+            return f"{name}: choose another with --out RUN", 2
+        return f"{name}: the last checkpoint is intact", 1
+    if isinstance(error, RuntimeError):
+        from omnilead.engine.training.distributed import lost_a_rank
+
+        if lost_a_rank(error):
+            reason = str(error).splitlines()[0][:150]
+            return f"another rank died or hung ({reason}): start again to resume", 1
+    raise error
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A finished run. Pass it wherever a path to a run is expected: omnilead.load(run),
+    omnilead.finetune(run, ...)."""
+
+    path: Path
+    after: AfterTraining | None = None
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def model(self, **options: Any) -> Any:
+        """The TrainedModel that omnilead.load(RUN, **options) returns."""
+        if not self.after:
+            raise ConfigError(f"{self.path}: the engine trains models, and does not load them")
+        return self.after.load(self.path, **options)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Training metrics, one row for each logged step: pandas.DataFrame(run.metrics)."""
+        return read_rows(self.path / METRICS)[0]
+
+    @property
+    def validation(self) -> list[dict[str, Any]]:
+        return read_rows(self.path / VALIDATION)[0]
+
+    @property
+    def report(self) -> Path:
+        return self.path / REPORT
+
+    def _repr_html_(self) -> str:
+        if not self.report.is_file():
+            return html.escape(repr(self))
+        page = html.escape(self.report.read_text(), quote=True)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
+
+
+def run_from_python(
+    train: "Train",
+    task: "Task",
+    settings_of: "Settings",
+    config: str | Path | None,
+    data: "Data | Sequence[Data]",
+    out: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+    after: AfterTraining | None = None,
+) -> TrainingRun:
+    """Implements omnilead.pretrain and omnilead.finetune."""
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.engine.training.run_folder import RunFolder
+
+    datasets = [data] if isinstance(data, str | os.PathLike | Dataset) else data
+    urls = [
+        dataset.root.url if isinstance(dataset, Dataset) else os.fspath(dataset)
+        for dataset in datasets
+    ]
+    overrides: dict[str, Any] = {"data.datasets": urls, "run": os.fspath(out)}
+    for name, value in settings.items():
+        overrides[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    try:
+        finished = train(settings_of()[1](config, overrides), task, 0, after)
+    except Exception as error:
+        message, code = message_and_code(error)
+        if message == str(error):
+            raise
+        raise (ConfigError if code == 2 else TrainError)(" ".join(message.split())) from error
+    if not finished:
+        raise KeyboardInterrupt(f"{os.fspath(out)}: stopped: the same call resumes")
+    return TrainingRun(RunFolder(os.fspath(out)).path, after)
