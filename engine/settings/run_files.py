@@ -53,11 +53,12 @@ def training_spans(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
     validation and checkpoints, because crops_per_s is. Rows without a speed are left out."""
     spans, before = [], 0.0
     for row in rows:
-        crops, rate = number(row.get("crops_seen")) - before, number(row.get("crops_per_s"))
-        before += crops
-        seconds = crops / rate if rate > 0 else math.nan
+        seen, rate = number(row.get("crops_seen")), number(row.get("crops_per_s"))
+        seconds = (seen - before) / rate if rate > 0 else math.nan
         if 0 < seconds < LARGEST:
-            spans.append((crops, seconds))
+            spans.append((seen - before, seconds))
+        if math.isfinite(seen):
+            before = seen
     return spans
 
 

@@ -233,7 +233,7 @@ def test_a_bucket_is_listed_by_its_uppermost_folders(tmp_path, monkeypatch):
         lambda self, path, **options: listed.append(path) or find(self, path, **options),
     )
     assert "(v1.0/mywfdb/00000_hr.hea)" in open_sources("memory://left")[0].left_out
-    assert sorted(listed) == ["memory://left/training", "memory://left/v1.0"]
+    assert set(listed) == {"memory://left/training", "memory://left/v1.0"}
 
 
 def test_no_command_leaves_out_half_of_a_folder(tmp_path, shell):
