@@ -33,6 +33,7 @@ from ..settings.counter import RandomStream
 from ..settings.errors import ConfigError, blaming
 from ..settings.leads import ALL
 from .augmentations import AugmentConfig
+from .augmentations.leads import RandomLeads, UsableLeads
 from .augmentations.stage import Noise, Params, Random, Stage, augment, draws
 from .config import FS_HZ, HALF, MV_PER_UV, Views
 from .order import Places
@@ -96,15 +97,25 @@ def single_threaded() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Augmenter:
+    """What is the same for all batches."""
+
     config: AugmentConfig
     views: Views  # two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
     seed: int
     device: torch.device
     measured: MeasuredLeads | None = None  # None: all leads of all crops
+    # 0: random lead masking is of each half or view. Else of so many windows, by whoever cuts them
+    windows: int = 0
 
     @cached_property
     def stages(self) -> list[Stage]:
-        return self.config.stages
+        stages = self.config.stages
+        if self.windows:
+            stages = [
+                UsableLeads(self.config) if isinstance(stage, RandomLeads) else stage
+                for stage in stages
+            ]
+        return stages
 
     @cached_property
     def ops(self) -> TorchOps:
@@ -114,8 +125,15 @@ class Augmenter:
         measured_BL = self.measured(places) if self.measured else None
         return Random(self.seed, places.epoch, crop_key(places), views, measured_BL=measured_BL)
 
+    def window_masks(self, places: Places) -> np.ndarray | None:
+        """bool [B, windows, L, 1]: the leads that are kept in each window of a crop. None: the halves
+        or views are masked."""
+        if not self.windows:
+            return None
+        return RandomLeads(self.config).masks(self.random(places, self.windows))
+
     def parameters(self, places: Places) -> Params:
-        """Draw everything that is random about a batch."""
+        """Draw everything that is random about the stages."""
         p = draws(self.stages, self.random(places))
         if self.views == "window":
             key = (self.seed, RandomStream.WINDOW, places.epoch, crop_key(places))

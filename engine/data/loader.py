@@ -34,7 +34,6 @@ from omnilead.data_tools.io.terminal import keep_freed_memory
 from ..settings.errors import ConfigError
 from ..settings.files import flatten
 from . import dali
-from .augmentations.leads import RandomLeads
 from .augmentations.stage import Params
 from .augmenter import (
     Augmenter,
@@ -175,10 +174,9 @@ class Loader:
         self.recipe = self._recipe(datasets, rows, roles)
         self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
         measured = measured_leads(datasets) if config.augment.changes_zeros else None
-        augment = config.augment
-        if config.windows:  # their masks are not what the backend does
-            augment = dataclasses.replace(augment, rlm=0.0)
-        self.augmenter = Augmenter(augment, config.views, config.seed, device, measured)
+        self.augmenter = Augmenter(
+            config.augment, config.views, config.seed, device, measured, config.windows
+        )
         self.staging = self._staging(datasets)
         # a second thread costs a CPU a third more time per crop; it halves the wait for a cold disk
         self.threads = config.threads or (1 if device.type == "cpu" else 2)
@@ -221,10 +219,8 @@ class Loader:
                 with self.meter.timed("augment"):
                     x_BSLT = self.extra(batch.x_BSLT, batch.places, self.step)
                     batch = dataclasses.replace(batch, x_BSLT=x_BSLT)
-            if self.config.windows:
-                random = self.augmenter.random(batch.places, self.config.windows)
-                masks = RandomLeads(self.config.augment).keep(random)
-                batch = dataclasses.replace(batch, keep_BSL1=masks)
+            masks = self.augmenter.window_masks(batch.places)
+            batch = dataclasses.replace(batch, keep_BSL1=masks)
             self.meter.crops += len(batch.places)
             self.step += 1
             seen = self.step * self.config.batch_crops

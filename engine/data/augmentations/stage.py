@@ -79,13 +79,14 @@ class Stage:
         self.settings = settings
 
     @property
-    def described(self) -> str:
-        """As an augmentation that is on, for the model card."""
-        return ""
+    def active(self) -> bool:
+        """True if the settings switch it on: it is then in the formula."""
+        raise NotImplementedError
 
     @property
-    def active(self) -> bool:
-        return bool(self.described)
+    def description(self) -> str:
+        """Names it in the model card; empty if it is not an augmentation."""
+        return ""
 
     @property
     def by_crop(self) -> bool:
