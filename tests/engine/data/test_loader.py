@@ -7,6 +7,7 @@ import hashlib
 import json
 import operator
 import random
+import threading
 from itertools import count, islice
 from types import SimpleNamespace
 
@@ -19,14 +20,14 @@ from shards_made import crops_of
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.data import dali
-from omnilead.engine.data import loader as module
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AmplitudeMv
 from omnilead.engine.data.augmentations.threekg import ThreeKG
-from omnilead.engine.data.augmenter import Augmenter, Draw, single_threaded
+from omnilead.engine.data.augmenter import Augmenter, Draw
 from omnilead.engine.data.config import LoaderConfig
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import Places
+from omnilead.engine.data.writer import CropWriter
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.config import build
 from tests.forks import started
@@ -321,14 +322,18 @@ def test_reading_threads_open_no_openmp_threads(dataset, monkeypatch):
     """They would take cores from the training step."""
     if not hasattr(ctypes.CDLL(None), "omp_set_num_threads"):
         pytest.skip("this torch does not show its OpenMP")
-    seen, before = [], torch.get_num_threads()
-    spy = lambda: (single_threaded(), seen.append(torch.get_num_threads()))  # noqa: E731
-    monkeypatch.setattr(module, "single_threaded", spy)
+    seen, before, write = {}, torch.get_num_threads(), CropWriter.write
+
+    def spy(*arguments):
+        seen.setdefault(threading.current_thread().name, set()).add(torch.get_num_threads())
+        write(*arguments)
+
+    monkeypatch.setattr(CropWriter, "write", spy)
     torch.set_num_threads(2)
     some(loader(dataset, threads=2), 2)
     after = torch.get_num_threads()
     torch.set_num_threads(before)
-    assert set(seen) == {1} and after == 2
+    assert seen == {"prefetch": {1}, "reader_0": {1}} and after == 2
 
 
 @pytest.mark.parametrize(("backend", "leads"), [("torch", "12"), ("torch", "I"), ("dali", "12")])
@@ -511,7 +516,7 @@ def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset, monkeypatch):
 
     monkeypatch.setattr("omnilead.engine.data.dali.Pipeline", Pipeline)
     monkeypatch.setattr(
-        "omnilead.engine.data.loader.time", SimpleNamespace(perf_counter=lambda: clock[0])
+        "omnilead.engine.data.stage_timer.time", SimpleNamespace(perf_counter=lambda: clock[0])
     )
     source = loader(dataset, "dali", augment=AugmentConfig())
     some(source, 3)
