@@ -48,6 +48,8 @@ class ReadCrops:
 
 @dataclass(frozen=True, eq=False)
 class Executor(ABC):
+    """Reads planned crops and makes batches of them."""
+
     augmenter: Augmenter
     reader: CropReader
     meter: StageTimer
@@ -111,7 +113,7 @@ class TorchOnCpu(Executor):
 
 
 class TorchOnGpu(Executor):
-    """Crops are read into pinned memory, copied and augmented there."""
+    """Crops are read into pinned memory, and augmented on the GPU."""
 
     def augment(
         self, batches: Iterator[ReadCrops]

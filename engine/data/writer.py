@@ -26,7 +26,7 @@ WAVES_CHUNK = 64  # crops whose common noise is made at a time: 1 MB; the fastes
 
 
 class CropWriter:
-    """Any augmentation."""
+    """For any augmentation: so many crops at a time that their tensors fit in the cache."""
 
     at_a_time = CHUNK
 

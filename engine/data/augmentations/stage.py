@@ -90,7 +90,7 @@ class Stage:
 
     @property
     def by_crop(self) -> bool:
-        """Whether CropWriter can do it, the fast path of a CPU: noise that all leads share or that
+        """True if writer.SingleCropWriter can do it, the fast path of a CPU: noise that all leads share or that
         comes from the bank, and keeping or zeroing leads."""
         return False
 

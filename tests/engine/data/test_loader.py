@@ -8,6 +8,7 @@ import json
 import operator
 import random
 import threading
+import time
 from itertools import count, islice
 from types import SimpleNamespace
 
@@ -19,7 +20,8 @@ from loading import BACKENDS, CPU, NOISY, contents, loader, some
 from shards_made import crops_of
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.data import dali
+from omnilead.engine.data import dali, executors
+from omnilead.engine.data import loader as module
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AmplitudeMv
 from omnilead.engine.data.augmentations.threekg import ThreeKG
@@ -382,6 +384,37 @@ def test_gpu_and_cpu_give_the_same_tensors(backend, dataset):
     on_gpu = Loader(config, (dataset,), torch.device("cuda", 0), halves=2)
     for (a, _), (b, _) in zip(some(on_gpu, 5), some(on_cpu, 5), strict=True):
         np.testing.assert_allclose(a.x_BSLT.cpu().numpy(), b.x_BSLT.numpy(), atol=1e-4)
+
+
+class FakeUpload:
+    """The copy to the GPU ends only when the host waits for it: until then its memory must not change."""
+
+    def __init__(self, device):
+        self.waits, self.host = 0, torch.empty(0)
+
+    def __call__(self, host):
+        self.host, self.copy = host, host.clone()
+        return self.copy.clone()
+
+    def wait(self):
+        self.waits += 1
+        time.sleep(0.02)  # in which a reading thread would overwrite it
+        assert self.host.equal(self.copy)
+
+
+def test_a_gpu_gets_the_same_batches_and_is_waited_for_before_its_memory_is_reused(
+    dataset, monkeypatch
+):
+    on_cpu, made = some(loader(dataset), 8), []
+    monkeypatch.setattr(
+        executors, "Upload", lambda device: made.append(FakeUpload(device)) or made[0]
+    )
+    monkeypatch.setattr(module, "TorchOnCpu", executors.TorchOnGpu)
+    on_gpu = some(loader(dataset, read_ahead=1), 8)
+    for (one, _), (other, _) in zip(on_gpu, on_cpu, strict=True):
+        assert torch.equal(one.x_BSLT, other.x_BSLT)
+        assert one.places.row.tolist() == other.places.row.tolist()
+    assert made[0].waits == 7
 
 
 class FakeEvent:
