@@ -106,13 +106,12 @@ class Augmenter:
     seed: int
     device: torch.device
     measured: MeasuredLeads | None = None  # None: all leads of all crops
-    # 0: random lead masking is of each half or view. Else of so many windows, by whoever cuts them
-    windows: int = 0
+    windows: int = 0  # as in LoaderConfig
 
     @cached_property
     def stages(self) -> list[Stage]:
         stages = self.config.stages
-        if self.windows:
+        if self.windows:  # the model's input filters, cuts and masks them, by `window_masks`
             stages = [
                 UsableLeads(self.config) if isinstance(stage, RandomLeads) else stage
                 for stage in stages
@@ -128,11 +127,12 @@ class Augmenter:
         return Random(self.seed, places.epoch, crop_key(places), views, measured_BL=measured_BL)
 
     def plan(self, places: Places) -> Plan:
+        """Draw everything that is random about a batch."""
         return Plan(places, self.parameters(places), self.window_masks(places))
 
     def window_masks(self, places: Places) -> np.ndarray | None:
-        """bool [B, windows, L, 1]: the leads that are kept in each window of a crop. None: the halves
-        or views are masked."""
+        """bool [B, windows, L, 1]: the leads to keep in each window of a crop. None: the stages mask
+        halves or views."""
         if not self.windows:
             return None
         return RandomLeads(self.config).masks(self.random(places, self.windows))

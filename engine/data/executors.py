@@ -68,6 +68,7 @@ class Executor(ABC):
         return self.reader.buffers(ahead + self.in_use, self.crops)
 
     def read(self, plan: Plan, buffer: Any) -> ReadCrops:
+        """Read a plan's crops, and with torch on a CPU augment them."""
         output = self.output(plan, buffer)
         with self.meter.timed("read"):
             report = self.reader.read_to(plan.places, output)

@@ -103,7 +103,7 @@ class UsableLeads(Stage):
 
 
 class RandomLeads(UsableLeads):
-    """Of the usable leads, zero each in each half where u < p (augmentations.py:199-201)."""
+    """Zero them, and in each half each of the others where u < p (augmentations.py:199-201)."""
 
     stream = 5
     examples = ({"rlm": 0.5}, {"rlm": 0.9, "rlm_keep_one": True}, {"leads": "I,V1"})
