@@ -242,7 +242,7 @@ class FinetuneTask(TrainingTask):
         frozen = self.config.encoder.frozen  # in eval mode also in training
         if encoders.drops_out(self.encoder, self.architecture) and not frozen:
             differs.append("dropout is off")
-        if augmentations := self.config.augment.described:
+        if augmentations := self.config.augment.descriptions:
             differs.append(f"signals are not augmented ({', '.join(augmentations)})")
         return {"chance": self._chance() if self.held_out.crops else {}, "validation": differs}
 

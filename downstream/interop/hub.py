@@ -98,7 +98,7 @@ def model_card(
         plugged = file_of(head["definition"].get("head", ""))
     sources = state.get("sources", ())
     measured = _measured(run, state["step"])
-    augmentations = config.augment.described
+    augmentations = config.augment.descriptions
     for name, options in config.augment.own:
         augmentations.append(f"{portable(name)} {options or ''}".strip())
     card = TEMPLATE.format(

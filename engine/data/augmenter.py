@@ -2,19 +2,18 @@
 
     crops_BLT int16 [B, 12, 5000] -> x_BSLT float32 [B, S, L, 2500]
 
-This is the reference for the other backends and the fast path on a CPU. `Augmenter` holds what is
-the same for all batches; everything random is passed in as parameters, which are a function of
+This is the reference for the other backends and for the fast path on a CPU (writer.py). `Augmenter`
+holds what is the same for all batches; everything random is passed in as parameters, which are a function of
 (seed, epoch, crop), so any process can reproduce a batch.
 
 Missing leads are zeros in a crop and must stay zeros under every augmentation: `measured_leads`
 finds them.
 """
 
-import ctypes
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -33,13 +32,12 @@ from ..settings.counter import RandomStream
 from ..settings.errors import ConfigError, blaming
 from ..settings.leads import ALL
 from .augmentations import AugmentConfig
+from .augmentations.leads import RandomLeads, UsableLeads
 from .augmentations.stage import Noise, Params, Random, Stage, augment, draws
 from .config import FS_HZ, HALF, MV_PER_UV, Views
 from .order import Places
 from .torch_ops import TorchOps
 
-CHUNK = 16  # crops augmented at a time on a CPU: 4 MB of float32; the fastest of 4 to 32
-WAVES_CHUNK = 64  # crops whose common noise is made at a time: 1 MB; the fastest of 4 to 64
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
 
@@ -85,26 +83,40 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def single_threaded() -> None:
-    """Keep torch from starting OpenMP threads for this thread's operations: they would take cores
-    from the training step."""
-    # initialises the thread's setting first: torch would otherwise reset it at the first operation
-    torch.get_num_threads()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).omp_set_num_threads(1)
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Crops before they are read: which, and everything that is random about them."""
+
+    places: Places
+    p: Params
+    keep_BSL1: np.ndarray | None = None  # Augmenter.window_masks
+
+    def part(self, part: slice) -> "Plan":
+        p = {name: values[part] for name, values in self.p.items()}
+        keep_BSL1 = None if self.keep_BSL1 is None else self.keep_BSL1[part]
+        return Plan(self.places[part], p, keep_BSL1)
 
 
 @dataclass(frozen=True, eq=False)
 class Augmenter:
+    """What is the same for all batches."""
+
     config: AugmentConfig
     views: Views  # two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
     seed: int
     device: torch.device
     measured: MeasuredLeads | None = None  # None: all leads of all crops
+    windows: int = 0  # as in LoaderConfig
 
     @cached_property
     def stages(self) -> list[Stage]:
-        return self.config.stages
+        stages = self.config.stages
+        if self.windows:  # the model's input filters, cuts and masks them, by `window_masks`
+            stages = [
+                UsableLeads(self.config) if isinstance(stage, RandomLeads) else stage
+                for stage in stages
+            ]
+        return stages
 
     @cached_property
     def ops(self) -> TorchOps:
@@ -114,8 +126,19 @@ class Augmenter:
         measured_BL = self.measured(places) if self.measured else None
         return Random(self.seed, places.epoch, crop_key(places), views, measured_BL=measured_BL)
 
-    def parameters(self, places: Places) -> Params:
+    def plan(self, places: Places) -> Plan:
         """Draw everything that is random about a batch."""
+        return Plan(places, self.parameters(places), self.window_masks(places))
+
+    def window_masks(self, places: Places) -> np.ndarray | None:
+        """bool [B, windows, L, 1]: the leads to keep in each window of a crop. None: the stages mask
+        halves or views."""
+        if not self.windows:
+            return None
+        return RandomLeads(self.config).masks(self.random(places, self.windows))
+
+    def parameters(self, places: Places) -> Params:
+        """Draw everything that is random about the stages."""
         p = draws(self.stages, self.random(places))
         if self.views == "window":
             key = (self.seed, RandomStream.WINDOW, places.epoch, crop_key(places))
@@ -147,78 +170,6 @@ class Augmenter:
             return crops_BLT.view(*crops_BLT.shape[:2], 2, HALF).transpose(1, 2)
         index = start_B[:, None, None] + torch.arange(HALF, device=crops_BLT.device)
         return crops_BLT.gather(2, index.expand(-1, crops_BLT.shape[1], -1))[:, None]
-
-    def writer(self, p: Tensors, out_BSLT: torch.Tensor) -> "ChunkWriter | CropWriter":
-        """For a CPU: makes a batch a few crops at a time. Five times faster than a whole batch at
-        once, where page faults take most of the time."""
-        if self.views == "halves" and all(stage.by_crop for stage in self.stages):
-            return CropWriter(self, p, out_BSLT)
-        return ChunkWriter(self, p, out_BSLT)
-
-
-class ChunkWriter:
-    """Writes augmented crops into a batch, `at_a_time` of them while they are in the core's cache."""
-
-    at_a_time = CHUNK
-
-    def __init__(self, augmenter: Augmenter, p: Tensors, out_BSLT: torch.Tensor) -> None:
-        self.augmenter, self.p, self.out_BSLT = augmenter, p, out_BSLT
-
-    def write(self, crops_BLT: torch.Tensor, positions: Sequence[int]) -> None:
-        """The first crops of a buffer to these positions of the batch."""
-        index = torch.tensor(positions)
-        p = {name: values.index_select(0, index) for name, values in self.p.items()}
-        x_BSLT = self.augmenter(crops_BLT[: len(positions)], p)
-        self.out_BSLT.index_copy_(0, index, x_BSLT)
-
-
-class CropWriter:
-    """The same, one crop at a time, in three passes over it and without scratch memory: for halves
-    of all 12 leads, if all stages are `by_crop`. What does not need the crop is computed here, for
-    the whole batch: numpy and torch calls for one crop cost more than their arithmetic."""
-
-    at_a_time = 1
-
-    def __init__(self, augmenter: Augmenter, p: Tensors, out_BSLT: torch.Tensor) -> None:
-        crops, self.ops = len(out_BSLT), augmenter.ops
-        keep = torch.ones(crops, 2, len(ALL), 1)
-        shared: list[Noise] = []
-        from_bank: list[Stage] = []
-        for stage in augmenter.stages:
-            if stage.from_bank:
-                from_bank.append(stage)
-            elif isinstance(stage, Noise):
-                shared.append(stage)
-            else:
-                keep = stage.apply(keep, p, self.ops)
-        self.out = out_BSLT.unbind()
-        self.keep = keep.unbind()
-        self.scale = (keep * MV_PER_UV).unbind()
-        self.waves = _shared_noise(shared, p, self.ops, crops).unbind() if shared else None
-        self.white = []
-        for stage in from_bank:
-            gain, start = (p[name] for name in stage.from_bank)
-            self.white.append(((gain * keep).unbind(), start.unbind()))
-
-    def write(self, crops_BLT: torch.Tensor, positions: Sequence[int]) -> None:
-        (i,) = positions
-        out_SLT = self.out[i]
-        halves_SLT = crops_BLT.view(len(ALL), 2, HALF).transpose(0, 1)
-        out_SLT.copy_(halves_SLT).mul_(self.scale[i])  # torch.mul takes up to a fifth longer
-        if self.waves:
-            out_SLT.addcmul_(self.keep[i], self.waves[i])
-        for gain, start in self.white:
-            out_SLT.addcmul_(gain[i], self.ops.white(start[i]))
-
-
-def _shared_noise(stages: Sequence[Noise], p: Tensors, ops: TorchOps, crops: int) -> torch.Tensor:
-    """The sum of these noises, which all leads share, for each crop: [B, 2, 1, 2500]."""
-    waves = torch.empty(crops, 2, 1, HALF)
-    for start in range(0, crops, WAVES_CHUNK):
-        part = slice(start, start + WAVES_CHUNK)
-        chunk = {name: values[part] for name, values in p.items()}
-        waves[part] = ops.sum([stage.wave(chunk, ops) for stage in stages])
-    return waves
 
 
 @contextmanager

@@ -4,8 +4,8 @@ thread.
 A request names the dataset and the row of each crop (engine.data.order.Places). Reads are sorted by
 shard and offset and split among threads. From tar, a crop is read by os.preadv straight to its place
 in the batch, 120,000 bytes without a copy. The reader keeps 17 bytes for each crop of a dataset.
-Instead of filling a batch, a thread can read into CropBuffers of its own, where crops become tensors
-while they are in its cache.
+Instead of filling a batch, a thread can read a few crops at a time into memory of its own, and hand
+them to a CropSink while they are in its core's cache.
 
 With check="first", a crop's crc32c is verified when this process first reads it, in 5 us. The zarr
 copy is decoded chunk by chunk (data_tools/dataset/zarr_reader.py): half the bytes, five times the CPU time.
@@ -16,6 +16,7 @@ copy is decoded chunk by chunk (data_tools/dataset/zarr_reader.py): half the byt
 """
 
 import atexit
+import ctypes
 import errno
 import logging
 import os
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -46,6 +47,15 @@ UNCHECKED = -1
 MACHINE_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that do not mean a bad file
 
 log = logging.getLogger(__name__)
+
+
+def single_threaded() -> None:
+    """Keep torch from starting OpenMP threads for this thread's operations: they would take cores
+    from the training step."""
+    # initialises the thread's setting first: torch would otherwise reset it at the first operation
+    torch.get_num_threads()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).omp_set_num_threads(1)
 
 
 class BadCrop(NamedTuple):
@@ -86,22 +96,14 @@ class Report:
         return Report(self.row[crops], tuple(skipped))
 
 
-class CropBuffers:
-    """Where a reading thread puts its crops: a whole batch, which all threads fill; a subclass may
-    have buffers of its own."""
+class CropSink(Protocol):
+    """Takes crops that were read, instead of a batch: all threads write to it at the same time."""
 
-    def __init__(self, crops: np.ndarray) -> None:
-        self.crops = crops
+    at_a_time: int
 
-    def buffer(self, position: int) -> np.ndarray:
-        """int16 [12, 5000], to read the crop at this position of the batch into."""
-        return np.asarray(self.crops[position])
-
-    def accept(self, position: int, row: int) -> None:
-        """The crop was read and is good."""
-
-    def finish(self) -> None:
-        """There are no more crops for this thread."""
+    def write(self, crops_BLT: torch.Tensor, positions: list[int], rows: list[int]) -> None:
+        """Take the first crops of a buffer, which are good: the rows at these positions of the batch.
+        The replacement of a bad crop comes alone, and its row is not that of the request."""
 
 
 class _File:
@@ -180,7 +182,7 @@ class CropReader:
         # fewer than the limit, as each thread may still hold an evicted one
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)
         # one thread less, as the calling thread reads too
-        self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader")
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader", single_threaded)
         self._rows = rows or [
             DatasetRows.among(dataset.root.url, [len(dataset)]) for dataset in datasets
         ]
@@ -212,11 +214,11 @@ class CropReader:
                 f"{crops.dtype} {list(crops.shape)} cannot hold {count} crops of int16 "
                 f"{list(CROP_SHAPE)}"
             )
-        return self.read_to(places, lambda: CropBuffers(crops)).part(slice(0, count))
+        return self.read_to(places, crops).part(slice(0, count))
 
-    def read_to(self, places: Places, output: Callable[[], CropBuffers]) -> Report:
-        """Read crops into an output made by each thread. A bad crop that may not be skipped is in
-        the report, whose `part` raises."""
+    def read_to(self, places: Places, output: np.ndarray | CropSink) -> Report:
+        """Read crops into a batch or a sink. A bad crop that may not be skipped is in the report,
+        whose `part` raises."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
         bad_crops = sorted(self._read(index, rows, output))
         if bad_crops and self.on_corrupt == "stop":
@@ -227,7 +229,7 @@ class CropReader:
         return Report(rows, tuple(skipped))
 
     def _substitute(
-        self, bad_crop: BadCrop, rows: np.ndarray, output: Callable[[], CropBuffers]
+        self, bad_crop: BadCrop, rows: np.ndarray, output: np.ndarray | CropSink
     ) -> list[BadCrop]:
         """Replace a bad crop by the next good selected row: the same one on every rank and after
         every restart. -> all bad crops on the way."""
@@ -249,7 +251,7 @@ class CropReader:
             bad_crop = still_bad[0]
 
     def _read(
-        self, index: np.ndarray, rows: np.ndarray, output: Callable[[], CropBuffers], first: int = 0
+        self, index: np.ndarray, rows: np.ndarray, output: np.ndarray | CropSink, first: int = 0
     ) -> list[BadCrop]:
         """Read rows of datasets to the positions from `first` on."""
         reads: list[_Read] = []
@@ -283,7 +285,7 @@ class CropReader:
         return map(_Read, *(column[order].tolist() for column in columns))
 
     def _read_all(
-        self, reads: list[_Read], output: Callable[[], CropBuffers], retry: bool = True
+        self, reads: list[_Read], output: np.ndarray | CropSink, retry: bool = True
     ) -> list[BadCrop]:
         """Divide the reads among the threads. Damaged files in the cache are downloaded again,
         once."""
@@ -305,7 +307,7 @@ class CropReader:
         return lost + self._read_all(retried, output, retry=False)
 
     def _read_in_threads(
-        self, reads: list[_Read], output: Callable[[], CropBuffers], paths: Paths
+        self, reads: list[_Read], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
         size = max(-(-len(reads) // self.threads), SMALLEST_SHARE)
         futures = []
@@ -321,50 +323,79 @@ class CropReader:
         return bad_crops
 
     def _read_share(
-        self, reads: list[_Read], output: Callable[[], CropBuffers], paths: Paths
+        self, reads: list[_Read], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
         """What one thread reads."""
+        files = _OpenFile(self._file, self._sources, paths)
+        if isinstance(output, np.ndarray):
+            results = [self._read_crop(read, output[read.position], files) for read in reads]
+            return [bad_crop for bad_crop in results if bad_crop]
         bad_crops: list[BadCrop] = []
-        out = output()
-        opened, file, crc32c = None, None, google_crc32c.value
+        crops_BLT = torch.empty((output.at_a_time, *CROP_SHAPE), dtype=torch.int16)
+        buffers = list(crops_BLT.numpy())
+        positions: list[int] = []
+        rows: list[int] = []
         for read in reads:
-            source, crop, problem = self._sources[read.dataset], out.buffer(read.position), ""
-            try:
-                if source.chunks:
-                    source.chunks.read(read.row, crop)
-                else:
-                    if file is None or opened != read[:2]:
-                        file, opened = self._open(read, paths), read[:2]
-                    missing = CROP_BYTES - read_into(file.fd, crop, read.offset)
-                    if missing:
-                        problem = f"the file is {missing} bytes too short"
-                if not problem and read.crc != UNCHECKED and crc32c(crop) != read.crc:
-                    problem = "it fails its crc32c"
-            except DatasetError as error:  # the whole shard is unusable
-                reason = f"{error} (crop {read.row} at byte {read.offset})"
-                bad_crops.append(BadCrop(read.position, read.dataset, read.row, reason))
+            if bad_crop := self._read_crop(read, buffers[len(positions)], files):
+                bad_crops.append(bad_crop)
                 continue
-            except ChunkError as error:
-                problem = str(error)
-            except OSError as error:
-                if error.errno in MACHINE_IS_FULL:
-                    raise
-                problem = error.strerror or str(error)
-            if not problem:
-                out.accept(read.position, read.row)
-                continue
-            path = paths.get(read[:2])
-            where = f"{path}, downloaded twice: " * bool(path) + source.where(read)
-            reason = f"{where}: {problem}: restore the file"
-            bad_crops.append(BadCrop(read.position, read.dataset, read.row, reason))
-        out.finish()
+            positions.append(read.position)
+            rows.append(read.row)
+            if len(positions) == len(buffers):
+                output.write(crops_BLT, positions, rows)
+                positions, rows = [], []
+        if positions:
+            output.write(crops_BLT, positions, rows)
         return bad_crops
 
-    def _open(self, read: _Read, paths: Paths) -> _File:
-        path = paths.get(read[:2])
+    def _read_crop(self, read: _Read, crop: np.ndarray, files: "_OpenFile") -> BadCrop | None:
+        source, problem = self._sources[read.dataset], ""
+        try:
+            if source.chunks:
+                source.chunks.read(read.row, crop)
+            else:
+                missing = CROP_BYTES - read_into(files.descriptor(read), crop, read.offset)
+                if missing:
+                    problem = f"the file is {missing} bytes too short"
+            if not problem and read.crc != UNCHECKED and google_crc32c.value(crop) != read.crc:
+                problem = "it fails its crc32c"
+        except DatasetError as error:  # the whole shard is unusable
+            reason = f"{error} (crop {read.row} at byte {read.offset})"
+            return BadCrop(read.position, read.dataset, read.row, reason)
+        except ChunkError as error:
+            problem = str(error)
+        except OSError as error:
+            if error.errno in MACHINE_IS_FULL:
+                raise
+            problem = error.strerror or str(error)
+        if not problem:
+            return None
+        path = files.paths.get(read[:2])
+        where = f"{path}, downloaded twice: " * bool(path) + source.where(read)
+        reason = f"{where}: {problem}: restore the file"
+        return BadCrop(read.position, read.dataset, read.row, reason)
+
+
+class _OpenFile:
+    """The shard that a thread reads: its crops are sorted by shard."""
+
+    def __init__(
+        self, open_file: Callable[[str], _File], sources: Sequence[_Source], paths: Paths
+    ) -> None:
+        self.open_file, self.sources, self.paths = open_file, sources, paths
+        self.key: Key | None = None
+        self.file: _File | None = None
+
+    def descriptor(self, read: _Read) -> int:
+        if self.file is None or self.key != read[:2]:
+            self.file, self.key = self._open(read), read[:2]
+        return self.file.fd
+
+    def _open(self, read: _Read) -> _File:
+        path = self.paths.get(read[:2])
         if path is None:
-            source = self._sources[read.dataset]
-            return self._file(f"{source.url}/{source.names[read.shard]}")
+            source = self.sources[read.dataset]
+            return self.open_file(f"{source.url}/{source.names[read.shard]}")
         if isinstance(path, DatasetError):
             raise path
         return _File(path)  # not cached: an open descriptor would keep an evicted shard on disk
@@ -426,6 +457,7 @@ def _keep_making(
     free: "SimpleQueue[Any]",
     ready: "SimpleQueue[Any]",
 ) -> None:
+    single_threaded()
     try:
         while (buffer := free.get()) is not None:
             request = next(requests, None)

@@ -304,7 +304,7 @@ class Config(RunConfig):
                 f"{views}",
             ),
             (
-                contrast and views == "window" and not (augment.described or augment.own),
+                contrast and views == "window" and not (augment.descriptions or augment.own),
                 "pipeline.views='window' without augmentation: both views would be equal: set "
                 "augment.rlm or augment.noise",
             ),

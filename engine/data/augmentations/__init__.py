@@ -76,9 +76,9 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
         return [stage for stage in stages if stage.active]
 
     @property
-    def described(self) -> list[str]:
-        """The augmentations that are on, `extra` aside."""
-        return [stage.described for stage in self.stages if stage.described]
+    def descriptions(self) -> list[str]:
+        """Names of the augmentations that are on, `extra` aside."""
+        return [stage.description for stage in self.stages if stage.description]
 
     @property
     def changes_zeros(self) -> bool:

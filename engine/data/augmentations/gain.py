@@ -26,8 +26,12 @@ class Gain(Stage):
     changes_zeros = False
 
     @property
-    def described(self) -> str:
-        return f"gain {self.settings.gain}" if self.settings.gain else ""
+    def active(self) -> bool:
+        return self.settings.gain > 0
+
+    @property
+    def description(self) -> str:
+        return f"gain {self.settings.gain}"
 
     def draw(self, random: Random) -> Params:
         u = random.uniform(self.stream, self.settings.output_leads)

@@ -71,15 +71,42 @@ class RandomLeadSettings(LeadSettings):
     rlm_keep_one: bool = False  # never mask all leads of a half (the paper's masking can)
 
 
-class RandomLeads(Stage):
-    """Zero each lead of each half where u < p (augmentations.py:199-201), and the leads that the
-    model does not use or the record lacks."""
+class UsableLeads(Stage):
+    """Zero the leads that the model does not use or the record lacks."""
 
     settings: RandomLeadSettings
-    stream = 5
-    examples = ({"rlm": 0.5}, {"rlm": 0.9, "rlm_keep_one": True}, {"leads": "I,V1"})
     by_crop = True
     active = True  # in every formula: whether leads are missing is known only when it draws
+
+    @property
+    def changes_zeros(self) -> bool:
+        return False
+
+    def usable(self, random: Random) -> np.ndarray:
+        """bool [L, 1], or [B, 1, L, 1] if records lack leads"""
+        leads = self.settings.output_leads
+        usable = np.isin(leads, self.settings.seen)[:, None]
+        if random.measured_BL is not None:
+            usable = usable & random.measured_BL[:, None, list(leads), None]
+        return usable
+
+    def draw(self, random: Random) -> Params:
+        shows_all = self.settings.output_leads == self.settings.seen
+        if shows_all and random.measured_BL is None:
+            return {}
+        usable = self.usable(random)
+        shape = np.broadcast_shapes(random.crop.shape, random.view.shape, usable.shape)
+        return {"keep": np.broadcast_to(usable, shape)}
+
+    def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
+        return ops.multiply(x, p["keep"]) if "keep" in p else x
+
+
+class RandomLeads(UsableLeads):
+    """Zero them, and in each half each of the others where u < p (augmentations.py:199-201)."""
+
+    stream = 5
+    examples = ({"rlm": 0.5}, {"rlm": 0.9, "rlm_keep_one": True}, {"leads": "I,V1"})
 
     @property
     def changes_zeros(self) -> bool:
@@ -87,7 +114,7 @@ class RandomLeads(Stage):
         return self.settings.rlm_keep_one
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         return f"lead masking {self.settings.rlm}" if self.settings.rlm else ""
 
     def check(self) -> None:
@@ -97,24 +124,14 @@ class RandomLeads(Stage):
             )
 
     def draw(self, random: Random) -> Params:
-        shows_all = self.settings.output_leads == self.settings.seen
-        if shows_all and not self.settings.rlm and random.measured_BL is None:
-            return {}
-        return {"keep": self.keep(random)}
+        return {"keep": self.masks(random)} if self.settings.rlm else super().draw(random)
 
-    def keep(self, random: Random) -> np.ndarray:
-        """bool [B, S, L, 1]"""
-        leads = self.settings.output_leads
-        usable = np.isin(leads, self.settings.seen)[:, None]
-        if random.measured_BL is not None:
-            usable = usable & random.measured_BL[:, None, list(leads), None]
-        u = random.uniform(self.stream, leads)
-        u = np.where(usable, u, -1.0)
+    def masks(self, random: Random) -> np.ndarray:
+        """bool [B, S, L, 1]: the leads that are kept, of as many views or windows as `random` has."""
+        usable = self.usable(random)
+        u = np.where(usable, random.uniform(self.stream, self.settings.output_leads), -1.0)
         keep: np.ndarray = (u >= self.settings.rlm) & usable
         if self.settings.rlm_keep_one:  # every lead is equally likely to have the largest u
             largest = u.max(axis=-2, keepdims=True)
             keep |= (u == largest) & usable
         return keep
-
-    def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
-        return ops.multiply(x, p["keep"]) if "keep" in p else x

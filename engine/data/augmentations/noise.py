@@ -95,9 +95,12 @@ class PhysiologicalNoise(Noise):
         return f"authors_{self.kind}" in self.settings.kinds
 
     @property
-    def described(self) -> str:
-        named = {self.kind, f"authors_{self.kind}"} & set(self.settings.kinds)
-        return "".join(named)
+    def active(self) -> bool:
+        return self.authors or self.kind in self.settings.kinds
+
+    @property
+    def description(self) -> str:
+        return f"authors_{self.kind}" if self.authors else self.kind
 
     @property
     def by_crop(self) -> bool:

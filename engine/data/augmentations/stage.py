@@ -79,17 +79,18 @@ class Stage:
         self.settings = settings
 
     @property
-    def described(self) -> str:
-        """As an augmentation that is on, for the model card."""
+    def active(self) -> bool:
+        """True if the settings switch it on: it is then in the formula."""
+        raise NotImplementedError
+
+    @property
+    def description(self) -> str:
+        """Names it in the model card; empty if it is not an augmentation."""
         return ""
 
     @property
-    def active(self) -> bool:
-        return bool(self.described)
-
-    @property
     def by_crop(self) -> bool:
-        """Whether CropWriter can do it, the fast path of a CPU: noise that all leads share or that
+        """True if writer.SingleCropWriter can do it, the fast path of a CPU: noise that all leads share or that
         comes from the bank, and keeping or zeroing leads."""
         return False
 

@@ -51,9 +51,11 @@ class Rotation(Stage):
     stream = 10
     examples = ({"threekg": {"time_mask": 0.0}},)
 
+    description = "3KG"
+
     @property
-    def described(self) -> str:
-        return "3KG" if self.settings.threekg else ""
+    def active(self) -> bool:
+        return self.settings.threekg is not None
 
     def draw(self, random: Random) -> Params:
         threekg = self.settings.threekg
@@ -76,9 +78,13 @@ class TimeMask(Stage):
     changes_zeros = False
 
     @property
-    def described(self) -> str:
-        threekg = self.settings.threekg
-        return f"time mask {threekg.time_mask}" if threekg and threekg.time_mask else ""
+    def active(self) -> bool:
+        return self.settings.threekg is not None and self.settings.threekg.time_mask > 0
+
+    @property
+    def description(self) -> str:
+        assert self.settings.threekg
+        return f"time mask {self.settings.threekg.time_mask}"
 
     def draw(self, random: Random) -> Params:
         assert self.settings.threekg

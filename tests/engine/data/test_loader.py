@@ -7,6 +7,8 @@ import hashlib
 import json
 import operator
 import random
+import threading
+import time
 from itertools import count, islice
 from types import SimpleNamespace
 
@@ -18,15 +20,16 @@ from loading import BACKENDS, CPU, NOISY, contents, loader, some
 from shards_made import crops_of
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.data import dali
+from omnilead.engine.data import dali, executors
 from omnilead.engine.data import loader as module
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AmplitudeMv
 from omnilead.engine.data.augmentations.threekg import ThreeKG
-from omnilead.engine.data.augmenter import Augmenter, Draw, single_threaded
+from omnilead.engine.data.augmenter import Augmenter, Draw
 from omnilead.engine.data.config import LoaderConfig
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import Places
+from omnilead.engine.data.writer import CropWriter
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.config import build
 from tests.forks import started
@@ -321,14 +324,18 @@ def test_reading_threads_open_no_openmp_threads(dataset, monkeypatch):
     """They would take cores from the training step."""
     if not hasattr(ctypes.CDLL(None), "omp_set_num_threads"):
         pytest.skip("this torch does not show its OpenMP")
-    seen, before = [], torch.get_num_threads()
-    spy = lambda: (single_threaded(), seen.append(torch.get_num_threads()))  # noqa: E731
-    monkeypatch.setattr(module, "single_threaded", spy)
+    seen, before, write = {}, torch.get_num_threads(), CropWriter.write
+
+    def spy(*arguments):
+        seen.setdefault(threading.current_thread().name, set()).add(torch.get_num_threads())
+        write(*arguments)
+
+    monkeypatch.setattr(CropWriter, "write", spy)
     torch.set_num_threads(2)
     some(loader(dataset, threads=2), 2)
     after = torch.get_num_threads()
     torch.set_num_threads(before)
-    assert set(seen) == {1} and after == 2
+    assert seen == {"prefetch": {1}, "reader_0": {1}} and after == 2
 
 
 @pytest.mark.parametrize(("backend", "leads"), [("torch", "12"), ("torch", "I"), ("dali", "12")])
@@ -377,6 +384,37 @@ def test_gpu_and_cpu_give_the_same_tensors(backend, dataset):
     on_gpu = Loader(config, (dataset,), torch.device("cuda", 0), halves=2)
     for (a, _), (b, _) in zip(some(on_gpu, 5), some(on_cpu, 5), strict=True):
         np.testing.assert_allclose(a.x_BSLT.cpu().numpy(), b.x_BSLT.numpy(), atol=1e-4)
+
+
+class FakeUpload:
+    """The copy to the GPU ends only when the host waits for it: until then its memory must not change."""
+
+    def __init__(self, device):
+        self.waits, self.host = 0, torch.empty(0)
+
+    def __call__(self, host):
+        self.host, self.copy = host, host.clone()
+        return self.copy.clone()
+
+    def wait(self):
+        self.waits += 1
+        time.sleep(0.02)  # in which a reading thread would overwrite it
+        assert self.host.equal(self.copy)
+
+
+def test_a_gpu_gets_the_same_batches_and_is_waited_for_before_its_memory_is_reused(
+    dataset, monkeypatch
+):
+    on_cpu, made = some(loader(dataset), 8), []
+    monkeypatch.setattr(
+        executors, "Upload", lambda device: made.append(FakeUpload(device)) or made[0]
+    )
+    monkeypatch.setattr(module, "TorchOnCpu", executors.TorchOnGpu)
+    on_gpu = some(loader(dataset, read_ahead=1), 8)
+    for (one, _), (other, _) in zip(on_gpu, on_cpu, strict=True):
+        assert torch.equal(one.x_BSLT, other.x_BSLT)
+        assert one.places.row.tolist() == other.places.row.tolist()
+    assert made[0].waits == 7
 
 
 class FakeEvent:
@@ -511,7 +549,7 @@ def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset, monkeypatch):
 
     monkeypatch.setattr("omnilead.engine.data.dali.Pipeline", Pipeline)
     monkeypatch.setattr(
-        "omnilead.engine.data.loader.time", SimpleNamespace(perf_counter=lambda: clock[0])
+        "omnilead.engine.data.stage_timer.time", SimpleNamespace(perf_counter=lambda: clock[0])
     )
     source = loader(dataset, "dali", augment=AugmentConfig())
     some(source, 3)

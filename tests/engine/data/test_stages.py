@@ -14,8 +14,10 @@ from shards_made import crops_of
 
 from omnilead.engine.data.augmentations import STAGES, AugmentConfig
 from omnilead.engine.data.augmentations.stage import Random, Stage
-from omnilead.engine.data.augmenter import Augmenter, ChunkWriter, CropWriter, missing_leads
+from omnilead.engine.data.augmenter import Augmenter, missing_leads
 from omnilead.engine.data.order import Places
+from omnilead.engine.data.stage_timer import StageTimer
+from omnilead.engine.data.writer import CropWriter, SingleCropWriter, crop_writer
 from omnilead.engine.model.draws import ModelStream
 from omnilead.engine.settings.counter import RandomStream
 from omnilead.engine.training.config import build
@@ -81,11 +83,10 @@ def test_the_fast_path_is_taken_where_it_can_be():
     slow = [stage.examples[0] for stage in STAGES if stage.examples[0] not in fast]
     for examples in (fast, *([*fast, one] for one in slow)):
         augmenter = Augmenter(configured(together(*examples)), "halves", 0, CPU)
-        places = Places(*np.zeros((3, 2), np.int64))
-        p = augmenter.to_device(augmenter.parameters(places))
+        plan = augmenter.plan(Places(*np.zeros((3, 2), np.int64)))
         out = torch.empty(2, 2, len(augmenter.config.output_leads), 2500)
-        kind = CropWriter if examples is fast else ChunkWriter
-        assert isinstance(augmenter.writer(p, out), kind)
+        kind = SingleCropWriter if examples is fast else CropWriter
+        assert type(crop_writer(augmenter, plan, out, StageTimer())) is kind
 
 
 def test_no_two_stages_share_random_numbers_parameters_or_settings():
