@@ -8,8 +8,8 @@ identification.
     omnilead bench --models small --data DATASET --labels my.csv --reader boosted --head MODEL --out OUT    for omnilead predict
 
 Baselines are included: five draws of random weights of each architecture, and methods without
-pre-training: the mean beat, measurements of the signal, gradient boosting on both (extra `bench`),
-and MiniRocket. OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the
+pre-training: the mean beat, measurements of the signal, and gradient boosting on both (extra
+`bench`). OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the
 embeddings. Run again after an interruption or with more tasks, the command computes only what is
 missing. A line on stderr says how long it may take; without a terminal, others say when a model is
 done. With --head, bench.md says which row MODEL is, and how good it is by cross-validation

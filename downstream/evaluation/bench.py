@@ -5,7 +5,7 @@
     found["differences"][0]     # model, against, task, leads, share, metric, difference, interval
 
 Baselines are random weights of the same architectures, and what needs no pre-training: the mean beat,
-measurements, gradient boosting on both, and MiniRocket.
+measurements, and gradient boosting on both.
 A probe is fitted on a share of the patients of train and valid, and scored on test, with one row per
 record. A smaller share is a subset of a larger one; small shares are drawn several times and
 averaged over the draws. Identification compares the first 5 s by cosine.
@@ -40,21 +40,13 @@ from .differences import (
     over_classes,
     widened,
 )
-from .embedders import (
-    BOOSTED,
-    ROCKET,
-    Compared,
-    rocket,
-    rows_to_compare,
-)
+from .embedders import BOOSTED, Compared, rows_to_compare
 from .heads import Choice, fit_head, require_free, require_known, unrounded, write_head
 from .plan import IDENTIFICATION, ProbedTask, Work, planned
 from .probe import Fit, ProbeData, ProbeJob, scores_of
 from .records import FITTED, ProbedRecords, fits, left_out, records_of
 from .results import EvalOptions, leakage, nullable, shown_input
 from .vectors import Embedder, Vectors, embedded
-
-ROCKET_CROPS = 20_000  # MiniRocket keeps 80 kB of each
 
 
 def bench(args: Namespace) -> Facts:
@@ -68,7 +60,8 @@ def bench(args: Namespace) -> Facts:
     work = planned(args)
     require_one_probe(work, args)
     notes = remarks(rows, args, work)  # refuses bad input early
-    rows = affordable(rows, work, notes)
+    if not installed():
+        notes.append(f"{BOOSTED}: left out: {INSTALL}")
     parts = Path(args.out, "parts")
     readouts = {}
     for row in rows:
@@ -76,12 +69,12 @@ def bench(args: Namespace) -> Facts:
             readouts[row.name] = "+".join(row.model.readout_of(args.readout))
     tell_of_others(rows, readouts, work, args)
     scores: Scores = {}
-    clock = Clock(len(args.leads) * sum(map(parts_of, rows)))
+    clock = Clock(len(args.leads) * sum(len(row.draws) for row in rows))
     for number, row in enumerate(rows, 1):
         for lead in args.leads:
             for key, scored in row_scores(row, lead, work, parts).items():
                 scores[row.name, *key] = scored
-            clock.count(parts_of(row))
+            clock.count(len(row.draws))
         if not interactive():  # there are no progress bars
             tell(f"bench: {number} of {len(rows)} done: {row.name}")
     random = {row.name: row.random for row in rows}
@@ -125,10 +118,6 @@ def tell_of_others(rows: Sequence[Compared], readouts: Facts, work: Work, args: 
         )
 
 
-def parts_of(row: Compared) -> int:
-    return max(1, len(row.draws))
-
-
 class Clock:
     """Says once how long it may take, if that is a minute or more. A draw of random weights takes as
     long as its model; most baselines take less, and boosting more."""
@@ -159,11 +148,7 @@ def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Scores:
     draws."""
     if not work.tasks and not row.identifies:
         return {}
-    draws = row.draws
-    if not draws:
-        task = next(iter(work.tasks.values()))
-        draws = [[rocket(work.fitted, task.train.rows, work.fit_leads or lead)]]
-    samples_of_draws = [draw_samples(row, embedders, lead, work, folder) for embedders in draws]
+    samples_of_draws = [draw_samples(row, embedders, lead, work, folder) for embedders in row.draws]
     scores: Scores = {}
     for name, share in samples_of_draws[0]:
         of_draws = [samples[name, share] for samples in samples_of_draws]
@@ -173,7 +158,7 @@ def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Scores:
             is_few = share in work.tasks[name].few_shares
         elif work.persons:
             facts, is_few = work.persons.facts, False
-        if len(draws) > 1:
+        if len(row.draws) > 1:
             means_of_draws = [over_classes(samples) for samples in of_draws]
             facts["each"] = {
                 key: [float(value[key][0]) for value in means_of_draws] for key in means
@@ -270,17 +255,6 @@ def few_tested(name: str, task: ProbedTask) -> str:
         f"{name}: {len(task.test.y_NK)} ECGs are tested, which says little: --folds 5 tests "
         f"all {all_records:,}."
     )
-
-
-def affordable(rows: list[Compared], work: Work, notes: list[str]) -> list[Compared]:
-    """The rows that this machine can make; notes say which are left out."""
-    if not installed():
-        notes.append(f"{BOOSTED}: left out: {INSTALL}")
-    crops = sum(len(np.unique(rows)) for rows in work.rows.values())
-    if crops <= ROCKET_CROPS:
-        return rows
-    notes.append(f"{ROCKET}: left out: there are more than {ROCKET_CROPS:,} crops.")
-    return [row for row in rows if row.draws]
 
 
 def require_one_probe(work: Work, args: Namespace) -> None:

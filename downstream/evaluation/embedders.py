@@ -12,13 +12,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg import mean_beat
-from omnilead.engine.data.batches import dataset_batches
 from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
@@ -30,15 +27,12 @@ from ..tasks import readout as readouts
 from ..tasks.metrics import Array
 from ..tasks.readout import Readout, measures_signal, place_of_mean
 from .boosted import INSTALL, boosted, installed
-from .minirocket import MiniRocket
-from .probe import Fit, least_squares, linear
+from .probe import Fit, linear
 from .vectors import Embedder
 
 RANDOM, MEAN_BEAT, MEASURED = "random weights", "mean beat", "measurements"
-BOOSTED, ROCKET = "boosted features", "MiniRocket + ridge"
+BOOSTED = "boosted features"
 READERS = {"linear": linear, "boosted": boosted}
-ROCKET_HZ = 100.0
-ROCKET_SAMPLE = 64  # crops, that give its thresholds
 DRAWS = 5  # of random weights: their scores differ by as much as 0.02
 
 
@@ -47,7 +41,7 @@ class Compared(NamedTuple):
 
     name: str
     # Each draw is a list of embedders, whose vectors are joined. Random weights are drawn several
-    # times, and the scores averaged; MiniRocket has no draw before data are known
+    # times, and the scores averaged
     draws: list[list[Embedder]]
     random: str = ""  # the row of random weights of the same architecture
     fit: Fit = linear
@@ -73,7 +67,6 @@ def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
     untrained = [
         Compared(MEAN_BEAT, [[beat]]),
         Compared(MEASURED, [[measured]], identifies=False),
-        Compared(ROCKET, [], fit=least_squares, identifies=False),
     ]
     if installed():
         row = Compared(BOOSTED, [[beat, measured]], fit=boosted, identifies=False)
@@ -86,22 +79,12 @@ def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
     return [*rows, *untrained, *with_mean_beat]
 
 
-def rocket(dataset: Dataset, rows: Array, leads: str) -> Embedder:
-    """MiniRocket of these leads, with thresholds from some of these crops."""
-    full_input = Input(ALL, ALL, fs_hz=ROCKET_HZ)
-    limited_input = full_input.limited_to(leads)
-    (batch,) = dataset_batches(dataset, [np.unique(rows)[:ROCKET_SAMPLE]])
-    windows_RLT = limited_input.windows(torch.from_numpy(batch.uv_BLT), batch.halves_B)
-    features = MiniRocket(windows_RLT, limited_input.seen)
-    return Embedder(ROCKET, f"{ROCKET} {features.digest}", full_input, features)
-
-
 def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> list[Compared]:
     rows: dict[str, Compared] = {}
     random_of: dict[str, str] = {}  # by architecture, the name of its row of random weights
     for text in models:
         name, folder = name_and_folder(text)
-        if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, BOOSTED, ROCKET):
+        if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, BOOSTED):
             raise ConfigError(f"--models {text}: the name {name!r} is taken: write NAME={folder}")
         embedder = embedder_of(name, folder, args)
         architecture = architecture_of(embedder, args)

@@ -105,7 +105,7 @@ def test_every_row_and_its_differences_in_every_file(out, found):
     rows, gaps, scores = found["rows"], found["differences"], metrics_of(found)
     identified = {key[0] for key in scores if key[1] == "identification"}
     assert identified == {"first", "random weights", "B", "random weights of B", "mean beat"}
-    assert len(scores) == len(rows) == 10 * (2 * 2) + 5
+    assert len(scores) == len(rows) == 9 * (2 * 2) + 5
     assert scores["first", "age", *LEADS, 1].keys() == {"mae", "rmse", "r2", "pearson"}
     assert scores["mean beat", "identification", *LEADS, None]["accuracy"] > 0.2
     compared = {("first", "random weights"), ("B", "random weights of B")}
@@ -164,14 +164,13 @@ def test_the_picture_has_a_line_for_each_model_and_clips_no_word(found):
 def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys):
     """More tasks of the same model cost nothing; only a damaged file is computed again. A line says
     that tables are lost."""
-    made, batches = list[Any](), embedders.dataset_batches
+    made, batches = list[Any](), vectors_of.dataset_batches
 
     def counted(dataset, rows, **how):
         made.append(rows)
         return batches(dataset, rows, **how)
 
-    for module in (embedders, vectors_of):
-        monkeypatch.setattr(module, "dataset_batches", counted)
+    monkeypatch.setattr(vectors_of, "dataset_batches", counted)
     monkeypatch.setattr(bench, "monotonic", lambda: 0)  # of a minute or more a line would tell
     same = metrics_of(omnilead.bench(models, tasks=["identification"], **again))
     assert made == [] and len(same) == 5 and same.items() <= metrics_of(found).items()
@@ -179,7 +178,7 @@ def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys)
         f"bench: {again['out']} has the tables of another comparison, of {', '.join(found['models'])} "
         f"on {again['data']}: they will be replaced"
     )
-    said = [f"bench: {i} of 10 done: {name}" for i, name in enumerate(found["models"], 1)]
+    said = [f"bench: {i} of 9 done: {name}" for i, name in enumerate(found["models"], 1)]
     assert capsys.readouterr().err.splitlines() == [
         lost,
         *said,
@@ -189,7 +188,7 @@ def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys)
     damaged.write_bytes(content[:-100])
     monkeypatch.setattr(bench, "interactive", lambda: True)
     omnilead.bench(models, tasks=TASKS, **again)
-    assert len(made) == 2 and damaged.read_bytes() == content
+    assert len(made) == 1 and damaged.read_bytes() == content
     assert (
         capsys.readouterr().err == ""
     )  # `again` writes no tables: those of all tasks are still there
@@ -295,13 +294,11 @@ def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, 
 def test_without_lightgbm_one_line_says_what_is_left_out(again, models, monkeypatch, capsys):
     for module in (bench, embedders):
         monkeypatch.setattr(module, "installed", lambda: False)
-    monkeypatch.setattr(bench, "ROCKET_CROPS", 1)
     found = omnilead.bench(models[:1], tasks=["sex"], **again)
-    assert not {"boosted features", "MiniRocket + ridge"} & {row["model"] for row in found["rows"]}
+    assert "boosted features" not in {row["model"] for row in found["rows"]}
     notes = [note for note in found["notes"] if "left out" in note]
     assert notes == [
         "boosted features: left out: lightgbm is not installed: pip install 'omnilead[bench]'",
-        "MiniRocket + ridge: left out: there are more than 1 crops.",
     ]
     with pytest.raises(ConfigError, match="boosted: lightgbm is not installed"):
         omnilead.bench(models[:1], tasks=["sex"], reader="boosted", **again)
@@ -509,7 +506,7 @@ def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
     monkeypatch.setattr(bench, "monotonic", count(0, 30).__next__)
     split = omnilead.bench(models[:1], **how)
     said = [line for line in capsys.readouterr().err.splitlines() if "parts" in line]
-    assert said == ["bench: 1 of 8 parts took 30 s: all may take 4 minutes. What is done is kept"]
+    assert said == ["bench: 1 of 7 parts took 30 s: all may take 4 minutes. What is done is kept"]
     (few,) = (note for note in split["notes"] if "--folds" in note)
     labelled = len(np.unique(Dataset.open(again["data"]).column("record")))
     tested = split["rows"][0]["n"]
