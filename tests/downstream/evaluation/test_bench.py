@@ -4,7 +4,6 @@ what is refused."""
 import csv
 import json
 import shutil
-from argparse import Namespace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ from omnilead.downstream.evaluation.identification import identities
 from omnilead.downstream.evaluation.probe import ProbeData, folds, linear
 from omnilead.downstream.evaluation.records import (
     ProbedRecords,
+    ShownLeads,
     draws_of_share,
     folds_of,
     groups_of,
-    measured,
 )
 from omnilead.downstream.reports import bench_report
 from omnilead.downstream.tasks.config import TaskConfig
@@ -46,7 +45,7 @@ from omnilead.engine.model.folder import seal
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL, parse_leads
-from tests.conftest import save_model
+from tests.conftest import save_model, save_probed
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 RNG = np.random.default_rng(0)
@@ -221,8 +220,10 @@ def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, datas
     path, task = tmp_path / "code15.csv", "code15-mortality"
     write_table(path, dataset, timey=times, death=[1, 1, 0])
     head = tmp_path / "head"
-    how = {"labels": str(tmp_path), "head": str(head), **again}
-    found = omnilead.bench(models[:1], tasks=[task], **how)
+    found = omnilead.bench(models[:1], tasks=[task], labels=str(tmp_path), **again)
+    how = {"columns": ["timey", "death"], "kind": "survival", "leads": LEADS[0]}
+    encoder = models[0].partition("=")[2]
+    omnilead.fit(encoder, data=dataset.root.url, labels=path, out=head, **how)
     (first,) = (of for key, of in metrics_of(found).items() if key[0] == "first")
     direct = omnilead.evaluate(head, data=dataset.root.url, labels=path, leads=LEADS[0])
     assert first == {"c_index": pytest.approx(direct["record"]["metrics"]["c_index"])}
@@ -231,37 +232,11 @@ def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, datas
     assert metrics_of(one) == metrics_of(found)
 
 
-def test_a_head_says_how_good_it_is_and_from_which_score_on_it_finds_95_of_100(
-    again, models, dataset, tmp_path
-):
-    path, head = tmp_path / "af.csv", tmp_path / "head"
-    write_table(path, dataset, af=[1, 0, 0, 1, 1])
-    found = omnilead.bench(models[:1], tasks=[str(path)], head=str(head), **again)
-    is_row, score, line = (note for note in found["notes"] if note.startswith(f"{head}: "))
-    assert is_row.startswith(f"{head}: is the row 'first', leads {LEADS[0]}, share 1, fitted on ")
-    assert line.startswith(f"{head}: af: 95 % sensitivity from 0.")
-    written = json.loads((head / "config.json").read_text())["head"]["cross_validated"]
-    lowest, specificity = written["sensitive"]["af"]
-    assert f"from {lowest:.4f} on, specificity {specificity:.2f}" in line
-    assert f"AUROC {written['metrics']['auroc']:.3f} (" in score
-    for note in (is_row, score, line):
-        assert note in (again["out"] / "bench.md").read_text()
-    assert score.partition(": ")[2].rstrip(".") in (head / "README.md").read_text()
-
-
-def test_a_bench_with_a_head_that_was_interrupted_runs_again(again, models, tmp_path, monkeypatch):
-    how = {"tasks": ["sex"], "head": str(tmp_path / "head"), **again}
-    with monkeypatch.context() as patch:
-        patch.setattr(bench, "compared", mock.Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            omnilead.bench(models[:1], **how)
-    assert omnilead.bench(models[:1], **how) and omnilead.load(tmp_path / "head").head
-
-
 def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, capsys):
     """On the embedding, measurements and the mean beat of each window; whole, and safe to load."""
-    head, how = tmp_path / "head", {"reader": "boosted", **again}
-    found = omnilead.bench(models[:1], tasks=["sex"], head=str(head), **how)
+    head, data = tmp_path / "head", dataset.root.url
+    save_probed(models[0].partition("=")[2], data, "sex", head, leads=LEADS[0], reader="boosted")
+    found = omnilead.bench(models[:1], tasks=["sex"], reader="boosted", **again)
     linear = omnilead.bench(models[:1], tasks=["sex"], **again)
     rows = [metrics_of(one)["first", "sex", *LEADS, 1] for one in (found, linear)]
     assert rows[0] != rows[1]
@@ -305,9 +280,9 @@ def test_without_lightgbm_one_line_says_what_is_left_out(again, models, monkeypa
 
 
 def test_identification_equals_a_direct_computation(out, found, dataset):
-    (beats,) = embedders.rows_to_compare([], Namespace(seed=3, reader="linear"))[0].draws[0]
-    how = Namespace(shown=LEADS, widest=Input(ALL, ALL))
-    of = identities(dataset, measured(dataset, how))
+    (beats,) = embedders.rows_to_compare([], embedders.EmbedOptions())[0].draws[0]
+    shown = ShownLeads(Input(ALL, ALL), tuple(LEADS))
+    of = identities(dataset, shown.usable(dataset))
 
     def vectors(rows):
         made = vectors_of.embedded(beats, dataset, rows, *LEADS, out / "parts")
@@ -597,12 +572,6 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
             "--tasks alive: is no shipped task: to probe the table, give --tasks alive.csv",
         ),
         ("sex --labels alive.csv", "alive.csv: no column 'sex'"),
-        ("sex --head C", "--head C: exists: choose another folder"),
-        ("identification --head H", "--head H: is one probe of one model, but --tasks names 0"),
-        ("sex age --head H", "but --tasks names 2: use one"),
-        ("sex --head H --leads 12 1", "but --leads names 2: use one"),
-        ("sex --head H --models B C", "but --models names 2: use one"),
-        ("gaps.csv --head H", "no record of train and valid has a known label in well: leave"),
         ("sex --labels nowhere", "--labels nowhere: no such folder"),
         ("same.csv --columns well", "same.csv: no column 'well': its label columns are ill"),
         ("sex --columns ill", "--columns and --kind are for a table of labels: name one with"),
@@ -647,8 +616,6 @@ def test_refusals_are_one_line(
     split = np.array(["train", "valid", "test"])[person % 3]
     write_table(Path("few.csv"), dataset, time=[1, 2, 3], event=[1, 0, 0, 0], split=split)
     ill = np.arange(len(split)) % 2
-    well = np.where(split == "test", 1 - ill, "")
-    write_table(Path("gaps.csv"), dataset, ill=ill, well=well, split=split)
     write_table(Path("trained.csv"), dataset, ill=ill, split="train")
     write_table(Path("tested.csv"), dataset, ill=ill, split="test")
     write_table(Path("folds.csv"), dataset, ill=[0, 1], fold=[1, 2])

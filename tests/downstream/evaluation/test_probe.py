@@ -7,7 +7,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 
 from omnilead.downstream.evaluation.boosted import boosted
-from omnilead.downstream.evaluation.heads import held_out
+from omnilead.downstream.evaluation.heads import held_out_scores
 from omnilead.downstream.evaluation.probe import (
     STRENGTHS,
     TOLERANCE,
@@ -174,10 +174,10 @@ def test_patients_held_out_choose_the_penalty():
         assert not set(twice.patient_N[rest]) & set(twice.patient_N[out])
     assert list(folds(np.zeros(5))) == [] and len(list(folds(np.arange(5001)))) == 1
     fold = np.arange(600) % 5 - 1  # -1: is not tested
-    scores = held_out(linear, clean, np.arange(600), fold, np.ones(rule.shape[1], bool))
+    scores = held_out_scores(linear, clean, np.arange(600), fold, np.ones(rule.shape[1], bool))
     assert ((scores > 0.5) == rule)[fold >= 0].mean() > 0.9 and not scores[fold < 0].any()
     second = np.arange(rule.shape[1]) == 1
-    of_one = held_out(
+    of_one = held_out_scores(
         linear, clean._replace(y_NK=np.where(second, rule, np.nan)), np.arange(600), fold, second
     )
     assert of_one.shape == (600, 1) and np.allclose(of_one[:, 0], scores[:, 1], atol=0.1)
