@@ -45,6 +45,14 @@ def test_scores_equal_those_of_lightgbm(kept, kind):
     np.testing.assert_allclose(scores, theirs, atol=1e-5)
 
 
+def test_a_label_may_depend_on_whether_a_number_is_missing():
+    ill = RNG.random(300) > 0.5
+    x = X.copy()
+    x[:, 0] = np.where(ill, 0, 1)
+    scores = boosted.boosted(ProbeData(x, ill[:, None] * 1.0, np.arange(300), "binary")).scores(x)
+    assert ((scores[:, 0] > 0.5) == ill).all()
+
+
 def test_what_was_never_missing_goes_where_most_went():
     whole = np.where(X == 0, 0.1, X)
     y = (whole[:, :1] > -1).astype(float)
