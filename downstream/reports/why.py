@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from omnilead.engine.settings.errors import ConfigError
 
 from ..inference import options as shared
 from ..inference.commands import Setup, exit_code, prepare
-from ..inference.inputs import dataset_of, dataset_source, open_data
+from ..inference.inputs import CropSource, dataset_of, dataset_source, open_data
 from ..inference.outputs import predictions
 from ..inference.trained_model import ROWS, TrainedModel
 from ..tasks.metrics import Array
@@ -161,7 +162,7 @@ def read(setup: Setup, what: str, crop: int | None) -> ReadEcg:
     if (dataset is None) != (crop is None):
         reason = "a dataset's ECGs are chosen by" if dataset else "only a dataset has"
         raise ConfigError(f"{what}: {reason} --crop ROW")
-    source: Any
+    source: CropSource
     if dataset is None:
         source = open_data(setup.options, setup.input).source()
     elif crop in range(len(dataset)):
@@ -182,7 +183,7 @@ def read(setup: Setup, what: str, crop: int | None) -> ReadEcg:
     return ReadEcg(name, torch.cat(crops), np.concatenate(halves))
 
 
-def colour_leads(figure: Any, added_by_lead: dict[str, float]) -> None:
+def colour_leads(figure: Figure, added_by_lead: dict[str, float]) -> None:
     """Behind the leads of the printout; the strongest colour for the lead that matters most."""
     (page,) = figure.axes
     most = max(map(abs, added_by_lead.values())) or 1.0
