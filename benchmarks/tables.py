@@ -12,13 +12,9 @@ from omnilead.downstream.reports import bench_report
 Part = dict[str, Any]
 Result = dict[str, Any]
 Columns = dict[str, Callable[[Result], str]]  # a cell by the result of its row's case
-BASELINES = (
-    "random weights",
-    "mean beat",
-    "measurements",
-    "MiniRocket + ridge",
-    "boosted features",
-)
+# Rows that only older records have
+NO_LONGER_MADE = ("MiniRocket + ridge",)
+BASELINES = ("random weights", "mean beat", "measurements", *NO_LONGER_MADE, "boosted features")
 HEADLINE = (
     ("real", "ptbxl-superdiagnostic", "auroc", "12", 0.1),
     ("real", "ptbxl-superdiagnostic", "auroc", "12", 1.0),
@@ -228,6 +224,15 @@ def evidence(part: Part) -> Iterator[str]:
         text = bench_report.markdown(document).strip()
         text = text.replace("\n## ", f"\n#### {where}: ")
         yield text.partition("\n")[2].strip()
+    yield from notes_on_old_rows(part)
+
+
+def notes_on_old_rows(part: Part) -> Iterator[str]:
+    """Says which rows of the record this version does not make."""
+    models = {name for result in part["results"].values() for name in result.get("models", ())}
+    for name in NO_LONGER_MADE:
+        if name in models:
+            yield f"{name} was measured with an earlier version: `omnilead bench` has no such row now."
 
 
 def headline(part: Part) -> str:

@@ -5,19 +5,16 @@ identification.
     omnilead bench --models RUN --data DATASET --labels LABELS --tasks ptbxl-rhythm --share 0.01 0.1 1 --out OUT
     omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --out OUT      trained on A, tested on B
     omnilead bench --models small --data DATASET --labels my.csv --folds 5 --out OUT     few ECGs: each is tested once
-    omnilead bench --models small --data DATASET --labels my.csv --reader boosted --head MODEL --out OUT    for omnilead predict
 
 Baselines are included: five draws of random weights of each architecture, and methods without
-pre-training: the mean beat, measurements of the signal, gradient boosting on both (extra `bench`),
-and MiniRocket. OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the
+pre-training: the mean beat, measurements of the signal, and gradient boosting on both (extra
+`bench`). OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the
 embeddings. Run again after an interruption or with more tasks, the command computes only what is
 missing. A line on stderr says how long it may take; without a terminal, others say when a model is
-done. With --head, bench.md says which row MODEL is, and how good it is by cross-validation
-(`omnilead fit` writes MODEL without the comparison). How to compare fairly: docs/comparing.md.
-Exit code 2: an argument or a file is wrong.
+done. How to compare fairly: docs/comparing.md. To use what won: omnilead fit. Exit code 2: an
+argument or a file is wrong.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,7 +78,6 @@ def bench(
     readout: shared.Readout = "",
     out: Annotated[File, Option("folder for the results and the embeddings", "OUT")],
     reader: shared.Reader = "linear",
-    head: Annotated[str, Option("write the model with its probe as a head", "MODEL")] = "",
     seed: Annotated[int, Option("seed of the random weights (0)")] = 0,
     batch: shared.Batch = None,
     device: shared.Device = "auto",
@@ -90,13 +86,33 @@ def bench(
 ) -> dict[str, Any]:
     """Compares models on frozen embeddings, as `omnilead bench`: returns what OUT/bench.json holds.
     Errors have one-line messages."""
-    args = argparse.Namespace(**locals())
     # imported late, so that --help does not wait for PyTorch
     from omnilead.downstream.evaluation import bench as comparison
+    from omnilead.downstream.evaluation.embedders import EmbedOptions
+    from omnilead.downstream.evaluation.plan import BenchOptions
     from omnilead.downstream.reports.bench_report import write
 
-    document = comparison.bench(args)
-    write(document, Path(out))
+    options = BenchOptions(
+        models=tuple(models),
+        data=data,
+        out=Path(out),
+        test_data=test_data,
+        tasks=tuple(tasks),
+        labels=labels,
+        columns=tuple(columns),
+        kind=kind,
+        test_labels=test_labels,
+        leads=tuple(dict.fromkeys(leads)),
+        fit_leads=fit_leads,
+        shares=tuple(sorted(set(share))),
+        folds=folds,
+        reader=reader,
+        seed=seed,
+        anonymous=anonymous,
+        embedding=EmbedOptions(readout, batch, device, precision, code),
+    )
+    document = comparison.bench(options)
+    write(document, options.out)
     return document
 
 
@@ -109,12 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> int:
         with fitting_processes():
             bench(**options)
-        out, head = Path(options["out"]), options["head"]
+        out = Path(options["out"])
         text = (out / "bench.md").read_text()
-        text += f"\n{out}: bench.md, bench.csv, bench.json, bench.png\n"
-        if head:
-            text += f"{head}: the model with its probe as a head\n"
-        return show(text)
+        return show(f"{text}\n{out}: bench.md, bench.csv, bench.json, bench.png\n")
 
     return exit_code("omnilead bench", run, options["out"])
 

@@ -23,9 +23,10 @@ scoring or writing failed.
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
@@ -37,6 +38,12 @@ from omnilead.engine.settings.files import File
 from omnilead.engine.settings.launcher import environment
 from omnilead.engine.settings.metrics import METRIC_OF, label_of
 from omnilead.engine.settings.run_files import LABELS
+
+if TYPE_CHECKING:
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.downstream.evaluation.identification import IdentificationResult
+    from omnilead.downstream.evaluation.results import EvalOptions, TaskResult
+    from omnilead.downstream.inference.trained_model import TrainedModel
 
 CLASSES_SHOWN = 12  # printed on the terminal
 
@@ -87,30 +94,36 @@ def evaluate(
     """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns what --json holds;
     None on all ranks but the first. Errors have one-line messages."""
     from omnilead.data_tools.dataset import Dataset
-    from omnilead.downstream.evaluation.identification import identify
-    from omnilead.downstream.evaluation.results import EvalOptions, chosen_task, score_task
+    from omnilead.downstream.evaluation.results import EvalOptions
     from omnilead.downstream.inference.commands import chosen_device
     from omnilead.downstream.inference.trained_model import load
-    from omnilead.engine.training.distributed import close, lost_a_rank, share_work
+    from omnilead.engine.training.distributed import share_work
 
-    json_file, page = Path(json) if json else None, Path(report) if report else None
-    # The model's outputs, until the scores are written
-    halves_file = Path(f"{json_file or page}.halves.parquet") if json_file or page else None
-    check_files(json_file, page)
+    files = ResultFiles(Path(json) if json else None, Path(report) if report else None)
+    files.check()
     run, table = os.fspath(model), os.fspath(labels)
-    options = EvalOptions(role, leads, batch, run, halves_file)
-    result: Any
-    try:
+    options = EvalOptions(role, leads, batch, run, files.halves)
+    with process_group():
         dataset = Dataset.open(os.fspath(data), anonymous)
         share_work()
         trained = load(run, code).to(chosen_device(device))
         if not table and task == "auto":
             table = labels_of_run(run)
-        task_config = chosen_task(trained, task, table)
-        if task_config.kind == "identity":
-            result = identify(trained, dataset, options)
-        else:
-            result = score_task(trained, dataset, task_config, options)
+        result = score(trained, dataset, task, table, options)
+    if environment()[0]:
+        return None
+    document = result.document()
+    files.write(document, result, dataset)
+    return document
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Closes the ranks' process group, and says so if another rank has died."""
+    from omnilead.engine.training.distributed import close, lost_a_rank
+
+    try:
+        yield
     except RuntimeError as error:
         if not lost_a_rank(error):
             raise
@@ -119,41 +132,61 @@ def evaluate(
         ) from None
     finally:
         close()
-    if environment()[0]:
-        return None
-    document: Facts = result.document()
-    write_scores(json_file, page, document, result, dataset)
-    if halves_file:
-        halves_file.unlink()
-    return document
 
 
-def write_scores(
-    json_file: Path | None, page: Path | None, document: Facts, result: Any, dataset: Any
-) -> None:
-    if json_file:
-        write_result(json_file, dumps(document, indent=1) + "\n", "--json")
-    if page:
-        from omnilead.downstream.reports import evaluation_report
+def score(
+    model: "TrainedModel", dataset: "Dataset", task: str, labels: str, options: "EvalOptions"
+) -> "TaskResult | IdentificationResult":
+    """The model's scores in the task of this name (auto: its own), with these labels."""
+    from omnilead.downstream.evaluation.identification import identify
+    from omnilead.downstream.evaluation.results import chosen_task, score_task
 
-        write_result(page, evaluation_report.build(result, dataset), "--report")
+    task_config = chosen_task(model, task, labels)
+    if task_config.kind == "identity":
+        return identify(model, dataset, options)
+    return score_task(model, dataset, task_config, options)
 
 
-def check_files(json_file: Path | None, page: Path | None) -> None:
-    if json_file:
-        writable(json_file, "--json")
-    if page:
-        writable(page, "--report")
-    if json_file and page and json_file.resolve() == page.resolve():
-        raise ConfigError(
-            f"--json {json_file} and --report {page} are the same file: choose two names"
-        )
-    world = environment()[1]
-    if world > 1 and not json_file and not page:
-        raise ConfigError(
-            f"WORLD_SIZE={world}: several ranks need --json F or --report F, next to which "
-            "they keep the outputs"
-        )
+class ResultFiles(NamedTuple):
+    """The files that the scores are written to, if any."""
+
+    json: Path | None
+    page: Path | None
+
+    @property
+    def halves(self) -> Path | None:
+        """For the model's outputs, until the scores are written."""
+        first = self.json or self.page
+        return Path(f"{first}.halves.parquet") if first else None
+
+    def check(self) -> None:
+        """ConfigError if they cannot be written."""
+        if self.json:
+            writable(self.json, "--json")
+        if self.page:
+            writable(self.page, "--report")
+        if self.json and self.page and self.json.resolve() == self.page.resolve():
+            raise ConfigError(
+                f"--json {self.json} and --report {self.page} are the same file: choose two names"
+            )
+        world = environment()[1]
+        if world > 1 and not self.halves:
+            raise ConfigError(
+                f"WORLD_SIZE={world}: several ranks need --json F or --report F, next to which "
+                "they keep the outputs"
+            )
+
+    def write(
+        self, document: Facts, result: "TaskResult | IdentificationResult", dataset: "Dataset"
+    ) -> None:
+        if self.json:
+            write_result(self.json, dumps(document, indent=1) + "\n", "--json")
+        if self.page:
+            from omnilead.downstream.reports import evaluation_report
+
+            write_result(self.page, evaluation_report.build(result, dataset), "--report")
+        if self.halves:
+            self.halves.unlink()
 
 
 def labels_of_run(model: str) -> str:

@@ -9,12 +9,11 @@ Labels are 0 and 1, yes and no, text or numbers; an empty cell is unknown. The h
 ECGs of train and valid; `omnilead evaluate --model MODEL` tests it on the others. A column `fold` or
 `split` splits the ECGs; without one, patients are split 8:1:1. The score that is printed is from
 cross-validation: each ECG of train and valid (of more than 5,000 a fifth) is scored by a head that
-was fitted without its patient. MODEL is what `omnilead bench --head MODEL` writes, which also compares it with baselines;
-the encoder stays as it is (`omnilead finetune` trains it, too). Exit code 2: an argument or a file
-is wrong.
+was fitted without its patient. `omnilead bench` compares it with baselines. The encoder stays as it
+is (`omnilead finetune` trains it, too). Exit code 2: an argument or a file is wrong.
 """
 
-import argparse
+import os
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -59,11 +58,24 @@ def fit(
     """Fits a classifier of your own labels on a frozen model, as `omnilead fit`: returns its
     cross-validated scores, as config.json of MODEL holds them, and `said`, sentences of them. Errors
     have one-line messages."""
-    args = argparse.Namespace(**locals())
     # imported late, so that --help does not wait for PyTorch
-    from omnilead.downstream.evaluation.fit import fit as fit_and_write
+    from omnilead.downstream.evaluation import fit as fitting
+    from omnilead.downstream.evaluation.embedders import EmbedOptions
 
-    return fit_and_write(args)
+    options = fitting.FitOptions(
+        data=data,
+        out=os.fspath(out),
+        model=os.fspath(model),
+        labels=os.fspath(labels),
+        columns=tuple(columns),
+        kind=kind,
+        leads=leads,
+        reader=reader,
+        folds=folds,
+        anonymous=anonymous,
+        embedding=EmbedOptions(readout, batch, device, precision, code),
+    )
+    return fitting.fit(options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,6 @@
 """Fixtures for all tests: a small synthetic archive and dataset, a saved model, and the real ECGs
 if available."""
 
-import argparse
 import contextlib
 import gc
 import os
@@ -196,20 +195,21 @@ def save_model(
     return folder
 
 
-def save_probed(model, data, task, out, labels="", readout="", leads="12"):
-    """Writes the model that `omnilead bench --head` writes, without the comparison. `task`: as for
-    --tasks."""
-    from omnilead.downstream.evaluation import bench, embedders, plan
+def save_probed(model, data, task, out, readout="", leads="12", reader="linear"):
+    """Writes the model that `omnilead fit` writes; its task may also be one of the dataset's own
+    labels. `task`: a table, or a name."""
+    from omnilead.downstream.evaluation.embedders import EmbedOptions
+    from omnilead.downstream.evaluation.fit import FitOptions, fit_task
+    from omnilead.downstream.evaluation.plan import task_of_table
+    from omnilead.downstream.evaluation.results import load_task
 
-    how = {"models": [str(model)], "data": data, "tasks": [str(task)], "share": [1.0]}
-    how |= {"labels": labels, "readout": readout, "head": str(out), "leads": [leads]}
-    how |= {"test_data": "", "test_labels": "", "fit_leads": "", "shown": [leads], "seed": 0}
-    how |= {"reader": "linear", "code": False, "anonymous": False}
-    how |= {"folds": None, "columns": (), "kind": None}
-    how |= {"device": "auto", "precision": "auto", "batch": None}
-    args = argparse.Namespace(**how)
-    rows = embedders.rows_to_compare([str(model)], args)
-    args.widest = bench.widest_input(rows)
-    work = plan.planned(args)
-    bench.require_one_probe(work, args)
-    bench.save_head(rows[0], work, args, Path(f"{out}-parts"))
+    options = FitOptions(
+        data=data,
+        out=str(out),
+        model=str(model),
+        leads=leads,
+        reader=reader,
+        embedding=EmbedOptions(readout),
+    )
+    of_table = str(task).endswith(".csv")
+    fit_task(task_of_table(str(task)) if of_table else load_task(task), options)

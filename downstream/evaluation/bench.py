@@ -1,18 +1,17 @@
 """Compares frozen embeddings of several models by linear probes and by patient identification.
 
-    found = bench(args)         # the options of downstream.bench
+    found = bench(BenchOptions(("RUN",), "DATASET", Path("OUT"), tasks=("sex",)))
     found["rows"][0]            # model, task, leads, share, metrics, intervals, n, patients, draws, per_class, left_out
     found["differences"][0]     # model, against, task, leads, share, metric, difference, interval
 
 Baselines are random weights of the same architectures, and what needs no pre-training: the mean beat,
-measurements, gradient boosting on both, and MiniRocket.
+measurements, and gradient boosting on both.
 A probe is fitted on a share of the patients of train and valid, and scored on test, with one row per
 record. A smaller share is a subset of a larger one; small shares are drawn several times and
 averaged over the draws. Identification compares the first 5 s by cosine.
 """
 
 import json
-from argparse import Namespace
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -24,8 +23,7 @@ import numpy as np
 
 from omnilead.data_tools.io.terminal import interactive, tell
 from omnilead.engine.model.input import Input
-from omnilead.engine.settings.commandline import writing
-from omnilead.engine.settings.errors import ConfigError, Facts
+from omnilead.engine.settings.errors import Facts
 
 from ..inference.commands import refuse_ranks
 from .boosted import INSTALL, installed
@@ -40,93 +38,82 @@ from .differences import (
     over_classes,
     widened,
 )
-from .embedders import (
-    BOOSTED,
-    ROCKET,
-    Compared,
-    rocket,
-    rows_to_compare,
-)
-from .heads import Choice, fit_head, require_free, require_known, unrounded, write_head
-from .plan import IDENTIFICATION, ProbedTask, Work, planned
+from .embedders import BOOSTED, Compared, rows_to_compare
+from .plan import IDENTIFICATION, BenchOptions, ProbedTask, Work, plan_work
 from .probe import Fit, ProbeData, ProbeJob, scores_of
-from .records import FITTED, ProbedRecords, fits, left_out, records_of
+from .records import ShownLeads, fits
 from .results import EvalOptions, leakage, nullable, shown_input
 from .vectors import Embedder, Vectors, embedded
 
-ROCKET_CROPS = 20_000  # MiniRocket keeps 80 kB of each
+# Of a comparison: rows with the same of all of these can be in one table
+SETTINGS = ("fingerprint", "test_data", "seed", "fit_leads", "folds", "readouts")
 
 
-def bench(args: Namespace) -> Facts:
+def bench(options: BenchOptions) -> Facts:
     """Returns the content of OUT/bench.json."""
     refuse_ranks("a comparison is")
-    args.leads = list(dict.fromkeys(args.leads))
-    args.share = sorted(set(args.share))
-    args.shown = [*args.leads, *filter(None, [args.fit_leads])]
-    rows = rows_to_compare(args.models, args)
-    args.widest = widest_input(rows)
-    work = planned(args)
-    require_one_probe(work, args)
-    notes = remarks(rows, args, work)  # refuses bad input early
-    rows = affordable(rows, work, notes)
-    parts = Path(args.out, "parts")
+    rows = rows_to_compare(options.models, options.embedding, options.reader, options.seed)
+    work = plan_work(options, ShownLeads(widest_input(rows), options.shown_leads))
+    notes = remarks(rows, options, work)  # refuses bad input early
+    if not installed():
+        notes.append(f"{BOOSTED}: left out: {INSTALL}")
+    random = {row.name: row.random for row in rows}
+    about = {
+        "data": options.data,
+        "fingerprint": work.fitted.fingerprint,
+        "test_data": options.test_data or None,
+        "seed": options.seed,
+        "models": random,
+        "fit_leads": options.fit_leads or None,
+        "folds": options.folds,
+        "readouts": readouts_of(rows, options.embedding.readout),
+    }
+    tell_of_others(about, options, work)
+    scores = scores_of_rows(rows, options, work)
+    return dict(nullable({**about, "notes": notes, **compared(scores, random)}))
+
+
+def readouts_of(rows: Sequence[Compared], readout: str) -> dict[str, str]:
+    """How each model is read out, by the name of its row."""
     readouts = {}
     for row in rows:
         if row.model:
-            readouts[row.name] = "+".join(row.model.readout_of(args.readout))
-    tell_of_others(rows, readouts, work, args)
-    scores: Scores = {}
-    clock = Clock(len(args.leads) * sum(map(parts_of, rows)))
-    for number, row in enumerate(rows, 1):
-        for lead in args.leads:
-            for key, scored in row_scores(row, lead, work, parts).items():
-                scores[row.name, *key] = scored
-            clock.count(parts_of(row))
-        if not interactive():  # there are no progress bars
-            tell(f"bench: {number} of {len(rows)} done: {row.name}")
-    random = {row.name: row.random for row in rows}
-    document = {
-        "data": args.data,
-        "fingerprint": work.fitted.fingerprint,
-        "test_data": args.test_data or None,
-        "seed": args.seed,
-        "models": random,
-        "fit_leads": args.fit_leads or None,
-        "folds": args.folds,
-        "readouts": readouts,
-        "notes": notes,
-        **compared(scores, random),
-    }
-    if args.head:  # last: a run that is interrupted before can be run again
-        notes += save_head(rows[0], work, args, parts)
-    return dict(nullable(document))
+            readouts[row.name] = "+".join(row.model.readout_of(readout))
+    return readouts
 
 
-def tell_of_others(rows: Sequence[Compared], readouts: Facts, work: Work, args: Namespace) -> None:
+def tell_of_others(about: Facts, options: BenchOptions, work: Work) -> None:
     """Tells if OUT has tables of other rows, data or read-outs, which will be lost."""
     try:
-        before = json.loads(Path(args.out, "bench.json").read_text())
+        before = json.loads((options.out / "bench.json").read_text())
         rows_before = {tuple(row[key] for key in KEYS) for row in before["rows"]}
         models, data = ", ".join(before["models"]), before["data"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # no tables of this command
-    names = [row.name for row in rows]
-    now = {*product(names, work.tasks, args.leads, args.share)}
+    names = about["models"]
+    rows_now = {*product(names, work.tasks, options.leads, options.shares)}
     if work.persons:
-        now |= {*product(names, [IDENTIFICATION], args.leads, [None])}
-    settings = {"test_data": args.test_data or None, "fit_leads": args.fit_leads or None}
-    settings |= {"folds": args.folds, "seed": args.seed, "fingerprint": work.fitted.fingerprint}
-    settings["readouts"] = readouts
-    is_same = all(before.get(name) == value for name, value in settings.items())
-    if not is_same or not rows_before <= now:
+        rows_now |= {*product(names, [IDENTIFICATION], options.leads, [None])}
+    is_same = all(before.get(name) == about[name] for name in SETTINGS)
+    if not is_same or not rows_before <= rows_now:
         tell(
-            f"bench: {args.out} has the tables of another comparison, of {models} on {data}: they "
+            f"bench: {options.out} has the tables of another comparison, of {models} on {data}: they "
             "will be replaced"
         )
 
 
-def parts_of(row: Compared) -> int:
-    return max(1, len(row.draws))
+def scores_of_rows(rows: Sequence[Compared], options: BenchOptions, work: Work) -> Scores:
+    """The scores of all rows, which take most of the time. Embeddings are kept in OUT/parts."""
+    scores: Scores = {}
+    clock = Clock(len(options.leads) * sum(len(row.draws) for row in rows))
+    for number, row in enumerate(rows, 1):
+        for leads in options.leads:
+            for key, scored in row_scores(row, leads, work, options.out / "parts").items():
+                scores[row.name, *key] = scored
+            clock.count(len(row.draws))
+        if not interactive():  # there are no progress bars
+            tell(f"bench: {number} of {len(rows)} done: {row.name}")
+    return scores
 
 
 class Clock:
@@ -159,11 +146,7 @@ def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Scores:
     draws."""
     if not work.tasks and not row.identifies:
         return {}
-    draws = row.draws
-    if not draws:
-        task = next(iter(work.tasks.values()))
-        draws = [[rocket(work.fitted, task.train.rows, work.fit_leads or lead)]]
-    samples_of_draws = [draw_samples(row, embedders, lead, work, folder) for embedders in draws]
+    samples_of_draws = [draw_samples(row, embedders, lead, work, folder) for embedders in row.draws]
     scores: Scores = {}
     for name, share in samples_of_draws[0]:
         of_draws = [samples[name, share] for samples in samples_of_draws]
@@ -173,7 +156,7 @@ def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Scores:
             is_few = share in work.tasks[name].few_shares
         elif work.persons:
             facts, is_few = work.persons.facts, False
-        if len(draws) > 1:
+        if len(row.draws) > 1:
             means_of_draws = [over_classes(samples) for samples in of_draws]
             facts["each"] = {
                 key: [float(value[key][0]) for value in means_of_draws] for key in means
@@ -231,18 +214,18 @@ def probe_samples(
     return {share: samples_by_share[share] for share in task.draws}
 
 
-def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:
+def remarks(rows: Sequence[Compared], options: BenchOptions, work: Work) -> list[str]:
     """What a reader must know of the labels, data leakage, different preprocessing and missing
     leads; ConfigError if data do not suit a model."""
     notes = []
     for name, task in work.tasks.items():
-        notes += [f"{name}: {note}" for note in task.labels.remarks]
+        notes += [f"{name}: {note}" for note in task.remarks]
     models = {row.name: row.model for row in rows if row.random and row.model}
-    for name, lead, dataset in product(models, args.shown, work.rows):
-        warned = shown_input(models[name], dataset, EvalOptions(leads=lead))[1]
+    for name, leads, dataset in product(models, work.shown.leads, work.rows):
+        warned = shown_input(models[name], dataset, EvalOptions(leads=leads))[1]
         notes += [f"{name}: {note}" for note in warned]
     for dataset in work.rows:
-        notes += left_out(dataset, args)
+        notes += work.shown.left_out(dataset)
     # Which models have seen the patients that they are tested on
     tested = {name: (task.test.rows, task.patient_B) for name, task in work.tasks.items()}
     if persons := work.persons:
@@ -251,11 +234,11 @@ def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:
     for name, task_name in product(models, tested):
         warned = leakage(models[name], work.tested, *tested[task_name])
         notes += [f"{name}, {task_name}: {note}" for note in warned]
-    if args.fit_leads:
-        notes.append(f"Probes were fitted on leads {args.fit_leads}.")
-    if args.folds:
+    if options.fit_leads:
+        notes.append(f"Probes were fitted on leads {options.fit_leads}.")
+    if options.folds:
         notes.append(
-            f"Cross-validation in {args.folds} folds: each ECG is scored once, by a probe that was "
+            f"Cross-validation in {options.folds} folds: each ECG is scored once, by a probe that was "
             "fitted without its patient. It is ranked among the ECGs of its own fold. Intervals are "
             "widened, because these probes share most of their ECGs."
         )
@@ -270,55 +253,3 @@ def few_tested(name: str, task: ProbedTask) -> str:
         f"{name}: {len(task.test.y_NK)} ECGs are tested, which says little: --folds 5 tests "
         f"all {all_records:,}."
     )
-
-
-def affordable(rows: list[Compared], work: Work, notes: list[str]) -> list[Compared]:
-    """The rows that this machine can make; notes say which are left out."""
-    if not installed():
-        notes.append(f"{BOOSTED}: left out: {INSTALL}")
-    crops = sum(len(np.unique(rows)) for rows in work.rows.values())
-    if crops <= ROCKET_CROPS:
-        return rows
-    notes.append(f"{ROCKET}: left out: there are more than {ROCKET_CROPS:,} crops.")
-    return [row for row in rows if row.draws]
-
-
-def require_one_probe(work: Work, args: Namespace) -> None:
-    """ConfigError unless --head can be written: one probe, fitted on known labels of every class."""
-    if not args.head:
-        return
-    require_free(Path(args.head), "--head")
-    for option, count in (
-        ("--models", len(args.models)),
-        ("--tasks", len(work.tasks)),
-        ("--leads", 1 if args.fit_leads else len(args.leads)),
-    ):
-        if count != 1:
-            raise ConfigError(
-                f"--head {args.head}: is one probe of one model, but {option} names {count}: use one"
-            )
-    (task,) = work.tasks.values()
-    require_known(task.labels, head_records(task, work, args))
-
-
-def head_records(task: ProbedTask, work: Work, args: Namespace) -> ProbedRecords:
-    """Those of train and valid, with --folds too, so that `omnilead evaluate` can test the head."""
-    return records_of(work.fitted, task.labels, FITTED, args) if args.folds else task.train
-
-
-def save_head(row: Compared, work: Work, args: Namespace, parts: Path) -> list[str]:
-    """Writes the model with its probe as a head, and returns what to say of it."""
-    (task,), embedder = work.tasks.values(), row.draws[0][0]
-    train = head_records(task, work, args)
-    leads = args.fit_leads or args.leads[0]
-    choice = Choice(args.reader, args.readout, leads, args.folds)
-    head = fit_head(embedder, work.fitted, task.labels, train, choice, parts)
-    with writing(Path(args.head), "--head"):
-        write_head(head, unrounded(embedder, args.models[0], args.code), Path(args.head))
-    is_row = f"is the row {row.name!r}, leads {leads}, share 1, fitted on {head.people}"
-    if args.reader == "boosted":
-        is_row = (
-            f"is {head.made} on {'+'.join(head.readout)} of {row.name!r}, leads {leads}, fitted on windows of "
-            f"{head.people}: no row of the table is this model. Without an encoder: --readout rhythm+waveform"
-        )
-    return [f"{args.head}: {sentence}." for sentence in [is_row, *head.said]]

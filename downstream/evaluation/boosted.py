@@ -135,9 +135,11 @@ def _plant(tree: Node, nodes: list[Any]) -> int:
         if tree["missing_type"] != "NaN":
             counts = [side.get("leaf_count", side.get("internal_count", 0)) for side in sides]
             first = counts[0] >= counts[1]
+        # A split of what is missing from all else is at 1e300
+        exact = min(tree["threshold"], float(np.finfo(np.float32).max))
         # The same for every number in float32
-        threshold = np.float32(tree["threshold"])
-        if threshold > tree["threshold"]:
+        threshold = np.float32(exact)
+        if threshold > exact:
             threshold = np.nextafter(threshold, np.float32(-np.inf))
         child = left, right, left if first else right
         nodes[place] = tree["split_feature"], float(threshold), child, 0.0

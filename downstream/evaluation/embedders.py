@@ -1,24 +1,21 @@
 """Frozen embeddings to compare: of models, of random weights of their architectures, and of
 measurements that need no training.
 
-    first, *others = rows_to_compare(["A=RUN", "hf://org/name"], args)     # args: the options of downstream.bench
+    first, *others = rows_to_compare(["A=RUN", "hf://org/name"], EmbedOptions())
     first.draws[0][0].forward(x_RLT)
 """
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg import mean_beat
-from omnilead.engine.data.batches import dataset_batches
 from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
@@ -30,16 +27,24 @@ from ..tasks import readout as readouts
 from ..tasks.metrics import Array
 from ..tasks.readout import Readout, measures_signal, place_of_mean
 from .boosted import INSTALL, boosted, installed
-from .minirocket import MiniRocket
-from .probe import Fit, least_squares, linear
+from .probe import Fit, linear
 from .vectors import Embedder
 
 RANDOM, MEAN_BEAT, MEASURED = "random weights", "mean beat", "measurements"
-BOOSTED, ROCKET = "boosted features", "MiniRocket + ridge"
+BOOSTED = "boosted features"
 READERS = {"linear": linear, "boosted": boosted}
-ROCKET_HZ = 100.0
-ROCKET_SAMPLE = 64  # crops, that give its thresholds
 DRAWS = 5  # of random weights: their scores differ by as much as 0.02
+
+
+@dataclass(frozen=True)
+class EmbedOptions:
+    """How models are loaded and read out."""
+
+    readout: str = ""  # parts joined by +; "": the model's own
+    batch: int | None = None  # crops encoded at a time; None: 16, on a GPU 256
+    device: str = "auto"
+    precision: str = "auto"
+    code: bool = False  # run the custom code in a model folder
 
 
 class Compared(NamedTuple):
@@ -47,7 +52,7 @@ class Compared(NamedTuple):
 
     name: str
     # Each draw is a list of embedders, whose vectors are joined. Random weights are drawn several
-    # times, and the scores averaged; MiniRocket has no draw before data are known
+    # times, and the scores averaged
     draws: list[list[Embedder]]
     random: str = ""  # the row of random weights of the same architecture
     fit: Fit = linear
@@ -62,18 +67,21 @@ class Compared(NamedTuple):
         return models[0] if models else None
 
 
-def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
-    """`models`: folders, or NAME=FOLDER. Random weights follow the first model of their
-    architecture; what needs no training is last. Without LightGBM, no row is boosted."""
-    if args.reader == "boosted" and not installed():
+def rows_to_compare(
+    models: Sequence[str], options: EmbedOptions, reader: str = "linear", seed: int = 0
+) -> list[Compared]:
+    """`models`: folders, or NAME=FOLDER. `reader`: what is fitted on models' embeddings. `seed`: the
+    first of the random weights. Random weights follow the first model of their architecture; what
+    needs no training is last. Without LightGBM, no row is boosted."""
+    if reader == "boosted" and not installed():
         raise ConfigError(f"--reader boosted: {INSTALL}")
     beat = _measured(MEAN_BEAT, mean_beat.mean_beats, slice(12 * mean_beat.BEAT))
     measured = _measured(MEASURED, mean_beat.measurements)
-    rows = [row._replace(fit=READERS[args.reader]) for row in _model_rows(models, measured, args)]
+    rows = _model_rows(models, measured, options, seed)
+    rows = [row._replace(fit=READERS[reader]) for row in rows]
     untrained = [
         Compared(MEAN_BEAT, [[beat]]),
         Compared(MEASURED, [[measured]], identifies=False),
-        Compared(ROCKET, [], fit=least_squares, identifies=False),
     ]
     if installed():
         row = Compared(BOOSTED, [[beat, measured]], fit=boosted, identifies=False)
@@ -86,35 +94,29 @@ def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
     return [*rows, *untrained, *with_mean_beat]
 
 
-def rocket(dataset: Dataset, rows: Array, leads: str) -> Embedder:
-    """MiniRocket of these leads, with thresholds from some of these crops."""
-    full_input = Input(ALL, ALL, fs_hz=ROCKET_HZ)
-    limited_input = full_input.limited_to(leads)
-    (batch,) = dataset_batches(dataset, [np.unique(rows)[:ROCKET_SAMPLE]])
-    windows_RLT = limited_input.windows(torch.from_numpy(batch.uv_BLT), batch.halves_B)
-    features = MiniRocket(windows_RLT, limited_input.seen)
-    return Embedder(ROCKET, f"{ROCKET} {features.digest}", full_input, features)
-
-
-def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> list[Compared]:
+def _model_rows(
+    models: Sequence[str], measured: Embedder, options: EmbedOptions, seed: int
+) -> list[Compared]:
     rows: dict[str, Compared] = {}
     random_of: dict[str, str] = {}  # by architecture, the name of its row of random weights
     for text in models:
         name, folder = name_and_folder(text)
-        if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, BOOSTED, ROCKET):
+        if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, BOOSTED):
             raise ConfigError(f"--models {text}: the name {name!r} is taken: write NAME={folder}")
-        embedder = embedder_of(name, folder, args)
-        architecture = architecture_of(embedder, args)
-        model: Any = embedder.model
+        embedder = embedder_of(name, folder, options)
+        architecture = architecture_of(embedder, options.readout)
         random = f"{RANDOM} of {name}" if random_of else RANDOM
         random = random_of.setdefault(architecture, random)
         # The measurements are the same for all models, and made once
-        rhythm = [measured] if "rhythm" in model.readout_of(args.readout) else []
+        readout = embedder.trained.readout_of(options.readout)
+        rhythm = [measured] if "rhythm" in readout else []
         rows[name] = Compared(name, [[embedder, *rhythm]], random)
         if random not in rows:
-            seeds = range(args.seed, args.seed + DRAWS)
-            draws = [_random_embedder(embedder, random, architecture, args, seed) for seed in seeds]
-            rows[random] = Compared(random, [[draw, *rhythm] for draw in draws], random)
+            draws = []
+            for number in range(seed, seed + DRAWS):
+                drawn = _random_embedder(embedder, architecture, options.readout, number)
+                draws.append([drawn._replace(name=random), *rhythm])
+            rows[random] = Compared(random, draws, random)
     return list(rows.values())
 
 
@@ -132,16 +134,17 @@ def name_and_folder(text: str) -> tuple[str, str]:
     return name or (path.parent.name if path.name == "model" else path.name), folder
 
 
-def embedder_of(name: str, folder: str, args: Namespace) -> Embedder:
-    model, precision = prepare_model(folder, args.device, args.precision, args.code)
-    batch = args.batch or (256 if model.device.type == "cuda" else 16)
+def embedder_of(name: str, folder: str, options: EmbedOptions) -> Embedder:
+    """The model in this folder, read out as these options say."""
+    model, precision = prepare_model(folder, options.device, options.precision, options.code)
+    batch = options.batch or (256 if model.device.type == "cuda" else 16)
     embedder = Embedder(name, "", model.input, model, model, batch, precision=precision)
-    return reading(embedder, token_parts(model, args))
+    return reading(embedder, token_parts(model, options.readout))
 
 
 def reading(embedder: Embedder, readout: Readout) -> Embedder:
     """The same model, read out in another way."""
-    model: Any = embedder.model
+    model = embedder.trained
     return embedder._replace(
         digest=repr([model.digest, embedder.precision, readout, _code(readout)]),
         forward=partial(model.read, readout=readout),
@@ -149,19 +152,15 @@ def reading(embedder: Embedder, readout: Readout) -> Embedder:
     )
 
 
-def _random_embedder(
-    trained_embedder: Any, name: str, architecture: str, args: Namespace, seed: int
-) -> Embedder:
+def _random_embedder(embedder: Embedder, architecture: str, readout: str, seed: int) -> Embedder:
     """Random weights of the architecture of a model, read out in the same way."""
-    readout = token_parts(trained_embedder.model, args)
+    model = embedder.trained
+    parts = token_parts(model, readout)
 
     def forward(x_RLT: Tensor) -> Tensor:
-        return _untrained(trained_embedder.model, seed).read(x_RLT, readout)
+        return _untrained(model, seed).read(x_RLT, parts)
 
-    embedder: Embedder = trained_embedder._replace(
-        name=name, digest=f"{architecture} {seed}", forward=forward
-    )
-    return embedder
+    return embedder._replace(digest=f"{architecture} {seed}", forward=forward)
 
 
 @lru_cache(maxsize=1)  # the paper's model takes 0.4 GB, so one draw at a time
@@ -169,9 +168,9 @@ def _untrained(model: TrainedModel, seed: int) -> TrainedModel:
     return model.untrained(seed)
 
 
-def token_parts(model: TrainedModel, args: Namespace) -> Readout:
+def token_parts(model: TrainedModel, readout: str) -> Readout:
     """The read-out without what is measured in the signal."""
-    parts = tuple(part for part in model.readout_of(args.readout) if part != "rhythm")
+    parts = tuple(part for part in model.readout_of(readout) if part != "rhythm")
     if not parts:
         raise ConfigError("--readout rhythm: it has nothing of a model: add mean, std or beats")
     return parts
@@ -195,11 +194,11 @@ def _code(readout: Readout) -> str:
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def architecture_of(embedder: Embedder, args: Namespace) -> str:
+def architecture_of(embedder: Embedder, readout: str) -> str:
     """Models with the same text have the same random weights, and the same read-out."""
-    model: Any = embedder.model
+    model = embedder.trained
     config = config_of(model.config)
     parts = [getattr(config, name) for name in config.architecture]
-    readout = model.readout_of(args.readout)
+    of_model = model.readout_of(readout)
     code = sorted(model.code.items())
-    return repr([parts, model.input, code, embedder.precision, readout, _code(readout)])
+    return repr([parts, model.input, code, embedder.precision, of_model, _code(of_model)])

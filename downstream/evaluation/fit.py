@@ -1,11 +1,10 @@
 """Fits a head on a frozen model and writes both: what `omnilead fit` does.
 
-fit(args)["metrics"]["auroc"]       # of cross-validation; args: the options of downstream.fit
+fit(FitOptions("DATASET", "MODEL", labels="my.csv"))["metrics"]["auroc"]       # of cross-validation
 """
 
-import os
 import shutil
-from argparse import Namespace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omnilead.data_tools.dataset import Dataset
@@ -14,50 +13,81 @@ from omnilead.engine.settings.commandline import writing
 from omnilead.engine.settings.errors import Facts
 
 from ..inference.commands import refuse_ranks
-from .embedders import embedder_of
-from .heads import Choice, fit_head, require_free, require_known, unrounded, write_head
+from ..tasks.config import TaskConfig, TaskKind
+from ..tasks.labels import TaskLabels
+from .embedders import EmbedOptions, embedder_of
+from .heads import Choice, Head, fit_head, require_free, require_known, unrounded, write_head
 from .plan import labels_to_probe, task_of_table
-from .records import FITTED, left_out, records_of
+from .records import FITTED, ShownLeads, probed_records
 from .results import EvalOptions, leakage, shown_input
 from .vectors import require_cache
 
 CLASSES_SHOWN = 12  # if there is one more, it is shown as well
 
 
-def fit(args: Namespace) -> Facts:
+@dataclass(frozen=True)
+class FitOptions:
+    """The options of downstream.fit, which explains them."""
+
+    data: str
+    out: str
+    model: str = "small"
+    labels: str = ""
+    columns: tuple[str, ...] = ()
+    kind: TaskKind | None = None
+    leads: str = "12"
+    reader: str = "linear"
+    folds: int | None = None
+    anonymous: bool = False
+    embedding: EmbedOptions = field(default_factory=EmbedOptions)
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.reader, self.embedding.readout, self.leads, self.folds or 0)
+
+
+def fit(options: FitOptions) -> Facts:
     """`cross_validated` of the head that it writes, and `said`: sentences for the user."""
     refuse_ranks("a head is")
-    args.model, args.labels, out = os.fspath(args.model), os.fspath(args.labels), Path(args.out)
+    head, labels = fit_task(task_of_table(options.labels, options.columns, options.kind), options)
+    cross_validated = head.document.get("cross_validated", {})
+    read_out = f"{options.model} read out as {'+'.join(head.readout)}"
+    sentences = [
+        f"{options.out}: {head.made} on {read_out}, leads {options.leads}, fitted on {head.people}",
+        *head.said,
+        *class_lines(cross_validated.get("classes", {})),
+    ]
+    if len(labels.rows(0, "test")):
+        sentences.append(
+            f"the ECGs of test were not used: omnilead evaluate --model {options.out} --data "
+            f"{options.data} --labels {options.labels} scores them"
+        )
+    return {**cross_validated, "said": sentences}
+
+
+def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
+    """Fits a head for any task, writes it with the model, and tells notes on the data."""
+    out = Path(options.out)
     require_free(out, "--out")
     parts = out.with_name(f"{out.name}.parts")  # kept after an interruption
     require_cache(parts)
-    dataset = Dataset.open(args.data, args.anonymous)
-    embedder = embedder_of(args.model, args.model, args)
-    model = unrounded(embedder, args.model, args.code)
-    notes = shown_input(model, dataset, EvalOptions(leads=args.leads))[1]
-    args.shown, args.widest = [args.leads], embedder.input
-    labels = labels_to_probe(dataset, task_of_table(args.labels, args), FITTED)
-    train = records_of(dataset, labels, FITTED, args)
+    dataset = Dataset.open(options.data, options.anonymous)
+    embedder = embedder_of(options.model, options.model, options.embedding)
+    model = unrounded(embedder, options.model, options.embedding.code)
+    notes = shown_input(model, dataset, EvalOptions(leads=options.leads))[1]
+    shown = ShownLeads(embedder.input, (options.leads,))
+    labels = labels_to_probe(dataset, task, FITTED)
+    train = probed_records(dataset, labels, FITTED, shown)
     require_known(labels, train)
-    notes += labels.remarks + left_out(dataset, args)
+    notes += labels.remarks + shown.left_out(dataset)
     notes += leakage(model, dataset, train.rows, labels.patients[0])
     for note in notes:
         tell(f"note: {note}")
-    choice = Choice(args.reader, args.readout, args.leads, args.folds or 0)
-    head = fit_head(embedder, dataset, labels, train, choice, parts)
+    head = fit_head(embedder, dataset, labels, train, options.choice, parts)
     with writing(out, "--out"):
         write_head(head, model, out)
     shutil.rmtree(parts, ignore_errors=True)
-    read_out = f"{args.model} read out as {'+'.join(head.readout)}"
-    sentences = [f"{out}: {head.made} on {read_out}, leads {args.leads}, fitted on {head.people}"]
-    cross_validated = head.document.get("cross_validated", {})
-    sentences += [*head.said, *class_lines(cross_validated.get("classes", {}))]
-    if len(labels.rows(0, "test")):
-        sentences.append(
-            f"the ECGs of test were not used: omnilead evaluate --model {out} --data {args.data} "
-            f"--labels {args.labels} scores them"
-        )
-    return {**cross_validated, "said": sentences}
+    return head, labels
 
 
 def class_lines(classes: Facts) -> list[str]:

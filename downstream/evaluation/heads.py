@@ -1,5 +1,5 @@
-"""A frozen model with a probe as its head: what `omnilead fit` and `omnilead bench --head` write, and
-how good it is by cross-validation.
+"""A frozen model with a probe as its head: what `omnilead fit` writes, and how good it is
+by cross-validation.
 
     head = fit_head(embedder, dataset, labels, train, Choice("boosted"), Path("PARTS"))
     head.said        # sentences: the cross-validated score, the 95 % sensitivity point
@@ -8,7 +8,7 @@ how good it is by cross-validation.
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -99,7 +99,7 @@ def fit_head(
     data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], labels.task.kind)
     fit = READERS[choice.reader]
     probe = fit(data)
-    document = described(labels, probe)
+    document = head_document(labels, probe)
     source_hz = dataset.column("fs_source_hz")[train.rows]
     document["source_hz"] = [float(source_hz.min()), float(source_hz.max())]
     sentences = ["not cross-validated: all ECGs are of one patient"]
@@ -107,10 +107,10 @@ def fit_head(
         used_K = varied(labels.task.kind, train, train, [np.arange(len(fold_N))], fold_N)
         sentences = ["not cross-validated: too few labels differ for every fold to learn from"]
         if used_K.any():
-            scores_NK = held_out(fit, data, record_N, fold_N, used_K)
-            document |= validated(labels, train, scores_NK, fold_N, used_K)
-            info: Any = head_of({"head": document})
-            sentences = info.said
+            scores_NK = held_out_scores(fit, data, record_N, fold_N, used_K)
+            document |= cross_validation(labels, train, scores_NK, fold_N, used_K)
+            info = head_of({"head": document})
+            sentences = info.said if info else []
     seen = seen_in(dataset, np.sort(train.rows), "labelled")
     people = people_of(train.patient_N)
     return Head(probe, readout, choice.leads, seen, document, people, sentences)
@@ -130,15 +130,15 @@ def folds_to_test(dataset: Dataset, train: ProbedRecords, choice: Choice) -> Arr
 
 def readout_of_head(embedder: Embedder, choice: Choice) -> Readout:
     """Boosted trees also see the measurements and the mean beat."""
-    model: Any = embedder.model
+    model = embedder.trained
     readout = model.readout_of(choice.readout)
     if choice.reader == "boosted":
         more_parts = [part for part in ("rhythm", "waveform") if part not in readout]
         readout = model.readout_of("+".join([*readout, *more_parts]))
-    return tuple(readout)
+    return readout
 
 
-def described(labels: TaskLabels, probe: Probe) -> Facts:
+def head_document(labels: TaskLabels, probe: Probe) -> Facts:
     """`head` in config.json."""
     kind = KINDS[probe.kind]
     document: Facts = {"task": labels.task.name, "kind": probe.kind, "unit": labels.task.unit}
@@ -153,9 +153,11 @@ def described(labels: TaskLabels, probe: Probe) -> Facts:
     return document
 
 
-def held_out(fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: Array) -> Array:
+def held_out_scores(
+    fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: Array
+) -> Array:
     """The mean score of each record's rows for the outputs `used_K`, by a probe of all records of other
-    folds; 0 of those that are not tested."""
+    folds; 0 for records that are not tested."""
     sums_NK = np.zeros((len(fold_N), used_K.sum()))
     folds = np.unique(fold_N[fold_N != NOT_TESTED])
     held_FR = [fold_N[record_N] == fold for fold in folds]
@@ -168,7 +170,7 @@ def held_out(fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: 
     return np.asarray(sums_NK / np.bincount(record_N)[:, None])
 
 
-def validated(
+def cross_validation(
     labels: TaskLabels, train: ProbedRecords, scores_NK: Array, fold_N: Array, used_K: Array
 ) -> Facts:
     """`thresholds` and `cross_validated` in config.json (downstream.inference.trained_model.HeadInfo)."""

@@ -6,8 +6,8 @@ The first 5 s of each patient's gallery crop and probe crop are compared; with r
 halves of each crop that was held out of fine-tuning.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,12 +20,11 @@ from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Facts
 
-from ..inference.outputs import vectors
+from ..inference.outputs import Output, vectors
 from ..inference.trained_model import TrainedModel
 from ..tasks.metrics import Array, bootstrap, exact_interval, identification
-from .differences import Samples, resampled
+from .differences import RESAMPLES, Samples, resampled
 from .results import (
-    RESAMPLES,
     EvalOptions,
     evaluated_facts,
     leakage,
@@ -112,44 +111,76 @@ class IdentificationResult:
         return dict(nullable(document))
 
 
+class Pairs(NamedTuple):
+    """The crops to compare, with their embeddings; for each a row."""
+
+    rows: Array  # all crops
+    gallery: Array  # crops
+    gallery_PD: Array
+    probe: Array  # crops
+    probe_QD: Array
+    left_out: list[str]  # a note on crops that cannot be compared
+
+    def compare(self, dimensions: slice, patients: Array) -> IdentificationResult:
+        """By these dimensions of the embeddings."""
+        return IdentificationResult(
+            self.gallery_PD[:, dimensions],
+            patients[self.gallery].tolist(),
+            self.probe_QD[:, dimensions],
+            patients[self.probe].tolist(),
+        )
+
+
 def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> IdentificationResult:
     """Both the model's and its random weights' embeddings are made in one pass over the crops."""
     model_input, notes = shown_input(model, dataset, options)
-    untrained, width = model.untrained(), model.encoder.width
+    width = model.encoder.width
+    output = vectors(model, beside_random_weights(model), 2 * width)
+    pairs_of = halves_of_crops if options.role == "valid" else gallery_and_probes
+    pairs = pairs_of(output, dataset, model_input, options)
+    patients = patient_ids([dataset])[0]
+    if model.head_info and model.head_info.kind == "identity":
+        notes += rates_note(model, dataset, pairs.rows)
+    notes += leakage(model, dataset, pairs.rows, patients, options.role)
+    return replace(
+        pairs.compare(slice(width), patients),
+        facts=evaluated_facts(dataset, options, model_input),
+        notes=notes + pairs.left_out,
+        untrained=pairs.compare(slice(width, None), patients),
+    )
+
+
+def beside_random_weights(model: TrainedModel) -> Callable[[Tensor], Tensor]:
+    """Windows to embeddings by the model, joined to those by random weights of its architecture."""
+    untrained = model.untrained()
 
     def with_untrained(x_RLT: Tensor) -> Tensor:
         return torch.cat([model.pooled(x_RLT), untrained.pooled(x_RLT)], 1)
 
-    output = vectors(model, with_untrained, 2 * width)
-    if options.role == "valid":
-        rows = _with_two_windows(dataset, model_input)
-        (rows,), left_out = measured_crops(dataset, model_input, rows)
-        gallery = probe = rows
-        c_RD, _ = outputs_of(output, dataset, rows, model_input, options)
-        gallery_PD, probe_QD = c_RD[:: model_input.count()], c_RD[1 :: model_input.count()]
-    else:
-        sides = identity_rows(dataset)
-        (gallery, probe), left_out = measured_crops(dataset, model_input, *sides)
-        rows = np.union1d(gallery, probe)
-        c_BD, _ = outputs_of(output, dataset, rows, model_input, options, "first")
-        gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
-    patients = patient_ids([dataset])[0]
-    if model.head_info and model.head_info.kind == "identity":
-        notes += rates_note(model, dataset, rows)
-    notes += leakage(model, dataset, rows, patients, options.role)
-    gallery_ids, probe_ids = patients[gallery].tolist(), patients[probe].tolist()
-    baseline = IdentificationResult(
-        gallery_PD[:, width:], gallery_ids, probe_QD[:, width:], probe_ids
-    )
-    return IdentificationResult(
-        gallery_PD[:, :width],
-        gallery_ids,
-        probe_QD[:, :width],
-        probe_ids,
-        evaluated_facts(dataset, options, model_input),
-        notes + left_out,
-        untrained=baseline,
-    )
+    return with_untrained
+
+
+def halves_of_crops(
+    output: Output, dataset: Dataset, model_input: Input, options: EvalOptions
+) -> Pairs:
+    """The first window of each crop against the second."""
+    rows = _with_two_windows(dataset, model_input)
+    (rows,), left_out = measured_crops(dataset, model_input, rows)
+    c_RD, _ = outputs_of(output, dataset, rows, model_input, options)
+    windows = model_input.count()
+    return Pairs(rows, rows, c_RD[::windows], rows, c_RD[1::windows], left_out)
+
+
+def gallery_and_probes(
+    output: Output, dataset: Dataset, model_input: Input, options: EvalOptions
+) -> Pairs:
+    """A crop of each patient against another one."""
+    sides = identity_rows(dataset)
+    (gallery, probe), left_out = measured_crops(dataset, model_input, *sides)
+    rows = np.union1d(gallery, probe)
+    c_BD, _ = outputs_of(output, dataset, rows, model_input, options, "first")
+    gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
+    return Pairs(rows, gallery, gallery_PD, probe, probe_QD, left_out)
 
 
 def _with_two_windows(dataset: Dataset, model_input: Input) -> Array:

@@ -1,14 +1,13 @@
 """What models are compared on: the tasks, with the records and labels of their probes, and the
 crops of identification.
 
-    work = planned(args)                        # of the options of downstream.bench; ConfigError
+    work = plan_work(BenchOptions(...), shown)  # ConfigError if a task does not suit the data
     work.tasks["sex"].train                     # ProbedRecords
     work.rows[work.tested]                      # crops that every model embeds
 """
 
-from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from omnilead.engine.data.leakage import overlap
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.files import shipped
 
-from ..tasks.config import TaskConfig
+from ..tasks.config import TaskConfig, TaskKind
 from ..tasks.guess import guess_kind
 from ..tasks.join import OWN_COLUMNS
 from ..tasks.kinds import EMPTY, KINDS
@@ -27,22 +26,62 @@ from ..tasks.labels import DX_ROLES, TaskLabels, read_task
 from ..tasks.metrics import TOO_FEW, Array, few_patients
 from ..tasks.splits import SPLITS
 from .differences import Samples, resampled
+from .embedders import EmbedOptions
 from .identification import Identities, identities
 from .records import (
     FITTED,
     ProbedRecords,
+    ShownLeads,
     draws_of_share,
     fits,
     folds_of,
     groups_of,
-    measured,
-    records_of,
+    probed_records,
 )
 from .results import FEW_TESTED, load_task
 
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")
 SHEETS = (*TABLES, ".tsv", ".xls", ".xlsx")  # the last two are refused as sheets
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of downstream.bench, which explains them."""
+
+    models: tuple[str, ...]
+    data: str
+    out: Path
+    test_data: str = ""
+    tasks: tuple[str, ...] = ()
+    labels: str = ""
+    columns: tuple[str, ...] = ()
+    kind: TaskKind | None = None
+    test_labels: str = ""
+    leads: tuple[str, ...] = ("12",)  # each once
+    fit_leads: str = ""  # "": those that are tested
+    shares: tuple[float, ...] = (1.0,)  # ascending, each once
+    folds: int | None = None
+    reader: str = "linear"
+    seed: int = 0
+    anonymous: bool = False
+    embedding: EmbedOptions = field(default_factory=EmbedOptions)
+
+    @property
+    def shown_leads(self) -> tuple[str, ...]:
+        return (*self.leads, self.fit_leads) if self.fit_leads else self.leads
+
+
+class ProbeSplits(NamedTuple):
+    """Names of splits."""
+
+    needed: Sequence[str]  # one of them must have labels
+    fitted: Sequence[str]
+    tested: Sequence[str]
+
+
+BY_SPLIT = ProbeSplits(("train",), FITTED, ("test",))
+IN_FOLDS = ProbeSplits(SPLITS[1:], SPLITS[1:], SPLITS[1:])
 
 
 class ProbedTask(NamedTuple):
@@ -56,6 +95,7 @@ class ProbedTask(NamedTuple):
     few_shares: set[float]  # shares of which the test has too few patients for intervals
     patient_B: Array  # of all crops of the tested dataset
     fold_N: Array | None = None  # with --folds, that of each record
+    remarks: Sequence[str] = ()
 
     @property
     def kind(self) -> str:
@@ -92,6 +132,7 @@ class Work(NamedTuple):
     tested: Dataset
     tasks: dict[str, ProbedTask]  # by name
     persons: Identities | None
+    shown: ShownLeads
     fit_leads: str  # shown while a probe is fitted; "": those that are shown in the test
 
     @property
@@ -107,28 +148,20 @@ class Work(NamedTuple):
         return {dataset: np.concatenate(parts) for dataset, parts in rows.items()}
 
 
-def planned(args: Namespace) -> Work:
-    words = args.tasks or [word for word in [args.labels] if word.endswith(TABLES)]
-    if not words:
-        raise ConfigError(
-            "no task: name tasks with --tasks, or a table of labels with --labels my.csv"
-        )
-    if (args.columns or args.kind) and not any(word.endswith(TABLES) for word in words):
-        raise ConfigError(
-            "--columns and --kind are for a table of labels: name one with --labels my.csv"
-        )
-    if args.folds and args.test_data:
-        raise ConfigError("--folds tests the ECGs of --data: leave --test-data out")
-    require_labels("--labels", args.labels)
-    require_labels("--test-labels", args.test_labels)
-    fitted = Dataset.open(args.data, args.anonymous)
-    tested = Dataset.open(args.test_data, args.anonymous) if args.test_data else fitted
+def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
+    """What to compare on; ConfigError if a task or its labels do not suit the data."""
+    words = task_words(options)
+    require_labels("--labels", options.labels)
+    require_labels("--test-labels", options.test_labels)
+    tested = fitted = Dataset.open(options.data, options.anonymous)
+    if options.test_data:
+        tested = Dataset.open(options.test_data, options.anonymous)
     tasks: dict[str, ProbedTask] = {}
     for word in words:
         if word == IDENTIFICATION:
             continue
         try:
-            task = task_to_probe(word, fitted, tested, args)
+            task = task_to_probe(word, fitted, tested, options, shown)
         except ConfigError as error:
             raise ConfigError(f"--tasks {word}: {error}") from None
         name = task.labels.task.name
@@ -138,48 +171,97 @@ def planned(args: Namespace) -> Work:
                 "rename its table"
             )
         tasks[name] = task
-    persons = identities(tested, measured(tested, args)) if IDENTIFICATION in words else None
-    return Work(fitted, tested, tasks, persons, args.fit_leads)
+    persons = identities(tested, shown.usable(tested)) if IDENTIFICATION in words else None
+    return Work(fitted, tested, tasks, persons, shown, options.fit_leads)
 
 
-def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) -> ProbedTask:
-    """`tested`: if it is another dataset, it has outputs of the same names, and its own test
-    split."""
-    task = _task_named(word, args)
-    splits: Sequence[str] = SPLITS[1:] if args.folds else ()
-    if splits and task.labels and task.split != "roles":
-        task = replace(task, split="8:1:1")  # nobody is left out, as by a column `split` with gaps
-    labels = test_labels = labels_to_probe(fitted, task, splits or ("train",))
-    if tested is not fitted:
-        url = table_of(args.test_labels, word) or task.labels
-        columns, classes = labels.task.columns, labels.task.classes
-        test_task = replace(task, columns=columns, classes=classes, labels=url)
-        test_labels = read_task(test_task, [tested])
-    train = records_of(fitted, labels, splits or FITTED, args)
-    test = records_of(tested, test_labels, splits or ("test",), args)
-    require_varied(test_labels, splits or ("test",), tested)
-    fold_N = folds_of(groups_of(fitted, train), args.folds) if args.folds else None
-    shared = "" if tested is fitted else overlap(fitted, np.sort(train.rows), tested, test.rows)
-    if shared:
-        labels.remarks.append(
-            f"Possible leakage: {shared} is in train or valid of --data and in test of --test-data."
+def task_words(options: BenchOptions) -> Sequence[str]:
+    """The tasks, as they were typed; ConfigError if there is none, or an option has no use."""
+    words = options.tasks
+    if not words and options.labels.endswith(TABLES):
+        words = (options.labels,)
+    if not words:
+        raise ConfigError(
+            "no task: name tasks with --tasks, or a table of labels with --labels my.csv"
         )
-    draws = {share: list(draws_of_share(train.patient_N, share)) for share in args.share}
-    used = {share: varied(task.kind, train, test, draws[share], fold_N) for share in args.share}
+    if (options.columns or options.kind) and not any(word.endswith(TABLES) for word in words):
+        raise ConfigError(
+            "--columns and --kind are for a table of labels: name one with --labels my.csv"
+        )
+    if options.folds and options.test_data:
+        raise ConfigError("--folds tests the ECGs of --data: leave --test-data out")
+    return words
+
+
+def task_to_probe(
+    word: str, fitted: Dataset, tested: Dataset, options: BenchOptions, shown: ShownLeads
+) -> ProbedTask:
+    """The records and labels of a task's probes."""
+    task = _task_named(word, options)
+    splits = IN_FOLDS if options.folds else BY_SPLIT
+    if options.folds and task.labels and task.split != "roles":
+        task = replace(task, split="8:1:1")  # nobody is left out, as by a column `split` with gaps
+    test_labels = labels = labels_to_probe(fitted, task, splits.needed)
+    if tested is not fitted:
+        url = table_of(options.test_labels, word) or task.labels
+        test_labels = labels_to_test(tested, task, labels, url)
+    train = probed_records(fitted, labels, splits.fitted, shown)
+    test = probed_records(tested, test_labels, splits.tested, shown)
+    require_varied(test_labels, splits.tested, tested)
+    fold_N = folds_of(groups_of(fitted, train), options.folds) if options.folds else None
+    remarks = [*labels.remarks, *leaked_into_test(fitted, train, tested, test)]
+    draws = {share: list(draws_of_share(train.patient_N, share)) for share in options.shares}
+    used = outputs_to_score(task.kind, train, test, draws, fold_N)
     few_shares = set()
     for share, used_K in used.items():
-        if not used_K.any():
-            mend = "a larger share" + ", or fewer --folds" * bool(args.folds)
-            raise ConfigError(
-                f"--share {share:g} of {len(np.unique(train.patient_N)):,} patients of train, "
-                f"{len(test.y_NK):,} records of test: {KINDS[task.kind].same_in_a_share}: use {mend}"
-            )
         if few_patients(task.kind, test.y_NK[:, used_K], test.patient_N):
             few_shares.add(share)
     if few_shares:
-        labels.remarks.append(f"{TOO_FEW} have no interval.")
+        remarks.append(f"{TOO_FEW} have no interval.")
     weight_NB, patient_B = resampled(test.patient_N), test_labels.patients[0]
-    return ProbedTask(labels, train, test, draws, used, weight_NB, few_shares, patient_B, fold_N)
+    return ProbedTask(
+        labels, train, test, draws, used, weight_NB, few_shares, patient_B, fold_N, remarks
+    )
+
+
+def labels_to_test(tested: Dataset, task: TaskConfig, labels: TaskLabels, url: str) -> TaskLabels:
+    """The labels of another dataset than the fitted one: outputs of the same names, in a split of its
+    own."""
+    columns, classes = labels.task.columns, labels.task.classes
+    return read_task(replace(task, columns=columns, classes=classes, labels=url), [tested])
+
+
+def leaked_into_test(
+    fitted: Dataset, train: ProbedRecords, tested: Dataset, test: ProbedRecords
+) -> list[str]:
+    """A remark if another dataset's test has patients or ECGs of the fitted records."""
+    if tested is fitted:
+        return []
+    shared = overlap(fitted, np.sort(train.rows), tested, test.rows)
+    if not shared:
+        return []
+    return [
+        f"Possible leakage: {shared} is in train or valid of --data and in test of --test-data."
+    ]
+
+
+def outputs_to_score(
+    kind: str,
+    train: ProbedRecords,
+    test: ProbedRecords,
+    draws: dict[float, list[Array]],
+    fold_N: Array | None,
+) -> dict[float, Array]:
+    """`used` of a ProbedTask; ConfigError if nothing can be scored at a share."""
+    used = {share: varied(kind, train, test, draws[share], fold_N) for share in draws}
+    for share, used_K in used.items():
+        if not used_K.any():
+            mend = "a larger share" if fold_N is None else "a larger share, or fewer --folds"
+            raise ConfigError(
+                f"--share {share:g} of {len(np.unique(train.patient_N)):,} patients of train, "
+                f"{len(test.y_NK):,} records of test: {KINDS[kind].same_in_a_share}: use {mend}"
+            )
+    return used
 
 
 def varied(
@@ -224,27 +306,29 @@ def require_varied(labels: TaskLabels, splits: Sequence[str], dataset: Dataset) 
     )
 
 
-def task_of_table(url: str, args: Namespace) -> TaskConfig:
-    """The kind is guessed unless --kind says it."""
-    task = TaskConfig(Path(url).stem[:64], labels=url, columns=tuple(args.columns))
-    return replace(task, kind=args.kind) if args.kind else guess_kind(task)
+def task_of_table(
+    url: str, columns: Sequence[str] = (), kind: TaskKind | None = None
+) -> TaskConfig:
+    """The task of a label table; its kind is guessed if it is None."""
+    task = TaskConfig(Path(url).stem[:64], labels=url, columns=tuple(columns))
+    return replace(task, kind=kind) if kind else guess_kind(task)
 
 
-def _task_named(word: str, args: Namespace) -> TaskConfig:
+def _task_named(word: str, options: BenchOptions) -> TaskConfig:
     """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
     shipped task needs a table and there is none."""
     if word.endswith(SHEETS):
-        return task_of_table(word, args)
-    url, is_shipped = table_of(args.labels, word), word in shipped("tasks")
+        return task_of_table(word, options.columns, options.kind)
+    url, is_shipped = table_of(options.labels, word), word in shipped("tasks")
     if url and not is_shipped and not Path(word).exists():
         raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
     task = load_task(word)
     needed = task.split == "column" or not set(task.columns) <= set(OWN_COLUMNS)
     if is_shipped and needed and not url:
-        absent = (
-            f"no {word}.parquet in --labels {args.labels}" if args.labels else "needs --labels DIR"
-        )
-        command = f"omnilead labels {word.partition('-')[0]} SRC --out {args.labels or 'DIR'}"
+        absent, folder = "needs --labels DIR", options.labels or "DIR"
+        if options.labels:
+            absent = f"no {word}.parquet in --labels {options.labels}"
+        command = f"omnilead labels {word.partition('-')[0]} SRC --out {folder}"
         raise ConfigError(f"{absent}: `{command}` writes it")
     return replace(task, labels=url or task.labels)
 

@@ -143,11 +143,6 @@ def linear(data: ProbeData) -> Probe:
     return probe._replace(center_K=center_K, scale_K=scale_K)
 
 
-def least_squares(data: ProbeData) -> Probe:
-    """Ridge regression also of classes, whose scores are no probabilities. For many features."""
-    return linear(data if data.kind == "survival" else data._replace(kind="regression"))
-
-
 def folds(patient_N: Array) -> Iterator[tuple[Array, Array]]:
     """Training rows, and those of a fold of the patients. Of many rows, one fold alone."""
     count = min(FOLDS, len(np.unique(patient_N)))

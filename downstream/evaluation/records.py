@@ -1,6 +1,7 @@
 """The records that probes are fitted on and tested on: drawn shares of their patients, and folds.
 
-    train = records_of(dataset, labels, FITTED, args)       # args: the options of downstream.bench
+    shown = ShownLeads(model.input, ("12", "1"))
+    train = probed_records(dataset, labels, FITTED, shown)
     train.means([vectors])                                  # an embedding for each record
     fold_N = folds_of(groups_of(dataset, train), 5)
     for rows, scored in fits(rows, fold_N): ...             # what one probe is fitted on, and what it scores
@@ -8,9 +9,8 @@
 Axes: N records, B crops, S windows, D width of an embedding, K classes.
 """
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from scipy.sparse.csgraph import connected_components
 from sklearn.model_selection import GroupKFold
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.model.input import Input
 from omnilead.engine.settings import counter
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import parse_leads
@@ -57,28 +58,36 @@ class ProbedRecords(NamedTuple):
         return c_BSD[there_BS], np.repeat(record_B, windows_B)
 
 
-def measured(dataset: Dataset, args: Namespace) -> Array:
-    """bool [crops]: every set of leads has a recorded lead, and every model a window, so that all
-    rows are of the same ECGs."""
-    inputs = [replace(args.widest, seen=parse_leads(lead)) for lead in args.shown]
-    return np.asarray(np.all([model_input.usable(dataset) for model_input in inputs], axis=0))
+@dataclass(frozen=True)
+class ShownLeads:
+    """What models are shown of an ECG. Only crops that have something of all of it are used, so that
+    all rows of a comparison are of the same ECGs."""
+
+    input: Input  # with the longest window of all models
+    leads: tuple[str, ...]  # sets of leads, each of which is shown by itself
+
+    def usable(self, dataset: Dataset) -> Array:
+        """bool [crops]: every set of leads has a recorded lead, and every model a window."""
+        inputs = [replace(self.input, seen=parse_leads(leads)) for leads in self.leads]
+        return np.asarray(np.all([model_input.usable(dataset) for model_input in inputs], axis=0))
+
+    def left_out(self, dataset: Dataset) -> list[str]:
+        """A note on the crops that are not usable, if there are any."""
+        lost = int((~self.usable(dataset)).sum())
+        if not lost:
+            return []
+        return [
+            f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was recorded in "
+            f"them{self.input.too_short}."
+        ]
 
 
-def left_out(dataset: Dataset, args: Namespace) -> list[str]:
-    lost = int((~measured(dataset, args)).sum())
-    if not lost:
-        return []
-    return [
-        f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was recorded in "
-        f"them{args.widest.too_short}."
-    ]
-
-
-def records_of(
-    dataset: Dataset, labels: TaskLabels, splits: Sequence[str], args: Namespace
+def probed_records(
+    dataset: Dataset, labels: TaskLabels, splits: Sequence[str], shown: ShownLeads
 ) -> ProbedRecords:
+    """The labelled records of these splits; ConfigError if there are none."""
     rows = np.concatenate([labels.rows(0, split) for split in splits])
-    rows = rows[measured(dataset, args)[rows]]
+    rows = rows[shown.usable(dataset)[rows]]
     if not len(rows):
         raise ConfigError(
             f"{labels.name or dataset.root.url}: no record of {dataset.root.url} is in the split "
@@ -102,8 +111,8 @@ def draws_of_share(patient_N: Array, share: float) -> Iterator[Array]:
 
 
 def fits(rows: Array, fold_N: Array | None) -> list[tuple[Array, Any]]:
-    """For each probe, the training records that it is fitted on, of those in `rows`, and the test
-    records that it scores: all, or those of a fold."""
+    """(training records, test records) for each probe: one pair, or one for each fold. The training
+    records are among `rows`."""
     if fold_N is None:
         return [(rows, slice(None))]
     return [(rows[fold_N[rows] != fold], fold_N == fold) for fold in np.unique(fold_N)]

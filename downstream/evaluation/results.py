@@ -47,8 +47,9 @@ from ..tasks.metrics import (
     intervals_of_few,
     statistic_of,
 )
+from .differences import RESAMPLES
 
-RESAMPLES, GROUP_RESAMPLES = 1000, 200
+GROUP_RESAMPLES = 200
 AGES = (18, 40, 60, 80)  # years
 AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
 FEW_TESTED = 100  # ECGs: the interval of an AUROC is often wider than 0.2
@@ -292,7 +293,7 @@ def score_task(
         notes=notes,
         head=scored_head,
         crops_N=crops,
-        groups_N=groups_of(dataset, crops),
+        groups_N=subgroups_of(dataset, crops),
         units=labels.units,
     )
 
@@ -403,7 +404,7 @@ def record_names(dataset: Dataset, rows: Array) -> list[str]:
     return [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
 
 
-def groups_of(dataset: Dataset, rows: Array) -> dict[str, Array]:
+def subgroups_of(dataset: Dataset, rows: Array) -> dict[str, Array]:
     """Age band, sex and source of each row."""
     table = dataset.table(["age", "sex", "source"]).take(rows).to_pydict()
     age = np.array(table["age"], float)

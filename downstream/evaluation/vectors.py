@@ -46,6 +46,11 @@ class Embedder(NamedTuple):
     compared: slice = slice(None)  # the dimensions by which patients are identified
     precision: str = ""
 
+    @property
+    def trained(self) -> TrainedModel:
+        assert self.model, f"{self.name} is measured in the signal"
+        return self.model
+
 
 class Vectors(NamedTuple):
     row_B: Array  # crops, ascending

@@ -74,7 +74,7 @@ def readout_for(start: Start, config: FinetuneConfig, labels: TaskLabels) -> Rea
     these labels."""
     if config.task.head != "start":
         return (PAPER,)
-    made = "omnilead bench --models MODEL --head PROBED writes one, for --start PROBED"
+    made = "omnilead fit --model MODEL --out PROBED writes one, for --start PROBED"
     if not start.head or not start.head_weights:
         raise ConfigError(f"task.head=start: start={config.start} has no linear layer: {made}")
     head, task = start.head, labels.task

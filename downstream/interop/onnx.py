@@ -71,7 +71,7 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
     elif model.head and measures_signal(model.readout):
         raise ConfigError(
             f"{out}: ONNX cannot measure rhythm and beats, which the head needs: fit it with "
-            "`omnilead bench --head MODEL --readout mean+std`"
+            "`omnilead fit --readout mean+std`"
         )
     outputs, temporary = Outputs(model), out.with_name(f".{out.name}.{os.getpid()}")
     try:

@@ -12,10 +12,11 @@ an old infarction or atrial fibrillation do not expect the leads of the textbook
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from omnilead.engine.settings.errors import ConfigError
 
 from ..inference import options as shared
 from ..inference.commands import Setup, exit_code, prepare
-from ..inference.inputs import dataset_of, dataset_source, open_data
+from ..inference.inputs import CropSource, dataset_of, dataset_source, open_data
 from ..inference.outputs import predictions
 from ..inference.trained_model import ROWS, TrainedModel
 from ..tasks.metrics import Array
@@ -38,6 +39,32 @@ NOTE = (
     "Numbers: how much its logit (or value) falls if the model is not shown the lead (orange), or rises "
     "(-, blue). Limb leads stand in for each other."
 )
+
+
+class ReadEcg(NamedTuple):
+    """An ECG and the crops of it that the model is shown, of which the first is drawn."""
+
+    name: str
+    uv_BLT: Tensor
+    halves_B: Array  # how many halves of 5 s each crop has
+
+    @property
+    def uv_LT(self) -> Array:
+        return np.asarray(self.uv_BLT[0].numpy())
+
+    @property
+    def halves(self) -> int:
+        return int(self.halves_B[0])
+
+    @property
+    def missing(self) -> list[str]:
+        return [LEADS[lead] for lead in np.flatnonzero(~self.uv_LT.any(1))]
+
+
+class Explanation(NamedTuple):
+    score: float  # probability, value or risk
+    output: float  # logit, value or risk
+    added: dict[str, float]  # by lead: how much the output falls without it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,32 +87,53 @@ def draw_why(
     unit: Annotated[str | None, Option("of an array: V, mV, uV (mV)")] = None,
     device: shared.Device = "auto",
 ) -> int:
-    ecg = {"leads": leads, "fs_hz": fs_hz, "unit": unit}
     writable(Path(png), "--png")
     plots.picture_kind(Path(png))
-    setup = prepare(model, what, device=device, precision="fp32", code=code, **ecg)
-    predictions(setup.model)  # refuses models without classes
-    if why not in setup.model.classes:
-        raise ConfigError(f"--why {why}: the model's outputs are {', '.join(setup.model.classes)}")
-    k = setup.model.classes.index(why)
-    name, uv_BLT, halves_B = read(setup, what, crop)
-    x_RLT = setup.input.windows(uv_BLT, halves_B).to(setup.model.device)
+    setup = prepare(
+        model,
+        what,
+        device=device,
+        precision="fp32",
+        code=code,
+        leads=leads,
+        fs_hz=fs_hz,
+        unit=unit,
+    )
+    output = output_named(why, setup.model)
+    ecg = read(setup, what, crop)
+    explanation = explain(setup, ecg, output)
+    title = f"{why}: {explanation.score:.3g} in {ecg.name}"
+    rate_and_axis = plots.computed(ecg.uv_LT, ecg.halves, ecg.missing)
+    figure = plots.ecg_figure(ecg.uv_LT, ecg.halves, title, f"{NOTE} {rate_and_axis}", ecg.missing)
+    colour_leads(figure, explanation.added)
+    plots.save(figure, png)
+    return show(f"{title}\n{rate_and_axis}\n{table_of(explanation)}drawn: {png}\n")
+
+
+def output_named(why: str, model: TrainedModel) -> int:
+    """The number of the model's output with this name; ConfigError if there is none."""
+    predictions(model)  # refuses models without classes
+    if why not in model.classes:
+        raise ConfigError(f"--why {why}: the model's outputs are {', '.join(model.classes)}")
+    return model.classes.index(why)
+
+
+def explain(setup: Setup, ecg: ReadEcg, k: int) -> Explanation:
+    """What each lead that the model is shown adds to its output k."""
+    x_RLT = setup.input.windows(ecg.uv_BLT, ecg.halves_B).to(setup.model.device)
     channels = [setup.input.leads.index(lead) for lead in setup.input.seen]
     output, added = added_by(channels, setup.model, x_RLT, k)
     with torch.no_grad():
         score = setup.model.scores(x_RLT)[:, k].mean().item()
-    added_by_lead = dict(zip([LEADS[lead] for lead in setup.input.seen], added, strict=True))
+    names = [LEADS[lead] for lead in setup.input.seen]
+    return Explanation(score, output, dict(zip(names, added, strict=True)))
 
-    uv_LT, halves = uv_BLT[0].numpy(), int(halves_B[0])
-    missing = [LEADS[lead] for lead in np.flatnonzero(~uv_LT.any(1))]
-    title = f"{why}: {score:.3g} in {name}"
-    rate_and_axis = plots.computed(uv_LT, halves, missing)
-    figure = plots.ecg_figure(uv_LT, halves, title, f"{NOTE} {rate_and_axis}", missing)
-    colour_leads(figure, added_by_lead)
-    plots.save(figure, png)
-    table = "".join(f"  {lead:<4}{value:+7.2f}\n" for lead, value in added_by_lead.items())
-    heading = f"logit or value {output:+.2f}, to which each lead adds:"
-    return show(f"{title}\n{rate_and_axis}\n{heading}\n{table}drawn: {png}\n")
+
+def table_of(explanation: Explanation) -> str:
+    lines = [f"logit or value {explanation.output:+.2f}, to which each lead adds:\n"]
+    for lead, value in explanation.added.items():
+        lines.append(f"  {lead:<4}{value:+7.2f}\n")
+    return "".join(lines)
 
 
 @torch.no_grad()
@@ -108,13 +156,13 @@ def added_by(
     return with_all, added
 
 
-def read(setup: Setup, what: str, crop: int | None) -> tuple[str, Tensor, Array]:
-    """The name of the ECG, and its crops with their numbers of halves."""
+def read(setup: Setup, what: str, crop: int | None) -> ReadEcg:
+    """Reads the ECG in a file, or a crop of a dataset; ConfigError unless it is one ECG."""
     dataset = dataset_of(setup.options)
     if (dataset is None) != (crop is None):
-        why = "a dataset's ECGs are chosen by" if dataset else "only a dataset has"
-        raise ConfigError(f"{what}: {why} --crop ROW")
-    source: Any
+        reason = "a dataset's ECGs are chosen by" if dataset else "only a dataset has"
+        raise ConfigError(f"{what}: {reason} --crop ROW")
+    source: CropSource
     if dataset is None:
         source = open_data(setup.options, setup.input).source()
     elif crop in range(len(dataset)):
@@ -132,10 +180,10 @@ def read(setup: Setup, what: str, crop: int | None) -> tuple[str, Tensor, Array]
         halves.append(batch.halves_B)
         rows += batch.crops.table.to_pylist()
     name = f"{rows[0]['record']}, from {rows[0]['start_s']:g} s"
-    return name, torch.cat(crops), np.concatenate(halves)
+    return ReadEcg(name, torch.cat(crops), np.concatenate(halves))
 
 
-def colour_leads(figure: Any, added_by_lead: dict[str, float]) -> None:
+def colour_leads(figure: Figure, added_by_lead: dict[str, float]) -> None:
     """Behind the leads of the printout; the strongest colour for the lead that matters most."""
     (page,) = figure.axes
     most = max(map(abs, added_by_lead.values())) or 1.0

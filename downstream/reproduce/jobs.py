@@ -41,7 +41,7 @@ from omnilead.data_tools.io.storage import locked_by_another, write_whole
 from omnilead.data_tools.io.terminal import echo, say, tell
 from omnilead.engine.settings.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
 OMNILEAD = ("-m", "omnilead")  # `omnilead`, after `python`
 # `python -ISc CHILD ...` is `python ...`, but the kernel kills it when the thread that started it

@@ -55,7 +55,7 @@ class TaskConfig:
     # initial class vectors of ArcFace; means: the mean embedding of each class
     class_vectors: Literal["random", "means"] = "random"
     # "": a linear layer on the mean over tokens; start: the linear layer and the read-out of
-    # `start`, a model of `omnilead bench --head`; attention: a linear layer on means weighted by
+    # `start`, a model of `omnilead fit`; attention: a linear layer on means weighted by
     # learnt queries; or your own file.py:Class(width, outputs), from the mean over tokens to logits
     head: str = ""
 

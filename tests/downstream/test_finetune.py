@@ -175,7 +175,7 @@ def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, saved_model, 
         assert found["metrics"]["auroc"] == pytest.approx(auroc, abs=1e-6)
     age = {"task": "age", "kind": "regression", "classes": ["age"], "center": [6], "scale": [1]}
     for says, changes in (
-        ("has no linear layer: omnilead bench", {"start": str(base)}),
+        ("has no linear layer: omnilead fit", {"start": str(base)}),
         ("the labels are multilabel: AF", {"start": str(saved_model(head=age))}),
         ("bf16: with task.head=start and the read-out rhythm", {"train__precision": "bf16"}),
     ):

@@ -124,12 +124,12 @@ def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
         ("B", "B: exists: choose another folder"),
         ("A/config.json/B", "no folder can be made in"),
     ):
-        with pytest.raises(ConfigError, match=f"--head .*{says}"):
+        with pytest.raises(ConfigError, match=f"--out .*{says}"):
             save_probed(**given, task=task, out=tmp_path / out)
     full = mock.Mock(side_effect=SafetensorError("I/O error: No space (os error 28)"))
     with (
         mock.patch("safetensors.torch.save_file", full),
-        pytest.raises(OutputError, match=f"--head {tmp_path / 'D'}: No space left on device: free"),
+        pytest.raises(OutputError, match=f"--out {tmp_path / 'D'}: No space left on device: free"),
     ):
         save_probed(**given, task=task, out=tmp_path / "D")
     assert not list(tmp_path.glob("*D")) and not list(tmp_path.glob(".D*"))

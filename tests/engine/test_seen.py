@@ -154,8 +154,8 @@ def test_pre_training_on_all_is_told_by_whatever_tests_it(whole, base, quick, tm
     tested = set(people[rows])
     expected = str(len(tested & set(people[complete]))), str(len(tested)), "scored here"
     assert 5 < int(expected[0]) <= int(expected[1])
-    made = {"out": tmp_path / "bench", "head": str(tmp_path / "probed")}
-    found = omnilead.bench([str(base)], data=url, tasks=[table], **made)
+    found = omnilead.bench([str(base)], data=url, tasks=[table], out=tmp_path / "bench")
+    omnilead.fit(base, data=url, labels=table, out=tmp_path / "probed")
     for model, remarks in (
         ("base", found["notes"]),
         ("tuned", omnilead.evaluate(tmp_path / "tuned", data=url, labels=table)["remarks"]),
@@ -265,8 +265,9 @@ def test_records_are_not_called_patients(whole, base):
 
 def test_models_of_unknown_origin_say_so(saved_model, whole, quick, tmp_path):  # noqa: F811
     table = labels(whole, tmp_path / "my.csv", [0, 1])
-    made = {"out": tmp_path / "bench", "head": str(tmp_path / "probed")}
-    found = omnilead.bench([str(saved_model())], data=whole.root.url, tasks=[table], **made)
+    model, url = saved_model(), whole.root.url
+    found = omnilead.bench([str(model)], data=url, tasks=[table], out=tmp_path / "bench")
+    omnilead.fit(model, data=url, labels=table, out=tmp_path / "probed")
     unknown = "It is not known what the model was trained on elsewhere"
     assert unknown in str(found["notes"])
     assert "All crops of this dataset are synthetic." in str(found["notes"])

@@ -16,7 +16,6 @@ from omnilead.downstream.evaluation import (
     boosted,
     differences,
     embedders,
-    minirocket,
     probe,
     results,
 )
@@ -61,12 +60,11 @@ def diagnostic(tmp_path_factory):
 
 
 def make_quick(patch):
-    """Few resamples, random weights, penalties, trees and features, and a part for each batch."""
+    """Few resamples, random weights, penalties and trees, and a part for each batch."""
     patch.setattr(differences, "RESAMPLES", 20)
     patch.setattr(embedders, "DRAWS", 2)
     patch.setattr(probe, "STRENGTHS", probe.STRENGTHS[::6])
     patch.setattr(boosted, "ROUNDS", 5)
-    patch.setattr(minirocket, "THRESHOLDS", 2)
     patch.setattr(inputs, "PART_BATCHES", 1)
     patch.setattr(
         results,

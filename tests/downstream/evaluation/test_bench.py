@@ -4,7 +4,6 @@ what is refused."""
 import csv
 import json
 import shutil
-from argparse import Namespace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ from omnilead.downstream.evaluation.identification import identities
 from omnilead.downstream.evaluation.probe import ProbeData, folds, linear
 from omnilead.downstream.evaluation.records import (
     ProbedRecords,
+    ShownLeads,
     draws_of_share,
     folds_of,
     groups_of,
-    measured,
 )
 from omnilead.downstream.reports import bench_report
 from omnilead.downstream.tasks.config import TaskConfig
@@ -46,7 +45,7 @@ from omnilead.engine.model.folder import seal
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL, parse_leads
-from tests.conftest import save_model
+from tests.conftest import save_model, save_probed
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 RNG = np.random.default_rng(0)
@@ -105,7 +104,7 @@ def test_every_row_and_its_differences_in_every_file(out, found):
     rows, gaps, scores = found["rows"], found["differences"], metrics_of(found)
     identified = {key[0] for key in scores if key[1] == "identification"}
     assert identified == {"first", "random weights", "B", "random weights of B", "mean beat"}
-    assert len(scores) == len(rows) == 10 * (2 * 2) + 5
+    assert len(scores) == len(rows) == 9 * (2 * 2) + 5
     assert scores["first", "age", *LEADS, 1].keys() == {"mae", "rmse", "r2", "pearson"}
     assert scores["mean beat", "identification", *LEADS, None]["accuracy"] > 0.2
     compared = {("first", "random weights"), ("B", "random weights of B")}
@@ -164,14 +163,13 @@ def test_the_picture_has_a_line_for_each_model_and_clips_no_word(found):
 def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys):
     """More tasks of the same model cost nothing; only a damaged file is computed again. A line says
     that tables are lost."""
-    made, batches = list[Any](), embedders.dataset_batches
+    made, batches = list[Any](), vectors_of.dataset_batches
 
     def counted(dataset, rows, **how):
         made.append(rows)
         return batches(dataset, rows, **how)
 
-    for module in (embedders, vectors_of):
-        monkeypatch.setattr(module, "dataset_batches", counted)
+    monkeypatch.setattr(vectors_of, "dataset_batches", counted)
     monkeypatch.setattr(bench, "monotonic", lambda: 0)  # of a minute or more a line would tell
     same = metrics_of(omnilead.bench(models, tasks=["identification"], **again))
     assert made == [] and len(same) == 5 and same.items() <= metrics_of(found).items()
@@ -179,7 +177,7 @@ def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys)
         f"bench: {again['out']} has the tables of another comparison, of {', '.join(found['models'])} "
         f"on {again['data']}: they will be replaced"
     )
-    said = [f"bench: {i} of 10 done: {name}" for i, name in enumerate(found["models"], 1)]
+    said = [f"bench: {i} of 9 done: {name}" for i, name in enumerate(found["models"], 1)]
     assert capsys.readouterr().err.splitlines() == [
         lost,
         *said,
@@ -189,7 +187,7 @@ def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys)
     damaged.write_bytes(content[:-100])
     monkeypatch.setattr(bench, "interactive", lambda: True)
     omnilead.bench(models, tasks=TASKS, **again)
-    assert len(made) == 2 and damaged.read_bytes() == content
+    assert len(made) == 1 and damaged.read_bytes() == content
     assert (
         capsys.readouterr().err == ""
     )  # `again` writes no tables: those of all tasks are still there
@@ -222,8 +220,10 @@ def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, datas
     path, task = tmp_path / "code15.csv", "code15-mortality"
     write_table(path, dataset, timey=times, death=[1, 1, 0])
     head = tmp_path / "head"
-    how = {"labels": str(tmp_path), "head": str(head), **again}
-    found = omnilead.bench(models[:1], tasks=[task], **how)
+    found = omnilead.bench(models[:1], tasks=[task], labels=str(tmp_path), **again)
+    how = {"columns": ["timey", "death"], "kind": "survival", "leads": LEADS[0]}
+    encoder = models[0].partition("=")[2]
+    omnilead.fit(encoder, data=dataset.root.url, labels=path, out=head, **how)
     (first,) = (of for key, of in metrics_of(found).items() if key[0] == "first")
     direct = omnilead.evaluate(head, data=dataset.root.url, labels=path, leads=LEADS[0])
     assert first == {"c_index": pytest.approx(direct["record"]["metrics"]["c_index"])}
@@ -232,37 +232,11 @@ def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, datas
     assert metrics_of(one) == metrics_of(found)
 
 
-def test_a_head_says_how_good_it_is_and_from_which_score_on_it_finds_95_of_100(
-    again, models, dataset, tmp_path
-):
-    path, head = tmp_path / "af.csv", tmp_path / "head"
-    write_table(path, dataset, af=[1, 0, 0, 1, 1])
-    found = omnilead.bench(models[:1], tasks=[str(path)], head=str(head), **again)
-    is_row, score, line = (note for note in found["notes"] if note.startswith(f"{head}: "))
-    assert is_row.startswith(f"{head}: is the row 'first', leads {LEADS[0]}, share 1, fitted on ")
-    assert line.startswith(f"{head}: af: 95 % sensitivity from 0.")
-    written = json.loads((head / "config.json").read_text())["head"]["cross_validated"]
-    lowest, specificity = written["sensitive"]["af"]
-    assert f"from {lowest:.4f} on, specificity {specificity:.2f}" in line
-    assert f"AUROC {written['metrics']['auroc']:.3f} (" in score
-    for note in (is_row, score, line):
-        assert note in (again["out"] / "bench.md").read_text()
-    assert score.partition(": ")[2].rstrip(".") in (head / "README.md").read_text()
-
-
-def test_a_bench_with_a_head_that_was_interrupted_runs_again(again, models, tmp_path, monkeypatch):
-    how = {"tasks": ["sex"], "head": str(tmp_path / "head"), **again}
-    with monkeypatch.context() as patch:
-        patch.setattr(bench, "compared", mock.Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            omnilead.bench(models[:1], **how)
-    assert omnilead.bench(models[:1], **how) and omnilead.load(tmp_path / "head").head
-
-
 def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, capsys):
     """On the embedding, measurements and the mean beat of each window; whole, and safe to load."""
-    head, how = tmp_path / "head", {"reader": "boosted", **again}
-    found = omnilead.bench(models[:1], tasks=["sex"], head=str(head), **how)
+    head, data = tmp_path / "head", dataset.root.url
+    save_probed(models[0].partition("=")[2], data, "sex", head, leads=LEADS[0], reader="boosted")
+    found = omnilead.bench(models[:1], tasks=["sex"], reader="boosted", **again)
     linear = omnilead.bench(models[:1], tasks=["sex"], **again)
     rows = [metrics_of(one)["first", "sex", *LEADS, 1] for one in (found, linear)]
     assert rows[0] != rows[1]
@@ -295,22 +269,20 @@ def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, 
 def test_without_lightgbm_one_line_says_what_is_left_out(again, models, monkeypatch, capsys):
     for module in (bench, embedders):
         monkeypatch.setattr(module, "installed", lambda: False)
-    monkeypatch.setattr(bench, "ROCKET_CROPS", 1)
     found = omnilead.bench(models[:1], tasks=["sex"], **again)
-    assert not {"boosted features", "MiniRocket + ridge"} & {row["model"] for row in found["rows"]}
+    assert "boosted features" not in {row["model"] for row in found["rows"]}
     notes = [note for note in found["notes"] if "left out" in note]
     assert notes == [
         "boosted features: left out: lightgbm is not installed: pip install 'omnilead[bench]'",
-        "MiniRocket + ridge: left out: there are more than 1 crops.",
     ]
     with pytest.raises(ConfigError, match="boosted: lightgbm is not installed"):
         omnilead.bench(models[:1], tasks=["sex"], reader="boosted", **again)
 
 
 def test_identification_equals_a_direct_computation(out, found, dataset):
-    (beats,) = embedders.rows_to_compare([], Namespace(seed=3, reader="linear"))[0].draws[0]
-    how = Namespace(shown=LEADS, widest=Input(ALL, ALL))
-    of = identities(dataset, measured(dataset, how))
+    (beats,) = embedders.rows_to_compare([], embedders.EmbedOptions())[0].draws[0]
+    shown = ShownLeads(Input(ALL, ALL), tuple(LEADS))
+    of = identities(dataset, shown.usable(dataset))
 
     def vectors(rows):
         made = vectors_of.embedded(beats, dataset, rows, *LEADS, out / "parts")
@@ -509,7 +481,7 @@ def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
     monkeypatch.setattr(bench, "monotonic", count(0, 30).__next__)
     split = omnilead.bench(models[:1], **how)
     said = [line for line in capsys.readouterr().err.splitlines() if "parts" in line]
-    assert said == ["bench: 1 of 8 parts took 30 s: all may take 4 minutes. What is done is kept"]
+    assert said == ["bench: 1 of 7 parts took 30 s: all may take 4 minutes. What is done is kept"]
     (few,) = (note for note in split["notes"] if "--folds" in note)
     labelled = len(np.unique(Dataset.open(again["data"]).column("record")))
     tested = split["rows"][0]["n"]
@@ -600,12 +572,6 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
             "--tasks alive: is no shipped task: to probe the table, give --tasks alive.csv",
         ),
         ("sex --labels alive.csv", "alive.csv: no column 'sex'"),
-        ("sex --head C", "--head C: exists: choose another folder"),
-        ("identification --head H", "--head H: is one probe of one model, but --tasks names 0"),
-        ("sex age --head H", "but --tasks names 2: use one"),
-        ("sex --head H --leads 12 1", "but --leads names 2: use one"),
-        ("sex --head H --models B C", "but --models names 2: use one"),
-        ("gaps.csv --head H", "no record of train and valid has a known label in well: leave"),
         ("sex --labels nowhere", "--labels nowhere: no such folder"),
         ("same.csv --columns well", "same.csv: no column 'well': its label columns are ill"),
         ("sex --columns ill", "--columns and --kind are for a table of labels: name one with"),
@@ -650,8 +616,6 @@ def test_refusals_are_one_line(
     split = np.array(["train", "valid", "test"])[person % 3]
     write_table(Path("few.csv"), dataset, time=[1, 2, 3], event=[1, 0, 0, 0], split=split)
     ill = np.arange(len(split)) % 2
-    well = np.where(split == "test", 1 - ill, "")
-    write_table(Path("gaps.csv"), dataset, ill=ill, well=well, split=split)
     write_table(Path("trained.csv"), dataset, ill=ill, split="train")
     write_table(Path("tested.csv"), dataset, ill=ill, split="test")
     write_table(Path("folds.csv"), dataset, ill=[0, 1], fold=[1, 2])

@@ -1,12 +1,10 @@
-"""Boosted trees: ours against LightGBM's, what is refused of a model with them; MiniRocket against a
-direct computation."""
+"""Boosted trees: ours against LightGBM's, what is refused of a model with them."""
 
 import numpy as np
 import pytest
 import torch
 
-from omnilead.downstream.evaluation import boosted, minirocket
-from omnilead.downstream.evaluation.minirocket import MiniRocket
+from omnilead.downstream.evaluation import boosted
 from omnilead.downstream.evaluation.probe import ProbeData
 from omnilead.downstream.inference.trees import MAX_DEPTH, Trees
 from omnilead.downstream.tasks.kinds import KINDS
@@ -45,6 +43,14 @@ def test_scores_equal_those_of_lightgbm(kept, kind):
     x = np.where(X[200:] == 0, np.nan, X[200:])
     theirs = np.stack([booster.predict(x) for booster in kept], 1).reshape(scores.shape)
     np.testing.assert_allclose(scores, theirs, atol=1e-5)
+
+
+def test_a_label_may_depend_on_whether_a_number_is_missing():
+    ill = RNG.random(300) > 0.5
+    x = X.copy()
+    x[:, 0] = np.where(ill, 0, 1)
+    scores = boosted.boosted(ProbeData(x, ill[:, None] * 1.0, np.arange(300), "binary")).scores(x)
+    assert ((scores[:, 0] > 0.5) == ill).all()
 
 
 def test_what_was_never_missing_goes_where_most_went():
@@ -91,35 +97,3 @@ def test_a_chain_of_nodes_is_refused():
     trees.child[:] = (torch.arange(nodes) + 1).clamp_max(nodes - 1)[:, None]
     with pytest.raises(LoadError, match="deeper than 64"):
         trees.check(1)
-
-
-def test_minirocket_equals_a_direct_computation(monkeypatch):
-    monkeypatch.setattr(minirocket, "THRESHOLDS", 5)
-    x = torch.from_numpy(RNG.normal(size=(3, 4, 90))).float()
-    rocket = MiniRocket(x, (1, 3))
-    features = rocket(x).numpy()
-    assert features.shape == (3, 84 * 5) and rocket.digest == MiniRocket(x, (1, 3)).digest
-    assert rocket.digest != MiniRocket(x, (1,)).digest
-    expected = []
-    for dilation, weight_KLT, threshold_KF in rocket.convolutions:
-        taps = weight_KLT[:, [1, 3]].numpy()
-        assert not weight_KLT[:, [0, 2]].any() and weight_KLT.any((1, 2)).all()
-        assert {tuple(np.sort(of)) for of in taps.reshape(-1, 9)} <= {
-            (0,) * 9,
-            (-1,) * 6 + (2,) * 3,
-        }
-        for side in (0, 1):
-            for f in range(threshold_KF.shape[1]):
-                for k in range(side, 84, 2):
-                    for_row = []
-                    for signal in x[:, [1, 3]].numpy():
-                        y = np.zeros(90)
-                        for lead, weights in zip(signal, taps[k], strict=True):
-                            wide = np.pad(lead, 4 * dilation)
-                            for tap, weight in enumerate(weights):
-                                y += weight * wide[tap * dilation : tap * dilation + 90]
-                        y = y[4 * dilation : 90 - 4 * dilation] if side else y
-                        for_row.append((y > threshold_KF[k, f].item()).mean())
-                    expected.append(for_row)
-    assert dilation == 6
-    np.testing.assert_allclose(features, np.array(expected).T, atol=0.03)

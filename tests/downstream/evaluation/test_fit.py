@@ -1,4 +1,4 @@
-"""omnilead fit: it writes what `bench --head` writes, says how good it is, and predict says it again."""
+"""omnilead fit: it writes a model with a head, says how good it is, and predict says it again."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from omnilead.__main__ import main
 from omnilead.downstream.evaluation.fit import class_lines
 from omnilead.downstream.evaluation.heads import people_of
 from omnilead.downstream.inference.trained_model import HeadInfo, load
-from tests.conftest import save_model, save_probed
+from tests.conftest import save_model
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
@@ -41,7 +41,7 @@ def encoder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("encoder") / "model")
 
 
-def test_it_writes_what_bench_writes_and_says_how_good_it_is(
+def test_it_says_how_good_it_is_and_other_columns_change_nothing(
     encoder, sheet, dataset, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -49,7 +49,7 @@ def test_it_writes_what_bench_writes_and_says_how_good_it_is(
     given = ["--model", str(encoder), "--data", data, "--labels", str(sheet), "--columns", "ill"]
     assert main(["fit", *given, "--leads", "I,V2", "--out", str(out)]) == 0
     said, notes = capsys.readouterr()
-    save_probed(encoder, data, ill_alone(sheet), head, leads="I,V2")
+    omnilead.fit(encoder, data=data, labels=ill_alone(sheet), leads="I,V2", out=head)
     for name in ("model.safetensors", "preprocessing.json", "README.md", "seen.parquet"):
         assert (out / name).read_bytes() == (head / name).read_bytes()
     of_head = json.loads((out / "config.json").read_text())["head"]
@@ -184,6 +184,7 @@ def test_how_many_people_a_head_was_fitted_on():
         ("--labels same.csv", "nothing to learn or to score; an empty cell is unknown: write 0"),
         ("--labels mine.csv --columns ill --out .", "--out .: exists: choose another folder"),
         ("--labels mine.csv --columns ill --folds 999", "--folds 999: only "),
+        ("--labels gaps.csv", "no record of train and valid has a known label in well: leave"),
         ("--labels mine.csv --columns ill --leads X", "no lead is called 'X'"),
     ],
 )
@@ -194,6 +195,10 @@ def test_refusals_are_one_line(
     (tmp_path / "mine.csv").write_bytes(sheet.read_bytes())
     records = read_csv(sheet).select(["record"])
     write_csv(records.append_column("ill", pa.array(np.ones(len(records)))), "same.csv")
+    ill, split = np.arange(len(records)) % 2, np.resize(["train", "valid", "test"], len(records))
+    well = np.where(split == "test", "1", "")
+    gaps = pa.table({"record": records["record"], "ill": ill, "well": well, "split": split})
+    write_csv(gaps, "gaps.csv")
     given = ["--model", str(encoder), "--data", dataset.root.url, "--out", "MODEL", *words.split()]
     assert main(["fit", *given]) == 2
     error = capsys.readouterr().err.splitlines()[-1]

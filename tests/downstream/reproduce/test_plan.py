@@ -157,3 +157,7 @@ def test_jobs_that_are_done_tell_how_long_others_of_their_kind_take(tmp_path):
     (tmp_path / "a/1/f").mkdir(parents=True)
     write_json(folder.file(plan[0], "json"), {"seconds": 30.0})
     assert jobs.expected_seconds(folder, plan) == {"a/2": 30, "b/1": 120}
+
+
+def test_jobs_find_the_files_that_a_plan_names_below_configs():
+    assert (jobs.ROOT / "configs" / "evidence" / "tasks" / "ptbxl-100.yaml").is_file()
