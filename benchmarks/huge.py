@@ -20,6 +20,7 @@ from unittest.mock import patch
 import google_crc32c
 import numpy as np
 import pyarrow as pa
+from omnilead.data_tools.sharding.expected_roles import expected_roles
 
 from benchmarks.measure import Cases
 from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
@@ -27,7 +28,6 @@ from omnilead.data_tools.ecg.crops import IMPLAUSIBLE
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord, Header, class_row
 from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sharding import removal
-from omnilead.data_tools.sharding.expected_roles import expected_roles
 from omnilead.data_tools.sharding.finishing import (
     PlanFacts,
     ShardOptions,

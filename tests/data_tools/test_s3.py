@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from broken_server import STALL_S, Fault, Server, forget_connections, s3fs
 from handmade import build, files
+from omnilead.data_tools.sharding.removal import remove
 
 from omnilead.data_tools.dataset import CROP_SHAPE, META, Dataset
 from omnilead.data_tools.io import storage
@@ -21,7 +22,6 @@ from omnilead.data_tools.io.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sharding import plan
 from omnilead.data_tools.sharding import shards as shard_writers
-from omnilead.data_tools.sharding.removal import remove
 from omnilead.data_tools.sharding.roles import RoleSources
 from omnilead.data_tools.sharding.shard import ShardOptions, locked, shard
 from omnilead.data_tools.sharding.verify import verify

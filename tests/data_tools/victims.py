@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from handmade import build, expect_wrong_roles, files, without_roles
+from omnilead.data_tools.sharding.removal import remove
 
 from omnilead.__main__ import main
 from omnilead.data_tools.dataset import META, Dataset
@@ -26,7 +27,6 @@ from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sharding import plan
 from omnilead.data_tools.sharding import shards as shard_writers
 from omnilead.data_tools.sharding.finishing import rejects_of
-from omnilead.data_tools.sharding.removal import remove
 from omnilead.data_tools.sharding.verify import verify
 from tests import unsynced  # noqa: F401
 from tests.forks import at_functions, death_at, fork, import_all, members
