@@ -4,8 +4,8 @@ options = parse_options(__doc__, "shard", shard, arguments)
 return run_command("shard", lambda: work(**options), "--out", options["out"], resume=": run it again")
 """
 
+import importlib
 import os
-import runpy
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,4 +72,4 @@ def short_busy_loops() -> None:
 def run_as_omnilead(name: str) -> None:
     """Makes a program that is started by its file or module the same as `omnilead NAME`."""
     sys.argv.insert(1, name)
-    runpy.run_module("omnilead", run_name="__main__")
+    importlib.import_module("omnilead.__main__").script()
