@@ -87,13 +87,13 @@ class Dataset:
     meta: dict[str, Any]
 
     @classmethod
-    def open(cls, url: str, anonymous: bool = False, earlier_format: bool = False) -> Self:
-        """`earlier_format`: also one that an earlier omnilead has made, whose crops are where they are
-        today."""
-        return cls.of_folder(dataset_folder(url, anonymous), earlier_format)
+    def open(cls, url: str, anonymous: bool = False) -> Self:
+        return cls.of_folder(dataset_folder(url, anonymous))
 
     @classmethod
     def of_folder(cls, root: Folder, earlier_format: bool = False) -> Self:
+        """`earlier_format`: also a dataset that an earlier omnilead made, whose crops and columns are where
+        they are today."""
         dataset = cls(root, _read_meta(root))
         if dataset.minor < FORMAT_MINOR and not earlier_format:
             raise DatasetError(

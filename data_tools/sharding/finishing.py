@@ -113,7 +113,6 @@ class PlanFacts(NamedTuple):
     shards: list[str]  # their names
     sources: list[dict[str, Any]]  # name, licence, dropped_s, seen
     rejects: list[Reject]
-
     name_key: bytes | None  # of the first dataset among the sources
 
     @classmethod
@@ -287,6 +286,15 @@ def remove_traces(made: Dataset) -> Dataset:
     """Removes what only an unfinished dataset has."""
     made.root.remove(".build")
     return made
+
+
+def put_table_back(made: Dataset) -> None:
+    """A run that was killed while it gave other roles may have replaced samples.parquet."""
+    out = made.root
+    if out.exists(TABLE_BEFORE):
+        before = out.read(TABLE_BEFORE, 2**40)
+        if hashlib.sha256(before).hexdigest() == made.meta["samples"]["sha256"]:
+            out.write(SAMPLES, before)
 
 
 def _remove_leftovers(out: Folder, formats: list[str], shards: list[dict[str, Any]]) -> None:

@@ -55,6 +55,7 @@ from .finishing import (
     PlanFacts,
     finish,
     hidden,
+    put_table_back,
     read_part,
     recipe_hash,
     refuse_all,
@@ -214,6 +215,7 @@ def _already_finished(
     url = finished.root.url
     if finished.meta["recipe"] == recipe_hash(recipe):
         if out.exists(".build"):
+            put_table_back(finished)
             remove_traces(finished)
         tell(f"note: {url} is already finished: nothing was done")
         return finished
@@ -352,8 +354,8 @@ class _ShardWriter:
         self.tar, self.options, self.copies = tar, options, copies
         self.rows: list[dict[str, Any]] = []
         self.rejects: list[Reject] = []
-        # Of the crops of patients who are left out: source/record, the patient as in the file and in a
-        # dataset, and the waveform. They lie in the part until the build ends
+        # Of the crops of patients who are left out: source/record as in a dataset, the patient as in the file
+        # and as in a dataset, and the waveform. They lie in the part until the build ends
         self.left_out: list[tuple[str, str, str, int]] = []
         self.samples = np.empty(CROP_SHAPE, "<i2")
 
@@ -376,17 +378,18 @@ class _ShardWriter:
             refused = [(source, name, *note) for note in notes]
             self.rejects += hidden(refused, self.options)
             return
-        if self._is_left_out(label, row):
+        if self._is_left_out(row):
             return
         # With a key without details, which may have names of files
         for reason, detail in (*notes, *_flags(crop)):
             self.rejects.append((source, row["record"], reason, "" if key else detail))
         self._write(row, part)
 
-    def _is_left_out(self, label: str, row: dict[str, Any]) -> bool:
+    def _is_left_out(self, row: dict[str, Any]) -> bool:
         if not self.options.leave_out:
             return False
         source, patient, hashed = row["source"], row["patient"], row["waveform"]
+        label = f"{source}/{row['record']}"
         if who := self.options.leave_out.who(source, patient):
             person = f"{patient_source(source)}/{patient}"
             self.left_out.append((label, who, person, hashed))

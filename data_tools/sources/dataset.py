@@ -86,7 +86,7 @@ class DatasetSource(Source):
             age=record["age"],
             sex=record["sex"],
             dx=tuple(record["dx"]),
-            warnings=tuple(map(tuple, warnings)),
+            warnings=tuple((reason, detail) for reason, detail in warnings),
             stored=CopiedCrops(self.root, crops),
         )
 

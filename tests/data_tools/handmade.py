@@ -2,7 +2,6 @@
 project's own writers; helpers that build datasets and read them back."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import numpy as np
 
 from omnilead.data_tools.dataset import fingerprint
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.sharding import shard as building
 from omnilead.data_tools.sharding.finishing import rejects_of
-from omnilead.data_tools.sharding.roles import CropRoles
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
 
@@ -89,30 +86,6 @@ def files(root):
         for path in sorted(root.rglob("*"))
         if path.is_file()
     }
-
-
-def no_roles(plan, *_):
-    """In place of `expected_roles`: all shards are written again at the end."""
-    none = np.zeros(plan.crops, np.int8)
-    return CropRoles(np.zeros(plan.crops, bool), none, none)
-
-
-def expect_wrong_roles(*crops):
-    """From now on, so that their shards are written again at the end."""
-    expected_roles = building.expected_roles
-
-    def wrong(*arguments):
-        roles = expected_roles(*arguments)
-        roles.pretrain[list(crops)] ^= True
-        return roles
-
-    building.expected_roles = wrong
-
-
-def without_roles(data):
-    """A tar with blanks for the roles, which may be others at the end of a build."""
-    roles = rb'"pretrain": (true|false), "dx_role": (null|"\w+"), "id_role": (null|"\w+")} *'
-    return re.sub(roles, lambda found: b" " * len(found[0]), data)
 
 
 def as_earlier_format(made, out):

@@ -134,9 +134,12 @@ def test_other_roles_after_a_kill(small, tmp_path, monkeypatch):
             build(small, out)
     with pytest.raises(DatasetError, match="fails its sha256"):
         Dataset.open(str(out)).table(["record"])
+    shutil.copytree(out, tmp_path / "back")
     made = build(small, out)
     assert rows_of(made) == rows_of(build(small, tmp_path / "right")) and verify(made) == []
-    assert not (out / ".build").exists()
+    before = build(small, tmp_path / "back", plan="all")  # as it was
+    assert verify(before) == [] and before.meta["plan"] == "all"
+    assert not (out / ".build").exists() and not (tmp_path / "back" / ".build").exists()
 
 
 def test_a_damaged_dataset_stops_the_build(old, tmp_path):
@@ -225,9 +228,7 @@ def test_another_ecg_in_a_folder(tmp_path, shell):
         shell.run("shard", tmp_path / "first", tmp_path / place, "--out", out, "--workers", 2)
         made = Dataset.open(str(out))
         (line,) = rejects_of(made)
-        assert line[1].startswith("x/") and line[2] == reason, (
-            line
-        )
+        assert line[1].startswith("x/") and line[2] == reason, line
         assert rows_of(made) == rows_of(Dataset.open(str(tmp_path / "first")))
         shell.run("verify", out, "--archive", tmp_path / "one", "--workers", 1)
 
