@@ -15,34 +15,31 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import google_crc32c
 import numpy as np
 import pyarrow as pa
 
 from benchmarks.measure import Cases
-from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
+from omnilead.data_tools.dataset import CROP_BYTES, SHARD_CROPS, Dataset, flagged
 from omnilead.data_tools.ecg.crops import IMPLAUSIBLE
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord, Header, class_row
 from omnilead.data_tools.io.storage import LocalFolder
-from omnilead.data_tools.sharding import removal
-from omnilead.data_tools.sharding.expected_roles import expected_roles
 from omnilead.data_tools.sharding.finishing import (
+    PART_COLUMNS,
     PlanFacts,
     ShardOptions,
     as_parquet,
     assign_roles,
     finish,
     records_of,
-    replaced,
 )
 from omnilead.data_tools.sharding.plan import make_plan
 from omnilead.data_tools.sharding.roles import PAPER_SOURCES
-from omnilead.data_tools.sharding.shard import shard
 from omnilead.data_tools.sharding.shards import TarWriter, index_name, part_name, shard_name
 from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import Source
+from omnilead.data_tools.sources.dataset import dataset_sources
 from omnilead.engine.settings.counter import mix
 
 MEMBERS = 512 + 120_320 + 512 + 512  # bytes of a crop in a tar: two headers and two bodies
@@ -50,7 +47,6 @@ SOURCES = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}
 PREFIXES = tuple(SOURCES.items())
 DIAGNOSES = ("426783006",), ("164889003", "59118001")
 ZEROS = google_crc32c.value(bytes(CROP_BYTES))
-FOR_ROLES = ["source", "record", "patient", "start_s", "waveform", "flags"]
 Job = Iterator[float]  # 0 once it is ready, then 1 after each time
 
 
@@ -59,30 +55,19 @@ def make(root: Path, crops: int) -> Dataset:
     (root / "parts").mkdir()
     names = [shard_name(number) for number in range(-(-crops // SHARD_CROPS))]
     rows_of_shards = np.split(np.arange(crops), np.arange(SHARD_CROPS, crops, SHARD_CROPS))
-    roles = roles_of(pa.concat_tables(table(rows).select(FOR_ROLES) for rows in rows_of_shards))
-    for number, (name, rows) in enumerate(zip(names, rows_of_shards, strict=True)):
+    for name, rows in zip(names, rows_of_shards, strict=True):
         size = len(rows) * MEMBERS + 1024
         with open(root / "shards" / name, "wb") as file:
             writer = TarWriter(file)
-            if number == 0:  # of which a removal reads the members
-                for row in rows:
-                    writer.add(str(row), bytes(CROP_BYTES), b"{}")
-                writer.close()
             file.truncate(size)
         (root / index_name(name)).touch()
         digest = writer.sha256.hexdigest()
         facts = {"name": name, "crops": len(rows), "bytes": size, "sha256": digest}
-        facts |= {"rejects": []}
-        rows_with_roles = replaced(table(rows), roles.slice(rows[0], len(rows)))
-        part = as_parquet(rows_with_roles.replace_schema_metadata({"omnilead": json.dumps(facts)}))
+        facts |= {"rejects": [], "left_out": []}
+        part = as_parquet(table(rows).replace_schema_metadata({"omnilead": json.dumps(facts)}))
         place = root / "parts" / Path(part_name(name)).name
         place.write_bytes(part + hashlib.sha256(part).digest())
     return end_of_build(root, root)
-
-
-def roles_of(rows: pa.Table) -> pa.Table:
-    doubtful = flagged(rows, [IMPLAUSIBLE])
-    return assign_roles(records_of(rows.select), doubtful, "paper", 0)
 
 
 def end_of_build(root: Path, out: Path) -> Dataset:
@@ -98,7 +83,7 @@ def end_of_build(root: Path, out: Path) -> Dataset:
     ]
     recipe = {"plan": "paper", "seed": 0, "pseudonyms": None} | PAPER_SOURCES.to_meta("paper")
     options = ShardOptions(str(out), quiet=True)
-    return finish(PlanFacts(names, sources, []), LocalFolder(str(out)), recipe, options)
+    return finish(PlanFacts(names, sources, [], None), LocalFolder(str(out)), recipe, options)
 
 
 def source_and_name(row: int) -> tuple[str, str]:
@@ -133,16 +118,13 @@ def table(rows: np.ndarray) -> pa.Table:
         "halves": np.where(rows % 20, 2, 1),
         "missing_leads": [[]] * count,
         "flags": [["einthoven"] if row % 50 == 0 else [] for row in rows],
-        "pretrain": np.zeros(count, bool),
-        "dx_role": [None] * count,
-        "id_role": [None] * count,
         "dx": diagnoses,
         "labels": [class_row(dx) for dx in diagnoses],
         "age": np.full(count, 60.0),
         "sex": ["male"] * count,
         "fs_source_hz": np.full(count, 500.0),
     }
-    return pa.Table.from_pydict(columns, schema=COLUMNS)
+    return pa.Table.from_pydict(columns, schema=PART_COLUMNS)
 
 
 class Headers(Source):
@@ -183,8 +165,7 @@ def jobs(dataset: Dataset) -> Cases:
         "roles": (roles, (url,)),
         "finishing": (finishing, (url,)),
         "verify's tables": (tables_verified, (url,)),
-        "append 1,000": (append, (url,)),
-        "remove a patient, unverified": (remove_one, (url,)),
+        "planning from a dataset": (plan_from_dataset, (url,)),
     }
 
 
@@ -245,7 +226,16 @@ def plan(records: int) -> Job:
         shard_plan = make_plan([Headers(range(records))], seed=0)
         for _ in shard_plan.planned(range(shard_plan.shards)):
             pass
-        expected_roles(shard_plan, ShardOptions("nowhere"), None)
+        del shard_plan
+        yield 1
+
+
+def plan_from_dataset(url: str) -> Job:
+    yield 0
+    while True:
+        shard_plan = make_plan(dataset_sources(LocalFolder(url)), seed=0)
+        for _ in shard_plan.planned(range(shard_plan.shards)):
+            pass
         del shard_plan
         yield 1
 
@@ -268,37 +258,6 @@ def finishing(url: str) -> Job:
         end_of_build(Path(url), out)
         shutil.rmtree(out)
         yield 1
-
-
-def append(url: str) -> Job:
-    new = Headers(range(10**8, 10**8 + 1000))
-    yield 0
-    while True:
-        out = linked(url)
-        shard([new], ShardOptions(str(out), append=True, quiet=True))
-        shutil.rmtree(out)
-        yield 1
-
-
-def remove_one(url: str) -> Job:
-    """Without the end, which reads every byte of the shards."""
-    file = Path(url, "patients.txt")
-    file.write_text("p00000000\n")
-    yield 0
-    while True:
-        out = linked(url)
-        with patch.object(removal, "verify", return_value=[]):
-            removal.remove(str(out), str(file))
-        shutil.rmtree(out)
-        yield 1
-
-
-def linked(url: str) -> Path:
-    """A copy that may be changed."""
-    out = Path(url, "copy")
-    left = shutil.ignore_patterns("parts", "copy", "patients.txt")
-    shutil.copytree(url, out, copy_function=os.link, ignore=left)
-    return out
 
 
 def tables_verified(url: str) -> Job:

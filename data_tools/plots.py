@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from .dataset import Dataset, Ecg, flagged
+from .dataset.rejects import rejects_of
 from .ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
 from .ecg.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from .ecg.record_tables import doubtful_patients
@@ -29,7 +30,6 @@ from .ecg.resampling import FS_HZ
 from .io.errors import MISSING_FILE
 from .io.storage import replaced
 from .sharding.finishing import owners_of, records_of, value_counts
-from .sharding.rejects import rejects_of
 from .sharding.roles import PAPER_SOURCES, Records, RoleSources
 from .sources.base import missing_note
 

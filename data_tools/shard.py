@@ -3,7 +3,9 @@
     omnilead shard archive --out dataset --workers 8
 
 Archives may be folders, s3:// addresses (with AWS_ENDPOINT_URL and the usual AWS credentials), a .zip
-or a folder of these, read in place.
+or a folder of these, read in place. A dataset is a source, too: `shard OLD MORE --out NEW` makes a new one
+from both, `shard OLD --leave-out-patients FILE --out NEW` one without some patients. Exit code 1: some of
+FILE are in none of the sources.
 """
 
 import os
@@ -43,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def shard(
-    sources: Annotated[Paths, Option("folder, .zip or s3:// address of an archive", "SRC")],
+    sources: Annotated[
+        Paths, Option("folder, .zip or s3:// address of an archive, or a dataset", "SRC")
+    ],
     *,
     out: Annotated[str | os.PathLike[str], Option("where to write the dataset", "DATASET")],
     source: Format = "auto",
@@ -56,9 +60,7 @@ def shard(
     ] = "tar",
     shard_crops: Annotated[
         int | None,
-        Option(
-            "crops in a tar shard (1024; with --append, as the dataset)", "N", low=1, high=16_384
-        ),
+        Option("crops in a tar shard (1024)", "N", low=1, high=16_384),
     ] = None,
     plan: Annotated[
         Literal["paper", "all", "paper-split"],
@@ -105,16 +107,17 @@ def shard(
         str | None, Option("replace record and patient ids with keyed hashes", "KEYFILE")
     ] = None,
     anonymous: Anonymous = False,
-    append: Annotated[
-        bool,
-        Option("add the new records of SRC to DATASET, with its settings and as a new version"),
-    ] = False,
+    leave_out_patients: Annotated[
+        str | None,
+        Option("leave out patients, one on each line: PATIENT or SOURCE/PATIENT", "FILE"),
+    ] = None,
     strict: Annotated[bool, Option("exit 2 if any record was refused")] = False,
 ) -> "Dataset":
     """Makes a dataset from archives, as `omnilead shard`, or finishes one that was interrupted.
 
     `sources` is an archive or several. Notes go to stderr. A DataError says in one line what is wrong."""
     from omnilead.data_tools.sharding import shard as build
+    from omnilead.data_tools.sharding.leave_out import LeaveOut
     from omnilead.data_tools.sources import detect
 
     key = read_key(pseudonymize) if pseudonymize else None
@@ -143,8 +146,8 @@ def shard(
             ),
             pseudonym_key=key,
             patients=patients,
+            leave_out=LeaveOut.read(leave_out_patients, key) if leave_out_patients else None,
             quiet=not interactive(),
-            append=append,
         ),
     )
     if strict:
@@ -235,7 +238,8 @@ def _shard(**options: Any) -> int:
     echo(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
     if strict:
         _check_refused(dataset)
-    return 0
+    asked = dataset.meta.get("left_out_patients", {"asked": 0, "found": 0})
+    return 1 if asked["found"] < asked["asked"] else 0
 
 
 if __name__ == "__main__":

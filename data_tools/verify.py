@@ -45,6 +45,9 @@ def verify(
     unit: Unit = None,
     leads: Leads = None,
     patients: Patients = None,
+    leave_out_patients: Annotated[
+        str | None, Option("with --archive: the patients that the dataset was made without", "FILE")
+    ] = None,
     fast: Annotated[
         bool, Option("check structure, tables and sizes only; do not read samples")
     ] = False,
@@ -59,11 +62,16 @@ def verify(
     one line; an empty list means that everything holds."""
     from omnilead.data_tools.dataset import Dataset
     from omnilead.data_tools.sharding import verify as checks
+    from omnilead.data_tools.sharding.leave_out import LeaveOut
     from omnilead.data_tools.sources import detect
 
     key = read_key(pseudonymize) if pseudonymize else None
     opened = Dataset.open(os.fspath(dataset), anonymous)
-    for option, value in (("source", source != "auto" and source), ("patients", patients)):
+    for option, value in (
+        ("source", source != "auto" and source),
+        ("patients", patients),
+        ("leave-out-patients", leave_out_patients),
+    ):
         if value and not archive:
             raise DataError(
                 f"--{option} {value} applies to an archive, and none is given: add --archive SRC"
@@ -72,7 +80,8 @@ def verify(
     sources = detect.open_archives(archive, source, anonymous, bool(key), arrays)
     detect.tell_notes([opened_source.left_out for opened_source in sources])
     quiet = not interactive()
-    return checks.verify(opened, sources, fast, workers or CORES, key, quiet, patients)
+    left_out = LeaveOut.read(leave_out_patients, key) if leave_out_patients else None
+    return checks.verify(opened, sources, fast, workers or CORES, key, quiet, patients, left_out)
 
 
 def _verify(**options: Any) -> int:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 COMMANDS = {  # name: (module with main(arguments), what it does)
     "shard": ("omnilead.data_tools.shard", "make a dataset from archives or files"),
     "verify": ("omnilead.data_tools.verify", "check every byte of a dataset"),
-    "remove": ("omnilead.data_tools.remove", "remove patients from a dataset"),
     "show": ("omnilead.data_tools.show", "print or draw a dataset, a crop or a record"),
     "labels": ("omnilead.data_tools.labels", "write an archive's published labels as tables"),
     "synth": ("omnilead.data_tools.synth", "make a synthetic archive"),

@@ -6,7 +6,6 @@
             rejects.csv       every record, lead or crop that was refused, repaired or flagged
             shards/00000.tar  <key>.ecg = int16 [12, 5000] in microvolts, <key>.json; .idx for DALI
             store.zarr/       optional copy: int16 [crops, 12, 5000]
-            versions/1/       tables of an earlier version, whose shards are among those of the newest
 
 The engine uses data_tools through this room.
 """
@@ -32,7 +31,6 @@ from .facts import REJECTS as REJECTS
 from .facts import SAMPLES as SAMPLES
 from .facts import SHARD_CROPS as SHARD_CROPS
 from .facts import STORE as STORE
-from .facts import VERSIONS as VERSIONS
 from .facts import Meta as Meta
 from .facts import RoleFacts as RoleFacts
 from .facts import fingerprint as fingerprint

@@ -6,7 +6,6 @@ checked against their crc32c.
     dataset = Dataset.open("DATASET")
     ecg = dataset[0]    # an Ecg with ecg.signal_mv, ecg.record, ecg.age, ecg.labels
     dataset.torch("pretrain")    # for other programs, by role; also webdataset, zarr
-    Dataset.open("DATASET", version=1)    # as it was before something was appended
 """
 
 import hashlib
@@ -14,7 +13,7 @@ import json
 import operator
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -28,12 +27,13 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from ..ecg.constants import CROP_BYTES, CROP_SHAPE, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
-from ..ecg.pseudonyms import Removed, key_mark
+from ..ecg.pseudonyms import key_mark
 from ..io.errors import MISSING_FILE, ChunkError, DatasetError, ReadError, one_line
 from ..io.storage import Folder, dataset_folder
 from .facts import (
     CLASSES,
     COLUMNS,
+    FORMAT_MINOR,
     FORMAT_VERSION,
     MAX_META,
     META,
@@ -42,7 +42,6 @@ from .facts import (
     RANGES,
     SAMPLES,
     STORE,
-    VERSIONS,
     WORDS,
     DatasetFacts,
     Meta,
@@ -88,88 +87,20 @@ class Dataset:
     meta: dict[str, Any]
 
     @classmethod
-    def open(
-        cls,
-        url: str,
-        anonymous: bool = False,
-        version: int | str | None = None,
-        begun_with: Sequence[str] = (),
-    ) -> Self:
-        """`version`: its number or its fingerprint; None: the newest, or the one of which
-        `begun_with` has the fingerprint."""
-        newest = cls._with_meta(dataset_folder(url, anonymous), META)
-        for earlier in newest.earlier:
-            if earlier in begun_with:
-                version = earlier
-        return newest if version is None else newest.in_version(version)
-
-    def in_version(self, version: int | str) -> Self:
-        """This dataset in another version."""
-        if version in (self.version, self.fingerprint):
-            return self
-        number = self.earlier.index(version) + 1 if version in self.earlier else version
-        if number not in range(self.oldest, self.version):
-            raise DatasetError(
-                f"{self.root.url}: version {number} cannot be opened or trained on, only "
-                f"{self.oldest} to {self.version} (removing patients deletes earlier ones): use the "
-                "newest, and --out NEW for a run"
-            )
-        return self._with_meta(self.root, f"{VERSIONS}/{number}/{META}")
+    def open(cls, url: str, anonymous: bool = False) -> Self:
+        return cls.of_folder(dataset_folder(url, anonymous))
 
     @classmethod
-    def _with_meta(cls, root: Folder, name: str) -> Self:
-        """`name`: that of dataset.json."""
-        url = root.url
-        try:
-            meta = json.loads(root.read(name, MAX_META))
-            # a half of a surrogate pair is no character, and cannot be written again
-            json.dumps(meta, ensure_ascii=False).encode()
-        except ReadError as error:
-            why = str(error)
-            if error.reason == MISSING_FILE and name == META:
-                why = (
-                    f"no {META} (not a dataset, or an unfinished one: `omnilead shard SRC --out "
-                    "DATASET` makes or finishes it)"
-                )
-                if not root.remote and not os.path.exists(url):
-                    why = (
-                        "does not exist: give a dataset's folder (`omnilead shard SRC --out "
-                        "DATASET` makes one)"
-                    )
-            raise DatasetError(f"{url}: {why}") from None
-        except (ValueError, RecursionError) as error:
+    def of_folder(cls, root: Folder, earlier_format: bool = False) -> Self:
+        """`earlier_format`: also a dataset that an earlier omnilead made, whose crops and columns are where
+        they are today."""
+        dataset = cls(root, _read_meta(root))
+        if dataset.minor < FORMAT_MINOR and not earlier_format:
             raise DatasetError(
-                one_line(f"{url}/{name}: not JSON ({error}): restore the file")
-            ) from None
-        version = meta.get("format_version") if isinstance(meta, dict) else None
-        if version != FORMAT_VERSION:
-            raise DatasetError(
-                f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use a "
-                "matching version"
+                f"{root.url}: made by an earlier omnilead, in format 1.{dataset.minor}, while this one reads "
+                f"1.{FORMAT_MINOR}: convert it with omnilead shard {root.url} --out NEW"
             )
-        if meta.get("fingerprint") != fingerprint(meta):
-            raise DatasetError(
-                f"{url}/{name}: the fingerprint does not match the contents: edited by hand? "
-                "restore the file"
-            )
-        try:
-            DatasetFacts.model_validate(meta)
-        except ValidationError as error:
-            wrong = error.errors()[0]["loc"][0]
-            raise DatasetError(
-                f"{url}/{name}: {wrong} is not valid in version {FORMAT_VERSION}: restore the file"
-            ) from None
-        counts = {shard["name"]: shard["crops"] for shard in meta["shards"]}
-        stored = len(meta["shards"]), sum(shard["crops"] for shard in meta["shards"])
-        if stored != (len(counts), meta["crops"] if counts else 0) or (
-            "tar" in meta["formats"]
-        ) != bool(counts):
-            facts = (
-                f"{stored[0]} shards with {stored[1]} crops, {meta['crops']} crops in all, "
-                f"formats {meta['formats']}"
-            )
-            raise DatasetError(f"{url}/{name}: contradicts itself ({facts}): restore the file")
-        return cls(root, Meta(meta))
+        return dataset
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Dataset, (self.root, self.meta)  # without cached values
@@ -211,27 +142,6 @@ class Dataset:
         return int(self.meta.get("format_minor", 0))
 
     @property
-    def version(self) -> int:
-        return len(self.meta.get("versions", ())) or 1
-
-    @property
-    def oldest(self) -> int:
-        """The oldest version that can be opened: a removal ends those before it."""
-        versions = enumerate(self.meta.get("versions", ()), 1)
-        removals = (number for number, facts in versions if facts["what"] == "remove")
-        return max(removals, default=1)
-
-    @property
-    def earlier(self) -> list[str]:
-        """The fingerprints of the versions before this one."""
-        return [facts["fingerprint"] for facts in self.meta.get("versions", ())[:-1]]
-
-    def place(self, name: str) -> str:
-        """Where a table lies: those of an earlier version were kept."""
-        kept = f"{VERSIONS}/{self.version}/{name}"
-        return kept if self.root.exists(kept) else name
-
-    @property
     def shards(self) -> list[dict[str, Any]]:
         return list(self.meta["shards"])
 
@@ -267,9 +177,9 @@ class Dataset:
 
     @cached_property
     def name_key(self) -> bytes | None:
-        """The secret key under which models, and `removed` in dataset.json, keep hashes of names; None if all
-        names are public. It lies where the names are: samples.parquet states that of an earlier version,
-        else it is a hash of that file and of the shards, so that the same archives give the same bytes."""
+        """The secret key under which models keep hashes of names; None if all names are public. It lies where
+        the names are: samples.parquet states that of the dataset that this one was made from, else it is a
+        hash of that file and of the shards, so that the same archives give the same bytes."""
         with self._arrow_errors():
             stated = self._samples.fragments[0].physical_schema.metadata or {}
         if NAME_KEY in stated:
@@ -290,10 +200,6 @@ class Dataset:
     def name_mark(self) -> str | None:
         """Identifies the key of its pseudonyms, else its name_key, without disclosing it."""
         return self.meta.get("pseudonyms") or key_mark(self.name_key)
-
-    @property
-    def removed(self) -> Removed:
-        return Removed(frozenset(self.meta.get("removed", ())), self.name_key)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Rows of samples.parquet in shard order. Local files are memory-mapped; only the given
@@ -379,29 +285,18 @@ class Dataset:
         """samples.parquet, checked by sha256, since parquet misses some flipped bits. A remote file
         stays in memory."""
         facts = self.meta["samples"]
-
-        def right(data: Any) -> bool:
-            return bool(hashlib.sha256(data).hexdigest() == facts["sha256"])
-
         if self.root.remote:
-            remote, name = b"", SAMPLES
-            with suppress(ReadError):  # the newest version needs no further request
-                remote = self.root.read(SAMPLES, facts["bytes"])
-            if not right(remote):
-                name = self.place(SAMPLES)
-                remote = self.root.read(name, facts["bytes"])
-            data = pa.py_buffer(remote)
-        else:  # stays this file when another version takes its place
-            name = self.place(SAMPLES)
-            data = pa.memory_map(f"{self.root.url}/{name}").read_buffer()
-        if not right(data):
-            raise DatasetError(f"{self.root.url}/{name}: fails its sha256: restore the file")
-        self._check_columns(pq.read_metadata(pa.BufferReader(data)), name)
+            data = pa.py_buffer(self.root.read(SAMPLES, facts["bytes"]))
+        else:
+            data = pa.memory_map(f"{self.root.url}/{SAMPLES}").read_buffer()
+        if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+            raise DatasetError(f"{self.root.url}/{SAMPLES}: fails its sha256: restore the file")
+        self._check_columns(pq.read_metadata(pa.BufferReader(data)))
         return data
 
-    def _check_columns(self, facts: pq.FileMetaData, name: str) -> None:
+    def _check_columns(self, facts: pq.FileMetaData) -> None:
         """A DatasetError if the table has another number of rows or a column of another type."""
-        file = f"{self.root.url}/{name}"
+        file = f"{self.root.url}/{SAMPLES}"
         if facts.num_rows != len(self):
             raise DatasetError(
                 f"{file}: {facts.num_rows} rows, {len(self)} expected: restore the file"
@@ -421,7 +316,7 @@ class Dataset:
             raise
         except (OSError, pa.ArrowException, ReadError) as error:
             why = "missing" if isinstance(error, FileNotFoundError) else error
-            file = f"{self.root.url}/{self.place(SAMPLES)}"
+            file = f"{self.root.url}/{SAMPLES}"
             raise DatasetError(one_line(f"{file}: {why}: restore the file")) from None
 
     def column(self, name: str) -> np.ndarray:
@@ -510,6 +405,61 @@ class Dataset:
         from .zarr_reader import Chunks
 
         return Chunks(self.root, STORE, len(self))
+
+
+def _read_meta(root: Folder) -> Meta:
+    """dataset.json, if it is one of version 1; else a DatasetError."""
+    url = root.url
+    try:
+        meta = json.loads(root.read(META, MAX_META))
+        # a half of a surrogate pair is no character, and cannot be written again
+        json.dumps(meta, ensure_ascii=False).encode()
+    except ReadError as error:
+        why = str(error)
+        if error.reason == MISSING_FILE:
+            why = (
+                f"no {META} (not a dataset, or an unfinished one: `omnilead shard SRC --out "
+                "DATASET` makes or finishes it)"
+            )
+            if not root.remote and not os.path.exists(url):
+                why = (
+                    "does not exist: give a dataset's folder (`omnilead shard SRC --out "
+                    "DATASET` makes one)"
+                )
+        raise DatasetError(f"{url}: {why}") from None
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(
+            one_line(f"{url}/{META}: not JSON ({error}): restore the file")
+        ) from None
+    version = meta.get("format_version") if isinstance(meta, dict) else None
+    if version != FORMAT_VERSION:
+        raise DatasetError(
+            f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use a "
+            "matching version"
+        )
+    if meta.get("fingerprint") != fingerprint(meta):
+        raise DatasetError(
+            f"{url}/{META}: the fingerprint does not match the contents: edited by hand? "
+            "restore the file"
+        )
+    try:
+        DatasetFacts.model_validate(meta)
+    except ValidationError as error:
+        wrong = error.errors()[0]["loc"][0]
+        raise DatasetError(
+            f"{url}/{META}: {wrong} is not valid in version {FORMAT_VERSION}: restore the file"
+        ) from None
+    counts = {shard["name"]: shard["crops"] for shard in meta["shards"]}
+    stored = len(meta["shards"]), sum(shard["crops"] for shard in meta["shards"])
+    if stored != (len(counts), meta["crops"] if counts else 0) or (
+        "tar" in meta["formats"]
+    ) != bool(counts):
+        facts = (
+            f"{stored[0]} shards with {stored[1]} crops, {meta['crops']} crops in all, "
+            f"formats {meta['formats']}"
+        )
+        raise DatasetError(f"{url}/{META}: contradicts itself ({facts}): restore the file")
+    return Meta(meta)
 
 
 def flagged(table: pa.Table, names: Sequence[str]) -> np.ndarray:

@@ -11,12 +11,11 @@ from ..ecg.constants import ABBREVIATIONS, LEADS
 from ..io.errors import DatasetError
 
 FORMAT_VERSION = 1
-# 1: roles and label names in the JSON of the shards, attributes in the zarr copy. 0 has neither
-FORMAT_MINOR = 1
+# 2: roles stand in samples.parquet only, and a dataset has no versions
+FORMAT_MINOR = 2
 CLASSES = ABBREVIATIONS  # the columns of `labels`
 SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
-VERSIONS = "versions"
 MAX_META = 256 * 2**20
 NAME_KEY = b"omnilead name key"  # in the metadata of samples.parquet
 
@@ -87,12 +86,6 @@ class RoleFacts(BaseModel, strict=True):
     id: dict[str, Crops] = {}
 
 
-class VersionFacts(BaseModel, strict=True):
-    what: Literal["shard", "append", "remove"]
-    crops: Crops
-    fingerprint: str = ""  # absent of the version that dataset.json describes
-
-
 class DatasetFacts(BaseModel, strict=True):
     """The fields of dataset.json that readers rely on. Those with a default may be absent: not
     every reader needs them."""
@@ -103,7 +96,6 @@ class DatasetFacts(BaseModel, strict=True):
     crop_samples: Literal[5000]
     preprocessing: dict[str, Any] = {}
     pseudonyms: str | None = None
-    removed: list[str] = []  # marks of those who were removed
     crops: Crops
     samples: FileFacts
     rejects: FileFacts | None = None
@@ -111,14 +103,13 @@ class DatasetFacts(BaseModel, strict=True):
     shards: list[ShardFacts]
     formats: list[Literal["tar", "zarr"]]
     seed: int = 0
-    shard_crops: Crops = SHARD_CROPS  # of all shards but the last of each version
+    shard_crops: Crops = SHARD_CROPS  # of all shards but the last
     plan: Literal["paper", "all", "paper-split"] = "all"
     id_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}
     leave_out_flags: list[str] = []
     roles: RoleFacts = RoleFacts()
     sources: list[SourceFacts] = []
-    versions: list[VersionFacts] = []  # up to this one; absent of the first
 
     @field_validator("leads")
     @classmethod

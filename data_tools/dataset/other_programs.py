@@ -28,6 +28,7 @@ from ..ecg.record_tables import RESERVED, missing_words, read_table
 from ..io.errors import DataError, DatasetError, one_line
 from ..io.terminal import tell
 
+CROP_S = 10.0
 ROLES: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
 ROLES |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}
 ROLES |= {f"id:{role}": ("id_role", role) for role in ("train", "valid", "gallery", "probe")}
@@ -130,18 +131,28 @@ def web_dataset(dataset: Any, role: str, options: dict[str, Any]) -> Any:
     root, column_value = dataset.root, _column_of(role)
     if root.remote or not dataset.shards:
         raise DatasetError(f"{root.url}: webdataset reads tar shards on a disk: use torch()")
-    if role != "all" and not dataset.minor:
-        raise DatasetError(
-            f"{root.url}: the shards of this older version have no roles: build them again, or use "
-            "torch()"
-        )
     urls = [root.path(f"shards/{shard['name']}") for shard in dataset.shards]
-    stream = webdataset.WebDataset(urls, **{"shardshuffle": False} | options)
-    return stream.map_dict(json=json.loads).select(partial(_has_role, *column_value)).map(_decoded)
+    stream = webdataset.WebDataset(urls, **{"shardshuffle": False} | options).map_dict(
+        json=json.loads
+    )
+    if role != "all":
+        stream = stream.select(partial(_has_key, _keys_of(dataset, *column_value)))
+    return stream.map(_decoded)
 
 
-def _has_role(column: str, value: Any, sample: dict[str, Any]) -> bool:
-    return not column or sample["json"][column] == value
+def _keys_of(dataset: Any, column: str, value: Any) -> set[str]:
+    """The keys in the shards of the crops that have a role: it stands in samples.parquet only."""
+    table = dataset.table(["source", "record", "start_s", column])
+    chosen = table.filter(pc.fill_null(pc.equal(table[column], value), False))
+    parts = (chosen["start_s"].to_numpy() / CROP_S).round().astype(int).tolist()
+    names = (chosen[name].to_pylist() for name in ("source", "record"))
+    return {
+        f"{source}-{record}-{part:03d}" for source, record, part in zip(*names, parts, strict=True)
+    }
+
+
+def _has_key(keys: set[str], sample: dict[str, Any]) -> bool:
+    return sample["__key__"].rpartition("/")[2] in keys
 
 
 def _decoded(sample: dict[str, Any]) -> dict[str, Any]:
@@ -170,6 +181,7 @@ def features(columns: pa.Schema) -> Any:
     text = pa.string()
     types = {field.name: field.type for field in columns}
     types |= {"crc32c": text, "waveform": text, "label_names": pa.list_(text)}
-    del types["shard"], types["offset"]
+    for name in ("shard", "offset", "pretrain", "dx_role", "id_role"):
+        del types[name]
     members = {"ecg": pa.binary(), "json": pa.struct(types), "__key__": text, "__url__": text}
     return Features.from_arrow_schema(pa.schema(members))

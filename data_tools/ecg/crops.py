@@ -67,6 +67,16 @@ class Crop:
     flags: tuple[str, ...]
 
 
+class StoredCrops:
+    """Crops of a record that were prepared before. They are copied."""
+
+    count: int
+
+    def read(self, index: int, out: np.ndarray) -> Crop:
+        """Write crop `index` into `out`."""
+        raise NotImplementedError
+
+
 def samples_at_500(samples: int, fs_hz: float) -> int:
     up, down = rate_ratio(fs_hz)
     return -(-samples * up // down)
@@ -78,6 +88,13 @@ def crop_count(samples: int, fs_hz: float) -> int:
     return full + (rest >= HALF)
 
 
+def crops_of(record: EcgRecord) -> int:
+    """The number of crops that a record may have."""
+    if record.stored:
+        return int(record.stored.count)
+    return crop_count(record.signal.shape[1], record.fs_hz)
+
+
 def dropped_samples(samples: int, fs_hz: float) -> int:
     """Samples at 500 Hz at the end of a record that are in no crop."""
     return samples_at_500(samples, fs_hz) % CROP % HALF
@@ -86,6 +103,9 @@ def dropped_samples(samples: int, fs_hz: float) -> int:
 def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
     """Write crop `index` of the record into `out` [12, 5000] int16; a crop without a valid lead is
     refused."""
+    if record.stored:
+        stored: Crop = record.stored.read(index, out)
+        return stored
     body, mask, flags = fill(record, index, out)
     start_s, missing = index * CROP / FS_HZ, mask.tolist()
     flags += _flags_in(body, missing)

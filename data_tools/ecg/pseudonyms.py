@@ -7,16 +7,10 @@ pseudonym(key, "r", "muse-xml", "ward_12345")       # of a record
 
 import os
 import stat
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from ..io.errors import ReadError, StorageError
-from .constants import VENDORS
-
-REMOVED = "patient was removed"
-
-OPEN_KEY = b"omnilead removed"  # no secret: of datasets whose names are all public
+from ..io.errors import StorageError
 
 
 def read_key(path: str) -> bytes:
@@ -67,36 +61,3 @@ def other_key(mark: str | None, key: bytes | None) -> str:
             "KEYFILE"
         )
     return ""
-
-
-@dataclass(frozen=True)
-class Removed:
-    """Who was removed from a dataset: keyed hashes of patients, records and waveforms, by which they are
-    known when an archive still has them. `key`: that of the dataset (Dataset.name_key)."""
-
-    marks: frozenset[str] = frozenset()
-    key: bytes | None = None
-
-    def mark(self, source: str, name: str | None, kind: str = "p") -> str:
-        """Of a patient, with the kind r of a record, or with source "" of a waveform."""
-        return _removal_mark(self.key or OPEN_KEY, kind, source, name or "")
-
-    def has(self, source: str, name: str | None, kind: str = "p") -> bool:
-        """Also under the open key, which earlier versions used for every dataset."""
-        if not self.marks:
-            return False
-        keys = {OPEN_KEY, self.key or OPEN_KEY}
-        return any(_removal_mark(key, kind, source, name or "") in self.marks for key in keys)
-
-    def refuse(self, source: str, patient: str | None) -> None:
-        """Also a copy of a removed waveform, which may be without its patient: source is "" then."""
-        if self.has(source, patient):
-            raise ReadError(REMOVED)
-
-
-def _removal_mark(key: bytes, kind: str, source: str, name: str) -> str:
-    from .record import patient_source  # NumPy: `shard --help` needs none
-
-    if source == "hospital":  # a damaged file, of no known format any more
-        source = VENDORS[0]
-    return pseudonym(key, kind, patient_source(source), name)

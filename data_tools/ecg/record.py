@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 
@@ -65,8 +66,6 @@ class Header:
     )
     stamp: bytes = b""  # size and time of its files; a continued run reads changed files again
     patient: str | None = None  # where it is known without the signal
-    # Equal for copies of an ECG under other names; b"": as equal as the fingerprint
-    waveform: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +86,7 @@ class EcgRecord:
     sex: str | None = None
     dx: tuple[str, ...] = ()
     warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail): usable, but noted in rejects.csv
+    stored: Any = None  # the StoredCrops of a dataset; then `signal` is empty
 
     def __post_init__(self) -> None:
         """Validate: a user's source may return anything. An invalid record is refused and the run

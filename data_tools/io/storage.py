@@ -2,7 +2,7 @@
 `folder(url)` picks the class.
 
 Reading never follows a link out of the archive and never reads more bytes than the caller expects.
-Writing never leaves an incomplete file under its final name; `patch` alone changes a file in place.
+Writing never leaves an incomplete file under its final name.
 """
 
 import errno
@@ -30,7 +30,6 @@ from uuid import uuid4
 from .errors import MISSING_FILE, ReadError, StorageError, mend_for, one_line, printable
 from .terminal import tell
 
-Pieces = list[tuple[int, bytes]]  # where they begin in a file, and what is there
 T = TypeVar("T")
 Item = TypeVar("Item")
 RETRIES, FIRST_WAIT_S = 6, 0.2
@@ -224,16 +223,6 @@ class LocalFolder:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def patch(self, name: str, content: memoryview, pieces: Pieces) -> memoryview:
-        """Overwrite pieces of a file in its place and return what it holds then. A kill leaves some
-        of them unwritten: only for a file that can be patched again. `content`: all its bytes so far,
-        which a bucket needs."""
-        with write_errors(self.url, name), open(self.path(name), "r+b", buffering=0) as file:
-            for start, data in pieces:
-                write_at(file.fileno(), data, start)
-            os.fsync(file.fileno())
-        return self.view(name, len(content))
-
     def publish(self, path: Path, name: str) -> None:
         final = Path(self.path(name))
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -425,19 +414,6 @@ class RemoteFolder:
 
     def write(self, name: str, data: bytes) -> None:
         self._retry(name, lambda: self.fs.pipe_file(self.path(name), data))
-
-    def patch(self, name: str, content: memoryview, pieces: Pieces) -> memoryview:
-        """Write the object again, because a bucket cannot change a part of it."""
-        whole = bytearray(content)
-        for start, data in pieces:
-            whole[start : start + len(data)] = data
-        temporary = temporary_path(self, name)
-        try:
-            temporary.write_bytes(whole)
-            self.publish(temporary, name)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return memoryview(whole)
 
     def publish(self, path: Path, name: str) -> None:
         self.upload(path, name)

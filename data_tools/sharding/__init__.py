@@ -1,1 +1,1 @@
-"""From archives to a dataset: plan, shards, roles, tables, versions, checks."""
+"""From archives to a dataset: plan, shards, roles, tables, checks."""

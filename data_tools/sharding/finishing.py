@@ -5,17 +5,16 @@ last.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from tqdm.auto import tqdm
 
 from ..dataset import (
     COLUMNS,
@@ -26,32 +25,39 @@ from ..dataset import (
     REJECTS,
     SAMPLES,
     STORE,
-    VERSIONS,
     Dataset,
     Meta,
     fingerprint,
     flagged,
 )
+from ..dataset.rejects import (
+    FLAGS,
+    Reject,
+    most_common_reasons,
+    reason_counts,
+    rejects_csv,
+    rejects_of,
+)
 from ..ecg.crops import SPEC, SPEC_HASH
-from ..ecg.pseudonyms import REMOVED, Removed, pseudonym
+from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import SYNTHETIC, patient_source
-from ..io import cluster
 from ..io.errors import DatasetError, ReadError, StorageError
 from ..io.storage import Folder, temporary_path, write_errors
-from ..io.terminal import tell
+from ..sources.dataset import DatasetSource, open_dataset
 from . import roles as splits
 from . import shards as shard_writers
 from .data_card import write_card
+from .leave_out import LeaveOut
 from .plan import ShardPlan
-from .previous import PreviousVersion
-from .rejects import FLAGS, Reject, most_common_reasons, reason_counts, rejects_csv, rejects_of
 from .roles import PAPER_SOURCES, RoleSources
-from .shards import ROLES_WIDTH, extended, part_name, roles_text, shard_name
+from .shards import part_name, shard_name
 
 DIGEST_BYTES = 32  # at the end of a part
 SYNTHETIC_LICENCE = "CC0-1.0"
 ROW_GROUP = 65_536
 ROLES = ["pretrain", "dx_role", "id_role"]
+PART_COLUMNS = pa.schema([field for field in COLUMNS if field.name not in ROLES])
+TABLE_BEFORE = f".build/{SAMPLES}"  # while another one takes its place
 FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
@@ -68,9 +74,8 @@ class ShardOptions:
     cluster: str | None = None
     pseudonym_key: bytes | None = None
     patients: str | None = None  # a table that names them
+    leave_out: LeaveOut | None = None
     quiet: bool = False
-    append: bool = False
-    removed: Removed = field(default_factory=Removed)  # of the dataset that is extended
 
 
 def read_part(out: Folder, name: str) -> pa.Table:
@@ -85,22 +90,6 @@ def read_part(out: Folder, name: str) -> pa.Table:
     # pq.read_table would read in threads of arrow, which release `body` later. If the program is
     # just ending, they abort it
     return pq.ParquetFile(pa.BufferReader(body)).read(use_threads=False)
-
-
-def whole_tar(out: Folder, facts: dict[str, Any]) -> memoryview:
-    """The tar as it was written, whichever roles it has by now; else a ReadError."""
-    tar = out.view(f"shards/{facts['name']}", facts["bytes"])
-    if facts["sha256"]:  # nobody has begun to write other roles
-        if hashlib.sha256(tar).hexdigest() != facts["sha256"]:
-            raise ReadError("fails its sha256")
-        return tar
-    crc = begin = 0
-    for start in facts["roles_at"]:
-        crc = extended(crc, tar[begin:start])
-        begin = start + ROLES_WIDTH
-    if extended(crc, tar[begin:]) != facts["crc32c"]:
-        raise ReadError("fails its crc32c")
-    return tar
 
 
 def write_part(out: Folder, table: pa.Table, facts: dict[str, Any]) -> None:
@@ -124,31 +113,21 @@ class PlanFacts(NamedTuple):
     shards: list[str]  # their names
     sources: list[dict[str, Any]]  # name, licence, dropped_s, seen
     rejects: list[Reject]
+    name_key: bytes | None  # of the first dataset among the sources
 
     @classmethod
-    def of_plan(cls, plan: ShardPlan, previous: PreviousVersion | None) -> "PlanFacts":
-        """With the sources of a previous version, whose licences stay."""
-        sources = {}
-        if previous:
-            sources = {old["name"]: old | {"seen": 0} for old in previous.meta["sources"]}
+    def of_plan(cls, plan: ShardPlan) -> "PlanFacts":
+        sources = []
         for name, seen in plan.seen.items():
             licence, dropped_s = plan.facts(name)
             if name.startswith(SYNTHETIC):
                 licence = SYNTHETIC_LICENCE
-            if name in sources:
-                stays = sources[name]["licence"]
-                if licence not in (None, stays):
-                    tell(
-                        f"note: the licence of {name} stays {stays}, although that of the new "
-                        f"records is {licence}"
-                    )
-                licence = stays
-                dropped_s = round(dropped_s + sources[name]["dropped_s"], 3)
             facts = {"name": name, "licence": licence or plan.sources[0].licence}
-            sources[name] = facts | {"seen": seen, "dropped_s": dropped_s}
-        first = previous.next_shard_number if previous else 0
-        names = [shard_name(first + i) for i in range(plan.shards)]
-        return cls(names, [sources[name] for name in sorted(sources)], plan.rejects)
+            sources.append(facts | {"seen": seen, "dropped_s": dropped_s})
+        datasets = (source for source in plan.sources if isinstance(source, DatasetSource))
+        first = next(datasets, None)
+        name_key = open_dataset(first.root).name_key if first else None
+        return cls([shard_name(i) for i in range(plan.shards)], sources, plan.rejects, name_key)
 
 
 @dataclass(frozen=True)
@@ -166,83 +145,108 @@ class Parts:
         rows = (part.select(names).replace_schema_metadata() for part in self)
         return pa.concat_tables([COLUMNS.empty_table().select(names), *rows])
 
+    def facts(self) -> Iterator[dict[str, Any]]:
+        return (part_facts(part) for part in self)
+
+
+def part_facts(part: pa.Table) -> dict[str, Any]:
+    """What is said of a shard beside its rows."""
+    facts: dict[str, Any] = json.loads(part.schema.metadata[b"omnilead"])
+    return facts
+
 
 def finish(
-    planned: PlanFacts,
-    out: Folder,
-    recipe: dict[str, Any],
-    options: ShardOptions,
-    previous: PreviousVersion | None = None,
+    planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
 ) -> Dataset:
-    """The dataset of finished shards. `previous`: the version that is extended."""
+    """The dataset of finished shards."""
     parts = Parts(out, planned.shards)
-    leave_out = options.role_sources.leave_out
-    shards, rejects, doubtful, written, numbers = _shard_facts(parts, leave_out)
-    rejects += hidden(planned.rejects, options)
-    if not len(doubtful):
-        if not previous or not (news := previous.new_refusals(rejects)):
-            return nothing_to_add(out, rejects, previous)
-        tell(f"note: no record is added to {out.url}, but {news:,} lines to its rejects.csv")
-        parts, shards = Parts(out, []), []
-    records = records_of(partial(_columns, parts, previous, numbers))
-    del numbers  # 160 MB of ten million crops, of which the records have copies
-    refused = None
-    if previous:
-        rejects = previous.rejects_with(rejects, parts)
-        refused = previous.refused_with(rejects, parts)
-        check_patients(parts, previous)
-    sources = source_facts(planned.sources, records, refused)
-    roles = _roles_of_all(records, doubtful, options, previous)
+    found = _facts_of_shards(parts, options.role_sources.leave_out)
+    shards, rejects = found.shards, found.rejects + hidden(planned.rejects, options)
+    if not len(found.doubtful):
+        return refuse_all(out, rejects)
+    records = records_of(partial(_columns, parts, found.numbers))
+    sources = source_facts(planned.sources, records, _records_left_out(records, found.left_out))
+    roles = assign_roles(records, found.doubtful, options.plan, options.seed, options.role_sources)
     del records
-    new_roles = roles.slice(len(previous or ()))
-    if options.format != "zarr":
-        _write_roles(out, shards, new_roles, written, options)
     if options.format != "tar":
         _write_zarr(parts, shards, options)
-    rows = with_roles(parts, new_roles, len(previous.shards) if previous else 0)
-    if previous:
-        rows = chain(map(pa.table, previous.parts(COLUMNS.names)), rows)
-        shards = previous.shards + shards
-    elif options.format == "zarr":
+    rows = with_roles(parts, roles)
+    if options.format == "zarr":
         rows, shards = map(_without_shards, rows), []
-    meta = dict(previous.meta) if previous else _settings(recipe)
-    meta |= {"sources": sources, "formats": FORMATS[options.format]}
-    made = write_tables(out, meta, rows, rejects, shards, roles, previous)
-    return remove_traces(made, is_first=not previous)
+    meta = _settings(recipe) | {"sources": sources, "formats": FORMATS[options.format]}
+    if options.leave_out:
+        rejects = options.leave_out.without_names(rejects)
+        meta["left_out_patients"] = _names_found(options.leave_out, found.left_out)
+    made = write_tables(out, meta, rows, rejects, shards, roles, planned.name_key)
+    if options.leave_out:
+        people = {(who, person) for _, who, person, _ in found.left_out if who}
+        options.leave_out.tell(people, owners_of(made).unique().drop_null().to_pylist())
+    return remove_traces(made)
 
 
-def _columns(
-    parts: Parts, previous: PreviousVersion | None, numbers: pa.Table, names: list[str]
-) -> pa.Table:
-    """Columns of all rows. `numbers`: some of the new ones, which have been read."""
-    if set(names) <= set(numbers.column_names):
-        new = numbers.select(names)
-    else:
-        new = parts.columns(names)
-    return pa.concat_tables([previous.table(names), new]) if previous else new
+def _names_found(leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]) -> dict[str, int]:
+    """For dataset.json: how many were to be left out, and how many of them were there."""
+    found = {who for _, who, _, _ in left_out if who}
+    return {"asked": len(leave_out.names), "found": len(found)}
 
 
-def _roles_of_all(
-    records: splits.Records,
-    doubtful: np.ndarray,
-    options: ShardOptions,
-    previous: PreviousVersion | None,
-) -> pa.Table:
-    """The roles of all crops. `doubtful`: the new ones that are not for pre-training."""
-    old = previous.table(ROLES) if previous else None
-    doubtful = np.append(np.zeros(len(old or ()), bool), doubtful)
-    return assign_roles(records, doubtful, options.plan, options.seed, options.role_sources, old)
+def _records_left_out(records: splits.Records, left_out: Iterable[Sequence[Any]]) -> Counter[str]:
+    """How many records of each source have no crop because of patients who are left out."""
+    labels = {label for label, *_ in left_out}
+    names = pc.binary_join_element_wise(
+        pa.array(records.source_names).take(pa.array(records.source)), records.names, "/"
+    )
+    labels -= set(names.filter(pc.is_in(names, pa.array(labels, pa.string()))).to_pylist())
+    return Counter(label.partition("/")[0] for label in labels)
 
 
-def check_patients(parts: Parts, previous: PreviousVersion, fewest: int = 1) -> None:
-    """An error if records of a source had patients, and none that is appended has."""
-    rows = parts.columns(["source", "patient", "start_s"])
-    if name := previous.source_without_patients(rows, fewest):
-        remove_traces(previous)
+def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) -> Dataset:
+    """The dataset with other roles: another samples.parquet. Until dataset.json says so, the table before
+    is kept, for a run that goes on after a kill."""
+    out = made.root
+    table_before = _table_before(made)
+    records = records_of(table_before.select)
+    sources = options.role_sources
+    doubtful = flagged(table_before.select(["flags"]), sources.leave_out)
+    roles = assign_roles(records, doubtful, options.plan, options.seed, sources)
+    rows = replaced(table_before, roles)
+    meta = {
+        name: value
+        for name, value in made.meta.items()
+        if name not in ("id_share", "role_sources", "leave_out_flags", "left_out")
+    }
+    meta |= _settings(recipe) | {"recipe": recipe_hash(recipe)}
+    del meta["fingerprint"]
+    key = table_before.schema.metadata[NAME_KEY]
+    made = write_tables(out, meta, [rows], rejects_of(made), made.shards, roles, key or None)
+    return remove_traces(made)
+
+
+def _table_before(made: Dataset) -> pa.Table:
+    """All rows of samples.parquet, with the name key in the metadata. A killed run may have replaced the
+    file, and left what was there before."""
+    out, facts = made.root, made.meta["samples"]
+    if not out.exists(TABLE_BEFORE):
+        key = made.name_key or b""
+        data = out.read(SAMPLES, facts["bytes"])
+        out.write(f"{TABLE_BEFORE}.key", key)
+        out.write(TABLE_BEFORE, data)
+    data = out.read(TABLE_BEFORE, 2**40)
+    if hashlib.sha256(data).hexdigest() != facts["sha256"]:
         raise DatasetError(
-            f"--append: patients of the new records of {name} are unknown, those of others are "
-            "not, so one could be on both sides of a split: --patients FILE names them"
+            f"{out.url}/{TABLE_BEFORE}: fails its sha256: restore {SAMPLES} and remove it"
         )
+    key = out.read(f"{TABLE_BEFORE}.key", 64)
+    return (
+        pq.read_table(pa.BufferReader(data)).cast(COLUMNS).replace_schema_metadata({NAME_KEY: key})
+    )
+
+
+def _columns(parts: Parts, numbers: pa.Table, names: list[str]) -> pa.Table:
+    """Columns of all rows. `numbers`: some that have been read."""
+    if set(names) <= set(numbers.column_names):
+        return numbers.select(names)
+    return parts.columns(names)
 
 
 def write_tables(
@@ -252,18 +256,12 @@ def write_tables(
     rejects: list[Reject],
     shards: list[dict[str, Any]],
     roles: pa.Table,
-    previous: PreviousVersion | None = None,
-    what: str = "append",
+    name_key: bytes | None = None,
 ) -> Dataset:
-    """Write what is not in the shards, dataset.json last. `meta`: what it says besides; `previous`: whose
-    tables are kept; `what` has changed since."""
-    if previous:
-        previous.keep_tables()
-        del meta["fingerprint"]
-        meta["versions"] = previous.versions_with(what, len(roles))
-    else:  # of a finished dataset, other programs read whatever lies in shards/
-        _remove_leftovers(out, meta["formats"], shards)
-    name_key = previous.name_key if previous else None
+    """Write what is not in the shards, dataset.json last. `meta`: what it says besides; `name_key`: that of
+    the dataset that this one was made from."""
+    # Of a finished dataset, other programs read whatever lies in shards/
+    _remove_leftovers(out, meta["formats"], shards)
     samples, left_out = _write_samples(out, rows, meta.get("leave_out_flags", ()), name_key)
     lines = rejects_csv(rejects)
     meta |= {
@@ -284,27 +282,19 @@ def write_tables(
     return Dataset.open(out.url)
 
 
-def remove_traces(made: Dataset, is_first: bool = False) -> Dataset:
-    """Of the build, of killed ones, and versions before a removal. `is_first`: the first version has only
-    its own."""
-    if not is_first:
-        _remove_leftovers(made.root, made.meta["formats"], made.shards)
-        if "zarr" not in made.meta["formats"]:  # a killed removal leaves a part of it
-            made.root.remove(STORE)
-        for number in range(1, made.oldest):
-            made.root.remove(f"{VERSIONS}/{number}")
-        kept = f"{VERSIONS}/{made.version}"
-        if made.root.exists(kept):  # a killed run that is not continued had begun to write tables
-            rejects = rejects_of(made)
-            for name in (SAMPLES, REJECTS):
-                made.root.write(name, made.root.read(made.place(name), 2**40))
-            write_card(made.root, made.meta, reason_counts(rejects), FLAGS)
-            made.root.remove(kept)
-            tell(
-                f"note: {made.root.url}: what a killed run began is undone; README.md is written again"
-            )
+def remove_traces(made: Dataset) -> Dataset:
+    """Removes what only an unfinished dataset has."""
     made.root.remove(".build")
     return made
+
+
+def put_table_back(made: Dataset) -> None:
+    """A run that was killed while it gave other roles may have replaced samples.parquet."""
+    out = made.root
+    if out.exists(TABLE_BEFORE):
+        before = out.read(TABLE_BEFORE, 2**40)
+        if hashlib.sha256(before).hexdigest() == made.meta["samples"]["sha256"]:
+            out.write(SAMPLES, before)
 
 
 def _remove_leftovers(out: Folder, formats: list[str], shards: list[dict[str, Any]]) -> None:
@@ -320,26 +310,30 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[dict[str, An
         out.remove(STORE)
 
 
-def _shard_facts(
-    parts: Parts, leave_out: tuple[str, ...]
-) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray, splits.CropRoles, pa.Table]:
-    """For dataset.json and rejects.csv; a mask of the crops with a flag of `leave_out`; the roles that
-    they were written with; and the columns that are small enough to keep."""
+class _Found(NamedTuple):
+    """What the parts say together."""
+
+    shards: list[dict[str, Any]]  # for dataset.json
+    rejects: list[Reject]
+    doubtful: np.ndarray  # bool [crops]: with a flag that leaves them out of pre-training
+    left_out: list[list[Any]]  # as in _ShardWriter
+    numbers: pa.Table  # the columns that are small enough to keep
+
+
+def _facts_of_shards(parts: Parts, leave_out: tuple[str, ...]) -> _Found:
     shards = []
     rejects: list[Reject] = []
+    left_out: list[list[Any]] = []
     doubtful = [np.zeros(0, bool)]
-    written: list[tuple[np.ndarray, ...]]
-    written = [(np.zeros(0, bool), np.zeros(0, np.int8), np.zeros(0, np.int8))]
     numbers = [COLUMNS.empty_table().select(["start_s", "waveform"])]
     for part in parts:
-        facts = json.loads(part.schema.metadata[b"omnilead"])
+        facts = part_facts(part)
         shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
         rejects += [tuple(reject) for reject in facts["rejects"]]
+        left_out += facts["left_out"]
         doubtful.append(flagged(part, leave_out))
-        written.append(tuple(vars(role_codes(part)).values()))
         numbers.append(part.select(["start_s", "waveform"]).replace_schema_metadata())
-    roles = splits.CropRoles(*map(np.concatenate, zip(*written, strict=True)))
-    return shards, rejects, np.concatenate(doubtful), roles, pa.concat_tables(numbers)
+    return _Found(shards, rejects, np.concatenate(doubtful), left_out, pa.concat_tables(numbers))
 
 
 def _write_zarr(parts: Parts, shards: list[dict[str, Any]], options: ShardOptions) -> None:
@@ -349,59 +343,11 @@ def _write_zarr(parts: Parts, shards: list[dict[str, Any]], options: ShardOption
     )
 
 
-def _write_roles(
-    out: Folder,
-    shards: list[dict[str, Any]],
-    roles: pa.Table,
-    written: splits.CropRoles,
-    options: ShardOptions,
-) -> None:
-    """Write the roles into the shards that have others, which gives them another sha256. `written`:
-    those that were written; a shard without sha256 has got some of others, by a killed run."""
-    differ = role_codes(roles).differ(written)
-    begins = np.cumsum([0, *(shard["crops"] for shard in shards)]).tolist()
-    tasks = []
-    for begin, shard in zip(begins, shards, strict=False):
-        crops = slice(begin, begin + shard["crops"])
-        if shard["sha256"] is None or differ[crops].any():
-            tasks.append((shard["name"], roles[crops].to_pylist()))
-    if not tasks:
-        return
-    tell(
-        f"note: {len(tasks):,} of {len(shards):,} shards are written again: {differ.sum():,} crops have "
-        "other roles than the headers told (records were refused, are copies of others, or have "
-        "other patients)"
-    )
-    done = cluster.run(partial(write_roles, out), tasks, options.workers, options.cluster)
-    sums = dict(tqdm(done, "roles", len(tasks), disable=options.quiet))
-    for shard in shards:
-        shard["sha256"] = sums.get(shard["name"], shard["sha256"])
-
-
-def write_roles(out: Folder, task: tuple[str, list[dict[str, Any]]]) -> tuple[str, str]:
-    """Write the roles of a shard's crops into its JSON. -> its name and its sha256."""
-    name, rows = task
-    try:
-        part = read_part(out, name)
-        facts = json.loads(part.schema.metadata[b"omnilead"])
-        tar = whole_tar(out, facts)
-        if facts["sha256"]:  # which is wrong as soon as this begins
-            write_part(out, part, facts | {"sha256": None})
-    except ReadError as error:
-        out.remove(part_name(name))
-        raise DatasetError(
-            f"{out.url}/shards/{name}: {error.reason}: run again to rebuild the file"
-        ) from None
-    texts = [roles_text(*row.values()) for row in rows]
-    tar = out.patch(f"shards/{name}", tar, list(zip(facts["roles_at"], texts, strict=True)))
-    return name, hashlib.sha256(tar).hexdigest()
-
-
 def _write_samples(
     out: Folder, rows: Iterable[pa.Table], leave_out: Iterable[str], name_key: bytes | None
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Write samples.parquet by row groups. -> also how many crops have each flag of `leave_out`.
-    `name_key`: that of the version before, which stays (Dataset.name_key)."""
+    `name_key`: see Dataset.name_key."""
     left_out = dict.fromkeys(leave_out, 0)
     schema = COLUMNS.with_metadata({NAME_KEY: name_key}) if name_key else COLUMNS
     temporary = temporary_path(out, SAMPLES)
@@ -421,17 +367,16 @@ def _write_samples(
     return {"bytes": size, "sha256": digest}, left_out
 
 
-def with_roles(
-    parts: Iterable[pa.Table], roles: pa.Table, first_shard: int = 0
-) -> Iterator[pa.Table]:
-    """The rows of shards. `first_shard`: its place in dataset.json."""
+def with_roles(parts: Iterable[pa.Table], roles: pa.Table) -> Iterator[pa.Table]:
+    """The rows of shards, with their roles."""
     begin = 0
-    for number, part in enumerate(parts, first_shard):
-        part = part.replace_schema_metadata().cast(COLUMNS)
+    for number, part in enumerate(parts):
         of_part = roles.slice(begin, len(part))
         begin += len(part)
         shard = pa.array(np.full(len(part), number, np.int32))
-        yield replaced(part, of_part.append_column("shard", shard))
+        columns = {name: part[name] for name in part.column_names} | {"shard": shard}
+        columns |= {name: of_part[name] for name in ROLES}
+        yield pa.table([columns[name] for name in COLUMNS.names], COLUMNS)
 
 
 def replaced(table: pa.Table, columns: pa.Table) -> pa.Table:
@@ -476,43 +421,33 @@ def _without_shards(table: pa.Table) -> pa.Table:
 
 
 def hidden(rejects: list[Reject], options: ShardOptions) -> list[Reject]:
-    """With a key: names as pseudonyms, and no details, which may have names of files. Who was
-    removed has no name."""
+    """With a key: names as pseudonyms, and no details, which may have names of files."""
     key = options.pseudonym_key
-    if key is None and not options.removed.marks:
+    if key is None:
         return rejects  # there may be millions
-    shown = []
-    for source, name, reason, detail in rejects:
-        name = pseudonym(key, "r", source, name)
-        if reason == REMOVED or options.removed.has(source, name, "r"):
-            name, reason, detail = options.removed.mark(source, name, "r"), REMOVED, ""
-        shown.append((source, name, reason, "" if key else detail))
-    return shown
+    return [
+        (source, pseudonym(key, "r", source, name), reason, "")
+        for source, name, reason, _ in rejects
+    ]
 
 
-def nothing_to_add(out: Folder, rejects: list[Reject], previous: Dataset | None) -> Dataset:
-    """If no record can be used: the dataset as it was, or an error, and rejects.csv. Names the most
-    common reasons, each with its first file."""
-    why = most_common_reasons(rejects)
-    if previous:
-        refused = len({reject[:2] for reject in rejects})
-        why = f"{refused:,} cannot be used: {why}" if refused else "none is new"
-        tell(f"note: no record is added to {out.url}: {why}")
-        return remove_traces(previous)
+def refuse_all(out: Folder, rejects: list[Reject]) -> NoReturn:
+    """If no record can be used. Names the most common reasons, each with its first file."""
     out.write(REJECTS, rejects_csv(rejects))
+    why = most_common_reasons(rejects) or "all are left out"
     raise StorageError(f"no record can be used: {why}: {out.url}/{REJECTS} lists all of them")
 
 
 def source_facts(
-    sources: list[dict[str, Any]], records: splits.Records, refused: Mapping[str, int] | None
+    sources: list[dict[str, Any]], records: splits.Records, left_out: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """`refused`: how many records of each source; None: all that were seen and have no crops."""
+    """`left_out`: how many records of each source belong to patients who are left out."""
     counts = source_counts(records)
     facts = []
     for source in sources:
         name = source["name"]
         crops, used = counts.get(name, (0, 0))
-        unused = source["seen"] - used if refused is None else refused.get(name, 0)
+        unused = source["seen"] - used - left_out.get(name, 0)
         of_source = {
             "name": name,
             "licence": source["licence"],
@@ -583,32 +518,15 @@ def assign_roles(
     plan: str,
     seed: int,
     sources: RoleSources = PAPER_SOURCES,
-    old: pa.Table | None = None,
 ) -> pa.Table:
     """The columns pretrain, dx_role and id_role. `doubtful`: the crops that are not for
-    pre-training; `old`: the roles of the first crops, which stay."""
-    if old is None or plan == "all":
-        roles = splits.assign(records, plan, seed, sources)
-    else:
-        roles, torn = splits.extended(records, role_codes(old), seed, sources)
-        if torn:
-            tell(
-                f"note: {torn:,} appended records link records whose roles exclude each other: these "
-                "have no role"
-            )
+    pre-training."""
+    roles = splits.assign(records, plan, seed, sources)
     roles.leave_out(doubtful)
-    if old is None and plan != "paper-split" and (leaks := splits.leaks(records, roles)):
+    if plan != "paper-split" and (leaks := splits.leaks(records, roles)):
         raise DatasetError(f"leakage between roles: {leaks[0]}")
     named = _role_names().take(pa.array(roles.dx)), _role_names().take(pa.array(roles.identity))
     return pa.table([roles.pretrain, *named], ROLES)
-
-
-def role_codes(table: pa.Table) -> splits.CropRoles:
-    """The columns of `assign_roles` as numbers."""
-    codes = [
-        pc.index_in(table[name], _role_names()).to_numpy().astype(np.int8) for name in ROLES[1:]
-    ]
-    return splits.CropRoles(table["pretrain"].to_numpy(), *codes)
 
 
 def value_counts(column: pa.ChunkedArray) -> dict[str, int]:

@@ -10,11 +10,11 @@ import re
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import sha256
-from itertools import compress, islice
+from itertools import islice
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -23,24 +23,25 @@ import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
 from ..dataset import FORMAT_VERSION, SHARD_CROPS
+from ..dataset.rejects import Reject
 from ..ecg.crops import SPEC_HASH, crop_count, dropped_samples
-from ..ecg.record import Header, record_stem
-from ..ecg.record_names import count_and_first
+from ..ecg.pseudonyms import pseudonym
+from ..ecg.record import Header, known_patient, record_stem
 from ..ecg.record_tables import patients_of, read_patients
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
-from ..io.errors import MISSING_FILE, ReadError, StorageError, printable
+from ..io.errors import MISSING_FILE, DataError, ReadError, StorageError, printable
 from ..io.storage import prefetch, write_errors
 from ..io.terminal import keep_freed_memory, tell
-from ..sources.base import Source, links_in, located, read_safely, shown_patient
-from .known import KnownRecords, hash_of, member_hashes, read_signals
-from .rejects import Reject
+from ..sources.base import Source, links_in, located, read_safely
+from ..sources.dataset import DatasetSource
+from .same_records import OTHER_ECG, compare_records, hash_of, member_hashes
 from .shards import MAX_NAME
 
 # archive, key, label, patient that a table names, crop of the record
 PlannedCrops = list[tuple[int, str, str, str | None, int]]
 SCAN_CHUNK = 2048
-READ_ALREADY = "record read already"
+
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 NUMBERS = np.dtype(
     [
@@ -49,7 +50,6 @@ NUMBERS = np.dtype(
         ("dropped", "i4"),  # samples at 500 Hz that are in no crop
         ("fingerprint", "u8"),
         ("stamp", "u8"),
-        ("waveform", "u8"),  # equal for copies, as far as headers tell
     ]
 )
 
@@ -107,7 +107,6 @@ class ShardPlan:
     labels: Texts
     numbers: np.ndarray
     patients: pa.Array
-    known_patients: Texts  # that its archive names, as the dataset shows them; "": none
     tables: str  # a hash of the sources' tables
     seed: int
     shard_crops: int  # crops of each shard but the last
@@ -160,7 +159,12 @@ class ShardPlan:
         crop."""
         is_from = np.asarray(pc.starts_with(self.labels.column(), f"{source}/"))
         records = self.numbers[is_from & (self.numbers["crops"] > 0)]
-        licence = self.sources[records["archive"][0]].licence if len(records) else None
+        licences = [self.sources[archive].licence for archive in np.unique(records["archive"])]
+        if len(different := list(dict.fromkeys(licences))) > 1:
+            tell(
+                f"note: {source} has several licences, dataset.json names the first: {', '.join(different)}"
+            )
+        licence = licences[0] if licences else None
         return licence, round(int(records["dropped"].sum()) / FS_HZ, 3)
 
 
@@ -171,30 +175,38 @@ class _Scan(NamedTuple):
     # Of the usable records, as in ShardPlan
     keys: list[str]
     labels: list[str]
-    patients: list[str]
     numbers: np.ndarray
     members: np.ndarray  # hashes of their names in a tar, where a-b/c and a/b-c are the same
     refused: list[tuple[str, Reject]]  # by key
     seen: Counter[str]  # number of records by source, usable or not
+    with_patient: Counter[str]  # number of usable records by source
 
 
 class _Scanned:
     """The headers of all keys."""
 
     def __init__(self) -> None:
-        self.keys, self.labels, self.patients = Texts(), Texts(), Texts()
+        self.keys, self.labels = Texts(), Texts()
         self.numbers, self.members = bytearray(), bytearray()
         self.refused: list[tuple[str, Reject]] = []
         self.seen: Counter[str] = Counter()
+        # By archive and source: records, and those with a patient
+        self.usable: Counter[tuple[int, str]] = Counter()
+        self.with_patient: Counter[tuple[int, str]] = Counter()
 
     def add(self, scan: _Scan) -> None:
         self.keys.add(scan.keys)
         self.labels.add(scan.labels)
-        self.patients.add(scan.patients)
         self.numbers += scan.numbers.tobytes()
         self.members += scan.members.tobytes()
         self.refused += scan.refused
         self.seen += scan.seen
+        if len(scan.numbers):
+            archive = int(scan.numbers["archive"][0])
+            for label in scan.labels:
+                self.usable[archive, label.partition("/")[0]] += 1
+            for source, count in scan.with_patient.items():
+                self.with_patient[archive, source] += count
 
 
 def make_plan(
@@ -205,126 +217,137 @@ def make_plan(
     quiet: bool = True,
     patients: str | None = None,
     key: bytes | None = None,
-    known: KnownRecords | None = None,
     shard_crops: int | None = None,
 ) -> ShardPlan:
     """Read all headers in parallel and plan the shards. `patients`: a table that names them; `key`: of
-    pseudonyms; `known`: records that a dataset has, which are left out; `shard_crops`: None as usual."""
+    pseudonyms; `shard_crops`: None as usual."""
     sources = tuple(sources)
     people = read_patients(patients) if patients else None  # before hours of reading
+    scanned = _Scanned()
     scans = cluster.run(partial(_scan, key), _chunks(sources), workers, dask)
-    scanned, had = _read_headers(scans, known, quiet)
-    if not scanned.seen and not had.seen:
+    with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
+        for scan in _in_order(scans):
+            bar.update(scan.seen.total())
+            scanned.add(scan)
+    if not scanned.seen:
         raise _no_records(sources)
-    if known and had.seen:
-        unlike = _unlike(sources, had, known, workers, dask, quiet)
-        scanned.refused += _other_ecgs(unlike, had, known)
-    known_labels = had.labels
-    del had
-    keys, labels, known_patients = scanned.keys, scanned.labels, scanned.patients
+    if not people:
+        _check_patients(sources, scanned)
+    keys, labels = scanned.keys, scanned.labels
     numbers = np.frombuffer(scanned.numbers, NUMBERS)
-    again = _again(np.frombuffer(scanned.members, np.uint64), labels.column())
+    doubtful = _doubtful(np.frombuffer(scanned.members, np.uint64))
+    hidden = np.array([not source.pseudonyms and key is not None for source in sources])
+    key_of_row = hidden[numbers["archive"][doubtful]]
+    first, again = _again(doubtful, labels.column(), key_of_row, key)
     numbers["crops"][again] = 0
-    refused = [*scanned.refused, *_read_already(keys.column(), labels.column(), again)]
-    seen = dict(sorted(scanned.seen.items()))
+    refused, seen = scanned.refused, scanned.seen
     del scanned  # 16 bytes per record that are not needed further
+    if any(isinstance(source, DatasetSource) for source in sources):
+        refused = _not_missing(refused, labels.column(), seen)
+    columns = keys.column(), labels.column()
+    refused += _read_already(sources, columns, numbers, (first, again), seen, workers, dask, quiet)
     named: pa.Array = pa.nulls(labels.count)
     if patients and people and labels.count:
-        named = _named(patients, people, labels.column(), again, known_labels.column())
+        named = _named(patients, people, labels.column(), again)
     return ShardPlan(
         sources,
         keys,
         labels,
         numbers,
         named,
-        known_patients,
         _tables(sources),
         seed,
         shard_crops or SHARD_CROPS,
-        seen,
+        dict(sorted(seen.items())),
         _with_unique_names(refused, labels.column(), again),
     )
 
 
-def _read_headers(
-    scans: Iterable[_Scan], known: KnownRecords | None, quiet: bool
-) -> tuple[_Scanned, _Scanned]:
-    """The records, and those whose names are known."""
-    scanned, had = _Scanned(), _Scanned()
-    with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
-        for scan in _in_order(scans):
-            bar.update(scan.seen.total())
-            if known:
-                scan, of_known_names = _parted(scan, known)
-                had.add(of_known_names)
-            scanned.add(scan)
-    return scanned, had
-
-
-def _other_ecgs(
-    unlike: Iterable[tuple[int, ReadError]], had: _Scanned, known: KnownRecords
-) -> list[tuple[str, Reject]]:
-    """The records that bear the name of another ECG of the dataset, or cannot be compared with it."""
-    keys, labels = had.keys.column(), had.labels.column()
-    refused: dict[int, tuple[str, Reject]] = {}
-    others = []
-    for row, error in unlike:
-        if error.reason == MISSING_FILE:  # only a table or a header of the archive names it
+def _check_patients(sources: Sequence[Source], scanned: _Scanned) -> None:
+    """An error if a dataset knows the patients of a source, and none of its other records has one: by
+    chance, fewer than one in a hundred such archives would have none."""
+    for (archive, name), known in scanned.with_patient.items():
+        if not isinstance(sources[archive], DatasetSource):
             continue
-        source, _, name = labels[row].as_py().partition("/")
-        refused[row] = _by_its_path(keys[row].as_py(), (source, name, error.reason, error.detail))
-        if error.reason == READ_ALREADY:
-            others.append(row)
-    if same := had.seen.total() - len(refused):
-        left_out = f"{same:,} records are" if same > 1 else "1 record is"
-        tell(f"note: {left_out} left out: the dataset has them")
-    if others:
-        shown = f"{len(others):,}" if known.key else count_and_first(np.sort(others), keys)
-        tell(
-            f"warning: records with the name of another ECG of the dataset are refused: {shown}: rename "
-            "their files and append them again"
-        )
-    return [refused[row] for row in sorted(refused)]
+        unknown = 1 - known / scanned.usable[archive, name]
+        others = [pair for pair in scanned.usable if pair[1] == name and pair[0] != archive]
+        for other in others:
+            is_dataset = isinstance(sources[other[0]], DatasetSource)
+            count = scanned.usable[other]
+            if not is_dataset and not scanned.with_patient[other] and unknown**count < 0.01:
+                raise DataError(
+                    f"patients of the new records of {name} are unknown, those of others are not, so one "
+                    "could be on both sides of a split: --patients FILE names them"
+                )
 
 
-def _unlike(
+def _not_missing(
+    refused: list[tuple[str, Reject]], labels: pa.Array, seen: Counter[str]
+) -> list[tuple[str, Reject]]:
+    """Without the records whose files are missing, but which a dataset has."""
+    missing = [f"{source}/{name}" for _, (source, name, why, _) in refused if why == MISSING_FILE]
+    there = set(
+        pa.array(missing, labels.type)
+        .filter(pc.is_in(pa.array(missing, labels.type), labels))
+        .to_pylist()
+    )
+    left = []
+    for path, reject in refused:
+        if reject[2] == MISSING_FILE and f"{reject[0]}/{reject[1]}" in there:
+            seen[reject[0]] -= 1
+        else:
+            left.append((path, reject))
+    return left
+
+
+def _read_already(
     sources: tuple[Source, ...],
-    had: _Scanned,
-    known: KnownRecords,
+    columns: tuple[pa.Array, pa.Array],
+    numbers: np.ndarray,
+    pairs: tuple[np.ndarray, np.ndarray],
+    seen: Counter[str],
     workers: int,
     dask: str | None,
     quiet: bool,
-) -> Iterator[tuple[int, ReadError]]:
-    """The rows, in any order, of the records that are not the ECGs which the dataset has under their
-    names, and why."""
-    keys, labels = had.keys.column(), had.labels.column()
-    archives = np.frombuffer(had.numbers, NUMBERS)["archive"]
-    members = np.frombuffer(had.members, np.uint64)
+) -> Iterator[tuple[str, Reject]]:
+    """The records whose name another one has, but for those that are the same ECG in a dataset: the first is
+    used. `columns`: keys and labels; `pairs`: the first and the other of each pair."""
+    keys, labels = columns
+    first, again = pairs
+    archives = numbers["archive"]
+    kinds = np.array([isinstance(source, DatasetSource) for source in sources])
+    of_dataset = kinds[archives[first]] | kinds[archives[again]]
+    compared = compare_records(
+        sources, keys, archives, first[of_dataset], again[of_dataset], workers, dask, quiet
+    )
+    why = dict(compared)
+    same = others = 0
+    for row, is_compared in zip(again.tolist(), of_dataset.tolist(), strict=True):
+        source, _, name = labels[row].as_py().partition("/")
+        if is_compared and row not in why:
+            seen[source] -= 1
+            same += 1
+            continue
+        error = why.get(row, ReadError(OTHER_ECG, f"another {name} came first"))
+        others += is_compared and error.reason == OTHER_ECG
+        yield (
+            _shown_key(sources[archives[row]], keys[row].as_py()),
+            (source, name, error.reason, error.detail),
+        )
+    if same:
+        left_out = f"{same:,} records are" if same > 1 else "1 record is"
+        tell(f"note: {left_out} in several sources, and used once")
+    if others:
+        records = f"{others:,} records are" if others > 1 else "1 record is"
+        tell(
+            f"warning: {records} refused that have the name of another ECG: rename their files; rejects.csv "
+            "names them"
+        )
 
-    def chunk(begin: int) -> tuple[int, list[tuple[int, str, str]]]:
-        columns = (keys.slice(begin, SCAN_CHUNK), labels.slice(begin, SCAN_CHUNK))
-        texts = (column.to_pylist() for column in columns)
-        return begin, list(zip(archives[begin : begin + SCAN_CHUNK].tolist(), *texts, strict=True))
 
-    read = partial(read_signals, sources, known.removed, known.key)
-    chunks = map(chunk, range(0, len(keys), SCAN_CHUNK))
-    with tqdm(total=len(keys), unit=" records", desc="comparing", disable=quiet) as bar:
-        for begin, signals in cluster.run(read, chunks, workers, dask):
-            bar.update(len(signals))
-            expected = known.signals_of(members[begin : begin + len(signals)])
-            for row, (signal, right) in enumerate(zip(signals, expected, strict=True), begin):
-                if isinstance(signal, ReadError):
-                    yield row, signal
-                elif signal != right:
-                    _, _, name = labels[row].as_py().partition("/")
-                    yield row, ReadError(READ_ALREADY, f"another {name} came first")
-
-
-def _by_its_path(path: str, reject: Reject) -> tuple[str, Reject]:
-    """The reject of a record whose name another one has."""
-    source, name, reason, detail = reject
-    shown = printable(path)
-    return path, (source, shown if shown != name else f"{name} again", reason, detail)
+def _shown_key(source: Source, key: str) -> str:
+    """The path of a record, or in a dataset its name."""
+    return source.name_for(key) if isinstance(source, DatasetSource) else key
 
 
 def _in_order(scans: Iterable[_Scan]) -> Iterator[_Scan]:
@@ -338,13 +361,10 @@ def _in_order(scans: Iterable[_Scan]) -> Iterator[_Scan]:
             due += 1
 
 
-def _named(
-    url: str, people: pa.Table, labels: pa.Array, again: np.ndarray, known: pa.Array
-) -> pa.Array:
-    """The patient that a table names, of each record. `known`: others that the table may name."""
+def _named(url: str, people: pa.Table, labels: pa.Array, again: np.ndarray) -> pa.Array:
+    """The patient that a table names, of each record."""
     first = np.delete(np.arange(len(labels)), again)
-    records = pa.concat_arrays([labels.take(pa.array(first)), known]).cast(pa.string())
-    patients = patients_of(url, people, records)
+    patients = patients_of(url, people, labels.take(pa.array(first)).cast(pa.string()))
     rows = np.full(len(labels), len(patients))
     rows[first] = np.arange(len(first))
     return patients.take(pa.array(rows, mask=rows == len(patients)))
@@ -362,24 +382,28 @@ def _no_records(sources: Iterable[Source]) -> StorageError:
     return StorageError(f"no records in {', '.join(places)}")
 
 
-def _again(members: np.ndarray, labels: pa.Array) -> np.ndarray:
-    """The records whose name in a tar one before has. Only where hashes are equal are names
-    compared."""
+def _doubtful(members: np.ndarray) -> np.ndarray:
+    """The records whose name in a tar others may have, as its hash is equal."""
     ordered = np.sort(members)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    doubtful = np.flatnonzero(pc.is_in(pa.array(members), pa.array(twice)))
-    names = pc.replace_substring(labels.take(pa.array(doubtful)), "/", "-")
+    return np.flatnonzero(pc.is_in(pa.array(members), pa.array(twice)))
+
+
+def _again(
+    doubtful: np.ndarray, labels: pa.Array, hidden: np.ndarray, key: bytes | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The records whose name in a tar one before has: (the first of that name, the record). `hidden`: of
+    which of them the key will hide the name."""
+    shown = []
+    for label, is_hidden in zip(labels.take(pa.array(doubtful)).to_pylist(), hidden, strict=True):
+        source, _, name = label.partition("/")
+        shown.append(f"{source}-{pseudonym(key, 'r', source, name) if is_hidden else name}")
+    names = pa.array(shown, pa.string())
     numbers = pc.dictionary_encode(names).indices.to_numpy()
-    return np.delete(doubtful, np.unique(numbers, return_index=True)[1])
-
-
-def _read_already(
-    keys: pa.Array, labels: pa.Array, again: np.ndarray
-) -> Iterator[tuple[str, Reject]]:
-    for row in again:
-        source, _, name = labels[row].as_py().partition("/")
-        reject = source, name, READ_ALREADY, f"another {name} came first"
-        yield keys[row].as_py(), reject
+    _, places = np.unique(numbers, return_index=True)
+    is_again = np.ones(len(doubtful), bool)
+    is_again[places] = False
+    return doubtful[places][numbers[is_again]], doubtful[is_again]
 
 
 def permutation(count: int, seed: int) -> np.ndarray:
@@ -408,12 +432,14 @@ def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, lis
 def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Scan:
     keep_freed_memory()
     number, archive, source, keys = task
+    if source.pseudonyms:
+        secret = None
     usable: list[str] = []
     labels: list[str] = []
-    patients: list[str] = []
     numbers: list[tuple[Any, ...]] = []
     refused: list[tuple[str, Reject]] = []
     seen: Counter[str] = Counter()
+    with_patient: Counter[str] = Counter()
     read = partial(read_safely, source.header)
     headers = prefetch(read, keys) if source.root.remote else map(read, keys)
     for key, header in zip(keys, headers, strict=True):
@@ -422,12 +448,12 @@ def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Sc
         else:
             name, filed = header.name, header.source
             try:
-                patient = shown_patient(secret, filed, header.patient) or ""
+                has_patient = known_patient(header.patient) is not None
                 numbers.append((archive, *_numbers(header)))
-                patients.append(patient)
                 usable.append(key)
                 labels.append(f"{filed}/{name}")
                 seen[filed] += 1
+                with_patient[filed] += has_patient
                 continue
             except ReadError as refusal:
                 error = refusal
@@ -435,7 +461,7 @@ def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Sc
         refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
     members = member_hashes((label.split("/") for label in labels), secret)
     arrays = np.array(numbers, NUMBERS), members
-    return _Scan(number, usable, labels, patients, *arrays, refused, seen)
+    return _Scan(number, usable, labels, *arrays, refused, seen, with_patient)
 
 
 def _numbers(header: Header) -> tuple[int, ...]:
@@ -447,9 +473,8 @@ def _numbers(header: Header) -> tuple[int, ...]:
         raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
     length_and_rate = f"{header.samples} {header.fs_hz}".encode()
     fingerprint = hash_of(header.fingerprint + length_and_rate)
-    same_waveform = hash_of(header.waveform + length_and_rate) if header.waveform else fingerprint
     dropped = dropped_samples(header.samples, header.fs_hz)
-    return crops, dropped, fingerprint, hash_of(header.stamp), same_waveform
+    return crops, dropped, fingerprint, hash_of(header.stamp)
 
 
 def check_name(source: str, name: str, crops: int) -> None:
@@ -458,29 +483,6 @@ def check_name(source: str, name: str, crops: int) -> None:
         raise ReadError("record name", "letters, digits, _ and - only, 64 at most")
     if (length := len(f"{source}-{name}-{crops - 1:03d}.json")) > MAX_NAME:
         raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
-
-
-def _parted(scan: _Scan, known: KnownRecords) -> tuple[_Scan, _Scan]:
-    """The new records of a chunk, and those of known names."""
-    is_known = known.has(scan.members)
-    new, had = _taken(scan, ~is_known), _taken(scan, is_known)
-    new.numbers["dropped"][np.isin(new.members, known.refused)] = 0  # they were counted then
-    hashes = member_hashes((reject for _, reject in scan.refused), known.key)
-    for (path, reject), of_known_name in zip(scan.refused, known.has(hashes), strict=True):
-        if of_known_name and reject[2] == MISSING_FILE:  # as in _other_ecgs
-            had.seen[reject[0]] += 1
-            continue
-        new.seen[reject[0]] += 1
-        new.refused.append(_by_its_path(path, reject) if of_known_name else (path, reject))
-    return new, had
-
-
-def _taken(scan: _Scan, chosen: np.ndarray) -> _Scan:
-    texts = scan.keys, scan.labels, scan.patients
-    keys, labels, patients = (list(compress(column, chosen)) for column in texts)
-    seen = Counter(label.partition("/")[0] for label in labels)
-    numbers, members = scan.numbers[chosen], scan.members[chosen]
-    return _Scan(scan.number, keys, labels, patients, numbers, members, [], seen)
 
 
 def _with_unique_names(
@@ -496,7 +498,7 @@ def _with_unique_names(
     rejects = []
     for (path, (source, name, reason, detail)), label in zip(refused, names, strict=True):
         if label in used or (source, name) in taken:
-            name = printable(path)
+            name = shown if (shown := printable(path)) != name else f"{name} again"
         while (source, name) in taken:
             name += " again"  # the same path in another archive
         taken.add((source, name))

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..io.storage import write_errors
-from .known import member_hash
+from .same_records import member_hash
 
 ROWS, HASHES, ORDER = "rows.arrow", "hashes.npy", "order.npy"
 

@@ -144,32 +144,6 @@ class Records:
         group_of_record: np.ndarray = connected_components(edges, directed=False)[1]
         return group_of_record
 
-    def of_mask(self, keep: np.ndarray) -> "Records":
-        """Those of a mask."""
-        crops = keep[self.crop_record]
-        chosen = pa.array(keep)
-        return Records(
-            self.source[keep],
-            self.source_names,
-            self.names.filter(chosen),
-            self.patients.filter(chosen),
-            (np.cumsum(keep, dtype=np.int32) - 1)[self.crop_record[crops]],
-            self.crop_start[crops],
-            self.waveform[crops],
-        )
-
-    def and_then(self, others: "Records") -> "Records":
-        """These, then others. A source may be in `source_names` twice."""
-        return Records(
-            np.append(self.source, others.source + len(self.source_names)),
-            self.source_names + others.source_names,
-            pa.concat_arrays([self.names, others.names]),
-            pa.concat_arrays([self.patients, others.patients]),
-            np.append(self.crop_record, others.crop_record + len(self.names)),
-            np.append(self.crop_start, others.crop_start),
-            np.append(self.waveform, others.waveform),
-        )
-
     def label(self, record: int) -> str:
         return f"{self.source_names[self.source[record]]}/{self.names[record]}"
 
@@ -217,20 +191,11 @@ class CropRoles:
     dx: np.ndarray
     identity: np.ndarray
 
-    def take(self, crops: np.ndarray | slice) -> "CropRoles":
-        return CropRoles(self.pretrain[crops], self.dx[crops], self.identity[crops])
-
     def leave_out(self, crops: np.ndarray) -> None:
         """Keep the crops of a mask out of pre-training and of training on identification."""
         self.pretrain[crops] = False
         trained = np.isin(self.identity, (TRAIN, VALID))
         self.identity[crops & trained] = NONE
-
-    def differ(self, others: "CropRoles") -> np.ndarray:
-        """A mask of the crops whose roles are others."""
-        labelled = (self.dx != others.dx) | (self.identity != others.identity)
-        differs: np.ndarray = (self.pretrain != others.pretrain) | labelled
-        return differs
 
 
 def assign(
@@ -290,60 +255,6 @@ def _leaking(group: np.ndarray, roles: CropRoles) -> dict[str, np.ndarray]:
         "identification train or valid, and gallery or probe": (id_train | id_valid) & tested,
         "identification train and valid": id_train & id_valid,
     }
-
-
-def _torn(group: np.ndarray, roles: CropRoles) -> np.ndarray:
-    """Which groups have roles that exclude each other."""
-    return np.asarray(np.any(list(_leaking(group, roles).values()), axis=0))
-
-
-def extended(
-    records: Records, old: CropRoles, seed: int, sources: RoleSources
-) -> tuple[CropRoles, int]:
-    """The roles when records were added behind those whose crops have the roles `old`, which stay. A
-    new record has the roles of its group; in a group without any they are drawn. Where roles of a
-    group exclude each other, because new records link it, these have none. -> also how many."""
-    of_crop, known = records.crop_record, len(old.dx)
-    group = records.group[of_crop]
-    every = []
-    of_group = []
-    for values in vars(old).values():
-        every.append(np.concatenate([values, np.zeros(len(group) - known, values.dtype)]))
-        of_group.append(np.zeros(len(records.names), np.int8))
-        np.maximum.at(of_group[-1], group[:known], values)
-    roles = CropRoles(*every)
-    pretrain, dx, identity = of_group
-    torn = _torn(group, roles)[records.group]
-    bound = (pretrain | dx | identity)[records.group] > 0
-    new = np.arange(len(torn)) > of_crop[:known].max()
-    fresh = new & ~bound
-    if fresh.any():
-        drawn = vars(assign(records.of_mask(fresh), "paper", seed, sources)).values()
-        for values, drawn_values in zip(every, drawn, strict=True):
-            values[fresh[of_crop]] = drawn_values
-    heirs = (new & bound & ~torn)[of_crop]
-    of_groups = CropRoles(*(values[group[heirs]] for values in of_group))
-    inherited = vars(_inherited(records, heirs, of_groups, sources)).values()
-    for values, inherited_values in zip(every, inherited, strict=True):
-        values[heirs] = inherited_values
-    return roles, int((new & torn).sum())
-
-
-def _inherited(
-    records: Records, heirs: np.ndarray, of_groups: CropRoles, sources: RoleSources
-) -> CropRoles:
-    """The roles of these crops. `of_groups`: what roles their groups have."""
-    whose = records.crop_record[heirs]
-    in_dx = records.is_from(*sources.dx)[whose]
-    pretrain = (of_groups.dx <= TRAIN) & (of_groups.identity <= VALID)
-    pretrain &= _pretrains(records, sources)[whose]
-    dx = np.maximum(of_groups.dx, TRAIN)
-    identity = np.maximum(of_groups.identity, TRAIN)
-    return CropRoles(
-        pretrain,
-        np.where(in_dx, dx, NONE),
-        np.where(pretrain, identity, NONE),
-    )
 
 
 def _train_valid_test(chance: np.ndarray) -> np.ndarray:

@@ -2,15 +2,10 @@
 last.
 
 A shard is one task and depends only on its list of crops. Each finished shard has a *part* file:
-its rows of samples.parquet, its rejects, a hash of its content, and the part's own sha256. When
-`shard` is run again after an interruption, it keeps valid parts whose content hash matches and
-builds the others again. A run may be killed at any moment, any number of times, and still ends with
-the same bytes.
-
-Roles depend on all records, so a shard is written with those that its crops are expected to have. At
-the end others are written in their place, of fixed width, where it turned out otherwise. The part has
-a crc32c of everything else for that: once its sha256 is gone, the shard is valid whichever roles it
-has, and writing them again changes nothing.
+its rows of samples.parquet but for roles, its rejects, a hash of its content, and the part's own
+sha256. When `shard` is run again after an interruption, it keeps valid parts whose content hash
+matches and builds the others again. A run may be killed at any moment, any number of times, and
+still ends with the same bytes. Of a finished dataset other roles need another table, no other shards.
 """
 
 import hashlib
@@ -29,7 +24,6 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from ..dataset import (
-    COLUMNS,
     CROP_SHAPE,
     META,
     REJECTS,
@@ -38,9 +32,10 @@ from ..dataset import (
     label_names,
     waveform,
 )
+from ..dataset.rejects import Reject
 from ..ecg.crops import Crop, flags_of, prepare_crop
-from ..ecg.pseudonyms import REMOVED, key_mark, pseudonym
-from ..ecg.record import EcgRecord, class_row
+from ..ecg.pseudonyms import key_mark, pseudonym
+from ..ecg.record import EcgRecord, class_row, patient_source
 from ..io import cluster
 from ..io.errors import DataError, DatasetError, ReadError, StorageError
 from ..io.storage import (
@@ -51,32 +46,28 @@ from ..io.storage import (
     temporary_path,
     write_errors,
 )
-from ..io.terminal import keep_freed_memory
+from ..io.terminal import keep_freed_memory, tell
 from ..sources.base import Source, located, read_safely, shown_patient
-from .expected_roles import expected_roles
+from ..sources.dataset import DatasetSource
 from .finishing import (
-    ROLES,
+    PART_COLUMNS,
     Parts,
     PlanFacts,
-    check_patients,
     finish,
     hidden,
-    nothing_to_add,
+    put_table_back,
     read_part,
     recipe_hash,
+    refuse_all,
     remove_traces,
-    whole_tar,
     write_part,
+    write_roles,
 )
 from .finishing import ShardOptions as ShardOptions
-from .known import KnownRecords
 from .plan import PlannedCrops, ShardPlan, make_plan
-from .previous import PreviousVersion
-from .rejects import Reject, rejects_of
-from .roles import PAPER_SOURCES, ROLE_NAMES, CropRoles, RoleSources
-from .shards import MAX_INDEX, TarWriter, index_name, part_name, roles_text, shard_name
+from .roles import PAPER_SOURCES, RoleSources
+from .shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
-SAMPLE = 100  # records, of which one has a patient if many have
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 
 
@@ -100,24 +91,40 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
                     f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose "
                     "another --out"
                 )
-    if options.append:
-        Dataset.open(options.out)  # before a folder is made
+    mark = _mark_of_pseudonyms(sources, options.pseudonym_key)
+    if any(source.root.url == out.url for source in sources):
+        raise DataError(
+            f"--out {options.out}: is also a source, and a dataset never changes: choose another --out"
+        )
     # A finished dataset may lie where nobody can write
-    untouched = complete and not unfinished and not options.append
+    untouched = complete and not unfinished
     with nullcontext() if untouched else locked(out):
-        return _plan_and_build(sources, options, out)
+        return _plan_and_build(sources, options, mark, out, is_locked=not untouched)
+
+
+def _mark_of_pseudonyms(sources: list[Source], key: bytes | None) -> str | None:
+    """The mark of the key of which all names will be pseudonyms. Those of datasets may be some already."""
+    mark = key_mark(key)
+    marks = {source.pseudonyms for source in sources if isinstance(source, DatasetSource)}
+    if (
+        not key
+        and len(marks) == 1
+        and len(sources) == sum(isinstance(source, DatasetSource) for source in sources)
+    ):
+        return marks.pop()
+    for source in sources:
+        if source.pseudonyms not in (None, mark):
+            raise DataError(
+                f"{source.root.url}: its names are pseudonyms of a key: give it with --pseudonymize KEYFILE, so "
+                "that the other names are made with it, too"
+            )
+    return mark
 
 
 @cluster.reused_processes()
-def _plan_and_build(sources: list[Source], options: ShardOptions, out: Folder) -> Dataset:
-    previous = known = None
-    if options.append:
-        previous = PreviousVersion.open(options.out)
-        previous.check_appendable(options.out)
-        known = KnownRecords.of_dataset(previous, rejects_of(previous), options.pseudonym_key)
-        options = replace(options, removed=previous.removed)
-        if options.shard_crops is None:
-            options = replace(options, shard_crops=previous.meta.get("shard_crops"))
+def _plan_and_build(
+    sources: list[Source], options: ShardOptions, mark: str | None, out: Folder, is_locked: bool
+) -> Dataset:
     plan = make_plan(
         sources,
         options.seed,
@@ -126,31 +133,41 @@ def _plan_and_build(sources: list[Source], options: ShardOptions, out: Folder) -
         options.quiet,
         options.patients,
         options.pseudonym_key,
-        known,
         options.shard_crops,
     )
-    mark = key_mark(options.pseudonym_key)
     identities, contents = [], []
+    left_out = "\n".join(options.leave_out.names) if options.leave_out else ""
     for planned_shard in plan.planned(range(plan.shards)):
         identities.append(planned_shard.identity)
-        contents.append(planned_shard.content + (mark or ""))
+        contents.append(planned_shard.content + (mark or "") + left_out)
     recipe = _recipe(options, identities, mark)
-    if out.exists(META) and not previous:
-        return _already_finished(Dataset.open(options.out), recipe)
-    if previous and (changed := _changed_settings(previous, recipe)):
-        raise DataError(f"--append: {changed}: give the options that {out.url} was made with")
-    if not plan.shards and not previous:
-        return nothing_to_add(out, hidden(plan.rejects, options), None)
-    expected = expected_roles(plan, options, previous)
-    pa.default_memory_pool().release_unused()  # 260 MB after ten million records
-    if previous and len(contents) > 1:  # what is refused then should not cost hours
-        _build(plan, expected, contents[:1], out, options, previous)
-        first = shard_name(previous.next_shard_number)
-        check_patients(Parts(out, [first]), previous, SAMPLE)
-    _build(plan, expected, contents, out, options, previous)
-    planned = PlanFacts.of_plan(plan, previous)
-    del plan, expected  # a gigabyte of ten million records
-    return finish(planned, out, recipe, options, previous)
+    if out.exists(META):
+        return _already_finished(out, recipe, options, is_locked)
+    if not plan.shards:
+        return refuse_all(out, hidden(plan.rejects, options))
+    _build(plan, contents, out, options, {})
+    planned = PlanFacts.of_plan(plan)
+    if options.leave_out and (copies := _copies_of_left_out(Parts(out, planned.shards))):
+        contents = [
+            content + (json.dumps(copies[name]) if name in copies else "")
+            for name, content in zip(planned.shards, contents, strict=True)
+        ]
+        _build(plan, contents, out, options, copies)
+    del plan  # a gigabyte of ten million records
+    return finish(planned, out, recipe, options)
+
+
+def _copies_of_left_out(parts: Parts) -> dict[str, list[int]]:
+    """The waveforms of patients who are left out that shards have all the same, as those of others or of
+    nobody: by the names of the shards."""
+    waveforms: set[int] = set()
+    for facts in parts.facts():
+        waveforms |= {left[3] for left in facts["left_out"]}
+    copies = {}
+    for name, part in zip(parts.shards, parts, strict=True):
+        if both := waveforms.intersection(part["waveform"].to_pylist()):
+            copies[name] = sorted(both)
+    return copies
 
 
 @contextmanager
@@ -177,24 +194,41 @@ def _recipe(options: ShardOptions, identities: list[str], mark: str | None) -> d
         "format": options.format,
         "contents": identities,
         "pseudonyms": mark,
-        "base": None,  # in the hash since version 1
         **options.role_sources.to_meta(options.plan),
     }
     if options.shard_crops not in (None, SHARD_CROPS):
         recipe["shard_crops"] = options.shard_crops
+    if options.leave_out:  # a hash of it all is in dataset.json
+        recipe["leave_out"] = options.leave_out.names
     return recipe
 
 
-def _already_finished(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
-    """Return the finished dataset; an error if it was made with another recipe."""
-    if finished.meta["recipe"] != recipe_hash(recipe):
-        what = _changed_settings(finished, recipe) or "from other input or options"
-        raise DatasetError(
-            f"{finished.root.url} is already finished ({what}): choose another --out"
+ROLE_SETTINGS = ("plan", "id_share", "role_sources", "leave_out_flags")
+
+
+def _already_finished(
+    out: Folder, recipe: dict[str, Any], options: ShardOptions, is_locked: bool
+) -> Dataset:
+    """The finished dataset; with other roles, if only these are asked for. An error if it was made with
+    another recipe."""
+    finished = Dataset.of_folder(out)
+    url = finished.root.url
+    if finished.meta["recipe"] == recipe_hash(recipe):
+        if out.exists(".build"):
+            put_table_back(finished)
+            remove_traces(finished)
+        tell(f"note: {url} is already finished: nothing was done")
+        return finished
+    old = {name: finished.meta[name] for name in ROLE_SETTINGS if name in finished.meta}
+    same = {name: value for name, value in recipe.items() if name not in ROLE_SETTINGS} | old
+    if finished.meta["recipe"] == recipe_hash(same):
+        tell(
+            f"note: only roles differ from those of {url}: samples.parquet is written anew, no shard"
         )
-    if finished.root.exists(".build"):  # a build was killed, perhaps that of another version
-        remove_traces(finished)
-    return finished
+        with nullcontext() if is_locked else locked(out):
+            return write_roles(finished, recipe, options)
+    what = _changed_settings(finished, recipe) or "from other input or options"
+    raise DatasetError(f"{url} is already finished ({what}): choose another --out")
 
 
 def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
@@ -211,7 +245,7 @@ def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     usual: dict[str, Any] = {"leave_out_flags": list(PAPER_SOURCES.leave_out), "role_sources": None}
     usual["shard_crops"] = SHARD_CROPS
     for name, value in (usual | recipe).items():
-        if name in ("contents", "base") or old.get(name) == value:
+        if name in ("contents", "leave_out") or old.get(name) == value:
             continue
         if name == "shard_crops":  # the usual value is seldom given
             changed.append(f"made with --shard-crops {old[name]}")
@@ -222,26 +256,24 @@ def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
 
 def _build(
     plan: ShardPlan,
-    expected: CropRoles,
     contents: list[str],
     out: Folder,
     options: ShardOptions,
-    previous: PreviousVersion | None,
+    copies: dict[str, list[int]],
 ) -> None:
-    """Build the missing ones of so many shards."""
-    first = previous.next_shard_number if previous else 0
+    """Build the missing shards. `copies`: by the names of shards, waveforms that they must not have."""
     written = set(out.names(".build"))  # by an interrupted run
     left = []
-    for number, content in enumerate(contents, first):
+    for number, content in enumerate(contents):
         if part_name(shard_name(number)) in written:
             left.append((number, content))
     checked = cluster.run(partial(_finished, out), left, options.workers, options.cluster)
     quiet = options.quiet or not left
     finished = set(tqdm(checked, "checking finished shards", len(left), disable=quiet))
-    missing = [i for i in range(len(contents)) if first + i not in finished]
+    missing = [number for number in range(len(contents)) if number not in finished]
     tasks = (
-        (first + i, shard.crops, expected.take(shard.numbers), contents[i])
-        for i, shard in zip(missing, plan.planned(missing), strict=True)
+        (number, shard.crops, contents[number], copies.get(shard_name(number), []))
+        for number, shard in zip(missing, plan.planned(missing), strict=True)
     )
     build = partial(build_shard, out, plan.sources, options)
     made = cluster.run(build, tasks, options.workers, options.cluster)
@@ -267,10 +299,9 @@ def _finished(out: Folder, task: tuple[int, str]) -> int | None:
         if facts["content"] != content:
             return None
         index = out.read(index_name(name), MAX_INDEX)
-        if hashlib.sha256(index).hexdigest() != facts["index"]:
-            return None
-        whole_tar(out, facts)
-        return number
+        tar = out.view(f"shards/{name}", facts["bytes"])
+        sums = [hashlib.sha256(data).hexdigest() for data in (index, tar)]
+        return number if sums == [facts["index"], facts["sha256"]] else None
     except (ReadError, KeyError):
         return None
 
@@ -279,12 +310,12 @@ def build_shard(
     out: Folder,
     sources: tuple[Source, ...],
     options: ShardOptions,
-    task: tuple[int, PlannedCrops, CropRoles, str],
+    task: tuple[int, PlannedCrops, str, list[int]],
 ) -> None:
     """Read, prepare and write the crops of one shard, then publish its tar, index and part, in this
     order."""
     keep_freed_memory()
-    number, crops, roles, content = task
+    number, crops, content, copies = task
     name = shard_name(number)
     temporary = temporary_path(out, name)
     try:
@@ -292,9 +323,9 @@ def build_shard(
             write_errors(out.url, f"shards/{name}"),
             open(temporary, "wb", buffering=1 << 20) as file,
         ):
-            writer = _ShardWriter(TarWriter(file), options)
-            for place, (path, label, part, record) in enumerate(_records(sources, crops)):
-                writer.add(path, label, part, record, roles.take(slice(place, place + 1)))
+            writer = _ShardWriter(TarWriter(file), options, set(copies))
+            for source, path, label, part, record in _records(sources, crops):
+                writer.add(source, path, label, part, record)
             index = writer.tar.close().encode()
         out.publish(temporary, f"shards/{name}")
     finally:
@@ -304,79 +335,78 @@ def build_shard(
         "name": name,
         "crops": len(writer.rows),
         "bytes": writer.tar.size,
-        "crc32c": writer.tar.crc32c,
-        "roles_at": writer.tar.roles_at,
         "sha256": writer.tar.sha256.hexdigest(),
         "index": hashlib.sha256(index).hexdigest(),
         "rejects": writer.rejects,
+        "left_out": writer.left_out,
     }
     out.write(index_name(name), index)
     for row in writer.rows:
         row["shard"] = number
-    write_part(out, pa.Table.from_pylist(writer.rows, COLUMNS), facts)
+    write_part(out, pa.Table.from_pylist(writer.rows, PART_COLUMNS), facts)
 
 
 class _ShardWriter:
     """Prepares crops and appends them to a tar; what cannot be used is noted in `rejects`."""
 
-    def __init__(self, tar: TarWriter, options: ShardOptions) -> None:
-        self.tar = tar
-        self.options = options
-        self.key = options.pseudonym_key
-        self.leave_out = set(options.role_sources.leave_out)
+    def __init__(self, tar: TarWriter, options: ShardOptions, copies: set[int]) -> None:
+        """`copies`: waveforms of patients who are left out."""
+        self.tar, self.options, self.copies = tar, options, copies
         self.rows: list[dict[str, Any]] = []
         self.rejects: list[Reject] = []
+        # Of the crops of patients who are left out: source/record as in a dataset, the patient as in the file
+        # and as in a dataset, and the waveform. They lie in the part until the build ends
+        self.left_out: list[tuple[str, str, str, int]] = []
         self.samples = np.empty(CROP_SHAPE, "<i2")
 
     def add(
-        self, path: str, label: str, part: int, record: EcgRecord | ReadError, roles: CropRoles
+        self, archive: Source, path: str, label: str, part: int, record: EcgRecord | ReadError
     ) -> None:
-        """Add crop number `part` of a record. `label`: its source/name; `roles`: the crop's, if it has
-        no flag that leaves it out."""
+        """Add crop number `part` of a record. `label`: its source/name."""
         source, _, name = label.partition("/")
+        key = None if archive.pseudonyms else self.options.pseudonym_key
         notes: list[tuple[str, str]] = []
         try:
             if isinstance(record, ReadError):
                 raise record
-            patient = shown_patient(self.key, source, record.patient)
-            self.options.removed.refuse(source, patient)
             notes += record.warnings if part == 0 else ()
             crop = prepare_crop(record, part, self.samples)
-            row = row_of(source, pseudonym(self.key, "r", source, name), record, crop, self.key)
+            row = row_of(source, pseudonym(key, "r", source, name), record, crop, key)
             row["crc32c"], row["waveform"] = waveform(self.samples)
-            self.options.removed.refuse("", str(row["waveform"]))
         except ReadError as error:
-            if error.reason == REMOVED:
-                notes = []
             notes.append((error.reason, located(path, error.detail)))
             refused = [(source, name, *note) for note in notes]
             self.rejects += hidden(refused, self.options)
             return
+        if self._is_left_out(row):
+            return
         # With a key without details, which may have names of files
         for reason, detail in (*notes, *_flags(crop)):
-            self.rejects.append((source, row["record"], reason, "" if self.key else detail))
-        self._write(row, part, roles)
+            self.rejects.append((source, row["record"], reason, "" if key else detail))
+        self._write(row, part)
 
-    def _write(self, row: dict[str, Any], part: int, roles: CropRoles) -> None:
+    def _is_left_out(self, row: dict[str, Any]) -> bool:
+        if not self.options.leave_out:
+            return False
+        source, patient, hashed = row["source"], row["patient"], row["waveform"]
+        label = f"{source}/{row['record']}"
+        if who := self.options.leave_out.who(source, patient):
+            person = f"{patient_source(source)}/{patient}"
+            self.left_out.append((label, who, person, hashed))
+            return True
+        if hashed in self.copies:
+            self.left_out.append((label, "", "", hashed))
+            return True
+        return False
+
+    def _write(self, row: dict[str, Any], part: int) -> None:
         """Append the crop to the tar, with its row as JSON."""
         facts = row | {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"}
         facts["label_names"] = label_names(row["labels"])
-        text = json.dumps(facts).removesuffix("}").encode() + b", "
-        named = self._named(roles, row["flags"])
         member = f"{row['source']}-{row['record']}-{part:03d}"
         ecg = self.samples.data.cast("B")
-        row["offset"] = self.tar.add(member, ecg, text, roles_text(*named.values()))
-        self.rows.append(row | named)
-
-    def _named(self, roles: CropRoles, flags: tuple[str, ...]) -> dict[str, Any]:
-        """The roles of one crop as in its row."""
-        kinds = {flag.partition(":")[0] for flag in flags}
-        if kinds & self.leave_out:
-            roles = roles.take(np.array([0]))  # a copy
-            roles.leave_out(np.array([True]))
-        dx, identity = ROLE_NAMES[roles.dx[0]], ROLE_NAMES[roles.identity[0]]
-        names = bool(roles.pretrain[0]), dx or None, identity or None
-        return dict(zip(ROLES, names, strict=True))
+        row["offset"] = self.tar.add(member, ecg, json.dumps(facts).encode())
+        self.rows.append(row)
 
 
 def row_of(
@@ -410,13 +440,13 @@ def _flags(crop: Crop) -> Iterator[tuple[str, str]]:
 
 def _records(
     sources: tuple[Source, ...], crops: PlannedCrops
-) -> Iterator[tuple[str, str, int, EcgRecord | ReadError]]:
-    """(key, label, crop, record) in shard order; remote records are prefetched."""
+) -> Iterator[tuple[Source, str, str, int, EcgRecord | ReadError]]:
+    """(source, key, label, crop, record) in shard order; remote records are prefetched."""
     read = lru_cache(RECORDS_HELD)(lambda archive, key: read_safely(sources[archive].read, key))
     remote = any(source.root.remote for source in sources)
     pairs = [crop[:2] for crop in crops]
     records = prefetch(lambda pair: read(*pair), pairs) if remote else starmap(read, pairs)
-    for (_, key, label, patient, part), record in zip(crops, records, strict=True):
+    for (archive, key, label, patient, part), record in zip(crops, records, strict=True):
         if patient and isinstance(record, EcgRecord):
             record = replace(record, patient=patient)
-        yield key, label, part, record
+        yield sources[archive], key, label, part, record

@@ -2,8 +2,7 @@
 
 Tar shards, for WebDataset and DALI, are uncompressed ustar with `<key>.ecg`, then `<key>.json`, and a
 separate index file. Headers are written by hand in a fixed 512-byte form without times, owners or
-links, so the same crops give the same bytes. A crop's roles are the last ROLES_WIDTH bytes of its
-JSON: they are certain only when all records have been read, and others can take their place.
+links, so the same crops give the same bytes.
 
 The copy is a zarr v3 int16 array [crops, 12, 5000] in samples.parquet's order, 1,024 crops per
 storage object. Each crop is a chunk, compressed with Blosc (LZ4, bitshuffle) and followed by its
@@ -17,7 +16,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, BinaryIO
 
 import google_crc32c
@@ -34,7 +33,6 @@ from ..io.storage import Folder, prefetch
 BLOCK, MAX_NAME = 512, 99
 MAX_INDEX = 2**26
 OCTAL = re.compile(b"[0-7]{11}")
-ROLES_WIDTH = len('"pretrain": false, "dx_role": "valid", "id_role": "gallery"}')
 OWNER, TIME = b"0000644\0" + b"0000000\0" * 2, b"00000000000\0"
 REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
 CONSTANT_SUM = sum(OWNER + TIME + REST) + 8 * 32  # the checksum field itself counts as eight spaces
@@ -67,38 +65,25 @@ def member_header(name: str, size: int) -> bytes:
     return raw.ljust(100, b"\0") + OWNER + octal + TIME + b"%06o\0 " % total + REST
 
 
-@lru_cache
-def roles_text(pretrain: bool, dx: str | None, identity: str | None) -> bytes:
-    """The roles at the end of a crop's JSON, as long for one crop as for another."""
-    roles = {"pretrain": pretrain, "dx_role": dx, "id_role": identity}
-    return json.dumps(roles).removeprefix("{").ljust(ROLES_WIDTH).encode()
-
-
 class TarWriter:
-    """Appends crops to an open file and keeps its size, checksums and index. Roles do not count in
-    crc32c."""
+    """Appends crops to an open file and keeps its size, sha256 and index."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.size, self.crc32c, self.sha256 = file, 0, 0, hashlib.sha256()
+        self.file, self.size, self.sha256 = file, 0, hashlib.sha256()
         self.index: list[str] = []
-        self.roles_at: list[int] = []
 
-    def add(self, key: str, ecg: bytes | memoryview, text: bytes, roles: bytes = b"") -> int:
-        """Write one crop and return the offset of its signal. `roles`: the end of the text."""
-        length = len(text) + len(roles)
+    def add(self, key: str, ecg: bytes | memoryview, text: bytes) -> int:
+        """Write one crop and return the offset of its signal."""
         self._write(member_header(f"{key}.ecg", len(ecg)))
         offset = self.size
         self._write(ecg)
-        between = bytes(-len(ecg) % BLOCK) + member_header(f"{key}.json", length)
+        between = bytes(-len(ecg) % BLOCK) + member_header(f"{key}.json", len(text))
         self.index.append(
-            _line(offset, len(ecg), f"{key}.ecg", self.size + len(between), length, f"{key}.json")
+            _line(
+                offset, len(ecg), f"{key}.ecg", self.size + len(between), len(text), f"{key}.json"
+            )
         )
-        self._write(between + text)
-        if roles:
-            self.roles_at.append(self.size)
-            self.sha256.update(roles)
-            self.size += self.file.write(roles)
-        self._write(bytes(-length % BLOCK))
+        self._write(between + text + bytes(-len(text) % BLOCK))
         return offset
 
     def close(self) -> str:
@@ -108,14 +93,8 @@ class TarWriter:
 
     def _write(self, data: bytes | memoryview) -> None:
         self.file.write(data)
-        self.crc32c = extended(self.crc32c, data)
         self.sha256.update(data)
         self.size += len(data)
-
-
-def extended(crc: int, data: bytes | memoryview) -> int:
-    """The crc32c of more data; google_crc32c takes no memoryview."""
-    return int(google_crc32c.extend(crc, np.frombuffer(data, np.uint8)))
 
 
 def index_of(shard: memoryview, offsets: Iterable[int]) -> str:

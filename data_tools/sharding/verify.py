@@ -32,15 +32,15 @@ from ..dataset import (
     REJECTS,
     SAMPLES,
     STORE,
-    VERSIONS,
     Dataset,
     flagged,
     label_names,
     waveform,
 )
+from ..dataset.rejects import FLAGS, Reject, rejects_of
 from ..dataset.zarr_reader import decode, index_bytes
-from ..ecg.crops import CROP, HALF, MAX_UV, SPEC, crop_count, prepare_crop
-from ..ecg.pseudonyms import Removed, other_key, pseudonym
+from ..ecg.crops import CROP, HALF, MAX_UV, SPEC, crops_of, prepare_crop
+from ..ecg.pseudonyms import other_key, pseudonym
 from ..ecg.record import LEADS, EcgRecord, class_row, known_patient
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
@@ -56,11 +56,11 @@ from .finishing import (
     role_counts,
     source_counts,
 )
-from .known import signal_of
+from .leave_out import LeaveOut
 from .plan import check_name, make_plan
 from .record_index import RecordIndex
-from .rejects import FLAGS, Reject, rejects_of
 from .roles import Records, RoleSources
+from .same_records import waveforms_of
 from .shard import row_of
 from .shards import BLOCK, MAX_INDEX, index_name, index_of, member, member_header
 
@@ -99,6 +99,7 @@ def verify(
     key: bytes | None = None,
     quiet: bool = True,
     patients: str | None = None,
+    leave_out: LeaveOut | None = None,
 ) -> list[str]:
     try:
         _check_columns(dataset)
@@ -108,10 +109,6 @@ def verify(
     rejects: list[Reject] = []
     try:
         rejects = rejects_of(dataset)
-        for version in range(dataset.oldest, dataset.version):
-            old = dataset.in_version(version)
-            old.table(["halves"])
-            rejects_of(old)
     except DatasetError as error:
         findings.append(str(error))
     records = records_of(dataset.table)
@@ -129,7 +126,9 @@ def verify(
     if "zarr" in dataset.meta["formats"]:
         findings += _check_zarr(dataset, fast, workers, quiet)
     if sources:
-        findings += _compare_archive(dataset, sources, rejects, key, quiet, patients, workers)
+        findings += _compare_archive(
+            dataset, sources, rejects, key, quiet, patients, workers, leave_out
+        )
     return findings
 
 
@@ -188,8 +187,6 @@ def _check_meta(dataset: Dataset, of_records: Records) -> Iterator[str]:
     strays = [name for name in dataset.root.names("shards") if name not in expected]
     if "zarr" not in meta["formats"] and dataset.root.exists(f"{STORE}/zarr.json"):
         strays.append(STORE)
-    old = (f"{VERSIONS}/{number}" for number in range(1, dataset.oldest))
-    strays += filter(dataset.root.exists, old)  # a killed removal is to be run again
     yield from _first([f"{name}: not a part of the dataset" for name in strays], "shards/")
 
 
@@ -197,13 +194,8 @@ def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
     seed = dataset.meta["seed"]
     sources = RoleSources.from_meta(dataset.meta)
     doubtful = flagged(dataset.table(["flags"]), sources.leave_out)
-    # What an earlier version gave stays; without those who were removed, it cannot be drawn again
-    kept_roles = None
-    if versions := dataset.meta.get("versions"):
-        stays = versions[-1 if versions[-1]["what"] == "remove" else -2]["crops"]
-        kept_roles = dataset.table(ROLES).slice(0, stays)
     try:
-        again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources, kept_roles)
+        again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources)
     except DatasetError as error:
         yield f"{SAMPLES}: {error}"
     else:
@@ -244,7 +236,7 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
         findings += _check_crops(name, data, rows)
         findings += _check_index(dataset, index_name(shard["name"]), data, rows)
         if not findings:
-            findings += _check_members(name, data, rows, dataset.minor)
+            findings += _check_members(name, data, rows)
     except ReadError as error:
         findings.append(f"{name}: {error.reason}")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -306,7 +298,7 @@ def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) 
     return [] if text == expected else [f"{name}: names, offsets or sizes differ from the shard"]
 
 
-def _check_members(name: str, data: memoryview, rows: pa.Table, minor: int) -> Iterator[str]:
+def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
     """Check all members up to the end of the file: tar headers, and JSON with the values of the
     row."""
     end = 0
@@ -323,19 +315,17 @@ def _check_members(name: str, data: memoryview, rows: pa.Table, minor: int) -> I
             yield f"{place}: another crop or another kind of tar member is in its place"
             return
         facts = json.loads(bytes(data[text : text + length]))
-        if differing := _differing(facts, row, minor):
+        if differing := _differing(facts, row):
             yield f"{place}: JSON and {SAMPLES} differ in {', '.join(differing)}"
         end = text + length + -length % BLOCK
     if bytes(data[end:]) != bytes(2 * BLOCK):
         yield f"{name}: the end of the tar file does not follow its last crop"
 
 
-def _differing(facts: dict[str, Any], row: dict[str, Any], minor: int) -> list[str]:
+def _differing(facts: dict[str, Any], row: dict[str, Any]) -> list[str]:
     """The names of the entries of a crop's JSON that differ from its row."""
     expected = {column: row[column] for column in JSON_COLUMNS}
-    if minor:
-        expected |= {column: row[column] for column in ROLES}
-        expected["label_names"] = label_names(row["labels"])
+    expected["label_names"] = label_names(row["labels"])
     expected["crc32c"] = f"{row['crc32c']:08x}"
     expected["waveform"] = f"{row['waveform']:016x}"
     if facts.get("age") is not None:
@@ -349,7 +339,7 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
         chunks = dataset.chunks
     except DatasetError as error:
         return [str(error)]
-    if chunks.meta != chunks.layout | ({} if dataset.minor else {"attributes": {}}):
+    if chunks.meta != chunks.layout:
         return [f"{STORE}/zarr.json: has entries that data_tools does not write"]
     blocks = range(-(-len(dataset) // chunks.block))
     expected = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}
@@ -416,7 +406,7 @@ class _Comparison:
     rows: RecordIndex  # of samples.parquet
     refused: RecordIndex  # of rejects.csv, without flags
     named: RecordIndex  # patients that a table names
-    removed: Removed
+    leave_out: LeaveOut | None
     key: bytes | None  # of pseudonyms
 
     def chunk(self, task: tuple[Source, list[str]]) -> list[_Compared]:
@@ -432,18 +422,25 @@ class _Comparison:
             return _Compared(missing=archive.name_for(item) if lacks_file else "")
         if named := self.named.find(record.source, record.name):
             record = replace(record, patient=named[0]["patient"])
-        name = pseudonym(self.key, "r", record.source, record.name)
+        key = None if archive.pseudonyms else self.key
+        name = pseudonym(key, "r", record.source, record.name)
+        with suppress(ReadError):
+            patient = shown_patient(key, record.source, record.patient)
+            if self.leave_out and self.leave_out.who(record.source, patient):
+                return _Compared()
         if rows := self.rows.find(record.source, name):
-            return _Compared(rows[0]["row"], tuple(_compare_record(self, record, name, rows)))
+            return _Compared(
+                rows[0]["row"], tuple(_compare_record(self.dataset, key, record, name, rows))
+            )
         # a-b/c and a/b-c have one name in a tar
-        if self.rows.has_member(record.source, name) or _was_removed(self, record):
+        if self.rows.has_member(record.source, name):
             return _Compared()
         says = f"is in the archive, but neither in {SAMPLES} nor in {REJECTS}"
         if refused := self.refused.find(record.source, name):
             if not _can_be_used(record):
                 return _Compared()
             reason = refused[0]["reason"]
-            says = f"was refused ({reason}), but can be read now: shard --append adds it"
+            says = f"was refused ({reason}), but can be read now: make a new dataset from it and this one"
         return _Compared(findings=(f"{record.source}/{name} {says}",))
 
 
@@ -455,6 +452,7 @@ def _compare_archive(
     quiet: bool,
     patients: str | None,
     workers: int,
+    leave_out: LeaveOut | None,
 ) -> list[str]:
     """Prepare every record of the archive again and compare samples and columns with the dataset,
     bit for bit."""
@@ -472,7 +470,7 @@ def _compare_archive(
             RecordIndex.write(Path(place, "rows"), schema, dataset.parts(ROW_COLUMNS)),
             RecordIndex.write(Path(place, "refused"), REFUSED, refused.to_batches(BATCH)),
             RecordIndex.write(Path(place, "named"), NAMED, named.to_batches(BATCH)),
-            dataset.removed,
+            leave_out,
             key,
         )
         seen = np.zeros(len(dataset), bool)  # first rows of records that are in the archive
@@ -528,21 +526,12 @@ def _chunks(archive: Source) -> Iterator[tuple[Source, list[str]]]:
 
 def _can_be_used(record: EcgRecord) -> bool:
     try:
-        check_name(record.source, record.name, crop_count(record.signal.shape[1], record.fs_hz))
+        check_name(record.source, record.name, crops_of(record))
         known_patient(record.patient)
-        signal_of(record, Removed())
+        waveforms_of(record)
         return True
     except ReadError:
         return False
-
-
-def _was_removed(comparison: _Comparison, record: EcgRecord) -> bool:
-    crop, patient = np.zeros(CROP_SHAPE, "<i2"), None
-    with suppress(ReadError):
-        patient = shown_patient(comparison.key, record.source, record.patient)
-        prepare_crop(record, 0, crop)
-    removed = comparison.removed
-    return removed.has(record.source, patient) or removed.has("", str(waveform(crop)[1]))
 
 
 def _absent(rows: RecordIndex, seen: np.ndarray, how_many: str, mend: str) -> list[str]:
@@ -558,34 +547,34 @@ def _absent(rows: RecordIndex, seen: np.ndarray, how_many: str, mend: str) -> li
 
 
 def _compare_record(
-    comparison: _Comparison, record: EcgRecord, name: str, rows: list[dict[str, Any]]
+    dataset: Dataset,
+    key: bytes | None,
+    record: EcgRecord,
+    name: str,
+    rows: list[dict[str, Any]],
 ) -> Iterator[str]:
     """Compare one record with its rows."""
     parts = {round(row["start_s"] * FS_HZ) // CROP: row for row in rows}
     crop = np.empty(CROP_SHAPE, "<i2")
     try:
-        count = crop_count(record.signal.shape[1], record.fs_hz)
+        count = crops_of(record)
     except ReadError:
         count = 0
     for part in sorted({*range(count), *parts}):
         place = f"{record.source}/{name} at {part * CROP / FS_HZ:g} s"
         try:
-            again = row_of(
-                record.source, name, record, prepare_crop(record, part, crop), comparison.key
-            )
+            again = row_of(record.source, name, record, prepare_crop(record, part, crop), key)
         except ReadError as error:
             if part in parts:
                 yield f"{place}: the archive has no such crop: {error}"
             continue
         if part not in parts:
-            if comparison.removed.has("", str(waveform(crop)[1])):
-                continue
             yield f"{place}: a crop of the archive is not in {SAMPLES}"
             continue
         row = parts[part]
         try:
             address = row["row"], row["shard"], row["offset"], row["crc32c"]
-            same = np.array_equal(comparison.dataset.read_at(*address), crop)
+            same = np.array_equal(dataset.read_at(*address), crop)
         except DatasetError as error:
             yield f"{place}: {error}"
         else:
@@ -593,7 +582,9 @@ def _compare_record(
                 yield f"{place}: the archive has other samples"
         for column in ("dx", "missing_leads", "flags"):
             again[column] = list(again[column])
-        if "zeros" not in row["flags"]:  # datasets of earlier versions lack this flag
+        if (
+            "zeros" not in row["flags"]
+        ):  # a dataset converted from an earlier format lacks this flag
             again["flags"] = [flag for flag in again["flags"] if flag != "zeros"]
         if again["age"] is not None:
             again["age"] = float(np.float32(again["age"]))  # rounded as in the table

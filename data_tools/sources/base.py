@@ -62,6 +62,7 @@ class Source(ABC):
     # A note on what no source of the folder reads, and on WFDB records beside its archives
     left_out = ""
     private = ""  # what in its records' names and ids tells who the patients are
+    pseudonyms: str | None = None  # of a dataset: the mark of the key that made its names
 
     def __init__(self, root: Folder) -> None:
         self.root = root
@@ -76,7 +77,7 @@ class Source(ABC):
 
     def header(self, key: str) -> Header:
         """What planning needs. Override this if the format can provide it without reading the
-        signal. Without the patient, shards may be written twice."""
+        signal."""
         record = self.read(key)
         content = hashlib.blake2b(np.ascontiguousarray(record.signal).data, digest_size=8).digest()
         return Header(

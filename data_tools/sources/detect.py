@@ -30,6 +30,7 @@ from .base import (
     pseudonymised,
 )
 from .code15 import Code15
+from .dataset import dataset_sources
 from .hospital_files import ENDINGS, FORMATS, HospitalFiles
 from .wfdb_archives import (
     PLACES,
@@ -117,6 +118,8 @@ def open_sources(
     root, names = archive_folder(url, anonymous, private)
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
+    if kind == "auto" and META in names:
+        return dataset_sources(root)
     if kind == "auto":
         sources = _detected(root, names, anonymous)
         left = LeftOut(root, sources, besides)
@@ -137,10 +140,6 @@ def open_sources(
             sources[0].left_out = LeftOut(root, sources, besides).sentence(kind)
     if sources:
         return sources
-    if META in names:
-        raise StorageError(
-            f"{root.url}: a dataset, not an archive: pass the archives that it was made from"
-        )
     some = "" if private else f" ({', '.join(names[:5])}, ...)"
     error = f"{root.url}: no known archive{some}{links_in(root)}: set its format with --source"
     if any(name.lower().endswith(TEXTS) for name in names):

@@ -107,12 +107,6 @@ def peek(data: bytes) -> tuple[str, int, float, int]:
     raise ReadError("empty header", "copy the file again")
 
 
-def signal_marks(data: bytes) -> bytes:
-    """What a header says of the signals' values: gains, first values, checksums and leads, whatever
-    the record's name and file format."""
-    return b"\n".join(_AFTER_FORMAT.findall(data)[1:])
-
-
 def _lines(data: bytes) -> Iterator[str]:
     if len(data) > MAX_BYTES:
         raise ReadError("header too large", f"{len(data)} bytes")

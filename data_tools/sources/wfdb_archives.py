@@ -44,7 +44,7 @@ from .base import (
     read_table,
     with_orphans,
 )
-from .wfdb import MAX_BYTES, WfdbHeader, own_name, parse_header, peek, read_record, signal_marks
+from .wfdb import MAX_BYTES, WfdbHeader, own_name, parse_header, peek, read_record
 
 FOLDERS = ("records500", "records100")
 TABLE, MAX_TABLE = "ptbxl_database.csv", 256 * 2**20
@@ -115,7 +115,6 @@ class WfdbSource(Source):
             content,
             stamp,
             self.patient(name, key),
-            signal_marks(data),
         )
 
     def read(self, key: str) -> EcgRecord:

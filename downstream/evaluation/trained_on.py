@@ -111,9 +111,7 @@ def _summary(model: str, trained: TrainedOn) -> Iterator[str]:
 
 
 def _crops_and_times(dataset: Dataset, trained: TrainedOn) -> tuple[pa.Table, np.ndarray | None]:
-    """In the version of the dataset that the run has; and how often it has drawn each crop."""
-    for version in trained.times.keys() & {*dataset.earlier}:
-        dataset = dataset.in_version(version)
+    """And how often the run has drawn each crop, if it was trained on this dataset."""
     return dataset.table(CROPS.names), trained.times.get(dataset.fingerprint)
 
 

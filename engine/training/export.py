@@ -60,10 +60,7 @@ def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[Trainin
     times_drawn = {}
     rates_hz = set[float]()
     try:
-        datasets = [
-            Dataset.open(url, config.data.anonymous, begun_with=state["datasets"])
-            for url in config.data.datasets
-        ]
+        datasets = [Dataset.open(url, config.data.anonymous) for url in config.data.datasets]
         if [dataset.fingerprint for dataset in datasets] != state["datasets"]:
             raise ConfigError(f"{', '.join(config.data.datasets)}: not the data of this run")
         for dataset, times, use in task.uses(config, state, run, datasets):

@@ -14,7 +14,7 @@ the files that are kept beside them; and the datasets that it trains on.
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,6 @@ from .checkpoint_files import (
     complete,
     fault,
     make_room,
-    read_state,
 )
 from .config import RunConfig, TrainConfig
 
@@ -152,15 +151,6 @@ class RunFolder:
         path = checkpoint_named(self.checkpoints, BEST)
         return path if path and fault(path) is None else self.newest()
 
-    def begun_with(self) -> list[str]:
-        """The fingerprints of the datasets that the run was begun with; none without a
-        checkpoint."""
-        for path in complete(self.checkpoints):
-            with suppress(CheckpointError):  # resuming says what is wrong
-                datasets: list[str] = read_state(path)["datasets"]
-                return datasets
-        return []
-
     def keep(self, code: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
         """Plugged-in code and files such as labels, without which the run's model could not be
         exported."""
@@ -189,11 +179,7 @@ def open_datasets(config: RunConfig) -> list[Dataset]:
             f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or --set "
             "data.datasets=[DATASET]"
         )
-    begun_with = RunFolder(config.run).begun_with()
-    datasets = [
-        Dataset.open(url, config.data.anonymous, begun_with=begun_with)
-        for url in config.data.datasets
-    ]
+    datasets = [Dataset.open(url, config.data.anonymous) for url in config.data.datasets]
     names = " and ".join(dataset.root.url for dataset in datasets)
     if len({dataset.fingerprint for dataset in datasets}) < len(datasets):
         raise ConfigError(

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from omnilead.data_tools.dataset import META
 from omnilead.data_tools.io.terminal import say
 
 from ..data.loader import Loader
@@ -135,12 +134,6 @@ def make_logger(
 def announce(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> None:
     """The first lines of a run."""
     say(heading(task, loader, progress, engine))
-    for dataset in task.datasets:
-        if dataset.place(META) != META:
-            say(
-                f"{dataset.root.url}: the run goes on with version {dataset.version}, with which it "
-                "began; a new run uses the newest"
-            )
     for remark in task.remarks:
         say(remark)
 

@@ -1,13 +1,11 @@
 """Fixtures for the tests of data_tools."""
 
-import shutil
 from contextlib import contextmanager
 
 import pytest
 from handmade import build
 from shell import Shell
 
-from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.sharding import plan
 from omnilead.data_tools.sharding import shards as shard_writers
 from omnilead.data_tools.synthetic.archive import synthesise
@@ -44,7 +42,7 @@ def small_shards():
 
 @pytest.fixture(scope="session")
 def more(tmp_path_factory):
-    """An archive to append. Read only."""
+    """An archive to add. Read only."""
     out = tmp_path_factory.mktemp("more") / "archive"
     synthesise(out, patients=3, two_sessions=1, seed=8, progress=False)
     return out
@@ -57,22 +55,3 @@ def old(small, tmp_path_factory):
     with four_crops():
         build(small, out)
     return out
-
-
-@pytest.fixture(scope="session")
-def grown(old, more, tmp_path_factory):
-    """The same with `more`. Read only."""
-    out = tmp_path_factory.mktemp("grown") / "out"
-    shutil.copytree(old, out)
-    with four_crops():
-        build(more, out, append=True)
-    return out
-
-
-@pytest.fixture(scope="session")
-def withdrawn(grown, tmp_path_factory):
-    """A file with a patient of the first version and one of the second."""
-    patients = [one for one in Dataset.open(str(grown)).column("patient") if one]
-    file = tmp_path_factory.mktemp("file") / "withdrawn.txt"
-    file.write_text(f"patient\n{patients[0]}\nsynthetic-ptb-xl/{patients[-1]},1\n")
-    return file

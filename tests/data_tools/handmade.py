@@ -1,24 +1,16 @@
 """Records and archives written byte by byte from the formats' documentation, without the
 project's own writers; helpers that build datasets and read them back."""
 
-import hashlib
 import json
-import re
 import shutil
-import tarfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from omnilead.data_tools.dataset import Dataset, fingerprint
+from omnilead.data_tools.dataset import fingerprint
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.sharding import shard as building
 from omnilead.data_tools.sharding.finishing import rejects_of
-from omnilead.data_tools.sharding.roles import CropRoles
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
-from omnilead.data_tools.sharding.shards import TarWriter
 from omnilead.data_tools.sources.detect import open_sources
 
 GEORGIA = """# Age: 78
@@ -96,62 +88,13 @@ def files(root):
     }
 
 
-def no_roles(plan, *_):
-    """In place of `expected_roles`: all shards are written again at the end."""
-    none = np.zeros(plan.crops, np.int8)
-    return CropRoles(np.zeros(plan.crops, bool), none, none)
-
-
-def expect_wrong_roles(*crops):
-    """From now on, so that their shards are written again at the end."""
-    expected_roles = building.expected_roles
-
-    def wrong(*arguments):
-        roles = expected_roles(*arguments)
-        roles.pretrain[list(crops)] ^= True
-        return roles
-
-    building.expected_roles = wrong
-
-
-def without_roles(data):
-    """A tar with blanks for the roles, which may be others at the end of a build."""
-    roles = rb'"pretrain": (true|false), "dx_role": (null|"\w+"), "id_role": (null|"\w+")} *'
-    return re.sub(roles, lambda found: b" " * len(found[0]), data)
-
-
-def as_minor_0(made, out):
-    """A dataset as it was before the JSON of its tars had roles."""
+def as_earlier_format(made, out):
+    """A dataset as an earlier omnilead said that it is. -> its folder."""
     shutil.copytree(made.root.url, out)
-    table = pq.read_table(out / "samples.parquet")
-    meta = json.loads((out / "dataset.json").read_text())
-    del meta["format_minor"]
-    layout = out / "store.zarr/zarr.json"
-    if layout.exists():
-        layout.write_text(json.dumps(json.loads(layout.read_text()) | {"attributes": {}}, indent=2))
-    offsets = []
-    for entry in meta["shards"]:
-        path = out / "shards" / entry["name"]
-        with tarfile.open(path) as tar:
-            members = [(one.name, tar.extractfile(one).read()) for one in tar]
-        with open(path, "wb") as file:
-            writer = TarWriter(file)
-            for (name, ecg), (_, text) in zip(members[::2], members[1::2], strict=True):
-                facts = json.loads(text)
-                for new in ("pretrain", "dx_role", "id_role", "label_names"):
-                    del facts[new]
-                key = name.removesuffix(".ecg")
-                offsets.append(writer.add(key, ecg, json.dumps(facts).encode()))
-            path.with_suffix(".idx").write_text(writer.close())
-        entry |= {"bytes": writer.size, "sha256": writer.sha256.hexdigest()}
-    place = table.schema.get_field_index("offset")
-    table = table.set_column(place, table.schema.field(place), pa.array(offsets))
-    pq.write_table(table, out / "samples.parquet")
-    data = (out / "samples.parquet").read_bytes()
-    meta["samples"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    meta = json.loads((out / "dataset.json").read_text()) | {"format_minor": 1}
     meta["fingerprint"] = fingerprint(meta)
     (out / "dataset.json").write_text(json.dumps(meta))
-    return Dataset.open(str(out))
+    return out
 
 
 def flip(path, at, bit=0x10):

@@ -1,4 +1,4 @@
-"""Datasets of records that a test lists; appending to them and removing patients."""
+"""Datasets of records that a test lists, also together with datasets, and without patients."""
 
 from pathlib import Path
 
@@ -7,9 +7,10 @@ from handmade import ecg
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import LocalFolder
-from omnilead.data_tools.sharding.removal import remove
+from omnilead.data_tools.sharding.leave_out import LeaveOut
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.base import Source
+from omnilead.data_tools.sources.detect import open_sources
 
 
 class Listed(Source):
@@ -29,9 +30,19 @@ class Listed(Source):
         return EcgRecord(key, ecg(seed=seed), 500.0, LEADS, "uV", source=source, patient=patient)
 
 
-def listed(out, append=False, options=(), **records):
-    how = ShardOptions(str(out), quiet=True, append=append, **dict(options))
-    return shard([Listed(**records)], how)
+def listed(out, datasets=(), options=(), **records):
+    """`datasets`: sources before the records."""
+    sources = [source for made in datasets for source in open_sources(made.root.url)]
+    how = ShardOptions(str(out), quiet=True, **dict(options))
+    return shard([*sources, *([Listed(**records)] if records else [])], how)
+
+
+def without(made, out, *patients, key=None, options=()):
+    """The dataset without these patients, as another one."""
+    file = Path(f"{out}.withdrawn")
+    file.write_text("\n".join(patients))
+    how = {"leave_out": LeaveOut.read(str(file), key), "pseudonym_key": key} | dict(options)
+    return listed(out, [made], how)
 
 
 def broken_at(*names):
@@ -44,13 +55,6 @@ def broken_at(*names):
         return read(source, name)
 
     return reads
-
-
-def remove_listed(out, *patients, key=None, forget=False):
-    """-> the dataset without these patients."""
-    file = Path(f"{out}.withdrawn")
-    file.write_text("\n".join(patients))
-    return remove(str(out), str(file), key, forget=forget)[0]
 
 
 def dies_at_once(*_):

@@ -185,13 +185,14 @@ def test_predict_says_it_as_well(tmp_path, capsys):
     assert note in capsys.readouterr().err
 
 
-def test_what_was_absent_can_be_appended_later(tmp_path, shell):
+def test_what_was_absent_can_be_added_later(tmp_path, shell):
     ptbxl(tmp_path / "a")
     out = tmp_path / "out"
     shell.shard(tmp_path / "a", out, "--plan", "all")
     write_ptbxl(tmp_path / "a", {number: {} for number in (1, 2, 1500, 12001, 20999)})
-    shell.shard(tmp_path / "a", out, "--plan", "all", "--append")
-    assert len(Dataset.open(str(out))) == 5
+    words = ("--plan", "all", "--workers", 1)
+    shell.run("shard", out, tmp_path / "a", "--out", tmp_path / "new", *words)
+    assert len(Dataset.open(str(tmp_path / "new"))) == 5
 
 
 def test_the_key_of_an_absent_record_reaches_other_processes():

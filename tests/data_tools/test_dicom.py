@@ -20,8 +20,8 @@ from hospital_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnilead.data_tools.dataset.rejects import FLAGS, rejects_of
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.sharding.rejects import FLAGS, rejects_of
 from omnilead.data_tools.sources.hospital.dicom import MAX_DEPTH
 
 pydicom = pytest.importorskip("pydicom")

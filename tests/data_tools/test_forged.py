@@ -9,13 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from handmade import build
-from test_verify import MISSING, meta, with_table
+from test_verify import with_table
 
 from omnilead.data_tools.dataset import COLUMNS, Dataset
 from omnilead.data_tools.io.errors import DatasetError
-from omnilead.data_tools.sharding import removal
 from omnilead.data_tools.sharding.roles import RoleSources
-from omnilead.data_tools.sharding.shards import BLOCK, member, member_header
+from omnilead.data_tools.sharding.shards import member, member_header
 from omnilead.data_tools.sharding.verify import verify
 
 NOT_UTF8 = b"a\xffb"
@@ -114,45 +113,8 @@ def test_a_forged_table_is_one_line(change, name, says, copy):
     assert says in finding
 
 
-def patient_file(made, folder):
-    (folder / "withdrawn.txt").write_text(next(one for one in made.column("patient") if one))
-    return folder / "withdrawn.txt"
-
-
-@pytest.mark.parametrize(
-    "offset", [0, BLOCK + 1, 2 * BLOCK, 2**40], ids=["no header", "uneven", "later", "outside"]
-)
-def test_remove_refuses_offsets_that_are_not_those_of_the_shard(offset, copy, tmp_path, shell):
-    file = patient_file(Dataset.open(str(copy)), tmp_path)
-    with_table(first("offset", offset))(copy)
-    before = (copy / "dataset.json").read_bytes()
-    line = shell.error("remove", copy, "--patients", file, "--workers", 1)
-    assert (
-        "offsets of shards/00000.tar differ from it: `omnilead verify` says what is wrong" in line
-    )
-    assert (copy / "dataset.json").read_bytes() == before
-
-
-def test_remove_refuses_a_shard_without_tar_headers(copy, tmp_path, shell, monkeypatch):
-    file = patient_file(Dataset.open(str(copy)), tmp_path)
-
-    def broken(shard, offsets):
-        raise ValueError("no tar member at byte 512")
-
-    monkeypatch.setattr(removal, "index_of", broken)
-    line = shell.error("remove", copy, "--patients", file, "--workers", 1)
-    assert "shards/00000.tar: no tar member at byte 512: `omnilead verify` says" in line
-
-
 @pytest.mark.parametrize("header", [b"", b"\0" * 512, b"\xff" * 512, b"7" * 100 + b"-1" * 206])
 def test_what_is_no_header_is_no_member(header):
     with pytest.raises(ValueError, match="no tar member at byte 512"):
         member(memoryview(header), 512)
     assert member(memoryview(member_header("a.ecg", 9)), 512) == ("a.ecg", 9)
-
-
-@pytest.mark.parametrize("name", ["plan", "pseudonyms"])
-def test_remove_names_what_dataset_json_lacks(name, copy, tmp_path, shell):
-    file = patient_file(Dataset.open(str(copy)), tmp_path)
-    meta(name, MISSING)(copy)
-    assert f"{name} is missing" in shell.error("remove", copy, "--patients", file, "--workers", 1)

@@ -1,5 +1,5 @@
-"""kill -9 at any moment: no file under a final name is ever wrong, but for roles that will be others
-in the end, and another run gives the same bytes. The runs that are killed are in victims.py."""
+"""kill -9 at any moment: no file under a final name is ever wrong, and another run gives the same bytes.
+The runs that are killed are in victims.py."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from handmade import build, files
 
+from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.sharding import plan
 from tests.forks import members
 from tests.waiting import until
@@ -41,8 +42,10 @@ def test_a_build_killed_over_and_over(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_append_and_a_removal_killed_over_and_over(more, old, withdrawn, tmp_path):
-    assert _result("new_versions", more, tmp_path, 16, old, withdrawn) >= 16
+def test_a_dataset_from_another_killed_over_and_over(more, old, tmp_path):
+    patients = [one for one in Dataset.open(str(old)).column("patient") if one]
+    (tmp_path / "withdrawn.txt").write_text(patients[0])
+    assert _result("from_dataset", more, tmp_path, 24, old, tmp_path / "withdrawn.txt") >= 24
 
 
 def test_killing_a_run_also_ends_its_worker_processes(small, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from handmade import as_minor_0, build, flip
+from handmade import build, flip
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.dataset.other_programs import ROLES
@@ -152,13 +152,7 @@ def test_what_cannot_be_given_is_an_error_of_one_line(ask, words, small, tmp_pat
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_older_shards_have_no_roles_for_webdataset(dataset, small, tmp_path):
-    older = as_minor_0(dataset, tmp_path / "older")
-    with pytest.raises(DatasetError, match=r"older version have no roles: .*torch"):
-        older.webdataset("pretrain")
-    assert len(list(older.webdataset("all"))) == len(dataset)
-    assert older.torch("pretrain").rows.tolist() == rows_of(dataset, "pretrain")
-    assert older.zarr().shape == (len(dataset), 12, 5000)
+def test_webdataset_reads_tar_shards_on_a_disk(small, tmp_path):
     build(small, tmp_path / "zarr", format="zarr")
     with pytest.raises(DatasetError, match="webdataset reads tar shards"):
         Dataset.open(tmp_path / "zarr").webdataset("pretrain")

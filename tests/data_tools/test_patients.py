@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from handmade import ecg, everything_in, write_challenge
-from listed import remove_listed
+from listed import without
 from twins import write_code15, write_ptbxl
 
 from omnilead.data_tools.io.errors import DataError
@@ -137,8 +137,8 @@ def test_one_id_in_several_spellings_is_one_patient(made_with, tmp_path):
     table = write_who(tmp_path / "who.csv", rows)
     made = made_with(table)
     assert len(set(patients_in(made).values())) == 1
-    with pytest.raises(DataError, match="no crop would be left"):
-        remove_listed(made.root.url, "Mu\u0308ller")
+    with pytest.raises(DataError, match="no record can be used: all are left out"):
+        without(made, tmp_path / "none", "Mu\u0308ller")
 
 
 def test_ids_that_differ_only_in_zeros_or_in_case_are_named(made_with, tmp_path, capsys):
@@ -152,15 +152,14 @@ def test_ids_that_differ_only_in_zeros_or_in_case_are_named(made_with, tmp_path,
     )
     assert early.startswith(f"warning: {table}: patients {said} people")
     assert "patients ptb-xl/007 and ptb-xl/7, " in late or "patients wfdb/007 and wfdb/7, " in late
-    left = remove_listed(made.root.url, "7", "AB1")
+    left = without(made, tmp_path / "left", "7", "AB1")
     assert {"007", "ab1"} < set(left.column("patient")) and "7" not in left.column("patient")
     source = left.column("source")[0]
     assert (
         "warning: 2 patients stay whose ids differ from those given only in zeros or in case: "
         f"{source}/007, {source}/ab1: if they are the same people" in capsys.readouterr().err
     )
-    with pytest.raises(DataError, match="nothing is removed"):
-        remove_listed(made.root.url, "0007", "B")
+    without(left, tmp_path / "again", "0007", "B")
     assert f"zeros or in case: {source}/007" in capsys.readouterr().err
 
 

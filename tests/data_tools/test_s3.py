@@ -21,8 +21,7 @@ from omnilead.data_tools.io.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sharding import plan
 from omnilead.data_tools.sharding import shards as shard_writers
-from omnilead.data_tools.sharding.removal import remove
-from omnilead.data_tools.sharding.roles import RoleSources
+from omnilead.data_tools.sharding.leave_out import LeaveOut
 from omnilead.data_tools.sharding.shard import ShardOptions, locked, shard
 from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources import wfdb_archives
@@ -189,23 +188,6 @@ def test_each_shard_is_uploaded_once(s3, small):
     made = build(small, f"{BUCKET}/made")
     assert uploads(s3) == Counter(shard["name"] for shard in made.shards)
     assert s3.count("GET", "tar$") == 0
-
-
-def test_only_a_shard_with_unexpected_roles_is_uploaded_twice(s3, small, monkeypatch, tmp_path):
-    """Of a patient with two sessions one cannot be read, which is seen too late."""
-    monkeypatch.setattr(plan, "SHARD_CROPS", 2)
-    right = build(small, tmp_path / "right", role_sources=RoleSources(id_share=1.0))
-    drawn = [one["record"] for one in right.table().to_pylist() if one["id_role"] == "probe"]
-    broken = tmp_path / "archive"
-    shutil.copytree(small, broken)
-    next(broken.rglob(f"{drawn[0]}.mat")).write_bytes(b"")
-    build(broken, tmp_path / "local", role_sources=RoleSources(id_share=1.0))
-    made = build(broken, f"{BUCKET}/made", role_sources=RoleSources(id_share=1.0))
-    assert set(uploads(s3)) == {shard["name"] for shard in made.shards}
-    again = [name for name, times in uploads(s3).items() if times > 1]
-    assert 0 < len(again) < len(made.shards) / 2
-    assert s3.count("GET", "tar$") == len(again)
-    assert s3_files(f"{BUCKET}/made") == files(tmp_path / "local")
 
 
 def test_a_remote_dataset_is_verified_and_drawn_in_place(s3, small, right, shell, tmp_path):
@@ -423,15 +405,16 @@ def test_a_zip_gives_the_same_bytes_as_on_a_disk(s3, small, right, tmp_path):
     assert s3_files(f"{BUCKET}/made2") == files(Path(right.root.url))
 
 
-def test_a_dataset_grows_and_forgets_as_on_a_disk(s3, small, tmp_path):
+def test_a_dataset_from_another_as_on_a_disk(s3, small, tmp_path):
     synthesise(tmp_path / "more", patients=3, two_sessions=1, seed=8, progress=False)
     made = []
     for out in (str(tmp_path / "out"), f"{BUCKET}/out"):
-        build(small, out)
-        grown = build(tmp_path / "more", out, append=True)
-        (tmp_path / "w").write_text(grown.column("patient")[-1])
-        made.append(remove(out, str(tmp_path / "w"))[0])
-    assert made[1].version == 3 and made[1].fingerprint == made[0].fingerprint
+        old = build(small, f"{out}-old")
+        (tmp_path / "w").write_text(old.column("patient")[-1])
+        sources = [*open_sources(f"{out}-old"), *open_sources(str(tmp_path / "more"))]
+        leave_out = LeaveOut.read(str(tmp_path / "w"), None)
+        made.append(shard(sources, ShardOptions(out, quiet=True, leave_out=leave_out)))
+    assert len(made[1]) > len(old) and made[1].fingerprint == made[0].fingerprint
     assert s3_files(f"{BUCKET}/out") == files(tmp_path / "out")
 
 

@@ -18,7 +18,7 @@ from omnilead.data_tools.sources.detect import open_sources
 PART = 2**16
 
 
-def test_files_are_read_and_patched_whole(in_parts, tmp_path):
+def test_files_are_read_whole(in_parts, tmp_path):
     content = np.random.default_rng(0).bytes(3 * PART + 5)
     (tmp_path / "x").write_bytes(content)
     place = folder(tmp_path)
@@ -29,9 +29,6 @@ def test_files_are_read_and_patched_whole(in_parts, tmp_path):
     assert place.read_range("x", len(content), 1) == b""
     with pytest.raises(ReadError, match="file too large"):
         place.read("x", len(content) - 1)
-    new = np.random.default_rng(1).bytes(2 * PART)
-    place.patch("x", memoryview(content), [(9, new)])
-    assert (tmp_path / "x").read_bytes() == content[:9] + new + content[9 + len(new) :]
 
 
 def test_no_record_is_refused_and_no_crop_damaged(in_parts, small, tmp_path):

@@ -1,20 +1,16 @@
 """Damage to the files of a killed build: another run checks them, and rebuilds those that fail."""
 
-import itertools
-import os
 import random
 import shutil
 
 import pytest
-from handmade import build, files, flip, no_roles
+from handmade import build, files, flip
 
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.io.errors import DatasetError, StorageError
 from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sharding import finishing
-from omnilead.data_tools.sharding import shard as building
 from omnilead.data_tools.sharding import shards as shard_writers
-from omnilead.data_tools.sharding.roles import RoleSources
 from omnilead.data_tools.sharding.verify import verify
 
 FLIPS, AT_ONCE = 120, 6
@@ -67,63 +63,10 @@ def test_flipped_bits_are_repaired(small, unfinished, tmp_path):
         shutil.rmtree(out)
 
 
-def test_a_flipped_bit_of_a_role_is_repaired(small, unfinished, tmp_path):
-    """Roles are not in the checksum of a shard that gets other ones."""
-    out = tmp_path / "out"
-    shutil.copytree(unfinished[1], out)
-    tar = out / "shards/00001.tar"
-    flip(tar, tar.read_bytes().index(b'"dx_role"') + 1)
-    build(small, out, format="both")
-    assert files(out) == files(unfinished[0])
-
-
-@pytest.mark.parametrize("roles", [RoleSources(), RoleSources(pretrain=("all",), id_share=1.0)])
-@pytest.mark.parametrize("written", [0, 1, 5, 9])
-def test_a_build_killed_among_its_roles_is_finished(written, roles, small, tmp_path, monkeypatch):
-    """Also with other roles than those that are in some tars by then. No shard is built again."""
-    pwrite, calls = os.pwrite, itertools.count()
-
-    def write_then_die(*arguments):
-        if next(calls) == written:
-            raise KeyboardInterrupt
-        return pwrite(*arguments)
-
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(building, "expected_roles", no_roles)
-        patch.setattr(os, "pwrite", write_then_die)
-        with pytest.raises(KeyboardInterrupt):
-            build(small, out, format="both")
-    assert not (out / META).exists()
-    shards = {path: path.stat().st_ino for path in out.glob("shards/*")}
-    build(small, out, format="both", role_sources=roles)
-    assert {path: path.stat().st_ino for path in out.glob("shards/*")} == shards
-    build(small, tmp_path / "right", format="both", role_sources=roles)
-    assert files(out) == files(tmp_path / "right")
-
-
-def test_a_shard_damaged_before_it_has_other_roles_is_rebuilt_by_the_next_run(
-    small, unfinished, tmp_path, monkeypatch
-):
-    write = finishing._write_roles
-
-    def write_into_damaged(*arguments):
-        flip(tmp_path / "out/shards/00001.tar", 70_000)
-        write(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(building, "expected_roles", no_roles)
-        patch.setattr(finishing, "_write_roles", write_into_damaged)
-        with pytest.raises(DatasetError, match=r"shards/00001\.tar: fails its sha256: run again"):
-            build(small, tmp_path / "out", format="both")
-    build(small, tmp_path / "out", format="both")
-    assert files(tmp_path / "out") == files(unfinished[0])
-
-
 def test_the_shards_of_a_build_with_another_plan_get_other_roles(small, tmp_path, monkeypatch):
     """No shard is built again."""
     with monkeypatch.context() as patch:
-        patch.setattr(finishing, "_write_roles", no_space)
+        patch.setattr(finishing, "assign_roles", no_space)
         with pytest.raises(StorageError, match="killed"):
             build(small, tmp_path / "out")
     shards = {path: path.stat().st_ino for path in tmp_path.glob("out/shards/*")}

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from handmade import as_minor_0, build, ecg, files, flip, write_challenge
+from handmade import build, ecg, files, flip, write_challenge
 
 from omnilead.data_tools.dataset import COLUMNS as SCHEMA
 from omnilead.data_tools.dataset import CROP_BYTES, Dataset, fingerprint
@@ -176,7 +176,7 @@ DAMAGES = [  # words of the finding
     (member(b"[]"), "invalid tar member"),
     (member(b"{"), "invalid tar member"),
     (member(b"{}"), "JSON and samples.parquet differ in age, "),
-    (member(b'{"name": "Bob"}'), "missing_leads, name, pretrain"),  # an entry too many
+    (member(b'{"name": "Bob"}'), "missing_leads, name, "),  # an entry too many
     (lambda root: shutil.rmtree(root / "store.zarr"), "store.zarr"),
     (missing(ZARR), f"{ZARR}: missing file"),
     (cut(ZARR, 100_000), "index fails"),
@@ -198,8 +198,6 @@ sources.0.records.seen | 1000000 | counts of
 sources.0.name         | "mine"  | missing in sources
 plan                   |         | plan is missing
 rejects                |         | has no entry `rejects`
-format_minor           |         | differ in id_role, label_names, pretrain
-format_minor           |         | zarr.json: has entries
 roles.pretrain         | 1       | counts per role
 """)
 DAMAGES += [(stated(name, value), words) for name, value, words in FACTS]
@@ -211,9 +209,8 @@ endian          | endman                 | store.zarr
 """)
 DAMAGES += [(edited(LAYOUT, old, new), words) for old, new, words in EDITS]
 IN_TARS = tabulated("""
-"pretrain": true    | "pretrain":false    | pretrain
-"dx_role": null     | "dx_role": "no"     | dx_role
-"id_role": "train"  | "id_role": "valid"  | id_role
+"halves": 2         | "halves": 1         | halves
+"start_s": 0.0      | "start_s": 1.0      | start_s
 "label_names": ["N  | "label_names": ["M  | label_names
 """)
 DAMAGES += [
@@ -240,16 +237,6 @@ def copy(whole, tmp_path):
 def test_damage_is_found_and_named(damage, words, copy):
     damage(copy)
     assert words in " ".join(findings(copy))
-
-
-def test_a_dataset_of_an_older_version_is_sound_until_its_json_differs(whole, tmp_path):
-    """Its JSON has neither roles nor names of labels, and its zarr copy no attributes."""
-    older = as_minor_0(whole, tmp_path / "older")
-    assert findings(tmp_path / "older") == []
-    np.testing.assert_array_equal(older.read(3), whole.read(3))
-    meta("format_minor", 1)(tmp_path / "older")
-    found = " ".join(findings(tmp_path / "older"))
-    assert "differ in id_role, label_names, pretrain" in found and "zarr.json: has" in found
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +334,6 @@ crop_samples           | 2500
 formats                | ["hdf5"]
 preprocessing          | 3
 pseudonyms             | 3
-removed                | [[]]
 rejects                | 3
 seed                   | "x"
 plan                   | "mine"
@@ -366,7 +352,6 @@ sources                | [{"name": "x"}]
 sources.0.dropped_s    | NaN
 sources.0.crops        | -3
 sources.0.records.used | -3
-versions               | [{"what": "append", "crops": -1}]
 shards                 | null
 shards                 | [{"name": 3}]
 shards.0.name          | "../../outside.tar"
@@ -430,7 +415,9 @@ def test_a_changed_archive_is_found(tmp_path):
     rejects(f"{COLUMNS}georgia,E3,flat lead,x\n")(out)  # a flag excuses nothing
     assert found() == [missed]
     rejects(f"{COLUMNS}georgia,E3,gain,x\n")(out)
-    assert found() == ["georgia/E3 was refused (gain), but can be read now: shard --append adds it"]
+    assert found() == [
+        "georgia/E3 was refused (gain), but can be read now: make a new dataset from it and this one"
+    ]
     write_challenge(place, "E3", ecg(2000, seed=3))
     assert found() == []
 

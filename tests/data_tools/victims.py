@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from handmade import build, expect_wrong_roles, files, without_roles
+from handmade import build, files
 
 from omnilead.__main__ import main
 from omnilead.data_tools.dataset import META, Dataset
@@ -25,9 +25,10 @@ from omnilead.data_tools.io.errors import DatasetError
 from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sharding import plan
 from omnilead.data_tools.sharding import shards as shard_writers
-from omnilead.data_tools.sharding.finishing import rejects_of
-from omnilead.data_tools.sharding.removal import remove
+from omnilead.data_tools.sharding.leave_out import LeaveOut
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sharding.verify import verify
+from omnilead.data_tools.sources.detect import open_sources
 from tests import unsynced  # noqa: F401
 from tests.forks import at_functions, death_at, fork, import_all, members
 from tests.waiting import until
@@ -125,9 +126,9 @@ def new_dataset(archive, root, kills):
 
 
 def reference(archive, out):
-    """An uninterrupted build, which opens no file for writing under its final name, except the tars of
-    which crops have other roles than expected. -> how many functions it calls, how often the file system, and which of
-    these calls are the worst to die at: every rename and the last ones."""
+    """An uninterrupted build, which opens no file for writing under its final name. -> how many functions it
+    calls, how often the file system, and which of these calls are the worst to die at: every rename and
+    the last ones."""
     notes = out.parent / "file calls.json"
 
     def noted():
@@ -146,8 +147,7 @@ def reference(archive, out):
         shutil.rmtree(out, ignore_errors=True)
         functions = function_calls(noted, out.parent / "calls.json")
     calls, opened = json.loads(notes.read_text())
-    tars = {name for name in files(out) if name.endswith(".tar")}
-    assert set() < {name for name in opened if not is_partial(name)} < tars
+    assert not {name for name in opened if not is_partial(name)}
     last = len(calls) - LAST_CALLS
     worst = [1 + i for i, event in enumerate(calls) if event == "os.rename" or i >= last]
     return functions, len(calls), worst
@@ -158,10 +158,10 @@ def is_partial(name):
 
 
 def check_unfinished(out, right):
-    """What a killed run left: every file that has a final name is the right one, perhaps without
-    some roles; finished only if it verifies."""
+    """What a killed run left: every file that has a final name is the right one; finished only if it
+    verifies."""
     for name, data in files(out).items() if out.exists() else ():
-        assert is_partial(name) or without_roles(right[name]) == without_roles(data), name
+        assert is_partial(name) or right[name] == data, name
     if (out / META).exists():
         assert fork(lambda: holds(out)) == 0
         return
@@ -173,29 +173,25 @@ def holds(out):
     assert verify(Dataset.open(str(out))) == []
 
 
-def new_versions(archive, root, kills, old, withdrawn):
-    """An append to `old`, and a removal from what that made. -> how many kills."""
+def from_dataset(archive, root, kills, old, withdrawn):
+    """A dataset from `old` and an archive, without some patients and copies of their ECGs; then with other
+    roles. -> how many kills."""
     rng, died, out = random.Random(43), 0, root / "out"
 
     def changes(out):
-        append = partial(build, archive, out, append=True)
-        return append, partial(remove, str(out), withdrawn)
+        sources = [*open_sources(old), *open_sources(archive)]
+        leave_out = LeaveOut.read(withdrawn, None)
+        how = partial(ShardOptions, str(out), quiet=True, leave_out=leave_out)
+        return partial(shard, sources, how()), partial(shard, sources, how(plan="all"))
 
-    def after_a_kill():
-        assert fork(lambda: opens(out)) == 0
-
-    shutil.copytree(old, root / "right")
     references = []
     for change in changes(root / "right"):
         calls = function_calls(change, root / "calls.json")
         references.append((calls, files(root / "right")))
     while died < kills:
-        shutil.copytree(old, out)
         for change, (calls, right) in zip(changes(out), references, strict=True):
             draw = partial(at_any_function, rng, calls)
-            died += killed_until_it_ends(change, draw, after_a_kill)
-            if (out / ".build").exists():
-                assert fork(partial(build, archive, out, append=True)) == 0
+            died += killed_until_it_ends(change, draw, lambda: None)
             assert files(out) == right
         shutil.rmtree(out)
     return died
@@ -203,12 +199,6 @@ def new_versions(archive, root, kills, old, withdrawn):
 
 def at_any_function(rng, calls):
     return at_functions, rng.randint(1, calls)
-
-
-def opens(out):
-    made = Dataset.open(str(out))
-    made.table()
-    rejects_of(made)
 
 
 # Scenes: runs with processes of their own
@@ -264,7 +254,6 @@ def held(archive, out, crops, parts):
 
 if __name__ == "__main__":
     scene, archive, place, *words = sys.argv[1:]
-    expect_wrong_roles(*([0] if scene == "new_versions" else [0, 7]))
     more = [int(word) if word.isdigit() else word for word in words]
     result = globals()[scene](archive, Path(place), *more)
     print(json.dumps(result))

@@ -14,13 +14,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
 from handmade import ecg
+from omnilead.data_tools.sharding.removal import remove
 from ranks import finetune, pretrain
 
 import omnilead
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.storage import LocalFolder
-from omnilead.data_tools.sharding.removal import remove
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.sources.detect import open_sources

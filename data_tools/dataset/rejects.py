@@ -5,19 +5,16 @@ import hashlib
 import io
 from collections import Counter
 
-from ..dataset import META, REJECTS, Dataset
 from ..ecg.crops import IMPLAUSIBLE_AMPLITUDE
 from ..io.errors import DatasetError, ReadError, one_line
 from ..io.spreadsheet import as_csv, unquoted
+from .dataset import Dataset
+from .facts import META, REJECTS
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
+CROP_FLAGS = ("lead not measured", "flat lead", "saturated", "large", "zeros", "einthoven")
 FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
-    "lead not measured",
-    "flat lead",
-    "saturated",
-    "large",
-    "zeros",
-    "einthoven",
+    *CROP_FLAGS,
     "checksum differs",
     "first value differs",
     "diagnosis without a code",
@@ -42,7 +39,7 @@ def rejects_of(made: Dataset) -> list[Reject]:
     if not facts:
         raise DatasetError(f"{url}/{META}: has no entry `rejects`: build the dataset again")
     try:
-        data = made.root.read(made.place(REJECTS), facts["bytes"])
+        data = made.root.read(REJECTS, facts["bytes"])
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise ValueError("fails its sha256")
         _, *rows = csv.reader(io.StringIO(data.decode()))

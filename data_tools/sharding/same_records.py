@@ -1,0 +1,123 @@
+"""Whether two records of the same name are the same ECG, of which one is in a dataset."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from hashlib import blake2b
+
+import numpy as np
+import pyarrow as pa
+from tqdm.auto import tqdm
+
+from ..dataset import CROP_SHAPE, waveform
+from ..ecg.crops import crops_of, prepare_crop
+from ..ecg.pseudonyms import pseudonym
+from ..ecg.record import EcgRecord
+from ..io import cluster
+from ..io.errors import MISSING_FILE, ReadError
+from ..io.storage import prefetch
+from ..io.terminal import keep_freed_memory
+from ..sources.base import Source, read_safely
+from ..sources.dataset import DatasetSource
+
+OTHER_ECG = "record read already"
+CHUNK = 512  # pairs that are compared in one task
+Places = list[tuple[int, str]]  # number of the archive, key in it
+
+
+def member_hash(source: str, name: str) -> int:
+    """Of a record's name in a tar, where a-b/c and a/b-c are the same."""
+    return hash_of(f"{source}-{name}".encode())
+
+
+def member_hashes(names: Iterable[Sequence[str]], key: bytes | None) -> np.ndarray:
+    """`names`: source and name of each record, perhaps with more."""
+    hashes = []
+    for source, name, *_ in names:
+        hashes.append(member_hash(source, pseudonym(key, "r", source, name)))
+    return np.array(hashes, np.uint64)
+
+
+def hash_of(words: bytes) -> int:
+    return int.from_bytes(blake2b(words, digest_size=8).digest())
+
+
+def compare_records(
+    sources: tuple[Source, ...],
+    keys: pa.Array,
+    archives: np.ndarray,
+    first: np.ndarray,
+    again: np.ndarray,
+    workers: int,
+    dask: str | None,
+    quiet: bool,
+) -> Iterator[tuple[int, ReadError]]:
+    """The rows in `again` of records that differ from those in `first`, and why they are refused. `keys`,
+    `archives`: of all rows."""
+
+    def places(rows: np.ndarray) -> Places:
+        return list(
+            zip(archives[rows].tolist(), keys.take(pa.array(rows)).to_pylist(), strict=True)
+        )
+
+    chunks = (
+        (again[part], places(first[part]), places(again[part]))
+        for part in (slice(i, i + CHUNK) for i in range(0, len(again), CHUNK))
+    )
+    compared = cluster.run(partial(_unlike, sources), chunks, workers, dask)
+    with tqdm(total=len(again), unit=" records", desc="comparing", disable=quiet) as bar:
+        for count, unlike in compared:
+            bar.update(count)
+            yield from unlike
+
+
+def _unlike(
+    sources: tuple[Source, ...], task: tuple[np.ndarray, Places, Places]
+) -> tuple[int, list[tuple[int, ReadError]]]:
+    keep_freed_memory()
+    rows, first, again = task
+
+    def compare(pair: tuple[tuple[int, str], tuple[int, str]]) -> ReadError | None:
+        one, other = (_waveforms(sources[archive], key) for archive, key in pair)
+        if isinstance(other, ReadError):  # or only a table of the archive names it
+            return None if other.reason == MISSING_FILE else other
+        if one == other:
+            return None
+        archive, key = pair[1]
+        return ReadError(OTHER_ECG, f"another {sources[archive].name_for(key)} came first")
+
+    remote = any(source.root.remote for source in sources)
+    pairs = list(zip(first, again, strict=True))
+    found = prefetch(compare, pairs) if remote else map(compare, pairs)
+    unlike = [(row, error) for row, error in zip(rows.tolist(), found, strict=True) if error]
+    return len(rows), unlike
+
+
+def _waveforms(source: Source, key: str) -> int | ReadError:
+    if isinstance(source, DatasetSource):
+        return source.waveforms(key)
+    record = read_safely(source.read, key)
+    if isinstance(record, ReadError):
+        return record
+    try:
+        return waveforms_of(record)
+    except ReadError as error:
+        return error
+
+
+def waveforms_of(record: EcgRecord) -> int:
+    """The sum of the waveform hashes of the crops that a dataset has of a record; a ReadError if it has
+    none."""
+    total = used = 0
+    refusal = ReadError("too short")
+    crop = np.empty(CROP_SHAPE, "<i2")
+    for part in range(crops_of(record)):
+        try:
+            prepare_crop(record, part, crop)
+        except ReadError as error:
+            refusal = error
+        else:
+            total += waveform(crop)[1]
+            used += 1
+    if not used:
+        raise refusal
+    return total % 2**64

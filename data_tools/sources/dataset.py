@@ -1,0 +1,158 @@
+"""A dataset as a source: its crops once more, for another dataset.
+
+    omnilead shard OLD MORE --out NEW
+
+Crops are copied, each after its crc32c was checked. Names that are pseudonyms stay as they are. The
+archive that OLD was made from may be gone.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..dataset import Dataset, DatasetError
+from ..dataset.rejects import CROP_FLAGS, FLAGS, rejects_of
+from ..ecg.constants import IMPLAUSIBLE, LEADS
+from ..ecg.crops import CROP, HALF, IMPLAUSIBLE_AMPLITUDE, Crop, StoredCrops
+from ..ecg.record import EcgRecord, Header
+from ..ecg.resampling import FS_HZ
+from ..io.errors import ReadError, StorageError
+from ..io.storage import Folder
+from .base import Source
+
+OF_RECORD = ("patient", "age", "sex", "dx", "fs_source_hz")
+OF_CROP = ("shard", "offset", "crc32c", "waveform", "start_s", "halves", "missing_leads", "flags")
+TAKEN = 65_536  # rows that are Python objects at a time
+
+
+class DatasetSource(Source):
+    """The records of one source of a dataset. A key is the record's name and, as JSON, what the table says
+    of it: whoever reads a record needs no table."""
+
+    def __init__(self, root: Folder, name: str, licence: str, pseudonyms: str | None) -> None:
+        super().__init__(root)
+        self.name, self.licence, self.pseudonyms = name, licence, pseudonyms
+
+    def keys(self) -> Iterator[str]:
+        """By the names of the records. A crop has its address, or in a zarr copy its row."""
+        dataset = open_dataset(self.root)
+        table = dataset.table(["source", "record", *OF_RECORD, *OF_CROP])
+        table = table.append_column("row", pa.array(np.arange(len(table))))
+        table = table.filter(pc.equal(table["source"], self.name))
+        order = pc.sort_indices(table, [("record", "ascending"), ("start_s", "ascending")])
+        rows = (row for part in _parts(order) for row in table.take(part).to_pylist())
+        warnings = self._warnings(dataset)
+        for name, of_record in groupby(rows, lambda row: row["record"]):
+            crops = list(of_record)
+            facts = [crops[0][column] for column in OF_RECORD]
+            places = [[crop[column] for column in (*OF_CROP, "row")] for crop in crops]
+            yield f"{name} {json.dumps([facts, places, warnings.get(name, [])])}"
+
+    def _warnings(self, dataset: Dataset) -> dict[str, list[tuple[str, str]]]:
+        """What rejects.csv says of records that are used: what it says of crops is found again."""
+        warnings: dict[str, list[tuple[str, str]]] = {}
+        for source, record, reason, detail in rejects_of(dataset):
+            if source == self.name and reason in FLAGS and reason not in CROP_FLAGS:
+                warnings.setdefault(record, []).append((reason, detail))
+        return warnings
+
+    def header(self, key: str) -> Header:
+        name, record, crops, _ = _parsed(key)
+        last = crops[-1]
+        samples = round(last["start_s"] * FS_HZ) + last["halves"] * HALF
+        sums = json.dumps([[crop["start_s"], crop["crc32c"], crop["flags"]] for crop in crops])
+        facts = json.dumps([record[column] for column in OF_RECORD])
+        mark = f"{sums} {facts}".encode()
+        return Header(name, self.name, samples, float(FS_HZ), mark, patient=record["patient"])
+
+    def read(self, key: str) -> EcgRecord:
+        name, record, crops, warnings = _parsed(key)
+        implausible = any(IMPLAUSIBLE in crop["flags"] for crop in crops)
+        if implausible and not any(reason == IMPLAUSIBLE_AMPLITUDE for reason, _ in warnings):
+            warnings.append([IMPLAUSIBLE_AMPLITUDE, ""])
+        return EcgRecord(
+            name,
+            np.empty((len(LEADS), 0), np.int16),
+            float(record["fs_source_hz"]),
+            LEADS,
+            source=self.name,
+            patient=record["patient"],
+            age=record["age"],
+            sex=record["sex"],
+            dx=tuple(record["dx"]),
+            warnings=tuple((reason, detail) for reason, detail in warnings),
+            stored=CopiedCrops(self.root, crops),
+        )
+
+    def name_for(self, key: str) -> str:
+        return key.partition(" ")[0]
+
+    def waveforms(self, key: str) -> int:
+        """The sum of the waveform hashes of a record's crops, by which it is compared with another."""
+        waveforms: list[int] = [crop["waveform"] for crop in _parsed(key)[2]]
+        return sum(waveforms) % 2**64
+
+    def notes(self) -> list[str]:
+        facts = {source["name"]: source for source in open_dataset(self.root).meta["sources"]}
+        refused = facts[self.name]["records"]["refused"]
+        if not refused:
+            return []
+        records = "1 record" if refused == 1 else f"{refused:,} records"
+        place = f"{self.root.url}/rejects.csv"
+        return [f"{self.root.url}: does not hold {records} of {self.name} that {place} lists"]
+
+
+class CopiedCrops(StoredCrops):
+    """Reads a record's crops, each when it is asked for: a long record has hundreds."""
+
+    def __init__(self, root: Folder, crops: Sequence[dict[str, Any]]) -> None:
+        self.root = root
+        self.crops = {round(crop["start_s"] * FS_HZ) // CROP: crop for crop in crops}
+        self.count = max(self.crops) + 1
+
+    def read(self, index: int, out: np.ndarray) -> Crop:
+        if index not in self.crops:
+            raise ReadError("no valid lead", f"at {index * CROP / FS_HZ:g} s")
+        crop = self.crops[index]
+        place = (crop[name] for name in ("row", "shard", "offset", "crc32c"))
+        try:
+            out[:] = open_dataset(self.root).read_at(*place)
+        except DatasetError as error:  # not a bad record: a dataset to restore
+            raise StorageError(str(error)) from None
+        flags = tuple(flag for flag in crop["flags"] if flag != IMPLAUSIBLE)
+        return Crop(crop["start_s"], crop["halves"], tuple(crop["missing_leads"]), flags)
+
+
+def dataset_sources(root: Folder) -> list[Source]:
+    meta = open_dataset(root).meta
+    mark = meta.get("pseudonyms")
+    return [
+        DatasetSource(root, source["name"], source["licence"], mark)
+        for source in meta["sources"]
+        if source["crops"]
+    ]
+
+
+@lru_cache(maxsize=4)
+def open_dataset(root: Folder) -> Dataset:
+    """Also of an earlier format: only its tables and samples are read."""
+    return Dataset.of_folder(root, earlier_format=True)
+
+
+def _parts(order: pa.Array) -> Iterator[pa.Array]:
+    for start in range(0, len(order), TAKEN):
+        yield order.slice(start, TAKEN)
+
+
+def _parsed(key: str) -> tuple[str, dict[str, Any], list[dict[str, Any]], list[list[str]]]:
+    """The record's name, what is known of it, its crops in their order, and warnings."""
+    name, _, text = key.partition(" ")
+    facts, places, warnings = json.loads(text)
+    crops = [dict(zip((*OF_CROP, "row"), place, strict=True)) for place in places]
+    return name, dict(zip(OF_RECORD, facts, strict=True)), crops, warnings
