@@ -24,6 +24,7 @@ from benchmarks.measure import Cases
 from omnilead.data_tools.dataset import CROP_BYTES, SHARD_CROPS, Dataset, flagged
 from omnilead.data_tools.ecg.crops import IMPLAUSIBLE
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord, Header, class_row
+from omnilead.data_tools.io.splitmix import mix
 from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sharding.finishing import (
     PART_COLUMNS,
@@ -40,7 +41,6 @@ from omnilead.data_tools.sharding.shards import TarWriter, index_name, part_name
 from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.sources.dataset import dataset_sources
-from omnilead.engine.settings.counter import mix
 
 MEMBERS = 512 + 120_320 + 512 + 512  # bytes of a crop in a tar: two headers and two bodies
 SOURCES = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}

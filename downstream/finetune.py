@@ -74,7 +74,7 @@ def finetune_task() -> "type[FinetuneTask]":
 
 
 def finetune_settings() -> "tuple[type[FinetuneConfig], Callable[..., FinetuneConfig]]":
-    from omnilead.downstream.finetuning.read_settings import read_settings
+    from omnilead.downstream.finetuning.choose_settings import read_settings
     from omnilead.downstream.tasks.config import FinetuneConfig
 
     return FinetuneConfig, read_settings

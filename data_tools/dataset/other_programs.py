@@ -22,13 +22,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..ecg.constants import ABBREVIATIONS as CLASSES
-from ..ecg.constants import CROP_SHAPE
+from ..ecg.constants import CROP, CROP_SHAPE, FS_HZ
 from ..ecg.record_names import match_records
 from ..ecg.record_tables import RESERVED, missing_words, read_table
 from ..io.errors import DataError, DatasetError, one_line
 from ..io.terminal import tell
 
-CROP_S = 10.0
 ROLES: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
 ROLES |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}
 ROLES |= {f"id:{role}": ("id_role", role) for role in ("train", "valid", "gallery", "probe")}
@@ -144,7 +143,7 @@ def _keys_of(dataset: Any, column: str, value: Any) -> set[str]:
     """The keys in the shards of the crops that have a role: it stands in samples.parquet only."""
     table = dataset.table(["source", "record", "start_s", column])
     chosen = table.filter(pc.fill_null(pc.equal(table[column], value), False))
-    parts = (chosen["start_s"].to_numpy() / CROP_S).round().astype(int).tolist()
+    parts = (chosen["start_s"].to_numpy() * FS_HZ / CROP).round().astype(int).tolist()
     names = (chosen[name].to_pylist() for name in ("source", "record"))
     return {
         f"{source}-{record}-{part:03d}" for source, record, part in zip(*names, parts, strict=True)

@@ -1,9 +1,10 @@
 """What every ECG of a dataset has: twelve leads, crops of 10 s, flags, and classes of diagnoses."""
 
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
-CROP_SAMPLES = 5000  # 10 s at 500 Hz
-CROP_SHAPE = (len(LEADS), CROP_SAMPLES)
-CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES  # int16
+FS_HZ = 500
+CROP, HALF = 5000, 2500  # samples: 10 s, 5 s
+CROP_SHAPE = (len(LEADS), CROP)
+CROP_BYTES = 2 * len(LEADS) * CROP  # int16
 
 # hospitals' file formats, also their `source`
 VENDORS = ("muse-xml", "dicom", "philips-xml", "cardiosoft-xml", "hl7-aecg", "scp-ecg", "edf")

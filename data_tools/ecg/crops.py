@@ -21,11 +21,12 @@ from itertools import compress
 import numpy as np
 
 from ..io.errors import ReadError
+from .constants import CROP as CROP
+from .constants import HALF as HALF
 from .constants import IMPLAUSIBLE as IMPLAUSIBLE
 from .record import LEADS, MV_PER_UNIT, EcgRecord, lead_rows, unit_name
 from .resampling import FS_HZ, KAISER_BETA, TAPS_PER_PHASE, rate_ratio, resample
 
-CROP, HALF = 5000, 2500
 IN_ORDER = {lead: lead for lead in range(len(LEADS))}
 MAX_UV = 32_767
 MAX_MV = 1e9  # clipping limit; larger values would overflow in the filter

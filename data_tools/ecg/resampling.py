@@ -10,8 +10,8 @@ from functools import lru_cache
 import numpy as np
 
 from ..io.errors import ReadError
+from .constants import FS_HZ as FS_HZ
 
-FS_HZ = 500
 RATE_RANGE_HZ = (50.0, 2000.0)
 MAX_RATIO = 2000  # limit for `up` and `down`: the polyphase filter's length grows with them
 TAPS_PER_PHASE, KAISER_BETA = 10, 5.0

@@ -48,12 +48,15 @@ def run(
 
 
 def run_in_order(
-    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int = 1
+    function: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    workers: int = 1,
+    cluster: str | None = None,
 ) -> Iterator[Result]:
     """As `run`, but results have the order of the tasks."""
     early: dict[int, Result] = {}
     due = 0
-    for number, result in run(partial(_numbered, function), enumerate(tasks), workers):
+    for number, result in run(partial(_numbered, function), enumerate(tasks), workers, cluster):
         early[number] = result
         while due in early:
             yield early.pop(due)

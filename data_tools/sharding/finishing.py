@@ -43,7 +43,7 @@ from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import SYNTHETIC, patient_source
 from ..io.errors import DatasetError, ReadError, StorageError
 from ..io.storage import Folder, temporary_path, write_errors
-from ..sources.dataset import DatasetSource, open_dataset
+from ..sources.dataset import StoredDataset, open_dataset
 from . import roles as splits
 from . import shards as shard_writers
 from .data_card import write_card
@@ -124,7 +124,7 @@ class PlanFacts(NamedTuple):
                 licence = SYNTHETIC_LICENCE
             facts = {"name": name, "licence": licence or plan.sources[0].licence}
             sources.append(facts | {"seen": seen, "dropped_s": dropped_s})
-        datasets = (source for source in plan.sources if isinstance(source, DatasetSource))
+        datasets = (source for source in plan.sources if isinstance(source, StoredDataset))
         first = next(datasets, None)
         name_key = open_dataset(first.root).name_key if first else None
         return cls([shard_name(i) for i in range(plan.shards)], sources, plan.rejects, name_key)

@@ -31,10 +31,11 @@ from ..ecg.record_tables import patients_of, read_patients
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
 from ..io.errors import MISSING_FILE, DataError, ReadError, StorageError, printable
+from ..io.splitmix import GOLDEN, mix
 from ..io.storage import prefetch, write_errors
 from ..io.terminal import keep_freed_memory, tell
 from ..sources.base import Source, links_in, located, read_safely
-from ..sources.dataset import DatasetSource
+from ..sources.dataset import StoredDataset
 from .same_records import OTHER_ECG, compare_records, hash_of, member_hashes
 from .shards import MAX_NAME
 
@@ -171,7 +172,6 @@ class ShardPlan:
 class _Scan(NamedTuple):
     """The headers of a chunk of keys."""
 
-    number: int
     # Of the usable records, as in ShardPlan
     keys: list[str]
     labels: list[str]
@@ -224,9 +224,9 @@ def make_plan(
     sources = tuple(sources)
     people = read_patients(patients) if patients else None  # before hours of reading
     scanned = _Scanned()
-    scans = cluster.run(partial(_scan, key), _chunks(sources), workers, dask)
+    scans = cluster.run_in_order(partial(_scan, key), _chunks(sources), workers, dask)
     with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
-        for scan in _in_order(scans):
+        for scan in scans:
             bar.update(scan.seen.total())
             scanned.add(scan)
     if not scanned.seen:
@@ -242,7 +242,7 @@ def make_plan(
     numbers["crops"][again] = 0
     refused, seen = scanned.refused, scanned.seen
     del scanned  # 16 bytes per record that are not needed further
-    if any(isinstance(source, DatasetSource) for source in sources):
+    if any(isinstance(source, StoredDataset) for source in sources):
         refused = _not_missing(refused, labels.column(), seen)
     columns = keys.column(), labels.column()
     refused += _read_already(sources, columns, numbers, (first, again), seen, workers, dask, quiet)
@@ -267,12 +267,12 @@ def _check_patients(sources: Sequence[Source], scanned: _Scanned) -> None:
     """An error if a dataset knows the patients of a source, and none of its other records has one: by
     chance, fewer than one in a hundred such archives would have none."""
     for (archive, name), known in scanned.with_patient.items():
-        if not isinstance(sources[archive], DatasetSource):
+        if not isinstance(sources[archive], StoredDataset):
             continue
         unknown = 1 - known / scanned.usable[archive, name]
         others = [pair for pair in scanned.usable if pair[1] == name and pair[0] != archive]
         for other in others:
-            is_dataset = isinstance(sources[other[0]], DatasetSource)
+            is_dataset = isinstance(sources[other[0]], StoredDataset)
             count = scanned.usable[other]
             if not is_dataset and not scanned.with_patient[other] and unknown**count < 0.01:
                 raise DataError(
@@ -315,7 +315,7 @@ def _read_already(
     keys, labels = columns
     first, again = pairs
     archives = numbers["archive"]
-    kinds = np.array([isinstance(source, DatasetSource) for source in sources])
+    kinds = np.array([isinstance(source, StoredDataset) for source in sources])
     of_dataset = kinds[archives[first]] | kinds[archives[again]]
     compared = compare_records(
         sources, keys, archives, first[of_dataset], again[of_dataset], workers, dask, quiet
@@ -347,18 +347,7 @@ def _read_already(
 
 def _shown_key(source: Source, key: str) -> str:
     """The path of a record, or in a dataset its name."""
-    return source.name_for(key) if isinstance(source, DatasetSource) else key
-
-
-def _in_order(scans: Iterable[_Scan]) -> Iterator[_Scan]:
-    """They finish in any order."""
-    early: dict[int, _Scan] = {}
-    due = 0
-    for scan in scans:
-        early[scan.number] = scan
-        while due in early:
-            yield early.pop(due)
-            due += 1
+    return source.name_for(key) if isinstance(source, StoredDataset) else key
 
 
 def _named(url: str, people: pa.Table, labels: pa.Array, again: np.ndarray) -> pa.Array:
@@ -411,27 +400,20 @@ def permutation(count: int, seed: int) -> np.ndarray:
     between versions."""
     x = np.arange(count, dtype=np.uint64)
     x += np.uint64(seed * 0xD1B54A32D192ED03 % 2**64)
-    x *= np.uint64(0x9E3779B97F4A7C15)
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return np.argsort(x, kind="stable")
+    x *= np.uint64(GOLDEN)
+    return np.argsort(mix(x), kind="stable")
 
 
-def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, list[str]]]:
-    number = 0
+def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, Source, list[str]]]:
     for archive, source in enumerate(sources):
         keys = iter(source.keys())
         while chunk := list(islice(keys, SCAN_CHUNK)):
-            yield number, archive, source, chunk
-            number += 1
+            yield archive, source, chunk
 
 
-def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Scan:
+def _scan(secret: bytes | None, task: tuple[int, Source, list[str]]) -> _Scan:
     keep_freed_memory()
-    number, archive, source, keys = task
+    archive, source, keys = task
     if source.pseudonyms:
         secret = None
     usable: list[str] = []
@@ -461,7 +443,7 @@ def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Sc
         refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
     members = member_hashes((label.split("/") for label in labels), secret)
     arrays = np.array(numbers, NUMBERS), members
-    return _Scan(number, usable, labels, *arrays, refused, seen, with_patient)
+    return _Scan(usable, labels, *arrays, refused, seen, with_patient)
 
 
 def _numbers(header: Header) -> tuple[int, ...]:

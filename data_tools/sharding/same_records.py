@@ -17,7 +17,7 @@ from ..io.errors import MISSING_FILE, ReadError
 from ..io.storage import prefetch
 from ..io.terminal import keep_freed_memory
 from ..sources.base import Source, read_safely
-from ..sources.dataset import DatasetSource
+from ..sources.dataset import StoredDataset
 
 OTHER_ECG = "record read already"
 CHUNK = 512  # pairs that are compared in one task
@@ -93,7 +93,7 @@ def _unlike(
 
 
 def _waveforms(source: Source, key: str) -> int | ReadError:
-    if isinstance(source, DatasetSource):
+    if isinstance(source, StoredDataset):
         return source.waveforms(key)
     record = read_safely(source.read, key)
     if isinstance(record, ReadError):

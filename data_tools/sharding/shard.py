@@ -48,7 +48,7 @@ from ..io.storage import (
 )
 from ..io.terminal import keep_freed_memory, tell
 from ..sources.base import Source, located, read_safely, shown_patient
-from ..sources.dataset import DatasetSource
+from ..sources.dataset import StoredDataset
 from .finishing import (
     PART_COLUMNS,
     Parts,
@@ -105,11 +105,11 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
 def _mark_of_pseudonyms(sources: list[Source], key: bytes | None) -> str | None:
     """The mark of the key of which all names will be pseudonyms. Those of datasets may be some already."""
     mark = key_mark(key)
-    marks = {source.pseudonyms for source in sources if isinstance(source, DatasetSource)}
+    marks = {source.pseudonyms for source in sources if isinstance(source, StoredDataset)}
     if (
         not key
         and len(marks) == 1
-        and len(sources) == sum(isinstance(source, DatasetSource) for source in sources)
+        and len(sources) == sum(isinstance(source, StoredDataset) for source in sources)
     ):
         return marks.pop()
     for source in sources:

@@ -31,7 +31,7 @@ OF_CROP = ("shard", "offset", "crc32c", "waveform", "start_s", "halves", "missin
 TAKEN = 65_536  # rows that are Python objects at a time
 
 
-class DatasetSource(Source):
+class StoredDataset(Source):
     """The records of one source of a dataset. A key is the record's name and, as JSON, what the table says
     of it: whoever reads a record needs no table."""
 
@@ -133,7 +133,7 @@ def dataset_sources(root: Folder) -> list[Source]:
     meta = open_dataset(root).meta
     mark = meta.get("pseudonyms")
     return [
-        DatasetSource(root, source["name"], source["licence"], mark)
+        StoredDataset(root, source["name"], source["licence"], mark)
         for source in meta["sources"]
         if source["crops"]
     ]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ..ecg.constants import FS_HZ
 from ..ecg.record import HEART_AXIS_CODES, LEADS, pairs
 from ..io.spreadsheet import as_csv
 from .wfdb_files import write_record
 
-FS_HZ = 500
 FOLDER_RECORDS = 1000
 WITHOUT_STATEMENT = ("Brady", "PRWP")  # its patients never have them
 # The statement for each other class

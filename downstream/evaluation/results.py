@@ -30,7 +30,7 @@ from omnilead.engine.settings.files import find_config, shipped
 from omnilead.engine.settings.launcher import environment
 from omnilead.engine.settings.leads import describe_leads
 
-from ..inference.inputs import DatasetSource, Per
+from ..inference.ecg_reader import DatasetSource, Per
 from ..inference.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
 from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from ..tasks.config import TaskConfig

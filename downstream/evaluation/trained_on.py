@@ -30,7 +30,7 @@ from omnilead.engine.training.task import TrainingTask
 from omnilead.engine.training.train import saved_config
 
 from ..finetuning.task import FinetuneTask
-from ..inference.inputs import EcgOptions, crops_of_files, dataset_of, pseudonym_mark
+from ..inference.ecg_reader import EcgOptions, crops_of_files, dataset_of, pseudonym_mark
 
 NAMES = ["source", "record", "patient"]
 CROPS = pa.schema([COLUMNS.field(name) for name in (*NAMES, "waveform")])

@@ -42,10 +42,10 @@ from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.files import code_of, portable
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.settings.run_files import LABELS, VALID
+from omnilead.engine.training.arguments import Arguments, dtype_of, whole_crops
 from omnilead.engine.training.config import micro_batch
 from omnilead.engine.training.distributed import Ranks, on_first_rank
 from omnilead.engine.training.export import signals_of
-from omnilead.engine.training.inputs import Arguments, dtype_of, whole_crops
 from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.task import (
     Between,

@@ -31,7 +31,7 @@ from omnilead.engine.settings.files import File
 from omnilead.engine.settings.launcher import cores_per_rank, environment
 
 from . import outputs
-from .inputs import FLAGS, CropSource, EcgOptions, OpenedData, array_files, open_data
+from .ecg_reader import FLAGS, CropSource, EcgOptions, OpenedData, array_files, open_data
 from .outputs import (
     MISSING,
     RESUMABLE,

@@ -7,7 +7,7 @@ resume after a kill.
     table = whole(source, output, model.input, "half")                # the same without files
 
 `per`: one row for each window of the model (of 5 s: half), each crop's first window, each crop of
-10 s (the mean of its windows) or each record (the mean of all its windows). Parts (downstream.inference.inputs) are kept in
+10 s (the mean of its windows) or each record (the mean of all its windows). Parts (downstream.inference.ecg_reader) are kept in
 F.parquet.parts/ until the table is complete; a damaged part is computed again, one of another job
 is refused. Under torchrun or deepspeed, rank r of W computes parts r, r + W, ..., and the rank that
 finishes last joins all of them. Ranks share nothing but the folder: none waits for another. A CSV
@@ -46,7 +46,7 @@ from omnilead.engine.settings.leads import ALL, describe_leads
 
 from ..tasks.kinds import KINDS, Array
 from ..tasks.readout import PAPER
-from .inputs import COLUMNS, FLAGS, PATH, CropSource, Per, Skipped
+from .ecg_reader import COLUMNS, FLAGS, PATH, CropSource, Per, Skipped
 from .trained_model import NOT_FINITE, TrainedModel
 
 CSV = ".csv"

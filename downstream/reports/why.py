@@ -29,7 +29,7 @@ from omnilead.engine.settings.errors import ConfigError
 
 from ..inference import options as shared
 from ..inference.commands import Setup, exit_code, prepare
-from ..inference.inputs import CropSource, dataset_of, dataset_source, open_data
+from ..inference.ecg_reader import CropSource, dataset_of, dataset_source, open_data
 from ..inference.outputs import predictions
 from ..inference.trained_model import ROWS, TrainedModel
 from ..tasks.metrics import Array

@@ -31,7 +31,7 @@ import numpy as np
 
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.engine.settings.errors import Facts, OutputError
-from omnilead.engine.settings.metrics import METRIC_OF
+from omnilead.engine.settings.metrics import METRIC_OF, TIE
 
 Array = np.ndarray
 Names = Sequence[str]
@@ -45,7 +45,6 @@ NORMAL = CLASSES.index("NSR")
 WEIGHTS = "challenge_weights.csv"
 UNIT = 80  # of the weights
 THRESHOLD = 0.5
-TIE = 1e-12  # cosines in float64 closer than this are equal
 BINS = 10  # bins of probabilities, equally wide
 FEW = 10  # patients with the class, or without it
 TOO_FEW = (

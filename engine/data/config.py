@@ -6,11 +6,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from omnilead.data_tools.ecg.constants import CROP as CROP
+from omnilead.data_tools.ecg.constants import FS_HZ as DATASET_HZ
+from omnilead.data_tools.ecg.constants import HALF as HALF
+
 from ..settings.errors import one_line_errors
 from .augmentations import AugmentConfig
 from .augmentations.stage import STRICT
 
-FS_HZ, CROP, HALF = 500.0, 5000, 2500
+FS_HZ = float(DATASET_HZ)
 MV_PER_UV = 1e-3
 Views = Literal["halves", "window"]
 

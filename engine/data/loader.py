@@ -34,7 +34,7 @@ from .augmenter import Augmenter, ExtraAugmentation, Plan, measured_leads
 from .config import LoaderConfig
 from .executors import Dali, Executor, ReadCrops, TorchOnCpu, TorchOnGpu
 from .order import DatasetRows, Order, Places, shards_needed
-from .reader import BadCrop, CropReader, prefetch
+from .reader import BadCrop, CropReader, fill_ahead
 from .stage_timer import StageTimer
 from .staging import Staging
 
@@ -154,7 +154,7 @@ class Loader:
         plans = self._plans(executor)
         buffers = executor.buffers(self.config.read_ahead)
         with (
-            closing(prefetch(plans, executor.read, buffers, executor.in_use)) as read,
+            closing(fill_ahead(plans, executor.read, buffers, executor.in_use)) as read,
             closing(self._split(read)) as batches,
             closing(executor.augment(batches)) as augmented,
         ):

@@ -406,7 +406,7 @@ Buffer = TypeVar("Buffer")
 Made = TypeVar("Made")
 
 
-def prefetch(
+def fill_ahead(
     requests: Iterable[R],
     make: Callable[[R, Buffer], Made],
     buffers: Sequence[Buffer],
@@ -484,4 +484,4 @@ def read_ahead(
         crops = buffer[: len(request.row)]
         return request, crops, reader.read(request, crops)
 
-    return prefetch(requests, fill, reader.buffers(depth + in_use, shape[0]), in_use)
+    return fill_ahead(requests, fill, reader.buffers(depth + in_use, shape[0]), in_use)

@@ -30,9 +30,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.io.splitmix import mix
 from omnilead.data_tools.io.terminal import tell
 
-from ..settings.counter import mix
 from ..settings.errors import ConfigError
 from .patients import OWNER, digests, owners, parts_of
 

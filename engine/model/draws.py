@@ -32,6 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from omnilead.data_tools.io.splitmix import GOLDEN, M1, M2
+
 from ..settings.counter import Counter, bits
 from .config import ModelConfig, max_masked, max_spans
 
@@ -196,10 +198,9 @@ def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tens
     return _mix((start + counter) * _STEP)
 
 
-_STEP = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio
+_STEP = GOLDEN - 2**64
 _STEP_INVERSE = pow(_STEP, -1, 2**64) - 2**64  # modulo 2**64
-_M1 = 0xBF58476D1CE4E5B9 - 2**64
-_M2 = 0x94D049BB133111EB - 2**64
+_M1, _M2 = M1 - 2**64, M2 - 2**64
 
 
 def _mix(x: Tensor) -> Tensor:

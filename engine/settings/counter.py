@@ -19,8 +19,9 @@ from enum import IntEnum
 
 import numpy as np
 
+from omnilead.data_tools.io.splitmix import GOLDEN, mix
+
 # 2**64 / golden ratio, odd: multiples of it are spread over all 64 bits
-GOLDEN = 0x9E3779B97F4A7C15
 # makes the result depend on the order of the counters: word k adds (k + 1) times this
 _WORD = 0xD1B54A32D192ED03
 # the two uniforms behind a normal
@@ -51,19 +52,6 @@ class RandomStream(IntEnum):
     LABELS = 15
     PAIR = 16
     OWN = 18
-
-
-def mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Stafford's variant 13), in place: a bijection of uint64 with full
-    avalanche."""
-    # the only scratch array: allocating fresh pages costs more than the arithmetic
-    shifted = x >> 30
-    x ^= shifted
-    x *= 0xBF58476D1CE4E5B9
-    x ^= np.right_shift(x, 27, out=shifted)
-    x *= 0x94D049BB133111EB
-    x ^= np.right_shift(x, 31, out=shifted)
-    return x
 
 
 def bits(seed: Counter, *counters: Counter) -> np.ndarray:

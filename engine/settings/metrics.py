@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+TIE = 1e-12  # cosines in float64 closer than this are equal
+
 
 class Metric(NamedTuple):
     """All that the settings, the commands and the reports know of a metric;

@@ -26,9 +26,9 @@ from ..data.config import HALF
 from ..data.loader import Batch, order_of
 from ..data.order import Order, Places
 from ..model.kernels import REPLACEMENTS
+from .arguments import dtype_of
 from .config import RunConfig, micro_batch, zero_stage
 from .distributed import Ranks
-from .inputs import dtype_of
 from .task import TrainingTask
 from .train import duration, recompute_layers, total_steps
 

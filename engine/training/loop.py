@@ -33,9 +33,9 @@ from ..data.patients import source_names
 from ..model.objectives import sum_over_ranks
 from ..settings.counter import bits
 from ..settings.errors import TrainError
+from .arguments import arguments_of_crops
 from .config import RunConfig, micro_batch, zero_stage
 from .distributed import DeepSpeedLauncher, MaxOverRanks, Ranks, on_first_rank
-from .inputs import arguments_of_crops
 from .loggers import RunLogger, memory_gb, peak_tflops
 from .optimizer import GuardedAdamW, lr_at
 from .run_folder import RunFolder

@@ -29,10 +29,10 @@ from ..model.quantizer import temperature
 from ..settings.errors import ConfigError, blaming
 from ..settings.files import code_of, portable
 from ..settings.run_files import VALID
+from .arguments import Arguments, PretrainInputs, dtype_of
 from .config import Config, candidates
 from .continuing import read_weights
 from .distributed import Ranks, on_first_rank
-from .inputs import Arguments, PretrainInputs, dtype_of
 from .task import Between, TrainingTask, best_metric, best_step_text, describe_encoder, start_text
 from .validation import (
     PatientProbe,

@@ -25,9 +25,9 @@ from ..model.input import Input
 from ..settings.errors import ConfigError
 from ..settings.files import file_of, portable
 from ..settings.metrics import METRIC_OF, label_of
+from .arguments import Arguments
 from .config import RunConfig
 from .distributed import Ranks
-from .inputs import Arguments
 
 Between = Callable[[], None]  # called by all ranks between batches; raises when the run must stop
 Groups = list[tuple[float, list[nn.Parameter]]]  # shares of the learning rate, and weights

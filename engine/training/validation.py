@@ -28,13 +28,13 @@ from ..data.where import holds
 from ..model.encoder import pool
 from ..model.objectives import all_gather_no_grad, single_process, sum_over_ranks, world_size
 from ..settings.errors import ConfigError
+from ..settings.metrics import TIE
+from .arguments import PretrainInputs, dtype_of
 from .config import Config, DataConfig, RunConfig, candidates
 from .distributed import Ranks, on_first_rank
-from .inputs import PretrainInputs, dtype_of
 from .task import Between
 
 BATCH = 16  # crops encoded at a time
-TIE = 1e-12  # cosines in float64 closer than this are equal
 NOT_LOGGED = (
     "loss_diversity",
     "loss_features",

@@ -26,7 +26,7 @@ from omnilead.data_tools.sources.detect import open_sources
 from omnilead.downstream import convert, embed, evaluate, predict
 from omnilead.downstream.finetune import main
 from omnilead.downstream.finetuning import task as finetuning_task
-from omnilead.downstream.finetuning.read_settings import read_settings
+from omnilead.downstream.finetuning.choose_settings import read_settings
 from omnilead.downstream.finetuning.start import read_start, select_leads
 from omnilead.downstream.finetuning.task import FinetuneTask, make_targets
 from omnilead.downstream.reports import run_report

@@ -19,7 +19,7 @@ from omnilead.downstream.evaluation import (
     probe,
     results,
 )
-from omnilead.downstream.inference import inputs
+from omnilead.downstream.inference import ecg_reader
 from omnilead.downstream.tasks import metrics
 from tests.conftest import save_model
 
@@ -65,7 +65,7 @@ def make_quick(patch):
     patch.setattr(embedders, "DRAWS", 2)
     patch.setattr(probe, "STRENGTHS", probe.STRENGTHS[::6])
     patch.setattr(boosted, "ROUNDS", 5)
-    patch.setattr(inputs, "PART_BATCHES", 1)
+    patch.setattr(ecg_reader, "PART_BATCHES", 1)
     patch.setattr(
         results,
         "bootstrap",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omnilead.data_tools.dataset import Dataset, DatasetError
-from omnilead.downstream.inference.inputs import COLUMNS, EmbeddedCrops, Skipped
+from omnilead.downstream.inference.ecg_reader import COLUMNS, EmbeddedCrops, Skipped
 from omnilead.downstream.inference.outputs import (
     ParquetParts,
     has_skipped,

@@ -500,5 +500,5 @@ def test_an_interpreter_that_exits_before_the_thread_starts_reads_nothing(monkey
     """The generator runs in a thread of its own, and the main thread ends."""
     exits = SimpleNamespace(register=lambda stop: stop(), unregister=lambda stop: None)
     monkeypatch.setattr(module, "atexit", exits)
-    assert list(module.prefetch([1], lambda *_: "made", ["a buffer"])) == []
+    assert list(module.fill_ahead([1], lambda *_: "made", ["a buffer"])) == []
     assert not threads()

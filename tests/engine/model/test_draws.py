@@ -10,6 +10,7 @@ import torch
 from tiny import SMALL
 from torch.testing import assert_close
 
+from omnilead.data_tools.io.splitmix import mix
 from omnilead.engine.model.config import ModelConfig, masked_share
 from omnilead.engine.model.draws import (
     ModelStream,
@@ -23,7 +24,6 @@ from omnilead.engine.model.draws import (
     slots,
     uniform,
 )
-from omnilead.engine.settings.counter import mix
 from omnilead.engine.settings.errors import ConfigError
 
 CONFIG = ModelConfig()

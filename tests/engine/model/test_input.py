@@ -22,9 +22,9 @@ from omnilead.engine.model.input import Input
 from omnilead.engine.settings.counter import RandomStream, uniform
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL
+from omnilead.engine.training.arguments import PretrainInputs
 from omnilead.engine.training.config import build, check
 from omnilead.engine.training.continuing import read_weights
-from omnilead.engine.training.inputs import PretrainInputs
 from omnilead.engine.training.read_settings import read_settings
 from tests.conftest import save_model
 from tests.downstream.evaluate.conftest import quick  # noqa: F401

@@ -292,7 +292,7 @@ def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
             partial(dataset_source, dataset, rows, model_input, options),
         )
     key = read_key(options.pseudonymize) if options.pseudonymize else None
-    records = list(records_of(options, model_input))
+    records = list(records_to_read(options, model_input))
     digest = hashlib.sha256(key or b"")  # with a key, nobody without it can guess names and compare
     for record in records:
         digest.update(json.dumps([record.name, record.stamp.decode()]).encode())
@@ -381,7 +381,7 @@ class RecordToRead(NamedTuple):
     of_folder: bool = False  # the user has named its folder only
 
 
-def records_of(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
+def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
     for url in options.data:
         exists = Path(url).exists()
         if url.endswith(ARRAYS) and exists:
@@ -410,7 +410,7 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
     """Each crop's record, as in Prepared, and waveform (data_tools.dataset.waveform)."""
     crops: list[dict[str, Any]] = []
     key = read_key(options.pseudonymize) if options.pseudonymize else None
-    for record in records_of(options, Input(ALL, ALL)):
+    for record in records_to_read(options, Input(ALL, ALL)):
         ecg = record.read()
         if isinstance(ecg, ReadError):
             skip(options, record.name, ecg, record.of_folder)
