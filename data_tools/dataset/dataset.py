@@ -387,6 +387,12 @@ class Dataset:
 
         return web_dataset(self, role, options)
 
+    def keys(self, role: str) -> set[str]:
+        """The names in the shards of the crops of a role: source-record-NNN."""
+        from .other_programs import keys_of
+
+        return keys_of(self, role)
+
     def zarr(self) -> Any:
         """All crops as a zarr.Array; those of a role are at the rows that `select` returns."""
         from .other_programs import zarr_array

@@ -127,31 +127,31 @@ def web_dataset(dataset: Any, role: str, options: dict[str, Any]) -> Any:
     """A webdataset.WebDataset of a role's crops: `ecg` in millivolts, `json` as a dict."""
     import webdataset
 
-    root, column_value = dataset.root, _column_of(role)
+    root = dataset.root
     if root.remote or not dataset.shards:
         raise DatasetError(f"{root.url}: webdataset reads tar shards on a disk: use torch()")
     urls = [root.path(f"shards/{shard['name']}") for shard in dataset.shards]
-    stream = webdataset.WebDataset(urls, **{"shardshuffle": False} | options).map_dict(
-        json=json.loads
-    )
+    stream = webdataset.WebDataset(urls, **{"shardshuffle": False} | options)
     if role != "all":
-        stream = stream.select(partial(_has_key, _keys_of(dataset, *column_value)))
-    return stream.map(_decoded)
+        stream = stream.select(partial(_has_key, keys_of(dataset, role)))
+    return stream.map_dict(json=json.loads).map(_decoded)
 
 
-def _keys_of(dataset: Any, column: str, value: Any) -> set[str]:
-    """The keys in the shards of the crops that have a role: it stands in samples.parquet only."""
-    table = dataset.table(["source", "record", "start_s", column])
-    chosen = table.filter(pc.fill_null(pc.equal(table[column], value), False))
-    parts = (chosen["start_s"].to_numpy() * FS_HZ / CROP).round().astype(int).tolist()
-    names = (chosen[name].to_pylist() for name in ("source", "record"))
+def keys_of(dataset: Any, role: str) -> set[str]:
+    """The names in the shards of the crops of a role, which stands in samples.parquet only."""
+    column, value = _column_of(role)
+    table = dataset.table(["source", "record", "start_s", *([column] if column else [])])
+    if column:
+        table = table.filter(pc.fill_null(pc.equal(table[column], value), False))
+    parts = (table["start_s"].to_numpy() * FS_HZ / CROP).round().astype(int).tolist()
+    names = (table[name].to_pylist() for name in ("source", "record"))
     return {
         f"{source}-{record}-{part:03d}" for source, record, part in zip(*names, parts, strict=True)
     }
 
 
 def _has_key(keys: set[str], sample: dict[str, Any]) -> bool:
-    return sample["__key__"].rpartition("/")[2] in keys
+    return sample["__key__"] in keys
 
 
 def _decoded(sample: dict[str, Any]) -> dict[str, Any]:

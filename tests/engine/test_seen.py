@@ -14,13 +14,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
 from handmade import ecg
-from omnilead.data_tools.sharding.removal import remove
 from ranks import finetune, pretrain
 
 import omnilead
-from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.storage import LocalFolder
+from omnilead.data_tools.sharding.leave_out import LeaveOut
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.sources.detect import open_sources
@@ -319,8 +318,11 @@ class Clinic(Source):
         return EcgRecord(name, signal, 500.0, LEADS, "uV", source=self.source, patient=patient)
 
 
-def made_of(clinic, out, **options):
-    return shard([clinic], ShardOptions(str(out), workers=1, **ALL, **options))
+def made_of(clinic, out, *before, **options):
+    """`before`: datasets that come first."""
+    sources = [source for made in before for source in open_sources(made.root.url)]
+    sources += [clinic] if clinic else []
+    return shard(sources, ShardOptions(str(out), workers=1, **ALL, **options))
 
 
 def asked(record, dataset):
@@ -443,30 +445,31 @@ def test_patients_are_known_again_in_another_dataset_of_the_same_key(tmp_path):
     }
 
 
-def test_the_key_of_a_dataset_stays_in_its_versions(tmp_path):
+def test_the_key_of_a_dataset_stays_in_those_made_from_it(tmp_path):
     out = tmp_path / "out"
     first = made_of(Clinic("clinic", IDS), out)
     record = seen.seen_in(first, np.arange(len(first)), "unlabelled")
-    more = made_of(Clinic("clinic", [*IDS[:4], 5], seed=1000), out, append=True)
+    more = made_of(Clinic("clinic", [*IDS[:4], 5], seed=1000), tmp_path / "more", first)
     theirs = np.flatnonzero(np.char.endswith(more.column("record").astype(str), "_1000"))
     assert (seen.uses(record, more, theirs) >= 0).sum() == 4
     (tmp_path / "who").write_text(f"{IDS[0]}")
-    left, _ = remove(str(out), str(tmp_path / "who"))
-    again = made_of(Clinic("clinic", [*IDS[:4], 6], seed=2000), out, append=True)
-    assert asked(record, left) == 15 + 3 and asked(record, again) == 15 + 3 + 3
-    assert Dataset.open(str(out)).name_key == first.name_key
+    leave_out = LeaveOut.read(str(tmp_path / "who"), None)
+    left = made_of(None, tmp_path / "left", more, leave_out=leave_out)
+    again = made_of(Clinic("clinic", [*IDS[:4], 6], seed=2000), tmp_path / "again", left)
+    assert asked(record, left) == 15 + 3 and asked(record, again) == 15 + 3 + 4
+    assert again.name_key == left.name_key == first.name_key
     assert made_of(Clinic("clinic", IDS), tmp_path / "same").name_key == first.name_key
     assert made_of(Clinic("clinic", IDS[1:]), tmp_path / "fewer").name_key != first.name_key
 
 
 def test_a_key_does_not_begin_with_public_data(tmp_path):
-    """What is computed from a published archive alone is no secret of those who are appended."""
+    """What is computed from a published archive alone is no secret of those who are added."""
     out, how = tmp_path / "out", {"licence": "CC-BY-4.0"}
     public = made_of(Clinic("ptb-xl", IDS, **how), out)
     assert public.name_key is None
     assert made_of(Clinic("georgia", IDS, named=False, **how), tmp_path / "b").name_key is None
     assert made_of(Clinic("georgia", IDS, **how), tmp_path / "c").name_key  # of the user's table
-    both = made_of(Clinic("clinic", IDS, seed=1000), out, append=True)
+    both = made_of(Clinic("clinic", IDS, seed=1000), tmp_path / "both", public)
     record = seen.seen_in(both, np.arange(len(both)), "unlabelled")
     assert guessed(record, "ptb-xl", IDS) == set(IDS) and guessed(record, "clinic", IDS) == set()
     assert asked(record, both) == 2 * len(IDS)

@@ -11,7 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
+from omnilead.data_tools.dataset import (
+    COLUMNS,
+    CROP_BYTES,
+    CROP_SHAPE,
+    FORMAT_MINOR,
+    Dataset,
+    fingerprint,
+)
 from omnilead.data_tools.ecg.crops import SPEC
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sharding import shards as shard_writers
@@ -46,6 +53,7 @@ def make_dataset(root, shards, crops=4, seed=0, zarr=False, distinct=None):
     samples = (root / "samples.parquet").read_bytes()
     meta = {
         "format_version": 1,
+        "format_minor": FORMAT_MINOR,
         **{name: SPEC[name] for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples")},
         "crops": len(rows),
         "formats": ["tar", "zarr"] if zarr else ["tar"],
