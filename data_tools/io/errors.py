@@ -2,8 +2,25 @@
 exceptions are bugs."""
 
 import errno
+import os
+import re
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What fails with one of these is this machine, or the disk or network that it reads from: another try may
+# succeed
+MACHINE = {
+    *FULL,
+    *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
+    *(
+        errno.ETIMEDOUT,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.EREMOTEIO,
+        errno.ECONNRESET,
+        errno.ENOTCONN,
+    ),
+}
+HDF5_ERRNO = re.compile(r"errno = (\d+)")
 MISSING_FILE = "missing file"  # a reason of ReadError
 
 
@@ -41,6 +58,22 @@ class DatasetError(DataError):
 
 class ChunkError(DataError):
     """A damaged chunk of the zarr copy; the caller adds its name."""
+
+
+def failure_of_machine(error: BaseException | None) -> StorageError | None:
+    """The error that stops a command, if this error, or one that caused it, says that the machine failed and
+    not what it read; else None. A record that is refused for it would be lost."""
+    if error is None or isinstance(error, StorageError):
+        return error
+    if isinstance(error, OSError):
+        found = HDF5_ERRNO.search(str(error))  # h5py sets no errno
+        number = error.errno or (int(found[1]) if found else 0)
+        if number in MACHINE:
+            place = f"{error.filename}: " if error.filename else ""
+            return StorageError(
+                f"{place}{os.strerror(number)}: this machine failed, not the file: run the same command again"
+            )
+    return failure_of_machine(error.__cause__ or error.__context__)
 
 
 def printable(text: str) -> str:

@@ -27,7 +27,15 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 from uuid import uuid4
 
-from .errors import MISSING_FILE, ReadError, StorageError, mend_for, one_line, printable
+from .errors import (
+    MISSING_FILE,
+    ReadError,
+    StorageError,
+    failure_of_machine,
+    mend_for,
+    one_line,
+    printable,
+)
 from .terminal import tell
 
 T = TypeVar("T")
@@ -128,6 +136,8 @@ class LocalFolder:
                 self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             )
         except OSError as error:
+            if failure := failure_of_machine(error):
+                raise failure from None
             link = ("not a regular file", f"{name}: a link, which is not followed")
             reasons = {errno.ENOENT: (MISSING_FILE, name), errno.ELOOP: link}
             raise ReadError(

@@ -34,7 +34,7 @@ from ..io.errors import MISSING_FILE, DataError, ReadError, StorageError, printa
 from ..io.splitmix import GOLDEN, mix
 from ..io.storage import prefetch, write_errors
 from ..io.terminal import keep_freed_memory, tell
-from ..sources.base import Source, links_in, located, read_safely
+from ..sources.base import Source, links_in, located, read_header, read_safely
 from ..sources.dataset import StoredDataset
 from .same_records import OTHER_ECG, compare_records, hash_of, member_hashes
 from .shards import MAX_NAME
@@ -422,7 +422,7 @@ def _scan(secret: bytes | None, task: tuple[int, Source, list[str]]) -> _Scan:
     refused: list[tuple[str, Reject]] = []
     seen: Counter[str] = Counter()
     with_patient: Counter[str] = Counter()
-    read = partial(read_safely, source.header)
+    read = partial(read_safely, partial(read_header, source))
     headers = prefetch(read, keys) if source.root.remote else map(read, keys)
     for key, header in zip(keys, headers, strict=True):
         if isinstance(header, ReadError):

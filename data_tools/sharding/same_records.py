@@ -16,7 +16,7 @@ from ..io import cluster
 from ..io.errors import MISSING_FILE, ReadError
 from ..io.storage import prefetch
 from ..io.terminal import keep_freed_memory
-from ..sources.base import Source, read_safely
+from ..sources.base import Source, read_record, read_safely
 from ..sources.dataset import StoredDataset
 
 OTHER_ECG = "record read already"
@@ -95,7 +95,7 @@ def _unlike(
 def _waveforms(source: Source, key: str) -> int | ReadError:
     if isinstance(source, StoredDataset):
         return source.waveforms(key)
-    record = read_safely(source.read, key)
+    record = read_safely(partial(read_record, source), key)
     if isinstance(record, ReadError):
         return record
     try:

@@ -47,7 +47,7 @@ from ..io.storage import (
     write_errors,
 )
 from ..io.terminal import keep_freed_memory, tell
-from ..sources.base import Source, located, read_safely, shown_patient
+from ..sources.base import Source, located, read_record, read_safely, shown_patient
 from ..sources.dataset import StoredDataset
 from .finishing import (
     PART_COLUMNS,
@@ -442,7 +442,9 @@ def _records(
     sources: tuple[Source, ...], crops: PlannedCrops
 ) -> Iterator[tuple[Source, str, str, int, EcgRecord | ReadError]]:
     """(source, key, label, crop, record) in shard order; remote records are prefetched."""
-    read = lru_cache(RECORDS_HELD)(lambda archive, key: read_safely(sources[archive].read, key))
+    read = lru_cache(RECORDS_HELD)(
+        lambda archive, key: read_safely(partial(read_record, sources[archive]), key)
+    )
     remote = any(source.root.remote for source in sources)
     pairs = [crop[:2] for crop in crops]
     records = prefetch(lambda pair: read(*pair), pairs) if remote else starmap(read, pairs)

@@ -47,7 +47,7 @@ from ..io import cluster
 from ..io.errors import MISSING_FILE, ChunkError, DatasetError, ReadError, one_line
 from ..io.storage import prefetch
 from ..io.terminal import tell
-from ..sources.base import Source, missing_note, read_safely, shown_patient
+from ..sources.base import Source, missing_note, read_record, read_safely, shown_patient
 from .finishing import (
     ROLES,
     assign_roles,
@@ -416,7 +416,7 @@ class _Comparison:
         return list(prefetch(compare, keys) if remote else map(compare, keys))
 
     def record(self, archive: Source, item: str) -> _Compared:
-        record = read_safely(archive.read, item)
+        record = read_safely(partial(read_record, archive), item)
         if not isinstance(record, EcgRecord):
             lacks_file = record.reason == MISSING_FILE
             return _Compared(missing=archive.name_for(item) if lacks_file else "")

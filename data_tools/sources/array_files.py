@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..io.errors import DataError, ReadError, StorageError, one_line
+from ..io.errors import DataError, ReadError, StorageError, failure_of_machine, one_line
 from ..io.npz import npz_array, npz_names, open_npy
 from ..io.storage import Folder
 from .zip_folder import is_in_zip
@@ -51,6 +51,8 @@ def array_errors(part: str) -> Iterator[None]:
     except (DataError, MemoryError):
         raise
     except Exception as error:
+        if failure := failure_of_machine(error):
+            raise failure from None
         raise ReadError("unreadable file", f"{part}: {one_line(str(error), 160)}") from None
 
 

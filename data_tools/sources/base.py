@@ -13,6 +13,8 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial, wraps
 from itertools import groupby
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -22,10 +24,11 @@ import numpy as np
 from ..ecg.crops import CROP, Crop, crop_count, flags_of, prepare_crop
 from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import LEADS, EcgRecord, Header, known_patient, patient_source, record_stem
-from ..io.errors import MISSING_FILE, ReadError, StorageError, printable
+from ..io.errors import MISSING_FILE, ReadError, StorageError, failure_of_machine, printable
 from ..io.storage import Folder
 from ..io.terminal import tell
 
+_ONE_THREAD = threading.RLock()
 P = ParamSpec("P")
 T = TypeVar("T")
 # PhysioNet's lists: the names of the records in a folder, or of its subfolders with a slash at the end
@@ -63,6 +66,8 @@ class Source(ABC):
     left_out = ""
     private = ""  # what in its records' names and ids tells who the patients are
     pseudonyms: str | None = None  # of a dataset: the mark of the key that made its names
+    # Of your own source: `read` and `header` may be called from several threads at once, as for s3://
+    thread_safe = False
 
     def __init__(self, root: Folder) -> None:
         self.root = root
@@ -141,7 +146,29 @@ def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
     except (StorageError, MemoryError):
         raise
     except Exception as error:  # a user's parser failed on a broken file
+        if failure := failure_of_machine(error):
+            raise failure from None
         return ReadError("unreadable record", type(error).__name__)
+
+
+def read_record(source: Source, key: str) -> EcgRecord:
+    """What `source.read` returns. A user's own source may fill one buffer for every record, so its signal is
+    copied, and it is called from one thread at a time unless it says that it is `thread_safe`."""
+    if is_ours(source):
+        return source.read(key)
+    with nullcontext() if source.thread_safe else _ONE_THREAD:
+        record = source.read(key)
+        return replace(record, signal=record.signal.copy()) if not record.stored else record
+
+
+def read_header(source: Source, key: str) -> Header:
+    """What `source.header` returns, which may call `read`."""
+    with nullcontext() if is_ours(source) or source.thread_safe else _ONE_THREAD:
+        return source.header(key)
+
+
+def is_ours(source: Source) -> bool:
+    return type(source).__module__.startswith(__name__.rpartition(".")[0])
 
 
 class Prepared(NamedTuple):
@@ -163,7 +190,7 @@ def prepared(source: Source, key: str) -> Prepared | ReadError:
 
 
 def _prepare(source: Source, key: str) -> Prepared:
-    record = source.read(key)
+    record = read_record(source, key)
     count = crop_count(record.signal.shape[1], record.fs_hz)
     if not count:
         raise ReadError("too short", f"{record.signal.shape[1] / record.fs_hz:g} s")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..ecg.record import EcgRecord, Header, clean_age, pairs
-from ..io.errors import ReadError, StorageError
+from ..io.errors import ReadError, StorageError, failure_of_machine
 from ..io.storage import Folder
 from .array_files import array_errors, open_hdf5, open_hdf5_file, without_padding
 from .base import Source, absent_key, cached, read_table
@@ -78,6 +78,8 @@ class Code15(Source):
         try:
             tracing = tracings[int(row)]
         except OSError as error:
+            if failure := failure_of_machine(error):
+                raise failure from None
             raise ReadError("unreadable file", f"{part}: {error}"[:100]) from None
         signal = without_padding(tracing.T)
         patient, age, sex, dx = table[exam]

@@ -29,7 +29,7 @@ from ..ecg.record import (
     unit_name,
 )
 from ..ecg.resampling import RATE_RANGE_HZ
-from ..io.errors import ReadError
+from ..io.errors import ReadError, failure_of_machine
 from ..io.spreadsheet import as_number
 from ..io.storage import Folder
 
@@ -371,6 +371,8 @@ def _read_with_wfdb(root: Folder, place: str, header: WfdbHeader) -> np.ndarray:
         try:
             record = wfdb.rdrecord(str(Path(scratch, "x")), physical=False)
         except Exception as error:  # a broken file may raise anything
+            if failure := failure_of_machine(error):
+                raise failure from None
             raise ReadError(
                 "wfdb cannot read it", f"format {header.formats[0]}: {type(error).__name__}"
             ) from None
