@@ -4,6 +4,7 @@ plugin("clinic.py:Csv")                   # the class Csv; raises whatever the f
 blame(error)                              # on one line, with the line of the file that raised it
 """
 
+import ast
 import hashlib
 import importlib
 import sys
@@ -29,6 +30,29 @@ def plugin(spec: str, importable: bool = False) -> Any:
         else importlib.import_module(module),
         name,
     )
+
+
+def code_of(kind: type) -> bytes:
+    """The file that defines a class of the user's, and the files beside it that it imports: what the class
+    does depends on all of it."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    codes: dict[Path, bytes] = {}
+    waiting = [Path(file)] if file else []
+    while waiting:
+        path = waiting.pop()
+        if path in codes or not path.is_file():
+            continue
+        codes[path] = path.read_bytes()
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(codes[path])):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module or "")
+        waiting += [
+            path.with_name(f"{name.partition('.')[0]}.py") for name in sorted(names) if name
+        ]
+    return b"\0".join(codes[path] for path in sorted(codes))
 
 
 def blame(error: BaseException) -> str:

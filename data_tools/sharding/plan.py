@@ -31,10 +31,11 @@ from ..ecg.record_tables import patients_of, read_patients
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
 from ..io.errors import MISSING_FILE, DataError, ReadError, StorageError, printable
+from ..io.plugins import code_of
 from ..io.splitmix import GOLDEN, mix
 from ..io.storage import prefetch, write_errors
 from ..io.terminal import keep_freed_memory, tell
-from ..sources.base import Source, links_in, located, read_header, read_safely
+from ..sources.base import Source, is_ours, links_in, located, read_header, read_safely
 from ..sources.dataset import StoredDataset
 from .same_records import OTHER_ECG, compare_records, hash_of, member_hashes
 from .shards import MAX_NAME
@@ -363,6 +364,8 @@ def _tables(sources: Iterable[Source]) -> str:
     tables = sha256()
     for source in sources:
         tables.update(sha256(source.tables()).digest())
+        if not is_ours(source):
+            tables.update(sha256(code_of(type(source))).digest())
     return tables.hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import threading
 import time
 
@@ -121,6 +122,49 @@ def test_a_file_that_cannot_be_opened_for_lack_of_descriptors_stops_the_build(
             build(tmp_path / "in", tmp_path / "out")
     assert len(build(tmp_path / "in", tmp_path / "out")) == 3
     assert len(Dataset.open(str(tmp_path / "out"))) == 3
+
+
+OWN = """
+import numpy as np
+from names_of_leads import NAMES
+from omnilead.data_tools.ecg.record import EcgRecord
+from omnilead.data_tools.sources import Source
+
+SCALE = 1
+
+class Own(Source):
+    name = "own"
+
+    def keys(self):
+        return iter(["a"])
+
+    def read(self, key):
+        rng = np.random.default_rng(0)
+        return EcgRecord(key, SCALE * rng.integers(-9, 9, (12, 5000)), 500.0, NAMES, "uV", source=self.name)
+"""
+
+
+@pytest.mark.parametrize("changed", ["own.py", "names_of_leads.py"])
+def test_a_changed_reader_is_not_the_same_reader(changed, tmp_path, shell):
+    """Above its class, or in a file beside it."""
+    (tmp_path / "names_of_leads.py").write_text(f"NAMES = {LEADS}\n")
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.raw").touch()
+    words = ("shard", tmp_path / "in", "--source", f"{tmp_path / 'own.py'}:Own", "--out")
+    how = (tmp_path / "out", "--plan", "all", "--workers", 1)
+    try:
+        shell.run(*words, *how)
+        assert "already finished: nothing was done" in shell.run(*words, *how)[1]
+        text = (tmp_path / changed).read_text()
+        other = text.replace("SCALE = 1", "SCALE = 2").replace("'I', 'II'", "'II', 'I'")
+        (tmp_path / changed).write_text(other)
+        assert other != text
+        assert "is already finished (from other input or options)" in shell.error(*words, *how)
+    finally:
+        sys.modules.pop("own", None)
+        sys.modules.pop("names_of_leads", None)
+        sys.path.remove(str(tmp_path))
 
 
 def test_which_errors_are_the_machines():
