@@ -71,10 +71,10 @@ def _wrong_setting(kind: Any, error: Any) -> str:
 @contextmanager
 def blaming(setting: str, hint: str = "") -> Iterator[None]:
     """Wraps plugged-in code: whatever it raises becomes one line about the setting that named
-    it."""
+    it. Its sys.exit would end a run as if all were well."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{setting}: {error if isinstance(error, ConfigError) else blame(error)}{hint}"
         ) from None

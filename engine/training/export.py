@@ -14,7 +14,7 @@ from omnilead.data_tools.io.terminal import mend_for
 from ..data import seen
 from ..model import folder
 from ..model.window import DEFAULT_INPUT, SCALES
-from ..settings.errors import ConfigError
+from ..settings.errors import ConfigError, TrainError
 from ..settings.leads import describe_leads
 from . import checkpoint, checkpoint_files, distributed
 from .checkpoint_files import CheckpointError, WriteError, warn
@@ -38,6 +38,11 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
     if path is None:
         raise CheckpointError(f"{run.path}: has no checkpoint: train it first")
     state = checkpoint_files.read_state(path)
+    if 0 < state["step"] <= state["skipped_steps"]:
+        raise TrainError(
+            f"{run.path}: in each of its {state['step']:,} steps the loss or a gradient was not finite, so it "
+            "has learnt nothing and no model is written: look at the data and at augment.extra, or lower train.lr"
+        )
     config: Any = saved_config(path, state, task.settings)
     with distributed.process_restored():  # reading may import DeepSpeed
         state_dict = full_weights(path)

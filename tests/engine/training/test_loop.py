@@ -326,6 +326,21 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(
     assert "rows" in ended.output and newest_step(run) == 12  # the good steps are not lost
 
 
+@pytest.mark.parametrize(
+    ("what", "code", "says"),
+    [
+        ("return x / 0.0", 1, "in each of its 3 steps the loss or a gradient was not finite"),
+        ("raise SystemExit(0)", 2, "end: SystemExit: 0"),
+    ],
+)
+def test_a_run_that_has_learnt_nothing_is_no_success(what, code, says, training, tmp_path):
+    """Neither if an augmentation spoils every step, nor if it leaves the program."""
+    (tmp_path / "own.py").write_text(f"def end(x, draw):\n    {what}\n")
+    ended = training(train__steps=3, augment__extra=f"{tmp_path / 'own.py'}:end")
+    assert says in ended.last_line(code), ended.output
+    assert not (tmp_path / "run" / "model").exists()
+
+
 def test_a_rank_with_bad_crops_names_them(dataset, tmp_path):
     """A rank on its own saves what it has trained before."""
     shutil.copytree(dataset.root.url, tmp_path / "damaged")
