@@ -86,35 +86,34 @@ def train_run(
 
     task_class = import_task()
     profiler = Profile(profile) if profile else None
-    with (
-        distributed.started(config.train) as ranks,
-        folder.locked(ranks),
-        ExitStack() as opened,
-    ):
-        # What is trained: training/pretraining.py; in fine-tuning, downstream/finetuning/task.py
-        task = task_class(config, datasets, ranks)
-        resumed = train.find_checkpoint(task, folder)
-        # Crops to batches on the device: data/order.py, reader.py, augmenter.py
-        loader = opened.enter_context(closing(train.make_loader(task, resumed)))
-        progress, total = train.progress_of(config, loader, resumed)
-        if profiler:
-            profiler.check(total - progress.step)
-        if ranks.first:
-            folder.keep(task.code, task.kept)
-        # Model and optimiser: model/pretrainer.py, training/optimizer.py, DeepSpeed
-        engine, adam = train.make_engine(task, resumed)
-        opened.callback(engine.destroy)
-        logger = None
-        if ranks.first:
-            logger = train.make_logger(task, folder, engine, progress, total)
-            opened.enter_context(closing(logger))
-            logger.services |= tracking.open_services(folder.path, config, progress.step)
-            train.announce(task, loader, progress, engine)
-        loop = Loop(task, folder, engine, adam, loader, progress, total, logger)
-        finished = train.run_loop(loop, profiler, opened)
-    if finished:
-        finish(folder, task_class, after)
-    folder.send(config.train.keep, last=True)
+    # The lock is held until the model is written, longer than the ranks' connections and the engine
+    with ExitStack() as lock:
+        with distributed.started(config.train) as ranks, ExitStack() as opened:
+            lock.enter_context(folder.locked(ranks))
+            # What is trained: training/pretraining.py; in fine-tuning, downstream/finetuning/task.py
+            task = task_class(config, datasets, ranks)
+            resumed = train.find_checkpoint(task, folder)
+            # Crops to batches on the device: data/order.py, reader.py, augmenter.py
+            loader = opened.enter_context(closing(train.make_loader(task, resumed)))
+            progress, total = train.progress_of(config, loader, resumed)
+            if profiler:
+                profiler.check(total - progress.step)
+            if ranks.first:
+                folder.keep(task.code, task.kept)
+            # Model and optimiser: model/pretrainer.py, training/optimizer.py, DeepSpeed
+            engine, adam = train.make_engine(task, resumed)
+            opened.callback(engine.destroy)
+            logger = None
+            if ranks.first:
+                logger = train.make_logger(task, folder, engine, progress, total)
+                opened.enter_context(closing(logger))
+                logger.services |= tracking.open_services(folder.path, config, progress.step)
+                train.announce(task, loader, progress, engine)
+            loop = Loop(task, folder, engine, adam, loader, progress, total, logger)
+            finished = train.run_loop(loop, profiler, opened)
+        if finished:
+            finish(folder, task_class, after)
+        folder.send(config.train.keep, last=True)
     if not finished and loop.interrupted_at_s is not None:
         raise KeyboardInterrupt("interrupted: run it again to resume")
     return finished

@@ -259,7 +259,7 @@ def message_and_code(error: BaseException) -> tuple[str, int]:
     if isinstance(error, TrainError | WriteError | OutputError):
         return str(error), 1
     if isinstance(error, KeyboardInterrupt):
-        return str(error) or "interrupted before training: the same command continues", 130
+        return str(error) or "interrupted: the same command continues", 130
     if is_memory(error):
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         return f"out of memory: {LESS_MEMORY} ({reason})", 1

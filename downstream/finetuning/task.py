@@ -68,6 +68,8 @@ from ..tasks.readout import PAPER
 from ..tasks.splits import SPLITS, TRAIN
 from .start import read_start, readout_for, select_leads, with_windows
 
+LABELS_MAY_CHANGE = ("labels.unknown_patients", "labels.center", "labels.scale")  # facts
+
 
 def make_targets(labels: TaskLabels) -> Targets:
     """ConfigError if the labels cannot be learnt."""
@@ -158,6 +160,10 @@ class FinetuneTask(TrainingTask):
     @property
     def identifies(self) -> bool:
         return self.kind.name == "identity"
+
+    def may_change(self, fact: str) -> bool:
+        """The definition repeats the settings of the task, which are compared by themselves."""
+        return fact in LABELS_MAY_CHANGE or fact.startswith("labels.definition.")
 
     def _examined(self) -> tuple[nn.Module | None, float]:
         """An encoder that is not the authors', and the FLOPs of a crop."""

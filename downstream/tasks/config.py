@@ -20,6 +20,7 @@ from omnilead.engine.model.config import ModelConfig, Probability, Share
 from omnilead.engine.model.folder import is_model, local_folder
 from omnilead.engine.settings.errors import ConfigError, one_line_errors
 from omnilead.engine.settings.files import OWN
+from omnilead.engine.settings.resuming import MayChange
 from omnilead.engine.training.config import Config, RunConfig, Section, load, micro_batch
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "survival", "identity"]
@@ -34,7 +35,7 @@ class TaskConfig:
     kind: TaskKind = "multilabel"  # kind of the labels
     # CSV or parquet file. "": 26 diagnoses (multilabel), patients (identity), or `columns` of the
     # dataset
-    labels: str = ""
+    labels: MayChange[str] = ""
     # label columns; []: all but record, source, patient, fold, split. Without a table: age, sex. For
     # survival: the time, then the event (1, or 0: censored); []: time, event
     columns: tuple[Value, ...] = ()
@@ -79,11 +80,11 @@ class TaskConfig:
 class FinetuneData(Section):
     """The task decides which crops are used: downstream.tasks."""
 
-    datasets: tuple[str, ...] = ()  # folders or s3:// addresses
+    datasets: MayChange[tuple[str, ...]] = ()  # folders or s3:// addresses
     # Train and validate only on crops for which this is true, such as age >= 18 and quality != "poor";
     # columns are those of the label table, then those of samples.parquet
     where: str = ""
-    anonymous: bool = False  # s3:// without credentials
+    anonymous: MayChange[bool] = False  # s3:// without credentials
 
 
 class Tuning(Section):
@@ -103,10 +104,10 @@ class Tuning(Section):
 
 class FinetuneConfig(RunConfig):
     folder: ClassVar[str] = "finetune"
-    run: str = "runs/finetune"  # folder of the run; an unfinished run there is resumed
+    run: MayChange[str] = "runs/finetune"  # folder of the run; an unfinished run there is resumed
     # pre-trained run or model folder; or a pre-training YAML: its architecture with random weights
     start: str = ""
-    code: bool = False  # run the code of a plugged-in encoder in the folder `start`
+    code: MayChange[bool] = False  # run the code of a plugged-in encoder in the folder `start`
     data: FinetuneData = FinetuneData()
     # no lead masking unless asked for
     defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}

@@ -11,6 +11,7 @@ from omnilead.data_tools.ecg.constants import FS_HZ as DATASET_HZ
 from omnilead.data_tools.ecg.constants import HALF as HALF
 
 from ..settings.errors import one_line_errors
+from ..settings.resuming import MayChange
 from .augmentations import AugmentConfig
 from .augmentations.stage import STRICT
 
@@ -31,15 +32,17 @@ class PipelineConfig:
     # 0: shuffle the whole dataset; G: shuffle G shards at a time, for remote data and slow disks
     block_shards: Annotated[int, Field(ge=0)] = 0
     weights: tuple[float, ...] | None = None  # sampling weights of several datasets; None: by size
-    source: Literal["tar", "zarr"] | None = None  # format to read if a dataset has both; null: tar
+    # format to read if a dataset has both; null: tar
+    source: MayChange[Literal["tar", "zarr"] | None] = None
     # verify a crop's checksum at its first read, at every read, or never
-    check: Literal["first", "always", "never"] = "first"
+    check: MayChange[Literal["first", "always", "never"]] = "first"
     # stop at a crop that cannot be read, or skip and count it
-    on_corrupt: Literal["stop", "skip"] = "stop"
-    threads: Annotated[int | None, Field(ge=1)] = None  # reading threads; None: 1, on a GPU 2
-    read_ahead: Annotated[int, Field(ge=1)] = 2  # minimum number of prefetched batches
-    cache_dir: str | None = None  # local cache folder for datasets on s3://
-    cache_bytes: int = 100 * 2**30  # size limit of cache_dir
+    on_corrupt: MayChange[Literal["stop", "skip"]] = "stop"
+    # reading threads; None: 1, on a GPU 2
+    threads: MayChange[Annotated[int | None, Field(ge=1)]] = None
+    read_ahead: MayChange[Annotated[int, Field(ge=1)]] = 2  # minimum number of prefetched batches
+    cache_dir: MayChange[str | None] = None  # local cache folder for datasets on s3://
+    cache_bytes: MayChange[int] = 100 * 2**30  # size limit of cache_dir
 
 
 @one_line_errors

@@ -9,6 +9,7 @@ config.json has the sha256 of every file (its own hash excludes that entry). mod
 them, so that a damaged or changed model is never loaded. The model card may be edited.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -17,10 +18,11 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import pyarrow as pa
 from safetensors import SafetensorError
@@ -85,25 +87,59 @@ def write(
     `record`: what it has seen."""
     if not folder.name:  # renaming a shell's own folder would leave it in one that is gone
         raise ConfigError(f"{folder}: name a new folder")
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    old_folder = folder.with_name(f".{folder.name}.old.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    with suppress(FileExistsError):  # if it is a file, writing says so below
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    with _no_other_writer(folder.parent) as is_alone:
+        if is_alone:
+            _remove_leftovers(folder)
+        # Not a process number: the first processes of two containers have the same
+        unique = uuid4().hex
+        temporary = folder.with_name(f".{folder.name}.{unique}")
+        old_folder = folder.with_name(f".{folder.name}.old.{unique}")
+        try:
+            temporary.mkdir()
+            save_weights(dict(weights), temporary / WEIGHTS)
+            (temporary / PREPROCESSING).write_text(_json(preprocessing))
+            (temporary / CARD).write_text(card)
+            for name, content in (code or {}).items():
+                (temporary / name).write_bytes(content)
+            if record is not None:
+                (temporary / SEEN).write_bytes(seen.as_bytes(record))
+            seal(temporary, {"format_version": FORMAT, **config})
+            if folder.exists():
+                os.replace(folder, old_folder)
+            os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(old_folder, ignore_errors=True)
+
+
+@contextmanager
+def _no_other_writer(parent: Path) -> Iterator[bool]:
+    """Waits until nobody else writes a model in this folder. False if that cannot be known, because
+    the file system does not lock folders."""
     try:
-        temporary.mkdir(parents=True)
-        save_weights(dict(weights), temporary / WEIGHTS)
-        (temporary / PREPROCESSING).write_text(_json(preprocessing))
-        (temporary / CARD).write_text(card)
-        for name, content in (code or {}).items():
-            (temporary / name).write_bytes(content)
-        if record is not None:
-            (temporary / SEEN).write_bytes(seen.as_bytes(record))
-        seal(temporary, {"format_version": FORMAT, **config})
-        if folder.exists():
-            os.replace(folder, old_folder)
-        os.replace(temporary, folder)
+        descriptor = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError:  # to list it; it may be writable
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            is_alone = True
+        except OSError:
+            is_alone = False
+        yield is_alone
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old_folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what writers of this model left behind when they were killed."""
+    leftover = re.compile(rf"\.{re.escape(folder.name)}\.(old\.)?[0-9a-f]{{32}}")
+    for path in folder.parent.glob(".*"):
+        if leftover.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def save_weights(weights: dict[str, "Tensor"], path: Path) -> None:

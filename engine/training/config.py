@@ -32,6 +32,7 @@ from ..settings.errors import ConfigError
 from ..settings.files import CONFIGS as CONFIGS
 from ..settings.files import code_of, find_config, flatten, merge
 from ..settings.metrics import METRIC_OF
+from ..settings.resuming import MayChange
 
 CPUINFO = Path("/proc/cpuinfo")
 AMD_DRIVER = Path("/dev/kfd")
@@ -91,7 +92,7 @@ class RoleSelection(Section):
 
 
 class DataConfig(Section):
-    datasets: tuple[str, ...] = ()  # folders or s3:// addresses
+    datasets: MayChange[tuple[str, ...]] = ()  # folders or s3:// addresses
     train: RoleSelection = RoleSelection(pretrain=True)
     # for the validation loss; datasets without such crops are skipped
     valid: RoleSelection = RoleSelection(dx="valid")
@@ -101,7 +102,7 @@ class DataConfig(Section):
     hold_out: float = Field(default=0.0, ge=0, lt=1)
     # train once on crops of the same waveform: on the first, in the order of `datasets`
     dedup: bool = False
-    anonymous: bool = False  # s3:// without credentials
+    anonymous: MayChange[bool] = False  # s3:// without credentials
 
 
 class TrainConfig(Section):
@@ -112,18 +113,18 @@ class TrainConfig(Section):
     # crops are contrasted only within a micro-batch (of all ranks): CMSC, SimCLR, 3KG see
     # micro_batch x ranks candidates. Code diversity and survival likewise. Of labels, those known in
     # each micro-batch are averaged, then the micro-batches.
-    micro_batch: int | None = Field(default=None, ge=1)
+    micro_batch: MayChange[int | None] = Field(default=None, ge=1)
     # auto: bf16 if the hardware supports it, else fp32
     precision: Literal["auto", "bf16", "fp32"] = "bf16"
     # None: the stage in the DeepSpeed JSON, else 1
-    zero_stage: int | None = Field(default=None, ge=0, le=3)
+    zero_stage: MayChange[int | None] = Field(default=None, ge=0, le=3)
     # DeepSpeed JSON file, or zero0 to zero3; it may set ZeRO and communication only
-    deepspeed: str | None = None
+    deepspeed: MayChange[str | None] = None
     # scope of torch.compile; None: layers on CUDA, else eager: on a CPU layers made `small` half as fast
-    compile: Literal["eager", "layers", "step"] | None = None
+    compile: MayChange[Literal["eager", "layers", "step"] | None] = None
     # activation checkpointing: the transformer layers keep only their inputs, and are computed again
     # in the backward pass: equal losses, less memory, a third more computing
-    recompute_layers: bool = False
+    recompute_layers: MayChange[bool] = False
     lr: Rate = 5e-5  # peak learning rate
     # fixed: constant lr; tri_stage: warm-up, hold, decay
     schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"
@@ -137,30 +138,30 @@ class TrainConfig(Section):
     eps: float = Field(default=1e-6, gt=0, le=1)  # of AdamW
     clip_norm: float = Field(default=0.0, ge=0)  # 0: no gradient clipping
     # stop after N non-finite steps in a row; checked when logging
-    max_nonfinite: int = Field(default=10, ge=1, le=10**6)
+    max_nonfinite: MayChange[int] = Field(default=10, ge=1, le=10**6)
     seed: int = Field(default=0, ge=0, lt=2**63)  # for data order, augmentation, initial weights
     # deterministic GPU kernels; an operation that has none is an error that names it
-    deterministic: bool = False
+    deterministic: MayChange[bool] = False
     # loggers besides metrics.jsonl
-    track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    log_every: int = Field(default=10, ge=1)  # steps
-    validate_every: int = Field(default=0, ge=0)  # steps; 0: never
-    valid_batches: int = Field(default=16, ge=1)  # at most, in each validation
+    track: MayChange[tuple[Literal["tensorboard", "wandb", "mlflow"], ...]] = ("tensorboard",)
+    log_every: MayChange[int] = Field(default=10, ge=1)  # steps
+    validate_every: MayChange[int] = Field(default=0, ge=0)  # steps; 0: never
+    valid_batches: MayChange[int] = Field(default=16, ge=1)  # at most, in each validation
     # the metric that chooses the best checkpoint; None: the task's first validation metric
     best: BestMetric | None = None
     # early stopping after this many validations in a row without improvement; 0: never
-    patience: int = Field(default=0, ge=0)
+    patience: MayChange[int] = Field(default=0, ge=0)
     # patients to identify in each validation of pre-training; 0: none
-    probe_patients: int = Field(default=256, ge=0)
+    probe_patients: MayChange[int] = Field(default=256, ge=0)
     # steps between checkpoints; 0: by time only, and at the end
-    save_every_steps: int = Field(default=0, ge=0)
+    save_every_steps: MayChange[int] = Field(default=0, ge=0)
     # minutes between checkpoints, which are written while training goes on
-    save_every_minutes: float = Field(default=30.0, gt=0)
-    keep: int = Field(default=3, ge=1)  # newest checkpoints to keep, besides the best
+    save_every_minutes: MayChange[float] = Field(default=30.0, gt=0)
+    keep: MayChange[int] = Field(default=3, ge=1)  # newest checkpoints to keep, besides the best
     # peak TFLOP/s of one device, for MFU; None: measured at the start
-    peak_tflops: float | None = Field(default=None, gt=0)
+    peak_tflops: MayChange[float | None] = Field(default=None, gt=0)
     # the run ends when a rank does not respond for this long
-    timeout_s: float = Field(default=600.0, gt=0, le=1e6)
+    timeout_s: MayChange[float] = Field(default=600.0, gt=0, le=1e6)
 
     @field_validator("precision")
     @classmethod
@@ -195,7 +196,7 @@ class RunConfig(Section):
     folder: ClassVar[str] = "pretrain"  # subfolder of configs/ in which a config is found by name
     defaults: ClassVar[dict[str, Any]] = {}  # where they differ from the sections' own
     elsewhere: ClassVar[dict[str, str]] = {}  # settings that belong to another command
-    run: str  # folder of the run
+    run: MayChange[str]  # folder of the run
     data: Any
     pipeline: PipelineConfig = PipelineConfig()
     augment: AugmentConfig = AugmentConfig()
@@ -239,7 +240,7 @@ class RunConfig(Section):
 class Config(RunConfig):
     """Pre-training."""
 
-    run: str = "runs/pretrain"  # folder of the run; an unfinished run there is resumed
+    run: MayChange[str] = "runs/pretrain"  # folder of the run; an unfinished run there is resumed
     start: str = ""  # run or model folder to continue training from; "": random weights
     data: DataConfig = DataConfig()
     input: InputConfig = InputConfig()

@@ -9,7 +9,7 @@ the files that are kept beside them; and the datasets that it trains on.
         folder.claim()
         folder.keep(code, files)
         writer = folder.writer(ranks, config.train)   # uploads each checkpoint
-    folder.send(config.train.keep, last=True)
+        folder.send(config.train.keep, last=True)     # when RUN/model is written
 """
 
 import os

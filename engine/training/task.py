@@ -90,6 +90,10 @@ class TrainingTask(ABC):
         }
         return {"code": sums} if sums else {}
 
+    def may_change(self, fact: str) -> bool:
+        """Whether a fact, by its dotted name, may change nevertheless."""
+        return False
+
     def extra_metrics(self, step: int) -> dict[str, float | None]:
         return {}
 

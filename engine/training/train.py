@@ -21,6 +21,7 @@ from ..data.loader import Loader
 from ..model.encoder import Encoder, attention_backend
 from ..settings.errors import ConfigError
 from ..settings.files import flatten
+from ..settings.resuming import changeable
 from . import checkpoint, checkpoint_files, distributed
 from .checkpoint_files import CheckpointError
 from .config import RunConfig, build, deepspeed_json, zero_stage
@@ -36,44 +37,6 @@ LONG_S = 600  # of a run on a CPU, from which on its duration is estimated
 # in bfloat16; 0.24 for configs/pretrain/small.yaml
 SHARE_OF_PEAK = 0.5
 COMPILED = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
-# Settings and facts that may change when a run is resumed; train.steps and train.epochs too if the
-# learning rate does not depend on them
-CHANGEABLE = {
-    "run",
-    "code",
-    "task.labels",
-    "labels.unknown_patients",
-    "labels.center",
-    "labels.scale",
-    "data.datasets",
-    "data.anonymous",
-    "pipeline.source",
-    "pipeline.check",
-    "pipeline.on_corrupt",
-    "pipeline.threads",
-    "pipeline.read_ahead",
-    "pipeline.cache_dir",
-    "pipeline.cache_bytes",
-    "train.log_every",
-    "train.validate_every",
-    "train.valid_batches",
-    "train.patience",
-    "train.probe_patients",
-    "train.save_every_steps",
-    "train.save_every_minutes",
-    "train.keep",
-    "train.peak_tflops",
-    "train.timeout_s",
-    "train.max_nonfinite",
-    "train.deepspeed",
-    "train.compile",
-    "train.recompute_layers",
-    "train.micro_batch",
-    "train.zero_stage",
-    "train.track",
-    "train.deterministic",
-}
-DEFINITION = "labels.definition."  # of a task: its settings are compared by themselves
 
 
 @dataclass
@@ -308,11 +271,12 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
     facts_now |= task.facts()
     before = flatten({name: state.get(name) for name in facts_now}) | flatten(saved.tree())
     facts_now = flatten(facts_now) | flatten(config.tree())
+    settings_that_may = changeable(type(config))
+    if not config.length_matters:
+        settings_that_may |= {"train.steps", "train.epochs"}
     changes = []
     for key in dict.fromkeys(["start", *before, *facts_now]):
-        may_change = key in CHANGEABLE or key.startswith(DEFINITION)
-        if key in ("train.steps", "train.epochs"):
-            may_change = not config.length_matters
+        may_change = key in settings_that_may or task.may_change(key)
         if before.get(key) != facts_now.get(key) and not may_change:
             text_before, now_text = before.get(key), facts_now.get(key)
             if key == "datasets":

@@ -10,6 +10,7 @@ from omnilead.downstream.tasks.config import FinetuneConfig
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import CONFIGS
+from omnilead.engine.settings.resuming import changeable
 from omnilead.engine.training.config import (
     Config,
     build,
@@ -294,3 +295,19 @@ def test_shipped_files_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
 def test_settings_of_the_other_command_are_named():
     for kind, other in ((Config, FinetuneConfig), (FinetuneConfig, Config)):
         assert set(kind.elsewhere) == set(other.model_fields) - set(kind.model_fields)
+
+
+def test_the_settings_that_may_change_when_a_run_is_resumed():
+    """A setting that shapes what is trained must never be among them."""
+    of_both = {
+        *("run", "data.datasets", "data.anonymous"),
+        *("pipeline.source", "pipeline.check", "pipeline.on_corrupt", "pipeline.threads"),
+        *("pipeline.read_ahead", "pipeline.cache_dir", "pipeline.cache_bytes"),
+        *("train.log_every", "train.validate_every", "train.valid_batches", "train.patience"),
+        *("train.probe_patients", "train.save_every_steps", "train.save_every_minutes"),
+        *("train.keep", "train.peak_tflops", "train.timeout_s", "train.max_nonfinite"),
+        *("train.deepspeed", "train.compile", "train.recompute_layers", "train.micro_batch"),
+        *("train.zero_stage", "train.track", "train.deterministic"),
+    }
+    assert changeable(Config) == of_both
+    assert changeable(FinetuneConfig) == of_both | {"code", "task.labels"}

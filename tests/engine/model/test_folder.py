@@ -1,11 +1,17 @@
 """Every command refuses a model folder that was damaged or changed."""
 
 import errno
+import fcntl
 import json
+import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from safetensors import SafetensorError
 
 import omnilead
@@ -111,3 +117,65 @@ def test_weights_that_do_not_fit_on_the_disk_are_an_error_of_the_system(monkeypa
     with pytest.raises(OSError, match="No space left on device") as error:
         folders.save_weights({}, tmp_path / WEIGHTS)
     assert error.value.errno == errno.ENOSPC
+
+
+def write_number(folder, number):
+    """Writes a model whose only weight is a number."""
+    folders.write(folder, {"w": torch.tensor([float(number)])}, {}, {}, f"card {number}")
+
+
+def test_two_writers_with_one_process_number_wait_for_each_other(tmp_path, monkeypatch):
+    """As the first processes of two containers that share a disk have."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    saves, inside, go_on = folders.save_weights, threading.Semaphore(0), threading.Event()
+
+    def slow(weights, path):
+        inside.release()
+        assert go_on.wait(60)
+        saves(weights, path)
+
+    monkeypatch.setattr(folders, "save_weights", slow)
+    model = tmp_path / "model"
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(write_number, model, number) for number in (0, 1)]
+        assert inside.acquire(timeout=60)
+        assert not inside.acquire(timeout=0.2), "both write at once"
+        go_on.set()
+        assert [writer.result() for writer in writers] == [None, None]
+    folders.check(model)
+    assert f"card {int(folders.weights_in(model)['w'])}" == (model / "README.md").read_text()
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_two_writers_where_folders_cannot_be_locked_do_not_mix_their_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.EBADF, "Bad")))
+    saves, both, first_done = folders.save_weights, threading.Barrier(2), threading.Event()
+    model = tmp_path / "model"
+
+    def slow(weights, path):
+        saves(weights, path)
+        both.wait(60)  # both have written their weights
+        if int(weights["w"]):
+            assert first_done.wait(60)
+
+    monkeypatch.setattr(folders, "save_weights", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(write_number, model, number) for number in (0, 1))
+        first.result()
+        folders.check(model)
+        assert int(folders.weights_in(model)["w"]) == 0
+        first_done.set()
+        second.result()
+    folders.check(model)
+    assert int(folders.weights_in(model)["w"]) == 1
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
+    left = {f".model.{'0a' * 16}", f".model.old.{'0b' * 16}"}
+    others = {f".models.{'0a' * 16}", ".model.mine", ".model.old.mine", f"model.{'0a' * 16}"}
+    for name in left | others:
+        (tmp_path / name).mkdir()
+    write_number(tmp_path / "model", 1)
+    assert set(os.listdir(tmp_path)) == others | {"model"}

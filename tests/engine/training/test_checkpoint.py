@@ -10,6 +10,7 @@ import signal
 import sys
 from functools import partial
 from itertools import count
+from unittest import mock
 
 import pytest
 import torch
@@ -344,6 +345,30 @@ def test_two_processes_do_not_share_a_run(training, tmp_path):
         RunFolder(tmp_path / "missing").locked(ALONE),
     ):
         raise AssertionError
+
+
+def test_the_model_is_written_under_the_runs_lock_and_ctrl_c_then_says_what_is_true(
+    training, tmp_path, capsys
+):
+    run = tmp_path / "run"
+
+    def interrupted(*_):
+        with (
+            pytest.raises(CheckpointError, match="another process trains here"),
+            RunFolder(run).locked(ALONE),
+        ):
+            raise AssertionError
+        raise KeyboardInterrupt
+
+    says = "omnilead pretrain: interrupted: the same command continues"
+    with mock.patch.object(export, "write_export", interrupted):
+        assert training(train__steps=1).last_line(130) == says
+    with mock.patch.object(export, "write_export", side_effect=KeyboardInterrupt):
+        assert main(["--export", str(run)]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == says
+    assert not (run / "model").exists()
+    training(train__steps=1).good()
+    assert (run / "model").is_dir()
 
 
 STATE = """{"step": 2, "crops_seen": 16, "skipped_steps": 0, "in_a_row": 0, "best": {}, "world": 1,
