@@ -44,6 +44,7 @@ from omnilead.downstream.inference.trained_model import THRESHOLD
 from omnilead.downstream.reports.bench_report import write
 from omnilead.downstream.reproduce.jobs import read_json
 from omnilead.downstream.tasks.metrics import Array, challenge_statistic
+from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.settings.errors import ConfigError
 
 RANDOM = "random"
@@ -127,7 +128,7 @@ def scores_of(run: Path, dataset: Dataset, options: argparse.Namespace) -> Score
     model, eval_options = omnilead.load(str(run)), EvalOptions(leads=options.leads)
     task = chosen_task(model, labels=options.labels)
     if task.kind == "identity":
-        result = identify(model, dataset, eval_options)
+        result = identify(model, Datasets((dataset,)), eval_options)
         hits, weight_NB = result.scores["hits"], resampled(np.array(result.probe_ids))
         facts = {
             "n": len(hits),
@@ -135,7 +136,7 @@ def scores_of(run: Path, dataset: Dataset, options: argparse.Namespace) -> Score
             "gallery": len(result.gallery_ids),
         }
         return facts, {"accuracy": hits @ weight_NB / weight_NB.sum(0)}
-    halves = score_task(model, dataset, task, eval_options)
+    halves = score_task(model, Datasets((dataset,)), task, eval_options)
     y_NK, scores_NK, people = by_record(
         halves.labels_NK, halves.scores_NK, halves.records_N, halves.patients_N
     )

@@ -1,8 +1,9 @@
 """Print or draw a dataset, a crop or a record; what each lead adds to a model's answer: show --why AF --help
 
     omnilead show dataset --crop 7 --png ecg.png
+    omnilead show 'datasets/2027-*'
 
-A record is shown as `shard` would store it, with what it would refuse or repair.
+Of several datasets each summary is printed. A record is shown as `shard` would store it, with what it would refuse or repair.
 """
 
 import os
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_command
 from omnilead.data_tools.io.errors import DataError, ReadError
 from omnilead.data_tools.io.options import Option
-from omnilead.data_tools.io.shared_options import Anonymous
+from omnilead.data_tools.io.shared_options import Anonymous, DatasetPaths
 from omnilead.data_tools.io.terminal import echo
 
 if TYPE_CHECKING:
+    from omnilead.data_tools.dataset import Dataset
     from omnilead.data_tools.sources import Source
 
 
@@ -27,7 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show(
     what: Annotated[
-        str, Option("a dataset, a WFDB header file or a hospital's ECG file", "DATASET|RECORD")
+        DatasetPaths,
+        Option(
+            "datasets, patterns such as 'ds/2027-*', a .txt file that lists them, WFDB header files or "
+            "hospitals' ECG files",
+            "DATASET|RECORD",
+        ),
     ],
     *,
     crop: Annotated[
@@ -37,8 +44,11 @@ def show(
     png: Annotated[str | None, Option("save a figure as .png, .svg or .pdf", "FILE")] = None,
 ) -> int:
     from omnilead.data_tools import plots
-    from omnilead.data_tools.dataset import Dataset
 
+    shown = things_to_show(what)
+    for option, value in (("--crop", crop), ("--png", png)):
+        if value is not None and len(shown) > 1:
+            raise DataError(f"{option} {value}: is for one dataset, and {len(shown)} are given")
     if png:
         file, folder = Path(png), Path(png).absolute().parent
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -48,32 +58,50 @@ def show(
         if file.exists() and not file.is_file():
             raise DataError(f"--png {file}: exists and is not a regular file: choose another path")
         plots.picture_kind(file)
-    if Path(what).is_file() or what.endswith(".hea") or ".zip/" in what:
-        if crop is not None:
-            raise DataError(f"--crop {crop}: {what} is a record, not a dataset: leave out --crop")
-        figure = record_figure(what, draw=bool(png))
-    else:
-        dataset = Dataset.open(what, anonymous)
-        if crop is None:
-            echo(plots.describe(dataset))
-            figure = plots.dataset_figure(dataset) if png else None
-        else:
-            try:
-                ecg = dataset[crop]
-            except IndexError:
-                raise DataError(
-                    f"--crop {crop}: the dataset has crops 0 to {len(dataset) - 1}"
-                ) from None
-            for name, value in vars(ecg).items():
-                if name != "signal_uv":
-                    echo(f"{name:15}{'' if value is None else value}")
-            rate_and_axis = plots.computed(ecg.signal_uv, ecg.halves, ecg.missing_leads)
-            echo(f"{'rate, axis':15}{rate_and_axis}")
-            figure = plots.plot_ecg(ecg) if png else None
+    for one in shown:
+        figure = show_one(one, crop, anonymous, bool(png))
     if png:
         plots.save(figure, png)
         echo(f"drawn: {png}")
     return 0
+
+
+def things_to_show(what: DatasetPaths) -> "list[str | Dataset]":
+    """Records and datasets."""
+    from omnilead.data_tools.dataset import Dataset, dataset_paths, several
+
+    shown: list[str | Dataset] = []
+    for one in several(what):
+        shown += [one] if isinstance(one, Dataset) else dataset_paths(one, "show")
+    return shown
+
+
+def show_one(what: "str | Dataset", crop: int | None, anonymous: bool, draw: bool) -> Any:
+    """Prints what a record, a dataset or a crop of it is. Returns a figure if one is wanted."""
+    from omnilead.data_tools import plots
+    from omnilead.data_tools.dataset import Dataset
+
+    if isinstance(what, str):
+        if Path(what).is_file() or what.endswith(".hea") or ".zip/" in what:
+            if crop is not None:
+                raise DataError(
+                    f"--crop {crop}: {what} is a record, not a dataset: leave out --crop"
+                )
+            return record_figure(what, draw)
+        what = Dataset.open(what, anonymous)
+    if crop is None:
+        echo(plots.describe(what))
+        return plots.dataset_figure(what) if draw else None
+    try:
+        ecg = what[crop]
+    except IndexError:
+        raise DataError(f"--crop {crop}: the dataset has crops 0 to {len(what) - 1}") from None
+    for name, value in vars(ecg).items():
+        if name != "signal_uv":
+            echo(f"{name:15}{'' if value is None else value}")
+    rate_and_axis = plots.computed(ecg.signal_uv, ecg.halves, ecg.missing_leads)
+    echo(f"{'rate, axis':15}{rate_and_axis}")
+    return plots.plot_ecg(ecg) if draw else None
 
 
 def record_figure(path: str, draw: bool = True) -> Any:

@@ -1,14 +1,15 @@
 """Check a dataset; exit 0 only if there are no findings.
 
     omnilead verify dataset --archive archive
+    omnilead verify 'datasets/2027-*'
 
-Every byte, row and role is checked, and with --archive the archive's samples too.
+Every byte, row and role is checked, and with --archive the archive's samples too. Of several datasets
+each has a line.
 """
 
-import os
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from omnilead.data_tools.ecg.pseudonyms import read_key
 from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_command
@@ -17,7 +18,7 @@ from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import (
     CORES,
     Anonymous,
-    DatasetPath,
+    DatasetPaths,
     Format,
     Leads,
     Paths,
@@ -28,6 +29,9 @@ from omnilead.data_tools.io.shared_options import (
 )
 from omnilead.data_tools.io.terminal import echo, interactive
 
+if TYPE_CHECKING:
+    from omnilead.data_tools.dataset import Dataset
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(__doc__, "verify", verify, arguments)
@@ -35,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def verify(
-    dataset: DatasetPath,
+    dataset: Annotated[
+        DatasetPaths,
+        Option("datasets, patterns such as 'ds/2027-*', or a .txt file that lists them", "DATASET"),
+    ],
     *,
     archive: Annotated[
         Paths, Option("compare with the archives that it was made from", "SRC")
@@ -58,15 +65,15 @@ def verify(
     ] = None,
     anonymous: Anonymous = False,
 ) -> list[str]:
-    """Checks every byte of a dataset, as `omnilead verify`. Returns what it found wrong, each on
-    one line; an empty list means that everything holds."""
-    from omnilead.data_tools.dataset import Dataset
+    """Checks every byte of a dataset or of several, as `omnilead verify`. Returns what it found wrong,
+    each on one line; an empty list means that everything holds."""
+    from omnilead.data_tools.dataset import open_all
     from omnilead.data_tools.sharding import verify as checks
     from omnilead.data_tools.sharding.leave_out import LeaveOut
     from omnilead.data_tools.sources import detect
 
     key = read_key(pseudonymize) if pseudonymize else None
-    opened = Dataset.open(os.fspath(dataset), anonymous)
+    datasets = open_all(dataset, anonymous, "DATASET")
     for option, value in (
         ("source", source != "auto" and source),
         ("patients", patients),
@@ -76,22 +83,42 @@ def verify(
             raise DataError(
                 f"--{option} {value} applies to an archive, and none is given: add --archive SRC"
             )
+    if archive and len(datasets) > 1:
+        raise DataError(
+            f"--archive compares one dataset with what it was made from, and {len(datasets)} are given: "
+            "verify each by itself"
+        )
     arrays = {"fs_hz": fs_hz, "unit": unit, "leads": leads}
     sources = detect.open_archives(archive, source, anonymous, bool(key), arrays)
     detect.tell_notes([opened_source.left_out for opened_source in sources])
     quiet = not interactive()
     left_out = LeaveOut.read(leave_out_patients, key) if leave_out_patients else None
-    return checks.verify(opened, sources, fast, workers or CORES, key, quiet, patients, left_out)
+    findings = []
+    for opened in datasets:
+        of_dataset = checks.verify(
+            opened, sources, fast, workers or CORES, key, quiet, patients, left_out
+        )
+        prefix = f"{opened.root.url}: " if len(datasets) > 1 else ""
+        findings += [prefix + finding for finding in of_dataset]
+    return findings
 
 
 def _verify(**options: Any) -> int:
-    from omnilead.data_tools.dataset import Dataset
+    from omnilead.data_tools.dataset import open_all
 
+    datasets = open_all(options["dataset"], options["anonymous"], "DATASET")
+    if options["archive"] and len(datasets) > 1:
+        verify(**options)  # says that this is wrong
+    has_findings = [_verify_one(dataset, options) for dataset in datasets]
+    return 1 if any(has_findings) else 0
+
+
+def _verify_one(dataset: "Dataset", options: dict[str, Any]) -> bool:
+    """Prints what is wrong and how it ended. Returns whether anything is wrong."""
     started = time.monotonic()
-    findings = verify(**options)
+    findings = verify(**{**options, "dataset": dataset})
     for finding in findings:
         echo(printable(finding))
-    dataset = Dataset.open(options["dataset"], options["anonymous"])
     checked = "every byte, row and role"
     if options["fast"]:
         checked = "structure, tables, roles and sizes"
@@ -105,8 +132,8 @@ def _verify(**options: Any) -> int:
     if findings:
         result = f"{len(findings)} finding{'s' * (len(findings) != 1)}"
     seconds = time.monotonic() - started
-    echo(f"{options['dataset']}: {len(dataset):,} crops, {result}; {seconds:.1f} s")
-    return 1 if findings else 0
+    echo(f"{dataset.root.url}: {len(dataset):,} crops, {result}; {seconds:.1f} s")
+    return bool(findings)
 
 
 if __name__ == "__main__":

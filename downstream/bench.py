@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
+from omnilead.data_tools.io.shared_options import DatasetPaths
 from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
 from omnilead.engine.settings.commandline import one_blas_thread, options_of
@@ -38,10 +39,17 @@ def bench(
     ],
     *,
     code: shared.Code = False,
-    data: Annotated[str, Option("probes are fitted on train and valid, scored on test", "DATASET")],
+    data: Annotated[
+        DatasetPaths,
+        Option(
+            "datasets, patterns or a .txt file that lists them: probes are fitted on train and valid, scored "
+            "on test",
+            "DATASET",
+        ),
+    ],
     test_data: Annotated[
-        str, Option("score on the test split of this dataset instead", "DATASET")
-    ] = "",
+        DatasetPaths, Option("score on the test split of these datasets instead", "DATASET")
+    ] = (),
     tasks: Annotated[
         Sequence[str],
         Option(
@@ -96,7 +104,7 @@ def bench(
         models=tuple(models),
         data=data,
         out=Path(out),
-        test_data=test_data,
+        test_data=test_data or (),
         tasks=tuple(tasks),
         labels=labels,
         columns=tuple(columns),

@@ -3,6 +3,7 @@
     omnilead evaluate --model RUN --data DATASET                        # a fine-tuned model, on the test split
     omnilead evaluate --model RUN --data DATASET --leads I,II,V2        # a 12-lead model that is shown three leads
     omnilead evaluate --model RUN --data DATASET --labels my.csv        # another label table than the one that RUN keeps
+    omnilead evaluate --model RUN --data A B 'ds/2027-*'                # on several datasets, as if they were one
     omnilead evaluate --model RUN --data DATASET --json F.json --report F.html
     torchrun --nproc-per-node 8 -m omnilead.downstream.evaluate --model RUN --data DATASET --json F.json  # a GPU per rank
 
@@ -40,10 +41,10 @@ from omnilead.engine.settings.metrics import METRIC_OF, label_of
 from omnilead.engine.settings.run_files import LABELS
 
 if TYPE_CHECKING:
-    from omnilead.data_tools.dataset import Dataset
     from omnilead.downstream.evaluation.identification import IdentificationResult
     from omnilead.downstream.evaluation.results import EvalOptions, TaskResult
     from omnilead.downstream.inference.trained_model import TrainedModel
+    from omnilead.engine.data.datasets import Datasets
 
 CLASSES_SHOWN = 12  # printed on the terminal
 
@@ -68,7 +69,7 @@ def evaluate(
     model: Annotated[File, Option("a run, or a folder with model.safetensors", "RUN", "--model")],
     *,
     code: shared.Code = False,
-    data: Annotated[File, Option("a dataset made by omnilead shard; s3:// works too", "DATASET")],
+    data: shared.DatasetsMade,
     leads: Annotated[
         str, Option('12, 6, 3, 2, 1 or names such as "I,II,V2"; others are set to zero (all)', "L")
     ] = "",
@@ -93,10 +94,10 @@ def evaluate(
 ) -> Facts | None:
     """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns what --json holds;
     None on all ranks but the first. Errors have one-line messages."""
-    from omnilead.data_tools.dataset import Dataset
     from omnilead.downstream.evaluation.results import EvalOptions
     from omnilead.downstream.inference.commands import chosen_device
     from omnilead.downstream.inference.trained_model import load
+    from omnilead.engine.data.datasets import open_together
     from omnilead.engine.training.distributed import share_work
 
     files = ResultFiles(Path(json) if json else None, Path(report) if report else None)
@@ -104,16 +105,16 @@ def evaluate(
     run, table = os.fspath(model), os.fspath(labels)
     options = EvalOptions(role, leads, batch, run, files.halves)
     with process_group():
-        dataset = Dataset.open(os.fspath(data), anonymous)
+        datasets = open_together(data, anonymous)
         share_work()
         trained = load(run, code).to(chosen_device(device))
         if not table and task == "auto":
             table = labels_of_run(run)
-        result = score(trained, dataset, task, table, options)
+        result = score(trained, datasets, task, table, options)
     if environment()[0]:
         return None
     document = result.document()
-    files.write(document, result, dataset)
+    files.write(document, result, datasets)
     return document
 
 
@@ -135,7 +136,7 @@ def process_group() -> Iterator[None]:
 
 
 def score(
-    model: "TrainedModel", dataset: "Dataset", task: str, labels: str, options: "EvalOptions"
+    model: "TrainedModel", data: "Datasets", task: str, labels: str, options: "EvalOptions"
 ) -> "TaskResult | IdentificationResult":
     """The model's scores in the task of this name (auto: its own), with these labels."""
     from omnilead.downstream.evaluation.identification import identify
@@ -143,8 +144,8 @@ def score(
 
     task_config = chosen_task(model, task, labels)
     if task_config.kind == "identity":
-        return identify(model, dataset, options)
-    return score_task(model, dataset, task_config, options)
+        return identify(model, data, options)
+    return score_task(model, data, task_config, options)
 
 
 class ResultFiles(NamedTuple):
@@ -177,16 +178,19 @@ class ResultFiles(NamedTuple):
             )
 
     def write(
-        self, document: Facts, result: "TaskResult | IdentificationResult", dataset: "Dataset"
+        self, document: Facts, result: "TaskResult | IdentificationResult", data: "Datasets"
     ) -> None:
+        from omnilead.downstream.evaluation.results import halves_file
+
         if self.json:
             write_result(self.json, dumps(document, indent=1) + "\n", "--json")
         if self.page:
             from omnilead.downstream.reports import evaluation_report
 
-            write_result(self.page, evaluation_report.build(result, dataset), "--report")
+            write_result(self.page, evaluation_report.build(result, data), "--report")
         if self.halves:
-            self.halves.unlink()
+            for number in range(len(data.all)):
+                Path(str(halves_file(self.halves, number))).unlink(missing_ok=True)
 
 
 def labels_of_run(model: str) -> str:

@@ -40,9 +40,10 @@ from omnilead.engine.settings.commandline import RUN_CODE
 from omnilead.engine.settings.files import File
 
 if TYPE_CHECKING:
+    from omnilead.data_tools.dataset import Data
     from omnilead.downstream.finetuning.task import FinetuneTask
     from omnilead.downstream.tasks.config import FinetuneConfig
-    from omnilead.engine.run import Data, TrainingRun
+    from omnilead.engine.run import TrainingRun
 
 KINDS = ("binary", "multilabel", "multiclass", "regression", "survival")
 OWN: dict[str, Shortcut] = {

@@ -2,6 +2,7 @@
 
     omnilead fit --data DATASET --labels my.csv --out MODEL                      a column `record` and one for each label
     omnilead fit --data DATASET --labels my.csv --columns af --reader boosted --out MODEL
+    omnilead fit --data 'ds/2027-*' more --labels my.csv --out MODEL             on several datasets, as if they were one
     omnilead fit --model RUN --data DATASET --labels my.csv --leads I --out MODEL      for ECGs of lead I alone
     omnilead predict --model MODEL --data NEW --out predictions.csv
 
@@ -32,7 +33,7 @@ def fit(
     ] = "small",
     *,
     code: shared.Code = False,
-    data: Annotated[str, Option("a dataset made by omnilead shard; s3:// works too", "DATASET")],
+    data: shared.DatasetsMade,
     labels: Annotated[
         File, Option("a table of labels, CSV or parquet, with a column `record`", "CSV")
     ],

@@ -40,7 +40,8 @@ from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.engine.run import SHORTCUTS, AfterTraining, command, finish, run_from_python
 
 if TYPE_CHECKING:
-    from omnilead.engine.run import Data, Task, TrainingRun
+    from omnilead.data_tools.dataset import Data
+    from omnilead.engine.run import Task, TrainingRun
     from omnilead.engine.training.config import Config, RunConfig
     from omnilead.engine.training.pretraining import PretrainTask
 

@@ -37,12 +37,11 @@ from omnilead.engine.settings.launcher import environment
 from omnilead.engine.settings.run_files import METRICS, REPORT, VALIDATION, read_rows
 
 if TYPE_CHECKING:
-    from omnilead.data_tools.dataset import Dataset
+    from omnilead.data_tools.dataset import Data
     from omnilead.engine.training.config import RunConfig
     from omnilead.engine.training.run_folder import RunFolder
     from omnilead.engine.training.task import TrainingTask
 
-    Data = str | os.PathLike[str] | Dataset
     # Imports the class of the task, for which PyTorch is imported
     Task = Callable[[], type[TrainingTask]]
     # Imports, without PyTorch, the class of the settings and the function that reads them from a
@@ -62,7 +61,11 @@ SHORTCUTS: dict[str, Shortcut] = {
     ),
     "--data": (
         "data.datasets",
-        {"nargs": "+", "metavar": "DATASET", "help": "one or more datasets; s3:// works too"},
+        {
+            "nargs": "+",
+            "metavar": "DATASET",
+            "help": "datasets, 'ds/2027-*', or a .txt file that lists them; s3:// works too",
+        },
     ),
     "--out": (
         "run",
@@ -327,15 +330,13 @@ def run_from_python(
     after: AfterTraining | None = None,
 ) -> TrainingRun:
     """Implements omnilead.pretrain and omnilead.finetune."""
-    from omnilead.data_tools.dataset import Dataset
+    from omnilead.data_tools.dataset import dataset_paths
     from omnilead.engine.training.run_folder import RunFolder
 
-    datasets = [data] if isinstance(data, str | os.PathLike | Dataset) else data
-    urls = [
-        dataset.root.url if isinstance(dataset, Dataset) else os.fspath(dataset)
-        for dataset in datasets
-    ]
-    overrides: dict[str, Any] = {"data.datasets": urls, "run": os.fspath(out)}
+    overrides: dict[str, Any] = {
+        "data.datasets": dataset_paths(data, "data"),
+        "run": os.fspath(out),
+    }
     for name, value in settings.items():
         overrides[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
     try:

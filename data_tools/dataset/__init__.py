@@ -1,4 +1,5 @@
-"""The dataset format, version 1. `dataset.py` reads one, `facts.py` says what its files hold.
+"""The dataset format, version 1. `dataset.py` reads one, `facts.py` says what its files hold,
+`paths.py` finds those that a command is given.
 
     DATASET/dataset.json      preprocessing, sources, roles, shards, and a fingerprint of it all
             samples.parquet   one row per crop, in shard order
@@ -34,3 +35,7 @@ from .facts import STORE as STORE
 from .facts import Meta as Meta
 from .facts import RoleFacts as RoleFacts
 from .facts import fingerprint as fingerprint
+from .paths import Data as Data
+from .paths import dataset_paths as dataset_paths
+from .paths import open_all as open_all
+from .paths import several as several

@@ -127,6 +127,8 @@ def check_values(
         parameter = options.get(name)
         if parameter is None or value is parameter.default:  # an unknown name: Python says so
             continue
+        if parameter.kind not in (int, float) and not parameter.choices:
+            continue  # nothing to check; a Dataset would be read crop by crop
         several = parameter.several and not isinstance(value, str | os.PathLike)
         for single in value if several else [value]:
             try:

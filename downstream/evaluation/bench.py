@@ -39,7 +39,7 @@ from .differences import (
     widened,
 )
 from .embedders import BOOSTED, Compared, rows_to_compare
-from .plan import IDENTIFICATION, BenchOptions, ProbedTask, Work, plan_work
+from .plan import IDENTIFICATION, BenchOptions, ProbedTask, Work, as_typed, plan_work
 from .probe import Fit, ProbeData, ProbeJob, scores_of
 from .records import ShownLeads, fits
 from .results import EvalOptions, leakage, nullable, shown_input
@@ -59,9 +59,9 @@ def bench(options: BenchOptions) -> Facts:
         notes.append(f"{BOOSTED}: left out: {INSTALL}")
     random = {row.name: row.random for row in rows}
     about = {
-        "data": options.data,
+        "data": as_typed(options.data),
         "fingerprint": work.fitted.fingerprint,
-        "test_data": options.test_data or None,
+        "test_data": as_typed(options.test_data) or None,
         "seed": options.seed,
         "models": random,
         "fit_leads": options.fit_leads or None,
@@ -171,10 +171,10 @@ def draw_samples(
     """Metrics [K, B] of joined embedders, by task and share."""
     fit, test = (work.fitted, work.fit_leads or lead), (work.tested, lead)
     vectors = {}
-    for dataset, leads in dict.fromkeys([fit, test] if work.tasks else [test]):
-        rows = work.rows[dataset]
-        vectors[dataset, leads] = [
-            embedded(embedder, dataset, rows, leads, folder) for embedder in embedders
+    for data, leads in dict.fromkeys([fit, test] if work.tasks else [test]):
+        rows = work.rows[data]
+        vectors[data, leads] = [
+            embedded(embedder, data, rows, leads, folder) for embedder in embedders
         ]
     samples_by_task: dict[tuple[str, Any], Samples] = {}
     for name, task in work.tasks.items():
@@ -221,11 +221,11 @@ def remarks(rows: Sequence[Compared], options: BenchOptions, work: Work) -> list
     for name, task in work.tasks.items():
         notes += [f"{name}: {note}" for note in task.remarks]
     models = {row.name: row.model for row in rows if row.random and row.model}
-    for name, leads, dataset in product(models, work.shown.leads, work.rows):
-        warned = shown_input(models[name], dataset, EvalOptions(leads=leads))[1]
+    for name, leads, data in product(models, work.shown.leads, work.rows):
+        warned = shown_input(models[name], data, EvalOptions(leads=leads))[1]
         notes += [f"{name}: {note}" for note in warned]
-    for dataset in work.rows:
-        notes += work.shown.left_out(dataset)
+    for data in work.rows:
+        notes += work.shown.left_out(data)
     # Which models have seen the patients that they are tested on
     tested = {name: (task.test.rows, task.patient_B) for name, task in work.tasks.items()}
     if persons := work.persons:

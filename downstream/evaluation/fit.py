@@ -4,11 +4,13 @@ fit(FitOptions("DATASET", "MODEL", labels="my.csv"))["metrics"]["auroc"]       #
 """
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.dataset import Data
 from omnilead.data_tools.io.terminal import tell
+from omnilead.engine.data.datasets import open_together
 from omnilead.engine.settings.commandline import writing
 from omnilead.engine.settings.errors import Facts
 
@@ -17,7 +19,7 @@ from ..tasks.config import TaskConfig, TaskKind
 from ..tasks.labels import TaskLabels
 from .embedders import EmbedOptions, embedder_of
 from .heads import Choice, Head, fit_head, require_free, require_known, unrounded, write_head
-from .plan import labels_to_probe, task_of_table
+from .plan import as_typed, labels_to_probe, refuse_leak_between, task_of_table
 from .records import FITTED, ShownLeads, probed_records
 from .results import EvalOptions, leakage, shown_input
 from .vectors import require_cache
@@ -29,7 +31,7 @@ CLASSES_SHOWN = 12  # if there is one more, it is shown as well
 class FitOptions:
     """The options of downstream.fit, which explains them."""
 
-    data: str
+    data: Data | Sequence[Data]
     out: str
     model: str = "small"
     labels: str = ""
@@ -57,10 +59,10 @@ def fit(options: FitOptions) -> Facts:
         *head.said,
         *class_lines(cross_validated.get("classes", {})),
     ]
-    if len(labels.rows(0, "test")):
+    if len(labels.all_rows("test")):
         sentences.append(
             f"the ECGs of test were not used: omnilead evaluate --model {options.out} --data "
-            f"{options.data} --labels {options.labels} scores them"
+            f"{as_typed(options.data)} --labels {options.labels} scores them"
         )
     return {**cross_validated, "said": sentences}
 
@@ -71,19 +73,20 @@ def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
     require_free(out, "--out")
     parts = out.with_name(f"{out.name}.parts")  # kept after an interruption
     require_cache(parts)
-    dataset = Dataset.open(options.data, options.anonymous)
+    data = open_together(options.data, options.anonymous)
     embedder = embedder_of(options.model, options.model, options.embedding)
     model = unrounded(embedder, options.model, options.embedding.code)
-    notes = shown_input(model, dataset, EvalOptions(leads=options.leads))[1]
+    notes = shown_input(model, data, EvalOptions(leads=options.leads))[1]
     shown = ShownLeads(embedder.input, (options.leads,))
-    labels = labels_to_probe(dataset, task, FITTED)
-    train = probed_records(dataset, labels, FITTED, shown)
+    labels = labels_to_probe(data, task, FITTED)
+    refuse_leak_between(data, labels)
+    train = probed_records(data, labels, FITTED, shown)
     require_known(labels, train)
-    notes += labels.remarks + shown.left_out(dataset)
-    notes += leakage(model, dataset, train.rows, labels.patients[0])
+    notes += labels.remarks + shown.left_out(data)
+    notes += leakage(model, data, train.rows, labels.all_patients)
     for note in notes:
         tell(f"note: {note}")
-    head = fit_head(embedder, dataset, labels, train, options.choice, parts)
+    head = fit_head(embedder, data, labels, train, options.choice, parts)
     with writing(out, "--out"):
         write_head(head, model, out)
     shutil.rmtree(parts, ignore_errors=True)

@@ -1,7 +1,7 @@
 """A frozen model with a probe as its head: what `omnilead fit` writes, and how good it is
 by cross-validation.
 
-    head = fit_head(embedder, dataset, labels, train, Choice("boosted"), Path("PARTS"))
+    head = fit_head(embedder, datasets, labels, train, Choice("boosted"), Path("PARTS"))
     head.said        # sentences: the cross-validated score, the 95 % sensitivity point
     write_head(head, model, Path("MODEL"))
 """
@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from torch import nn
 
-from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.data.seen import joined, seen_in
 from omnilead.engine.model.folder import write
 from omnilead.engine.settings.errors import ConfigError, Facts
@@ -82,17 +82,17 @@ def require_known(labels: TaskLabels, train: ProbedRecords) -> None:
 
 def fit_head(
     embedder: Embedder,
-    dataset: Dataset,
+    datasets: Datasets,
     labels: TaskLabels,
     train: ProbedRecords,
     choice: Choice,
     parts: Path,
 ) -> Head:
     """Fitted on all of `train`. `parts`: where embeddings are kept."""
-    fold_N = folds_to_test(dataset, train, choice)  # first: it refuses a wrong number
+    fold_N = folds_to_test(datasets, train, choice)  # first: it refuses a wrong number
     readout = readout_of_head(embedder, choice)
     # The model will measure rhythm itself, in its own leads
-    vectors = embedded(reading(embedder, readout), dataset, train.rows, choice.leads, parts)
+    vectors = embedded(reading(embedder, readout), datasets, train.rows, choice.leads, parts)
     x_ND, record_N = train.means([vectors]), np.arange(len(train.y_NK))
     if choice.reader == "boosted":  # on windows, since a model scores these
         x_ND, record_N = train.windows(vectors)
@@ -100,7 +100,7 @@ def fit_head(
     fit = READERS[choice.reader]
     probe = fit(data)
     document = head_document(labels, probe)
-    source_hz = dataset.column("fs_source_hz")[train.rows]
+    source_hz = datasets.column("fs_source_hz")[train.rows]
     document["source_hz"] = [float(source_hz.min()), float(source_hz.max())]
     sentences = ["not cross-validated: all ECGs are of one patient"]
     if (fold_N == 0).any():
@@ -111,14 +111,23 @@ def fit_head(
             document |= cross_validation(labels, train, scores_NK, fold_N, used_K)
             info = head_of({"head": document})
             sentences = info.said if info else []
-    seen = seen_in(dataset, np.sort(train.rows), "labelled")
+    seen = seen_in_all(datasets, np.sort(train.rows))
     people = people_of(train.patient_N)
     return Head(probe, readout, choice.leads, seen, document, people, sentences)
 
 
-def folds_to_test(dataset: Dataset, train: ProbedRecords, choice: Choice) -> Array:
+def seen_in_all(datasets: Datasets, rows: Array) -> pa.Table:
+    """The record of these crops, which a head was fitted on."""
+    of_datasets = []
+    for dataset, rows_of_dataset in zip(datasets.all, datasets.rows_of(rows), strict=True):
+        if len(rows_of_dataset):
+            of_datasets.append(seen_in(dataset, rows_of_dataset, "labelled"))
+    return joined(of_datasets)
+
+
+def folds_to_test(datasets: Datasets, train: ProbedRecords, choice: Choice) -> Array:
     """The fold of each record; NOT_TESTED for most of many records, and if there is one patient."""
-    group_N = groups_of(dataset, train)
+    group_N = groups_of(datasets, train)
     count = choice.folds or min(FOLDS, len(np.unique(group_N)))
     if count < 2:
         return np.full(len(group_N), NOT_TESTED)

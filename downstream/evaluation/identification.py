@@ -1,6 +1,6 @@
 """Identification: whether the gallery crop most similar to a probe crop is of the same patient.
 
-    identify(model, dataset, EvalOptions()).document()["score"]     # accuracy
+    identify(model, data, EvalOptions()).document()["score"]     # accuracy
 
 The first 5 s of each patient's gallery crop and probe crop are compared; with role "valid", the two
 halves of each crop that was held out of fine-tuning.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Facts
@@ -131,20 +131,20 @@ class Pairs(NamedTuple):
         )
 
 
-def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> IdentificationResult:
+def identify(model: TrainedModel, data: Datasets, options: EvalOptions) -> IdentificationResult:
     """Both the model's and its random weights' embeddings are made in one pass over the crops."""
-    model_input, notes = shown_input(model, dataset, options)
+    model_input, notes = shown_input(model, data, options)
     width = model.encoder.width
     output = vectors(model, beside_random_weights(model), 2 * width)
     pairs_of = halves_of_crops if options.role == "valid" else gallery_and_probes
-    pairs = pairs_of(output, dataset, model_input, options)
-    patients = patient_ids([dataset])[0]
+    pairs = pairs_of(output, data, model_input, options)
+    patients = np.concatenate(patient_ids(data.all))
     if model.head_info and model.head_info.kind == "identity":
-        notes += rates_note(model, dataset, pairs.rows)
-    notes += leakage(model, dataset, pairs.rows, patients, options.role)
+        notes += rates_note(model, data, pairs.rows)
+    notes += leakage(model, data, pairs.rows, patients, options.role)
     return replace(
         pairs.compare(slice(width), patients),
-        facts=evaluated_facts(dataset, options, model_input),
+        facts=evaluated_facts(data, options, model_input),
         notes=notes + pairs.left_out,
         untrained=pairs.compare(slice(width, None), patients),
     )
@@ -161,37 +161,37 @@ def beside_random_weights(model: TrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 def halves_of_crops(
-    output: Output, dataset: Dataset, model_input: Input, options: EvalOptions
+    output: Output, data: Datasets, model_input: Input, options: EvalOptions
 ) -> Pairs:
     """The first window of each crop against the second."""
-    rows = _with_two_windows(dataset, model_input)
-    (rows,), left_out = measured_crops(dataset, model_input, rows)
-    c_RD, _ = outputs_of(output, dataset, rows, model_input, options)
+    rows = _with_two_windows(data, model_input)
+    (rows,), left_out = measured_crops(data, model_input, rows)
+    c_RD, _ = outputs_of(output, data, rows, model_input, options)
     windows = model_input.count()
     return Pairs(rows, rows, c_RD[::windows], rows, c_RD[1::windows], left_out)
 
 
 def gallery_and_probes(
-    output: Output, dataset: Dataset, model_input: Input, options: EvalOptions
+    output: Output, data: Datasets, model_input: Input, options: EvalOptions
 ) -> Pairs:
     """A crop of each patient against another one."""
-    sides = identity_rows(dataset)
-    (gallery, probe), left_out = measured_crops(dataset, model_input, *sides)
+    sides = identity_rows(data)
+    (gallery, probe), left_out = measured_crops(data, model_input, *sides)
     rows = np.union1d(gallery, probe)
-    c_BD, _ = outputs_of(output, dataset, rows, model_input, options, "first")
+    c_BD, _ = outputs_of(output, data, rows, model_input, options, "first")
     gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
     return Pairs(rows, gallery, gallery_PD, probe, probe_QD, left_out)
 
 
-def _with_two_windows(dataset: Dataset, model_input: Input) -> Array:
+def _with_two_windows(data: Datasets, model_input: Input) -> Array:
     if model_input.count() < 2:
         raise ConfigError(
             f"--role valid: compares two windows of a crop, but the model takes "
             f"{model_input.window_s:g} s at once: use --role test"
         )
-    rows = dataset.select(identity="valid")
-    rows = rows[dataset.column("halves")[rows] == 2]
-    require(rows, dataset, "id=valid and two halves", "records that are not kept for tests")
+    rows = data.select("valid")
+    rows = rows[data.column("halves")[rows] == 2]
+    require(rows, data, "id=valid and two halves", "records that are not kept for tests")
     return np.asarray(rows)
 
 
@@ -218,23 +218,23 @@ class Identities(NamedTuple):
         return {"accuracy": (hits_N @ self.weight_NB / self.weight_NB.sum(0))[None]}
 
 
-def identities(tested: Dataset, measured_B: Array) -> Identities:
+def identities(tested: Datasets, measured_B: Array) -> Identities:
     """`measured_B`: whether every model can see a crop."""
     gallery, probe = identity_rows(tested, np.flatnonzero(measured_B))
-    patient_B = patient_ids([tested])[0]
+    patient_B = np.concatenate(patient_ids(tested.all))
     return Identities(gallery, probe, patient_B, resampled(patient_B[probe]))
 
 
-def identity_rows(dataset: Dataset, among: Array | None = None) -> list[Array]:
+def identity_rows(data: Datasets, among: Array | None = None) -> list[Array]:
     """The gallery and the probe crops; ConfigError if there are none."""
     sides = []
     for role in ("gallery", "probe"):
-        rows = dataset.select(identity=role)
+        rows = data.select(role)
         rows = rows if among is None else np.intersect1d(rows, among)
         source = (
             "patients of ptb-xl with two sessions: shard --id-sources names others. To score labels, fit a "
             "model to them: omnilead fit"
         )
-        require(rows, dataset, f"id={role}", source)
+        require(rows, data, f"id={role}", source)
         sides.append(rows)
     return sides

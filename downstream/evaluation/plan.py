@@ -6,15 +6,19 @@ crops of identification.
     work.rows[work.tested]                      # crops that every model embeds
 """
 
+import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.data.leakage import overlap
+from omnilead.data_tools.dataset import Data, Dataset, several
+from omnilead.engine.data.datasets import Datasets, open_together
+from omnilead.engine.data.leakage import overlap, refuse_leak
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.files import shipped
 
@@ -50,9 +54,9 @@ class BenchOptions:
     """The options of downstream.bench, which explains them."""
 
     models: tuple[str, ...]
-    data: str
+    data: Data | Sequence[Data]
     out: Path
-    test_data: str = ""
+    test_data: Data | Sequence[Data] = ()  # (): test on `data`
     tasks: tuple[str, ...] = ()
     labels: str = ""
     columns: tuple[str, ...] = ()
@@ -128,15 +132,15 @@ class ProbedTask(NamedTuple):
 class Work(NamedTuple):
     """What every model is scored on."""
 
-    fitted: Dataset
-    tested: Dataset
+    fitted: Datasets
+    tested: Datasets
     tasks: dict[str, ProbedTask]  # by name
     persons: Identities | None
     shown: ShownLeads
     fit_leads: str  # shown while a probe is fitted; "": those that are shown in the test
 
     @property
-    def rows(self) -> dict[Dataset, Array]:
+    def rows(self) -> dict[Datasets, Array]:
         """Crops that are embedded."""
         none = np.zeros(0, np.int64)
         rows = {self.fitted: [none], self.tested: [none]}  # may be one key
@@ -145,7 +149,7 @@ class Work(NamedTuple):
             rows[self.tested].append(task.test.rows)
         if self.persons:
             rows[self.tested] += [self.persons.gallery, self.persons.probe]
-        return {dataset: np.concatenate(parts) for dataset, parts in rows.items()}
+        return {data: np.concatenate(parts) for data, parts in rows.items()}
 
 
 def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
@@ -153,9 +157,9 @@ def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
     words = task_words(options)
     require_labels("--labels", options.labels)
     require_labels("--test-labels", options.test_labels)
-    tested = fitted = Dataset.open(options.data, options.anonymous)
+    tested = fitted = open_together(options.data, options.anonymous)
     if options.test_data:
-        tested = Dataset.open(options.test_data, options.anonymous)
+        tested = open_together(options.test_data, options.anonymous, "--test-data")
     tasks: dict[str, ProbedTask] = {}
     for word in words:
         if word == IDENTIFICATION:
@@ -194,7 +198,7 @@ def task_words(options: BenchOptions) -> Sequence[str]:
 
 
 def task_to_probe(
-    word: str, fitted: Dataset, tested: Dataset, options: BenchOptions, shown: ShownLeads
+    word: str, fitted: Datasets, tested: Datasets, options: BenchOptions, shown: ShownLeads
 ) -> ProbedTask:
     """The records and labels of a task's probes."""
     task = _task_named(word, options)
@@ -205,6 +209,8 @@ def task_to_probe(
     if tested is not fitted:
         url = table_of(options.test_labels, word) or task.labels
         test_labels = labels_to_test(tested, task, labels, url)
+    if not options.folds and tested is fitted:
+        refuse_leak_between(fitted, labels)
     train = probed_records(fitted, labels, splits.fitted, shown)
     test = probed_records(tested, test_labels, splits.tested, shown)
     require_varied(test_labels, splits.tested, tested)
@@ -218,31 +224,39 @@ def task_to_probe(
             few_shares.add(share)
     if few_shares:
         remarks.append(f"{TOO_FEW} have no interval.")
-    weight_NB, patient_B = resampled(test.patient_N), test_labels.patients[0]
+    weight_NB, patient_B = resampled(test.patient_N), test_labels.all_patients
     return ProbedTask(
         labels, train, test, draws, used, weight_NB, few_shares, patient_B, fold_N, remarks
     )
 
 
-def labels_to_test(tested: Dataset, task: TaskConfig, labels: TaskLabels, url: str) -> TaskLabels:
+def labels_to_test(tested: Datasets, task: TaskConfig, labels: TaskLabels, url: str) -> TaskLabels:
     """The labels of another dataset than the fitted one: outputs of the same names, in a split of its
     own."""
     columns, classes = labels.task.columns, labels.task.classes
-    return read_task(replace(task, columns=columns, classes=classes, labels=url), [tested])
+    return read_task(replace(task, columns=columns, classes=classes, labels=url), tested.all)
 
 
 def leaked_into_test(
-    fitted: Dataset, train: ProbedRecords, tested: Dataset, test: ProbedRecords
+    fitted: Datasets, train: ProbedRecords, tested: Datasets, test: ProbedRecords
 ) -> list[str]:
     """A remark if another dataset's test has patients or ECGs of the fitted records."""
     if tested is fitted:
         return []
-    shared = overlap(fitted, np.sort(train.rows), tested, test.rows)
-    if not shared:
-        return []
-    return [
-        f"Possible leakage: {shared} is in train or valid of --data and in test of --test-data."
-    ]
+    trained, held = fitted.rows_of(np.sort(train.rows)), tested.rows_of(test.rows)
+    for (number, learnt), (other, scored) in product(enumerate(trained), enumerate(held)):
+        if shared := overlap(fitted.all[number], learnt, tested.all[other], scored):
+            return [
+                f"Possible leakage: {shared} is in train or valid of --data and in test of --test-data."
+            ]
+    return []
+
+
+def refuse_leak_between(data: Datasets, labels: TaskLabels) -> None:
+    """ConfigError if a record, patient or waveform is fitted on in one dataset and for test in
+    another, as the roles of datasets that were made apart may say."""
+    trained = data.rows_of(np.sort(np.concatenate([labels.all_rows(name) for name in FITTED])))
+    refuse_leak(data.all, trained, data.rows_of(labels.all_rows("test")), "--data")
 
 
 def outputs_to_score(
@@ -279,30 +293,29 @@ def varied(
     return used_K
 
 
-def labels_to_probe(dataset: Dataset, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
+def labels_to_probe(data: Datasets, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
     """ConfigError if there is nothing to fit on."""
     if task.kind == "identity":
         raise ConfigError("is of patients: use identification, without a table")
-    labels = read_task(task, [dataset])
-    if not any(len(labels.rows(0, split)) for split in splits):
+    labels = read_task(task, data.all)
+    if not any(len(labels.all_rows(split)) for split in splits):
         mend = ": a probe needs train and test" if len(splits) == 1 else ""
         if labels.role == "dx":
             mend += f"; {DX_ROLES}"
-        name = labels.name or dataset.root.url
+        name = labels.name or data.name
         raise ConfigError(f"{name}: no record is in the split {' or '.join(splits)}{mend}")
-    require_varied(labels, splits, dataset)
+    require_varied(labels, splits, data)
     return labels
 
 
-def require_varied(labels: TaskLabels, splits: Sequence[str], dataset: Dataset) -> None:
+def require_varied(labels: TaskLabels, splits: Sequence[str], data: Datasets) -> None:
     kind, split = KINDS[labels.task.kind], splits[0]
-    y_NK = np.concatenate([labels.y[0][labels.rows(0, name)] for name in splits])
+    y_NK = np.concatenate([labels.all_y[labels.all_rows(name)] for name in splits])
     if kind.varied(y_NK).any():
         return
     mend = f"; {EMPTY}" if kind.has_thresholds and (y_NK > 0).any() else ""
     raise ConfigError(
-        f"{labels.name or dataset.root.url}: {kind.all_same(split)}: nothing to learn or "
-        f"to score{mend}"
+        f"{labels.name or data.name}: {kind.all_same(split)}: nothing to learn or to score{mend}"
     )
 
 
@@ -331,6 +344,14 @@ def _task_named(word: str, options: BenchOptions) -> TaskConfig:
         command = f"omnilead labels {word.partition('-')[0]} SRC --out {folder}"
         raise ConfigError(f"{absent}: `{command}` writes it")
     return replace(task, labels=url or task.labels)
+
+
+def as_typed(data: Data | Sequence[Data]) -> str:
+    """The datasets for a command line or a table."""
+    return " ".join(
+        one.root.url if isinstance(one, Dataset) else shlex.quote(os.fspath(one))
+        for one in several(data)
+    )
 
 
 def require_labels(option: str, folder: str) -> None:

@@ -1,9 +1,9 @@
 """The records that probes are fitted on and tested on: drawn shares of their patients, and folds.
 
     shown = ShownLeads(model.input, ("12", "1"))
-    train = probed_records(dataset, labels, FITTED, shown)
+    train = probed_records(data, labels, FITTED, shown)
     train.means([vectors])                                  # an embedding for each record
-    fold_N = folds_of(groups_of(dataset, train), 5)
+    fold_N = folds_of(groups_of(data, train), 5)
     for rows, scored in fits(rows, fold_N): ...             # what one probe is fitted on, and what it scores
 
 Axes: N records, B crops, S windows, D width of an embedding, K classes.
@@ -18,13 +18,13 @@ from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 from sklearn.model_selection import GroupKFold
 
-from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings import counter
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import parse_leads
 
-from ..tasks.join import data_records
+from ..tasks.join import record_of_crop
 from ..tasks.labels import TaskLabels
 from ..tasks.metrics import Array
 from .vectors import Vectors
@@ -66,38 +66,37 @@ class ShownLeads:
     input: Input  # with the longest window of all models
     leads: tuple[str, ...]  # sets of leads, each of which is shown by itself
 
-    def usable(self, dataset: Dataset) -> Array:
+    def usable(self, data: Datasets) -> Array:
         """bool [crops]: every set of leads has a recorded lead, and every model a window."""
         inputs = [replace(self.input, seen=parse_leads(leads)) for leads in self.leads]
-        return np.asarray(np.all([model_input.usable(dataset) for model_input in inputs], axis=0))
+        return np.asarray(np.all([data.each(model_input.usable) for model_input in inputs], axis=0))
 
-    def left_out(self, dataset: Dataset) -> list[str]:
+    def left_out(self, data: Datasets) -> list[str]:
         """A note on the crops that are not usable, if there are any."""
-        lost = int((~self.usable(dataset)).sum())
+        lost = int((~self.usable(data)).sum())
         if not lost:
             return []
         return [
-            f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was recorded in "
+            f"{data.name}: {lost:,} crops are left out: none of the shown leads was recorded in "
             f"them{self.input.too_short}."
         ]
 
 
 def probed_records(
-    dataset: Dataset, labels: TaskLabels, splits: Sequence[str], shown: ShownLeads
+    data: Datasets, labels: TaskLabels, splits: Sequence[str], shown: ShownLeads
 ) -> ProbedRecords:
     """The labelled records of these splits; ConfigError if there are none."""
-    rows = np.concatenate([labels.rows(0, split) for split in splits])
-    rows = rows[shown.usable(dataset)[rows]]
+    rows = np.concatenate([labels.all_rows(split) for split in splits])
+    rows = rows[shown.usable(data)[rows]]
     if not len(rows):
         raise ConfigError(
-            f"{labels.name or dataset.root.url}: no record of {dataset.root.url} is in the split "
-            f"{splits[0]}"
+            f"{labels.name or data.name}: no record of {data.name} is in the split {splits[0]}"
         )
-    record_B = data_records([dataset]).key_of_crop
+    record_B = record_of_crop(data.all)
     rows = rows[np.argsort(record_B[rows], kind="stable")]
     begins = np.flatnonzero(np.diff(record_B[rows], prepend=-1))
     first = rows[begins]
-    return ProbedRecords(rows, begins, labels.y[0][first], labels.patients[0][first])
+    return ProbedRecords(rows, begins, labels.all_y[first], labels.all_patients[first])
 
 
 def draws_of_share(patient_N: Array, share: float) -> Iterator[Array]:
@@ -118,12 +117,12 @@ def fits(rows: Array, fold_N: Array | None) -> list[tuple[Array, Any]]:
     return [(rows[fold_N[rows] != fold], fold_N == fold) for fold in np.unique(fold_N)]
 
 
-def groups_of(dataset: Dataset, records: ProbedRecords) -> Array:
+def groups_of(data: Datasets, records: ProbedRecords) -> Array:
     """Which records must be in one fold: those of a patient, and those with the same waveform, since an
     ECG may be there under two names. A group is named by one of its patients."""
     crops = len(records.rows)
     record_B = np.repeat(np.arange(len(records.y_NK)), np.diff(records.begins, append=crops))
-    wave_B = np.unique(dataset.column("waveform")[records.rows], return_inverse=True)[1]
+    wave_B = np.unique(data.column("waveform")[records.rows], return_inverse=True)[1]
     patients, patient_N = np.unique(records.patient_N, return_inverse=True)
     # A graph whose nodes are patients, then waveforms
     edges = patient_N[record_B], len(patients) + wave_B

@@ -1,6 +1,6 @@
 """Scores a trained model on held-out ECGs: metrics with 95 % intervals, also as JSON.
 
-    score_task(model, dataset, task, EvalOptions(role="test", leads="I,II,V2")).document()["score"]     # of a TaskConfig
+    score_task(model, data, task, EvalOptions(role="test", leads="I,II,V2")).document()["score"]     # of a TaskConfig
     TaskResult(labels_NK, scores_NK, records, patients).document()                                       # from arrays alone
 
 A sample is a half of 5 s (paper, section "Datasets"). Intervals are from a bootstrap over patients,
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.data import seen
+from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.model.config import validated
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.window import HALF_S
@@ -34,6 +35,7 @@ from ..inference.ecg_reader import DatasetSource, Per
 from ..inference.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
 from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from ..tasks.config import TaskConfig
+from ..tasks.join import names_in_several
 from ..tasks.kinds import KINDS, SENSITIVE_OF, sensitive, sensitive_points
 from ..tasks.labels import DX_ROLES, TaskLabels, read_task
 from ..tasks.metrics import (
@@ -86,7 +88,7 @@ class TaskResult:
     facts: Facts = field(default_factory=dict)  # model, data, role, leads
     notes: Sequence[str] = ()  # warnings about the data
     head: HeadInfo = DIAGNOSIS
-    crops_N: Array | None = None  # rows of the dataset
+    crops_N: Array | None = None  # crops of the data
     groups_N: Mapping[str, Array] = field(default_factory=dict)  # age, sex, source of each row
     resamples: int = RESAMPLES
     units: str = "patients"  # that intervals resample: TaskLabels.units
@@ -259,41 +261,41 @@ def nullable(value: Any) -> Any:
 
 
 def score_task(
-    model: TrainedModel, dataset: Dataset, task: TaskConfig, options: EvalOptions
+    model: TrainedModel, data: Datasets, task: TaskConfig, options: EvalOptions
 ) -> TaskResult:
     """Scores a fine-tuned model on the labelled crops of a split."""
     head = head_for(model, task)
-    model_input, notes = shown_input(model, dataset, options)
+    model_input, notes = shown_input(model, data, options)
     if head.said:
         notes.append(f"The model: {'; '.join(head.said)}.")
-    labels = read_task(task, [dataset])
+    labels = read_task(task, data.all)
     require_classes(model, labels)
-    labelled = labelled_rows(labels, dataset, options.role)
-    (rows,), left_out = measured_crops(dataset, model_input, labelled)
-    notes += rates_note(model, dataset, rows)
+    labelled = labelled_rows(labels, data, options.role)
+    (rows,), left_out = measured_crops(data, model_input, labelled)
+    notes += rates_note(model, data, rows)
     output = vectors(model, model.scores, len(model.classes))
-    scores_RK, crop_R = outputs_of(output, dataset, rows, model_input, options)
+    scores_RK, crop_R = outputs_of(output, data, rows, model_input, options)
     columns = [model.classes.index(name) for name in labels.classes]
     scored_head = with_thresholds(head, labels, columns)
     if scored_head.chosen:
         notes.append(CHALLENGE_NOTE)
-    notes += leakage(model, dataset, rows, labels.patients[0], options.role)
-    notes += unscored_note(model, dataset, labels, options.role)
-    notes += few_scored(dataset, rows, labels) + left_out + labels.remarks
-    facts = evaluated_facts(dataset, options, model_input)
+    notes += leakage(model, data, rows, labels.all_patients, options.role)
+    notes += unscored_note(model, data, labels, options.role)
+    notes += few_scored(data, rows, labels) + left_out + labels.remarks
+    facts = evaluated_facts(data, options, model_input)
     if task.labels:
         facts["labels"] = task.labels
     crops = rows[crop_R]
     return TaskResult(
-        labels_NK=labels.y[0][crops],
+        labels_NK=labels.all_y[crops],
         scores_NK=scores_RK[:, columns],
-        records_N=record_names(dataset, crops),
-        patients_N=labels.patients[0][crops].tolist(),
+        records_N=record_names(data, crops),
+        patients_N=labels.all_patients[crops].tolist(),
         facts=facts,
         notes=notes,
         head=scored_head,
         crops_N=crops,
-        groups_N=subgroups_of(dataset, crops),
+        groups_N=subgroups_of(data, crops),
         units=labels.units,
     )
 
@@ -330,16 +332,16 @@ def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
     )
 
 
-def labelled_rows(labels: TaskLabels, dataset: Dataset, role: str) -> Array:
+def labelled_rows(labels: TaskLabels, data: Datasets, role: str) -> Array:
     """The crops of a split; ConfigError if there is nothing to score."""
-    name, rows = labels.name or dataset.root.url, labels.rows(0, role)
+    name, rows = labels.name or data.name, labels.all_rows(role)
     if labels.role:
-        require(rows, dataset, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES}")
+        require(rows, data, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES}")
     if not len(rows):
         raise ConfigError(
-            f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role"
+            f"{name}: no record of {data.name} is in the split {role}: choose another --role"
         )
-    if KINDS[labels.task.kind].has_positives and not (labels.y[0][rows] > 0).any():
+    if KINDS[labels.task.kind].has_positives and not (labels.all_y[rows] > 0).any():
         what_is_missing = f"of the split {role} has a positive label"
         if labels.role:
             what_is_missing = f"with dx={role} has a scored diagnosis"
@@ -361,36 +363,37 @@ def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) 
     return replace(head, **changes)
 
 
-def rates_note(model: TrainedModel, dataset: Dataset, rows: Array) -> list[str]:
-    note = model.note_on_rates(np.unique(dataset.column("fs_source_hz")[rows]).tolist())
+def rates_note(model: TrainedModel, data: Datasets, rows: Array) -> list[str]:
+    note = model.note_on_rates(np.unique(data.column("fs_source_hz")[rows]).tolist())
     return [f"{note}."] if note else []
 
 
 def leakage(
-    model: TrainedModel, dataset: Dataset, rows: Array, patient_N: Array, role: str = "test"
+    model: TrainedModel, data: Datasets, rows: Array, patient_N: Array, role: str = "test"
 ) -> list[str]:
     """How many of the patients of these crops the model has seen, and how."""
     valid = role == "valid"
-    return seen.notes(model.seen, [dataset], [rows], [patient_N], "scored here", valid)
+    return seen.notes(
+        model.seen, data.all, data.rows_of(rows), data.split(patient_N), "scored here", valid
+    )
 
 
-def unscored_note(
-    model: TrainedModel, dataset: Dataset, labels: TaskLabels, role: str
-) -> list[str]:
+def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role: str) -> list[str]:
     """Of a table with data that the model has not seen, all could be scored."""
-    known_crops, scored = int((~np.isnan(labels.y[0]).all(1)).sum()), len(labels.rows(0, role))
+    known_crops, scored = int((~np.isnan(labels.all_y).all(1)).sum()), len(labels.all_rows(role))
     if not labels.task.labels or known_crops <= scored:
         return []
-    if seen.LABELLED in seen.uses(model.seen, dataset, np.flatnonzero(labels.split[0])):
-        return []
+    for dataset, split_N in zip(data.all, labels.split, strict=True):
+        if seen.LABELLED in seen.uses(model.seen, dataset, np.flatnonzero(split_N), data.all):
+            return []
     return [
         f"{scored:,} of {known_crops:,} labelled crops are in the split {role}. To score all, give the "
         f"label table a column `split` that says {role}."
     ]
 
 
-def few_scored(dataset: Dataset, rows: Array, labels: TaskLabels) -> list[str]:
-    scored = len(set(record_names(dataset, rows)))
+def few_scored(data: Datasets, rows: Array, labels: TaskLabels) -> list[str]:
+    scored = len(set(record_names(data, rows)))
     if not labels.task.labels or scored >= FEW_TESTED:
         return []
     return [
@@ -399,14 +402,24 @@ def few_scored(dataset: Dataset, rows: Array, labels: TaskLabels) -> list[str]:
     ]
 
 
-def record_names(dataset: Dataset, rows: Array) -> list[str]:
-    table = dataset.table(["source", "record"]).take(rows).to_pydict()
-    return [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
+def record_names(data: Datasets, rows: Array) -> list[str]:
+    """The record of each crop. A name that several datasets have is followed by the dataset's."""
+    table = data.table(["source", "record"]).take(rows).to_pydict()
+    names = [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
+    shared = set(names_in_several(data.all))
+    if not shared:
+        return names
+    urls = [dataset.root.url for dataset in data.all]
+    numbers = data.numbers_of(rows).tolist()
+    return [
+        f"{name} in {urls[number]}" if name in shared else name
+        for name, number in zip(names, numbers, strict=True)
+    ]
 
 
-def subgroups_of(dataset: Dataset, rows: Array) -> dict[str, Array]:
+def subgroups_of(data: Datasets, rows: Array) -> dict[str, Array]:
     """Age band, sex and source of each row."""
-    table = dataset.table(["age", "sex", "source"]).take(rows).to_pydict()
+    table = data.table(["age", "sex", "source"]).take(rows).to_pydict()
     age = np.array(table["age"], float)
     band = np.where(np.isnan(age), -1, np.digitize(age, AGES))
     return {
@@ -455,14 +468,14 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
     return replace(task, labels=labels) if labels else task
 
 
-def require(rows: Array, dataset: Dataset, criterion: str, source: str) -> None:
+def require(rows: Array, data: Datasets, criterion: str, source: str) -> None:
     if not len(rows):
-        reason = f"it was made with --plan {dataset.meta.get('plan')}, or has no {source}"
-        raise ConfigError(f"{dataset.root.url}: no crop has {criterion}: {reason}")
+        reason = f"it was made with --plan {data.plan}, or has no {source}"
+        raise ConfigError(f"{data.name}: no crop has {criterion}: {reason}")
 
 
 def shown_input(
-    model: TrainedModel, dataset: Dataset, options: EvalOptions
+    model: TrainedModel, data: Datasets, options: EvalOptions
 ) -> tuple[Input, list[str]]:
     """The model's input, and warnings about the data."""
     try:
@@ -470,15 +483,16 @@ def shown_input(
     except ConfigError as error:
         raise ConfigError(f"--leads {options.leads}: {error}") from None
     notes, sha256 = [], model.preprocessing.get("sha256")
-    if sha256 and sha256 != dataset.meta["preprocessing_sha256"]:
+    if sha256 and sha256 != data.all[0].meta["preprocessing_sha256"]:
         notes.append(
             "The data were preprocessed differently from the model's training data: compare "
             "dataset.json."
         )
-    if crops := dataset.synthetic_crops:
-        share = "All" if crops == len(dataset) else f"{crops:,} of {len(dataset):,}"
-        notes.append(f"{share} crops of this dataset are synthetic.")
-    if dataset.meta.get("plan") == "paper-split":
+    if crops := data.synthetic_crops:
+        share = "All" if crops == len(data) else f"{crops:,} of {len(data):,}"
+        these = "this dataset" if len(data.all) == 1 else "these datasets"
+        notes.append(f"{share} crops of {these} are synthetic.")
+    if any(dataset.meta.get("plan") == "paper-split" for dataset in data.all):
         notes.append(
             "The split is the authors', which leaks (--plan paper-split): for comparison only."
         )
@@ -486,13 +500,13 @@ def shown_input(
 
 
 def measured_crops(
-    dataset: Dataset, model_input: Input, *sides: Array
+    data: Datasets, model_input: Input, *sides: Array
 ) -> tuple[list[Array], list[str]]:
     """The crops that have a window in which at least one of the model's leads was recorded, and a
     note on the others."""
-    blank = ~model_input.usable(dataset)
+    blank = ~data.each(model_input.usable)
     if any(blank[rows].all() for rows in sides):
-        raise ConfigError(f"{dataset.root.url}: {model_input.nothing}: choose other --leads")
+        raise ConfigError(f"{data.name}: {model_input.nothing}: choose other --leads")
     notes = []
     if without := sum(int(blank[rows].sum()) for rows in sides):
         notes.append(
@@ -502,13 +516,15 @@ def measured_crops(
     return [rows[~blank[rows]] for rows in sides], notes
 
 
-def evaluated_facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> Facts:
-    window = {} if model_input.window_s == HALF_S else {"window_s": model_input.window_s}
-    return window | {
+def evaluated_facts(data: Datasets, options: EvalOptions, model_input: Input) -> Facts:
+    facts: Facts = {} if model_input.window_s == HALF_S else {"window_s": model_input.window_s}
+    if len(data.all) > 1:
+        facts["datasets"] = {dataset.root.url: dataset.fingerprint for dataset in data.all}
+    return facts | {
         "model": options.name,
-        "data": dataset.fingerprint,
-        "dataset": dataset.root.url,
-        "plan": dataset.meta.get("plan"),
+        "data": data.fingerprint,
+        "dataset": data.name,
+        "plan": data.plan,
         "role": options.role,
         "leads": describe_leads(model_input.seen),
     }
@@ -522,22 +538,48 @@ def pieces(facts: Mapping[str, Any]) -> str:
 
 def outputs_of(
     output: Output,
-    dataset: Dataset,
+    data: Datasets,
     rows: Array,
     model_input: Input,
     options: EvalOptions,
     per: Per = "half",
 ) -> tuple[Array, Array]:
-    """Outputs [R, D] of the windows of these crops, and the position in `rows` of each. Ranks share
-    the parts."""
-    model = output.model
+    """Outputs [R, D] of the windows of these crops, which ascend, and the position in `rows` of each.
+    Ranks share the parts."""
     windows = 1
     if per == "half":
-        windows = model_input.count(dataset.column("halves")[rows])
+        windows = model_input.count(data.column("halves")[rows])
     crop_R = np.repeat(np.arange(len(rows)), windows)
+    outputs = []
+    for number, rows_of_dataset in enumerate(data.rows_of(rows)):
+        if len(rows_of_dataset):
+            file = halves_file(options.halves_file, number)
+            outputs.append(
+                _outputs_of_dataset(
+                    output, data.all[number], rows_of_dataset, model_input, options, per, file
+                )
+            )
+    return np.concatenate(outputs), crop_R
+
+
+def halves_file(first: Path | None, number: int) -> Path | None:
+    """Where the outputs for a dataset are kept, if they are."""
+    return first.with_name(f"{first.name}.{number}") if first and number else first
+
+
+def _outputs_of_dataset(
+    output: Output,
+    dataset: Dataset,
+    rows: Array,
+    model_input: Input,
+    options: EvalOptions,
+    per: Per,
+    file: Path | None,
+) -> Array:
+    model = output.model
     source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
-    if options.halves_file is None:
-        return matrix(whole(source, output, model_input, per)), crop_R
+    if file is None:
+        return matrix(whole(source, output, model_input, per))
     job = {
         "model": model.digest,
         "data": dataset.fingerprint,
@@ -548,18 +590,18 @@ def outputs_of(
         "batch": options.batch,
         "device": model.device.type,
     }
-    with ParquetParts(options.halves_file, job, *environment()[:2]) as parts:
+    with ParquetParts(file, job, *environment()[:2]) as parts:
         if not parts.finished:
             make(source, output, model_input, per, parts)
         _wait_for_ranks()  # the last one has joined the parts
-        if not options.halves_file.exists():
+        if not file.exists():
             why = "cannot be read back"
             if parts.world > 1:
                 why += ": do all ranks write to the same folder?"
-            raise OutputError(f"{options.halves_file}: {why}{RESUMABLE}")
-        table = pq.read_table(options.halves_file)
+            raise OutputError(f"{file}: {why}{RESUMABLE}")
+        table = pq.read_table(file)
         _wait_for_ranks()  # rank 0 will remove the file
-    return matrix(table), crop_R
+    return matrix(table)
 
 
 def _wait_for_ranks() -> None:

@@ -1,6 +1,6 @@
 """The vectors of crops by a model or a measurement, kept in files.
 
-    vectors = embedded(embedder, dataset, rows, "12", Path("OUT/parts"))
+    vectors = embedded(embedder, data, rows, "12", Path("OUT/parts"))
     vectors.of(rows).c_BSD
 
 Files in the folder are reused if the model's files, the read-out, the dataset and the leads are the
@@ -24,6 +24,7 @@ from torch import Tensor
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.engine.data.batches import dataset_batches, predict
+from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
 
@@ -62,15 +63,27 @@ class Vectors(NamedTuple):
         return Vectors(*(array[positions] for array in self))
 
 
-def embedded(
+def embedded(embedder: Embedder, data: Datasets, rows: Array, leads: str, folder: Path) -> Vectors:
+    """The vectors of these crops, ascending; leads that the model is not shown are set to zero. Each
+    dataset has files of its own, so that those of one are reused among others."""
+    parts = []
+    rows = np.unique(rows)
+    for dataset, begin, rows_of_dataset in zip(
+        data.all, data.begins, data.rows_of(rows), strict=True
+    ):
+        if len(rows_of_dataset):
+            part = _embedded_of(embedder, dataset, rows_of_dataset, leads, folder)
+            parts.append(part._replace(row_B=part.row_B + begin))
+    return joined(parts)
+
+
+def _embedded_of(
     embedder: Embedder, dataset: Dataset, rows: Array, leads: str, folder: Path
 ) -> Vectors:
-    """The vectors of these crops, ascending; leads that the model is not shown are set to zero."""
     limited_input = embedder.input.limited_to(leads)
     job = json.dumps([embedder.digest, dataset.fingerprint, limited_input.seen])
     folder = folder / sha256(job.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
-    rows = np.unique(rows)
     saved = list(_saved_vectors(folder))
     missing = np.setdiff1d(rows, joined(saved).row_B) if saved else rows
     with progress_bar(len(missing), f" crops, {embedder.name}, leads {leads}") as bar:

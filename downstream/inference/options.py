@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from omnilead.data_tools.io.options import Option
+from omnilead.data_tools.io.shared_options import DatasetPaths
 from omnilead.data_tools.io.terminal import show
 from omnilead.engine.settings.commandline import RUN_CODE, one_blas_thread, options_of
 from omnilead.engine.settings.files import File
@@ -16,6 +17,14 @@ Ecgs = Annotated[
     Option(
         "a dataset; or folders, .hea, .npy and .npz files, vendors' .xml, .dcm, .scp and .edf",
         "DATASET|FILE",
+    ),
+]
+DatasetsMade = Annotated[
+    DatasetPaths,
+    Option(
+        "datasets made by omnilead shard, patterns such as 'ds/2027-*', or a .txt file that lists them; "
+        "s3:// works too",
+        "DATASET",
     ),
 ]
 Leads = Annotated[

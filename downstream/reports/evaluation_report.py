@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 import omnilead.data_tools.plots as plots
-from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.settings.errors import Facts
 from omnilead.engine.settings.metrics import METRIC_OF
 
@@ -40,8 +40,8 @@ COUNTS = {
 Table = list[list[str]]
 
 
-def build(result: TaskResult | IdentificationResult, dataset: Dataset | None = None) -> str:
-    content = scored(result, dataset) if isinstance(result, TaskResult) else identified(result)
+def build(result: TaskResult | IdentificationResult, data: Datasets | None = None) -> str:
+    content = scored(result, data) if isinstance(result, TaskResult) else identified(result)
     facts, name = result.facts, str(result.facts.get("model", "model"))
     heading = [
         content.pop("counts"),
@@ -64,7 +64,7 @@ def interval(ends: Sequence[float], percent: bool = False) -> str:
     return f"{shown(ends[0], percent)} to {shown(ends[1], percent)}"
 
 
-def scored(result: TaskResult, dataset: Dataset | None) -> dict[str, Any]:
+def scored(result: TaskResult, data: Datasets | None) -> dict[str, Any]:
     half, record, head = result.half, result.record, result.head
     windows = pieces(result.facts)
     y_NK, scores_NK, _ = result.of_records()
@@ -76,8 +76,8 @@ def scored(result: TaskResult, dataset: Dataset | None) -> dict[str, Any]:
     without = any(NO_INTERVAL in row for table in tables.values() for row in table)
     figures = {"regression": agreements, "survival": survival}.get(head.kind, decisions)
     worst = []
-    if dataset is not None and result.crops_N is not None and head.kind != "survival":
-        worst = [ecg(result, dataset, row) for row in result.worst(WORST)]
+    if data is not None and result.crops_N is not None and head.kind != "survival":
+        worst = [ecg(result, data, row) for row in result.worst(WORST)]
     return {
         "kind": f"{head.task}, {head.kind}",
         "counts": f"{record['n']:,} records, {half['n']:,} {windows}",
@@ -251,9 +251,9 @@ def survival(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
     }
 
 
-def ecg(result: TaskResult, dataset: Dataset, row: int) -> Picture:
+def ecg(result: TaskResult, data: Datasets, row: int) -> Picture:
     assert result.crops_N is not None
-    crop = dataset[int(result.crops_N[row])]
+    crop = data[int(result.crops_N[row])]
     groups = [str(values[row]) for name, values in result.groups_N.items() if name != "source"]
     figure = plots.ecg_figure(crop.signal_uv, crop.halves, missing=crop.missing_leads)
     for text in (*figure.texts, *figure.axes[0].texts):

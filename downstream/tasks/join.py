@@ -85,6 +85,13 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
             f"{url}: has no row for {count_and_first(without_row, data.keys)} of {all_records}"
         )
     rows = by_dataset(matches.row[data.key_of_crop], datasets)
+    is_shared = np.asarray(pc.is_in(data.keys, pa.array(names_in_several(datasets), pa.string())))
+    shared = np.flatnonzero(is_shared & (matches.row >= 0))
+    if len(shared):
+        remarks.append(
+            f"{url}: {count_and_first(shared, data.keys)} records are in several datasets: the table's row "
+            "counts for each of them"
+        )
     return JoinedSheet(name, cells, rows, remarks)
 
 
@@ -126,6 +133,28 @@ def data_records(datasets: Sequence[Dataset]) -> DataRecords:
     first = np.unique(key_of_crop, return_index=True)[1]
     names = crops["record"].take(pa.array(first)).combine_chunks()
     return DataRecords(key.dictionary, names, key_of_crop)
+
+
+def record_of_crop(datasets: Sequence[Dataset]) -> Array:
+    """The number of each crop's record; records of two datasets are two, whatever they are called."""
+    numbers_of_datasets, count = [], 0
+    for dataset in datasets:
+        records = data_records([dataset])
+        numbers_of_datasets.append(records.key_of_crop + count)
+        count += len(records.keys)
+    return np.concatenate(numbers_of_datasets)
+
+
+def names_in_several(datasets: Sequence[Dataset]) -> list[str]:
+    """The records, as source/record, that more than one of the datasets has."""
+    if len(datasets) < 2:
+        return []
+    keys = pa.chunked_array([data_records([dataset]).keys for dataset in datasets])
+    counts = keys.value_counts()
+    names: list[str] = (
+        counts.field("values").filter(pc.greater(counts.field("counts"), 1)).to_pylist()
+    )
+    return names
 
 
 def by_dataset(values_N: Array, datasets: Sequence[Dataset]) -> list[Array]:

@@ -12,6 +12,7 @@ A sheet of labels is read (sheet.py), its rows are joined to crops (join.py), it
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 
 import numpy as np
@@ -53,6 +54,19 @@ class TaskLabels:
 
     def rows(self, dataset: int, split: str) -> Array:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
+
+    def all_rows(self, split: str) -> Array:
+        """The same of all datasets, whose crops are numbered one after the other."""
+        return np.flatnonzero(np.concatenate(self.split) == SPLITS.index(split))
+
+    @cached_property
+    def all_y(self) -> Array:
+        """The labels of all crops of all datasets."""
+        return np.concatenate(self.y)
+
+    @cached_property
+    def all_patients(self) -> Array:
+        return np.concatenate(self.patients)
 
     def y_of(self, split: str) -> Array:
         """The labels of all crops of a split."""

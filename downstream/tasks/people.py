@@ -11,7 +11,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.record_tables import doubtful_patients
 from omnilead.engine.data.patients import ids_of, owners_of, patient_source
 
-from .join import JoinedSheet, data_records
+from .join import JoinedSheet, record_of_crop
 from .kinds import Array
 
 
@@ -34,7 +34,7 @@ class People(NamedTuple):
         self, datasets: Sequence[Dataset], labelled_N: Array
     ) -> tuple[int, int]:
         """How many labelled records have no patient, and how many there are."""
-        record_N = data_records(datasets).key_of_crop
+        record_N = record_of_crop(datasets)
         without_N = labelled_N & ~self.known_N
         return len(np.unique(record_N[without_N])), len(np.unique(record_N[labelled_N]))
 

@@ -19,10 +19,13 @@ KINDS = ("record", "patient", "waveform")  # of what a crop may share with anoth
 
 
 def refuse_leak(
-    datasets: Sequence[Dataset], trained: Sequence[np.ndarray], held: Sequence[np.ndarray]
+    datasets: Sequence[Dataset],
+    trained: Sequence[np.ndarray],
+    held: Sequence[np.ndarray],
+    option: str = "data.datasets",
 ) -> None:
     """ConfigError if one dataset trains on a record, patient or waveform that another holds
-    out. `trained`, `held`: rows of each dataset."""
+    out. `trained`, `held`: rows of each dataset. `option`: what named the datasets."""
     if len(datasets) < 2 or not any(map(len, held)):
         return
     for kind in KINDS:  # one at a time: names take the most memory
@@ -36,7 +39,7 @@ def refuse_leak(
                 url = datasets[learner].root.url
                 other_url = datasets[tester].root.url
                 raise ConfigError(
-                    f"data.datasets: {kind} {shared_name} is trained on in {url} and held out in "
+                    f"{option}: {kind} {shared_name} is trained on in {url} and held out in "
                     f"{other_url}: shard both archives into one dataset, or leave one out"
                 )
 

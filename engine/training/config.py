@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from omnilead.data_tools.dataset import dataset_paths
+
 from ..data.augmentations import AugmentConfig
 from ..data.config import LoaderConfig, PipelineConfig
 from ..model.config import ModelConfig, ObjectiveConfig, max_masked
@@ -92,7 +94,8 @@ class RoleSelection(Section):
 
 
 class DataConfig(Section):
-    datasets: MayChange[tuple[str, ...]] = ()  # folders or s3:// addresses
+    # folders or s3:// addresses; also patterns such as ds/2027-*, and .txt files that list them
+    datasets: MayChange[tuple[str, ...]] = ()
     train: RoleSelection = RoleSelection(pretrain=True)
     # for the validation loss; datasets without such crops are skipped
     valid: RoleSelection = RoleSelection(dx="valid")
@@ -338,7 +341,7 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
     """Validated settings from nested dicts."""
-    tree = merge(kind.defaults, tree)
+    tree = _with_dataset_paths(merge(kind.defaults, tree))
     train = tree.get("train")
     if isinstance(train, dict) and isinstance(rates := train.get("lr"), list) and rates:
         if len(rates) > 1:
@@ -353,6 +356,16 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
         raise ConfigError(
             f"a value has a type that JSON does not have: {error}: write text or a number"
         ) from None
+
+
+def _with_dataset_paths(tree: dict[str, Any]) -> dict[str, Any]:
+    """With the paths of the datasets for patterns and lists, so that a run keeps those it was started
+    with."""
+    data = tree.get("data")
+    paths = data.get("datasets") if isinstance(data, dict) else None
+    if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
+        return tree
+    return merge(tree, {"data": {"datasets": dataset_paths(paths, "data.datasets")}})
 
 
 def schema(kind: type[RunConfig] = Config) -> str:

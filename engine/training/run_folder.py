@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from omnilead.data_tools.dataset import META, Dataset
 from omnilead.data_tools.io.storage import locked_by_another, write_whole
 
+from ..data.datasets import open_together
 from ..model.folder import WEIGHTS
 from ..settings.errors import ConfigError
 from ..settings.files import CODE
@@ -179,16 +180,4 @@ def open_datasets(config: RunConfig) -> list[Dataset]:
             f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or --set "
             "data.datasets=[DATASET]"
         )
-    datasets = [Dataset.open(url, config.data.anonymous) for url in config.data.datasets]
-    names = " and ".join(dataset.root.url for dataset in datasets)
-    if len({dataset.fingerprint for dataset in datasets}) < len(datasets):
-        raise ConfigError(
-            f"data.datasets: {names} are the same data: remove one; to see a dataset more often, "
-            "set pipeline.weights"
-        )
-    if len({dataset.meta["preprocessing_sha256"] for dataset in datasets}) > 1:
-        raise ConfigError(
-            f"data.datasets: {names} were preprocessed differently: build them with the same "
-            "settings"
-        )
-    return datasets
+    return list(open_together(config.data.datasets, config.data.anonymous, "data.datasets").all)

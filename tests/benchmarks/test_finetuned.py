@@ -47,7 +47,9 @@ def test_means_over_seeds_and_their_differences(dataset, tmp_path):
     tuned, random = found["rows"]
     assert list(found["models"]) == ["w2v-x", "random"] == [tuned["model"], random["model"]]
     model = omnilead.load(tmp_path / "diagnosis-12-random-1")
-    whole = score_task(model, dataset, chosen_task(model), EvalOptions(leads="12")).record
+    whole = score_task(
+        model, Datasets((dataset,)), chosen_task(model), EvalOptions(leads="12")
+    ).record
     assert tuned["n"] == random["n"] == whole["n"] and random["patients"] == whole["patients"]
     names = ["auroc", "auprc", "brier", "challenge", "challenge_chosen"]
     assert {name: of[:1] for name, of in random["each"].items()} == {
@@ -70,7 +72,7 @@ def test_identification_is_scored_as_by_evaluate(dataset, tmp_path):
     runs = [run_of(tmp_path, "identification-12-random-1")]
     (row,) = scored(runs, "identification", dataset, tmp_path)["rows"]
     model = omnilead.load(tmp_path / "identification-12-random-1")
-    probes = identify(model, dataset, EvalOptions(leads="12")).scores
+    probes = identify(model, Datasets((dataset,)), EvalOptions(leads="12")).scores
     assert row["metrics"]["accuracy"] == pytest.approx(np.mean(probes["hits"]))
     assert row["n"] == probes["n_probes"]
 

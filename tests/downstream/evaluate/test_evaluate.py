@@ -22,6 +22,7 @@ from omnilead.downstream.tasks import metrics
 from omnilead.downstream.tasks.config import TaskConfig
 from omnilead.downstream.tasks.labels import read_task
 from omnilead.downstream.tasks.metrics import challenge_score
+from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.model.folder import seal
 from tests.downstream.evaluate.conftest import (
@@ -152,7 +153,7 @@ def test_the_first_half_of_a_normalised_crop(data, saved_model, evaluated):
     first, asked = (model.pooled(torch.stack([scaled(row)[0] for row in side])) for side in sides)
     by_hand = accuracy(first, asked, *(patient[side] for side in sides))
     assert evaluated(folder)["score"] == pytest.approx(by_hand)
-    gallery = identification.identify(model, data, results.EvalOptions()).gallery_PD
+    gallery = identification.identify(model, Datasets((data,)), results.EvalOptions()).gallery_PD
     np.testing.assert_allclose(gallery, first, atol=1e-5)
 
 
@@ -260,7 +261,7 @@ def test_a_diagnosis_has_the_challenge_score_at_0_5_and_at_chosen_thresholds(
     after = evaluated(model, "--role", "valid")
     assert after["score"] == before["score"] and noted(after, "as in the Challenge")
     options, task = results.EvalOptions("valid"), results.load_task("diagnosis")
-    result = results.score_task(omnilead.load(model), data, task, options)
+    result = results.score_task(omnilead.load(model), Datasets((data,)), task, options)
     score = after["metrics"].pop("challenge_chosen")
     expected = challenge_score(result.labels_NK, result.scores_NK > np.array(chosen))
     assert score == pytest.approx(expected, abs=1e-6)

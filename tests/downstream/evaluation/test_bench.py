@@ -41,6 +41,7 @@ from omnilead.downstream.tasks.metrics import (
     measure,
     weighted_measures,
 )
+from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.model.folder import seal
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
@@ -285,7 +286,7 @@ def test_identification_equals_a_direct_computation(out, found, dataset):
     of = identities(dataset, shown.usable(dataset))
 
     def vectors(rows):
-        made = vectors_of.embedded(beats, dataset, rows, *LEADS, out / "parts")
+        made = vectors_of.embedded(beats, Datasets((dataset,)), rows, *LEADS, out / "parts")
         return made.of(rows).c_BSD[:, 0, beats.compared]  # of unit length
 
     nearest = (vectors(of.probe) @ vectors(of.gallery).T).argmax(1)
@@ -447,7 +448,7 @@ def test_a_patient_and_the_copies_of_an_ecg_are_in_one_fold():
     begins = np.array([0, 1, 2, 3, 4, 6, 7, 8])  # the fifth has two
     records = ProbedRecords(np.arange(10), begins, np.zeros((8, 1)), patient)
     dataset = mock.Mock(column=lambda name: waveform)
-    group = groups_of(dataset, records)
+    group = groups_of(Datasets((dataset,)), records)
     fold = folds_of(group, 3)
     assert fold[0] == fold[1] and fold[2] == fold[3] and fold[4] == fold[5]
     assert sorted(np.unique(fold)) == [0, 1, 2]
@@ -456,7 +457,7 @@ def test_a_patient_and_the_copies_of_an_ecg_are_in_one_fold():
     everybody = ProbedRecords(np.arange(10), begins, np.zeros((8, 1)), np.arange(8))
     dataset.column = lambda name: np.arange(10)
     for number, (_, held) in enumerate(folds(np.arange(8))):
-        assert (folds_of(groups_of(dataset, everybody), 5)[held] == number).all()
+        assert (folds_of(groups_of(Datasets((dataset,)), everybody), 5)[held] == number).all()
 
 
 @pytest.fixture

@@ -1,0 +1,82 @@
+"""Which datasets a command is given: their paths, patterns of paths, and files that list them.
+
+dataset_paths(["ds/2027-*", "s3://bucket/more"])     # ds/2027-01, ds/2027-02, s3://bucket/more
+dataset_paths("datasets.txt")                         # one path a line, relative to the file
+"""
+
+import os
+from collections.abc import Sequence
+from glob import glob
+from pathlib import Path
+
+from ..io.errors import DataError
+from .dataset import Dataset
+
+Data = str | os.PathLike[str] | Dataset
+LIST = ".txt"  # the ending of a file that lists datasets
+
+
+def several(data: Data | Sequence[Data]) -> list[Data]:
+    """The datasets of an argument that may be one or a sequence of them."""
+    return [data] if isinstance(data, str | os.PathLike | Dataset) else list(data)
+
+
+def dataset_paths(data: Data | Sequence[Data], option: str = "--data") -> list[str]:
+    """The path or address of each dataset. `option`: its name in messages."""
+    paths = []
+    for one in several(data):
+        if isinstance(one, Dataset):
+            paths.append(one.root.url)
+            continue
+        path = os.fspath(one)
+        if path.endswith(LIST) and os.path.isfile(path):
+            paths += _listed(path, option)
+        else:
+            paths += _matching(path, option)
+    return paths
+
+
+def open_all(
+    data: Data | Sequence[Data], anonymous: bool = False, option: str = "--data"
+) -> list[Dataset]:
+    """Opens them; a Dataset is used as it is."""
+    datasets = []
+    for one in several(data):
+        if isinstance(one, Dataset):
+            datasets.append(one)
+        else:
+            datasets += [Dataset.open(path, anonymous) for path in dataset_paths(one, option)]
+    return datasets
+
+
+def _listed(file: str, option: str) -> list[str]:
+    """The paths in a file."""
+    try:
+        text = Path(file).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{option} {file}: cannot be read as text: {error}") from None
+    paths = []
+    for line in map(str.strip, text.splitlines()):
+        if line and not line.startswith("#"):
+            place = line if "://" in line else os.path.join(os.path.dirname(file), line)
+            paths += _matching(place, option)
+    if not paths:
+        raise DataError(f"{option} {file}: lists no dataset: write one path a line")
+    return paths
+
+
+def _matching(path: str, option: str) -> list[str]:
+    """The folders that match a pattern, sorted; `path` itself if it is none."""
+    if "://" in path:
+        if "*" in path:
+            raise DataError(
+                f"{option} {path}: patterns are expanded on local disks only: name each dataset, or list "
+                f"them in a {LIST} file"
+            )
+        return [path]
+    if not set(path) & set("*?[") or os.path.lexists(path):
+        return [path]
+    folders = [match for match in sorted(glob(path)) if os.path.isdir(match)]
+    if not folders:
+        raise DataError(f"{option} {path}: no folder matches this pattern: check its spelling")
+    return folders

@@ -1,0 +1,107 @@
+"""Several datasets, read as if they were one: their crops are numbered one after the other.
+
+data = open_together(["ds/2026", "ds/2027-*"])       # Datasets
+data.column("age")                                   # of all crops
+data.rows_of(np.array([3, 70_000]))                  # the rows of each dataset
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+
+import numpy as np
+import pyarrow as pa
+
+from omnilead.data_tools.dataset import Data, Dataset, Ecg, open_all
+
+from ..settings.errors import ConfigError, listed
+
+SHOWN = 3  # datasets in a message
+
+
+@dataclass(frozen=True)
+class Datasets:
+    all: tuple[Dataset, ...]
+
+    @cached_property
+    def begins(self) -> np.ndarray:
+        """The number of the first crop of each dataset."""
+        return np.cumsum([0, *map(len, self.all)])[:-1]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.all))
+
+    def __getitem__(self, row: int) -> Ecg:
+        number = int(self.numbers_of(np.array([row]))[0])
+        return self.all[number][row - int(self.begins[number])]
+
+    @property
+    def name(self) -> str:
+        return listed([dataset.root.url for dataset in self.all], SHOWN)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of several, a hash of theirs in this order."""
+        prints = [dataset.fingerprint for dataset in self.all]
+        return prints[0] if len(prints) == 1 else sha256(" ".join(prints).encode()).hexdigest()
+
+    @property
+    def plan(self) -> str | None:
+        """The plan of their roles."""
+        plans = dict.fromkeys(dataset.meta.get("plan") for dataset in self.all)
+        return " and ".join(map(str, plans)) if len(plans) > 1 else next(iter(plans))
+
+    @property
+    def synthetic_crops(self) -> int:
+        return sum(dataset.synthetic_crops for dataset in self.all)
+
+    def table(self, columns: Sequence[str]) -> pa.Table:
+        return pa.concat_tables([dataset.table(columns) for dataset in self.all])
+
+    def column(self, name: str) -> np.ndarray:
+        return self.each(lambda dataset: dataset.column(name))
+
+    def each(self, values_of: Callable[[Dataset], np.ndarray]) -> np.ndarray:
+        """What a function returns for the crops of each dataset, one after the other."""
+        return np.concatenate([values_of(dataset) for dataset in self.all])
+
+    def select(self, identity: str) -> np.ndarray:
+        """The crops with this role in identification."""
+        return np.flatnonzero(self.each(lambda dataset: dataset.column("id_role")) == identity)
+
+    def numbers_of(self, rows: np.ndarray) -> np.ndarray:
+        """Which dataset each of these crops is in."""
+        return np.asarray(np.searchsorted(self.begins, rows, side="right") - 1)
+
+    def rows_of(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Those of these crops that are in each dataset, by their rows in it."""
+        number_N = self.numbers_of(rows)
+        return [
+            rows[number_N == number] - begin for number, begin in enumerate(self.begins.tolist())
+        ]
+
+    def split(self, values_N: np.ndarray) -> list[np.ndarray]:
+        """The values of the crops of each dataset, of those of all crops."""
+        return np.split(values_N, self.begins[1:])
+
+
+def open_together(
+    data: Data | Sequence[Data], anonymous: bool = False, option: str = "--data"
+) -> Datasets:
+    """Opens datasets that are used together (data_tools.dataset.dataset_paths). `option`: its name in
+    messages."""
+    datasets = open_all(data, anonymous, option)
+    names = " and ".join(dataset.root.url for dataset in datasets)
+    if not datasets:
+        raise ConfigError(f"{option}: names no dataset")
+    if len({dataset.fingerprint for dataset in datasets}) < len(datasets):
+        weights = ""
+        if option == "data.datasets":
+            weights = "; to see a dataset more often, set pipeline.weights"
+        raise ConfigError(f"{option}: {names} are the same data: remove one{weights}")
+    if len({dataset.meta["preprocessing_sha256"] for dataset in datasets}) > 1:
+        raise ConfigError(
+            f"{option}: {names} were preprocessed differently: build them with the same settings"
+        )
+    return Datasets(tuple(datasets))
