@@ -52,12 +52,12 @@ def first_batch(dataset: str) -> Iterator[float]:
 
     from omnilead.engine.data.config import LoaderConfig
     from omnilead.engine.data.loader import Loader
+    from omnilead.engine.data.order import Selection
 
     torch.set_num_threads(1)
     loader_options: dict[str, Any] = {
+        "selection": Selection(pretrain=True, halves=2),
         "world": 8,
-        "pretrain": True,
-        "halves": 2,
         "reuse_batches": True,
     }
     while True:

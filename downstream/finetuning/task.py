@@ -31,6 +31,7 @@ from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.data.leakage import refuse_leak
 from omnilead.engine.data.loader import Batch, order_of
+from omnilead.engine.data.order import Selection
 from omnilead.engine.data.seen import as_bytes, notes
 from omnilead.engine.model import encoders
 from omnilead.engine.model.config import ModelConfig, validated
@@ -144,7 +145,7 @@ class FinetuneTask(TrainingTask):
         if not self.input.plain:
             self.windows = int(self.input.count())
         self.halves = [dataset.column("halves") for dataset in datasets]
-        self.roles = training_roles(self.labels, datasets, self.input)
+        self.selection = training_selection(self.labels, datasets, self.input)
         self.targets = make_targets(self.labels)
         self.readout = readout_for(self.start, config, self.labels)
         self.held_out = self._held_out()
@@ -434,7 +435,7 @@ class FinetuneTask(TrainingTask):
         architecture = validated(ModelConfig, state["finetuning"]["architecture"], "model")
         model_input = Input.of(signals_of(config, state), architecture.leads)
         labels = with_windows(labels_of(config, datasets), datasets, model_input)
-        order = order_of(config.loader, datasets, **training_roles(labels, datasets, model_input))
+        order = order_of(config.loader, datasets, training_selection(labels, datasets, model_input))
         used = []
         for n, times in enumerate(order.drawn(state["crops_seen"])):
             used.append((datasets[n], times, "labelled"))
@@ -452,8 +453,10 @@ def validation_metrics(labels: TaskLabels) -> tuple[str, ...]:
     return (*MEASURES[labels.task.kind], *challenge, "loss")
 
 
-def training_roles(labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input) -> Facts:
-    """Which crops are trained on, as arguments of engine.data.order.DatasetRows.of."""
+def training_selection(
+    labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input
+) -> Selection:
+    """The crops that are trained on."""
     rows = [labels.rows(n, "train") for n in range(len(datasets))]
     for dataset, some in zip(datasets, rows, strict=True):
         if not len(some):
@@ -467,9 +470,9 @@ def training_roles(labels: TaskLabels, datasets: Sequence[Dataset], model_input:
                 why += f"; {DX_ROLES}"
             raise ConfigError(f"{labels.name or 'data.datasets'}: {why}{labels.left_out}")
     if not labels.role or labels.left_out:
-        return {"rows": rows}
-    whole_crops = {"halves": 2} if model_input.needed_s > HALF_S else {}
-    return {labels.role: "train"} | whole_crops
+        return Selection(rows=rows)
+    role: Any = {labels.role: "train"}
+    return Selection(**role, halves=2 if model_input.needed_s > HALF_S else None)
 
 
 def split_remark(labels: TaskLabels) -> str:

@@ -3,7 +3,7 @@
     order -> Plan (which crops, counter-based parameters) -> CropReader (threads, read ahead)
     -> Executor (views, augmentations) -> (batch, state)
 
-    loader = Loader(LoaderConfig(), (Dataset.open("DATASET"),), device=torch.device("cuda"), pretrain=True)
+    loader = Loader(LoaderConfig(), (Dataset.open("DATASET"),), torch.device("cuda"), Selection(pretrain=True))
     for batch, state in loader:               # endless; an epoch has steps_per_epoch batches
         ...                                   # save this state with the model that was trained on the batch
     Loader(..., state=state)                  # resumes with the next batch, bit for bit
@@ -18,7 +18,6 @@ import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import count
 from typing import Any
 
@@ -33,7 +32,7 @@ from ..settings.files import flatten
 from .augmenter import Augmenter, ExtraAugmentation, Plan, measured_leads
 from .config import LoaderConfig
 from .executors import Dali, Executor, ReadCrops, TorchOnCpu, TorchOnGpu
-from .order import DatasetRows, Order, Places, shards_needed
+from .order import ALL_CROPS, DatasetRows, Order, Places, Selection, shards_needed
 from .reader import BadCrop, CropReader, fill_ahead
 from .stage_timer import StageTimer
 from .staging import Staging
@@ -54,13 +53,10 @@ class Batch:
 
 
 def order_of(
-    config: LoaderConfig, datasets: Sequence[Dataset], rows: Sequence[np.ndarray] = (), **roles: Any
+    config: LoaderConfig, datasets: Sequence[Dataset], selection: Selection = ALL_CROPS
 ) -> Order:
-    """The order of these rows of each dataset, or of the crops with these roles."""
-    selected = [
-        DatasetRows.of(dataset, rows=rows[d] if rows else None, **roles)
-        for d, dataset in enumerate(datasets)
-    ]
+    """The order of the selected crops."""
+    selected = [DatasetRows.of(dataset, selection, d) for d, dataset in enumerate(datasets)]
     return Order(
         tuple(selected), config.batch_crops, config.seed, config.weights, config.block_shards
     )
@@ -74,28 +70,26 @@ class Loader:
         config: LoaderConfig,
         datasets: Sequence[Dataset],
         device: torch.device,
+        selection: Selection = ALL_CROPS,
         rank: int = 0,
         world: int = 1,
         state: State | None = None,
         step: int = 0,
-        rows: Sequence[np.ndarray] = (),
         reuse_batches: bool = False,
-        **roles: Any,
     ) -> None:
-        """`step`: where to start without a `state`. Select crops by `rows` of each dataset, or by
-        `roles` as in DatasetRows.of. `reuse_batches`: on a CPU, a batch may be overwritten when the
-        next one is asked for, which saves copying it."""
+        """`step`: where to start without a `state`. `reuse_batches`: on a CPU, a batch may be
+        overwritten when the next one is asked for, which saves copying it."""
         self.config, self.device, self.rank, self.world = config, device, rank, world
         self.backend = self._chosen_backend()
         self.extra = None
         if named_functions := config.augment.own:
             self.extra = ExtraAugmentation(named_functions, config.seed, rank, device)
-        self.order = order_of(config, datasets, rows, **roles)
+        self.order = order_of(config, datasets, selection)
         # fail early if the batch cannot be divided
         self.order.slice(0, rank, world, micro=config.micro_batch)
         self.crops = config.batch_crops // world
         self.reuse_batches = reuse_batches
-        self.recipe = self._recipe(datasets, rows, roles)
+        self.recipe = self._recipe(datasets, selection)
         self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
         measured = measured_leads(datasets) if config.augment.changes_zeros else None
         self.augmenter = Augmenter(
@@ -205,17 +199,11 @@ class Loader:
         ahead = max(4, together) * len(remote)
         return Staging(remote, cache_dir, self.config.cache_bytes, order, together, ahead)
 
-    def _recipe(
-        self, datasets: Sequence[Dataset], rows: Sequence[np.ndarray], roles: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _recipe(self, datasets: Sequence[Dataset], selection: Selection) -> dict[str, Any]:
         """Everything besides `crops_seen` that determines the next batch, as JSON."""
-        if rows:
-            roles = roles | {
-                "rows": [sha256(rows_of_dataset.tobytes()).hexdigest() for rows_of_dataset in rows]
-            }
         return {
             "datasets": [dataset.fingerprint for dataset in datasets],
-            "roles": {name: value for name, value in sorted(roles.items()) if value is not None},
+            "roles": dict(sorted(selection.chosen().items())),
             "backend": self.backend,
             **_settings(self.config),
         }

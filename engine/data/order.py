@@ -1,7 +1,7 @@
 """The order of crops: a pure function of the seed, the position and the datasets. Its only state is
 `crops_seen`.
 
-    rows = DatasetRows.of(Dataset.open("DATASET"), pretrain=True)
+    rows = DatasetRows.of(Dataset.open("DATASET"), Selection(pretrain=True))
     order = Order((rows,), batch_crops=512, seed=0)
     order.batch(step)                       # the global batch: the same crops in the same order for every world size
     order.slice(step, rank, world)          # this rank's part of it
@@ -21,8 +21,9 @@ well mixed for G of 8 and more (benchmarks/RESULTS.md, "shuffle quality").
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from hashlib import sha256
 from itertools import count
 from typing import Any
 
@@ -76,6 +77,36 @@ def _dealt_before(places: Any, quota: int, remaining_quota: int) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
+class Selection:
+    """Which crops of the datasets are drawn; by default all."""
+
+    # The roles of Dataset.select
+    pretrain: bool | None = None
+    dx: str | None = None
+    identity: str | None = None
+    halves: int | None = None  # 2: no crop whose second half is empty
+    # Without this share of the patients, or with `held` only those (patients.validation_split)
+    hold_out: float = 0.0
+    held: bool = False
+    where: str = ""  # data.where
+    rows: Sequence[np.ndarray] = ()  # of each dataset; (): by the criteria above alone
+
+    def chosen(self) -> dict[str, Any]:
+        """The criteria that are set, in JSON's types: a digest for the rows of each dataset."""
+        chosen: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "rows" and value != field.default:
+                chosen[field.name] = value
+        if self.rows:
+            chosen["rows"] = [sha256(numbers.tobytes()).hexdigest() for numbers in self.rows]
+        return chosen
+
+
+ALL_CROPS = Selection()
+
+
+@dataclass(frozen=True, eq=False)
 class DatasetRows:
     """The selected rows of one dataset. In a dataset that is only zarr, a shard is one storage
     object."""
@@ -89,18 +120,10 @@ class DatasetRows:
     def of(
         cls,
         dataset: Dataset,
-        pretrain: bool | None = None,
-        dx: str | None = None,
-        identity: str | None = None,
-        halves: int | None = None,
-        hold_out: float = 0.0,
-        held: bool = False,
-        where: str | None = None,
-        rows: np.ndarray | None = None,
+        selection: Selection = ALL_CROPS,
+        place: int = 0,
     ) -> "DatasetRows":
-        """Select the rows of a role (Dataset.select), or the given ones; halves=2 drops crops
-        whose second half is empty. `hold_out`: leave out that share of the patients, or with
-        `held` keep only them (patients.validation_split). `where`: data.where."""
+        """The selected rows of the dataset at this place among all."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
         if not crops:  # only zarr
             starts = range(0, len(dataset), SHARD_CROPS)
@@ -110,30 +133,24 @@ class DatasetRows:
                 f"{name}: {sum(crops)} crops in its shards, {len(dataset)} in its table: run "
                 "omnilead verify"
             )
-        numbers = rows
-        if (pretrain, dx, identity) != (None, None, None):
-            numbers = dataset.select(pretrain, dx, identity)
+        numbers = selection.rows[place] if selection.rows else None
+        role = selection.pretrain, selection.dx, selection.identity
+        if role != (None, None, None):
+            numbers = dataset.select(*role)
         masks = []
-        if halves is not None:
-            masks.append(dataset.column("halves") >= halves)
-        if hold_out:
-            masks.append(validation_split(dataset, hold_out)[held])
-        if where:
-            masks.append(choose_once(dataset, where, holds))
+        if selection.halves is not None:
+            masks.append(dataset.column("halves") >= selection.halves)
+        if selection.hold_out:
+            masks.append(validation_split(dataset, selection.hold_out)[selection.held])
+        if selection.where:
+            masks.append(choose_once(dataset, selection.where, holds))
         for keep in masks:
             numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
-            criteria = {
-                "pretrain": pretrain,
-                "dx": dx,
-                "identity": identity,
-                "halves": halves,
-                "data.hold_out": hold_out or None,
-                "held": held or None,
-                "data.where": where,
-            }
+            names = {"hold_out": "data.hold_out", "where": "data.where"}
+            criteria = replace(selection, rows=()).chosen()
             text = ", ".join(
-                f"{key}={value!r}" for key, value in criteria.items() if value is not None
+                f"{names.get(name, name)}={value!r}" for name, value in criteria.items()
             )
             raise OrderError(
                 f"{name}: no crop has {text}; its roles are {dataset.meta.get('roles')}: select "

@@ -6,7 +6,7 @@ engine.training.continuing reads the weights of `start`, if it is set.
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from omnilead.data_tools.dataset import Dataset
 from ..data.config import HALF
 from ..data.leakage import held_out, refuse_leak
 from ..data.loader import Batch, order_of
+from ..data.order import Selection
 from ..data.seen import as_bytes
 from ..model.config import ATTRIBUTES, masked_share
 from ..model.encoders import cast_statistics, drops_out, encoder_flops, prepared
@@ -40,7 +41,7 @@ from .validation import (
     choose_once,
     first_of_each_waveform,
     rows_of,
-    training_roles,
+    training_selection,
 )
 
 # What embeddings of the model keep of an ECG (downstream.tasks.readout). Of those tried, it diagnosed
@@ -91,12 +92,12 @@ class PretrainTask(TrainingTask):
             config.model, local, dtype, config.train.seed, samples=self.input.samples
         )
         self.best = best_metric(config.train.best, ("loss", "identification_accuracy"))
-        self.roles = training_roles(config)
+        self.selection = training_selection(config)
         self.inputs = PretrainInputs(config, datasets)
         choose_once(datasets, config.data, ranks)
         kept_rows, self.copies, copied = on_first_rank(ranks, self._without_copies)
         if config.data.dedup:
-            self.roles = {"rows": kept_rows}
+            self.selection = Selection(rows=kept_rows)
         self.held_out = ValidationLoss(config, datasets, ranks)
         self.probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
@@ -110,13 +111,13 @@ class PretrainTask(TrainingTask):
         )
 
     def left_out(self) -> str:
-        data, roles = self.config.data, training_roles(self.config)
+        data, selection = self.config.data, training_selection(self.config)
         text = ""
         if data.where:
             crops = 0
             for dataset in self.datasets:
-                rows_without_where = rows_of(dataset, roles | {"where": None})
-                crops += len(rows_without_where) - len(rows_of(dataset, roles))
+                rows_without_where = rows_of(dataset, replace(selection, where=""))
+                crops += len(rows_without_where) - len(rows_of(dataset, selection))
             text = f", data.where={data.where!r} leaves out {crops:,} crops"
         if data.dedup:
             text += f", data.dedup leaves out {self.copies:,} copies"
@@ -138,8 +139,8 @@ class PretrainTask(TrainingTask):
         """For all ranks: the same names, gigabytes of them, would be compared by each."""
         trained, held_out_rows = [], []
         for dataset in self.datasets:
-            trained.append(rows_of(dataset, training_roles(self.config)))
-            validated = rows_of(dataset, self.held_out.roles)
+            trained.append(rows_of(dataset, training_selection(self.config)))
+            validated = rows_of(dataset, self.held_out.selection)
             held_out_rows.append(np.union1d(held_out(dataset), validated))
         refuse_leak(self.datasets, trained, held_out_rows)
 
@@ -291,10 +292,10 @@ class PretrainTask(TrainingTask):
     def uses(
         config: Config, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
-        roles = training_roles(config)
+        selection = training_selection(config)
         if config.data.dedup:
-            roles = {"rows": first_of_each_waveform(config, datasets)[0]}
-        order = order_of(config.loader, datasets, **roles)
+            selection = Selection(rows=first_of_each_waveform(config, datasets)[0])
+        order = order_of(config.loader, datasets, selection)
         times_drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
         use = "labelled" if config.objective.attributes else "unlabelled"
         return [(dataset, times, use) for dataset, times in times_drawn]

@@ -20,6 +20,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.plugins import plugin
 
 from ..data.loader import Batch
+from ..data.order import Selection
 from ..model.config import ENCODERS, ModelConfig
 from ..model.input import Input
 from ..settings.errors import ConfigError
@@ -39,8 +40,7 @@ class TrainingTask(ABC):
     keys: tuple[str, ...]  # of each line in metrics.jsonl
     # The validation metric that chooses the best step; 1: higher is better, -1: lower
     best: tuple[str, int]
-    # Of the crops to train on, as arguments of engine.data.order.DatasetRows.of
-    roles: dict[str, Any]
+    selection: Selection  # the crops to train on
     flops_per_crop: float
     input: Input  # how the model sees an ECG
     windows: int = 0  # of each crop: LoaderConfig.windows

@@ -68,11 +68,11 @@ def make_loader(task: TrainingTask, resumed: Resumed | None) -> Loader:
         replace(task.config.loader, windows=task.windows),
         task.datasets,
         ranks.device,
+        task.selection,
         ranks.rank,
         ranks.world,
         resumed.loader_state if resumed else None,
         reuse_batches=True,
-        **task.roles,
     )
 
 

@@ -22,7 +22,7 @@ from omnilead.data_tools.dataset import Dataset
 
 from ..data.batches import CropBatch, predict
 from ..data.loader import Loader
-from ..data.order import DatasetRows, OrderError
+from ..data.order import DatasetRows, OrderError, Selection
 from ..data.patients import keep_choice, owner_names, validation_split
 from ..data.where import holds
 from ..model.encoder import pool
@@ -58,13 +58,10 @@ def eval_mode(engine: Any) -> Iterator[None]:
         engine.train()
 
 
-def training_roles(config: Config) -> dict[str, Any]:
-    """Which crops pre-training draws, as arguments of engine.data.order.DatasetRows.of."""
-    roles: dict[str, Any] = {"halves": 2, "where": config.data.where or None}
-    roles |= {name: value for name, value in config.data.train if value is not None}
-    if config.data.hold_out:
-        roles["hold_out"] = config.data.hold_out
-    return roles
+def training_selection(config: Config) -> Selection:
+    """The crops that pre-training draws."""
+    data = config.data
+    return Selection(**dict(data.train), halves=2, hold_out=data.hold_out, where=data.where)
 
 
 def first_of_each_waveform(
@@ -77,7 +74,7 @@ def first_of_each_waveform(
     rows: list[np.ndarray] = []
     waveforms = []
     for dataset in datasets:
-        selected = DatasetRows.of(dataset, **training_roles(config))
+        selected = DatasetRows.of(dataset, training_selection(config))
         rows.append(selected.row(np.arange(len(selected))))
         waveforms.append(dataset.column("waveform")[rows[-1]])
     waveform_N = np.concatenate(waveforms)
@@ -107,11 +104,11 @@ def choose_once(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> 
                 keep_choice(dataset, by, on_first_rank(ranks, partial(choose, dataset, by)))
 
 
-def rows_of(dataset: Dataset, roles: dict[str, Any]) -> np.ndarray:
-    """The crops with these roles."""
+def rows_of(dataset: Dataset, selection: Selection) -> np.ndarray:
+    """The selected crops."""
     try:
-        rows = DatasetRows.of(dataset, **roles)
-    except OrderError:  # no crop has the role
+        rows = DatasetRows.of(dataset, selection)
+    except OrderError:  # there is none
         return np.arange(0)
     return np.arange(len(rows)) if rows.numbers is None else rows.numbers
 
@@ -123,10 +120,11 @@ class ValidationLoss:
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         if config.data.hold_out:
-            self.roles = training_roles(config) | {"held": True}
+            self.selection = replace(training_selection(config), held=True)
         else:
-            self.roles = dict(config.data.valid) | {"halves": 2, "where": config.data.where or None}
-        counts = [len(rows_of(dataset, self.roles)) for dataset in datasets]
+            data = config.data
+            self.selection = Selection(**dict(data.valid), halves=2, where=data.where)
+        counts = [len(rows_of(dataset, self.selection)) for dataset in datasets]
         self.datasets = [dataset for dataset, count in zip(datasets, counts, strict=True) if count]
         contrasted = config.objective.contrast > 0
         largest = candidates(config, ranks.world) if contrasted else config.train.batch_crops
@@ -138,8 +136,8 @@ class ValidationLoss:
         """How many of the validation crops are trained on as well."""
         shared = 0
         for dataset in self.datasets:
-            trained = rows_of(dataset, training_roles(self.config))
-            shared += len(np.intersect1d(rows_of(dataset, self.roles), trained))
+            trained = rows_of(dataset, training_selection(self.config))
+            shared += len(np.intersect1d(rows_of(dataset, self.selection), trained))
         return shared
 
     def measure(self, engine: Any, between: Between) -> dict[str, float]:
@@ -159,9 +157,9 @@ class ValidationLoss:
             settings,
             self.datasets,
             self.ranks.device,
+            self.selection,
             step=first,
             reuse_batches=True,
-            **self.roles,
         )
         sums: dict[str, Tensor] = {}
         try:

@@ -11,6 +11,7 @@ from benchmarks import finetuned, trials
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.downstream.evaluation.identification import identify
 from omnilead.downstream.evaluation.results import EvalOptions, chosen_task, score_task
+from omnilead.engine.data.datasets import Datasets
 from tests.conftest import save_model
 
 DIAGNOSIS = {

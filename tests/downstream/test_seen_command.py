@@ -23,7 +23,7 @@ from omnilead.engine.model.folder import document_of, seal
 from omnilead.engine.training.checkpoint_files import read_state
 from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.train import build
-from omnilead.engine.training.validation import training_roles
+from omnilead.engine.training.validation import training_selection
 from tests.engine.training.ranks import finetune, pretrain
 
 ALL = {"plan": "all", "quiet": True}
@@ -72,7 +72,7 @@ def drawn_by(run, dataset):
     """How often the crops of a run's only dataset were drawn, step by step."""
     state = read_state(RunFolder(run).newest())
     config = build(state["config"])
-    order = order_of(config.loader, [dataset], **training_roles(config))
+    order = order_of(config.loader, [dataset], training_selection(config))
     times = np.zeros(len(dataset), int)
     for step in range(state["step"]):
         np.add.at(times, order.batch(step).row, 1)

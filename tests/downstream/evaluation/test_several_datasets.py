@@ -60,7 +60,7 @@ def test_crops_are_numbered_one_after_the_other(both, dataset, other):
     assert of_first.tolist() == [2] and of_other.tolist() == [0, 3]
     assert (both[rows[2]].signal_uv == other[3].signal_uv).all()
     assert Datasets((dataset,)).fingerprint == dataset.fingerprint
-    with pytest.raises(ConfigError, match="--data: .* are the same data"):
+    with pytest.raises(ConfigError, match=r"--data: .* are the same data"):
         open_together([dataset, dataset.root.url])
 
 
@@ -141,5 +141,5 @@ def test_roles_that_contradict_each_other_are_refused(encoder, dataset, tmp_path
     assert isinstance(other, Dataset)
     names = {name: json.loads(json.dumps(name)) for name in other.column("dx_role").tolist()}
     assert names
-    with pytest.raises(ConfigError, match="--data: .* is trained on in .* and held out in"):
+    with pytest.raises(ConfigError, match=r"--data: .* is trained on in .* and held out in"):
         omnilead.bench([str(encoder)], data=[dataset, other], tasks=["sex"], out=tmp_path / "OUT")

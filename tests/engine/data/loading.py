@@ -9,6 +9,7 @@ import torch
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.config import LoaderConfig
 from omnilead.engine.data.loader import Loader
+from omnilead.engine.data.order import Selection
 
 CPU = torch.device("cpu")
 BACKENDS = ("torch", "dali")
@@ -18,10 +19,11 @@ NOISY = AugmentConfig(noise="physio4")
 def loader(dataset, backend="torch", state=None, **changes):
     if backend == "dali":
         pytest.importorskip("nvidia.dali", reason="the extra cu13 or cu12 is not installed")
-    names = {"rank", "world", "pretrain", "rows", "reuse_batches"}
+    names = {"rank", "world", "reuse_batches"}
     others = {name: changes.pop(name) for name in names & changes.keys()}
+    chosen = {name: changes.pop(name) for name in {"pretrain", "rows"} & changes.keys()}
     config = LoaderConfig(**({"backend": backend, "batch_crops": 16, "augment": NOISY} | changes))
-    return Loader(config, (dataset,), CPU, state=state, halves=2, **others)
+    return Loader(config, (dataset,), CPU, Selection(halves=2, **chosen), state=state, **others)
 
 
 def some(source, count):

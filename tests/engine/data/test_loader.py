@@ -28,7 +28,7 @@ from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.augmenter import Augmenter, Draw
 from omnilead.engine.data.config import LoaderConfig
 from omnilead.engine.data.loader import Loader
-from omnilead.engine.data.order import Places
+from omnilead.engine.data.order import Places, Selection
 from omnilead.engine.data.writer import CropWriter
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.config import build
@@ -381,7 +381,7 @@ def test_invalid_settings_are_one_line(kind, settings, says):
 def test_gpu_and_cpu_give_the_same_tensors(backend, dataset):
     on_cpu = loader(dataset, augment=AugmentConfig(noise="powerline,wander,shift"))
     config = dataclasses.replace(on_cpu.config, backend=backend)
-    on_gpu = Loader(config, (dataset,), torch.device("cuda", 0), halves=2)
+    on_gpu = Loader(config, (dataset,), torch.device("cuda", 0), Selection(halves=2))
     for (a, _), (b, _) in zip(some(on_gpu, 5), some(on_cpu, 5), strict=True):
         np.testing.assert_allclose(a.x_BSLT.cpu().numpy(), b.x_BSLT.numpy(), atol=1e-4)
 

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.data import order as order_module
-from omnilead.engine.data.order import DatasetRows, Order, OrderError, deal, shards_needed
+from omnilead.engine.data.order import (
+    DatasetRows,
+    Order,
+    OrderError,
+    Selection,
+    deal,
+    shards_needed,
+)
 
 fewer = settings(max_examples=40)
 
@@ -239,16 +246,18 @@ def test_orders_never_change():
 
 def test_rows_of_a_dataset_follow_its_roles(dataset):
     for roles in ({}, {"pretrain": True}, {"dx": "test"}):
-        assert numbers(DatasetRows.of(dataset, **roles)) == dataset.select(**roles).tolist()
+        assert (
+            numbers(DatasetRows.of(dataset, Selection(**roles))) == dataset.select(**roles).tolist()
+        )
     pretrain, halves = dataset.select(pretrain=True), dataset.column("halves")
-    both = DatasetRows.of(dataset, pretrain=True, halves=2)
+    both = DatasetRows.of(dataset, Selection(pretrain=True, halves=2))
     assert numbers(both) == pretrain[halves[pretrain] == 2].tolist()
     everything = np.arange(len(dataset))
     shard = DatasetRows.of(dataset).shard(everything)
     assert shard.tolist() == dataset.column("shard").tolist()
     says = r"\A.*no crop has dx='tset', halves=2; its roles are .*'train'.*: select.*\Z"
     with pytest.raises(OrderError, match=says):
-        DatasetRows.of(dataset, dx="tset", halves=2)
+        DatasetRows.of(dataset, Selection(dx="tset", halves=2))
 
 
 def test_after_a_row_comes_the_next_selected_one():

@@ -18,6 +18,7 @@ from omnilead.__main__ import main
 from omnilead.downstream.reports import run_report
 from omnilead.engine.data.augmenter import crop_key
 from omnilead.engine.data.loader import Loader
+from omnilead.engine.data.order import Selection
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.counter import RandomStream, uniform
 from omnilead.engine.settings.errors import ConfigError
@@ -111,7 +112,9 @@ def test_training_sees_windows_of_the_crop_with_leads_masked_in_each(backend, co
         | {"pipeline": {"backend": backend}}
         | {"objective": {"contrast": 0}, "augment": {"rlm": 0.5, "rlm_keep_one": True}}
     )
-    loader = Loader(settings.loader, [dataset], torch.device("cpu"), pretrain=True, halves=2)
+    loader = Loader(
+        settings.loader, [dataset], torch.device("cpu"), Selection(pretrain=True, halves=2)
+    )
     batch, _ = next(iter(loader))
     x_BSLT, of, places = (
         PretrainInputs(settings, [dataset]).windows(batch),
@@ -144,7 +147,9 @@ def test_two_views_of_five_seconds_become_shorter(dataset):
         {"input": SHORT, "data": {"datasets": [dataset.root.url]}, "train": {"batch_crops": 4}}
         | {"objective": {"method": "simclr"}, "pipeline": {"views": "window"}}
     )
-    loader = Loader(settings.loader, [dataset], torch.device("cpu"), pretrain=True, halves=2)
+    loader = Loader(
+        settings.loader, [dataset], torch.device("cpu"), Selection(pretrain=True, halves=2)
+    )
     batch, _ = next(iter(loader))
     loader.close()
     x_BSLT = PretrainInputs(settings, [dataset]).windows(batch)

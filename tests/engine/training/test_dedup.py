@@ -82,20 +82,20 @@ def test_exactly_the_first_of_each_waveform_is_kept(two):
     assert crops[0] - len(kept) == 5
     for datasets in ([one], [one, other], [other, one]):
         task = task_of(*datasets, dedup=True)
-        assert [rows.tolist() for rows in task.roles["rows"]] == expected(*datasets)
+        assert [rows.tolist() for rows in task.selection.rows] == expected(*datasets)
         out = sum(map(len, datasets)) - sum(map(len, expected(*datasets)))
         assert task.left_out() == f", data.dedup leaves out {out} copies"
         assert not any("waveform" in remark for remark in task.remarks)
         task = task_of(*datasets)
         assert f"{out} of {sum(map(len, datasets))} crops for pre-training have" in task.remarks[-1]
-        assert task.left_out() == "" and "rows" not in task.roles
+        assert task.left_out() == "" and not task.selection.rows
     assert len(expected(one, other)[1]) == 5
 
 
 def test_without_copies_nothing_is_said_and_it_counts_only_what_is_trained_on(two):
     one, other = two
     task = task_of(other, dedup=True)
-    assert task.copies == 0 and len(task.roles["rows"][0]) == len(other)
+    assert task.copies == 0 and len(task.selection.rows[0]) == len(other)
     assert not any("waveform" in remark for remark in task_of(other).remarks)
     ningbo = 'source == "synthetic-ningbo"'
     with pytest.raises(ConfigError, match=r"all 29 crops of .*two-set for pre-training are in the"):
@@ -110,7 +110,7 @@ def test_what_the_model_has_seen_is_what_was_drawn(two):
     config = settings(*two, dedup=True)
     task = PretrainTask(config, two, ALONE)
     uses = PretrainTask.uses(config, {"crops_seen": 80}, "", two)
-    loader = Loader(config.loader, two, torch.device("cpu"), **task.roles)
+    loader = Loader(config.loader, two, torch.device("cpu"), task.selection)
     places = loader.order.places(0, 80)
     loader.close()
     for d, (_, times, _) in enumerate(uses):

@@ -75,7 +75,7 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
     datasets = open_datasets(config)
     task = PretrainTask(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
     loader = replace(config.loader, windows=task.windows)
-    places = order_of(loader, datasets, **task.roles).batch(0)[:3]
+    places = order_of(loader, datasets, task.selection).batch(0)[:3]
     model = task.model(torch.Generator().manual_seed(0)).train()
     if config.train.recompute_layers:
         recompute_layers(model)
@@ -95,7 +95,7 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
     counted = sum(storage.nbytes() for storage in kept.values())
     assert kept_bytes(task, model, places) == pytest.approx(counted, rel=0.02)
     if config.train.recompute_layers:
-        order = order_of(loader, datasets, **task.roles)
+        order = order_of(loader, datasets, task.selection)
         least = activations_of(task, model, order)
         model.encoder.recomputes = False
         whole = kept_bytes(task, model, places)

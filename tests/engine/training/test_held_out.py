@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,14 +17,14 @@ from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data import patients
 from omnilead.engine.data.leakage import refuse_leak
 from omnilead.engine.data.loader import Loader
-from omnilead.engine.data.order import DatasetRows, Order
+from omnilead.engine.data.order import DatasetRows, Order, Selection
 from omnilead.engine.data.patients import patient_ids, validation_split
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import pretraining as pretraining_task
 from omnilead.engine.training.config import build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
-from omnilead.engine.training.validation import rows_of, training_roles
+from omnilead.engine.training.validation import rows_of, training_selection
 
 
 class Named:
@@ -93,20 +94,21 @@ def test_copies_of_held_out_ecgs_are_not_trained_on():
 def test_held_out_patients_are_never_trained_on_at_any_world_size_or_restart(dataset):
     data = {"datasets": [dataset.root.url], "hold_out": 0.2}
     config = build({"data": data, "train": {"batch_crops": 16}})
-    roles, cpu, patients = training_roles(config), torch.device("cpu"), patient_ids([dataset])[0]
+    trained, cpu = training_selection(config), torch.device("cpu")
+    patients = patient_ids([dataset])[0]
 
-    def patients_of(**selected):
-        rows = DatasetRows.of(dataset, **selected)
+    def patients_of(selection):
+        rows = DatasetRows.of(dataset, selection)
         return set(patients[rows.row(np.arange(len(rows)))].tolist())
 
-    order = Order((DatasetRows.of(dataset, **roles),), 16)
+    order = Order((DatasetRows.of(dataset, trained),), 16)
     seen = order.places(0, 3 * order.steps_per_epoch * 16).row
-    out = patients_of(**roles, held=True)
+    out = patients_of(replace(trained, held=True))
     assert out and not out & set(patients[seen].tolist())
-    assert patients_of(pretrain=True, halves=2) == out | patients_of(**roles)
+    assert patients_of(Selection(pretrain=True, halves=2)) == out | patients_of(trained)
 
     def first(rank, world, state=None):
-        with closing(Loader(config.loader, [dataset], cpu, rank, world, state, **roles)) as loader:
+        with closing(Loader(config.loader, [dataset], cpu, trained, rank, world, state)) as loader:
             batch, after = next(iter(loader))
             return batch.places.row.tolist(), after
 
@@ -166,8 +168,8 @@ def test_what_one_dataset_holds_out_another_may_not_train_on(dataset, bare, rena
 
 def answer(task):
     """Which crops a task trains on and validates on, and what it tells the user."""
-    sides = task.roles, task.held_out.roles
-    rows = [[rows_of(dataset, roles).tolist() for roles in sides] for dataset in task.datasets]
+    sides = task.selection, task.held_out.selection
+    rows = [[rows_of(dataset, side).tolist() for side in sides] for dataset in task.datasets]
     return [rows, task.remarks]
 
 

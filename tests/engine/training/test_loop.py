@@ -45,7 +45,7 @@ from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.loop import Loop
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.run_folder import RunFolder
-from omnilead.engine.training.validation import training_roles
+from omnilead.engine.training.validation import training_selection
 from tests.waiting import HANG_S, until
 
 
@@ -346,7 +346,7 @@ def test_a_rank_with_bad_crops_names_them(dataset, tmp_path):
     shutil.copytree(dataset.root.url, tmp_path / "damaged")
     damaged = Dataset.open(str(tmp_path / "damaged"))
     config = load(tmp_path / "tiny.yaml", settings(tmp_path, damaged.root.url)[3::2], Config)
-    order = Order((DatasetRows.of(damaged, **training_roles(config)),), 8)
+    order = Order((DatasetRows.of(damaged, training_selection(config)),), 8)
     row = int(order.slice(3, 1, 2).row[0])  # of rank 1, in the fourth step
     shard, offset, _ = damaged.addresses
     with open(tmp_path / "damaged" / "shards" / damaged.shards[shard[row]]["name"], "r+b") as file:

@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,7 @@ from omnilead.downstream.tasks.config import FinetuneConfig, TaskConfig
 from omnilead.downstream.tasks.labels import read_task
 from omnilead.engine.data import where
 from omnilead.engine.data.loader import Loader
-from omnilead.engine.data.order import DatasetRows
+from omnilead.engine.data.order import DatasetRows, Selection
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.run_files import LABELS
@@ -26,7 +27,7 @@ from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.train import refuse_changes
-from omnilead.engine.training.validation import training_roles
+from omnilead.engine.training.validation import training_selection
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)
 FEW = {"batch_crops": 8}
@@ -45,8 +46,8 @@ def old(dataset):
     return np.array([years is not None and years >= 60 for years in age])
 
 
-def rows_of(dataset, **roles):
-    rows = DatasetRows.of(dataset, **roles)
+def rows_of(dataset, selection):
+    rows = DatasetRows.of(dataset, selection)
     return set(rows.row(np.arange(len(rows))).tolist())
 
 
@@ -54,16 +55,16 @@ def test_a_run_draws_and_validates_on_these_crops_alone(bare):
     config = build(
         {"data": {"datasets": [bare.root.url], "where": OLD, "hold_out": 0.3}, "train": FEW}
     )
-    roles = training_roles(config)
-    trained, held = rows_of(bare, **roles), rows_of(bare, **roles, held=True)
-    every = training_roles(build({"data": {"hold_out": 0.3}}))
+    selection = training_selection(config)
+    trained, held = rows_of(bare, selection), rows_of(bare, replace(selection, held=True))
+    every = training_selection(build({"data": {"hold_out": 0.3}}))
     kept = set(np.flatnonzero(old(bare)).tolist())
     assert (
-        trained == rows_of(bare, **every) & kept
-        and held == rows_of(bare, **every, held=True) & kept
+        trained == rows_of(bare, every) & kept
+        and held == rows_of(bare, replace(every, held=True)) & kept
     )
-    assert 0 < len(trained) < len(rows_of(bare, **every))
-    with closing(Loader(config.loader, [bare], torch.device("cpu"), **roles)) as loader:
+    assert 0 < len(trained) < len(rows_of(bare, every))
+    with closing(Loader(config.loader, [bare], torch.device("cpu"), selection)) as loader:
         batch, state = next(iter(loader))
         assert set(batch.places.row.tolist()) <= trained
         assert state["recipe"]["roles"]["where"] == OLD
@@ -74,8 +75,8 @@ def test_data_valid_is_chosen_by_it_too(dataset):
     for expression in ("", OLD):
         config = build({"data": data | {"where": expression}, "train": FEW})
         task = PretrainTask(config, [dataset], ALONE)
-        held = rows_of(dataset, **task.held_out.roles)
-        assert held == rows_of(dataset, dx="train", halves=2, where=expression)
+        held = rows_of(dataset, task.held_out.selection)
+        assert held == rows_of(dataset, Selection(dx="train", halves=2, where=expression))
     assert held and held <= set(np.flatnonzero(old(dataset)).tolist())
 
 
@@ -83,8 +84,8 @@ def test_it_is_said_and_evaluated_once_by_one_rank(bare, tmp_path):
     before = partial(note, tmp_path)
     how = {"train__steps": 2, "train__validate_every": 1, "data__hold_out": 0.3, "data__where": OLD}
     said = pretrain(tmp_path, bare.root.url, world=2, before=before, **how).good()
-    every = training_roles(build({"data": {"hold_out": 0.3}}))
-    out = len(rows_of(bare, **every)) - len(rows_of(bare, **every | {"where": OLD}))
+    every = training_selection(build({"data": {"hold_out": 0.3}}))
+    out = len(rows_of(bare, every)) - len(rows_of(bare, replace(every, where=OLD)))
     assert f"data.where={OLD!r} leaves out {out} crops" in said.splitlines()[0]
     assert (tmp_path / "calls-0").read_text().split() == ["holds"]
     assert not (tmp_path / "calls-1").exists()
@@ -115,7 +116,7 @@ def test_runs_begun_before_there_were_expressions_and_dedup_resume(bare, tmp_pat
     config = build(state["config"])
     task = PretrainTask(config, [bare], ALONE)
     refuse_changes(path, state, task)
-    with closing(Loader(config.loader, [bare], torch.device("cpu"), **task.roles)) as loader:
+    with closing(Loader(config.loader, [bare], torch.device("cpu"), task.selection)) as loader:
         assert loader.recipe["roles"] == {"halves": 2, "pretrain": True}
 
 
