@@ -97,7 +97,7 @@ def test_ctrl_c_while_a_training_imports_pytorch(dataset, tmp_path):
     words = ["--config", "small", "--data", dataset.root.url, "--out", str(tmp_path / "run")]
     command = [sys.executable, "-c", stopped, "engine/pretrain.py", *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    line = "omnilead pretrain: interrupted before training: the same command continues\n"
+    line = "omnilead pretrain: interrupted: the same command continues\n"
     assert (ended.returncode, ended.stderr) == (130, line)
 
 

@@ -239,7 +239,7 @@ pretrain --dataa d              | --data
 pretrain --qqqqqqqq             |
 shard archive --out d --pln all | --plan
 hub psh RUN org/name            | push
-verify d extra                  |
+labels ptbxl a b --out d       |
 """),
 )
 def test_an_unknown_argument_gets_a_suggestion(command, mend, capsys):

@@ -2,19 +2,16 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Union
+from typing import Annotated, Any
 
 from .options import Option
-
-if TYPE_CHECKING:
-    from omnilead.data_tools.dataset import Dataset
 
 CORES = os.cpu_count() or 1
 Workers = Annotated[int | None, Option("worker processes (all cores)", low=1)]
 Anonymous = Annotated[bool, Option("read public buckets without credentials")]
-# A Dataset by its name only: importing it takes longer than --help
-DatasetPath = Union[str, os.PathLike[str], "Dataset"]
-DatasetPaths = Union[Sequence[DatasetPath], DatasetPath]  # noqa: UP007
+# Any: or a Dataset itself, which takes longer to import than --help
+DatasetPath = str | os.PathLike[str] | Any
+DatasetPaths = Sequence[DatasetPath] | DatasetPath
 KINDS = (
     "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, ecg-arrhythmia, physionet2011, wfdb, "
     "hospital (any mix of the following), muse-xml, dicom, "

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from handmade import build, files
@@ -122,7 +123,9 @@ def fatal(archive, out, victim="", **settings):
     [(crops, *_)] = plan.make_plan(open_sources(str(archive)), seed=0).planned([4])
     Path(f"{archive}.fatal").write_text(f"{crops[1][1]} {victim}")
     options = ShardOptions(str(out), format="both", quiet=True, **settings)
-    shard(open_sources(str(archive), "fatal:Fatal"), options)
+    # Else the recipe names the code of this source, and the bytes differ from the right ones
+    with mock.patch.object(plan, "is_ours", return_value=True):
+        shard(open_sources(str(archive), "fatal:Fatal"), options)
 
 
 @pytest.mark.slow

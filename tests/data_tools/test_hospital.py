@@ -226,9 +226,9 @@ def test_show_draws_one_file(tmp_path, capsys, monkeypatch):
     assert "two.DCM: 12 leads, 500 Hz, 5 s" in said
     assert "heart rate or axis" in said and "(computed, not a diagnosis)\n" in said
     assert (tmp_path / "one.png").stat().st_size > 10_000
-    (tmp_path / "notes.txt").write_text("no ECG")
-    assert main(["show", f"{tmp_path}/notes.txt"]) == 2
-    refusal = "notes.txt would be refused: unknown format: none of muse-xml, dicom"
+    (tmp_path / "notes.dat").write_text("no ECG")
+    assert main(["show", f"{tmp_path}/notes.dat"]) == 2
+    refusal = "notes.dat would be refused: unknown format: none of muse-xml, dicom"
     assert refusal in capsys.readouterr().err
     broken = mock.Mock(side_effect=TypeError("of a bug"))
     monkeypatch.setitem(FORMATS, "dicom", FORMATS["dicom"]._replace(decode=broken))

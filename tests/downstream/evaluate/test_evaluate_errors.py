@@ -13,6 +13,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.downstream.evaluate import main
 from omnilead.downstream.inference.outputs import tables
 from omnilead.downstream.tasks.labels import TaskLabels
+from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.model.folder import seal
 from tests.downstream.evaluate.conftest import (
     DIAGNOSIS,
@@ -44,9 +45,8 @@ def test_data_without_held_out_crops(data, diagnostic, refused, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Dataset, "labels", np.zeros((len(data), 26), bool))
         refused(r"none of its \d+ crops with dx=test has a scored diagnosis", diagnostic)
-    select = Dataset.select
-    monkeypatch.setattr(Dataset, "select", lambda self, **role: select(self, **role)[:0])
-    monkeypatch.setattr(TaskLabels, "rows", lambda self, *split: np.zeros(0, int))
+    monkeypatch.setattr(Datasets, "select", lambda self, identity: np.zeros(0, int))
+    monkeypatch.setattr(TaskLabels, "all_rows", lambda self, *split: np.zeros(0, int))
     refused("no crop has dx=test: .*--plan paper, .* shard --dx-sources", diagnostic)
     refused("no crop has id=gallery", diagnostic, "--task", "identification")
     refused(

@@ -283,10 +283,11 @@ def test_without_lightgbm_one_line_says_what_is_left_out(again, models, monkeypa
 def test_identification_equals_a_direct_computation(out, found, dataset):
     (beats,) = embedders.rows_to_compare([], embedders.EmbedOptions())[0].draws[0]
     shown = ShownLeads(Input(ALL, ALL), tuple(LEADS))
-    of = identities(dataset, shown.usable(dataset))
+    data = Datasets((dataset,))
+    of = identities(data, shown.usable(data))
 
     def vectors(rows):
-        made = vectors_of.embedded(beats, Datasets((dataset,)), rows, *LEADS, out / "parts")
+        made = vectors_of.embedded(beats, data, rows, *LEADS, out / "parts")
         return made.of(rows).c_BSD[:, 0, beats.compared]  # of unit length
 
     nearest = (vectors(of.probe) @ vectors(of.gallery).T).argmax(1)
