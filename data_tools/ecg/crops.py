@@ -17,6 +17,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress
+from typing import Protocol
 
 import numpy as np
 
@@ -68,14 +69,13 @@ class Crop:
     flags: tuple[str, ...]
 
 
-class StoredCrops:
+class StoredCrops(Protocol):
     """Crops of a record that were prepared before. They are copied."""
 
     count: int
 
     def read(self, index: int, out: np.ndarray) -> Crop:
         """Write crop `index` into `out`."""
-        raise NotImplementedError
 
 
 def samples_at_500(samples: int, fs_hz: float) -> int:

@@ -39,7 +39,6 @@ from ..dataset.rejects import (
     rejects_of,
 )
 from ..ecg.crops import SPEC, SPEC_HASH
-from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import SYNTHETIC, patient_source
 from ..io.errors import DatasetError, ReadError, StorageError
 from ..io.storage import Folder, temporary_path, write_errors
@@ -161,7 +160,7 @@ def finish(
     """The dataset of finished shards."""
     parts = Parts(out, planned.shards)
     found = _facts_of_shards(parts, options.role_sources.leave_out)
-    shards, rejects = found.shards, found.rejects + hidden(planned.rejects, options)
+    shards, rejects = found.shards, found.rejects + planned.rejects
     if not len(found.doubtful):
         return refuse_all(out, rejects)
     records = records_of(partial(_columns, parts, found.numbers))
@@ -418,17 +417,6 @@ def _without_shards(table: pa.Table) -> pa.Table:
     absent = np.full(len(table), -1)
     columns = {name: pa.array(absent, COLUMNS.field(name).type) for name in ("shard", "offset")}
     return replaced(table, pa.table(columns))
-
-
-def hidden(rejects: list[Reject], options: ShardOptions) -> list[Reject]:
-    """With a key: names as pseudonyms, and no details, which may have names of files."""
-    key = options.pseudonym_key
-    if key is None:
-        return rejects  # there may be millions
-    return [
-        (source, pseudonym(key, "r", source, name), reason, "")
-        for source, name, reason, _ in rejects
-    ]
 
 
 def refuse_all(out: Folder, rejects: list[Reject]) -> NoReturn:

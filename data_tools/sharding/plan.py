@@ -170,6 +170,9 @@ class ShardPlan:
         return licence, round(int(records["dropped"].sum()) / FS_HZ, 3)
 
 
+Refused = tuple[int, str, Reject]  # archive, key in it, and why
+
+
 class _Scan(NamedTuple):
     """The headers of a chunk of keys."""
 
@@ -178,7 +181,7 @@ class _Scan(NamedTuple):
     labels: list[str]
     numbers: np.ndarray
     members: np.ndarray  # hashes of their names in a tar, where a-b/c and a/b-c are the same
-    refused: list[tuple[str, Reject]]  # by key
+    refused: list[Refused]
     seen: Counter[str]  # number of records by source, usable or not
     with_patient: Counter[str]  # number of usable records by source
 
@@ -189,7 +192,7 @@ class _Scanned:
     def __init__(self) -> None:
         self.keys, self.labels = Texts(), Texts()
         self.numbers, self.members = bytearray(), bytearray()
-        self.refused: list[tuple[str, Reject]] = []
+        self.refused: list[Refused] = []
         self.seen: Counter[str] = Counter()
         # By archive and source: records, and those with a patient
         self.usable: Counter[tuple[int, str]] = Counter()
@@ -260,7 +263,7 @@ def make_plan(
         seed,
         shard_crops or SHARD_CROPS,
         dict(sorted(seen.items())),
-        _with_unique_names(refused, labels.column(), again),
+        _with_unique_names(sources, key, refused, labels.column(), again),
     )
 
 
@@ -282,22 +285,20 @@ def _check_patients(sources: Sequence[Source], scanned: _Scanned) -> None:
                 )
 
 
-def _not_missing(
-    refused: list[tuple[str, Reject]], labels: pa.Array, seen: Counter[str]
-) -> list[tuple[str, Reject]]:
+def _not_missing(refused: list[Refused], labels: pa.Array, seen: Counter[str]) -> list[Refused]:
     """Without the records whose files are missing, but which a dataset has."""
-    missing = [f"{source}/{name}" for _, (source, name, why, _) in refused if why == MISSING_FILE]
-    there = set(
-        pa.array(missing, labels.type)
-        .filter(pc.is_in(pa.array(missing, labels.type), labels))
-        .to_pylist()
+    reasons = (reject for *_, reject in refused)
+    missing = pa.array(
+        (f"{s}/{name}" for s, name, why, _ in reasons if why == MISSING_FILE), labels.type
     )
+    there = set(missing.filter(pc.is_in(missing, labels)).to_pylist())
     left = []
-    for path, reject in refused:
-        if reject[2] == MISSING_FILE and f"{reject[0]}/{reject[1]}" in there:
-            seen[reject[0]] -= 1
+    for archive, key, reject in refused:
+        source, name, why, _ = reject
+        if why == MISSING_FILE and f"{source}/{name}" in there:
+            seen[source] -= 1
         else:
-            left.append((path, reject))
+            left.append((archive, key, reject))
     return left
 
 
@@ -310,7 +311,7 @@ def _read_already(
     workers: int,
     dask: str | None,
     quiet: bool,
-) -> Iterator[tuple[str, Reject]]:
+) -> Iterator[Refused]:
     """The records whose name another one has, but for those that are the same ECG in a dataset: the first is
     used. `columns`: keys and labels; `pairs`: the first and the other of each pair."""
     keys, labels = columns
@@ -331,24 +332,21 @@ def _read_already(
             continue
         error = why.get(row, ReadError(OTHER_ECG, f"another {name} came first"))
         others += is_compared and error.reason == OTHER_ECG
-        yield (
-            _shown_key(sources[archives[row]], keys[row].as_py()),
-            (source, name, error.reason, error.detail),
-        )
+        reject = source, name, error.reason, error.detail
+        yield int(archives[row]), keys[row].as_py(), reject
     if same:
         left_out = f"{same:,} records are" if same > 1 else "1 record is"
         tell(f"note: {left_out} in several sources, and used once")
     if others:
-        records = f"{others:,} records are" if others > 1 else "1 record is"
+        records = (
+            f"{others:,} records are refused that have"
+            if others > 1
+            else "1 record is refused that has"
+        )
         tell(
-            f"warning: {records} refused that have the name of another ECG: rename their files; rejects.csv "
+            f"warning: {records} the name of another ECG: rename their files; rejects.csv "
             "names them"
         )
-
-
-def _shown_key(source: Source, key: str) -> str:
-    """The path of a record, or in a dataset its name."""
-    return source.name_for(key) if isinstance(source, StoredDataset) else key
 
 
 def _named(url: str, people: pa.Table, labels: pa.Array, again: np.ndarray) -> pa.Array:
@@ -422,7 +420,7 @@ def _scan(secret: bytes | None, task: tuple[int, Source, list[str]]) -> _Scan:
     usable: list[str] = []
     labels: list[str] = []
     numbers: list[tuple[Any, ...]] = []
-    refused: list[tuple[str, Reject]] = []
+    refused: list[Refused] = []
     seen: Counter[str] = Counter()
     with_patient: Counter[str] = Counter()
     read = partial(read_safely, partial(read_header, source))
@@ -443,7 +441,7 @@ def _scan(secret: bytes | None, task: tuple[int, Source, list[str]]) -> _Scan:
             except ReadError as refusal:
                 error = refusal
         seen[filed] += 1
-        refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
+        refused.append((archive, key, (filed, record_stem(name), error.reason, error.detail)))
     members = member_hashes((label.split("/") for label in labels), secret)
     arrays = np.array(numbers, NUMBERS), members
     return _Scan(usable, labels, *arrays, refused, seen, with_patient)
@@ -470,22 +468,38 @@ def check_name(source: str, name: str, crops: int) -> None:
         raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
 
 
+def hidden(
+    archive: Source, key: bytes | None, source: str, name: str, reason: str, detail: str
+) -> Reject:
+    """A line of rejects.csv. With pseudonyms it has no detail, which may have names of files."""
+    if archive.pseudonyms:
+        return source, name, reason, ""
+    return source, pseudonym(key, "r", source, name), reason, "" if key else detail
+
+
 def _with_unique_names(
-    refused: list[tuple[str, Reject]], labels: pa.Array, again: np.ndarray
+    sources: Sequence[Source],
+    secret: bytes | None,
+    refused: list[Refused],
+    labels: pa.Array,
+    again: np.ndarray,
 ) -> list[Reject]:
     """Give each refused record a unique name in rejects.csv: its path if another record has its
-    name. `again`: the records that are not used."""
-    names = [f"{source}/{name}" for _, (source, name, *_) in refused]
+    name. `again`: the records that are not used; `secret`: the key of pseudonyms."""
+    names = [f"{source}/{name}" for *_, (source, name, *_) in refused]
     is_refused = np.array(pc.is_in(labels, pa.array(names, labels.type)))
     is_refused[again] = False
     used = set(labels.filter(pa.array(is_refused)).to_pylist())
     taken: set[tuple[str, str]] = set()
     rejects = []
-    for (path, (source, name, reason, detail)), label in zip(refused, names, strict=True):
+    for (archive, key, (source, name, reason, detail)), label in zip(refused, names, strict=True):
+        path = sources[archive].path_of(key)
         if label in used or (source, name) in taken:
             name = shown if (shown := printable(path)) != name else f"{name} again"
         while (source, name) in taken:
             name += " again"  # the same path in another archive
         taken.add((source, name))
-        rejects.append((source, name, reason, located(path, detail)))
+        rejects.append(
+            hidden(sources[archive], secret, source, name, reason, located(path, detail))
+        )
     return rejects

@@ -54,7 +54,6 @@ from .finishing import (
     Parts,
     PlanFacts,
     finish,
-    hidden,
     put_table_back,
     read_part,
     recipe_hash,
@@ -64,7 +63,7 @@ from .finishing import (
     write_roles,
 )
 from .finishing import ShardOptions as ShardOptions
-from .plan import PlannedCrops, ShardPlan, make_plan
+from .plan import PlannedCrops, ShardPlan, hidden, make_plan
 from .roles import PAPER_SOURCES, RoleSources
 from .shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
@@ -105,12 +104,8 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
 def _mark_of_pseudonyms(sources: list[Source], key: bytes | None) -> str | None:
     """The mark of the key of which all names will be pseudonyms. Those of datasets may be some already."""
     mark = key_mark(key)
-    marks = {source.pseudonyms for source in sources if isinstance(source, StoredDataset)}
-    if (
-        not key
-        and len(marks) == 1
-        and len(sources) == sum(isinstance(source, StoredDataset) for source in sources)
-    ):
+    marks = {source.pseudonyms for source in sources}
+    if not key and len(marks) == 1 and all(isinstance(source, StoredDataset) for source in sources):
         return marks.pop()
     for source in sources:
         if source.pseudonyms not in (None, mark):
@@ -144,7 +139,7 @@ def _plan_and_build(
     if out.exists(META):
         return _already_finished(out, recipe, options, is_locked)
     if not plan.shards:
-        return refuse_all(out, hidden(plan.rejects, options))
+        return refuse_all(out, plan.rejects)
     _build(plan, contents, out, options, {})
     planned = PlanFacts.of_plan(plan)
     if options.leave_out and (copies := _copies_of_left_out(Parts(out, planned.shards))):
@@ -374,15 +369,13 @@ class _ShardWriter:
             row = row_of(source, pseudonym(key, "r", source, name), record, crop, key)
             row["crc32c"], row["waveform"] = waveform(self.samples)
         except ReadError as error:
-            notes.append((error.reason, located(path, error.detail)))
-            refused = [(source, name, *note) for note in notes]
-            self.rejects += hidden(refused, self.options)
+            notes.append((error.reason, located(archive.path_of(path), error.detail)))
+            self.rejects += [hidden(archive, key, source, name, *note) for note in notes]
             return
         if self._is_left_out(row):
             return
-        # With a key without details, which may have names of files
-        for reason, detail in (*notes, *_flags(crop)):
-            self.rejects.append((source, row["record"], reason, "" if key else detail))
+        for note in (*notes, *_flags(crop)):
+            self.rejects.append(hidden(archive, key, source, name, *note))
         self._write(row, part)
 
     def _is_left_out(self, row: dict[str, Any]) -> bool:

@@ -120,6 +120,10 @@ class Source(ABC):
         """The name for a record that cannot be read."""
         return record_stem(key)
 
+    def path_of(self, key: str) -> str:
+        """Where a user finds a record."""
+        return key
+
     def tables(self) -> bytes:
         """Other input that affects the output, such as tables of patients, ages and diagnoses."""
         return b""

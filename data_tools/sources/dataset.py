@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from ..dataset import Dataset, DatasetError
 from ..dataset.rejects import CROP_FLAGS, FLAGS, rejects_of
 from ..ecg.constants import IMPLAUSIBLE, LEADS
-from ..ecg.crops import CROP, HALF, IMPLAUSIBLE_AMPLITUDE, Crop, StoredCrops
+from ..ecg.crops import CROP, HALF, IMPLAUSIBLE_AMPLITUDE, Crop
 from ..ecg.record import EcgRecord, Header
 from ..ecg.resampling import FS_HZ
 from ..io.errors import ReadError, StorageError
@@ -93,6 +93,9 @@ class StoredDataset(Source):
     def name_for(self, key: str) -> str:
         return key.partition(" ")[0]
 
+    def path_of(self, key: str) -> str:
+        return self.name_for(key)
+
     def waveforms(self, key: str) -> int:
         """The sum of the waveform hashes of a record's crops, by which it is compared with another."""
         waveforms: list[int] = [crop["waveform"] for crop in _parsed(key)[2]]
@@ -108,7 +111,7 @@ class StoredDataset(Source):
         return [f"{self.root.url}: does not hold {records} of {self.name} that {place} lists"]
 
 
-class CopiedCrops(StoredCrops):
+class CopiedCrops:
     """Reads a record's crops, each when it is asked for: a long record has hundreds."""
 
     def __init__(self, root: Folder, crops: Sequence[dict[str, Any]]) -> None:

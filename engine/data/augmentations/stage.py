@@ -10,6 +10,7 @@ float32 millivolts; p holds [B, S, 1 or L, 1 or K]. A DALI graph sees one crop, 
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -64,7 +65,7 @@ class Random:
         return self.seed, stream, self.epoch, self.crop, self.view, lead, np.array(slots)
 
 
-class Stage:
+class Stage(ABC):
     """Base class. `settings` is the whole AugmentConfig; a subclass annotates which part it reads."""
 
     # of its random numbers, one that nothing else has. Saved runs depend on it: never changed
@@ -79,9 +80,9 @@ class Stage:
         self.settings = settings
 
     @property
+    @abstractmethod
     def active(self) -> bool:
         """True if the settings switch it on: it is then in the formula."""
-        raise NotImplementedError
 
     @property
     def description(self) -> str:
@@ -99,7 +100,7 @@ class Stage:
         """False if zeros stay zeros: else RandomLeads zeroes the leads that were not measured."""
         return True
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 (most settings cannot contradict each other)
         """Raises ConfigError if its settings cannot be."""
 
     def draw(self, random: Random) -> Params:

@@ -107,7 +107,9 @@ def test_no_two_stages_share_random_numbers_parameters_or_settings():
 
 def test_a_stage_without_a_formula_is_not_left_out_without_a_word():
     class Forgotten(Stage):
-        pass
+        active = True
 
+    with pytest.raises(TypeError, match=r"abstract method.* active"):
+        Stage(AugmentConfig())
     with pytest.raises(TypeError, match=r"Forgotten: has neither apply\(\) nor wave\(\)"):
         Forgotten(AugmentConfig()).apply(torch.ones(1), {}, None)
