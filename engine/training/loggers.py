@@ -233,11 +233,16 @@ def move_repeated_lines(path: Path, step: int) -> None:
         write_whole(path, b"".join(kept_lines))
 
 
-def environment() -> Row:
-    versions = {"python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that training uses."""
+    found = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def environment() -> Row:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     hardware = {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
-    return {"hardware": hardware, "versions": versions, "command": sys.argv}
+    return {"hardware": hardware, "versions": versions(), "command": sys.argv}
