@@ -36,7 +36,7 @@ from tqdm.auto import tqdm
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import in_notebook, say
 
-from ..settings.run_files import METRICS, PROMETHEUS, VALID, VALIDATION
+from ..settings.run_files import FACTS, METRICS, PROMETHEUS, VALID, VALIDATION
 from .config import RunConfig, TrainConfig
 from .tracking import Service
 
@@ -104,7 +104,7 @@ class RunLogger:
         }
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
-        write_whole(run / "run.json", json.dumps(facts | environment(), indent=1) + "\n")
+        write_whole(run / FACTS, json.dumps(facts | environment(), indent=1) + "\n")
         self.services: dict[str, Service] = {}  # engine.training.tracking
         move_repeated_lines(run / METRICS, step)
         move_repeated_lines(run / VALIDATION, validated)
