@@ -19,6 +19,7 @@ import html
 import json
 import os
 import signal
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,7 +278,7 @@ def message_and_code(error: BaseException) -> tuple[str, int]:
         from omnilead.engine.training.distributed import lost_a_rank
 
         if lost_a_rank(error):
-            reason = str(error).splitlines()[0][:150]
+            reason = textwrap.shorten(str(error).splitlines()[0], 150, placeholder=" ...")
             return f"another rank died or hung ({reason}): start again to resume", 1
     raise error
 

@@ -31,6 +31,7 @@ from omnilead.engine.settings.commandline import options_of
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.metrics import label_of
 from omnilead.engine.settings.run_files import (
+    FACTS,
     LOCK,
     METRICS,
     PROMETHEUS,
@@ -41,7 +42,6 @@ from omnilead.engine.settings.run_files import (
 )
 
 NAME = "omnilead status"
-FACTS = "run.json"
 LATEST = "checkpoints/latest"
 RECENT_S = 60.0
 SILENT_S = 300.0  # without a line; compiling and validating take less on most machines
