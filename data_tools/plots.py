@@ -11,6 +11,7 @@ import os
 import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from itertools import cycle
@@ -24,10 +25,11 @@ import pyarrow.compute as pc
 from .dataset import Dataset, Ecg, flagged
 from .dataset.rejects import rejects_of
 from .ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
+from .ecg.mean_beat import FEWEST, RATED, HeartRates
 from .ecg.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from .ecg.record_tables import doubtful_patients
 from .ecg.resampling import FS_HZ
-from .io.errors import MISSING_FILE
+from .io.errors import MISSING_FILE, DatasetError
 from .io.storage import replaced
 from .sharding.finishing import owners_of, records_of, value_counts
 from .sharding.roles import PAPER_SOURCES, Records, RoleSources
@@ -579,6 +581,20 @@ def notes(dataset: Dataset) -> Iterator[str]:
         for source, count in value_counts(of_flagged).items():
             if count > crops[source] * share:
                 yield f"{count:,} of {crops[source]:,} crops of {source} {what} right?"
+    yield from _heart_rates(dataset).doubts()
+
+
+def _heart_rates(dataset: Dataset) -> HeartRates:
+    rates = HeartRates()
+    table = dataset.table(["source", "start_s"])
+    for source, count in value_counts(table["source"]).items():
+        if count < FEWEST:
+            continue
+        is_first = pc.and_(pc.equal(table["source"], source), pc.equal(table["start_s"], 0))
+        for row in np.flatnonzero(is_first)[:RATED]:  # at random: crops are shuffled
+            with suppress(DatasetError):  # a damaged crop, which whoever reads it all will name
+                rates.add(source, dataset.read(row))
+    return rates
 
 
 def _role_notes(dataset: Dataset) -> Iterator[str]:

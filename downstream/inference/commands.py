@@ -181,6 +181,7 @@ def _doubts(setup: Setup, output: Output, source: CropSource, counts: Counts) ->
             f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS}): is the "
             "scale of these ECGs right?"
         )
+    yield from source.heart_rates.doubts()
     if output.scores:
         if note := setup.model.note_on_rates(source.rates_hz):
             yield note
