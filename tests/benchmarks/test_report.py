@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.text import Text
 
-from benchmarks import report, tables
+from benchmarks import chart, report, tables
 
 SUITE = Path(__file__).with_name("golden").joinpath("suite.json").read_text()  # made up
 
@@ -21,6 +21,7 @@ def test_pages_match_the_records():
     parts = report.all_parts()
     assert report.EVIDENCE.read_text() == report.evidence_page()
     assert report.TABLES.read_text() == report.results_page(parts)
+    assert report.CHART.read_text() == chart.chart(parts)
     linked = re.findall(r"\]\(([^)#:]+)[)#]", report.TABLES.read_text())
     assert len(linked) > 10 and all((report.TABLES.parent / link).exists() for link in linked)
 
