@@ -74,19 +74,31 @@ def measurements(x_RLT: Array) -> Array:
     return np.array(rows, np.float32).reshape(len(x_RLT), len(MEASUREMENTS))
 
 
+def heart_rate(x_LT: Array) -> float:
+    """Beats a minute (of the mean RR interval), or NaN. x_LT in millivolts."""
+    return _rate(x_LT)[0]
+
+
 def rate_and_axis(x_LT: Array, missing: Collection[str] = ()) -> str:
     """The heart rate (of the mean RR interval) and the electrical axis in the frontal plane (of the net
     deflection of the QRS in I and aVF) in words, or why there are none. x_LT in millivolts."""
+    rate, beat_LT, why = _rate(x_LT)
+    if why:
+        return f"no heart rate or axis: {why}"
+    return f"{rate:.0f}/min, {_axis(beat_LT, missing)}"
+
+
+def _rate(x_LT: Array) -> tuple[float, Array, str]:
+    """(beats a minute, the median beat, why there is no rate)"""
     peaks = r_peaks(x_LT)
     beat_LT, rhythm = median_beat(x_LT)
     size, *_ = np.exp(rhythm)
     unlike = np.exp(rhythm[4:]).mean() * np.sqrt(beat_LT.size) / size
     if len(peaks) < 3:
-        return f"no heart rate or axis: {len(peaks)} beats found, 3 are needed"
+        return np.nan, beat_LT, f"{len(peaks)} beats found, 3 are needed"
     if np.ptp(beat_LT[:, QRS], axis=1).max() < LEAST_MV or unlike > MOST_UNLIKE:
-        return "no heart rate or axis: no beats that are alike"
-    rate = 60 * FS_HZ / np.diff(peaks).mean()
-    return f"{rate:.0f}/min, {_axis(beat_LT, missing)}"
+        return np.nan, beat_LT, "no beats that are alike"
+    return 60 * FS_HZ / np.diff(peaks).mean(), beat_LT, ""
 
 
 def _axis(beat_LT: Array, missing: Collection[str]) -> str:
