@@ -41,11 +41,12 @@ STRICT = ConfigDict(strict=True, extra="forbid")
 ENCODERS = {
     "": "omnilead.engine.model.encoder:Encoder",
     "resnet": "omnilead.engine.model.resnet:ResNet",
+    "s4": "omnilead.engine.model.s4:S4",
 }
 ATTRIBUTES = ("age", "sex")  # in the order of their heads
 # Global objectives: functions of pooled encodings, and classes (omnilead.engine.model.encoders)
 CONTRASTS = ("cmsc", "simclr", "3kg")
-OBJECTIVES = {"cpc": "omnilead.engine.model.cpc:PredictiveCoding"}
+OBJECTIVES = {"cpc": "omnilead.engine.model.cpc:predictive_coding"}
 SHOWN = 80  # characters of a wrong value in a message
 SEGMENT = 2500  # samples in 5 s
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted
@@ -62,7 +63,7 @@ class ModelConfig:
     objective. Other encoders are configured by `options`; they ignore the settings from `conv`
     to `input_dropout`, except `kernels`."""
 
-    # "": the authors'; resnet; or your own, file.py:Class (omnilead.engine.model.encoders)
+    # "": the authors'; resnet; s4; or your own, file.py:Class (omnilead.engine.model.encoders)
     encoder: str = ""
     # arguments of the encoder's class
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -172,7 +173,7 @@ class ObjectiveConfig:
     contrast: Weight = 1.0  # weight of the global objective
     # global objective: cmsc, simclr, 3kg, cpc, or your own, file.py:Class
     method: str = "cmsc"
-    # arguments of the objective's class: of cpc (steps, temperature), or of your own
+    # arguments of the objective: of cpc (form, and steps, temperature or ahead, negatives), or of your own
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     form: Literal["paper", "authors"] = "paper"  # variant of CMSC
     # temperature of the local and the global objective
