@@ -62,6 +62,7 @@ def bench(
     ] = "",
     columns: shared.Columns = (),
     kind: shared.Kind = None,
+    positive: shared.Positive = "",
     test_labels: Annotated[str, Option("the same for --test-data", "DIR")] = "",
     leads: Annotated[
         Sequence[str],
@@ -109,6 +110,7 @@ def bench(
         labels=labels,
         columns=tuple(columns),
         kind=kind,
+        positive=positive,
         test_labels=test_labels,
         leads=tuple(dict.fromkeys(leads)),
         fit_leads=fit_leads,

@@ -65,6 +65,9 @@ Kind = Annotated[
     Literal["binary", "multilabel", "multiclass", "regression", "survival"] | None,
     Option("kind of the labels (default: guessed from the table)"),
 ]
+Positive = Annotated[
+    str, Option("in a column of two or more values: the one that counts as 1", "VALUE")
+]
 Reader = Annotated[
     Literal["linear", "boosted"],
     Option("what is fitted on embeddings: a linear probe or gradient boosting (linear)"),
