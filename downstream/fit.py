@@ -23,7 +23,7 @@ from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
-from omnilead.engine.settings.commandline import one_blas_thread, options_of
+from omnilead.engine.settings.commandline import one_blas_thread, options_of, run_on_ranks
 from omnilead.engine.settings.errors import Facts
 from omnilead.engine.settings.files import File
 
@@ -85,12 +85,11 @@ def fit(
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(fit, "fit", __doc__, arguments)
     one_blas_thread()
-    from omnilead.downstream.inference.commands import exit_code
 
     def run() -> int:
         return show("".join(f"{sentence}\n" for sentence in fit(**options)["said"]))
 
-    return exit_code("omnilead fit", run, options["out"])
+    return run_on_ranks("omnilead fit", run, options["out"])
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def test_a_pull_that_was_interrupted_can_be_run_again(
     (out / ".omnilead-pull").mkdir()  # a kill
     assert capsys.readouterr().err == (
         "omnilead hub: interrupted: run the same command again\n"
-        f"omnilead hub: OUT {out}: No space left on device\n"
+        f"omnilead hub: OUT {out}: No space left on device: free disk space, or choose another\n"
     )
     assert main(["pull", "me/ecg", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == server.repos["me/ecg"].keys()
