@@ -50,8 +50,8 @@ run("omnilead shard archive --out dataset --plan all --workers 1")  # in a shell
 run("omnilead verify dataset --archive archive --workers 1")
 
 # %% [markdown]
-""" Always look at the data. A dataset is a sequence of ECGs; in a notebook, `plot_ecg(dataset[0])`
-shows one on ECG paper. What was refused or repaired, and why, is in dataset/rejects.csv.
+""" Always look at the data. A dataset is a sequence of ECGs; in a notebook, `dataset[0]` shows one
+on ECG paper. What was refused or repaired, and why, is in dataset/rejects.csv.
 """
 # %%
 dataset = Dataset.open("dataset")

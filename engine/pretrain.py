@@ -8,6 +8,7 @@ baselines.
     torchrun --nproc-per-node 8 --module omnilead.engine.pretrain --config F ...       the same
     deepspeed --hostfile H --no_ssh --node_rank I --master_addr A --module omnilead.engine.pretrain ...   many nodes
     omnilead pretrain --config F --data DATASET --out RUN --dry-run 8     data, memory, hours and disk on 8 GPUs; trains nothing
+    omnilead pretrain --config F --dry-run 8 --crops 1000000 --hourly 3       the same before there is a dataset, and the money
     omnilead pretrain --export RUN                            writes RUN/model from the newest checkpoint
     omnilead pretrain --schema                                JSON schema of the settings
 

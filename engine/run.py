@@ -31,6 +31,7 @@ from omnilead.data_tools.io.terminal import Parser, is_memory, say, show
 from omnilead.engine.settings.commandline import (
     note_for_torchrun,
     positive,
+    price,
     run_folder,
     tell_failure,
 )
@@ -39,7 +40,7 @@ from omnilead.engine.settings.launcher import environment
 from omnilead.engine.settings.run_files import METRICS, REPORT, VALIDATION, read_rows
 
 if TYPE_CHECKING:
-    from omnilead.data_tools.dataset import Data
+    from omnilead.data_tools.dataset import Data, Dataset
     from omnilead.engine.training.config import RunConfig
     from omnilead.engine.training.run_folder import RunFolder
     from omnilead.engine.training.task import TrainingTask
@@ -128,7 +129,7 @@ def command(
 ) -> int:
     """Parses the arguments and trains with engine.pretrain.train_run. `default`: the default config,
     for --help. Errors are one line and an exit code."""
-    parser = _parser(name, about, default, shortcuts)
+    parser = _parser(name, about, default, shortcuts, pretended=name == "pretrain")
     parser.settings = lambda: settings()[0]
     args = parser.parse_args(arguments)
     set_options = [key for key, value in vars(args).items() if value not in (None, False, [])]
@@ -142,6 +143,11 @@ def command(
 
     if args.dry_run and args.profile:
         parser.error("--profile: --dry-run runs no step: leave one of them out")
+    for option in ("crops", "hourly"):
+        if getattr(args, option) is not None and not args.dry_run:
+            parser.error(f"--{option}: is for --dry-run")
+    if args.crops and args.data:
+        parser.error(f"--crops {args.crops}: instead of --data, of which there is none yet")
 
     from omnilead.engine.training.config import schema
     from omnilead.engine.training.run_folder import RunFolder
@@ -159,29 +165,38 @@ def command(
             return 0
         config = read(args.config, [*_overrides(args, shortcuts), *args.set])
         if args.dry_run:
-            return show(_dry_run(config, task, args.dry_run) + "\n")
+            return show(_dry_run(config, task, args) + "\n")
         train(config, task, args.profile or 0, after)
         return 0
 
     return run_command(f"omnilead {name}", work, explain_training, CONTINUED, tell_failure)
 
 
-def _dry_run(config: Any, task: "Task", gpus: int) -> str:
+def _dry_run(config: Any, task: "Task", args: argparse.Namespace) -> str:
     from omnilead.engine.training.config import check
     from omnilead.engine.training.run_folder import open_datasets
 
-    check(config, gpus)
-    datasets = open_datasets(config)
+    check(config, args.dry_run)
+    if args.crops:
+        from omnilead.engine.training.pretended import pretended
+
+        datasets: list[Dataset] = [pretended(args.crops, config.train.batch_crops)]
+    else:
+        datasets = open_datasets(config)
     config.require_files()
     from omnilead.engine.training.dry_run import (
         dry_run,  # not before: see engine.pretrain.train_run
     )
 
-    return dry_run(config, task(), datasets, gpus)
+    return dry_run(config, task(), datasets, args.dry_run, args.crops, args.hourly)
 
 
 def _parser(
-    name: str, about: str | None, default: str | None, shortcuts: Mapping[str, Shortcut]
+    name: str,
+    about: str | None,
+    default: str | None,
+    shortcuts: Mapping[str, Shortcut],
+    pretended: bool,
 ) -> TrainingParser:
     parser = TrainingParser(
         f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -214,6 +229,13 @@ def _parser(
         help="print the settings, the data, and estimates of memory, time and disk on so many GPUs "
         "(1), and exit; RUN is not looked at",
     )
+    if pretended:
+        about_crops = "with --dry-run: of so many crops, without a dataset"
+        add("--crops", type=positive, metavar="N", help=about_crops)
+    else:
+        parser.set_defaults(crops=None)
+    about_hourly = "with --dry-run: what a GPU costs in an hour, for an estimate of the money"
+    add("--hourly", type=price, metavar="PRICE", help=about_hourly)
     add("--export", type=run_folder, metavar="RUN", help="write RUN/model and exit")
     add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
     # added by deepspeed's launcher; LOCAL_RANK is used instead
@@ -228,6 +250,8 @@ def _overrides(args: argparse.Namespace, shortcuts: Mapping[str, Shortcut]) -> l
         value = getattr(args, option.removeprefix("--"))
         if value is not None:
             overrides.append(f"{setting}={json.dumps(value)}")
+    if args.crops:
+        overrides.append(f"data.datasets={json.dumps([f'{args.crops} crops'])}")
     return overrides
 
 

@@ -234,6 +234,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def price(text: str) -> float:
+    """An argparse type."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number, such as 2.5")
+    return value
+
+
 def run_folder(text: str) -> Path:
     """An argparse type."""
     if "://" in text:

@@ -6,12 +6,17 @@ Needs no GPU, writes nothing, and does not look at RUN. Memory and hours are est
 are what autograd keeps of a step on tensors that have shapes and no numbers, uncompiled. With 256 and
 512 crops on an H100, compiled by layers, the paper's model needed 29.9 and 54.3 GB; this says 31.7
 and 61.8.
+
+A crop takes the time of its matrix products, and of what its activations move. Both rates are one
+H100's with the paper's model in bf16 (benchmarks/RESULTS.md, and LOG.md, 2026-11-26, "the first
+quarter of an hour on a GPU"): products ran at 97 % of the card's 769 TFLOP/s, and the rest of a
+crop's 1/1,748 s went to the 118 MB that autograd kept of it. An H200 has the same processor.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,49 +37,78 @@ from .distributed import Ranks
 from .task import TrainingTask
 from .train import duration, recompute_layers, total_steps
 
-# Of one H100 with the paper's model: 1,748 crops/s of 175.9 GFLOP (benchmarks/RESULTS.md). An H200
-# has the same processor
-MEASURED_TFLOPS, MEASURED_GFLOP = 307, 176
+PRODUCTS_FLOPS = {
+    torch.bfloat16: 0.97 * 769e12,
+    # By the data sheet: 67 TFLOP/s without TF32, which training does not use, beside 989 in bf16
+    torch.float32: 0.97 * 769e12 * 67 / 989,
+}
+KEPT_BYTES_S = 0.118e9 / (1 / 1748 - 175.9e9 / PRODUCTS_FLOPS[torch.bfloat16])
+LEAST_GFLOP = 17.6  # a crop's, a tenth of the measured model's
 CROP_BYTES = 122_368  # of a shard: samples 120,832, their row as JSON 1,536
 
 
+class Amount(NamedTuple):
+    """How much is trained: of the datasets, or of the many crops that a pretended one stands for."""
+
+    crops: int
+    trained_crops: int
+    steps_per_epoch: int
+    batch_crops: int
+    steps: int
+
+
 def dry_run(
-    config: RunConfig, task_class: type[TrainingTask], datasets: Sequence[Dataset], gpus: int
+    config: RunConfig,
+    task_class: type[TrainingTask],
+    datasets: Sequence[Dataset],
+    gpus: int,
+    crops: int | None = None,
+    hourly: float | None = None,
 ) -> str:
-    """Several lines, after the settings. Raises what a training would, but for what RUN holds."""
+    """Several lines, after the settings. Raises what a training would, but for what RUN holds.
+    `crops`: how many the pretended dataset stands for. `hourly`: the price of a GPU."""
     task = task_class(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
     order = order_of(replace(config.loader, windows=task.windows), datasets, task.selection)
     model = task.model(torch.Generator().manual_seed(config.train.seed))
     if config.train.recompute_layers:
         recompute_layers(model)
     which_gpus = "the GPU" if gpus == 1 else f"each of {gpus} GPUs"
+    amount = amount_of(task, order, crops)
     lines = [
         yaml.safe_dump(config.tree(), sort_keys=False),
-        *of_data(task, order),
-        of_training(task, model, order, gpus, which_gpus),
+        *of_data(task, amount, pretended=crops is not None),
+        of_training(task, model, amount, gpus, which_gpus),
         of_memory(task, model, order, gpus, which_gpus),
-        *of_time_and_disk(task, model, order, gpus),
+        *of_time_and_disk(task, model, order, amount, gpus, hourly),
     ]
     return "\n".join(lines)
 
 
-def of_data(task: TrainingTask, order: Order) -> list[str]:
-    crops, trained_crops = sum(map(len, task.datasets)), sum(map(len, order.rows))
-    epoch = f"an epoch is {order.steps_per_epoch:,} x {order.batch_crops} crops"
-    return [
-        f"data: {crops:,} crops, {trained_crops:,} to train on{task.left_out()}; {epoch}",
-        *task.remarks,
-    ]
+def amount_of(task: TrainingTask, order: Order, crops: int | None) -> Amount:
+    rows, trained = sum(map(len, task.datasets)), sum(map(len, order.rows))
+    if crops:
+        trained = crops * trained // rows
+    steps_per_epoch = trained // order.batch_crops
+    steps = total_steps(task.config, steps_per_epoch)
+    return Amount(crops or rows, trained, steps_per_epoch, order.batch_crops, steps)
+
+
+def of_data(task: TrainingTask, amount: Amount, pretended: bool) -> list[str]:
+    of_whom = " of as many patients, which nobody has looked at" if pretended else ""
+    trained = f"{amount.trained_crops:,} to train on{'' if pretended else task.left_out()}"
+    epoch = f"an epoch is {amount.steps_per_epoch:,} x {amount.batch_crops} crops"
+    line = f"data: {amount.crops:,} crops{of_whom}, {trained}; {epoch}"
+    return [line] if pretended else [line, *task.remarks]
 
 
 def of_training(
-    task: TrainingTask, model: nn.Module, order: Order, gpus: int, which_gpus: str
+    task: TrainingTask, model: nn.Module, amount: Amount, gpus: int, which_gpus: str
 ) -> str:
     crops, passes = micro_batch(task.config, gpus)
     parameters = sum(p.numel() for p in model.parameters())
     return (
         f"model: {parameters:,} parameters, {task.flops_per_crop / 1e9:.4g} GFLOP a crop; training: "
-        f"{total_steps(task.config, order.steps_per_epoch):,} steps, {passes} x {crops} crops on {which_gpus}"
+        f"{amount.steps:,} steps, {passes} x {crops} crops on {which_gpus}"
     )
 
 
@@ -96,28 +130,54 @@ def of_memory(
 
 
 def of_time_and_disk(
-    task: TrainingTask, model: nn.Module, order: Order, gpus: int
-) -> tuple[str, str]:
+    task: TrainingTask,
+    model: nn.Module,
+    order: Order,
+    amount: Amount,
+    gpus: int,
+    hourly: float | None,
+) -> list[str]:
     states = state_bytes(model, dtype_of(task.config), 0, 1)
     states.pop("gradients")
     checkpoint = size_of(sum(states.values()))
     disk = f"disk: {checkpoint} a checkpoint; the {task.config.train.keep} newest and the best are kept"
-    is_like_the_measured = (
-        dtype_of(task.config) == torch.bfloat16 and task.flops_per_crop > MEASURED_GFLOP * 1e8
-    )
-    if not is_like_the_measured:
-        why = f"only a model of {MEASURED_GFLOP} GFLOP a crop in bf16 has been measured on a GPU"
-        return f"time: not estimated, {why}", disk
-    cost = task.flops_per_crop
-    if task.config.train.recompute_layers:
-        cost *= 4 / 3  # forward twice, and backward, which costs as much as two forward
-    crops_s = gpus * MEASURED_TFLOPS * 1e12 / cost
-    seconds = total_steps(task.config, order.steps_per_epoch) * order.batch_crops / crops_s
-    return (
-        f"time on H100 or H200, an estimate: {duration(seconds)}, {crops_s:,.0f} crops/s: "
-        f"{MEASURED_TFLOPS} TFLOP/s a GPU, as the paper's model had on one H100",
+    try:
+        crops_s = gpus / crop_seconds(task, model, order)
+    except Exception as error:
+        if not task.code:
+            raise
+        return [f"time: not estimated, the plug-in needs numbers ({type(error).__name__})", disk]
+    seconds = amount.steps * amount.batch_crops / crops_s
+    as_measured = "as fast as one H100 was with the paper's model in bf16"
+    if dtype_of(task.config) == torch.float32:
+        as_measured += ", products by the data sheet's share of fp32"
+    estimate = "an estimate"
+    if task.flops_per_crop < LEAST_GFLOP * 1e9:
+        estimate = "at least"
+        as_measured += ", but so small a model also waits for its kernels to start"
+    lines = [
+        f"time on H100 or H200, {estimate}: {duration(seconds)}, {crops_s:,.0f} crops/s: {as_measured}",
         f"{disk}; reads {crops_s * CROP_BYTES / 1e6:,.0f} MB/s",
-    )
+    ]
+    if hourly is not None:
+        hours = gpus * seconds / 3600
+        lines.insert(
+            1, f"money, {estimate}: {hours * hourly:,.2f}, {hours:,.2f} GPU-hours at {hourly:g}"
+        )
+    return lines
+
+
+def crop_seconds(task: TrainingTask, model: Any, order: Order) -> float:
+    """The time that a crop takes on one GPU: of its products, and of the bytes that it moves."""
+    recomputed = task.config.train.recompute_layers
+    if recomputed:
+        model.encoder.recomputes = False
+    kept = activations_of_each(task, model, order)
+    if recomputed:
+        model.encoder.recomputes = True
+    seconds = task.flops_per_crop / PRODUCTS_FLOPS[dtype_of(task.config)] + kept / KEPT_BYTES_S
+    # Forward twice, and backward, which costs as much as two forward
+    return seconds * (4 / 3 if recomputed else 1)
 
 
 def size_of(size: float) -> str:

@@ -1,6 +1,8 @@
 """pretrain --dry-run and finetune --dry-run: what a training would be."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from omnilead.engine.training.read_settings import read_settings
 from omnilead.engine.training.run_folder import open_datasets
 from omnilead.engine.training.train import recompute_layers
 
+ROOT = Path(__file__).parents[3]
 SMALL = ["model.conv=[[8,4],[8,4],[8,4]]", "model.width=16", "model.layers=2", "model.heads=2"]
 SMALL += ["model.ffn=32", "model.position_groups=2", "train.precision=fp32"]
 
@@ -33,7 +36,7 @@ def test_nothing_is_written_and_eight_gpus_share(dataset, tmp_path, capsys):
     assert "  batch_crops: 32\n" in said
     assert "training: 10 steps, 1 x 4 crops on each of 8 GPUs" in said
     assert "activations of 4 crops" in said and "GFLOP a crop" in said
-    assert "an epoch is " in said and "time: not estimated" in said
+    assert "an epoch is " in said and "time on H100 or H200, at least: " in said
     assert pretrain.main(words(dataset, tmp_path, *settings, "train.steps=0", "--dry-run")) == 2
 
 
@@ -43,7 +46,7 @@ def test_of_fine_tuning(window_s, dataset, saved_model, tmp_path, capsys):
     how = ["--start", str(model), "--task", "diagnosis", "--dry-run"]
     assert finetune.main(words(dataset, tmp_path, *how)) == 0
     said = capsys.readouterr().out
-    assert "memory of the GPU, an estimate: " in said and "time: not estimated" in said
+    assert "memory of the GPU, an estimate: " in said and "time on H100 or H200, " in said
 
 
 def test_of_the_papers_model(dataset, tmp_path, capsys):
@@ -52,11 +55,76 @@ def test_of_the_papers_model(dataset, tmp_path, capsys):
     assert pretrain.main(words(dataset, tmp_path, *how, "--dry-run", "8")) == 0
     said = capsys.readouterr().out
     assert "90,883,072 parameters, 175.9 GFLOP a crop" in said
-    assert "an estimate: 19 minutes, 13,963 crops/s" in said
+    assert "an estimate: 19 minutes, 13,985 crops/s" in said
     assert "disk: 1.27 GB a checkpoint" in said
     with pytest.raises(SystemExit):
         pretrain.main(words(dataset, tmp_path, *how, "--dry-run", "--profile", "2"))
     assert "--dry-run runs no step" in capsys.readouterr().err
+
+
+CONFIGS = sorted(path.stem for path in (ROOT / "configs" / "pretrain").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_shipped_config_has_a_time_before_there_is_a_dataset(config, capsys):
+    assert pretrain.main(["--config", config, "--dry-run", "8", "--crops", "1000000"]) == 0
+    said = capsys.readouterr().out
+    (crops_s,) = re.findall(
+        r"^time on H100 or H200, .*?: .*?, ([\d,]+) crops/s", said, re.MULTILINE
+    )
+    assert int(crops_s.replace(",", "")) > 1000
+    assert "data: 1,000,000 crops of as many patients, which nobody has looked at" in said
+
+
+def test_the_estimate_is_what_was_measured(capsys):
+    """One H100, the paper's model, 512 crops in bf16: 1,748 crops/s."""
+    how = ["--config", "w2v_cmsc_rlm", "--dry-run", "1", "--crops", "1000000"]
+    how += ["--hourly", "2.5", "--set", "train.epochs=20", "data.hold_out=0.1"]
+    assert pretrain.main(how) == 0
+    said = capsys.readouterr().out
+    trained, steps, crops_s, money, hours = (
+        float(re.search(pattern, said)[1].replace(",", ""))
+        for pattern in (
+            r"at, ([\d,]+) to train on",
+            r"training: ([\d,]+) steps, 1 x 512 crops",
+            r" ([\d,]+) crops/s",
+            r"\nmoney, an estimate: ([\d.]+)",
+            r"([\d.]+) GPU-hours at 2.5\n",
+        )
+    )
+    assert crops_s == pytest.approx(1748, rel=0.001)
+    assert trained == pytest.approx(900_000, rel=0.01) and steps == trained // 512 * 20
+    assert hours == pytest.approx(steps * 512 / crops_s / 3600, rel=0.01)
+    assert money == pytest.approx(2.5 * hours, rel=0.01)
+
+
+def test_layers_that_are_computed_again_take_a_third_longer(capsys):
+    rates = []
+    for again in ("false", "true"):
+        settings = ["model.layers=2", f"train.recompute_layers={again}", "train.epochs=1"]
+        how = ["--config", "w2v_cmsc_rlm", "--dry-run", "8", "--crops", "4000"]
+        assert pretrain.main([*how, "--set", *settings]) == 0
+        found = re.search(r" ([\d,]+) crops/s", capsys.readouterr().out)
+        rates.append(int(found[1].replace(",", "")))
+    assert rates[0] / rates[1] == pytest.approx(4 / 3, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--crops", "9"], "--crops: is for --dry-run"),
+        (["--hourly", "9"], "--hourly: is for --dry-run"),
+        (["--dry-run", "--crops", "9", "--data", "D"], "--crops 9: instead of --data"),
+        (["--dry-run", "--hourly", "nan"], "'nan': must be a number, such as 2.5"),
+        (["--dry-run", "--crops", "100"], "train.batch_crops=512: 100 crops are selected"),
+    ],
+)
+def test_options_of_a_dry_run_that_cannot_be_are_refused(given, says, capsys):
+    try:
+        code = pretrain.main(["--config", "w2v_cmsc_rlm", *given])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""A dataset that does not exist yet: a table of crops without samples, for `pretrain --dry-run --crops`."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from omnilead.data_tools.dataset import COLUMNS, Dataset, Meta
+from omnilead.data_tools.io.storage import LocalFolder
+
+ROWS = 65_536  # of its table at most, or four batches
+
+
+class PretendedDataset(Dataset):
+    @cached_property
+    def _samples_bytes(self) -> pa.Buffer:
+        """Each crop is of another patient."""
+        rows = np.arange(len(self))
+        names = [f"{row}" for row in rows]
+        known: dict[str, Any] = {
+            "shard": np.zeros(len(rows), np.int32),
+            "waveform": rows.astype(np.uint64),
+            "source": ["yours"] * len(rows),
+            "record": names,
+            "patient": names,
+            "halves": np.full(len(rows), 2, np.uint8),
+            "pretrain": np.ones(len(rows), bool),
+            "labels": pa.array([[False] * 26] * len(rows), COLUMNS.field("labels").type),
+            "age": np.full(len(rows), 60, np.float32),
+            "sex": ["F"] * len(rows),
+        }
+        for field in COLUMNS:
+            if pa.types.is_list(field.type):
+                known[field.name] = [[]] * len(rows)
+            elif field.name in ("dx_role", "id_role"):
+                known[field.name] = pa.nulls(len(rows), field.type)
+            elif field.name not in known:
+                known[field.name] = np.ones(len(rows))
+        arrays = [pa.array(known[field.name]).cast(field.type) for field in COLUMNS]
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_arrays(arrays, schema=COLUMNS), sink)
+        return sink.getvalue()
+
+
+def pretended(crops: int, batch_crops: int) -> PretendedDataset:
+    """The table of a dataset of that many crops, or of the first of them if they are many."""
+    rows = min(crops, max(ROWS, 4 * batch_crops))
+    meta: dict[str, Any] = {
+        "crops": rows,
+        "shards": [{"name": "00000.tar", "crops": rows, "bytes": 0, "sha256": "0" * 64}],
+        "formats": ["tar"],
+        "sources": [],
+        "fingerprint": "0" * 64,
+    }
+    return PretendedDataset(LocalFolder(f"{crops:,} crops"), Meta(meta))
