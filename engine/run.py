@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from omnilead.data_tools.io.commands import run_command
-from omnilead.data_tools.io.errors import UserError
+from omnilead.data_tools.io.errors import Flag, UserError
 from omnilead.data_tools.io.terminal import Parser, is_memory, say, show
 from omnilead.engine.settings.commandline import (
     note_for_torchrun,
@@ -263,10 +263,11 @@ def explain_training(error: Exception) -> UserError | None:
     if isinstance(error, UnicodeEncodeError):  # torch accepts no such path
         return ConfigError(f"{error.object[:200]!r}: not UTF-8: choose another name")
     if isinstance(error, OSError):
-        name = f"{error.filename or '--out RUN'}: {error.strerror}"
+        what = (error.filename,) if error.filename else (Flag("--out"), " RUN")
         if error.errno in NOT_WRITABLE:
-            return ConfigError(f"{name}: choose another with --out RUN")
-        return TrainError(f"{name}: the last checkpoint is intact")
+            mend = ": choose another with ", Flag("--out"), " RUN"
+            return ConfigError(*what, f": {error.strerror}", *mend)
+        return TrainError(*what, f": {error.strerror}: the last checkpoint is intact")
     if isinstance(error, RuntimeError):
         from omnilead.engine.training.distributed import lost_a_rank
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from .errors import DataError
+from .errors import DataError, Flag
 from .terminal import not_among
 
 
@@ -134,4 +134,4 @@ def check_values(
             try:
                 parameter.check(single)
             except argparse.ArgumentTypeError as error:
-                raise DataError(f"argument {parameter.flag}: {error}") from None
+                raise DataError("argument ", Flag(parameter.flag), f": {error}") from None

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 
 from omnilead.data_tools.io.commands import run_command
-from omnilead.data_tools.io.errors import DataError, UserError, mend_for
+from omnilead.data_tools.io.errors import DataError, Flag, UserError, mend_for
 from omnilead.data_tools.io.options import add_options
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import Parser as Parser
@@ -131,7 +131,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         RuntimeError,
     ) as error:  # also NUL in a name, or a loop of symbolic links
         raise ConfigError(
-            f"{path}: {getattr(error, 'strerror', None) or error}: give another --config"
+            f"{path}: {getattr(error, 'strerror', None) or error}: give another ", Flag("--config")
         ) from None
     if len(content) > MAX_YAML_BYTES:
         raise ConfigError(
@@ -152,7 +152,7 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
         Exception
     ) as error:  # scalar constructors raise any error; RecursionError if nested too deeply
         raise ConfigError(
-            f"{source}: not valid YAML: {' '.join(str(error).split())}"[:300]
+            source, f": not valid YAML: {' '.join(str(error).split())}"[:300]
         ) from None
 
 
@@ -178,8 +178,12 @@ def overridden(
 def _parsed(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
-        raise ConfigError(f"--set {override!r}: write key=value, for example --set train.lr=1e-4")
-    return key, parse_yaml(text, f"--set {key}")
+        raise ConfigError(
+            Flag(f"--set {override!r}"),
+            ": write key=value, for example ",
+            Flag("--set train.lr=1e-4"),
+        )
+    return key, parse_yaml(text, Flag(f"--set {key}"))
 
 
 def command_parser(name: str, about: str | None) -> Parser:
@@ -204,12 +208,12 @@ def writable(place: Path, flag: str) -> None:
     """Raises before hours of work, not after them, if a file cannot be written."""
     folder, mend = place.parent, "name a file in an existing folder"
     if place.is_dir():
-        raise ConfigError(f"{flag} {place}: is a folder: {mend}")
+        raise ConfigError(flag, f" {place}: is a folder: {mend}")
     if not folder.is_dir():
-        raise ConfigError(f"{flag} {place}: the folder {folder} does not exist: {mend}")
+        raise ConfigError(flag, f" {place}: the folder {folder} does not exist: {mend}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{flag} {place}: no permission to write in {folder}: choose another folder"
+            flag, f" {place}: no permission to write in {folder}: choose another folder"
         )
 
 
@@ -219,7 +223,7 @@ def writing(place: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{flag} {place}: {error.strerror or error}: {mend_for(error)}") from None
+        raise OutputError(flag, f" {place}: {error.strerror or error}: {mend_for(error)}") from None
 
 
 def write_result(place: Path, text: str, flag: str) -> None:
@@ -269,7 +273,7 @@ def run_on_ranks(
     program: str,
     work: Callable[[], int],
     out: str | os.PathLike[str] | None = None,
-    flag: str = "--out",
+    flag: str = Flag("--out"),
 ) -> int:
     """Runs the work of a command that may have several ranks, and returns its exit code. `flag` and
     `out`: where it writes."""
@@ -283,14 +287,14 @@ def run_on_ranks(
 
 
 def file_error(
-    error: OSError, out: str | os.PathLike[str] | None, flag: str = "--out"
+    error: OSError, out: str | os.PathLike[str] | None, flag: str = Flag("--out")
 ) -> UserError:
     """The error for the user about a file that could not be read or written. `flag` and `out`: where
     the command writes."""
-    message = about_file(error, flag, out)
+    about = about_file(error, flag, out)
     if error.errno in PERMANENT:
-        return DataError(message)
-    return OutputError(f"{message}{RESUMABLE}" if out else message)
+        return DataError(*about)
+    return OutputError(*about, RESUMABLE if out else "")
 
 
 def repeat_after_deepspeed(line: str) -> None:
