@@ -33,6 +33,7 @@ from omnilead.data_tools.io.terminal import about_file, guard_streams, is_memory
 from .errors import ConfigError, OutputError
 from .files import find_config, merge
 
+Actions = Mapping[str, tuple[Callable[..., Any], str, str]]
 LENGTHS = ("train.steps", "train.epochs")
 RUN_CODE: Any = {
     "action": "store_true",
@@ -202,6 +203,28 @@ def options_of(
     options = vars(parser.parse_args(arguments))
     del options["local_rank"]  # added by deepspeed's launcher; LOCAL_RANK is used instead
     return options
+
+
+def parse_action(
+    name: str,
+    about: str | None,
+    actions: Actions,
+    arguments: Sequence[str] | None,
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """(the function of the action that was chosen, its arguments). `actions`: each with its function,
+    which declares the options, what it does, and the arguments of an example."""
+    parser = command_parser(name, about)
+    commands = parser.add_subparsers(dest="action", required=True, metavar="|".join(actions))
+    for action, (function, text, example) in actions.items():
+        command = commands.add_parser(
+            action,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"example: omnilead {name} {action} {example}",
+        )
+        add_options(command, function)
+    options = vars(parser.parse_args(arguments))
+    return actions[options.pop("action")][0], options
 
 
 def writable(place: Path, flag: str) -> None:
