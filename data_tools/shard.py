@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from omnilead.data_tools.ecg.constants import CROP_FLAGS, IMPLAUSIBLE
 from omnilead.data_tools.ecg.pseudonyms import read_key
 from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_data_command
-from omnilead.data_tools.io.errors import DataError
+from omnilead.data_tools.io.errors import DataError, Flag
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import (
     CORES,
@@ -173,7 +173,9 @@ def _check_refused(dataset: "Dataset") -> None:
     """With --strict, a refused record is an error."""
     if refused := _refused(dataset):
         url = dataset.root.url
-        raise DataError(f"--strict: {refused} records were refused: see {url}/rejects.csv")
+        raise DataError(
+            Flag("--strict"), f": {refused} records were refused: see {url}/rejects.csv"
+        )
 
 
 def _role_sources(
@@ -194,14 +196,18 @@ def _role_sources(
     if plan == "all" and chosen:
         option = "--id-share" if "id_share" in chosen else f"--{next(iter(chosen))}-sources"
         raise DataError(
-            f"--plan all uses everything for pre-training, so {option} has no effect: use --plan "
-            "paper"
+            Flag("--plan"),
+            " all uses everything for pre-training, so ",
+            Flag(option),
+            " has no effect: use ",
+            Flag("--plan"),
+            " paper",
         )
     leave_out = [] if flags == "none" else sorted(set(flags.split(",")))
     if unknown := [flag for flag in leave_out if flag not in CROP_FLAGS]:
         raise DataError(
-            f"--leave-out-flags {flags}: no flag is called {unknown[0]!r}: use "
-            f"{', '.join(CROP_FLAGS)}, or none"
+            Flag("--leave-out-flags"),
+            f" {flags}: no flag is called {unknown[0]!r}: use {', '.join(CROP_FLAGS)}, or none",
         )
     return RoleSources(**chosen, leave_out=tuple(leave_out))
 

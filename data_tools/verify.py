@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from omnilead.data_tools.ecg.pseudonyms import read_key
 from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_data_command
-from omnilead.data_tools.io.errors import DataError, printable
+from omnilead.data_tools.io.errors import DataError, Flag, printable
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import (
     CORES,
@@ -81,12 +81,16 @@ def verify(
     ):
         if value and not archive:
             raise DataError(
-                f"--{option} {value} applies to an archive, and none is given: add --archive SRC"
+                Flag(f"--{option}"),
+                f" {value} applies to an archive, and none is given: add ",
+                Flag("--archive"),
+                " SRC",
             )
     if archive and len(datasets) > 1:
         raise DataError(
-            f"--archive compares one dataset with what it was made from, and {len(datasets)} are given: "
-            "verify each by itself"
+            Flag("--archive"),
+            f" compares one dataset with what it was made from, and {len(datasets)} are given: verify "
+            "each by itself",
         )
     arrays = {"fs_hz": fs_hz, "unit": unit, "leads": leads}
     sources = detect.open_archives(archive, source, anonymous, bool(key), arrays)

@@ -26,172 +26,155 @@ the file, and its embedding must change by loading them. They get the dtypes of 
 usually becomes float32.
 """
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.commands import explain_failure, run_as_omnilead, run_command
 from omnilead.data_tools.io.errors import UserError
+from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import echo, tell
-from omnilead.engine.settings.commandline import RUN_CODE, command_parser, parse_yaml
+from omnilead.downstream.inference.options import Code
+from omnilead.engine.settings.commandline import Actions, parse_action, parse_yaml
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import leads_in_order
 
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = command_parser("convert", __doc__)
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="from-fairseq|from-torch|to-fairseq|to-onnx"
-    )
-    for command, source, out, text in (
-        (
-            "from-fairseq",
-            "CKPT.pt",
-            "OUT",
-            "convert a checkpoint of fairseq-signals, ECG-FM or DeepECG-SSL to a model folder",
-        ),
-        (
-            "from-torch",
-            "WEIGHTS",
-            "OUT",
-            "make a model folder of any network's weights and its class",
-        ),
-        (
-            "to-fairseq",
-            "RUN",
-            "OUT.pt",
-            "convert a model folder to a checkpoint of fairseq-signals",
-        ),
-        (
-            "to-onnx",
-            "RUN",
-            "OUT.onnx",
-            "export a model folder to ONNX and check it with onnxruntime",
-        ),
-    ):
-        example = f"example: omnilead convert {command} {source} {out}"
-        sub = commands.add_parser(command, help=text, description=text, epilog=example)
-        source_help = (
-            "a checkpoint, local"
-            if command.startswith("from")
-            else "a run or model folder, local or s3://, hf://org/name"
-        )
-        add = sub.add_argument
-        add("source", metavar=source, help=source_help)
-        add(
-            "out",
-            type=Path,
-            metavar=out,
-            help="where to write it: a new file, or for a model a new folder",
-        )
-        if command.startswith("from"):
-            scales = ["auto", "millivolt", "zscore", "layernorm"]
-            if command == "from-torch":
-                scales.remove("auto")
-            add(
-                "--input",
-                choices=scales,
-                default=scales[0],
-                help=f"scale of the training signals ({scales[0]})",
-            )
-            add(
-                "--fs",
-                type=float,
-                metavar="HZ",
-                help="sampling rate of the training signals (from the settings, or 500)",
-            )
-        if command == "from-fairseq":
-            add(
-                "--classes",
-                default="",
-                metavar="LIST|FILE",
-                help="a classifier's outputs in order: A,B,C or a file",
-            )
-        elif command == "from-torch":
-            add_torch_options(sub)
-        elif command == "to-onnx":
-            add("--code", **RUN_CODE)
-    return parser.parse_args(arguments)
+TO = "where to write it: a new file, or for a model a new folder"
+A_RUN = "a run or model folder, local or s3://, hf://org/name"
+Rate = Annotated[
+    float | None,
+    Option("sampling rate of the training signals (from the settings, or 500)", "HZ", "--fs"),
+]
 
 
-def add_torch_options(sub: argparse.ArgumentParser) -> None:
-    add = sub.add_argument
-    add("--encoder", required=True, metavar="file.py:Class", help="the class of the weights")
-    add(
-        "--band",
-        type=float,
-        nargs=2,
-        help="band-pass filter of the training signals: from, to in Hz",
+def from_fairseq(
+    source: Annotated[str, Option("a checkpoint, local", "CKPT.pt")],
+    out: Annotated[str, Option(TO, "OUT")],
+    *,
+    input: Annotated[
+        Literal["auto", "millivolt", "zscore", "layernorm"],
+        Option("scale of the training signals (auto)"),
+    ] = "auto",
+    fs_hz: Rate = None,
+    classes: Annotated[
+        str, Option("a classifier's outputs in order: A,B,C or a file", "LIST|FILE")
+    ] = "",
+) -> list[str]:
+    from omnilead.downstream.interop import conversion
+
+    return conversion.from_fairseq(local(source), Path(out), input, fs_hz, classes)
+
+
+def from_torch(
+    source: Annotated[str, Option("a checkpoint, local", "WEIGHTS")],
+    out: Annotated[str, Option(TO, "OUT")],
+    *,
+    input: Annotated[
+        Literal["millivolt", "zscore", "layernorm"],
+        Option("scale of the training signals (millivolt)"),
+    ] = "millivolt",
+    fs_hz: Rate = None,
+    encoder: Annotated[str, Option("the class of the weights", "file.py:Class")],
+    band: Annotated[
+        tuple[float, float] | None,
+        Option("band-pass filter of the training signals: from, to in Hz"),
+    ] = None,
+    options: Annotated[str, Option("arguments of the class as YAML, such as '{width: 64}'")] = "{}",
+    leads: Annotated[str, Option("leads of the training signals in order (12), or I,II,V2")] = "12",
+    window: Annotated[float, Option("length of the training signals in seconds (5)")] = 5.0,
+    prefix: Annotated[
+        str, Option("with what the names of the network begin, if the file holds several")
+    ] = "",
+    map: Annotated[
+        Sequence[tuple[str, str]] | None,
+        Option("names that begin with OLD in the file begin with NEW in the class", ("OLD", "NEW")),
+    ] = None,
+) -> list[str]:
+    from omnilead.downstream.interop import conversion
+
+    rate_hz = 500.0 if fs_hz is None else fs_hz
+    names = [LEADS[lead] for lead in leads_in_order(leads, "--leads")]
+    preprocessing = conversion.signals(input, rate_hz, names, window, band and list(band))
+    arguments = parse_yaml(options, "--options")
+    weights, folder = local(source), Path(out)
+    return conversion.from_torch(
+        weights, folder, encoder, arguments, preprocessing, prefix, map or ()
     )
-    for option, kind, default, text in (
-        ("--options", str, "{}", "arguments of the class as YAML, such as '{width: 64}'"),
-        ("--leads", str, "12", "leads of the training signals in order (12), or I,II,V2"),
-        ("--window", float, 5.0, "length of the training signals in seconds (5)"),
-        (
-            "--prefix",
-            str,
-            "",
-            "with what the names of the network begin, if the file holds several",
-        ),
-    ):
-        add(option, type=kind, default=default, help=text)
-    add(
-        "--map",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("OLD", "NEW"),
-        help="names that begin with OLD in the file begin with NEW in the class",
-    )
+
+
+def to_fairseq(
+    source: Annotated[str, Option(A_RUN, "RUN")], out: Annotated[str, Option(TO, "OUT.pt")]
+) -> list[str]:
+    from omnilead.downstream.interop import conversion
+
+    conversion.to_fairseq(source, Path(out))
+    return []
+
+
+def to_onnx(
+    source: Annotated[str, Option(A_RUN, "RUN")],
+    out: Annotated[str, Option(TO, "OUT.onnx")],
+    *,
+    code: Code = False,
+) -> list[str]:
+    from omnilead.downstream.inference.trained_model import load
+    from omnilead.downstream.interop import onnx
+
+    worst = onnx.to_onnx(load(source, code), Path(out))
+    echo(f"onnxruntime and PyTorch differ by {worst:.1g} at most")
+    return []
+
+
+ACTIONS: Actions = {
+    "from-fairseq": (
+        from_fairseq,
+        "convert a checkpoint of fairseq-signals, ECG-FM or DeepECG-SSL to a model folder",
+        "CKPT.pt OUT",
+    ),
+    "from-torch": (
+        from_torch,
+        "make a model folder of any network's weights and its class",
+        "WEIGHTS OUT",
+    ),
+    "to-fairseq": (
+        to_fairseq,
+        "convert a model folder to a checkpoint of fairseq-signals",
+        "RUN OUT.pt",
+    ),
+    "to-onnx": (
+        to_onnx,
+        "export a model folder to ONNX and check it with onnxruntime",
+        "RUN OUT.onnx",
+    ),
+}
+
+
+def local(source: str) -> Path:
+    if "://" in source:
+        raise ConfigError(f"{source}: download the checkpoint first")
+    return Path(source)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
-    return run_command("omnilead convert", lambda: convert(args), partial(explain, out=args.out))
+    action, options = parse_action("convert", __doc__, ACTIONS, arguments)
+
+    def work() -> int:
+        for note in action(**options):
+            tell(f"note: {options['source']}: {note}")
+        echo(options["out"])
+        return 0
+
+    return run_command("omnilead convert", work, partial(explain, out=options["out"]))
 
 
-def explain(error: Exception, out: Path) -> UserError | None:
+def explain(error: Exception, out: str) -> UserError | None:
     from safetensors import SafetensorError
 
     if isinstance(error, SafetensorError):
         return ConfigError(str(error))
     return explain_failure(error, "OUT", out)
-
-
-def convert(args: argparse.Namespace) -> int:
-    from omnilead.downstream.inference.trained_model import load
-    from omnilead.downstream.interop.conversion import (
-        from_fairseq,
-        from_torch,
-        signals,
-        to_fairseq,
-    )
-    from omnilead.downstream.interop.onnx import to_onnx
-
-    source, notes = Path(args.source), []
-    if args.command.startswith("from") and "://" in args.source:
-        raise ConfigError(f"{args.source}: download the checkpoint first")
-    if args.command == "from-fairseq":
-        notes = from_fairseq(source, args.out, args.input, args.fs, args.classes)
-    elif args.command == "from-torch":
-        fs_hz = 500.0 if args.fs is None else args.fs
-        leads = [LEADS[lead] for lead in leads_in_order(args.leads, "--leads")]
-        preprocessing = signals(args.input, fs_hz, leads, args.window, args.band)
-        options = parse_yaml(args.options, "--options")
-        notes = from_torch(
-            source, args.out, args.encoder, options, preprocessing, args.prefix, args.map
-        )
-    elif args.command == "to-fairseq":
-        to_fairseq(args.source, args.out)
-    else:
-        worst = to_onnx(load(args.source, args.code), args.out)
-        echo(f"onnxruntime and PyTorch differ by {worst:.1g} at most")
-    for note in notes:
-        tell(f"note: {args.source}: {note}")
-    echo(args.out)
-    return 0
 
 
 if __name__ == "__main__":

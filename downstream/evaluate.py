@@ -34,7 +34,7 @@ from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
 from omnilead.engine.settings.commandline import options_of, run_on_ranks, writable, write_result
-from omnilead.engine.settings.errors import ConfigError, Facts, OutputError
+from omnilead.engine.settings.errors import ConfigError, Facts, Flag, OutputError
 from omnilead.engine.settings.files import File
 from omnilead.engine.settings.launcher import environment
 from omnilead.engine.settings.metrics import METRIC_OF, label_of
@@ -161,18 +161,24 @@ class ResultFiles(NamedTuple):
     def check(self) -> None:
         """ConfigError if they cannot be written."""
         if self.json:
-            writable(self.json, "--json")
+            writable(self.json, Flag("--json"))
         if self.page:
-            writable(self.page, "--report")
+            writable(self.page, Flag("--report"))
         if self.json and self.page and self.json.resolve() == self.page.resolve():
             raise ConfigError(
-                f"--json {self.json} and --report {self.page} are the same file: choose two names"
+                Flag("--json"),
+                f" {self.json} and ",
+                Flag("--report"),
+                f" {self.page} are the same file: choose two names",
             )
         world = environment()[1]
         if world > 1 and not self.halves:
             raise ConfigError(
-                f"WORLD_SIZE={world}: several ranks need --json F or --report F, next to which "
-                "they keep the outputs"
+                f"WORLD_SIZE={world}: several ranks need ",
+                Flag("--json"),
+                " F or ",
+                Flag("--report"),
+                " F, next to which they keep the outputs",
             )
 
     def write(
@@ -181,11 +187,11 @@ class ResultFiles(NamedTuple):
         from omnilead.downstream.evaluation.results import halves_file
 
         if self.json:
-            write_result(self.json, dumps(document, indent=1) + "\n", "--json")
+            write_result(self.json, dumps(document, indent=1) + "\n", Flag("--json"))
         if self.page:
             from omnilead.downstream.reports import evaluation_report
 
-            write_result(self.page, evaluation_report.build(result, data), "--report")
+            write_result(self.page, evaluation_report.build(result, data), Flag("--report"))
         if self.halves:
             for number in range(len(data.all)):
                 Path(str(halves_file(self.halves, number))).unlink(missing_ok=True)

@@ -27,16 +27,17 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.io.commands import run_as_omnilead
+from omnilead.data_tools.io.options import Option
 from omnilead.downstream.after_training import AFTER
+from omnilead.downstream.inference import options as shared
 from omnilead.engine.pretrain import train_run
-from omnilead.engine.run import SHORTCUTS, Shortcut, command, run_from_python
-from omnilead.engine.settings.commandline import RUN_CODE
+from omnilead.engine.run import SHORTCUTS, Shortcuts, command, run_from_python
 from omnilead.engine.settings.files import File
 
 if TYPE_CHECKING:
@@ -45,33 +46,22 @@ if TYPE_CHECKING:
     from omnilead.downstream.tasks.config import FinetuneConfig
     from omnilead.engine.run import TrainingRun
 
-KINDS = ("binary", "multilabel", "multiclass", "regression", "survival")
-OWN: dict[str, Shortcut] = {
-    "--labels": (
+OWN: Shortcuts = {
+    "labels": (
         "task.labels",
-        {"metavar": "CSV", "help": "a table of labels, CSV or parquet, with a column `record`"},
+        Annotated[str, Option("a table of labels, CSV or parquet, with a column `record`", "CSV")],
     ),
-    "--task": (
+    "task": (
         "task.name",
-        {"metavar": "NAME|F", "help": "a shipped task such as age or ptbxl-form, or a YAML file"},
+        Annotated[
+            str, Option("a shipped task such as age or ptbxl-form, or a YAML file", "NAME|F")
+        ],
     ),
-    "--kind": (
-        "task.kind",
-        {"choices": KINDS, "help": "kind of the labels (default: guessed from the table)"},
-    ),
-    "--columns": (
-        "task.columns",
-        {"nargs": "+", "metavar": "NAME", "help": "label columns (default: all)"},
-    ),
-    "--positive": (
-        "task.positive",
-        {
-            "metavar": "VALUE",
-            "help": "in a column of two or more values: the one that counts as 1",
-        },
-    ),
-    "--lr": ("train.lr", {"nargs": "+", "type": float, "metavar": "RATE", "help": "learning rate"}),
-    "--code": ("code", {"action": "store_const", "const": True, "help": RUN_CODE["help"]}),
+    "kind": ("task.kind", shared.Kind),
+    "columns": ("task.columns", shared.Columns),
+    "positive": ("task.positive", shared.Positive),
+    "lr": ("train.lr", Annotated[Sequence[float], Option("learning rate", "RATE")]),
+    "code": ("code", shared.Code),
 }
 
 
@@ -131,7 +121,7 @@ main = partial(
     finetune_task,
     finetune_settings,
     None,
-    SHORTCUTS | OWN,
+    {**SHORTCUTS, **OWN},
     after=AFTER,
 )
 

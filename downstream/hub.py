@@ -9,15 +9,15 @@ or set HF_TOKEN in the environment. In Python: omnilead.load("hf://org/name"). N
 'omnilead[hub]'`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from omnilead.data_tools.io.commands import explain_failure, run_as_omnilead, run_command
-from omnilead.data_tools.io.options import Option, add_options
+from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import echo
-from omnilead.engine.settings.commandline import command_parser
+from omnilead.engine.settings.commandline import Actions, parse_action
 
 
 def push(
@@ -47,21 +47,14 @@ def pull(
     echo(f"{out}: downloaded; use it with omnilead.load({out!r})")
 
 
+ACTIONS: Actions = {
+    "push": (push, "upload RUN/model", "RUN org/name --private"),
+    "pull": (pull, "download a model", "org/name OUT"),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_parser("hub", __doc__)
-    commands = parser.add_subparsers(dest="action", required=True, metavar="push|pull")
-    actions: tuple[tuple[str, Callable[..., None], str, str], ...] = (
-        ("push", push, "upload RUN/model", "RUN org/name --private"),
-        ("pull", pull, "download a model", "org/name OUT"),
-    )
-    for name, run, text, example in actions:
-        about, example = f"{text[0].upper()}{text[1:]}.", f"example: omnilead hub {name} {example}"
-        command = commands.add_parser(name, help=text, description=about, epilog=example)
-        command.set_defaults(run=run)
-        add_options(command, run)
-    options = vars(parser.parse_args(arguments))
-    del options["action"]
-    action = options.pop("run")
+    action, options = parse_action("hub", __doc__, ACTIONS, arguments)
 
     def work() -> int:
         action(**options)

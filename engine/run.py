@@ -23,10 +23,11 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from omnilead.data_tools.io.commands import run_command
-from omnilead.data_tools.io.errors import UserError
+from omnilead.data_tools.io.errors import Flag, UserError
+from omnilead.data_tools.io.options import Option, add_option, declare
 from omnilead.data_tools.io.terminal import Parser, is_memory, say, show
 from omnilead.engine.settings.commandline import (
     note_for_torchrun,
@@ -55,29 +56,29 @@ if TYPE_CHECKING:
 LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
 CONTINUED = ": the same command continues"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-Shortcut = tuple[
-    str, dict[str, Any]
-]  # the setting that an option sets, and its arguments for argparse
-SHORTCUTS: dict[str, Shortcut] = {
-    "--start": (
+# A setting that has an option of its own, by the option's name: the setting, and the option's type and help
+Shortcuts = Mapping[str, tuple[str, Any]]
+SHORTCUTS: Shortcuts = {
+    "start": (
         "start",
-        {"metavar": "RUN", "help": "a run or model folder whose weights training starts from"},
+        Annotated[str, Option("a run or model folder whose weights training starts from", "RUN")],
     ),
-    "--data": (
+    "data": (
         "data.datasets",
-        {
-            "nargs": "+",
-            "metavar": "DATASET",
-            "help": "datasets, 'ds/2027-*', or a .txt file that lists them; s3:// works too",
-        },
+        Annotated[
+            Sequence[str],
+            Option(
+                "datasets, 'ds/2027-*', or a .txt file that lists them; s3:// works too", "DATASET"
+            ),
+        ],
     ),
-    "--out": (
+    "out": (
         "run",
-        {"metavar": "RUN", "help": "the run's folder; a run that was interrupted is resumed"},
+        Annotated[str, Option("the run's folder; a run that was interrupted is resumed", "RUN")],
     ),
-    "--anonymous": (
+    "anonymous": (
         "data.anonymous",
-        {"action": "store_const", "const": True, "help": "s3:// data without credentials"},
+        Annotated[bool, Option("s3:// data without credentials")],
     ),
 }
 
@@ -95,7 +96,7 @@ class TrainingParser(Parser):
     """Knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
 
     settings: Callable[[], Any]  # their class
-    shortcuts: Mapping[str, Shortcut]
+    shortcuts: Shortcuts
 
     def suggest(self, option: str, value: str) -> str:
         from omnilead.engine.training.config import DEVICE, nearest_settings, settings_named
@@ -107,7 +108,7 @@ class TrainingParser(Parser):
         if not near and (other := super().suggest(option, value)):
             return other
         near = near or nearest_settings(name, kind)
-        options = {setting: option for option, (setting, _) in self.shortcuts.items()}
+        options = {setting: f"--{name}" for name, (setting, _) in self.shortcuts.items()}
         return options.get(near[0], f"--set {near[0]}={value or '...'}") if near else ""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
@@ -123,7 +124,7 @@ def command(
     task: "Task",
     settings: "Settings",
     default: str | None,
-    shortcuts: Mapping[str, Shortcut],
+    shortcuts: Shortcuts,
     arguments: Sequence[str] | None = None,
     after: AfterTraining | None = None,
 ) -> int:
@@ -192,11 +193,7 @@ def _dry_run(config: Any, task: "Task", args: argparse.Namespace) -> str:
 
 
 def _parser(
-    name: str,
-    about: str | None,
-    default: str | None,
-    shortcuts: Mapping[str, Shortcut],
-    pretended: bool,
+    name: str, about: str | None, default: str | None, shortcuts: Shortcuts, pretended: bool
 ) -> TrainingParser:
     parser = TrainingParser(
         f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -205,8 +202,8 @@ def _parser(
     add = parser.add_argument
     which = f" (default: {default})" if default else ""
     add("--config", metavar="NAME|F", help=f"a shipped config by its name, or a YAML file{which}")
-    for option, (setting, add_options) in shortcuts.items():
-        add(option, **{**add_options, "help": f"{add_options['help']}; --set {setting}=..."})
+    for word, (setting, annotation) in shortcuts.items():
+        add_option(parser, declare(word, annotation), f"; --set {setting}=...")
     add(
         "--set",
         nargs="+",
@@ -243,11 +240,11 @@ def _parser(
     return parser
 
 
-def _overrides(args: argparse.Namespace, shortcuts: Mapping[str, Shortcut]) -> list[str]:
+def _overrides(args: argparse.Namespace, shortcuts: Shortcuts) -> list[str]:
     """The options that stand for a setting, as --set would say them."""
     overrides = []
-    for option, (setting, _) in shortcuts.items():
-        value = getattr(args, option.removeprefix("--"))
+    for name, (setting, _) in shortcuts.items():
+        value = getattr(args, name)
         if value is not None:
             overrides.append(f"{setting}={json.dumps(value)}")
     if args.crops:
@@ -288,10 +285,11 @@ def explain_training(error: Exception) -> UserError | None:
     if isinstance(error, UnicodeEncodeError):  # torch accepts no such path
         return ConfigError(f"{error.object[:200]!r}: not UTF-8: choose another name")
     if isinstance(error, OSError):
-        name = f"{error.filename or '--out RUN'}: {error.strerror}"
+        what = (error.filename,) if error.filename else (Flag("--out"), " RUN")
         if error.errno in NOT_WRITABLE:
-            return ConfigError(f"{name}: choose another with --out RUN")
-        return TrainError(f"{name}: the last checkpoint is intact")
+            mend = ": choose another with ", Flag("--out"), " RUN"
+            return ConfigError(*what, f": {error.strerror}", *mend)
+        return TrainError(*what, f": {error.strerror}: the last checkpoint is intact")
     if isinstance(error, RuntimeError):
         from omnilead.engine.training.distributed import lost_a_rank
 

@@ -16,7 +16,6 @@ without them, as in an unpacked source distribution, Python finds the folders th
 
 import functools
 import importlib
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,12 +56,6 @@ MODULES = {
 }
 
 
-# Options whose arguments have other names
-ARGUMENTS = {"fs": "fs_hz", "lr": "train.lr"}
-# A command line stays one; --set train.lr=1e-4 and --out are said as in Python
-WORDS = re.compile(r"`[^`]*`|\bomnilead [a-z]+[^:;,)]*|--set |--([a-z][a-z_-]*)")
-
-
 def __getattr__(name: str) -> Any:
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -91,18 +84,11 @@ def _in_python(function: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs = {"after": after_training(), **kwargs}
             return function(*args, **kwargs)
         except UserError as error:
-            error.args = (WORDS.sub(_argument, str(error)),)
+            error.in_python = True
             raise
 
     call.__module__, call.__qualname__ = __name__, function.__name__  # as pickle finds it
     return call
-
-
-def _argument(found: re.Match[str]) -> str:
-    option = found[1]
-    if not option:
-        return "" if found[0] == "--set " else found[0]
-    return f"`{ARGUMENTS.get(option, option.replace('-', '_'))}`"
 
 
 def __dir__() -> list[str]:

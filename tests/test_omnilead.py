@@ -5,6 +5,7 @@ import argparse
 import importlib
 import inspect
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -19,7 +20,7 @@ import pytest
 import omnilead
 import omnilead.engine
 from omnilead.__main__ import COMMANDS, main
-from omnilead.data_tools.io.errors import DataError, UserError
+from omnilead.data_tools.io.errors import DataError, Flag, UserError
 from omnilead.engine.settings.errors import ConfigError
 from tests.parsers import parser_of
 from tests.tables import tabulated
@@ -400,3 +401,50 @@ def test_errors_name_arguments_in_python(
     with pytest.raises(UserError, match=says) as error:
         function(*first, **given)
     assert name in ("bench", "load") or "--" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["hf://o/my--code", "no--out/x--set a--lr"])
+def test_an_error_never_changes_a_name(name):
+    with pytest.raises(UserError, match=r"no such|Cannot have") as error:
+        omnilead.load(name)
+    assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "typed", "in_python"),
+    [
+        ({"train.steps": 1, "train.epochs": 1}, "--set train.epochs=null", "train.epochs=null"),
+        ({"config": "no--out"}, "--config 'no--out': no such", "`config` 'no--out': no such"),
+        ({"train.lr": [1e-4, 1e-3]}, "--lr 0.0001 --out OUT", "`train.lr` 0.0001 `out` OUT"),
+    ],
+)
+def test_a_setting_is_named_as_it_is_given(given, typed, in_python, tmp_path, capsys):
+    with pytest.raises(UserError) as error:
+        omnilead.pretrain(data="d", out=tmp_path / "x", **given)
+    assert in_python in str(error.value) and "--set" not in str(error.value)
+    words = ["--config", given["config"]] if "config" in given else []
+    settings = {"data.datasets": ["d"], "run": str(tmp_path / "x"), **given}
+    settings.pop("config", None)
+    words += ["--set", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
+    assert main(["pretrain", *words]) == 2
+    assert typed in capsys.readouterr().err
+
+
+def raised(place):
+    """The error of a call, in the process that a worker is."""
+    try:
+        omnilead.embed("m", data="e.npy", out=place)
+    except UserError as error:
+        return error
+    raise AssertionError
+
+
+def test_an_error_is_the_same_in_another_process():
+    place = "a--b.csv"
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        error = pool.apply(raised, [place])
+    assert str(error) == "`out` a--b.csv: must end in .parquet: use a--b.parquet"
+    option, text = error.args
+    assert isinstance(option, Flag) and option == "--out"
+    assert f"{option}{text}" == "--out a--b.csv: must end in .parquet: use a--b.parquet"
+    assert (error.code, type(error)) == (2, ConfigError)

@@ -25,7 +25,7 @@ from ..ecg.constants import ABBREVIATIONS as CLASSES
 from ..ecg.constants import CROP, CROP_SHAPE, FS_HZ
 from ..ecg.record_names import match_records
 from ..ecg.record_tables import RESERVED, missing_words, read_table
-from ..io.errors import DataError, DatasetError, one_line
+from ..io.errors import DataError, DatasetError, Flag, one_line
 from ..io.terminal import tell
 
 ROLES: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
@@ -167,7 +167,7 @@ def zarr_array(dataset: Any, store: str) -> Any:
 
     root = dataset.root
     if "zarr" not in dataset.meta["formats"]:
-        raise DatasetError(f"{root.url}: has no {store}: build it with --format both")
+        raise DatasetError(f"{root.url}: has no {store}: build it with ", Flag("--format"), " both")
     options = {"anon": True} if getattr(root, "anonymous", False) else None
     return zarr.open_array(root.path(store), mode="r", storage_options=options)
 

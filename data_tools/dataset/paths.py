@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
-from ..io.errors import DataError
+from ..io.errors import DataError, Flag
 from .dataset import Dataset
 
 Data = str | os.PathLike[str] | Dataset
@@ -21,7 +21,7 @@ def several(data: Data | Sequence[Data]) -> list[Data]:
     return [data] if isinstance(data, str | os.PathLike | Dataset) else list(data)
 
 
-def dataset_paths(data: Data | Sequence[Data], option: str = "--data") -> list[str]:
+def dataset_paths(data: Data | Sequence[Data], option: str = Flag("--data")) -> list[str]:
     """The path or address of each dataset. `option`: its name in messages."""
     paths = []
     for one in several(data):
@@ -37,7 +37,7 @@ def dataset_paths(data: Data | Sequence[Data], option: str = "--data") -> list[s
 
 
 def open_all(
-    data: Data | Sequence[Data], anonymous: bool = False, option: str = "--data"
+    data: Data | Sequence[Data], anonymous: bool = False, option: str = Flag("--data")
 ) -> list[Dataset]:
     """Opens them; a Dataset is used as it is."""
     datasets = []
@@ -54,14 +54,14 @@ def _listed(file: str, option: str) -> list[str]:
     try:
         text = Path(file).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{option} {file}: cannot be read as text: {error}") from None
+        raise DataError(option, f" {file}: cannot be read as text: {error}") from None
     paths = []
     for line in map(str.strip, text.splitlines()):
         if line and not line.startswith("#"):
             place = line if "://" in line else os.path.join(os.path.dirname(file), line)
             paths += _matching(place, option)
     if not paths:
-        raise DataError(f"{option} {file}: lists no dataset: write one path a line")
+        raise DataError(option, f" {file}: lists no dataset: write one path a line")
     return paths
 
 
@@ -70,13 +70,14 @@ def _matching(path: str, option: str) -> list[str]:
     if "://" in path:
         if "*" in path:
             raise DataError(
-                f"{option} {path}: patterns are expanded on local disks only: name each dataset, or list "
-                f"them in a {LIST} file"
+                option,
+                f" {path}: patterns are expanded on local disks only: name each dataset, or list "
+                f"them in a {LIST} file",
             )
         return [path]
     if not set(path) & set("*?[") or os.path.lexists(path):
         return [path]
     folders = [match for match in sorted(glob(path)) if os.path.isdir(match)]
     if not folders:
-        raise DataError(f"{option} {path}: no folder matches this pattern: check its spelling")
+        raise DataError(option, f" {path}: no folder matches this pattern: check its spelling")
     return folders

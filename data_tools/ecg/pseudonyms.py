@@ -10,7 +10,7 @@ import stat
 from hashlib import blake2b
 from pathlib import Path
 
-from ..io.errors import StorageError
+from ..io.errors import Flag, StorageError
 
 
 def read_key(path: str) -> bytes:
@@ -19,16 +19,17 @@ def read_key(path: str) -> bytes:
     try:
         secret, mode = Path(path).read_bytes(), os.stat(path).st_mode
     except OSError as error:
-        raise StorageError(f"--pseudonymize {path}: {error.strerror}") from None
+        raise StorageError(Flag("--pseudonymize"), f" {path}: {error.strerror}") from None
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         raise StorageError(
-            f"--pseudonymize {path}: other users can read it ({stat.filemode(mode)}): chmod 600 "
-            f"{path}"
+            Flag("--pseudonymize"),
+            f" {path}: other users can read it ({stat.filemode(mode)}): chmod 600 {path}",
         )
     if len(secret) < 16:
         raise StorageError(
-            f"--pseudonymize {path}: {len(secret)} bytes, at least 16 are needed: "
-            "(umask 077; head -c 32 /dev/urandom > KEYFILE)"
+            Flag("--pseudonymize"),
+            f" {path}: {len(secret)} bytes, at least 16 are needed: (umask 077; head -c 32 "
+            "/dev/urandom > KEYFILE)",
         )
     return blake2b(secret, digest_size=32).digest()
 

@@ -23,7 +23,7 @@ from itertools import chain, islice
 from multiprocessing import spawn
 from typing import Any, TypeVar
 
-from .errors import StorageError
+from .errors import Flag, StorageError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -95,7 +95,9 @@ def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
     except OSError as error:  # semaphores are not available
         raise StorageError(
-            f"/dev/shm: {error.strerror}: allow this user to write there, or use --workers 1"
+            f"/dev/shm: {error.strerror}: allow this user to write there, or use ",
+            Flag("--workers"),
+            " 1",
         ) from None
     if pools is not None:
         pools[workers] = pool
@@ -213,7 +215,8 @@ def connected(address: str) -> Iterator[Any]:
         from distributed.scheduler import KilledWorker
     except ImportError as error:
         raise StorageError(
-            f"--cluster needs the extra cluster: pip install 'omnilead[cluster]' ({error})"
+            Flag("--cluster"),
+            f" needs the extra cluster: pip install 'omnilead[cluster]' ({error})",
         ) from None
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the errors below are enough
     # A client that failed to connect closes itself when it is collected. While another one starts,
@@ -223,29 +226,34 @@ def connected(address: str) -> Iterator[Any]:
         client: Any = Client(address, timeout=CONNECT_S)
     except (OSError, TimeoutError, ValueError) as error:
         raise StorageError(
-            f"--cluster {address}: no scheduler answers ({type(error).__name__}): start one"
+            Flag("--cluster"),
+            f" {address}: no scheduler answers ({type(error).__name__}): start one",
         ) from None
     with client:
         try:
             client.wait_for_workers(1, timeout=WORKERS_S)
         except (OSError, TimeoutError):
             raise StorageError(
-                f"--cluster {address}: no worker in {WORKERS_S} s: start some with `dask worker`"
+                Flag("--cluster"),
+                f" {address}: no worker in {WORKERS_S} s: start some with `dask worker`",
             ) from None
         try:
             yield client
         except KilledWorker as error:
             died = error.allowed_failures + 1
             raise StorageError(
-                f"--cluster {address}: {died} workers died under the same task (out of memory?)"
+                Flag("--cluster"),
+                f" {address}: {died} workers died under the same task (out of memory?)",
             ) from None
         except (CommClosedError, CancelledError):
             raise StorageError(
-                f"--cluster {address}: lost the scheduler: run the same command again to continue"
+                Flag("--cluster"),
+                f" {address}: lost the scheduler: run the same command again to continue",
             ) from None
         except (ImportError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "deserialization" not in str(error):
                 raise
             raise StorageError(
-                f"--cluster {address}: omnilead or the module of --source is not installed there"
+                Flag("--cluster"),
+                f" {address}: omnilead or the module of --source is not installed there",
             ) from None

@@ -41,8 +41,8 @@ def explain_failure(
     """The error for the user that stands for another one; None for a bug. `option` and `place`: where
     the command writes."""
     if isinstance(error, OSError):
-        message = about_file(error, option, place)
-        return DataError(f"{message}: {mend_for(error)}" if message.startswith(option) else message)
+        about = about_file(error, option, place)
+        return DataError(*about, f": {mend_for(error)}" if about[0] == option else "")
     return error if isinstance(error, UserError) else None
 
 

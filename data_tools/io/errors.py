@@ -24,14 +24,46 @@ HDF5_ERRNO = re.compile(r"errno = (\d+)")
 MISSING_FILE = "missing file"  # a reason of ReadError
 
 
+# Options whose arguments have other names in Python
+ARGUMENTS = {"fs": "fs_hz", "lr": "train.lr"}
+
+
+class Flag(str):
+    """An option as a part of an error: "--out", or "--set train.lr=1e-4". Python calls them `out` and
+    train.lr=1e-4."""
+
+    @property
+    def in_python(self) -> str:
+        if self.startswith("--set "):
+            return self.removeprefix("--set ")
+        name = self.removeprefix("--")
+        return f"`{ARGUMENTS.get(name, name.replace('-', '_'))}`"
+
+
 class UserError(Exception):
-    """Its message may quote any file: characters that would control the terminal are escaped. `code`:
-    the exit code of a command that it ends."""
+    """Its message is the text of its parts, in `args`. An option is a Flag, which a command shows as it
+    is typed, and a function of Python (`in_python`) as an argument; an error stands for its own parts.
+    The message may quote any file: characters that would control the terminal are escaped. `code`: the
+    exit code of a command that it ends."""
 
     code = 2
+    in_python = False
+
+    def __init__(self, *parts: object) -> None:
+        words: list[str] = []
+        for part in parts:
+            if isinstance(part, UserError):
+                words += part.args
+            else:
+                words.append(part if isinstance(part, str) else str(part))
+        super().__init__(*words)
 
     def __str__(self) -> str:
-        return printable_lines(super().__str__())
+        words = [
+            part.in_python if self.in_python and isinstance(part, Flag) else part
+            for part in self.args
+        ]
+        return printable_lines("".join(words))
 
 
 class DataError(UserError):

@@ -8,7 +8,8 @@ help, and the check of values in both.
     check_values(embed, ("RUN",), {"workers": 0})    # DataError: argument --workers: 0: must be ...
 
 A parameter before the * is a positional argument unless its Option has a flag. A Literal has choices,
-a bool is a flag, a Sequence takes several values. Of a union, a command takes the first type; the
+a bool is a flag, a Sequence takes several values, a tuple[float, float] two; a Sequence of tuples may
+be given many times. Of a union, a command takes the first type; the
 others are for Python alone.
 """
 
@@ -21,7 +22,7 @@ from contextlib import suppress
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from .errors import DataError
+from .errors import DataError, Flag
 from .terminal import not_among
 
 
@@ -29,7 +30,7 @@ class Option(NamedTuple):
     """What a parameter's type does not say."""
 
     help: str
-    metavar: str | None = None
+    metavar: str | tuple[str, ...] | None = None
     flag: str = ""  # if it is not the parameter's name
     required: bool = False  # in the command; in Python the result is returned
     low: float = -math.inf
@@ -44,6 +45,7 @@ class Declared(NamedTuple):
     option: Option
     kind: type
     several: bool
+    size: int  # of each value: those of a tuple
     choices: tuple[Any, ...]
     default: Any
 
@@ -77,18 +79,25 @@ def declared(function: Callable[..., Any]) -> Iterator[Declared]:
     for name, parameter in inspect.signature(function).parameters.items():
         if not hasattr(parameter.annotation, "__metadata__"):  # no option of the command
             continue
-        option: Option = parameter.annotation.__metadata__[0]
-        kind = first_type(parameter.annotation.__origin__)
-        flag = option.flag or f"--{name.replace('_', '-')}"
-        if parameter.kind is not parameter.KEYWORD_ONLY and not option.flag:
-            flag = name
-        several = get_origin(kind) is Sequence
-        if several:
-            kind = first_type(get_args(kind)[0])
-        choices = get_args(kind) if get_origin(kind) is Literal else ()
-        if choices:
-            kind = type(choices[0])
-        yield Declared(name, flag, option, kind, several, choices, parameter.default)
+        flag = name if parameter.kind is not parameter.KEYWORD_ONLY else ""
+        yield declare(name, parameter.annotation, parameter.default, flag)
+
+
+def declare(name: str, annotation: Any, default: Any = None, flag: str = "") -> Declared:
+    """An option by its annotation. `flag`: if the annotation has none and it is not --NAME."""
+    option: Option = annotation.__metadata__[0]
+    flag = option.flag or flag or f"--{name.replace('_', '-')}"
+    kind = first_type(annotation.__origin__)
+    several = get_origin(kind) is Sequence
+    if several:
+        kind = first_type(get_args(kind)[0])
+    size = len(get_args(kind)) if get_origin(kind) is tuple else 1
+    if size > 1:
+        kind = get_args(kind)[0]
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    if choices:
+        kind = type(choices[0])
+    return Declared(name, flag, option, kind, several, size, choices, default)
 
 
 def first_type(annotation: Any) -> Any:
@@ -98,23 +107,31 @@ def first_type(annotation: Any) -> Any:
 
 def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
     for parameter in declared(function):
-        settings: dict[str, Any] = {"help": parameter.option.help}
-        required = parameter.option.required or parameter.default is inspect.Parameter.empty
-        if parameter.flag.startswith("-"):
-            settings |= {"dest": parameter.name, "required": required}
-        if not required:
-            settings["default"] = parameter.default
-        if parameter.kind is bool:
-            settings["action"] = "store_true"
-        else:
-            settings["metavar"] = parameter.option.metavar
-        if parameter.kind in (int, float):
-            settings["type"] = parameter.parse
-        if parameter.choices:
-            settings["choices"] = parameter.choices
+        add_option(parser, parameter)
+
+
+def add_option(parser: argparse.ArgumentParser, parameter: Declared, more_help: str = "") -> None:
+    settings: dict[str, Any] = {"help": parameter.option.help + more_help}
+    required = parameter.option.required or parameter.default is inspect.Parameter.empty
+    if parameter.flag.startswith("-"):
+        settings |= {"dest": parameter.name, "required": required}
+    if not required:
+        settings["default"] = parameter.default
+    if parameter.kind is bool:
+        settings["action"] = "store_true"
+    else:
+        settings["metavar"] = parameter.option.metavar
+    if parameter.kind in (int, float):
+        settings["type"] = parameter.parse
+    if parameter.choices:
+        settings["choices"] = parameter.choices
+    if parameter.size > 1:
+        settings["nargs"] = parameter.size
         if parameter.several:
-            settings["nargs"] = "+"
-        parser.add_argument(parameter.flag, **settings)
+            settings["action"] = "append"
+    elif parameter.several:
+        settings["nargs"] = "+"
+    parser.add_argument(parameter.flag, **settings)
 
 
 def check_values(
@@ -129,9 +146,10 @@ def check_values(
             continue
         if parameter.kind not in (int, float) and not parameter.choices:
             continue  # nothing to check; a Dataset would be read crop by crop
-        several = parameter.several and not isinstance(value, str | os.PathLike)
+        is_several = parameter.several or parameter.size > 1
+        several = is_several and not isinstance(value, str | os.PathLike)
         for single in value if several else [value]:
             try:
                 parameter.check(single)
             except argparse.ArgumentTypeError as error:
-                raise DataError(f"argument {parameter.flag}: {error}") from None
+                raise DataError("argument ", Flag(parameter.flag), f": {error}") from None

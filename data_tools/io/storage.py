@@ -29,6 +29,7 @@ from uuid import uuid4
 
 from .errors import (
     MISSING_FILE,
+    Flag,
     ReadError,
     StorageError,
     failure_of_machine,
@@ -340,12 +341,15 @@ class RemoteFolder:
             except PermissionError as error:
                 why = type(error).__name__ if self.private else error
                 raise StorageError(
-                    f"{what}: not allowed ({why}): check the credentials, or use --anonymous"
+                    f"{what}: not allowed ({why}): check the credentials, or use ",
+                    Flag("--anonymous"),
                 ) from None
             except Exception as error:
                 if "Credentials" in type(error).__name__:
                     raise StorageError(
-                        f"{what}: {error}: set AWS credentials, or use --anonymous for public data"
+                        f"{what}: {error}: set AWS credentials, or use ",
+                        Flag("--anonymous"),
+                        " for public data",
                     ) from None
                 if attempt == tries:
                     why = "" if self.private else f": {error}"

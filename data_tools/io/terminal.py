@@ -179,9 +179,11 @@ def tell(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def about_file(error: OSError, option: str, place: str | os.PathLike[str] | None) -> str:
-    """The file that cannot be read or written, and why: `option` and `place`, what it sets, if that
-    is what a command was writing. The system names no file if the disk is full."""
+def about_file(
+    error: OSError, option: str, place: str | os.PathLike[str] | None
+) -> tuple[str, ...]:
+    """The file that cannot be read or written, and why, as parts of an error: `option` and `place`,
+    what it sets, if that is what a command was writing. The system names no file if the disk is full."""
     file = error.filename
     if place and file:
         whole, out = os.path.abspath(os.fsdecode(file)), os.path.abspath(place)
@@ -189,9 +191,10 @@ def about_file(error: OSError, option: str, place: str | os.PathLike[str] | None
         inside = whole.startswith((f"{out}{os.sep}", f"{out}.", temporary))
         if whole == out or inside or out.startswith(f"{whole}{os.sep}"):  # or a folder above it
             file = None
+    why = error.strerror or str(error)
     if place and not file:
-        file = f"{option} {os.fspath(place)}"
-    return f"{file or 'a file'}: {error.strerror or error}"
+        return option, f" {os.fspath(place)}: {why}"
+    return (f"{file or 'a file'}: {why}",)
 
 
 def interactive() -> bool:

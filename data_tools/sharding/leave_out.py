@@ -18,12 +18,12 @@ from ..dataset.rejects import Reject
 from ..ecg.constants import VENDORS
 from ..ecg.record import patient_source
 from ..ecg.record_tables import decoded, ids_alike
-from ..io.errors import DataError, ReadError
+from ..io.errors import DataError, Flag, ReadError
 from ..io.spreadsheet import unquoted
 from ..io.terminal import tell
 from ..sources.base import shown_patient
 
-OPTION = "--leave-out-patients"
+OPTION = Flag("--leave-out-patients")
 SHOWN = 20  # names in a message
 WORD = re.compile("[A-Za-z0-9_-]+")
 SHORTEST = 5  # characters of a patient that is searched in texts: 17 may be anything
@@ -46,7 +46,7 @@ class LeaveOut:
                 row = next(csv.reader([line], delimiter=mark, skipinitialspace=True), [])
                 rows.append([unquoted(cell.strip()) for cell in row])
         except (DataError, csv.Error) as error:
-            raise DataError(f"{OPTION} {file}: {error}") from None
+            raise DataError(OPTION, f" {file}: {error}") from None
         header = [cell.lower() for cell in rows[0]] if rows else []
         for name in ("patient", "patient_id"):
             if name in header:
@@ -54,7 +54,7 @@ class LeaveOut:
                 break
         names = {row[0] for row in rows if row} - {""}
         if not names:
-            raise DataError(f"{OPTION} {file}: names no patient: write one on each line")
+            raise DataError(OPTION, f" {file}: names no patient: write one on each line")
         return cls(tuple(sorted(names)), key)
 
     def who(self, source: str, patient: str | None) -> str | None:

@@ -30,7 +30,7 @@ from ..ecg.record import Header, known_patient, record_stem
 from ..ecg.record_tables import patients_of, read_patients
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
-from ..io.errors import MISSING_FILE, DataError, ReadError, StorageError, printable
+from ..io.errors import MISSING_FILE, DataError, Flag, ReadError, StorageError, printable
 from ..io.plugins import code_of
 from ..io.splitmix import GOLDEN, mix
 from ..io.storage import prefetch, write_errors
@@ -281,7 +281,9 @@ def _check_patients(sources: Sequence[Source], scanned: _Scanned) -> None:
             if not is_dataset and not scanned.with_patient[other] and unknown**count < 0.01:
                 raise DataError(
                     f"patients of the new records of {name} are unknown, those of others are not, so one "
-                    "could be on both sides of a split: --patients FILE names them"
+                    "could be on both sides of a split: ",
+                    Flag("--patients"),
+                    " FILE names them",
                 )
 
 

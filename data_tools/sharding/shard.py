@@ -37,7 +37,7 @@ from ..ecg.crops import Crop, flags_of, prepare_crop
 from ..ecg.pseudonyms import key_mark, pseudonym
 from ..ecg.record import EcgRecord, class_row, patient_source
 from ..io import cluster
-from ..io.errors import DataError, DatasetError, ReadError, StorageError
+from ..io.errors import DataError, DatasetError, Flag, ReadError, StorageError
 from ..io.storage import (
     Folder,
     dataset_folder,
@@ -74,11 +74,13 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     """Build the dataset, or finish an interrupted build."""
     out = dataset_folder(options.out)
     if not out.remote and os.path.exists(out.url) and not os.path.isdir(out.url):
-        raise DataError(f"--out {options.out}: is a file: choose a folder")
+        raise DataError(Flag("--out"), f" {options.out}: is a file: choose a folder")
     if options.shard_crops and options.format == "zarr":
         raise DataError(
-            f"--shard-crops {options.shard_crops}: --format zarr writes no tar shards, whose crops this "
-            "option counts: leave it out"
+            Flag("--shard-crops"),
+            f" {options.shard_crops}: ",
+            Flag("--format"),
+            " zarr writes no tar shards, whose crops this option counts: leave it out",
         )
     complete = out.exists(META)
     unfinished = out.exists(".build")
@@ -87,13 +89,15 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
             # rejects.csv is left if all records were refused
             if files := [name for name in out.children() if name != REJECTS]:
                 raise DataError(
-                    f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose "
-                    "another --out"
+                    f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose another ",
+                    Flag("--out"),
                 )
     mark = _mark_of_pseudonyms(sources, options.pseudonym_key)
     if any(source.root.url == out.url for source in sources):
         raise DataError(
-            f"--out {options.out}: is also a source, and a dataset never changes: choose another --out"
+            Flag("--out"),
+            f" {options.out}: is also a source, and a dataset never changes: choose another ",
+            Flag("--out"),
         )
     # A finished dataset may lie where nobody can write
     untouched = complete and not unfinished
@@ -110,8 +114,9 @@ def _mark_of_pseudonyms(sources: list[Source], key: bytes | None) -> str | None:
     for source in sources:
         if source.pseudonyms not in (None, mark):
             raise DataError(
-                f"{source.root.url}: its names are pseudonyms of a key: give it with --pseudonymize KEYFILE, so "
-                "that the other names are made with it, too"
+                f"{source.root.url}: its names are pseudonyms of a key: give it with ",
+                Flag("--pseudonymize"),
+                " KEYFILE, so that the other names are made with it, too",
             )
     return mark
 
@@ -172,7 +177,8 @@ def locked(out: Folder) -> Iterator[None]:
     with open(place / "lock", "wb") as lock:
         if locked_by_another(lock, out.url):
             raise StorageError(
-                f"{out.url}: another run is writing there: wait for it, or choose another --out"
+                f"{out.url}: another run is writing there: wait for it, or choose another ",
+                Flag("--out"),
             )
         for path in (place / "tmp").iterdir():
             path.unlink()
@@ -223,7 +229,7 @@ def _already_finished(
         with nullcontext() if is_locked else locked(out):
             return write_roles(finished, recipe, options)
     what = _changed_settings(finished, recipe) or "from other input or options"
-    raise DatasetError(f"{url} is already finished ({what}): choose another --out")
+    raise DatasetError(f"{url} is already finished ({what}): choose another ", Flag("--out"))
 
 
 def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ from ..ecg.record import (
 )
 from ..ecg.record_tables import as_text, read_cells
 from ..ecg.resampling import rate_ratio
-from ..io.errors import DataError, ReadError, one_line
+from ..io.errors import DataError, Flag, ReadError, one_line
 from ..io.spreadsheet import as_number
 from ..io.storage import Folder
 from .array_files import (
@@ -283,7 +283,14 @@ def _read_facts(root: Folder, words: Any) -> ArrayFacts:
     described = root.exists(YAML)
     if described:
         if words:
-            raise DataError(f"{YAML} describes the arrays: leave out --fs, --unit and --leads")
+            raise DataError(
+                f"{YAML} describes the arrays: leave out ",
+                Flag("--fs"),
+                ", ",
+                Flag("--unit"),
+                " and ",
+                Flag("--leads"),
+            )
         words = _read_yaml(root)
     if "file" not in words:
         files = [name for name in root.children() if name.endswith(ENDINGS)]
@@ -292,7 +299,7 @@ def _read_facts(root: Folder, words: Any) -> ArrayFacts:
             raise DataError(f"{len(files)} files {kinds}: add file: NAME or a pattern to {YAML}")
         words["file"] = glob.escape(files[0])
         if not described and not words.keys() >= NEEDED.keys():
-            raise DataError(_shortest(root, files[0]))
+            raise DataError(*_shortest(root, files[0]))
     try:
         facts = ArrayFacts.model_validate(words)
     except ValidationError as error:
@@ -351,17 +358,23 @@ def _only_array(root: Folder, part: str) -> str:
     return candidates[0]
 
 
-def _shortest(root: Folder, part: str) -> str:
-    """What to write if nothing is said of a file."""
+def _shortest(root: Folder, part: str) -> tuple[str, ...]:
+    """What to write if nothing is said of a file, as parts of an error."""
     dataset = _only_array(root, part)
     values = open_array(root, part, dataset)
     leads = "12" if 12 in values.shape else "[I, II, ...]"
     inside = f"dataset: {dataset}, " if dataset else ""
     return (
-        f"--source arrays needs {YAML} there; the shortest for {part}, {values.dtype} "
+        Flag("--source"),
+        f" arrays needs {YAML} there; the shortest for {part}, {values.dtype} "
         f"{list(values.shape)}, is {{file: {part}, {inside}fs_hz: HZ, unit: UNIT, leads: {leads}}} "
-        f"with HZ {NEEDED['fs_hz']}, UNIT {NEEDED['unit']}; or give --fs HZ --unit UNIT "
-        f"--leads {leads}"
+        f"with HZ {NEEDED['fs_hz']}, UNIT {NEEDED['unit']}; or give ",
+        Flag("--fs"),
+        " HZ ",
+        Flag("--unit"),
+        " UNIT ",
+        Flag("--leads"),
+        f" {leads}",
     )
 
 

@@ -127,7 +127,7 @@ class CopiedCrops:
         try:
             out[:] = open_dataset(self.root).read_at(*place)
         except DatasetError as error:  # not a bad record: a dataset to restore
-            raise StorageError(str(error)) from None
+            raise StorageError(error) from None
         flags = tuple(flag for flag in crop["flags"] if flag != IMPLAUSIBLE)
         return Crop(crop["start_s"], crop["halves"], tuple(crop["missing_leads"]), flags)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..dataset import META
 from ..ecg.pseudonyms import key_mark, read_key
-from ..io.errors import DataError, ReadError, StorageError
+from ..io.errors import DataError, Flag, ReadError, StorageError
 from ..io.plugins import blame, plugin
 from ..io.shared_options import Paths
 from ..io.storage import Folder, folder
@@ -83,7 +83,16 @@ def open_archives(
     urls = paths(archives)
     stated = {name: value for name, value in arrays.items() if value is not None}
     if stated and kind != "arrays":
-        raise DataError("--fs, --unit and --leads describe arrays: add --source arrays")
+        raise DataError(
+            Flag("--fs"),
+            ", ",
+            Flag("--unit"),
+            " and ",
+            Flag("--leads"),
+            " describe arrays: add ",
+            Flag("--source"),
+            " arrays",
+        )
     sources = []
     for url in urls:
         sources += open_sources(url, kind, anonymous, urls, private, stated)
@@ -141,13 +150,13 @@ def open_sources(
     if sources:
         return sources
     some = "" if private else f" ({', '.join(names[:5])}, ...)"
-    error = f"{root.url}: no known archive{some}{links_in(root)}: set its format with --source"
+    found, more = f"{root.url}: no known archive{some}{links_in(root)}", ""
     if any(name.lower().endswith(TEXTS) for name in names):
-        error += (
+        more = (
             "; texts do not state their rate, leads and unit: save them as .npy (--source arrays), or "
             "read them with a file.py:Class of your own (docs/own_format.md)"
         )
-    raise UnknownArchive(error)
+    raise UnknownArchive(f"{found}: set its format with ", Flag("--source"), more)
 
 
 def _of_kind(root: Folder, kind: str) -> Source:
@@ -155,13 +164,15 @@ def _of_kind(root: Folder, kind: str) -> Source:
         try:  # so that worker processes can import it, too
             reader = plugin(kind, importable=True)
         except Exception as error:  # a user's module may raise anything on import
-            raise DataError(f"--source {kind}: {blame(error)}") from None
+            raise DataError(Flag("--source"), f" {kind}: {blame(error)}") from None
         if not (isinstance(reader, type) and issubclass(reader, Source)):
-            raise DataError(f"--source {kind}: not a subclass of data_tools.sources.Source")
+            raise DataError(
+                Flag("--source"), f" {kind}: not a subclass of data_tools.sources.Source"
+            )
         try:
             return reader(root)
         except TypeError as error:  # the class lacks an abstract method
-            raise DataError(f"--source {kind}: {error}") from None
+            raise DataError(Flag("--source"), f" {kind}: ", error) from None
     if kind in ARCHIVES:
         return ARCHIVES[kind](root)
     if kind == HospitalFiles.name:
@@ -169,7 +180,9 @@ def _of_kind(root: Folder, kind: str) -> Source:
     if kind in FORMATS:
         return HospitalFiles(root, kind)
     known = [*ARCHIVES, HospitalFiles.name, *FORMATS]
-    raise DataError(f"--source {kind}: not auto, {', '.join(known)} or your own file.py:Class")
+    raise DataError(
+        Flag("--source"), f" {kind}: not auto, {', '.join(known)} or your own file.py:Class"
+    )
 
 
 def _detected(root: Folder, names: Sequence[str], anonymous: bool) -> list[Source]:

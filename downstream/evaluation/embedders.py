@@ -18,7 +18,7 @@ from torch import Tensor
 from omnilead.data_tools.ecg import mean_beat
 from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import Input
-from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.errors import ConfigError, Flag
 from omnilead.engine.settings.leads import ALL
 
 from ..inference.commands import prepare_model
@@ -74,7 +74,7 @@ def rows_to_compare(
     first of the random weights. Random weights follow the first model of their architecture; what
     needs no training is last. Without LightGBM, no row is boosted."""
     if reader == "boosted" and not installed():
-        raise ConfigError(f"--reader boosted: {INSTALL}")
+        raise ConfigError(Flag("--reader"), f" boosted: {INSTALL}")
     beat = _measured(MEAN_BEAT, mean_beat.mean_beats, slice(12 * mean_beat.BEAT))
     measured = _measured(MEASURED, mean_beat.measurements)
     rows = _model_rows(models, measured, options, seed)
@@ -102,7 +102,9 @@ def _model_rows(
     for text in models:
         name, folder = name_and_folder(text)
         if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, BOOSTED):
-            raise ConfigError(f"--models {text}: the name {name!r} is taken: write NAME={folder}")
+            raise ConfigError(
+                Flag("--models"), f" {text}: the name {name!r} is taken: write NAME={folder}"
+            )
         embedder = embedder_of(name, folder, options)
         architecture = architecture_of(embedder, options.readout)
         random = f"{RANDOM} of {name}" if random_of else RANDOM
@@ -126,11 +128,13 @@ def name_and_folder(text: str) -> tuple[str, str]:
     if not equals or "/" in name or Path(text).exists():
         name, folder = "", text
     if not folder:
-        raise ConfigError(f"--models {text}: names no folder: write NAME=RUN")
+        raise ConfigError(Flag("--models"), f" {text}: names no folder: write NAME=RUN")
     path = Path(folder)
     if "," in folder and not path.exists():
         named_runs = [f"{name or 'A'}-{n}={run}" for n, run in enumerate(folder.split(","), 1)]
-        raise ConfigError(f"--models {text}: one run to a name: write {' '.join(named_runs)}")
+        raise ConfigError(
+            Flag("--models"), f" {text}: one run to a name: write {' '.join(named_runs)}"
+        )
     return name or (path.parent.name if path.name == "model" else path.name), folder
 
 
@@ -172,7 +176,9 @@ def token_parts(model: TrainedModel, readout: str) -> Readout:
     """The read-out without what is measured in the signal."""
     parts = tuple(part for part in model.readout_of(readout) if part != "rhythm")
     if not parts:
-        raise ConfigError("--readout rhythm: it has nothing of a model: add mean, std or beats")
+        raise ConfigError(
+            Flag("--readout"), " rhythm: it has nothing of a model: add mean, std or beats"
+        )
     return parts
 
 

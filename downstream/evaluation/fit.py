@@ -12,7 +12,7 @@ from omnilead.data_tools.dataset import Data
 from omnilead.data_tools.io.terminal import tell
 from omnilead.engine.data.datasets import open_together
 from omnilead.engine.settings.commandline import writing
-from omnilead.engine.settings.errors import Facts
+from omnilead.engine.settings.errors import Facts, Flag
 
 from ..inference.commands import refuse_ranks
 from ..tasks.config import TaskConfig, TaskKind
@@ -73,7 +73,7 @@ def fit(options: FitOptions) -> Facts:
 def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
     """Fits a head for any task, writes it with the model, and tells notes on the data."""
     out = Path(options.out)
-    require_free(out, "--out")
+    require_free(out, Flag("--out"))
     parts = out.with_name(f"{out.name}.parts")  # kept after an interruption
     require_cache(parts)
     data = open_together(options.data, options.anonymous)
@@ -90,7 +90,7 @@ def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
     for note in notes:
         tell(f"note: {note}")
     head = fit_head(embedder, data, labels, train, options.choice, parts)
-    with writing(out, "--out"):
+    with writing(out, Flag("--out")):
         write_head(head, model, out)
     shutil.rmtree(parts, ignore_errors=True)
     return head, labels

@@ -63,10 +63,10 @@ class Head(NamedTuple):
 def require_free(out: Path, flag: str) -> None:
     """ConfigError unless the folder can be made."""
     if os.path.lexists(out):
-        raise ConfigError(f"{flag} {out}: exists: choose another folder")
+        raise ConfigError(flag, f" {out}: exists: choose another folder")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {out}: no folder can be made in {folder}: choose another")
+        raise ConfigError(flag, f" {out}: no folder can be made in {folder}: choose another")
 
 
 def require_known(labels: TaskLabels, train: ProbedRecords) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.model.input import Input
-from omnilead.engine.settings.errors import ConfigError, Facts
+from omnilead.engine.settings.errors import ConfigError, Facts, Flag
 
 from ..inference.outputs import Output, vectors
 from ..inference.trained_model import TrainedModel
@@ -186,8 +186,11 @@ def gallery_and_probes(
 def _with_two_windows(data: Datasets, model_input: Input) -> Array:
     if model_input.count() < 2:
         raise ConfigError(
-            f"--role valid: compares two windows of a crop, but the model takes "
-            f"{model_input.window_s:g} s at once: use --role test"
+            Flag("--role"),
+            f" valid: compares two windows of a crop, but the model takes {model_input.window_s:g} s "
+            "at once: use ",
+            Flag("--role"),
+            " test",
         )
     rows = data.select("valid")
     rows = rows[data.column("halves")[rows] == 2]

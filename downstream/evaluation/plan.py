@@ -19,7 +19,7 @@ import numpy as np
 from omnilead.data_tools.dataset import Data, Dataset, several
 from omnilead.engine.data.datasets import Datasets, open_together
 from omnilead.engine.data.leakage import overlap, refuse_leak
-from omnilead.engine.settings.errors import ConfigError, Facts
+from omnilead.engine.settings.errors import ConfigError, Facts, Flag
 from omnilead.engine.settings.files import shipped
 
 from ..tasks.config import TaskConfig, TaskKind
@@ -156,11 +156,11 @@ class Work(NamedTuple):
 def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
     """What to compare on; ConfigError if a task or its labels do not suit the data."""
     words = task_words(options)
-    require_labels("--labels", options.labels)
-    require_labels("--test-labels", options.test_labels)
+    require_labels(Flag("--labels"), options.labels)
+    require_labels(Flag("--test-labels"), options.test_labels)
     tested = fitted = open_together(options.data, options.anonymous)
     if options.test_data:
-        tested = open_together(options.test_data, options.anonymous, "--test-data")
+        tested = open_together(options.test_data, options.anonymous, Flag("--test-data"))
     tasks: dict[str, ProbedTask] = {}
     for word in words:
         if word == IDENTIFICATION:
@@ -168,12 +168,12 @@ def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
         try:
             task = task_to_probe(word, fitted, tested, options, shown)
         except ConfigError as error:
-            raise ConfigError(f"--tasks {word}: {error}") from None
+            raise ConfigError(Flag("--tasks"), f" {word}: ", error) from None
         name = task.labels.task.name
         if name in tasks:
             raise ConfigError(
-                f"--tasks {' '.join(words)}: two tasks have the same name: leave one out, or "
-                "rename its table"
+                Flag("--tasks"),
+                f" {' '.join(words)}: two tasks have the same name: leave one out, or rename its table",
             )
         tasks[name] = task
     persons = identities(tested, shown.usable(tested)) if IDENTIFICATION in words else None
@@ -187,16 +187,34 @@ def task_words(options: BenchOptions) -> Sequence[str]:
         words = (options.labels,)
     if not words:
         raise ConfigError(
-            "no task: name tasks with --tasks, or a table of labels with --labels my.csv"
+            "no task: name tasks with ",
+            Flag("--tasks"),
+            ", or a table of labels with ",
+            Flag("--labels"),
+            " my.csv",
         )
     if (options.columns or options.kind or options.positive) and not any(
         word.endswith(TABLES) for word in words
     ):
         raise ConfigError(
-            "--columns, --kind and --positive are for a table of labels: name one with --labels my.csv"
+            Flag("--columns"),
+            ", ",
+            Flag("--kind"),
+            " and ",
+            Flag("--positive"),
+            " are for a table of labels: name one with ",
+            Flag("--labels"),
+            " my.csv",
         )
     if options.folds and options.test_data:
-        raise ConfigError("--folds tests the ECGs of --data: leave --test-data out")
+        raise ConfigError(
+            Flag("--folds"),
+            " tests the ECGs of ",
+            Flag("--data"),
+            ": leave ",
+            Flag("--test-data"),
+            " out",
+        )
     return words
 
 
@@ -259,7 +277,7 @@ def refuse_leak_between(data: Datasets, labels: TaskLabels) -> None:
     """ConfigError if a record, patient or waveform is fitted on in one dataset and for test in
     another, as the roles of datasets that were made apart may say."""
     trained = data.rows_of(np.sort(np.concatenate([labels.all_rows(name) for name in FITTED])))
-    refuse_leak(data.all, trained, data.rows_of(labels.all_rows("test")), "--data")
+    refuse_leak(data.all, trained, data.rows_of(labels.all_rows("test")), Flag("--data"))
 
 
 def outputs_to_score(
@@ -273,10 +291,12 @@ def outputs_to_score(
     used = {share: varied(kind, train, test, draws[share], fold_N) for share in draws}
     for share, used_K in used.items():
         if not used_K.any():
-            mend = "a larger share" if fold_N is None else "a larger share, or fewer --folds"
+            fewer = () if fold_N is None else (", or fewer ", Flag("--folds"))
             raise ConfigError(
-                f"--share {share:g} of {len(np.unique(train.patient_N)):,} patients of train, "
-                f"{len(test.y_NK):,} records of test: {KINDS[kind].same_in_a_share}: use {mend}"
+                Flag("--share"),
+                f" {share:g} of {len(np.unique(train.patient_N)):,} patients of train, {len(test.y_NK):,} "
+                f"records of test: {KINDS[kind].same_in_a_share}: use a larger share",
+                *fewer,
             )
     return used
 
@@ -338,15 +358,17 @@ def _task_named(word: str, options: BenchOptions) -> TaskConfig:
         return task_of_table(word, options.columns, options.kind, options.positive)
     url, is_shipped = table_of(options.labels, word), word in shipped("tasks")
     if url and not is_shipped and not Path(word).exists():
-        raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
+        raise ConfigError(
+            "is no shipped task: to probe the table, give ", Flag("--tasks"), f" {url}"
+        )
     task = load_task(word)
     needed = task.split == "column" or not set(task.columns) <= set(OWN_COLUMNS)
     if is_shipped and needed and not url:
-        absent, folder = "needs --labels DIR", options.labels or "DIR"
+        absent, folder = ("needs ", Flag("--labels"), " DIR"), options.labels or "DIR"
         if options.labels:
-            absent = f"no {word}.parquet in --labels {options.labels}"
+            absent = f"no {word}.parquet in ", Flag("--labels"), f" {options.labels}"
         command = f"omnilead labels {word.partition('-')[0]} SRC --out {folder}"
-        raise ConfigError(f"{absent}: `{command}` writes it")
+        raise ConfigError(*absent, f": `{command}` writes it")
     return replace(task, labels=url or task.labels)
 
 
@@ -360,7 +382,7 @@ def as_typed(data: Data | Sequence[Data]) -> str:
 
 def require_labels(option: str, folder: str) -> None:
     if not Path(folder).exists():  # "" is this one
-        raise ConfigError(f"{option} {folder}: no such folder or table")
+        raise ConfigError(option, f" {folder}: no such folder or table")
 
 
 def table_of(folder: str, word: str) -> str:

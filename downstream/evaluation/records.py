@@ -21,7 +21,7 @@ from sklearn.model_selection import GroupKFold
 from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings import counter
-from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.errors import ConfigError, Flag
 from omnilead.engine.settings.leads import parse_leads
 
 from ..tasks.join import record_of_crop
@@ -138,7 +138,9 @@ def folds_of(group_N: Array, count: int) -> Array:
     """The fold of each record."""
     groups = len(np.unique(group_N))
     if count > groups:
-        raise ConfigError(f"--folds {count}: only {groups:,} patients have labels: use fewer")
+        raise ConfigError(
+            Flag("--folds"), f" {count}: only {groups:,} patients have labels: use fewer"
+        )
     fold_N = np.zeros(len(group_N), np.int64)
     for fold, (_, held_out) in enumerate(GroupKFold(count).split(group_N, groups=group_N)):
         fold_N[held_out] = fold

@@ -26,7 +26,7 @@ from omnilead.engine.model.config import validated
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.window import HALF_S
 from omnilead.engine.settings.commandline import RESUMABLE, read_yaml
-from omnilead.engine.settings.errors import ConfigError, Facts, OutputError
+from omnilead.engine.settings.errors import ConfigError, Facts, Flag, OutputError
 from omnilead.engine.settings.files import find_config, shipped
 from omnilead.engine.settings.launcher import environment
 from omnilead.engine.settings.leads import describe_leads
@@ -306,13 +306,17 @@ def head_for(model: TrainedModel, task: TaskConfig) -> HeadInfo:
     if model.head is None or head is None:
         kind = f"fine-tuned for {head.task}" if head else "only pre-trained"
         raise ConfigError(
-            f"--task {task.name}: the model has no head, it is {kind}: fine-tune it with omnilead "
-            "finetune, or fit a head with omnilead fit"
+            Flag("--task"),
+            f" {task.name}: the model has no head, it is {kind}: fine-tune it with omnilead finetune, "
+            "or fit a head with omnilead fit",
         )
     if task.kind != head.kind:
         raise ConfigError(
-            f"--task {task.name}: is {task.kind}, the model is fine-tuned for {head.task}, which "
-            f"is {head.kind}: leave --task out, or choose another model"
+            Flag("--task"),
+            f" {task.name}: is {task.kind}, the model is fine-tuned for {head.task}, which is "
+            f"{head.kind}: leave ",
+            Flag("--task"),
+            " out, or choose another model",
         )
     return head
 
@@ -327,8 +331,9 @@ def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
     else:
         return
     raise ConfigError(
-        f"the model knows {len(model.classes)} classes, {difference}: use other --labels, or another "
-        "model"
+        f"the model knows {len(model.classes)} classes, {difference}: use other ",
+        Flag("--labels"),
+        ", or another model",
     )
 
 
@@ -339,7 +344,8 @@ def labelled_rows(labels: TaskLabels, data: Datasets, role: str) -> Array:
         require(rows, data, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES}")
     if not len(rows):
         raise ConfigError(
-            f"{name}: no record of {data.name} is in the split {role}: choose another --role"
+            f"{name}: no record of {data.name} is in the split {role}: choose another ",
+            Flag("--role"),
         )
     if KINDS[labels.task.kind].has_positives and not (labels.all_y[rows] > 0).any():
         what_is_missing = f"of the split {role} has a positive label"
@@ -431,7 +437,7 @@ def subgroups_of(data: Datasets, rows: Array) -> dict[str, Array]:
 
 def load_task(name: str) -> TaskConfig:
     """The task with this name in configs/tasks, or in a YAML file."""
-    path = find_config(name, "tasks", "--task")
+    path = find_config(name, "tasks", Flag("--task"))
     section = read_yaml(path, "tasks").get("task")
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: has no section `task`: write task: {{name: ..., kind: ...}}")
@@ -447,23 +453,26 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
         name = own_task
         if own_task not in shipped("tasks") and not (head and head.definition):
             raise ConfigError(
-                f"the model was fine-tuned for {own_task!r}, which is no shipped task: name its YAML "
-                "file with --task"
+                f"the model was fine-tuned for {own_task!r}, which is no shipped task: name its YAML file "
+                "with ",
+                Flag("--task"),
             )
     if head and head.definition and name == own_task:
         task = validated(TaskConfig, head.definition, "task")
         # The model may come from anyone: what it names is not opened
         if task.labels and not labels:
             raise ConfigError(
-                f"the model does not keep the labels of its task {task.name}, {task.labels}: give "
-                "them with --labels"
+                f"the model does not keep the labels of its task {task.name}, {task.labels}: give them "
+                "with ",
+                Flag("--labels"),
             )
     else:
         task = load_task(name)
     if task.kind == "identity" and labels:
         raise ConfigError(
-            f"--labels {labels}: the model was not fitted to labels: omnilead fit --model RUN --labels "
-            f"{labels} --data DATASET --out MODEL writes one that is"
+            Flag("--labels"),
+            f" {labels}: the model was not fitted to labels: omnilead fit --model RUN --labels "
+            f"{labels} --data DATASET --out MODEL writes one that is",
         )
     return replace(task, labels=labels) if labels else task
 
@@ -481,7 +490,7 @@ def shown_input(
     try:
         model_input = model.input.limited_to(options.leads) if options.leads else model.input
     except ConfigError as error:
-        raise ConfigError(f"--leads {options.leads}: {error}") from None
+        raise ConfigError(Flag("--leads"), f" {options.leads}: ", error) from None
     notes, sha256 = [], model.preprocessing.get("sha256")
     if sha256 and sha256 != data.all[0].meta["preprocessing_sha256"]:
         notes.append(
@@ -506,7 +515,7 @@ def measured_crops(
     note on the others."""
     blank = ~data.each(model_input.usable)
     if any(blank[rows].all() for rows in sides):
-        raise ConfigError(f"{data.name}: {model_input.nothing}: choose other --leads")
+        raise ConfigError(f"{data.name}: {model_input.nothing}: choose other ", Flag("--leads"))
     notes = []
     if without := sum(int(blank[rows].sum()) for rows in sides):
         notes.append(

@@ -26,7 +26,7 @@ from omnilead.data_tools.io.storage import write_whole
 from omnilead.engine.data.batches import dataset_batches, predict
 from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.model.input import Input
-from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.errors import ConfigError, Flag
 
 from ..inference.outputs import progress_bar
 from ..inference.trained_model import NOT_FINITE, TrainedModel
@@ -109,8 +109,9 @@ def require_cache(folder: Path) -> None:
     for name in names:
         if not re.fullmatch("[0-9a-f]{24}", name):
             raise ConfigError(
-                f"{folder}: is for embeddings alone, and has {name}: choose another --out, or move "
-                "what is there"
+                f"{folder}: is for embeddings alone, and has {name}: choose another ",
+                Flag("--out"),
+                ", or move what is there",
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from omnilead.data_tools.io.terminal import say
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.settings.commandline import overridden, read_mapping, read_yaml
-from omnilead.engine.settings.errors import ConfigError, Facts
+from omnilead.engine.settings.errors import ConfigError, Facts, Flag
 from omnilead.engine.settings.files import find_config, merge
 from omnilead.engine.settings.launcher import environment
 from omnilead.engine.training.config import TrainConfig, build, check, load
@@ -115,12 +115,18 @@ def with_task(tree: Facts) -> Facts:
     """The settings with those of the task that task.name or task.labels names."""
     task = tree.get("task", {})
     if name := task.pop("name", None):
-        return merge(read_yaml(find_config(name, "tasks", "--task"), "tasks"), tree)
+        return merge(read_yaml(find_config(name, "tasks", Flag("--task")), "tasks"), tree)
     if labels := task.get("labels"):
         task["name"] = Path(labels).stem
         return tree
     raise ConfigError(
-        "no task is given: use --labels my.csv, --task NAME (age, sex, ...) or --config diagnosis"
+        "no task is given: use ",
+        Flag("--labels"),
+        " my.csv, ",
+        Flag("--task"),
+        " NAME (age, sex, ...) or ",
+        Flag("--config"),
+        " diagnosis",
     )
 
 

@@ -17,7 +17,7 @@ from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.folder import config_of, is_model
 from omnilead.engine.model.input import Input
-from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.errors import ConfigError, Flag
 from omnilead.engine.settings.files import code_of
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.training.config import Config, load
@@ -74,9 +74,9 @@ def readout_for(start: Start, config: FinetuneConfig, labels: TaskLabels) -> Rea
     these labels."""
     if config.task.head != "start":
         return (PAPER,)
-    made = "omnilead fit --model MODEL --out PROBED writes one, for --start PROBED"
+    made = "omnilead fit --model MODEL --out PROBED writes one, for ", Flag("--start"), " PROBED"
     if not start.head or not start.head_weights:
-        raise ConfigError(f"task.head=start: start={config.start} has no linear layer: {made}")
+        raise ConfigError(f"task.head=start: start={config.start} has no linear layer: ", *made)
     head, task = start.head, labels.task
     if task.kind == "regression":
         raise ConfigError("task.head=start: regression cannot begin at a probe: leave it out")
@@ -84,7 +84,9 @@ def readout_for(start: Start, config: FinetuneConfig, labels: TaskLabels) -> Rea
         raise ConfigError(
             f"task.head=start: start={config.start} has a head for {head.kind}: "
             f"{', '.join(head.classes)}; the labels are {task.kind}: {', '.join(labels.classes)}"
-            f": {made}, with these labels"
+            ": ",
+            *made,
+            ", with these labels",
         )
     if config.train.compile == "step" and len(start.readout) > 1:
         raise ConfigError(
@@ -116,7 +118,9 @@ def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
     if select is None and set(leads) == set(had):
         raise ConfigError(
             f"{setting}: {start.model.encoder} takes them as {describe_leads(had)}: reorder them in "
-            f"its forward, and convert it again with --leads {describe_leads(leads)}"
+            "its forward, and convert it again with ",
+            Flag("--leads"),
+            f" {describe_leads(leads)}",
         )
     if select is None:
         raise ConfigError(

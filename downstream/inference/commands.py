@@ -24,7 +24,7 @@ from omnilead.engine.data.seen import fitted_on
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.kernels import disable_tf32
 from omnilead.engine.settings.commandline import RESUMABLE, file_error, writable
-from omnilead.engine.settings.errors import ConfigError, OutputError, listed
+from omnilead.engine.settings.errors import ConfigError, Flag, OutputError, listed
 from omnilead.engine.settings.files import File
 from omnilead.engine.settings.launcher import cores_per_rank, environment
 
@@ -76,7 +76,7 @@ def embed(
     place = Path(out) if out else None
     if place and place.suffix not in ("", ".parquet"):
         name = place.with_suffix(".parquet").name
-        raise ConfigError(f"--out {out}: must end in .parquet: use {name}")
+        raise ConfigError(Flag("--out"), f" {out}: must end in .parquet: use {name}")
     output_of = partial(outputs.embeddings, readout=readout)
     return _table(output_of, model, data, place, options)
 
@@ -91,9 +91,11 @@ def predict(
     """What `omnilead predict` returns or writes: see downstream/predict.py."""
     place = Path(out) if out else None
     if place and place.suffix not in (".csv", ".parquet"):
-        raise ConfigError(f"--out {out}: must end in .csv or .parquet")
+        raise ConfigError(Flag("--out"), f" {out}: must end in .csv or .parquet")
     if place and place.suffix == ".csv" and place.exists() and not job_record(place).exists():
-        raise ConfigError(f"--out {out}: already exists: remove it, or choose another --out")
+        raise ConfigError(
+            Flag("--out"), f" {out}: already exists: remove it, or choose another ", Flag("--out")
+        )
     return _table(outputs.predictions, model, data, place, options)
 
 
@@ -106,7 +108,7 @@ def _table(
 ) -> pa.Table | Written:
     environment()  # refuses what no launcher sets, before the model is loaded
     if out:
-        writable(out, "--out")
+        writable(out, Flag("--out"))
     else:
         refuse_ranks("a table in memory is")
     try:
@@ -209,7 +211,12 @@ def prepare(
     asked = EcgOptions(urls, **chosen)
     if (asked.fs_hz is not None or asked.unit) and not any(map(array_files, urls)):
         raise ConfigError(
-            "--fs and --unit are for .npy and .npz files, and --data names none: leave them out"
+            Flag("--fs"),
+            " and ",
+            Flag("--unit"),
+            " are for .npy and .npz files, and ",
+            Flag("--data"),
+            " names none: leave them out",
         )
     loaded, precision = prepare_model(model, device, precision, code)
     on_gpu, cores = loaded.device.type == "cuda", cores_per_rank()
@@ -235,7 +242,7 @@ def chosen_device(name: str) -> torch.device:
             device = torch.device("cuda", environment()[2] % gpus)
         torch.zeros(0, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {name}: {error}".splitlines()[0][:200]) from None
+        raise ConfigError(Flag("--device"), f" {name}: {error}".splitlines()[0][:200]) from None
     disable_tf32()
     return device
 

@@ -51,7 +51,7 @@ from omnilead.data_tools.sources.detect import (
 from omnilead.data_tools.sources.hospital_files import ENDINGS, HospitalFiles
 from omnilead.engine.data.batches import CropBatch, dataset_batches
 from omnilead.engine.model.input import Input, SignalError
-from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.errors import ConfigError, Flag
 from omnilead.engine.settings.files import ARRAYS
 from omnilead.engine.settings.launcher import environment
 from omnilead.engine.settings.leads import ALL, leads_in_order
@@ -325,12 +325,14 @@ def dataset_of(options: EcgOptions) -> Dataset | None:
             raise
         if len(options.data) > 1:
             raise ConfigError(
-                f"--data {' '.join(options.data)}: give one dataset, or files, but not both"
+                Flag("--data"),
+                f" {' '.join(options.data)}: give one dataset, or files, but not both",
             )
         if options.pseudonymize:
             raise ConfigError(
-                f"--pseudonymize {options.pseudonymize}: a dataset's names are those it was made "
-                "with: use it with `omnilead shard`"
+                Flag("--pseudonymize"),
+                f" {options.pseudonymize}: a dataset's names are those it was made with: use it with "
+                "`omnilead shard`",
             )
         return dataset
     return None
@@ -341,7 +343,11 @@ def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False
         name, reason = "a record", reason.reason  # names and details may tell who it is
     if not options.skips(of_folder):
         raise DataError(
-            f"{name}: {reason}: fix it, or leave it out (embed, predict: --on-corrupt skip)"
+            f"{name}: ",
+            reason,
+            ": fix it, or leave it out (embed, predict: ",
+            Flag("--on-corrupt"),
+            " skip)",
         )
     with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
         tell(f"skipped: {name}: {reason}")
@@ -356,11 +362,14 @@ def dataset_source(
     url = dataset.root.url
     if dataset.root.remote and options.per == "record":
         raise ConfigError(
-            f"--per record of {url}: remote crops are read shard by shard: use crop or half"
+            Flag("--per"),
+            f" record of {url}: remote crops are read shard by shard: use crop or half",
         )
     blank = ~model_input.usable(dataset)[rows]
     if blank.all():
-        raise ConfigError(f"--data {url}: {model_input.nothing}: choose other --leads")
+        raise ConfigError(
+            Flag("--data"), f" {url}: {model_input.nothing}: choose other ", Flag("--leads")
+        )
     left_out = []
     if blank.any():
         table = dataset.table(["source", "record"]).take(rows)
@@ -403,10 +412,11 @@ def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordT
             yield from _of_archive(url, options, model_input)
         elif exists:
             raise ConfigError(
-                f"--data {url}: neither a dataset, folder nor .hea, .npy, .npz, .xml, .dcm file"
+                Flag("--data"),
+                f" {url}: neither a dataset, folder nor .hea, .npy, .npz, .xml, .dcm file",
             )
         else:
-            raise ConfigError(f"--data {url}: does not exist")
+            raise ConfigError(Flag("--data"), f" {url}: does not exist")
 
 
 def pseudonym_mark(keyfile: str) -> str:
@@ -426,7 +436,7 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
         names = pseudonymised(key, ecg)._asdict()
         crops += [names | {"waveform": waveform(crop)[1]} for crop in ecg.crops_uv]
     if not crops:
-        raise ConfigError(f"--data {options.data[0]}: no ECG can be read: give others")
+        raise ConfigError(Flag("--data"), f" {options.data[0]}: no ECG can be read: give others")
     return crops
 
 
@@ -452,8 +462,11 @@ def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[R
             yield from arrays(path, options, model_input, of_folder=True)
         if files:
             return
-        mend = "set its format with `omnilead shard --source`, and give the dataset"
-        raise ConfigError(str(error).replace("set its format with --source", mend)) from None
+        if not isinstance(error, UnknownArchive):
+            raise ConfigError(error) from None
+        found, _, more = error.args
+        mend = "`omnilead shard --source`, and give the dataset"
+        raise ConfigError(found, mend, more) from None
     for source in sources:
         _tell([source.left_out])
         missing = []
@@ -490,7 +503,7 @@ def arrays(
     path: Path, options: EcgOptions, model_input: Input, of_folder: bool = False
 ) -> Iterator[RecordToRead]:
     if options.fs_hz is None:
-        raise ConfigError(f"--data {path}: give its sampling rate with --fs")
+        raise ConfigError(Flag("--data"), f" {path}: give its sampling rate with ", Flag("--fs"))
     try:
         ecgs = _arrays_in(path)
         stamp = f"{path.stat().st_size},{path.stat().st_mtime_ns}".encode()
@@ -498,7 +511,7 @@ def arrays(
             raise ArrayError("has no ECG")
     except (ArrayError, OSError) as error:
         if not of_folder:
-            raise ConfigError(f"--data {path}: {error}") from None
+            raise ConfigError(Flag("--data"), f" {path}: ", error) from None
         refusal = ReadError(str(error))
         yield RecordToRead(str(path), b"", lambda: refusal, path.stem, of_folder=True)
         return

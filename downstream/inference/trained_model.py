@@ -43,7 +43,7 @@ from omnilead.data_tools.ecg.crops import (
 )
 from omnilead.data_tools.ecg.record import EcgRecord, unit_name
 from omnilead.data_tools.ecg.resampling import RATE_RANGE_HZ
-from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.errors import Flag, ReadError
 from omnilead.data_tools.io.plugins import plugin
 from omnilead.engine.data.config import CROP, FS_HZ
 from omnilead.engine.data.seen import unknown
@@ -477,8 +477,10 @@ def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
         )
     if not code:
         raise LoadError(
-            f"{folder}: its {part} is code in that folder, {file}, which runs only if asked: read "
-            f"it, then use --code, omnilead.load(..., code=True), or {give}"
+            f"{folder}: its {part} is code in that folder, {file}, which runs only if asked: read it, "
+            "then use ",
+            Flag("--code"),
+            f", omnilead.load(..., code=True), or {give}",
         )
     with blaming(f"{folder / file}"):
         return plugin(f"{folder / file}:{name}")

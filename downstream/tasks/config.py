@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from omnilead.data_tools.ecg.record_tables import read_table
-from omnilead.data_tools.io.errors import DataError
+from omnilead.data_tools.io.errors import DataError, Flag
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.leads import AsText
 from omnilead.engine.data.augmentations.stage import STRICT
@@ -143,19 +143,22 @@ class FinetuneConfig(RunConfig):
             try:  # it says what is wrong
                 read_table(labels)
             except DataError as error:
-                raise ConfigError(str(error)) from None
+                raise ConfigError(error) from None
 
     @property
     def length_matters(self) -> bool:
         return super().length_matters or self.task.margin_warmup > 0
 
-    def problems(self, world: int) -> list[tuple[Any, str]]:
+    def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
         views, t = self.pipeline.views, self.train
         return [
             (
                 not self.start,
-                "start='': name a pre-trained run, or a pre-training YAML for random weights: --start "
-                "RUN",
+                (
+                    "start='': name a pre-trained run, or a pre-training YAML for random weights: ",
+                    Flag("--start"),
+                    " RUN",
+                ),
             ),
             (
                 views != "halves",

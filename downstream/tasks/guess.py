@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import SHOWN
 from omnilead.data_tools.ecg.record_tables import as_typed
-from omnilead.engine.settings.errors import ConfigError, listed
+from omnilead.engine.settings.errors import ConfigError, Flag, listed
 
 from .config import TaskConfig, TaskKind
 from .sheet import (
@@ -122,13 +122,16 @@ def _refuse_a_mixture(sheet: str, columns: Sequence[LabelColumn]) -> None:
         others = [value for value in odd.values if value.lower() not in BOOLEANS]
         what = f"holds {'texts' if odd.is_text else 'numbers'} such as {odd.shown(others[0])}, "
         what += "not 0 and 1" if yes_or_no else "not 0, 1 or numbers"
+    cure: tuple[str, ...]
     if not texts:
-        cure = f"leave it out: {type_columns(alike)}; or choose the kind: --kind regression"
+        or_else = "; or choose the kind: ", Flag("--kind"), " regression"
+        cure = "leave it out: ", *type_columns(alike), *or_else
     elif not alike:
-        cure = f"for texts as classes, choose one column: {type_columns(texts[:1])}; else write 0 and 1"
+        choose = "for texts as classes, choose one column: "
+        cure = choose, *type_columns(texts[:1]), "; else write 0 and 1"
     else:
-        cure = f"leave it out: {type_columns(alike)}"
-    raise ConfigError(f"{sheet}: column {odd.name!r} {what}: {cure}")
+        cure = "leave it out: ", *type_columns(alike)
+    raise ConfigError(f"{sheet}: column {odd.name!r} {what}: ", *cure)
 
 
 def _refuse_pairs_of_numbers(sheet: str, columns: Sequence[LabelColumn]) -> None:
@@ -167,14 +170,18 @@ def _refuse_unread_numbers(sheet: str, column: LabelColumn) -> None:
         read = [value for value in numeric if value not in unread] or numeric
         raise ConfigError(
             f"{sheet}: column {column.name!r} is neither numbers nor classes: it holds "
-            f"{column.shown(read[0])} and {column.shown(unread[0])}: write numbers with a point and leave unknown "
-            "cells empty, or choose the kind: --kind multiclass"
+            f"{column.shown(read[0])} and {column.shown(unread[0])}: write numbers with a point and "
+            "leave unknown cells empty, or choose the kind: ",
+            Flag("--kind"),
+            " multiclass",
         )
     begin_with_digits = all(value[0].isdigit() for value in column.values)
     if unread and len(column.values) > FEW and begin_with_digits:
         raise ConfigError(
             f"{sheet}: column {column.name!r} holds numbers followed by something else, such as "
-            f"{column.shown(column.values[0])}: leave the unit out, or choose the kind: --kind multiclass"
+            f"{column.shown(column.values[0])}: leave the unit out, or choose the kind: ",
+            Flag("--kind"),
+            " multiclass",
         )
 
 
@@ -189,9 +196,11 @@ def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
     values = [f"{column.shown(value)} in {rows:,} rows" for value, rows in rows_of.most_common()]
     others = [column.shown(value) for value in rows_of if value.lower() not in BOOLEANS]
     raise ConfigError(
-        f"{sheet}: column {column.name!r} holds {listed(values, FEW)}: does {listed(others, SHOWN)} "
-        "mean unknown? Then leave these cells empty. If it is a class, choose the kind: --kind "
-        "multiclass (in a YAML task: kind)"
+        f"{sheet}: column {column.name!r} holds {listed(values, FEW)}: does "
+        f"{listed(others, SHOWN)} mean unknown? Then leave these cells empty. If it is a class, "
+        "choose the kind: ",
+        Flag("--kind"),
+        " multiclass (in a YAML task: kind)",
     )
 
 
@@ -201,6 +210,9 @@ def _ask_about_words(sheet: str, columns: Sequence[LabelColumn], kind: TaskKind)
             continue
         raise ConfigError(
             f"{sheet}: {quoted(column.words)} in column {column.name!r} ({len(column.words):,} rows): "
-            f"is it unknown, or a class? Choose the kind: --kind {kind} if it is unknown, --kind "
-            "multiclass if it is a class (in a YAML task: kind)"
+            "is it unknown, or a class? Choose the kind: ",
+            Flag("--kind"),
+            f" {kind} if it is unknown, ",
+            Flag("--kind"),
+            " multiclass if it is a class (in a YAML task: kind)",
         )

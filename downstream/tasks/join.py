@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.record_names import SHOWN, count_and_first, match_records
 from omnilead.data_tools.ecg.record_tables import as_text
-from omnilead.data_tools.io.errors import DataError
+from omnilead.data_tools.io.errors import DataError, Flag
 from omnilead.engine.settings.errors import ConfigError
 
 from .config import TaskConfig
@@ -71,7 +71,7 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
     try:
         matches = match_records(url, cells, data.keys, data.names)
     except DataError as error:
-        raise ConfigError(f"{error}{_pseudonyms(url, datasets)}") from None
+        raise ConfigError(error, _pseudonyms(url, datasets)) from None
     name = url
     remarks = [f"{url}: {note}" for note in matches.notes]
     if matches.mostly_missing:
@@ -110,7 +110,8 @@ def join_own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> JoinedShe
     if unknown := [name for name in task.columns if name not in OWN_COLUMNS]:
         raise ConfigError(
             f"task.columns: {unknown[0]!r} is not in the dataset, which has age and sex: name a "
-            "table: --labels"
+            "table: ",
+            Flag("--labels"),
         )
     cells = pa.concat_tables([dataset.table(["record", *task.columns]) for dataset in datasets])
     rows = by_dataset(np.arange(len(cells)), datasets)

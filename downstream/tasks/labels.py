@@ -21,7 +21,7 @@ import pyarrow as pa
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.ecg.record_tables import RESERVED
 from omnilead.engine.data.where import holds
-from omnilead.engine.settings.errors import ConfigError, Facts
+from omnilead.engine.settings.errors import ConfigError, Facts, Flag
 
 from .config import TaskConfig
 from .join import JoinedSheet, by_dataset, join_own_columns, join_sheet
@@ -132,13 +132,16 @@ def _labels_of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabel
         )
     if task.kind not in ("identity", "multilabel"):
         raise ConfigError(
-            f"task.kind={task.kind}: name a label table: --labels my.csv, or --set "
-            "task.columns=[age]"
+            f"task.kind={task.kind}: name a label table: ",
+            Flag("--labels"),
+            " my.csv, or ",
+            Flag("--set task.columns=[age]"),
         )
     if task.split not in ("auto", "roles"):
         raise ConfigError(
-            f"task.split={task.split}: the split of a label table: name one with --labels, or use "
-            "roles"
+            f"task.split={task.split}: the split of a label table: name one with ",
+            Flag("--labels"),
+            ", or use roles",
         )
     split = split_by_role(datasets, "id_role" if is_identity else "dx_role")
     labelled_N = np.concatenate(split) > 0

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import SHOWN
 from omnilead.data_tools.ecg.record_tables import RESERVED, missing_words, read_table
-from omnilead.data_tools.io.errors import DataError
+from omnilead.data_tools.io.errors import DataError, Flag
 from omnilead.engine.settings.errors import ConfigError, listed
 
 from .config import TaskConfig
@@ -51,7 +51,7 @@ def read_sheet(task: TaskConfig, where: str = "") -> pa.Table:
     try:
         return read_table(task.labels, used=used)
     except DataError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(error) from None
 
 
 def label_columns(task: TaskConfig, sheet: str, cells: pa.Table) -> tuple[str, ...]:
@@ -74,9 +74,11 @@ def label_columns(task: TaskConfig, sheet: str, cells: pa.Table) -> tuple[str, .
     return task.columns or available
 
 
-def type_columns(columns: Sequence[str]) -> str:
-    """What to type for these label columns; commands with several tasks have no --columns."""
-    return f"--columns {' '.join(columns)}, or columns: [{', '.join(columns)}] in a YAML task"
+def type_columns(columns: Sequence[str]) -> tuple[str, str]:
+    """What to type for these label columns, as parts of an error; commands with several tasks have no
+    --columns."""
+    in_yaml = f"or columns: [{', '.join(columns)}] in a YAML task"
+    return Flag("--columns"), f" {' '.join(columns)}, {in_yaml}"
 
 
 def has_plus(cells: pa.Table, columns: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import index_in
 from omnilead.data_tools.ecg.record_tables import as_typed, missing_words
-from omnilead.engine.settings.errors import ConfigError, listed
+from omnilead.engine.settings.errors import ConfigError, Flag, listed
 
 from .config import TaskConfig, TaskKind
 from .join import JoinedSheet
@@ -80,8 +80,11 @@ def _ask_whether_words_are_classes(
     others = [name for name in classes if name not in words.unique().to_pylist()]
     raise ConfigError(
         f"{sheet}: {quoted(words)} in column {column!r} ({len(words):,} rows): is it a class, or "
-        f"unknown? Set task.classes, which names all classes: --set 'task.classes={_typed(classes)}' "
-        f"if it is one, --set 'task.classes={_typed(others)}' if it is unknown"
+        "unknown? Set task.classes, which names all classes: ",
+        Flag(f"--set 'task.classes={_typed(classes)}'"),
+        " if it is one, ",
+        Flag(f"--set 'task.classes={_typed(others)}'"),
+        " if it is unknown",
     )
 
 

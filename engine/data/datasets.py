@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from omnilead.data_tools.dataset import Data, Dataset, Ecg, open_all
 
-from ..settings.errors import ConfigError, listed
+from ..settings.errors import ConfigError, Flag, listed
 
 SHOWN = 3  # datasets in a message
 
@@ -87,21 +87,21 @@ class Datasets:
 
 
 def open_together(
-    data: Data | Sequence[Data], anonymous: bool = False, option: str = "--data"
+    data: Data | Sequence[Data], anonymous: bool = False, option: str = Flag("--data")
 ) -> Datasets:
     """Opens datasets that are used together (data_tools.dataset.dataset_paths). `option`: its name in
     messages."""
     datasets = open_all(data, anonymous, option)
     names = " and ".join(dataset.root.url for dataset in datasets)
     if not datasets:
-        raise ConfigError(f"{option}: names no dataset")
+        raise ConfigError(option, ": names no dataset")
     if len({dataset.fingerprint for dataset in datasets}) < len(datasets):
         weights = ""
         if option == "data.datasets":
             weights = "; to see a dataset more often, set pipeline.weights"
-        raise ConfigError(f"{option}: {names} are the same data: remove one{weights}")
+        raise ConfigError(option, f": {names} are the same data: remove one{weights}")
     if len({dataset.meta["preprocessing_sha256"] for dataset in datasets}) > 1:
         raise ConfigError(
-            f"{option}: {names} were preprocessed differently: build them with the same settings"
+            option, f": {names} were preprocessed differently: build them with the same settings"
         )
     return Datasets(tuple(datasets))

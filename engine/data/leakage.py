@@ -39,8 +39,9 @@ def refuse_leak(
                 url = datasets[learner].root.url
                 other_url = datasets[tester].root.url
                 raise ConfigError(
-                    f"{option}: {kind} {shared_name} is trained on in {url} and held out in "
-                    f"{other_url}: shard both archives into one dataset, or leave one out"
+                    option,
+                    f": {kind} {shared_name} is trained on in {url} and held out in "
+                    f"{other_url}: shard both archives into one dataset, or leave one out",
                 )
 
 

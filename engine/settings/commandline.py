@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 
 from omnilead.data_tools.io.commands import run_command
-from omnilead.data_tools.io.errors import DataError, UserError, mend_for
+from omnilead.data_tools.io.errors import DataError, Flag, UserError, mend_for
 from omnilead.data_tools.io.options import add_options
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import Parser as Parser
@@ -33,6 +33,7 @@ from omnilead.data_tools.io.terminal import about_file, guard_streams, is_memory
 from .errors import ConfigError, OutputError
 from .files import find_config, merge
 
+Actions = Mapping[str, tuple[Callable[..., Any], str, str]]
 LENGTHS = ("train.steps", "train.epochs")
 RUN_CODE: Any = {
     "action": "store_true",
@@ -131,7 +132,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         RuntimeError,
     ) as error:  # also NUL in a name, or a loop of symbolic links
         raise ConfigError(
-            f"{path}: {getattr(error, 'strerror', None) or error}: give another --config"
+            f"{path}: {getattr(error, 'strerror', None) or error}: give another ", Flag("--config")
         ) from None
     if len(content) > MAX_YAML_BYTES:
         raise ConfigError(
@@ -152,7 +153,7 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
         Exception
     ) as error:  # scalar constructors raise any error; RecursionError if nested too deeply
         raise ConfigError(
-            f"{source}: not valid YAML: {' '.join(str(error).split())}"[:300]
+            source, f": not valid YAML: {' '.join(str(error).split())}"[:300]
         ) from None
 
 
@@ -178,8 +179,12 @@ def overridden(
 def _parsed(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
-        raise ConfigError(f"--set {override!r}: write key=value, for example --set train.lr=1e-4")
-    return key, parse_yaml(text, f"--set {key}")
+        raise ConfigError(
+            Flag(f"--set {override!r}"),
+            ": write key=value, for example ",
+            Flag("--set train.lr=1e-4"),
+        )
+    return key, parse_yaml(text, Flag(f"--set {key}"))
 
 
 def command_parser(name: str, about: str | None) -> Parser:
@@ -200,16 +205,38 @@ def options_of(
     return options
 
 
+def parse_action(
+    name: str,
+    about: str | None,
+    actions: Actions,
+    arguments: Sequence[str] | None,
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """(the function of the action that was chosen, its arguments). `actions`: each with its function,
+    which declares the options, what it does, and the arguments of an example."""
+    parser = command_parser(name, about)
+    commands = parser.add_subparsers(dest="action", required=True, metavar="|".join(actions))
+    for action, (function, text, example) in actions.items():
+        command = commands.add_parser(
+            action,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"example: omnilead {name} {action} {example}",
+        )
+        add_options(command, function)
+    options = vars(parser.parse_args(arguments))
+    return actions[options.pop("action")][0], options
+
+
 def writable(place: Path, flag: str) -> None:
     """Raises before hours of work, not after them, if a file cannot be written."""
     folder, mend = place.parent, "name a file in an existing folder"
     if place.is_dir():
-        raise ConfigError(f"{flag} {place}: is a folder: {mend}")
+        raise ConfigError(flag, f" {place}: is a folder: {mend}")
     if not folder.is_dir():
-        raise ConfigError(f"{flag} {place}: the folder {folder} does not exist: {mend}")
+        raise ConfigError(flag, f" {place}: the folder {folder} does not exist: {mend}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{flag} {place}: no permission to write in {folder}: choose another folder"
+            flag, f" {place}: no permission to write in {folder}: choose another folder"
         )
 
 
@@ -219,7 +246,7 @@ def writing(place: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{flag} {place}: {error.strerror or error}: {mend_for(error)}") from None
+        raise OutputError(flag, f" {place}: {error.strerror or error}: {mend_for(error)}") from None
 
 
 def write_result(place: Path, text: str, flag: str) -> None:
@@ -280,7 +307,7 @@ def run_on_ranks(
     program: str,
     work: Callable[[], int],
     out: str | os.PathLike[str] | None = None,
-    flag: str = "--out",
+    flag: str = Flag("--out"),
 ) -> int:
     """Runs the work of a command that may have several ranks, and returns its exit code. `flag` and
     `out`: where it writes."""
@@ -294,14 +321,14 @@ def run_on_ranks(
 
 
 def file_error(
-    error: OSError, out: str | os.PathLike[str] | None, flag: str = "--out"
+    error: OSError, out: str | os.PathLike[str] | None, flag: str = Flag("--out")
 ) -> UserError:
     """The error for the user about a file that could not be read or written. `flag` and `out`: where
     the command writes."""
-    message = about_file(error, flag, out)
+    about = about_file(error, flag, out)
     if error.errno in PERMANENT:
-        return DataError(message)
-    return OutputError(f"{message}{RESUMABLE}" if out else message)
+        return DataError(*about)
+    return OutputError(*about, RESUMABLE if out else "")
 
 
 def repeat_after_deepspeed(line: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from omnilead.data_tools.io.errors import Flag as Flag
 from omnilead.data_tools.io.plugins import blame
 from omnilead.data_tools.io.terminal import UserError
 

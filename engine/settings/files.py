@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, Flag
 
 ARRAYS = (".npy", ".npz")
 
@@ -36,7 +36,7 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_config(
-    name: str | Path, folder: str = "", key: str = "--config", beside: str | Path = ""
+    name: str | Path, folder: str = "", key: str = Flag("--config"), beside: str | Path = ""
 ) -> Path:
     """Finds a file by its path relative to `beside`, or a shipped config by its name, with or
     without suffix."""
@@ -51,9 +51,10 @@ def find_config(
     near = difflib.get_close_matches(Path(stem).stem, names, 3, 0.5)
     mend = f"did you mean {', '.join(near)}?" if near else f"use {', '.join(names)}"
     raise ConfigError(
-        f"{key}{' ' if key[0] == '-' else '='}{str(name)!r}: no such file or shipped config: {mend}"[
+        key,
+        f"{' ' if key[0] == '-' else '='}{str(name)!r}: no such file or shipped config: {mend}"[
             :500
-        ]
+        ],
     )
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from omnilead.data_tools.dataset import META, DataError
-from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.errors import Flag, ReadError
 from omnilead.data_tools.io.storage import RemoteFolder, write_whole
 from omnilead.data_tools.io.terminal import say
 
@@ -50,7 +50,9 @@ class Bucket:
         root = run / CHECKPOINTS
         say(f"{self.url}: the working folder is {run}, uploaded after every checkpoint")
         if place.exists(META):
-            raise ConfigError(f"{self.url}: is a dataset: choose another with --out RUN")
+            raise ConfigError(
+                f"{self.url}: is a dataset: choose another with ", Flag("--out"), " RUN"
+            )
         complete = {name: files for name, files in self._steps().items() if MANIFEST in files}
         local_checkpoint = checkpoint_files.checkpoint_named(root, LATEST)
         if local_checkpoint and checkpoint_files.fault(local_checkpoint):
@@ -113,7 +115,7 @@ class Bucket:
             checkpoint_files.warn(f"{self.place.url}: {why}")
         if complete and not local_checkpoint:
             raise checkpoint_files.CheckpointError(
-                f"{self.place.url}: no checkpoint is whole: use --out NEW"
+                f"{self.place.url}: no checkpoint is whole: use ", Flag("--out"), " NEW"
             )
         return ""
 

@@ -321,7 +321,7 @@ def load(engine: Any, path: Path, universal: bool) -> None:
         # otherwise DeepSpeed writes the next checkpoint in that format
         engine._config.load_universal_checkpoint = False
     if loaded is None:
-        raise CheckpointError(f"{source}: DeepSpeed cannot read it: {RESTORE}")
+        raise CheckpointError(f"{source}: DeepSpeed cannot read it: ", *RESTORE)
 
 
 @contextmanager
@@ -340,7 +340,7 @@ def reading(path: Path) -> Iterator[None]:
             reason = (
                 f"would run code when it is read ({name[1]})" if name else "holds more than weights"
             )
-        raise CheckpointError(f"{path}: {reason}: {RESTORE}") from error
+        raise CheckpointError(f"{path}: {reason}: ", *RESTORE) from error
 
 
 @contextmanager

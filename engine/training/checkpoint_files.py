@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from omnilead.data_tools.io.errors import Flag
 from omnilead.data_tools.io.terminal import UserError, tell
 
 CHECKPOINTS = "checkpoints"  # in RUN
@@ -24,7 +25,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 # written by DeepSpeed's conversion, which a kill may interrupt
 LATEST_UNIVERSAL = "latest_universal"
-RESTORE = "restore the file, or begin a new run with --out NEW"
+# Parts of an error
+RESTORE = "restore the file, or begin a new run with ", Flag("--out"), " NEW"
 CHUNK_BYTES = 16 * 2**20
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -142,13 +144,13 @@ def read_state(path: Path) -> dict[str, Any]:
         problem = error.errors(include_url=False)[0]
         key, value = ".".join(map(str, problem["loc"])), str(problem["input"])[:80]
         raise CheckpointError(
-            f"{path / STATE}: {key}={value}: {problem['msg']}: {RESTORE}"
+            f"{path / STATE}: {key}={value}: {problem['msg']}: ", *RESTORE
         ) from None
     ranks = len(list(path.glob("loader-rank*.json")))
     if state["world"] != ranks:
         raise CheckpointError(
-            f"{path / STATE}: world={state['world']}, but {ranks} ranks wrote loader-rankR.json: "
-            f"{RESTORE}"
+            f"{path / STATE}: world={state['world']}, but {ranks} ranks wrote loader-rankR.json: ",
+            *RESTORE,
         )
     return {"best": {}} | state
 
@@ -158,7 +160,7 @@ def read_loader_state(path: Path) -> dict[str, Any]:
     file = path / "loader-rank0.json"
     state = _read_json(file)
     if not isinstance(state.get("recipe"), dict):
-        raise CheckpointError(f"{file}: is incomplete, so the next crops are unknown: {RESTORE}")
+        raise CheckpointError(f"{file}: is incomplete, so the next crops are unknown: ", *RESTORE)
     return state
 
 
@@ -169,5 +171,5 @@ def _read_json(file: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: {' '.join(str(error).split())[:200]}: {RESTORE}") from None
+        raise CheckpointError(f"{file}: {' '.join(str(error).split())[:200]}: ", *RESTORE) from None
     return value

@@ -30,7 +30,7 @@ from ..model.config import ModelConfig, ObjectiveConfig, max_masked
 from ..model.folder import local_folder
 from ..model.window import HALF_S, InputConfig
 from ..settings.commandline import overridden, read_yaml
-from ..settings.errors import ConfigError
+from ..settings.errors import ConfigError, Flag
 from ..settings.files import CONFIGS as CONFIGS
 from ..settings.files import code_of, find_config, flatten, merge
 from ..settings.metrics import METRIC_OF
@@ -209,7 +209,7 @@ class RunConfig(Section):
         """Nested dicts as in JSON and YAML."""
         return self.model_dump(mode="json")
 
-    def problems(self, world: int) -> list[tuple[Any, str]]:
+    def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
         """Pairs of a condition that is true if settings contradict each other, and what to say."""
         return []
 
@@ -278,7 +278,7 @@ class Config(RunConfig):
     def loader(self) -> LoaderConfig:
         return replace(super().loader, windows=0 if self.input.plain else self.windows)
 
-    def problems(self, world: int) -> list[tuple[Any, str]]:
+    def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
         objective, augment, t = self.objective, self.augment, self.train
         leads = len(augment.output_leads)
         views = "halves" if objective.method == "cmsc" else "window"
@@ -346,8 +346,11 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
     if isinstance(train, dict) and isinstance(rates := train.get("lr"), list) and rates:
         if len(rates) > 1:
             raise ConfigError(
-                f"train.lr={rates}: a run has one learning rate: start one for each: --lr "
-                f"{rates[0]} --out OUT/lr-{rates[0]} and so on, and compare their RUN/result.json"
+                f"train.lr={rates}: a run has one learning rate: start one for each: ",
+                Flag("--lr"),
+                f" {rates[0]} ",
+                Flag("--out"),
+                f" OUT/lr-{rates[0]} and so on, and compare their RUN/result.json",
             )
         tree = tree | {"train": train | {"lr": rates[0]}}
     try:
@@ -498,17 +501,22 @@ def check(config: RunConfig, world: int) -> None:
     problems = [
         (
             not config.run,
-            "run='': name a folder: --set run=runs/first",
+            ("run='': name a folder: ", Flag("--set run=runs/first")),
         ),
-        (not datasets, "data.datasets=[]: name a dataset: --data DATASET"),
+        (not datasets, ("data.datasets=[]: name a dataset: ", Flag("--data"), " DATASET")),
         (
             t.steps and t.epochs,
-            f"train.steps={t.steps}, train.epochs={t.epochs}: set only one: --set "
-            "train.epochs=null",
+            (
+                f"train.steps={t.steps}, train.epochs={t.epochs}: set only one: ",
+                Flag("--set train.epochs=null"),
+            ),
         ),
         (
             not (t.steps or t.epochs),
-            "train.steps and train.epochs are not set: give one: --set train.steps=1000",
+            (
+                "train.steps and train.epochs are not set: give one: ",
+                Flag("--set train.steps=1000"),
+            ),
         ),
         (
             stage == 3 and t.compile not in (None, "eager"),
@@ -530,7 +538,7 @@ def check(config: RunConfig, world: int) -> None:
     ]
     for is_wrong, message in [*problems, *config.problems(world)]:
         if is_wrong:
-            raise ConfigError(message)
+            raise ConfigError(*([message] if isinstance(message, str) else message))
 
 
 def load(

@@ -28,7 +28,7 @@ from ..model.folder import (
     weights_in,
 )
 from ..model.input import Input
-from ..settings.errors import ConfigError
+from ..settings.errors import ConfigError, Flag
 from ..settings.files import portable
 from ..settings.leads import describe_leads
 from .config import Config
@@ -108,8 +108,8 @@ def check_fits(config: Config, start_config: ModelConfig, signals: Input) -> Non
                 differences.append(f"{section}.{key} is {value!r} there, {run_values[key]!r} here")
         if differences:
             raise ConfigError(
-                f"start={start}: another {what}: {'; '.join(differences)}: set the same, or leave out "
-                "--config"
+                f"start={start}: another {what}: {'; '.join(differences)}: set the same, or leave out ",
+                Flag("--config"),
             )
     if signals.leads != augment.output_leads:
         raise ConfigError(

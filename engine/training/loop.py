@@ -181,7 +181,7 @@ class Loop:
                 # no checkpoint: the other ranks only see that this rank is gone
                 raise TrainError(f"rank {self.ranks.rank}: {error}") from None
             self._save_and_wait()
-            raise TrainError(str(error)) from None
+            raise TrainError(error) from None
 
     def _step(self, batch: Batch) -> list[dict[str, Tensor]]:
         """Trains on one global batch and returns the losses of its micro-batches."""

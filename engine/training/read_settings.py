@@ -9,7 +9,7 @@ from typing import Any
 
 from ..model.folder import CONFIG, PREPROCESSING, config_of, document_of, model_folder
 from ..settings.commandline import overridden, read_mapping
-from ..settings.errors import ConfigError
+from ..settings.errors import ConfigError, Flag
 from ..settings.files import flatten, portable
 from .config import Config, build, load
 
@@ -64,14 +64,14 @@ def refuse_foreign(start: str, settings: dict[str, Any], set_by_user: dict[str, 
     """The run may come from anyone: code, files and services that it names are used only if they
     are named again."""
     for key, value in settings.items():
-        option = f"--set {key}={value}"
+        option = Flag(f"--set {key}={value}")
         if key in set_by_user:
             continue
         if key in PLUGGED and ":" in str(value):
             raise ConfigError(
-                f"start={start}: {key}={value} is code: to run it, name the file: {option}"
+                f"start={start}: {key}={value} is code: to run it, name the file: ", option
             )
         if key in PLACES and value != PLACES[key]:
             raise ConfigError(
-                f"start={start}: {key}={value} is a file or a service: to use it again, {option}"
+                f"start={start}: {key}={value} is a file or a service: to use it again, ", option
             )

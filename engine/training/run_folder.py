@@ -24,7 +24,7 @@ from omnilead.data_tools.io.storage import locked_by_another, write_whole
 
 from ..data.datasets import open_together
 from ..model.folder import WEIGHTS
-from ..settings.errors import ConfigError
+from ..settings.errors import ConfigError, Flag
 from ..settings.files import CODE
 from ..settings.run_files import LOCK
 from .bucket import Bucket
@@ -63,15 +63,15 @@ class RunFolder:
         self.lock_file: os.stat_result | None = None  # since this process trains here
 
     def make(self) -> None:
-        mend = "choose another with --out RUN"
+        mend = "choose another with ", Flag("--out"), " RUN"
         if (self.path / META).exists() or (self.path.parent / META).exists():
-            raise ConfigError(f"{self.name}: is a dataset, or lies in one: {mend}")
+            raise ConfigError(f"{self.name}: is a dataset, or lies in one: ", *mend)
         if (self.path / WEIGHTS).exists():
-            raise ConfigError(f"{self.name}: is a model, which the run would hide: {mend}")
+            raise ConfigError(f"{self.name}: is a model, which the run would hide: ", *mend)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{self.name}: {error.strerror}: {mend}") from None
+            raise ConfigError(f"{self.name}: {error.strerror}: ", *mend) from None
 
     @contextmanager
     def locked(self, ranks: "Ranks") -> Iterator[None]:
@@ -88,11 +88,13 @@ class RunFolder:
             lock = open_files.enter_context(open(self.path / LOCK, "w"))  # noqa: SIM115
         except OSError as error:
             raise CheckpointError(
-                f"{self.path}: {error.strerror}: choose another with --out RUN"
+                f"{self.path}: {error.strerror}: choose another with ", Flag("--out"), " RUN"
             ) from None
         if locked_by_another(lock, str(self.path)):
             raise CheckpointError(
-                f"{self.path}: another process trains here: wait for it, or use --out NEW"
+                f"{self.path}: another process trains here: wait for it, or use ",
+                Flag("--out"),
+                " NEW",
             )
         self.lock_file = os.stat(self.path / LOCK)
 
@@ -145,7 +147,7 @@ class RunFolder:
                     )
                 return path
             skipped.append(why)
-        raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: {RESTORE}")
+        raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: ", *RESTORE)
 
     def best(self) -> Path | None:
         """The best checkpoint by validation; without validation the newest."""
@@ -167,8 +169,8 @@ class RunFolder:
             file = self.path / CODE / name
             if file.is_symlink() or not file.is_file():
                 raise CheckpointError(
-                    f"{file}: no such file, or a link, but the checkpoint was trained with it: "
-                    f"{RESTORE}"
+                    f"{file}: no such file, or a link, but the checkpoint was trained with it: ",
+                    *RESTORE,
                 )
             code[name] = file.read_bytes()
         return code
@@ -177,7 +179,7 @@ class RunFolder:
 def open_datasets(config: RunConfig) -> list[Dataset]:
     if "demo/dataset" in config.data.datasets and not Path("demo/dataset").exists():
         raise ConfigError(
-            f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or --set "
-            "data.datasets=[DATASET]"
+            f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or ",
+            Flag("--set data.datasets=[DATASET]"),
         )
     return list(open_together(config.data.datasets, config.data.anonymous, "data.datasets").all)

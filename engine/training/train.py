@@ -19,7 +19,7 @@ from omnilead.data_tools.io.terminal import say
 
 from ..data.loader import Loader
 from ..model.encoder import Encoder, attention_backend
-from ..settings.errors import ConfigError
+from ..settings.errors import ConfigError, Flag
 from ..settings.files import flatten
 from ..settings.resuming import changeable
 from . import checkpoint, checkpoint_files, distributed
@@ -52,12 +52,15 @@ class Resumed:
         if loader_step != step:
             raise CheckpointError(
                 f"{self.path}: state.json is of step {step}, the loader's state of step "
-                f"{loader_step}: {checkpoint_files.RESTORE}"
+                f"{loader_step}: ",
+                *checkpoint_files.RESTORE,
             )
         if step > total:
             raise ConfigError(
-                f"{self.path.parent.parent}: has done {step} steps, more than {total}: raise "
-                "train.steps, or use --out NEW"
+                f"{self.path.parent.parent}: has done {step} steps, more than {total}: raise train.steps, "
+                "or use ",
+                Flag("--out"),
+                " NEW",
             )
         return Progress(**{name: self.state[name] for name in vars(Progress())})
 
@@ -285,7 +288,9 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
     if changes:
         run = path.parent.parent
         raise ConfigError(
-            f"{run}: cannot resume: {'; '.join(changes)}: change it back, or use --out NEW"
+            f"{run}: cannot resume: {'; '.join(changes)}: change it back, or use ",
+            Flag("--out"),
+            " NEW",
         )
 
 
@@ -321,8 +326,9 @@ def other_run(path: Path, state: dict[str, Any]) -> ConfigError:
     program = "finetune" if "task" in settings else "pretrain"
     where = f"{path.parent.parent}: holds another run, a {subject(settings)} (step {state['step']})"
     return ConfigError(
-        f"{where}: use --out NEW; only `omnilead {program}` with the same settings resumes or "
-        "exports it"
+        f"{where}: use ",
+        Flag("--out"),
+        f" NEW; only `omnilead {program}` with the same settings resumes or exports it",
     )
 
 
@@ -338,6 +344,7 @@ def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> Ru
     if seen != trained:
         raise CheckpointError(
             f"{path / checkpoint_files.STATE}: crops_seen={seen}, but {state['step']} steps of "
-            f"{config.train.batch_crops} crops are {trained}: {checkpoint_files.RESTORE}"
+            f"{config.train.batch_crops} crops are {trained}: ",
+            *checkpoint_files.RESTORE,
         )
     return config

@@ -21,6 +21,8 @@ def cut(
     end_mode: Annotated[Literal["drop", "pad"], Option("the rest")] = "drop",
     names: Annotated[Sequence[str], Option("of the parts")] = (),
     fast: Annotated[bool, Option("no checks")] = False,
+    band: Annotated[tuple[float, float] | None, Option("from, to in Hz")] = None,
+    rename: Annotated[Sequence[tuple[str, str]] | None, Option("names", ("OLD", "NEW"))] = None,
     hidden: int = 0,
 ) -> None: ...
 
@@ -33,14 +35,18 @@ def parsed(words):
 
 def test_parameters_make_the_parser():
     defaults = {
-        "at": 5, "parts": None, "end_mode": "drop", "names": (), "fast": False
+        "at": 5, "parts": None, "end_mode": "drop", "names": (), "fast": False,
+        "band": None, "rename": None,
     }  # fmt: skip
     assert parsed("a b --out o") == {"files": ["a", "b"], "out": "o", **defaults}
     words = "a --out o --at 0 --parts 9 --end-mode pad --names x y --fast"
     assert parsed(words) == {
         "files": ["a"], "out": "o", "at": 0.0, "parts": 9, "end_mode": "pad", "names": ["x", "y"],
-        "fast": True,
+        "fast": True, "band": None, "rename": None,
     }  # fmt: skip
+    words = "a --out o --band 1 40.5 --rename a b --rename c d"
+    given = {"band": [1.0, 40.5], "rename": [["a", "b"], ["c", "d"]]}
+    assert parsed(words) == {"files": ["a"], "out": "o", **defaults, **given}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +56,8 @@ a                       | the following arguments are required: --out
 --out o                 | the following arguments are required: FILE
 a --out o --parts 10    | argument --parts: 10: must be a whole number from 1 to 9
 a --out o --parts 1.0   | argument --parts: '1.0': must be a whole number from 1 to 9
+a --out o --band 1      | argument --band: expected 2 arguments
+a --out o --band 1 x    | argument --band: 'x': must be a number
 a --out o --at nan      | argument --at: nan: must be a number of at least 0
 a --out o --end-mode pd | argument --end-mode: invalid choice: 'pd': did you mean pad?
 a --out o --hidden 1    | unrecognized arguments: --hidden 1
@@ -81,4 +89,4 @@ def test_a_wrong_value_in_python_is_the_same_line(args, kwargs, says):
 def test_values_of_other_types_pass_in_python():
     given = {"parts": np.int64(3), "names": np.array(["x"]), "hidden": -1, "nothing": 1}
     check_values(cut, ("a", np.float32(1)), given)
-    check_values(cut, (["a"], 2), {"parts": None})
+    check_values(cut, (["a"], 2), {"parts": None, "band": (1, 40)})

@@ -264,7 +264,7 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path, capsys):
 {} | --classes {}/names.txt | 2 names: must be 3
 {} | --classes A            | only pre-trained, without a classifier
 {} | --classes no.csv       | no.csv: .*No such file.*: give a CSV with a column `name`
-{} | --fs nan               | fs_hz=nan
+{} | --fs 0                 | fs_hz=0
 """),
 )
 def test_what_cannot_be_converted_is_a_one_line_error(task, options, text, tmp_path, capsys):
