@@ -141,7 +141,9 @@ def _refuse_pairs_of_numbers(sheet: str, columns: Sequence[LabelColumn]) -> None
     pair = next(column for column in columns if not column.is_yes_or_no)
     raise ConfigError(
         f"{sheet}: column {pair.name!r} holds only {' and '.join(map(pair.shown, pair.values))}: "
-        "write 0 and 1; if they are numbers to predict, choose the kind: --kind regression"
+        "write 0 and 1; if they are numbers to predict, choose the kind: ",
+        Flag("--kind"),
+        " regression",
     )
 
 
@@ -156,9 +158,13 @@ def _ask_which_is_positive(sheet: str, column: LabelColumn) -> None:
             "write one of them"
         )
     raise ConfigError(
-        f"{sheet}: column {column.name!r} holds {first} and {second}: which of them counts as 1? "
-        f"--positive {shlex.quote(column.values[0])} or --positive {shlex.quote(column.values[1])}; "
-        "as two classes, choose the kind: --kind multiclass"
+        f"{sheet}: column {column.name!r} holds {first} and {second}: which of them counts as 1? ",
+        Flag("--positive"),
+        f" {shlex.quote(column.values[0])} or ",
+        Flag("--positive"),
+        f" {shlex.quote(column.values[1])}; as two classes, choose the kind: ",
+        Flag("--kind"),
+        " multiclass",
     )
 
 
