@@ -42,7 +42,7 @@ def dry_run(
     config: RunConfig, task_class: type[TrainingTask], datasets: Sequence[Dataset], gpus: int
 ) -> str:
     """Several lines, after the settings. Raises what a training would, but for what RUN holds."""
-    task = task_class(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
+    task = task_class.prepare(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
     order = order_of(replace(config.loader, windows=task.windows), datasets, task.selection)
     model = task.model(torch.Generator().manual_seed(config.train.seed))
     if config.train.recompute_layers:
