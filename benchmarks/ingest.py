@@ -74,7 +74,7 @@ def ingest(archive: Path) -> float:
     out = archive.parent / f"out-{os.getpid()}"
     dataset = sharded(archive, out)
     shutil.rmtree(out)
-    return sum(source["records"]["used"] for source in dataset.meta["sources"])
+    return sum(source.records["used"] for source in dataset.facts.sources)
 
 
 def ingest_like_fairseq(archive: Path) -> float:

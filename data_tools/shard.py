@@ -230,7 +230,7 @@ def _privacy_notes(sources: "list[Source]") -> list[str]:
 
 
 def _refused(dataset: "Dataset") -> int:
-    return sum(source["records"]["refused"] for source in dataset.meta["sources"])
+    return sum(source.records["refused"] for source in dataset.facts.sources)
 
 
 def _shard(**options: Any) -> int:

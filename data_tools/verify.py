@@ -130,7 +130,7 @@ def _verify_one(dataset: "Dataset", options: dict[str, Any]) -> bool:
         checked += ", the archive's samples"
     if options["fast"]:
         folders = {"tar": "shards/", "zarr": "store.zarr"}
-        files = " and ".join(folders[name] for name in dataset.meta["formats"])
+        files = " and ".join(folders[name] for name in dataset.facts.formats)
         checked += f"; not read: the contents of {files}, run without --fast to check these"
     result = f"all checks passed ({checked})"
     if findings:

@@ -94,7 +94,7 @@ def train_run(
             equal_ranks.require_equal(ranks, equal_ranks.facts_of_rank(config, datasets))
             lock.enter_context(folder.locked(ranks))
             # What is trained: training/pretraining.py; in fine-tuning, downstream/finetuning/task.py
-            task = task_class(config, datasets, ranks)
+            task = task_class.prepare(config, datasets, ranks)
             equal_ranks.require_equal(ranks, equal_ranks.facts_of_task(task.facts()))
             resumed = train.find_checkpoint(task, folder)
             # Crops to batches on the device: data/order.py, reader.py, augmenter.py

@@ -91,7 +91,7 @@ class Dataset:
     """A sequence of `Ecg`, one per crop."""
 
     root: Folder
-    meta: dict[str, Any]
+    meta: dict[str, Any]  # dataset.json as it was written; what readers rely on is in `facts`
 
     @classmethod
     def open(cls, url: str, anonymous: bool = False) -> Self:
@@ -116,11 +116,11 @@ class Dataset:
         return hash((self.root.url, self.fingerprint))
 
     def __len__(self) -> int:
-        return int(self.meta["crops"])
+        return self.facts.crops
 
     def __repr__(self) -> str:
-        records = sum(source["records"]["used"] for source in self.meta.get("sources", ()))
-        formats = " and ".join(self.meta["formats"])
+        records = sum(source.records["used"] for source in self.facts.sources)
+        formats = " and ".join(self.facts.formats)
         return (
             f"Dataset({self.root.url!r}: {len(self):,} crops of {records:,} records, {formats}, "
             f"{self.fingerprint[:8]})"
@@ -139,14 +139,22 @@ class Dataset:
     def __iter__(self) -> Iterator[Ecg]:
         return map(self.__getitem__, range(len(self)))
 
+    @cached_property
+    def facts(self) -> DatasetFacts:
+        return DatasetFacts.model_validate(self.meta)
+
     @property
     def fingerprint(self) -> str:
         return str(self.meta["fingerprint"])
 
     @property
+    def preprocessing_sha256(self) -> str:
+        return str(self.meta["preprocessing_sha256"])
+
+    @property
     def minor(self) -> int:
         """The minor version of its format."""
-        return int(self.meta.get("format_minor", 0))
+        return self.facts.format_minor
 
     @property
     def shards(self) -> list[dict[str, Any]]:
@@ -155,19 +163,19 @@ class Dataset:
     @property
     def synthetic_crops(self) -> int:
         crops = 0
-        for source in self.meta.get("sources", ()):
-            if source["name"].startswith(SYNTHETIC):
-                crops += source["crops"]
+        for source in self.facts.sources:
+            if source.name.startswith(SYNTHETIC):
+                crops += source.crops
         return crops
 
     @cached_property
     def public_sources(self) -> set[str]:
         """Published archives, by name and licence, and synthetic ones."""
         public = set()
-        for source in self.meta.get("sources", ()):
-            name = source["name"]
+        for source in self.facts.sources:
+            name = source.name
             published = PUBLIC.get(name.removeprefix(SYNTHETIC))
-            if published and (name.startswith(SYNTHETIC) or source["licence"] == published):
+            if published and (name.startswith(SYNTHETIC) or source.licence == published):
                 public.add(name)
         return public
 
@@ -191,7 +199,7 @@ class Dataset:
             stated = self._samples.fragments[0].physical_schema.metadata or {}
         if NAME_KEY in stated:
             return bytes(stated[NAME_KEY][:64])  # the longest key of BLAKE2b
-        sources = {source["name"] for source in self.meta.get("sources", ())}
+        sources = {source.name for source in self.facts.sources}
         owners = self.parts(["source", "patient"])
         if (
             sources
@@ -206,7 +214,7 @@ class Dataset:
     @property
     def name_mark(self) -> str | None:
         """Identifies the key of its pseudonyms, else its name_key, without disclosing it."""
-        return self.meta.get("pseudonyms") or key_mark(self.name_key)
+        return self.facts.pseudonyms or key_mark(self.name_key)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Rows of samples.parquet in shard order. Local files are memory-mapped; only the given
@@ -291,12 +299,12 @@ class Dataset:
     def _samples_bytes(self) -> pa.Buffer:
         """samples.parquet, checked by sha256, since parquet misses some flipped bits. A remote file
         stays in memory."""
-        facts = self.meta["samples"]
+        facts = self.facts.samples
         if self.root.remote:
-            data = pa.py_buffer(self.root.read(SAMPLES, facts["bytes"]))
+            data = pa.py_buffer(self.root.read(SAMPLES, facts.bytes))
         else:
             data = pa.memory_map(f"{self.root.url}/{SAMPLES}").read_buffer()
-        if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+        if hashlib.sha256(data).hexdigest() != facts.sha256:
             raise DatasetError(f"{self.root.url}/{SAMPLES}: fails its sha256: restore the file")
         self._check_columns(pq.read_metadata(pa.BufferReader(data)))
         return data
@@ -456,22 +464,22 @@ def _read_meta(root: Folder) -> Meta:
             "restore the file"
         )
     try:
-        DatasetFacts.model_validate(meta)
+        facts = DatasetFacts.model_validate(meta)
     except ValidationError as error:
         wrong = error.errors()[0]["loc"][0]
         raise DatasetError(
             f"{url}/{META}: {wrong} is not valid in version {FORMAT_VERSION}: restore the file"
         ) from None
-    counts = {shard["name"]: shard["crops"] for shard in meta["shards"]}
-    stored = len(meta["shards"]), sum(shard["crops"] for shard in meta["shards"])
-    if stored != (len(counts), meta["crops"] if counts else 0) or (
-        "tar" in meta["formats"]
-    ) != bool(counts):
-        facts = (
-            f"{stored[0]} shards with {stored[1]} crops, {meta['crops']} crops in all, "
-            f"formats {meta['formats']}"
+    names = {shard.name for shard in facts.shards}
+    stored = len(facts.shards), sum(shard.crops for shard in facts.shards)
+    if stored != (len(names), facts.crops if names else 0) or ("tar" in facts.formats) != bool(
+        names
+    ):
+        found = (
+            f"{stored[0]} shards with {stored[1]} crops, {facts.crops} crops in all, "
+            f"formats {facts.formats}"
         )
-        raise DatasetError(f"{url}/{META}: contradicts itself ({facts}): restore the file")
+        raise DatasetError(f"{url}/{META}: contradicts itself ({found}): restore the file")
     return Meta(meta)
 
 

@@ -54,12 +54,12 @@ MAX_CROPS = 2**32
 Crops = Annotated[int, Field(ge=0, le=MAX_CROPS)]
 
 
-class FileFacts(BaseModel, strict=True):
+class FileFacts(BaseModel, strict=True, frozen=True):
     bytes: NonNegativeInt
     sha256: str
 
 
-class ShardFacts(BaseModel, strict=True):
+class ShardFacts(BaseModel, strict=True, frozen=True):
     """One shard. `name` and `sha256` are used as file names, so their characters are restricted."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\.tar$")]
@@ -68,7 +68,7 @@ class ShardFacts(BaseModel, strict=True):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class SourceFacts(BaseModel, strict=True):
+class SourceFacts(BaseModel, strict=True, frozen=True):
     name: str
     licence: str
     records: Annotated[
@@ -78,7 +78,7 @@ class SourceFacts(BaseModel, strict=True):
     dropped_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class RoleFacts(BaseModel, strict=True):
+class RoleFacts(BaseModel, strict=True, frozen=True):
     """How many crops have each role."""
 
     pretrain: Crops = 0
@@ -86,7 +86,7 @@ class RoleFacts(BaseModel, strict=True):
     id: dict[str, Crops] = {}
 
 
-class DatasetFacts(BaseModel, strict=True):
+class DatasetFacts(BaseModel, strict=True, frozen=True):
     """The fields of dataset.json that readers rely on. Those with a default may be absent: not
     every reader needs them."""
 
@@ -104,7 +104,7 @@ class DatasetFacts(BaseModel, strict=True):
     formats: list[Literal["tar", "zarr"]]
     seed: int = 0
     shard_crops: Crops = SHARD_CROPS  # of all shards but the last
-    plan: Literal["paper", "all", "paper-split"] = "all"
+    plan: Literal["paper", "all", "paper-split"] | None = None
     id_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}
     leave_out_flags: list[str] = []

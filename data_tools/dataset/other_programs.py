@@ -42,7 +42,7 @@ class Crops:
         chosen = dataset.column(column) == value if column else np.ones(len(dataset), bool)
         if not chosen.any():
             raise DatasetError(
-                f"{dataset.root.url}: no crop has the role {role}: it has {dataset.meta['roles']}"
+                f"{dataset.root.url}: no crop has the role {role}: it has {dataset.facts.roles.model_dump()}"
             )
         self.dataset = dataset
         self.rows = np.flatnonzero(chosen)
@@ -166,7 +166,7 @@ def zarr_array(dataset: Any, store: str) -> Any:
     import zarr
 
     root = dataset.root
-    if "zarr" not in dataset.meta["formats"]:
+    if "zarr" not in dataset.facts.formats:
         raise DatasetError(f"{root.url}: has no {store}: build it with ", Flag("--format"), " both")
     options = {"anon": True} if getattr(root, "anonymous", False) else None
     return zarr.open_array(root.path(store), mode="r", storage_options=options)

@@ -35,12 +35,12 @@ def rejects_csv(rejects: list[Reject]) -> bytes:
 
 def rejects_of(made: Dataset) -> list[Reject]:
     """The rows of a dataset's rejects.csv: (source, record, reason, detail)."""
-    url, facts = made.root.url, made.meta.get("rejects")
+    url, facts = made.root.url, made.facts.rejects
     if not facts:
         raise DatasetError(f"{url}/{META}: has no entry `rejects`: build the dataset again")
     try:
-        data = made.root.read(REJECTS, facts["bytes"])
-        if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+        data = made.root.read(REJECTS, facts.bytes)
+        if hashlib.sha256(data).hexdigest() != facts.sha256:
             raise ValueError("fails its sha256")
         _, *rows = csv.reader(io.StringIO(data.decode()))
         return [

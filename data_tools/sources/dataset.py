@@ -102,8 +102,8 @@ class StoredDataset(Source):
         return sum(waveforms) % 2**64
 
     def notes(self) -> list[str]:
-        facts = {source["name"]: source for source in open_dataset(self.root).meta["sources"]}
-        refused = facts[self.name]["records"]["refused"]
+        facts = {source.name: source for source in open_dataset(self.root).facts.sources}
+        refused = facts[self.name].records["refused"]
         if not refused:
             return []
         records = "1 record" if refused == 1 else f"{refused:,} records"
@@ -133,12 +133,11 @@ class CopiedCrops:
 
 
 def dataset_sources(root: Folder) -> list[Source]:
-    meta = open_dataset(root).meta
-    mark = meta.get("pseudonyms")
+    facts = open_dataset(root).facts
     return [
-        StoredDataset(root, source["name"], source["licence"], mark)
-        for source in meta["sources"]
-        if source["crops"]
+        StoredDataset(root, source.name, source.licence, facts.pseudonyms)
+        for source in facts.sources
+        if source.crops
     ]
 
 

@@ -492,7 +492,7 @@ def shown_input(
     except ConfigError as error:
         raise ConfigError(Flag("--leads"), f" {options.leads}: ", error) from None
     notes, sha256 = [], model.preprocessing.get("sha256")
-    if sha256 and sha256 != data.all[0].meta["preprocessing_sha256"]:
+    if sha256 and sha256 != data.all[0].preprocessing_sha256:
         notes.append(
             "The data were preprocessed differently from the model's training data: compare "
             "dataset.json."
@@ -501,7 +501,7 @@ def shown_input(
         share = "All" if crops == len(data) else f"{crops:,} of {len(data):,}"
         these = "this dataset" if len(data.all) == 1 else "these datasets"
         notes.append(f"{share} crops of {these} are synthetic.")
-    if any(dataset.meta.get("plan") == "paper-split" for dataset in data.all):
+    if any(dataset.facts.plan == "paper-split" for dataset in data.all):
         notes.append(
             "The split is the authors', which leaks (--plan paper-split): for comparison only."
         )

@@ -15,10 +15,10 @@ What differs between kinds of labels is in downstream.tasks.kinds.
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -61,13 +61,13 @@ from omnilead.engine.training.validation import eval_mode, predict_on_ranks
 
 from ..tasks.classifier import Classifier, layer_groups
 from ..tasks.config import FinetuneConfig
-from ..tasks.kinds import KINDS, Targets, listed_classes, thresholds
+from ..tasks.kinds import KINDS, Kind, Targets, listed_classes, thresholds
 from ..tasks.labels import DX_ROLES, TaskLabels, read_task
 from ..tasks.metrics import MEASURES, Array, identification, measure
 from ..tasks.people import unknown_patients
-from ..tasks.readout import PAPER
+from ..tasks.readout import PAPER, Readout
 from ..tasks.splits import SPLITS, TRAIN
-from .start import read_start, readout_for, select_leads, with_windows
+from .start import Start, read_start, readout_for, select_leads, with_windows
 
 LABELS_MAY_CHANGE = ("labels.unknown_patients", "labels.center", "labels.scale")  # facts
 
@@ -111,10 +111,12 @@ class HeldOut(NamedTuple):
     windows_N: Array  # how many windows each crop has
 
 
+@dataclass(eq=False, kw_only=True)
 class FinetuneTask(TrainingTask):
     settings = FinetuneConfig
     exports_best = True
-    keys = (
+    config: FinetuneConfig
+    keys: tuple[str, ...] = (
         "step",
         "crops_seen",
         "epoch",
@@ -128,35 +130,72 @@ class FinetuneTask(TrainingTask):
         "skipped_steps",
         "memory_gb",
     )
+    kind: Kind
+    labels: TaskLabels
+    label_facts: Facts
+    start: Start
+    architecture: ModelConfig
+    weights: dict[str, Tensor] | None  # that the encoder begins with; None: random
+    halves: list[Array]  # of each crop of each dataset
+    targets: Targets
+    readout: Readout
+    held_out: HeldOut
+    encoder: nn.Module | None  # one that is not the authors'
+    thresholds: list[float] = field(default_factory=list)  # from the last validation
 
-    def __init__(self, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> None:
-        super().__init__(config, datasets, ranks)
-        self.kind = KINDS[config.task.kind]
-        labels = checked_labels(config, datasets, ranks)
-        self.label_facts = labels.facts
-        self.best = best_metric(config.train.best, validation_metrics(labels))
-        self.start = read_start(config.start, config.code)
-        self.labels = with_windows(labels, datasets, self.start.input)
-        self.architecture = config.tuned(self.start.model)
-        self.weights = select_leads(self.start, config) if self.start.weights else None
-        self.input = replace(
-            self.start.input, leads=config.augment.output_leads, seen=config.augment.seen
+    @classmethod
+    def prepare(cls, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
+        kind = KINDS[config.task.kind]
+        all_labels = checked_labels(config, datasets, ranks)
+        best = best_metric(config.train.best, validation_metrics(all_labels))
+        start = read_start(config.start, config.code)
+        labels = with_windows(all_labels, datasets, start.input)
+        architecture = config.tuned(start.model)
+        weights = select_leads(start, config) if start.weights else None
+        model_input = replace(
+            start.input, leads=config.augment.output_leads, seen=config.augment.seen
         )
-        if not self.input.plain:
-            self.windows = int(self.input.count())
-        self.halves = [dataset.column("halves") for dataset in datasets]
-        self.selection = training_selection(self.labels, datasets, self.input)
-        self.targets = make_targets(self.labels)
-        self.readout = readout_for(self.start, config, self.labels)
-        self.held_out = self._held_out()
-        self.thresholds: list[float] = []  # from the last validation
-        self.remarks = self._remarks()
-        if self.labels.table:
-            self.kept = {LABELS: parquet_bytes(self.labels.table)}
+        halves = [dataset.column("halves") for dataset in datasets]
+        selection = training_selection(labels, datasets, model_input)
+        targets = make_targets(labels)
+        readout = readout_for(start, config, labels)
+        held_out = held_out_crops(config, datasets, labels, model_input, halves)
+        remarks = [
+            *labels.remarks,
+            split_remark(labels),
+            *targets.remarks,
+            *leakage_remarks(start, datasets, labels),
+            *validation_remarks(kind, labels, held_out),
+        ]
+        kept = {LABELS: parquet_bytes(labels.table)} if labels.table else {}
         if is_model(config.start):
-            self.kept = {**self.kept, SEEN: as_bytes(self.start.seen)}
-        self.code = code_of(config.plugged, config.run, self.start.code)
-        self.encoder, self.flops_per_crop = self._examined()
+            kept[SEEN] = as_bytes(start.seen)
+        code = code_of(config.plugged, config.run, start.code)
+        encoder, flops_per_crop = own_encoder(config, architecture, start, model_input)
+        return cls(
+            config=config,
+            datasets=datasets,
+            ranks=ranks,
+            best=best,
+            selection=selection,
+            flops_per_crop=flops_per_crop,
+            input=model_input,
+            windows=0 if model_input.plain else int(model_input.count()),
+            remarks=remarks,
+            code=code,
+            kept=kept,
+            kind=kind,
+            labels=labels,
+            label_facts=all_labels.facts,
+            start=start,
+            architecture=architecture,
+            weights=weights,
+            halves=halves,
+            targets=targets,
+            readout=readout,
+            held_out=held_out,
+            encoder=encoder,
+        )
 
     @property
     def identifies(self) -> bool:
@@ -165,56 +204,6 @@ class FinetuneTask(TrainingTask):
     def may_change(self, fact: str) -> bool:
         """The definition repeats the settings of the task, which are compared by themselves."""
         return fact in LABELS_MAY_CHANGE or fact.startswith("labels.definition.")
-
-    def _examined(self) -> tuple[nn.Module | None, float]:
-        """An encoder that is not the authors', and the FLOPs of a crop."""
-        model, samples = self.architecture, self.input.samples
-        seed, kind = self.config.train.seed, self.start.kind
-        encoder, _ = encoders.prepared(model, False, dtype_of(self.config), seed, kind, samples)
-        windows = int(self.input.count())
-        flops = encoders.encoder_flops(encoder, model, False, samples, windows)
-        if self.config.encoder.frozen:
-            flops /= 3  # no backward pass
-        return encoder, flops
-
-    def _held_out(self) -> HeldOut:
-        train = self.config.train
-        # identification compares the first two windows of a crop
-        needed = 2 if self.identifies else 1
-        crops, y, windows = [], [], []
-        for n, dataset in enumerate(self.datasets):
-            rows = self.labels.rows(n, "valid")
-            windows_N = self.input.count(self.halves[n][rows])
-            rows = rows[windows_N >= needed]
-            crops += [(dataset, row) for row in rows.tolist()]
-            y.append(self.labels.y[n][rows])
-            windows.append(windows_N[windows_N >= needed])
-        most = train.valid_batches * train.batch_crops
-        return HeldOut(crops[:most], np.concatenate(y)[:most], np.concatenate(windows)[:most])
-
-    def _remarks(self) -> list[str]:
-        return [
-            *self.labels.remarks,
-            split_remark(self.labels),
-            *self.targets.remarks,
-            *self._leakage(),
-            *self._validation_remarks(),
-        ]
-
-    def _leakage(self) -> list[str]:
-        held_out = [np.flatnonzero(split > TRAIN) for split in self.labels.split]
-        patients = self.labels.patients
-        return notes(self.start.seen, self.datasets, held_out, patients, "in validation or test")
-
-    def _validation_remarks(self) -> list[str]:
-        if not self.held_out.crops:
-            return ["no validation crops: the newest checkpoint counts as the best"]
-        if why := self.kind.cannot_choose(self.held_out.y):
-            return [f"{why}: the newest checkpoint counts as the best"]
-        if not self.kind.has_thresholds:
-            return []
-        absent = listed_classes(self.labels.classes, ~(self.held_out.y > 0).any(0))
-        return [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
 
     def facts(self) -> Facts:
         """Adds the starting model: a resumed run must start from the same one, and an export needs
@@ -446,6 +435,55 @@ class FinetuneTask(TrainingTask):
     @staticmethod
     def exports(config: FinetuneConfig, name: str) -> bool:
         return name.startswith("encoder.") or config.task.kind != "identity"
+
+
+def own_encoder(
+    config: FinetuneConfig, architecture: ModelConfig, start: Start, model_input: Input
+) -> tuple[nn.Module | None, float]:
+    """An encoder that is not the authors', and the FLOPs of a crop."""
+    encoder, _ = encoders.prepared(
+        architecture, False, dtype_of(config), config.train.seed, start.kind, model_input.samples
+    )
+    windows = int(model_input.count())
+    flops = encoders.encoder_flops(encoder, architecture, False, model_input.samples, windows)
+    return encoder, flops / 3 if config.encoder.frozen else flops  # frozen: no backward pass
+
+
+def held_out_crops(
+    config: FinetuneConfig,
+    datasets: Sequence[Dataset],
+    labels: TaskLabels,
+    model_input: Input,
+    halves: Sequence[Array],
+) -> HeldOut:
+    # identification compares the first two windows of a crop
+    needed = 2 if config.task.kind == "identity" else 1
+    crops, y, windows = [], [], []
+    for n, dataset in enumerate(datasets):
+        rows = labels.rows(n, "valid")
+        windows_N = model_input.count(halves[n][rows])
+        rows = rows[windows_N >= needed]
+        crops += [(dataset, row) for row in rows.tolist()]
+        y.append(labels.y[n][rows])
+        windows.append(windows_N[windows_N >= needed])
+    most = config.train.valid_batches * config.train.batch_crops
+    return HeldOut(crops[:most], np.concatenate(y)[:most], np.concatenate(windows)[:most])
+
+
+def leakage_remarks(start: Start, datasets: Sequence[Dataset], labels: TaskLabels) -> list[str]:
+    held_out = [np.flatnonzero(split > TRAIN) for split in labels.split]
+    return notes(start.seen, datasets, held_out, labels.patients, "in validation or test")
+
+
+def validation_remarks(kind: Kind, labels: TaskLabels, held_out: HeldOut) -> list[str]:
+    if not held_out.crops:
+        return ["no validation crops: the newest checkpoint counts as the best"]
+    if why := kind.cannot_choose(held_out.y):
+        return [f"{why}: the newest checkpoint counts as the best"]
+    if not kind.has_thresholds:
+        return []
+    absent = listed_classes(labels.classes, ~(held_out.y > 0).any(0))
+    return [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
 
 
 def validation_metrics(labels: TaskLabels) -> tuple[str, ...]:

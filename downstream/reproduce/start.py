@@ -36,7 +36,9 @@ def open_dataset(url: str) -> DatasetInfo:
         )
     dataset = Dataset.open(url)
     path = url if "://" in url else str(Path(url).absolute())
-    data = DatasetInfo(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
+    data = DatasetInfo(
+        path, dataset.fingerprint, str(dataset.facts.plan), dataset.facts.roles.model_dump()
+    )
     for role, mend in NEEDED_ROLES.items():
         if data.count(*role.split()):
             continue

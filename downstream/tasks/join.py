@@ -97,7 +97,7 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
 
 def _pseudonyms(url: str, datasets: Sequence[Dataset]) -> str:
     """What to do if the data do not have the names that a sheet has."""
-    if not any(dataset.meta.get("pseudonyms") for dataset in datasets):
+    if not any(dataset.facts.pseudonyms for dataset in datasets):
         return ""
     return (
         f"; the data have pseudonyms: omnilead labels table {url} --out DIR --pseudonymize KEYFILE "

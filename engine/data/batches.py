@@ -96,7 +96,7 @@ def dataset_batches(
         return
     halves, staging = dataset.column("halves"), None
     with ExitStack() as stack:
-        if dataset.root.remote and "tar" in dataset.meta["formats"]:
+        if dataset.root.remote and "tar" in dataset.facts.formats:
             shards = dataset.addresses[0][np.concatenate(batches)]
             order = [
                 (0, shard) for shard in shards[np.flatnonzero(np.diff(shards, prepend=-1))].tolist()

@@ -49,7 +49,7 @@ class Datasets:
     @property
     def plan(self) -> str | None:
         """The plan of their roles."""
-        plans = dict.fromkeys(dataset.meta.get("plan") for dataset in self.all)
+        plans = dict.fromkeys(dataset.facts.plan for dataset in self.all)
         return " and ".join(map(str, plans)) if len(plans) > 1 else next(iter(plans))
 
     @property
@@ -100,7 +100,7 @@ def open_together(
         if option == "data.datasets":
             weights = "; to see a dataset more often, set pipeline.weights"
         raise ConfigError(option, f": {names} are the same data: remove one{weights}")
-    if len({dataset.meta["preprocessing_sha256"] for dataset in datasets}) > 1:
+    if len({dataset.preprocessing_sha256 for dataset in datasets}) > 1:
         raise ConfigError(
             option, f": {names} were preprocessed differently: build them with the same settings"
         )

@@ -153,7 +153,7 @@ class DatasetRows:
                 f"{names.get(name, name)}={value!r}" for name, value in criteria.items()
             )
             raise OrderError(
-                f"{name}: no crop has {text}; its roles are {dataset.meta.get('roles')}: select "
+                f"{name}: no crop has {text}; its roles are {dataset.facts.roles.model_dump()}: select "
                 "others"
             )
         return cls.among(name, crops, numbers)

@@ -32,7 +32,7 @@ CHOSEN: WeakKeyDictionary[Dataset, dict[float | str, Any]] = WeakKeyDictionary()
 
 
 def source_names(dataset: Dataset) -> list[str]:
-    return [source["name"] for source in dataset.meta.get("sources", ())]
+    return [source.name for source in dataset.facts.sources]
 
 
 def is_hospital(source: pa.Array) -> pa.Array:

@@ -124,7 +124,7 @@ class _Source:
 
     def __init__(self, dataset: Dataset, source: str | None, staged: bool) -> None:
         self.url = dataset.root.url
-        formats = dataset.meta["formats"]
+        formats = dataset.facts.formats
         source = source or ("tar" if "tar" in formats else "zarr")
         if source not in formats:
             raise DatasetError(

@@ -65,7 +65,7 @@ def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
     """The record of these crops of a dataset."""
     people = []
     waves = []
-    is_keyed = has_pseudonyms = bool(dataset.meta.get("pseudonyms"))
+    is_keyed = has_pseudonyms = bool(dataset.facts.pseudonyms)
     for part, mask in parts_of(dataset, [*OWNER, "waveform"], [rows]):
         crops = part.filter(mask)
         names, _ = owners(crops)

@@ -67,7 +67,7 @@ def dry_run(
 ) -> str:
     """Several lines, after the settings. Raises what a training would, but for what RUN holds.
     `crops`: how many the pretended dataset stands for. `hourly`: the price of a GPU."""
-    task = task_class(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
+    task = task_class.prepare(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
     order = order_of(replace(config.loader, windows=task.windows), datasets, task.selection)
     model = task.model(torch.Generator().manual_seed(config.train.seed))
     if config.train.recompute_layers:

@@ -337,7 +337,7 @@ def run_facts(config: RunConfig, datasets: Sequence[Dataset], ranks: Ranks) -> d
         ],  # absolute, unlike those in config
         "crops": [len(dataset) for dataset in datasets],
         "sources": sorted({name for dataset in datasets for name in source_names(dataset)}),
-        "preprocessing_sha256": datasets[0].meta["preprocessing_sha256"],
+        "preprocessing_sha256": datasets[0].preprocessing_sha256,
         "world": ranks.world,
         "zero_stage": zero_stage(config),
         "config": config.tree(),

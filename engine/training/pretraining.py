@@ -6,9 +6,10 @@ engine.training.continuing reads the weights of `start`, if it is set.
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from ..settings.files import code_of, portable
 from ..settings.run_files import VALID
 from .arguments import Arguments, PretrainInputs, dtype_of
 from .config import Config, candidates
-from .continuing import read_weights
+from .continuing import StartingWeights, read_weights
 from .distributed import Ranks, on_first_rank
 from .task import Between, TrainingTask, best_metric, best_step_text, describe_encoder, start_text
 from .validation import (
@@ -52,10 +53,11 @@ TAKEN = {"local", "diversity", "features"}  # names of losses
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 
 
+@dataclass(eq=False, kw_only=True)
 class PretrainTask(TrainingTask):
     settings = Config
     exports_best = False
-
+    config: Config
     keys: tuple[str, ...] = (
         "step",
         "crops_seen",
@@ -79,104 +81,64 @@ class PretrainTask(TrainingTask):
         "skipped_steps",
         "memory_gb",
     )
+    encoder: nn.Module | None  # one that is not the authors'
+    tokens: int  # of a window
+    inputs: PretrainInputs
+    held_out: ValidationLoss
+    probe: PatientProbe
+    copies: int  # crops whose waveform another one has
+    start: StartingWeights | None
+    low_logs: int = 0  # log lines in a row with few codes in use
 
-    def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
-        super().__init__(config, datasets, ranks)
-        self.low_logs = 0  # log lines in a row with few codes in use
+    @classmethod
+    def prepare(cls, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
         local = config.objective.local > 0
-        self.code = code_of(config.plugged, config.run)
-        dtype = dtype_of(config)
-        self.input = config.signals
-        self.windows = config.loader.windows
-        self.encoder, self.tokens = prepared(
-            config.model, local, dtype, config.train.seed, samples=self.input.samples
+        code = code_of(config.plugged, config.run)
+        model_input = config.signals
+        encoder, tokens = prepared(
+            config.model, local, dtype_of(config), config.train.seed, samples=model_input.samples
         )
-        self.best = best_metric(config.train.best, ("loss", "identification_accuracy"))
-        self.selection = training_selection(config)
-        self.inputs = PretrainInputs(config, datasets)
+        best = best_metric(config.train.best, ("loss", "identification_accuracy"))
+        inputs = PretrainInputs(config, datasets)
         choose_once(datasets, config.data, ranks)
-        kept_rows, self.copies, copied = on_first_rank(ranks, self._without_copies)
-        if config.data.dedup:
-            self.selection = Selection(rows=kept_rows)
-        self.held_out = ValidationLoss(config, datasets, ranks)
-        self.probe = PatientProbe(config, datasets, ranks)
+        kept_rows, copies, copied = on_first_rank(ranks, partial(without_copies, config, datasets))
+        selection = Selection(rows=kept_rows) if config.data.dedup else training_selection(config)
+        held_out = ValidationLoss(config, datasets, ranks)
+        probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
-            on_first_rank(ranks, self._refuse_leak)
-        self.remarks = [*self._attribute_remarks(), *self._validation_remarks(), *copied]
-        self.start = read_weights(config) if config.start else None
-        if self.start:
-            self.kept = {SEEN: as_bytes(self.start.seen)}
-        self.flops_per_crop = encoder_flops(
-            self.encoder, config.model, local, self.input.samples, config.windows
+            on_first_rank(ranks, partial(refuse_shared, config, datasets, held_out.selection))
+        remarks = [
+            *attribute_remarks(config, inputs),
+            *validation_remarks(config, datasets, held_out, copies),
+            *copied,
+        ]
+        start = read_weights(config) if config.start else None
+        return cls(
+            config=config,
+            datasets=datasets,
+            ranks=ranks,
+            keys=(*cls.keys, *(f"loss_{name}" for name in config.objective.attributes)),
+            best=best,
+            selection=selection,
+            flops_per_crop=encoder_flops(
+                encoder, config.model, local, model_input.samples, config.windows
+            ),
+            input=model_input,
+            windows=config.loader.windows,
+            remarks=remarks,
+            code=code,
+            kept={SEEN: as_bytes(start.seen)} if start else {},
+            encoder=encoder,
+            tokens=tokens,
+            inputs=inputs,
+            held_out=held_out,
+            probe=probe,
+            copies=copies,
+            start=start,
         )
 
     def left_out(self) -> str:
-        data, selection = self.config.data, training_selection(self.config)
-        text = ""
-        if data.where:
-            crops = 0
-            for dataset in self.datasets:
-                rows_without_where = rows_of(dataset, replace(selection, where=""))
-                crops += len(rows_without_where) - len(rows_of(dataset, selection))
-            text = f", data.where={data.where!r} leaves out {crops:,} crops"
-        if data.dedup:
-            text += f", data.dedup leaves out {self.copies:,} copies"
-        return text
-
-    def _without_copies(self) -> tuple[list[np.ndarray], int, list[str]]:
-        """For all ranks: the crops that data.dedup trains on, how many it leaves out, and a remark
-        if it is not set."""
-        kept_rows, copies = first_of_each_waveform(self.config, self.datasets)
-        if self.config.data.dedup:
-            return kept_rows, copies, []
-        remark = (
-            f"{copies:,} of {copies + sum(map(len, kept_rows)):,} crops for pre-training have the waveform "
-            "of another one (data.dedup=true leaves them out)"
-        )
-        return [], copies, [remark] if copies else []
-
-    def _refuse_leak(self) -> None:
-        """For all ranks: the same names, gigabytes of them, would be compared by each."""
-        trained, held_out_rows = [], []
-        for dataset in self.datasets:
-            trained.append(rows_of(dataset, training_selection(self.config)))
-            validated = rows_of(dataset, self.held_out.selection)
-            held_out_rows.append(np.union1d(held_out(dataset), validated))
-        refuse_leak(self.datasets, trained, held_out_rows)
-
-    def _attribute_remarks(self) -> list[str]:
-        remarks = []
-        for name in self.config.objective.attributes:
-            labels_N2 = np.concatenate(self.inputs.attributes)
-            known_share = np.isfinite(labels_N2[:, ATTRIBUTES.index(name)]).mean()
-            self.keys = (*self.keys, f"loss_{name}")
-            if not known_share:
-                raise ConfigError(
-                    f"objective.attributes: {name} is known of no real ECG here: leave it out"
-                )
-            remarks.append(f"{name} is known of {known_share:.1%} of the crops")
-        return remarks
-
-    def _validation_remarks(self) -> list[str]:
-        data = self.config.data
-        if self.held_out.crops:
-            shared = 0 if data.hold_out else self.held_out.trained_on()
-            if not shared:
-                return []
-            return [
-                f"{shared} validation crops are also trained on (data.train, data.valid): their "
-                "loss is not held out"
-            ]
-        if data.hold_out:
-            raise ConfigError(
-                f"data.hold_out={data.hold_out}: selects no patient of these datasets"
-                f"{self.left_out()}: raise it, or leave it out"
-            )
-        role = ", ".join(f"{name}={value!r}" for name, value in data.valid if value is not None)
-        return [
-            f"no validation loss: too few crops have data.valid {role}; data.hold_out=0.1 holds "
-            "out patients for it, the same that fine-tuning's 8:1:1 split tests"
-        ]
+        return left_out(self.config, self.datasets, self.copies)
 
     def model(self, generator: torch.Generator) -> nn.Module:
         config = self.config
@@ -320,6 +282,83 @@ class PretrainTask(TrainingTask):
         best = best_step_text(state.get("best") or {})
         lines.append(f"Weights of step {state['step']:,}, the newest. {best}")
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", lines
+
+
+def left_out(config: Config, datasets: Sequence[Dataset], copies: int) -> str:
+    """How many crops data.where and data.dedup leave out, to be appended to a sentence."""
+    selection = training_selection(config)
+    text = ""
+    if config.data.where:
+        crops = 0
+        for dataset in datasets:
+            rows_without_where = rows_of(dataset, replace(selection, where=""))
+            crops += len(rows_without_where) - len(rows_of(dataset, selection))
+        text = f", data.where={config.data.where!r} leaves out {crops:,} crops"
+    if config.data.dedup:
+        text += f", data.dedup leaves out {copies:,} copies"
+    return text
+
+
+def without_copies(
+    config: Config, datasets: Sequence[Dataset]
+) -> tuple[list[np.ndarray], int, list[str]]:
+    """The crops that data.dedup trains on, how many copies there are, and a remark on them if it is not
+    set."""
+    kept_rows, copies = first_of_each_waveform(config, datasets)
+    if config.data.dedup:
+        return kept_rows, copies, []
+    remark = (
+        f"{copies:,} of {copies + sum(map(len, kept_rows)):,} crops for pre-training have the waveform "
+        "of another one (data.dedup=true leaves them out)"
+    )
+    return [], copies, [remark] if copies else []
+
+
+def refuse_shared(config: Config, datasets: Sequence[Dataset], validated: Selection) -> None:
+    """ConfigError if crops of a held-out patient are trained on in another dataset. The first rank does it
+    for all: the same names, gigabytes of them, would be compared by each."""
+    trained, held_out_rows = [], []
+    for dataset in datasets:
+        trained.append(rows_of(dataset, training_selection(config)))
+        held_out_rows.append(np.union1d(held_out(dataset), rows_of(dataset, validated)))
+    refuse_leak(datasets, trained, held_out_rows)
+
+
+def attribute_remarks(config: Config, inputs: PretrainInputs) -> list[str]:
+    remarks = []
+    for name in config.objective.attributes:
+        labels_N2 = np.concatenate(inputs.attributes)
+        known_share = np.isfinite(labels_N2[:, ATTRIBUTES.index(name)]).mean()
+        if not known_share:
+            raise ConfigError(
+                f"objective.attributes: {name} is known of no real ECG here: leave it out"
+            )
+        remarks.append(f"{name} is known of {known_share:.1%} of the crops")
+    return remarks
+
+
+def validation_remarks(
+    config: Config, datasets: Sequence[Dataset], validation: ValidationLoss, copies: int
+) -> list[str]:
+    data = config.data
+    if validation.crops:
+        shared = 0 if data.hold_out else validation.trained_on()
+        if not shared:
+            return []
+        return [
+            f"{shared} validation crops are also trained on (data.train, data.valid): their "
+            "loss is not held out"
+        ]
+    if data.hold_out:
+        raise ConfigError(
+            f"data.hold_out={data.hold_out}: selects no patient of these datasets"
+            f"{left_out(config, datasets, copies)}: raise it, or leave it out"
+        )
+    role = ", ".join(f"{name}={value!r}" for name, value in data.valid if value is not None)
+    return [
+        f"no validation loss: too few crops have data.valid {role}; data.hold_out=0.1 holds "
+        "out patients for it, the same that fine-tuning's 8:1:1 split tests"
+    ]
 
 
 def examine_objective(

@@ -2,6 +2,7 @@
 nothing else about it.
 
 class PretrainTask(TrainingTask): ...             # engine.training.pretraining; FinetuneTask in downstream.finetuning.task
+task = PretrainTask.prepare(config, datasets, ranks)
 train_run(config, PretrainTask)                   # engine.pretrain
 """
 
@@ -9,8 +10,9 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -34,22 +36,30 @@ Between = Callable[[], None]  # called by all ranks between batches; raises when
 Groups = list[tuple[float, list[nn.Parameter]]]  # shares of the learning rate, and weights
 
 
+@dataclass(eq=False, kw_only=True)
 class TrainingTask(ABC):
+    """What `prepare` has read, chosen and built."""
+
     settings: ClassVar[type[RunConfig]]
     exports_best: ClassVar[bool]  # export the best checkpoint, or the newest
+    config: Any
+    datasets: Sequence[Dataset]
+    ranks: Ranks
     keys: tuple[str, ...]  # of each line in metrics.jsonl
     # The validation metric that chooses the best step; 1: higher is better, -1: lower
     best: tuple[str, int]
     selection: Selection  # the crops to train on
     flops_per_crop: float
     input: Input  # how the model sees an ECG
-    windows: int = 0  # of each crop: LoaderConfig.windows
-    remarks: Sequence[str] = ()  # printed at the start
-    code: Mapping[str, bytes] = {}  # plugged-in files by name, for RUN/code and RUN/model
-    kept: Mapping[str, bytes] = {}  # other files by name, for RUN
+    windows: int  # of each crop: LoaderConfig.windows
+    remarks: Sequence[str]  # printed at the start
+    code: Mapping[str, bytes]  # plugged-in files by name, for RUN/code and RUN/model
+    kept: Mapping[str, bytes]  # other files by name, for RUN
 
-    def __init__(self, config: Any, datasets: Sequence[Dataset], ranks: Ranks) -> None:
-        self.config, self.datasets, self.ranks = config, datasets, ranks
+    @classmethod
+    @abstractmethod
+    def prepare(cls, config: Any, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
+        """A task on these datasets; called by all ranks. ConfigError if nothing can be learnt from them."""
 
     @abstractmethod
     def model(self, generator: torch.Generator) -> nn.Module:

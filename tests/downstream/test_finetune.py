@@ -369,7 +369,7 @@ def test_class_vectors_initialised_with_means(base, dataset, tmp_path):
         "task": {"kind": "identity", "class_vectors": "means"},
     }
     config = build(tree, FinetuneConfig)
-    task = FinetuneTask(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
+    task = FinetuneTask.prepare(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
     model = task.model(torch.Generator().manual_seed(0))
     assert isinstance(model, Classifier) and model.training
     encoder = model.encoder.eval()

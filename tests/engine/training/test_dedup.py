@@ -58,7 +58,7 @@ def settings(*datasets, **data):
 
 
 def task_of(*datasets, **data):
-    return PretrainTask(settings(*datasets, **data), datasets, ALONE)
+    return PretrainTask.prepare(settings(*datasets, **data), datasets, ALONE)
 
 
 def expected(*datasets):
@@ -108,7 +108,7 @@ def test_without_copies_nothing_is_said_and_it_counts_only_what_is_trained_on(tw
 
 def test_what_the_model_has_seen_is_what_was_drawn(two):
     config = settings(*two, dedup=True)
-    task = PretrainTask(config, two, ALONE)
+    task = PretrainTask.prepare(config, two, ALONE)
     uses = PretrainTask.uses(config, {"crops_seen": 80}, "", two)
     loader = Loader(config.loader, two, torch.device("cpu"), task.selection)
     places = loader.order.places(0, 80)

@@ -141,7 +141,7 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
     every = ["run=nowhere", f'data.datasets=["{dataset.root.url}"]', *SMALL, *settings]
     config = read_settings("w2v_cmsc_rlm", [*every, "train.batch_crops=8"])
     datasets = open_datasets(config)
-    task = PretrainTask(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
+    task = PretrainTask.prepare(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
     loader = replace(config.loader, windows=task.windows)
     places = order_of(loader, datasets, task.selection).batch(0)[:3]
     model = task.model(torch.Generator().manual_seed(0)).train()

@@ -121,7 +121,7 @@ def test_held_out_patients_are_never_trained_on_at_any_world_size_or_restart(dat
 def pretraining(*datasets, **data):
     """The task alone, with its remarks before the first step."""
     config = build({"data": {"datasets": [dataset.root.url for dataset in datasets], **data}})
-    return PretrainTask(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
+    return PretrainTask.prepare(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +187,14 @@ def note(folder):
     calls = folder / f"calls-{os.environ['RANK']}"
     patients._validation_split = noted(patients._validation_split, calls)
     pretraining_task.refuse_leak = noted(pretraining_task.refuse_leak, calls)
-    begin = PretrainTask.__init__
+    prepare = PretrainTask.prepare
 
-    def begun(task, *arguments):
-        begin(task, *arguments)
+    def prepared(*arguments):
+        task = prepare(*arguments)
         (folder / f"answer-{os.environ['RANK']}").write_text(json.dumps(answer(task)))
+        return task
 
-    PretrainTask.__init__ = begun
+    PretrainTask.prepare = prepared
 
 
 def test_one_rank_holds_out_and_looks_for_leakage_and_tells_the_others(

@@ -82,7 +82,7 @@ def test_every_method_trains_and_validates(world, method, training, tmp_path):
 
 def test_chance_equals_the_score_of_random_representations(dataset):
     config = load(CONFIGS / "pretrain" / "quickstart.yaml", [f"data.datasets=[{dataset.root.url}]"])
-    task = PretrainTask(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
+    task = PretrainTask.prepare(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
     chance, held_out = task.explained()["chance"], task.held_out.crops
     random, tokens = torch.Generator().manual_seed(0), config.model.tokens(HALF)
     keys_R = torch.from_numpy(row_keys(0, 0, np.arange(40))).flatten()

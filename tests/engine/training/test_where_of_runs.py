@@ -74,7 +74,7 @@ def test_data_valid_is_chosen_by_it_too(dataset):
     data = {"datasets": [dataset.root.url], "valid": {"dx": "train"}}
     for expression in ("", OLD):
         config = build({"data": data | {"where": expression}, "train": FEW})
-        task = PretrainTask(config, [dataset], ALONE)
+        task = PretrainTask.prepare(config, [dataset], ALONE)
         held = rows_of(dataset, task.held_out.selection)
         assert held == rows_of(dataset, Selection(dx="train", halves=2, where=expression))
     assert held and held <= set(np.flatnonzero(old(dataset)).tolist())
@@ -114,7 +114,7 @@ def test_runs_begun_before_there_were_expressions_and_dedup_resume(bare, tmp_pat
     data = state["config"]["data"]
     assert data.pop("where") == "" and data.pop("dedup") is False
     config = build(state["config"])
-    task = PretrainTask(config, [bare], ALONE)
+    task = PretrainTask.prepare(config, [bare], ALONE)
     refuse_changes(path, state, task)
     with closing(Loader(config.loader, [bare], torch.device("cpu"), task.selection)) as loader:
         assert loader.recipe["roles"] == {"halves": 2, "pretrain": True}
