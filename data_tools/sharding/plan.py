@@ -298,7 +298,8 @@ def _not_missing(
 ) -> list[Refused]:
     """Without the records that a list names where they are not, but which are in another folder; nor,
     `in_dataset`, those that lack a file, which a dataset among the sources may have."""
-    missing, left = [], []
+    missing: list[Refused] = []
+    left: list[Refused] = []
     for archive, key, reject in refused:
         is_missing = reject[2] == MISSING_FILE and (in_dataset or isinstance(key, AbsentKey))
         (missing if is_missing else left).append((archive, key, reject))

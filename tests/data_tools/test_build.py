@@ -219,7 +219,7 @@ def test_an_archive_without_a_usable_crop_is_one_line_and_leaves_no_thread(tmp_p
     place = tmp_path / "a" / "training" / "georgia" / "g1"
     write_challenge(place, "E1", np.zeros((12, 5000), np.int16))
     started(threads_left, tmp_path / "a", tmp_path / "out", out=tmp_path / "log").join()
-    why = "no valid lead (training/georgia/g1/E1.hea: at 0 s)"
+    why = "no valid lead (training/georgia/g1/E1.hea: at 0 s: 12 of 12 leads never change)"
     said = f"0 no record can be used: {why}: {tmp_path}/out/rejects.csv lists all of them\n"
     assert (tmp_path / "log").read_text() == said
 
