@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from .dataset import Dataset, flagged
 from .dataset.drawing import plot_ecg as plot_ecg
-from .dataset.rejects import rejects_of
+from .dataset.rejects import FLAGS, REPAIRED, rejects_of
 from .ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
 from .ecg.mean_beat import FEWEST, RATED, HeartRates, heart_rate
 from .ecg.paper import COLUMN_S as COLUMN_S
@@ -279,8 +279,12 @@ def describe(dataset: Dataset) -> str:
     rejects = rejects_of(dataset)
     reasons = Counter(reason for _, _, reason, _ in rejects)
     example = {reason: f"{record} {detail}" for _, record, reason, detail in reversed(rejects)}
-    what = "refused, repaired or flagged"
-    lines.append(f"{what} (rejects.csv):" if reasons else f"nothing was {what}")
+    repaired = sum(count for reason, count in reasons.items() if reason in REPAIRED)
+    flagged_only = sum(count for reason, count in reasons.items() if reason in FLAGS) - repaired
+    refused = reasons.total() - repaired - flagged_only
+    counts = f"{refused:,} refused, {repaired:,} repaired, {flagged_only:,} flagged"
+    nothing = "nothing was refused, repaired or flagged"
+    lines.append(f"lines of rejects.csv: {counts}" if reasons else nothing)
     for reason, count in reasons.most_common():
         such_as = " ".join(example[reason].split())[:60]
         lines.append(f"  {reason:30}{count:8,}  such as {such_as}")

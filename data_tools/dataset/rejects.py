@@ -15,6 +15,8 @@ Reject = tuple[str, str, str, str]  # source, record, reason, detail
 CROP_FLAGS = ("lead not measured", "flat lead", "saturated", "large", "zeros", "einthoven")
 FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     *CROP_FLAGS,
+    "age not understood",
+    "sex not understood",
     "checksum differs",
     "first value differs",
     "diagnosis without a code",
@@ -27,6 +29,8 @@ FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     "no calibration pulse",
     "inverted lead",
 )
+# Of FLAGS: what was changed. A lead with a gap is made zero, a value that is too large cut off
+REPAIRED = ("lead not measured", "saturated", "inverted lead")
 
 
 def rejects_csv(rejects: list[Reject]) -> bytes:

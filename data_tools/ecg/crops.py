@@ -110,9 +110,23 @@ def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
     body, mask, flags = fill(record, index, out)
     start_s, missing = index * CROP / FS_HZ, mask.tolist()
     flags += _flags_in(body, missing)
-    if sum(flag.startswith("flat:") for flag in flags) + sum(missing) == len(LEADS):
-        raise ReadError("no valid lead", f"at {start_s:g} s")
+    flat = sum(flag.startswith("flat:") for flag in flags)
+    if flat + sum(missing) == len(LEADS):
+        raise ReadError("no valid lead", f"at {start_s:g} s: {_why_not_valid(record, mask, flat)}")
     return Crop(start_s, body.shape[1] // HALF, tuple(compress(LEADS, missing)), tuple(flags))
+
+
+def _why_not_valid(record: EcgRecord, missing_L: np.ndarray, flat: int) -> str:
+    recorded = len(lead_rows(tuple(record.leads)))
+    with_gaps = int(missing_L.sum()) - (len(LEADS) - recorded)
+    reasons = []
+    if with_gaps:
+        reasons.append(
+            f"{with_gaps} of {recorded} leads have samples that were not measured (one leaves out the lead)"
+        )
+    if flat:
+        reasons.append(f"{flat} of {recorded} leads never change")
+    return ", ".join(reasons)
 
 
 def flags_of(record: EcgRecord, crop: Crop) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ characters, be below other folders (C:\\ecgs\\ward 3\\A1.xml), or be given by th
 if no other record's name ends so: notes count these.
 """
 
+import json
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from ..io.errors import DataError
 
 SHOWN = 3  # names in a message
 FIRST_ROW = 2  # of records, as spreadsheets number them: the header is row 1
+EMPTY_LINES = b"empty lines"  # in a table's metadata: the rows before which its file has one
 ENDING = r"\.[A-Za-z]\w{1,3}$"
 ODD_CHARACTERS = "[^A-Za-z0-9_-]+"  # a dataset has _ for them
 # File names of PTB-XL to record names of the Challenge
@@ -44,6 +47,13 @@ class Matches(NamedTuple):
     mostly_missing: bool  # most of the table's records
 
 
+def row_number(cells: pa.Table, row: int) -> int:
+    """The number of a row of a table in its file, as a spreadsheet shows it."""
+    metadata = cells.schema.metadata or {}
+    empty_lines = json.loads(metadata.get(EMPTY_LINES, "[]"))
+    return FIRST_ROW + row + bisect_right(empty_lines, row)
+
+
 def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) -> Matches:
     """Finds the row of each record. `keys`: their source/record; `names`: their record."""
     by_source = "source" in cells.column_names
@@ -65,9 +75,10 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
     if len(left):
         ends = _with_source(_as_names(_paths(record)), source).take(pa.array(left))
         taken = np.unique(target_of_row[target_of_row >= 0])
-        target_of_row[left], way_of_row[left] = _by_end(url, left, ends, targets, taken), END
+        target_of_row[left] = _by_end(url, cells, left, ends, targets, taken)
+        way_of_row[left] = END
     rows, missing = np.flatnonzero(target_of_row >= 0), np.flatnonzero(target_of_row < 0)
-    _refuse_ambiguous(url, record, rows, target_of_row[rows], keys, targets)
+    _refuse_ambiguous(url, cells, rows, target_of_row[rows], keys, targets)
     row_of_key = np.full(len(keys), -1)
     row_of_key[target_of_row[rows]] = rows
     notes = list(_notes(record, targets, target_of_row, way_of_row))
@@ -141,7 +152,12 @@ def _with_source(names: pa.Array, source: pa.Array | None) -> pa.Array:
 
 
 def _by_end(
-    url: str, rows: np.ndarray, ends: pa.Array, targets: pa.Array, taken: np.ndarray
+    url: str,
+    cells: pa.Table,
+    rows: np.ndarray,
+    ends: pa.Array,
+    targets: pa.Array,
+    taken: np.ndarray,
 ) -> np.ndarray:
     """For each of these rows, the index of the only target whose name goes on before this end; -1 if
     there is none, or it is one of `taken`, which other rows name. Several are an error, unless other
@@ -155,11 +171,11 @@ def _by_end(
     shared = np.flatnonzero(names_of_end > 1)
     if len(shared) and not len(taken):
         end = distinct[int(shared[0])]
-        row = rows[pc.index(ends, end).as_py()]
+        row = int(rows[pc.index(ends, end).as_py()])
         alike = np.sort(name_of_pair[end_of_pair == shared[0]])
         first, second = names.take(pa.array(alike[:2])).to_pylist()
         raise DataError(
-            f"{url}: {end} (row {row + FIRST_ROW}) is the end of {first} and of {second}: write the "
+            f"{url}: {end} (row {row_number(cells, row)}) is the end of {first} and of {second}: write the "
             "record's name with its folders"
         )
     target_of_pair = index_in(names.take(pa.array(name_of_pair)), targets)
@@ -184,13 +200,14 @@ def _ends_of_names(ends: pa.Array, names: pa.Array) -> tuple[np.ndarray, np.ndar
 
 def _refuse_ambiguous(
     url: str,
-    record: pa.Array,
+    cells: pa.Table,
     rows: np.ndarray,
     target_of_row: np.ndarray,
     keys: pa.Array,
     targets: pa.Array,
 ) -> None:
     """`rows` of the table name these targets."""
+    record = cells["record"]
     if not len(rows):
         in_table = ", ".join(map(str, record[:SHOWN].to_pylist()))
         in_data = ", ".join(map(str, targets[:SHOWN].to_pylist()))
@@ -210,10 +227,10 @@ def _refuse_ambiguous(
         )
     again = np.flatnonzero(rows_of_target > 1)
     if len(again):
-        first, second = rows[target_of_key[target_of_row] == again[0]][:2]
+        first, second = rows[target_of_key[target_of_row] == again[0]][:2].tolist()
         raise DataError(
-            f"{url}: record {record[int(first)]} is in rows {first + FIRST_ROW} and "
-            f"{second + FIRST_ROW}: keep one of them"
+            f"{url}: record {record[first]} is in rows {row_number(cells, first)} and "
+            f"{row_number(cells, second)}: keep one of them"
         )
 
 

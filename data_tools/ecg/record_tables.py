@@ -4,8 +4,8 @@
     cells = read_table("my.csv")                # all columns as text, null where a cell is empty
     patients = patients_of("who.csv", read_patients("who.csv"), keys)   # null where unknown
 
-The separator of a CSV is a comma, a semicolon or a tab; with the latter two, 40,1 is a number, read as 40.1
-(as_typed gives it back for a message).
+The separator of a CSV is a comma, a semicolon or a tab, or what a first line `sep=;` says. Where it is no
+comma, 40,1 is a number, read as 40.1 (as_typed gives it back for a message).
 record_names.py finds the rows of records.
 """
 
@@ -15,6 +15,7 @@ import json
 import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import fsspec
@@ -29,7 +30,7 @@ from ..io.spreadsheet import QUOTED, unquoted
 from ..io.storage import missing_package
 from ..io.terminal import tell
 from .record import MAYBE_MISSING, known_patient
-from .record_names import SHOWN, WHOLE, match_records
+from .record_names import EMPTY_LINES, SHOWN, WHOLE, match_records
 
 RESERVED = ("record", "source", "patient", "fold", "split")
 PTBXL_TABLE = {"filename_hr": "record", "patient_id": "patient"}  # of ptbxl_database.csv
@@ -37,6 +38,10 @@ PTBXL_TABLE = {"filename_hr": "record", "patient_id": "patient"}  # of ptbxl_dat
 DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
 DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.", 1)
 WITH_COMMAS = b"decimal commas"  # in a table's metadata: the columns that had them
+OVER_89 = ("300", "300.0")
+# How Excel writes the separator, in a line that it does not show
+SEPARATOR_LINE = re.compile(r"(?i)\"?sep=(.)\"?(?:\r\n|\r|\n)")
+EMPTY_LINE = re.compile(r"(?>\r\n|\r|\n){2}")
 # More than a thousand, perhaps
 THOUSANDS = r"^[+-]?[1-9]\d{0,2}[.,]\d{3}$"
 
@@ -46,14 +51,14 @@ def read_cells(
 ) -> pa.Table:
     """Reads all columns as text; names of reserved columns become lower case. `key`: a column that
     the table must have. `used`: columns that may hold numbers; none: all."""
-    with_commas: list[str] = []
+    metadata: dict[bytes, str] = {}
     try:
         with fsspec.open(url, "rb").open() as file:
             data = file.read()
         if data[:4] == b"PAR1":
             cells = parquet.read_table(io.BytesIO(data))
         else:
-            cells, with_commas = _csv(data, key, used)
+            cells, metadata = _csv(data, key, used)
         cells = as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
         _require_utf8(cells)
     except pa.ArrowMemoryError:
@@ -70,9 +75,7 @@ def read_cells(
     names = cells.column_names
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{url}: two columns are called {twice[0]!r}: rename one")
-    if with_commas:
-        cells = cells.replace_schema_metadata({WITH_COMMAS: json.dumps(with_commas)})
-    return cells
+    return cells.replace_schema_metadata(metadata) if metadata else cells
 
 
 def as_typed(cells: pa.Table, column: str, text: str) -> str:
@@ -96,6 +99,11 @@ def read_table(url: str, contents: str = "labels", used: Sequence[str] = ()) -> 
         )
     if not len(cells):
         raise DataError(f"{url}: has a header, but no rows: add a row for each ECG")
+    if contents == "labels":
+        for name in cells.column_names:
+            if name.lower() == "age" and (not used or name in used):
+                of_old = pc.sum(pc.is_in(cells[name], pa.array(OVER_89)), min_count=0).as_py()
+                _note_ages_of_300(url, name, of_old)
     if "patient" in names:  # as a dataset writes them
         coded = cells["patient"].combine_chunks().dictionary_encode()
         try:
@@ -106,6 +114,16 @@ def read_table(url: str, contents: str = "labels", used: Sequence[str] = ()) -> 
     return cells
 
 
+@cache  # a table is read more than once
+def _note_ages_of_300(url: str, column: str, rows: int) -> None:
+    if rows:
+        where = f"{rows:,} row{'s' * (rows > 1)}"
+        tell(
+            f"note: {url}: {column} is 300 in {where}, as PTB-XL writes ages over 89, and is read as 300: write "
+            "90 as a dataset has it, or leave the cell empty"
+        )
+
+
 class _Header(NamedTuple):
     names: list[str]
     mark: str  # the separator
@@ -113,10 +131,10 @@ class _Header(NamedTuple):
     is_all: bool  # whether nothing follows
 
 
-def _header(text: str, key: str) -> _Header:
+def _header(text: str, key: str, marks: Sequence[str]) -> _Header:
     """The separator is the one that yields a column `key`, or else the most columns."""
     headers = []
-    for mark in (",", ";", "\t"):
+    for mark in marks:
         lines = io.StringIO(text, newline="")
         reader = csv.reader(lines, delimiter=mark)
         try:
@@ -130,12 +148,15 @@ def _header(text: str, key: str) -> _Header:
     return max(headers, key=lambda header: len(header.names))
 
 
-def _csv(data: bytes, key: str, used: Sequence[str]) -> tuple[pa.Table, list[str]]:
-    """The cells, and the columns whose decimal commas are points in them."""
+def _csv(data: bytes, key: str, used: Sequence[str]) -> tuple[pa.Table, dict[bytes, str]]:
+    """The cells, and metadata: the columns whose decimal commas are points in them, and empty lines."""
     text = decoded(data)
-    names, mark, lines, is_all = _header(text, key)
+    marks = [",", ";", "\t"]
+    if separator := SEPARATOR_LINE.match(text):
+        text, marks = text[separator.end() :], [separator[1]]
+    names, mark, lines, is_all = _header(text, key, marks)
     if is_all:
-        return pa.table({name: pa.array([], pa.string()) for name in names}), []
+        return pa.table({name: pa.array([], pa.string()) for name in names}), {}
     read = pa_csv.ReadOptions(column_names=names, skip_rows=lines)
     parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
     convert = pa_csv.ConvertOptions(
@@ -152,7 +173,23 @@ def _csv(data: bytes, key: str, used: Sequence[str]) -> tuple[pa.Table, list[str
                 column = pc.replace_substring_regex(column, DECIMAL_COMMA, r"\1.\2")
                 with_commas.append(_name(name))
         columns.append(column)
-    return pa.table(columns, names), with_commas
+    metadata = {}
+    if with_commas:
+        metadata[WITH_COMMAS] = json.dumps(with_commas)
+    if EMPTY_LINE.search(text):
+        metadata[EMPTY_LINES] = json.dumps(_empty_lines(text, mark))
+    return pa.table(columns, names), metadata
+
+
+def _empty_lines(text: str, mark: str) -> list[int]:
+    """The rows before which there is an empty line, which pyarrow leaves out."""
+    rows, empty_lines = 0, []
+    for cells in csv.reader(io.StringIO(text, newline=""), delimiter=mark):
+        if cells:
+            rows += 1
+        else:
+            empty_lines.append(rows - 1)  # the header is none
+    return empty_lines
 
 
 def _require_one_mark(name: str, values: pa.Array) -> None:

@@ -44,8 +44,8 @@ from ..ecg.record import (
     record_stem,
     synthetic_prefix,
 )
-from ..ecg.record_names import FIRST_ROW
 from ..ecg.record_names import PTBXL as PTBXL_NAME
+from ..ecg.record_names import row_number
 from ..ecg.record_tables import read_table as read_record_table
 from ..io.errors import DataError, ReadError, StorageError, one_line, printable
 from ..io.spreadsheet import as_number
@@ -212,10 +212,11 @@ def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
             "`omnilead show DATASET` lists the sources of a dataset"
         )
     rows = cells.select([name for name in RENAMED if name in cells.column_names]).to_pylist()
-    for number, row in enumerate(rows, FIRST_ROW):
+    for number, row in enumerate(rows):
         source, record = row["source"], row["record"]
         if not (source and record):
-            raise DataError(f"{url}: row {number} lacks its source or its record: fill it in")
+            place = f"{url}: row {row_number(cells, number)}"
+            raise DataError(f"{place} lacks its source or its record: fill it in")
         record = record.replace("\\", "/")
         name = record_stem(record)
         if source in VENDORS or source == WfdbFolder.name:

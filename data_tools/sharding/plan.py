@@ -35,7 +35,15 @@ from ..io.plugins import code_of
 from ..io.splitmix import GOLDEN, mix
 from ..io.storage import prefetch, write_errors
 from ..io.terminal import keep_freed_memory, tell
-from ..sources.base import Source, is_ours, links_in, located, read_header, read_safely
+from ..sources.base import (
+    AbsentKey,
+    Source,
+    is_ours,
+    links_in,
+    located,
+    read_header,
+    read_safely,
+)
 from ..sources.dataset import StoredDataset
 from .same_records import OTHER_ECG, compare_records, hash_of, member_hashes
 from .shards import MAX_NAME
@@ -246,8 +254,8 @@ def make_plan(
     numbers["crops"][again] = 0
     refused, seen = scanned.refused, scanned.seen
     del scanned  # 16 bytes per record that are not needed further
-    if any(isinstance(source, StoredDataset) for source in sources):
-        refused = _not_missing(refused, labels.column(), seen)
+    in_dataset = any(isinstance(source, StoredDataset) for source in sources)
+    refused = _not_missing(refused, labels.column(), seen, in_dataset)
     columns = keys.column(), labels.column()
     refused += _read_already(sources, columns, numbers, (first, again), seen, workers, dask, quiet)
     named: pa.Array = pa.nulls(labels.count)
@@ -287,20 +295,22 @@ def _check_patients(sources: Sequence[Source], scanned: _Scanned) -> None:
                 )
 
 
-def _not_missing(refused: list[Refused], labels: pa.Array, seen: Counter[str]) -> list[Refused]:
-    """Without the records whose files are missing, but which a dataset has."""
-    reasons = (reject for *_, reject in refused)
-    missing = pa.array(
-        (f"{s}/{name}" for s, name, why, _ in reasons if why == MISSING_FILE), labels.type
-    )
-    there = set(missing.filter(pc.is_in(missing, labels)).to_pylist())
-    left = []
+def _not_missing(
+    refused: list[Refused], labels: pa.Array, seen: Counter[str], in_dataset: bool
+) -> list[Refused]:
+    """Without the records that a list names where they are not, but which are in another folder; nor,
+    `in_dataset`, those that lack a file, which a dataset among the sources may have."""
+    missing: list[Refused] = []
+    left: list[Refused] = []
     for archive, key, reject in refused:
-        source, name, why, _ = reject
-        if why == MISSING_FILE and f"{source}/{name}" in there:
-            seen[source] -= 1
+        is_missing = reject[2] == MISSING_FILE and (in_dataset or isinstance(key, AbsentKey))
+        (missing if is_missing else left).append((archive, key, reject))
+    names = pa.array((f"{source}/{name}" for *_, (source, name, *_) in missing), labels.type)
+    for record, is_there in zip(missing, pc.is_in(names, labels).to_pylist(), strict=True):
+        if is_there:
+            seen[record[2][0]] -= 1
         else:
-            left.append((archive, key, reject))
+            left.append(record)
     return left
 
 

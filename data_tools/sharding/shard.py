@@ -13,11 +13,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import starmap
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -67,6 +68,7 @@ from .plan import PlannedCrops, ShardPlan, hidden, make_plan
 from .roles import PAPER_SOURCES, RoleSources
 from .shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
+LOCK_TRIES = 100
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 
 
@@ -87,7 +89,8 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     if not complete and not unfinished:
         with suppress(StorageError):  # the folder does not exist
             # rejects.csv is left if all records were refused
-            if files := [name for name in out.children() if name != REJECTS]:
+            # .build: another run has begun in this moment, or has just ended
+            if files := [name for name in out.children() if name not in (REJECTS, ".build")]:
                 raise DataError(
                     f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose another ",
                     Flag("--out"),
@@ -173,18 +176,31 @@ def _copies_of_left_out(parts: Parts) -> dict[str, list[int]]:
 @contextmanager
 def locked(out: Folder) -> Iterator[None]:
     """Let only one run write to a folder; it first removes the temporary files of killed runs."""
-    place = out.workdir()
-    with open(place / "lock", "wb") as lock:
-        if locked_by_another(lock, out.url):
-            raise StorageError(
-                f"{out.url}: another run is writing there: wait for it, or choose another ",
-                Flag("--out"),
-            )
+    place, lock = _lock_of(out)
+    with lock:
         for path in (place / "tmp").iterdir():
             path.unlink()
         yield
         if out.remote:
             shutil.rmtree(place)
+
+
+def _lock_of(out: Folder) -> tuple[Path, IO[bytes]]:
+    """The folder for temporary files and the file in it that this run has locked. A run that ends in this
+    moment removes both: then once more."""
+    for _ in range(LOCK_TRIES):
+        with suppress(FileNotFoundError), ExitStack() as refused:
+            place = out.workdir()
+            lock = refused.enter_context(open(place / "lock", "wb"))
+            if locked_by_another(lock, out.url):
+                break
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(place / "lock")):
+                (place / "tmp").mkdir(exist_ok=True)
+                refused.pop_all()  # it stays open
+                return place, lock
+    raise StorageError(
+        f"{out.url}: another run is writing there: wait for it, or choose another ", Flag("--out")
+    )
 
 
 def _recipe(options: ShardOptions, identities: list[str], mark: str | None) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -61,6 +61,7 @@ from .trained_model import crops
 
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16
+SKIPS_SHOWN = 5  # of a folder of other files there may be 10^5
 RecordCrop = tuple[int, Prepared, int]  # the number of a record, the record, and which of its crops
 # A column: a crop's flags as in a dataset, such as einthoven,implausible; null: none
 FLAGS = "flags"
@@ -99,6 +100,7 @@ class EcgOptions:
     anonymous: bool = False  # public s3:// data without credentials
     pseudonymize: str | None = None  # a key file
     pin: bool = False  # batches in pinned memory, from which a GPU copies without waiting
+    skip_numbers: Iterator[int] = field(default_factory=count, compare=False)  # of what is left out
 
     def skips(self, of_folder: bool = False) -> bool:
         """Whether what cannot be read is left out; `of_folder`: a file that the user did not name."""
@@ -349,8 +351,13 @@ def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False
             Flag("--on-corrupt"),
             " skip)",
         )
-    with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
-        tell(f"skipped: {name}: {reason}")
+    number = next(options.skip_numbers)  # which several threads may call
+    line = f"skipped: {name}: {reason}"
+    if number == SKIPS_SHOWN:
+        line = "skipped: more, which are only counted"
+    if number <= SKIPS_SHOWN:
+        with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
+            tell(line)
     return Skipped(name, str(reason))
 
 
@@ -427,16 +434,20 @@ def pseudonym_mark(keyfile: str) -> str:
 def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
     """Each crop's record, as in Prepared, and waveform (data_tools.dataset.waveform)."""
     crops: list[dict[str, Any]] = []
+    skipped = 0
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     for record in records_to_read(options, Input(ALL, ALL)):
         ecg = record.read()
         if isinstance(ecg, ReadError):
             skip(options, record.name, ecg, record.of_folder)
+            skipped += 1
             continue
         names = pseudonymised(key, ecg)._asdict()
         crops += [names | {"waveform": waveform(crop)[1]} for crop in ecg.crops_uv]
     if not crops:
         raise ConfigError(Flag("--data"), f" {options.data[0]}: no ECG can be read: give others")
+    if skipped > SKIPS_SHOWN:
+        tell(f"skipped: {skipped:,} ECGs in all")
     return crops
 
 

@@ -569,8 +569,8 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
     usable = list(_usable(record, uv_BLT, wanted))
     if not usable:
         raise SignalError(
-            "no valid lead: in every 10 s crop, all leads are flat or all leads that the model "
-            "uses have NaN"
+            "no valid lead: in every 10 s crop, all leads are flat, or each that the model uses has a "
+            "sample that is NaN (one leaves out the lead)"
         )
     return EcgCrops(
         uv_BLT[: len(usable)],

@@ -195,6 +195,20 @@ def test_what_was_absent_can_be_added_later(tmp_path, shell):
     assert len(Dataset.open(str(tmp_path / "new"))) == 5
 
 
+def test_a_listed_record_that_lies_in_another_folder_is_not_missing(tmp_path, shell):
+    """It was copied later; what is in no folder stays missing."""
+    for folder, names in (("first", ("E1", "E2")), ("later", ("E3",))):
+        for name in names:
+            write_challenge(tmp_path / folder / "training/georgia/g1", name, ecg())
+    write_files(tmp_path, {"first/training/georgia/g1/RECORDS": "E1\nE2\nE3\nE4\n"})
+    places = tmp_path / "first", tmp_path / "later"
+    shell.run("shard", *places, "--out", tmp_path / "out", "--plan", "all", "--workers", 1)
+    made = Dataset.open(str(tmp_path / "out"))
+    assert rejected(made) == [("E4", MISSING_FILE)]
+    assert made.meta["sources"][0]["records"] == {"seen": 4, "used": 3, "refused": 1}
+    shell.run("verify", tmp_path / "out", "--archive", *places, "--workers", 1)
+
+
 def test_the_key_of_an_absent_record_reaches_other_processes():
     key = pickle.loads(pickle.dumps(absent_key("a/b.hea", "RECORDS")))
     error = read_safely(str, key)

@@ -20,7 +20,9 @@ from pyarrow import parquet
 from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.errors import DataError, DatasetError, StorageError
+from omnilead.data_tools.io.storage import LocalFolder, locked_by_another
 from omnilead.data_tools.sharding import finishing, plan
+from omnilead.data_tools.sharding import shard as building
 from omnilead.data_tools.sharding.finishing import rejects_of
 from omnilead.data_tools.sharding.plan import permutation
 from omnilead.data_tools.sharding.shards import member_header
@@ -217,7 +219,7 @@ def test_an_archive_without_a_usable_crop_is_one_line_and_leaves_no_thread(tmp_p
     place = tmp_path / "a" / "training" / "georgia" / "g1"
     write_challenge(place, "E1", np.zeros((12, 5000), np.int16))
     started(threads_left, tmp_path / "a", tmp_path / "out", out=tmp_path / "log").join()
-    why = "no valid lead (training/georgia/g1/E1.hea: at 0 s)"
+    why = "no valid lead (training/georgia/g1/E1.hea: at 0 s: 12 of 12 leads never change)"
     said = f"0 no record can be used: {why}: {tmp_path}/out/rejects.csv lists all of them\n"
     assert (tmp_path / "log").read_text() == said
 
@@ -268,6 +270,57 @@ def test_a_file_system_without_locks_is_used_with_a_note(small, tmp_path, monkey
     build(small, tmp_path)
     note = f"note: {tmp_path}: its file system has no locks: never let two runs write there\n"
     assert capsys.readouterr().err == note
+
+
+def first_ends_while_second(step, monkeypatch):
+    """At this step of a second run a first one ends, and removes what only an unfinished dataset has."""
+    ended = []
+
+    def end(folder):
+        if not ended:
+            ended.append(True)
+            shutil.rmtree(f"{folder}/.build")
+
+    if step == "makes the folder":
+        workdir = LocalFolder.workdir
+
+        def makes(self):
+            place = workdir(self)
+            end(self.url)
+            return place
+
+        monkeypatch.setattr(LocalFolder, "workdir", makes)
+    elif step == "locks it":
+
+        def locks(file, place):
+            end(place)
+            return locked_by_another(file, place)
+
+        monkeypatch.setattr(building, "locked_by_another", locks)
+    elif step == "looks at it":
+        exists = LocalFolder.exists
+        monkeypatch.setattr(
+            LocalFolder, "exists", lambda self, name: name != ".build" and exists(self, name)
+        )
+    else:
+        remove = LocalFolder.remove
+
+        def is_looked_at(self, name):
+            remove(self, name)
+            if name == ".build":
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), name)
+
+        monkeypatch.setattr(LocalFolder, "remove", is_looked_at)
+
+
+@pytest.mark.parametrize(
+    "step", ["makes the folder", "locks it", "looks at it", "does so while it ends"]
+)
+def test_a_second_run_begins_when_the_first_ends(step, small, tmp_path, monkeypatch):
+    (tmp_path / ".build" / "tmp").mkdir(parents=True)
+    first_ends_while_second(step, monkeypatch)
+    made = build(small, tmp_path)
+    assert verify(made) == [] and not (tmp_path / ".build").exists()
 
 
 def test_a_tar_header_fits_or_is_refused():

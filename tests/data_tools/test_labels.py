@@ -22,6 +22,7 @@ from twins import (
 
 from omnilead.__main__ import main
 from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.io import storage
 from omnilead.data_tools.published_labels.tables import (
     CODE15,
@@ -438,3 +439,21 @@ def test_own_labels_get_the_pseudonyms_of_a_dataset(key_file, shell, tmp_path):
     mine.write_text("record;source;sick\na;wfdb;1\nb;;0\n")
     says = "mine.csv: row 3 lacks its source or its record"
     assert says in shell.error("labels", "table", mine, "--out", tmp_path / "labels", *hidden)
+
+
+@pytest.mark.parametrize(
+    ("ages", "used", "says"),
+    [
+        ("300;41;300.0", (), "is 300 in 2 rows, as PTB-XL writes ages over 89, and is read as 300"),
+        ("300;41;41", ("age",), "is 300 in 1 row, as PTB-XL"),
+        ("300;41;300", ("potassium",), ""),
+        ("89;90;30", (), ""),
+    ],
+)
+def test_ages_of_300_are_said_to_be_those_over_89(ages, used, says, tmp_path, capsys):
+    rows = [f"r{number},{age},4" for number, age in enumerate(ages.split(";"))]
+    (tmp_path / "my.csv").write_text("\n".join(["record,age,potassium", *rows]))
+    for _ in range(2):
+        read_table(str(tmp_path / "my.csv"), used=used)
+    said = capsys.readouterr().err
+    assert said.count("\n") == bool(says) and says in said

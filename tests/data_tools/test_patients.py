@@ -180,11 +180,13 @@ record,who / A,B     | who.csv: its columns are record, who: a column `patient` 
 name,patient / A,B   | who.csv: its columns are name, patient: a column `record` must
 record,patient / A,B | none of its 1 records is in the data: it names A, the data 00000_
 record,patient / 00000_00001_hr,A / 00000/00001_hr,B | is in rows 2 and 3: keep one
+record,patient / / 00000_00001_hr,"A / / B" / / / 00000/00001_hr,B | is in rows 3 and 6: keep one
+sep=; / record;patient / / 00000_00001_hr;A / 00000/00001_hr;B     | is in rows 3 and 4: keep one
 record,patient / 00000_00001_hr,1.23457E+10          | patient id: 1.23457E\+10 lacks digits
 """),
 )
 def test_tables_that_do_not_fit_are_refused(text, says, made_with, tmp_path):
-    (tmp_path / "who.csv").write_text(text.replace(" / ", "\n"))
+    (tmp_path / "who.csv").write_text(text.replace(" /", "\n").replace("\n ", "\n"))
     with pytest.raises(DataError, match=says):
         made_with(tmp_path / "who.csv")
     assert not (tmp_path / "out" / "dataset.json").exists()

@@ -115,11 +115,27 @@ def test_the_lowest_int16_is_a_sample_unless_it_means_not_measured():
     assert prepared(x, invalid=-32768)[0].missing == ("V3",)
 
 
+def with_gap(flat):
+    """Nothing was measured for 0.2 s; some leads never change."""
+    signal = ecg() / 1000
+    signal[:flat] = 0
+    signal[flat:, 700:800] = np.nan
+    return signal
+
+
 @pytest.mark.parametrize(
-    "signal", [np.repeat(np.arange(12.0)[:, None], CROP, axis=1), np.full((12, CROP), np.nan)]
+    ("signal", "why"),
+    [
+        (np.repeat(np.arange(12.0)[:, None], CROP, axis=1), "12 of 12 leads never change"),
+        (
+            with_gap(0),
+            "12 of 12 leads have samples that were not measured .one leaves out the lead.",
+        ),
+        (with_gap(2), "10 of 12 leads have .*, 2 of 12 leads never change"),
+    ],
 )
-def test_a_crop_without_a_valid_lead_is_refused(signal):
-    with pytest.raises(ReadError, match="no valid lead"):
+def test_a_crop_without_a_valid_lead_is_refused(signal, why):
+    with pytest.raises(ReadError, match=f"^no valid lead: at 0 s: {why}$"):
         prepared(signal, gain=1.0)
 
 

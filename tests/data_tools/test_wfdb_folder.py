@@ -93,6 +93,21 @@ def test_shard_counts_ages_and_sexes_that_are_not_understood_with_an_example(tmp
     assert re.search(r"(?m)^  sex not understood +2  such as b 1$", said)
 
 
+def test_shard_counts_what_was_refused_repaired_and_flagged(tmp_path, shell):
+    x, files = ecg(5000, 1), {}
+    for name in ("good", "gap", "flat", "short"):
+        signal = x[:, :1000].copy() if name == "short" else x.copy()
+        if name == "gap":
+            signal[7, 100] = -32768
+        elif name == "flat":
+            signal[8] = 5
+        text = header(name, signal, "16 1000(0)/mV 16 0", f"{name}.dat")
+        files |= {f"{name}.hea": text, f"{name}.dat": dat(signal)}
+    root = write_files(tmp_path / "src", files)
+    said, _ = shell.run("shard", root, "--out", tmp_path / "out", "--workers", 1)
+    assert "lines of rejects.csv: 1 refused, 1 repaired, 1 flagged\n" in said
+
+
 def test_equal_names_in_subfolders_become_different_records(tmp_path):
     made = {
         name: write_wfdb(tmp_path / place, "rec_1", "212", LEADS, samples=3600 + len(name))

@@ -325,6 +325,20 @@ def test_the_amplitude_of_an_array_is_doubted_too(tmp_path, recwarn):
     assert [one.filename for one in recwarn] == [__file__] * len(texts) and len(texts) == 2
 
 
+def test_of_many_unreadable_files_the_first_few_are_shown(tmp_path, capsys):
+    """A folder may hold 10^5 of another program. The list has all of them."""
+    model, export = save_model(tmp_path / "model", head=HEADS["rhythm"]), tmp_path / "export"
+    write_files(export, {"1.xml": muse(), **{f"{number}.dcm": "none" for number in range(300)}})
+    for program in (predict, embed):
+        out = tmp_path / f"{program.__name__}.parquet"
+        assert program.main(words(model, export, out)) == 0
+        said = capsys.readouterr().err
+        assert said.count("skipped: ") == 6 and said.count("\n") < 12
+        assert "skipped: more, which are only counted\n" in said
+        assert f"note: {out}: without 300 of 301 records, which cannot be read\n" in said
+        assert len(csv.read_csv(f"{out}.skipped.csv")) == 300
+
+
 def test_a_folders_unreadable_files_are_listed_and_the_others_predicted(tmp_path, capsys):
     """Also after an interruption; a file that is named must be readable."""
     model, export = save_model(tmp_path / "model", head=HEADS["rhythm"]), tmp_path / "export"
