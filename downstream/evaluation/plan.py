@@ -180,6 +180,21 @@ def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
     return Work(fitted, tested, tasks, persons, shown, options.fit_leads)
 
 
+def tables_as_tasks(
+    labels: str | Sequence[str], tasks: tuple[str, ...]
+) -> tuple[str, tuple[str, ...]]:
+    """--labels and --tasks: of several label tables, each is a task."""
+    names = (labels,) if isinstance(labels, str) else tuple(labels)
+    if len(names) < 2:
+        return "".join(names), tasks
+    if tasks or not all(name.endswith(TABLES) for name in names):
+        raise ConfigError(
+            f"--labels {' '.join(names)}: with --tasks it is one table or folder: name the tables that are "
+            "tasks with --tasks"
+        )
+    return "", names
+
+
 def task_words(options: BenchOptions) -> Sequence[str]:
     """The tasks, as they were typed; ConfigError if there is none, or an option has no use."""
     words = options.tasks

@@ -39,7 +39,7 @@ from .outputs import (
     Output,
     ParquetParts,
     has_skipped,
-    job_record,
+    job_of,
     make,
     skipped_file,
     whole,
@@ -97,7 +97,7 @@ def predict(
     place = Path(out) if out else None
     if place and place.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--out {out}: must end in .csv or .parquet")
-    if place and place.suffix == ".csv" and place.exists() and not job_record(place).exists():
+    if place and place.suffix == ".csv" and place.exists() and job_of(place) is None:
         raise ConfigError(f"--out {out}: already exists: remove it, or choose another --out")
     return _table(outputs.predictions, model, data, place, options)
 

@@ -575,6 +575,11 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ),
         ("sex --labels alive.csv", "alive.csv: no column 'sex'"),
         ("sex --labels nowhere", "--labels nowhere: no such folder"),
+        (
+            "sex --labels same.csv few.csv",
+            "--labels same.csv few.csv: with --tasks it is one table",
+        ),
+        ("--labels same.csv few.csv", "--tasks same.csv: same.csv: all labels of the split"),
         ("same.csv --columns well", "same.csv: no column 'well': its label columns are ill"),
         (
             "sex --columns ill",
@@ -624,7 +629,8 @@ def test_refusals_are_one_line(
     write_table(Path("trained.csv"), dataset, ill=ill, split="train")
     write_table(Path("tested.csv"), dataset, ill=ill, split="test")
     write_table(Path("folds.csv"), dataset, ill=[0, 1], fold=[1, 2])
-    given = ["--models", "B", "--data", dataset.root.url, "--out", "OUT", "--tasks"]
+    given = ["--models", "B", "--data", dataset.root.url, "--out", "OUT"]
+    given += [] if words.startswith("--") else ["--tasks"]
     assert main(["bench", *given, *words.split()]) == 2
     err = capsys.readouterr().err
     assert err.startswith("omnilead bench: ") and err.count("\n") == 1 and message in err
