@@ -107,6 +107,12 @@ class ProbedTask(NamedTuple):
         return self.labels.task.kind
 
     @property
+    def fits(self) -> int:
+        """How many probes are fitted for a model."""
+        draws = (draw for of_share in self.draws.values() for draw in of_share)
+        return sum(len(fits(draw, self.fold_N)) for draw in draws)
+
+    @property
     def few_tested(self) -> bool:
         return len(self.test.y_NK) < FEW_TESTED
 

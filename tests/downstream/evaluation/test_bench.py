@@ -491,7 +491,12 @@ def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
         few == f"mine: {tested} ECGs are tested, which says little: --folds 5 tests all {labelled}."
     )
     fitted.clear()
+    monkeypatch.setattr(bench, "monotonic", count(0, 30).__next__)
     found = omnilead.bench(models[:1], tasks=[sheet], columns=["ill"], folds=4, **again)
+    said = [line for line in capsys.readouterr().err.splitlines() if "all may take" in line]
+    assert said == [
+        "bench: the first of 4 fits took 30 s: all may take 18 minutes. What is done is kept"
+    ]  # 7 parts of 30 s and 4 fits
     row = found["rows"][0]
     assert row["n"] == labelled and row["labelled"] < labelled and row["task"] == "mine"
     assert "4 folds: each ECG is scored once" in str(found["notes"]) and found["folds"] == 4
