@@ -19,7 +19,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -50,6 +50,7 @@ BATCHES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's ha
 STEPS = {"cpu": 2, "cuda": 20}  # per repeat
 WARM_UP = {"cpu": 1, "cuda": 3}
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
+SMALL_BATCH = 128  # crops: four steps of so many fit a GPU together
 # between the two losses in float32: GPU kernels sum in other orders
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
 # other settings of our step on a GPU, at the first batch size: the default's own is measured once
@@ -141,17 +142,24 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
 
 
 def fill_compile_caches(runs: Sequence[StepRun]) -> None:
-    """Compile one step of each run in parallel processes, as a compiler uses one core at a time:
-    the measurements then find the code in torch's cache. What fails or takes too long here is
-    compiled again when it is measured."""
+    """Compile one step of each run: the measurements then find the code in torch's cache. What fails
+    or takes too long here is said, and compiled again when it is measured. Small batches are compiled
+    in parallel processes, as a compiler uses one core at a time; large ones do not fit a GPU together:
+    two steps of 512 crops take 111 GB."""
     end = min(time.monotonic() + FILL_S, measure.deadline)
 
     def fill(run: StepRun) -> None:
-        with suppress(CaseError):
+        try:
             call_fresh(timed, step, (run,), 0, seconds=end - time.monotonic())
+        except CaseError as error:
+            say(f"{run.name}: not compiled before it is measured: {error}")
 
+    compiled = [run for run in runs if run.compiled != "eager"]
+    for run in compiled:
+        if run.batch > SMALL_BATCH:
+            fill(run)
     with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4))) as pool:
-        list(pool.map(fill, [run for run in runs if run.compiled != "eager"]))
+        list(pool.map(fill, [run for run in compiled if run.batch <= SMALL_BATCH]))
 
 
 def runs(base: StepRun, batches: Sequence[int]) -> list[StepRun]:

@@ -24,6 +24,10 @@ HEADLINE = (
     ("synthetic", "diagnosis", "auroc", "1", 0.01),
     ("synthetic", "identification", "accuracy", "1", None),
 )
+PERCENTILES = (
+    "These intervals are plain percentiles of the resamples, as `omnilead bench` took them then: those of "
+    "AUPRC sit too high. The records do not have what it takes to correct them."
+)
 BY_CROPS = "real, by crops"  # a result of the evidence that has a figure instead of a table
 
 
@@ -228,7 +232,9 @@ def evidence(part: Part) -> Iterator[str]:
 
 
 def notes_on_old_rows(part: Part) -> Iterator[str]:
-    """Says which rows of the record this version does not make."""
+    """Says which rows and intervals of the record this version does not make."""
+    if not all("interval_method" in result for result in part["results"].values()):
+        yield PERCENTILES
     models = {name for result in part["results"].values() for name in result.get("models", ())}
     for name in NO_LONGER_MADE:
         if name in models:

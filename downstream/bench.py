@@ -57,8 +57,8 @@ def bench(
         ),
     ] = (),
     labels: Annotated[
-        str,
-        Option("your table, or a folder of tables as `omnilead labels` writes them", "CSV|DIR"),
+        Sequence[str] | str,
+        Option("your tables, or a folder of tables as `omnilead labels` writes them", "CSV|DIR"),
     ] = "",
     columns: shared.Columns = (),
     kind: shared.Kind = None,
@@ -98,15 +98,16 @@ def bench(
     # imported late, so that --help does not wait for PyTorch
     from omnilead.downstream.evaluation import bench as comparison
     from omnilead.downstream.evaluation.embedders import EmbedOptions
-    from omnilead.downstream.evaluation.plan import BenchOptions
+    from omnilead.downstream.evaluation.plan import BenchOptions, tables_as_tasks
     from omnilead.downstream.reports.bench_report import write
 
+    labels, tasks = tables_as_tasks(labels, tuple(tasks))
     options = BenchOptions(
         models=tuple(models),
         data=data,
         out=Path(out),
         test_data=test_data or (),
-        tasks=tuple(tasks),
+        tasks=tasks,
         labels=labels,
         columns=tuple(columns),
         kind=kind,

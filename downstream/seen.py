@@ -20,6 +20,8 @@ source, record, patient, waveform (its use), owner (the use of the patient), tim
 the record's crops were drawn; empty if unknown).
 """
 
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -33,8 +35,17 @@ from omnilead.engine.settings.files import File
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(seen, "seen", __doc__, arguments)
+    typed = sys.argv[1:] if arguments is None else list(arguments)
+    options = options_of(seen, "seen", __doc__, model_first(typed))
     return run_on_ranks("omnilead seen", lambda: seen(**options), options["out"])
+
+
+def model_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--model MODEL`, as other commands have it, as MODEL."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", nargs="?")
+    named, others = parser.parse_known_args(arguments)
+    return [named.model, *others] if named.model else list(arguments)
 
 
 def seen(

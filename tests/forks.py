@@ -100,7 +100,8 @@ def members(group):
 
 def import_heavy():
     for name in HEAVY:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # an extra that is not installed
+            importlib.import_module(name)
     freeze()
 
 

@@ -206,3 +206,14 @@ def test_a_class_name_means_one_thing():
     classes = [node for path in MODULES for node in tree(path).body]
     names = Counter(node.name for node in classes if isinstance(node, ast.ClassDef))
     assert [name for name, n in names.items() if n > 1 and not name.startswith("_")] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda p: p.stem)
+def test_tests_can_be_collected_without_a_cluster(path):
+    """One that cannot ends the collection: `pytest -m gpu` would run nothing."""
+    extras = {"distributed", "s3fs", "huggingface_hub", "onnxruntime", "lightgbm"}
+    at_top = [node for node in tree(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [
+        node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in at_top
+    ]
+    assert not extras & {name.partition(".")[0] for name in names if name}

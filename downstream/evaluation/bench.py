@@ -40,7 +40,7 @@ from .differences import (
 )
 from .embedders import BOOSTED, Compared, rows_to_compare
 from .plan import IDENTIFICATION, BenchOptions, ProbedTask, Work, as_typed, plan_work
-from .probe import Fit, ProbeData, ProbeJob, scores_of
+from .probe import Fit, ProbeData, ProbeJob, fits_at_once, scores_of
 from .records import ShownLeads, fits
 from .results import EvalOptions, leakage, nullable, shown_input
 from .vectors import Embedder, Vectors, embedded
@@ -105,10 +105,11 @@ def tell_of_others(about: Facts, options: BenchOptions, work: Work) -> None:
 def scores_of_rows(rows: Sequence[Compared], options: BenchOptions, work: Work) -> Scores:
     """The scores of all rows, which take most of the time. Embeddings are kept in OUT/parts."""
     scores: Scores = {}
-    clock = Clock(len(options.leads) * sum(len(row.draws) for row in rows))
+    fits = sum(task.fits for task in work.tasks.values())
+    clock = Clock(len(options.leads) * sum(len(row.draws) for row in rows), fits)
     for number, row in enumerate(rows, 1):
         for leads in options.leads:
-            for key, scored in row_scores(row, leads, work, options.out / "parts").items():
+            for key, scored in row_scores(row, leads, work, options.out / "parts", clock).items():
                 scores[row.name, *key] = scored
             clock.count(len(row.draws))
         if not interactive():  # there are no progress bars
@@ -117,21 +118,41 @@ def scores_of_rows(rows: Sequence[Compared], options: BenchOptions, work: Work) 
 
 
 class Clock:
-    """Says once how long it may take, if that is a minute or more. A draw of random weights takes as
-    long as its model; most baselines take less, and boosting more."""
+    """Says once how long it may take, if that is a minute or more: after the first of several fits of the
+    first part, or after a part. A draw of random weights takes as long as its model; most baselines
+    take less, and boosting more."""
 
-    def __init__(self, parts: int) -> None:
-        self.parts, self.done, self.began, self.has_told = parts, 0, monotonic(), False
+    def __init__(self, parts: int, fits: int) -> None:
+        """`fits`: of each part."""
+        self.parts, self.fits, self.done = parts, fits, 0
+        self.began = self.fits_began = monotonic()
+        self.has_told, self.has_fitted = False, fits < 2
+
+    def begin_fits(self) -> None:
+        """The embeddings of a part are there."""
+        if not self.has_fitted:
+            self.fits_began = monotonic()
+
+    def count_fit(self) -> None:
+        if self.has_fitted:
+            return
+        self.has_fitted = True
+        took_s = monotonic() - self.fits_began
+        part_s = self.fits_began - self.began + took_s * self.fits / fits_at_once()
+        self.tell(f"the first of {self.fits} fits took {took_s:.0f} s", part_s * self.parts)
 
     def count(self, done: int) -> None:
         self.done += done
         took_s = monotonic() - self.began
-        minutes = round(took_s * self.parts / self.done / 60)
+        what = f"{self.done} of {self.parts} parts took {took_s:.0f} s"
+        self.tell(what, took_s * self.parts / self.done)
+
+    def tell(self, what: str, all_s: float) -> None:
+        minutes = round(all_s / 60)
         if minutes and not self.has_told:
             self.has_told = True
             tell(
-                f"bench: {self.done} of {self.parts} parts took {took_s:.0f} s: all may take {minutes} "
-                f"minute{'s' * (minutes > 1)}. What is done is kept"
+                f"bench: {what}: all may take {minutes} minute{'s' * (minutes > 1)}. What is done is kept"
             )
 
 
@@ -141,12 +162,14 @@ def widest_input(rows: Sequence[Compared]) -> Input:
     return max(inputs, key=lambda model_input: model_input.window_s)
 
 
-def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Scores:
+def row_scores(row: Compared, lead: str, work: Work, folder: Path, clock: Clock) -> Scores:
     """The scores of a row that is shown these leads, by task, leads and share: means over its
     draws."""
     if not work.tasks and not row.identifies:
         return {}
-    samples_of_draws = [draw_samples(row, embedders, lead, work, folder) for embedders in row.draws]
+    samples_of_draws = [
+        draw_samples(row, embedders, lead, work, folder, clock) for embedders in row.draws
+    ]
     scores: Scores = {}
     for name, share in samples_of_draws[0]:
         of_draws = [samples[name, share] for samples in samples_of_draws]
@@ -166,7 +189,12 @@ def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Scores:
 
 
 def draw_samples(
-    row: Compared, embedders: Sequence[Embedder], lead: str, work: Work, folder: Path
+    row: Compared,
+    embedders: Sequence[Embedder],
+    lead: str,
+    work: Work,
+    folder: Path,
+    clock: Clock,
 ) -> dict[tuple[str, Any], Samples]:
     """Metrics [K, B] of joined embedders, by task and share."""
     fit, test = (work.fitted, work.fit_leads or lead), (work.tested, lead)
@@ -178,7 +206,8 @@ def draw_samples(
         ]
     samples_by_task: dict[tuple[str, Any], Samples] = {}
     for name, task in work.tasks.items():
-        for share, samples in probe_samples(task, vectors[fit], vectors[test], row.fit).items():
+        by_share = probe_samples(task, vectors[fit], vectors[test], row.fit, clock)
+        for share, samples in by_share.items():
             samples_by_task[name, share] = samples
     if work.persons and row.identifies:
         compared_D = embedders[0].compared
@@ -187,7 +216,7 @@ def draw_samples(
 
 
 def probe_samples(
-    task: ProbedTask, fitted: Sequence[Vectors], tested: Sequence[Vectors], fit: Fit
+    task: ProbedTask, fitted: Sequence[Vectors], tested: Sequence[Vectors], fit: Fit, clock: Clock
 ) -> dict[float, Samples]:
     """Metrics [K, B] by share, averaged over the draws of the share."""
     data = ProbeData(task.train.means(fitted), task.train.y_NK, task.train.patient_N, task.kind)
@@ -198,6 +227,7 @@ def probe_samples(
         for draw in task.draws[share]
         for rows, scored in fits(draw, task.fold_N)
     )
+    clock.begin_fits()
     results, samples_by_share = scores_of(jobs), {}
     for share in reversed(task.draws):
         y_NK, of_draws = task.test.y_NK[:, task.used[share]], []
@@ -205,6 +235,7 @@ def probe_samples(
             scores_NK = np.zeros(y_NK.shape)
             for _, scored in fits(draw, task.fold_N):
                 scores_NK[scored] = next(results)
+                clock.count_fit()
             if task.fold_N is None:
                 of_draws.append(by_class(task.kind, y_NK, scores_NK, task.weight_NB))
             else:

@@ -15,10 +15,11 @@ import numpy as np
 from omnilead.engine.settings.errors import Facts
 
 from ..tasks.kinds import KINDS
-from ..tasks.metrics import Array, exact_interval, statistic_of, weighted_measures
+from ..tasks.metrics import Array, exact_interval, interval_of, statistic_of, weighted_measures
 
 KEYS = ("model", "task", "leads", "share")  # of a row
 RESAMPLES = 1000
+INTERVAL_METHOD = "BCa"  # metrics.interval_of; documents that do not say so have plain percentiles
 RANKED = ("auroc", "auprc", "c_index")  # metrics that compare the scores of ECGs
 RANGE_OF = {"mae": (0, np.inf), "rmse": (0, np.inf), "r2": (-np.inf, 1), "pearson": (-1, 1)}
 SHARE = (0, 1)  # the range of the others
@@ -139,17 +140,16 @@ def compared(scores: Scores, random: Mapping[str, str]) -> Facts:
                 gap_B = value_B - against[name]
                 gap = {"difference": float(gap_B[0]), "interval": interval(gap_B)}
                 differences.append({**about, "against": other, "metric": name, **gap})
-    return {"rows": rows, "differences": differences}
+    return {"rows": rows, "differences": differences, "interval_method": INTERVAL_METHOD}
 
 
 def interval(value_B: Array, people: int = 0) -> list[float]:
-    """Percentiles of the resamples; for a share of `people` that is 0 or 1, which resamples never
+    """interval_of the resamples; for a share of `people` that is 0 or 1, which resamples never
     change, Clopper-Pearson's. Otherwise none where all resamples agree on anything but 0, which is
     how much a model differs from itself."""
     if people > 1 and np.isclose(value_B[0], (0, 1)).any():
         return exact_interval(round(value_B[0]) * people, people)
-    with warnings.catch_warnings(action="ignore"):  # undefined in all resamples: NaN
-        ends: list[float] = np.nanpercentile(value_B[1:], (2.5, 97.5)).tolist()
+    ends: list[float] = interval_of(value_B).tolist()
     if value_B[0] and np.isclose(ends[0], ends[1]):
         return [np.nan, np.nan]
     return ends

@@ -107,6 +107,12 @@ class ProbedTask(NamedTuple):
         return self.labels.task.kind
 
     @property
+    def fits(self) -> int:
+        """How many probes are fitted for a model."""
+        draws = (draw for of_share in self.draws.values() for draw in of_share)
+        return sum(len(fits(draw, self.fold_N)) for draw in draws)
+
+    @property
     def few_tested(self) -> bool:
         return len(self.test.y_NK) < FEW_TESTED
 
@@ -178,6 +184,21 @@ def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
         tasks[name] = task
     persons = identities(tested, shown.usable(tested)) if IDENTIFICATION in words else None
     return Work(fitted, tested, tasks, persons, shown, options.fit_leads)
+
+
+def tables_as_tasks(
+    labels: str | Sequence[str], tasks: tuple[str, ...]
+) -> tuple[str, tuple[str, ...]]:
+    """--labels and --tasks: of several label tables, each is a task."""
+    names = (labels,) if isinstance(labels, str) else tuple(labels)
+    if len(names) < 2:
+        return "".join(names), tasks
+    if tasks or not all(name.endswith(TABLES) for name in names):
+        raise ConfigError(
+            f"--labels {' '.join(names)}: with --tasks it is one table or folder: name the tables that are "
+            "tasks with --tasks"
+        )
+    return "", names
 
 
 def task_words(options: BenchOptions) -> Sequence[str]:

@@ -98,8 +98,12 @@ def scores_of(jobs: Iterable[ProbeJob]) -> Iterator[Array]:
     queue = iter(jobs)
     first = next(queue)
     is_small = first.data.x_ND.nbytes + first.test_ND.nbytes <= MOST_BYTES
-    processes = torch.get_num_threads() if _in_processes.get() and is_small else 1
+    processes = fits_at_once() if is_small else 1
     return run_in_order(ProbeJob.scores, chain([first], queue), processes)
+
+
+def fits_at_once() -> int:
+    return torch.get_num_threads() if _in_processes.get() else 1
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from .outputs import (
     Output,
     ParquetParts,
     has_skipped,
-    job_record,
+    job_of,
     make,
     skipped_file,
     whole,
@@ -92,7 +92,7 @@ def predict(
     place = Path(out) if out else None
     if place and place.suffix not in (".csv", ".parquet"):
         raise ConfigError(Flag("--out"), f" {out}: must end in .csv or .parquet")
-    if place and place.suffix == ".csv" and place.exists() and not job_record(place).exists():
+    if place and place.suffix == ".csv" and place.exists() and job_of(place) is None:
         raise ConfigError(
             Flag("--out"), f" {out}: already exists: remove it, or choose another ", Flag("--out")
         )

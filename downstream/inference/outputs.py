@@ -11,7 +11,7 @@ resume after a kill.
 F.parquet.parts/ until the table is complete; a damaged part is computed again, one of another job
 is refused. Under torchrun or deepspeed, rank r of W computes parts r, r + W, ..., and the rank that
 finishes last joins all of them. Ranks share nothing but the folder: none waits for another. A CSV
-file cannot say which job wrote it; where ranks did, .F.csv.job says so to those that come later.
+file cannot say which job wrote it: .F.csv.job says so to whoever comes later.
 """
 
 import io
@@ -255,7 +255,7 @@ class ParquetParts:
         if not self.finished:
             self._open()
             return
-        self._require_same(_job_of(out), out)
+        self._require_same(job_of(out), out)
         if rank == 0 and out.suffix != CSV:
             self.rows = pq.read_metadata(out).num_rows
 
@@ -272,7 +272,7 @@ class ParquetParts:
             if locked_by_another(self._lock, str(self.out)):
                 raise OutputError(f"{self.out}: another process is writing it")
             for path in self.folder.glob("*.parquet"):
-                before = _job_of(path)
+                before = job_of(path)
                 if before is not None:
                     self._require_same(before, self.folder)
             refused.pop_all()  # the lock is held until the end
@@ -373,11 +373,9 @@ class ParquetParts:
             raise nothing_read(counts.refused)
         with open(joined, "rb") as file:
             os.fsync(file.fileno())
-        record = job_record(self.out)
-        if self.out.suffix == CSV and self.world > 1:
-            write_whole(record, json.dumps(self.job))
-        else:  # of an earlier file of this name
-            record.unlink(missing_ok=True)
+        if self.out.suffix == CSV:
+            record = {"job": self.job, "bytes": joined.stat().st_size}
+            write_whole(job_record(self.out), json.dumps(record))
         write_skipped(self.out, skipped)
         os.replace(joined, self.out)
         sync(self.out.parent)
@@ -435,14 +433,15 @@ def job_record(out: Path) -> Path:
     return out.with_name(f".{out.name}.job")
 
 
-def _job_of(path: Path) -> Any:
-    """The job in a file's metadata, or in the record of a CSV file; None if there is none or it is
-    damaged."""
+def job_of(path: Path) -> Any:
+    """The job in a file's metadata, or in the record of a CSV file; None if there is none, or it is
+    damaged, or of an earlier file of this name."""
     try:
         if path.suffix == CSV:
-            return json.loads(job_record(path).read_text())
+            record = json.loads(job_record(path).read_text())
+            return record["job"] if record["bytes"] == path.stat().st_size else None
         return json.loads((pq.read_schema(path).metadata or {}).get(KEY, b"null"))
-    except (pa.ArrowException, OSError, ValueError):
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -5,7 +5,7 @@
     labels.rows(0, "train")             # crops of the first dataset in the training split that have a known label
 
 A sheet of labels is read (sheet.py), its rows are joined to crops (join.py), its cells become numbers
-(values.py), and its records are split by patient (people.py, splits.py); remarks.py says what was found.
+(values.py), and its records are split by patient (people.py, splits.py); remarks.py and refused.py say what was found.
 `guess_kind` (guess.py) chooses the kind of a sheet's labels.
 """
 
@@ -27,6 +27,7 @@ from .config import TaskConfig
 from .join import JoinedSheet, by_dataset, join_own_columns, join_sheet
 from .kinds import Array
 from .people import people_of, people_of_sheet, unknown_patients
+from .refused import remarks_on_refused
 from .remarks import remarks_on_labels
 from .sheet import TIMED, label_columns
 from .splits import SPLITS, TEST, split_by_role, split_crops
@@ -175,6 +176,8 @@ def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str
         *(*sheet.remarks, *splits.remarks, *unknown_patients(unknown)),
         *(*people.doubtful_ids(labelled_N), *remarks_on_labels(task, sheet, y_RK)),
     ]
+    if task.labels:
+        remarks += remarks_on_refused(task, sheet, datasets, classes, y_RK)
     return TaskLabels(
         replace(task, folds=splits.folds),
         classes,

@@ -19,12 +19,12 @@ the score's sums are exact integers.
 Axes: N rows, K classes, P gallery entries, Q probes, D width of an embedding.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
 from itertools import pairwise
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,11 @@ TOO_FEW = (
     f"No class has {FEW} patients with it and {FEW} without it, or fewer than {FEW} had the event: "
     "AUROC and other metrics of classes and events"
 )
+NORMAL_CURVE = NormalDist()
+# Of shares of resamples below the value, and of the acceleration: with values that few resamples reach
+# an interval would otherwise shrink to an end of theirs
+BIAS_LIMITS = (0.1, 0.9)
+MOST_ACCELERATION = 0.25
 BLOCK = 2**23  # similarities at a time, 64 MB
 
 
@@ -592,21 +597,46 @@ def exact_interval(positives: int, people: int) -> list[float]:
 
 
 def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int) -> Array:
-    """95 % percentile interval [2, ...] of a statistic, a function of how often each row was
-    drawn. Patients are drawn with all their rows. A resample on which the statistic is undefined
-    (NaN) is left out. NaN if there is only one patient."""
+    """95 % interval [2, ...] of a statistic, a function of how often each row was drawn. Patients are
+    drawn with all their rows. A resample on which the statistic is undefined (NaN) is left out. NaN
+    if there is only one patient."""
     patient_N = _numbers(groups)
     patients = int(patient_N.max()) + 1
     rng = np.random.default_rng(0)
-    values = []
+    values = [statistic(np.ones(len(patient_N), np.int64))]
     for _ in range(n):
         drawn_P = np.bincount(rng.integers(patients, size=patients), minlength=patients)
         values.append(statistic(drawn_P[patient_N]))
     statistics = np.array(values, float)
     if patients == 1:
-        statistics[:] = np.nan
-    with warnings.catch_warnings(action="ignore"):  # undefined on all of them: NaN
-        return np.asarray(np.nanpercentile(statistics, (2.5, 97.5), axis=0))
+        statistics[1:] = np.nan
+    return np.apply_along_axis(interval_of, 0, statistics)
+
+
+def interval_of(value_B: Array) -> Array:
+    """95 % interval (low, high) of a statistic from its value and its values on resamples, which
+    follow: percentiles that are corrected for bias and skewness (Efron 1987, BCa). NaN where it is
+    undefined.
+
+    A resample repeats positives, which rank beside themselves: AUPRC is higher on it than on the rows
+    it was drawn from, as it is on those than on all ECGs there are. Plain percentiles of 95 % held the
+    AUPRC of 5 folds in 69 of 100 draws, these in 93; tests/downstream/evaluation/test_intervals.py
+    draws them. The acceleration is a sixth of the skewness of the resamples, which it is for sums."""
+    value, drawn_B = value_B[0], value_B[1:][np.isfinite(value_B[1:])]
+    if not np.isfinite(value) or not len(drawn_B):
+        return np.full(2, np.nan)
+    below = (np.mean(drawn_B < value) + np.mean(drawn_B <= value)) / 2
+    bias = NORMAL_CURVE.inv_cdf(np.clip(below, *BIAS_LIMITS))
+    gap_B = drawn_B - drawn_B.mean()
+    spread = np.sqrt(np.mean(gap_B**2))
+    skewness = np.mean((gap_B / spread) ** 3) if spread > 0 else 0.0
+    acceleration = np.clip(skewness / 6, -MOST_ACCELERATION, MOST_ACCELERATION)
+    shares = []
+    for tail in (0.025, 0.975):
+        z = bias + NORMAL_CURVE.inv_cdf(tail)
+        shares.append(NORMAL_CURVE.cdf(bias + z / (1 - acceleration * z)))
+    low, high = np.quantile(drawn_B, shares)
+    return np.array([min(low, value), max(high, value)])
 
 
 def _numbers(groups: Sequence[Any] | Array) -> Array:

@@ -24,7 +24,7 @@ from ..settings.files import flatten
 from ..settings.resuming import changeable
 from . import checkpoint, checkpoint_files, distributed
 from .checkpoint_files import CheckpointError
-from .config import RunConfig, build, deepspeed_json, zero_stage
+from .config import Config, RunConfig, build, deepspeed_json, zero_stage
 from .distributed import on_first_rank
 from .loggers import RunLogger
 from .loop import Loop, Progress, run_facts
@@ -287,11 +287,17 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
             changes.append(f"{key} changed from {shortened(text_before)} to {shortened(now_text)}")
     if changes:
         run = path.parent.parent
-        raise ConfigError(
-            f"{run}: cannot resume: {'; '.join(changes)}: change it back, or use ",
-            Flag("--out"),
-            " NEW",
-        )
+        mend: list[object] = ["change it back, or use ", Flag("--out"), " NEW"]
+        is_longer = any(change.startswith(("train.steps ", "train.epochs ")) for change in changes)
+        if is_longer and isinstance(config, Config):  # fine-tuning would begin with a new head
+            mend += [
+                "; to train its model longer: ",
+                Flag("--start"),
+                f" {run} ",
+                Flag("--out"),
+                " NEW",
+            ]
+        raise ConfigError(f"{run}: cannot resume: {'; '.join(changes)}: ", *mend)
 
 
 def described_data(facts: dict[str, Any]) -> str:

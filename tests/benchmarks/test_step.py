@@ -7,6 +7,8 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
+from time import sleep
 
 import numpy as np
 import pytest
@@ -147,3 +149,28 @@ def test_the_order_of_cases(device, golden):
 @pytest.mark.gpu
 def test_the_recreation_gives_our_loss_and_gradients_on_a_gpu():
     assert step.disagreement(replace(BASE, device="cuda")) <= step.TOLERANCE["cuda"]
+
+
+def test_large_steps_are_compiled_one_at_a_time_and_failures_are_said(monkeypatch, capsys):
+    """Two steps of 512 crops do not fit a GPU together."""
+    running, together, lock = [], [], Lock()
+
+    def call(_, __, arguments, *___, **____):
+        (compiled,) = arguments
+        with lock:
+            running.append(compiled.batch)
+            together.append(list(running))
+        sleep(0.05)
+        with lock:
+            running.remove(compiled.batch)
+        if compiled.batch == 256:
+            raise step.CaseError("out of memory")
+
+    monkeypatch.setattr(step, "call_fresh", call)
+    monkeypatch.setattr(step.os, "cpu_count", lambda: 16)
+    runs = [replace(BASE, compiled="step", batch=batch) for batch in (64, 512, 512, 65, 256)]
+    step.fill_compile_caches([*runs, replace(BASE, compiled="eager", batch=1024)])
+    assert sorted(map(len, together)) == [1, 1, 1, 1, 2]
+    assert {64, 65} == set(max(together, key=len))
+    said = capsys.readouterr()
+    assert "256 crops: not compiled before it is measured: out of memory" in said.out + said.err

@@ -123,8 +123,15 @@ def test_csv_equals_parquet_also_from_two_ranks(
     assert csv.read_csv(
         out, convert_options=csv.ConvertOptions(column_types=table.schema, strings_can_be_null=True)
     ).equals(table)
+    capsys.readouterr()
+    predicted("rhythm", "--batch", "2", name="few.csv")  # as of a parquet file
+    assert capsys.readouterr().out == f"{out}: is complete already\n"
+    whole = out.read_bytes()
+    out.write_text("the user's own")
     again = words(out.parent / "rhythm", dataset.root.url, out)
     assert f"--out {out}: already exists" in refused(again, capsys)
+    assert out.read_text() == "the user's own"
+    out.write_bytes(whole)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
@@ -138,10 +145,7 @@ def test_csv_equals_parquet_also_from_two_ranks(
     other = [*words(out.parent / "rhythm", dataset.root.url, shared), "--batch", "3"]
     assert f"{shared}: of another job: batch was 2, now 3" in refused(other, capsys)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    shared.unlink()
-    predicted("rhythm", "--batch", "2", name="shared.csv")
-    again = words(out.parent / "rhythm", dataset.root.url, shared)
-    assert f"--out {shared}: already exists" in refused(again, capsys)  # as no rank comes late
+    assert f"{shared}: of another job: batch was 2, now 3" in refused(other, capsys)
 
 
 @pytest.mark.parametrize("order", [["0"], ["0", "1"]])

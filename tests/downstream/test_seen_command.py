@@ -120,6 +120,7 @@ def test_a_model_says_it_from_hashes_alone(run, whole, tmp_path, capsys):
     assert [row | {"times": ""} for row in by_run] == by_model
     code, said, _ = seen(capsys, model)
     assert code == 0 and said.count("\n") == 1 and f"step {STEPS}: has seen" in said
+    assert seen(capsys, "--model", model) == seen(capsys, f"--model={model}") == (code, said, "")
 
 
 def test_a_stranger_asks_about_ecgs_under_other_names(run, whole, archive, tmp_path, capsys):

@@ -491,7 +491,12 @@ def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
         few == f"mine: {tested} ECGs are tested, which says little: --folds 5 tests all {labelled}."
     )
     fitted.clear()
+    monkeypatch.setattr(bench, "monotonic", count(0, 30).__next__)
     found = omnilead.bench(models[:1], tasks=[sheet], columns=["ill"], folds=4, **again)
+    said = [line for line in capsys.readouterr().err.splitlines() if "all may take" in line]
+    assert said == [
+        "bench: the first of 4 fits took 30 s: all may take 18 minutes. What is done is kept"
+    ]  # 7 parts of 30 s and 4 fits
     row = found["rows"][0]
     assert row["n"] == labelled and row["labelled"] < labelled and row["task"] == "mine"
     assert "4 folds: each ECG is scored once" in str(found["notes"]) and found["folds"] == 4
@@ -575,6 +580,11 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ),
         ("sex --labels alive.csv", "alive.csv: no column 'sex'"),
         ("sex --labels nowhere", "--labels nowhere: no such folder"),
+        (
+            "sex --labels same.csv few.csv",
+            "--labels same.csv few.csv: with --tasks it is one table",
+        ),
+        ("--labels same.csv few.csv", "--tasks same.csv: same.csv: all labels of the split"),
         ("same.csv --columns well", "same.csv: no column 'well': its label columns are ill"),
         (
             "sex --columns ill",
@@ -624,7 +634,8 @@ def test_refusals_are_one_line(
     write_table(Path("trained.csv"), dataset, ill=ill, split="train")
     write_table(Path("tested.csv"), dataset, ill=ill, split="test")
     write_table(Path("folds.csv"), dataset, ill=[0, 1], fold=[1, 2])
-    given = ["--models", "B", "--data", dataset.root.url, "--out", "OUT", "--tasks"]
+    given = ["--models", "B", "--data", dataset.root.url, "--out", "OUT"]
+    given += [] if words.startswith("--") else ["--tasks"]
     assert main(["bench", *given, *words.split()]) == 2
     err = capsys.readouterr().err
     assert err.startswith("omnilead bench: ") and err.count("\n") == 1 and message in err

@@ -20,6 +20,9 @@ import omnilead
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.io.errors import DataError, UserError
+from omnilead.data_tools.sharding.shard import ShardOptions, shard
+from omnilead.data_tools.sources.detect import open_sources
+from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.downstream import finetune
 from omnilead.downstream.tasks.config import TaskConfig
 from omnilead.downstream.tasks.guess import guess_kind
@@ -752,3 +755,37 @@ def test_text_of_a_parquet_table_that_is_not_utf8_is_one_line(name, tmp_path):
     says = rf"\A[^\n]*: the text of column '{name}' is not UTF-8: save it again\Z"
     with pytest.raises(DataError, match=says):
         read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("how", "cells", "said"),
+    [
+        ({"kind": "multiclass"}, ("poor", "good"), "poor"),
+        ({"kind": "binary", "positive": "poor"}, ("poor", "good"), "v=poor"),
+        ({"kind": "multilabel"}, ("1", "0"), "v"),
+        ({"kind": "regression"}, ("1", "0"), ""),
+    ],
+)
+def test_labels_of_refused_records_are_told(how, cells, said, tmp_path):
+    """No score says anything of them, and the poorest ECGs are refused."""
+    synthesise(tmp_path / "archive", patients=10, two_sessions=0, seed=1, progress=False)
+    headers = sorted((tmp_path / "archive").rglob("*.hea"))
+    for header in headers[:4]:
+        header.write_text("broken")
+    made = shard(
+        open_sources(str(tmp_path / "archive")), ShardOptions(str(tmp_path / "ds"), quiet=True)
+    )
+    rows = [
+        (
+            header.relative_to(tmp_path / "archive").with_suffix(""),
+            cells[0 if i in (0, 1, 2, 9) else 1],
+        )
+        for i, header in enumerate(headers)
+    ]
+    remarks = " ".join(Tables(made, tmp_path).read("record|v", rows, **how).remarks)
+    if not said:
+        assert "refused ECGs" not in remarks
+        return
+    others = len(headers) - 4
+    assert f"my.csv: 3 of 4 refused ECGs are of class {said} (1 of {others} others)" in remarks
+    assert ("1 of 4 refused ECGs are of class good" in remarks) == (how["kind"] == "multiclass")

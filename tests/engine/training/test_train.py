@@ -163,6 +163,11 @@ def test_changed_data_or_settings_are_refused_by_name(training, dataset, tmp_pat
         (step / "manifest.json").write_text(json.dumps(manifest))
         assert says in training().one_line()
     assert curve(tmp_path / "run") == before  # nothing was lost
+    scheduled = partial(training, "scheduled", train__schedule="warmup_cosine")
+    scheduled().good()
+    longer = scheduled(train__steps=3).one_line()
+    assert "train.steps changed from 2 to 3: change it back, or use --out NEW; to train" in longer
+    assert f"longer: --start {tmp_path / 'scheduled'} --out NEW" in longer
 
 
 def test_wrong_input_is_one_line(dataset, tmp_path, monkeypatch):

@@ -1,0 +1,87 @@
+"""Which labels the records have that `omnilead shard` refused: a score says nothing of them, and they may be
+of one class, such as the poor ECGs of a table of quality.
+
+remarks = remarks_on_refused(task, sheet, [dataset], classes, y_RK)    # y_RK: by row of the sheet
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.dataset.rejects import FLAGS, rejects_of
+from omnilead.data_tools.ecg.record_names import SHOWN, match_records
+from omnilead.data_tools.io.errors import DataError
+from omnilead.engine.settings.errors import listed
+
+from .config import TaskConfig
+from .join import JoinedSheet
+from .kinds import KINDS, Array
+
+
+def remarks_on_refused(
+    task: TaskConfig,
+    sheet: JoinedSheet,
+    datasets: Sequence[Dataset],
+    classes: Sequence[str],
+    y_RK: Array,
+) -> list[str]:
+    """How many refused records have each label, beside those of the data."""
+    if not KINDS[task.kind].of_classes:
+        return []
+    refused = refused_rows(task, sheet, datasets)
+    if not len(refused):
+        return []
+    totals, counts = [], []
+    for rows in (refused, sheet.used_rows):
+        count, total = _count_labels(task, sheet, classes, y_RK, rows)
+        counts.append(count)
+        totals.append(total)
+    of_refused, of_used = counts
+    said = [
+        f"{records:,} of {totals[0]:,} refused ECGs are of class {name} ({of_used[name]:,} of "
+        f"{totals[1]:,} others)"
+        for name, records in of_refused.most_common()
+        if records
+    ]
+    if not said:
+        return []
+    return [
+        f"{task.labels}: {listed(said, SHOWN)}: no score counts them; rejects.csv of the data says why"
+    ]
+
+
+def refused_rows(task: TaskConfig, sheet: JoinedSheet, datasets: Sequence[Dataset]) -> Array:
+    """The rows of the sheet that name a refused record, and none that is in the data."""
+    refused = {
+        (source, record): None
+        for dataset in datasets
+        if dataset.meta.get("rejects")
+        for source, record, reason, _ in rejects_of(dataset)
+        if reason not in FLAGS
+    }
+    left = np.setdiff1d(np.arange(len(sheet.cells)), sheet.used_rows)
+    if not refused or not len(left):
+        return left[:0]
+    keys = pa.array([f"{source}/{record}" for source, record in refused])
+    names = pa.array([record for _, record in refused])
+    try:
+        matches = match_records(task.labels, sheet.cells.take(pa.array(left)), keys, names)
+    except DataError:  # none of them, or names that could be two records
+        return left[:0]
+    return np.asarray(left[np.sort(matches.row[matches.row >= 0])])
+
+
+def _count_labels(
+    task: TaskConfig, sheet: JoinedSheet, classes: Sequence[str], y_RK: Array, rows: Array
+) -> tuple[Counter[str], int]:
+    """How many of these rows are of each class, and how many have a label."""
+    if task.kind == "multiclass":  # a class may be of refused records alone
+        cells = sheet.cells[task.columns[0]].take(pa.array(rows)).drop_null().to_pylist()
+        return Counter(cells), len(cells)
+    y_RK = y_RK[rows]
+    positive_K = (y_RK > 0).sum(0).tolist()
+    labelled = int((~np.isnan(y_RK)).any(1).sum())
+    return Counter(dict(zip(classes, positive_K, strict=True))), labelled
