@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from omnilead.__main__ import main
+from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io import cluster
 from omnilead.downstream.reproduce import __main__ as reproduce
 from omnilead.downstream.reproduce import jobs, paper, start
@@ -307,9 +308,8 @@ def test_data_without_the_roles_are_one_line(plan, role, says, lab, dataset, mon
     group, name = role.split()
     roles = json.loads(json.dumps(dataset.meta["roles"]))
     roles[group][name] = 0
-    monkeypatch.setitem(dataset.meta, "roles", roles)
-    monkeypatch.setitem(dataset.meta, "plan", plan)
-    monkeypatch.setattr(start.Dataset, "open", lambda url: dataset)
+    without = Dataset(dataset.root, dataset.meta | {"roles": roles, "plan": plan})
+    monkeypatch.setattr(start.Dataset, "open", lambda url: without)
     assert lab.main("--dry-run") == 2
     line = f"omnilead reproduce: --data {lab.data}: no crop has the role {role}: {says}"
     assert capsys.readouterr().err.startswith(line)
