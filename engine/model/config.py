@@ -182,6 +182,8 @@ class ObjectiveConfig:
     gathered: bool = True  # take candidates and code usage from all ranks, with gradient
     # no gradient through the norm of global representations (CMSC's form `authors` never has it)
     detach_norm: bool = False
+    # windows of a crop in a step, side by side at a random place; null: two to contrast, one if longer than 5 s
+    windows: Annotated[int, Field(ge=1, le=100)] | None = None
     # weights of predicting age and sex, where the dataset knows them: {age: 1.0, sex: 1.0}
     attributes: dict[Literal["age", "sex"], Weight] = field(default_factory=dict, hash=False)
 
