@@ -1,7 +1,8 @@
 """Convert weights from and to fairseq-signals (and ECG-FM, of the same family), bit for bit; take the
-weights of any other network, with its class; and export to ONNX.
+weights of ECG-CPC, or of any other network, with its class; and export to ONNX.
 
     omnilead convert from-fairseq CKPT.pt OUT [--classes LIST|FILE] [--fs HZ] [--input auto|millivolt|zscore|layernorm]
+    omnilead convert from-ecg-cpc LAST.ckpt OUT                     its input is 240 Hz, +-3 mV, windows of 2.5 s
     omnilead convert from-torch   WEIGHTS OUT --encoder file.py:Class [--options '{width: 64}'] [--fs HZ] [--input ...]
     omnilead convert to-fairseq   RUN OUT.pt
     omnilead convert to-onnx      RUN OUT.onnx                      for use without PyTorch
@@ -41,7 +42,9 @@ from omnilead.engine.settings.leads import leads_in_order
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_parser("convert", __doc__)
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="from-fairseq|from-torch|to-fairseq|to-onnx"
+        dest="command",
+        required=True,
+        metavar="from-fairseq|from-ecg-cpc|from-torch|to-fairseq|to-onnx",
     )
     for command, source, out, text in (
         (
@@ -49,6 +52,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "CKPT.pt",
             "OUT",
             "convert a checkpoint of fairseq-signals, ECG-FM or DeepECG-SSL to a model folder",
+        ),
+        (
+            "from-ecg-cpc",
+            "LAST.ckpt",
+            "OUT",
+            "convert a checkpoint of ECG-CPC to a model folder",
         ),
         (
             "from-torch",
@@ -84,7 +93,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             metavar=out,
             help="where to write it: a new file, or for a model a new folder",
         )
-        if command.startswith("from"):
+        if command in ("from-fairseq", "from-torch"):
             scales = ["auto", "millivolt", "zscore", "layernorm"]
             if command == "from-torch":
                 scales.remove("auto")
@@ -156,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signals,
         to_fairseq,
     )
+    from omnilead.downstream.interop.ecg_cpc import from_ecg_cpc
     from omnilead.downstream.interop.onnx import to_onnx
 
     try:
@@ -164,6 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{args.source}: download the checkpoint first")
         if args.command == "from-fairseq":
             notes = from_fairseq(source, args.out, args.input, args.fs, args.classes)
+        elif args.command == "from-ecg-cpc":
+            notes = from_ecg_cpc(source, args.out)
         elif args.command == "from-torch":
             fs_hz = 500.0 if args.fs is None else args.fs
             leads = [LEADS[lead] for lead in leads_in_order(args.leads, "--leads")]

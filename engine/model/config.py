@@ -14,7 +14,7 @@ s crop, forward and backward.
 | CMSC | local: 0 |
 | SimCLR | local: 0, method: simclr |
 | 3KG | local: 0, method: 3kg |
-| CPC (not in the paper) | local: 0, method: cpc, with model.causal, conv_norm: layer |
+| CPC (not in the paper) | local: 0, method: cpc, with model.causal, conv_norm: layer, or encoder: s4 |
 | as the authors compute it | form: authors, detach_norm: true, gathered: false |
 
 Random lead masking and views are made by the data loader. The diversity loss and the feature
