@@ -3,6 +3,7 @@
 python -m benchmarks.run ingest                  archive to dataset, against other programs
 python -m benchmarks.run loader                  dataset to batches, against other loaders; to a GPU only omnilead
 python -m benchmarks.run step                    one training step, against a re-creation of the authors'
+python -m benchmarks.run cpc                     one step of S4 with CPC, against a re-creation of ECG-CPC's
 python -m benchmarks.run e2e                     the training loop on each data source, against the bare step
 python -m benchmarks.run embed                   ECGs to embeddings, against the encoder alone
 python -m benchmarks.run start                   from the command to the first step
@@ -44,7 +45,7 @@ PACKAGES = (
 )
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
 Part = dict[str, Any]
-NAMES = ("ingest", "loader", "step", "e2e", "embed", "start", "scaling", "suite")
+NAMES = ("ingest", "loader", "step", "cpc", "e2e", "embed", "start", "scaling", "suite")
 CPU_ONLY = ("ingest", "scaling")
 REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}  # on a CPU; others have 3
 GPU_REPEATS = 5
@@ -75,9 +76,9 @@ SUITES = {  # commands, with fewer cases than when run alone
 }
 NUMBERS = {
     "repeats": "of each case, at least 3 (3 to 60)",
-    "batch": "crops on one device: step, e2e, embed, scaling",
+    "batch": "crops on one device: step, cpc, e2e, embed, scaling",
     "records": "of the synthetic archive: ingest, loader, e2e, embed",
-    "steps": "per repeat or turn: step, e2e, scaling",
+    "steps": "per repeat or turn: step, cpc, e2e, scaling",
     "seconds": "per repeat: loader (3)",
     "huge": "crops of the large dataset: scaling (10000000)",
     "minutes": "start nothing after this time (a suite: 15)",

@@ -128,6 +128,30 @@ def step(part: Part) -> Iterator[str]:
     )
 
 
+def cpc(part: Part) -> Iterator[str]:
+    """Ratios are to the re-creation, which is in float32."""
+    results, figure, rows = part["results"], clock(part), []
+    speed = {name: float(result[figure]["median"]) for name, result in results.items()}
+    authors = [value for name, value in speed.items() if name.startswith("re-creation")]
+    for name, result in results.items():
+        product = speed.get(f"matrix product: {name.split(': ')[1].split(',')[0]}")
+        is_step = not name.startswith("matrix product")
+        cells = [
+            name,
+            number(per_cpu(result)) + ("" if is_step else " GFLOP"),
+            reach(figure)(result),
+        ]
+        share = 100 * speed[name] * part["input"]["gflop_per_crop"] / product if product else nan
+        cells.append(f"{share:.0f} %" if is_step and product else "")
+        cells.append(f"{speed[name] / authors[0]:.2f}x" if is_step and authors else "")
+        rows.append([*cells, f"{result.get('gpu_peak_mb', result['peak_mb']) / 1024:.1f} GB"])
+    head = (
+        "windows per CPU-second | lowest to highest | MFU | against the re-creation | peak memory"
+    )
+    yield markdown(f"| | {head} |", rows)
+    yield "MFU: of the encoder's FLOPs alone, as a share of the matrix product's rate."
+
+
 def times_step(
     name: str, results: dict[str, Result], baseline: str = "fp32", figure: str = "per_cpu_s"
 ) -> float:
@@ -288,6 +312,7 @@ TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
     "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch", loader),
     "step": ("One training step: crops of 10 s", step),
+    "cpc": ("One step of ECG-CPC: windows of 2.5 s", cpc),
     "e2e": ("The training loop, against the bare step", e2e),
     "embed": ("ECGs to embeddings: the command against the encoder alone", embed),
     "start": ("From the command to the first step: the quick start", start),

@@ -1,7 +1,8 @@
 """Convert weights from and to fairseq-signals (and ECG-FM, of the same family), bit for bit; take the
-weights of any other network, with its class; and export to ONNX.
+weights of ECG-CPC, or of any other network, with its class; and export to ONNX.
 
     omnilead convert from-fairseq CKPT.pt OUT [--classes LIST|FILE] [--fs HZ] [--input auto|millivolt|zscore|layernorm]
+    omnilead convert from-ecg-cpc LAST.ckpt OUT                     its input is 240 Hz, +-3 mV, windows of 2.5 s
     omnilead convert from-torch   WEIGHTS OUT --encoder file.py:Class [--options '{width: 64}'] [--fs HZ] [--input ...]
     omnilead convert to-fairseq   RUN OUT.pt
     omnilead convert to-onnx      RUN OUT.onnx                      for use without PyTorch
@@ -65,6 +66,15 @@ def from_fairseq(
     from omnilead.downstream.interop import conversion
 
     return conversion.from_fairseq(local(source), Path(out), input, fs_hz, classes)
+
+
+def from_ecg_cpc(
+    source: Annotated[str, Option("a checkpoint, local", "LAST.ckpt")],
+    out: Annotated[str, Option(TO, "OUT")],
+) -> list[str]:
+    from omnilead.downstream.interop import ecg_cpc
+
+    return ecg_cpc.from_ecg_cpc(local(source), Path(out))
 
 
 def from_torch(
@@ -132,6 +142,11 @@ ACTIONS: Actions = {
         from_fairseq,
         "convert a checkpoint of fairseq-signals, ECG-FM or DeepECG-SSL to a model folder",
         "CKPT.pt OUT",
+    ),
+    "from-ecg-cpc": (
+        from_ecg_cpc,
+        "convert a checkpoint of ECG-CPC to a model folder",
+        "LAST.ckpt OUT",
     ),
     "from-torch": (
         from_torch,

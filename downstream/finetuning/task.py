@@ -47,10 +47,10 @@ from omnilead.engine.training.arguments import Arguments, dtype_of, whole_crops
 from omnilead.engine.training.config import micro_batch
 from omnilead.engine.training.distributed import Ranks, on_first_rank
 from omnilead.engine.training.export import signals_of
+from omnilead.engine.training.optimizer import Groups
 from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.task import (
     Between,
-    Groups,
     TrainingTask,
     best_metric,
     best_step_text,

@@ -1,25 +1,34 @@
-"""The weights of ECG-CPC (2509.25095) by our names.
+"""ECG-CPC (2509.25095): its published checkpoint as a model folder, with its input.
 
+    notes = from_ecg_cpc(Path("last.ckpt"), Path("OUT"))
     options, weights = from_theirs(state)      # of engine.model.s4.S4, and its state_dict
 
 Numbers keep their bits, but for C: it is turned to a basis that does not depend on the eigensolver. Of
-what S4 freezes only the steps are taken; the rest must be HiPPO-LegS. The head of pre-training is left
-out.
+what S4 freezes only the steps are taken; the rest must be HiPPO-LegS. Heads are left out. A
+checkpoint does not state its input, which is ECG-CPC's: 240 Hz, limited to +-3 mV, 2.5 s at a time.
 
 Source: AI4HealthUOL/ecg-fm-benchmarking.
 """
 
 import math
 import re
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from omnilead.engine.model.folder import misfits
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.folder import PREPROCESSING, SHOWN, check_free, misfits, write
+from omnilead.engine.model.input import described
 from omnilead.engine.model.s4 import S4, conjugate_pairs
-from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.errors import ConfigError, blaming, listed
+
+from .conversion import float_tensors, read_tensors, signals
+from .hub import front_matter
 
 Weights = dict[str, Tensor]
 FIRST = "encoder.layers.0.0.weight"
@@ -27,33 +36,78 @@ STEM = "encoder.layers"
 LAYER, NORM = "predictor.predictor.s4_layers", "predictor.predictor.norms"
 KERNEL = "kernel.kernel"
 FROZEN = ("B", "P", "Q", "w", "omega", "z")  # of a kernel, besides log_dt
-HEAD = "head_ssl."
+NETWORK = ("encoder.", "predictor.")
+BATCHES = "num_batches_tracked"  # of a batch norm, which does not use it
+FS_HZ, CLIP_MV, WINDOW_S = 240.0, 3.0, 2.5
 CLOSE = 1e-4  # of what is frozen, which they store in float32
 NOT_THEIRS = "is it a checkpoint of ECG-CPC?"
 
 
+def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
+    """Writes a model folder. Returns notes on what was left out and assumed."""
+    check_free(out)
+    tensors = read_tensors(checkpoint)
+    with blaming(str(checkpoint)):
+        state = without_prefix(tensors)
+    floats = {name: w for name, w in state.items() if not name.endswith(BATCHES)}
+    with blaming(str(checkpoint)):
+        options, weights = from_theirs(float_tensors(floats, checkpoint))
+    config = ModelConfig(encoder="s4", options=options)
+    preprocessing = signals("millivolt", FS_HZ, [*LEADS], WINDOW_S) | {"clip_mv": CLIP_MV}
+    parameters = sum(w.numel() for name, w in weights.items() if "running" not in name)
+    card = front_matter({}, _card(checkpoint.name, options, preprocessing, parameters))
+    encoder = {f"encoder.{name}": w for name, w in weights.items()}
+    write(out, encoder, {"model": asdict(config)}, preprocessing, card)
+    notes = [f"assumed ECG-CPC's input, which it does not state: {described(preprocessing)}"]
+    if left := [name for name in state if not name.startswith(NETWORK)]:
+        notes.append(f"left out, as they are heads: {listed(left, SHOWN)}")
+    return notes
+
+
+def _card(
+    name: str, options: dict[str, Any], preprocessing: dict[str, Any], parameters: int
+) -> str:
+    return f"""# {name}, converted from ECG-CPC
+
+An ECG encoder of {parameters:,} parameters: {len(options["kernels"])} convolutions and {options["layers"]} layers
+of a structured state space (S4) of width {options["width"]}, pre-trained by contrastive predictive coding
+(arXiv 2509.25095).
+
+Input: {len(LEADS)} leads at {described(preprocessing)}. See {PREPROCESSING}. The four windows
+of a record of 10 s are averaged. The licence is that of the original.
+
+    import omnilead
+    model = omnilead.load("THIS_FOLDER")
+    vectors = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [{options["width"]}]
+"""
+
+
 def from_theirs(state: Weights) -> tuple[dict[str, Any], Weights]:
-    state = {name: w for name, w in without_prefix(state).items() if not name.startswith(HEAD)}
+    """`state`: with or without heads, counts of batches, and a prefix of all names."""
+    state = {name: w for name, w in without_prefix(state).items() if name.startswith(NETWORK)}
+    state = {name: w for name, w in state.items() if not name.endswith(BATCHES)}
     options = options_of(state)
     with torch.device("meta"):
-        expected = S4(12, **options).state_dict()
+        expected = S4(len(LEADS), **options).state_dict()
     names = their_names(options)
-    shapes = {name: tuple(w.shape) for name, w in state.items()}
     known = set(names.values())
     for number in range(options["layers"]):
         known |= {f"{LAYER}.{number}.{KERNEL}.{name}" for name in FROZEN}
-    wrong = misfits(dict.fromkeys(shapes, ()), dict.fromkeys(known, ()))
-    if wrong:
+    if wrong := misfits(dict.fromkeys(state, ()), dict.fromkeys(known, ())):
         raise ConfigError(f"the weights do not fit the model: {wrong}")
-    weights = {}
-    for name, theirs in names.items():
-        weight = state[theirs]
+    weights: Weights = {}
+    for name, tensor in expected.items():
+        if name.endswith(BATCHES):
+            weights[name] = torch.zeros((), dtype=torch.int64)
+            continue
+        weight, shape = state[names[name]], list(tensor.shape)
+        if not weight.isfinite().all():
+            raise ConfigError(f"{names[name]} has NaN or infinity: take another checkpoint")
+        if [size for size in weight.shape if size > 1] != [size for size in shape if size > 1]:
+            raise ConfigError(f"{names[name]} is {list(weight.shape)}, not {shape}: {NOT_THEIRS}")
         if name.endswith(".C"):
-            weight = turned(state, theirs.removesuffix("C"), options["states"])
-        if weight.numel() != expected[name].numel():
-            shape = list(expected[name].shape)
-            raise ConfigError(f"{theirs} is {list(weight.shape)}, not {shape}: {NOT_THEIRS}")
-        weights[name] = weight.reshape(expected[name].shape).clone()
+            weight = turned(state, names[name].removesuffix("C"), options["states"])
+        weights[name] = weight.reshape(shape).float().clone()
     return options, weights
 
 
@@ -96,7 +150,7 @@ def their_names(options: dict[str, Any]) -> dict[str, str]:
     names = {}
     for i in range(len(options["kernels"])):
         names[f"stem.{i}.weight"] = f"{STEM}.{i}.0.weight"
-        for part in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        for part in ("weight", "bias", "running_mean", "running_var"):
             names[f"stem.{i}.norm.{part}"] = f"{STEM}.{i}.1.{part}"
     for i in range(options["layers"]):
         ours, theirs = f"layers.{i}", f"{LAYER}.{i}"

@@ -3,11 +3,11 @@ scores [batch, K].
 
     omnilead convert to-onnx RUN OUT.onnx
 
-The batch can have any size, and so can the segments, but for plugged-in encoders: their length is
-the window's. x is the output of `TrainedModel.segments`. The
-metadata has `preprocessing` (leads in order, rate, scale), `config` and `head` (classes,
-thresholds, unit of the scores) as JSON. The file is written only if onnxruntime reproduces
-PyTorch's numbers at several sizes. Boosted trees are left out.
+The batch can have any size, and so can the segments, but for s4 and plugged-in encoders: their length
+is the window's. x is the output of `TrainedModel.segments`. The metadata has `preprocessing` (leads in
+order, rate, scale), `config` and `head` (classes, thresholds, unit of the scores) as JSON. The file
+is written only if onnxruntime reproduces PyTorch's numbers at several sizes. Boosted trees are left
+out.
 """
 
 import json
@@ -36,6 +36,7 @@ from ..tasks.readout import measures_signal
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 SIZES = ((1, 1.0), (3, 1.0))  # (segments, their length in windows)
 OTHER_LENGTHS = ((2, 2.0), (5, 0.495))
+FIXED_LENGTH = ("s4",)  # its chunks are counted when it is exported
 TOLERANCE = 1e-4
 
 
@@ -46,7 +47,8 @@ class Outputs(nn.Module):
         if isinstance(model.head, Trees):
             self.model.head = None
         # With any length, torch.onnx thinks for minutes about each padding of a deep network
-        self.any_length = file_of(config_of(model.config).encoder) is None
+        encoder = config_of(model.config).encoder
+        self.any_length = file_of(encoder) is None and encoder not in FIXED_LENGTH
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The embedding is the mean over tokens, whatever the model's read-out."""

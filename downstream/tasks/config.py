@@ -174,6 +174,11 @@ class FinetuneConfig(RunConfig):
                 "the head: set one of them",
             ),
             (
+                self.encoder.layer_decay < 1 and bool(t.lr_factors),
+                f"encoder.layer_decay={self.encoder.layer_decay}, train.lr_factors={t.lr_factors}: both "
+                "give weights their share of train.lr: set one of them",
+            ),
+            (
                 self.task.kind == "survival" and micro_batch(self, world)[0] * world < 2,
                 f"train.batch_crops={t.batch_crops}, train.micro_batch={t.micro_batch}: survival "
                 "compares the patients of a micro-batch: use 2 or more",

@@ -14,7 +14,7 @@ s crop, forward and backward.
 | CMSC | local: 0 |
 | SimCLR | local: 0, method: simclr |
 | 3KG | local: 0, method: 3kg |
-| CPC (not in the paper) | local: 0, method: cpc, with model.causal, conv_norm: layer |
+| CPC (not in the paper) | local: 0, method: cpc, with model.causal, conv_norm: layer, or encoder: s4 |
 | as the authors compute it | form: authors, detach_norm: true, gathered: false |
 
 Random lead masking and views are made by the data loader. The diversity loss and the feature
@@ -182,6 +182,8 @@ class ObjectiveConfig:
     gathered: bool = True  # take candidates and code usage from all ranks, with gradient
     # no gradient through the norm of global representations (CMSC's form `authors` never has it)
     detach_norm: bool = False
+    # windows of a crop in a step, side by side at a random place; null: two to contrast, one if longer than 5 s
+    windows: Annotated[int, Field(ge=1, le=100)] | None = None
     # weights of predicting age and sex, where the dataset knows them: {age: 1.0, sex: 1.0}
     attributes: dict[Literal["age", "sex"], Weight] = field(default_factory=dict, hash=False)
 

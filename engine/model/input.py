@@ -2,7 +2,7 @@
 
 Datasets and loaders have crops of 10 s at 500 Hz in millivolts, as two halves. One crop becomes
 
-    band-pass -> resample -> zscore -> windows -> leads masked -> layernorm
+    band-pass -> resample -> clip -> zscore -> windows -> leads masked -> layernorm
 
     model.input.windows(uv_BLT, halves_B)           -> x_RLT, the windows of stored crops (int16 microvolts, twelve leads)
     model.input.cut(x_BLT, halves_B)                -> x_BSLT, from the model's leads in millivolts at 500 Hz
@@ -56,6 +56,7 @@ class Input(Window):
     fs_hz: float = FS_HZ  # sampling rate inside the model; crops always have 500 Hz
     window_s: float = HALF_S
     band_hz: tuple[float, float] | None = None
+    clip_mv: float | None = None
 
     @classmethod
     def of(cls, document: Any, channels: int) -> "Input":
@@ -80,7 +81,10 @@ class Input(Window):
                 f"leads={describe_leads(leads)}"
             )
         band = (float(band_hz[0]), float(band_hz[1])) if band_hz else None
-        return cls(leads, seen, document["scale"], float(fs_hz), float(window_s), band)
+        clip_mv = document.get("clip_mv")
+        if clip_mv is not None and not (type(clip_mv) in (int, float) and 0 < clip_mv <= 1000):
+            raise ConfigError(f"clip_mv={clip_mv!r}: must be above 0 and at most 1000 mV")
+        return cls(leads, seen, document["scale"], float(fs_hz), float(window_s), band, clip_mv)
 
     @property
     def padded(self) -> bool:
@@ -210,6 +214,8 @@ class Input(Window):
             x_BLT = resampled(x_BLT.unflatten(2, (-1, HALF)), self.fs_hz).flatten(2)
         elif self.fs_hz != FS_HZ:
             x_BLT = resampled(x_BLT, self.fs_hz)
+        if self.clip_mv:
+            x_BLT = x_BLT.clamp(-self.clip_mv, self.clip_mv)
         if self.scale != "zscore":
             return x_BLT
         return normalised(x_BLT, (crops_BLT != 0).any(-1, keepdim=True), (2,))
@@ -288,7 +294,9 @@ def described(signals: Mapping[str, Any]) -> str:
     """For model cards: for example 500 Hz, 5 s at a time, millivolts, not normalised."""
     band = signals.get("band_hz")
     filtered = f"band-passed from {band[0]:g} to {band[1]:g} Hz, " if band else ""
+    clipped = f"limited to +-{signals['clip_mv']:g} mV, " if signals.get("clip_mv") else ""
     window_s = signals.get("segment_s", HALF_S)
     return (
-        f"{signals['fs_hz']:g} Hz, {window_s:g} s at a time, {filtered}{SCALES[signals['scale']]}"
+        f"{signals['fs_hz']:g} Hz, {window_s:g} s at a time, {filtered}{clipped}"
+        f"{SCALES[signals['scale']]}"
     )

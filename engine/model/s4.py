@@ -210,7 +210,7 @@ class ChunkedConvolution(torch.autograd.Function):
     def forward(
         ctx: Any, u_RND: Tensor, k_DTT: Tensor, out_DnT: Tensor, left_DTn: Tensor, step_Dnn: Tensor
     ) -> Tensor:
-        rows, chunk = len(u_RND), k_DTT.shape[1]
+        rows, chunk = u_RND.shape[0], k_DTT.shape[1]
         u_DXT = by_channel(u_RND, chunk)
         left_DRCn = torch.bmm(u_DXT, left_DTn).float().unflatten(1, (rows, -1))
         s_DXn = states_before(left_DRCn, step_Dnn).flatten(1, 2)
@@ -227,7 +227,7 @@ class ChunkedConvolution(torch.autograd.Function):
         grad_out_DnT = torch.bmm(s_DXn.to(g_DXT.dtype).transpose(1, 2), g_DXT)
         # A state is changed by the chunks before, so its gradient comes from those after
         grad_s_DXn = torch.bmm(g_DXT, out_DnT.transpose(1, 2)).float()
-        later_DRCn = grad_s_DXn.unflatten(1, (len(grad_RND), -1)).flip(2)
+        later_DRCn = grad_s_DXn.unflatten(1, (grad_RND.shape[0], -1)).flip(2)
         later_DRCn = states_before(later_DRCn, step_Dnn.transpose(1, 2)).flip(2)
         grad_left_DXn = later_DRCn.flatten(1, 2).to(g_DXT.dtype)
         grad_u_DXT = torch.bmm(g_DXT, k_DTT.transpose(1, 2))

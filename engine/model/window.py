@@ -27,16 +27,19 @@ class Window:
     window_s: float
     fs_hz: float
     band_hz: tuple[float, float] | None
+    clip_mv: float | None
     scale: str
 
     @property
     def signals(self) -> dict[str, Any]:
-        """As in preprocessing.json, without the leads; 5 s and no band are left out."""
+        """As in preprocessing.json, without the leads; 5 s, no band and no limit are left out."""
         signals: dict[str, Any] = {"fs_hz": self.fs_hz, "scale": self.scale}
         if self.window_s != HALF_S:
             signals["segment_s"] = self.window_s
         if self.band_hz:
             signals["band_hz"] = list(self.band_hz)
+        if self.clip_mv:
+            signals["clip_mv"] = self.clip_mv
         return signals
 
     @property
@@ -66,6 +69,8 @@ class InputConfig(Window):
     fs_hz: Annotated[float, Field(ge=50, le=500, allow_inf_nan=False)] = 500.0  # sampling rate
     # for example [0.5, 40]: zero-phase Butterworth band-pass of order 2; null: none
     band_hz: tuple[float, float] | None = None
+    # largest amplitude, after resampling: larger ones become it; null: none
+    clip_mv: Annotated[float | None, Field(gt=0, le=1000, allow_inf_nan=False)] = None
     # zscore: each lead of 10 s has mean 0 and deviation 1; layernorm: all leads of a window
     scale: Literal["millivolt", "zscore", "layernorm"] = "millivolt"
 

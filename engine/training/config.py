@@ -28,7 +28,7 @@ from ..data.augmentations import AugmentConfig
 from ..data.config import LoaderConfig, PipelineConfig
 from ..model.config import ModelConfig, ObjectiveConfig, max_masked
 from ..model.folder import local_folder
-from ..model.window import HALF_S, InputConfig
+from ..model.window import CROP_S, HALF_S, InputConfig
 from ..settings.commandline import overridden, read_yaml
 from ..settings.errors import ConfigError, Flag
 from ..settings.files import CONFIGS as CONFIGS
@@ -129,6 +129,9 @@ class TrainConfig(Section):
     # in the backward pass: equal losses, less memory, a third more computing
     recompute_layers: MayChange[bool] = False
     lr: Rate = 5e-5  # peak learning rate
+    # shares of lr, such as {stem: 0.01, context: 0.1}: stem are the encoder's convolutions, context is the
+    # rest of it, head all other weights; what is not named has 1
+    lr_factors: dict[Literal["stem", "context", "head"], Rate] = Field(default_factory=dict)
     # fixed: constant lr; tri_stage: warm-up, hold, decay
     schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"
     warmup: float = Field(default=0.1, ge=0, le=1)  # share of all steps
@@ -271,12 +274,14 @@ class Config(RunConfig):
 
     @property
     def windows(self) -> int:
-        """Of a crop in a step: two to contrast, at random places; one if there are no two."""
-        return 1 if self.input.window_s > HALF_S else 2
+        """Of a crop in a step, at a random place: objective.windows."""
+        return self.objective.windows or (1 if self.input.window_s > HALF_S else 2)
 
     @property
     def loader(self) -> LoaderConfig:
-        return replace(super().loader, windows=0 if self.input.plain else self.windows)
+        return replace(
+            super().loader, windows=0 if self.input.plain and self.windows == 2 else self.windows
+        )
 
     def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
         objective, augment, t = self.objective, self.augment, self.train
@@ -297,6 +302,16 @@ class Config(RunConfig):
                 self.input.window_s > HALF_S and (contrast or self.pipeline.views == "window"),
                 f"input.window_s={self.input.window_s:g}: a crop has no two such windows to "
                 "contrast: use at most 5, or objective.contrast=0 and pipeline.views=halves",
+            ),
+            (
+                self.windows * self.input.window_s > CROP_S,
+                f"objective.windows={self.windows}: a crop has no so many windows of "
+                f"{self.input.window_s:g} s: it has {CROP_S:g} s",
+            ),
+            (
+                self.windows != 2 and (contrast or self.pipeline.views == "window"),
+                f"objective.windows={objective.windows}: objective.method={objective.method} contrasts two: "
+                "leave it out",
             ),
             (
                 self.model.leads != leads,

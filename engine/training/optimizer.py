@@ -11,7 +11,7 @@ DeepSpeed calls `step` once gradients are averaged. With ZeRO each rank holds a 
 kernels take the clipping factor and the decision to skip as tensors (`grad_scale`, `found_inf`,
 made for loss scaling): a skipped step leaves weights, moments and step count unchanged.
 
-`groups` of weights may have shares of the learning rate. ZeRO updates one group after the other, so
+`groups` of weights may have shares of the learning rate (`lr_groups`). ZeRO updates one group after the other, so
 with several of them DeepSpeed itself measures the norm of all, clips and skips (`by_engine`), which
 waits for the device.
 
@@ -21,15 +21,19 @@ over `hold`, then exponential to end_factor.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..settings.errors import ConfigError
 from .config import TrainConfig
 
+Groups = list[tuple[float, list[nn.Parameter]]]  # shares of the learning rate, and weights
+# Modules of an encoder that see a few samples: of S4 and the ResNet, and of the authors'
+STEMS = ("stem", "conv", "feature_norm")
 NORM_PART = 2**16  # numbers; a norm of so many is off by 4e-7
 
 
@@ -79,6 +83,31 @@ class GuardedAdamW(torch.optim.AdamW):
     def _count(self, nonfinite: Tensor) -> None:
         self.skipped = self.skipped + nonfinite
         self.in_a_row = (self.in_a_row + 1) * nonfinite
+
+
+def lr_groups(model: nn.Module, factors: Mapping[str, float]) -> Groups:
+    """Trained weights in groups, each with its share of the learning rate. `factors`:
+    train.lr_factors."""
+    if not factors:  # in the order that checkpoints have
+        return [(1.0, [p for p in model.parameters() if p.requires_grad])]
+    parts: dict[str, list[nn.Parameter]] = {"stem": [], "context": [], "head": []}
+    for name, p in model.named_parameters():
+        owner, _, inner = name.partition(".")
+        part = "head"
+        if owner == "encoder":
+            part = "stem" if inner.partition(".")[0] in STEMS else "context"
+        if p.requires_grad:
+            parts[part].append(p)
+    for part in factors:
+        if not parts[part]:
+            raise ConfigError(
+                f"train.lr_factors={dict(factors)}: this model has no trained weights in its {part}: "
+                "leave it out"
+            )
+    groups: dict[float, list[nn.Parameter]] = {}
+    for part, weights in parts.items():
+        groups.setdefault(factors.get(part, 1.0), []).extend(weights)
+    return [(factor, weights) for factor, weights in groups.items() if weights]
 
 
 def lr_at(config: TrainConfig, step: int, total: int) -> float:

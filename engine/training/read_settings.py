@@ -14,7 +14,7 @@ from ..settings.files import flatten, portable
 from .config import Config, build, load
 
 QUICKSTART = "quickstart"  # the config if none is given
-INPUT = ("window_s", "fs_hz", "band_hz", "scale")
+INPUT = ("window_s", "fs_hz", "band_hz", "clip_mv", "scale")
 PLUGGED = ("model.encoder", "augment.extra", "objective.method")  # may name the user's own code
 # and defaults
 PLACES: dict[str, Any] = {

@@ -31,9 +31,9 @@ from ..settings.metrics import METRIC_OF, label_of
 from .arguments import Arguments
 from .config import RunConfig
 from .distributed import Ranks
+from .optimizer import Groups, lr_groups
 
 Between = Callable[[], None]  # called by all ranks between batches; raises when the run must stop
-Groups = list[tuple[float, list[nn.Parameter]]]  # shares of the learning rate, and weights
 
 
 @dataclass(eq=False, kw_only=True)
@@ -68,7 +68,7 @@ class TrainingTask(ABC):
 
     def groups(self, model: Any) -> Groups:
         """Trained weights in groups, each with its share of the learning rate."""
-        return [(1.0, [p for p in model.parameters() if p.requires_grad])]
+        return lr_groups(model, self.config.train.lr_factors)
 
     @abstractmethod
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:

@@ -220,6 +220,8 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
     for part in encoder.layers if isinstance(encoder, Encoder) else [encoder]:
         part.compile(**options)
     methods = [(encoder, "features"), (encoder, "enter")]
+    if not isinstance(encoder, Encoder):  # an objective may call these alone
+        methods.append((encoder, "context"))
     methods += [(model, name) for name in ("draw", "compare", "pool")]
     for owner, name in methods:
         if hasattr(owner, name):

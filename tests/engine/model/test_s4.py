@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import keys
+from tiny import by_numpy, keys, waves
 from torch import nn
 from torch.testing import assert_close
 
@@ -20,10 +20,13 @@ from omnilead.engine.model.encoders import build_encoder, drops_out, encoder_flo
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.s4 import S4, StateSpace, hippo_legs
 from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.training.config import load
 from tests.tables import tabulated
 
 REFERENCE = Path(__file__).parents[3].parent / "shared" / "parity" / "ecg_cpc_small"
 SMALL = {"width": 16, "layers": 2, "states": 4, "length": 40}
+# Loss and norm of the gradient
+GOLDEN = {"ecg_cpc": (2305.116, 4632.377), "s4_cpc": (1854.046, 3660.730)}
 CPC = ObjectiveConfig(local=0, method="cpc", options={"form": "sampled", "negatives": 8})
 
 
@@ -214,6 +217,22 @@ def test_size_and_cost_are_the_papers():
     assert sum(p.numel() for p in model.parameters()) == 3_194_880
     forward = encoder_flops(model.encoder, config, False, samples=600, windows=1) / 3
     assert forward == pytest.approx(1.741e9, rel=0.06)  # theirs is without the convolution
+
+
+@pytest.mark.parametrize(("name", "expected"), GOLDEN.items())
+def test_golden_losses_and_gradients_of_the_shipped_recipes(name, expected):
+    """Numbers from when this code agreed with the authors'."""
+    config = load(name)
+    options = config.model.options | SMALL | {"dropout": 0.0}
+    model = by_numpy(Pretrainer(replace(config.model, options=options), config.objective))
+    for layer in model.encoder.layers:
+        layer.space.log_dt.copy_(torch.linspace(-6.9, -2.3, SMALL["width"]))
+        layer.space.freeze()
+    x_BSLT = waves(3, config.input.samples)[:, : config.windows]
+    loss = model(x_BSLT, keys(3)[:, : config.windows])["loss"]
+    loss.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert [float(loss.detach()), float(norm)] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_step_is_one_graph():

@@ -1,0 +1,227 @@
+"""One step of ECG-CPC (configs/pretrain/ecg_cpc.yaml) on windows of 2.5 s in memory, on one thread: ours
+and a re-creation of the authors'.
+
+    network    channels before time; kernels from sums over poles at each frequency (Cauchy), products
+               of spectra
+    loss       a target and 128 negatives copied for each token, in one array
+
+They take turns with matrix products, the peak rate of a core. Timing starts only if both sides give
+the same loss and gradients for the same weights and draws; tests/benchmarks/test_cpc.py holds the
+re-creation against the authors' numbers. Windows are noise. On a GPU ours is measured alone: it is
+compiled.
+
+Source: AI4HealthUOL/ecg-fm-benchmarking and ecg-pretraining-strategies.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.measure import CaseError, Cases, Result, call_fresh, say
+from benchmarks.step import StepRun, optimizer, product, synchronize
+from omnilead.data_tools.io.terminal import keep_freed_memory
+from omnilead.engine.model.cpc import draw_others
+from omnilead.engine.model.draws import row_keys
+from omnilead.engine.model.encoders import build_encoder, cast_statistics, encoder_flops
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.model.s4 import StateSpace, conjugate_pairs
+from omnilead.engine.training.config import Config, load
+from omnilead.engine.training.train import COMPILED, compile_model
+
+CONFIG = "ecg_cpc"
+RECREATION, OURS, PRODUCT = "re-creation of ECG-CPC's step", "omnilead", "matrix product"
+# windows; the re-creation copies 226 MB for each
+BATCHES = {"cpu": 8, "cuda": 1024}
+STEPS = {"cpu": 2, "cuda": 20}  # per repeat
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class CpcRun:
+    side: str
+    precision: str
+    batch: int
+    steps: int
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        return f"{self.side}: {self.precision}, {self.batch} windows"
+
+
+class AuthorsStep(nn.Module):
+    """The loss of a batch. Of `model`, only the weights are used."""
+
+    def __init__(self, model: Pretrainer) -> None:
+        super().__init__()
+        self.encoder: Any = model.encoder
+        self.head: Any = model.plugin
+        self.poles: Any
+        self.poles, self.p, _ = map(torch.from_numpy, conjugate_pairs(self.space(0).states))
+
+    def space(self, layer: int) -> StateSpace:
+        space: StateSpace = self.encoder.layers[layer].space
+        return space
+
+    def forward(self, x_RLT: Tensor, idx_RnK: Tensor) -> Tensor:
+        for block in self.encoder.stem:
+            x_RLT = F.conv1d(x_RLT, block.weight, stride=block.stride, padding=block.kernel // 2)
+            x_RLT = F.relu(block.norm(x_RLT))
+        z_RND = x_RLT.transpose(1, 2)
+        x_RND = z_RND
+        for layer in self.encoder.layers:
+            y_RDN = self.filtered(layer.space, x_RND.transpose(1, 2))
+            y_RDN = F.dropout1d(F.gelu(y_RDN), layer.dropout.p, self.training)
+            y_RDN = torch.einsum("rdn,ed->ren", y_RDN, layer.linear.weight)
+            y_RDN = F.glu(y_RDN + layer.linear.bias[:, None], 1)
+            y_RDN = F.dropout1d(y_RDN, layer.dropout.p, self.training)
+            x_RND = layer.norm(x_RND + y_RDN.transpose(1, 2))
+        ahead = self.head.ahead
+        return copied_loss(self.head.map(x_RND)[:, :-ahead], z_RND, idx_RnK)
+
+    def filtered(self, space: StateSpace, u_RDN: Tensor) -> Tensor:
+        tokens = u_RDN.shape[2]
+        spectrum = torch.fft.rfft(u_RDN, 2 * tokens) * torch.fft.rfft(
+            self.kernel(space)[:, :tokens], 2 * tokens
+        )
+        return torch.fft.irfft(spectrum, 2 * tokens)[..., :tokens] + space.D[:, None] * u_RDN
+
+    def kernel(self, space: StateSpace) -> Tensor:
+        """[D, L], by Cauchy sums and the rank-1 correction."""
+        angle = torch.arange(space.length // 2 + 1) * (-2 * math.pi / space.length)
+        omega = torch.polar(torch.ones_like(angle), angle)
+        z = 2 * (1 - omega) / (1 + omega)
+        dt_D1 = space.log_dt.exp()[:, None]
+        p = self.p.to(torch.complex64)
+        c_Dh = torch.view_as_complex(space.C[0])
+        w_Dh1 = (self.poles.to(torch.complex64) * dt_D1)[..., None]
+
+        def cauchy(v_Dh: Tensor) -> Tensor:
+            v_Dh1 = v_Dh.expand(len(dt_D1), -1)[..., None]
+            return dt_D1 * (v_Dh1 / (z - w_Dh1) + v_Dh1.conj() / (z - w_Dh1.conj())).sum(1)
+
+        b = p * 2**0.5
+        k = cauchy(b * c_Dh) - cauchy(b * p.conj()) * cauchy(p * c_Dh) / (1 + cauchy(p * p.conj()))
+        return torch.fft.irfft(k * 2 / (1 + omega), space.length)
+
+
+def copied_loss(predicted_RnF: Tensor, z_RNF: Tensor, idx_RnK: Tensor) -> Tensor:
+    """`idx_RnK`: the target, then the negatives."""
+    rows, tokens, width = z_RNF.shape
+    flat = z_RNF.reshape(-1, width)
+    first = torch.arange(0, rows * tokens, tokens)[:, None, None]
+    positives = flat[idx_RnK[..., :1] + first]
+    negatives = flat[idx_RnK[..., 1:] + first]
+    candidates = torch.cat([positives, negatives], 2)
+    logits = (predicted_RnF[:, :, None] * candidates).sum(-1).flatten(0, 1)
+    targets = torch.zeros(len(logits), dtype=torch.int64)
+    return F.cross_entropy(logits, targets, reduction="sum") / rows
+
+
+def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+    device = options.device
+    say("checking that both sides give the same loss and gradients")
+    difference = call_fresh(disagreement)
+    if not difference <= TOLERANCE:
+        raise CaseError(f"the two sides differ by {difference:.1e}: nothing was timed")
+    batch, steps = options.batch or BATCHES[device], options.steps or STEPS[device]
+    cases: Cases = {}
+    sides = (OURS,) if device == "cuda" else (RECREATION, OURS)
+    for side, precision in ((side, p) for p in ("fp32", "bf16") for side in sides):
+        if (side, precision) != (RECREATION, "bf16"):  # the authors train in float32
+            run = CpcRun(side, precision, batch, steps, device)
+            cases[run.name] = (step, (run,))
+    for precision in ("fp32", "bf16"):
+        run = StepRun(PRODUCT, precision, device=device, threads=1)
+        cases[run.name] = (product, (run,))
+    config: Config = load(CONFIG)
+    encoder = build_encoder(config.model)
+    flops = encoder_flops(encoder, config.model, False, config.input.samples, windows=1)
+    facts = {
+        "archive": "noise, on the device",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "model": CONFIG,
+        "gflop_per_crop": flops / 1e9,
+        "loss_difference": difference,
+    }
+    return facts, cases
+
+
+def pretrainer(**options: Any) -> Pretrainer:
+    config: Config = load(CONFIG, {"model.options": load(CONFIG).model.options | options})
+    return Pretrainer(config.model, config.objective, generator=torch.Generator().manual_seed(1))
+
+
+def disagreement() -> float:
+    """The largest relative difference of loss and gradients, without dropout."""
+    model, rows = pretrainer(dropout=0.0), 2
+    x_RLT, keys_RS = torch.randn(rows, 12, 600), torch.arange(rows)[:, None]
+    drawn_RnK = draw_others(keys_RS.flatten(), 300, 14, 128)
+    target_Rn1 = torch.arange(14, 300)[:, None].expand(rows, -1, 1)
+    theirs = AuthorsStep(model)(x_RLT, torch.cat([target_Rn1, drawn_RnK], 2))
+    ours = model(x_RLT[:, None], keys_RS)["loss"]
+    weights = list(model.parameters())
+    pairs = [(ours.detach(), theirs.detach())]
+    pairs += zip(
+        torch.autograd.grad(ours, weights), torch.autograd.grad(theirs, weights), strict=True
+    )
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def step(run: CpcRun) -> Iterator[Any]:
+    """Yields once when warm, then the number of windows trained on, repeatedly."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    if run.device == "cpu":
+        keep_freed_memory()  # for both sides
+    advance = authors(run) if run.side == RECREATION else ours(run)
+    advance()
+    yield
+    while True:
+        for _ in range(run.steps):
+            advance()
+        synchronize(run.device)
+        yield run.steps * run.batch
+
+
+def ours(run: CpcRun) -> Callable[[], None]:
+    model = pretrainer().to(run.device).train()
+    optimize = optimizer(model, run.precision)
+    dtype = next(model.parameters()).dtype
+    cast_statistics(model, dtype)
+    compile_model(model, COMPILED[run.device])
+    x_BSLT = torch.randn(run.batch, 1, 12, 600, device=run.device).to(dtype)
+    updates = count()
+
+    def advance() -> None:
+        keys_BS = torch.from_numpy(row_keys(1, next(updates), np.arange(run.batch), 1))
+        model(x_BSLT, keys_BS.to(run.device, non_blocking=True))["loss"].backward()
+        optimize()
+
+    return advance
+
+
+def authors(run: CpcRun) -> Callable[[], None]:
+    model = AuthorsStep(pretrainer()).train()
+    adam = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
+    x_RLT = torch.randn(run.batch, 12, 600)
+    target_n1 = torch.arange(14, 300)[:, None]
+
+    def advance() -> None:
+        other_RnK = torch.randint(299, (run.batch, 286, 128))
+        other_RnK += other_RnK >= target_n1
+        idx_RnK = torch.cat([target_n1.expand(run.batch, -1, 1), other_RnK], 2)
+        model(x_RLT, idx_RnK).backward()
+        adam.step()
+        adam.zero_grad()
+
+    return advance
