@@ -15,6 +15,7 @@ s crop, forward and backward.
 | SimCLR | local: 0, method: simclr |
 | 3KG | local: 0, method: 3kg |
 | CPC (not in the paper) | local: 0, method: cpc, with model.causal, conv_norm: layer |
+| JEPA (not in the paper) | local: 0, method: jepa, with conv_norm: layer |
 | as the authors compute it | form: authors, detach_norm: true, gathered: false |
 
 Random lead masking and views are made by the data loader. The diversity loss and the feature
@@ -45,7 +46,10 @@ ENCODERS = {
 ATTRIBUTES = ("age", "sex")  # in the order of their heads
 # Global objectives: functions of pooled encodings, and classes (omnilead.engine.model.encoders)
 CONTRASTS = ("cmsc", "simclr", "3kg")
-OBJECTIVES = {"cpc": "omnilead.engine.model.cpc:PredictiveCoding"}
+OBJECTIVES = {
+    "cpc": "omnilead.engine.model.cpc:PredictiveCoding",
+    "jepa": "omnilead.engine.model.jepa:JointEmbedding",
+}
 SHOWN = 80  # characters of a wrong value in a message
 SEGMENT = 2500  # samples in 5 s
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted
@@ -170,9 +174,9 @@ class ObjectiveConfig:
     diversity: Weight = 0.1  # weight of the code diversity loss, part of the local objective
     features: Weight = 10.0  # weight of the feature penalty, part of the local objective
     contrast: Weight = 1.0  # weight of the global objective
-    # global objective: cmsc, simclr, 3kg, cpc, or your own, file.py:Class
+    # global objective: cmsc, simclr, 3kg, cpc, jepa, or your own, file.py:Class
     method: str = "cmsc"
-    # arguments of the objective's class: of cpc (steps, temperature), or of your own
+    # arguments of the objective's class: of cpc (steps, temperature), jepa (momentum), or of your own
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     form: Literal["paper", "authors"] = "paper"  # variant of CMSC
     # temperature of the local and the global objective
