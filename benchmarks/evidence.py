@@ -29,7 +29,6 @@ from benchmarks import program_parser, report, tables
 from benchmarks.run import environment
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import say
-from omnilead.downstream.inference.commands import exit_code
 from omnilead.downstream.reproduce.jobs import (
     Job,
     WorkDir,
@@ -41,7 +40,7 @@ from omnilead.downstream.reproduce.jobs import (
     write_json,
 )
 from omnilead.downstream.reproduce.paper import ReproductionScale, as_options
-from omnilead.engine.settings.commandline import positive, read_yaml
+from omnilead.engine.settings.commandline import positive, read_yaml, run_on_ranks
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import find_config
 
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--jobs", type=positive, default=1, metavar="N", help="steps at a time (1)")
     add("--dry-run", action="store_true", help="print every command, and run nothing")
     options = parser.parse_args(arguments)
-    return exit_code("benchmarks.evidence", lambda: run(options))
+    return run_on_ranks("benchmarks.evidence", lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:

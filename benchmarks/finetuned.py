@@ -39,12 +39,12 @@ from omnilead.downstream.evaluation.results import (
     nullable,
     score_task,
 )
-from omnilead.downstream.inference.commands import exit_code
 from omnilead.downstream.inference.trained_model import THRESHOLD
 from omnilead.downstream.reports.bench_report import write
 from omnilead.downstream.reproduce.jobs import read_json
 from omnilead.downstream.tasks.metrics import Array, challenge_statistic
 from omnilead.engine.data.datasets import Datasets
+from omnilead.engine.settings.commandline import run_on_ranks
 from omnilead.engine.settings.errors import ConfigError
 
 RANDOM = "random"
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    return exit_code("benchmarks.finetuned", lambda: score(options))
+    return run_on_ranks("benchmarks.finetuned", lambda: score(options))
 
 
 def score(options: argparse.Namespace) -> int:

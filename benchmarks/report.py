@@ -1,6 +1,6 @@
 """Make tables and pictures from the records. Incomplete records are refused.
 
-    python -m benchmarks.report    rewrite RESULTS.md, results/*.png, and the table of EVIDENCE.md
+    python -m benchmarks.report    rewrite RESULTS.md, the pictures in results/, and the table of EVIDENCE.md
 
 The newest record of each benchmark and kind of device counts. On the same day, a record of its own
 comes before a part of a suite, which has fewer cases. A reduced record (--only, another --model,
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import program_parser, tables
+from benchmarks import chart, program_parser, tables
 from benchmarks.tables import (
     Part,
     Result,
@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 DIAGNOSES = ("diagnosis", "ptbxl-superdiagnostic")  # tasks in the figure of the evidence
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES, EVIDENCE = ROOT / "benchmarks" / "RESULTS.md", ROOT / "benchmarks" / "EVIDENCE.md"
+CHART = RESULTS / "speed.svg"  # of README
 FOLD = RESULTS / "sources" / "fold10.json"
 BOOSTED = RESULTS / "sources" / "folds_8_to_10_981_labels.json"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
@@ -249,6 +250,7 @@ def results_page(parts: Sequence[Part]) -> str:
         "[README.md](README.md).",
         "### Targets and measurements",
         bars_table(parts),
+        *chart.ratios(sorted(parts, key=rank)),
     ]
     for benchmark in tables.TABLES:
         for device in ("cuda", "cpu"):
@@ -371,6 +373,7 @@ def main() -> int:
         return 2
     TABLES.write_text(results_page(parts))
     EVIDENCE.write_text(evidence_page())
+    CHART.write_text(chart.chart(parts))
     figures = {"fold10.png": share_chart(official_fold())}
     latest = newest(parts)
     for part in latest.values():

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import program_parser
-from omnilead.downstream.inference.commands import exit_code
 from omnilead.downstream.reproduce.jobs import read_json, write_json
+from omnilead.engine.settings.commandline import run_on_ranks
 from omnilead.engine.settings.errors import ConfigError
 
 NOT_COPIED = shutil.ignore_patterns("checkpoints", "tensorboard", ".*")
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     runs = runs_named(options.runs, f"{options.of}-")
-    return exit_code("benchmarks.trials", lambda: copy_best(runs, options.out))
+    return run_on_ranks("benchmarks.trials", lambda: copy_best(runs, options.out))
 
 
 def runs_named(texts: Sequence[str], prefix: str) -> dict[str, Path]:

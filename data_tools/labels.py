@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from omnilead.data_tools.ecg.pseudonyms import read_key
-from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_command
+from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_data_command
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import Anonymous
 from omnilead.data_tools.io.terminal import interactive, say
@@ -17,7 +17,7 @@ from omnilead.data_tools.io.terminal import interactive, say
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(__doc__, "labels", labels, arguments)
-    return run_command("labels", lambda: labels(**options), "--out", options["out"])
+    return run_data_command("labels", lambda: labels(**options), "--out", options["out"])
 
 
 def labels(

@@ -8,26 +8,35 @@ figure and as text (sources, roles, what was refused); and warnings.
 """
 
 import os
-import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
-from io import BytesIO
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .dataset import Dataset, Ecg, flagged
+from .dataset import Dataset, flagged
+from .dataset.drawing import plot_ecg as plot_ecg
 from .dataset.rejects import rejects_of
 from .ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
-from .ecg.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
+from .ecg.mean_beat import FEWEST, RATED, HeartRates, heart_rate
+from .ecg.paper import COLUMN_S as COLUMN_S
+from .ecg.paper import DPI, FONT, GREY, new_figure
+from .ecg.paper import INK as INK
+from .ecg.paper import MM_PER_S as MM_PER_S
+from .ecg.paper import ROWS_Y_MM as ROWS_Y_MM
+from .ecg.paper import TRACE_X_MM as TRACE_X_MM
+from .ecg.paper import caption_of as caption_of
+from .ecg.paper import computed as computed
+from .ecg.paper import ecg_figure as ecg_figure
+from .ecg.record import ABBREVIATIONS, LEADS, real_source
 from .ecg.record_tables import doubtful_patients
 from .ecg.resampling import FS_HZ
-from .io.errors import MISSING_FILE
+from .io.errors import MISSING_FILE, DatasetError
 from .io.storage import replaced
 from .sharding.finishing import owners_of, records_of, value_counts
 from .sharding.roles import PAPER_SOURCES, Records, RoleSources
@@ -37,21 +46,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI, MM_PER_INCH = 150, 25.4
-MM_PER_S = 25.0
-COLUMN_S = 2.5
-GAINS_MM_PER_MV = (10.0, 5.0)  # standard gain; half gain for traces that would leave the paper
-
-# A4 landscape, so that a print at 100 % is to scale. The axes are in millimetres from the grid's
-# lower left corner
-PAGE_MM, PAPER_MM, PAPER_AT_MM = (297.0, 210.0), (270.0, 175.0), (13.5, 13.0)
-TRACE_X_MM = 15.0  # x of second 0; the calibration pulse is to its left
-ROWS_Y_MM = (140.0, 100.0, 60.0, 20.0)  # baselines: three rows of four leads, then the rhythm strip
-NAME_MM = 12.0  # from there a trace may rise beside its lead's name
-FLAT_MV = 0.005  # a lead that varies less has no signal; one step of usual converters
-
-FONT = "DejaVu Sans"  # comes with matplotlib, so figures look the same everywhere
-INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dcda", "#eeb0ad"
+EXAMPLES, EXAMPLE_LEADS = 6, ("I", "II", "V1", "V5")  # of a dataset's figure
+MEASURED = 100  # crops of which it has heart rates: each takes some hundredths of a second
 # Differ in lightness, for any colour vision
 ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")
 
@@ -84,288 +80,106 @@ PAPER_SETS = {
 }
 
 
-def plot_ecg(ecg: Ecg) -> "Figure":
-    """A figure of a crop's twelve leads on ECG paper, to scale; notebooks display it."""
-    title = f"{ecg.source}/{ecg.record}, from {ecg.start_s:g} s"
-    caption = caption_of(ecg.age, ecg.sex, ecg.dx)
-    caption = f"{computed(ecg.signal_uv, ecg.halves, ecg.missing_leads)}. {caption}"
-    if ecg.flags:  # first, because a long caption is cut
-        caption = f"flagged: {', '.join(ecg.flags)}. {caption}"
-    return ecg_figure(ecg.signal_uv, ecg.halves, title, caption, ecg.missing_leads)
-
-
-def computed(signal_uv: np.ndarray, halves: int, missing: Collection[str]) -> str:
-    """Heart rate and electrical axis of a crop, or why there are none."""
-    # 0.14 CPU-s, which the notes of `shard` need not wait for
-    from .ecg.mean_beat import rate_and_axis
-
-    mv = signal_uv[:, : HALF * halves] / 1000
-    return f"{rate_and_axis(mv, missing)} (computed, not a diagnosis)"
-
-
-class _Cell(NamedTuple):
-    """A place of the printout and the part of a lead that is drawn there."""
-
-    lead: str
-    row: int
-    start_s: float
-    end_s: float
-
-
-def ecg_figure(
-    signal_uv: np.ndarray,
-    halves: int,
-    title: str = "",
-    caption: str = "",
-    missing: Collection[str] = (),
-) -> "Figure":
-    """A page with a crop [12, 5000] on ECG paper."""
-    (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
-    figure = _figure((page_w / MM_PER_INCH, page_h / MM_PER_INCH))
-    place = (left / page_w, bottom / page_h, w / page_w, h / page_h)
-    axes = figure.add_axes(place, facecolor=PAPER)
-    draw_grid(axes, 1, GRID_1_MM, 0.35)
-    draw_grid(axes, 5, GRID_5_MM, 0.6)
-    axes.spines[:].set(color=GRID_5_MM, linewidth=0.8)
-    scale, notes = draw_ecg(axes, signal_uv, halves, missing)
-    _margins(figure, title, caption, scale, notes)
-    return figure
-
-
-def draw_ecg(
-    axes: "Axes", signal_uv: np.ndarray, halves: int, missing: Collection[str] = ()
-) -> tuple[str, str]:
-    """Draw a crop: 3 rows of 4 leads, 2.5 s each and contiguous in time, and a rhythm strip. The
-    axes become PAPER_MM large. Returns the scale, and notes on what is drawn otherwise.
-
-    Each lead is centred on its median, as AC-coupled carts do. A crop of 5 s is drawn again in
-    the last two columns."""
-    mv = signal_uv[:, : HALF * halves] / 1000.0
-    length_s = mv.shape[1] / FS_HZ
-    shown = {}
-    for lead, values in zip(LEADS, mv, strict=True):
-        if lead not in missing:
-            shown[lead] = values - np.median(values)
-    cells = _cells(shown, length_s)
-    notes = []
-    for gain in GAINS_MM_PER_MV:
-        traces = [_trace_mm(shown, cell, length_s, gain) for cell in cells]
-        if not any(map(_crosses_a_row, cells, traces)):
-            break
-    if gain != GAINS_MM_PER_MV[0]:
-        notes.append(f"half gain: too tall for {GAINS_MM_PER_MV[0]:g} mm/mV")
-    if any(_leaves(trace, 0.0, PAPER_MM[1]) for trace in traces):
-        notes.append("cut at the edge of the paper")
-    if halves == 1:
-        notes.append(f"{length_s:g} s long: its end is not the last column's")
-
-    width, height = PAPER_MM
-    axes.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[], autoscale_on=False)
-    _draw_pulses(axes, gain)
-    for cell, trace in zip(cells, traces, strict=True):
-        _draw_lead(axes, cell, trace if cell.lead in shown else None)
-    return f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {FS_HZ:g} Hz", "   ".join(notes)
-
-
-def _cells(shown: Mapping[str, np.ndarray], length_s: float) -> list[_Cell]:
-    """Four columns of three leads, and the rhythm strip: II, or the first lead with a signal."""
-    cells = []
-    for i, lead in enumerate(LEADS):
-        column, row = divmod(i, 3)
-        cells.append(_Cell(lead, row, COLUMN_S * column, COLUMN_S * (column + 1)))
-    rhythm = "II"
-    for lead in ("II", *LEADS):
-        if lead in shown and np.ptp(shown[lead]) > FLAT_MV:
-            rhythm = lead
-            break
-    cells.append(_Cell(rhythm, 3, 0.0, length_s))
-    return cells
-
-
-def _trace_mm(
-    shown: Mapping[str, np.ndarray], cell: _Cell, length_s: float, gain: float
-) -> np.ndarray:
-    """[points, (x, y)]; a sample on the edge of two columns is in both."""
-    first = round(cell.start_s % length_s * FS_HZ)
-    last = first + round((cell.end_s - cell.start_s) * FS_HZ)
-    mv = shown.get(cell.lead, np.empty(0))[first : last + 1]
-    x = TRACE_X_MM + MM_PER_S * (cell.start_s + np.arange(len(mv)) / FS_HZ)
-    return np.stack([x, ROWS_Y_MM[cell.row] + gain * mv], axis=1)
-
-
-def _draw_pulses(axes: "Axes", gain: float) -> None:
-    x = (2, 5, 5, 10, 10, 13)
-    for row_y in ROWS_Y_MM:
-        pulse = row_y + gain * np.array([0, 0, 1, 1, 0, 0])
-        axes.plot(x, pulse, color=INK, lw=0.9, solid_joinstyle="miter", label="calibration")
-
-
-def caption_of(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
-    names = [ABBREVIATIONS[CLASS_OF[code]] if code in CLASS_OF else code for code in dx]
-    return ", ".join(filter(None, ["" if age is None else f"{age:.0f} years", sex, *names]))
-
-
-def _leaves(trace: np.ndarray, floor: float, ceiling: float) -> bool:
-    y = trace[:, 1]
-    return bool(np.any((y < floor) | (y > ceiling)))
-
-
-def _crosses_a_row(cell: _Cell, trace: np.ndarray) -> bool:
-    """A trace may reach into the next row, but not cross its baseline."""
-    edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)
-    return _leaves(trace, edges[cell.row + 2], edges[cell.row])
-
-
-def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
-    lead, y = cell.lead, ROWS_Y_MM[cell.row]
-    x = TRACE_X_MM + MM_PER_S * cell.start_s
-    end_x = TRACE_X_MM + MM_PER_S * cell.end_s
-    name_y = y + 6
-    if cell.start_s > 0:
-        axes.plot([x, x], [y - 4, y + 4], color=INK, lw=0.7, label="separator")
-    if trace is None:
-        axes.plot([x, end_x], [y, y], color=GREY, lw=0.9, ls=(0, (5, 4)), label=f"missing {lead}")
-        _write(
-            axes, (x + end_x) / 2, y + 1.5, "missing", 9, color=GREY, style="italic", ha="center"
-        )
-    else:
-        axes.plot(
-            trace[:, 0],
-            trace[:, 1],
-            color=INK,
-            lw=0.9,
-            solid_joinstyle="round",
-            zorder=3,
-            label=f"trace {lead}",
-            gid="trace",
-        )
-        below = trace[trace[:, 0] < x + NAME_MM, 1]  # of the lead's name
-        name_y = min(max(name_y, below.max(initial=y) + 2), PAPER_MM[1] - 5)
-    # under the traces
-    _write(axes, x + 1.2, name_y, lead, 10, weight="bold", label=f"name {lead}", zorder=2)
-
-
-def draw_grid(axes: "Axes", step: float, colour: str, lw: float) -> None:
-    """Lines `step` mm apart, as one path: it makes small files."""
-    width, height = PAPER_MM
-    gap = (np.nan, np.nan)
-    lines = [[(x, 0.0), (x, height), gap] for x in np.arange(0, width + 1, step)]
-    lines += [[(0.0, y), (width, y), gap] for y in np.arange(0, height + 1, step)]
-    x, y = np.concatenate(lines).T
-    axes.plot(x, y, color=colour, lw=lw, zorder=0.5, snap=True, label=f"grid {step:g} mm")
-
-
-def _figure(size: tuple[float, float], **options: Any) -> "Figure":
-    """An empty figure that notebooks display; pyplot's figures need `%matplotlib inline` for
-    that."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, dpi=DPI, facecolor="white", **options)
-    FigureCanvasAgg(figure)
-    figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]
-    return figure
-
-
-def _png(figure: "Figure") -> bytes:
-    file = BytesIO()
-    figure.savefig(file, format="png", dpi=figure.dpi / 1.5)
-    return file.getvalue()
-
-
-def _margins(figure: "Figure", title: str, caption: str, scale: str, notes: str) -> None:
-    """Write the text around the paper."""
-    (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
-    x, right, footer_y = left / page_w, (left + w) / page_w, (bottom - 5.5) / page_h
-    caption = "\n".join(textwrap.wrap(caption, 125, max_lines=2))
-    _write(
-        figure,
-        x,
-        (bottom + h + 12) / page_h,
-        title[:80] + ("…" if title[80:] else ""),
-        13,
-        weight="bold",
-    )
-    _write(
-        figure, x, (bottom + h + 9.5) / page_h, caption, 9, color=GREY, va="top", linespacing=1.25
-    )
-    _write(figure, x, footer_y, scale, 9.5, weight="bold" if "gain" in notes else "normal")
-    _write(figure, right, footer_y, notes, 9, color=GREY, ha="right")
-
-
-def _write(
-    where: "Figure | Axes",
-    x: float,
-    y: float,
-    text: str,
-    size: float,
-    color: str = INK,
-    **style: object,
-) -> None:
-    style |= {"fontsize": size, "color": color, "fontfamily": FONT, "parse_math": False}
-    where.text(x, y, text, **style)  # type: ignore[arg-type]
-
-
 def dataset_figure(dataset: Dataset) -> "Figure":
-    table = dataset.table(["source", "pretrain", "dx_role", "id_role"]).to_pydict()
-    labels = dataset.labels.sum(axis=0).tolist()
+    """Six ECGs, what crops measure, and how many there are by source, flag and diagnosis."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    names = ["source", "pretrain", "dx_role", "id_role", "flags", "age", "fs_source_hz"]
+    table = dataset.table(names)
+    roles = roles_by_source(table)
+    flags = value_counts(pc.list_flatten(table["flags"]))
+    bars: dict[str, Mapping[str, Mapping[str, int]]] = {
+        f"{len(dataset):,} crops by source and role": roles,
+        "crops with each flag": {name: {"": count} for name, count in flags.items()},
+        "crops with each diagnosis class": class_counts(dataset),
+    }
+    bars = {title: counts for title, counts in bars.items() if counts}
+    slots = max([len(counts) for counts in bars.values()], default=1)
+    bars_tall = 0.9 + 0.22 * slots
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
+    figure = new_figure((12.5, 6.6 + bars_tall), layout=layout)
+    title = f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}"
+    style: Any = {"x": 0.012, "ha": "left", "fontsize": 13, "fontweight": "bold", "color": INK}
+    figure.suptitle(title, **style, family=FONT, parse_math=False)
+    parts: Any = figure.subfigures(3, 1, height_ratios=(4.2, 2.0, bars_tall))
+    ecgs, measured, counted = parts
+    draw_examples(ecgs, dataset)
+    draw_histograms(measured, dataset, table)
+    panels = np.ravel(counted.subplots(1, len(bars), squeeze=False))
+    for axes, (title, counts) in zip(panels, bars.items(), strict=True):
+        axes.set_title(title, loc="left", fontsize=10, color=INK, family=FONT)
+        _draw_bars(axes, counts, max(len(counts), 0.55 * slots), wide_range=counts is not roles)
+        if counts is roles:  # below the axis, where there are no bars
+            font = {"family": FONT, "size": 9}
+            below = (-0.01, -1.1 / slots)
+            axes.legend(loc="upper left", bbox_to_anchor=below, ncols=4, frameon=False, prop=font)
+    return figure
+
+
+def roles_by_source(table: pa.Table) -> dict[str, Counter[str]]:
     counts: dict[str, Counter[str]] = {}
-    for source, pretrain, dx, identity in zip(*table.values(), strict=True):
+    columns = table.select(["source", "pretrain", "dx_role", "id_role"]).to_pydict()
+    for source, pretrain, dx, identity in zip(*columns.values(), strict=True):
         role = "pre-training" if pretrain else "kept out"
         if dx in ("valid", "test"):
             role = f"diagnosis {dx}"
         if identity in ("gallery", "probe"):
             role = "gallery or probe"
         counts.setdefault(source, Counter())[role] += 1
-    classes = dict(zip(ABBREVIATIONS, labels, strict=True)) if any(labels) else {}
-    return summary_figure(
-        counts, classes, f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}"
-    )
+    return counts
 
 
-def summary_figure(
-    counts: Mapping[str, Mapping[str, int]], class_counts: Mapping[str, int], title: str
-) -> "Figure":
-    """Left: number of crops by source and role (counts[source][role]). Right: number of crops with
-    each diagnosis class."""
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
+def class_counts(dataset: Dataset) -> dict[str, dict[str, int]]:
+    """Crops with each diagnosis class that a crop has; {}: no labels."""
+    labels = dataset.labels.sum(axis=0).tolist()
+    return {name: {"": count} for name, count in zip(ABBREVIATIONS, labels, strict=True) if count}
 
-    slots = max(len(counts), len(ABBREVIATIONS) if class_counts else 8)
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
-    figure = _figure((12.5, 1.8 + 0.22 * slots), layout=layout)
-    figure.suptitle(
-        title,
-        x=0.012,
-        ha="left",
-        fontsize=13,
-        fontweight="bold",
-        color=INK,
-        family=FONT,
-        parse_math=False,
-    )
-    left, right = figure.subplots(1, 2, width_ratios=(1.1, 1.0))
-    total = sum(sum(roles.values()) for roles in counts.values())
-    titles = {left: f"{total:,} crops by source and role", right: "crops with each diagnosis class"}
-    for axes, words in titles.items():
-        axes.set_title(words, loc="left", fontsize=10, color=INK, family=FONT)
-    _draw_bars(left, counts, max(len(counts), 0.55 * slots))
-    if total:  # below the axis, where there are no bars
-        below, font = (-0.01, -1.1 / slots), {"family": FONT, "size": 9}
-        left.legend(
-            loc="upper left",
-            bbox_to_anchor=below,
-            ncols=4,
-            frameon=False,
-            prop=font,
-            borderaxespad=0,
-        )
-    if class_counts:
-        classes = {name: {"": class_counts.get(name, 0)} for name in ABBREVIATIONS}
-        _draw_bars(right, classes, len(classes), wide_range=True)
-    else:  # bars of zeros would say that nobody is ill
-        right.set_axis_off()
-        right.text(0.5, 0.5, "no diagnosis labels", color=GREY, ha="center", va="center")
-    return figure
+
+def draw_examples(figure: Any, dataset: Dataset) -> None:
+    """Leads of crops from all over the dataset, 2 mV apart."""
+    rows = np.unique(np.linspace(0, len(dataset) - 1, EXAMPLES).astype(int))
+    panels = np.ravel(figure.subplots(2, 3))
+    for axes in panels:
+        axes.set_axis_off()
+    for axes, row in zip(panels, rows.tolist(), strict=False):
+        ecg = dataset[row]
+        seconds = np.arange(HALF * ecg.halves) / FS_HZ
+        for place, lead in enumerate(EXAMPLE_LEADS):
+            mv = ecg.signal_mv[LEADS.index(lead), : len(seconds)]
+            axes.plot(seconds, mv - np.median(mv) - 2 * place, color=INK, lw=0.6)
+            axes.text(-0.3, -2 * place, lead, size=8, color=GREY, family=FONT, ha="right")
+        axes.set(xlim=(-0.9, 10), ylim=(-2 * len(EXAMPLE_LEADS) + 0.5, 2.5))
+        about = caption_of(ecg.age, ecg.sex, ecg.dx)
+        words = f"crop {row}: {ecg.record}" + f", {about}" * bool(about)
+        shown = words[:60] + "…" * (len(words) > 60)
+        axes.set_title(shown, loc="left", size=9, color=INK, family=FONT, parse_math=False)
+
+
+def draw_histograms(figure: Any, dataset: Dataset, table: pa.Table) -> None:
+    """What betrays a wrong rate or unit: 60 instead of 30 beats a minute, 1,000 instead of 1 mV."""
+    rows = np.unique(np.linspace(0, len(dataset) - 1, MEASURED).astype(int))
+    rates, heights = [], []
+    for row in rows.tolist():
+        mv = dataset.read(row) / 1000
+        rates.append(heart_rate(mv))
+        heights.append(np.ptp(mv, axis=1).max())
+    some = "" if len(rows) == len(dataset) else f" of {len(rows)} crops"
+    panels = {
+        f"heart rate{some}, beats a minute": np.array(rates, float),
+        f"tallest lead{some}, mV": np.array(heights),
+        "age, years": table["age"].to_numpy().astype(float),
+        "rate of the recording, Hz": table["fs_source_hz"].to_numpy(),
+    }
+    for axes, (title, values) in zip(figure.subplots(1, 4), panels.items(), strict=True):
+        known = values[np.isfinite(values)]
+        axes.set_title(title, loc="left", size=9, color=INK, family=FONT)
+        spread = len(known) and np.ptp(known) > 0
+        axes.hist(known, bins=24 if spread else 1, color=ROLE_COLOURS[0])
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        _style_bars(axes)
+        said = f"median {np.median(known):.3g}" if len(known) else "unknown"
+        said += f", {len(values) - len(known):,} unknown" * (0 < len(known) < len(values))
+        axes.set_xlabel(said, fontsize=8, color=GREY, family=FONT)
 
 
 def _draw_bars(
@@ -390,7 +204,8 @@ def _draw_bars(
         words = [f"{totals[name]:,}" for name in order]
         axes.bar_label(bars, words, padding=4, size=8, family=FONT, color=INK)
     axes.set_yticks(rows, order, parse_math=False)
-    _style_bars(axes, slots)
+    axes.set_ylim(slots - 0.4, -0.6)
+    _style_bars(axes)
 
 
 def _scale_bars(axes: "Axes", lowest: int, highest: int, wide_range: bool) -> float:
@@ -408,8 +223,7 @@ def _scale_bars(axes: "Axes", lowest: int, highest: int, wide_range: bool) -> fl
     return 0.0
 
 
-def _style_bars(axes: "Axes", slots: float) -> None:
-    axes.set_ylim(slots - 0.4, -0.6)
+def _style_bars(axes: "Axes") -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.tick_params(axis="x", which="both", colors=GREY, labelsize=8, labelfontfamily=FONT)
@@ -579,6 +393,20 @@ def notes(dataset: Dataset) -> Iterator[str]:
         for source, count in value_counts(of_flagged).items():
             if count > crops[source] * share:
                 yield f"{count:,} of {crops[source]:,} crops of {source} {what} right?"
+    yield from _heart_rates(dataset).doubts()
+
+
+def _heart_rates(dataset: Dataset) -> HeartRates:
+    rates = HeartRates()
+    table = dataset.table(["source", "start_s"])
+    for source, count in value_counts(table["source"]).items():
+        if count < FEWEST:
+            continue
+        is_first = pc.and_(pc.equal(table["source"], source), pc.equal(table["start_s"], 0))
+        for row in np.flatnonzero(is_first)[:RATED]:  # at random: crops are shuffled
+            with suppress(DatasetError):  # a damaged crop, which whoever reads it all will name
+                rates.add(source, dataset.read(row))
+    return rates
 
 
 def _role_notes(dataset: Dataset) -> Iterator[str]:

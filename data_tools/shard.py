@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from omnilead.data_tools.ecg.constants import CROP_FLAGS, IMPLAUSIBLE
 from omnilead.data_tools.ecg.pseudonyms import read_key
-from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_command
+from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_data_command
 from omnilead.data_tools.io.errors import DataError
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(__doc__, "shard", shard, arguments)
     resume = ": run the same command again to continue"
-    return run_command("shard", lambda: _shard(**options), "--out", options["out"], resume)
+    return run_data_command("shard", lambda: _shard(**options), "--out", options["out"], resume)
 
 
 def shard(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_command
+from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_data_command
 from omnilead.data_tools.io.errors import DataError, ReadError
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import Anonymous, DatasetPaths
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(__doc__, "show", show, arguments)
-    return run_command("show", lambda: show(**options), "--png", options["png"])
+    return run_data_command("show", lambda: show(**options), "--png", options["png"])
 
 
 def show(

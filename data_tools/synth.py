@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_command
+from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_data_command
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import echo, interactive
 
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(__doc__, "synth", synth, arguments)
     out = options["out"]
     resume = f": delete {out} and run it again"
-    return run_command("synth", lambda: _synth(**options), "OUT", out, resume)
+    return run_data_command("synth", lambda: _synth(**options), "OUT", out, resume)
 
 
 def synth(

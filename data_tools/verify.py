@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from omnilead.data_tools.ecg.pseudonyms import read_key
-from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_command
+from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_data_command
 from omnilead.data_tools.io.errors import DataError, printable
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(__doc__, "verify", verify, arguments)
-    return run_command("verify", lambda: _verify(**options))
+    return run_data_command("verify", lambda: _verify(**options))
 
 
 def verify(

@@ -24,7 +24,7 @@ from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import DatasetPaths
 from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
-from omnilead.engine.settings.commandline import one_blas_thread, options_of
+from omnilead.engine.settings.commandline import one_blas_thread, options_of, run_on_ranks
 from omnilead.engine.settings.files import File
 
 
@@ -62,6 +62,7 @@ def bench(
     ] = "",
     columns: shared.Columns = (),
     kind: shared.Kind = None,
+    positive: shared.Positive = "",
     test_labels: Annotated[str, Option("the same for --test-data", "DIR")] = "",
     leads: Annotated[
         Sequence[str],
@@ -109,6 +110,7 @@ def bench(
         labels=labels,
         columns=tuple(columns),
         kind=kind,
+        positive=positive,
         test_labels=test_labels,
         leads=tuple(dict.fromkeys(leads)),
         fit_leads=fit_leads,
@@ -128,7 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(bench, "bench", __doc__, arguments)
     one_blas_thread()
     from omnilead.downstream.evaluation.probe import fitting_processes
-    from omnilead.downstream.inference.commands import exit_code
 
     def run() -> int:
         with fitting_processes():
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = (out / "bench.md").read_text()
         return show(f"{text}\n{out}: bench.md, bench.csv, bench.json, bench.png\n")
 
-    return exit_code("omnilead bench", run, options["out"])
+    return run_on_ranks("omnilead bench", run, options["out"])
 
 
 if __name__ == "__main__":

@@ -28,11 +28,13 @@ usually becomes float32.
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from omnilead.data_tools.ecg.constants import LEADS
-from omnilead.data_tools.io.commands import run_as_omnilead
-from omnilead.data_tools.io.terminal import about_file, echo, tell
+from omnilead.data_tools.io.commands import explain_failure, run_as_omnilead, run_command
+from omnilead.data_tools.io.errors import UserError
+from omnilead.data_tools.io.terminal import echo, tell
 from omnilead.engine.settings.commandline import RUN_CODE, command_parser, parse_yaml
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import leads_in_order
@@ -147,8 +149,18 @@ def add_torch_options(sub: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
+    return run_command("omnilead convert", lambda: convert(args), partial(explain, out=args.out))
+
+
+def explain(error: Exception, out: Path) -> UserError | None:
     from safetensors import SafetensorError
 
+    if isinstance(error, SafetensorError):
+        return ConfigError(str(error))
+    return explain_failure(error, "OUT", out)
+
+
+def convert(args: argparse.Namespace) -> int:
     from omnilead.downstream.inference.trained_model import load
     from omnilead.downstream.interop.conversion import (
         from_fairseq,
@@ -158,31 +170,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     from omnilead.downstream.interop.onnx import to_onnx
 
-    try:
-        source, notes = Path(args.source), []
-        if args.command.startswith("from") and "://" in args.source:
-            raise ConfigError(f"{args.source}: download the checkpoint first")
-        if args.command == "from-fairseq":
-            notes = from_fairseq(source, args.out, args.input, args.fs, args.classes)
-        elif args.command == "from-torch":
-            fs_hz = 500.0 if args.fs is None else args.fs
-            leads = [LEADS[lead] for lead in leads_in_order(args.leads, "--leads")]
-            preprocessing = signals(args.input, fs_hz, leads, args.window, args.band)
-            options = parse_yaml(args.options, "--options")
-            notes = from_torch(
-                source, args.out, args.encoder, options, preprocessing, args.prefix, args.map
-            )
-        elif args.command == "to-fairseq":
-            to_fairseq(args.source, args.out)
-        else:
-            worst = to_onnx(load(args.source, args.code), args.out)
-            echo(f"onnxruntime and PyTorch differ by {worst:.1g} at most")
-        for note in notes:
-            tell(f"note: {args.source}: {note}")
-    except (ConfigError, OSError, SafetensorError) as error:
-        message = about_file(error, "OUT", args.out) if isinstance(error, OSError) else error
-        tell(f"omnilead convert: {message}")
-        return 2
+    source, notes = Path(args.source), []
+    if args.command.startswith("from") and "://" in args.source:
+        raise ConfigError(f"{args.source}: download the checkpoint first")
+    if args.command == "from-fairseq":
+        notes = from_fairseq(source, args.out, args.input, args.fs, args.classes)
+    elif args.command == "from-torch":
+        fs_hz = 500.0 if args.fs is None else args.fs
+        leads = [LEADS[lead] for lead in leads_in_order(args.leads, "--leads")]
+        preprocessing = signals(args.input, fs_hz, leads, args.window, args.band)
+        options = parse_yaml(args.options, "--options")
+        notes = from_torch(
+            source, args.out, args.encoder, options, preprocessing, args.prefix, args.map
+        )
+    elif args.command == "to-fairseq":
+        to_fairseq(args.source, args.out)
+    else:
+        worst = to_onnx(load(args.source, args.code), args.out)
+        echo(f"onnxruntime and PyTorch differ by {worst:.1g} at most")
+    for note in notes:
+        tell(f"note: {args.source}: {note}")
     echo(args.out)
     return 0
 

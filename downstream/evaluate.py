@@ -33,7 +33,7 @@ from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
-from omnilead.engine.settings.commandline import options_of, writable, write_result
+from omnilead.engine.settings.commandline import options_of, run_on_ranks, writable, write_result
 from omnilead.engine.settings.errors import ConfigError, Facts, OutputError
 from omnilead.engine.settings.files import File
 from omnilead.engine.settings.launcher import environment
@@ -51,8 +51,6 @@ CLASSES_SHOWN = 12  # printed on the terminal
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(evaluate, "evaluate", __doc__, arguments)
-    # imported late, so that --help does not wait for PyTorch
-    from omnilead.downstream.inference.commands import exit_code
 
     def run() -> int:
         document = evaluate(**options)
@@ -62,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return show(f"{text}{options['report']}\n" if options["report"] else text)
 
     flag = "--json" if options["json"] else "--report"
-    return exit_code("omnilead evaluate", run, options["json"] or options["report"], flag)
+    return run_on_ranks("omnilead evaluate", run, options["json"] or options["report"], flag)
 
 
 def evaluate(

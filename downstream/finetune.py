@@ -63,6 +63,13 @@ OWN: dict[str, Shortcut] = {
         "task.columns",
         {"nargs": "+", "metavar": "NAME", "help": "label columns (default: all)"},
     ),
+    "--positive": (
+        "task.positive",
+        {
+            "metavar": "VALUE",
+            "help": "in a column of two or more values: the one that counts as 1",
+        },
+    ),
     "--lr": ("train.lr", {"nargs": "+", "type": float, "metavar": "RATE", "help": "learning rate"}),
     "--code": ("code", {"action": "store_const", "const": True, "help": RUN_CODE["help"]}),
 }
@@ -90,6 +97,7 @@ def finetune(
     task: str | None = None,
     kind: str | None = None,
     columns: Sequence[str] | None = None,
+    positive: str | None = None,
     config: str | Path | None = None,
     **settings: Any,
 ) -> "TrainingRun":
@@ -106,6 +114,7 @@ def finetune(
         "name": task,
         "kind": kind,
         "columns": list(columns) if columns else None,
+        "positive": positive,
     }
     settings |= {f"task.{name}": value for name, value in of_task.items() if value is not None}
     settings["start"] = start

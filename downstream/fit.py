@@ -6,7 +6,8 @@
     omnilead fit --model RUN --data DATASET --labels my.csv --leads I --out MODEL      for ECGs of lead I alone
     omnilead predict --model MODEL --data NEW --out predictions.csv
 
-Labels are 0 and 1, yes and no, text or numbers; an empty cell is unknown. The head is fitted on the
+Labels are 0 and 1, yes and no, text or numbers; an empty cell is unknown. Of two other values, such as
+1 and 2, --positive says which counts as 1. The head is fitted on the
 ECGs of train and valid; `omnilead evaluate --model MODEL` tests it on the others. A column `fold` or
 `split` splits the ECGs; without one, patients are split 8:1:1. The score that is printed is from
 cross-validation: each ECG of train and valid (of more than 5,000 a fifth) is scored by a head that
@@ -22,7 +23,7 @@ from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
-from omnilead.engine.settings.commandline import one_blas_thread, options_of
+from omnilead.engine.settings.commandline import one_blas_thread, options_of, run_on_ranks
 from omnilead.engine.settings.errors import Facts
 from omnilead.engine.settings.files import File
 
@@ -39,6 +40,7 @@ def fit(
     ],
     columns: shared.Columns = (),
     kind: shared.Kind = None,
+    positive: shared.Positive = "",
     out: Annotated[File, Option("folder for the model with its head", "MODEL")],
     leads: Annotated[
         str, Option('12, 6, 3, 2, 1 or names such as "I,II,V2": those it will be given (12)', "L")
@@ -70,6 +72,7 @@ def fit(
         labels=os.fspath(labels),
         columns=tuple(columns),
         kind=kind,
+        positive=positive,
         leads=leads,
         reader=reader,
         folds=folds,
@@ -82,12 +85,11 @@ def fit(
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(fit, "fit", __doc__, arguments)
     one_blas_thread()
-    from omnilead.downstream.inference.commands import exit_code
 
     def run() -> int:
         return show("".join(f"{sentence}\n" for sentence in fit(**options)["said"]))
 
-    return exit_code("omnilead fit", run, options["out"])
+    return run_on_ranks("omnilead fit", run, options["out"])
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ or set HF_TOKEN in the environment. In Python: omnilead.load("hf://org/name"). N
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from omnilead.data_tools.io.commands import run_as_omnilead
+from omnilead.data_tools.io.commands import explain_failure, run_as_omnilead, run_command
 from omnilead.data_tools.io.options import Option, add_options
-from omnilead.data_tools.io.terminal import about_file, echo, tell
+from omnilead.data_tools.io.terminal import echo
 from omnilead.engine.settings.commandline import command_parser
-from omnilead.engine.settings.errors import ConfigError
 
 
 def push(
@@ -61,18 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_options(command, run)
     options = vars(parser.parse_args(arguments))
     del options["action"]
-    run = options.pop("run")
-    try:
-        run(**options)
+    action = options.pop("run")
+
+    def work() -> int:
+        action(**options)
         return 0
-    except ConfigError as error:
-        message, code = str(error), 2
-    except OSError as error:
-        message, code = about_file(error, "OUT", options.get("out")), 2
-    except KeyboardInterrupt:
-        message, code = "interrupted: run the same command again", 130
-    tell(f"omnilead hub: {' '.join(message.split())}")
-    return code
+
+    explain = partial(explain_failure, option="OUT", place=options.get("out"))
+    return run_command("omnilead hub", work, explain, ": run the same command again")
 
 
 if __name__ == "__main__":

@@ -28,16 +28,13 @@ from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
-from omnilead.engine.settings.commandline import options_of, writable
+from omnilead.engine.settings.commandline import options_of, run_on_ranks, writable
 from omnilead.engine.settings.files import File
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(seen, "seen", __doc__, arguments)
-    # imported late, so that --help does not wait for PyTorch
-    from omnilead.downstream.inference.commands import exit_code
-
-    return exit_code("omnilead seen", lambda: seen(**options), options["out"])
+    return run_on_ranks("omnilead seen", lambda: seen(**options), options["out"])
 
 
 def seen(

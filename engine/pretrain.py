@@ -81,7 +81,7 @@ def train_run(
     folder = run_folder.RunFolder(config.run)
     folder.make()
     # Only now PyTorch and DeepSpeed, which take seconds: a wrong setting or path is said before
-    from omnilead.engine.training import distributed, train
+    from omnilead.engine.training import distributed, equal_ranks, train
     from omnilead.engine.training.loop import Loop
     from omnilead.engine.training.profiling import Profile
 
@@ -90,9 +90,11 @@ def train_run(
     # The lock is held until the model is written, longer than the ranks' connections and the engine
     with ExitStack() as lock:
         with distributed.started(config.train) as ranks, ExitStack() as opened:
+            equal_ranks.require_equal(ranks, equal_ranks.facts_of_rank(config, datasets))
             lock.enter_context(folder.locked(ranks))
             # What is trained: training/pretraining.py; in fine-tuning, downstream/finetuning/task.py
             task = task_class(config, datasets, ranks)
+            equal_ranks.require_equal(ranks, equal_ranks.facts_of_task(task.facts()))
             resumed = train.find_checkpoint(task, folder)
             # Crops to batches on the device: data/order.py, reader.py, augmenter.py
             loader = opened.enter_context(closing(train.make_loader(task, resumed)))

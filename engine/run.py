@@ -19,12 +19,14 @@ import html
 import json
 import os
 import signal
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from omnilead.data_tools.io.errors import DataError
+from omnilead.data_tools.io.commands import run_command
+from omnilead.data_tools.io.errors import UserError
 from omnilead.data_tools.io.terminal import Parser, is_memory, say, show
 from omnilead.engine.settings.commandline import (
     note_for_torchrun,
@@ -32,7 +34,7 @@ from omnilead.engine.settings.commandline import (
     run_folder,
     tell_failure,
 )
-from omnilead.engine.settings.errors import ConfigError, OutputError, TrainError
+from omnilead.engine.settings.errors import ConfigError, TrainError
 from omnilead.engine.settings.launcher import environment
 from omnilead.engine.settings.run_files import METRICS, REPORT, VALIDATION, read_rows
 
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     Train = Callable[..., bool]  # engine.pretrain.train_run
 
 LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
+CONTINUED = ": the same command continues"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 Shortcut = tuple[
     str, dict[str, Any]
@@ -144,7 +147,8 @@ def command(
     from omnilead.engine.training.run_folder import RunFolder
 
     kind, read = settings()
-    try:
+
+    def work() -> int:
         if args.schema:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
             return show(schema(kind) + "\n")
@@ -157,12 +161,9 @@ def command(
         if args.dry_run:
             return show(_dry_run(config, task, args.dry_run) + "\n")
         train(config, task, args.profile or 0, after)
-    except (Exception, KeyboardInterrupt) as error:
-        message, code = message_and_code(error)
-        if code != 130 or os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks
-            tell_failure(f"omnilead {name}: {' '.join(message.split())}", everywhere=code == 2)
-        return code
-    return 0
+        return 0
+
+    return run_command(f"omnilead {name}", work, explain_training, CONTINUED, tell_failure)
 
 
 def _dry_run(config: Any, task: "Task", gpus: int) -> str:
@@ -252,34 +253,28 @@ def export(
     return write_export(run, read, task, card)
 
 
-def message_and_code(error: BaseException) -> tuple[str, int]:
-    """A one-line message and an exit code: 2, settings or files are wrong; 1, the run failed;
-    130, Ctrl-C. Raises other errors: bugs."""
-    from omnilead.engine.training.checkpoint_files import CheckpointError, WriteError
-
-    if isinstance(error, ConfigError | DataError | CheckpointError):
-        return str(error), 2
-    if isinstance(error, TrainError | WriteError | OutputError):
-        return str(error), 1
-    if isinstance(error, KeyboardInterrupt):
-        return str(error) or "interrupted: the same command continues", 130
+def explain_training(error: Exception) -> UserError | None:
+    """The error for the user that stands for another one; None for a bug. Its code is 2 if settings or
+    files are wrong, 1 if the run failed."""
+    if isinstance(error, UserError):
+        return error
     if is_memory(error):
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        return f"out of memory: {LESS_MEMORY} ({reason})", 1
+        return TrainError(f"out of memory: {LESS_MEMORY} ({reason})")
     if isinstance(error, UnicodeEncodeError):  # torch accepts no such path
-        return f"{error.object[:200]!r}: not UTF-8: choose another name", 2
+        return ConfigError(f"{error.object[:200]!r}: not UTF-8: choose another name")
     if isinstance(error, OSError):
         name = f"{error.filename or '--out RUN'}: {error.strerror}"
         if error.errno in NOT_WRITABLE:
-            return f"{name}: choose another with --out RUN", 2
-        return f"{name}: the last checkpoint is intact", 1
+            return ConfigError(f"{name}: choose another with --out RUN")
+        return TrainError(f"{name}: the last checkpoint is intact")
     if isinstance(error, RuntimeError):
         from omnilead.engine.training.distributed import lost_a_rank
 
         if lost_a_rank(error):
-            reason = str(error).splitlines()[0][:150]
-            return f"another rank died or hung ({reason}): start again to resume", 1
-    raise error
+            reason = textwrap.shorten(str(error).splitlines()[0], 150, placeholder=" ...")
+            return TrainError(f"another rank died or hung ({reason}): start again to resume")
+    return None
 
 
 @dataclass(frozen=True)
@@ -342,10 +337,10 @@ def run_from_python(
     try:
         finished = train(settings_of()[1](config, overrides), task, 0, after)
     except Exception as error:
-        message, code = message_and_code(error)
-        if message == str(error):
+        failure = explain_training(error)
+        if failure is None or failure is error:
             raise
-        raise (ConfigError if code == 2 else TrainError)(" ".join(message.split())) from error
+        raise failure from error
     if not finished:
         raise KeyboardInterrupt(f"{os.fspath(out)}: stopped: the same call resumes")
     return TrainingRun(RunFolder(os.fspath(out)).path, after)

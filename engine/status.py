@@ -22,15 +22,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
-from omnilead.data_tools.io.commands import run_as_omnilead
+from omnilead.data_tools.io.commands import run_as_omnilead, run_command
+from omnilead.data_tools.io.errors import UserError
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.storage import RemoteFolder
-from omnilead.data_tools.io.terminal import UserError, say, show, tell
+from omnilead.data_tools.io.terminal import say, show
 from omnilead.engine.run import AfterTraining
 from omnilead.engine.settings.commandline import options_of
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.metrics import label_of
 from omnilead.engine.settings.run_files import (
+    FACTS,
     LOCK,
     METRICS,
     PROMETHEUS,
@@ -40,8 +42,6 @@ from omnilead.engine.settings.run_files import (
     training_spans,
 )
 
-NAME = "omnilead status"
-FACTS = "run.json"
 LATEST = "checkpoints/latest"
 RECENT_S = 60.0
 SILENT_S = 300.0  # without a line; compiling and validating take less on most machines
@@ -178,7 +178,15 @@ def where_it_goes(gauges_now: dict[str, float], row: Facts, rows: list[Facts]) -
 
 
 def main(arguments: Sequence[str] | None = None, after: AfterTraining | None = None) -> int:
-    return status(**options_of(status, "status", __doc__, arguments), after=after)
+    options = options_of(status, "status", __doc__, arguments)
+    return run_command("omnilead status", lambda: status(**options, after=after), explain)
+
+
+def explain(error: Exception) -> UserError | None:
+    """The error for the user: a damaged file may raise any of these."""
+    if isinstance(error, OSError | ValueError | LookupError | TypeError):
+        return ConfigError(str(error))
+    return error if isinstance(error, UserError) else None
 
 
 def _write_report(run: str, after: AfterTraining | None) -> None:
@@ -196,18 +204,14 @@ def status(
     after: AfterTraining | None = None,
 ) -> int:
     name = run.rstrip("/") or "/"
-    try:
-        if html:
-            _write_report(name, after)  # also if the run is too damaged for the screen
-        with tempfile.TemporaryDirectory() as copies:
-            folder = Path(name)
-            if "://" in name:
-                folder = Path(copies)
-                download(name, folder)
-            lines = [f"{what:<11} {text}\n" for what, text in screen(folder, name)]
-    except (UserError, OSError, ValueError, LookupError, TypeError) as error:
-        tell(f"{NAME}: {' '.join(str(error).split())}")
-        return 2
+    if html:
+        _write_report(name, after)  # also if the run is too damaged for the screen
+    with tempfile.TemporaryDirectory() as copies:
+        folder = Path(name)
+        if "://" in name:
+            folder = Path(copies)
+            download(name, folder)
+        lines = [f"{what:<11} {text}\n" for what, text in screen(folder, name)]
     return show("".join(lines))
 
 

@@ -11,6 +11,7 @@ import tarfile
 from functools import partial
 from pathlib import Path
 from unittest import mock
+from xml.etree import ElementTree
 
 import google_crc32c
 import numpy as np
@@ -22,7 +23,7 @@ from handmade import ecg, write_challenge
 from torch import nn
 
 from docs import commands as reference
-from docs import house, settings
+from docs import house, pictures, settings
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS
@@ -424,6 +425,18 @@ def test_lists_and_tables_begin_after_an_empty_line(page):
     assert not re.search(r"(?m)^(?!- |\d+\. |  |\||#).+\n(?:- |\d+\. |\|).*", text)
 
 
+def test_what_is_said_of_other_programs_has_a_source():
+    text = (DOCS / "why.md").read_text()
+    rows = re.findall(r"^\| ([A-Za-z][\w -]+?)(?: \(.*?\))? \| (.+) \|$", text, re.MULTILINE)
+    others = {name: cells.split(" | ") for name, cells in rows if name != "omnilead"}
+    assert len(others) == 9
+    for cell in [cell for cells in others.values() for cell in cells]:
+        assert re.search(r"\]\(https://|not found", cell), cell
+    advice = dict(re.findall(r"^- \*\*(.+?)\.\*\* (.+?)(?=^- |^#|\Z)", text, re.M | re.S))
+    sentences = {name: len(re.findall(r"\.(?=\s|\Z)", words)) for name, words in advice.items()}
+    assert sentences == dict.fromkeys(others, 3)
+
+
 @pytest.mark.parametrize("page", ["troubleshooting", "deviations"])
 def test_settings_that_a_page_names_exist(page):
     text = (DOCS / f"{page}.md").read_text()
@@ -439,3 +452,14 @@ def test_the_picture_of_the_house_names_every_folder(tmp_path):
     drawn = (tmp_path / "house.svg").read_text()
     rooms = [f"{wing}/{room}" for wing, names in ROOMS.items() for room in names]
     assert [room for room in rooms if f">{room}<" not in drawn] == []
+
+
+def test_the_picture_of_the_wings_is_of_the_ecg_that_is_given(dataset):
+    halves_BSLT = np.stack(np.hsplit(dataset[0].signal_mv.astype(np.float32), 2))[None]
+    drawn = []
+    for row in (0, 1):
+        answers = dataset[row], halves_BSLT, "0badcafe", np.arange(324.0), {"AF": 0.25}
+        drawn.append(pictures.wings(*answers))
+        words = [text.text for text in ElementTree.fromstring(drawn[-1]).iter() if text.text]
+        assert {*ROOMS, "AF", "0.25", "a crop in a shard, crc32c 0badcafe"} <= set(words)
+    assert drawn[0] != drawn[1]

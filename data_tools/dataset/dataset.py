@@ -78,6 +78,13 @@ class Ecg:
     def signal_mv(self) -> np.ndarray:
         return self.signal_uv.astype(np.float32) / 1000
 
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows of it: the ECG on paper."""
+        from ..ecg.paper import png_of
+        from .drawing import plot_ecg
+
+        return png_of(plot_ecg(self))
+
 
 @dataclass(frozen=True)
 class Dataset:

@@ -9,13 +9,13 @@ Flags mark unusual crops and do not change them: `flat:V1` a lead that never cha
 clipped at +-32.767 mV; `large` beyond +-20 mV, more than a heart produces; `einthoven` limb leads
 inconsistent by more than 20 uV (swapped or mislabelled leads, or bad resampling); `zeros` all leads
 are exactly zero for half a second or more (padding, or a part that is lost). All crops of a record
-whose source warns of its scale also have the flag `implausible`.
+whose amplitude no heart has also have the flag `implausible`.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Protocol
 
@@ -35,7 +35,7 @@ LARGE_UV, EINTHOVEN_UV = 20_000, 20
 ZEROS = 250  # samples in all leads; at most 2 in 3,585 ECGs of the Challenge's databases
 # Median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 PLAUSIBLE_UV = (100, 4000)
-IMPLAUSIBLE_AMPLITUDE = "implausible amplitude"  # what a source warns of
+IMPLAUSIBLE_AMPLITUDE = "implausible amplitude"  # what is said of such a record
 # Twice (derived - stored) for III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF; doubled to
 # avoid halves
 _TWICE_RESIDUAL = np.array(
@@ -126,21 +126,56 @@ def microvolts(record: EcgRecord) -> np.ndarray:
     """The signal of a record without baseline, NaN where it was not measured."""
     values = record.signal.astype(np.float64)
     there = np.isfinite(values) if record.invalid is None else record.signal != record.invalid
-    return np.where(there, values * (1000 * MV_PER_UNIT[record.unit]) / record.gain, np.nan)
+    return np.where(there, values * _uv_per_step(record), np.nan)
 
 
-def amplitude_doubt(uv: np.ndarray, fs_hz: float) -> str:
-    """What is implausible about the amplitude of an ECG [leads, samples] in microvolts, NaN where
-    it was not measured; "" if nothing is. Leads that never change do not count."""
+def _uv_per_step(record: EcgRecord) -> np.ndarray:
+    """Of each lead, as a column; or of all."""
+    per_mv = np.asarray(record.gain, np.float64).reshape(-1, 1)
+    return np.asarray(1000 * MV_PER_UNIT[unit_name(record.unit)] / per_mv)
+
+
+def amplitude_doubt(signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | None = None) -> str:
+    """What is implausible about the amplitude of an ECG [leads, samples], NaN where it was not
+    measured, in microvolts or in steps; "" if nothing is. Leads that never change do not count."""
     second = int(fs_hz)
-    low, high = np.fmin.reduce(uv, axis=1), np.fmax.reduce(uv, axis=1)
-    seconds = uv[low != high, : uv.shape[1] // second * second].reshape(-1, second)
-    ranges = np.fmax.reduce(seconds, axis=1) - np.fmin.reduce(seconds, axis=1)
+    ranges = _ranges(
+        signal[:, : signal.shape[1] // second * second].reshape(len(signal), -1, second)
+    )
+    if uv_per_step is not None:
+        ranges *= uv_per_step
+    ranges = ranges[_ranges(signal) != 0]
     ranges = ranges[np.isfinite(ranges)]
     typical_uv = float(np.median(ranges)) if len(ranges) else PLAUSIBLE_UV[0]
     if PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
         return ""
     return f"{typical_uv / 1000:.3g} mV within a second"
+
+
+def _ranges(signal: np.ndarray) -> np.ndarray:
+    """Largest less smallest sample along the last axis. In float64: int16 would overflow."""
+    high, low = np.fmax.reduce(signal, -1), np.fmin.reduce(signal, -1)
+    return np.asarray(np.subtract(high, low, dtype=np.float64))
+
+
+def with_amplitude_doubt(record: EcgRecord) -> EcgRecord:
+    """The record, with a warning if its amplitude is implausible."""
+    if record.stored or any(reason == IMPLAUSIBLE_AMPLITUDE for reason, _ in record.warnings):
+        return record
+    try:
+        rows = list(lead_rows(record.leads).values())
+        with np.errstate(all="ignore"):
+            if record.signal.dtype.kind == "f" or bool((record.signal == record.invalid).any()):
+                doubt = amplitude_doubt(microvolts(record)[rows], record.fs_hz)
+            else:  # in steps: ten times as fast, and nearly all records are so
+                uv_per_step = np.broadcast_to(_uv_per_step(record), (len(record.leads), 1))
+                doubt = amplitude_doubt(record.signal[rows], record.fs_hz, uv_per_step[rows])
+    except (ReadError, ArithmeticError, TypeError, ValueError):
+        return record  # of a user's own source: refused where it is converted, which says why
+    if not doubt:
+        return record
+    warning = IMPLAUSIBLE_AMPLITUDE, f"{doubt}: are unit and gain right?"
+    return replace(record, warnings=(*record.warnings, warning))
 
 
 def _flags_in(body: np.ndarray, missing: list[bool]) -> list[str]:

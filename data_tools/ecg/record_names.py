@@ -27,6 +27,7 @@ PTBXL = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
 # SOURCE/FIRST_REST or FIRST_REST
 FIRST_PART, WITHOUT_FIRST = "^((?:[^/]*/)?)[^/_]*_([^/]+)$", r"\1\2"
 SYNTHETIC_PART = r"(?:^|[/_])syn\d+_"
+WHOLE = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
 NUMBER = r"^[+-]?\d*[.,]\d+$"  # 1.5 is no name of 1_5
 # How a row may name a record; others than EXACT are noted
 EXACT, CHARACTERS, FOLDERS, END = range(4)
@@ -116,7 +117,8 @@ def _spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
 
 
 def _paths(record: pa.Array) -> pa.Array:
-    """Without the ending, and with / between folders; null if it is a number."""
+    """Without the ending, and with / between folders; null if it is a number. 7.0 is 7."""
+    record = pc.replace_substring_regex(record, WHOLE, r"\1")
     path = pc.replace_substring(pc.replace_substring_regex(record, ENDING, ""), "\\", "/")
     path = pc.replace_substring_regex(path, r"^(\./+)+", "")
     return pc.if_else(pc.match_substring_regex(record, NUMBER), pa.scalar(None, path.type), path)

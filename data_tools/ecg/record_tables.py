@@ -29,7 +29,7 @@ from ..io.spreadsheet import QUOTED, unquoted
 from ..io.storage import missing_package
 from ..io.terminal import tell
 from .record import MAYBE_MISSING, known_patient
-from .record_names import SHOWN, match_records
+from .record_names import SHOWN, WHOLE, match_records
 
 RESERVED = ("record", "source", "patient", "fold", "split")
 PTBXL_TABLE = {"filename_hr": "record", "patient_id": "patient"}  # of ptbxl_database.csv
@@ -39,7 +39,6 @@ DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.", 1)
 WITH_COMMAS = b"decimal commas"  # in a table's metadata: the columns that had them
 # More than a thousand, perhaps
 THOUSANDS = r"^[+-]?[1-9]\d{0,2}[.,]\d{3}$"
-WHOLE = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
 
 
 def read_cells(

@@ -10,15 +10,17 @@ import gc
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain, islice
+from multiprocessing import spawn
 from typing import Any, TypeVar
 
 from .errors import StorageError
@@ -27,6 +29,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 ATTEMPTS = 5  # for a task that fails on a Dask worker: another worker may have more disk space
 CONNECT_S, WORKERS_S = 10, 60
+_starting_processes = threading.Lock()
 _pools: ContextVar[dict[int, ProcessPoolExecutor] | None] = ContextVar("pools", default=None)
 
 
@@ -87,9 +90,9 @@ def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
     if pools and workers in pools:
         yield pools[workers]
         return
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
     try:
-        pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
     except OSError as error:  # semaphores are not available
         raise StorageError(
             f"/dev/shm: {error.strerror}: allow this user to write there, or use --workers 1"
@@ -106,6 +109,7 @@ def _on_processes(
     function: Callable[[Task], Result], queue: Iterator[Task], workers: int
 ) -> Iterator[Result]:
     pending: set[Future[Result]] = set()
+    needs_script = b"__main__" in pickle.dumps(function)  # a class that the user's script defines
     with _processes(workers) as pool:
 
         def submit(count: int) -> set[Future[Result]]:
@@ -114,7 +118,8 @@ def _on_processes(
                 signal.SIG_BLOCK, {signal.SIGINT}
             )  # workers inherit it: no traceback
             try:
-                return {pool.submit(function, task) for task in taken}
+                with nullcontext() if needs_script else _without_script():
+                    return {pool.submit(function, task) for task in taken}
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -132,6 +137,29 @@ def _on_processes(
         finally:
             for future in pending:
                 future.cancel()
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """In this block, a process that this thread starts does not import the script that Python was
+    started with, of which it needs nothing: a script without `if __name__ == "__main__"` would run
+    again, from its top, in each worker."""
+    this_thread = threading.get_ident()
+
+    def without_script(name: str) -> dict[str, Any]:
+        facts = preparation_data(name)
+        if threading.get_ident() == this_thread:
+            facts.pop("init_main_from_name", None)
+            facts.pop("init_main_from_path", None)
+        return facts
+
+    with _starting_processes:
+        preparation_data = spawn.get_preparation_data
+        spawn.get_preparation_data = without_script
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = preparation_data
 
 
 def _start_worker() -> None:

@@ -1,7 +1,7 @@
 """What the commands of this wing share: their parser, and errors as one line and an exit code.
 
 options = parse_options(__doc__, "shard", shard, arguments)
-return run_command("shard", lambda: work(**options), "--out", options["out"], resume=": run it again")
+return run_data_command("shard", lambda: work(**options), "--out", options["out"], resume=": run it again")
 """
 
 import importlib
@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .errors import DataError
+from .errors import DataError, UserError, mend_for
 from .options import add_options
-from .terminal import Parser, about_file, drop_output, is_memory, mend_for, tell
+from .terminal import OutputClosed, Parser, about_file, drop_output, is_memory, tell
 
 
 def parse_options(
@@ -31,35 +31,64 @@ def parse_options(
     return vars(parser.parse_args(arguments))
 
 
+def tell_failure(program: str, message: str, code: int) -> None:
+    tell(f"{program}: {message}")
+
+
+def explain_failure(
+    error: Exception, option: str = "-", place: str | os.PathLike[str] | None = None
+) -> UserError | None:
+    """The error for the user that stands for another one; None for a bug. `option` and `place`: where
+    the command writes."""
+    if isinstance(error, OSError):
+        message = about_file(error, option, place)
+        return DataError(f"{message}: {mend_for(error)}" if message.startswith(option) else message)
+    return error if isinstance(error, UserError) else None
+
+
+Explain = Callable[[Exception], UserError | None]
+
+
 def run_command(
+    program: str,
+    work: Callable[[], int],
+    explain: Explain = explain_failure,
+    resume: str = "",
+    tell: Callable[[str, str, int], None] = tell_failure,
+) -> int:
+    """Runs the work of a command and returns its exit code. `explain`: see explain_failure. `resume`:
+    what to type after Ctrl-C. `tell(program, message, code)`: prints why the command fails."""
+    try:
+        return work()
+    except KeyboardInterrupt as error:
+        message, code = str(error) or f"interrupted{resume}", 130
+    except OutputClosed:
+        return drop_output()
+    except Exception as error:
+        failure = explain(error)
+        if failure is None:
+            raise
+        message, code = str(failure), failure.code
+    tell(program, message, code)
+    return code
+
+
+def run_data_command(
     name: str,
     work: Callable[[], int],
     option: str = "-",
     place: str | os.PathLike[str] | None = None,
     resume: str = "",
 ) -> int:
-    """Runs the work of a command; an error is one line and exit code 2. `option` and `place`: where it
-    writes. `resume`: what to type after Ctrl-C."""
+    """Runs the work of a command of this wing. `option` and `place`: where it writes."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        return work()
-    except KeyboardInterrupt:
-        tell(f"interrupted{resume}")
-        return 130
-    except BrokenPipeError:
-        return drop_output()
-    except (DataError, OSError, MemoryError, RuntimeError) as error:
+
+    def explain(error: Exception) -> UserError | None:
         if is_memory(error):
-            error = MemoryError("out of memory: lower --workers, or raise the limit (ulimit -v)")
-        elif isinstance(error, RuntimeError):
-            raise
-        message = str(error)
-        if isinstance(error, OSError):
-            message = about_file(error, option, place)
-            if message.startswith(option):
-                message += f": {mend_for(error)}"
-        tell(f"omnilead {name}: {message}")
-        return 2
+            return DataError("out of memory: lower --workers, or raise the limit (ulimit -v)")
+        return explain_failure(error, option, place)
+
+    return run_command(f"omnilead {name}", work, explain, resume)
 
 
 def short_busy_loops() -> None:

@@ -1,4 +1,4 @@
-"""Errors for the user: commands print the message on one line and exit with code 2. Other
+"""Errors for the user: commands print the message on one line and exit with the error's code. Other
 exceptions are bugs."""
 
 import errno
@@ -25,7 +25,10 @@ MISSING_FILE = "missing file"  # a reason of ReadError
 
 
 class UserError(Exception):
-    """Its message may quote any file: characters that would control the terminal are escaped."""
+    """Its message may quote any file: characters that would control the terminal are escaped. `code`:
+    the exit code of a command that it ends."""
+
+    code = 2
 
     def __str__(self) -> str:
         return printable_lines(super().__str__())

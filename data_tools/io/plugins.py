@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import sys
 import traceback
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,20 @@ def plugin(spec: str, importable: bool = False) -> Any:
         else importlib.import_module(module),
         name,
     )
+
+
+def shadows_a_module(file_name: str) -> bool:
+    """True if Python, started in the folder of this file, would import it in place of a module of its own
+    or of an installed one."""
+    name = file_name.removesuffix(".py")
+    # Python imports the last two by itself when it starts
+    if name in {*sys.stdlib_module_names, "omnilead", "sitecustomize", "usercustomize"}:
+        return True
+    # Not all of sys.path: the folder that Python was started in may have the user's own copy of the file
+    installed = [
+        folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")
+    ]
+    return PathFinder.find_spec(name, installed) is not None
 
 
 def code_of(kind: type) -> bytes:

@@ -162,9 +162,16 @@ def say(text: str) -> None:
         tell(f"warning: standard output: {error.strerror}: no more output there")
 
 
+class OutputClosed(BrokenPipeError):
+    """Nobody reads standard output any longer, as after `| head`."""
+
+
 def echo(text: object) -> None:
     """Print a message; a failure to print is raised."""
-    print(printable_lines(str(text)))
+    try:
+        print(printable_lines(str(text)))
+    except BrokenPipeError:
+        raise OutputClosed from None
 
 
 def tell(text: str) -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..ecg.crops import CROP, Crop, crop_count, flags_of, prepare_crop
+from ..ecg.crops import CROP, Crop, crop_count, flags_of, prepare_crop, with_amplitude_doubt
 from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import LEADS, EcgRecord, Header, known_patient, patient_source, record_stem
 from ..io.errors import MISSING_FILE, ReadError, StorageError, failure_of_machine, printable
@@ -156,13 +156,16 @@ def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
 
 
 def read_record(source: Source, key: str) -> EcgRecord:
-    """What `source.read` returns. A user's own source may fill one buffer for every record, so its signal is
-    copied, and it is called from one thread at a time unless it says that it is `thread_safe`."""
+    """What `source.read` returns, with a warning if its amplitude is implausible. A user's own source may fill
+    one buffer for every record, so its signal is copied, and it is called from one thread at a time unless it
+    says that it is `thread_safe`."""
     if is_ours(source):
-        return source.read(key)
+        return with_amplitude_doubt(source.read(key))
     with nullcontext() if source.thread_safe else _ONE_THREAD:
         record = source.read(key)
-        return replace(record, signal=record.signal.copy()) if not record.stored else record
+        if not record.stored:
+            record = replace(record, signal=record.signal.copy())
+    return with_amplitude_doubt(record)
 
 
 def read_header(source: Source, key: str) -> Header:

@@ -37,6 +37,7 @@ class FitOptions:
     labels: str = ""
     columns: tuple[str, ...] = ()
     kind: TaskKind | None = None
+    positive: str = ""
     leads: str = "12"
     reader: str = "linear"
     folds: int | None = None
@@ -51,7 +52,9 @@ class FitOptions:
 def fit(options: FitOptions) -> Facts:
     """`cross_validated` of the head that it writes, and `said`: sentences for the user."""
     refuse_ranks("a head is")
-    head, labels = fit_task(task_of_table(options.labels, options.columns, options.kind), options)
+    head, labels = fit_task(
+        task_of_table(options.labels, options.columns, options.kind, options.positive), options
+    )
     cross_validated = head.document.get("cross_validated", {})
     read_out = f"{options.model} read out as {'+'.join(head.readout)}"
     sentences = [

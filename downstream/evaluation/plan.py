@@ -61,6 +61,7 @@ class BenchOptions:
     labels: str = ""
     columns: tuple[str, ...] = ()
     kind: TaskKind | None = None
+    positive: str = ""
     test_labels: str = ""
     leads: tuple[str, ...] = ("12",)  # each once
     fit_leads: str = ""  # "": those that are tested
@@ -188,9 +189,11 @@ def task_words(options: BenchOptions) -> Sequence[str]:
         raise ConfigError(
             "no task: name tasks with --tasks, or a table of labels with --labels my.csv"
         )
-    if (options.columns or options.kind) and not any(word.endswith(TABLES) for word in words):
+    if (options.columns or options.kind or options.positive) and not any(
+        word.endswith(TABLES) for word in words
+    ):
         raise ConfigError(
-            "--columns and --kind are for a table of labels: name one with --labels my.csv"
+            "--columns, --kind and --positive are for a table of labels: name one with --labels my.csv"
         )
     if options.folds and options.test_data:
         raise ConfigError("--folds tests the ECGs of --data: leave --test-data out")
@@ -320,10 +323,11 @@ def require_varied(labels: TaskLabels, splits: Sequence[str], data: Datasets) ->
 
 
 def task_of_table(
-    url: str, columns: Sequence[str] = (), kind: TaskKind | None = None
+    url: str, columns: Sequence[str] = (), kind: TaskKind | None = None, positive: str = ""
 ) -> TaskConfig:
     """The task of a label table; its kind is guessed if it is None."""
-    task = TaskConfig(Path(url).stem[:64], labels=url, columns=tuple(columns))
+    name = Path(url).stem[:64]
+    task = TaskConfig(name, labels=url, columns=tuple(columns), positive=positive)
     return replace(task, kind=kind) if kind else guess_kind(task)
 
 
@@ -331,7 +335,7 @@ def _task_named(word: str, options: BenchOptions) -> TaskConfig:
     """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
     shipped task needs a table and there is none."""
     if word.endswith(SHEETS):
-        return task_of_table(word, options.columns, options.kind)
+        return task_of_table(word, options.columns, options.kind, options.positive)
     url, is_shipped = table_of(options.labels, word), word in shipped("tasks")
     if url and not is_shipped and not Path(word).exists():
         raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")

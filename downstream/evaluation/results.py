@@ -25,14 +25,14 @@ from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.model.config import validated
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.window import HALF_S
-from omnilead.engine.settings.commandline import read_yaml
+from omnilead.engine.settings.commandline import RESUMABLE, read_yaml
 from omnilead.engine.settings.errors import ConfigError, Facts, OutputError
 from omnilead.engine.settings.files import find_config, shipped
 from omnilead.engine.settings.launcher import environment
 from omnilead.engine.settings.leads import describe_leads
 
 from ..inference.ecg_reader import DatasetSource, Per
-from ..inference.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
+from ..inference.outputs import Output, ParquetParts, make, matrix, vectors, whole
 from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from ..tasks.config import TaskConfig
 from ..tasks.join import names_in_several

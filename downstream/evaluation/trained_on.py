@@ -93,8 +93,9 @@ def trained_on(model: str) -> TrainedOn:
     state = checkpoint_files.read_state(path)
     task: type[TrainingTask] = FinetuneTask if "task" in state["config"] else PretrainTask
     config: Any = saved_config(path, state, task.settings)
-    seen, times, _ = seen_until(Path(model), config, state, task)
-    return TrainedOn(state["step"], seen, config.data.datasets, times)
+    known = seen_until(Path(model), config, state, task)
+    datasets = known.datasets or config.data.datasets
+    return TrainedOn(state["step"], known.seen, datasets, known.times_drawn)
 
 
 def _summary(model: str, trained: TrainedOn) -> Iterator[str]:

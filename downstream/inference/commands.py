@@ -7,7 +7,6 @@ predict` do.
 Errors are ConfigError, DataError and OutputError, each with one line for the user.
 """
 
-import errno
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +19,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from omnilead.data_tools.dataset import DataError
-from omnilead.data_tools.io.terminal import UserError, about_file, keep_freed_memory, tell
+from omnilead.data_tools.io.terminal import keep_freed_memory, tell
 from omnilead.engine.data.seen import fitted_on
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.kernels import disable_tf32
-from omnilead.engine.settings.commandline import tell_failure, writable
+from omnilead.engine.settings.commandline import RESUMABLE, file_error, writable
 from omnilead.engine.settings.errors import ConfigError, OutputError, listed
 from omnilead.engine.settings.files import File
 from omnilead.engine.settings.launcher import cores_per_rank, environment
@@ -34,7 +32,6 @@ from . import outputs
 from .ecg_reader import FLAGS, CropSource, EcgOptions, OpenedData, array_files, open_data
 from .outputs import (
     MISSING,
-    RESUMABLE,
     Counts,
     Output,
     ParquetParts,
@@ -48,8 +45,6 @@ from .trained_model import TrainedModel, load
 
 SHOWN = 8  # numbers in a message
 SAID = 4  # sentences about a model
-# The same command would fail again
-PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 
 
 class Written(NamedTuple):
@@ -181,6 +176,7 @@ def _doubts(setup: Setup, output: Output, source: CropSource, counts: Counts) ->
             f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS}): is the "
             "scale of these ECGs right?"
         )
+    yield from source.heart_rates.doubts()
     if output.scores:
         if note := setup.model.note_on_rates(source.rates_hz):
             yield note
@@ -270,36 +266,3 @@ def refuse_ranks(what: str) -> None:
             f"WORLD_SIZE={world}: {what} computed by one process: start it without deepspeed or "
             "torchrun"
         )
-
-
-def file_error(error: OSError, out: File | None, flag: str = "--out") -> UserError:
-    """The line for a file that could not be read or written. `flag`: the option that `out` comes
-    from."""
-    message = about_file(error, flag, out)
-    if error.errno in PERMANENT:
-        return DataError(message)
-    return OutputError(f"{message}{RESUMABLE}" if out else message)
-
-
-def exit_code(
-    program: str, work: Callable[[], int], out: File | None = None, flag: str = "--out"
-) -> int:
-    """Runs the work of a command. Its errors become one line and an exit code: 2 if an argument
-    or a file is wrong, 1 if computing or writing failed. A ConfigError is the same on every rank
-    and told by the first; others may be of one rank alone, which tells them."""
-    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    failure: UserError
-    try:
-        return work()
-    except KeyboardInterrupt:
-        if rank == "0":
-            tell(f"{program}: interrupted{RESUMABLE if out else ''}")
-        return 130
-    except OSError as error:
-        failure = file_error(error, out, flag)
-    except UserError as error:
-        failure = error
-    of_rank = f"rank {rank}: " if ranks != "1" else ""
-    line = f"{program}: {of_rank}{' '.join(str(failure).split())}"
-    tell_failure(line, everywhere=isinstance(failure, ConfigError))
-    return 1 if isinstance(failure, OutputError) else 2

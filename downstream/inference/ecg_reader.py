@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools.dataset import META, Dataset, waveform
 from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.ecg.mean_beat import HeartRates
 from omnilead.data_tools.io.npz import ArrayError, npz_array, npz_names, open_npy
 from omnilead.data_tools.io.storage import prefetch
 from omnilead.data_tools.io.terminal import tell
@@ -130,8 +131,8 @@ def _record_numbers(table: pa.Table) -> Array:
 class DatasetSource:
     """Crops of a dataset. A source has `parts`, `count` (units in some of them), `batches`, which
     calls `progress` with the number of units read, `skipped`, what was left out of each part that
-    was read, `left_out`, what is in no part, `rates_hz`, at which its ECGs were recorded, and
-    `waveforms`."""
+    was read, `left_out`, what is in no part, `rates_hz`, at which its ECGs were recorded, the
+    `heart_rates` of those read, and `waveforms`."""
 
     unit = " crops"
     skipped: Mapping[int, list[Skipped]] = {}  # crops are, one by one, where they are read
@@ -149,6 +150,7 @@ class DatasetSource:
         see dataset_batches."""
         self.dataset, self.batch, self.reading = dataset, batch, reading
         self.left_out = left_out
+        self.heart_rates = HeartRates()
         table = dataset.table([name for name in COLUMNS if name != "row"])
         flags = pc.binary_join(table[FLAGS], ",")
         flags = pc.if_else(pc.equal(flags, ""), pa.scalar(None, pa.string()), flags)
@@ -198,6 +200,10 @@ class DatasetSource:
             at_B = position[batch.crops]
             part = int(np.searchsorted(self.begins, at_B[0], side="right")) - 1
             table = self.table.take(batch.crops)
+            sources, starts_s = table["source"].to_pylist(), table["start_s"].to_pylist()
+            for uv_LT, source, start_s in zip(batch.uv_BLT, sources, starts_s, strict=True):
+                if not start_s:
+                    self.heart_rates.add(source, np.asarray(uv_LT))
             yield batch._replace(crops=EmbeddedCrops(part, table, self.record[at_B]))
             progress(len(at_B))
 
@@ -220,6 +226,7 @@ class RecordSource:
         self.parts = -(-len(paths) // (batch * PART_BATCHES))
         self.skipped: dict[int, list[Skipped]] = {}
         self.rates_hz: set[float] = set()  # of what was read
+        self.heart_rates = HeartRates()
         self.crops_read = array("Q")  # of each: the number of its ECG, its waveform
 
     @property
@@ -255,6 +262,7 @@ class RecordSource:
                 self.skipped[part].append(record)
                 continue
             self.rates_hz.add(record.fs_hz)
+            self.heart_rates.add(record.source, record.crops_uv[0])
             for crop_uv in record.crops_uv:
                 self.crops_read.extend((number, waveform(crop_uv)[1]))
             for crop in range(len(record.halves)):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import DatasetPaths
 from omnilead.data_tools.io.terminal import show
-from omnilead.engine.settings.commandline import RUN_CODE, one_blas_thread, options_of
+from omnilead.engine.settings.commandline import RUN_CODE, one_blas_thread, options_of, run_on_ranks
 from omnilead.engine.settings.files import File
 
 Code = Annotated[bool, Option(RUN_CODE["help"])]
@@ -65,6 +65,9 @@ Kind = Annotated[
     Literal["binary", "multilabel", "multiclass", "regression", "survival"] | None,
     Option("kind of the labels (default: guessed from the table)"),
 ]
+Positive = Annotated[
+    str, Option("in a column of two or more values: the one that counts as 1", "VALUE")
+]
 Reader = Annotated[
     Literal["linear", "boosted"],
     Option("what is fitted on embeddings: a linear probe or gradient boosting (linear)"),
@@ -77,6 +80,6 @@ def run_table_command(
     """Parses the options that `table_of` declares, calls it, and prints what it says of its file."""
     options = options_of(table_of, name, about, arguments)
     one_blas_thread()
-    from .commands import exit_code  # late, so that --help does not wait for PyTorch
-
-    return exit_code(f"omnilead {name}", lambda: show(table_of(**options).message), options["out"])
+    return run_on_ranks(
+        f"omnilead {name}", lambda: show(table_of(**options).message), options["out"]
+    )

@@ -41,6 +41,7 @@ from omnilead.data_tools.io.storage import locked_by_another, sync, write_whole
 from omnilead.data_tools.io.terminal import interactive
 from omnilead.engine.data.batches import CropBatch, predict
 from omnilead.engine.model.input import Input
+from omnilead.engine.settings.commandline import RESUMABLE
 from omnilead.engine.settings.errors import ConfigError, Facts, OutputError, listed
 from omnilead.engine.settings.leads import ALL, describe_leads
 
@@ -50,7 +51,6 @@ from .ecg_reader import COLUMNS, FLAGS, PATH, CropSource, Per, Skipped
 from .trained_model import NOT_FINITE, TrainedModel
 
 CSV = ".csv"
-RESUMABLE = ": run the same command again to resume"
 VECTOR = "embedding"  # a column
 # a column of predictions: leads that the model uses but did not get, such as II,V1; null: none
 MISSING = "missing_leads"

@@ -21,15 +21,13 @@ from omnilead.engine.model.folder import (
     CONFIG,
     HUB,
     NO_TOKEN,
-    PREPROCESSING,
     SEEN,
-    SHA256,
-    WEIGHTS,
     LoadError,
     check_free,
     document_of,
     huggingface,
     model_folder,
+    published_files,
     sealed,
     seen_by,
 )
@@ -37,7 +35,7 @@ from omnilead.engine.model.input import described
 from omnilead.engine.model.window import DEFAULT_INPUT
 from omnilead.engine.settings.commandline import parse_yaml
 from omnilead.engine.settings.errors import Facts
-from omnilead.engine.settings.files import FILE_NAME, file_of, portable
+from omnilead.engine.settings.files import file_of, portable
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.settings.metrics import label_of
 from omnilead.engine.settings.run_files import VALIDATION, read_rows
@@ -164,13 +162,10 @@ def push(model: str | Path, repo: str, private: bool = False, licence: str | Non
 
 
 def published(folder: Path, licence: str | None = None) -> dict[str, Path | bytes]:
-    """{name: content} to upload: the files that config.json names, the model card, and a matching
-    config.json."""
+    """{name: content} to upload: the model's files, the model card, and a matching config.json."""
     document: Facts = without_places(document_of(folder / CONFIG))
-    sums = document.pop(SHA256, None) or {WEIGHTS: "", PREPROCESSING: ""}
-    files: dict[str, Path | bytes] = {
-        name: folder / name for name in sums if FILE_NAME.fullmatch(name) and name != CONFIG
-    }
+    names = published_files(document, folder)
+    files: dict[str, Path | bytes] = {name: folder / name for name in names}
     card = f"# {folder.resolve().parent.name}\n"
     if (folder / CARD).is_file():
         card = (folder / CARD).read_text()
@@ -215,8 +210,10 @@ def pull(repo: str, out: Path) -> None:
     with model_folder(f"hf://{repo}") as (folder, _):
         staged.mkdir(parents=True)
         try:
-            for file in filter(Path.is_file, folder.iterdir()):
-                shutil.copy(file, staged)
+            # The Hub's cache may hold other files of the repository, which another program fetched
+            names = published_files(document_of(folder / CONFIG), repo)
+            for name in [*names, CONFIG]:
+                shutil.copy(folder / name, staged)
             # config.json last: without it, the folder is no model
             for file in sorted(staged.iterdir(), key=lambda file: file.name == CONFIG):
                 os.replace(file, out / file.name)

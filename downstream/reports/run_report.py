@@ -22,6 +22,7 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import flatten
 from omnilead.engine.settings.metrics import METRIC_OF, Metric
 from omnilead.engine.settings.run_files import (
+    FACTS,
     LARGEST,
     METRICS,
     REPORT,
@@ -43,7 +44,14 @@ PATIENCE = 10  # validations without improvement that count as convergence if tr
 RECENT = 10  # logged steps
 RECOGNISED = "identification_accuracy"
 # Facts in run.json that the page says elsewhere, or that only a resumed run needs
-ELSEWHERE = ("config.", "chance.", "validation", "finetuning.", "labels.definition.")
+ELSEWHERE = (
+    "config.",
+    "dataset_paths",
+    "chance.",
+    "validation",
+    "finetuning.",
+    "labels.definition.",
+)
 
 
 class StepLog:
@@ -95,7 +103,7 @@ class RunLog:
         self.facts: Any = {}
         self.remarks: list[str] = []
         try:
-            self.facts = json.loads((run / "run.json").read_text())
+            self.facts = json.loads((run / FACTS).read_text())
         except FileNotFoundError:
             pass
         except (OSError, ValueError, RecursionError) as error:

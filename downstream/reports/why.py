@@ -24,11 +24,11 @@ import omnilead.data_tools.plots as plots
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
-from omnilead.engine.settings.commandline import options_of, writable
+from omnilead.engine.settings.commandline import options_of, run_on_ranks, writable
 from omnilead.engine.settings.errors import ConfigError
 
 from ..inference import options as shared
-from ..inference.commands import Setup, exit_code, prepare
+from ..inference.commands import Setup, prepare
 from ..inference.ecg_reader import CropSource, dataset_of, dataset_source, open_data
 from ..inference.outputs import predictions
 from ..inference.trained_model import ROWS, TrainedModel
@@ -69,7 +69,7 @@ class Explanation(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(draw_why, "show", __doc__, arguments)
-    return exit_code("omnilead show", lambda: draw_why(**options), options["png"], "--png")
+    return run_on_ranks("omnilead show", lambda: draw_why(**options), options["png"], "--png")
 
 
 def draw_why(

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
-from omnilead.engine.settings.commandline import options_of
+from omnilead.engine.settings.commandline import options_of, run_on_ranks
 
 
 def reproduce(
@@ -88,9 +88,7 @@ def reproduce(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(reproduce, "reproduce", __doc__, arguments)
-    from omnilead.downstream.inference.commands import exit_code
-
-    return exit_code("omnilead reproduce", lambda: reproduce(**options), Path(options["out"]))
+    return run_on_ranks("omnilead reproduce", lambda: reproduce(**options), Path(options["out"]))
 
 
 if __name__ == "__main__":

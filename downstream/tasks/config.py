@@ -40,6 +40,9 @@ class TaskConfig:
     # survival: the time, then the event (1, or 0: censored); []: time, event
     columns: tuple[Value, ...] = ()
     classes: tuple[Value, ...] = ()  # multiclass, in order; []: the values that occur, sorted
+    positive: Value = (
+        ""  # binary: the value that counts as 1, all others as 0; "": yes, true, 1, ...
+    )
     unit: Annotated[str, Field(max_length=32)] = ""  # of regression values or survival times
     # column: by the table's `fold` or `split`; 8:1:1: drawn by patient; roles: the dataset's; auto:
     # column if there is one, else 8:1:1 with a table, roles without

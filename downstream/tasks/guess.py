@@ -3,11 +3,12 @@
 guess_kind(TaskConfig(labels="my.csv"))     # the same with `kind` and `columns`
 
 Columns of 0 and 1, or yes and no, are binary or multilabel; one column of texts or of few numbers is
-multiclass, of many numbers regression; `time` and `event` are survival. Whatever else a column may
-mean is a ConfigError that says what to type.
+multiclass, of many numbers regression; `time` and `event` are survival. Which of two other values
+counts as 1, and whatever else a column may mean, is a ConfigError that says what to type.
 """
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,7 +64,12 @@ def guess_kind(task: TaskConfig) -> TaskConfig:
     names = tuple(column.name for column in columns)
     if set(names) == set(TIMED):
         return replace(task, kind="survival", columns=TIMED)
-    kind = _kind_of(task.labels, columns)
+    if task.positive:
+        kind: TaskKind = "binary"
+    elif task.classes:
+        kind = "multiclass"
+    else:
+        kind = _kind_of(task.labels, columns)
     if kind != "multiclass":
         _ask_about_words(task.labels, columns, kind)
     return replace(task, kind=kind, columns=names)
@@ -88,12 +94,14 @@ def _kind_of(sheet: str, columns: Sequence[LabelColumn]) -> TaskKind:
         return "binary" if len(columns) == 1 else "multilabel"
     if len(columns) > 1:
         _refuse_a_mixture(sheet, columns)
+        _refuse_pairs_of_numbers(sheet, filled)
         return "regression"
     (column,) = columns
     if not column.is_text and len(column.values) > FEW:
         return "regression"
     _refuse_unread_numbers(sheet, column)
     _refuse_a_third_value(sheet, column)
+    _ask_which_is_positive(sheet, column)
     return "multiclass"
 
 
@@ -121,6 +129,34 @@ def _refuse_a_mixture(sheet: str, columns: Sequence[LabelColumn]) -> None:
     else:
         cure = f"leave it out: {type_columns(alike)}"
     raise ConfigError(f"{sheet}: column {odd.name!r} {what}: {cure}")
+
+
+def _refuse_pairs_of_numbers(sheet: str, columns: Sequence[LabelColumn]) -> None:
+    """Refuses columns of two numbers each, such as 1 and 2: hardly values to predict."""
+    if any(len(column.values) > 2 for column in columns):
+        return
+    pair = next(column for column in columns if not column.is_yes_or_no)
+    raise ConfigError(
+        f"{sheet}: column {pair.name!r} holds only {' and '.join(map(pair.shown, pair.values))}: "
+        "write 0 and 1; if they are numbers to predict, choose the kind: --kind regression"
+    )
+
+
+def _ask_which_is_positive(sheet: str, column: LabelColumn) -> None:
+    """Two values are one class, with it and without it: only the user knows which is which."""
+    if len(column.values) != 2:
+        return
+    first, second = map(column.shown, column.values)
+    if column.values[0].casefold() == column.values[1].casefold():
+        raise ConfigError(
+            f"{sheet}: column {column.name!r} holds {first} and {second}, which differ only in case: "
+            "write one of them"
+        )
+    raise ConfigError(
+        f"{sheet}: column {column.name!r} holds {first} and {second}: which of them counts as 1? "
+        f"--positive {shlex.quote(column.values[0])} or --positive {shlex.quote(column.values[1])}; "
+        "as two classes, choose the kind: --kind multiclass"
+    )
 
 
 def _refuse_unread_numbers(sheet: str, column: LabelColumn) -> None:

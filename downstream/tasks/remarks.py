@@ -45,6 +45,16 @@ def remarks_on_labels(task: TaskConfig, sheet: JoinedSheet, y_RK: Array) -> list
 def _classes_alike(records_of: dict[str, int]) -> list[str]:
     """Classes that may be misspelt."""
     remarks = []
+    by_spelling: dict[str, list[str]] = {}
+    for name in records_of:
+        by_spelling.setdefault(name.casefold(), []).append(name)
+    for names in by_spelling.values():
+        if len(names) > 1:
+            counts = [f"{name!r} ({records_of[name]:,} records)" for name in names]
+            remarks.append(
+                f"{' and '.join(counts)} differ only in case and are {len(names)} classes: if they are "
+                "one, write them alike"
+            )
     for pair in combinations(records_of, 2):
         few, many = sorted(pair, key=records_of.__getitem__)
         if _may_be_one_name(few, many) and records_of[few] < max(RARE, records_of[many] / 10):
@@ -54,12 +64,11 @@ def _classes_alike(records_of: dict[str, int]) -> list[str]:
 
 
 def _may_be_one_name(name: str, other: str) -> bool:
-    """Whether two names differ in case, or in one letter of at least five. Digits count: grade1 is
-    not grade2."""
-    if name.casefold() == other.casefold():
-        return True
+    """Whether two names differ in one letter of at least five, apart from case. Digits count: grade1
+    is not grade2."""
+    name, other = name.casefold(), other.casefold()
     shorter = min(len(name), len(other))
-    if shorter < 5 or re.sub(r"\D", "", name) != re.sub(r"\D", "", other):
+    if name == other or shorter < 5 or re.sub(r"\D", "", name) != re.sub(r"\D", "", other):
         return False
     return SequenceMatcher(None, name, other).ratio() >= 1 - 1 / shorter
 
@@ -124,5 +133,11 @@ def _counts(task: TaskConfig, y_RK: Array) -> str:
 def _words_read(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
     """Which words were taken for 0 and which for 1."""
     cells = {str(cell).lower() for name in task.columns for cell in sheet.cells[name].unique()}
-    words = [word for word in BOOLEANS if word in cells and word not in PLAIN]
+    if task.positive:
+        return [f"{task.positive} in column {task.columns[0]!r} is 1, all other values are 0"]
+    words = [
+        word
+        for word in sorted(BOOLEANS, key=BOOLEANS.__getitem__)
+        if word in cells and word not in PLAIN
+    ]
     return [", ".join(f"{word} is {BOOLEANS[word]}" for word in words)] if words else []

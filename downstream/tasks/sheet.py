@@ -23,9 +23,24 @@ from .config import TaskConfig
 
 TIMED = ("time", "event")  # columns of survival
 FOLD_COLUMNS = ("fold", "split")
-NO = ("0", "0.0", "false", "no", "n", "nein", "falsch", "negative", "negativ", "-")
-YES = ("1", "1.0", "true", "yes", "y", "ja", "j", "wahr", "positive", "positiv", "+")
-BOOLEANS = dict.fromkeys(NO, 0) | dict.fromkeys(YES, 1)
+# No and yes as people and spreadsheets write them, in lower case, by language
+NO_AND_YES = {
+    "numbers and signs": ("0 0.0 -", "1 1.0 +"),
+    "English": ("no n false negative", "yes y true positive"),
+    "German": ("nein n falsch negativ", "ja j wahr positiv"),
+    "French": ("non n faux négatif negatif", "oui o vrai positif"),
+    "Spanish": ("no n falso negativo", "sí si verdadero positivo"),
+    "Italian": ("no n falso negativo", "sì si vero positivo"),
+    "Portuguese": ("não nao n falso negativo", "sim verdadeiro positivo"),
+    "Dutch": ("nee n onwaar negatief", "ja j waar positief"),
+    "Swedish and Danish": ("nej n falskt falsk", "ja j sant sand"),
+    "Polish": ("nie n fałsz", "tak prawda"),
+    "Czech": ("ne n nepravda", "ano pravda"),
+    "Turkish": ("hay\u0131r hayir", "evet"),
+}
+BOOLEANS: dict[str, int] = {}
+for _no, _yes in NO_AND_YES.values():
+    BOOLEANS |= dict.fromkeys(_no.split(), 0) | dict.fromkeys(_yes.split(), 1)
 ROW_NUMBERS = re.compile(r"|Unnamed: \d+")  # names that pandas gives to a column of them
 MAX_VALUES = 100  # classes of multiclass, and folds
 
@@ -46,13 +61,15 @@ def label_columns(task: TaskConfig, sheet: str, cells: pa.Table) -> tuple[str, .
         for name in cells.column_names
         if name not in RESERVED and not ROW_NUMBERS.fullmatch(name)
     )
+    if not available:
+        columns = ", ".join(map(repr, cells.column_names))
+        raise ConfigError(
+            f"{sheet}: has no column of labels, only {columns}: add one, with a label for each record"
+        )
     absent = [name for name in task.columns if name not in available]
-    if not available and not absent:
-        absent = ["of labels"]
     if absent:
         raise ConfigError(
-            f"{sheet}: no column {absent[0]!r}: its label columns are "
-            f"{', '.join(available) or 'none'}"
+            f"{sheet}: no column {absent[0]!r}: its label columns are {', '.join(available)}"
         )
     return task.columns or available
 

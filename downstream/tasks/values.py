@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import index_in
 from omnilead.data_tools.ecg.record_tables import as_typed, missing_words
-from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.errors import ConfigError, listed
 
 from .config import TaskConfig, TaskKind
 from .join import JoinedSheet
@@ -27,11 +27,17 @@ SHOWN_CLASSES = 10  # more are not typed out in a message
 
 def label_values(task: TaskConfig, sheet: JoinedSheet) -> tuple[TaskConfig, tuple[str, ...], Array]:
     """The task with its classes, the names of the K outputs, and the values [rows, K]."""
+    if task.positive and task.kind != "binary":
+        raise ConfigError(
+            f"task.positive={task.positive!r}: is for kind binary, not {task.kind}: leave it out"
+        )
     if KINDS[task.kind].one_column and len(task.columns) != 1:
         raise ConfigError(
             f"{sheet.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: "
             f"{type_columns(['NAME'])}"
         )
+    if task.positive:
+        return task, (f"{task.columns[0]}={task.positive}",), _is_positive(task, sheet)
     if task.kind == "multiclass":
         task = replace(task, classes=task.classes or _classes_of(task, sheet))
         return task, task.classes, _one_hot(task, sheet)
@@ -39,6 +45,20 @@ def label_values(task: TaskConfig, sheet: JoinedSheet) -> tuple[TaskConfig, tupl
         return task, ("risk",), _signed_times(task, sheet)
     y = [_column_values(task.kind, sheet, name) for name in task.columns]
     return task, task.columns, np.stack(y, axis=1)
+
+
+def _is_positive(task: TaskConfig, sheet: JoinedSheet) -> Array:
+    """[rows, 1]: 1 where the cell is task.positive, 0 where it is another, NaN where it is empty."""
+    (name,) = task.columns
+    column = sheet.cells[name].combine_chunks()
+    values = column.drop_null().unique().to_pylist()
+    if task.positive not in values:
+        raise ConfigError(
+            f"{sheet.name}: column {name!r} has no {task.positive!r}, which counts as 1: it holds "
+            f"{listed(list(map(repr, in_order(values))), SHOWN_CLASSES)}"
+        )
+    y_R = pc.cast(pc.equal(column, task.positive), pa.float32())
+    return np.asarray(y_R.to_numpy(zero_copy_only=False))[:, None]
 
 
 def _classes_of(task: TaskConfig, sheet: JoinedSheet) -> tuple[str, ...]:
@@ -108,7 +128,7 @@ def _column_values(kind: TaskKind, sheet: JoinedSheet, name: str) -> Array:
     texts = cells.dictionary.to_pylist()
     expected = "a number" if kind == "regression" else "a number above 0"
     if KINDS[kind].of_classes:
-        expected = "0 or 1, true or false, yes or no"
+        expected = "0 or 1, true or false, yes or no, which --positive may name"
         values = [BOOLEANS.get(text.lower(), np.inf) for text in texts]
     else:
         values = [float(text) if are_numbers([text]) else np.inf for text in texts]

@@ -38,6 +38,10 @@ from .config import FS_HZ, HALF, MV_PER_UV, Views
 from .order import Places
 from .torch_ops import TorchOps
 
+# Of the crops on which an augmentation of the user's is tried: those that stay when the others change. A
+# crop that is moved, or rows that are exchanged or averaged, meet one of the other kind
+STAYS_B = (False, True, True, False, True, False, False, True)
+SAME_MV = 1e-6  # a GPU may add in another order
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
 
@@ -248,12 +252,55 @@ class ExtraAugmentation:
         self.draw.manual_seed(seed)
         absent_BSL1 = ~x_BSLT.any(-1, keepdim=True)
         with global_draws(seed, x_BSLT.device):
-            for number, (setting, function) in enumerate(self.functions):
-                self.draw.at(self.seed, places, number)
-                with blaming(setting):
-                    x_BSLT = checked_like(x_BSLT, function(x_BSLT, self.draw))
+            for number in range(len(self.functions)):
+                x_BSLT = self._apply(number, x_BSLT, places)
                 x_BSLT = x_BSLT.masked_fill(absent_BSL1, 0.0)  # a copy: it may be expanded
         return x_BSLT
+
+    def _apply(self, number: int, x_BSLT: torch.Tensor, places: Places) -> torch.Tensor:
+        setting, function = self.functions[number]
+        self.draw.at(self.seed, places, number)
+        with blaming(setting):
+            return checked_like(x_BSLT, function(x_BSLT, self.draw))
+
+    def examine(self, leads: int) -> None:
+        """Try each function on noise; ConfigError if it returns NaN, mixes crops, or returns something
+        else for the same batch."""
+        device, generator = self.draw.device, torch.Generator().manual_seed(0)
+        shape = len(STAYS_B), 2, leads, HALF
+        x_BSLT, other_BSLT = (
+            (0.3 * torch.randn(shape, generator=generator)).to(device) for _ in range(2)
+        )
+        x_BSLT[1, :, 0] = other_BSLT[1, :, 0] = 0  # as a lead that is masked
+        stays_B = torch.tensor(STAYS_B, device=device)
+        for number, (setting, _) in enumerate(self.functions):
+            y_BSLT = self._tried(number, x_BSLT)
+            with blaming(setting):
+                if not y_BSLT.isfinite().all():
+                    raise ConfigError("returns NaN or infinity for noise")
+                if not are_same(y_BSLT, self._tried(number, x_BSLT)):
+                    raise ConfigError(
+                        "returns something else for the same batch: take random numbers from `draw` only"
+                    )
+                for kept_B in (stays_B, ~stays_B):
+                    mixed_BSLT = torch.where(kept_B[:, None, None, None], x_BSLT, other_BSLT)
+                    if not are_same(y_BSLT[kept_B], self._tried(number, mixed_BSLT)[kept_B]):
+                        raise ConfigError(
+                            "a crop changes when other crops of the batch change: crops must be independent"
+                        )
+
+    def _tried(self, number: int, x_BSLT: torch.Tensor) -> torch.Tensor:
+        """What a function makes of a batch, always with the same random numbers."""
+        rows = np.arange(len(x_BSLT))
+        places = Places(np.zeros_like(rows), rows, np.zeros_like(rows))
+        self.draw.manual_seed(0)
+        with global_draws(0, x_BSLT.device):
+            y_BSLT = self._apply(number, x_BSLT.clone(), places)
+        return y_BSLT.masked_fill(~x_BSLT.any(-1, keepdim=True), 0.0)
+
+
+def are_same(a_BSLT: torch.Tensor, b_BSLT: torch.Tensor) -> bool:
+    return bool(torch.isclose(a_BSLT, b_BSLT, rtol=0, atol=SAME_MV).all())
 
 
 def checked_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

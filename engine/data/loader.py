@@ -84,6 +84,7 @@ class Loader:
         self.extra = None
         if named_functions := config.augment.own:
             self.extra = ExtraAugmentation(named_functions, config.seed, rank, device)
+            self.extra.examine(len(config.augment.output_leads))
         self.order = order_of(config, datasets, selection)
         # fail early if the batch cannot be divided
         self.order.slice(0, rank, world, micro=config.micro_batch)

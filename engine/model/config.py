@@ -42,12 +42,13 @@ STRICT = ConfigDict(strict=True, extra="forbid")
 ENCODERS = {
     "": "omnilead.engine.model.encoder:Encoder",
     "resnet": "omnilead.engine.model.resnet:ResNet",
+    "s4": "omnilead.engine.model.s4:S4",
 }
 ATTRIBUTES = ("age", "sex")  # in the order of their heads
 # Global objectives: functions of pooled encodings, and classes (omnilead.engine.model.encoders)
 CONTRASTS = ("cmsc", "simclr", "3kg")
 OBJECTIVES = {
-    "cpc": "omnilead.engine.model.cpc:PredictiveCoding",
+    "cpc": "omnilead.engine.model.cpc:predictive_coding",
     "jepa": "omnilead.engine.model.jepa:JointEmbedding",
 }
 SHOWN = 80  # characters of a wrong value in a message
@@ -66,7 +67,7 @@ class ModelConfig:
     objective. Other encoders are configured by `options`; they ignore the settings from `conv`
     to `input_dropout`, except `kernels`."""
 
-    # "": the authors'; resnet; or your own, file.py:Class (omnilead.engine.model.encoders)
+    # "": the authors'; resnet; s4; or your own, file.py:Class (omnilead.engine.model.encoders)
     encoder: str = ""
     # arguments of the encoder's class
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -176,7 +177,8 @@ class ObjectiveConfig:
     contrast: Weight = 1.0  # weight of the global objective
     # global objective: cmsc, simclr, 3kg, cpc, jepa, or your own, file.py:Class
     method: str = "cmsc"
-    # arguments of the objective's class: of cpc (steps, temperature), jepa (momentum), or of your own
+    # arguments of the objective: of cpc (form, and steps, temperature or ahead, negatives), jepa (momentum), or
+    # of your own
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     form: Literal["paper", "authors"] = "paper"  # variant of CMSC
     # temperature of the local and the global objective

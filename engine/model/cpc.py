@@ -10,8 +10,17 @@ costs log(tokens). No loss compares different ECGs, so it depends neither on the
 ranks. The maps are thrown away afterwards. What is exported is the encoder with its causal
 transformer, which is what was trained.
 
+`objective.options: {form: sampled}` is the form of ECG-CPC: one step of 14 ahead, and for each t as
+candidates, beside t + 14, 128 of the other tokens, drawn with replacement; no temperature and no cosine;
+summed over t, so that guessing costs (tokens - 14) log(129), and averaged over windows:
+
+    s_tu  = W c_t . z_u;  loss = sum over t of  log(sum_u n_tu exp s_tu) - s_t(t+14),   n_tu: how often u is a candidate of t
+
+The authors copy 129 candidates for each t; here they are entries of one product, counted.
+
 Source: van den Oord et al. 2018; for ECGs Mehari and Strodthoff 2022 (12 steps ahead, negatives of
-the same record; an LSTM has the place of the causal transformer). Shapes: engine.model.config.
+the same record; an LSTM has the place of the causal transformer); 2509.25095 and
+AI4HealthUOL/ecg-fm-benchmarking (sampled). Shapes: engine.model.config; n tokens that predict.
 """
 
 from typing import Any
@@ -21,17 +30,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..settings.errors import ConfigError
+from .draws import ModelStream, count_negatives, row_numbers
 from .objectives import unit
+
+
+def predictive_coding(encoder: Any, form: str = "all", **options: Any) -> nn.Module:
+    """`objective.method: cpc`. `form`: candidates are all tokens, or sampled."""
+    if not getattr(encoder, "causal", False):
+        raise ConfigError(
+            "needs an encoder that does not look ahead: set model.causal=true and "
+            "model.conv_norm=layer; s4 needs bidirectional=false and another norm than group; your own "
+            "needs features(), context() and causal = True"
+        )
+    if form not in FORMS:
+        raise ConfigError(f"form={form!r}: use {' or '.join(FORMS)}")
+    return FORMS[form](encoder, **options)
 
 
 class PredictiveCoding(nn.Module):
     def __init__(self, encoder: Any, steps: int = 12, temperature: float = 0.1) -> None:
         super().__init__()
-        if not getattr(encoder, "causal", False):
-            raise ConfigError(
-                "needs an encoder that does not look ahead: set model.causal=true and "
-                "model.conv_norm=layer; your own needs features(), context() and causal = True"
-            )
         if steps < 1 or temperature <= 0:
             raise ConfigError("use at least 1 for steps, and more than 0 for temperature")
         self.temperature = temperature
@@ -53,3 +71,48 @@ class PredictiveCoding(nn.Module):
             target_n = torch.arange(ahead, tokens, device=z_RNF.device)
             losses.append(F.cross_entropy(s_RnN.flatten(0, 1), target_n.repeat(len(z_RNF))))
         return torch.stack(losses).mean()
+
+
+class SampledCoding(nn.Module):
+    def __init__(self, encoder: Any, ahead: int = 14, negatives: int = 128) -> None:
+        super().__init__()
+        if ahead < 1 or negatives < 1:
+            raise ConfigError("use at least 1 for ahead and for negatives")
+        self.ahead, self.negatives = ahead, negatives
+        self.map = nn.Linear(encoder.width, encoder.feature_width, bias=False)
+
+    def forward(self, encoder: Any, x_BSLT: Tensor, keys_BS: Tensor) -> Tensor:
+        z_RNF, _ = encoder.features(x_BSLT.flatten(0, 1))
+        c_RND = encoder.context(z_RNF, None)
+        if self.ahead >= (tokens := z_RNF.shape[1]):
+            raise ConfigError(
+                f"ahead={self.ahead}: of {tokens} tokens: use a longer input.window_s or fewer ahead"
+            )
+        predicted_RnF = self.map(c_RND[:, : -self.ahead])
+        drawn_RnK = draw_others(keys_BS.flatten(), tokens, self.ahead, self.negatives)
+        return sampled_loss(predicted_RnF, z_RNF, drawn_RnK, self.ahead)
+
+
+FORMS = {"all": PredictiveCoding, "sampled": SampledCoding}
+
+
+def draw_others(keys_R: Tensor, tokens: int, ahead: int, negatives: int) -> Tensor:
+    """[R, n, K]: tokens with replacement, for each but the one so far ahead."""
+    predicting = tokens - ahead
+    count = predicting * negatives
+    random_RX = row_numbers(keys_R, ModelStream.CANDIDATES, (count + 1) // 2)
+    random_RX = torch.cat([random_RX, random_RX >> 32], 1)[:, :count] & 0x7FFFFFFF
+    other_RnK: Tensor = (random_RX * (tokens - 1) >> 31).unflatten(1, (predicting, negatives))
+    target_n1 = torch.arange(ahead, tokens, device=keys_R.device)[:, None]
+    other_RnK += other_RnK >= target_n1
+    return other_RnK
+
+
+def sampled_loss(predicted_RnF: Tensor, z_RNF: Tensor, drawn_RnK: Tensor, ahead: int) -> Tensor:
+    """In float32: a sum of so many products has few digits in bfloat16."""
+    with torch.autocast(z_RNF.device.type, enabled=False):
+        s_RnN = predicted_RnF.float() @ z_RNF.float().transpose(1, 2)
+    times_RnN = count_negatives(drawn_RnK, z_RNF.shape[1])
+    times_RnN.diagonal(ahead, 1, 2).fill_(1.0)
+    loss_Rn = (s_RnN + times_RnN.log()).logsumexp(2) - s_RnN.diagonal(ahead, 1, 2)
+    return loss_Rn.sum(1).mean()

@@ -49,6 +49,7 @@ class ModelStream(IntEnum):
     NEGATIVES = 104
     GUMBEL = 105
     OWN = 106
+    CANDIDATES = 107
     BLOCKS = 108
 
 

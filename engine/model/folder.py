@@ -27,12 +27,13 @@ from uuid import uuid4
 import pyarrow as pa
 from safetensors import SafetensorError
 
+from omnilead.data_tools.io.plugins import shadows_a_module
 from omnilead.data_tools.io.storage import missing_package
 from omnilead.data_tools.io.terminal import tell
 
 from ..data import seen
 from ..settings.errors import ConfigError
-from ..settings.files import CONFIGS, FILE_NAME
+from ..settings.files import CONFIGS, FILE_NAME, file_of
 from .config import ModelConfig, validated
 
 if TYPE_CHECKING:
@@ -231,6 +232,36 @@ def code_in(folder: Path) -> dict[str, bytes]:
     }
 
 
+def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]:
+    """The names of the files of a model that are uploaded and downloaded, beside config.json, which is
+    `document`. Of code these are the files that its settings name; ConfigError if Python, started where
+    the model lies, would import one in place of a module."""
+    sums = document.get(SHA256)
+    listed = set(sums) if isinstance(sums, dict) else {WEIGHTS, PREPROCESSING}
+    head = _section(document, "head")
+    specs = (
+        _section(document, "model").get("encoder"),
+        _section(document, "objective").get("method"),
+        _section(head, "definition").get("head"),
+    )
+    plugins = {file.name for spec in specs if (file := file_of(str(spec or "")))}
+    for name in sorted(plugins & listed):
+        if shadows_a_module(name):
+            raise ConfigError(
+                f"{place}: its code, {name}, has the name of a module of Python or of an installed package, "
+                "which it would replace: its owner must rename the file and train again"
+            )
+    known = {WEIGHTS, PREPROCESSING, CARD, SEEN} | {
+        name for name in plugins if name.endswith(".py") and FILE_NAME.fullmatch(name)
+    }
+    return sorted(known & listed)
+
+
+def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    inner = document.get(name)
+    return inner if isinstance(inner, dict) else {}
+
+
 def seen_by(folder: Path) -> pa.Table:
     """What the model in a folder, or the start of a run, was trained on."""
     return seen.read(folder / SEEN) if (folder / SEEN).exists() else seen.unknown()
@@ -341,11 +372,9 @@ def fetched(repo: str) -> tuple[Path, str]:
             try:
                 config = Path(get(CONFIG, revision=revision or None))
                 folder = config.parent  # snapshots/COMMIT
-                sums = document_of(config).get(SHA256)
-                file_names = sums if isinstance(sums, dict) else ()
-                for file in {WEIGHTS, PREPROCESSING, *file_names} - {CONFIG}:
-                    if FILE_NAME.fullmatch(file):
-                        get(file, revision=folder.name)
+                names = published_files(document_of(config), f"{HUB}{repo}")
+                for file in {WEIGHTS, PREPROCESSING, *names}:
+                    get(file, revision=folder.name)
                 return folder, check(folder, "not mended by fetching it again")
             except LoadError as error:
                 damage = error

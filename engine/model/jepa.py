@@ -29,7 +29,7 @@ from torch.func import functional_call
 
 from ..settings.errors import ConfigError
 from .draws import ModelStream, row_numbers
-from .s4 import Block
+from .s4 import S4Layer, StateSpace
 
 BLOCKS = 4  # to predict, in each row
 CONTEXT = (0.85, 1.0)  # shares of the tokens: shortest and longest block
@@ -43,12 +43,14 @@ class JointEmbedding(nn.Module):
         if not hasattr(encoder, "context") or getattr(encoder, "causal", False):
             raise ConfigError(
                 "needs an encoder that masks tokens and looks both ways: set model.causal=false, of s4 "
-                "model.options={causal: false}; your own needs features() and context()"
+                "model.options={bidirectional: true}; your own needs features() and context()"
             )
         if not 0 <= momentum < 1:
             raise ConfigError(f"momentum={momentum}: use at least 0, and less than 1")
         self.momentum = momentum
-        self.predictor = Block(encoder.width, causal=False)
+        space = StateSpace(encoder.width, states=8, length=300, bidirectional=True)
+        self.predictor = S4Layer(space, encoder.width, dropout=0.0)
+        self.names = [name for name, _ in encoder.named_parameters()]
         self.target = with_buffers_for_weights(encoder)
 
     def train(self, mode: bool = True) -> "JointEmbedding":
@@ -63,7 +65,7 @@ class JointEmbedding(nn.Module):
         z_RNF, _ = encoder.features(x_RLT)
         hidden_RN, weight_RN = draw_blocks(keys_BS.flatten(), z_RNF.shape[1])
         predicted_RND = self.predictor(encoder.context(z_RNF, hidden_RN))
-        target_RND = self.targets(x_RLT)
+        target_RND = self.targets(x_RLT, z_RNF.dtype)
         with torch.autocast(x_RLT.device.type, enabled=False):
             error_RND = F.smooth_l1_loss(predicted_RND.float(), target_RND, reduction="none")
             error_R = (error_RND.mean(2) * weight_RN).sum(1) / weight_RN.sum(1)
@@ -71,11 +73,9 @@ class JointEmbedding(nn.Module):
         return {"jepa": error_R.mean()}, {"target_spread": spread}
 
     @torch.no_grad()
-    def targets(self, x_RLT: Tensor) -> Tensor:
-        """What is to be predicted, in float32."""
-        weights = {}
-        for name, buffer in self.target.named_buffers():
-            weights[name] = buffer.to(x_RLT.dtype) if buffer.is_floating_point() else buffer
+    def targets(self, x_RLT: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is to be predicted, computed in `dtype`, in float32."""
+        weights = {name: self.target.get_buffer(name).to(dtype) for name in self.names}
         target_RND = functional_call(self.target, weights, x_RLT).float()
         return F.layer_norm(target_RND, target_RND.shape[-1:])
 
@@ -83,8 +83,8 @@ class JointEmbedding(nn.Module):
     def after_step(self, encoder: Any, momentum: float | None = None) -> None:
         """Moves the target towards the encoder. 0: makes them equal."""
         momentum = self.momentum if momentum is None else momentum
-        names, weights = zip(*encoder.named_parameters(), strict=True)
-        averages = [self.target.get_buffer(name) for name in names]
+        weights = [encoder.get_parameter(name) for name in self.names]
+        averages = [self.target.get_buffer(name) for name in self.names]
         with whole(weights):
             torch._foreach_lerp_(averages, [w.float() for w in weights], 1 - momentum)
         for name, buffer in encoder.named_buffers():
@@ -123,9 +123,9 @@ def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         raise ConfigError(f"{tokens} tokens: needs windows of at least {FEWEST}")
     random_RX = row_numbers(keys_R, ModelStream.BLOCKS, 2 * (1 + BLOCKS)) & 0xFFFFFF
     length_R1K, start_R1K = random_RX.float().mul_(2.0**-24)[:, None].chunk(2, 2)
-    shortest, longest = torch.tensor(
-        [CONTEXT] + [PREDICTED] * BLOCKS, device=keys_R.device
-    ).unbind(1)
+    shortest, longest = torch.tensor([CONTEXT] + [PREDICTED] * BLOCKS, device=keys_R.device).unbind(
+        1
+    )
     length_R1K = (tokens * (shortest + (longest - shortest) * length_R1K)).floor()
     start_R1K = ((tokens - length_R1K + 1) * start_R1K).floor()
     token_N1 = torch.arange(tokens, device=keys_R.device)[:, None]

@@ -8,6 +8,7 @@ A YAML file may begin with `base: other.yaml` and then holds only what differs f
 """
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -22,10 +23,12 @@ from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
 
+from omnilead.data_tools.io.commands import run_command
+from omnilead.data_tools.io.errors import DataError, UserError, mend_for
 from omnilead.data_tools.io.options import add_options
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import Parser as Parser
-from omnilead.data_tools.io.terminal import guard_streams, is_memory, mend_for, show, tell
+from omnilead.data_tools.io.terminal import about_file, guard_streams, is_memory, show, tell
 
 from .errors import ConfigError, OutputError
 from .files import find_config, merge
@@ -37,6 +40,9 @@ RUN_CODE: Any = {
 }
 FIRST_TELLS_S = 10.0  # torchrun ends other ranks after 0.1 s, deepspeed after 1 s
 DEEPSPEED_ENDS_S = 60  # it waits 30 s for ranks that do not end
+RESUMABLE = ": run the same command again to resume"
+# The same command would fail again
+PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
 
@@ -237,16 +243,54 @@ def run_folder(text: str) -> Path:
     return Path(text)
 
 
-def tell_failure(line: str, everywhere: bool) -> None:
-    """Prints why a command fails. `everywhere`: all ranks fail for the same reason, so the first one
-    prints it. The others wait for that, because a launcher ends all ranks as soon as one has ended;
-    a rank that is still there afterwards is alone with its reason, and prints it."""
+def tell_failure(program: str, message: str, code: int) -> None:
+    """Prints why a command fails. Code 2: all ranks fail for the same reason, so the first one prints
+    it. The others wait for that, because a launcher ends all ranks as soon as one has ended; a rank
+    that is still there afterwards is alone with its reason, and prints it. Ctrl-C reaches all ranks."""
+    rank = os.environ.get("RANK", "0")
+    if code == 130 and rank != "0":
+        return
+    of_rank = f"rank {rank}: " if code == 1 and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    line = f"{program}: {of_rank}{on_one_line(message)}"
     note_for_torchrun(line)
-    if everywhere and os.environ.get("RANK", "0") != "0":
+    if code == 2 and rank != "0":
         time.sleep(FIRST_TELLS_S)
     with suppress(OSError):
         tell(line)
     repeat_after_deepspeed(line)
+
+
+def on_one_line(message: str) -> str:
+    lines = [line.strip() for line in message.split("\n")]
+    return " ".join(filter(None, lines))
+
+
+def run_on_ranks(
+    program: str,
+    work: Callable[[], int],
+    out: str | os.PathLike[str] | None = None,
+    flag: str = "--out",
+) -> int:
+    """Runs the work of a command that may have several ranks, and returns its exit code. `flag` and
+    `out`: where it writes."""
+
+    def explain(error: Exception) -> UserError | None:
+        if isinstance(error, OSError):
+            return file_error(error, out, flag)
+        return error if isinstance(error, UserError) else None
+
+    return run_command(program, work, explain, RESUMABLE if out else "", tell_failure)
+
+
+def file_error(
+    error: OSError, out: str | os.PathLike[str] | None, flag: str = "--out"
+) -> UserError:
+    """The error for the user about a file that could not be read or written. `flag` and `out`: where
+    the command writes."""
+    message = about_file(error, flag, out)
+    if error.errno in PERMANENT:
+        return DataError(message)
+    return OutputError(f"{message}{RESUMABLE}" if out else message)
 
 
 def repeat_after_deepspeed(line: str) -> None:

@@ -31,9 +31,13 @@ class ConfigError(UserError):
 class OutputError(UserError):
     """A result cannot be computed or written: the message is one line."""
 
+    code = 1
+
 
 class TrainError(UserError):
-    """The run failed (exit code 1). The message is one line."""
+    """The run failed. The message is one line."""
+
+    code = 1
 
 
 def one_line_errors(kind: type[Kind]) -> type[Kind]:

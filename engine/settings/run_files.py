@@ -12,6 +12,9 @@ METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
 
 
+FACTS = "run.json"
+
+
 PROMETHEUS = "metrics.prom"
 
 

@@ -36,6 +36,8 @@ class CheckpointError(UserError):
 class WriteError(UserError):
     """A checkpoint cannot be written; existing checkpoints are intact."""
 
+    code = 1
+
 
 def crc32c(path: Path) -> int:
     value = 0

@@ -39,6 +39,8 @@ T = TypeVar("T")
 LOOPBACK = re.compile(
     r"\b127\.\d+\.\d+\.\d+|::1\b|\blocalhost\b"
 )  # addresses of the machine itself
+# Where Python waits for other ranks; ZeRO 3 waits through nvtx
+COLLECTIVES = ("torch.distributed", "deepspeed.comm", "deepspeed.utils.nvtx")
 
 
 @dataclass(frozen=True)
@@ -187,11 +189,21 @@ def require_function(engine: Any, name: str, arguments: Sequence[str]) -> None:
         ) from None
 
 
-def lost_a_rank(error: Exception) -> bool:
-    """Whether a collective failed because another rank did not answer."""
-    return isinstance(error, dist.DistError) or any(
-        word in str(error) for word in ("gloo", "NCCL", "Connection closed")
-    )
+def lost_a_rank(error: BaseException) -> bool:
+    """True if a collective failed because another rank did not answer. NCCL and the store raise a
+    DistError, gloo a plain RuntimeError: where that was raised tells it from an error of a plug-in."""
+    if environment()[1] == 1:
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and _raised_in(error, COLLECTIVES)
+
+
+def _raised_in(error: BaseException, packages: Sequence[str]) -> bool:
+    trace, name = error.__traceback__, ""
+    while trace:
+        name, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
 def close() -> None:
@@ -261,5 +273,8 @@ class MaxOverRanks:
         if self.pending is None:
             return 0
         (work, largest), self.pending = self.pending, None
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise dist.DistNetworkError(str(error)) from error
         return int(largest)

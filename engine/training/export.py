@@ -1,5 +1,7 @@
 """Exports a run: RUN/model from a checkpoint, and what its model card says."""
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from ..model import folder
 from ..model.window import DEFAULT_INPUT, SCALES
 from ..settings.errors import ConfigError, TrainError
 from ..settings.leads import describe_leads
+from ..settings.run_files import FACTS
 from . import checkpoint, checkpoint_files, distributed
 from .checkpoint_files import CheckpointError, WriteError, warn
 from .config import RunConfig
@@ -48,6 +51,8 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
         state_dict = full_weights(path)
     weights = task.exported(config, state_dict)
     known = seen_until(run.path, config, state, task)
+    if not known.datasets:
+        known = joined_with_written(run.model, known, _history(config, state))
     return Export(config, state, weights, known.seen, known.source_hz)
 
 
@@ -58,28 +63,68 @@ class Seen(NamedTuple):
     # How often each crop was drawn (Order.drawn), by the fingerprint of its dataset
     times_drawn: dict[str, np.ndarray]
     source_hz: list[float]  # lowest and highest rate of the labelled ones; []: none, or unknown
+    datasets: list[str]  # where the data of the run lie; []: they are gone
 
 
 def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]) -> Seen:
+    """RUN may be asked from any folder, and after its data have moved, if it was started again since."""
     records = [folder.seen_by(run)] if folder.is_model(config.start) else []
     times_drawn = {}
     rates_hz = set[float]()
+    places: list[str] = []
     try:
-        datasets = [Dataset.open(url, config.data.anonymous) for url in config.data.datasets]
-        if [dataset.fingerprint for dataset in datasets] != state["datasets"]:
-            raise ConfigError(f"{', '.join(config.data.datasets)}: not the data of this run")
-        for dataset, times, use in task.uses(config, state, run, datasets):
+        found = _find_datasets(run, config, state)
+        for dataset, times, use in task.uses(config, state, run, list(found.values())):
             records.append(seen.seen_in(dataset, np.flatnonzero(times), use))
             if use != "selected":
                 times_drawn[dataset.fingerprint] = times
             if use == "labelled":
                 rates_hz.update(np.unique(dataset.column("fs_source_hz")[times > 0]).tolist())
+        places = list(found)
     except (ConfigError, DataError, OSError) as error:
         warn(f"{run}: cannot say what it was trained on: {error}")
         records.append(seen.unknown())
         rates_hz = set()
     source_hz = [min(rates_hz), max(rates_hz)] if rates_hz else []
-    return Seen(seen.joined(records), times_drawn, source_hz)
+    return Seen(seen.joined(records), times_drawn, source_hz, places)
+
+
+def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, Dataset]:
+    """The datasets of a run by where they are found: as they were typed, else where they lay when the
+    checkpoint was written or the run was last started."""
+    places_last: list[str] = []
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        places_last = list(map(str, json.loads((run / FACTS).read_text())["dataset_paths"]))
+    places_then = state.get("dataset_paths", [])  # not in checkpoints of earlier versions
+    found: dict[str, tuple[str, Dataset]] = {}  # by fingerprint
+    faults = [f"{', '.join(config.data.datasets)}: not the data of this run"]
+    for place in dict.fromkeys([*config.data.datasets, *places_then, *places_last]):
+        if found.keys() >= set(state["datasets"]):
+            break
+        try:
+            dataset = Dataset.open(place, config.data.anonymous)
+        except (DataError, OSError) as error:
+            faults.append(str(error))
+        else:
+            found.setdefault(dataset.fingerprint, (place, dataset))
+    if not found.keys() >= set(state["datasets"]):
+        raise ConfigError("; ".join(faults[:2]))
+    return dict(found[fingerprint] for fingerprint in state["datasets"])
+
+
+def joined_with_written(model: Path, known: Seen, history: dict[str, Any]) -> Seen:
+    """With what RUN/model says, if the data of the run are gone: of these very weights that is all; of earlier
+    ones it is a part."""
+    try:
+        written = folder.seen_by(model)
+        document = folder.document_of(model / folder.CONFIG)
+    except ConfigError:  # none there, or a damaged one
+        return known
+    if document.get("trained") != history:
+        return known._replace(seen=seen.joined([written, known.seen]))
+    head = document.get("head")
+    source_hz = head.get("source_hz", []) if isinstance(head, dict) else []
+    return known._replace(seen=written, source_hz=source_hz)
 
 
 def full_weights(path: Path) -> dict[str, Tensor]:

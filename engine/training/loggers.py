@@ -36,7 +36,7 @@ from tqdm.auto import tqdm
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import in_notebook, say
 
-from ..settings.run_files import METRICS, PROMETHEUS, VALID, VALIDATION
+from ..settings.run_files import FACTS, METRICS, PROMETHEUS, VALID, VALIDATION
 from .config import RunConfig, TrainConfig
 from .tracking import Service
 
@@ -104,7 +104,7 @@ class RunLogger:
         }
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
-        write_whole(run / "run.json", json.dumps(facts | environment(), indent=1) + "\n")
+        write_whole(run / FACTS, json.dumps(facts | environment(), indent=1) + "\n")
         self.services: dict[str, Service] = {}  # engine.training.tracking
         move_repeated_lines(run / METRICS, step)
         move_repeated_lines(run / VALIDATION, validated)
@@ -233,11 +233,16 @@ def move_repeated_lines(path: Path, step: int) -> None:
         write_whole(path, b"".join(kept_lines))
 
 
-def environment() -> Row:
-    versions = {"python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that training uses."""
+    found = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def environment() -> Row:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     hardware = {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
-    return {"hardware": hardware, "versions": versions, "command": sys.argv}
+    return {"hardware": hardware, "versions": versions(), "command": sys.argv}

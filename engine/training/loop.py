@@ -333,6 +333,9 @@ def run_facts(config: RunConfig, datasets: Sequence[Dataset], ranks: Ranks) -> d
     return {
         "format": 1,
         "datasets": [dataset.fingerprint for dataset in datasets],
+        "dataset_paths": [
+            dataset.root.url for dataset in datasets
+        ],  # absolute, unlike those in config
         "crops": [len(dataset) for dataset in datasets],
         "sources": sorted({name for dataset in datasets for name in source_names(dataset)}),
         "preprocessing_sha256": datasets[0].meta["preprocessing_sha256"],

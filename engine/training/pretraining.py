@@ -52,7 +52,9 @@ READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a 
 TAKEN = {"local", "diversity", "features"}  # names of losses
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 COLLAPSED_SPREAD = 0.05  # of JEPA's targets, which have a standard deviation of 1 over their width
-AVERAGED = "plugin.target."  # JEPA's average of the encoder's weights, which is exported instead of them
+AVERAGED = (
+    "plugin.target."  # JEPA's average of the encoder's weights, which is exported instead of them
+)
 
 
 class PretrainTask(TrainingTask):

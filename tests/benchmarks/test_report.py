@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.text import Text
 
-from benchmarks import report, tables
+from benchmarks import chart, report, tables
 
 SUITE = Path(__file__).with_name("golden").joinpath("suite.json").read_text()  # made up
 
@@ -21,8 +21,40 @@ def test_pages_match_the_records():
     parts = report.all_parts()
     assert report.EVIDENCE.read_text() == report.evidence_page()
     assert report.TABLES.read_text() == report.results_page(parts)
+    assert report.CHART.read_text() == chart.chart(parts)
     linked = re.findall(r"\]\(([^)#:]+)[)#]", report.TABLES.read_text())
     assert len(linked) > 10 and all((report.TABLES.parent / link).exists() for link in linked)
+
+
+def test_figures_of_readme_come_from_the_records():
+    parts, text = (
+        report.all_parts(),
+        " ".join(report.ROOT.joinpath("README.md").read_text().split()),
+    )
+    newest = report.newest(parts)
+    step = newest["step", "cuda"]
+    case = step["results"]["omnilead: bf16, layers compiled, 512 crops"]["per_s"]["median"]
+    product = step["results"]["matrix product: bf16"]["per_s"]["median"]
+    share = case * step["input"]["gflop_per_crop"] / product
+    assert f"{case:,.0f} ECGs a second (bf16), {100 * share:.0f} % of what" in text
+    rates, _ = chart.rates_of(chart.PANELS[0], parts)
+    faster = sorted(
+        rates["memory-mapped .npy"][name] / rate for name, rate in rates["omnilead"].items()
+    )
+    assert f"loads {faster[0]:.1f} to {faster[-1]:.1f} times as many" in text
+    rows = newest["evidence", "cpu"]["results"]["real"]["rows"]
+    for name, model in {
+        "gradient boosting on the mean beat and measurements, no pre-training": "boosted features",
+        "a linear classifier on `small`": "small",
+        "the same on random weights": "random weights",
+    }.items():
+        cells = {}
+        for row in rows:
+            if (row["task"], row["model"]) == ("ptbxl-superdiagnostic", model):
+                cells[row["leads"], row["share"]] = f"{row['metrics']['auroc']:.3f}"
+                assert f"{row['n']} ECGs" in text and f"{row['labelled']:,}" in text
+        in_order = [cells[leads, share] for leads in ("12", "1") for share in (0.1, 1.0)]
+        assert f"| {name} | {' | '.join(in_order)} |" in text.replace("**", "")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +73,48 @@ def test_a_build_starts_its_processes_once_and_keeps_its_lock_until_they_end(
     build(small, tmp_path / "out", format="both", workers=2)
     assert files(tmp_path / "out") == right
     assert len(pools) == 1
+
+
+def run_script(folder, text):
+    """What a script prints that Python is started with."""
+    (folder / "script.py").write_text(text)
+    done = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_script_without_a_guard_runs_once(small, right, tmp_path):
+    """Workers that imported it would run it again, and delete what it deletes at its top."""
+    printed = run_script(
+        tmp_path,
+        f"""
+import shutil, omnilead
+from omnilead.data_tools.sharding import plan
+
+print("began")
+shutil.rmtree("out", ignore_errors=True)
+plan.SHARD_CROPS, plan.SCAN_CHUNK = 2, 5
+omnilead.shard({str(small)!r}, out="out", format="both", workers=2)
+""",
+    )
+    assert printed == "began\n"
+    assert files(tmp_path / "out") == right
+
+
+def test_workers_find_what_a_script_defines(tmp_path):
+    printed = run_script(
+        tmp_path,
+        """
+from omnilead.data_tools.io import cluster
+
+def double(number):
+    return 2 * number
+
+if __name__ == "__main__":
+    print(list(cluster.run_in_order(double, range(3), workers=2)))
+""",
+    )
+    assert printed == "[0, 2, 4]\n"
 
 
 @pytest.fixture

@@ -90,7 +90,10 @@ def test_ctrl_c_is_one_line_and_the_run_can_be_finished(small, shell, tmp_path, 
     until(lambda: len(list(out.glob(".build/*.parquet"))) >= 3)
     os.killpg(run.pid, signal.SIGINT)
     error = run.communicate()[1]
-    assert (run.returncode, error) == (130, "interrupted: run the same command again to continue\n")
+    assert (run.returncode, error) == (
+        130,
+        "omnilead shard: interrupted: run the same command again to continue\n",
+    )
     assert members(run.pid) == []
     monkeypatch.setattr(plan, "SHARD_CROPS", 4)
     shell.run("shard", small, "--out", out, "--format", "both", "--workers", 1)

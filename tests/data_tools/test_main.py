@@ -191,7 +191,7 @@ def test_an_interrupted_synth_must_be_started_again(shell, tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr("omnilead.data_tools.synthetic.archive.synthesise", stopped)
-    error = f"interrupted: delete {tmp_path} and run it again\n"
+    error = f"omnilead synth: interrupted: delete {tmp_path} and run it again\n"
     assert shell.run("synth", tmp_path, code=130) == ("", error)
 
 

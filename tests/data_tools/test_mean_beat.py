@@ -7,7 +7,14 @@ import pytest
 
 from omnilead.data_tools.ecg.constants import CROP_SHAPE, LEADS
 from omnilead.data_tools.ecg.crops import prepare_crop
-from omnilead.data_tools.ecg.mean_beat import BEAT, BEFORE, mean_beats, r_peaks, rate_and_axis
+from omnilead.data_tools.ecg.mean_beat import (
+    BEAT,
+    BEFORE,
+    HeartRates,
+    mean_beats,
+    r_peaks,
+    rate_and_axis,
+)
 from omnilead.data_tools.sources.hospital_files import HospitalFiles
 from omnilead.data_tools.sources.zip_folder import folder_or_zip
 from omnilead.data_tools.synthetic import archive as synth
@@ -88,6 +95,19 @@ NO_BEATS = "no heart rate or axis: no beats that are alike"
 )
 def test_why_there_is_no_rate_or_axis(x_LT, missing, says):
     assert rate_and_axis(x_LT, missing) == says
+
+
+@pytest.mark.parametrize(
+    ("rate", "ecgs", "says"),
+    [(49, 20, "49"), (51, 60, ""), (109, 20, ""), (112, 60, "112"), (35, 19, "")],
+)
+def test_a_rate_that_many_hearts_together_do_not_have_is_said(rate, ecgs, says):
+    rates = HeartRates()
+    for _ in range(ecgs):
+        rates.add("clinic", ecg(np.arange(0.4, 10, 60 / rate)))
+        rates.add("noise", np.random.default_rng(0).normal(0, 300, (12, 5000)))
+    line = f"clinic: median heart rate {says} a minute in {min(ecgs, 50)} ECGs: is the sampling rate right?"
+    assert list(rates.doubts()) == ([line] if says else [])
 
 
 # What the machines wrote into their files: rate per minute, QRS axis in degrees

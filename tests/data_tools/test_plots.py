@@ -1,13 +1,16 @@
 """Figures are to scale, and state what they show and what is missing."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from omnilead.data_tools import plots
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.ecg.mean_beat import heart_rate
 from omnilead.data_tools.ecg.record import ABBREVIATIONS, LEADS
-from omnilead.data_tools.plots import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save, summary_figure
+from omnilead.data_tools.plots import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save
 
 RAMP = np.tile(np.linspace(-1000, 1000, 5000), (12, 1))
 
@@ -124,23 +127,55 @@ def tick_names(axes):
     return [label.get_text() for label in axes.get_yticklabels()]
 
 
-def test_the_summary_shows_all_names_and_counts():
-    counts = {
-        "few": {"train": 1000, "valid": 10, "test": 7},
-        "many": {"train": 3000, "valid": 12},
-    }
-    classes = {name: 3**i for i, name in enumerate(ABBREVIATIONS[:12])}
-    left, right = summary_figure(counts, classes, "a $title").axes
-    assert (tick_names(left), words(left)) == (["many", "few"], ["3,012", "1,017"])
-    legend = [text.get_text() for text in left.get_legend().get_texts()]
-    assert legend == ["train  4,000", "valid  22", "test  7"]
-    assert tick_names(right)[:12] == [*reversed(classes)]
-    assert words(right) == [f"{classes.get(name, 0):,}" for name in tick_names(right)]
+def titled(figure):
+    return {axes.get_title(loc="left"): axes for axes in figure.axes}
 
 
-def test_a_summary_without_labels_says_so():
-    left, right = summary_figure({"A": {"train": 3}}, {}, "").axes
-    assert [text.get_text() for text in right.texts] == ["no diagnosis labels"] and left.patches
+def test_the_summary_shows_ecgs_measurements_and_counts(dataset):
+    table = dataset.table(["source", "age", "fs_source_hz"])
+    panels = titled(plots.dataset_figure(dataset))
+    ecgs = [axes for title, axes in panels.items() if title.startswith("crop ")]
+    assert [len(axes.lines) for axes in ecgs] == [4] * 6
+    uv = dataset[0].signal_uv[LEADS.index("II")]
+    drawn = ecgs[0].lines[1].get_ydata()
+    assert drawn + 2 == pytest.approx((uv - np.median(uv)) / 1000, abs=1e-4)
+    for title, column in (("age, years", "age"), ("rate of the recording, Hz", "fs_source_hz")):
+        counted = sum(bar.get_height() for bar in panels[title].patches)
+        assert counted == len(table) - table[column].null_count
+    sources = panels[f"{len(dataset):,} crops by source and role"]
+    counts = Counter(table["source"].to_pylist())
+    drawn = dict(zip(tick_names(sources), words(sources), strict=False))
+    assert drawn == {name: f"{count:,}" for name, count in counts.items()}
+    classes = panels["crops with each diagnosis class"]
+    labels = dict(zip(ABBREVIATIONS, dataset.labels.sum(axis=0).tolist(), strict=True))
+    drawn = dict(zip(tick_names(classes), words(classes), strict=False))
+    assert drawn == {name: f"{count:,}" for name, count in labels.items() if count}
+
+
+def test_a_wrong_rate_is_seen_in_the_summary(dataset, monkeypatch):
+    """ECGs of 250 Hz that were read as 500 Hz have twice the heart rate."""
+    fast = np.tile(dataset.read(0)[:, ::2], 2)
+    normal = heart_rate(dataset.read(0) / 1000)
+    for uv in (dataset.read(0), fast):
+        monkeypatch.setattr(Dataset, "read", lambda self, row, uv=uv: uv)
+        rates = next(
+            axes
+            for title, axes in titled(plots.dataset_figure(dataset)).items()
+            if "heart" in title
+        )
+        assert rates.get_xlabel() == f"median {heart_rate(uv / 1000):.3g}"
+    assert np.isclose(heart_rate(fast / 1000), 2 * normal, rtol=0.1)
+
+
+def test_a_summary_of_ecgs_without_labels_has_no_panel_for_them(dataset, monkeypatch):
+    assert "crops with each diagnosis class" in titled(plots.dataset_figure(dataset))
+    monkeypatch.setattr(Dataset, "labels", np.zeros((len(dataset), 26), bool))
+    assert "crops with each diagnosis class" not in titled(plots.dataset_figure(dataset))
+
+
+def test_a_notebook_shows_a_crop_on_paper(dataset):
+    png = dataset[3]._repr_png_()
+    assert png == plots.plot_ecg(dataset[3])._repr_png_() and png.startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

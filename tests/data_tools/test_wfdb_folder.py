@@ -12,6 +12,7 @@ from omnilead.__main__ import main
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sources.base import prepared
 from omnilead.data_tools.sources.wfdb import parse_header, read_record
 from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
 
@@ -110,3 +111,36 @@ def test_equal_names_in_subfolders_become_different_records(tmp_path):
     write_wfdb(tmp_path / ("long" * 20), "rec_1", "16", LEADS)
     with pytest.raises(ReadError, match="64 at most"):
         source.header(f"{'long' * 20}/rec_1.hea")
+
+
+@pytest.mark.parametrize("leads", [LEADS, ("I", "II", *LEADS[6:], "resp")], ids=["12", "8"])
+@pytest.mark.parametrize(
+    ("factor", "form", "doubtful"),
+    [
+        (1, "16", False),
+        (0.02, "16", True),
+        (20, "16", True),
+        (1, "212", False),
+        (0.02, "212", True),
+    ],
+)
+def test_amplitudes_that_no_heart_has_are_noted(factor, form, doubtful, leads, tmp_path):
+    """As of hospital files and arrays; whatever the format, and a channel that is no lead does not count."""
+    time_s = np.arange(5000) / 500
+    beats = np.exp(-(((time_s % 0.8) - 0.4) ** 2) / 2e-4)
+    steps = np.rint(200 * beats * np.arange(1, len(leads) + 1)[:, None] / len(leads)).astype("<i2")
+    steps[1, 2500] = -2048 if form == "212" else -32768  # not measured
+    signal = steps.T.copy()
+    per_mv = [200 / factor] * len(leads)
+    if "resp" in leads:
+        per_mv[-1] = 0.01
+    wfdb.wrsamp(
+        *("r", 500, ["mV"] * len(leads), list(leads)),
+        d_signal=signal.astype(np.int64),
+        fmt=[form] * len(leads),
+        adc_gain=per_mv,
+        baseline=[0] * len(leads),
+        write_dir=str(tmp_path),
+    )
+    ecg = prepared(WfdbFolder(folder(tmp_path)), "r.hea")
+    assert [("implausible" in flags) for flags in ecg.flags] == [doubtful]

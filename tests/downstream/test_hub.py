@@ -99,6 +99,58 @@ def test_a_pushed_model_can_be_pulled(
     assert main(["push", str(run), "ward/ecg"]) == 0  # again: another commit
 
 
+@pytest.fixture
+def pull_a_stranger(server, saved_model, tmp_path):
+    """Pulls a repository whose config.json lists these files of code, and names the encoder's."""
+
+    def pull(encoder, *codes, out="out"):
+        stranger = saved_model("stranger/model")
+        config = folder.document_of(stranger / folder.CONFIG)
+        config["model"]["encoder"] = encoder
+        for name in codes:
+            (stranger / name).write_text("raise SystemExit('a stranger ran')")
+        folder.seal(stranger, config)
+        files = {path.name: path.read_bytes() for path in stranger.iterdir()}
+        server.repos["me/ecg"] = files
+        return main(["pull", "me/ecg", str(tmp_path / out)]), tmp_path / out
+
+    return pull
+
+
+def test_of_code_only_what_the_settings_name_is_pulled(pull_a_stranger, tmp_path):
+    """Python would run yaml.py in place of the library that it was called as."""
+    code, out = pull_a_stranger("net.py:Net", "net.py", "yaml.py", "sitecustomize.py", "a.so")
+    assert code == 0
+    (snapshot,) = (tmp_path / "cache" / "models--me--ecg" / "snapshots").iterdir()
+    shutil.copy(tmp_path / "stranger" / "model" / "yaml.py", snapshot)  # by another program
+    assert main(["pull", "me/ecg", str(tmp_path / "again")]) == 0
+    for place in (out, tmp_path / "again"):
+        assert {path.name for path in place.iterdir()} == {
+            *("net.py", folder.CONFIG, folder.PREPROCESSING, folder.WEIGHTS, folder.CARD),
+        }
+
+
+@pytest.mark.parametrize(
+    "name", ["yaml", "json", "numpy", "omnilead", "sitecustomize", "usercustomize"]
+)
+def test_code_that_would_replace_a_module_is_refused(name, pull_a_stranger, capsys):
+    code, out = pull_a_stranger(f"{name}.py:Net", f"{name}.py")
+    assert code == 2 and not out.exists()
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and f"omnilead hub: hf://me/ecg: its code, {name}.py, " in err
+    assert err.endswith("its owner must rename the file and train again\n")
+
+
+def test_code_that_would_replace_a_module_is_not_pushed(server, saved_model, capsys):
+    stranger = saved_model()
+    config = folder.document_of(stranger / folder.CONFIG)
+    config["objective"] = {"method": "torch.py:Mine"}
+    (stranger / "torch.py").touch()
+    folder.seal(stranger, config)
+    assert main(["push", str(stranger), "me/ecg"]) == 2
+    assert "torch.py" in capsys.readouterr().err and not server.repos.get("me/ecg")
+
+
 def test_a_pull_that_was_interrupted_can_be_run_again(
     server, saved_model, tmp_path, monkeypatch, capsys
 ):
@@ -114,7 +166,7 @@ def test_a_pull_that_was_interrupted_can_be_run_again(
     (out / ".omnilead-pull").mkdir()  # a kill
     assert capsys.readouterr().err == (
         "omnilead hub: interrupted: run the same command again\n"
-        f"omnilead hub: OUT {out}: No space left on device\n"
+        f"omnilead hub: OUT {out}: No space left on device: free disk space, or choose another\n"
     )
     assert main(["pull", "me/ecg", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == server.repos["me/ecg"].keys()

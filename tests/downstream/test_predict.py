@@ -19,6 +19,7 @@ from pyarrow import csv
 from test_muse_xml import muse
 
 import omnilead
+from omnilead.data_tools import shard as shard_command
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.pseudonyms import read_key
 from omnilead.data_tools.ecg.record_tables import read_table
@@ -248,6 +249,26 @@ def with_high_scale(place):
         x = dict(zip(LEADS, ecg(seed=number) // 2, strict=True))
         write_files(place, {f"{number}.edf": edf(x, scale=(-high - 1, high, -32768, 32767))})
     return place
+
+
+@pytest.mark.parametrize(("fs_hz", "says"), [(250, True), (500, False), (1000, True)])
+def test_a_sampling_rate_that_gives_no_heart_its_rate_is_said(
+    fs_hz, says, dataset, tmp_path, capsys
+):
+    """By `shard`, and by `embed` and `predict` of the files and of the dataset."""
+    (tmp_path / "raw").mkdir()
+    np.save(tmp_path / "raw" / "a.npy", np.stack([dataset.read(row) for row in range(40)]))
+    given = ["--fs", str(fs_hz), "--unit", "uV", "--leads", "12"]
+    made = tmp_path / "made"
+    sharding = [str(tmp_path / "raw"), "--source", "arrays", *given, "--plan", "all"]
+    assert shard_command.main([*sharding, "--out", str(made), "--workers", "1"]) == 0
+    line = r"note: (\S+: )?arrays?: median heart rate \d+ a minute in \d+ ECGs: is the sampling rate right\?\n"
+    assert bool(re.search(line, capsys.readouterr().err)) == says
+    model = save_model(tmp_path / "model", head=HEADS["rhythm"])
+    for program, data, options in ((predict, tmp_path / "raw" / "a.npy", given), (embed, made, [])):
+        out = tmp_path / f"{program.__name__}.parquet"
+        assert program.main([*words(model, data, out), *options]) == 0
+        assert bool(re.search(line, capsys.readouterr().err)) == says
 
 
 def test_an_implausible_amplitude_is_flagged_as_in_a_dataset(tmp_path, capsys):

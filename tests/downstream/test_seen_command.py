@@ -1,6 +1,7 @@
 """omnilead seen: which records, patients and waveforms a run or a model was trained on."""
 
 import csv
+import json
 import shutil
 import sys
 from functools import partial
@@ -18,7 +19,7 @@ from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import order_of
 from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.data.seen import as_bytes, seen_in
+from omnilead.engine.data.seen import as_bytes, read, seen_in
 from omnilead.engine.model.folder import document_of, seal
 from omnilead.engine.training.checkpoint_files import read_state
 from omnilead.engine.training.run_folder import RunFolder
@@ -199,6 +200,59 @@ def test_a_run_whose_data_are_gone_says_so(whole, tmp_path, capsys):
     assert "it is not known what else" in said and counted(said)["unlabelled"] == (0, 0, 0)
     assert counted(before)["unlabelled"][0] > 0
     assert seen(capsys, tmp_path / "run" / "model", "--data", whole.root.url)[1] == before
+    assert main(["pretrain", "--export", str(tmp_path / "run")]) == 0
+    assert "cannot say what it was trained on" in capsys.readouterr().err
+    assert seen(capsys, tmp_path / "run" / "model", "--data", whole.root.url)[1] == before
+
+
+def test_a_model_forgets_nothing_when_its_run_goes_on_and_its_data_vanish(whole, tmp_path, capsys):
+    """What earlier weights have seen is a part of what these have."""
+    copied = shutil.copytree(whole.root.url, tmp_path / "copy")
+    how = {"objective__local": 0, "data__datasets": [str(copied)]}
+    pretrain(tmp_path, "", train__steps=1, **how).good()
+    model = tmp_path / "run" / "model"
+    written = read(model / "seen.parquet")
+    shutil.copytree(model, tmp_path / "earlier")
+    pretrain(tmp_path, "", train__steps=2, **how).good()
+    shutil.rmtree(model)
+    shutil.copytree(tmp_path / "earlier", model)
+    shutil.rmtree(copied)
+    assert main(["pretrain", "--export", str(tmp_path / "run")]) == 0
+    hashes = read(model / "seen.parquet")["hash"].to_pylist()
+    assert sorted(hashes) == sorted([-1, *written["hash"].to_pylist()]) and len(hashes) > 8
+
+
+def test_a_run_knows_its_data_in_any_folder(whole, tmp_path, monkeypatch, capsys):
+    """It was begun in one folder and started again in another, each time with the path as seen from there."""
+    (tmp_path / "ds").symlink_to(whole.root.url)
+    (tmp_path / "deep" / "down").mkdir(parents=True)
+    how = {"objective__local": 0, "train__steps": 2}
+    monkeypatch.chdir(tmp_path / "deep" / "down")
+    pretrain(tmp_path, "../../ds", **how).good()
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["config"]["data"]["datasets"] == ["../../ds"]
+    assert facts["dataset_paths"] == [whole.root.url]
+    model = tmp_path / "run" / "model"
+    written = (model / "seen.parquet").read_bytes()
+    monkeypatch.chdir(tmp_path / "deep")
+    assert "cannot say" not in pretrain(tmp_path, "../ds", **how).good()
+    assert (model / "seen.parquet").read_bytes() == written
+    code, said, err = seen(capsys, "../run", "--out", "seen.csv")
+    assert code == 0 and "crops drawn: 16," in said and err == "" and len(rows_of(Path("seen.csv")))
+    assert f"\n{whole.root.url}\n" in said
+    code, typed, _ = seen(capsys, "../run", "--data", "../ds")
+    assert code == 0 and counted(typed) == counted(said)
+
+
+def test_a_run_finds_data_that_have_moved_once_it_is_started_again(whole, tmp_path, capsys):
+    copied = shutil.copytree(whole.root.url, tmp_path / "copy")
+    how = {"objective__local": 0, "train__steps": 1}
+    pretrain(tmp_path, str(copied), **how).good()
+    copied.rename(tmp_path / "moved")
+    assert "cannot say" in seen(capsys, tmp_path / "run", "--data", whole.root.url)[2]
+    assert "cannot say" not in pretrain(tmp_path, str(tmp_path / "moved"), **how).good()
+    code, said, err = seen(capsys, tmp_path / "run")
+    assert code == 0 and f"\n{tmp_path / 'moved'}\n" in said and err == ""
 
 
 @pytest.mark.parametrize("pseudonyms", [False, True], ids=["own key", "KEYFILE"])

@@ -286,6 +286,9 @@ def test_an_export_without_its_data_says_so(whole, tmp_path, capsys):
 
     assert main(["--export", str(tmp_path / "run")]) == 0
     assert "cannot say what it was trained on" in capsys.readouterr().err
+    assert omnilead.load(tmp_path / "run").seen.equals(record)  # what was written before
+    shutil.rmtree(tmp_path / "run" / "model")
+    assert main(["--export", str(tmp_path / "run")]) == 0
     assert omnilead.load(tmp_path / "run").seen.equals(seen.unknown())
 
 

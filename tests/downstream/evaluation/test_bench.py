@@ -576,7 +576,10 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --labels alive.csv", "alive.csv: no column 'sex'"),
         ("sex --labels nowhere", "--labels nowhere: no such folder"),
         ("same.csv --columns well", "same.csv: no column 'well': its label columns are ill"),
-        ("sex --columns ill", "--columns and --kind are for a table of labels: name one with"),
+        (
+            "sex --columns ill",
+            "--columns, --kind and --positive are for a table of labels: name one with",
+        ),
         ("sex --folds 5 --test-data D", "--folds tests the ECGs of --data: leave --test-data out"),
         ("sex --folds 99999", "--folds 99999: only "),
         ("sex --share 0.01", "no class has positives and negatives in both: use a larger share"),

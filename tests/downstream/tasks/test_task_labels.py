@@ -119,6 +119,13 @@ def test_accepted_spellings_of_cells(mark, tables):
         "J N",
         "positiv negativ",
         "+ -",
+        "oui non",
+        "VRAI FAUX",
+        "Sí no",
+        "sì no",
+        "sim não",
+        "ja nee",
+        "PRAWDA FAŁSZ",
     ],
 )
 @pytest.mark.parametrize("columns", [["af"], ["af", "lbbb"]])
@@ -180,7 +187,7 @@ def test_a_parquet_table_and_a_source_where_names_clash(dataset, tmp_path):
     ("kind", "cells"),
     [
         ("binary", ["0", "1"]),
-        ("multiclass", ["AF", "NSR"]),
+        ("multiclass", ["AF", "AVB", "NSR"]),
         ("multiclass", ["1", "2", "3"]),
         ("regression", [f"{i}.5" for i in range(20)]),
     ],
@@ -222,6 +229,56 @@ def test_a_third_value_is_asked_about(values, tables):
     for classes in ("1 0 2", "0 0 0 1 0 1 2 3"):
         rows = list(zip(tables.records, cycle(classes.split()), strict=False))
         assert guess_kind(TaskConfig(labels=tables.write("record|v", rows))).kind == "multiclass"
+
+
+@pytest.mark.parametrize("values", [("1", "2"), ("sinus", "af"), ("no", "MI")])
+def test_which_of_two_values_is_positive_is_asked(values, tables):
+    """They were two classes, each scored against the other: another AUPRC."""
+    path = tables.write("record|v", list(zip(tables.records, cycle(values), strict=False)))
+    first, second = values
+    asked = (
+        f"'{first}' and '{second}': which of them counts as 1\\? --positive {first} or --positive"
+    )
+    with pytest.raises(ConfigError, match=asked):
+        guess_kind(TaskConfig(labels=path))
+    assert guess_kind(TaskConfig(labels=path, positive=second)).kind == "binary"
+    known = tables.read_file(positive=second)
+    assert known.classes == (f"v={second}",)
+    expected = dict(zip(tables.records, cycle([0, 1]), strict=False))
+    assert known.y[0][:, 0].tolist() == [expected[name] for name in tables.dataset.column("record")]
+    assert f"{path}: {second} in column 'v' is 1, all other values are 0" in known.remarks
+    with pytest.raises(ConfigError, match="column 'v' has no 'x', which counts as 1: it holds"):
+        tables.read_file(positive="x")
+    with pytest.raises(ConfigError, match="is for kind binary, not multiclass"):
+        tables.read_file(positive=second, kind="multiclass")
+
+
+def test_one_of_several_values_can_be_the_positive_one(tables):
+    rows = list(zip(tables.records, cycle(["AF", "", "NSR", "PAC"]), strict=False))
+    task = guess_kind(TaskConfig(labels=tables.write("record|v", rows), positive="AF"))
+    y = read_task(task, [tables.dataset]).y[0][:, 0]
+    assert np.unique(y[~np.isnan(y)]).tolist() == [0, 1]
+    expected = dict(zip(tables.records, cycle([1, np.nan, 0, 0]), strict=False))
+    np.testing.assert_array_equal(y, [expected[name] for name in tables.dataset.column("record")])
+
+
+def test_columns_of_two_numbers_are_no_regression(tables):
+    rows = list(zip(tables.records, cycle("12"), cycle("122"), strict=False))
+    path = tables.write("record|v|w", rows)
+    with pytest.raises(ConfigError, match="column 'v' holds only '1' and '2': write 0 and 1; if"):
+        guess_kind(TaskConfig(labels=path))
+
+
+def test_classes_that_differ_only_in_case_are_told(tables):
+    rows = list(zip(tables.records, cycle(["MI", "mi", "Mi", "NORM"]), strict=False))
+    remarks = tables.read("record|v", rows, kind="multiclass").remarks
+    assert (
+        f"{tables.path}: 'MI' (45 records) and 'Mi' (45 records) and 'mi' (45 records) differ only in case "
+        "and are 3 classes: if they are one, write them alike"
+    ) in remarks
+    path = tables.write("record|v", list(zip(tables.records, cycle(["MI", "mi"]), strict=False)))
+    with pytest.raises(ConfigError, match="'MI' and 'mi', which differ only in case"):
+        guess_kind(TaskConfig(labels=path))
 
 
 def test_a_minus_is_no_in_a_table_with_a_plus(tables):
@@ -340,7 +397,7 @@ split 'tset': write train                            | record,v,split / {0},1,tr
 'v' of record .*: '41,5' is not 0 or 1               | record;v / {0};41,5 / {1};0
 no record has a known label in v                     | record,v / {0}, / {1},nan
 has one column, not v, w                             | record,v,w / {0},1,1
-no column 'of labels'                                | record,fold / {0},1
+has no column of labels, only 'record', 'fold': add  | record,fold / {0},1
 columns are name, v: a column `record` must name .*: rename the one that does | name,v / {0},1
 columns are id, ef, af: a column `record` must name  | id;ef;af / {0};40,5;1 / {1};38,0;0
 two columns are called 'v'                           | record,v,v / {0},1,1
@@ -517,10 +574,10 @@ def test_numbers_beside_0_and_1_are_not_made_a_regression_of_all(tables):
 def test_misspelt_and_rare_classes_are_named(tables):
     common = cycle(["normal", "NORM", "grade1", "grade2"])
     values = ["normall", "Norm", "grade3", *(next(common) for _ in tables.records[3:])]
-    *_, one, two, rare, _ = tables.read(
+    *_, case, two, rare, _ = tables.read(
         "record|v", zip(tables.records, values, strict=True), kind="multiclass"
     ).remarks
-    assert "are 'Norm' (1 records) and 'NORM' (44) the same class? They are trained" in one
+    assert "'NORM' (44 records) and 'Norm' (1 records) differ only in case and are 2" in case
     assert "are 'normall' (1 records) and 'normal' (45)" in two
     few = "fewer than 5 records are positive in Norm (1), grade3 (1), normall (1): too few to learn"
     assert few in rare
@@ -566,15 +623,15 @@ def test_a_missing_extra_is_named(monkeypatch):
 
 def test_row_numbers_and_odd_numbers(dataset, tables):
     """What spreadsheets and pandas leave in a table."""
-    numbers = ["1_000", "", *["12.5"] * (len(tables.records) - 2)]
+    numbers = ["1_000", "", "7", *["12.5"] * (len(tables.records) - 3)]
     rows = [(i, tables.records[i], number, i) for i, number in enumerate(numbers)]
     assert guess_kind(TaskConfig(labels=tables.write("|record|ef|Unnamed: 0", rows))).columns == (
         "ef",
     )
     labels = tables.read("|record|ef|Unnamed: 0", rows, kind="regression")
     of = dict(zip(dataset.column("record"), labels.y[0][:, 0].tolist(), strict=True))
-    assert [of[name] for name in tables.records[:3]] == pytest.approx(
-        [1000, np.nan, 12.5], nan_ok=True
+    assert [of[name] for name in tables.records[:4]] == pytest.approx(
+        [1000, np.nan, 7, 12.5], nan_ok=True
     )
 
 
@@ -612,21 +669,21 @@ def test_columns_of_texts_are_not_proposed(columns, mend, tables):
 @pytest.mark.parametrize("word", ["NA", "null", "nan", "N/A", "none", "Unknown", "?"])
 def test_a_class_that_may_mean_a_missing_value_is_asked_about(word, tables):
     """An empty cell is missing. Of a word only the user knows, who says it by naming the classes."""
-    values = dict(zip(tables.records, cycle([word, "AF", "", "SR"]), strict=False))
+    values = dict(zip(tables.records, cycle([word, "AF", "", "SR", "AVB"]), strict=False))
     path = tables.write("record|v", values.items())
     task = guess_kind(TaskConfig(labels=path))
     assert task.kind == "multiclass"
-    names = sorted([word, "AF", "SR"])
-    asked = rf"'{word}' in column 'v' (45 rows): is it a class, or unknown? .* --set 'task.classes="
+    names = sorted([word, "AF", "AVB", "SR"])
+    asked = rf"'{word}' in column 'v' (36 rows): is it a class, or unknown? .* --set 'task.classes="
     asked = re.escape(asked).replace(r"\.\*", ".*") + re.escape(json.dumps(names))
     with pytest.raises(ConfigError, match=asked):
         read_task(task, [tables.dataset])
-    for classes in (tuple(names), ("AF", "SR")):
+    for classes in (tuple(names), ("AF", "AVB", "SR")):
         known = read_task(replace(task, classes=classes), [tables.dataset])
         for name, y in zip(tables.dataset.column("record"), known.y[0], strict=True):
             expected = [float(values[name] == one) for one in classes]
             assert y.tolist() == expected if sum(expected) else np.isnan(y).all()
-        said = f"{word!r} in column 'v' (45 rows) is taken for an empty cell"
+        said = f"{word!r} in column 'v' (36 rows) is taken for an empty cell"
         assert (said in " ".join(known.remarks)) == (word not in classes)
 
 

@@ -276,12 +276,19 @@ def test_predictive_coding_needs_a_causal_encoder():
         examine_objective(model, torch.float32)
     model = Pretrainer(causal, replace(objective, options={"steps": 155}))
     assert examine_objective(model, torch.float32) == ["loss_global"]
+    sampled = replace(objective, options={"form": "sampled"})
+    with pytest.raises(
+        ConfigError, match=r"method=cpc: ahead=14: of 14 tokens: use a longer input"
+    ):
+        examine_objective(Pretrainer(causal, sampled), torch.float32, samples=14 * 16)
+    model = Pretrainer(causal, sampled)
+    assert examine_objective(model, torch.float32, samples=15 * 16) == ["loss_global"]
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"encoder": "resnt"}, "model.encoder='resnt': use resnet, your own file.py:Class"),
+        ({"encoder": "resnt"}, "model.encoder='resnt': use resnet, s4, your own file.py:Class"),
         ({"options": {"widths": [8]}}, ": set model.encoder"),
         ({"encoder": "gone.py:Net"}, "no such file gone.py"),
         (

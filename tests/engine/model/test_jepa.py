@@ -16,6 +16,7 @@ from omnilead.engine.settings.errors import ConfigError
 
 TOKENS = 50  # of 800 samples
 LAYER = replace(SMALL, conv_norm="layer")
+S4 = ModelConfig(encoder="s4", options={"width": 48, "layers": 2, "bidirectional": True})
 JEPA = ObjectiveConfig(local=0, method="jepa", options={"momentum": 0.75})
 
 
@@ -72,7 +73,7 @@ def test_the_prediction_does_not_see_what_is_hidden():
     hidden_RN, _ = draw_blocks(keys_BS.flatten(), TOKENS)
     of_sample_RT = hidden_RN.repeat_interleave(800 // TOKENS, 1).unflatten(0, (2, 2))
     other_BSLT = torch.where(of_sample_RT[:, :, None], -x_BSLT, x_BSLT)
-    model.plugin.targets = lambda x_RLT: torch.zeros(4, TOKENS, LAYER.width)  # of neither
+    model.plugin.targets = lambda x_RLT, dtype: torch.zeros(4, TOKENS, LAYER.width)  # of neither
     assert_close(model(other_BSLT, keys_BS)["loss"], model(x_BSLT, keys_BS)["loss"])
 
 
@@ -94,12 +95,13 @@ def test_the_target_is_an_average_without_gradient():
         assert_close(model.plugin.target.get_buffer(name), w.detach())
 
 
-def test_small_steps_are_kept_in_bf16():
+@pytest.mark.parametrize("config", [LAYER, S4])
+def test_small_steps_are_kept_in_bf16(config):
     """Of 0.004 times a small difference bf16 keeps nothing."""
-    model = jepa()
+    model = seeded(config, JEPA)
     for p in model.parameters():
         p.data = p.data.bfloat16()
-    name = "layers.0.fc1.weight"
+    name = "layers.0.linear.weight" if config.encoder else "layers.0.fc1.weight"
     weight, average = model.encoder.get_parameter(name), model.plugin.target.get_buffer(name)
     with torch.no_grad():
         weight.add_(weight.sign() * 1e-2)
@@ -116,12 +118,14 @@ def test_small_steps_are_kept_in_bf16():
 def test_dropout_changes_the_prediction_and_not_the_target():
     model = seeded(replace(LAYER, dropout=0.5), JEPA).train()
     x_RLT = waves(2).flatten(0, 1)
-    assert model.plugin.targets(x_RLT).equal(model.plugin.targets(x_RLT))
+    one, two = (model.plugin.targets(x_RLT, torch.float32) for _ in range(2))
+    assert one.equal(two)
     assert not model.encoder(x_RLT).equal(model.encoder(x_RLT))
 
 
-def test_it_is_one_graph():
-    model = jepa().train()
+@pytest.mark.parametrize("config", [LAYER, replace(S4, options=S4.options | {"dropout": 0.0})])
+def test_it_is_one_graph(config):
+    model = seeded(config, JEPA).train()
     eager = model(waves(2), keys(2))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(waves(2), keys(2))
     assert_close(dict(compiled), dict(eager))
@@ -133,6 +137,7 @@ def test_it_is_one_graph():
         (LAYER, {"momentum": 1.0}, "momentum=1.0: use at least 0, and less than 1"),
         (LAYER, {"momenta": 1.0}, "momenta"),
         (replace(LAYER, causal=True), {}, "looks both ways: set model.causal=false"),
+        (ModelConfig(encoder="s4", options={"width": 48}), {}, "looks both ways"),
         (ModelConfig(encoder="resnet"), {}, "your own needs features.. and context"),
     ],
 )

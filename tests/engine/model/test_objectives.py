@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import SMALL, seeded, waves
+from tiny import SMALL, keys, seeded, waves
 from torch.testing import assert_close
 
-from omnilead.engine.model.cpc import PredictiveCoding
+from omnilead.engine.model.cpc import PredictiveCoding, SampledCoding, draw_others
 from omnilead.engine.model.draws import count_negatives
 from omnilead.engine.model.objectives import (
     attribute_losses,
@@ -177,3 +177,34 @@ def test_predictive_coding_is_van_den_oord_s_formula():
                 losses.append(weight * (np.log(np.exp(s).sum()) - s[t + ahead]))
     expected = sum(losses) / 4 / 3
     assert float(objective(encoder, x_BSLT, None)) == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+def test_sampled_coding_is_the_cross_entropy_of_copied_candidates():
+    encoder = seeded(replace(SMALL, causal=True, conv_norm="layer", layers=1)).encoder
+    objective = SampledCoding(encoder, ahead=4, negatives=20)
+    x_BSLT, keys_BS = waves(2, 240), keys(2)
+    z_RNF, _ = encoder.features(x_BSLT.flatten(0, 1))
+    guess_RND = objective.map(encoder(x_BSLT.flatten(0, 1)))
+    drawn_RnK = draw_others(keys_BS.flatten(), 15, 4, 20)
+    losses = []
+    for row in range(4):
+        for t in range(11):
+            candidates = z_RNF[row, [t + 4, *drawn_RnK[row, t].tolist()]]
+            losses.append(-(candidates @ guess_RND[row, t]).log_softmax(0)[0])
+    expected = torch.stack(losses).sum() / 4
+    assert_close(objective(encoder, x_BSLT, keys_BS), expected)
+
+
+def test_candidates_are_all_other_tokens_alike_and_each_crop_has_its_own():
+    keys_R = keys(200).flatten()
+    drawn_RnK = draw_others(keys_R, 20, 14, 33)
+    assert drawn_RnK.shape == (400, 6, 33)
+    for t in range(6):
+        times_N = torch.bincount(drawn_RnK[:, t].flatten(), minlength=20)
+        assert times_N[t + 14] == 0 and len(times_N) == 20
+        expected = 400 * 33 / 19
+        others_N = times_N[torch.arange(20) != t + 14].double()
+        assert ((others_N - expected).square() / expected).sum() < 50  # chi squared, 18 degrees
+    assert not drawn_RnK[0].equal(drawn_RnK[1]) and not drawn_RnK[0, 0].equal(drawn_RnK[0, 1])
+    assert draw_others(keys_R[7:9], 20, 14, 33).equal(drawn_RnK[7:9])

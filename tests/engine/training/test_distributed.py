@@ -14,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from launching import launch
 from ranks import STILL, column, free_port, rows, run, settings, wait
@@ -130,6 +131,67 @@ def test_a_rank_that_dies_or_hangs_ends_the_run_in_time_and_it_resumes(fate, tra
     ended.last_line(1, 9)
     assert "another rank died or hung" in ended.output
     assert "resumes after step" in training(world=2, train__steps=5).good()
+
+
+def wait_for_one_that_is_dead(how):
+    """Exit code 0 if rank 0 knows why its collective fails."""
+    distributed._join("gloo", timedelta(seconds=HANG_S))
+    ranks = distributed.Ranks(dist.get_rank(), 2, torch.device("cpu"), dist.group.WORLD)
+    dist.barrier()
+    if ranks.rank == 1:
+        os._exit(9)
+    try:
+        how(ranks)
+    except RuntimeError as error:
+        os._exit(0 if distributed.lost_a_rank(error) else 3)
+    os._exit(4)
+
+
+def reduce(_):
+    dist.all_reduce(torch.zeros(3))
+
+
+def tell_others(ranks):
+    distributed.on_first_rank(ranks, lambda: "told")
+
+
+def exchange_while_working(ranks):
+    largest = distributed.MaxOverRanks(ranks)
+    largest(1)
+    largest.finish()
+
+
+@pytest.mark.parametrize("how", [reduce, tell_others, exchange_while_working])
+def test_a_collective_that_a_dead_rank_breaks_says_so(how, tmp_path):
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    out, ranks = tmp_path / "out.txt", [common | {"RANK": str(rank)} for rank in range(2)]
+    ended = [started(wait_for_one_that_is_dead, how, out=out, env=env) for env in ranks]
+    assert wait(tmp_path, ended).codes == [0, 9]
+
+
+UNFRIENDLY = """
+from torch import nn
+
+class Objective(nn.Module):
+    def __init__(self, encoder):
+        super().__init__()
+        self.out, self.steps = nn.Linear(encoder.width, 1), 0
+
+    def forward(self, encoder, x_BSLT, keys_BS):
+        self.steps += 1
+        if self.steps > 2:  # the first is a trial before training
+            raise RuntimeError("gloo is not my friend: NCCL: Connection closed")
+        return {"mean": self.out(encoder(x_BSLT.flatten(0, 1))).square().mean()}
+"""
+
+
+def test_an_error_of_a_plug_in_that_speaks_of_gloo_is_its_own(training, tmp_path):
+    (tmp_path / "own.py").write_text(UNFRIENDLY)
+    how = {"objective__method": f"{tmp_path}/own.py:Objective", "objective__local": 0}
+    ended = training(world=2, **how)
+    assert "step 1/" in ended.output and "Traceback" in ended.output
+    assert "RuntimeError: gloo is not my friend" in ended.output
+    assert "another rank" not in ended.output
 
 
 def test_a_port_in_use_or_no_port_is_one_line(dataset, tmp_path):

@@ -329,13 +329,19 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(
 @pytest.mark.parametrize(
     ("what", "code", "says"),
     [
-        ("return x / 0.0", 1, "in each of its 3 steps the loss or a gradient was not finite"),
+        (
+            "return x if next(CALLS) < 4 else x / 0.0",
+            1,
+            "in each of its 3 steps the loss or a gradient was not finite",
+        ),
         ("raise SystemExit(0)", 2, "end: SystemExit: 0"),
     ],
 )
 def test_a_run_that_has_learnt_nothing_is_no_success(what, code, says, training, tmp_path):
-    """Neither if an augmentation spoils every step, nor if it leaves the program."""
-    (tmp_path / "own.py").write_text(f"def end(x, draw):\n    {what}\n")
+    """Neither if an augmentation spoils every step (but not the four trials before), nor if it leaves the
+    program."""
+    own = f"import itertools\nCALLS = itertools.count()\ndef end(x, draw):\n    {what}\n"
+    (tmp_path / "own.py").write_text(own)
     ended = training(train__steps=3, augment__extra=f"{tmp_path / 'own.py'}:end")
     assert says in ended.last_line(code), ended.output
     assert not (tmp_path / "run" / "model").exists()
@@ -439,6 +445,8 @@ def test_a_collapse_is_reported_once_and_early():
     said = [PretrainTask.warning(task, {"code_perplexity": used}) for used in codes]
     assert [bool(one) for one in said] == [False] * 6 + [True, False]
     assert "3.0 of 640 codes" in str(said[6]) and "Raise objective.diversity" in str(said[6])
-    said = [PretrainTask.warning(task, {"target_spread": one}) for one in (0.9, 0.04, 0.03, 0.02, 0.01)]
+    said = [
+        PretrainTask.warning(task, {"target_spread": one}) for one in (0.9, 0.04, 0.03, 0.02, 0.01)
+    ]
     assert [bool(one) for one in said] == [False] * 3 + [True, False]
     assert "targets are collapsing" in str(said[3]) and "is 0.020 (target_spread)" in str(said[3])

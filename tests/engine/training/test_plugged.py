@@ -19,7 +19,9 @@ import omnilead
 from omnilead.downstream import embed
 from omnilead.downstream.interop.onnx import to_onnx
 from omnilead.engine.data import patients
+from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmenter import ExtraAugmentation
+from omnilead.engine.data.loader import Loader, LoaderConfig
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.seen import LABELLED, uses
 from omnilead.engine.model.folder import LoadError
@@ -209,7 +211,9 @@ def test_jepa_resumes_bit_for_bit_and_exports_the_average(training, tmp_path):
     for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
         training(name, **JEPA, train__steps=steps, train__micro_batch=4).good()
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert curve(whole, [*EXACT, "loss_jepa", SPREAD]) == curve(parts, [*EXACT, "loss_jepa", SPREAD])
+    assert curve(whole, [*EXACT, "loss_jepa", SPREAD]) == curve(
+        parts, [*EXACT, "loss_jepa", SPREAD]
+    )
     assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
     kept, exported = full_weights(RunFolder(whole).newest()), weights(whole)
     assert not any(name.startswith("plugin.") for name in exported)
@@ -222,7 +226,9 @@ def test_jepa_resumes_bit_for_bit_and_exports_the_average(training, tmp_path):
     training("more", start=str(whole), **JEPA, train__steps=1, train__lr=1e-9).good()
     more = full_weights(RunFolder(tmp_path / "more").newest())
     name = "layers.0.fc1.weight"  # the average begins anew with the weights it starts from
-    np.testing.assert_allclose(more[f"plugin.target.{name}"], exported[f"encoder.{name}"], rtol=1e-5)
+    np.testing.assert_allclose(
+        more[f"plugin.target.{name}"], exported[f"encoder.{name}"], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -422,6 +428,69 @@ def test_the_settings_of_the_start_are_kept(own, base, tmp_path):
     (strange / "config.yaml").symlink_to(tmp_path / "elsewhere.yaml")
     with pytest.raises(ConfigError, match="is a link, which is not followed"):
         read_settings(None, begin)
+
+
+FAULTS = {
+    "crops must be independent": [
+        "x - x.mean(0, keepdim=True)",
+        "x[:1].expand_as(x)",
+        "x[-1:].expand_as(x)",
+        "x.flip(0)",
+        "x.roll(1, 0)",
+        "x.roll(2, 0)",
+        "x[[1, 0, 3, 2, 5, 4, 7, 6]]",
+        "x + 0.1 * x[torch.randperm(len(x))]",
+    ],
+    "returns NaN or infinity for noise": [
+        "x.index_fill(0, torch.tensor([5]), float('nan'))",
+        "x / (x - x)",
+    ],
+    "returns something else for the same batch": [
+        "x * (1 + 0.1 * (time.time() % 1))",
+        "x + OWN.random()",
+        "x + 0.01 * torch.randn(x.shape, generator=MINE)",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("says", "expression"), [(says, one) for says, all_of in FAULTS.items() for one in all_of]
+)
+def test_a_fault_of_an_own_augmentation_is_said_before_training(
+    says, expression, dataset, tmp_path
+):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import random, time, torch\n"
+        "OWN, MINE = random.Random(), torch.Generator()\n"
+        f"def faulty(x, draw):\n    return {expression}\n"
+    )
+    config = LoaderConfig(batch_crops=4, augment=AugmentConfig(extra=f"{path}:faulty"))
+    with pytest.raises(ConfigError, match=rf"^augment\.extra={path}:faulty: .*{says}") as caught:
+        Loader(config, [dataset], torch.device("cpu"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "x * draw.uniform(1, 1) + draw.normal(12, 1)",
+        "x.mul_(torch.rand(len(x), 1, 1, 1, generator=draw))",
+        "x * (torch.rand(1) + np.random.rand() + random.random())",
+        "x / x.std(-1, keepdim=True)",  # NaN in a masked lead, which is then zero
+        "x + torch.randn(x.shape)",
+        "x.roll(1, 1)",
+    ],
+)
+def test_an_own_augmentation_without_a_fault_is_no_error(expression, dataset, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"import random, numpy as np, torch\ndef right(x, draw):\n    return {expression}\n"
+    )
+    before = torch.get_rng_state()
+    config = LoaderConfig(batch_crops=4, augment=AugmentConfig(extra=f"{path}:right"))
+    Loader(config, [dataset], torch.device("cpu")).close()
+    assert torch.get_rng_state().equal(before)
 
 
 def test_a_users_own_augmentation(tmp_path):

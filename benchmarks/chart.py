@@ -1,0 +1,163 @@
+"""Draw README's chart, results/speed.svg, and make the table of ratios in RESULTS.md: what omnilead
+and other programs do in a CPU-second, in the newest whole record of each machine.
+
+An SVG as text, readable in light and in dark, and the same from the same records.
+"""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from benchmarks.tables import Part, device_of, machine, markdown, per_cpu
+
+WIDTH, LABEL, ROOM = 760, 256, 84  # of the page, of the programs' names, for a number after a bar
+BAR, GAP = 15, 8  # of a bar, between two programs
+STYLE = (
+    "text{font:16px system-ui,sans-serif;fill:#1f2328}.h{font-weight:600}.s{font-size:14px;fill:#59636e}"
+    ".page{fill:#fff;stroke:#d1d9e0}.us0{fill:#0b62a8}.us1{fill:#6fa8d6}.o0{fill:#818b98}.o1{fill:#bcc4cd}"
+    "@media(prefers-color-scheme:dark){text{fill:#f0f6fc}.s{fill:#9198a1}.page{fill:#0d1117;stroke:#3d444d}"
+    ".us0{fill:#58a6ff}.us1{fill:#2f6db5}.o0{fill:#9198a1}.o1{fill:#59636e}}"
+)
+
+
+class Panel(NamedTuple):
+    benchmark: str
+    title: str
+    programs: dict[str, str]  # a name for readers -> the case in the record
+    form: str  # of a number
+
+
+PANELS = (
+    Panel(
+        "loader",
+        "ECGs loaded in a CPU-second, shuffled, leads hidden",
+        {
+            "omnilead": "RLM: torch, batch 256",
+            "memory-mapped .npy": "RLM: memory-mapped .npy in a DataLoader",
+            "Hugging Face datasets": "RLM: Hugging Face datasets in a DataLoader",
+            "litdata": "RLM: litdata in a DataLoader",
+            "mosaicml-streaming": "RLM: mosaicml-streaming in a DataLoader",
+            "webdataset": "RLM: webdataset in a DataLoader",
+            "fairseq-signals*": "RLM: re-creation of fairseq-signals' loader, 0 workers",
+            ".npy, conversion in NumPy": "RLM: memory-mapped .npy, converted by batch",
+        },
+        ",.0f",
+    ),
+    Panel(
+        "loader",
+        "The same with noise added: powerline, muscle, baseline",
+        {
+            "omnilead": "physio3+RLM: torch, batch 256",
+            "fairseq-signals*": "physio3+RLM: re-creation of fairseq-signals' loader, 0 workers",
+        },
+        ",.0f",
+    ),
+    Panel(
+        "step",
+        "ECGs trained on in a CPU-second, the paper's model, 4 a step",
+        {
+            "omnilead, bf16": "omnilead: bf16, 4 crops",
+            "omnilead, fp32": "omnilead: fp32, 4 crops",
+            "the authors' step, autocast*": "re-creation of fairseq-signals' step: autocast, 4 crops",
+            "the authors' step, fp32*": "re-creation of fairseq-signals' step: fp32, 4 crops",
+        },
+        ".2f",
+    ),
+    Panel(
+        "ingest",
+        "Records to checked shards in a CPU-second",
+        {
+            "omnilead": "ingest: omnilead, tar",
+            "fairseq-signals*": "ingest: re-creation of fairseq-signals' preprocessing",
+        },
+        ",.0f",
+    ),
+)
+NOTE = (
+    "Below 1 the other is faster. The other loaders read int16 with our conversion to millivolts, but for "
+    "`.npy, conversion in NumPy`, and check nothing; omnilead checks crc32c once per crop. \\* re-created: "
+    "written by us after fairseq-signals."
+)
+Rates = dict[str, dict[str, float]]  # program -> machine -> rate, of the machines that measured it
+
+
+def rates_of(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part]]:
+    """The rates, and the part of each machine that they come from: of `parts`, oldest first, the last that
+    has our case and one other."""
+    ours, *others = panel.programs.values()
+    sources: dict[str, Part] = {}
+    for part in parts:
+        known = part["results"].keys() if part["benchmark"] == panel.benchmark else ()
+        if device_of(part) == "cpu" and ours in known and not known.isdisjoint(others[:1]):
+            sources.pop(machine(part), None)
+            sources[machine(part)] = part
+    rates: Rates = {}
+    for program, case in panel.programs.items():
+        rates[program] = {
+            name: per_cpu(part["results"][case])
+            for name, part in reversed(sources.items())
+            if case in part["results"]
+        }
+    return rates, sources
+
+
+def ratios(parts: Sequence[Part]) -> Iterator[str]:
+    """Blocks of RESULTS.md: how many times as fast omnilead is, by machine; none without records."""
+    measured = [(panel, *rates_of(panel, parts)) for panel in PANELS]
+    measured = [(panel, rates, sources) for panel, rates, sources in measured if sources]
+    if measured:
+        yield "### Times as fast as others, per CPU-second"
+        yield NOTE
+    for panel, rates, sources in measured:
+        machines = list(reversed(sources))
+        ours = rates[next(iter(panel.programs))]
+        rows = []
+        for program, by_machine in rates.items():
+            cells = [
+                f"{ours[name] / by_machine[name]:.2f}" if name in by_machine else "not measured"
+                for name in machines
+            ]
+            rows.append([program, *cells])
+        heads = [f"[{name}](results/{sources[name]['file']})" for name in machines]
+        yield markdown(f"| {panel.title}: omnilead against | {' | '.join(heads)} |", rows[1:])
+
+
+def chart(parts: Sequence[Part]) -> str:
+    """The SVG."""
+    lines: list[str] = []
+    machines: list[str] = []
+    y = 34
+    for panel in PANELS:
+        rates, sources = rates_of(panel, parts)
+        machines = list(reversed(sources))
+        lines.append(f'<text class="h" x="18" y="{y}">{escape(panel.title)}</text>')
+        y += 14
+        longest = max(rate for by_machine in rates.values() for rate in by_machine.values())
+        for program, by_machine in rates.items():
+            y_name = y + BAR * len(machines) / 2 + 4
+            lines.append(f'<text x="18" y="{y_name:g}">{escape(program)}</text>')
+            kind = "us" if program.startswith("omnilead") else "o"
+            for place, name in enumerate(machines):
+                width = (WIDTH - LABEL - ROOM) * by_machine.get(name, 0) / longest
+                lines.append(_bar(f"{kind}{place}", y, width))
+                said = f"{by_machine[name]:{panel.form}}" if name in by_machine else "not measured"
+                x_said = LABEL + width + 6
+                lines.append(f'<text class="s" x="{x_said:.1f}" y="{y + BAR - 4}">{said}</text>')
+                y += BAR
+            y += GAP
+        y += 30
+    for place, name in enumerate(machines):
+        x = 18 + place * (WIDTH - 36) // len(machines)
+        lines.append(f'<rect class="o{place}" x="{x}" y="{y - 21}" width="11" height="11"/>')
+        lines.append(f'<text class="s" x="{x + 18}" y="{y - 11}">{escape(name)}</text>')
+    lines.append(f'<text class="s" x="18" y="{y + 12}">* re-created by us</text>')
+    frame = f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{y + 27}" rx="8"/>'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 28}" role="img" '
+        f'aria-label="omnilead beside other programs, per CPU-second"><style>{STYLE}</style>'
+    )
+    return "\n".join([head, frame, *lines, "</svg>", ""])
+
+
+def _bar(kind: str, y: int, width: float) -> str:
+    return f'<rect class="{kind}" x="{LABEL}" y="{y}" width="{width:.1f}" height="{BAR - 3}"/>'

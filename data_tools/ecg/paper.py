@@ -1,0 +1,250 @@
+"""Draw an ECG on ECG paper, to scale.
+
+    ecg_figure(signal_uv, halves, "a title")          # an A4 page, which notebooks display
+    ecg_figure(signal_uv, halves).savefig("ecg.png")
+
+matplotlib is imported only to draw.
+"""
+
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .crops import HALF
+from .record import ABBREVIATIONS, CLASS_OF, LEADS
+from .resampling import FS_HZ
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI, MM_PER_INCH = 150, 25.4
+MM_PER_S = 25.0
+COLUMN_S = 2.5
+GAINS_MM_PER_MV = (10.0, 5.0)  # standard gain; half gain for traces that would leave the paper
+
+# A4 landscape, so that a print at 100 % is to scale. The axes are in millimetres from the grid's
+# lower left corner
+PAGE_MM, PAPER_MM, PAPER_AT_MM = (297.0, 210.0), (270.0, 175.0), (13.5, 13.0)
+TRACE_X_MM = 15.0  # x of second 0; the calibration pulse is to its left
+ROWS_Y_MM = (140.0, 100.0, 60.0, 20.0)  # baselines: three rows of four leads, then the rhythm strip
+NAME_MM = 12.0  # from there a trace may rise beside its lead's name
+FLAT_MV = 0.005  # a lead that varies less has no signal; one step of usual converters
+
+FONT = "DejaVu Sans"  # comes with matplotlib, so figures look the same everywhere
+INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dcda", "#eeb0ad"
+
+
+def computed(signal_uv: np.ndarray, halves: int, missing: Collection[str]) -> str:
+    """Heart rate and electrical axis of a crop, or why there are none."""
+    # 0.14 CPU-s, which the notes of `shard` need not wait for
+    from .mean_beat import rate_and_axis
+
+    mv = signal_uv[:, : HALF * halves] / 1000
+    return f"{rate_and_axis(mv, missing)} (computed, not a diagnosis)"
+
+
+class _Cell(NamedTuple):
+    """A place of the printout and the part of a lead that is drawn there."""
+
+    lead: str
+    row: int
+    start_s: float
+    end_s: float
+
+
+def ecg_figure(
+    signal_uv: np.ndarray,
+    halves: int,
+    title: str = "",
+    caption: str = "",
+    missing: Collection[str] = (),
+) -> "Figure":
+    """A page with a crop [12, 5000] on ECG paper."""
+    (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
+    figure = new_figure((page_w / MM_PER_INCH, page_h / MM_PER_INCH))
+    place = (left / page_w, bottom / page_h, w / page_w, h / page_h)
+    axes = figure.add_axes(place, facecolor=PAPER)
+    draw_grid(axes, 1, GRID_1_MM, 0.35)
+    draw_grid(axes, 5, GRID_5_MM, 0.6)
+    axes.spines[:].set(color=GRID_5_MM, linewidth=0.8)
+    scale, notes = draw_ecg(axes, signal_uv, halves, missing)
+    _margins(figure, title, caption, scale, notes)
+    return figure
+
+
+def draw_ecg(
+    axes: "Axes", signal_uv: np.ndarray, halves: int, missing: Collection[str] = ()
+) -> tuple[str, str]:
+    """Draw a crop: 3 rows of 4 leads, 2.5 s each and contiguous in time, and a rhythm strip. The
+    axes become PAPER_MM large. Returns the scale, and notes on what is drawn otherwise.
+
+    Each lead is centred on its median, as AC-coupled carts do. A crop of 5 s is drawn again in
+    the last two columns."""
+    mv = signal_uv[:, : HALF * halves] / 1000.0
+    length_s = mv.shape[1] / FS_HZ
+    shown = {}
+    for lead, values in zip(LEADS, mv, strict=True):
+        if lead not in missing:
+            shown[lead] = values - np.median(values)
+    cells = _cells(shown, length_s)
+    notes = []
+    for gain in GAINS_MM_PER_MV:
+        traces = [_trace_mm(shown, cell, length_s, gain) for cell in cells]
+        if not any(map(_crosses_a_row, cells, traces)):
+            break
+    if gain != GAINS_MM_PER_MV[0]:
+        notes.append(f"half gain: too tall for {GAINS_MM_PER_MV[0]:g} mm/mV")
+    if any(_leaves(trace, 0.0, PAPER_MM[1]) for trace in traces):
+        notes.append("cut at the edge of the paper")
+    if halves == 1:
+        notes.append(f"{length_s:g} s long: its end is not the last column's")
+
+    width, height = PAPER_MM
+    axes.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[], autoscale_on=False)
+    _draw_pulses(axes, gain)
+    for cell, trace in zip(cells, traces, strict=True):
+        _draw_lead(axes, cell, trace if cell.lead in shown else None)
+    return f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {FS_HZ:g} Hz", "   ".join(notes)
+
+
+def _cells(shown: Mapping[str, np.ndarray], length_s: float) -> list[_Cell]:
+    """Four columns of three leads, and the rhythm strip: II, or the first lead with a signal."""
+    cells = []
+    for i, lead in enumerate(LEADS):
+        column, row = divmod(i, 3)
+        cells.append(_Cell(lead, row, COLUMN_S * column, COLUMN_S * (column + 1)))
+    rhythm = "II"
+    for lead in ("II", *LEADS):
+        if lead in shown and np.ptp(shown[lead]) > FLAT_MV:
+            rhythm = lead
+            break
+    cells.append(_Cell(rhythm, 3, 0.0, length_s))
+    return cells
+
+
+def _trace_mm(
+    shown: Mapping[str, np.ndarray], cell: _Cell, length_s: float, gain: float
+) -> np.ndarray:
+    """[points, (x, y)]; a sample on the edge of two columns is in both."""
+    first = round(cell.start_s % length_s * FS_HZ)
+    last = first + round((cell.end_s - cell.start_s) * FS_HZ)
+    mv = shown.get(cell.lead, np.empty(0))[first : last + 1]
+    x = TRACE_X_MM + MM_PER_S * (cell.start_s + np.arange(len(mv)) / FS_HZ)
+    return np.stack([x, ROWS_Y_MM[cell.row] + gain * mv], axis=1)
+
+
+def _draw_pulses(axes: "Axes", gain: float) -> None:
+    x = (2, 5, 5, 10, 10, 13)
+    for row_y in ROWS_Y_MM:
+        pulse = row_y + gain * np.array([0, 0, 1, 1, 0, 0])
+        axes.plot(x, pulse, color=INK, lw=0.9, solid_joinstyle="miter", label="calibration")
+
+
+def caption_of(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
+    names = [ABBREVIATIONS[CLASS_OF[code]] if code in CLASS_OF else code for code in dx]
+    return ", ".join(filter(None, ["" if age is None else f"{age:.0f} years", sex, *names]))
+
+
+def _leaves(trace: np.ndarray, floor: float, ceiling: float) -> bool:
+    y = trace[:, 1]
+    return bool(np.any((y < floor) | (y > ceiling)))
+
+
+def _crosses_a_row(cell: _Cell, trace: np.ndarray) -> bool:
+    """A trace may reach into the next row, but not cross its baseline."""
+    edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)
+    return _leaves(trace, edges[cell.row + 2], edges[cell.row])
+
+
+def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
+    lead, y = cell.lead, ROWS_Y_MM[cell.row]
+    x = TRACE_X_MM + MM_PER_S * cell.start_s
+    end_x = TRACE_X_MM + MM_PER_S * cell.end_s
+    name_y = y + 6
+    if cell.start_s > 0:
+        axes.plot([x, x], [y - 4, y + 4], color=INK, lw=0.7, label="separator")
+    if trace is None:
+        axes.plot([x, end_x], [y, y], color=GREY, lw=0.9, ls=(0, (5, 4)), label=f"missing {lead}")
+        write(axes, (x + end_x) / 2, y + 1.5, "missing", 9, color=GREY, style="italic", ha="center")
+    else:
+        axes.plot(
+            trace[:, 0],
+            trace[:, 1],
+            color=INK,
+            lw=0.9,
+            solid_joinstyle="round",
+            zorder=3,
+            label=f"trace {lead}",
+            gid="trace",
+        )
+        below = trace[trace[:, 0] < x + NAME_MM, 1]  # of the lead's name
+        name_y = min(max(name_y, below.max(initial=y) + 2), PAPER_MM[1] - 5)
+    # under the traces
+    write(axes, x + 1.2, name_y, lead, 10, weight="bold", label=f"name {lead}", zorder=2)
+
+
+def draw_grid(axes: "Axes", step: float, colour: str, lw: float) -> None:
+    """Lines `step` mm apart, as one path: it makes small files."""
+    width, height = PAPER_MM
+    gap = (np.nan, np.nan)
+    lines = [[(x, 0.0), (x, height), gap] for x in np.arange(0, width + 1, step)]
+    lines += [[(0.0, y), (width, y), gap] for y in np.arange(0, height + 1, step)]
+    x, y = np.concatenate(lines).T
+    axes.plot(x, y, color=colour, lw=lw, zorder=0.5, snap=True, label=f"grid {step:g} mm")
+
+
+def new_figure(size: tuple[float, float], **options: Any) -> "Figure":
+    """An empty figure that notebooks display; pyplot's figures need `%matplotlib inline` for
+    that."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=DPI, facecolor="white", **options)
+    FigureCanvasAgg(figure)
+    figure._repr_png_ = partial(png_of, figure)  # type: ignore[attr-defined]
+    return figure
+
+
+def png_of(figure: "Figure") -> bytes:
+    """A figure as notebooks display it. An SVG of an ECG is more than twice as large."""
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=figure.dpi / 1.5)
+    return file.getvalue()
+
+
+def _margins(figure: "Figure", title: str, caption: str, scale: str, notes: str) -> None:
+    """Write the text around the paper."""
+    (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
+    x, right, footer_y = left / page_w, (left + w) / page_w, (bottom - 5.5) / page_h
+    caption = "\n".join(textwrap.wrap(caption, 125, max_lines=2))
+    write(
+        figure,
+        x,
+        (bottom + h + 12) / page_h,
+        title[:80] + ("…" if title[80:] else ""),
+        13,
+        weight="bold",
+    )
+    write(
+        figure, x, (bottom + h + 9.5) / page_h, caption, 9, color=GREY, va="top", linespacing=1.25
+    )
+    write(figure, x, footer_y, scale, 9.5, weight="bold" if "gain" in notes else "normal")
+    write(figure, right, footer_y, notes, 9, color=GREY, ha="right")
+
+
+def write(
+    where: "Figure | Axes",
+    x: float,
+    y: float,
+    text: str,
+    size: float,
+    color: str = INK,
+    **style: object,
+) -> None:
+    style |= {"fontsize": size, "color": color, "fontfamily": FONT, "parse_math": False}
+    where.text(x, y, text, **style)  # type: ignore[arg-type]

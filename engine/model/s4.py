@@ -1,0 +1,373 @@
+"""S4, a structured state space (Gu et al. 2022), as in ECG-CPC: `model.encoder: s4`.
+
+    x_RLT -> stem: convolutions, each with a norm and ReLU -> z_RND                                (features)
+          -> layers x [y = drop(GELU(state space(x))), x = norm(x + drop(GLU(linear(y))))] -> c_RND (context)
+
+`drop` has one mask for all times of a channel. Each channel of a layer is a linear system of n
+states s, which its input u drives and y reads:
+
+    ds/dt = A s + B u                  A, B: HiPPO-LegS
+    s_t = A' s_(t-1) + B' u_t          bilinear: A' = (1 - A dt/2)^-1 (1 + A dt/2), B' = (1 - A dt/2)^-1 B dt
+    y_t = C s_t + D u_t                = sum over l of k_l u_(t-l), where k_l = C A'^l B', and k_0 has D too
+
+C and D are learnt; A, B, and the step dt of each channel are frozen. A's eigenvalues are -1, -2, ..., -n,
+so with its eigenvectors V, A'^l = V diag(((1 - m dt/2) / (1 + m dt/2))^l) V^-1, m = 1 .. n: computed once, in
+float64, because V's condition is 8e4. From then on states are in LegS's own basis, where float32 is enough.
+
+The sum over l is made of products for each channel, a chunk of T tokens at a time:
+
+    y = K u                                  K_ij = k_(i-j)
+    v = sum over j of A'^(T-1-j) B' u_j      what a chunk leaves
+    s_(c+1) = A'^T s_c + v_c                 the state before each chunk, in float32
+    y_i += C A'^(i+1) s_c                    what the chunks before add
+
+which is the same for any T. The authors have a kernel as long as the input and multiply spectra. What
+they store of C is C (1 - A'^L), L tokens long, in the basis where A + P P^T is diagonal and states are
+conjugate pairs, of which one is kept. So is ours, for AdamW to move it as it moves theirs.
+
+Source: arXiv 2111.00396 (S4), 2509.25095 (ECG-CPC), 2605.12241; AI4HealthUOL/ecg-fm-benchmarking. Shapes:
+engine.model.config; C chunks, T tokens of a chunk, n states.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .encoder import Dropout
+
+CHUNK = 32  # tokens. Of 16, 32, 64 and 128 the fastest on a CPU, in float32 and in bfloat16
+DT_RANGE = 0.001, 0.1
+NORMS = ("layer", "batch", "group")
+GROUPS = 8  # of the stem's group norm
+MOST_STATES = 16  # V's condition is 8e4 with 8 states, 3e11 with 16
+
+
+def hippo_legs(states: int) -> tuple[np.ndarray, np.ndarray]:
+    """A [n, n] and B [n]."""
+    root_n = np.sqrt(2 * np.arange(states) + 1)
+    a_nn = -np.tril(np.outer(root_n, root_n), -1) - np.diag(np.arange(states) + 1.0)
+    return a_nn, root_n
+
+
+def conjugate_pairs(states: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the authors' basis, in which A + P P^T is diagonal: one eigenvalue of each pair [n / 2], P
+    there [n / 2], which is positive, as their eigenvectors are turned so; and [n, n], C in it (real
+    and imaginary part of each pair) to C in LegS's."""
+    a_nn, b_n = hippo_legs(states)
+    p_n = b_n / math.sqrt(2)
+    skew_nn = a_nn + np.outer(p_n, p_n) + np.eye(states) / 2
+    frequencies, vectors = np.linalg.eigh(-1j * skew_nn)
+    kept = slice(None, states // 2 - 1, -1)  # positive, the highest first
+    vectors, along = vectors[:, kept], p_n @ vectors[:, kept].conj()
+    vectors = vectors * along / np.abs(along)
+    to_legs_nn = 2 * np.stack([vectors.real.T, vectors.imag.T], 1).reshape(states, states)
+    return -0.5 + 1j * frequencies[kept], np.abs(along), to_legs_nn
+
+
+class Discrete:
+    """A' and B' of channels with these steps, in float64."""
+
+    def __init__(self, dt_D: np.ndarray, states: int) -> None:
+        a_nn, b_n = hippo_legs(states)
+        eigenvalues_n, self.vectors_nn = np.linalg.eig(a_nn)
+        self.inverse_nn = np.linalg.inv(self.vectors_nn)
+        half_Dn = eigenvalues_n * dt_D[:, None] / 2
+        self.poles_Dn = (1 + half_Dn) / (1 - half_Dn)
+        self.b_Dn = self.matrices(dt_D[:, None] / (1 - half_Dn)) @ b_n
+
+    def matrices(self, eigenvalues: np.ndarray) -> np.ndarray:
+        """[..., n] -> [..., n, n]: the matrices of A's eigenvectors with these eigenvalues."""
+        scaled: np.ndarray = self.vectors_nn * eigenvalues[..., None, :]
+        return scaled @ self.inverse_nn
+
+    def powers(self, first: int, count: int) -> np.ndarray:
+        """[D, count, n, n]: A'^first and those that follow."""
+        exponents_T1 = np.arange(first, first + count)[:, None]
+        return self.matrices(self.poles_Dn[:, None] ** exponents_T1)
+
+
+class StateSpace(nn.Module):
+    """u_RND -> y_RND. `length`: L, for which C is stored. If it is bidirectional, a second C reads
+    the states of the tokens that follow."""
+
+    log_dt: Tensor
+    read_Dnn: Tensor
+    driven_DTn: Tensor
+    left_DTn: Tensor
+    powers_DnX: Tensor
+    step_Dnn: Tensor
+
+    def __init__(self, width: int, states: int, length: int, bidirectional: bool = False) -> None:
+        super().__init__()
+        self.states, self.length, self.chunk = states, length, CHUNK
+        shape = 1 + bidirectional, width, states // 2, 2
+        self.C = nn.Parameter(torch.randn(shape) / math.sqrt(2))
+        self.D = nn.Parameter(torch.randn(width))
+        low, high = map(math.log, DT_RANGE)
+        self.register_buffer("log_dt", low + (high - low) * torch.rand(width))
+        self.freeze()
+        if not self.C.is_meta:  # C as drawn -> C (1 - A'^L)
+            stored_Dnn = numbers(conjugate_pairs(states)[2]) @ torch.linalg.inv(self.read_Dnn)
+            drawn = self.C.data.flatten(2)[:, :, None]
+            self.C.data.copy_((drawn @ stored_Dnn).view(shape))
+
+    def freeze(self) -> None:
+        """Computes what depends on dt alone."""
+        if self.log_dt.is_meta:
+            return
+        discrete = Discrete(np.exp(self.log_dt.double().numpy(force=True)), self.states)
+        true_from_stored = discrete.matrices(1 / (1 - discrete.poles_Dn**self.length))
+        powers_DTnn = discrete.powers(0, self.chunk)
+        driven_DTn = (powers_DTnn @ discrete.b_Dn[:, None, :, None])[..., 0]
+        frozen = {
+            "read_Dnn": conjugate_pairs(self.states)[2] @ true_from_stored,
+            "driven_DTn": driven_DTn,
+            "left_DTn": driven_DTn[:, ::-1],
+            "powers_DnX": discrete.powers(1, self.chunk)
+            .transpose(0, 2, 1, 3)
+            .reshape(len(driven_DTn), self.states, -1),
+            "step_Dnn": discrete.powers(self.chunk, 1)[:, 0].transpose(0, 2, 1),
+        }
+        for name, values in frozen.items():
+            tensor = numbers(values).to(self.log_dt.device)
+            self.register_buffer(name, tensor, persistent=False)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self.freeze()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StateSpace":
+        """Weights may become bfloat16; what is frozen stays float32."""
+        frozen = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, values in frozen.items():
+            assert values is not None
+            self._buffers[name] = values.to(self.D.device)
+        return self
+
+    def forward(self, u_RND: Tensor) -> Tensor:
+        y_RND = self.filtered(u_RND, self.C[0], self.D)
+        if len(self.C) == 1:
+            return y_RND
+        following_RND = F.pad(u_RND.flip(1), (0, 0, 1, 0))[:, :-1]
+        return y_RND + self.filtered(following_RND, self.C[1], torch.zeros_like(self.D)).flip(1)
+
+    def filtered(self, u_RND: Tensor, c_Dh2: Tensor, d_D: Tensor) -> Tensor:
+        tokens, chunk, dtype = u_RND.shape[1], self.chunk, u_RND.dtype
+        with torch.autocast(u_RND.device.type, enabled=False):
+            c_D1n = c_Dh2.float().flatten(1)[:, None] @ self.read_Dnn
+            kernel_DT = (self.driven_DTn * c_D1n).sum(2)
+            first_D1 = kernel_DT[:, :1] + d_D.float()[:, None]
+            kernel_DT = torch.cat([first_D1, kernel_DT[:, 1:]], 1)
+            out_DTn = (c_D1n @ self.powers_DnX).view(-1, chunk, self.states)
+            y_RND: Tensor = ChunkedConvolution.apply(
+                F.pad(u_RND, (0, 0, 0, -tokens % chunk)),
+                toeplitz(kernel_DT).to(dtype),
+                out_DTn.transpose(1, 2).to(dtype),
+                self.left_DTn.to(dtype),
+                self.step_Dnn,
+            )
+        return y_RND[:, :tokens]
+
+
+def numbers(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, np.float32))
+
+
+def toeplitz(kernel_DT: Tensor) -> Tensor:
+    """[D, T, T], from the right: k_(i-j) at (j, i), 0 below. Rows of 2T numbers are read in rows of
+    2T - 1, each of which begins one later."""
+    channels, chunk = kernel_DT.shape
+    rows_DT2T = F.pad(kernel_DT, (0, chunk))[:, None].expand(-1, chunk, -1)
+    skewed_DX = rows_DT2T.reshape(channels, -1)[:, : chunk * (2 * chunk - 1)]
+    return skewed_DX.view(channels, chunk, -1)[:, :, :chunk]
+
+
+def states_before(left_DRCn: Tensor, step_Dnn: Tensor) -> Tensor:
+    """What the chunks before have left, for each chunk."""
+    states = [torch.zeros_like(left_DRCn[:, :, 0])]
+    for c in range(left_DRCn.shape[2] - 1):
+        states.append(torch.baddbmm(left_DRCn[:, :, c], states[-1], step_Dnn))
+    return torch.stack(states, 2)
+
+
+def by_channel(x_RND: Tensor, chunk: int) -> Tensor:
+    """[D, R * C, T]. torch transposes two axes ten times as fast as three."""
+    width = x_RND.shape[2]
+    return x_RND.reshape(-1, width).t().contiguous().view(width, -1, chunk)
+
+
+class ChunkedConvolution(torch.autograd.Function):
+    """The products of the module's docstring, from the right. torch's own backward would copy
+    matrix by matrix what has no layout of a product, and take twice as long."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, u_RND: Tensor, k_DTT: Tensor, out_DnT: Tensor, left_DTn: Tensor, step_Dnn: Tensor
+    ) -> Tensor:
+        rows, chunk = len(u_RND), k_DTT.shape[1]
+        u_DXT = by_channel(u_RND, chunk)
+        left_DRCn = torch.bmm(u_DXT, left_DTn).float().unflatten(1, (rows, -1))
+        s_DXn = states_before(left_DRCn, step_Dnn).flatten(1, 2)
+        y_DXT = torch.bmm(u_DXT, k_DTT).baddbmm_(s_DXn.to(u_DXT.dtype), out_DnT)
+        ctx.save_for_backward(u_DXT, s_DXn, k_DTT, out_DnT, left_DTn, step_Dnn)
+        return y_DXT.flatten(1).t().contiguous().view_as(u_RND)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        u_DXT, s_DXn, k_DTT, out_DnT, left_DTn, step_Dnn = ctx.saved_tensors
+        grad_RND = grads[0]
+        g_DXT = by_channel(grad_RND, k_DTT.shape[1])
+        grad_k_DTT = torch.bmm(u_DXT.transpose(1, 2), g_DXT)
+        grad_out_DnT = torch.bmm(s_DXn.to(g_DXT.dtype).transpose(1, 2), g_DXT)
+        # A state is changed by the chunks before, so its gradient comes from those after
+        grad_s_DXn = torch.bmm(g_DXT, out_DnT.transpose(1, 2)).float()
+        later_DRCn = grad_s_DXn.unflatten(1, (len(grad_RND), -1)).flip(2)
+        later_DRCn = states_before(later_DRCn, step_Dnn.transpose(1, 2)).flip(2)
+        grad_left_DXn = later_DRCn.flatten(1, 2).to(g_DXT.dtype)
+        grad_u_DXT = torch.bmm(g_DXT, k_DTT.transpose(1, 2))
+        grad_u_DXT = grad_u_DXT.baddbmm_(grad_left_DXn, left_DTn.transpose(1, 2))
+        grad_u_RND = grad_u_DXT.flatten(1).t().contiguous().view_as(grad_RND)
+        return grad_u_RND, grad_k_DTT, grad_out_DnT, None, None
+
+
+class ChannelDropout(Dropout):
+    """Drops channels of a row, for all its tokens."""
+
+    def forward(self, x_RND: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x_RND
+        return x_RND * F.dropout(torch.ones_like(x_RND[:, :1]), self.p)
+
+
+class S4Layer(nn.Module):
+    def __init__(self, space: StateSpace, width: int, dropout: float) -> None:
+        super().__init__()
+        self.space = space
+        self.dropout = ChannelDropout(dropout, "auto")
+        self.linear = nn.Linear(width, 2 * width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x_RND: Tensor) -> Tensor:
+        y_RND = self.dropout(F.gelu(self.space(x_RND)))
+        y_RND = self.dropout(F.glu(self.linear(y_RND)))
+        z_RND: Tensor = self.norm(x_RND + y_RND)
+        return z_RND
+
+
+class StemBlock(nn.Module):
+    """Convolution, norm, ReLU; time before channels."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.kernel, self.stride = kernel, stride
+        bound = 1 / math.sqrt(inputs * kernel)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, kernel).uniform_(-bound, bound))
+        norms = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
+        self.norm: nn.Module = nn.GroupNorm(GROUPS, outputs)
+        if norm in norms:
+            self.norm = norms[norm](outputs)
+
+    def forward(self, x_RTC: Tensor) -> Tensor:
+        edge = (self.kernel - 1) // 2
+        patches_RNCK = F.pad(x_RTC, (0, 0, edge, edge)).unfold(1, self.kernel, self.stride)
+        y_RND = F.linear(patches_RNCK.flatten(2), self.weight.flatten(1))
+        if isinstance(self.norm, nn.BatchNorm1d):
+            y_RND = self.norm(y_RND.flatten(0, 1)).view_as(y_RND)
+        elif isinstance(self.norm, nn.GroupNorm):
+            y_RND = self.norm(y_RND.transpose(1, 2)).transpose(1, 2)
+        else:
+            y_RND = self.norm(y_RND)
+        return F.relu(y_RND)
+
+
+class S4(nn.Module):
+    """a structured state space after Gu et al. 2022, as in ECG-CPC"""
+
+    def __init__(
+        self,
+        leads: int = 12,
+        width: int = 512,
+        layers: int = 4,
+        states: int = 8,
+        bidirectional: bool = False,
+        kernels: Sequence[int] = (3, 1, 1, 1),
+        strides: Sequence[int] = (2, 1, 1, 1),
+        norm: str = "layer",
+        dropout: float = 0.2,
+        length: int = 300,
+    ) -> None:
+        """`norm`, of the stem: `batch` as the authors, for one rank; `group`, over time too, looks
+        ahead. `length`: tokens for which C is stored."""
+        super().__init__()
+        check_options(width, layers, states, kernels, strides, norm, dropout, length)
+        self.width = self.feature_width = width
+        self.causal = not bidirectional and norm != "group"
+        self.stem = nn.ModuleList()
+        inputs = leads
+        for kernel, stride in zip(kernels, strides, strict=True):
+            self.stem.append(StemBlock(inputs, width, kernel, stride, norm))
+            inputs = width
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            space = StateSpace(width, states, length, bidirectional)
+            self.layers.append(S4Layer(space, width, dropout))
+
+    def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
+        z_RND = x_RLT.transpose(1, 2).to(self.stem[0].weight.dtype)
+        for block in self.stem:
+            z_RND = block(z_RND)
+        return z_RND, z_RND.float().square().mean()
+
+    def context(self, z_RND: Tensor, mask_RN: Tensor | None) -> Tensor:
+        """Masked tokens are zeros."""
+        x_RND = z_RND if mask_RN is None else z_RND.masked_fill(mask_RN[..., None], 0.0)
+        for layer in self.layers:
+            x_RND = layer(x_RND)
+        return x_RND
+
+    def forward(self, x_RLT: Tensor) -> Tensor:
+        return self.context(self.features(x_RLT)[0], None)
+
+    @staticmethod
+    def select_leads(
+        weights: Mapping[str, Tensor], rows: Sequence[int], of: int
+    ) -> dict[str, Tensor]:
+        """Weights for a subset of leads: the output equals that of all leads with the others
+        zero."""
+        first = "stem.0.weight"
+        return {**weights, first: weights[first][:, list(rows)].contiguous()}
+
+
+def check_options(
+    width: int,
+    layers: int,
+    states: int,
+    kernels: Sequence[int],
+    strides: Sequence[int],
+    norm: str,
+    dropout: float,
+    length: int,
+) -> None:
+    if states < 2 or states % 2:
+        raise ValueError(f"states={states}: must be even: they are conjugate pairs")
+    if states > MOST_STATES:
+        raise ValueError(f"states={states}: at most {MOST_STATES}: more lose their digits")
+    if len(kernels) != len(strides) or not kernels or min(*kernels, *strides) < 1:
+        raise ValueError(
+            f"kernels={list(kernels)}, strides={list(strides)}: give one of each for a convolution"
+        )
+    if norm not in NORMS:
+        raise ValueError(f"norm={norm!r}: use {', '.join(NORMS)}")
+    if norm == "group" and width % GROUPS:
+        raise ValueError(f"width={width}: must be a multiple of {GROUPS} for norm=group")
+    if min(width, layers, length) < 1 or not 0 <= dropout < 1:
+        raise ValueError(
+            f"width={width}, layers={layers}, length={length}, dropout={dropout}: must be 1 or more, and "
+            "dropout from 0 to less than 1"
+        )

@@ -1,0 +1,99 @@
+"""Compares the ranks before a training begins. Each reads its own copy of the data, the settings, plug-ins and
+omnilead itself, and a run whose ranks differ would train to its end and name only what rank 0 has.
+
+    require_equal(ranks, facts_of_rank(config, datasets))       # ConfigError: the same line on every rank
+
+A rank may read its data from a place of its own, by as many threads as its machine has.
+"""
+
+import hashlib
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import omnilead
+from omnilead.data_tools.dataset import Dataset
+
+from ..settings.errors import ConfigError, listed
+from ..settings.files import code_of, flatten
+from ..settings.resuming import changeable
+from .config import RunConfig
+from .distributed import Ranks, on_first_rank
+from .loggers import versions
+
+ROOT = Path(__file__).resolve().parents[2]
+WINGS = ("data_tools", "engine", "downstream")
+OF_A_MACHINE = (
+    "data.",
+    "pipeline.",
+)  # of these sections, the settings that may change: paths, threads
+SHOWN = 3  # differences in a message
+ABSENT = "none"
+RankFacts = Mapping[str, tuple[str, str]]  # by key: what a message calls it, and its value
+
+
+def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
+    """What this rank trains on and with."""
+    facts = {}
+    for number, dataset in enumerate(datasets):
+        name = f"another dataset at {dataset.root.url}: fingerprint "
+        facts[f"dataset {number}"] = name, dataset.fingerprint[:16]
+    may_differ = {name for name in changeable(type(config)) if name.startswith(OF_A_MACHINE)}
+    for setting, value in flatten(config.tree()).items():
+        if setting not in may_differ:
+            facts[setting] = f"{setting}=", str(value)
+    for file, content in code_of(config.plugged, config.run).items():
+        facts[f"code {file}"] = f"another {file}: sha256 ", _short_sha256(content)
+    for package, version in versions().items():
+        facts[f"version {package}"] = f"{package} ", version
+    facts["version omnilead"] = "omnilead ", omnilead.__version__
+    facts["code of omnilead"] = "other code of omnilead: sha256 ", _short_sha256(_own_code())
+    return facts
+
+
+def facts_of_task(facts: Mapping[str, Any]) -> RankFacts:
+    """What a task has read since: its labels and the model that it starts from."""
+    return {name: (f"{name}=", str(value)) for name, value in flatten(facts).items()}
+
+
+def require_equal(ranks: Ranks, facts: RankFacts) -> None:
+    """Called by all ranks. ConfigError on each, if one has other facts than the first."""
+    if ranks.world == 1:
+        return
+    by_rank: list[Any] | None = [None] * ranks.world if ranks.first else None
+    dist.gather_object((socket.gethostname(), facts), by_rank, dst=0, group=ranks.control)
+    on_first_rank(ranks, lambda: _refuse_differences(by_rank or []))
+
+
+def _refuse_differences(by_rank: Sequence[tuple[str, RankFacts]]) -> None:
+    (_, of_first), *_ = by_rank
+    for rank, (machine, facts) in enumerate(by_rank):
+        if found := differences(of_first, facts):
+            raise ConfigError(
+                f"rank {rank} on {machine} has {listed(found, SHOWN)}: give all ranks the data, settings, code and "
+                "versions of rank 0"
+            )
+
+
+def differences(of_first: RankFacts, facts: RankFacts) -> list[str]:
+    """How a rank differs from the first, as words for a message."""
+    found = []
+    for key in dict.fromkeys([*facts, *of_first]):
+        name, _ = facts.get(key) or of_first[key]
+        _, value = facts.get(key, ("", ABSENT))
+        _, first_value = of_first.get(key, ("", ABSENT))
+        if value != first_value:
+            found.append(f"{name}{value} instead of {first_value}")
+    return found
+
+
+def _own_code() -> bytes:
+    files = [file for wing in WINGS for file in sorted((ROOT / wing).rglob("*.py"))]
+    return b"\0".join(file.read_bytes() for file in files)
+
+
+def _short_sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
