@@ -433,8 +433,10 @@ class FinetuneTask(TrainingTask):
         return used
 
     @staticmethod
-    def exports(config: FinetuneConfig, name: str) -> bool:
-        return name.startswith("encoder.") or config.task.kind != "identity"
+    def exported(config: FinetuneConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        if config.task.kind != "identity":
+            return weights
+        return {name: weight for name, weight in weights.items() if name.startswith("encoder.")}
 
 
 def own_encoder(

@@ -15,6 +15,7 @@ s crop, forward and backward.
 | SimCLR | local: 0, method: simclr |
 | 3KG | local: 0, method: 3kg |
 | CPC (not in the paper) | local: 0, method: cpc, with model.causal, conv_norm: layer, or encoder: s4 |
+| JEPA (not in the paper) | local: 0, method: jepa, with conv_norm: layer, or encoder: s4 |
 | as the authors compute it | form: authors, detach_norm: true, gathered: false |
 
 Random lead masking and views are made by the data loader. The diversity loss and the feature
@@ -46,7 +47,10 @@ ENCODERS = {
 ATTRIBUTES = ("age", "sex")  # in the order of their heads
 # Global objectives: functions of pooled encodings, and classes (omnilead.engine.model.encoders)
 CONTRASTS = ("cmsc", "simclr", "3kg")
-OBJECTIVES = {"cpc": "omnilead.engine.model.cpc:predictive_coding"}
+OBJECTIVES = {
+    "cpc": "omnilead.engine.model.cpc:predictive_coding",
+    "jepa": "omnilead.engine.model.jepa:JointEmbedding",
+}
 SHOWN = 80  # characters of a wrong value in a message
 SEGMENT = 2500  # samples in 5 s
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted
@@ -171,9 +175,10 @@ class ObjectiveConfig:
     diversity: Weight = 0.1  # weight of the code diversity loss, part of the local objective
     features: Weight = 10.0  # weight of the feature penalty, part of the local objective
     contrast: Weight = 1.0  # weight of the global objective
-    # global objective: cmsc, simclr, 3kg, cpc, or your own, file.py:Class
+    # global objective: cmsc, simclr, 3kg, cpc, jepa, or your own, file.py:Class
     method: str = "cmsc"
-    # arguments of the objective: of cpc (form, and steps, temperature or ahead, negatives), or of your own
+    # arguments of the objective: of cpc (form, and steps, temperature or ahead, negatives), jepa (momentum), or
+    # of your own
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     form: Literal["paper", "authors"] = "paper"  # variant of CMSC
     # temperature of the local and the global objective

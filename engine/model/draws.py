@@ -50,6 +50,7 @@ class ModelStream(IntEnum):
     GUMBEL = 105
     OWN = 106
     CANDIDATES = 107
+    BLOCKS = 108
 
 
 class Draws(NamedTuple):

@@ -13,7 +13,9 @@ authors': one with `features` and `context` (MaskedEncoder) for every objective;
 `objective.method: file.py:Class` replaces the global objective:
 
     class Mine(nn.Module):                            # Mine(encoder, **objective.options)
-        def forward(self, encoder, x_BSLT, keys_BS):  # its loss, or {name: loss}: scalars
+        def forward(self, encoder, x_BSLT, keys_BS):  # its loss, or {name: loss}: scalars; or these,
+            ...                                       # and {name: value} for the log
+        def after_step(self, encoder): ...            # if it keeps an average, say; after each step
 
 Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py (project_q,
 final_proj), wav2vec2_cmsc.py. Shapes: engine.model.config.
@@ -85,7 +87,7 @@ class Pretrainer(nn.Module):
         self.draw, self.pool = draw, pool
         local = objective.local > 0
         # an objective of your own may mask tokens
-        mask = local or ":" in objective.method
+        mask = local or objective.method == "jepa" or ":" in objective.method
         self.encoder = build_encoder(config, mask, generator) if encoder is None else encoder
         if local and not isinstance(self.encoder, MaskedEncoder):
             raise ConfigError(
@@ -135,8 +137,8 @@ class Pretrainer(nn.Module):
         elif self.plugin is None or self.attributes is not None:
             c_RND = self.encoder(x_RLT)
         if self.plugin is not None:
-            plugged_losses = self.plugged_losses(x_BSLT, keys_BS)
-            parts |= {f"loss_{name}": value for name, value in plugged_losses.items()}
+            plugged_losses, logged = self.plugged_losses(x_BSLT, keys_BS)
+            parts |= {f"loss_{name}": value for name, value in plugged_losses.items()} | logged
             loss = loss + objective.contrast * sum(plugged_losses.values())
         elif objective.contrast > 0:
             g_BSD = self.pool(c_RND).unflatten(0, (-1, views))
@@ -189,10 +191,18 @@ class Pretrainer(nn.Module):
             "masked_share": q.tokens / draws.mask_RN.numel(),
         }, c_RND
 
-    def plugged_losses(self, x_BSLT: Tensor, keys_BS: Tensor | None) -> dict[str, Tensor]:
+    def plugged_losses(
+        self, x_BSLT: Tensor, keys_BS: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The losses of an objective that is a class, and what else it wants in the log."""
         assert self.plugin is not None
         losses = self.plugin(self.encoder, x_BSLT, keys_BS)
-        return losses if isinstance(losses, dict) else {"global": losses}
+        losses, logged = losses if isinstance(losses, tuple) else (losses, {})
+        return losses if isinstance(losses, dict) else {"global": losses}, logged
+
+    def after_step(self) -> None:
+        if hasattr(self.plugin, "after_step"):
+            self.plugin.after_step(self.encoder)
 
     def compare(
         self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor

@@ -49,7 +49,7 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
     config: Any = saved_config(path, state, task.settings)
     with distributed.process_restored():  # reading may import DeepSpeed
         state_dict = full_weights(path)
-    weights = {name: tensor for name, tensor in state_dict.items() if task.exports(config, name)}
+    weights = task.exported(config, state_dict)
     known = seen_until(run.path, config, state, task)
     if not known.datasets:
         known = joined_with_written(run.model, known, _history(config, state))

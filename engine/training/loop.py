@@ -204,6 +204,7 @@ class Loop:
             reports.append({name: value.detach() for name, value in losses.items()})
         if self.adam.calls == calls:
             self.adam.count_skipped()
+        self.task.after_step(self.engine.module)
         self.progress.step += 1
         self.recent.append((step, batch.places))
         return reports

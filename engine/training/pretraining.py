@@ -25,6 +25,7 @@ from ..data.seen import as_bytes
 from ..model.config import ATTRIBUTES, masked_share
 from ..model.encoders import cast_statistics, drops_out, encoder_flops, prepared
 from ..model.folder import SEEN
+from ..model.jepa import JointEmbedding
 from ..model.objectives import single_process
 from ..model.pretrainer import Pretrainer
 from ..model.quantizer import temperature
@@ -51,6 +52,10 @@ READOUT = "mean+std+rhythm"
 READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a rhythm is measured
 TAKEN = {"local", "diversity", "features"}  # names of losses
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
+COLLAPSED_SPREAD = 0.05  # of JEPA's targets, which have a standard deviation of 1 over their width
+AVERAGED = (
+    "plugin.target."  # JEPA's average of the encoder's weights, which is exported instead of them
+)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -150,7 +155,12 @@ class PretrainTask(TrainingTask):
             self.keys = tuple(dict.fromkeys([*self.keys, *names]))
         if self.start:
             self.remarks = [*self.remarks, self.start.into(model)]
+            if isinstance(model.plugin, JointEmbedding):
+                model.plugin.after_step(model.encoder, momentum=0)
         return model
+
+    def after_step(self, model: Any) -> None:
+        model.after_step()
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         tau = torch.tensor(temperature(self.config.model, step)).to(
@@ -223,19 +233,25 @@ class PretrainTask(TrainingTask):
         return {"gumbel_tau": temperature(self.config.model, step) if local else None}
 
     def warning(self, values: dict[str, float]) -> str | None:
-        """Warns once, and early, when the quantizer collapses."""
-        codes, m = values.get("code_perplexity"), self.config.model
-        if codes is None:
-            return None
-        low = codes < max(COLLAPSED_SHARE * m.codebooks * m.codes, 1.25 * m.codebooks)
-        self.low_logs = self.low_logs + 1 if low else 0
-        if self.low_logs != COLLAPSED_LOGS:
-            return None
-        return (
-            f"the quantizer is collapsing: {codes:.1f} of {m.codebooks * m.codes} codes are in "
-            f"use. Raise objective.diversity ({self.config.objective.diversity}), lower train.lr "
-            f"({self.config.train.lr}), or raise model.tau_decay"
-        )
+        """Warns once, and early, when the quantizer or JEPA's targets collapse."""
+        codes, spread = values.get("code_perplexity"), values.get("target_spread")
+        m, lr = self.config.model, self.config.train.lr
+        text = None
+        if codes is not None and codes < max(
+            COLLAPSED_SHARE * m.codebooks * m.codes, 1.25 * m.codebooks
+        ):
+            text = (
+                f"the quantizer is collapsing: {codes:.1f} of {m.codebooks * m.codes} codes are in "
+                f"use. Raise objective.diversity ({self.config.objective.diversity}), lower train.lr "
+                f"({lr}), or raise model.tau_decay"
+            )
+        elif spread is not None and spread < COLLAPSED_SPREAD:
+            text = (
+                f"the targets are collapsing: their standard deviation over tokens and ECGs is {spread:.3f} "
+                f"(target_spread). Lower train.lr ({lr}), or raise objective.options.momentum"
+            )
+        self.low_logs = self.low_logs + 1 if text else 0
+        return text if self.low_logs == COLLAPSED_LOGS else None
 
     @staticmethod
     def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
@@ -263,8 +279,15 @@ class PretrainTask(TrainingTask):
         return [(dataset, times, use) for dataset, times in times_drawn]
 
     @staticmethod
-    def exports(config: Config, name: str) -> bool:
-        return not name.startswith(("plugin.", "attributes."))
+    def exported(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = {}
+        for name, weight in weights.items():
+            if not name.startswith(("plugin.", "attributes.")):
+                kept[name] = weight
+        if config.objective.plugged and config.objective.method == "jepa":
+            for name in kept:
+                kept[name] = weights.get(name.replace("encoder.", AVERAGED, 1), kept[name])
+        return kept
 
     @staticmethod
     def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
@@ -365,7 +388,7 @@ def examine_objective(
     model: Pretrainer, dtype: torch.dtype, windows: int = 2, samples: int = HALF
 ) -> list[str]:
     """Run an objective that is a class on two crops of so many windows; ConfigError if it breaks
-    its interface. Returns the names of its losses."""
+    its interface. Returns the names of what it logs."""
     model_copy = copy.deepcopy(model)
     for p in model_copy.parameters():
         p.data = p.data.to(dtype)
@@ -374,7 +397,9 @@ def examine_objective(
         torch.manual_seed(0)
         x_BSLT = torch.randn(2, windows, model.config.leads, samples)
         x_BSLT[1, -1] = 0  # as RLM may give
-        losses = model_copy.plugged_losses(x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1))
+        losses, logged = model_copy.plugged_losses(
+            x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1)
+        )
         taken_names = TAKEN | model.objective.attributes.keys()
         if not losses or taken_names & losses.keys():
             names = ", ".join(sorted(taken_names))
@@ -387,4 +412,4 @@ def examine_objective(
         grads = [p.grad for p in model_copy.encoder.parameters() if p.grad is not None]
         if not grads or not all(x.isfinite().all() for x in (total, *grads)):
             raise ConfigError("gives the encoder no gradient, or one that is not finite")
-    return [f"loss_{name}" for name in losses]
+    return [*(f"loss_{name}" for name in losses), *logged]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.plugins import plugin
@@ -74,6 +74,9 @@ class TrainingTask(ABC):
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         """The model's arguments in step `step` of `total`."""
 
+    def after_step(self, model: Any) -> None:
+        """Called when a step has changed the weights of what `model` returned."""
+
     @abstractmethod
     def validate(self, engine: Any, between: Between) -> dict[str, float]:
         """Called by all ranks, as is `between` before each batch; empty if there is nothing to
@@ -130,9 +133,9 @@ class TrainingTask(ABC):
         and its use (engine.data.seen)."""
 
     @staticmethod
-    def exports(config: Any, name: str) -> bool:
-        """Whether the weights of this name are exported."""
-        return True
+    def exported(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is exported of a checkpoint's weights."""
+        return weights
 
 
 def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:

@@ -445,3 +445,8 @@ def test_a_collapse_is_reported_once_and_early():
     said = [PretrainTask.warning(task, {"code_perplexity": used}) for used in codes]
     assert [bool(one) for one in said] == [False] * 6 + [True, False]
     assert "3.0 of 640 codes" in str(said[6]) and "Raise objective.diversity" in str(said[6])
+    said = [
+        PretrainTask.warning(task, {"target_spread": one}) for one in (0.9, 0.04, 0.03, 0.02, 0.01)
+    ]
+    assert [bool(one) for one in said] == [False] * 3 + [True, False]
+    assert "targets are collapsing" in str(said[3]) and "is 0.020 (target_spread)" in str(said[3])

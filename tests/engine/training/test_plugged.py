@@ -202,6 +202,51 @@ def test_an_objective_with_weights_resumes_bit_for_bit(method, own, training, tm
     assert ("causal transformer" in card) == (method == "cpc")
 
 
+JEPA = {"objective__local": 0, "objective__method": "jepa", "model__conv_norm": "layer"}
+JEPA |= {"objective__options": {"momentum": 0.5}, "train__validate_every": 2}
+SPREAD = "target_spread"
+
+
+def test_jepa_resumes_bit_for_bit_and_exports_the_average(training, tmp_path):
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        training(name, **JEPA, train__steps=steps, train__micro_batch=4).good()
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert curve(whole, [*EXACT, "loss_jepa", SPREAD]) == curve(
+        parts, [*EXACT, "loss_jepa", SPREAD]
+    )
+    assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
+    kept, exported = full_weights(RunFolder(whole).newest()), weights(whole)
+    assert not any(name.startswith("plugin.") for name in exported)
+    assert exported.keys() == weights(parts).keys()
+    for name, weight in exported.items():
+        assert weight.equal(weights(parts)[name])
+        assert weight.equal(kept[name.replace("encoder.", "plugin.target.", 1)])
+    assert not exported["encoder.layers.0.fc1.weight"].allclose(kept["encoder.layers.0.fc1.weight"])
+
+    training("more", start=str(whole), **JEPA, train__steps=1, train__lr=1e-9).good()
+    more = full_weights(RunFolder(tmp_path / "more").newest())
+    name = "layers.0.fc1.weight"  # the average begins anew with the weights it starts from
+    np.testing.assert_allclose(
+        more[f"plugin.target.{name}"], exported[f"encoder.{name}"], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_jepa_on_two_ranks_is_that_on_one(stage, training, tmp_path):
+    zero = tmp_path / "zero.json"  # of stage 3: small weights are divided as well
+    settings = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+    zero.write_text(json.dumps({"zero_optimization": settings}))
+    for name, world in (("one", 1), ("two", 2)):
+        for steps in (2, 4):  # a checkpoint between
+            how = {"train__deepspeed": str(zero), "train__steps": steps}
+            training(name, world, **STILL, **JEPA, **how).good()
+    one, two = tmp_path / "one", tmp_path / "two"
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(column(two, name), column(one, name), rtol=2e-5)
+    for name, weight in weights(one).items():
+        np.testing.assert_allclose(weights(two)[name], weight, rtol=1e-3, atol=1e-5)
+
+
 def believe_the_synthetic():
     """Labels of synthetic patients are taken for unknown, as they are unrelated to the ECGs."""
     patients.SYNTHETIC = "no source"

@@ -1,0 +1,134 @@
+"""Joint-embedding prediction (JEPA): `objective.method: jepa`.
+
+    target_RND    = layer_norm(target(x))                 without gradient; target: the encoder, its weights averaged
+    predicted_RND = predict(context(features(x), hidden)) without the hidden tokens
+    loss          = mean over rows of the mean of smooth_l1(predicted, target) over the tokens of the row's blocks
+    target       <- momentum * target + (1 - momentum) * encoder          after each step
+
+Each row has one long block of context and four short blocks to predict; hidden is what lies in a short
+block or outside the long one. The averaged weights are kept in float32, since in bf16 one step changes
+nothing: they are buffers, so every rank and every checkpoint holds all of them at any ZeRO stage. They
+are what is exported, as in I-JEPA; the predictor is thrown away.
+
+Nothing contrasts different ECGs, so a constant would be a perfect prediction. `target_spread`, in the
+log, is the targets' standard deviation over tokens and ECGs: 0 if all of them are equal.
+
+Source: Assran et al. 2023 (I-JEPA: blocks, averaged target), with smooth L1 and one layer that predicts,
+as pre-training studies of ECGs have it. Shapes: engine.model.config.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..settings.errors import ConfigError
+from .draws import ModelStream, row_numbers
+from .s4 import S4Layer, StateSpace
+
+BLOCKS = 4  # to predict, in each row
+CONTEXT = (0.85, 1.0)  # shares of the tokens: shortest and longest block
+PREDICTED = (0.15, 0.2)
+FEWEST = 20  # tokens: with fewer, four blocks may leave no context
+
+
+class JointEmbedding(nn.Module):
+    def __init__(self, encoder: Any, momentum: float = 0.996) -> None:
+        super().__init__()
+        if not hasattr(encoder, "context") or getattr(encoder, "causal", False):
+            raise ConfigError(
+                "needs an encoder that masks tokens and looks both ways: set model.causal=false, of s4 "
+                "model.options={bidirectional: true}; your own needs features() and context()"
+            )
+        if not 0 <= momentum < 1:
+            raise ConfigError(f"momentum={momentum}: use at least 0, and less than 1")
+        self.momentum = momentum
+        space = StateSpace(encoder.width, states=8, length=300, bidirectional=True)
+        self.predictor = S4Layer(space, encoder.width, dropout=0.0)
+        self.names = [name for name, _ in encoder.named_parameters()]
+        self.target = with_buffers_for_weights(encoder)
+
+    def train(self, mode: bool = True) -> "JointEmbedding":
+        super().train(mode)
+        self.target.eval()  # no dropout in what is predicted
+        return self
+
+    def forward(
+        self, encoder: Any, x_BSLT: Tensor, keys_BS: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        x_RLT = x_BSLT.flatten(0, 1)
+        z_RNF, _ = encoder.features(x_RLT)
+        hidden_RN, weight_RN = draw_blocks(keys_BS.flatten(), z_RNF.shape[1])
+        predicted_RND = self.predictor(encoder.context(z_RNF, hidden_RN))
+        target_RND = self.targets(x_RLT, z_RNF.dtype)
+        with torch.autocast(x_RLT.device.type, enabled=False):
+            error_RND = F.smooth_l1_loss(predicted_RND.float(), target_RND, reduction="none")
+            error_R = (error_RND.mean(2) * weight_RN).sum(1) / weight_RN.sum(1)
+        spread = target_RND.flatten(0, 1).std(0).mean()
+        return {"jepa": error_R.mean()}, {"target_spread": spread}
+
+    @torch.no_grad()
+    def targets(self, x_RLT: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is to be predicted, computed in `dtype`, in float32."""
+        weights = {name: self.target.get_buffer(name).to(dtype) for name in self.names}
+        target_RND = functional_call(self.target, weights, x_RLT).float()
+        return F.layer_norm(target_RND, target_RND.shape[-1:])
+
+    @torch.no_grad()
+    def after_step(self, encoder: Any, momentum: float | None = None) -> None:
+        """Moves the target towards the encoder. 0: makes them equal."""
+        momentum = self.momentum if momentum is None else momentum
+        weights = [encoder.get_parameter(name) for name in self.names]
+        averages = [self.target.get_buffer(name) for name in self.names]
+        with whole(weights):
+            torch._foreach_lerp_(averages, [w.float() for w in weights], 1 - momentum)
+        for name, buffer in encoder.named_buffers():
+            self.target.get_buffer(name).copy_(buffer)
+
+
+def with_buffers_for_weights(encoder: nn.Module) -> nn.Module:
+    """A copy whose weights are float32 buffers of the same names: optimisers and ZeRO leave them alone."""
+    made = copy.deepcopy(encoder)
+    for module in made.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+            module.register_buffer(name, weight.detach().float().clone())
+    return made.eval()
+
+
+@contextmanager
+def whole(weights: Sequence[Any]) -> Iterator[None]:
+    """A context in which the weights that ZeRO 3 has divided among the ranks are whole. It keeps small ones
+    whole, and fails if these are divided between steps."""
+    divided = [w for w in weights if hasattr(w, "ds_id") and w.numel() != w.ds_numel]
+    if not divided:
+        yield
+        return
+    from deepspeed.runtime.zero.partition_parameters import (  # type: ignore[import-untyped]
+        GatheredParameters,
+    )
+
+    with GatheredParameters(divided):
+        yield
+
+
+def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """hidden_RN: the tokens that the encoder does not see. weight_RN: in how many blocks each one is."""
+    if tokens < FEWEST:
+        raise ConfigError(f"{tokens} tokens: needs windows of at least {FEWEST}")
+    random_RX = row_numbers(keys_R, ModelStream.BLOCKS, 2 * (1 + BLOCKS)) & 0xFFFFFF
+    length_R1K, start_R1K = random_RX.float().mul_(2.0**-24)[:, None].chunk(2, 2)
+    shortest, longest = torch.tensor([CONTEXT] + [PREDICTED] * BLOCKS, device=keys_R.device).unbind(
+        1
+    )
+    length_R1K = (tokens * (shortest + (longest - shortest) * length_R1K)).floor()
+    start_R1K = ((tokens - length_R1K + 1) * start_R1K).floor()
+    token_N1 = torch.arange(tokens, device=keys_R.device)[:, None]
+    inside_RNK = (token_N1 >= start_R1K) & (token_N1 < start_R1K + length_R1K)
+    weight_RN = inside_RNK[:, :, 1:].sum(2)
+    return ~inside_RNK[:, :, 0] | (weight_RN > 0), weight_RN
