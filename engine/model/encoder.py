@@ -141,8 +141,9 @@ class ConvStack(nn.Module):
 
     def forward(self, x_RLT: Tensor) -> Tensor:
         trained = torch.is_grad_enabled() and self.feature_grad > 0
+        first: Any = self.blocks[0]
         with torch.set_grad_enabled(trained):
-            z_RNF = x_RLT.transpose(1, 2).to(self.blocks[0].weight.dtype)
+            z_RNF = x_RLT.transpose(1, 2).to(first.weight.dtype)
             for block in self.blocks:
                 z_RNF = block(z_RNF)
         if self.feature_grad in (0, 1) or not torch.is_grad_enabled():

@@ -201,8 +201,9 @@ class Pretrainer(nn.Module):
         return losses if isinstance(losses, dict) else {"global": losses}, logged
 
     def after_step(self) -> None:
-        if hasattr(self.plugin, "after_step"):
-            self.plugin.after_step(self.encoder)
+        plugin: Any = self.plugin
+        if hasattr(plugin, "after_step"):
+            plugin.after_step(self.encoder)
 
     def compare(
         self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor

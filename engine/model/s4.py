@@ -319,7 +319,8 @@ class S4(nn.Module):
             self.layers.append(S4Layer(space, width, dropout))
 
     def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
-        z_RND = x_RLT.transpose(1, 2).to(self.stem[0].weight.dtype)
+        first: Any = self.stem[0]
+        z_RND = x_RLT.transpose(1, 2).to(first.weight.dtype)
         for block in self.stem:
             z_RND = block(z_RND)
         return z_RND, z_RND.float().square().mean()

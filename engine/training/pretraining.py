@@ -280,10 +280,8 @@ class PretrainTask(TrainingTask):
 
     @staticmethod
     def exported(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        kept = {}
-        for name, weight in weights.items():
-            if not name.startswith(("plugin.", "attributes.")):
-                kept[name] = weight
+        not_exported = "plugin.", "attributes."
+        kept = {name: w for name, w in weights.items() if not name.startswith(not_exported)}
         if config.objective.plugged and config.objective.method == "jepa":
             for name in kept:
                 kept[name] = weights.get(name.replace("encoder.", AVERAGED, 1), kept[name])

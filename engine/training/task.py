@@ -76,6 +76,7 @@ class TrainingTask(ABC):
 
     def after_step(self, model: Any) -> None:
         """Called when a step has changed the weights of what `model` returned."""
+        return
 
     @abstractmethod
     def validate(self, engine: Any, between: Between) -> dict[str, float]:
