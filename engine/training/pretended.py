@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from omnilead.data_tools.dataset import COLUMNS, Dataset, Meta
+from omnilead.data_tools.ecg.constants import CROP, FS_HZ, LEADS
 from omnilead.data_tools.io.storage import LocalFolder
 
 ROWS = 65_536  # of its table at most, or four batches
@@ -47,11 +48,16 @@ class PretendedDataset(Dataset):
 def pretended(crops: int, batch_crops: int) -> PretendedDataset:
     """The table of a dataset of that many crops, or of the first of them if they are many."""
     rows = min(crops, max(ROWS, 4 * batch_crops))
+    no_sum = "0" * 64
     meta: dict[str, Any] = {
+        "fs_hz": FS_HZ,
+        "leads": list(LEADS),
+        "uv_per_lsb": 1.0,
+        "crop_samples": CROP,
         "crops": rows,
-        "shards": [{"name": "00000.tar", "crops": rows, "bytes": 0, "sha256": "0" * 64}],
+        "samples": {"bytes": 0, "sha256": no_sum},
+        "shards": [{"name": "00000.tar", "crops": rows, "bytes": 0, "sha256": no_sum}],
         "formats": ["tar"],
-        "sources": [],
-        "fingerprint": "0" * 64,
+        "fingerprint": no_sum,
     }
     return PretendedDataset(LocalFolder(f"{crops:,} crops"), Meta(meta))
