@@ -175,7 +175,9 @@ def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
             task = task_to_probe(word, fitted, tested, options, shown)
         except ConfigError as error:
             raise ConfigError(f"--tasks {word}: {error}") from None
-        name = task.labels.task.name
+        name, columns = task.labels.task.name, task.labels.task.columns
+        if word.endswith(TABLES) and len(columns) == 1 and columns[0] != name:
+            name = f"{name}: {columns[0]}"
         if name in tasks:
             raise ConfigError(
                 f"--tasks {' '.join(words)}: two tasks have the same name: leave one out, or "
