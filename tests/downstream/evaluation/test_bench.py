@@ -613,7 +613,7 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --share 0.01", "no class has positives and negatives in both: use a larger share"),
         ("sex --leads 13", "leads='13': no lead is called"),
         ("sex --fit-leads 13", "leads='13': no lead is called"),
-        ("book.xlsx", "it is a workbook or another archive: save the sheet as CSV UTF-8"),
+        ("book.xls", "it is a workbook or another archive: save the sheet as CSV UTF-8"),
         ("same.csv", "nothing to learn or to score; an empty cell is unknown: write 0"),
         (
             "none.csv",
@@ -640,7 +640,7 @@ def test_refusals_are_one_line(
     monkeypatch, capsys,
 ):  # fmt: skip
     monkeypatch.chdir(Path(models[1]).parent)
-    Path("book.xlsx").write_bytes(b"PK\3\4")
+    Path("book.xls").write_bytes(b"PK\3\4")
     write_table(Path("same.csv"), dataset, ill=1)
     write_table(Path("none.csv"), dataset, ill=0)
     write_table(Path("alive.csv"), dataset, time=[1, 2, 3], event=0)
