@@ -17,7 +17,7 @@ argument or a file is wrong.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
@@ -26,6 +26,34 @@ from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
 from omnilead.engine.settings.commandline import one_blas_thread, options_of, run_on_ranks
 from omnilead.engine.settings.files import File
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Comparison(dict[str, Any]):
+    """What OUT/bench.json holds, and its scores as a table."""
+
+    @property
+    def table(self) -> "pa.Table":
+        """A row for each score: model, task, leads, share, metric, value, low and high of its interval, n,
+        patients."""
+        import pyarrow as pa
+
+        lines = []
+        for row in self["rows"]:
+            for metric, value in row["metrics"].items():
+                low, high = row["intervals"][metric]
+                line = {name: row[name] for name in ("model", "task", "leads", "share")}
+                line |= {"metric": metric, "value": value, "low": low, "high": high}
+                lines.append({**line, "n": row["n"], "patients": row["patients"]})
+        return pa.Table.from_pylist(lines)
+
+    def to_pandas(self) -> Any:
+        return self.table.to_pandas()
+
+    def _repr_html_(self) -> str:
+        return str(self.to_pandas().to_html(index=False))
 
 
 def bench(
@@ -92,9 +120,9 @@ def bench(
     device: shared.Device = "auto",
     precision: shared.Precision = "auto",
     anonymous: shared.Anonymous = False,
-) -> dict[str, Any]:
-    """Compares models on frozen embeddings, as `omnilead bench`: returns what OUT/bench.json holds.
-    Errors have one-line messages."""
+) -> Comparison:
+    """Compares models on frozen embeddings, as `omnilead bench`: returns what OUT/bench.json holds, which
+    is also a table. Errors have one-line messages."""
     # imported late, so that --help does not wait for PyTorch
     from omnilead.downstream.evaluation import bench as comparison
     from omnilead.downstream.evaluation.embedders import EmbedOptions
@@ -124,7 +152,7 @@ def bench(
     )
     document = comparison.bench(options)
     write(document, options.out)
-    return document
+    return Comparison(document)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

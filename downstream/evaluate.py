@@ -11,7 +11,8 @@ Classification: AUROC, AUPRC, Brier score, accuracy (all labels of an ECG right)
 sensitivity and specificity at the model's thresholds; with --role valid, the score from
 which on 95 % of the positive records lie, and the specificity there; for diagnosis also the CinC 2021 Challenge
 score. Regression: mean absolute error, RMSE, R2, Pearson r. Survival: Harrell's C-index. Each is
-given for halves of 5 s, as in the paper (or the model's windows), and for whole records.
+given for whole records; with --halves also for halves of 5 s, as in the paper (or the model's windows).
+The first line says which number to report; --json holds all of them.
 Identification: the share of probes whose most similar gallery crop (cosine) is of the same
 patient, and the same for random weights of the architecture; it also works for a model that was
 only pre-trained. Scores have 95 % intervals from a bootstrap over patients; those from fewer than
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = evaluate(**options)
         if document is None:
             return 0  # the first rank tells the scores
-        text = "\n".join(lines(document)) + "\n"
+        text = "\n".join(lines(document, options["halves"])) + "\n"
         return show(f"{text}{options['report']}\n" if options["report"] else text)
 
     flag = "--json" if options["json"] else "--report"
@@ -86,6 +87,9 @@ def evaluate(
     report: Annotated[
         File | None, Option("write an HTML page with curves and tables", "F.html")
     ] = None,
+    halves: Annotated[
+        bool, Option("show the scores of single halves of 5 s, too, as the paper has them")
+    ] = False,
     batch: Annotated[int, Option("crops of 10 s encoded at a time (32)", "N", low=1)] = 32,
     device: shared.Device = "auto",
     anonymous: shared.Anonymous = False,
@@ -112,7 +116,7 @@ def evaluate(
     if environment()[0]:
         return None
     document = result.document()
-    files.write(document, result, datasets)
+    files.write(document, result, datasets, halves)
     return document
 
 
@@ -182,7 +186,11 @@ class ResultFiles(NamedTuple):
             )
 
     def write(
-        self, document: Facts, result: "TaskResult | IdentificationResult", data: "Datasets"
+        self,
+        document: Facts,
+        result: "TaskResult | IdentificationResult",
+        data: "Datasets",
+        halves: bool,
     ) -> None:
         from omnilead.downstream.evaluation.results import halves_file
 
@@ -191,7 +199,8 @@ class ResultFiles(NamedTuple):
         if self.page:
             from omnilead.downstream.reports import evaluation_report
 
-            write_result(self.page, evaluation_report.build(result, data), Flag("--report"))
+            page = evaluation_report.build(result, data, halves)
+            write_result(self.page, page, Flag("--report"))
         if self.halves:
             for number in range(len(data.all)):
                 Path(str(halves_file(self.halves, number))).unlink(missing_ok=True)
@@ -204,22 +213,25 @@ def labels_of_run(model: str) -> str:
     return str(table) if table.is_file() and not table.is_symlink() else ""
 
 
-def lines(document: Facts) -> Iterator[str]:
-    """The scores for the terminal."""
-    from omnilead.downstream.evaluation.results import pieces
+def lines(document: Facts, halves: bool = False) -> Iterator[str]:
+    """The scores for the terminal: of records, and of `halves` if they are asked for."""
+    from omnilead.downstream.evaluation.results import number_to_report, pieces
 
     yield "{task}, role {role}, leads {leads}: {model} on {dataset}".format(**document)
     labels = {name: label_of(name) for name in document["metrics"]}
     width = max(map(len, labels.values())) + 2
-    if record := document.get("record"):
-        left, right = f"{document['n']:,} {pieces(document)}", f"{record['n']:,} records"
-        yield f"{'':<{width}}{left:<30}{right}"
+    yield number_to_report(document)
+    record = document.get("record")
+    parts = [record, document] if record and halves else [record or document]
+    if record:
+        counts = [f"{record['n']:,} records", f"{document['n']:,} {pieces(document)}"]
+        yield f"{'':<{width}}{''.join(f'{count:<30}' for count in counts[: len(parts)])}".rstrip()
     else:
         yield f"{document['n']:,} probes against {document['gallery']:,} in the gallery"
     for name, label in labels.items():
-        columns = (_score(part, name) for part in (document, record) if part)
+        columns = (_score(part, name) for part in parts)
         yield f"{label:<{width}}{''.join(f'{column:<30}' for column in columns)}".rstrip()
-    if 0 < len(classes := document["classes"]) <= CLASSES_SHOWN:
+    if 0 < len(classes := parts[0]["classes"]) <= CLASSES_SHOWN:
         brief = (metric.name for metric in METRIC_OF.values() if metric.in_brief)
         columns_shown = ("positives", "threshold", *brief, "n")
         names = [name for name in columns_shown if name in next(iter(classes.values()))]

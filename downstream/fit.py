@@ -17,7 +17,10 @@ is (`omnilead finetune` trains it, too). Exit code 2: an argument or a file is w
 
 import os
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
@@ -26,6 +29,39 @@ from omnilead.downstream.inference import options as shared
 from omnilead.engine.settings.commandline import one_blas_thread, options_of, run_on_ranks
 from omnilead.engine.settings.errors import Facts
 from omnilead.engine.settings.files import File
+
+if TYPE_CHECKING:
+    from omnilead.downstream.inference.trained_model import TrainedModel
+
+
+@dataclass(frozen=True)
+class FittedModel:
+    """A model folder with its head. Pass it wherever a path to a model is expected."""
+
+    path: Path
+    scores: Facts  # cross-validated, as config.json holds them
+    sentences: Sequence[str]  # what it is, and how good
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @cached_property
+    def _loaded(self) -> "TrainedModel":
+        from omnilead.downstream.inference.trained_model import load
+
+        return load(self.path, code=True)  # what wrote it ran its code
+
+    def model(self) -> "TrainedModel":
+        """What omnilead.load(MODEL) returns."""
+        return self._loaded
+
+    def predict(self, *ecg: Any, **options: Any) -> Any:
+        """The scores of an ECG, as omnilead.load(MODEL).predict."""
+        return self._loaded.predict(*ecg, **options)
+
+    @property
+    def report(self) -> str:
+        return "\n".join(self.sentences)
 
 
 def fit(
@@ -57,9 +93,8 @@ def fit(
     device: shared.Device = "auto",
     precision: shared.Precision = "auto",
     anonymous: shared.Anonymous = False,
-) -> Facts:
-    """Fits a classifier of your own labels on a frozen model, as `omnilead fit`: returns its
-    cross-validated scores, as config.json of MODEL holds them, and `said`, sentences of them. Errors
+) -> FittedModel:
+    """Fits a classifier of your own labels on a frozen model, as `omnilead fit`, and returns it. Errors
     have one-line messages."""
     # imported late, so that --help does not wait for PyTorch
     from omnilead.downstream.evaluation import fit as fitting
@@ -79,7 +114,8 @@ def fit(
         anonymous=anonymous,
         embedding=EmbedOptions(readout, batch, device, precision, code),
     )
-    return fitting.fit(options)
+    scores, sentences = fitting.fit(options)
+    return FittedModel(Path(out), scores, sentences)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one_blas_thread()
 
     def run() -> int:
-        return show("".join(f"{sentence}\n" for sentence in fit(**options)["said"]))
+        return show(f"{fit(**options).report}\n")
 
     return run_on_ranks("omnilead fit", run, options["out"])
 

@@ -112,7 +112,8 @@ def extending(folder):
     Path("FOLDER").mkdir()
     table, heading = ["record,rhythm,split"], ",".join(LEADS)
     for number in range(24):
-        rhythm, split = ("AF", "sinus")[number % 2], ("train", "valid", "test")[number // 2 % 3]
+        rhythm = ("AF", "AVB", "sinus")[number % 3]
+        split = ("train", "valid", "test")[number // 3 % 3]
         table.append(f"{number},{rhythm},{split}")
         mv_TL = np.random.default_rng(number).normal(0, 0.3, (2500, 12))
         np.savetxt(f"FOLDER/{number}.csv", mv_TL, delimiter=",", header=heading, comments="")

@@ -31,6 +31,7 @@ from ..io.storage import missing_package
 from ..io.terminal import tell
 from .record import MAYBE_MISSING, known_patient
 from .record_names import EMPTY_LINES, SHOWN, WHOLE, match_records
+from .workbook import is_workbook, read_workbook, workbook_and_sheet
 
 RESERVED = ("record", "source", "patient", "fold", "split")
 PTBXL_TABLE = {"filename_hr": "record", "patient_id": "patient"}  # of ptbxl_database.csv
@@ -53,10 +54,13 @@ def read_cells(
     the table must have. `used`: columns that may hold numbers; none: all."""
     metadata: dict[bytes, str] = {}
     try:
-        with fsspec.open(url, "rb").open() as file:
+        place, sheet = workbook_and_sheet(url)
+        with fsspec.open(place, "rb").open() as file:
             data = file.read()
         if data[:4] == b"PAR1":
             cells = parquet.read_table(io.BytesIO(data))
+        elif is_workbook(url) and data[:2] == b"PK":
+            cells = read_workbook(data, sheet)
         else:
             cells, metadata = _csv(data, key, used)
         cells = as_text(cells.rename_columns([_name(column) for column in cells.column_names]))

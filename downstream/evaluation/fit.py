@@ -1,6 +1,6 @@
 """Fits a head on a frozen model and writes both: what `omnilead fit` does.
 
-fit(FitOptions("DATASET", "MODEL", labels="my.csv"))["metrics"]["auroc"]       # of cross-validation
+scores, sentences = fit(FitOptions("DATASET", "MODEL", labels="my.csv"))       # of cross-validation
 """
 
 import shutil
@@ -49,8 +49,8 @@ class FitOptions:
         return Choice(self.reader, self.embedding.readout, self.leads, self.folds or 0)
 
 
-def fit(options: FitOptions) -> Facts:
-    """`cross_validated` of the head that it writes, and `said`: sentences for the user."""
+def fit(options: FitOptions) -> tuple[Facts, list[str]]:
+    """`cross_validated` of the head that it writes, and sentences for the user."""
     refuse_ranks("a head is")
     head, labels = fit_task(
         task_of_table(options.labels, options.columns, options.kind, options.positive), options
@@ -67,7 +67,7 @@ def fit(options: FitOptions) -> Facts:
             f"the ECGs of test were not used: omnilead evaluate --model {options.out} --data "
             f"{as_typed(options.data)} --labels {options.labels} scores them"
         )
-    return {**cross_validated, "said": sentences}
+    return cross_validated, sentences
 
 
 def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:

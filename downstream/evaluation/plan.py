@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from omnilead.data_tools.dataset import Data, Dataset, several
+from omnilead.data_tools.ecg.workbook import is_workbook, workbook_and_sheet
 from omnilead.engine.data.datasets import Datasets, open_together
 from omnilead.engine.data.leakage import overlap, refuse_leak
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag
@@ -46,7 +47,7 @@ from .results import FEW_TESTED, load_task
 
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")
-SHEETS = (*TABLES, ".tsv", ".xls", ".xlsx")  # the last two are refused as sheets
+SHEETS = (*TABLES, ".tsv", ".xls")  # the last one is refused as a sheet
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,9 @@ def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
             task = task_to_probe(word, fitted, tested, options, shown)
         except ConfigError as error:
             raise ConfigError(Flag("--tasks"), f" {word}: ", error) from None
-        name = task.labels.task.name
+        name, columns = task.labels.task.name, task.labels.task.columns
+        if is_table(word) and len(columns) == 1 and columns[0] != name:
+            name = f"{name}: {columns[0]}"
         if name in tasks:
             raise ConfigError(
                 Flag("--tasks"),
@@ -186,6 +189,11 @@ def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
     return Work(fitted, tested, tasks, persons, shown, options.fit_leads)
 
 
+def is_table(name: str) -> bool:
+    """Whether it is a file of labels, not a folder or a shipped task."""
+    return name.endswith(TABLES) or is_workbook(name)
+
+
 def tables_as_tasks(
     labels: str | Sequence[str], tasks: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]]:
@@ -193,7 +201,7 @@ def tables_as_tasks(
     names = (labels,) if isinstance(labels, str) else tuple(labels)
     if len(names) < 2:
         return "".join(names), tasks
-    if tasks or not all(name.endswith(TABLES) for name in names):
+    if tasks or not all(map(is_table, names)):
         raise ConfigError(
             f"--labels {' '.join(names)}: with --tasks it is one table or folder: name the tables that are "
             "tasks with --tasks"
@@ -204,7 +212,7 @@ def tables_as_tasks(
 def task_words(options: BenchOptions) -> Sequence[str]:
     """The tasks, as they were typed; ConfigError if there is none, or an option has no use."""
     words = options.tasks
-    if not words and options.labels.endswith(TABLES):
+    if not words and is_table(options.labels):
         words = (options.labels,)
     if not words:
         raise ConfigError(
@@ -215,7 +223,7 @@ def task_words(options: BenchOptions) -> Sequence[str]:
             " my.csv",
         )
     if (options.columns or options.kind or options.positive) and not any(
-        word.endswith(TABLES) for word in words
+        is_table(word) for word in words
     ):
         raise ConfigError(
             Flag("--columns"),
@@ -375,7 +383,7 @@ def task_of_table(
 def _task_named(word: str, options: BenchOptions) -> TaskConfig:
     """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
     shipped task needs a table and there is none."""
-    if word.endswith(SHEETS):
+    if word.endswith(SHEETS) or is_workbook(word):
         return task_of_table(word, options.columns, options.kind, options.positive)
     url, is_shipped = table_of(options.labels, word), word in shipped("tasks")
     if url and not is_shipped and not Path(word).exists():
@@ -402,17 +410,17 @@ def as_typed(data: Data | Sequence[Data]) -> str:
 
 
 def require_labels(option: str, folder: str) -> None:
-    if not Path(folder).exists():  # "" is this one
+    if not Path(workbook_and_sheet(folder)[0]).exists():  # "" is this one
         raise ConfigError(option, f" {folder}: no such folder or table")
 
 
 def table_of(folder: str, word: str) -> str:
     """The label table of a task, in a folder written by `omnilead labels` or `folder` itself; "" if
     there is none."""
-    if folder.endswith(TABLES):
+    if is_table(folder):
         return folder
     names = [Path(word).stem]
-    if not word.endswith(TABLES):
+    if not is_table(word):
         names.append(word.partition("-")[0])  # code15-mortality is in the table code15
     paths = [Path(folder, name + suffix) for name in names for suffix in TABLES]
     return next((str(path) for path in paths if folder and path.is_file()), "")

@@ -30,6 +30,7 @@ from omnilead.engine.settings.errors import ConfigError, Facts, Flag, OutputErro
 from omnilead.engine.settings.files import find_config, shipped
 from omnilead.engine.settings.launcher import environment
 from omnilead.engine.settings.leads import describe_leads
+from omnilead.engine.settings.metrics import label_of
 
 from ..inference.ecg_reader import DatasetSource, Per
 from ..inference.outputs import Output, ParquetParts, make, matrix, vectors, whole
@@ -173,15 +174,14 @@ class TaskResult:
         return remarks
 
     def _without_interval(self) -> list[str]:
-        for part in (self.half, self.record):
-            same = [
-                name
-                for name, ends in part["intervals"].items()
-                if np.isnan(ends[0]) and np.isfinite(part["metrics"][name])
-            ]
-            if same:
-                return [f"All resamples agree on {', '.join(same)}, which has no interval then."]
-        return []
+        same = [
+            name
+            for name, ends in self.record["intervals"].items()
+            if np.isnan(ends[0]) and np.isfinite(self.record["metrics"][name])
+        ]
+        return [f"All resamples agree on {', '.join(same)}, which has no interval then."] * bool(
+            same
+        )
 
     def document(self) -> Facts:
         head = self.head
@@ -537,6 +537,19 @@ def evaluated_facts(data: Datasets, options: EvalOptions, model_input: Input) ->
         "role": options.role,
         "leads": describe_leads(model_input.seen),
     }
+
+
+def number_to_report(document: Mapping[str, Any]) -> str:
+    """The sentence that names the score of an evaluation: of records, with its interval."""
+    part = document.get("record") or document
+    name, value = next(iter(part["metrics"].items()))
+    if value is None:
+        return f"to report: {label_of(name)} is not defined on these ECGs"
+    ends = part["intervals"].get(name) or [None]
+    interval = "no interval" if None in ends else f"95 % interval {ends[0]:.3f} to {ends[1]:.3f}"
+    people = f" of {part['patients']:,} patients" if "patients" in part else ""
+    what = f"{part['n']:,} records{people}" if document.get("record") else f"{part['n']:,} patients"
+    return f"to report: {label_of(name)} {value:.3f} ({interval}) on {what}"
 
 
 def pieces(facts: Mapping[str, Any]) -> str:

@@ -93,7 +93,59 @@ def markdown(document: Row) -> str:
         for line in table:
             cells = [f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)]
             text.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*text, "", *(f"- {note}" for note in document["notes"])]).rstrip() + "\n"
+    text += ["", *(f"- {note}" for note in document["notes"])]
+    if verdict := verdict_of(document):
+        text += ["", *verdict]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def verdict_of(document: Row) -> list[str]:
+    """A sentence for each task and set of leads: whether the first model and the best of the others
+    can be told apart, by the first metric, on the largest share of labels."""
+    first = next(iter(document["models"]))
+    gaps = {
+        (*_key(gap), gap["metric"]): gap
+        for gap in document["differences"]
+        if gap["against"] == first and None not in (gap["difference"], *gap["interval"])
+    }
+    sentences = []
+    for (task, metric), rows in panels(document).items():
+        if metric != next(iter(rows[0]["metrics"])):
+            continue
+        lower = bool(METRIC_OF[metric].lower_is_better)
+        for leads in dict.fromkeys(row["leads"] for row in rows):
+            share = max((row["share"] or 0) for row in rows if row["leads"] == leads)
+            others = [
+                row
+                for row in rows
+                if row["leads"] == leads
+                and (row["share"] or 0) == share
+                and row["model"] != document["models"][first]  # its random weights
+                and (*_key(row), metric) in gaps
+            ]
+            if others:
+                best = sorted(others, key=lambda row: row["metrics"][metric], reverse=not lower)[0]
+                where = f"{task}, {_seen(leads)}"
+                where += f", {share:.0%} of the labels" * (share not in (0, 1))
+                gap = gaps[(*_key(best), metric)]
+                sentences.append(f"{where}: {_told_apart(gap, first, best, metric)}")
+    return sentences
+
+
+def _told_apart(gap: Row, first: str, best: Row, metric: str) -> str:
+    """`gap`: the best other model minus the first."""
+    low, high = gap["interval"]
+    names = [best["model"], f"`{first}`"]
+    is_better = gap["difference"] > 0
+    if METRIC_OF[metric].lower_is_better:
+        is_better = not is_better
+    said = f"{names[0]} is better than {names[1]}"
+    if low <= 0 <= high:
+        said = f"{names[1]} and {names[0]} cannot be told apart"
+    elif not is_better:
+        said, (low, high) = f"{names[1]} is better than {names[0]}", (-high, -low)
+    on = f"{best['n']:,} {'patients' if 'gallery' in best else 'ECGs'}"
+    return f"{said}: difference in {MAIN[metric]} {low:+.3f} to {high:+.3f} on {on}."
 
 
 def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) -> list[list[str]]:
@@ -217,4 +269,5 @@ def _draw(
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.set_xlabel(f"{MAIN[metric]}; {intervals}")
+    lower = ", lower is better" * bool(METRIC_OF[metric].lower_is_better)
+    axes.set_xlabel(f"{MAIN[metric]}{lower}; {intervals}")

@@ -20,7 +20,7 @@ from omnilead.engine.settings.errors import Facts
 from omnilead.engine.settings.metrics import METRIC_OF
 
 from ..evaluation.identification import IdentificationResult
-from ..evaluation.results import TaskResult, pieces
+from ..evaluation.results import TaskResult, nullable, number_to_report, pieces
 from ..inference.trained_model import HeadInfo
 from ..tasks.kinds import KINDS
 from ..tasks.metrics import TOO_FEW, Array, kaplan_meier, predicted
@@ -40,8 +40,11 @@ COUNTS = {
 Table = list[list[str]]
 
 
-def build(result: TaskResult | IdentificationResult, data: Datasets | None = None) -> str:
-    content = scored(result, data) if isinstance(result, TaskResult) else identified(result)
+def build(
+    result: TaskResult | IdentificationResult, data: Datasets | None = None, halves: bool = False
+) -> str:
+    """`halves`: with the scores of single windows, too."""
+    content = scored(result, data, halves) if isinstance(result, TaskResult) else identified(result)
     facts, name = result.facts, str(result.facts.get("model", "model"))
     heading = [
         content.pop("counts"),
@@ -64,14 +67,18 @@ def interval(ends: Sequence[float], percent: bool = False) -> str:
     return f"{shown(ends[0], percent)} to {shown(ends[1], percent)}"
 
 
-def scored(result: TaskResult, data: Datasets | None) -> dict[str, Any]:
+def scored(result: TaskResult, data: Datasets | None, halves: bool) -> dict[str, Any]:
     half, record, head = result.half, result.record, result.head
-    windows = pieces(result.facts)
+    windows, sentence = pieces(result.facts), number_to_report(nullable({"record": record}))
     y_NK, scores_NK, _ = result.of_records()
     y_NK = np.asarray(y_NK, float)
     by = "By class" if KINDS[head.kind].of_classes else "By column"
-    tables = {by: class_table(record["classes"])}
+    tables = {}
+    if len(record["classes"]) > 1:
+        tables[by] = class_table(record["classes"])
     for name, groups in result.groups.items():
+        if len(groups) < 2:  # the scores of all
+            continue
         tables[f"By {name}"] = group_table(name, groups, next(iter(record["intervals"])))
     without = any(NO_INTERVAL in row for table in tables.values() for row in table)
     figures = {"regression": agreements, "survival": survival}.get(head.kind, decisions)
@@ -80,9 +87,10 @@ def scored(result: TaskResult, data: Datasets | None) -> dict[str, Any]:
         worst = [ecg(result, data, row) for row in result.worst(WORST)]
     return {
         "kind": f"{head.task}, {head.kind}",
-        "counts": f"{record['n']:,} records, {half['n']:,} {windows}",
-        "scores": score_table(record, half, windows),
-        "scores_note": scoring_note(head, windows, result.units),
+        "counts": f"{record['n']:,} records",
+        "scores": score_table(record, half if halves else None, windows),
+        "scores_note": f"{sentence[0].upper()}{sentence[1:]}. "
+        + scoring_note(head, windows, result.units),
         "worst": worst,
         "tables": tables,
         "tables_note": NO_INTERVAL_NOTE if without else "",
@@ -114,12 +122,14 @@ def scoring_note(head: HeadInfo, windows: str, units: str) -> str:
     )
 
 
-def score_table(record: Facts, half: Facts, windows: str) -> Table:
-    table = [["", "Records", "95 % interval", windows.capitalize(), "95 % interval"]]
+def score_table(record: Facts, half: Facts | None, windows: str) -> Table:
+    table = [["", "Records", "95 % interval"]]
+    if half:
+        table[0] += [windows.capitalize(), "95 % interval"]
     for key in record["intervals"]:
         percent = METRIC_OF[key].percent
         row = [titled(key)]
-        for part in (record, half):
+        for part in (record, half) if half else (record,):
             row.append(shown(part["metrics"][key], percent))
             row.append(interval(part["intervals"][key], percent))
         table.append(row)

@@ -297,23 +297,23 @@ def result(log: RunLog) -> dict[str, Any]:
 
 
 def curves(log: RunLog, best: float | None) -> Iterator[Picture]:
-    """Of what was logged: the loss, the held-out score and the speed."""
+    """Of what was logged more than once: the loss, the held-out score and the speed."""
     training, held_out = log.metrics, log.held_out
     losses = {"training": training.curve("loss"), "held out": held_out.curve("loss")}
-    lines = {name: line for name, line in losses.items() if len(line[0])}
+    lines = {name: line for name, line in losses.items() if len(line[0]) > 1}
     if lines:
         yield over_steps("Loss", lines, best=best if log.task else None)
     name, sign = chosen_by(log)
     if name == "loss" or not sign:
         name = RECOGNISED
     score = held_out.curve(name)
-    if len(score[0]):
+    if len(score[0]) > 1:
         chance = number(log.fact("chance", VALID + name))
         marked = None if name == RECOGNISED else best
         lines = {"held out": score}
         yield over_steps(titled(name), lines, METRIC_OF[name].percent, chance, marked)
     speed = training.curve("crops_per_s")
-    if len(speed[0]):
+    if len(speed[0]) > 1:
         yield over_steps("Crops per second", {"training": speed})
 
 

@@ -109,9 +109,11 @@ def evaluated(data, tmp_path, capsys):
         text, err = capsys.readouterr()
         assert (code, err) == (0, "")
         document = json.loads((tmp_path / "f.json").read_text())
-        assert f"{document['score']:.4f}" in text and document["score"] == next(
-            iter(document["metrics"].values())
-        )
+        assert document["score"] == next(iter(document["metrics"].values()))
+        shown = document.get("record", document)  # single halves only if they are asked for
+        score = next(iter(shown["metrics"].values()))
+        assert f"{score:.4f}" in text and f" {score:.3f} (" in text.splitlines()[1]
+        assert "halves of 5 s" not in text
         assert all(remark in text.splitlines() for remark in document["remarks"])
         return document
 

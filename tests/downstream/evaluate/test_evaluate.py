@@ -360,7 +360,11 @@ def test_the_report_and_the_remarks(copy, diagnostic, tmp_path, capsys):
     no_point = "95 % sensitivity takes 20 positives"
     for words in ("classes have no positives", "--plan paper-split", "dataset.json", no_point):
         assert words in text and words in page.read_text()
-    assert len(text.splitlines()) < 20 and max(map(len, text.splitlines())) < 250
+    assert "halves of 5 s" not in text.partition("No class")[0]
+    assert main([*given, "--halves"]) == 0
+    halves = capsys.readouterr().out.splitlines()
+    assert halves[1].startswith("to report: CinC 2021 score") and "halves of 5 s" in halves[2]
+    assert len(text.splitlines()) < 21 and max(map(len, text.splitlines())) < 250
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_ranks_share_the_parts_and_a_killed_evaluation_resumes(
     codes, said = of_two_ranks([*arguments, str(shared)], tmp_path)
     assert (
         codes == [0, 0]
-        and said.count("CinC 2021 score") == 1
+        and said.count("to report: CinC 2021 score") == 1
         and shared.read_bytes() == alone.read_bytes()
     ), said
     row = int(data.select(dx="test")[-1])

@@ -19,6 +19,7 @@ import omnilead
 from omnilead.__main__ import main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS as LEADS_OF
+from omnilead.downstream.bench import Comparison
 from omnilead.downstream.evaluation import bench, differences, embedders, plan
 from omnilead.downstream.evaluation import vectors as vectors_of
 from omnilead.downstream.evaluation.differences import KEYS, resampled
@@ -215,6 +216,20 @@ def test_a_model_under_two_names_does_not_differ_from_itself(again, models):
     assert any(gap["difference"] for gap in first)
 
 
+def test_a_comparison_is_a_table(found):
+    """In Python `bench` returns it."""
+    table = Comparison(found).table.to_pylist()
+    assert len(table) == sum(len(row["metrics"]) for row in found["rows"])
+    row, line = found["rows"][0], table[0]
+    name = next(iter(row["metrics"]))
+    assert line["metric"] == name and line["value"] == row["metrics"][name]
+    assert [line["low"], line["high"]] == row["intervals"][name]
+    assert [line[key] for key in KEYS] == [row[key] for key in KEYS]
+    pytest.importorskip("pandas")
+    assert len(Comparison(found).to_pandas()) == len(table)
+    assert "<th>model</th>" in Comparison(found)._repr_html_()
+
+
 def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, dataset, tmp_path):
     """A mean of risks is the risk of the mean, so a record's are equal."""
     times = np.random.default_rng(1).exponential(size=97).round(2) + 0.01
@@ -379,7 +394,9 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     weight = resampled(test.patient_N)
     task = plan.ProbedTask(labels, train, test, draws, used, weight, set(), every)
     vectors = [vectors_of.Vectors(every, np.full(200, 2), c_BSD)]
-    for share, of_classes in bench.probe_samples(task, vectors, vectors, linear).items():
+    for share, of_classes in bench.probe_samples(
+        task, vectors, vectors, linear, bench.Clock(1, 1)
+    ).items():
         facts, samples = task.facts(share, of_classes), differences.over_classes(of_classes)
         direct, known = [], y[:, used[share]]
         for at in draws[share]:
@@ -488,7 +505,8 @@ def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
     labelled = len(np.unique(Dataset.open(again["data"]).column("record")))
     tested = split["rows"][0]["n"]
     assert (
-        few == f"mine: {tested} ECGs are tested, which says little: --folds 5 tests all {labelled}."
+        few
+        == f"mine: ill: {tested} ECGs are tested, which says little: --folds 5 tests all {labelled}."
     )
     fitted.clear()
     monkeypatch.setattr(bench, "monotonic", count(0, 30).__next__)
@@ -498,7 +516,7 @@ def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
         "bench: the first of 4 fits took 30 s: all may take 18 minutes. What is done is kept"
     ]  # 7 parts of 30 s and 4 fits
     row = found["rows"][0]
-    assert row["n"] == labelled and row["labelled"] < labelled and row["task"] == "mine"
+    assert row["n"] == labelled and row["labelled"] < labelled and row["task"] == "mine: ill"
     assert "4 folds: each ECG is scored once" in str(found["notes"]) and found["folds"] == 4
     everybody = set.union(*fitted)
     held = [everybody - patients for patients in fitted[:4]]
@@ -595,7 +613,7 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --share 0.01", "no class has positives and negatives in both: use a larger share"),
         ("sex --leads 13", "leads='13': no lead is called"),
         ("sex --fit-leads 13", "leads='13': no lead is called"),
-        ("book.xlsx", "it is a workbook or another archive: save the sheet as CSV UTF-8"),
+        ("book.xls", "it is a workbook or another archive: save the sheet as CSV UTF-8"),
         ("same.csv", "nothing to learn or to score; an empty cell is unknown: write 0"),
         (
             "none.csv",
@@ -622,7 +640,7 @@ def test_refusals_are_one_line(
     monkeypatch, capsys,
 ):  # fmt: skip
     monkeypatch.chdir(Path(models[1]).parent)
-    Path("book.xlsx").write_bytes(b"PK\3\4")
+    Path("book.xls").write_bytes(b"PK\3\4")
     write_table(Path("same.csv"), dataset, ill=1)
     write_table(Path("none.csv"), dataset, ill=0)
     write_table(Path("alive.csv"), dataset, time=[1, 2, 3], event=0)

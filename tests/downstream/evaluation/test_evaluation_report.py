@@ -12,7 +12,7 @@ from omnilead.downstream.evaluate import lines
 from omnilead.downstream.evaluation.identification import IdentificationResult
 from omnilead.downstream.evaluation.results import TaskResult, by_record
 from omnilead.downstream.inference.trained_model import CrossValidation, HeadInfo
-from omnilead.downstream.reports import evaluation_report
+from omnilead.downstream.reports import bench_report, evaluation_report
 from omnilead.downstream.tasks.metrics import calibration
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
@@ -190,3 +190,38 @@ def test_one_score_has_one_interval():
     result = of_kind("binary", ["AF"], unknown=0)
     result = replace(result, groups_N={"source": np.repeat("mine", 120)}, resamples=400)
     assert result.groups["source"]["mine"]["intervals"] == result.record["intervals"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "difference", "metric", "said"),
+    [
+        ((-0.004, 0.011), 0.003, "auroc", "`A` and B cannot be told apart: difference in AUROC -0.004 to +0.011"),
+        ((0.004, 0.011), 0.007, "auroc", "B is better than `A`: difference in AUROC +0.004 to +0.011"),
+        ((-0.011, -0.004), -0.007, "auroc", "`A` is better than B: difference in AUROC +0.004 to +0.011"),
+        ((0.5, 1.5), 1.0, "mae", "`A` is better than B: difference in mean absolute error -1.500 to -0.500"),
+    ],
+)  # fmt: skip
+def test_a_comparison_ends_with_a_verdict(ends, difference, metric, said):
+    key = {"task": "mine: ill", "leads": "12", "share": 1.0}
+    scores = {"A": 0.8, "B": 0.9 if difference > 0 else 0.7, "random weights": 0.99, "C": None}
+    rows = [
+        {"model": name, **key, "n": 363, "patients": 350, "metrics": {metric: value}, "intervals": {metric: [0, 1]}}
+        for name, value in scores.items()
+    ]  # fmt: skip
+    gap = {"model": "B", **key, "against": "A", "metric": metric, "difference": difference}
+    document = {
+        "models": dict.fromkeys(scores, "random weights"),
+        "data": "ds",
+        "rows": rows,
+        "differences": [{**gap, "interval": list(ends)}],
+        "notes": ["A note."],
+    }
+    text = bench_report.markdown(document)
+    assert text.endswith(f"- A note.\n\nmine: ill, 12 leads: {said} on 363 ECGs.\n")
+
+
+def test_a_lower_brier_score_is_better_in_the_figure():
+    key = {"model": "A", "task": "t", "leads": "12", "share": 1.0}
+    row = {**key, "n": 9, "patients": 9, "metrics": {"brier": 0.1}, "intervals": {"brier": [0, 1]}}
+    figure = bench_report.picture({"models": {"A": ""}, "rows": [row]})
+    assert figure.axes[0].get_xlabel() == "Brier score, lower is better; line: 95 % interval"

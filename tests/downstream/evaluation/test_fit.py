@@ -10,6 +10,7 @@ from pyarrow.csv import read_csv, write_csv
 
 import omnilead
 from omnilead.__main__ import main
+from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.downstream.evaluation.fit import class_lines
 from omnilead.downstream.evaluation.heads import people_of
 from omnilead.downstream.inference.trained_model import HeadInfo, load
@@ -49,11 +50,19 @@ def test_it_says_how_good_it_is_and_other_columns_change_nothing(
     given = ["--model", str(encoder), "--data", data, "--labels", str(sheet), "--columns", "ill"]
     assert main(["fit", *given, "--leads", "I,V2", "--out", str(out)]) == 0
     said, notes = capsys.readouterr()
-    omnilead.fit(encoder, data=data, labels=ill_alone(sheet), leads="I,V2", out=head)
+    fitted = omnilead.fit(encoder, data=data, labels=ill_alone(sheet), leads="I,V2", out=head)
     for name in ("model.safetensors", "preprocessing.json", "README.md", "seen.parquet"):
         assert (out / name).read_bytes() == (head / name).read_bytes()
     of_head = json.loads((out / "config.json").read_text())["head"]
     assert of_head == json.loads((head / "config.json").read_text())["head"]
+    assert fitted.scores == of_head["cross_validated"]
+    assert fitted.report.replace(str(head), str(out)).splitlines()[:3] == said.splitlines()[:3]
+    ecg = dataset[0]
+    signal = {"fs_hz": 500, "leads": ["I", "V2"]}
+    rows = [LEADS.index(name) for name in signal["leads"]]
+    assert fitted.predict(ecg.signal_mv[rows], **signal) == load(fitted).predict(
+        ecg.signal_mv[rows], **signal
+    )
     found = of_head["cross_validated"]
     assert found["folds"] == 5 and 0 <= found["metrics"]["auroc"] <= 1
     fitted, score, point, test = said.splitlines()
@@ -105,9 +114,14 @@ def test_what_a_head_of_values_says(encoder, sheet, dataset, tmp_path):
         encoder, data=dataset.root.url, labels=sheet, columns=["age"], kind="regression", folds=2,
         reader="boosted", out=tmp_path / "MODEL",
     )  # fmt: skip
-    assert found["folds"] == 2 and found["metrics"].keys() == {"mae", "rmse", "r2", "pearson"}
-    assert "boosted trees" in found["said"][0] and "mean absolute error " in found["said"][1]
-    assert "sensitivity" not in str(found["said"])
+    assert found.scores["folds"] == 2 and found.scores["metrics"].keys() == {
+        "mae",
+        "rmse",
+        "r2",
+        "pearson",
+    }
+    assert "boosted trees" in found.sentences[0] and "mean absolute error " in found.sentences[1]
+    assert "sensitivity" not in str(found.sentences)
 
 
 def test_what_a_fold_cannot_learn_is_not_tested(encoder, dataset, tmp_path):
@@ -124,20 +138,23 @@ def test_what_a_fold_cannot_learn_is_not_tested(encoder, dataset, tmp_path):
         found = omnilead.fit(
             encoder, data=dataset.root.url, labels=sheet, kind=kind, columns=[*columns], out=out
         )
-        assert found["left_out"] == [list(columns)[1]] and None not in found["metrics"].values()
-        assert f"not tested, since a fold had too few labels: {list(columns)[1]}" in found["said"]
+        assert (
+            found.scores["left_out"] == [list(columns)[1]]
+            and None not in found.scores["metrics"].values()
+        )
+        assert f"not tested, since a fold had too few labels: {list(columns)[1]}" in found.sentences
         head = load(out).head_info
         assert head.classes == (*columns,) and head.cross_validated.left_out == (*columns,)[1:2]
-    even, ill = found["said"][-3:-1]
-    scores = found["classes"]
+    even, ill = found.sentences[-3:-1]
+    scores = found.scores["classes"]
     assert scores["even"]["positives"] == classes["even"][split == "train"].sum()
     assert (
         even
-        == f"even: AUROC {scores['even']['auroc']:.3f}, {scores['even']['positives']} of {found['n']} ECGs"
+        == f"even: AUROC {scores['even']['auroc']:.3f}, {scores['even']['positives']} of {found.scores['n']} ECGs"
     )
     assert ill.startswith("ill: AUROC 0.") and scores.keys() == {"even", "ill"}
     means = [figures["auroc"] for figures in scores.values()]
-    assert found["metrics"]["auroc"] == pytest.approx(np.mean(means))
+    assert found.scores["metrics"]["auroc"] == pytest.approx(np.mean(means))
 
 
 def test_of_many_classes_the_rarer_are_summarised():
@@ -167,7 +184,7 @@ def test_ecgs_of_valid_alone_are_enough(encoder, sheet, dataset, tmp_path):
     found = omnilead.fit(
         encoder, data=dataset.root.url, labels=tmp_path / "mine.csv", out=tmp_path / "MODEL"
     )
-    assert found["n"] == (split == "valid").sum()
+    assert found.scores["n"] == (split == "valid").sum()
 
 
 def test_how_many_people_a_head_was_fitted_on():

@@ -789,3 +789,30 @@ def test_labels_of_refused_records_are_told(how, cells, said, tmp_path):
     others = len(headers) - 4
     assert f"my.csv: 3 of 4 refused ECGs are of class {said} (1 of {others} others)" in remarks
     assert ("1 of 4 refused ECGs are of class good" in remarks) == (how["kind"] == "multiclass")
+
+
+def test_labels_in_a_workbook(tables, monkeypatch):
+    """A sheet of Excel, where openpyxl is installed; of several, the one that is named."""
+    openpyxl = pytest.importorskip("openpyxl")
+    book = openpyxl.Workbook()
+    sheet = book.active
+    sheet.title = "ECGs"
+    cells = [(name, i % 3 == 0, 40.5 + i, None) for i, name in enumerate(tables.records)]
+    for row in [("record", "af", "ef", None), *cells]:
+        sheet.append(row)
+    path = str(tables.path.with_suffix(".xlsx"))
+    book.save(path)
+    known = read_task(TaskConfig(kind="binary", labels=path, columns=("af",)), [tables.dataset])
+    af_of = {name: float(af) for name, af, *_ in cells}
+    assert known.y[0][:, 0].tolist() == [af_of[name] for name in tables.dataset.column("record")]
+    assert guess_kind(TaskConfig(labels=path, columns=("ef",))).kind == "regression"
+    book.create_sheet("notes").append(["record", "v"])
+    book.save(path)
+    with pytest.raises(ConfigError, match=r"has the sheets ECGs, notes: name one .* \.xlsx:ECGs"):
+        guess_kind(TaskConfig(labels=path))
+    assert guess_kind(TaskConfig(labels=f"{path}:ECGs", columns=("af",))).kind == "binary"
+    with pytest.raises(ConfigError, match="has no sheet 'other': its sheets are ECGs, notes"):
+        guess_kind(TaskConfig(labels=f"{path}:other"))
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    with pytest.raises(ConfigError, match=r"a workbook or .*: save the sheet .*, or pip install"):
+        guess_kind(TaskConfig(labels=path))

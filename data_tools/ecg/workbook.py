@@ -1,0 +1,67 @@
+"""A sheet of an Excel workbook as a table of text, where openpyxl is installed.
+
+cells = read_workbook(data, "Sheet2")       # "": the only sheet
+file, sheet = workbook_and_sheet("labels.xlsx:Sheet2")
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from datetime import date
+from typing import Any
+
+import pyarrow as pa
+
+from ..io.errors import DataError
+
+WORKBOOK = re.compile(r"(.*\.xlsx)(?::(.+))?", re.IGNORECASE | re.DOTALL)
+
+
+def is_workbook(url: str) -> bool:
+    return bool(WORKBOOK.fullmatch(url))
+
+
+def workbook_and_sheet(url: str) -> tuple[str, str]:
+    """The file, and the sheet that is named behind it; of other files (url, "")."""
+    named = WORKBOOK.fullmatch(url)
+    return (named[1], named[2] or "") if named else (url, "")
+
+
+def read_workbook(data: bytes, sheet: str) -> pa.Table:
+    try:
+        import openpyxl
+    except ImportError:
+        raise DataError(
+            "it is a workbook or another archive: save the sheet as CSV UTF-8, or pip install openpyxl"
+        ) from None
+    book = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
+    names = book.sheetnames
+    if sheet and sheet not in names:
+        raise DataError(f"has no sheet {sheet!r}: its sheets are {', '.join(names)}")
+    if not sheet and len(names) > 1:
+        raise DataError(
+            f"has the sheets {', '.join(names)}: name one behind the file, as .xlsx:{names[0]}"
+        )
+    rows = book[sheet or names[0]].iter_rows(values_only=True)
+    header = [_text_of(cell) or "" for cell in next(rows, ())]
+    return _table(header, [[_text_of(cell) for cell in row] for row in rows])
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> pa.Table:
+    """Without columns that have neither a name nor a cell; rows are as long as the longest."""
+    columns, names = [], []
+    for place, name in enumerate(header):
+        cells = [row[place] if place < len(row) else None for row in rows]
+        if name or any(cells):
+            columns.append(pa.array(cells, pa.string()))
+            names.append(name)
+    return pa.table(columns, names)
+
+
+def _text_of(cell: Any) -> str | None:
+    """As a CSV of the sheet has it."""
+    if cell is None:
+        return None
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    return cell.isoformat() if isinstance(cell, date) else str(cell)
