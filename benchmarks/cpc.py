@@ -40,7 +40,7 @@ from omnilead.engine.training.train import COMPILED, compile_model
 CONFIG = "ecg_cpc"
 RECREATION, OURS, PRODUCT = "re-creation of ECG-CPC's step", "omnilead", "matrix product"
 # windows; the re-creation copies 226 MB for each
-BATCHES = {"cpu": 8, "cuda": 1024}
+BATCHES = {"cpu": 16, "cuda": 1024}
 STEPS = {"cpu": 2, "cuda": 20}  # per repeat
 TOLERANCE = 1e-4
 

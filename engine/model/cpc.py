@@ -114,5 +114,10 @@ def sampled_loss(predicted_RnF: Tensor, z_RNF: Tensor, drawn_RnK: Tensor, ahead:
         s_RnN = predicted_RnF.float() @ z_RNF.float().transpose(1, 2)
     times_RnN = count_negatives(drawn_RnK, z_RNF.shape[1])
     times_RnN.diagonal(ahead, 1, 2).fill_(1.0)
-    loss_Rn = (s_RnN + times_RnN.log()).logsumexp(2) - s_RnN.diagonal(ahead, 1, 2)
-    return loss_Rn.sum(1).mean()
+    # Weighted by hand: the logarithm of a count of 0 is slow on a CPU. Who is no candidate may be
+    # above the largest one, and then exp would be infinite
+    drawn_RnN = s_RnN.detach().masked_fill(times_RnN == 0, -torch.inf)
+    largest_Rn1 = drawn_RnN.amax(2, keepdim=True)
+    share_RnN = times_RnN * (s_RnN - largest_Rn1).clamp(max=0).exp()
+    all_Rn = share_RnN.sum(2).log() + largest_Rn1.squeeze(2)
+    return (all_Rn - s_RnN.diagonal(ahead, 1, 2)).sum(1).mean()

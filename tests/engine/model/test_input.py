@@ -177,6 +177,23 @@ def test_refused_inputs(config, says):
     assert str(error.value).startswith(says)
 
 
+def test_amplitudes_are_limited_after_resampling_and_before_scaling():
+    names = ["I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6"]
+    document = {"scale": "millivolt", "fs_hz": 250, "segment_s": 5.0, "leads": names, "clip_mv": 3}
+    x_BLT = torch.randn(2, 12, 5000) * 3
+    halves_B = np.full(2, 2)
+    of = Input.of(document, 12)
+    free = replace(of, clip_mv=None)
+    clipped_BSLT = free.cut(x_BLT, halves_B).clamp(-3, 3)
+    assert of.cut(x_BLT, halves_B).equal(clipped_BSLT) and of.signals["clip_mv"] == 3
+    scaled = Input.of(document | {"scale": "zscore"}, 12).cut(x_BLT, halves_B)
+    assert not scaled.allclose(replace(free, scale="zscore").cut(x_BLT, halves_B), atol=0.01)
+    assert not replace(of, fs_hz=500.0).plain
+    for wrong in (-1, 0, "3", 1e9):
+        with pytest.raises(ConfigError, match=f"clip_mv={wrong!r}: must be above 0 and at most"):
+            Input.of(document | {"clip_mv": wrong}, 12)
+
+
 def test_an_ecg_without_a_whole_window_is_refused(dataset, tmp_path):
     model = omnilead.load(save_model(tmp_path / "a", preprocessing={"segment_s": 8.0}))
     uv_LT = dataset.read(0)
