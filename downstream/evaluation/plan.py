@@ -203,8 +203,11 @@ def tables_as_tasks(
         return "".join(names), tasks
     if tasks or not all(map(is_table, names)):
         raise ConfigError(
-            f"--labels {' '.join(names)}: with --tasks it is one table or folder: name the tables that are "
-            "tasks with --tasks"
+            Flag("--labels"),
+            f" {' '.join(names)}: with ",
+            Flag("--tasks"),
+            " it is one table or folder: name the tables that are tasks with ",
+            Flag("--tasks"),
         )
     return "", names
 
