@@ -136,11 +136,8 @@ def cpc(part: Part) -> Iterator[str]:
     for name, result in results.items():
         product = speed.get(f"matrix product: {name.split(': ')[1].split(',')[0]}")
         is_step = not name.startswith("matrix product")
-        cells = [
-            name,
-            number(per_cpu(result)) + ("" if is_step else " GFLOP"),
-            reach(figure)(result),
-        ]
+        unit = "" if is_step else " GFLOP"
+        cells = [name, middle(figure)(result) + unit, reach(figure)(result)]
         share = 100 * speed[name] * part["input"]["gflop_per_crop"] / product if product else nan
         cells.append(f"{share:.0f} %" if is_step and product else "")
         cells.append(f"{speed[name] / authors[0]:.2f}x" if is_step and authors else "")

@@ -189,8 +189,8 @@ def _lock_of(out: Folder) -> tuple[Path, IO[bytes]]:
     """The folder for temporary files and the file in it that this run has locked. A run that ends in this
     moment removes both: then once more."""
     for _ in range(LOCK_TRIES):
+        place = out.workdir()
         with suppress(FileNotFoundError), ExitStack() as refused:
-            place = out.workdir()
             lock = refused.enter_context(open(place / "lock", "wb"))
             if locked_by_another(lock, out.url):
                 break

@@ -72,22 +72,23 @@ def conjugate_pairs(states: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 class Discrete:
     """A' and B' of channels with these steps, in float64."""
 
-    def __init__(self, dt_D: np.ndarray, states: int) -> None:
+    def __init__(self, dt_D: Tensor, states: int) -> None:
         a_nn, b_n = hippo_legs(states)
-        eigenvalues_n, self.vectors_nn = np.linalg.eig(a_nn)
-        self.inverse_nn = np.linalg.inv(self.vectors_nn)
-        half_Dn = eigenvalues_n * dt_D[:, None] / 2
+        eigenvalues_n, vectors_nn = np.linalg.eig(a_nn)
+        self.vectors_nn = torch.from_numpy(vectors_nn).to(dt_D.device)
+        self.inverse_nn = torch.from_numpy(np.linalg.inv(vectors_nn)).to(dt_D.device)
+        half_Dn = dt_D[:, None] / 2 * torch.from_numpy(eigenvalues_n).to(dt_D.device)
         self.poles_Dn = (1 + half_Dn) / (1 - half_Dn)
-        self.b_Dn = self.matrices(dt_D[:, None] / (1 - half_Dn)) @ b_n
+        b_of_dt_Dnn = self.matrices(dt_D[:, None] / (1 - half_Dn))
+        self.b_Dn = b_of_dt_Dnn @ torch.from_numpy(b_n).to(dt_D.device)
 
-    def matrices(self, eigenvalues: np.ndarray) -> np.ndarray:
+    def matrices(self, eigenvalues: Tensor) -> Tensor:
         """[..., n] -> [..., n, n]: the matrices of A's eigenvectors with these eigenvalues."""
-        scaled: np.ndarray = self.vectors_nn * eigenvalues[..., None, :]
-        return scaled @ self.inverse_nn
+        return self.vectors_nn * eigenvalues[..., None, :] @ self.inverse_nn
 
-    def powers(self, first: int, count: int) -> np.ndarray:
+    def powers(self, first: int, count: int) -> Tensor:
         """[D, count, n, n]: A'^first and those that follow."""
-        exponents_T1 = np.arange(first, first + count)[:, None]
+        exponents_T1 = torch.arange(first, first + count, device=self.b_Dn.device)[:, None]
         return self.matrices(self.poles_Dn[:, None] ** exponents_T1)
 
 
@@ -112,7 +113,8 @@ class StateSpace(nn.Module):
         self.register_buffer("log_dt", low + (high - low) * torch.rand(width))
         self.freeze()
         if not self.C.is_meta:  # C as drawn -> C (1 - A'^L)
-            stored_Dnn = numbers(conjugate_pairs(states)[2]) @ torch.linalg.inv(self.read_Dnn)
+            to_legs_nn = torch.from_numpy(conjugate_pairs(states)[2]).to(self.C)
+            stored_Dnn = to_legs_nn @ torch.linalg.inv(self.read_Dnn)
             drawn = self.C.data.flatten(2)[:, :, None]
             self.C.data.copy_((drawn @ stored_Dnn).view(shape))
 
@@ -120,22 +122,22 @@ class StateSpace(nn.Module):
         """Computes what depends on dt alone."""
         if self.log_dt.is_meta:
             return
-        discrete = Discrete(np.exp(self.log_dt.double().numpy(force=True)), self.states)
+        discrete = Discrete(self.log_dt.double().exp(), self.states)
+        to_legs_nn = torch.from_numpy(conjugate_pairs(self.states)[2]).to(self.log_dt.device)
         powers_DTnn = discrete.powers(0, self.chunk + 1)
         driven_DTn = (powers_DTnn[:, :-1] @ discrete.b_Dn[:, None, :, None])[..., 0]
-        later_DnTn = powers_DTnn[:, 1:].transpose(0, 2, 1, 3)
+        later_DnTn = powers_DTnn[:, 1:].transpose(1, 2)
         true_from_stored = discrete.matrices(1 / (1 - discrete.poles_Dn**self.length))
         frozen = {
             # C as it is stored -> C of LegS's states
-            "read_Dnn": conjugate_pairs(self.states)[2] @ true_from_stored,
+            "read_Dnn": to_legs_nn @ true_from_stored,
             "driven_DTn": driven_DTn,  # A'^l B'
-            "left_DTn": driven_DTn[:, ::-1],  # A'^(T-1-j) B'
-            "powers_DnX": later_DnTn.reshape(len(driven_DTn), self.states, -1),  # A'^(i+1)
-            "step_Dnn": powers_DTnn[:, -1].transpose(0, 2, 1),  # A'^T, from the right
+            "left_DTn": driven_DTn.flip(1),  # A'^(T-1-j) B'
+            "powers_DnX": later_DnTn.flatten(2),  # A'^(i+1)
+            "step_Dnn": powers_DTnn[:, -1].transpose(1, 2),  # A'^T, from the right
         }
         for name, values in frozen.items():
-            tensor = numbers(values).to(self.log_dt.device)
-            self.register_buffer(name, tensor, persistent=False)
+            self.register_buffer(name, values.float().contiguous(), persistent=False)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
@@ -173,10 +175,6 @@ class StateSpace(nn.Module):
                 self.step_Dnn,
             )
         return y_RND[:, :tokens]
-
-
-def numbers(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, np.float32))
 
 
 def toeplitz(kernel_DT: Tensor) -> Tensor:

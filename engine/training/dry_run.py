@@ -226,15 +226,16 @@ def kept_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
         storages[storage._cdata] = storage
         return x
 
+    masks = None
+    if not task.input.plain:
+        masks = np.ones((len(places), task.windows, leads, 1), bool)
+    # Real ones: a filter that is computed here is kept, and a fake one would spoil the next training
+    x_BSLT = torch.zeros(len(places), 2, leads, HALF)
+    arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_on_a_gpu():
         weights: dict[str, Tensor] = {}
         for name, p in model.named_parameters():
             weights[name] = mode.from_tensor(p).to(dtype).detach().requires_grad_(p.requires_grad)
-        x_BSLT = torch.empty(len(places), 2, leads, HALF)
-        masks = None
-        if not task.input.plain:
-            masks = np.ones((len(places), task.windows, leads, 1), bool)
-        arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
         with torch.autograd.graph.saved_tensors_hooks(note_storage, lambda x: x):
             torch.func.functional_call(model.train(), weights, arguments)
         for weight in weights.values():

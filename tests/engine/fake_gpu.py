@@ -52,7 +52,11 @@ def pretrain(path, dtype):
         drawn = augmenter.parameters(places)
         p = {name: torch.from_numpy(values).to(GPU) for name, values in drawn.items()}
         x_BSLT = augmenter(torch.empty(CROPS, 12, 5000, dtype=torch.int16), p)
-        model = Pretrainer(replace(config.model, **SMALL, position_groups=4), config.objective)
+        options = config.model.options
+        if options.get("norm") == "batch":  # which torch has not for a device of one's own
+            options = options | {"norm": "layer"}
+        settings = replace(config.model, **SMALL, position_groups=4, options=options)
+        model = Pretrainer(settings, config.objective)
         keys_BS, tau, ids_B = (
             torch.empty(x_BSLT.shape[:2], dtype=torch.int64),
             torch.ones(()),

@@ -174,7 +174,9 @@ def test_wrong_objectives_are_refused(wrong):
         ObjectiveConfig(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"objective\.local=0 and objective\.contrast=0"):
         ObjectiveConfig(local=0, contrast=0)
-    with pytest.raises(ConfigError, match=r"method='byol': use cmsc, simclr, 3kg, cpc, or your"):
+    with pytest.raises(
+        ConfigError, match=r"method='byol': use cmsc, simclr, 3kg, cpc, jepa, or your"
+    ):
         ObjectiveConfig(method="byol")
     with pytest.raises(ConfigError, match=r"objective\.options=.*method=3kg takes no options"):
         ObjectiveConfig(method="3kg", options={"steps": 2})
