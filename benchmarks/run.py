@@ -58,6 +58,7 @@ FIRST_STEPS = (
 SUITES = {  # commands, with fewer cases than when run alone
     "cpu": (
         "step --steps 1",
+        "cpc --steps 1",
         "ingest --records 1000",
         "loader --records 1000 --seconds 2",
         "e2e --repeats 15 --records 400 --only tar",
@@ -70,6 +71,7 @@ SUITES = {  # commands, with fewer cases than when run alone
         "e2e --steps 10 --only tar",
         "loader --records 24000 --seconds 1",
         "step",
+        "cpc",
         "embed --records 1000",
         "start --only deepspeed",
     ),

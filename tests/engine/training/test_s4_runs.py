@@ -15,6 +15,7 @@ from torch import nn
 import omnilead
 from omnilead.__main__ import main
 from omnilead.engine import pretrain
+from omnilead.engine.model.input import resampled
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.config import build, check, load
@@ -88,6 +89,7 @@ def test_a_plan_of_the_authors_recipe(dataset, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "model: 3,194,880 parameters, 5.401 GFLOP a crop" in said
     assert "activations of 16 crops" in said
+    assert type(resampled(torch.ones(1, 5000), 240)) is torch.Tensor  # what follows has numbers
 
 
 def test_each_weight_is_in_the_group_of_its_part():
