@@ -290,12 +290,6 @@ def _weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(middle)).to(device, torch.float32)
 
 
-def forget_filters() -> None:
-    """Empties the caches: under torch's FakeTensorMode they keep tensors without numbers."""
-    _response.cache_clear()
-    _weights.cache_clear()
-
-
 def described(signals: Mapping[str, Any]) -> str:
     """For model cards: for example 500 Hz, 5 s at a time, millivolts, not normalised."""
     band = signals.get("band_hz")

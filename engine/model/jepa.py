@@ -122,13 +122,17 @@ def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     if tokens < FEWEST:
         raise ConfigError(f"{tokens} tokens: needs windows of at least {FEWEST}")
     random_RX = row_numbers(keys_R, ModelStream.BLOCKS, 2 * (1 + BLOCKS)) & 0xFFFFFF
-    length_R1K, start_R1K = random_RX.float().mul_(2.0**-24)[:, None].chunk(2, 2)
-    shortest, longest = torch.tensor([CONTEXT] + [PREDICTED] * BLOCKS, device=keys_R.device).unbind(
-        1
-    )
+    long_R2, short_RX = (random_RX.float() * 2.0**-24).split([2, 2 * BLOCKS], 1)
+    context_RN1 = inside_blocks(long_R2, CONTEXT, tokens)
+    weight_RN = inside_blocks(short_RX, PREDICTED, tokens).sum(2)
+    return ~context_RN1[:, :, 0] | (weight_RN > 0), weight_RN
+
+
+def inside_blocks(random_RX: Tensor, shares: tuple[float, float], tokens: int) -> Tensor:
+    """[R, N, K]: whether a token is in each of K blocks, of two numbers from 0 to 1 each."""
+    length_R1K, start_R1K = random_RX[:, None].chunk(2, 2)
+    shortest, longest = shares
     length_R1K = (tokens * (shortest + (longest - shortest) * length_R1K)).floor()
     start_R1K = ((tokens - length_R1K + 1) * start_R1K).floor()
-    token_N1 = torch.arange(tokens, device=keys_R.device)[:, None]
-    inside_RNK = (token_N1 >= start_R1K) & (token_N1 < start_R1K + length_R1K)
-    weight_RN = inside_RNK[:, :, 1:].sum(2)
-    return ~inside_RNK[:, :, 0] | (weight_RN > 0), weight_RN
+    token_N1 = torch.arange(tokens, device=random_RX.device)[:, None]
+    return (token_N1 >= start_R1K) & (token_N1 < start_R1K + length_R1K)

@@ -30,7 +30,6 @@ from omnilead.data_tools.dataset import Dataset
 from ..data.config import HALF
 from ..data.loader import Batch, order_of
 from ..data.order import Order, Places
-from ..model.input import forget_filters
 from ..model.kernels import REPLACEMENTS
 from .arguments import dtype_of
 from .config import RunConfig, micro_batch, zero_stage
@@ -241,7 +240,6 @@ def kept_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
             torch.func.functional_call(model.train(), weights, arguments)
         for weight in weights.values():
             storages.pop(weight.untyped_storage()._cdata, None)
-    forget_filters()  # a run in this process needs its own
     return float(sum(storage.nbytes() for storage in storages.values()))
 
 
