@@ -75,7 +75,8 @@ def read_cells(
         raise DataError(f"{url}: is a folder: name a CSV or parquet file of {contents}") from None
     except Exception as error:  # many kinds: from object stores, pyarrow, a missing package
         why = one_line(str(error), 200)
-        raise DataError(f"{url}: cannot be read as CSV or parquet: {why}") from None
+        kind = "a workbook" if is_workbook(url) else "CSV or parquet"
+        raise DataError(f"{url}: cannot be read as {kind}: {why}") from None
     names = cells.column_names
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{url}: two columns are called {twice[0]!r}: rename one")

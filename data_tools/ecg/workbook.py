@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Sequence
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -27,6 +28,12 @@ def workbook_and_sheet(url: str) -> tuple[str, str]:
     return (named[1], named[2] or "") if named else (url, "")
 
 
+def table_name(url: str) -> str:
+    """What a table is called: its file, and the sheet."""
+    place, sheet = workbook_and_sheet(url)
+    return f"{Path(place).stem} {sheet}".strip()
+
+
 def read_workbook(data: bytes, sheet: str) -> pa.Table:
     try:
         import openpyxl
@@ -34,17 +41,27 @@ def read_workbook(data: bytes, sheet: str) -> pa.Table:
         raise DataError(
             "it is a workbook or another archive: save the sheet as CSV UTF-8, or pip install openpyxl"
         ) from None
-    book = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
+    book, formulas = (
+        openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=values)
+        for values in (True, False)
+    )
     names = book.sheetnames
     if sheet and sheet not in names:
         raise DataError(f"has no sheet {sheet!r}: its sheets are {', '.join(names)}")
     if not sheet and len(names) > 1:
         raise DataError(
-            f"has the sheets {', '.join(names)}: name one behind the file, as .xlsx:{names[0]}"
+            f"it has the sheets {', '.join(names)}: name one, such as labels.xlsx:{names[0]}"
         )
-    rows = book[sheet or names[0]].iter_rows(values_only=True)
-    header = [_text_of(cell) or "" for cell in next(rows, ())]
-    return _table(header, [[_text_of(cell) for cell in row] for row in rows])
+    rows = [[*row] for row in book[sheet or names[0]].iter_rows(values_only=True)]
+    for number, row in enumerate(formulas[sheet or names[0]].iter_rows(values_only=True)):
+        for value, formula in zip(rows[number], row, strict=False):
+            if value is None and formula is not None:
+                raise DataError(
+                    f"row {number + 1} has the formula {formula} without its value: open the workbook in a "
+                    "spreadsheet program and save it, or write values"
+                )
+    header = [_text_of(cell) or "" for cell in rows[0]] if rows else []
+    return _table(header, [[_text_of(cell) for cell in row] for row in rows[1:]])
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> pa.Table:

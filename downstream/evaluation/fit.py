@@ -3,6 +3,7 @@
 scores, sentences = fit(FitOptions("DATASET", "MODEL", labels="my.csv"))       # of cross-validation
 """
 
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -64,8 +65,8 @@ def fit(options: FitOptions) -> tuple[Facts, list[str]]:
     ]
     if len(labels.all_rows("test")):
         sentences.append(
-            f"the ECGs of test were not used: omnilead evaluate --model {options.out} --data "
-            f"{as_typed(options.data)} --labels {options.labels} scores them"
+            f"the ECGs of test were not used: omnilead evaluate --model {shlex.quote(options.out)} --data "
+            f"{as_typed(options.data)} --labels {shlex.quote(options.labels)} scores them"
         )
     return cross_validated, sentences
 

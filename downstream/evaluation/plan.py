@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from omnilead.data_tools.dataset import Data, Dataset, several
-from omnilead.data_tools.ecg.workbook import is_workbook, workbook_and_sheet
+from omnilead.data_tools.ecg.workbook import is_workbook, table_name, workbook_and_sheet
 from omnilead.engine.data.datasets import Datasets, open_together
 from omnilead.engine.data.leakage import overlap, refuse_leak
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag
@@ -378,7 +378,7 @@ def task_of_table(
     url: str, columns: Sequence[str] = (), kind: TaskKind | None = None, positive: str = ""
 ) -> TaskConfig:
     """The task of a label table; its kind is guessed if it is None."""
-    name = Path(url).stem[:64]
+    name = table_name(url)[:64]
     task = TaskConfig(name, labels=url, columns=tuple(columns), positive=positive)
     return replace(task, kind=kind) if kind else guess_kind(task)
 

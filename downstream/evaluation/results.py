@@ -548,7 +548,7 @@ def number_to_report(document: Mapping[str, Any]) -> str:
     ends = part["intervals"].get(name) or [None]
     interval = "no interval" if None in ends else f"95 % interval {ends[0]:.3f} to {ends[1]:.3f}"
     people = f" of {part['patients']:,} patients" if "patients" in part else ""
-    what = f"{part['n']:,} records{people}" if document.get("record") else f"{part['n']:,} patients"
+    what = f"{part['n']:,} records{people}" if document.get("record") else f"{part['n']:,} probes"
     return f"to report: {label_of(name)} {value:.3f} ({interval}) on {what}"
 
 

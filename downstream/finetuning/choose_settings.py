@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from omnilead.data_tools.ecg.workbook import table_name
 from omnilead.data_tools.io.terminal import say
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.settings.commandline import overridden, read_mapping, read_yaml
@@ -117,7 +118,7 @@ def with_task(tree: Facts) -> Facts:
     if name := task.pop("name", None):
         return merge(read_yaml(find_config(name, "tasks", Flag("--task")), "tasks"), tree)
     if labels := task.get("labels"):
-        task["name"] = Path(labels).stem
+        task["name"] = table_name(labels)
         return tree
     raise ConfigError(
         "no task is given: use ",

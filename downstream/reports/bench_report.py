@@ -144,7 +144,7 @@ def _told_apart(gap: Row, first: str, best: Row, metric: str) -> str:
         said = f"{names[1]} and {names[0]} cannot be told apart"
     elif not is_better:
         said, (low, high) = f"{names[1]} is better than {names[0]}", (-high, -low)
-    on = f"{best['n']:,} {'patients' if 'gallery' in best else 'ECGs'}"
+    on = f"{best['n']:,} {'probes' if 'gallery' in best else 'ECGs'}"
     return f"{said}: difference in {MAIN[metric]} {low:+.3f} to {high:+.3f} on {on}."
 
 

@@ -52,12 +52,14 @@ def _is_positive(task: TaskConfig, sheet: JoinedSheet) -> Array:
     (name,) = task.columns
     column = sheet.cells[name].combine_chunks()
     values = column.drop_null().unique().to_pylist()
-    if task.positive not in values:
+    typed = {as_typed(sheet.cells, name, value): value for value in values}
+    positive = task.positive if task.positive in values else typed.get(task.positive)
+    if positive is None:
         raise ConfigError(
             f"{sheet.name}: column {name!r} has no {task.positive!r}, which counts as 1: it holds "
             f"{listed(list(map(repr, in_order(values))), SHOWN_CLASSES)}"
         )
-    y_R = pc.cast(pc.equal(column, task.positive), pa.float32())
+    y_R = pc.cast(pc.equal(column, positive), pa.float32())
     return np.asarray(y_R.to_numpy(zero_copy_only=False))[:, None]
 
 
@@ -80,11 +82,11 @@ def _ask_whether_words_are_classes(
     others = [name for name in classes if name not in words.unique().to_pylist()]
     raise ConfigError(
         f"{sheet}: {quoted(words)} in column {column!r} ({len(words):,} rows): is it a class, or "
-        "unknown? Set task.classes, which names all classes: ",
+        "unknown? If it is unknown, empty these cells; if it is a class, write another word; for a fine-tuning all "
+        "classes can be named: ",
         Flag(f"--set 'task.classes={_typed(classes)}'"),
-        " if it is one, ",
+        " or, if it is unknown, ",
         Flag(f"--set 'task.classes={_typed(others)}'"),
-        " if it is unknown",
     )
 
 
@@ -131,7 +133,7 @@ def _column_values(kind: TaskKind, sheet: JoinedSheet, name: str) -> Array:
     texts = cells.dictionary.to_pylist()
     expected = "a number" if kind == "regression" else "a number above 0"
     if KINDS[kind].of_classes:
-        expected = "0 or 1, true or false, yes or no, which --positive may name"
+        expected = "0 or 1, true or false, yes or no"
         values = [BOOLEANS.get(text.lower(), np.inf) for text in texts]
     else:
         values = [float(text) if are_numbers([text]) else np.inf for text in texts]

@@ -23,6 +23,7 @@ the same record; an LSTM has the place of the causal transformer); 2509.25095 an
 AI4HealthUOL/ecg-fm-benchmarking (sampled). Shapes: engine.model.config; n tokens that predict.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ def predictive_coding(encoder: Any, form: str = "all", **options: Any) -> nn.Mod
         )
     if form not in FORMS:
         raise ConfigError(f"form={form!r}: use {' or '.join(FORMS)}")
+    known = list(inspect.signature(FORMS[form]).parameters)[1:]
+    if other := [name for name in options if name not in known]:
+        raise ConfigError(f"{other[0]} is no option of form={form}: use {', '.join(known)}")
     return FORMS[form](encoder, **options)
 
 

@@ -17,6 +17,7 @@ engine.model.config.
 """
 
 import copy
+import inspect
 import math
 import warnings
 from collections.abc import Sequence
@@ -77,6 +78,17 @@ def build_encoder(
             **config.options,
         )
         return with_weights(encoder)
+
+
+def with_defaults(config: ModelConfig) -> dict[str, Any]:
+    """model.options, of an encoder of ours with the defaults that they leave out."""
+    if not config.encoder or config.encoder not in ENCODERS:
+        return config.options
+    parameters = inspect.signature(plugin(ENCODERS[config.encoder])).parameters
+    options = {name: one.default for name, one in parameters.items() if name != "leads"}
+    options |= config.options
+    # a tuple is a list in a file
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
 
 
 def built_module(

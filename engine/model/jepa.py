@@ -29,7 +29,7 @@ from torch.func import functional_call
 
 from ..settings.errors import ConfigError
 from .draws import ModelStream, row_numbers
-from .s4 import S4Layer, StateSpace
+from .s4 import CHUNK, S4Layer, StateSpace
 
 BLOCKS = 4  # to predict, in each row
 CONTEXT = (0.85, 1.0)  # shares of the tokens: shortest and longest block
@@ -89,6 +89,13 @@ class JointEmbedding(nn.Module):
             torch._foreach_lerp_(averages, [w.float() for w in weights], 1 - momentum)
         for name, buffer in encoder.named_buffers():
             self.target.get_buffer(name).copy_(buffer)
+
+
+def added_flops(encoder_flops: float, tokens: int, width: int) -> float:
+    """FLOPs of a window beside those of the encoder, forward and backward: the target's forward pass, and
+    the predictor, whose products are those of S4Layer in both directions."""
+    predictor = 4 * tokens * width**2 + 2 * (2 * tokens * CHUNK * width)
+    return encoder_flops / 3 + 3 * predictor
 
 
 def with_buffers_for_weights(encoder: nn.Module) -> nn.Module:

@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..settings.errors import ConfigError
 from .encoder import Dropout
 
 CHUNK = 32  # tokens. On a CPU 16 takes 1.2 times as long, 64 as long or 1.2 times, 128 twice
@@ -354,19 +355,19 @@ def check_options(
     length: int,
 ) -> None:
     if states < 2 or states % 2:
-        raise ValueError(f"states={states}: must be even: they are conjugate pairs")
+        raise ConfigError(f"states={states}: must be even: they are conjugate pairs")
     if states > MOST_STATES:
-        raise ValueError(f"states={states}: at most {MOST_STATES}: more lose their digits")
+        raise ConfigError(f"states={states}: at most {MOST_STATES}: more lose their digits")
     if len(kernels) != len(strides) or not kernels or min(*kernels, *strides) < 1:
-        raise ValueError(
+        raise ConfigError(
             f"kernels={list(kernels)}, strides={list(strides)}: give one of each for a convolution"
         )
     if norm not in NORMS:
-        raise ValueError(f"norm={norm!r}: use {', '.join(NORMS)}")
+        raise ConfigError(f"norm={norm!r}: use {', '.join(NORMS)}")
     if norm == "group" and width % GROUPS:
-        raise ValueError(f"width={width}: must be a multiple of {GROUPS} for norm=group")
+        raise ConfigError(f"width={width}: must be a multiple of {GROUPS} for norm=group")
     if min(width, layers, length) < 1 or not 0 <= dropout < 1:
-        raise ValueError(
+        raise ConfigError(
             f"width={width}, layers={layers}, length={length}, dropout={dropout}: must be 1 or more, and "
             "dropout from 0 to less than 1"
         )

@@ -268,7 +268,7 @@ def price(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number, such as 2.5")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of at least 0, such as 2.5")
     return value
 
 

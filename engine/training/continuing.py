@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.config import ModelConfig
+from ..model.encoders import with_defaults
 from ..model.folder import (
     CONFIG,
     PREPROCESSING,
@@ -34,7 +35,7 @@ from ..settings.leads import describe_leads
 from .config import Config
 from .read_settings import INPUT
 
-MASK = "encoder.mask_embedding"  # only the local objective has it
+MASK = "encoder.mask_embedding"  # only objectives that mask tokens have it
 
 
 @dataclass(frozen=True)
@@ -120,4 +121,5 @@ def check_fits(config: Config, start_config: ModelConfig, signals: Input) -> Non
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:
     settings = asdict(model) | {"encoder": portable(model.encoder)}
+    settings["options"] = with_defaults(model)
     return {key: settings[key] for key in model.architecture}

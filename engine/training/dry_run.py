@@ -8,9 +8,9 @@ are what autograd keeps of a step on tensors that have shapes and no numbers, un
 and 61.8.
 
 A crop takes the time of its matrix products, and of what its activations move. Both rates are one
-H100's with the paper's model in bf16 (benchmarks/RESULTS.md, and LOG.md, 2026-11-26, "the first
-quarter of an hour on a GPU"): products ran at 97 % of the card's 769 TFLOP/s, and the rest of a
-crop's 1/1,748 s went to the 118 MB that autograd kept of it. An H200 has the same processor.
+H100's with the paper's model in bf16 (benchmarks/RESULTS.md, and LOG.md, "On a GPU"): products ran at
+97 % of the card's 769 TFLOP/s, and the rest of a crop's 1/1,748 s went to the 118 MB that autograd kept
+of it. An H200 has the same processor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -155,9 +155,11 @@ def of_time_and_disk(
     if task.flops_per_crop < LEAST_GFLOP * 1e9:
         estimate = "at least"
         as_measured += ", but so small a model also waits for its kernels to start"
+    else:
+        disk += f"; reads {crops_s * CROP_BYTES / 1e6:,.0f} MB/s"
     lines = [
         f"time on H100 or H200, {estimate}: {duration(seconds)}, {crops_s:,.0f} crops/s: {as_measured}",
-        f"{disk}; reads {crops_s * CROP_BYTES / 1e6:,.0f} MB/s",
+        disk,
     ]
     if hourly is not None:
         hours = gpus * seconds / 3600
@@ -189,11 +191,14 @@ def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> 
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adamw = 12 if dtype == torch.bfloat16 else 8
-    return {
+    states = {
         "weights": parameters * dtype.itemsize / (gpus if stage >= 3 else 1),
         "gradients": trained * dtype.itemsize / (gpus if stage >= 2 else 1),
         f"AdamW with ZeRO {stage}": trained * adamw / (gpus if stage else 1),
     }
+    if buffers := sum(buffer.nbytes for buffer in model.buffers()):
+        states["buffers"] = buffers
+    return states
 
 
 def activations_of(task: TrainingTask, model: Any, order: Order) -> float:

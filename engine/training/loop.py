@@ -248,7 +248,7 @@ class Loop:
                 "step": progress.step,
                 "crops_seen": progress.crops_seen,
                 "epoch": progress.crops_seen / self.loader.order.crops_per_epoch,
-                "lr": self.adam.param_groups[-1]["lr"],
+                "lr": lr_at(self.config.train, progress.step - 1, self.total),
                 "grad_norm": float(norm),
                 "skipped_steps": int(self.adam.skipped),
                 "memory_gb": memory_gb(self.ranks.device),

@@ -25,7 +25,7 @@ from ..data.seen import as_bytes
 from ..model.config import ATTRIBUTES, masked_share
 from ..model.encoders import cast_statistics, drops_out, encoder_flops, prepared
 from ..model.folder import SEEN
-from ..model.jepa import JointEmbedding
+from ..model.jepa import JointEmbedding, added_flops
 from ..model.objectives import single_process
 from ..model.pretrainer import Pretrainer
 from ..model.quantizer import temperature
@@ -118,6 +118,10 @@ class PretrainTask(TrainingTask):
             *copied,
         ]
         start = read_weights(config) if config.start else None
+        flops = encoder_flops(encoder, config.model, local, model_input.samples, config.windows)
+        if config.objective.plugged and config.objective.method == "jepa":
+            width = int(getattr(encoder, "width", config.model.width))
+            flops += config.windows * added_flops(flops / config.windows, tokens, width)
         return cls(
             config=config,
             datasets=datasets,
@@ -125,9 +129,7 @@ class PretrainTask(TrainingTask):
             keys=(*cls.keys, *(f"loss_{name}" for name in config.objective.attributes)),
             best=best,
             selection=selection,
-            flops_per_crop=encoder_flops(
-                encoder, config.model, local, model_input.samples, config.windows
-            ),
+            flops_per_crop=flops,
             input=model_input,
             windows=config.loader.windows,
             remarks=remarks,

@@ -808,11 +808,15 @@ def test_labels_in_a_workbook(tables, monkeypatch):
     assert guess_kind(TaskConfig(labels=path, columns=("ef",))).kind == "regression"
     book.create_sheet("notes").append(["record", "v"])
     book.save(path)
-    with pytest.raises(ConfigError, match=r"has the sheets ECGs, notes: name one .* \.xlsx:ECGs"):
+    with pytest.raises(ConfigError, match=r"has the sheets ECGs, notes: .* labels\.xlsx:ECGs"):
         guess_kind(TaskConfig(labels=path))
     assert guess_kind(TaskConfig(labels=f"{path}:ECGs", columns=("af",))).kind == "binary"
     with pytest.raises(ConfigError, match="has no sheet 'other': its sheets are ECGs, notes"):
         guess_kind(TaskConfig(labels=f"{path}:other"))
+    sheet["B3"] = "=1-0"  # its value is not in the file
+    book.save(path)
+    with pytest.raises(ConfigError, match="row 3 has the formula =1-0 without its value"):
+        guess_kind(TaskConfig(labels=f"{path}:ECGs"))
     monkeypatch.setitem(sys.modules, "openpyxl", None)
     with pytest.raises(ConfigError, match=r"a workbook or .*: save the sheet .*, or pip install"):
         guess_kind(TaskConfig(labels=path))

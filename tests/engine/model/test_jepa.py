@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from tiny import SMALL, keys, seeded, waves
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.draws import row_keys
-from omnilead.engine.model.jepa import draw_blocks
+from omnilead.engine.model.encoders import encoder_flops
+from omnilead.engine.model.jepa import added_flops, draw_blocks
 from omnilead.engine.settings.errors import ConfigError
 
 TOKENS = 50  # of 800 samples
@@ -22,6 +24,17 @@ JEPA = ObjectiveConfig(local=0, method="jepa", options={"momentum": 0.75})
 
 def jepa():
     return seeded(LAYER, JEPA)
+
+
+def test_its_flops_are_those_of_its_passes():
+    config = replace(S4, options=S4.options | {"dropout": 0.0})
+    model = seeded(config, JEPA).train()
+    with FlopCounterMode(display=False) as counter:
+        model(waves(1, 1600), keys(1))["loss"].backward()
+    windows, tokens = 2, 800
+    encoder = encoder_flops(model.encoder, config, False, 1600, windows=1)
+    ours = windows * (encoder + added_flops(encoder, tokens, 48))
+    assert ours == pytest.approx(counter.get_total_flops(), rel=0.1)
 
 
 def row_of_keys(rows):

@@ -115,7 +115,7 @@ def test_layers_that_are_computed_again_take_a_third_longer(capsys):
         (["--crops", "9"], "--crops: is for --dry-run"),
         (["--hourly", "9"], "--hourly: is for --dry-run"),
         (["--dry-run", "--crops", "9", "--data", "D"], "--crops 9: instead of --data"),
-        (["--dry-run", "--hourly", "nan"], "'nan': must be a number, such as 2.5"),
+        (["--dry-run", "--hourly", "nan"], "'nan': must be a number of at least 0, such as 2.5"),
         (["--dry-run", "--crops", "100"], "train.batch_crops=512: 100 crops are selected"),
     ],
 )

@@ -158,3 +158,12 @@ def test_what_contrasts_two_windows_keeps_them():
     tree = {"data": {"datasets": ["D"]}, "objective": {"windows": 1}, "train": {"steps": 1}}
     with pytest.raises(ConfigError, match=r"windows=1: objective\.method=cmsc contrasts two"):
         check(build(tree), 1)
+
+
+def test_weights_go_on_in_a_config_that_leaves_out_defaults(dataset, tmp_path):
+    """As those of a converted checkpoint, whose options are all spelt out."""
+    how = {"model__options": OPTIONS | {"norm": "batch", "states": 8, "kernels": [3, 1, 1, 1]}}
+    shipped(tmp_path, dataset, "ecg_cpc", "one", train__steps=1, **how).good()
+    more = {"start": str(tmp_path / "one"), "model__options": OPTIONS | {"norm": "batch"}}
+    said = shipped(tmp_path, dataset, "ecg_cpc", "two", train__steps=1, **more).good()
+    assert "the encoder loaded" in said
