@@ -202,7 +202,9 @@ def run_lines(text):
                 args = get_args_parser().parse_args(given)
                 run_module(line, args.training_script, args.training_script_args)
             case ["deepspeed", *given]:
-                module, *given = given[1:] if given[0] == "--module" else given
+                if "--module" in given:
+                    given = given[given.index("--module") + 1 :]
+                module, *given = given
                 run_module(line, module, given)
             case [program, *_] if program in IN_BASH:
                 run_bash(line)

@@ -279,7 +279,11 @@ def test_wrong_options_are_one_line(options, says):
         ({"bidirectional": True}, {}, "s4 needs bidirectional=false and another norm than group"),
         ({"norm": "group"}, {}, "s4 needs bidirectional=false and another norm than group"),
         ({}, {"form": "some"}, "form='some': use all or sampled"),
-        ({}, {"form": "sampled", "steps": 3}, "steps is no option of form=sampled: use ahead, negatives"),
+        (
+            {},
+            {"form": "sampled", "steps": 3},
+            "steps is no option of form=sampled: use ahead, negatives",
+        ),
         ({}, {"form": "sampled", "ahead": 0}, "use at least 1 for ahead and for negatives"),
     ],
 )
