@@ -1,8 +1,7 @@
 """What `omnilead show` draws and prints: an ECG on ECG paper, to scale; an overview of a dataset, as a
 figure and as text (sources, roles, what was refused); and warnings.
 
-    plot_ecg(dataset[7])                    # a crop on ECG paper; notebooks display it
-    plot_ecg(dataset[7]).savefig("ecg.png")
+    dataset[7].plot().savefig("ecg.png")    # a crop on ECG paper; notebooks display dataset[7]
 
 `omnilead show DATASET|RECORD --png FILE` draws the same. matplotlib is imported only to draw.
 """
@@ -20,19 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from .dataset import Dataset, flagged
-from .dataset.drawing import plot_ecg as plot_ecg
 from .dataset.rejects import FLAGS, REPAIRED, rejects_of
 from .ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
 from .ecg.mean_beat import FEWEST, RATED, HeartRates, heart_rate
-from .ecg.paper import COLUMN_S as COLUMN_S
-from .ecg.paper import DPI, FONT, GREY, new_figure
-from .ecg.paper import INK as INK
-from .ecg.paper import MM_PER_S as MM_PER_S
-from .ecg.paper import ROWS_Y_MM as ROWS_Y_MM
-from .ecg.paper import TRACE_X_MM as TRACE_X_MM
-from .ecg.paper import caption_of as caption_of
-from .ecg.paper import computed as computed
-from .ecg.paper import ecg_figure as ecg_figure
+from .ecg.paper import DPI, FONT, GREY, INK, caption_of, new_figure
 from .ecg.record import ABBREVIATIONS, LEADS, real_source
 from .ecg.record_tables import doubtful_patients
 from .ecg.resampling import FS_HZ
@@ -177,6 +167,9 @@ def draw_histograms(figure: Any, dataset: Dataset, table: pa.Table) -> None:
         axes.hist(known, bins=24 if spread else 1, color=ROLE_COLOURS[0])
         axes.yaxis.set_major_formatter("{x:,.0f}")
         _style_bars(axes)
+        axes.xaxis.set_major_formatter("{x:g}")
+        if not spread:
+            axes.set_xticks(known[:1])
         said = f"median {np.median(known):.3g}" if len(known) else "unknown"
         said += f", {len(values) - len(known):,} unknown" * (0 < len(known) < len(values))
         axes.set_xlabel(said, fontsize=8, color=GREY, family=FONT)

@@ -80,6 +80,7 @@ def show_one(what: "str | Dataset", crop: int | None, anonymous: bool, draw: boo
     """Prints what a record, a dataset or a crop of it is. Returns a figure if one is wanted."""
     from omnilead.data_tools import plots
     from omnilead.data_tools.dataset import Dataset
+    from omnilead.data_tools.ecg.paper import computed
 
     if isinstance(what, str):
         if Path(what).is_file() or what.endswith(".hea") or ".zip/" in what:
@@ -99,9 +100,9 @@ def show_one(what: "str | Dataset", crop: int | None, anonymous: bool, draw: boo
     for name, value in vars(ecg).items():
         if name != "signal_uv":
             echo(f"{name:15}{'' if value is None else value}")
-    rate_and_axis = plots.computed(ecg.signal_uv, ecg.halves, ecg.missing_leads)
+    rate_and_axis = computed(ecg.signal_uv, ecg.halves, ecg.missing_leads)
     echo(f"{'rate, axis':15}{rate_and_axis}")
-    return plots.plot_ecg(ecg) if draw else None
+    return ecg.plot() if draw else None
 
 
 def record_figure(path: str, draw: bool = True) -> Any:
@@ -109,8 +110,8 @@ def record_figure(path: str, draw: bool = True) -> Any:
 
     from omnilead.data_tools.dataset import CROP_SHAPE
     from omnilead.data_tools.ecg.crops import HALF, prepare_crop
+    from omnilead.data_tools.ecg.paper import caption_of, computed, ecg_figure
     from omnilead.data_tools.ecg.resampling import FS_HZ
-    from omnilead.data_tools.plots import caption_of, computed, ecg_figure
     from omnilead.data_tools.sources.base import read_safely
     from omnilead.data_tools.sources.hospital_files import HospitalFiles
     from omnilead.data_tools.sources.wfdb_archives import WfdbFolder

@@ -23,7 +23,6 @@ from docs.augmentations import MASK, PAPER, STYLE, VIEW, _draw_leads, _title, ap
 from omnilead.__main__ import main as run_command
 from omnilead.data_tools.dataset import Dataset, Ecg
 from omnilead.data_tools.ecg.constants import LEADS
-from omnilead.data_tools.plots import plot_ecg
 from omnilead.downstream.tasks.metrics import Array
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.threekg import ThreeKG
@@ -66,7 +65,7 @@ def main(out: Path) -> None:
         embedding = np.asarray(model.embed(ecg.signal_mv, fs_hz=500, leads=LEADS, unit="mV"))
         crc32c = f"{dataset.column('crc32c')[row]:08x}"
         (out / "wings.svg").write_text(wings(ecg, halves_BSLT, crc32c, embedding, prediction))
-        save_png(plot_ecg(ecg), out / "ecg.png")
+        save_png(ecg.plot(), out / "ecg.png")
         with matplotlib.rc_context(STYLE):
             save_png(views(halves_BSLT), out / "views.png")
         why = Path(folder, "why.png")

@@ -20,7 +20,6 @@ import omnilead
 from omnilead.__main__ import main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.spreadsheet import as_csv
-from omnilead.data_tools.plots import plot_ecg
 
 PATIENTS, STEPS = 600, 150  # a hospital has thousands of patients; the paper trains for 200 epochs
 Path("tutorial").mkdir(exist_ok=True)
@@ -61,7 +60,7 @@ print(
     f"{ecg.record}: {ecg.signal_mv.shape} in millivolts, {ecg.age} years, {ecg.sex}, "
     f"{', '.join(ecg.labels)}"
 )
-plot_ecg(ecg).savefig("ecg.png")
+ecg.plot().savefig("ecg.png")
 
 # %% [markdown]
 """

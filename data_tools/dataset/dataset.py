@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import google_crc32c
 import numpy as np
@@ -47,6 +47,9 @@ from .facts import (
     Meta,
     fingerprint,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
 
@@ -78,12 +81,22 @@ class Ecg:
     def signal_mv(self) -> np.ndarray:
         return self.signal_uv.astype(np.float32) / 1000
 
-    def _repr_png_(self) -> bytes:
-        """What a notebook shows of it: the ECG on paper."""
-        from ..ecg.paper import png_of
-        from .drawing import plot_ecg
+    def plot(self) -> "Figure":
+        """Its twelve leads on ECG paper, to scale."""
+        from ..ecg.paper import caption_of, computed, ecg_figure
 
-        return png_of(plot_ecg(self))
+        title = f"{self.source}/{self.record}, from {self.start_s:g} s"
+        caption = caption_of(self.age, self.sex, self.dx)
+        caption = f"{computed(self.signal_uv, self.halves, self.missing_leads)}. {caption}"
+        if self.flags:  # first, because a long caption is cut
+            caption = f"flagged: {', '.join(self.flags)}. {caption}"
+        return ecg_figure(self.signal_uv, self.halves, title, caption, self.missing_leads)
+
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows of it."""
+        from ..ecg.paper import png_of
+
+        return png_of(self.plot())
 
 
 @dataclass(frozen=True)

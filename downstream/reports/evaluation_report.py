@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-import omnilead.data_tools.plots as plots
+import omnilead.data_tools.ecg.paper as paper
 from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.settings.errors import Facts
 from omnilead.engine.settings.metrics import METRIC_OF
@@ -265,7 +265,7 @@ def ecg(result: TaskResult, data: Datasets, row: int) -> Picture:
     assert result.crops_N is not None
     crop = data[int(result.crops_N[row])]
     groups = [str(values[row]) for name, values in result.groups_N.items() if name != "source"]
-    figure = plots.ecg_figure(crop.signal_uv, crop.halves, missing=crop.missing_leads)
+    figure = paper.ecg_figure(crop.signal_uv, crop.halves, missing=crop.missing_leads)
     for text in (*figure.texts, *figure.axes[0].texts):
         text.set_fontsize(13)  # two ECGs beside each other, at half their size on paper
     record_text = ", ".join([str(result.records_N[row]), *groups])

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+import omnilead.data_tools.ecg.paper as paper
 import omnilead.data_tools.plots as plots
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.options import Option
@@ -103,8 +104,8 @@ def draw_why(
     ecg = read(setup, what, crop)
     explanation = explain(setup, ecg, output)
     title = f"{why}: {explanation.score:.3g} in {ecg.name}"
-    rate_and_axis = plots.computed(ecg.uv_LT, ecg.halves, ecg.missing)
-    figure = plots.ecg_figure(ecg.uv_LT, ecg.halves, title, f"{NOTE} {rate_and_axis}", ecg.missing)
+    rate_and_axis = paper.computed(ecg.uv_LT, ecg.halves, ecg.missing)
+    figure = paper.ecg_figure(ecg.uv_LT, ecg.halves, title, f"{NOTE} {rate_and_axis}", ecg.missing)
     colour_leads(figure, explanation.added)
     plots.save(figure, png)
     return show(f"{title}\n{rate_and_axis}\n{table_of(explanation)}drawn: {png}\n")
@@ -187,11 +188,11 @@ def colour_leads(figure: Figure, added_by_lead: dict[str, float]) -> None:
     """Behind the leads of the printout; the strongest colour for the lead that matters most."""
     (page,) = figure.axes
     most = max(map(abs, added_by_lead.values())) or 1.0
-    width = plots.MM_PER_S * plots.COLUMN_S
+    width = paper.MM_PER_S * paper.COLUMN_S
     for lead, added in added_by_lead.items():
         column, row = divmod(LEADS.index(lead), 3)
-        x, y = plots.TRACE_X_MM + width * column, plots.ROWS_Y_MM[row] - 9
+        x, y = paper.TRACE_X_MM + width * column, paper.ROWS_Y_MM[row] - 9
         colour = FOR if added > 0 else AGAINST
         strength = 0.5 * abs(added) / most
         page.add_patch(Rectangle((x, y), width, 20, color=colour, alpha=strength, lw=0, zorder=1))
-        page.text(x + width - 2, y + 1, f"{added:+.2f}", ha="right", fontsize=9, color=plots.INK)
+        page.text(x + width - 2, y + 1, f"{added:+.2f}", ha="right", fontsize=9, color=paper.INK)

@@ -71,7 +71,7 @@ def guess_kind(task: TaskConfig) -> TaskConfig:
     else:
         kind = _kind_of(task.labels, columns)
     if kind != "multiclass":
-        _ask_about_words(task.labels, columns, kind)
+        _ask_about_words(task, columns, kind)
     return replace(task, kind=kind, columns=names)
 
 
@@ -210,12 +210,17 @@ def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
     )
 
 
-def _ask_about_words(sheet: str, columns: Sequence[LabelColumn], kind: TaskKind) -> None:
+def _ask_about_words(task: TaskConfig, columns: Sequence[LabelColumn], kind: TaskKind) -> None:
     for column in columns:
         if not len(column.words):
             continue
+        cells = f"{task.labels}: {quoted(column.words)} in column {column.name!r} ({len(column.words):,} rows): "
+        if task.positive:
+            raise ConfigError(
+                f"{cells}is it unknown? Empty these cells if it is, or write 0 for not {task.positive}"
+            )
         raise ConfigError(
-            f"{sheet}: {quoted(column.words)} in column {column.name!r} ({len(column.words):,} rows): "
+            cells,
             "is it unknown, or a class? Choose the kind: ",
             Flag("--kind"),
             f" {kind} if it is unknown, ",

@@ -51,6 +51,7 @@ class JointEmbedding(nn.Module):
         space = StateSpace(encoder.width, states=8, length=300, bidirectional=True)
         self.predictor = S4Layer(space, encoder.width, dropout=0.0)
         self.names = [name for name, _ in encoder.named_parameters()]
+        self.statistics = [name for name in encoder.state_dict() if name not in self.names]
         self.target = with_buffers_for_weights(encoder)
 
     def train(self, mode: bool = True) -> "JointEmbedding":
@@ -87,8 +88,8 @@ class JointEmbedding(nn.Module):
         averages = [self.target.get_buffer(name) for name in self.names]
         with whole(weights):
             torch._foreach_lerp_(averages, [w.float() for w in weights], 1 - momentum)
-        for name, buffer in encoder.named_buffers():
-            self.target.get_buffer(name).copy_(buffer)
+        for name in self.statistics:  # such as a batch norm's
+            self.target.get_buffer(name).copy_(encoder.get_buffer(name))
 
 
 def added_flops(encoder_flops: float, tokens: int, width: int) -> float:

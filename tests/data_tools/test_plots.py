@@ -9,8 +9,9 @@ import pytest
 from omnilead.data_tools import plots
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.mean_beat import heart_rate
+from omnilead.data_tools.ecg.paper import ROWS_Y_MM, TRACE_X_MM, ecg_figure
 from omnilead.data_tools.ecg.record import ABBREVIATIONS, LEADS
-from omnilead.data_tools.plots import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save
+from omnilead.data_tools.plots import save
 
 RAMP = np.tile(np.linspace(-1000, 1000, 5000), (12, 1))
 
@@ -111,7 +112,7 @@ def test_names_of_leads_hide_no_part_of_a_trace():
 
 
 def test_flags_stand_in_the_picture(dataset):
-    page = plots.plot_ecg(replace(dataset[3], flags=["implausible", "flat:V1"]))
+    page = replace(dataset[3], flags=["implausible", "flat:V1"]).plot()
     assert any("flagged: implausible, flat:V1" in text.get_text() for text in page.texts)
 
 
@@ -119,7 +120,7 @@ def test_rate_and_axis_stand_in_the_picture(dataset):
     ecg = dataset[3]
     silent = replace(ecg, signal_uv=0 * ecg.signal_uv)
     for shown, says in ((ecg, "/min, QRS axis "), (silent, "no heart rate or axis: 0 beats")):
-        written = words(plots.plot_ecg(shown))
+        written = words(shown.plot())
         assert any(says in text and "(computed, not a diagnosis)" in text for text in written)
 
 
@@ -178,7 +179,7 @@ def test_a_summary_of_ecgs_without_labels_has_no_panel_for_them(dataset, monkeyp
 
 def test_a_notebook_shows_a_crop_on_paper(dataset):
     png = dataset[3]._repr_png_()
-    assert png == plots.plot_ecg(dataset[3])._repr_png_() and png.startswith(b"\x89PNG")
+    assert png == dataset[3].plot()._repr_png_() and png.startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_save_is_deterministic_and_leaves_nothing_else(suffix, start, tmp_path):
 
 
 def test_an_ecg_can_be_plotted(dataset):
-    page = plots.plot_ecg(dataset[3])
+    page = dataset[3].plot()
     (axes,) = page.axes
     assert "aVR" in {text.get_text() for text in axes.texts}
     assert any(dataset[3].record in text.get_text() for text in page.texts)

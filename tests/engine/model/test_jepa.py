@@ -108,6 +108,15 @@ def test_the_target_is_an_average_without_gradient():
         assert_close(model.plugin.target.get_buffer(name), w.detach())
 
 
+def test_the_target_has_the_encoders_statistics():
+    model = seeded(replace(S4, options=S4.options | {"norm": "batch"}), JEPA).train()
+    model(waves(2), keys(2))
+    model.after_step()
+    name = "stem.0.norm.running_mean"
+    mean = model.encoder.get_buffer(name)
+    assert mean.any() and model.plugin.target.get_buffer(name).equal(mean)
+
+
 @pytest.mark.parametrize("config", [LAYER, S4])
 def test_small_steps_are_kept_in_bf16(config):
     """Of 0.004 times a small difference bf16 keeps nothing."""
