@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import torch
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
@@ -20,6 +21,7 @@ from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Flag
 from omnilead.engine.settings.files import code_of
 from omnilead.engine.settings.leads import describe_leads
+from omnilead.engine.training.checkpoint_files import warn
 from omnilead.engine.training.config import Config, load
 
 from ..inference import trained_model as inference
@@ -129,6 +131,29 @@ def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
         )
     chosen: dict[str, Tensor] = select(start.weights, [had.index(lead) for lead in leads], len(had))
     return chosen
+
+
+def unrounded(config: FinetuneConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`weights` with those of a frozen encoder as `start` has them: training in bf16 rounds them."""
+    kept = f"start={config.start}: the exported encoder is rounded to bf16, since the start"
+    try:
+        start = read_start(config.start, config.code)
+        exact = select_leads(start, config) if start.weights else {}
+    except (ConfigError, OSError) as error:
+        warn(f"{kept} cannot be read again: {error}")
+        return weights
+    exact = {f"encoder.{name}": weight for name, weight in exact.items()}
+    if not all(is_rounded(weights.get(name), weight) for name, weight in exact.items()):
+        warn(f"{kept} has changed")
+        return weights
+    return weights | exact
+
+
+def is_rounded(found: Tensor | None, exact: Tensor) -> bool:
+    """True if `found` may be `exact` in bfloat16."""
+    if found is None or found.shape != exact.shape:
+        return False
+    return torch.allclose(found.double(), exact.double(), rtol=2**-8, atol=0, equal_nan=True)
 
 
 def with_windows(labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input) -> TaskLabels:

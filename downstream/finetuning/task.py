@@ -67,7 +67,7 @@ from ..tasks.metrics import MEASURES, Array, identification, measure
 from ..tasks.people import unknown_patients
 from ..tasks.readout import PAPER, Readout
 from ..tasks.splits import SPLITS, TRAIN
-from .start import Start, read_start, readout_for, select_leads, with_windows
+from .start import Start, read_start, readout_for, select_leads, unrounded, with_windows
 
 LABELS_MAY_CHANGE = ("labels.unknown_patients", "labels.center", "labels.scale")  # facts
 
@@ -400,7 +400,9 @@ class FinetuneTask(TrainingTask):
             read = state["finetuning"].get("readout", PAPER)
             outputs = f"Read out as {read}, then a linear layer that began as a probe: {task.kind}."
         if task.head == "attention":
-            outputs = f"Tokens weighed by learnt queries, then a linear layer: {task.kind}."
+            outputs = (
+                f"Attention to all tokens with learnt queries: {task.kind} (config.json, head)."
+            )
         if task.kind == "identity":
             outputs = "Mean over time as a unit vector, compared by cosine."
         unknown = unknown_patients(state["labels"].get("unknown_patients", (0, 0)))
@@ -434,9 +436,11 @@ class FinetuneTask(TrainingTask):
 
     @staticmethod
     def exported(config: FinetuneConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        if config.task.kind != "identity":
-            return weights
-        return {name: weight for name, weight in weights.items() if name.startswith("encoder.")}
+        if config.task.kind == "identity":
+            return {name: w for name, w in weights.items() if name.startswith("encoder.")}
+        if config.encoder.frozen and config.train.precision != "fp32":
+            return unrounded(config, weights)
+        return weights
 
 
 def own_encoder(

@@ -442,7 +442,8 @@ def load(
             top = _head(head_info, width_of(readout, own.width))
         if head_info and (spec := str(head_info.definition.get("head") or "")):
             kind = head or own_class(folder, spec, code, "head")
-            top = build_head(spec, own.width, len(head_info.classes), kind=kind)
+            options = head_info.definition.get("head_options") or {}
+            top = build_head(spec, options, own.width, len(head_info.classes), kind=kind)
         _load_weights(folder / WEIGHTS, own, top)
         if isinstance(top, Trees):
             with blaming(str(folder / WEIGHTS)):

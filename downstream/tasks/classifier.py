@@ -23,7 +23,7 @@ again; there the authors use cos(theta) - margin * sin(margin), which the paper 
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,41 +41,61 @@ from .kinds import KINDS
 from .readout import PAPER, Readout, read_out, width_of
 
 HEADS = {"attention": "omnilead.downstream.tasks.classifier:AttentionHead"}
-QUERIES = 4
 TOKENS = 7  # of the batch that examines a head
 CLIP = 1e-6  # keeps the cosine away from +-1, where the sine's slope is unbounded
 SCALE_SPEED = 10  # the logarithm of a learned scale moves so many times faster than a weight
 
 
 class AttentionHead(nn.Module):
-    """Four learnt queries weigh the tokens; their weighted means go to a linear layer. Frozen
-    encoders of sequences are usually compared with such a head."""
+    """Attention whose heads have a learnt query each, and whose output projection is the classifier.
+
+    Source: AI4HealthUOL/ecg-fm-benchmarking, where frozen encoders are compared with it."""
 
     tokens = True  # it takes c_RND instead of c_RD
 
-    def __init__(self, width: int, outputs: int) -> None:
+    def __init__(self, width: int, outputs: int, heads: int = 16) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.query = nn.Parameter(torch.randn(QUERIES, width) / math.sqrt(width))
-        self.linear = nn.Linear(QUERIES * width, outputs)
+        if heads < 1 or width % heads:
+            fits = math.gcd(max(heads, 1), width)
+            raise ConfigError(
+                f"heads={heads}: does not divide the width: use task.head_options={{heads: {fits}}}"
+            )
+        self.heads = heads
+        self.query = nn.Parameter(torch.randn(width) / math.sqrt(width))
+        # Of queries, keys and values, drawn as in nn.Linear
+        maps_3DD = torch.empty(3, width, width).uniform_(-1, 1) / math.sqrt(width)
+        self.maps = nn.Parameter(maps_3DD)
+        self.linear = nn.Linear(width, outputs, bias=False)
 
     def forward(self, c_RND: Tensor) -> Tensor:
-        c_RND = self.norm(c_RND)
-        weight_RNQ = (c_RND @ self.query.T).softmax(1)
-        means_RQD = weight_RNQ.transpose(1, 2) @ c_RND
-        logits: Tensor = self.linear(means_RQD.flatten(1))
+        query_map_DD, key_map_DD, value_map_DD = self.maps
+        keys_HPD = key_map_DD.unflatten(0, (self.heads, -1))
+        values_HPD = value_map_DD.unflatten(0, (self.heads, -1))
+        # There are no biases, so a query can be mapped to the tokens instead of all tokens to keys,
+        # and the mean of tokens instead of all tokens to values
+        queries_H1P = (query_map_DD @ self.query).view(self.heads, 1, -1)
+        queries_HD = (queries_H1P @ keys_HPD).squeeze(1) / math.sqrt(queries_H1P.shape[2])
+        weights_RHN = (queries_HD @ c_RND.transpose(1, 2)).softmax(2)
+        means_RHD = weights_RHN @ c_RND
+        values_RHP = torch.einsum("rhd,hpd->rhp", means_RHD, values_HPD)
+        logits: Tensor = self.linear(values_RHP.flatten(1))
         return logits
 
 
 def build_head(
-    spec: str, width: int, outputs: int, generator: torch.Generator | None = None, kind: Any = None
+    spec: str,
+    options: Mapping[str, Any],
+    width: int,
+    outputs: int,
+    generator: torch.Generator | None = None,
+    kind: Any = None,
 ) -> nn.Module:
-    """Build `task.head`: "attention", or your own Class(width, outputs), which maps c_RD, or c_RND
-    if it has `tokens = True`, to logits_RK."""
-    with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
-        head = with_weights(
-            built_module(kind or plugin(HEADS.get(spec, spec)), generator, width, outputs)
-        )
+    """Build `task.head`: "attention", or your own Class(width, outputs, **task.head_options), which
+    maps c_RD, or c_RND if it has `tokens = True`, to logits_RK."""
+    setting = f"task.head={spec}" + (f", task.head_options={options}" if options else "")
+    with blaming(f"{setting}, {width} wide, {outputs} outputs"):
+        made = kind or plugin(HEADS.get(spec, spec))
+        head = with_weights(built_module(made, generator, width, outputs, **options))
         inputs = torch.randn(ROWS, TOKENS, width)
         example = inputs if sees_tokens(head) else pool(inputs)
         y = copy.deepcopy(head).eval()(example)
@@ -109,7 +129,7 @@ class Classifier(nn.Module):
         if frozen:
             encoder.requires_grad_(False)
         if task.head not in ("", "start"):
-            self.head: Any = build_head(task.head, width, outputs, generator)
+            self.head: Any = build_head(task.head, task.head_options, width, outputs, generator)
             return
         if task.kind == "identity" and task.scale == "learned":
             first = math.sqrt(2) * math.log(max(outputs - 1, 2))  # as in AdaCos (Zhang et al. 2019)

@@ -59,9 +59,11 @@ class TaskConfig:
     # initial class vectors of ArcFace; means: the mean embedding of each class
     class_vectors: Literal["random", "means"] = "random"
     # "": a linear layer on the mean over tokens; start: the linear layer and the read-out of
-    # `start`, a model of `omnilead fit`; attention: a linear layer on means weighted by
-    # learnt queries; or your own file.py:Class(width, outputs), from the mean over tokens to logits
+    # `start`, a model of `omnilead fit`; attention: over all tokens, each head with a learnt query;
+    # or your own file.py:Class(width, outputs), from the mean over tokens to logits
     head: str = ""
+    # arguments of the head: of attention (heads: 16), or of your own
+    head_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         known = self.head in ("", "start", "attention") or OWN.fullmatch(self.head)
@@ -69,6 +71,10 @@ class TaskConfig:
             raise ConfigError(
                 f"task.head={self.head!r}: use start or attention, or name your own as file.py:Class; kind "
                 "identity has no other head"
+            )
+        if self.head_options and self.head in ("", "start"):
+            raise ConfigError(
+                f"task.head_options={self.head_options}: a linear layer takes no options: set task.head"
             )
         if self.class_weights != "none" and self.kind in ("regression", "survival", "identity"):
             raise ConfigError(

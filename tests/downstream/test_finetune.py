@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
 import omnilead
@@ -140,10 +141,11 @@ def test_evaluate_agrees_with_the_runs_validation(
 
 def test_only_a_head_that_sees_all_tokens_is_trained(tuned, dataset, base, tmp_path):
     """In its checkpoint, in the exported model, and by `evaluate`."""
-    how = {"encoder__frozen": True, "task__head": "attention"}
+    how = {"encoder__frozen": True, "task__head": "attention", "task__head_options": {"heads": 4}}
     tuned("diagnosis", train__precision="fp32", train__save_every_steps=1, **how)
     run = tmp_path / "run"
     model = omnilead.load(run)
+    assert model.head.heads == 4 and "all tokens" in (run / "model" / "README.md").read_text()
     before, after = (omnilead.load(one).encoder.state_dict() for one in (base, run))
     assert all(after[name].equal(weights) for name, weights in before.items() if name in after)
     two, four = (full_weights(run / "checkpoints" / f"step-{step}") for step in (2, 4))
@@ -159,6 +161,48 @@ def test_only_a_head_that_sees_all_tokens_is_trained(tuned, dataset, base, tmp_p
     found = omnilead.evaluate(run, data=dataset.root.url, role="valid")
     best = max(rows(run, "validation.jsonl")[1:], key=lambda row: row["auroc"])
     assert found["score"] == pytest.approx(best["challenge"], abs=1e-6)
+
+
+def test_a_frozen_encoder_is_exported_as_it_was_though_bf16_rounds_it(
+    tuned, base, tmp_path, capsys
+):
+    run, begin = tmp_path / "run", tmp_path / "begin"
+    shutil.copytree(base, begin)
+    how = {"encoder__frozen": True, "train__precision": "bf16", "train__steps": 2}
+    tuned("diagnosis", start=str(begin), **how)
+    before, rounded = omnilead.load(base).encoder, full_weights(RunFolder(run).newest())
+    exact = before.state_dict()
+    after = omnilead.load(run).encoder.state_dict()
+    assert all(weights.equal(exact[name]) for name, weights in after.items())
+    name = "layers.1.fc2.weight"
+    assert not rounded[f"encoder.{name}"].equal(exact[name])
+    changed = load_file(begin / "model" / "model.safetensors")
+    changed[f"encoder.{name}"] *= 1.01
+    save_file(changed, begin / "model" / "model.safetensors")
+    seal(begin / "model", json.loads((begin / "model" / "config.json").read_text()))
+    for says in ("has changed", "cannot be read again: "):
+        assert main(["--export", str(run)]) == 0
+        told = f"start={begin}: the exported encoder is rounded to bf16, since the start {says}"
+        assert told in capsys.readouterr().err
+        assert omnilead.load(run).encoder.state_dict()[name].equal(rounded[f"encoder.{name}"])
+        shutil.rmtree(begin, ignore_errors=True)
+
+
+def test_a_head_that_sees_all_tokens_is_trained_with_its_encoder(tuned, tune, base, tmp_path):
+    """With dropout, and resumed bit for bit; not with another number of heads."""
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        tuned("diagnosis", name, task__head="attention", train__steps=steps)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert curve(whole, EXACT) == curve(parts, EXACT)
+    assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
+    one, two = (full_weights(RunFolder(run).newest()) for run in (whole, parts))
+    assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+    model, before = omnilead.load(whole), omnilead.load(base)
+    assert model.head.heads == 16
+    moved = "layers.1.fc2.weight"
+    assert not model.encoder.state_dict()[moved].equal(before.encoder.state_dict()[moved])
+    other = tune("diagnosis", "whole", task__head="attention", task__head_options={"heads": 8})
+    assert "task.head_options.heads changed from None to 8" in other.one_line()
 
 
 def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, saved_model, tmp_path):

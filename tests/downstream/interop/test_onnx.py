@@ -10,6 +10,7 @@ import torch
 import omnilead
 from omnilead.downstream import convert
 from omnilead.downstream.interop import onnx as onnx_export
+from omnilead.downstream.tasks.classifier import build_head
 
 EF = {"task": "ef", "kind": "regression", "classes": ["ef", "qrs"], "unit": "%"}
 EF |= {"center": [50.0, 90.0], "scale": [10.0, 20.0]}
@@ -51,6 +52,23 @@ def test_onnx_gives_the_same_numbers(saved_model, tmp_path, capsys):
     (scores,) = exported(folder, tmp_path / "b.onnx").run(["scores"], {"x": x_RLT.numpy()})
     expected = omnilead.load(folder).logits(x_RLT).detach().softmax(1)
     np.testing.assert_allclose(scores, expected, atol=1e-5)
+
+
+def test_onnx_gives_the_same_numbers_of_a_head_that_sees_all_tokens(saved_model, tmp_path):
+    for name in onnx_export.NEEDED:
+        pytest.importorskip(name, reason="the extra `onnx` is not installed")
+    import onnxruntime
+
+    torch.manual_seed(0)
+    model, out = omnilead.load(saved_model(head=RHYTHM, layers=1)), tmp_path / "model.onnx"
+    model.head = build_head("attention", {"heads": 4}, 32, 2)
+    onnx_export.to_onnx(model, out)
+    session = onnxruntime.InferenceSession(out)
+    for x_RLT in (torch.randn(5, 12, 2500), torch.randn(1, 12, 999)):
+        scores, logits = session.run(["scores", "logits"], {"x": x_RLT.numpy()})
+        expected = model.head(model.tokens(x_RLT)).detach()
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
+        np.testing.assert_allclose(scores, expected.softmax(1), atol=1e-5)
 
 
 def test_wrong_numbers_leave_no_file(saved_model, tmp_path, monkeypatch, capsys):
