@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from omnilead.data_tools.io.commands import run_command
-from omnilead.data_tools.io.errors import Flag, UserError
+from omnilead.data_tools.io.errors import Flag, UserError, naming_arguments
 from omnilead.data_tools.io.options import Option, add_option, declare
 from omnilead.data_tools.io.terminal import Parser, is_memory, say, show
 from omnilead.engine.settings.commandline import (
@@ -310,6 +310,7 @@ class TrainingRun:
     def __fspath__(self) -> str:
         return str(self.path)
 
+    @naming_arguments()
     def model(self, **options: Any) -> Any:
         """The TrainedModel that omnilead.load(RUN, **options) returns."""
         if not self.after:

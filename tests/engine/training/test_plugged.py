@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import omnilead
 from omnilead.downstream import embed
+from omnilead.downstream.after_training import AFTER
 from omnilead.downstream.interop.onnx import to_onnx
 from omnilead.engine.data import patients
 from omnilead.engine.data.augmentations import AugmentConfig
@@ -25,6 +26,7 @@ from omnilead.engine.data.loader import Loader, LoaderConfig
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.seen import LABELLED, uses
 from omnilead.engine.model.folder import LoadError
+from omnilead.engine.run import TrainingRun
 from omnilead.engine.settings.commandline import overridden
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import merge
@@ -134,6 +136,8 @@ def test_code_in_a_model_folder_runs_only_on_request(base, dataset, tmp_path):
     says = r"code in that folder, own\.py, which runs only if asked: .*`code`.*code=True"
     with pytest.raises(LoadError, match=says):
         omnilead.load(run)
+    with pytest.raises(LoadError, match=says):
+        TrainingRun(run, AFTER).model()
     model = omnilead.load(run, code=True)
     first = model.embed(dataset.read(0), 500, "12", "uV")
     assert (
