@@ -22,13 +22,13 @@ import torch.distributed as dist
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.data import seen
 from omnilead.engine.data.datasets import Datasets
-from omnilead.engine.model.config import validated
+from omnilead.engine.model.config import validate
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.window import HALF_S
 from omnilead.engine.settings.commandline import RESUMABLE, read_yaml
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag, OutputError
-from omnilead.engine.settings.files import find_config, shipped
-from omnilead.engine.settings.launcher import environment
+from omnilead.engine.settings.files import find_config, shipped_configs
+from omnilead.engine.settings.launcher import launched_ranks
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.settings.metrics import label_of
 
@@ -379,7 +379,7 @@ def leakage(
 ) -> list[str]:
     """How many of the patients of these crops the model has seen, and how."""
     valid = role == "valid"
-    return seen.notes(
+    return seen.seen_notes(
         model.seen, data.all, data.rows_of(rows), data.split(patient_N), "scored here", valid
     )
 
@@ -390,7 +390,9 @@ def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role:
     if not labels.task.labels or known_crops <= scored:
         return []
     for dataset, split_N in zip(data.all, labels.split, strict=True):
-        if seen.LABELLED in seen.uses(model.seen, dataset, np.flatnonzero(split_N), data.all):
+        if seen.LABELLED in seen.uses_by_crop(
+            model.seen, dataset, np.flatnonzero(split_N), data.all
+        ):
             return []
     return [
         f"{scored:,} of {known_crops:,} labelled crops are in the split {role}. To score all, give the "
@@ -441,7 +443,7 @@ def load_task(name: str) -> TaskConfig:
     section = read_yaml(path, "tasks").get("task")
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: has no section `task`: write task: {{name: ..., kind: ...}}")
-    return validated(TaskConfig, section, "task")
+    return validate(TaskConfig, section, "task")
 
 
 def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
@@ -451,14 +453,14 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
     own_task = head.task if head else "identification"
     if name == "auto":
         name = own_task
-        if own_task not in shipped("tasks") and not (head and head.definition):
+        if own_task not in shipped_configs("tasks") and not (head and head.definition):
             raise ConfigError(
                 f"the model was fine-tuned for {own_task!r}, which is no shipped task: name its YAML file "
                 "with ",
                 Flag("--task"),
             )
     if head and head.definition and name == own_task:
-        task = validated(TaskConfig, head.definition, "task")
+        task = validate(TaskConfig, head.definition, "task")
         # The model may come from anyone: what it names is not opened
         if task.labels and not labels:
             raise ConfigError(
@@ -612,7 +614,7 @@ def _outputs_of_dataset(
         "batch": options.batch,
         "device": model.device.type,
     }
-    with ParquetParts(file, job, *environment()[:2]) as parts:
+    with ParquetParts(file, job, *launched_ranks()[:2]) as parts:
         if not parts.finished:
             make(source, output, model_input, per, parts)
         _wait_for_ranks()  # the last one has joined the parts

@@ -30,23 +30,23 @@ from torch import Tensor, nn
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.data.leakage import refuse_leak
-from omnilead.engine.data.loader import Batch, order_of
+from omnilead.engine.data.loader import Batch, crop_order
 from omnilead.engine.data.order import Selection
-from omnilead.engine.data.seen import as_bytes, notes
+from omnilead.engine.data.seen import seen_notes, to_bytes
 from omnilead.engine.model import encoders
-from omnilead.engine.model.config import ModelConfig, validated
+from omnilead.engine.model.config import ModelConfig, validate
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.folder import SEEN, is_model
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.window import HALF_S
 from omnilead.engine.settings.errors import ConfigError, Facts
-from omnilead.engine.settings.files import code_of, portable
+from omnilead.engine.settings.files import portable_spec, read_plugins
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.settings.run_files import LABELS, VALID
 from omnilead.engine.training.arguments import Arguments, dtype_of, whole_crops
 from omnilead.engine.training.config import micro_batch
 from omnilead.engine.training.distributed import Ranks, on_first_rank
-from omnilead.engine.training.export import signals_of
+from omnilead.engine.training.export import preprocessing_of
 from omnilead.engine.training.optimizer import Groups
 from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.task import (
@@ -169,8 +169,8 @@ class FinetuneTask(TrainingTask):
         ]
         kept = {LABELS: parquet_bytes(labels.table)} if labels.table else {}
         if is_model(config.start):
-            kept[SEEN] = as_bytes(start.seen)
-        code = code_of(config.plugged, config.run, start.code)
+            kept[SEEN] = to_bytes(start.seen)
+        code = read_plugins(config.plugged, config.run, start.code)
         encoder, flops_per_crop = own_encoder(config, architecture, start, model_input)
         return cls(
             config=config,
@@ -209,7 +209,7 @@ class FinetuneTask(TrainingTask):
         """Adds the starting model: a resumed run must start from the same one, and an export needs
         its architecture."""
         model = self.architecture
-        architecture = asdict(model) | {"encoder": portable(model.encoder)}
+        architecture = asdict(model) | {"encoder": portable_spec(model.encoder)}
         if not model.causal:  # runs begun before there was a choice lack it
             del architecture["causal"]
         facts: Facts = super().facts()
@@ -236,7 +236,7 @@ class FinetuneTask(TrainingTask):
     def explained(self) -> Facts:
         differs = []
         frozen = self.config.encoder.frozen  # in eval mode also in training
-        if encoders.drops_out(self.encoder, self.architecture) and not frozen:
+        if encoders.has_dropout(self.encoder, self.architecture) and not frozen:
             differs.append("dropout is off")
         if augmentations := self.config.augment.descriptions:
             differs.append(f"signals are not augmented ({', '.join(augmentations)})")
@@ -377,7 +377,7 @@ class FinetuneTask(TrainingTask):
     def described(config: FinetuneConfig, state: Facts) -> Facts:
         task, labels = config.task, state["labels"]
         head = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
-        own = "" if task.head == "start" else portable(task.head)
+        own = "" if task.head == "start" else portable_spec(task.head)
         head["definition"] = {**labels["definition"], "head": own}
         if KINDS[task.kind].has_thresholds:
             best = state.get("best") or {}
@@ -393,8 +393,8 @@ class FinetuneTask(TrainingTask):
     def card(config: FinetuneConfig, state: Facts) -> tuple[str, list[str]]:
         best, task = state.get("best") or {}, config.task
         which = "the best by it" if best.get("step") == state["step"] else "the newest"
-        model = validated(ModelConfig, state["finetuning"]["architecture"], "model")
-        head = portable(task.head) or "a linear layer"
+        model = validate(ModelConfig, state["finetuning"]["architecture"], "model")
+        head = portable_spec(task.head) or "a linear layer"
         outputs = f"Mean over time, then {head}: {task.kind} (config.json, head)."
         if task.head == "start":
             read = state["finetuning"].get("readout", PAPER)
@@ -421,10 +421,12 @@ class FinetuneTask(TrainingTask):
             config = config.model_copy(
                 update={"task": replace(config.task, labels=str(run / LABELS))}
             )
-        architecture = validated(ModelConfig, state["finetuning"]["architecture"], "model")
-        model_input = Input.of(signals_of(config, state), architecture.leads)
+        architecture = validate(ModelConfig, state["finetuning"]["architecture"], "model")
+        model_input = Input.of(preprocessing_of(config, state), architecture.leads)
         labels = with_windows(labels_of(config, datasets), datasets, model_input)
-        order = order_of(config.loader, datasets, training_selection(labels, datasets, model_input))
+        order = crop_order(
+            config.loader, datasets, training_selection(labels, datasets, model_input)
+        )
         used = []
         for n, times in enumerate(order.drawn(state["crops_seen"])):
             used.append((datasets[n], times, "labelled"))
@@ -443,7 +445,7 @@ def own_encoder(
     config: FinetuneConfig, architecture: ModelConfig, start: Start, model_input: Input
 ) -> tuple[nn.Module | None, float]:
     """An encoder that is not the authors', and the FLOPs of a crop."""
-    encoder, _ = encoders.prepared(
+    encoder, _ = encoders.build_and_examine(
         architecture, False, dtype_of(config), config.train.seed, start.kind, model_input.samples
     )
     windows = int(model_input.count())
@@ -474,7 +476,7 @@ def held_out_crops(
 
 def leakage_remarks(start: Start, datasets: Sequence[Dataset], labels: TaskLabels) -> list[str]:
     held_out = [np.flatnonzero(split > TRAIN) for split in labels.split]
-    return notes(start.seen, datasets, held_out, labels.patients, "in validation or test")
+    return seen_notes(start.seen, datasets, held_out, labels.patients, "in validation or test")
 
 
 def validation_remarks(kind: Kind, labels: TaskLabels, held_out: HeldOut) -> list[str]:

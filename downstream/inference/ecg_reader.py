@@ -52,9 +52,9 @@ from omnilead.data_tools.sources.hospital_files import ENDINGS, HospitalFiles
 from omnilead.engine.data.batches import CropBatch, dataset_batches
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.settings.errors import ConfigError, Flag
-from omnilead.engine.settings.files import ARRAYS
-from omnilead.engine.settings.launcher import environment
-from omnilead.engine.settings.leads import ALL, leads_in_order
+from omnilead.engine.settings.files import ARRAY_SUFFIXES
+from omnilead.engine.settings.launcher import launched_ranks
+from omnilead.engine.settings.leads import ALL_LEADS, leads_in_order
 
 from ..tasks.kinds import Array
 from .trained_model import crops
@@ -408,7 +408,7 @@ class RecordToRead(NamedTuple):
 def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
     for url in options.data:
         exists = Path(url).exists()
-        if url.endswith(ARRAYS) and exists:
+        if url.endswith(ARRAY_SUFFIXES) and exists:
             yield from arrays(Path(url), options, model_input)
         elif url.lower().endswith((".hea", *ENDINGS)):
             folder, _, key = (url if "/" in url else f"./{url}").rpartition("/")
@@ -436,7 +436,7 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
     crops: list[dict[str, Any]] = []
     skipped = 0
     key = read_key(options.pseudonymize) if options.pseudonymize else None
-    for record in records_to_read(options, Input(ALL, ALL)):
+    for record in records_to_read(options, Input(ALL_LEADS, ALL_LEADS)):
         ecg = record.read()
         if isinstance(ecg, ReadError):
             skip(options, record.name, ecg, record.of_folder)
@@ -453,10 +453,10 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
 
 def array_files(url: str) -> list[Path]:
     """The file itself, or those in a folder."""
-    if url.endswith(ARRAYS):
+    if url.endswith(ARRAY_SUFFIXES):
         return [Path(url)]
     paths = Path(url).rglob("*")
-    return sorted(path for path in paths if path.suffix in ARRAYS and not path.is_symlink())
+    return sorted(path for path in paths if path.suffix in ARRAY_SUFFIXES and not path.is_symlink())
 
 
 def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
@@ -495,7 +495,7 @@ def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[R
 
 def _tell(notes: Iterable[str]) -> None:
     for note in notes:
-        if note and environment()[0] == 0:
+        if note and launched_ranks()[0] == 0:
             tell(f"note: {note}")
 
 

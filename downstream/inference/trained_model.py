@@ -46,8 +46,8 @@ from omnilead.data_tools.ecg.resampling import RATE_RANGE_HZ
 from omnilead.data_tools.io.errors import Flag, ReadError
 from omnilead.data_tools.io.plugins import plugin
 from omnilead.engine.data.config import CROP, FS_HZ
-from omnilead.engine.data.seen import unknown
-from omnilead.engine.model.config import validated
+from omnilead.engine.data.seen import unknown_record
+from omnilead.engine.model.config import validate
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import build_encoder
 from omnilead.engine.model.folder import (
@@ -57,19 +57,19 @@ from omnilead.engine.model.folder import (
     LoadError,
     code_in,
     config_of,
-    document_of,
     misfits,
     model_folder,
+    read_document,
     seen_by,
     unreadable_weights,
 )
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.model.window import HALF_S, SCALES
-from omnilead.engine.settings.errors import ConfigError, Facts, blaming, listed
+from omnilead.engine.settings.errors import ConfigError, Facts, blaming, first_names
 from omnilead.engine.settings.files import File
 from omnilead.engine.settings.leads import describe_leads, leads_in_order
 from omnilead.engine.settings.metrics import METRIC_OF, label_of
-from omnilead.engine.settings.run_files import number
+from omnilead.engine.settings.run_files import number_or_nan
 
 from ..tasks.classifier import build_head, sees_tokens
 from ..tasks.config import TaskKind
@@ -157,7 +157,9 @@ class HeadInfo:
             f"cross-validated on {found.n:,} ECGs {how}: {', '.join(scores) or 'no score is defined'}"
         ]
         if found.left_out:
-            said.append(f"not tested, since a fold had too few labels: {listed(found.left_out, 5)}")
+            said.append(
+                f"not tested, since a fold had too few labels: {first_names(found.left_out, 5)}"
+            )
         if self.thresholds:
             tested = [name for name in self.classes if name not in found.left_out]
             said += sensitive(found.sensitive, tested)
@@ -197,7 +199,7 @@ class TrainedModel(nn.Module):
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
-        self.seen = unknown()  # what it was trained on (engine.data.seen)
+        self.seen = unknown_record()  # what it was trained on (engine.data.seen)
         self.readout = self.readout_of(config.get("readout", PAPER))
         self.eval()
 
@@ -224,7 +226,7 @@ class TrainedModel(nn.Module):
         signals, head = self.input, self.head_info
         does = f"makes an embedding of {self.width_of(self.readout)} numbers"
         if head and head.classes:
-            names = listed(head.classes, NAMED)
+            names = first_names(head.classes, NAMED)
             unit = f" in {head.unit}" if head.unit else ""
             does = f"predicts {head.task} ({head.kind} of {len(head.classes)}: {names}{unit})"
         band = "" if signals.band_hz is None else " from {:g} to {:g} Hz".format(*signals.band_hz)
@@ -270,7 +272,7 @@ class TrainedModel(nn.Module):
         """Why its predictions are doubtful if some of its leads are missing; "" if it was trained
         with random lead masking."""
         # Unknown for models of other programs and of older versions
-        masked = number(self.history.get("rlm"))
+        masked = number_or_nan(self.history.get("rlm"))
         if masked > 0:
             return ""
         trained = "was not trained" if masked == 0 else "is not known to have been trained"
@@ -428,7 +430,10 @@ def load(
     """Load a model. For a plugged-in encoder or head: `code` runs its file in the folder;
     `encoder`, `head` pass its class."""
     with model_folder(path) as (folder, digest):
-        document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
+        document, preprocessing = (
+            read_document(folder / CONFIG),
+            read_document(folder / PREPROCESSING),
+        )
         config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
         readout = readout_in(document, folder / CONFIG)
         if encoder and not config.encoder:
@@ -499,7 +504,7 @@ def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo 
     if (head := document.get("head")) is None:
         return None
     try:
-        return validated(HeadInfo, head, "head")
+        return validate(HeadInfo, head, "head")
     except ConfigError as error:
         raise LoadError(f"{path}: head={str(head)[:60]}: {error}") from None
 

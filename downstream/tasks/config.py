@@ -19,9 +19,9 @@ from omnilead.engine.data.augmentations.stage import STRICT
 from omnilead.engine.model.config import ModelConfig, Probability, Share
 from omnilead.engine.model.folder import is_model, local_folder
 from omnilead.engine.settings.errors import ConfigError, one_line_errors
-from omnilead.engine.settings.files import OWN
+from omnilead.engine.settings.files import OWN_CODE
 from omnilead.engine.settings.resuming import MayChange
-from omnilead.engine.training.config import Config, RunConfig, Section, load, micro_batch
+from omnilead.engine.training.config import Config, RunConfig, Section, load_config, micro_batch
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "survival", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -64,7 +64,7 @@ class TaskConfig:
     head: str = ""
 
     def __post_init__(self) -> None:
-        known = self.head in ("", "start", "attention") or OWN.fullmatch(self.head)
+        known = self.head in ("", "start", "attention") or OWN_CODE.fullmatch(self.head)
         if not known or (self.head and self.kind == "identity"):
             raise ConfigError(
                 f"task.head={self.head!r}: use start or attention, or name your own as file.py:Class; kind "
@@ -135,7 +135,7 @@ class FinetuneConfig(RunConfig):
     def require_files(self) -> None:
         super().require_files()
         if not is_model(self.start):
-            load(self.start, kind=Config)
+            load_config(self.start, kind=Config)
         elif "://" not in self.start:
             local_folder(self.start)
         labels = self.task.labels

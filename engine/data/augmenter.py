@@ -6,7 +6,7 @@ This is the reference for the other backends and for the fast path on a CPU (wri
 holds what is the same for all batches; everything random is passed in as parameters, which are a function of
 (seed, epoch, crop), so any process can reproduce a batch.
 
-Missing leads are zeros in a crop and must stay zeros under every augmentation: `measured_leads`
+Missing leads are zeros in a crop and must stay zeros under every augmentation: `measured_leads_lookup`
 finds them.
 """
 
@@ -30,18 +30,18 @@ from omnilead.data_tools.io.plugins import plugin
 from ..settings import counter
 from ..settings.counter import RandomStream
 from ..settings.errors import ConfigError, blaming
-from ..settings.leads import ALL
+from ..settings.leads import ALL_LEADS
 from .augmentations import AugmentConfig
 from .augmentations.leads import RandomLeads, UsableLeads
-from .augmentations.stage import Noise, Params, Random, Stage, augment, draws
+from .augmentations.stage import Noise, Params, Random, Stage, augment, draw_parameters
 from .config import FS_HZ, HALF, MV_PER_UV, Views
 from .order import Places
 from .torch_ops import TorchOps
 
 # Of the crops on which an augmentation of the user's is tried: those that stay when the others change. A
 # crop that is moved, or rows that are exchanged or averaged, meet one of the other kind
-STAYS_B = (False, True, True, False, True, False, False, True)
-SAME_MV = 1e-6  # a GPU may add in another order
+UNCHANGED_B = (False, True, True, False, True, False, False, True)
+TOLERANCE_MV = 1e-6  # a GPU may add in another order
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
 
@@ -66,13 +66,13 @@ def none_measured(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
     return np.asarray(missing_leads(dataset) & asked_bits == asked_bits)
 
 
-def measured_leads(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
+def measured_leads_lookup(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
     """A function that looks up the measured leads of a batch; None if no record has missing
     leads."""
     bits = [missing_leads(dataset) for dataset in datasets]
 
     def of_places(places: Places) -> np.ndarray:
-        return np.asarray(places.of(bits)[:, None] >> np.array(ALL) & 1 == 0)
+        return np.asarray(places.of(bits)[:, None] >> np.array(ALL_LEADS) & 1 == 0)
 
     return of_places if any(bits_of_dataset.any() for bits_of_dataset in bits) else None
 
@@ -143,7 +143,7 @@ class Augmenter:
 
     def parameters(self, places: Places) -> Params:
         """Draw everything that is random about the stages."""
-        p = draws(self.stages, self.random(places))
+        p = draw_parameters(self.stages, self.random(places))
         if self.views == "window":
             key = (self.seed, RandomStream.WINDOW, places.epoch, crop_key(places))
             p["start"] = (counter.uniform(*key) * (HALF + 1)).astype(np.int64)
@@ -165,7 +165,7 @@ class Augmenter:
         if not any(stage.from_bank for stage in self.stages):
             return
         stages = [stage for stage in self.stages if stage.from_bank or not isinstance(stage, Noise)]
-        silent = x_BSLT.new_zeros((*x_BSLT.shape[:2], len(ALL), HALF))
+        silent = x_BSLT.new_zeros((*x_BSLT.shape[:2], len(ALL_LEADS), HALF))
         x_BSLT += augment(silent, self.to_device(p), stages, self.ops)
 
     def _split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None) -> torch.Tensor:
@@ -177,7 +177,7 @@ class Augmenter:
 
 
 @contextmanager
-def global_draws(seed: int, device: torch.device) -> Iterator[None]:
+def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds the global generators of torch, numpy and Python, from which a library may draw, and
     restores them."""
     before = np.random.get_state(), random.getstate()
@@ -251,7 +251,7 @@ class ExtraAugmentation:
         seed = int(counter.bits(self.seed, RandomStream.EXTRA, step, self.rank)) >> 1
         self.draw.manual_seed(seed)
         absent_BSL1 = ~x_BSLT.any(-1, keepdim=True)
-        with global_draws(seed, x_BSLT.device):
+        with seeded_generators(seed, x_BSLT.device):
             for number in range(len(self.functions)):
                 x_BSLT = self._apply(number, x_BSLT, places)
                 x_BSLT = x_BSLT.masked_fill(absent_BSL1, 0.0)  # a copy: it may be expanded
@@ -261,18 +261,18 @@ class ExtraAugmentation:
         setting, function = self.functions[number]
         self.draw.at(self.seed, places, number)
         with blaming(setting):
-            return checked_like(x_BSLT, function(x_BSLT, self.draw))
+            return require_like(x_BSLT, function(x_BSLT, self.draw))
 
     def examine(self, leads: int) -> None:
         """Try each function on noise; ConfigError if it returns NaN, mixes crops, or returns something
         else for the same batch."""
         device, generator = self.draw.device, torch.Generator().manual_seed(0)
-        shape = len(STAYS_B), 2, leads, HALF
+        shape = len(UNCHANGED_B), 2, leads, HALF
         x_BSLT, other_BSLT = (
             (0.3 * torch.randn(shape, generator=generator)).to(device) for _ in range(2)
         )
         x_BSLT[1, :, 0] = other_BSLT[1, :, 0] = 0  # as a lead that is masked
-        stays_B = torch.tensor(STAYS_B, device=device)
+        stays_B = torch.tensor(UNCHANGED_B, device=device)
         for number, (setting, _) in enumerate(self.functions):
             y_BSLT = self._tried(number, x_BSLT)
             with blaming(setting):
@@ -294,16 +294,16 @@ class ExtraAugmentation:
         rows = np.arange(len(x_BSLT))
         places = Places(np.zeros_like(rows), rows, np.zeros_like(rows))
         self.draw.manual_seed(0)
-        with global_draws(0, x_BSLT.device):
+        with seeded_generators(0, x_BSLT.device):
             y_BSLT = self._apply(number, x_BSLT.clone(), places)
         return y_BSLT.masked_fill(~x_BSLT.any(-1, keepdim=True), 0.0)
 
 
 def are_same(a_BSLT: torch.Tensor, b_BSLT: torch.Tensor) -> bool:
-    return bool(torch.isclose(a_BSLT, b_BSLT, rtol=0, atol=SAME_MV).all())
+    return bool(torch.isclose(a_BSLT, b_BSLT, rtol=0, atol=TOLERANCE_MV).all())
 
 
-def checked_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def require_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """y; ConfigError if it is not like x."""
     if (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device):
         return y

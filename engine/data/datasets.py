@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from omnilead.data_tools.dataset import Data, Dataset, Ecg, open_all
 
-from ..settings.errors import ConfigError, Flag, listed
+from ..settings.errors import ConfigError, Flag, first_names
 
-SHOWN = 3  # datasets in a message
+LISTED_DATASETS = 3  # datasets in a message
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Datasets:
 
     @property
     def name(self) -> str:
-        return listed([dataset.root.url for dataset in self.all], SHOWN)
+        return first_names([dataset.root.url for dataset in self.all], LISTED_DATASETS)
 
     @property
     def fingerprint(self) -> str:

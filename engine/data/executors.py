@@ -30,7 +30,7 @@ from .stage_timer import StageTimer
 from .writer import crop_writer
 
 # on a CPU, small batches are read together, so that reads lie closer: a third less time at 64 crops
-READ_CROPS = 256
+CROPS_PER_READ = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class TorchOnCpu(Executor):
     @property
     def together(self) -> int:
         # from s3://, one batch at a time, so that a batch does not wait for the next one's shards
-        return 1 if self.reader.staging else max(1, READ_CROPS // self.crops)
+        return 1 if self.reader.staging else max(1, CROPS_PER_READ // self.crops)
 
     def buffers(self, ahead: int) -> Sequence[Tensor]:
         keep_freed_memory()
@@ -133,14 +133,14 @@ class TorchOnGpu(Executor):
 class Dali(Executor):
     """DALI prefetches, so a batch is kept until DALI returns it."""
 
-    in_use = dali.IN_USE
+    in_use = dali.BATCHES_IN_USE
 
     def augment(
         self, batches: Iterator[ReadCrops]
     ) -> Generator[tuple[ReadCrops, Tensor], None, None]:
         in_dali: dict[int, ReadCrops] = {}
         example = self.augmenter.parameters(Places(*np.zeros((3, 1), np.int64)))
-        with closing(_fed(batches, in_dali)) as feed:
+        with closing(_dali_inputs(batches, in_dali)) as feed:
             pipeline = dali.Pipeline(self.augmenter, feed, self.crops, example, self.reader.threads)
             with closing(pipeline):
                 while True:
@@ -153,7 +153,7 @@ class Dali(Executor):
                     yield batch, x_BSLT
 
 
-def _fed(
+def _dali_inputs(
     batches: Iterator[ReadCrops], in_dali: dict[int, ReadCrops]
 ) -> Generator[tuple[int, np.ndarray, Params], None, None]:
     for position, batch in enumerate(batches):

@@ -33,8 +33,8 @@ from omnilead.data_tools.dataset import SHARD_CROPS, Dataset
 
 from ..settings.counter import MAX_SIZE, RandomStream, bits, permute
 from ..settings.errors import ConfigError
-from .patients import choose_once, validation_split
-from .where import holds
+from .patients import cached_choice, validation_split
+from .where import where_mask
 
 DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
 LOOK_AHEAD = 4096
@@ -59,8 +59,8 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
     for d, quota in enumerate(quotas[:-1]):  # each dataset against all later ones
         remaining_quota = sum(quotas[d:])
         before, after = (
-            _dealt_before(place, quota, remaining_quota),
-            _dealt_before(place + 1, quota, remaining_quota),
+            _count_dealt(place, quota, remaining_quota),
+            _count_dealt(place + 1, quota, remaining_quota),
         )
         is_own = left & (after > before)
         dataset[is_own], turn[is_own] = d, (cycle * quota + before)[is_own]
@@ -70,7 +70,7 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
     return dataset, turn
 
 
-def _dealt_before(places: Any, quota: int, remaining_quota: int) -> Any:
+def _count_dealt(places: Any, quota: int, remaining_quota: int) -> Any:
     """How many of the first `places` places go to a dataset that gets `quota` of every `remaining_quota`
     (Bresenham)."""
     return (places * quota + remaining_quota // 2) // remaining_quota
@@ -143,7 +143,7 @@ class DatasetRows:
         if selection.hold_out:
             masks.append(validation_split(dataset, selection.hold_out)[selection.held])
         if selection.where:
-            masks.append(choose_once(dataset, selection.where, holds))
+            masks.append(cached_choice(dataset, selection.where, where_mask))
         for keep in masks:
             numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
@@ -280,7 +280,7 @@ class Order:
         cycle, place = divmod(crops_seen, sum(self._quotas))
         for d, rows in enumerate(self.rows):
             quota, size = self._quotas[d], self._epoch_crops(d)
-            drawn_positions = _dealt_before(place, quota, sum(self._quotas[d:]))
+            drawn_positions = _count_dealt(place, quota, sum(self._quotas[d:]))
             place -= drawn_positions
             epochs, begun = divmod(cycle * quota + drawn_positions, size)
             counts = np.full(len(rows), epochs, np.int32)

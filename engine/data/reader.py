@@ -42,14 +42,14 @@ from .order import DatasetRows, Places
 from .staging import Key, Staging
 
 MAX_DESCRIPTORS = 256
-SMALLEST_SHARE = 8  # crops per thread: for fewer, waking a thread costs more than its reads
+LEAST_READS_PER_THREAD = 8  # crops per thread: for fewer, waking a thread costs more than its reads
 UNCHECKED = -1
 MACHINE_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that do not mean a bad file
 
 log = logging.getLogger(__name__)
 
 
-def single_threaded() -> None:
+def use_one_thread() -> None:
     """Keep torch from starting OpenMP threads for this thread's operations: they would take cores
     from the training step."""
     # initialises the thread's setting first: torch would otherwise reset it at the first operation
@@ -182,7 +182,7 @@ class CropReader:
         # fewer than the limit, as each thread may still hold an evicted one
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)
         # one thread less, as the calling thread reads too
-        self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader", single_threaded)
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader", use_one_thread)
         self._rows = rows or [
             DatasetRows.among(dataset.root.url, [len(dataset)]) for dataset in datasets
         ]
@@ -309,7 +309,7 @@ class CropReader:
     def _read_in_threads(
         self, reads: list[_Read], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
-        size = max(-(-len(reads) // self.threads), SMALLEST_SHARE)
+        size = max(-(-len(reads) // self.threads), LEAST_READS_PER_THREAD)
         futures = []
         for start in range(size, len(reads), size):
             share = reads[start : start + size]
@@ -401,26 +401,26 @@ class _OpenFile:
         return _File(path)  # not cached: an open descriptor would keep an evicted shard on disk
 
 
-R = TypeVar("R")
+Request = TypeVar("Request")
 Buffer = TypeVar("Buffer")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 def fill_ahead(
-    requests: Iterable[R],
-    make: Callable[[R, Buffer], Made],
+    requests: Iterable[Request],
+    make: Callable[[Request, Buffer], Result],
     buffers: Sequence[Buffer],
     in_use: int = 1,
-) -> Generator[Made, None, None]:
+) -> Generator[Result, None, None]:
     """Run make(request, buffer) in a thread, in the order of the requests. The last `in_use`
     results stay valid; asking for the next result lets the thread reuse the oldest buffer. The
     error of a request is raised when its turn comes."""
     free: SimpleQueue[Buffer | None] = SimpleQueue()
-    ready: SimpleQueue[tuple[Buffer, Made] | BaseException | None] = SimpleQueue()
+    ready: SimpleQueue[tuple[Buffer, Result] | BaseException | None] = SimpleQueue()
     for buffer in buffers:
         free.put(buffer)
     thread = threading.Thread(
-        target=_keep_making, args=(iter(requests), make, free, ready), name="prefetch", daemon=True
+        target=_make_all, args=(iter(requests), make, free, ready), name="prefetch", daemon=True
     )
 
     def stop() -> None:
@@ -451,13 +451,13 @@ def fill_ahead(
         stop()
 
 
-def _keep_making(
-    requests: Iterator[R],
-    make: Callable[[R, Any], Any],
+def _make_all(
+    requests: Iterator[Request],
+    make: Callable[[Request, Any], Any],
     free: "SimpleQueue[Any]",
     ready: "SimpleQueue[Any]",
 ) -> None:
-    single_threaded()
+    use_one_thread()
     try:
         while (buffer := free.get()) is not None:
             request = next(requests, None)

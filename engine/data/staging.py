@@ -32,8 +32,8 @@ PART_BYTES = 8 * 2**20
 DOWNLOADS = 4  # concurrent downloads; the only memory they use is one part each
 POLL_S = 0.05  # how often to check on other processes
 TRIES, WAIT_S = 6, 10.0  # to get room for all shards of a batch while other processes hold it
-MORE = "raise pipeline.cache_bytes, or lower pipeline.block_shards"
-_CACHED = re.compile(r"[0-9a-f]{64}\.(?:tar|partial)", re.ASCII)
+MORE_SPACE = "raise pipeline.cache_bytes, or lower pipeline.block_shards"
+CACHED_NAME = re.compile(r"[0-9a-f]{64}\.(?:tar|partial)", re.ASCII)
 Key = tuple[int, int]  # dataset, shard
 
 
@@ -97,7 +97,7 @@ class Staging:
         if need > self.max_bytes:
             raise StagingError(
                 f"{self.cache}: {self.max_bytes} bytes cannot hold the shards of one batch "
-                f"({need}): {MORE}"
+                f"({need}): {MORE_SPACE}"
             )
         for left in reversed(range(TRIES)):
             with ExitStack() as locks:
@@ -190,7 +190,7 @@ class Staging:
                 elif not room and time.monotonic() > end:
                     raise NoRoom(
                         f"{self.cache}: no space for {self._name(key)}: other processes hold all "
-                        f"of it: {MORE}"
+                        f"of it: {MORE_SPACE}"
                     )
                 else:  # another process downloads it, or holds the space
                     with self._changed:
@@ -272,7 +272,7 @@ class Staging:
         or next are evicted only for one that is `needed` at once, those needed last first."""
         files = []
         for entry in os.scandir(self.cache):
-            if _CACHED.fullmatch(entry.name):
+            if CACHED_NAME.fullmatch(entry.name):
                 with suppress(FileNotFoundError):
                     files.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
         bytes_used = need + sum(size for _, size, _ in files)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .augmentations.stage import TAU, Wave, time_axes, white_bank
 
-FINE = 50  # samples in a fine step of `cosines`: about the square root of T
+FINE_STEP = 50  # samples in a fine step of `cosines`: about the square root of T
 
 
 class TorchOps:
@@ -46,7 +46,7 @@ class TorchOps:
 
     def multiply(self, x: Tensor, factor: Tensor) -> Tensor:
         """In place: DALI's batch with physio3 on a CPU takes a fifth more time if x is new here."""
-        return _own_copy(x, factor).mul_(factor)
+        return _copy_if_two_views(x, factor).mul_(factor)
 
     def add(self, x: Tensor, waves: Sequence[Wave]) -> Tensor:
         shared: list[Wave] = []
@@ -56,9 +56,9 @@ class TorchOps:
             (shared if shares else by_lead).append((gain, wave))
         if shared:  # summed first: their sum takes 1/L of the memory of x
             total = self.sum(shared)
-            x = _own_copy(x, total).add_(total)
+            x = _copy_if_two_views(x, total).add_(total)
         for gain, wave in by_lead:
-            x = _own_copy(x, wave)
+            x = _copy_if_two_views(x, wave)
             if gain is None:
                 x.add_(wave)
             else:
@@ -76,7 +76,7 @@ class TorchOps:
         it, 0 to 49: 50 times fewer cosines. It also holds for time modulo 0.1 s, where t is u + v
         up to a whole number of periods.
         """
-        coarse_s, fine_s = time_s[::FINE], time_s[:FINE]
+        coarse_s, fine_s = time_s[::FINE_STEP], time_s[:FINE_STEP]
         total: Tensor | None = None
         for k in range(count):
             amplitude = a[..., k : k + 1, None]
@@ -92,7 +92,7 @@ class TorchOps:
         return total.flatten(-2)[..., : time_s.shape[0]]
 
 
-def _own_copy(x: Tensor, other: Tensor) -> Tensor:
+def _copy_if_two_views(x: Tensor, other: Tensor) -> Tensor:
     """x, or a copy of it in the shape of the result, if one half becomes two views."""
     shape = torch.broadcast_shapes(x.shape, other.shape)
     return x if x.shape == shape else x.expand(shape).clone()

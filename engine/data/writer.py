@@ -14,21 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..settings.leads import ALL
+from ..settings.leads import ALL_LEADS
 from .augmentations.stage import Noise, Stage
 from .augmenter import Augmenter, Plan, Tensors
 from .config import HALF, MV_PER_UV
 from .stage_timer import StageTimer
 from .torch_ops import TorchOps
 
-CHUNK = 16  # crops augmented at a time: 4 MB of float32; the fastest of 4 to 32
-WAVES_CHUNK = 64  # crops whose common noise is made at a time: 1 MB; the fastest of 4 to 64
+CROPS_PER_WRITE = 16  # crops augmented at a time: 4 MB of float32; the fastest of 4 to 32
+CROPS_PER_WAVE = 64  # crops whose common noise is made at a time: 1 MB; the fastest of 4 to 64
 
 
 class CropWriter:
     """For any augmentation: so many crops at a time that their tensors fit in the cache."""
 
-    at_a_time = CHUNK
+    at_a_time = CROPS_PER_WRITE
 
     def __init__(
         self, augmenter: Augmenter, plan: Plan, out_BSLT: Tensor, meter: StageTimer
@@ -74,7 +74,7 @@ class SingleCropWriter(CropWriter):
     ) -> None:
         super().__init__(augmenter, plan, out_BSLT, meter)
         crops, self.ops = len(out_BSLT), augmenter.ops
-        keep = torch.ones(crops, 2, len(ALL), 1)
+        keep = torch.ones(crops, 2, len(ALL_LEADS), 1)
         shared: list[Noise] = []
         from_bank: list[Stage] = []
         for stage in augmenter.stages:
@@ -96,7 +96,7 @@ class SingleCropWriter(CropWriter):
     def _augment(self, crops_BLT: Tensor, positions: list[int]) -> None:
         (i,) = positions
         out_SLT = self.out[i]
-        halves_SLT = crops_BLT.view(len(ALL), 2, HALF).transpose(0, 1)
+        halves_SLT = crops_BLT.view(len(ALL_LEADS), 2, HALF).transpose(0, 1)
         out_SLT.copy_(halves_SLT).mul_(self.scale[i])  # torch.mul takes up to a fifth longer
         if self.waves:
             out_SLT.addcmul_(self.keep[i], self.waves[i])
@@ -116,8 +116,8 @@ def crop_writer(
 def _shared_noise(stages: Sequence[Noise], p: Tensors, ops: TorchOps, crops: int) -> Tensor:
     """The sum of these noises, which all leads share, for each crop: [B, 2, 1, 2500]."""
     waves = torch.empty(crops, 2, 1, HALF)
-    for start in range(0, crops, WAVES_CHUNK):
-        part = slice(start, start + WAVES_CHUNK)
+    for start in range(0, crops, CROPS_PER_WAVE):
+        part = slice(start, start + CROPS_PER_WAVE)
         chunk = {name: values[part] for name, values in p.items()}
         waves[part] = ops.sum([stage.wave(chunk, ops) for stage in stages])
     return waves

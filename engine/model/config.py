@@ -36,7 +36,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..settings.errors import ConfigError, one_line_errors
-from ..settings.files import OWN
+from ..settings.files import OWN_CODE
 
 STRICT = ConfigDict(strict=True, extra="forbid")
 ENCODERS = {
@@ -51,8 +51,8 @@ OBJECTIVES = {
     "cpc": "omnilead.engine.model.cpc:predictive_coding",
     "jepa": "omnilead.engine.model.jepa:JointEmbedding",
 }
-SHOWN = 80  # characters of a wrong value in a message
-SEGMENT = 2500  # samples in 5 s
+VALUE_CHARACTERS = 80  # characters of a wrong value in a message
+HALF_SAMPLES = 2500  # samples in 5 s
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted
 Probability = Annotated[float, Field(ge=0, le=0.99, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -114,7 +114,7 @@ class ModelConfig:
     mask_trim: bool = False
 
     def __post_init__(self) -> None:
-        if self.encoder not in ENCODERS and not OWN.fullmatch(self.encoder):
+        if self.encoder not in ENCODERS and not OWN_CODE.fullmatch(self.encoder):
             shipped = ", ".join(filter(None, ENCODERS))
             raise ConfigError(
                 f"model.encoder={self.encoder!r}: use {shipped}, your own file.py:Class, or '' "
@@ -194,7 +194,7 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         methods = (*CONTRASTS, *OBJECTIVES)
-        if self.method not in methods and not OWN.fullmatch(self.method):
+        if self.method not in methods and not OWN_CODE.fullmatch(self.method):
             raise ConfigError(
                 f"objective.method={self.method!r}: use {', '.join(methods)}, or your own file.py:Class"
             )
@@ -226,7 +226,7 @@ class ObjectiveConfig:
         )
 
 
-def validated(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Kind:
+def validate(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Kind:
     """A settings dataclass from a JSON object. ConfigError names the first invalid key as
     `section.key`."""
     try:
@@ -234,14 +234,14 @@ def validated(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Ki
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key, value = ".".join(map(str, (section, *first["loc"][:1]))), repr(first["input"])
-        value = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
+        value = value if len(value) <= VALUE_CHARACTERS else f"{value[:VALUE_CHARACTERS]}..."
         raise ConfigError(f"{key}={value}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
     except TypeError as error:  # a date, for example
         raise ConfigError(f"{section}: {error}: write text or a number") from None
 
 
 def flops_per_crop(
-    config: ModelConfig, local: bool = True, samples: int = SEGMENT, windows: int = 2
+    config: ModelConfig, local: bool = True, samples: int = HALF_SAMPLES, windows: int = 2
 ) -> float:
     """FLOPs of a crop's windows, forward and backward (three times forward). Counts matrix products
     only; a multiply-add is two.

@@ -5,7 +5,7 @@ pre-training.
           -> projection -> dropout -> mask embedding -> + GELU(positional convolution) -> layer norm -> dropout
           -> layers x [attention, + residual, norm, feed-forward, + residual, norm] -> c_RND                      (context)
 
-`pick` replaces plain operations by faster ones (engine.model.kernels). Convolution weights are
+`pick_operation` replaces plain operations by faster ones (engine.model.kernels). Convolution weights are
 stored in the layout for matrix products, [out, kernel * in]; downstream.interop.fairseq converts them
 to the authors' [out, in, kernel].
 
@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from .config import ModelConfig
-from .kernels import pick
+from .kernels import pick_operation
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ class Dropout(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        dropout = pick("dropout", F.dropout, self.kernels, x)
+        dropout = pick_operation("dropout", F.dropout, self.kernels, x)
         return dropout(x, self.p, self.training)
 
 
@@ -63,7 +63,7 @@ class Linear(nn.Linear):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        linear = pick("linear", F.linear, self.kernels, x)
+        linear = pick_operation("linear", F.linear, self.kernels, x)
         return linear(x, self.weight, self.bias)
 
 
@@ -108,7 +108,7 @@ class ConvBlock(nn.Module):
         if norm is None:
             return F.gelu(y_RTC)
         if self.over_time:
-            normalise = pick("group_norm_gelu", group_norm_gelu, self.kernels, y_RTC)
+            normalise = pick_operation("group_norm_gelu", group_norm_gelu, self.kernels, y_RTC)
             return normalise(y_RTC, norm.weight, norm.bias, norm.eps)
         return F.gelu(norm(y_RTC))
 
@@ -179,7 +179,7 @@ class PositionalConvolution(nn.Module):
         if self.causal:  # later by the taps that would look ahead
             x_RND = F.pad(x_RND, (0, 0, (self.gain.numel() - 1) // 2, 0))
         kernels = self.kernels if self.training else "plain"
-        convolution = pick("convolve", convolve, kernels, x_RND)
+        convolution = pick_operation("convolve", convolve, kernels, x_RND)
         y_RND = convolution(x_RND, self.weight(), self.bias, self.groups)
         return F.gelu(y_RND[:, :tokens])
 
@@ -209,7 +209,7 @@ class Attention(nn.Module):
         self.out = Linear(config.width, config.width, config.kernels)
 
     def forward(self, x_RND: Tensor) -> Tensor:
-        attend = pick("attention", attention, self.kernels, x_RND)
+        attend = pick_operation("attention", attention, self.kernels, x_RND)
         if self.causal:
             attend = causal_attention
         dropout_p = self.dropout if self.training else 0.0
@@ -244,7 +244,7 @@ def attention_backend(model: nn.Module, tokens: int = 156) -> str:
         if isinstance(part, Attention):
             weight, width = part.qkv.weight, part.qkv.in_features
             qkv = torch.empty(1, tokens, 3 * width, dtype=weight.dtype, device=weight.device)
-            replaced = pick("attention", attention, part.kernels, qkv) is not attention
+            replaced = pick_operation("attention", attention, part.kernels, qkv) is not attention
             if replaced and not part.causal:
                 return "omnilead"
             q, k, v = split_heads(qkv.requires_grad_(), part.heads)
@@ -313,7 +313,7 @@ class Encoder(nn.Module):
             mask_RN = torch.ones_like(z_RNF[..., 0], dtype=torch.bool).scatter_(1, keep_RK, False)
         x_RND = self.enter(z_RNF, mask_RN)
         if keep_RK is not None:
-            x_RND = take(x_RND, keep_RK)
+            x_RND = take_tokens(x_RND, keep_RK)
         for layer in self.layers:
             if self.recomputes and torch.is_grad_enabled():
                 x_RND = checkpoint(layer, x_RND, use_reentrant=False)
@@ -353,7 +353,7 @@ def pool(c_RND: Tensor) -> Tensor:
     return c_RND.float().mean(1)
 
 
-def take(x_RND: Tensor, slot_RM: Tensor) -> Tensor:
+def take_tokens(x_RND: Tensor, slot_RM: Tensor) -> Tensor:
     """The tokens at these places: x_RMD."""
     rows, tokens, width = x_RND.shape
     first_R1 = torch.arange(0, rows * tokens, tokens, device=x_RND.device)[:, None]

@@ -29,7 +29,7 @@ from omnilead.data_tools.ecg.resampling import rate_ratio, resample
 from ..data.augmenter import none_measured
 from ..data.config import CROP, FS_HZ, HALF, MV_PER_UV
 from ..settings.errors import ConfigError
-from ..settings.leads import ALL, describe_leads, leads_in_order, parse_leads
+from ..settings.leads import ALL_LEADS, describe_leads, leads_in_order, parse_leads
 from .window import CROP_S, HALF_S, SCALES, Window, check_signals, samples_at
 
 BAND_ORDER = 2
@@ -38,8 +38,10 @@ BAND_EDGE = 15
 FAST_FFT = 1024  # lengths that are multiples of it take half to a quarter of the time of others
 # Samples that a convolution makes at each place: 0.15 ms a crop of a CPU core at 100 Hz; one by one
 # takes five times as long, a dense matrix ten times
-BLOCK = 32
-FILTERED = 4  # crops filtered at a time on a CPU: 0.75 ms each of a core; all 64 at once, 1.9
+BLOCK_SAMPLES = 32
+CROPS_PER_FILTER = (
+    4  # crops filtered at a time on a CPU: 0.75 ms each of a core; all 64 at once, 1.9
+)
 
 
 class SignalError(ConfigError):
@@ -88,7 +90,7 @@ class Input(Window):
 
     @property
     def padded(self) -> bool:
-        return set(self.leads) == set(ALL)
+        return set(self.leads) == set(ALL_LEADS)
 
     def limited_to(self, leads: str | Iterable[str]) -> "Input":
         """The input of the same model with fewer leads; the others are zeros."""
@@ -154,7 +156,7 @@ class Input(Window):
     def crops(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         """x_BSLT: the same for crops of equally many windows: zeros for those that they lack."""
         # One at a time: indexing with a list would make a GPU wait
-        if self.leads != ALL:
+        if self.leads != ALL_LEADS:
             uv_BLT = torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
         x_BLT = uv_BLT.float() * MV_PER_UV
         for channel, lead in enumerate(self.leads):
@@ -189,7 +191,7 @@ class Input(Window):
         there_BSL1 = (crops_BLT != 0).any(-1, keepdim=True)[:, None]
         if keep_BSL1 is not None:
             there_BSL1 = there_BSL1 & keep_BSL1
-        return normalised(x_BSLT, there_BSL1, (2, 3))
+        return normalise(x_BSLT, there_BSL1, (2, 3))
 
     def _crops(self, x_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         """Crops at the model's rate, zero after the halves that they have."""
@@ -207,21 +209,21 @@ class Input(Window):
         """The same for crops of which all is measured."""
         crops_BLT = x_BLT
         if self.band_hz:
-            at_a_time = FILTERED if x_BLT.device.type == "cpu" else len(x_BLT)
-            parts = [band_passed(chunk_BLT, self.band_hz) for chunk_BLT in x_BLT.split(at_a_time)]
+            at_a_time = CROPS_PER_FILTER if x_BLT.device.type == "cpu" else len(x_BLT)
+            parts = [band_pass(chunk_BLT, self.band_hz) for chunk_BLT in x_BLT.split(at_a_time)]
             x_BLT = torch.cat(parts)
         if self.fs_hz != FS_HZ and self.by_halves:
-            x_BLT = resampled(x_BLT.unflatten(2, (-1, HALF)), self.fs_hz).flatten(2)
+            x_BLT = resample_tensor(x_BLT.unflatten(2, (-1, HALF)), self.fs_hz).flatten(2)
         elif self.fs_hz != FS_HZ:
-            x_BLT = resampled(x_BLT, self.fs_hz)
+            x_BLT = resample_tensor(x_BLT, self.fs_hz)
         if self.clip_mv:
             x_BLT = x_BLT.clamp(-self.clip_mv, self.clip_mv)
         if self.scale != "zscore":
             return x_BLT
-        return normalised(x_BLT, (crops_BLT != 0).any(-1, keepdim=True), (2,))
+        return normalise(x_BLT, (crops_BLT != 0).any(-1, keepdim=True), (2,))
 
 
-def normalised(x: Tensor, is_measured: Tensor, axes: tuple[int, ...]) -> Tensor:
+def normalise(x: Tensor, is_measured: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Mean 0 and standard deviation 1 over these axes together. Leads that are not there become
     zeros and do not count."""
     share = is_measured.double().mean(axes, keepdim=True).clamp_min(1e-6)
@@ -231,7 +233,7 @@ def normalised(x: Tensor, is_measured: Tensor, axes: tuple[int, ...]) -> Tensor:
     return (wide / deviation.clamp_min(1e-6)).float()
 
 
-def band_passed(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
+def band_pass(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
     """scipy.signal.sosfiltfilt(butter(2, band_hz, "bandpass", fs=500, output="sos"), x) along the
     last axis: once forwards and once backwards, each a convolution with the filter's response to
     an impulse, in the frequency domain. A band-pass gives 0 for a constant, so that subtracting
@@ -262,13 +264,13 @@ def _response(
     return torch.from_numpy(spectrum).to(device, torch.complex64)
 
 
-def resampled(x: Tensor, fs_hz: float) -> Tensor:
+def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
     """data_tools.ecg.resampling.resample from 500 Hz along the last axis, as a convolution that makes a
     block of samples at each place."""
     down, up = rate_ratio(fs_hz)
     if up == down:  # 499.999 Hz counts as 500 Hz
         return x
-    blocks = -(-BLOCK // up)
+    blocks = -(-BLOCK_SAMPLES // up)
     weight_UK = _weights(up, down, blocks, x.device)
     stride = blocks * down
     margin = (weight_UK.shape[1] - stride) // 2
@@ -290,7 +292,7 @@ def _weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(middle)).to(device, torch.float32)
 
 
-def described(signals: Mapping[str, Any]) -> str:
+def describe_signals(signals: Mapping[str, Any]) -> str:
     """For model cards: for example 500 Hz, 5 s at a time, millivolts, not normalised."""
     band = signals.get("band_hz")
     filtered = f"band-passed from {band[0]:g} to {band[1]:g} Hz, " if band else ""

@@ -94,7 +94,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return total
 
 
-def unit(g: Tensor, detach: bool = False) -> Tensor:
+def unit_vectors(g: Tensor, detach: bool = False) -> Tensor:
     """g / |g| in float32. `detach`: no gradient through the norm (authors:
     criterions/cmsc_criterion.py:45)."""
     g = g.float()
@@ -112,7 +112,7 @@ def similarities(
     of each own row."""
     gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
-        g_AD = unit(g_AD, detach_norm)
+        g_AD = unit_vectors(g_AD, detach_norm)
         all_CD = all_gather(g_AD) if gathered else g_AD
         s_AC = g_AD @ all_CD.t() / temperature
     own_A = torch.arange(len(g_AD), device=g_AD.device) + (
@@ -139,7 +139,7 @@ def authors_cmsc_loss(g_BSD: Tensor, ids_B: Tensor, temperature: float) -> tuple
     """-log softmax, averaged over rows and columns and over all pairs of crops with the same id;
     and the accuracy."""
     with torch.autocast(g_BSD.device.type, enabled=False):
-        first_BD, second_BD = unit(g_BSD, detach=True).unbind(1)
+        first_BD, second_BD = unit_vectors(g_BSD, detach=True).unbind(1)
         s_BB = first_BD @ second_BD.t() / temperature
     positive_BB = (ids_B[:, None] == ids_B).float()
     log_share_BB = s_BB.log_softmax(1) + s_BB.log_softmax(0)
@@ -184,8 +184,8 @@ def local_loss(
     """Loss, and the share of tokens whose target is nearer than all negatives. Always computed in
     float32."""
     with torch.autocast(context_RMP.device.type, enabled=False):
-        context_RMP = unit(context_RMP)
-        target_RMP = unit(target_RMP)
+        context_RMP = unit_vectors(context_RMP)
+        target_RMP = unit_vectors(target_RMP)
         s_RMM = torch.bmm(context_RMP, target_RMP.transpose(1, 2))
         s_RMM = s_RMM / temperature
     s_RM = s_RMM.diagonal(dim1=1, dim2=2)

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from ..settings.errors import ConfigError
 from .config import ATTRIBUTES, ModelConfig, ObjectiveConfig
-from .draws import Draws, draw
-from .encoder import Dropout, MaskedEncoder, pool, take
+from .draws import Draws, draw_step
+from .encoder import Dropout, MaskedEncoder, pool, take_tokens
 from .encoders import build_encoder, build_objective, initialise
 from .objectives import (
     attribute_losses,
@@ -60,10 +60,12 @@ class LocalHead(nn.Module):
         self.context = nn.Linear(width, config.projection)
 
     def forward(self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor) -> LocalOutput:
-        z_RMF = self.dropout(take(z_RNF, draws.slot_RM))
+        z_RMF = self.dropout(take_tokens(z_RNF, draws.slot_RM))
         quantized = self.quantizer(z_RMF, draws.valid_RM, tau, draws.noise_RMGV)
         return LocalOutput(
-            self.context(take(c_RND, draws.slot_RM)), self.target(quantized.values_RMP), quantized
+            self.context(take_tokens(c_RND, draws.slot_RM)),
+            self.target(quantized.values_RMP),
+            quantized,
         )
 
 
@@ -84,7 +86,7 @@ class Pretrainer(nn.Module):
         self.config, self.objective = config, objective
         self.needs_ids = objective.needs_ids
         # attributes, so that they can be replaced by compiled versions
-        self.draw, self.pool = draw, pool
+        self.draw, self.pool = draw_step, pool
         local = objective.local > 0
         # an objective of your own may mask tokens
         mask = local or objective.method == "jepa" or ":" in objective.method

@@ -41,11 +41,11 @@ from torch import Tensor, nn
 from ..settings.errors import ConfigError
 from .encoder import Dropout
 
-CHUNK = 32  # tokens. On a CPU 16 takes 1.2 times as long, 64 as long or 1.2 times, 128 twice
+CHUNK_TOKENS = 32  # tokens. On a CPU 16 takes 1.2 times as long, 64 as long or 1.2 times, 128 twice
 DT_RANGE = 0.001, 0.1
 NORMS = ("layer", "batch", "group")
 GROUPS = 8  # of the stem's group norm
-MOST_STATES = 16  # V's condition is 8e4 with 8 states, 8e10 with 16
+MAX_STATES = 16  # V's condition is 8e4 with 8 states, 8e10 with 16
 
 
 def hippo_legs(states: int) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +106,7 @@ class StateSpace(nn.Module):
 
     def __init__(self, width: int, states: int, length: int, bidirectional: bool = False) -> None:
         super().__init__()
-        self.states, self.length, self.chunk = states, length, CHUNK
+        self.states, self.length, self.chunk = states, length, CHUNK_TOKENS
         shape = 1 + bidirectional, width, states // 2, 2
         self.C = nn.Parameter(torch.randn(shape) / math.sqrt(2))
         self.D = nn.Parameter(torch.randn(width))
@@ -356,8 +356,8 @@ def check_options(
 ) -> None:
     if states < 2 or states % 2:
         raise ConfigError(f"states={states}: must be even: they are conjugate pairs")
-    if states > MOST_STATES:
-        raise ConfigError(f"states={states}: at most {MOST_STATES}: more lose their digits")
+    if states > MAX_STATES:
+        raise ConfigError(f"states={states}: at most {MAX_STATES}: more lose their digits")
     if len(kernels) != len(strides) or not kernels or min(*kernels, *strides) < 1:
         raise ConfigError(
             f"kernels={list(kernels)}, strides={list(strides)}: give one of each for a convolution"

@@ -2,7 +2,7 @@
 
 read_yaml(path)                   # merged over the file that its `base:` names
 parse_yaml("5e-5", "--set lr")    # 5e-5
-interruptible("engine.x")         # call it before importing torch
+handle_interrupts("engine.x")    # call it before importing torch
 
 A YAML file may begin with `base: other.yaml` and then holds only what differs from that file.
 """
@@ -34,8 +34,8 @@ from .errors import ConfigError, OutputError
 from .files import find_config, merge
 
 Actions = Mapping[str, tuple[Callable[..., Any], str, str]]
-LENGTHS = ("train.steps", "train.epochs")
-RUN_CODE: Any = {
+LENGTH_SETTINGS = ("train.steps", "train.epochs")
+CODE_OPTION: Any = {
     "action": "store_true",
     "help": "allow running the custom encoder or head code in the model folder",
 }
@@ -157,16 +157,18 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
         ) from None
 
 
-def overridden(
+def apply_overrides(
     tree: dict[str, Any], overrides: Sequence[str] | Mapping[str, Any]
 ) -> dict[str, Any]:
     """Applies --set strings, or values by dotted key. Setting train.steps unsets train.epochs, and
     the reverse."""
-    pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides))
+    pairs = list(
+        overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides)
+    )
     values = dict(pairs)
     pairs += [
         (other_length, None)
-        for length, other_length in zip(LENGTHS, LENGTHS[::-1], strict=True)
+        for length, other_length in zip(LENGTH_SETTINGS, LENGTH_SETTINGS[::-1], strict=True)
         if values.get(length) and other_length not in values
     ]
     for key, value in pairs:
@@ -176,7 +178,7 @@ def overridden(
     return tree
 
 
-def _parsed(override: str) -> tuple[str, Any]:
+def _parse_override(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(
@@ -193,7 +195,7 @@ def command_parser(name: str, about: str | None) -> Parser:
     return Parser(f"omnilead {name}", description=about, formatter_class=as_written)
 
 
-def options_of(
+def parse_options(
     function: Callable[..., Any], name: str, about: str | None, arguments: Sequence[str] | None
 ) -> dict[str, Any]:
     """The arguments for `function`, which declares the options of a command."""
@@ -227,7 +229,7 @@ def parse_action(
     return actions[options.pop("action")][0], options
 
 
-def writable(place: Path, flag: str) -> None:
+def require_writable(place: Path, flag: str) -> None:
     """Raises before hours of work, not after them, if a file cannot be written."""
     folder, mend = place.parent, "name a file in an existing folder"
     if place.is_dir():
@@ -254,7 +256,7 @@ def write_result(place: Path, text: str, flag: str) -> None:
         write_whole(place, text)
 
 
-def positive(text: str) -> int:
+def positive_integer(text: str) -> int:
     """An argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
@@ -272,7 +274,7 @@ def price(text: str) -> float:
     return value
 
 
-def run_folder(text: str) -> Path:
+def local_run(text: str) -> Path:
     """An argparse type."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
@@ -359,7 +361,7 @@ def note_for_torchrun(line: str) -> None:
             Path(file).write_text(json.dumps({"message": failure}))
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Exits without shutting down the interpreter, where gloo threads that still hold tensors would
     raise SIGABRT."""
     code = show("") or code
@@ -373,7 +375,7 @@ def one_blas_thread() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-def interruptible(name: str) -> None:
+def handle_interrupts(name: str) -> None:
     """Prints one line instead of a traceback for Ctrl-C (importing torch takes seconds; exit code
     130) or a lack of memory."""
     guard_streams()
@@ -383,7 +385,7 @@ def interruptible(name: str) -> None:
             tell(f"{name}: interrupted")
             # Python would end itself by SIGINT: 130 in a shell, but -2 for a program that started
             # it
-            leave(130)
+            exit_process(130)
         elif is_memory(error):
             tell(f"{name}: out of memory: raise the limit (ulimit -v), or free some")
         else:

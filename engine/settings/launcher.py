@@ -5,7 +5,7 @@ import os
 from .errors import ConfigError
 
 
-def environment() -> tuple[int, int, int]:
+def launched_ranks() -> tuple[int, int, int]:
     """Rank, world size and local rank, as set by the launcher."""
     names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
     try:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-TIE = 1e-12  # cosines in float64 closer than this are equal
+COSINE_TIE = 1e-12  # cosines in float64 closer than this are equal
 
 
 class Metric(NamedTuple):

@@ -2,7 +2,7 @@
 
 inputs = PretrainInputs(config, datasets)      # once
 arguments = inputs(batch, tau)                 # of engine.model.pretrainer.Pretrainer, each step
-arguments_of_crops(arguments, 0, 8)            # those of a micro-batch
+slice_arguments(arguments, 0, 8)            # those of a micro-batch
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     return torch.float32
 
 
-def arguments_of_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
+def slice_arguments(arguments: Arguments, start: int, stop: int) -> Arguments:
     """The arguments for a part of the batch: scalars are the same for all crops."""
     part_of_arguments: list[Tensor | None] = []
     for argument in arguments:

@@ -26,12 +26,12 @@ from omnilead.data_tools.io.storage import RemoteFolder, write_whole
 from omnilead.data_tools.io.terminal import say
 
 from ..settings.errors import ConfigError
-from ..settings.launcher import environment
+from ..settings.launcher import launched_ranks
 from ..settings.run_files import LOCK, METRICS, VALIDATION
 from . import checkpoint_files
 from .checkpoint_files import BEST, CHECKPOINTS, LATEST, MANIFEST, STATE, step_of
 
-OWN = secrets.token_bytes(16)  # in LOCK of a bucket: who started last
+OWNER_TOKEN = secrets.token_bytes(16)  # in LOCK of a bucket: who started last
 Files = dict[str, list[str]]  # of checkpoints, by the names of these
 
 
@@ -55,7 +55,7 @@ class Bucket:
             )
         complete = {name: files for name, files in self._steps().items() if MANIFEST in files}
         local_checkpoint = checkpoint_files.checkpoint_named(root, LATEST)
-        if local_checkpoint and checkpoint_files.fault(local_checkpoint):
+        if local_checkpoint and checkpoint_files.find_fault(local_checkpoint):
             local_checkpoint = None
         name = self._newest(complete, local_checkpoint)
         if not name:
@@ -72,7 +72,7 @@ class Bucket:
         """Once it is known that training goes on here: whoever else does so ends. Whether the bucket
         can be written is seen before training."""
         try:
-            self.place.write(LOCK, OWN)
+            self.place.write(LOCK, OWNER_TOKEN)
         except FileNotFoundError as error:
             raise ConfigError(f"{self.url}: {error}: make the bucket, or choose another") from None
 
@@ -81,7 +81,7 @@ class Bucket:
         cannot be reached, training goes on and says so once; each later checkpoint asks it once,
         without the seconds of retrying. At the end it is an error. Of all ranks, the first one
         sends."""
-        if environment()[0]:
+        if launched_ranks()[0]:
             return
         try:
             if not self.reachable and not last:
@@ -121,7 +121,7 @@ class Bucket:
 
     def _send(self, keep: int) -> None:
         place, run = self.place, self.working_folder
-        if place.exists(LOCK) and place.read(LOCK, len(OWN)) != OWN:
+        if place.exists(LOCK) and place.read(LOCK, len(OWNER_TOKEN)) != OWNER_TOKEN:
             raise checkpoint_files.CheckpointError(
                 f"{place.url}: the run was started elsewhere as well, and goes on there: this one ends"
             )
@@ -163,7 +163,7 @@ class Bucket:
         path.mkdir(parents=True)
         for file in sorted(files, key=lambda file: file == MANIFEST):
             self._download_file(f"{CHECKPOINTS}/{path.name}/{file}", path / file)
-        if why := checkpoint_files.fault(path):
+        if why := checkpoint_files.find_fault(path):
             shutil.rmtree(path)
         return why
 

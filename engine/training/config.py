@@ -1,9 +1,9 @@
 """Settings: one frozen, validated object. Errors are one line that names the key.
 
-    load("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])     # a Config, from a file and --set
-    load("diagnosis", ["start=RUN"], FinetuneConfig)      # downstream.tasks.config
-    config = build({"train": {"steps": 100}})     # the same without a file
-    check(config, world=8)                    # rejects contradictory settings before any work is done
+    load_config("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])     # a Config, from a file and --set
+    load_config("diagnosis", ["start=RUN"], FinetuneConfig)      # downstream.tasks.config
+    config = build_config({"train": {"steps": 100}})     # the same without a file
+    check_config(config, world=8)                    # rejects contradictory settings before any work is done
     omnilead pretrain --schema                # JSON schema, for editors
 
 The settings of a component are a dataclass near its code, in a module that does not import PyTorch; this
@@ -29,17 +29,17 @@ from ..data.config import LoaderConfig, PipelineConfig
 from ..model.config import ModelConfig, ObjectiveConfig, max_masked
 from ..model.folder import local_folder
 from ..model.window import CROP_S, HALF_S, InputConfig
-from ..settings.commandline import overridden, read_yaml
+from ..settings.commandline import apply_overrides, read_yaml
 from ..settings.errors import ConfigError, Flag
 from ..settings.files import CONFIGS as CONFIGS
-from ..settings.files import code_of, find_config, flatten, merge
+from ..settings.files import find_config, flatten, merge, read_plugins
 from ..settings.metrics import METRIC_OF
 from ..settings.resuming import MayChange
 
 CPUINFO = Path("/proc/cpuinfo")
 AMD_DRIVER = Path("/dev/kfd")
-SHOWN = 80  # characters of a wrong value
-DEVICE = re.compile(r"(^|\.)(device|gpu|cuda|accelerator)s?$")
+VALUE_CHARACTERS = 80  # characters of a wrong value
+DEVICE_SETTING = re.compile(r"(^|\.)(device|gpu|cuda|accelerator)s?$")
 WHICH_DEVICE = (
     "training takes a GPU if it sees one: CUDA_VISIBLE_DEVICES=1 in the environment chooses it, "
     "CUDA_VISIBLE_DEVICES= hides them all"
@@ -224,7 +224,7 @@ class RunConfig(Section):
     def require_files(self) -> None:
         """ConfigError if a file that a setting names is not there. It needs no PyTorch, which takes
         seconds to import."""
-        code_of(self.plugged, self.run)
+        read_plugins(self.plugged, self.run)
 
     @property
     def length_matters(self) -> bool:
@@ -328,7 +328,7 @@ class Config(RunConfig):
                 "augment.rlm or augment.noise",
             ),
             (
-                contrast and candidates(self, world) < 2,
+                contrast and count_candidates(self, world) < 2,
                 f"train.batch_crops={t.batch_crops}, train.micro_batch={t.micro_batch}: a crop is "
                 "contrasted with "
                 "the others of its micro-batch: use 2 or more, or objective.contrast=0",
@@ -354,7 +354,7 @@ Kind = TypeVar("Kind", bound=RunConfig)
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
-def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
+def build_config(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
     """Validated settings from nested dicts."""
     tree = _with_dataset_paths(merge(kind.defaults, tree))
     train = tree.get("train")
@@ -386,7 +386,7 @@ def _with_dataset_paths(tree: dict[str, Any]) -> dict[str, Any]:
     return merge(tree, {"data": {"datasets": dataset_paths(paths, "data.datasets")}})
 
 
-def schema(kind: type[RunConfig] = Config) -> str:
+def json_schema(kind: type[RunConfig] = Config) -> str:
     return json.dumps(kind.model_json_schema(), indent=1)
 
 
@@ -400,17 +400,17 @@ def _validate(kind: type[Parsed], text: str, source: str = "") -> Parsed:
 def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
     for error in errors:
         if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            key = ".".join(map(str, error["loc"]))[:SHOWN]
+            key = ".".join(map(str, error["loc"]))[:VALUE_CHARACTERS]
             return f"{key}: no such setting{_suggest(key, kind)}"
     first = errors[0]
     if first["type"] == "json_invalid":
         return "settings are not valid JSON or UTF-8 text: write other values"
     # pydantic also names the types of a union that it tried: str, constrained-float[...]
     parts = [str(part) for part in first["loc"]]
-    key = ".".join(part for part in parts if not re.search(r"\W|^str$", part))[:SHOWN]
+    key = ".".join(part for part in parts if not re.search(r"\W|^str$", part))[:VALUE_CHARACTERS]
     value, message = repr(first["input"]), first["msg"][0].lower() + first["msg"][1:]
-    if len(value) > SHOWN:
-        return f"{key}={value[:SHOWN]}...: {message}"
+    if len(value) > VALUE_CHARACTERS:
+        return f"{key}={value[:VALUE_CHARACTERS]}...: {message}"
     mend = f": write {key}=[{first['input']}]" if first["type"] == "tuple_type" else ""
     return f"{key}={value}: {message}{mend}"
 
@@ -418,7 +418,7 @@ def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
 def _suggest(key: str, kind: type[BaseModel]) -> str:
     if issubclass(kind, RunConfig) and key in kind.elsewhere:
         return f" here: it belongs to {kind.elsewhere[key]}"
-    if DEVICE.search(key):
+    if DEVICE_SETTING.search(key):
         return f": {WHICH_DEVICE}"
     near = settings_named(key, kind) or nearest_settings(key, kind)
     if near:
@@ -503,12 +503,12 @@ def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
     return micro, share // micro
 
 
-def candidates(config: Config, world: int) -> int:
+def count_candidates(config: Config, world: int) -> int:
     """Number of crops that are contrasted with each other."""
     return micro_batch(config, world)[0] * (world if config.objective.across_ranks else 1)
 
 
-def check(config: RunConfig, world: int) -> None:
+def check_config(config: RunConfig, world: int) -> None:
     """Raises ConfigError if settings contradict each other."""
     t, weights, datasets = config.train, config.pipeline.weights, config.data.datasets
     stage = zero_stage(config)
@@ -556,7 +556,7 @@ def check(config: RunConfig, world: int) -> None:
             raise ConfigError(*([message] if isinstance(message, str) else message))
 
 
-def load(
+def load_config(
     path: str | Path,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     kind: type[Kind] | None = None,
@@ -566,5 +566,5 @@ def load(
 
     config_kind: Any = kind or Config
     tree = read_yaml(find_config(path, config_kind.folder), config_kind.folder)
-    config: Kind = build(overridden(tree, overrides), config_kind)
+    config: Kind = build_config(apply_overrides(tree, overrides), config_kind)
     return config

@@ -17,20 +17,20 @@ import torch.distributed as dist
 import omnilead
 from omnilead.data_tools.dataset import Dataset
 
-from ..settings.errors import ConfigError, listed
-from ..settings.files import code_of, flatten
-from ..settings.resuming import changeable
+from ..settings.errors import ConfigError, first_names
+from ..settings.files import flatten, read_plugins
+from ..settings.resuming import changeable_settings
 from .config import RunConfig
 from .distributed import Ranks, on_first_rank
 from .loggers import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 WINGS = ("data_tools", "engine", "downstream")
-OF_A_MACHINE = (
+MACHINE_SETTINGS = (
     "data.",
     "pipeline.",
 )  # of these sections, the settings that may change: paths, threads
-SHOWN = 3  # differences in a message
+LISTED_DIFFERENCES = 3  # differences in a message
 ABSENT = "none"
 RankFacts = Mapping[str, tuple[str, str]]  # by key: what a message calls it, and its value
 
@@ -41,11 +41,13 @@ def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
     for number, dataset in enumerate(datasets):
         name = f"another dataset at {dataset.root.url}: fingerprint "
         facts[f"dataset {number}"] = name, dataset.fingerprint[:16]
-    may_differ = {name for name in changeable(type(config)) if name.startswith(OF_A_MACHINE)}
+    may_differ = {
+        name for name in changeable_settings(type(config)) if name.startswith(MACHINE_SETTINGS)
+    }
     for setting, value in flatten(config.tree()).items():
         if setting not in may_differ:
             facts[setting] = f"{setting}=", str(value)
-    for file, content in code_of(config.plugged, config.run).items():
+    for file, content in read_plugins(config.plugged, config.run).items():
         facts[f"code {file}"] = f"another {file}: sha256 ", _short_sha256(content)
     for package, version in versions().items():
         facts[f"version {package}"] = f"{package} ", version
@@ -73,8 +75,8 @@ def _refuse_differences(by_rank: Sequence[tuple[str, RankFacts]]) -> None:
     for rank, (machine, facts) in enumerate(by_rank):
         if found := differences(of_first, facts):
             raise ConfigError(
-                f"rank {rank} on {machine} has {listed(found, SHOWN)}: give all ranks the data, settings, code and "
-                "versions of rank 0"
+                f"rank {rank} on {machine} has {first_names(found, LISTED_DIFFERENCES)}: give all ranks the "
+                "data, settings, code and versions of rank 0"
             )
 
 

@@ -33,7 +33,7 @@ from ..data.patients import source_names
 from ..model.objectives import sum_over_ranks
 from ..settings.counter import bits
 from ..settings.errors import TrainError
-from .arguments import arguments_of_crops
+from .arguments import slice_arguments
 from .config import RunConfig, micro_batch, zero_stage
 from .distributed import DeepSpeedLauncher, MaxOverRanks, Ranks, on_first_rank
 from .loggers import RunLogger, memory_gb, peak_tflops
@@ -42,7 +42,9 @@ from .run_folder import RunFolder
 from .task import TrainingTask
 
 DROPOUT_STREAM = 200
-AGAIN_S = 2  # from this long after a Ctrl-C, another one counts: launchers may send each one twice
+SECOND_SIGNAL_S = (
+    2  # from this long after a Ctrl-C, another one counts: launchers may send each one twice
+)
 
 
 class Stopped(Exception):
@@ -170,7 +172,7 @@ class Loop:
                 os.write(
                     2, b"stopping after this micro-batch; Ctrl-C again: at once, no checkpoint\n"
                 )
-        elif now_s - self.interrupted_at_s >= AGAIN_S:
+        elif now_s - self.interrupted_at_s >= SECOND_SIGNAL_S:
             raise KeyboardInterrupt("stopped without a checkpoint: the same command continues")
 
     def _next_batch(self, batches: Any) -> tuple[Batch, State]:
@@ -198,7 +200,7 @@ class Loop:
             if reports:
                 lost = f"{len(reports)} of {count} micro-batches lost"
                 self._stop_if_asked(f"step {step + 1} begins again: {lost}")
-            losses = self.engine(*arguments_of_crops(arguments, start, start + self.micro))
+            losses = self.engine(*slice_arguments(arguments, start, start + self.micro))
             self.engine.backward(losses["loss"])
             self.engine.step()
             reports.append({name: value.detach() for name, value in losses.items()})

@@ -11,7 +11,7 @@ from omnilead.data_tools.dataset import COLUMNS, Dataset, Meta
 from omnilead.data_tools.ecg.constants import CROP, FS_HZ, LEADS
 from omnilead.data_tools.io.storage import LocalFolder
 
-ROWS = 65_536  # of its table at most, or four batches
+MOST_ROWS = 65_536  # of its table at most, or four batches
 
 
 class PretendedDataset(Dataset):
@@ -45,9 +45,9 @@ class PretendedDataset(Dataset):
         return sink.getvalue()
 
 
-def pretended(crops: int, batch_crops: int) -> PretendedDataset:
+def pretend_dataset(crops: int, batch_crops: int) -> PretendedDataset:
     """The table of a dataset of that many crops, or of the first of them if they are many."""
-    rows = min(crops, max(ROWS, 4 * batch_crops))
+    rows = min(crops, max(MOST_ROWS, 4 * batch_crops))
     no_sum = "0" * 64
     meta: dict[str, Any] = {
         "fs_hz": FS_HZ,

@@ -18,42 +18,44 @@ from torch import Tensor, nn
 from omnilead.data_tools.dataset import Dataset
 
 from ..data.config import HALF
-from ..data.leakage import held_out, refuse_leak
-from ..data.loader import Batch, order_of
+from ..data.leakage import held_out_rows, refuse_leak
+from ..data.loader import Batch, crop_order
 from ..data.order import Selection
-from ..data.seen import as_bytes
+from ..data.seen import to_bytes
 from ..model.config import ATTRIBUTES, masked_share
-from ..model.encoders import cast_statistics, drops_out, encoder_flops, prepared
+from ..model.encoders import build_and_examine, cast_statistics, encoder_flops, has_dropout
 from ..model.folder import SEEN
 from ..model.jepa import JointEmbedding, added_flops
 from ..model.objectives import single_process
 from ..model.pretrainer import Pretrainer
 from ..model.quantizer import temperature
 from ..settings.errors import ConfigError, blaming
-from ..settings.files import code_of, portable
+from ..settings.files import portable_spec, read_plugins
 from ..settings.run_files import VALID
 from .arguments import Arguments, PretrainInputs, dtype_of
-from .config import Config, candidates
+from .config import Config, count_candidates
 from .continuing import StartingWeights, read_weights
 from .distributed import Ranks, on_first_rank
 from .task import Between, TrainingTask, best_metric, best_step_text, describe_encoder, start_text
 from .validation import (
     PatientProbe,
     ValidationLoss,
-    choose_once,
+    choose_on_first_rank,
     first_of_each_waveform,
-    rows_of,
+    selected_rows,
     training_selection,
 )
 
 # What embeddings of the model keep of an ECG (downstream.tasks.readout). Of those tried, it diagnosed
 # 1,662 real ECGs best from 12 leads, docs/readouts.md
-READOUT = "mean+std+rhythm"
-READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a rhythm is measured
-TAKEN = {"local", "diversity", "features"}  # names of losses
+DEFAULT_READOUT = "mean+std+rhythm"
+READOUT_WITHOUT_RHYTHM = (
+    "mean+std"  # of a model that does not see the signal in which a rhythm is measured
+)
+OWN_LOSSES = {"local", "diversity", "features"}  # names of losses
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 COLLAPSED_SPREAD = 0.05  # of JEPA's targets, which have a standard deviation of 1 over their width
-AVERAGED = (
+AVERAGED_PREFIX = (
     "plugin.target."  # JEPA's average of the encoder's weights, which is exported instead of them
 )
 
@@ -98,14 +100,14 @@ class PretrainTask(TrainingTask):
     @classmethod
     def prepare(cls, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
         local = config.objective.local > 0
-        code = code_of(config.plugged, config.run)
+        code = read_plugins(config.plugged, config.run)
         model_input = config.signals
-        encoder, tokens = prepared(
+        encoder, tokens = build_and_examine(
             config.model, local, dtype_of(config), config.train.seed, samples=model_input.samples
         )
         best = best_metric(config.train.best, ("loss", "identification_accuracy"))
         inputs = PretrainInputs(config, datasets)
-        choose_once(datasets, config.data, ranks)
+        choose_on_first_rank(datasets, config.data, ranks)
         kept_rows, copies, copied = on_first_rank(ranks, partial(without_copies, config, datasets))
         selection = Selection(rows=kept_rows) if config.data.dedup else training_selection(config)
         held_out = ValidationLoss(config, datasets, ranks)
@@ -134,7 +136,7 @@ class PretrainTask(TrainingTask):
             windows=config.loader.windows,
             remarks=remarks,
             code=code,
-            kept={SEEN: as_bytes(start.seen)} if start else {},
+            kept={SEEN: to_bytes(start.seen)} if start else {},
             encoder=encoder,
             tokens=tokens,
             inputs=inputs,
@@ -145,7 +147,7 @@ class PretrainTask(TrainingTask):
         )
 
     def left_out(self) -> str:
-        return left_out(self.config, self.datasets, self.copies)
+        return left_out_text(self.config, self.datasets, self.copies)
 
     def model(self, generator: torch.Generator) -> nn.Module:
         config = self.config
@@ -184,11 +186,11 @@ class PretrainTask(TrainingTask):
         if not self.config.signals.plain:
             facts["input"] = self.config.signals.signals
         if self.config.objective.contrast > 0:
-            facts["train.micro_batch x ranks"] = candidates(self.config, self.ranks.world)
+            facts["train.micro_batch x ranks"] = count_candidates(self.config, self.ranks.world)
         return facts
 
     def explained(self) -> dict[str, Any]:
-        in_training, held_out = candidates(self.config, self.ranks.world), self.held_out.crops
+        in_training, held_out = count_candidates(self.config, self.ranks.world), self.held_out.crops
         chance = self._chance("", in_training) | self._chance(VALID, held_out)
         if self.probe.pairs:
             chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
@@ -218,7 +220,7 @@ class PretrainTask(TrainingTask):
         config, model = self.config, self.config.model
         local = config.objective.local > 0
         differs = []
-        if drops_out(self.encoder, model, model.feature_dropout):
+        if has_dropout(self.encoder, model, model.feature_dropout):
             differs.append("dropout is off")
         if local:
             differs.append("codes are the likeliest ones, not sampled")
@@ -258,11 +260,11 @@ class PretrainTask(TrainingTask):
     @staticmethod
     def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
         objective = config.objective
-        model = asdict(config.model) | {"encoder": portable(config.model.encoder)}
+        model = asdict(config.model) | {"encoder": portable_spec(config.model.encoder)}
         document: dict[str, Any] = {
             "model": model,
-            "objective": asdict(objective) | {"method": portable(objective.method)},
-            "readout": READOUT if config.signals.plain else READOUT_ELSE,
+            "objective": asdict(objective) | {"method": portable_spec(objective.method)},
+            "readout": DEFAULT_READOUT if config.signals.plain else READOUT_WITHOUT_RHYTHM,
         }
         if "continued" in state:
             document["continued"] = state["continued"]
@@ -275,7 +277,7 @@ class PretrainTask(TrainingTask):
         selection = training_selection(config)
         if config.data.dedup:
             selection = Selection(rows=first_of_each_waveform(config, datasets)[0])
-        order = order_of(config.loader, datasets, selection)
+        order = crop_order(config.loader, datasets, selection)
         times_drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
         use = "labelled" if config.objective.attributes else "unlabelled"
         return [(dataset, times, use) for dataset, times in times_drawn]
@@ -286,7 +288,7 @@ class PretrainTask(TrainingTask):
         kept = {name: w for name, w in weights.items() if not name.startswith(not_exported)}
         if config.objective.plugged and config.objective.method == "jepa":
             for name in kept:
-                kept[name] = weights.get(name.replace("encoder.", AVERAGED, 1), kept[name])
+                kept[name] = weights.get(name.replace("encoder.", AVERAGED_PREFIX, 1), kept[name])
         return kept
 
     @staticmethod
@@ -297,7 +299,7 @@ class PretrainTask(TrainingTask):
             names = ["local", "diversity", "features", "contrast"]
         terms = [f"{getattr(objective, n)} x {n}" for n in names if getattr(objective, n)]
         terms += [f"{weight} x {name}" for name, weight in objective.attributes.items()]
-        global_objective = portable(objective.method) if objective.contrast else "none"
+        global_objective = portable_spec(objective.method) if objective.contrast else "none"
         lines = [describe_encoder(config.model)]
         if config.start:
             lines.append(f"Continued from the weights of {start_text(config.start)}.")
@@ -307,15 +309,15 @@ class PretrainTask(TrainingTask):
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", lines
 
 
-def left_out(config: Config, datasets: Sequence[Dataset], copies: int) -> str:
+def left_out_text(config: Config, datasets: Sequence[Dataset], copies: int) -> str:
     """How many crops data.where and data.dedup leave out, to be appended to a sentence."""
     selection = training_selection(config)
     text = ""
     if config.data.where:
         crops = 0
         for dataset in datasets:
-            rows_without_where = rows_of(dataset, replace(selection, where=""))
-            crops += len(rows_without_where) - len(rows_of(dataset, selection))
+            rows_without_where = selected_rows(dataset, replace(selection, where=""))
+            crops += len(rows_without_where) - len(selected_rows(dataset, selection))
         text = f", data.where={config.data.where!r} leaves out {crops:,} crops"
     if config.data.dedup:
         text += f", data.dedup leaves out {copies:,} copies"
@@ -340,11 +342,11 @@ def without_copies(
 def refuse_shared(config: Config, datasets: Sequence[Dataset], validated: Selection) -> None:
     """ConfigError if crops of a held-out patient are trained on in another dataset. The first rank does it
     for all: the same names, gigabytes of them, would be compared by each."""
-    trained, held_out_rows = [], []
+    trained, held = [], []
     for dataset in datasets:
-        trained.append(rows_of(dataset, training_selection(config)))
-        held_out_rows.append(np.union1d(held_out(dataset), rows_of(dataset, validated)))
-    refuse_leak(datasets, trained, held_out_rows)
+        trained.append(selected_rows(dataset, training_selection(config)))
+        held.append(np.union1d(held_out_rows(dataset), selected_rows(dataset, validated)))
+    refuse_leak(datasets, trained, held)
 
 
 def attribute_remarks(config: Config, inputs: PretrainInputs) -> list[str]:
@@ -375,7 +377,7 @@ def validation_remarks(
     if data.hold_out:
         raise ConfigError(
             f"data.hold_out={data.hold_out}: selects no patient of these datasets"
-            f"{left_out(config, datasets, copies)}: raise it, or leave it out"
+            f"{left_out_text(config, datasets, copies)}: raise it, or leave it out"
         )
     role = ", ".join(f"{name}={value!r}" for name, value in data.valid if value is not None)
     return [
@@ -400,7 +402,7 @@ def examine_objective(
         losses, logged = model_copy.plugged_losses(
             x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1)
         )
-        taken_names = TAKEN | model.objective.attributes.keys()
+        taken_names = OWN_LOSSES | model.objective.attributes.keys()
         if not losses or taken_names & losses.keys():
             names = ", ".join(sorted(taken_names))
             raise ConfigError(f"returns {list(losses)}: name one loss or more, and none {names}")

@@ -25,19 +25,19 @@ from omnilead.data_tools.io.storage import locked_by_another, write_whole
 from ..data.datasets import open_together
 from ..model.folder import WEIGHTS
 from ..settings.errors import ConfigError, Flag
-from ..settings.files import CODE
+from ..settings.files import CODE_FOLDER
 from ..settings.run_files import LOCK
 from .bucket import Bucket
 from .checkpoint_files import (
     BEST,
     CHECKPOINTS,
+    HOW_TO_RESTORE,
     LATEST,
-    RESTORE,
     CheckpointError,
     WriteError,
     checkpoint_named,
-    complete,
-    fault,
+    complete_checkpoints,
+    find_fault,
     make_room,
 )
 from .config import RunConfig, TrainConfig
@@ -133,12 +133,12 @@ class RunFolder:
         """The checkpoint that `latest` names, else the newest complete one; `warn` is called with
         what was skipped and why."""
         root = self.checkpoints
-        latest, finished = checkpoint_named(root, LATEST), complete(root)
+        latest, finished = checkpoint_named(root, LATEST), complete_checkpoints(root)
         if latest is None and not finished and not (root / LATEST).exists():
             return None
         skipped = [] if latest else [f"{root / LATEST}: does not name a checkpoint"]
         for path in dict.fromkeys([*([latest] if latest else []), *finished]):
-            why = fault(path)
+            why = find_fault(path)
             if why is None:
                 if warn and skipped:
                     warn(
@@ -147,30 +147,30 @@ class RunFolder:
                     )
                 return path
             skipped.append(why)
-        raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: ", *RESTORE)
+        raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: ", *HOW_TO_RESTORE)
 
     def best(self) -> Path | None:
         """The best checkpoint by validation; without validation the newest."""
         path = checkpoint_named(self.checkpoints, BEST)
-        return path if path and fault(path) is None else self.newest()
+        return path if path and find_fault(path) is None else self.newest()
 
     def keep(self, code: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
         """Plugged-in code and files such as labels, without which the run's model could not be
         exported."""
         for name, content in code.items():
-            (self.path / CODE).mkdir(exist_ok=True)
-            write_whole(self.path / CODE / name, content)
+            (self.path / CODE_FOLDER).mkdir(exist_ok=True)
+            write_whole(self.path / CODE_FOLDER / name, content)
         for name, content in files.items():
             write_whole(self.path / name, content)
 
     def kept_code(self, names: Iterable[str]) -> dict[str, bytes]:
         code = {}
         for name in names:
-            file = self.path / CODE / name
+            file = self.path / CODE_FOLDER / name
             if file.is_symlink() or not file.is_file():
                 raise CheckpointError(
                     f"{file}: no such file, or a link, but the checkpoint was trained with it: ",
-                    *RESTORE,
+                    *HOW_TO_RESTORE,
                 )
             code[name] = file.read_bytes()
         return code

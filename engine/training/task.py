@@ -26,7 +26,7 @@ from ..data.order import Selection
 from ..model.config import ENCODERS, ModelConfig
 from ..model.input import Input
 from ..settings.errors import ConfigError
-from ..settings.files import file_of, portable
+from ..settings.files import plugin_file, portable_spec
 from ..settings.metrics import METRIC_OF, label_of
 from .arguments import Arguments
 from .config import RunConfig
@@ -173,8 +173,8 @@ def describe_encoder(config: ModelConfig) -> str:
         return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
     about = (
         "with its code in this folder"
-        if file_of(config.encoder)
+        if plugin_file(config.encoder)
         else inspect.getdoc(plugin(ENCODERS[config.encoder]))
     )
     options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
-    return f"Encoder `{portable(config.encoder)}`, {about}. Options: {options}."
+    return f"Encoder `{portable_spec(config.encoder)}`, {about}. Options: {options}."

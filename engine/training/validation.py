@@ -23,18 +23,18 @@ from omnilead.data_tools.dataset import Dataset
 from ..data.batches import CropBatch, predict
 from ..data.loader import Loader
 from ..data.order import DatasetRows, OrderError, Selection
-from ..data.patients import keep_choice, owner_names, validation_split
-from ..data.where import holds
+from ..data.patients import owner_names, store_choice, validation_split
+from ..data.where import where_mask
 from ..model.encoder import pool
 from ..model.objectives import all_gather_no_grad, single_process, sum_over_ranks, world_size
 from ..settings.errors import ConfigError
-from ..settings.metrics import TIE
+from ..settings.metrics import COSINE_TIE
 from .arguments import PretrainInputs, dtype_of
-from .config import Config, DataConfig, RunConfig, candidates
+from .config import Config, DataConfig, RunConfig, count_candidates
 from .distributed import Ranks, on_first_rank
 from .task import Between
 
-BATCH = 16  # crops encoded at a time
+CROPS_PER_BATCH = 16  # crops encoded at a time
 NOT_LOGGED = (
     "loss_diversity",
     "loss_features",
@@ -94,17 +94,17 @@ def first_of_each_waveform(
     return kept_rows, int((~is_first_N).sum())
 
 
-def choose_once(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> None:
+def choose_on_first_rank(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> None:
     """The first rank chooses the held-out patients and the crops of data.where for all: ten million
     names take seconds of a core, and the ranks of a machine share its cores."""
-    choices: list[tuple[Any, Any]] = [(data.hold_out, validation_split), (data.where, holds)]
+    choices: list[tuple[Any, Any]] = [(data.hold_out, validation_split), (data.where, where_mask)]
     for dataset in datasets:
         for by, choose in choices:
             if by:
-                keep_choice(dataset, by, on_first_rank(ranks, partial(choose, dataset, by)))
+                store_choice(dataset, by, on_first_rank(ranks, partial(choose, dataset, by)))
 
 
-def rows_of(dataset: Dataset, selection: Selection) -> np.ndarray:
+def selected_rows(dataset: Dataset, selection: Selection) -> np.ndarray:
     """The selected crops."""
     try:
         rows = DatasetRows.of(dataset, selection)
@@ -124,10 +124,10 @@ class ValidationLoss:
         else:
             data = config.data
             self.selection = Selection(**dict(data.valid), halves=2, where=data.where)
-        counts = [len(rows_of(dataset, self.selection)) for dataset in datasets]
+        counts = [len(selected_rows(dataset, self.selection)) for dataset in datasets]
         self.datasets = [dataset for dataset, count in zip(datasets, counts, strict=True) if count]
         contrasted = config.objective.contrast > 0
-        largest = candidates(config, ranks.world) if contrasted else config.train.batch_crops
+        largest = count_candidates(config, ranks.world) if contrasted else config.train.batch_crops
         self.crops = min(largest, sum(counts)) if sum(counts) > contrasted else 0
         self.batches = min(config.train.valid_batches, sum(counts) // max(self.crops, 1))
         self.inputs = PretrainInputs(config, self.datasets if self.crops else [])
@@ -136,8 +136,8 @@ class ValidationLoss:
         """How many of the validation crops are trained on as well."""
         shared = 0
         for dataset in self.datasets:
-            trained = rows_of(dataset, training_selection(self.config))
-            shared += len(np.intersect1d(rows_of(dataset, self.selection), trained))
+            trained = selected_rows(dataset, training_selection(self.config))
+            shared += len(np.intersect1d(selected_rows(dataset, self.selection), trained))
         return shared
 
     def measure(self, engine: Any, between: Between) -> dict[str, float]:
@@ -223,8 +223,8 @@ def identified_share(gallery_PD: Tensor, probe_PD: Tensor) -> float:
     probe_PD = F.normalize(probe_PD.double(), dim=-1)
     cosine_PP = probe_PD @ gallery_PD.T
     own_P1 = cosine_PP.diagonal()[:, None]
-    beaten_P = (cosine_PP > own_P1 + TIE).any(1)
-    tied_P = ((cosine_PP - own_P1).abs() <= TIE).sum(1)
+    beaten_P = (cosine_PP > own_P1 + COSINE_TIE).any(1)
+    tied_P = ((cosine_PP - own_P1).abs() <= COSINE_TIE).sum(1)
     chance_P = (~beaten_P).double() / tied_P
     return float(chance_P.mean())
 
@@ -251,9 +251,9 @@ def predict_on_ranks(
             halves[dataset.root.url] = dataset.column("halves")
 
     def batches() -> Iterator[CropBatch]:
-        for start in range(0, share, BATCH):
+        for start in range(0, share, CROPS_PER_BATCH):
             between()
-            batch = own_crops[start : start + BATCH]
+            batch = own_crops[start : start + CROPS_PER_BATCH]
             uv_BLT = np.stack([dataset.read(row) for dataset, row in batch])
             halves_B = np.array([halves[dataset.root.url][row] for dataset, row in batch])
             yield CropBatch(uv_BLT, halves_B)

@@ -23,7 +23,7 @@ from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.files import CONFIGS
-from omnilead.engine.training.config import load
+from omnilead.engine.training.config import load_config
 from omnilead.engine.training.optimizer import GuardedAdamW
 
 CROPS, CLASSES = 4, 26
@@ -44,7 +44,7 @@ SMALL = {
 
 
 def pretrain(path, dtype):
-    config = load(path)
+    config = load_config(path)
     crops = np.arange(CROPS)
     places = Places(crops * 0, crops, crops * 0)
     with GPU:

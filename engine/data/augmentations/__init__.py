@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...settings.errors import ConfigError, one_line_errors
-from ...settings.files import OWN
+from ...settings.files import OWN_CODE
 from .gain import Gain, GainSettings
 from .leads import Leads, RandomLeads, RandomLeadSettings
 from .noise import Emg, LimbLeads, NoiseSettings, Powerline, Shift, Wander
@@ -47,7 +47,7 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
         for stage in STAGES:
             stage(self).check()
         for name, _ in self.own:
-            if not isinstance(name, str) or not OWN.fullmatch(name):
+            if not isinstance(name, str) or not OWN_CODE.fullmatch(name):
                 raise ConfigError(
                     f"augment.extra={self.extra!r}: must be file.py:function, or a list of them, such "
                     "as [my.py:gain, {name: my.py:noise, amplitude: 0.1}]"
@@ -66,7 +66,7 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
 
     @property
     def plugged(self) -> list[tuple[str, str]]:
-        """For engine.settings.files.code_of."""
+        """For engine.settings.files.read_plugins."""
         return [("augment.extra", name) for name, _ in self.own]
 
     @property

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...settings.errors import ConfigError
-from ...settings.leads import ALL, parse_leads
+from ...settings.leads import ALL_LEADS, parse_leads
 from .stage import STRICT, Node, Nodes, Params, Random, Stage
 
 # in YAML, 3 is a number
@@ -26,7 +26,7 @@ class LeadSettings:
 
     @property
     def output_leads(self) -> tuple[int, ...]:
-        return ALL if self.padded else self.seen
+        return ALL_LEADS if self.padded else self.seen
 
     @property
     def noise_leads(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class Leads(Stage):
 
     @property
     def active(self) -> bool:
-        return self.settings.noise_leads != ALL
+        return self.settings.noise_leads != ALL_LEADS
 
     def check(self) -> None:
         parse_leads(self.settings.leads, "augment.leads")

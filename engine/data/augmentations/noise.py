@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...settings.counter import RandomStream
 from ...settings.errors import ConfigError
-from ...settings.leads import ALL
+from ...settings.leads import ALL_LEADS
 from .leads import LeadSettings, limb_leads
 from .stage import (
     ONE_FOR_ALL,
@@ -81,7 +81,7 @@ class NoiseSettings(LeadSettings):
 
     @property
     def noise_leads(self) -> tuple[int, ...]:
-        return ALL if self.refits_limb_leads else self.output_leads
+        return ALL_LEADS if self.refits_limb_leads else self.output_leads
 
 
 class PhysiologicalNoise(Noise):
@@ -263,6 +263,6 @@ class LimbLeads(Stage):
         return self.settings.refits_limb_leads
 
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
-        leads = [ops.lead(x, lead) for lead in ALL]
+        leads = [ops.lead(x, lead) for lead in ALL_LEADS]
         leads[:6] = limb_leads(*leads[:2])
         return ops.cat([leads[lead] for lead in self.settings.output_leads])

@@ -133,7 +133,7 @@ def augment(x: Node, p: Nodes, stages: Sequence[Stage], ops: Any) -> Node:
     return ops.add(x, waves)
 
 
-def draws(stages: Sequence[Stage], random: Random) -> Params:
+def draw_parameters(stages: Sequence[Stage], random: Random) -> Params:
     """The parameters of all stages, contiguous float32, bool or int32."""
     p: Params = {}
     for stage in stages:

@@ -17,7 +17,7 @@ from omnilead.downstream.tasks.labels import read_task
 from omnilead.engine.data.datasets import Datasets, open_together
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.leads import ALL
+from omnilead.engine.settings.leads import ALL_LEADS
 from tests.conftest import save_model
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -76,7 +76,7 @@ def test_records_of_one_name_are_two_and_patients_are_one(overlapping, tmp_path)
     both, sheet = overlapping, sheet_of(overlapping, tmp_path / "mine.csv")
     labels = read_task(TaskConfig(kind="binary", labels=str(sheet)), both.all)
     assert any("are in several datasets" in remark for remark in labels.remarks)
-    shown = ShownLeads(Input(ALL, ALL), ("12",))
+    shown = ShownLeads(Input(ALL_LEADS, ALL_LEADS), ("12",))
     records = probed_records(both, labels, ("train", "valid", "test"), shown)
     first = records.rows[records.begins]
     in_one = [len(np.unique(data.column("record"))) for data in both.all]

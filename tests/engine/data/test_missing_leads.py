@@ -31,7 +31,7 @@ def test_missing_leads_are_read_from_the_table(dataset, small):
     lacks = [LEADS.index(lead) for lead in named[row]]
     assert augmenter.none_measured(dataset, lacks)[row]
     assert not augmenter.none_measured(dataset, range(12))[row]
-    assert augmenter.measured_leads([small]) is None
+    assert augmenter.measured_leads_lookup([small]) is None
     # without noise no zero can change: the column is not read
     assert loader(dataset, augment=AugmentConfig()).augmenter.measured is None
 

@@ -20,7 +20,7 @@ from omnilead.engine.data.stage_timer import StageTimer
 from omnilead.engine.data.writer import CropWriter, SingleCropWriter, crop_writer
 from omnilead.engine.model.draws import ModelStream
 from omnilead.engine.settings.counter import RandomStream
-from omnilead.engine.training.config import build
+from omnilead.engine.training.config import build_config
 
 
 def together(*examples):
@@ -46,7 +46,7 @@ CASES = ALONE | PAIRS | ALL
 
 
 def configured(settings):
-    return build({"augment": settings}).augment
+    return build_config({"augment": settings}).augment
 
 
 @pytest.mark.parametrize(("settings", "views"), CASES.values(), ids=CASES)

@@ -22,9 +22,9 @@ from omnilead.engine.data.order import Selection
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.counter import RandomStream, uniform
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.leads import ALL
+from omnilead.engine.settings.leads import ALL_LEADS
 from omnilead.engine.training.arguments import PretrainInputs
-from omnilead.engine.training.config import build, check
+from omnilead.engine.training.config import build_config, check_config
 from omnilead.engine.training.continuing import read_weights
 from omnilead.engine.training.read_settings import read_settings
 from tests.conftest import save_model
@@ -52,7 +52,7 @@ TINY = {
 
 
 def signals(config):
-    return build({"input": config}).signals
+    return build_config({"input": config}).signals
 
 
 def by_hand(uv_LT, halves, window_s=5.0, fs_hz=500.0, band_hz=None, scale="millivolt"):
@@ -107,7 +107,7 @@ def test_training_sees_windows_of_the_crop_with_leads_masked_in_each(backend, co
     if backend == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed")
     data = {"datasets": [dataset.root.url]}
-    settings = build(
+    settings = build_config(
         {"input": config, "data": data, "train": {"batch_crops": 4}, "model": TINY}
         | {"pipeline": {"backend": backend}}
         | {"objective": {"contrast": 0}, "augment": {"rlm": 0.5, "rlm_keep_one": True}}
@@ -143,7 +143,7 @@ def test_training_sees_windows_of_the_crop_with_leads_masked_in_each(backend, co
 
 
 def test_two_views_of_five_seconds_become_shorter(dataset):
-    settings = build(
+    settings = build_config(
         {"input": SHORT, "data": {"datasets": [dataset.root.url]}, "train": {"batch_crops": 4}}
         | {"objective": {"method": "simclr"}, "pipeline": {"views": "window"}}
     )
@@ -173,7 +173,9 @@ def test_two_views_of_five_seconds_become_shorter(dataset):
 )
 def test_refused_inputs(config, says):
     with pytest.raises(ConfigError) as error:
-        check(build({"input": config, "data": {"datasets": ["x"]}, "train": {"steps": 1}}), 1)
+        check_config(
+            build_config({"input": config, "data": {"datasets": ["x"]}, "train": {"steps": 1}}), 1
+        )
     assert str(error.value).startswith(says)
 
 
@@ -276,7 +278,7 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
 def test_older_folders_load_as_before():
     document = {"segment_s": 5.0, "fs_hz": 500, "scale": "millivolt", "leads": ["I", "II"]}
     assert Input.of(document, 2) == Input((0, 1), (0, 1))
-    assert Input(ALL, ALL).plain
+    assert Input(ALL_LEADS, ALL_LEADS).plain
 
 
 NET = """

@@ -19,7 +19,7 @@ from ranks import column, curve, pretrain, run, settings, start
 
 from omnilead.engine.pretrain import main
 from omnilead.engine.training import checkpoint, checkpoint_files, export, loop
-from omnilead.engine.training.checkpoint import FORBID, FORCE
+from omnilead.engine.training.checkpoint import FORBID_WEIGHTS_ONLY, FORCE_WEIGHTS_ONLY
 from omnilead.engine.training.checkpoint_files import MANIFEST, CheckpointError, WriteError
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.run_folder import RunFolder
@@ -89,7 +89,7 @@ def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(
         assert process.exitcode == -signal.SIGKILL, "it ended before the kill: lower CALLS"
         # the one that `latest` names is complete
         path = RunFolder(tmp_path / "killed").newest(pytest.fail)
-        assert path is None or checkpoint_files.fault(path) is None
+        assert path is None or checkpoint_files.find_fault(path) is None
     run(tmp_path, arguments).good()
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
@@ -144,16 +144,19 @@ def test_killed_while_the_progress_of_a_checkpoint_changes(step, monkeypatch):
         monkeypatch.setattr(checkpoint, "write_whole", deadly)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.amend(step.parent, progress)
-        assert checkpoint_files.fault(step) is None and checkpoint_files.read_state(step) == before
+        assert (
+            checkpoint_files.find_fault(step) is None
+            and checkpoint_files.read_state(step) == before
+        )
     monkeypatch.setattr(checkpoint, "write_whole", written)
     checkpoint.amend(step.parent, progress)
     assert (
-        checkpoint_files.fault(step) is None
+        checkpoint_files.find_fault(step) is None
         and checkpoint_files.read_state(step) == before | progress
     )
     assert checkpoint_files.checkpoint_named(step.parent, checkpoint_files.BEST) == step
     flip(step / checkpoint_files.STATE, 20)
-    assert "state.json: damaged" in checkpoint_files.fault(step)
+    assert "state.json: damaged" in checkpoint_files.find_fault(step)
 
 
 def small_files():
@@ -235,7 +238,7 @@ def test_a_rank_that_does_not_write_its_part_ends_the_run(training, tmp_path):
 
 def stopped_in_write(number, times):
     """By a signal that comes while the second checkpoint is written."""
-    loop.AGAIN_S = 0
+    loop.SECOND_SIGNAL_S = 0
     sent = count()
 
     def until_it(writer):
@@ -276,7 +279,7 @@ def test_a_manifest_that_does_not_list_every_file_means_damage(listed, resumed, 
     flip(step / OPTIMIZER, 9_000)
     # left by an interrupted conversion: no damage
     (step / checkpoint_files.LATEST_UNIVERSAL).write_text("")
-    assert "damaged: size or checksum" in str(checkpoint_files.fault(step))
+    assert "damaged: size or checksum" in str(checkpoint_files.find_fault(step))
     manifest = json.loads((step / MANIFEST).read_text())
     (step / MANIFEST).write_text(json.dumps({name: manifest[name] for name in listed}))
     output = resumed().good()
@@ -314,7 +317,7 @@ def test_damaged_checkpoints_are_refused_and_a_run_without_any_starts(tmp_path):
     step = tmp_path / "checkpoints" / "step-3"
     for manifest in ("[]", "3", '{"a": 3}', '{"state.json": {}}', "[" * 100_000, "", "{}"):
         (step / MANIFEST).write_text(manifest)
-        reason = checkpoint_files.fault(step)
+        reason = checkpoint_files.find_fault(step)
         assert reason and "\n" not in reason
     with pytest.raises(CheckpointError):
         RunFolder(tmp_path).newest()
@@ -489,9 +492,13 @@ def read_by_deepspeed(step, trace, out):
             told[read.__name__] = "read"
         except (CheckpointError, WriteError) as error:
             told[read.__name__] = str(error)
-    os.environ[FORBID] = "1"
+    os.environ[FORBID_WEIGHTS_ONLY] = "1"
     torch.load(step / MODEL, weights_only=False)  # as it would be by anyone else
-    told["before, after, environment"] = [trace.exists(), FORCE in os.environ, os.environ[FORBID]]
+    told["before, after, environment"] = [
+        trace.exists(),
+        FORCE_WEIGHTS_ONLY in os.environ,
+        os.environ[FORBID_WEIGHTS_ONLY],
+    ]
     out.write_text(json.dumps(told))
 
 

@@ -14,7 +14,7 @@ from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import pretraining
-from omnilead.engine.training.config import build
+from omnilead.engine.training.config import build_config
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.run_folder import RunFolder
@@ -54,7 +54,7 @@ def two(archive, tmp_path_factory):
 
 def settings(*datasets, **data):
     urls = [dataset.root.url for dataset in datasets]
-    return build({"data": {"datasets": urls, **data}, "train": {"batch_crops": 8}})
+    return build_config({"data": {"datasets": urls, **data}, "train": {"batch_crops": 8}})
 
 
 def task_of(*datasets, **data):

@@ -24,10 +24,10 @@ from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmenter import ExtraAugmentation
 from omnilead.engine.data.loader import Loader, LoaderConfig
 from omnilead.engine.data.order import Places
-from omnilead.engine.data.seen import LABELLED, uses
+from omnilead.engine.data.seen import LABELLED, uses_by_crop
 from omnilead.engine.model.folder import LoadError
 from omnilead.engine.run import TrainingRun
-from omnilead.engine.settings.commandline import overridden
+from omnilead.engine.settings.commandline import apply_overrides
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import merge
 from omnilead.engine.training.config import TrainConfig
@@ -277,7 +277,7 @@ def test_a_run_with_age_and_sex_resumes_on_any_ranks_and_exports_no_heads(
     assert "attributes.weight" in full_weights(RunFolder(whole).newest())
     assert not any(name.startswith("attributes.") for name in exported)
     assert "1.0 x age, 0.5 x sex" in (whole / "model" / "README.md").read_text()
-    assert LABELLED in uses(omnilead.load(whole).seen, dataset, np.arange(len(dataset)))
+    assert LABELLED in uses_by_crop(omnilead.load(whole).seen, dataset, np.arange(len(dataset)))
     changed = train("whole", train__steps=4).one_line()
     assert "objective.attributes.age changed from 1.0 to None" in changed
 
@@ -419,7 +419,7 @@ def test_the_settings_of_the_start_are_kept(own, base, tmp_path):
         ("train.deepspeed", "/x.json"),
         ("pipeline.cache_dir", "/x"),
     ):
-        merged = merge(saved, overridden({}, {key: value}))
+        merged = merge(saved, apply_overrides({}, {key: value}))
         (strange / "config.yaml").write_text(yaml.safe_dump(merged))
         says = f"{key}=.* is a file or a service: .*--set {key}="
         with pytest.raises(ConfigError, match=says):
