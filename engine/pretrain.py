@@ -95,7 +95,7 @@ def train_run(
             lock.enter_context(folder.locked(ranks))
             # What is trained: training/pretraining.py; in fine-tuning, downstream/finetuning/task.py
             task = task_class.prepare(config, datasets, ranks)
-            equal_ranks.require_equal(ranks, equal_ranks.facts_of_task(task.facts()))
+            equal_ranks.require_equal(ranks, equal_ranks.facts_of_task(task.resume_facts()))
             resumed = train.find_checkpoint(task, folder)
             # Crops to batches on the device: data/order.py, reader.py, augmenter.py
             loader = opened.enter_context(closing(train.make_loader(task, resumed)))
@@ -103,7 +103,7 @@ def train_run(
             if profiler:
                 profiler.check(total - progress.step)
             if ranks.first:
-                folder.keep(task.code, task.kept)
+                folder.write_run_files(task.code, task.kept_files)
             # Model and optimiser: model/pretrainer.py, training/optimizer.py, DeepSpeed
             engine, adam = train.make_engine(task, resumed)
             opened.callback(engine.destroy)

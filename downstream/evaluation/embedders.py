@@ -204,7 +204,7 @@ def architecture_of(embedder: Embedder, readout: str) -> str:
     """Models with the same text have the same random weights, and the same read-out."""
     model = embedder.trained
     config = config_of(model.config)
-    parts = [getattr(config, name) for name in config.architecture]
+    parts = [getattr(config, name) for name in config.architecture_settings]
     of_model = model.readout_of(readout)
     code = sorted(model.code.items())
     return repr([parts, model.input, code, embedder.precision, of_model, _code(of_model)])

@@ -119,7 +119,7 @@ def fit_head(
 def seen_in_all(datasets: Datasets, rows: Array) -> pa.Table:
     """The record of these crops, which a head was fitted on."""
     of_datasets = []
-    for dataset, rows_of_dataset in zip(datasets.all, datasets.rows_of(rows), strict=True):
+    for dataset, rows_of_dataset in zip(datasets.all, datasets.rows_by_dataset(rows), strict=True):
         if len(rows_of_dataset):
             of_datasets.append(record_of_crops(dataset, rows_of_dataset, "labelled"))
     return join_records(of_datasets)
@@ -234,7 +234,7 @@ def write_head(head: Head, model: TrainedModel, out: Path) -> None:
         "trained": model.history | {"rlm": 0},
     }
     limited_input = model.input.limited_to(head.leads)
-    signals = model.preprocessing | {"seen": describe_leads(limited_input.seen).split(",")}
+    signals = model.preprocessing | {"seen": describe_leads(limited_input.seen_leads).split(",")}
     seen = join_records([model.seen, head.seen])
     write_model(out, modules.state_dict(), document, signals, card(head), model.code, seen)
 

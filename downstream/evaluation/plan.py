@@ -296,7 +296,7 @@ def leaked_into_test(
     """A remark if another dataset's test has patients or ECGs of the fitted records."""
     if tested is fitted:
         return []
-    trained, held = fitted.rows_of(np.sort(train.rows)), tested.rows_of(test.rows)
+    trained, held = fitted.rows_by_dataset(np.sort(train.rows)), tested.rows_by_dataset(test.rows)
     for (number, learnt), (other, scored) in product(enumerate(trained), enumerate(held)):
         if shared := describe_overlap(fitted.all[number], learnt, tested.all[other], scored):
             return [
@@ -308,8 +308,10 @@ def leaked_into_test(
 def refuse_leak_between(data: Datasets, labels: TaskLabels) -> None:
     """ConfigError if a record, patient or waveform is fitted on in one dataset and for test in
     another, as the roles of datasets that were made apart may say."""
-    trained = data.rows_of(np.sort(np.concatenate([labels.all_rows(name) for name in FITTED])))
-    refuse_leak(data.all, trained, data.rows_of(labels.all_rows("test")), Flag("--data"))
+    trained = data.rows_by_dataset(
+        np.sort(np.concatenate([labels.all_rows(name) for name in FITTED]))
+    )
+    refuse_leak(data.all, trained, data.rows_by_dataset(labels.all_rows("test")), Flag("--data"))
 
 
 def outputs_to_score(

@@ -380,7 +380,12 @@ def leakage(
     """How many of the patients of these crops the model has seen, and how."""
     valid = role == "valid"
     return seen.seen_notes(
-        model.seen, data.all, data.rows_of(rows), data.split(patient_N), "scored here", valid
+        model.seen,
+        data.all,
+        data.rows_by_dataset(rows),
+        data.split_by_dataset(patient_N),
+        "scored here",
+        valid,
     )
 
 
@@ -418,7 +423,7 @@ def record_names(data: Datasets, rows: Array) -> list[str]:
     if not shared:
         return names
     urls = [dataset.root.url for dataset in data.all]
-    numbers = data.numbers_of(rows).tolist()
+    numbers = data.dataset_numbers(rows).tolist()
     return [
         f"{name} in {urls[number]}" if name in shared else name
         for name, number in zip(names, numbers, strict=True)
@@ -515,14 +520,16 @@ def measured_crops(
 ) -> tuple[list[Array], list[str]]:
     """The crops that have a window in which at least one of the model's leads was recorded, and a
     note on the others."""
-    blank = ~data.each(model_input.usable)
+    blank = ~data.concatenate(model_input.usable_crops)
     if any(blank[rows].all() for rows in sides):
-        raise ConfigError(f"{data.name}: {model_input.nothing}: choose other ", Flag("--leads"))
+        raise ConfigError(
+            f"{data.name}: {model_input.missing_text}: choose other ", Flag("--leads")
+        )
     notes = []
     if without := sum(int(blank[rows].sum()) for rows in sides):
         notes.append(
             f"{without:,} of {sum(map(len, sides)):,} crops are left out: none of "
-            f"{describe_leads(model_input.seen)} was recorded in them{model_input.too_short}."
+            f"{describe_leads(model_input.seen_leads)} was recorded in them{model_input.too_short}."
         )
     return [rows[~blank[rows]] for rows in sides], notes
 
@@ -537,7 +544,7 @@ def evaluated_facts(data: Datasets, options: EvalOptions, model_input: Input) ->
         "dataset": data.name,
         "plan": data.plan,
         "role": options.role,
-        "leads": describe_leads(model_input.seen),
+        "leads": describe_leads(model_input.seen_leads),
     }
 
 
@@ -572,10 +579,10 @@ def outputs_of(
     Ranks share the parts."""
     windows = 1
     if per == "half":
-        windows = model_input.count(data.column("halves")[rows])
+        windows = model_input.count_windows(data.column("halves")[rows])
     crop_R = np.repeat(np.arange(len(rows)), windows)
     outputs = []
-    for number, rows_of_dataset in enumerate(data.rows_of(rows)):
+    for number, rows_of_dataset in enumerate(data.rows_by_dataset(rows)):
         if len(rows_of_dataset):
             file = halves_file(options.halves_file, number)
             outputs.append(
@@ -607,7 +614,7 @@ def _outputs_of_dataset(
     job = {
         "model": model.digest,
         "data": dataset.fingerprint,
-        "leads": model_input.seen,
+        "leads": model_input.seen_leads,
         "per": per,
         "output": output.forward.__name__,
         "rows": sha256(rows.tobytes()).hexdigest(),

@@ -84,7 +84,7 @@ def report(
 
 def trained_on(model: str) -> TrainedOn:
     """`model`: a run, of which the newest checkpoint counts, or a model."""
-    path = RunFolder(Path(model)).newest(checkpoint_files.warn)
+    path = RunFolder(Path(model)).newest_checkpoint(checkpoint_files.warn)
     if path is None:
         with model_folder(model) as (folder, _):
             trained = read_document(folder / CONFIG).get("trained")

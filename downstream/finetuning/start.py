@@ -48,7 +48,7 @@ def read_start(start: str, code: bool = False) -> Start:
     if not is_model(start):
         config = load_config(start, kind=Config)
         brought = read_plugins([("model.encoder", config.model.encoder)], start)
-        return Start(config.model, config.signals, f"random {config.model}", code=brought)
+        return Start(config.model, config.model_input, f"random {config.model}", code=brought)
     model = inference.load(start, code)
     weights = dict(model.encoder.state_dict())
     if isinstance(model.encoder, Encoder):
@@ -135,7 +135,7 @@ def with_windows(labels: TaskLabels, datasets: Sequence[Dataset], model_input: I
     """Without crops that are shorter than the model's window."""
     split, without = [], 0
     for dataset, split_N in zip(datasets, labels.split, strict=True):
-        short_N = model_input.count(dataset.column("halves")) == 0
+        short_N = model_input.count_windows(dataset.column("halves")) == 0
         without += int((split_N[short_N] > 0).sum())
         split.append(np.where(short_N, np.int8(0), split_N))
     if not without:

@@ -372,10 +372,10 @@ def dataset_source(
             Flag("--per"),
             f" record of {url}: remote crops are read shard by shard: use crop or half",
         )
-    blank = ~model_input.usable(dataset)[rows]
+    blank = ~model_input.usable_crops(dataset)[rows]
     if blank.all():
         raise ConfigError(
-            Flag("--data"), f" {url}: {model_input.nothing}: choose other ", Flag("--leads")
+            Flag("--data"), f" {url}: {model_input.missing_text}: choose other ", Flag("--leads")
         )
     left_out = []
     if blank.any():
@@ -383,7 +383,7 @@ def dataset_source(
         names = pc.binary_join_element_wise(*table.columns, "/")
         without, others = names.filter(pa.array(blank)), names.filter(pa.array(~blank))
         lost = without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist()
-        left_out = [skip(options, f"{url}: {name}", model_input.nothing) for name in lost]
+        left_out = [skip(options, f"{url}: {name}", model_input.missing_text) for name in lost]
     return DatasetSource(
         dataset,
         rows[~blank],
@@ -589,12 +589,12 @@ def record_source(
 def with_leads(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
     """Leaves out crops in which all leads that the model uses are zero, that is, not recorded, and
     those without a window."""
-    measured_B = ecg.crops_uv[:, list(model_input.seen)].any(axis=(1, 2))
-    there = np.flatnonzero(measured_B & (model_input.count(ecg.halves) > 0)).tolist()
+    measured_B = ecg.crops_uv[:, list(model_input.seen_leads)].any(axis=(1, 2))
+    there = np.flatnonzero(measured_B & (model_input.count_windows(ecg.halves) > 0)).tolist()
     if len(there) == len(ecg.halves):
         return ecg
     if not there:
-        return ReadError(model_input.nothing)
+        return ReadError(model_input.missing_text)
     return ecg._replace(
         crops_uv=ecg.crops_uv[there],
         start_s=tuple(ecg.start_s[i] for i in there),

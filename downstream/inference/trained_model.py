@@ -194,7 +194,7 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.encoder, self.head = encoder, head
         self.config, self.preprocessing, self.digest = config, preprocessing, digest
-        self.input = Input.of(preprocessing, config_of(config).leads)
+        self.input = Input.from_document(preprocessing, config_of(config).leads)
         self.head_info = head_of(config)
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
@@ -231,7 +231,7 @@ class TrainedModel(nn.Module):
             does = f"predicts {head.task} ({head.kind} of {len(head.classes)}: {names}{unit})"
         band = "" if signals.band_hz is None else " from {:g} to {:g} Hz".format(*signals.band_hz)
         return (
-            f"TrainedModel: {does} from leads {describe_leads(signals.seen)}, "
+            f"TrainedModel: {does} from leads {describe_leads(signals.seen_leads)}, "
             f"{signals.window_s:g} s at a time at {signals.fs_hz:g} Hz{band} "
             f"({SCALES[signals.scale]}); it converts other rates and units"
         )
@@ -239,7 +239,7 @@ class TrainedModel(nn.Module):
     def readout_of(self, text: str) -> Readout:
         """The parts of a read-out that suits this model; "": the model's own."""
         parts = parsed(text) if text else self.readout
-        if measures_signal(parts) and not self.input.plain:
+        if measures_signal(parts) and not self.input.is_plain:
             raise ConfigError(
                 f"readout={text}: rhythm, beats and waveform need a model whose input is in millivolts at "
                 f"{FS_HZ:g} Hz, 5 s at a time and without a band: use mean or mean+std"
@@ -384,7 +384,7 @@ class TrainedModel(nn.Module):
         missing = []
         for ecg in ecgs:
             measured_L = np.asarray(ecg.uv_BLT.any(axis=2).all(axis=0))
-            missing.append([lead for lead in self.input.seen if not measured_L[lead]])
+            missing.append([lead for lead in self.input.seen_leads if not measured_L[lead]])
         which = sorted(set(chain.from_iterable(missing)))
         if which and (why := self.unprepared()):
             yield f"without leads {describe_leads(which)}{_of_all(missing)}: {why}"
@@ -553,7 +553,7 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
     (in int16 -32768, in a masked array a masked sample) is zero in that whole crop. Crops
     without a measured lead, or with only flat leads, are left out."""
     indices = leads_in_order(leads)
-    wanted.require(indices)
+    wanted.require_leads(indices)
     values, names = _values(signal), tuple(LEADS[lead] for lead in indices)
     if values.ndim == 2 and len(values) != len(names) == values.shape[1]:
         raise SignalError(
@@ -589,7 +589,7 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
 def _usable(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Iterator[Crop]:
     """The crops in which a lead was measured that the model uses; their samples go to the first
     rows of uv_BLT."""
-    used, row = {LEADS[lead] for lead in wanted.seen}, 0
+    used, row = {LEADS[lead] for lead in wanted.seen_leads}, 0
     for index in range(len(uv_BLT)):
         try:
             crop = prepare_crop(record, index, uv_BLT[row])

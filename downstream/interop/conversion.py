@@ -190,9 +190,9 @@ def _preprocessing(
             f"its settings do not name its {config.leads} leads: it can be converted back, but "
             "not loaded"
         )
-        Input.of(preprocessing | {"leads": [*LEADS]}, len(LEADS))
+        Input.from_document(preprocessing | {"leads": [*LEADS]}, len(LEADS))
     else:
-        Input.of(preprocessing, config.leads)
+        Input.from_document(preprocessing, config.leads)
     return preprocessing, notes
 
 
@@ -301,7 +301,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         )
     if config.causal:
         raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
-    model_input = None if origin else Input.of(preprocessing, config.leads)
+    model_input = None if origin else Input.from_document(preprocessing, config.leads)
     if model_input:
         require_their_input(run, model_input, preprocessing)
     try:
@@ -312,7 +312,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         if their_weights:
             raise LookupError(f"order lacks {next(iter(their_weights))}")
         cfg = origin.get("cfg") or their_settings(
-            config, model_input.seen if model_input else ALL_LEADS
+            config, model_input.seen_leads if model_input else ALL_LEADS
         )
         history = origin.get("optimizer_history") or []
     except (AttributeError, LookupError, TypeError) as error:
@@ -337,14 +337,14 @@ def to_fairseq(run: str | Path, out: Path) -> None:
 
 def require_their_input(run: str | Path, model_input: Input, preprocessing: Settings) -> None:
     """ConfigError for signals that fairseq-signals would not make."""
-    if not model_input.plain:
+    if not model_input.is_plain:
         raise ConfigError(
             f"{run}: its input is {describe_signals(preprocessing)}: fairseq-signals would not make it so"
         )
     leads = f"{run}: its leads are {describe_leads(model_input.leads)}"
     if model_input.leads != tuple(sorted(model_input.leads)):
         raise ConfigError(f"{leads}: fairseq-signals keeps the usual order")
-    if model_input.leads != ALL_LEADS and model_input.seen != model_input.leads:
+    if model_input.leads != ALL_LEADS and model_input.seen_leads != model_input.leads:
         raise ConfigError(f"{leads}, but it was trained on some: fairseq-signals cannot say so")
 
 
@@ -647,7 +647,7 @@ def load_tensors(path: Path, encoder: nn.Module, weights: Weights) -> None:
 
 def fixed_input(preprocessing: Settings) -> Tensor:
     """x_RLT: two rows of noise, as long as a model's input."""
-    model_input = Input.of(preprocessing, len(preprocessing["leads"]))
+    model_input = Input.from_document(preprocessing, len(preprocessing["leads"]))
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2, len(model_input.leads), model_input.samples, generator=generator)
 

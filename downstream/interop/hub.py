@@ -87,9 +87,9 @@ def model_card(
     weights: dict[str, Tensor],
     task: type[TrainingTask],
 ) -> str:
-    title, lines = task.card(config, state)
+    title, lines = task.card_text(config, state)
     leads = config.augment.output_leads
-    document = task.described(config, state)
+    document = task.exported_config(config, state)
     head, signals = document.get("head"), state.get("input", DEFAULT_INPUT)
     plugged = plugin_file(document["model"].get("encoder", ""))
     if head and not plugged:
@@ -97,7 +97,7 @@ def model_card(
     sources = state.get("sources", ())
     measured = _measured(run, state["step"])
     augmentations = config.augment.descriptions
-    for name, options in config.augment.own:
+    for name, options in config.augment.extra_functions:
         augmentations.append(f"{portable_spec(name)} {options or ''}".strip())
     card = TEMPLATE.format(
         title=title,

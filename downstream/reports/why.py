@@ -122,11 +122,11 @@ def output_named(why: str, model: TrainedModel) -> int:
 def explain(setup: Setup, ecg: ReadEcg, k: int) -> Explanation:
     """What each lead that the model is shown adds to its output k."""
     x_RLT = setup.input.windows(ecg.uv_BLT, ecg.halves_B).to(setup.model.device)
-    channels = [setup.input.leads.index(lead) for lead in setup.input.seen]
+    channels = [setup.input.leads.index(lead) for lead in setup.input.seen_leads]
     output, added = added_by(channels, setup.model, x_RLT, k)
     with torch.no_grad():
         score = setup.model.scores(x_RLT)[:, k].mean().item()
-    names = [LEADS[lead] for lead in setup.input.seen]
+    names = [LEADS[lead] for lead in setup.input.seen_leads]
     return Explanation(score, output, dict(zip(names, added, strict=True)))
 
 

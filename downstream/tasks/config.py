@@ -106,7 +106,7 @@ class Tuning(Section):
 
 
 class FinetuneConfig(RunConfig):
-    folder: ClassVar[str] = "finetune"
+    config_folder: ClassVar[str] = "finetune"
     run: MayChange[str] = "runs/finetune"  # folder of the run; an unfinished run there is resumed
     # pre-trained run or model folder; or a pre-training YAML: its architecture with random weights
     start: str = ""
@@ -114,7 +114,7 @@ class FinetuneConfig(RunConfig):
     data: FinetuneData = FinetuneData()
     # no lead masking unless asked for
     defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}
-    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
+    other_commands: ClassVar[dict[str, str]] = dict.fromkeys(
         ("model", "objective", "input"), "omnilead pretrain"
     )
     augment: AugmentConfig = AugmentConfig(rlm=0.0)
@@ -129,8 +129,8 @@ class FinetuneConfig(RunConfig):
         return replace(model, leads=len(self.augment.output_leads), **settings)
 
     @property
-    def plugged(self) -> list[tuple[str, str]]:
-        return [*super().plugged, ("task.head", self.task.head)]
+    def plugin_settings(self) -> list[tuple[str, str]]:
+        return [*super().plugin_settings, ("task.head", self.task.head)]
 
     def require_files(self) -> None:
         super().require_files()

@@ -72,7 +72,7 @@ def measured_leads_lookup(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
     bits = [missing_leads(dataset) for dataset in datasets]
 
     def of_places(places: Places) -> np.ndarray:
-        return np.asarray(places.of(bits)[:, None] >> np.array(ALL_LEADS) & 1 == 0)
+        return np.asarray(places.take(bits)[:, None] >> np.array(ALL_LEADS) & 1 == 0)
 
     return of_places if any(bits_of_dataset.any() for bits_of_dataset in bits) else None
 
@@ -92,11 +92,11 @@ class Plan:
     """Crops before they are read: which, and everything that is random about them."""
 
     places: Places
-    p: Params
+    parameters: Params
     keep_BSL1: np.ndarray | None = None  # Augmenter.window_masks
 
     def part(self, part: slice) -> "Plan":
-        p = {name: values[part] for name, values in self.p.items()}
+        p = {name: values[part] for name, values in self.parameters.items()}
         keep_BSL1 = None if self.keep_BSL1 is None else self.keep_BSL1[part]
         return Plan(self.places[part], p, keep_BSL1)
 
@@ -109,7 +109,7 @@ class Augmenter:
     views: Views  # two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
     seed: int
     device: torch.device
-    measured: MeasuredLeads | None = None  # None: all leads of all crops
+    measured_leads: MeasuredLeads | None = None  # None: all leads of all crops
     windows: int = 0  # as in LoaderConfig
 
     @cached_property
@@ -127,21 +127,21 @@ class Augmenter:
         return TorchOps(HALF, FS_HZ, self.device, self.seed)
 
     def random(self, places: Places, views: int = 2) -> Random:
-        measured_BL = self.measured(places) if self.measured else None
+        measured_BL = self.measured_leads(places) if self.measured_leads else None
         return Random(self.seed, places.epoch, crop_key(places), views, measured_BL=measured_BL)
 
     def plan(self, places: Places) -> Plan:
         """Draw everything that is random about a batch."""
-        return Plan(places, self.parameters(places), self.window_masks(places))
+        return Plan(places, self.draw_parameters(places), self.window_masks(places))
 
     def window_masks(self, places: Places) -> np.ndarray | None:
         """bool [B, windows, L, 1]: the leads to keep in each window of a crop. None: the stages mask
         halves or views."""
         if not self.windows:
             return None
-        return RandomLeads(self.config).masks(self.random(places, self.windows))
+        return RandomLeads(self.config).keep_masks(self.random(places, self.windows))
 
-    def parameters(self, places: Places) -> Params:
+    def draw_parameters(self, places: Places) -> Params:
         """Draw everything that is random about the stages."""
         p = draw_parameters(self.stages, self.random(places))
         if self.views == "window":
@@ -162,9 +162,11 @@ class Augmenter:
     def add_white_noise(self, x_BSLT: torch.Tensor, p: Params) -> None:
         """Add the noises that DALI has left out. What follows them is linear, so the other stages
         may have been applied before."""
-        if not any(stage.from_bank for stage in self.stages):
+        if not any(stage.bank_parameters for stage in self.stages):
             return
-        stages = [stage for stage in self.stages if stage.from_bank or not isinstance(stage, Noise)]
+        stages = [
+            stage for stage in self.stages if stage.bank_parameters or not isinstance(stage, Noise)
+        ]
         silent = x_BSLT.new_zeros((*x_BSLT.shape[:2], len(ALL_LEADS), HALF))
         x_BSLT += augment(silent, self.to_device(p), stages, self.ops)
 
@@ -198,7 +200,7 @@ class Draw(torch.Generator):
     whatever rank or device. As a torch.Generator it is seeded for each step and rank, once for all
     functions."""
 
-    def at(self, seed: int, places: Places, function: int) -> None:
+    def move_to(self, seed: int, places: Places, function: int) -> None:
         """`function`: which of several."""
         crop_B11 = crop_key(places)[:, None, None]
         self.key = seed, RandomStream.OWN, function, places.epoch[:, None, None], crop_B11
@@ -259,7 +261,7 @@ class ExtraAugmentation:
 
     def _apply(self, number: int, x_BSLT: torch.Tensor, places: Places) -> torch.Tensor:
         setting, function = self.functions[number]
-        self.draw.at(self.seed, places, number)
+        self.draw.move_to(self.seed, places, number)
         with blaming(setting):
             return require_like(x_BSLT, function(x_BSLT, self.draw))
 
@@ -274,22 +276,24 @@ class ExtraAugmentation:
         x_BSLT[1, :, 0] = other_BSLT[1, :, 0] = 0  # as a lead that is masked
         stays_B = torch.tensor(UNCHANGED_B, device=device)
         for number, (setting, _) in enumerate(self.functions):
-            y_BSLT = self._tried(number, x_BSLT)
+            y_BSLT = self._repeatable_output(number, x_BSLT)
             with blaming(setting):
                 if not y_BSLT.isfinite().all():
                     raise ConfigError("returns NaN or infinity for noise")
-                if not are_same(y_BSLT, self._tried(number, x_BSLT)):
+                if not are_same(y_BSLT, self._repeatable_output(number, x_BSLT)):
                     raise ConfigError(
                         "returns something else for the same batch: take random numbers from `draw` only"
                     )
                 for kept_B in (stays_B, ~stays_B):
                     mixed_BSLT = torch.where(kept_B[:, None, None, None], x_BSLT, other_BSLT)
-                    if not are_same(y_BSLT[kept_B], self._tried(number, mixed_BSLT)[kept_B]):
+                    if not are_same(
+                        y_BSLT[kept_B], self._repeatable_output(number, mixed_BSLT)[kept_B]
+                    ):
                         raise ConfigError(
                             "a crop changes when other crops of the batch change: crops must be independent"
                         )
 
-    def _tried(self, number: int, x_BSLT: torch.Tensor) -> torch.Tensor:
+    def _repeatable_output(self, number: int, x_BSLT: torch.Tensor) -> torch.Tensor:
         """What a function makes of a batch, always with the same random numbers."""
         rows = np.arange(len(x_BSLT))
         places = Places(np.zeros_like(rows), rows, np.zeros_like(rows))

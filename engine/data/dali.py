@@ -58,7 +58,7 @@ class DaliOps:
 
         return fn.cat(*leads, axis=1)
 
-    def matrix(self, matrix: Node, x: Node) -> Node:
+    def matmul(self, matrix: Node, x: Node) -> Node:
         """A sum of column times row: DALI has no matrix product."""
         total = matrix[:, :, 0:1] * x[:, 0:1, :]
         for lead in ALL_LEADS[1:]:
@@ -120,8 +120,8 @@ class Pipeline:
     ) -> None:
         check_installed()
         self.feed, self.device = feed, augmenter.device
-        self.stages = [stage for stage in augmenter.stages if not stage.from_bank]
-        unused = {name for stage in augmenter.stages for name in stage.from_bank}
+        self.stages = [stage for stage in augmenter.stages if not stage.bank_parameters]
+        unused = {name for stage in augmenter.stages for name in stage.bank_parameters}
         self.names = sorted(example.keys() - unused)
         self.fed_arrays: deque[list[np.ndarray]] = deque(maxlen=BATCHES_IN_USE)
         self.in_flight = InFlight(torch.cuda.Event) if self.device.type == "cuda" else None

@@ -2,7 +2,7 @@
 
 data = open_together(["ds/2026", "ds/2027-*"])       # Datasets
 data.column("age")                                   # of all crops
-data.rows_of(np.array([3, 70_000]))                  # the rows of each dataset
+data.rows_by_dataset(np.array([3, 70_000]))                  # the rows of each dataset
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Datasets:
     all: tuple[Dataset, ...]
 
     @cached_property
-    def begins(self) -> np.ndarray:
+    def first_rows(self) -> np.ndarray:
         """The number of the first crop of each dataset."""
         return np.cumsum([0, *map(len, self.all)])[:-1]
 
@@ -33,8 +33,8 @@ class Datasets:
         return sum(map(len, self.all))
 
     def __getitem__(self, row: int) -> Ecg:
-        number = int(self.numbers_of(np.array([row]))[0])
-        return self.all[number][row - int(self.begins[number])]
+        number = int(self.dataset_numbers(np.array([row]))[0])
+        return self.all[number][row - int(self.first_rows[number])]
 
     @property
     def name(self) -> str:
@@ -60,30 +60,33 @@ class Datasets:
         return pa.concat_tables([dataset.table(columns) for dataset in self.all])
 
     def column(self, name: str) -> np.ndarray:
-        return self.each(lambda dataset: dataset.column(name))
+        return self.concatenate(lambda dataset: dataset.column(name))
 
-    def each(self, values_of: Callable[[Dataset], np.ndarray]) -> np.ndarray:
+    def concatenate(self, values_of: Callable[[Dataset], np.ndarray]) -> np.ndarray:
         """What a function returns for the crops of each dataset, one after the other."""
         return np.concatenate([values_of(dataset) for dataset in self.all])
 
     def select(self, identity: str) -> np.ndarray:
         """The crops with this role in identification."""
-        return np.flatnonzero(self.each(lambda dataset: dataset.column("id_role")) == identity)
+        return np.flatnonzero(
+            self.concatenate(lambda dataset: dataset.column("id_role")) == identity
+        )
 
-    def numbers_of(self, rows: np.ndarray) -> np.ndarray:
+    def dataset_numbers(self, rows: np.ndarray) -> np.ndarray:
         """Which dataset each of these crops is in."""
-        return np.asarray(np.searchsorted(self.begins, rows, side="right") - 1)
+        return np.asarray(np.searchsorted(self.first_rows, rows, side="right") - 1)
 
-    def rows_of(self, rows: np.ndarray) -> list[np.ndarray]:
+    def rows_by_dataset(self, rows: np.ndarray) -> list[np.ndarray]:
         """Those of these crops that are in each dataset, by their rows in it."""
-        number_N = self.numbers_of(rows)
+        number_N = self.dataset_numbers(rows)
         return [
-            rows[number_N == number] - begin for number, begin in enumerate(self.begins.tolist())
+            rows[number_N == number] - begin
+            for number, begin in enumerate(self.first_rows.tolist())
         ]
 
-    def split(self, values_N: np.ndarray) -> list[np.ndarray]:
+    def split_by_dataset(self, values_N: np.ndarray) -> list[np.ndarray]:
         """The values of the crops of each dataset, of those of all crops."""
-        return np.split(values_N, self.begins[1:])
+        return np.split(values_N, self.first_rows[1:])
 
 
 def open_together(

@@ -56,7 +56,7 @@ def crop_order(
     config: LoaderConfig, datasets: Sequence[Dataset], selection: Selection = ALL_CROPS
 ) -> Order:
     """The order of the selected crops."""
-    selected = [DatasetRows.of(dataset, selection, d) for d, dataset in enumerate(datasets)]
+    selected = [DatasetRows.select(dataset, selection, d) for d, dataset in enumerate(datasets)]
     return Order(
         tuple(selected), config.batch_crops, config.seed, config.weights, config.block_shards
     )
@@ -82,12 +82,12 @@ class Loader:
         self.config, self.device, self.rank, self.world = config, device, rank, world
         self.backend = self._chosen_backend()
         self.extra = None
-        if named_functions := config.augment.own:
+        if named_functions := config.augment.extra_functions:
             self.extra = ExtraAugmentation(named_functions, config.seed, rank, device)
             self.extra.examine(len(config.augment.output_leads))
         self.order = crop_order(config, datasets, selection)
         # fail early if the batch cannot be divided
-        self.order.slice(0, rank, world, micro=config.micro_batch)
+        self.order.rank_places(0, rank, world, micro=config.micro_batch)
         self.crops = config.batch_crops // world
         self.reuse_batches = reuse_batches
         self.recipe = self._recipe(datasets, selection)
@@ -151,7 +151,7 @@ class Loader:
         plans = self._plans(executor)
         buffers = executor.buffers(self.config.read_ahead)
         with (
-            closing(fill_ahead(plans, executor.read, buffers, executor.in_use)) as read,
+            closing(fill_ahead(plans, executor.read, buffers, executor.batches_in_use)) as read,
             closing(self._split(read)) as batches,
             closing(executor.augment(batches)) as augmented,
         ):
@@ -166,11 +166,11 @@ class Loader:
 
     def _plans(self, executor: Executor) -> Iterator[Plan]:
         """For as many batches as are read together."""
-        crops = executor.together * self.crops
-        steps = max(1, CROPS_PER_PLAN // crops) * executor.together
+        crops = executor.batches_per_read * self.crops
+        steps = max(1, CROPS_PER_PLAN // crops) * executor.batches_per_read
         for first in count(self.step, steps):
             with self.meter.timed("plan"):
-                places = self.order.slice(
+                places = self.order.rank_places(
                     first, self.rank, self.world, steps, self.config.micro_batch
                 )
                 plan = self.augmenter.plan(places)
@@ -206,7 +206,7 @@ class Loader:
         """Everything besides `crops_seen` that determines the next batch, as JSON."""
         return {
             "datasets": [dataset.fingerprint for dataset in datasets],
-            "roles": dict(sorted(selection.chosen().items())),
+            "roles": dict(sorted(selection.criteria().items())),
             "backend": self.backend,
             **_recipe_settings(self.config),
         }

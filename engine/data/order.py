@@ -1,10 +1,10 @@
 """The order of crops: a pure function of the seed, the position and the datasets. Its only state is
 `crops_seen`.
 
-    rows = DatasetRows.of(Dataset.open("DATASET"), Selection(pretrain=True))
+    rows = DatasetRows.select(Dataset.open("DATASET"), Selection(pretrain=True))
     order = Order((rows,), batch_crops=512, seed=0)
     order.batch(step)                       # the global batch: the same crops in the same order for every world size
-    order.slice(step, rank, world)          # this rank's part of it
+    order.rank_places(step, rank, world)    # this rank's part of it
     order.places(crops_seen, 512).row       # to resume, start from crops_seen
 
 Nothing is shuffled in memory: a keyed permutation maps a position to a row, in 0.20 ms for 512 of
@@ -91,7 +91,7 @@ class Selection:
     where: str = ""  # data.where
     rows: Sequence[np.ndarray] = ()  # of each dataset; (): by the criteria above alone
 
-    def chosen(self) -> dict[str, Any]:
+    def criteria(self) -> dict[str, Any]:
         """The criteria that are set, in JSON's types: a digest for the rows of each dataset."""
         chosen: dict[str, Any] = {}
         for field in fields(self):
@@ -117,7 +117,7 @@ class DatasetRows:
     shard_first: np.ndarray  # [shards + 1] number of rows before each shard
 
     @classmethod
-    def of(
+    def select(
         cls,
         dataset: Dataset,
         selection: Selection = ALL_CROPS,
@@ -148,7 +148,7 @@ class DatasetRows:
             numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
             names = {"hold_out": "data.hold_out", "where": "data.where"}
-            criteria = replace(selection, rows=()).chosen()
+            criteria = replace(selection, rows=()).criteria()
             text = ", ".join(
                 f"{names.get(name, name)}={value!r}" for name, value in criteria.items()
             )
@@ -156,10 +156,10 @@ class DatasetRows:
                 f"{name}: no crop has {text}; its roles are {dataset.facts.roles.model_dump()}: select "
                 "others"
             )
-        return cls.among(name, crops, numbers)
+        return cls.from_sizes(name, crops, numbers)
 
     @classmethod
-    def among(
+    def from_sizes(
         cls, name: str, shard_crops: Sequence[int], numbers: np.ndarray | None = None
     ) -> "DatasetRows":
         """Select the given rows of a dataset whose shards have these sizes."""
@@ -178,7 +178,7 @@ class DatasetRows:
         """Row numbers of the index-th selected rows."""
         return index if self.numbers is None else self.numbers[index].astype(np.int64)
 
-    def after(self, row: int) -> int:
+    def next_row(self, row: int) -> int:
         """The next selected row; after the last, the first."""
         if self.numbers is None:
             return (row + 1) % len(self)
@@ -200,7 +200,7 @@ class Places:
     def __len__(self) -> int:
         return len(self.row)
 
-    def of(self, values: Sequence[np.ndarray]) -> np.ndarray:
+    def take(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """From values of each dataset's crops, those of these crops."""
         values_of_crops = np.empty((len(self), *values[0].shape[1:]), values[0].dtype)
         for d, dataset_values in enumerate(values):
@@ -274,7 +274,7 @@ class Order:
         """The `count` crops that follow the first `crops_seen` of the run."""
         return self._places_at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
 
-    def drawn(self, crops_seen: int) -> list[np.ndarray]:
+    def draw_counts(self, crops_seen: int) -> list[np.ndarray]:
         """How often each crop of each dataset is among the first `crops_seen` of the run."""
         times = []
         cycle, place = divmod(crops_seen, sum(self._quotas))
@@ -295,9 +295,9 @@ class Order:
         return times
 
     def batch(self, step: int) -> Places:
-        return self.slice(step, 0, 1)
+        return self.rank_places(step, 0, 1)
 
-    def slice(
+    def rank_places(
         self, step: int, rank: int, world: int, steps: int = 1, micro: int | None = None
     ) -> Places:
         """A rank's share of `steps` successive global batches. The micro-batches that all ranks

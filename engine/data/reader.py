@@ -99,7 +99,7 @@ class Report:
 class CropSink(Protocol):
     """Takes crops that were read, instead of a batch: all threads write to it at the same time."""
 
-    at_a_time: int
+    crops_per_write: int
 
     def write(self, crops_BLT: torch.Tensor, positions: list[int], rows: list[int]) -> None:
         """Take the first crops of a buffer, which are good: the rows at these positions of the batch.
@@ -148,7 +148,7 @@ class _Source:
             return np.divmod(rows, self.chunks.block)
         return self.shard[rows], self.offset[rows]
 
-    def where(self, read: _Read) -> str:
+    def describe_read(self, read: _Read) -> str:
         if self.chunks:
             return f"{self.url}/{self.chunks.name(read.shard)}: crop {read.row}"
         return f"{self.url}/{self.names[read.shard]}: crop {read.row} at byte {read.offset}"
@@ -184,7 +184,7 @@ class CropReader:
         # one thread less, as the calling thread reads too
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader", use_one_thread)
         self._rows = rows or [
-            DatasetRows.among(dataset.root.url, [len(dataset)]) for dataset in datasets
+            DatasetRows.from_sizes(dataset.root.url, [len(dataset)]) for dataset in datasets
         ]
         self._bad: set[tuple[int, int]] = set()
 
@@ -244,7 +244,7 @@ class CropReader:
                 raise DatasetError(
                     f"{self._sources[d].url}: none of its {len(allowed)} selected crops can be read"
                 )
-            rows[p] = allowed.after(int(rows[p]))
+            rows[p] = allowed.next_row(int(rows[p]))
             still_bad = self._read(np.array([d]), rows[p : p + 1], output, p)
             if not still_bad:
                 return skipped
@@ -331,7 +331,7 @@ class CropReader:
             results = [self._read_crop(read, output[read.position], files) for read in reads]
             return [bad_crop for bad_crop in results if bad_crop]
         bad_crops: list[BadCrop] = []
-        crops_BLT = torch.empty((output.at_a_time, *CROP_SHAPE), dtype=torch.int16)
+        crops_BLT = torch.empty((output.crops_per_write, *CROP_SHAPE), dtype=torch.int16)
         buffers = list(crops_BLT.numpy())
         positions: list[int] = []
         rows: list[int] = []
@@ -371,7 +371,7 @@ class CropReader:
         if not problem:
             return None
         path = files.paths.get(read[:2])
-        where = f"{path}, downloaded twice: " * bool(path) + source.where(read)
+        where = f"{path}, downloaded twice: " * bool(path) + source.describe_read(read)
         reason = f"{where}: {problem}: restore the file"
         return BadCrop(read.position, read.dataset, read.row, reason)
 

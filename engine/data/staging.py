@@ -178,7 +178,7 @@ class Staging:
         try:
             while not self._closing:
                 lock = _open_locked(self._file(key), os.O_RDONLY, fcntl.LOCK_SH)
-                if lock is not None and self._is_right(key, lock):
+                if lock is not None and self._is_intact(key, lock):
                     with suppress(PermissionError):  # another user's file
                         os.utime(lock)  # most recently used: evicted last
                     return lock
@@ -202,7 +202,7 @@ class Staging:
             ) from None
         raise StagingError(f"{self._name(key)}: the cache was closed")
 
-    def _is_right(self, key: Key, lock: int) -> bool:
+    def _is_intact(self, key: Key, lock: int) -> bool:
         """Verify a file that an earlier run left before its first use."""
         if key not in self._verified:
             with open(os.dup(lock), "rb") as file:

@@ -29,7 +29,7 @@ class TorchOps:
     def bank(self) -> Tensor:
         return torch.from_numpy(white_bank(self.seed)).to(self.sample.device)
 
-    def white(self, start: Tensor) -> Tensor:
+    def white_noise(self, start: Tensor) -> Tensor:
         """Copy white noise [.., L, T] from the bank at these places, [.., L, 1]."""
         windows = self.bank.unfold(0, len(self.sample), 1)
         slices = windows.index_select(0, start.reshape(-1))
@@ -41,7 +41,7 @@ class TorchOps:
     def cat(self, leads: list[Tensor]) -> Tensor:
         return torch.cat(leads, dim=-2)
 
-    def matrix(self, matrix: Tensor, x: Tensor) -> Tensor:
+    def matmul(self, matrix: Tensor, x: Tensor) -> Tensor:
         return matrix @ x
 
     def multiply(self, x: Tensor, factor: Tensor) -> Tensor:

@@ -105,15 +105,15 @@ class _Rows:
             case ast.BoolOp(op, parts):
                 return reduce(FUNCTIONS[type(op)], map(self.value, parts))
             case ast.Compare(left, ops, others):
-                return reduce(pc.and_kleene, map(self.compared, [left, *others], ops, others))
+                return reduce(pc.and_kleene, map(self.compare, [left, *others], ops, others))
         raise ValueError(f"{_expression_text(node)} cannot be used: {HOW_TO_WRITE}")
 
-    def compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
+    def compare(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
         match op, right:
             case ast.NotIn(), _:
-                return pc.invert(self.compared(left, ast.In(), right))
+                return pc.invert(self.compare(left, ast.In(), right))
             case ast.In(), ast.List([_, *_] as values):
-                equal = (self.compared(left, ast.Eq(), value) for value in values)
+                equal = (self.compare(left, ast.Eq(), value) for value in values)
                 return reduce(pc.or_kleene, equal)
             case ast.Is(), ast.Constant(None):
                 return pc.is_null(self.value(left))

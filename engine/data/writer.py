@@ -28,7 +28,7 @@ CROPS_PER_WAVE = 64  # crops whose common noise is made at a time: 1 MB; the fas
 class CropWriter:
     """For any augmentation: so many crops at a time that their tensors fit in the cache."""
 
-    at_a_time = CROPS_PER_WRITE
+    crops_per_write = CROPS_PER_WRITE
 
     def __init__(
         self, augmenter: Augmenter, plan: Plan, out_BSLT: Tensor, meter: StageTimer
@@ -37,7 +37,7 @@ class CropWriter:
         self.planned_rows = (
             plan.places.row.tolist()
         )  # Python's integers compare faster than numpy's
-        self.p = augmenter.to_device(plan.p)
+        self.parameters = augmenter.to_device(plan.parameters)
 
     def write(self, crops_BLT: Tensor, positions: list[int], rows: list[int]) -> None:
         """The first crops of a buffer to these positions of the batch."""
@@ -50,7 +50,7 @@ class CropWriter:
 
     def _augment(self, crops_BLT: Tensor, positions: list[int]) -> None:
         index = torch.tensor(positions)
-        p = {name: values.index_select(0, index) for name, values in self.p.items()}
+        p = {name: values.index_select(0, index) for name, values in self.parameters.items()}
         x_BSLT = self.augmenter(crops_BLT[: len(positions)], p)
         self.out_BSLT.index_copy_(0, index, x_BSLT)
 
@@ -67,7 +67,7 @@ class SingleCropWriter(CropWriter):
     all stages are `by_crop`. What does not need the crop is computed here, for the whole batch: numpy
     and torch calls for one crop cost more than their arithmetic."""
 
-    at_a_time = 1
+    crops_per_write = 1
 
     def __init__(
         self, augmenter: Augmenter, plan: Plan, out_BSLT: Tensor, meter: StageTimer
@@ -78,19 +78,21 @@ class SingleCropWriter(CropWriter):
         shared: list[Noise] = []
         from_bank: list[Stage] = []
         for stage in augmenter.stages:
-            if stage.from_bank:
+            if stage.bank_parameters:
                 from_bank.append(stage)
             elif isinstance(stage, Noise):
                 shared.append(stage)
             else:
-                keep = stage.apply(keep, self.p, self.ops)
+                keep = stage.apply(keep, self.parameters, self.ops)
         self.out = out_BSLT.unbind()
         self.keep = keep.unbind()
         self.scale = (keep * MV_PER_UV).unbind()
-        self.waves = _shared_noise(shared, self.p, self.ops, crops).unbind() if shared else None
+        self.waves = (
+            _shared_noise(shared, self.parameters, self.ops, crops).unbind() if shared else None
+        )
         self.white = []
         for stage in from_bank:
-            gain, start = (self.p[name] for name in stage.from_bank)
+            gain, start = (self.parameters[name] for name in stage.bank_parameters)
             self.white.append(((gain * keep).unbind(), start.unbind()))
 
     def _augment(self, crops_BLT: Tensor, positions: list[int]) -> None:
@@ -101,14 +103,16 @@ class SingleCropWriter(CropWriter):
         if self.waves:
             out_SLT.addcmul_(self.keep[i], self.waves[i])
         for gain, start in self.white:
-            out_SLT.addcmul_(gain[i], self.ops.white(start[i]))
+            out_SLT.addcmul_(gain[i], self.ops.white_noise(start[i]))
 
 
 def crop_writer(
     augmenter: Augmenter, plan: Plan, out_BSLT: Tensor, meter: StageTimer
 ) -> CropWriter:
     """The fastest writer that can do all stages."""
-    by_crop = augmenter.views == "halves" and all(stage.by_crop for stage in augmenter.stages)
+    by_crop = augmenter.views == "halves" and all(
+        stage.fits_single_crop_writer for stage in augmenter.stages
+    )
     kind = SingleCropWriter if by_crop else CropWriter
     return kind(augmenter, plan, out_BSLT, meter)
 

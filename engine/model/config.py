@@ -146,7 +146,7 @@ class ModelConfig:
             )
 
     @property
-    def architecture(self) -> list[str]:
+    def architecture_settings(self) -> list[str]:
         """The settings that the encoder's weights depend on."""
         names = ["encoder", "options", "leads"]
         if not self.encoder:
@@ -209,7 +209,7 @@ class ObjectiveConfig:
             )
 
     @property
-    def plugged(self) -> bool:
+    def is_class(self) -> bool:
         """Whether the global objective is a class of its own."""
         return self.contrast > 0 and self.method not in CONTRASTS
 

@@ -311,7 +311,7 @@ class Encoder(nn.Module):
         if keep_RK is not None:
             assert mask_RN is None, "what is not in keep_RK is masked: give one of the two"
             mask_RN = torch.ones_like(z_RNF[..., 0], dtype=torch.bool).scatter_(1, keep_RK, False)
-        x_RND = self.enter(z_RNF, mask_RN)
+        x_RND = self.first_layer_input(z_RNF, mask_RN)
         if keep_RK is not None:
             x_RND = take_tokens(x_RND, keep_RK)
         for layer in self.layers:
@@ -321,7 +321,7 @@ class Encoder(nn.Module):
                 x_RND = layer(x_RND)
         return x_RND
 
-    def enter(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
+    def first_layer_input(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
         """The input of the first layer."""
         x_RND = self.input_dropout(self.project(z_RNF))
         if mask_RN is not None:

@@ -5,7 +5,7 @@ Datasets and loaders have crops of 10 s at 500 Hz in millivolts, as two halves. 
     band-pass -> resample -> clip -> zscore -> windows -> leads masked -> layernorm
 
     model.input.windows(uv_BLT, halves_B)           -> x_RLT, the windows of stored crops (int16 microvolts, twelve leads)
-    model.input.cut(x_BLT, halves_B)                -> x_BSLT, from the model's leads in millivolts at 500 Hz
+    model.input.cut_windows(x_BLT, halves_B)        -> x_BSLT, from the model's leads in millivolts at 500 Hz
     model.input.count(halves_B)                     how many windows that crops have
 
 Crops are filtered whole: what is zero-phase at 10 s has edges inside, if it is done by halves. Only
@@ -53,7 +53,7 @@ class Input(Window):
     """The input of a trained model, from its preprocessing.json."""
 
     leads: tuple[int, ...]  # one for each channel
-    seen: tuple[int, ...]  # leads that it was trained on; the others are zeros
+    seen_leads: tuple[int, ...]  # leads that it was trained on; the others are zeros
     scale: str = "millivolt"
     fs_hz: float = FS_HZ  # sampling rate inside the model; crops always have 500 Hz
     window_s: float = HALF_S
@@ -61,7 +61,7 @@ class Input(Window):
     clip_mv: float | None = None
 
     @classmethod
-    def of(cls, document: Any, channels: int) -> "Input":
+    def from_document(cls, document: Any, channels: int) -> "Input":
         if document.get("scale") not in list(SCALES):
             raise ConfigError(f"scale={document.get('scale')!r}: supported: {' and '.join(SCALES)}")
         window_s, fs_hz, band_hz = map(document.get, ("segment_s", "fs_hz", "band_hz"))
@@ -95,25 +95,23 @@ class Input(Window):
     def limited_to(self, leads: str | Iterable[str]) -> "Input":
         """The input of the same model with fewer leads; the others are zeros."""
         lead_numbers = parse_leads(leads)
-        if not set(lead_numbers) <= set(self.seen):
+        if not set(lead_numbers) <= set(self.seen_leads):
             raise ConfigError(
                 f"leads={describe_leads(lead_numbers)}: the model was trained on "
-                f"{describe_leads(self.seen)} only"
+                f"{describe_leads(self.seen_leads)} only"
             )
         if not self.padded and set(lead_numbers) != set(self.leads):
             raise ConfigError(
                 f"leads={describe_leads(lead_numbers)}: the model needs all of "
                 f"{describe_leads(self.leads)}"
             )
-        return replace(self, seen=lead_numbers)
+        return replace(self, seen_leads=lead_numbers)
 
-    def require(self, present: Iterable[int]) -> None:
+    def require_leads(self, present: Iterable[int]) -> None:
         given_leads = sorted(set(present))
         missing = [lead for lead in self.leads if lead not in given_leads]
-        if self.padded and not set(given_leads) & set(self.seen):
-            needed = (
-                f"the model was trained on {describe_leads(self.seen)}: give at least one of them"
-            )
+        if self.padded and not set(given_leads) & set(self.seen_leads):
+            needed = f"the model was trained on {describe_leads(self.seen_leads)}: give at least one of them"
             raise SignalError(f"leads={describe_leads(given_leads)}: {needed}")
         if missing and not self.padded:
             raise SignalError(
@@ -125,19 +123,19 @@ class Input(Window):
         """Of an ECG: crops have 5 or 10 s."""
         return HALF_S if self.window_s <= HALF_S else CROP_S
 
-    def count(self, halves: Any = 2) -> Any:
+    def count_windows(self, halves: Any = 2) -> Any:
         """How many windows lie wholly in the measured halves of a crop, or of several."""
         return np.floor(np.asarray(halves) * (HALF_S / self.window_s) + 1e-9).astype(np.int64)
 
-    def usable(self, dataset: Dataset) -> np.ndarray:
+    def usable_crops(self, dataset: Dataset) -> np.ndarray:
         """bool [crops]: has a window, and at least one of the model's leads was recorded."""
-        has_window = self.count(dataset.column("halves")) > 0
-        return np.asarray(has_window & ~none_measured(dataset, self.seen))
+        has_window = self.count_windows(dataset.column("halves")) > 0
+        return np.asarray(has_window & ~none_measured(dataset, self.seen_leads))
 
     @property
-    def nothing(self) -> str:
+    def missing_text(self) -> str:
         """What a crop lacks that is not usable."""
-        leads = describe_leads(self.seen)
+        leads = describe_leads(self.seen_leads)
         return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short}"
 
     @property
@@ -149,7 +147,7 @@ class Input(Window):
     def windows(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         """x_RLT: the windows that crops [B, 12, 5000] have, crop by crop."""
         x_RLT = self.crops(uv_BLT, halves_B).flatten(0, 1)
-        there_BS = np.arange(self.count()) < self.count(halves_B)[:, None]
+        there_BS = np.arange(self.count_windows()) < self.count_windows(halves_B)[:, None]
         there_R = torch.from_numpy(np.flatnonzero(there_BS)).to(x_RLT.device, non_blocking=True)
         return x_RLT if there_BS.all() else x_RLT[there_R]
 
@@ -160,11 +158,11 @@ class Input(Window):
             uv_BLT = torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
         x_BLT = uv_BLT.float() * MV_PER_UV
         for channel, lead in enumerate(self.leads):
-            if lead not in self.seen:
+            if lead not in self.seen_leads:
                 x_BLT[:, channel] = 0.0
-        return self.cut(x_BLT, halves_B)
+        return self.cut_windows(x_BLT, halves_B)
 
-    def cut(
+    def cut_windows(
         self,
         x_BLT: Tensor,
         halves_B: np.ndarray,
@@ -175,7 +173,7 @@ class Input(Window):
         the room that they leave in the crop. A lead that is all zeros in a crop, or not kept in
         a window, is zero and does not count in a mean."""
         crops_BLT, x_BLT = x_BLT, self._crops(x_BLT, halves_B)
-        count = self.count() if keep_BSL1 is None else keep_BSL1.shape[1]
+        count = self.count_windows() if keep_BSL1 is None else keep_BSL1.shape[1]
         samples = count * self.samples
         if start_B is None:
             x_BLT = x_BLT[..., :samples]
@@ -195,7 +193,7 @@ class Input(Window):
 
     def _crops(self, x_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         """Crops at the model's rate, zero after the halves that they have."""
-        if self.plain or (halves_B == 2).all():
+        if self.is_plain or (halves_B == 2).all():
             return self._measured(x_BLT)
         samples = 2 * self.samples if self.by_halves else samples_at(self.fs_hz, CROP)
         crops_BLT = x_BLT.new_zeros(*x_BLT.shape[:2], samples)

@@ -154,13 +154,13 @@ class StateSpace(nn.Module):
         return self
 
     def forward(self, u_RND: Tensor) -> Tensor:
-        y_RND = self.filtered(u_RND, self.C[0], self.D)
+        y_RND = self.filter_by(u_RND, self.C[0], self.D)
         if len(self.C) == 1:
             return y_RND
         following_RND = F.pad(u_RND.flip(1), (0, 0, 1, 0))[:, :-1]
-        return y_RND + self.filtered(following_RND, self.C[1], torch.zeros_like(self.D)).flip(1)
+        return y_RND + self.filter_by(following_RND, self.C[1], torch.zeros_like(self.D)).flip(1)
 
-    def filtered(self, u_RND: Tensor, c_Dh2: Tensor, d_D: Tensor) -> Tensor:
+    def filter_by(self, u_RND: Tensor, c_Dh2: Tensor, d_D: Tensor) -> Tensor:
         tokens, chunk, dtype = u_RND.shape[1], self.chunk, u_RND.dtype
         with torch.autocast(u_RND.device.type, enabled=False):
             c_D1n = c_Dh2.float().flatten(1)[:, None] @ self.read_Dnn

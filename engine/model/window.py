@@ -43,7 +43,7 @@ class Window:
         return signals
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether its windows are the halves of a crop as they are stored."""
         return self.signals == DEFAULT_INPUT
 

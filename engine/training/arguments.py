@@ -52,7 +52,7 @@ class PretrainInputs:
     def __init__(self, config: Config, datasets: Sequence[Dataset]) -> None:
         self.seed = config.train.seed
         self.dtype = dtype_of(config)
-        self.signals = config.signals
+        self.model_input = config.model_input
         self.views = config.pipeline.views
         objective = config.objective
         self.patients = patient_ids(datasets) if datasets and objective.needs_ids else None
@@ -65,9 +65,9 @@ class PretrainInputs:
         keys_BS = row_keys(self.seed, places.epoch, crop_key(places), windows)
         ids_B = attributes_B2 = None
         if self.patients:
-            ids_B = to_device(places.of(self.patients), device)
+            ids_B = to_device(places.take(self.patients), device)
         if self.attributes:
-            attributes_B2 = to_device(places.of(self.attributes), device)
+            attributes_B2 = to_device(places.take(self.attributes), device)
         return x_BSLT.to(self.dtype), to_device(keys_BS, device), tau, ids_B, attributes_B2
 
     def windows(self, batch: Batch) -> Tensor:
@@ -76,14 +76,14 @@ class PretrainInputs:
         x_BSLT, places = batch.x_BSLT, batch.places
         if batch.keep_BSL1 is None:  # halves of 5 s, as the loader gives them
             return x_BSLT
-        signals, crops, device = self.signals, len(x_BSLT), x_BSLT.device
+        signals, crops, device = self.model_input, len(x_BSLT), x_BSLT.device
         keep_BSL1 = to_device(batch.keep_BSL1, device)
         if self.views == "window":
             window_counts = np.ones(2 * crops, np.int64)
-            x_RSLT = signals.cut(
+            x_RSLT = signals.cut_windows(
                 x_BSLT.flatten(0, 1), window_counts, keep_BSL1.flatten(0, 1)[:, None]
             )
             return x_RSLT.view(crops, 2, *x_RSLT.shape[2:])
         u = uniform(self.seed, RandomStream.PAIR, places.epoch, crop_key(places))
         start_B = to_device(u, device)
-        return signals.cut(whole_crops(x_BSLT), np.full(crops, 2), keep_BSL1, start_B)
+        return signals.cut_windows(whole_crops(x_BSLT), np.full(crops, 2), keep_BSL1, start_B)

@@ -53,11 +53,13 @@ class Bucket:
             raise ConfigError(
                 f"{self.url}: is a dataset: choose another with ", Flag("--out"), " RUN"
             )
-        complete = {name: files for name, files in self._steps().items() if MANIFEST in files}
+        complete = {
+            name: files for name, files in self._checkpoint_files().items() if MANIFEST in files
+        }
         local_checkpoint = checkpoint_files.checkpoint_named(root, LATEST)
         if local_checkpoint and checkpoint_files.find_fault(local_checkpoint):
             local_checkpoint = None
-        name = self._newest(complete, local_checkpoint)
+        name = self._fetch_newest(complete, local_checkpoint)
         if not name:
             return
         for best in self._checkpoints_at(BEST, complete):
@@ -86,7 +88,7 @@ class Bucket:
         try:
             if not self.reachable and not last:
                 replace(self.place, tries=1).exists(LOCK)
-            self._send(keep)
+            self._upload(keep)
         except (DataError, OSError) as error:
             text = f"cannot upload: {error}: all is in {self.working_folder}: "
             if last:
@@ -101,7 +103,7 @@ class Bucket:
                 self.reachable = True
                 say(f"{self.url}: has been uploaded again, up to the newest checkpoint")
 
-    def _newest(self, complete: Files, local_checkpoint: Path | None) -> str:
+    def _fetch_newest(self, complete: Files, local_checkpoint: Path | None) -> str:
         """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the one that
         is here counts, or there is none."""
         if local_checkpoint and not complete:
@@ -119,7 +121,7 @@ class Bucket:
             )
         return ""
 
-    def _send(self, keep: int) -> None:
+    def _upload(self, keep: int) -> None:
         place, run = self.place, self.working_folder
         if place.exists(LOCK) and place.read(LOCK, len(OWNER_TOKEN)) != OWNER_TOKEN:
             raise checkpoint_files.CheckpointError(
@@ -141,7 +143,7 @@ class Bucket:
         if LATEST in pointers:
             self._prune(pointers, keep)
 
-    def _steps(self) -> Files:
+    def _checkpoint_files(self) -> Files:
         """The checkpoints in the bucket with the names of their files, the newest first."""
         files_of_steps: Files = {}
         for file in map(Path, self.place.names(CHECKPOINTS)):
@@ -198,7 +200,9 @@ class Bucket:
         """As in the working folder; also what an upload left unfinished."""
         last = step_of(pointers[LATEST])
         steps = {
-            name: files for name, files in self._steps().items() if step_of(Path(name)) <= last
+            name: files
+            for name, files in self._checkpoint_files().items()
+            if step_of(Path(name)) <= last
         }
         complete = [name for name, files in steps.items() if MANIFEST in files]
         for name in steps:

@@ -167,10 +167,10 @@ class Writer:
                 note[file.name] = {"bytes": part.bytes, "crc32c": part.crc32c}
             write_whole(path / f".rank{self.ranks.rank}.json", json.dumps(note))
             if self.ranks.first:
-                _publish(path, state, self._all_notes(path), self.settings.keep)
+                _publish(path, state, self._gather_notes(path), self.settings.keep)
         self.upload()
 
-    def _all_notes(self, path: Path) -> dict[str, Any]:
+    def _gather_notes(self, path: Path) -> dict[str, Any]:
         notes: dict[str, Any] = {}
         until_s = time.monotonic() + self.settings.timeout_s
         for rank in range(self.ranks.world):

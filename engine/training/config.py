@@ -199,9 +199,11 @@ def may_have_gpu() -> bool:
 class RunConfig(Section):
     """Settings of every training run."""
 
-    folder: ClassVar[str] = "pretrain"  # subfolder of configs/ in which a config is found by name
+    config_folder: ClassVar[str] = (
+        "pretrain"  # subfolder of configs/ in which a config is found by name
+    )
     defaults: ClassVar[dict[str, Any]] = {}  # where they differ from the sections' own
-    elsewhere: ClassVar[dict[str, str]] = {}  # settings that belong to another command
+    other_commands: ClassVar[dict[str, str]] = {}  # settings that belong to another command
     run: MayChange[str]  # folder of the run
     data: Any
     pipeline: PipelineConfig = PipelineConfig()
@@ -217,14 +219,14 @@ class RunConfig(Section):
         return []
 
     @property
-    def plugged(self) -> list[tuple[str, str]]:
+    def plugin_settings(self) -> list[tuple[str, str]]:
         """The settings that may name the user's own code."""
-        return self.augment.plugged
+        return self.augment.plugin_settings
 
     def require_files(self) -> None:
         """ConfigError if a file that a setting names is not there. It needs no PyTorch, which takes
         seconds to import."""
-        read_plugins(self.plugged, self.run)
+        read_plugins(self.plugin_settings, self.run)
 
     @property
     def length_matters(self) -> bool:
@@ -252,14 +254,14 @@ class Config(RunConfig):
     input: InputConfig = InputConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
+    other_commands: ClassVar[dict[str, str]] = dict.fromkeys(
         ("task", "encoder", "code"), "omnilead finetune"
     )
 
     @property
-    def plugged(self) -> list[tuple[str, str]]:
+    def plugin_settings(self) -> list[tuple[str, str]]:
         encoder = ("model.encoder", self.model.encoder)
-        return [encoder, *super().plugged, ("objective.method", self.objective.method)]
+        return [encoder, *super().plugin_settings, ("objective.method", self.objective.method)]
 
     def require_files(self) -> None:
         super().require_files()
@@ -267,10 +269,10 @@ class Config(RunConfig):
             local_folder(self.start)
 
     @property
-    def signals(self) -> "Input":
+    def model_input(self) -> "Input":
         from ..model.input import Input  # late: PyTorch takes seconds
 
-        return Input(self.augment.output_leads, self.augment.seen, **vars(self.input))
+        return Input(self.augment.output_leads, self.augment.seen_leads, **vars(self.input))
 
     @property
     def windows(self) -> int:
@@ -280,14 +282,14 @@ class Config(RunConfig):
     @property
     def loader(self) -> LoaderConfig:
         return replace(
-            super().loader, windows=0 if self.input.plain and self.windows == 2 else self.windows
+            super().loader, windows=0 if self.input.is_plain and self.windows == 2 else self.windows
         )
 
     def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
         objective, augment, t = self.objective, self.augment, self.train
         leads = len(augment.output_leads)
         views = "halves" if objective.method == "cmsc" else "window"
-        contrast = objective.contrast > 0 and not objective.plugged
+        contrast = objective.contrast > 0 and not objective.is_class
         if not self.model.encoder:
             tokens = self.model.tokens(self.input.samples)
             if objective.local > 0:
@@ -323,7 +325,9 @@ class Config(RunConfig):
                 f"{views}",
             ),
             (
-                contrast and views == "window" and not (augment.descriptions or augment.own),
+                contrast
+                and views == "window"
+                and not (augment.descriptions or augment.extra_functions),
                 "pipeline.views='window' without augmentation: both views would be equal: set "
                 "augment.rlm or augment.noise",
             ),
@@ -416,8 +420,8 @@ def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
 
 
 def _suggest(key: str, kind: type[BaseModel]) -> str:
-    if issubclass(kind, RunConfig) and key in kind.elsewhere:
-        return f" here: it belongs to {kind.elsewhere[key]}"
+    if issubclass(kind, RunConfig) and key in kind.other_commands:
+        return f" here: it belongs to {kind.other_commands[key]}"
     if DEVICE_SETTING.search(key):
         return f": {WHICH_DEVICE}"
     near = settings_named(key, kind) or nearest_settings(key, kind)

@@ -46,7 +46,7 @@ class StartingWeights:
     facts: dict[str, Any]  # for checkpoints and config.json
 
     @torch.no_grad()
-    def into(self, model: nn.Module) -> str:
+    def load_into(self, model: nn.Module) -> str:
         """Loads the weights into the model; what was loaded, and what starts afresh."""
         state = model.state_dict()
         encoder = {name: w for name, w in state.items() if name.startswith("encoder.")}
@@ -87,7 +87,7 @@ def read_weights(config: Config) -> StartingWeights:
         preprocessing = read_document(folder / PREPROCESSING)
         start_config = config_of(document, folder / CONFIG)
         weights, seen = weights_in(folder), seen_by(folder)
-    check_fits(config, start_config, Input.of(preprocessing, start_config.leads))
+    check_fits(config, start_config, Input.from_document(preprocessing, start_config.leads))
     trained = document.get("trained")
     trained = trained if isinstance(trained, dict) else {}
     continued: dict[str, Any] = {"start": start, "digest": digest[:16]}
@@ -127,4 +127,4 @@ def check_fits(config: Config, start_config: ModelConfig, signals: Input) -> Non
 def _architecture(model: ModelConfig) -> dict[str, Any]:
     settings = asdict(model) | {"encoder": portable_spec(model.encoder)}
     settings["options"] = options_with_defaults(model)
-    return {key: settings[key] for key in model.architecture}
+    return {key: settings[key] for key in model.architecture_settings}

@@ -95,7 +95,7 @@ def planned_amount(task: TrainingTask, order: Order, crops: int | None) -> Amoun
 
 def describe_data(task: TrainingTask, amount: Amount, pretended: bool) -> list[str]:
     of_whom = " of as many patients, which nobody has looked at" if pretended else ""
-    trained = f"{amount.trained_crops:,} to train on{'' if pretended else task.left_out()}"
+    trained = f"{amount.trained_crops:,} to train on{'' if pretended else task.left_out_text()}"
     epoch = f"an epoch is {amount.steps_per_epoch:,} x {amount.batch_crops} crops"
     line = f"data: {amount.crops:,} crops{of_whom}, {trained}; {epoch}"
     return [line] if pretended else [line, *task.remarks]
@@ -232,7 +232,7 @@ def kept_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
         return x
 
     masks = None
-    if not task.input.plain:
+    if not task.input.is_plain:
         masks = np.ones((len(places), task.windows, leads, 1), bool)
     # Real ones: a filter that is computed here is kept, and a fake one would spoil the next training
     x_BSLT = torch.zeros(len(places), 2, leads, HALF)

@@ -47,7 +47,7 @@ def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
     for setting, value in flatten(config.tree()).items():
         if setting not in may_differ:
             facts[setting] = f"{setting}=", str(value)
-    for file, content in read_plugins(config.plugged, config.run).items():
+    for file, content in read_plugins(config.plugin_settings, config.run).items():
         facts[f"code {file}"] = f"another {file}: sha256 ", _short_sha256(content)
     for package, version in versions().items():
         facts[f"version {package}"] = f"{package} ", version

@@ -37,7 +37,7 @@ class Export(NamedTuple):
 
 def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
     """What RUN/model will hold, from the best or the newest checkpoint."""
-    path = run.best() if task.exports_best else run.newest(warn)
+    path = run.best_checkpoint() if task.exports_best else run.newest_checkpoint(warn)
     if path is None:
         raise CheckpointError(f"{run.path}: has no checkpoint: train it first")
     state = checkpoint_files.read_state(path)
@@ -49,7 +49,7 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
     config: Any = saved_config(path, state, task.settings)
     with distributed.process_state_restored():  # reading may import DeepSpeed
         state_dict = full_weights(path)
-    weights = task.exported(config, state_dict)
+    weights = task.exported_weights(config, state_dict)
     known = seen_by_checkpoint(run.path, config, state, task)
     if not known.datasets:
         known = join_with_written(run.model, known, _history(config, state))
@@ -60,7 +60,7 @@ class Seen(NamedTuple):
     """What the weights of a checkpoint have seen."""
 
     seen: pa.Table  # their start included
-    # How often each crop was drawn (Order.drawn), by the fingerprint of its dataset
+    # How often each crop was drawn (Order.draw_counts), by the fingerprint of its dataset
     times_drawn: dict[str, np.ndarray]
     source_hz: list[float]  # lowest and highest rate of the labelled ones; []: none, or unknown
     datasets: list[str]  # where the data of the run lie; []: they are gone
@@ -76,7 +76,7 @@ def seen_by_checkpoint(
     places: list[str] = []
     try:
         found = _find_datasets(run, config, state)
-        for dataset, times, use in task.uses(config, state, run, list(found.values())):
+        for dataset, times, use in task.crop_uses(config, state, run, list(found.values())):
             records.append(seen.record_of_crops(dataset, np.flatnonzero(times), use))
             if use != "selected":
                 times_drawn[dataset.fingerprint] = times
@@ -154,10 +154,10 @@ def full_weights(path: Path) -> dict[str, Tensor]:
 def write_export(run: RunFolder, export: Export, task: type[TrainingTask], card: str) -> Path:
     """Writes RUN/model: weights in safetensors, the input specification, the card."""
     config, state, weights, record, source_hz = export
-    document = task.described(config, state) | {"trained": _history(config, state)}
+    document = task.exported_config(config, state) | {"trained": _history(config, state)}
     if "head" in document and source_hz:
         document["head"]["source_hz"] = source_hz
-    code = run.kept_code(state.get("code", ()))
+    code = run.read_code(state.get("code", ()))
     signals = preprocessing_of(config, state)
     try:
         folder.write_model(run.model, weights, document, signals, card, code, record)
@@ -172,7 +172,7 @@ def write_export(run: RunFolder, export: Export, task: type[TrainingTask], card:
 def preprocessing_of(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
     """preprocessing.json: the signals that the model takes."""
     leads = describe_leads(config.augment.output_leads).split(",")
-    seen = describe_leads(config.augment.seen).split(",")
+    seen = describe_leads(config.augment.seen_leads).split(",")
     signals = {**DEFAULT_INPUT, "leads": leads, "segment_s": 5.0, **state.get("input", {})}
     signals["meaning"] = SCALES[signals["scale"]]
     if seen != leads:

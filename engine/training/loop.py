@@ -222,7 +222,7 @@ class Loop:
             self._log(losses, batch)
             if float(self.adam.in_a_row) >= t.max_nonfinite:
                 self._save_and_wait()  # the weights are those of the last good step
-                raise TrainError(self._not_finite())
+                raise TrainError(self._describe_nonfinite())
         if self.progress.validation_due:
             self._validate()
 
@@ -259,7 +259,7 @@ class Loop:
             }
         )
 
-    def _not_finite(self) -> str:
+    def _describe_nonfinite(self) -> str:
         """Names the crops of the last skipped steps."""
         crops = []
         for step, places in list(self.recent)[-3:]:
@@ -292,7 +292,7 @@ class Loop:
         value = row.get(name, np.nan)
         best = progress.best.get(name, -sign * np.inf)
         if np.isfinite(value) and sign * (value - best) > 0:
-            progress.best = {"step": progress.step, name: value, **self.task.chosen()}
+            progress.best = {"step": progress.step, name: value, **self.task.chosen_values()}
             progress.stale = 0
             self._save()
         elif np.isfinite(value) or progress.best:  # a metric may be undefined on these crops
@@ -326,7 +326,7 @@ class Loop:
 
     def _write_checkpoint(self) -> None:
         facts = run_facts(self.config, self.task.datasets, self.ranks)
-        state = {**facts, **self.task.facts(), **vars(self.progress)}
+        state = {**facts, **self.task.resume_facts(), **vars(self.progress)}
         self.writer.save(self.engine, state, self.loader_state)
 
 

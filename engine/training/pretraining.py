@@ -91,7 +91,7 @@ class PretrainTask(TrainingTask):
     encoder: nn.Module | None  # one that is not the authors'
     tokens: int  # of a window
     inputs: PretrainInputs
-    held_out: ValidationLoss
+    validation_loss: ValidationLoss
     probe: PatientProbe
     copies: int  # crops whose waveform another one has
     start: StartingWeights | None
@@ -100,8 +100,8 @@ class PretrainTask(TrainingTask):
     @classmethod
     def prepare(cls, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
         local = config.objective.local > 0
-        code = read_plugins(config.plugged, config.run)
-        model_input = config.signals
+        code = read_plugins(config.plugin_settings, config.run)
+        model_input = config.model_input
         encoder, tokens = build_and_examine(
             config.model, local, dtype_of(config), config.train.seed, samples=model_input.samples
         )
@@ -121,7 +121,7 @@ class PretrainTask(TrainingTask):
         ]
         start = read_weights(config) if config.start else None
         flops = encoder_flops(encoder, config.model, local, model_input.samples, config.windows)
-        if config.objective.plugged and config.objective.method == "jepa":
+        if config.objective.is_class and config.objective.method == "jepa":
             width = int(getattr(encoder, "width", config.model.width))
             flops += config.windows * added_flops(flops / config.windows, tokens, width)
         return cls(
@@ -136,17 +136,17 @@ class PretrainTask(TrainingTask):
             windows=config.loader.windows,
             remarks=remarks,
             code=code,
-            kept={SEEN: to_bytes(start.seen)} if start else {},
+            kept_files={SEEN: to_bytes(start.seen)} if start else {},
             encoder=encoder,
             tokens=tokens,
             inputs=inputs,
-            held_out=held_out,
+            validation_loss=held_out,
             probe=probe,
             copies=copies,
             start=start,
         )
 
-    def left_out(self) -> str:
+    def left_out_text(self) -> str:
         return left_out_text(self.config, self.datasets, self.copies)
 
     def model(self, generator: torch.Generator) -> nn.Module:
@@ -155,10 +155,10 @@ class PretrainTask(TrainingTask):
         if model.plugin is not None:
             dtype = dtype_of(config)
             cast_statistics(model.plugin, dtype)
-            names = examine_objective(model, dtype, config.windows, config.signals.samples)
+            names = examine_objective(model, dtype, config.windows, config.model_input.samples)
             self.keys = tuple(dict.fromkeys([*self.keys, *names]))
         if self.start:
-            self.remarks = [*self.remarks, self.start.into(model)]
+            self.remarks = [*self.remarks, self.start.load_into(model)]
             if isinstance(model.plugin, JointEmbedding):
                 model.plugin.after_step(model.encoder, momentum=0)
         return model
@@ -173,24 +173,27 @@ class PretrainTask(TrainingTask):
         return self.inputs(batch, tau)
 
     def validate(self, engine: Any, between: Between) -> dict[str, float]:
-        row = self.held_out.measure(engine, between) if self.held_out.crops else {}
+        row = self.validation_loss.measure(engine, between) if self.validation_loss.crops else {}
         if self.probe.pairs:
             row["identification_accuracy"] = self.probe.accuracy(engine, between)
         return row
 
-    def facts(self) -> dict[str, Any]:
+    def resume_facts(self) -> dict[str, Any]:
         """Adds the number of candidates, which is part of the objective."""
-        facts = super().facts()
+        facts = super().resume_facts()
         if self.start:
             facts |= self.start.facts
-        if not self.config.signals.plain:
-            facts["input"] = self.config.signals.signals
+        if not self.config.model_input.is_plain:
+            facts["input"] = self.config.model_input.signals
         if self.config.objective.contrast > 0:
             facts["train.micro_batch x ranks"] = count_candidates(self.config, self.ranks.world)
         return facts
 
-    def explained(self) -> dict[str, Any]:
-        in_training, held_out = count_candidates(self.config, self.ranks.world), self.held_out.crops
+    def explanations(self) -> dict[str, Any]:
+        in_training, held_out = (
+            count_candidates(self.config, self.ranks.world),
+            self.validation_loss.crops,
+        )
         chance = self._chance("", in_training) | self._chance(VALID, held_out)
         if self.probe.pairs:
             chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
@@ -209,7 +212,7 @@ class PretrainTask(TrainingTask):
             )  # some are drawn more than once
             chance[f"{prefix}loss_local"] = math.log(1 + negatives)
             chance[f"{prefix}accuracy_local"] = 1 / (1 + rivals)
-        if objective.contrast > 0 and crops and not objective.plugged:
+        if objective.contrast > 0 and crops and not objective.is_class:
             one_half = objective.method == "cmsc" and objective.form == "authors"
             choices = crops if one_half else 2 * crops - 1
             chance[f"{prefix}loss_global"] = math.log(choices)
@@ -224,7 +227,7 @@ class PretrainTask(TrainingTask):
             differs.append("dropout is off")
         if local:
             differs.append("codes are the likeliest ones, not sampled")
-        contrasted = config.objective.contrast > 0 and not config.objective.plugged
+        contrasted = config.objective.contrast > 0 and not config.objective.is_class
         if contrasted and held_out != in_training:
             differs.append(f"crops are contrasted in batches of {held_out:,}, not {in_training:,}")
         masked = ["tokens"] * local + ["leads"] * (config.augment.rlm > 0)
@@ -258,41 +261,41 @@ class PretrainTask(TrainingTask):
         return text if self.low_logs == COLLAPSED_LOGS else None
 
     @staticmethod
-    def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
+    def exported_config(config: Config, state: dict[str, Any]) -> dict[str, Any]:
         objective = config.objective
         model = asdict(config.model) | {"encoder": portable_spec(config.model.encoder)}
         document: dict[str, Any] = {
             "model": model,
             "objective": asdict(objective) | {"method": portable_spec(objective.method)},
-            "readout": DEFAULT_READOUT if config.signals.plain else READOUT_WITHOUT_RHYTHM,
+            "readout": DEFAULT_READOUT if config.model_input.is_plain else READOUT_WITHOUT_RHYTHM,
         }
         if "continued" in state:
             document["continued"] = state["continued"]
         return document
 
     @staticmethod
-    def uses(
+    def crop_uses(
         config: Config, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
         selection = training_selection(config)
         if config.data.dedup:
             selection = Selection(rows=first_of_each_waveform(config, datasets)[0])
         order = crop_order(config.loader, datasets, selection)
-        times_drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
+        times_drawn = zip(datasets, order.draw_counts(state["crops_seen"]), strict=True)
         use = "labelled" if config.objective.attributes else "unlabelled"
         return [(dataset, times, use) for dataset, times in times_drawn]
 
     @staticmethod
-    def exported(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def exported_weights(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         not_exported = "plugin.", "attributes."
         kept = {name: w for name, w in weights.items() if not name.startswith(not_exported)}
-        if config.objective.plugged and config.objective.method == "jepa":
+        if config.objective.is_class and config.objective.method == "jepa":
             for name in kept:
                 kept[name] = weights.get(name.replace("encoder.", AVERAGED_PREFIX, 1), kept[name])
         return kept
 
     @staticmethod
-    def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
+    def card_text(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
         objective = config.objective
         names = ["contrast"]
         if objective.local:
@@ -367,7 +370,7 @@ def validation_remarks(
 ) -> list[str]:
     data = config.data
     if validation.crops:
-        shared = 0 if data.hold_out else validation.trained_on()
+        shared = 0 if data.hold_out else validation.count_trained_on()
         if not shared:
             return []
         return [
@@ -399,7 +402,7 @@ def examine_objective(
         torch.manual_seed(0)
         x_BSLT = torch.randn(2, windows, model.config.leads, samples)
         x_BSLT[1, -1] = 0  # as RLM may give
-        losses, logged = model_copy.plugged_losses(
+        losses, logged = model_copy.class_losses(
             x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1)
         )
         taken_names = OWN_LOSSES | model.objective.attributes.keys()

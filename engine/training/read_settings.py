@@ -55,7 +55,7 @@ def read_settings(
         from ..model.input import Input  # late: PyTorch takes seconds
 
         tree = {name: document[name] for name in ("model", "objective") if name in document}
-        signals = Input.of(preprocessing, config_of(document).leads)
+        signals = Input.from_document(preprocessing, config_of(document).leads)
         tree["input"] = {name: getattr(signals, name) for name in INPUT_SETTINGS}
     refuse_foreign(start, flatten(tree), flatten(set_by_user))
     objective, method = tree.get("objective", {}), flatten(set_by_user).get("objective.method")

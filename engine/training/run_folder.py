@@ -5,9 +5,9 @@ the files that are kept beside them; and the datasets that it trains on.
     folder.make()
     with folder.locked(ranks):
         folder.fetch()                        # from a bucket, if it is in one
-        path = folder.newest(warn)            # the checkpoint to resume from
+        path = folder.newest_checkpoint(warn) # the checkpoint to resume from
         folder.claim()
-        folder.keep(code, files)
+        folder.write_run_files(code, files)
         writer = folder.writer(ranks, config.train)   # uploads each checkpoint
         folder.send(config.train.keep, last=True)     # when RUN/model is written
 """
@@ -129,7 +129,7 @@ class RunFolder:
         upload = partial(self.send, settings.keep)
         return Writer(self.checkpoints, ranks, settings, self._make_room, upload)
 
-    def newest(self, warn: Callable[[str], object] | None = None) -> Path | None:
+    def newest_checkpoint(self, warn: Callable[[str], object] | None = None) -> Path | None:
         """The checkpoint that `latest` names, else the newest complete one; `warn` is called with
         what was skipped and why."""
         root = self.checkpoints
@@ -149,12 +149,12 @@ class RunFolder:
             skipped.append(why)
         raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: ", *HOW_TO_RESTORE)
 
-    def best(self) -> Path | None:
+    def best_checkpoint(self) -> Path | None:
         """The best checkpoint by validation; without validation the newest."""
         path = checkpoint_named(self.checkpoints, BEST)
-        return path if path and find_fault(path) is None else self.newest()
+        return path if path and find_fault(path) is None else self.newest_checkpoint()
 
-    def keep(self, code: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
+    def write_run_files(self, code: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
         """Plugged-in code and files such as labels, without which the run's model could not be
         exported."""
         for name, content in code.items():
@@ -163,7 +163,7 @@ class RunFolder:
         for name, content in files.items():
             write_whole(self.path / name, content)
 
-    def kept_code(self, names: Iterable[str]) -> dict[str, bytes]:
+    def read_code(self, names: Iterable[str]) -> dict[str, bytes]:
         code = {}
         for name in names:
             file = self.path / CODE_FOLDER / name

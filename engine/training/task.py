@@ -54,7 +54,7 @@ class TrainingTask(ABC):
     windows: int  # of each crop: LoaderConfig.windows
     remarks: Sequence[str]  # printed at the start
     code: Mapping[str, bytes]  # plugged-in files by name, for RUN/code and RUN/model
-    kept: Mapping[str, bytes]  # other files by name, for RUN
+    kept_files: Mapping[str, bytes]  # other files by name, for RUN
 
     @classmethod
     @abstractmethod
@@ -83,20 +83,20 @@ class TrainingTask(ABC):
         """Called by all ranks, as is `between` before each batch; empty if there is nothing to
         validate on."""
 
-    def chosen(self) -> dict[str, Any]:
+    def chosen_values(self) -> dict[str, Any]:
         """Values that the last validation chose, such as thresholds, for the best checkpoint."""
         return {}
 
     @abstractmethod
-    def explained(self) -> dict[str, Any]:
+    def explanations(self) -> dict[str, Any]:
         """For run.json: `chance`, the value of each curve when guessing (validation:
         valid/NAME); `validation`, how validation differs from training."""
 
     @abstractmethod
-    def left_out(self) -> str:
+    def left_out_text(self) -> str:
         """How many crops data.where leaves out, to be appended to a sentence."""
 
-    def facts(self) -> dict[str, Any]:
+    def resume_facts(self) -> dict[str, Any]:
         """Further facts that must not change when a run is resumed."""
         sums = {
             name: f"sha256 {hashlib.sha256(content).hexdigest()[:16]}"
@@ -117,24 +117,24 @@ class TrainingTask(ABC):
 
     @staticmethod
     @abstractmethod
-    def described(config: Any, state: dict[str, Any]) -> dict[str, Any]:
+    def exported_config(config: Any, state: dict[str, Any]) -> dict[str, Any]:
         """The exported model's config.json; `state`: the checkpoint's, with `facts`."""
 
     @staticmethod
     @abstractmethod
-    def card(config: Any, state: dict[str, Any]) -> tuple[str, list[str]]:
+    def card_text(config: Any, state: dict[str, Any]) -> tuple[str, list[str]]:
         """Title and lines of the model card."""
 
     @staticmethod
     @abstractmethod
-    def uses(
+    def crop_uses(
         config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
-        """What the checkpoint's weights have seen: how often each crop of a dataset (Order.drawn),
+        """What the checkpoint's weights have seen: how often each crop of a dataset (Order.draw_counts),
         and its use (engine.data.seen)."""
 
     @staticmethod
-    def exported(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def exported_weights(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """What is exported of a checkpoint's weights."""
         return weights
 

@@ -221,10 +221,10 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
     encoder = model.encoder
     for part in encoder.layers if isinstance(encoder, Encoder) else [encoder]:
         part.compile(**options)
-    methods = [(encoder, "features"), (encoder, "enter")]
+    methods = [(encoder, "features"), (encoder, "first_layer_input")]
     if not isinstance(encoder, Encoder):  # an objective may call these alone
         methods.append((encoder, "context"))
-    methods += [(model, name) for name in ("draw", "compare", "pool")]
+    methods += [(model, name) for name in ("draw", "local_objective", "pool")]
     for owner, name in methods:
         if hasattr(owner, name):
             setattr(owner, name, torch.compile(getattr(owner, name), **options))
@@ -232,9 +232,9 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
 
 def run_json(task: TrainingTask, engine: Any) -> dict[str, Any]:
     """For run.json."""
-    facts = run_facts(task.config, task.datasets, task.ranks) | task.facts()
+    facts = run_facts(task.config, task.datasets, task.ranks) | task.resume_facts()
     facts |= {"best": task.best[0], "attention": attention_backend(engine.module)}
-    return facts | task.explained()
+    return facts | task.explanations()
 
 
 def heading(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> str:
@@ -244,7 +244,7 @@ def heading(task: TrainingTask, loader: Loader, progress: Progress, engine: Any)
     return (
         f"{config.run} {begins} on {ranks.world} x {ranks.device.type}: a model of "
         f"{parameters:,} parameters, {loader.steps_per_epoch} steps of {config.train.batch_crops} "
-        f"crops to go through the data once{task.left_out()} (for experts: "
+        f"crops to go through the data once{task.left_out_text()} (for experts: "
         f"{config.train.precision}, ZeRO "
         f"{zero_stage(config)}, loader {loader.backend}, attention "
         f"{attention_backend(engine.module)})"
@@ -256,7 +256,7 @@ def find_checkpoint(task: TrainingTask, folder: RunFolder) -> Resumed | None:
     or settings that shape the training have changed."""
     ranks = task.ranks
     on_first_rank(ranks, folder.fetch)
-    path = on_first_rank(ranks, lambda: folder.newest(checkpoint_files.warn))
+    path = on_first_rank(ranks, lambda: folder.newest_checkpoint(checkpoint_files.warn))
     if path:
         state = checkpoint_files.read_state(path)
         refuse_changes(path, state, task)
@@ -275,7 +275,7 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
         raise other_run_error(path, state)
     facts = run_facts(config, task.datasets, task.ranks)
     facts_now = {name: facts[name] for name in ("preprocessing_sha256", "datasets", "zero_stage")}
-    facts_now |= task.facts()
+    facts_now |= task.resume_facts()
     before = flatten({name: state.get(name) for name in facts_now}) | flatten(saved.tree())
     facts_now = flatten(facts_now) | flatten(config.tree())
     settings_that_may = changeable_settings(type(config))

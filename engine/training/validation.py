@@ -74,7 +74,7 @@ def first_of_each_waveform(
     rows: list[np.ndarray] = []
     waveforms = []
     for dataset in datasets:
-        selected = DatasetRows.of(dataset, training_selection(config))
+        selected = DatasetRows.select(dataset, training_selection(config))
         rows.append(selected.row(np.arange(len(selected))))
         waveforms.append(dataset.column("waveform")[rows[-1]])
     waveform_N = np.concatenate(waveforms)
@@ -107,7 +107,7 @@ def choose_on_first_rank(datasets: Sequence[Dataset], data: DataConfig, ranks: R
 def selected_rows(dataset: Dataset, selection: Selection) -> np.ndarray:
     """The selected crops."""
     try:
-        rows = DatasetRows.of(dataset, selection)
+        rows = DatasetRows.select(dataset, selection)
     except OrderError:  # there is none
         return np.arange(0)
     return np.arange(len(rows)) if rows.numbers is None else rows.numbers
@@ -132,7 +132,7 @@ class ValidationLoss:
         self.batches = min(config.train.valid_batches, sum(counts) // max(self.crops, 1))
         self.inputs = PretrainInputs(config, self.datasets if self.crops else [])
 
-    def trained_on(self) -> int:
+    def count_trained_on(self) -> int:
         """How many of the validation crops are trained on as well."""
         shared = 0
         for dataset in self.datasets:
@@ -186,7 +186,7 @@ class PatientProbe:
         self.config, self.ranks = config, ranks
         self.pairs: list[tuple[Dataset, int, int]] = []  # dataset, gallery row, probe row
         for dataset in datasets:
-            has_window = config.signals.count(dataset.column("halves")) > 0
+            has_window = config.model_input.count_windows(dataset.column("halves")) > 0
             sides = []
             for role in ("gallery", "probe"):
                 rows = dataset.select(identity=role)
@@ -202,7 +202,7 @@ class PatientProbe:
         crops = []
         for dataset, gallery_row, probe_row in self.pairs:
             crops += [(dataset, gallery_row), (dataset, probe_row)]
-        encoder, signals = engine.module.encoder, self.config.signals
+        encoder, signals = engine.module.encoder, self.config.model_input
         with eval_mode(engine):
             c_RD = predict_on_ranks(
                 self.config,

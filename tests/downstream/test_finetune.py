@@ -186,7 +186,7 @@ def test_two_ranks_recognise_patients_as_one_does(tuned, tune, base, tmp_path):
     how = {"encoder__activation_dropout": 0.0, "encoder__feature_grad": 1.0}
     tuned("identification", "whole", **how)
     tuned("identification", "two", 2, train__zero_stage=3, **how)
-    state = checkpoint_files.read_state(RunFolder(tmp_path / "whole").newest())
+    state = checkpoint_files.read_state(RunFolder(tmp_path / "whole").newest_checkpoint())
     assert "causal" not in state["finetuning"]["architecture"]  # nor in those of older runs
     whole, two = (
         [[row[key] for key in EXACT] for row in rows(tmp_path / name)] for name in ("whole", "two")
@@ -203,7 +203,9 @@ def test_training_with_layer_decay(tuned, tune, dataset, base, tmp_path):
     how |= {"encoder__feature_grad": 1.0, "train__validate_every": 0, "train__clip_norm": 0.01}
     # AdamW's first step is the rate of each weight, whatever its gradient
     tuned("diagnosis", "first", **how, train__steps=1, train__eps=1e-16, train__weight_decay=0)
-    before, after = (full_weights(RunFolder(run).newest()) for run in (base, tmp_path / "first"))
+    before, after = (
+        full_weights(RunFolder(run).newest_checkpoint()) for run in (base, tmp_path / "first")
+    )
     for name, share in {"conv.blocks.0.weight": 1 / 4, "layers.0.fc1.weight": 1 / 2}.items():
         moved = (after[f"encoder.{name}"] - before[f"encoder.{name}"]).abs().detach().median()
         assert float(moved) == pytest.approx(1e-3 * share, rel=1e-3)
@@ -245,11 +247,11 @@ def test_a_nan_in_one_group_of_weights_skips_the_step_of_all(
     how = {"encoder__layer_decay": 0.5, "train__validate_every": 0, "train__zero_stage": stage}
     how |= {"train__precision": precision, "train__clip_norm": 0.01}
     assert tune("diagnosis", "run", **how, train__steps=1).ok
-    good = full_weights(RunFolder(tmp_path / "run").newest())
+    good = full_weights(RunFolder(tmp_path / "run").newest_checkpoint())
     monkeypatch.setattr(Classifier, "forward", poisoned)
     assert tune("diagnosis", "run", **how, train__steps=3).ok
     assert column(tmp_path / "run", "skipped_steps") == [0, 1, 2]
-    after = full_weights(RunFolder(tmp_path / "run").newest())
+    after = full_weights(RunFolder(tmp_path / "run").newest_checkpoint())
     assert all(after[name].equal(good[name]) for name in good)
 
 

@@ -71,7 +71,7 @@ def rows_of(path):
 
 def drawn_by(run, dataset):
     """How often the crops of a run's only dataset were drawn, step by step."""
-    state = read_state(RunFolder(run).newest())
+    state = read_state(RunFolder(run).newest_checkpoint())
     config = build_config(state["config"])
     order = crop_order(config.loader, [dataset], training_selection(config))
     times = np.zeros(len(dataset), int)

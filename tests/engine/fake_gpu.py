@@ -49,7 +49,7 @@ def pretrain(path, dtype):
     places = Places(crops * 0, crops, crops * 0)
     with GPU:
         augmenter = Augmenter(config.augment, config.pipeline.views, 0, GPU)
-        drawn = augmenter.parameters(places)
+        drawn = augmenter.draw_parameters(places)
         p = {name: torch.from_numpy(values).to(GPU) for name, values in drawn.items()}
         x_BSLT = augmenter(torch.empty(CROPS, 12, 5000, dtype=torch.int16), p)
         options = config.model.options

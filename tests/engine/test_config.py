@@ -296,7 +296,7 @@ def test_shipped_files_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
 
 def test_settings_of_the_other_command_are_named():
     for kind, other in ((Config, FinetuneConfig), (FinetuneConfig, Config)):
-        assert set(kind.elsewhere) == set(other.model_fields) - set(kind.model_fields)
+        assert set(kind.other_commands) == set(other.model_fields) - set(kind.model_fields)
 
 
 def test_the_settings_that_may_change_when_a_run_is_resumed():

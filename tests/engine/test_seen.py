@@ -117,8 +117,8 @@ def test_a_damaged_record_is_one_line(whole, damage, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-ONE = DatasetRows.among("one", [15, 15, 10], np.arange(0, 40, 2))
-TWO = DatasetRows.among("two", [9])
+ONE = DatasetRows.from_sizes("one", [15, 15, 10], np.arange(0, 40, 2))
+TWO = DatasetRows.from_sizes("two", [9])
 
 
 @pytest.mark.parametrize("block_shards", [0, 1, 2])
@@ -137,7 +137,7 @@ def test_how_often_each_crop_was_drawn(rows, weights, block_shards):
     made = Order(rows, 6, seed=3, weights=weights, block_shards=block_shards)
     for crops in (0, 6, 12, 18, 30, 96, 120, 600):
         places = made.places(0, crops)
-        for d, times in enumerate(made.drawn(crops)):
+        for d, times in enumerate(made.draw_counts(crops)):
             of_dataset = places.row[places.dataset == d]
             assert times.tolist() == np.bincount(of_dataset, minlength=len(times)).tolist()
 

@@ -46,7 +46,7 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
     def __post_init__(self) -> None:
         for stage in STAGES:
             stage(self).check()
-        for name, _ in self.own:
+        for name, _ in self.extra_functions:
             if not isinstance(name, str) or not OWN_CODE.fullmatch(name):
                 raise ConfigError(
                     f"augment.extra={self.extra!r}: must be file.py:function, or a list of them, such "
@@ -54,7 +54,7 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
                 )
 
     @property
-    def own(self) -> list[tuple[str, dict[str, Any]]]:
+    def extra_functions(self) -> list[tuple[str, dict[str, Any]]]:
         """The name and the options of each function in `extra`."""
         functions = (self.extra,) if isinstance(self.extra, str) else self.extra
         named = [
@@ -65,9 +65,9 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
         return [(options.pop("name", ""), options) for options in named]
 
     @property
-    def plugged(self) -> list[tuple[str, str]]:
+    def plugin_settings(self) -> list[tuple[str, str]]:
         """For engine.settings.files.read_plugins."""
-        return [("augment.extra", name) for name, _ in self.own]
+        return [("augment.extra", name) for name, _ in self.extra_functions]
 
     @property
     def stages(self) -> list[Stage]:

@@ -21,12 +21,12 @@ class LeadSettings:
     padded: bool = True  # keep the other leads as zeros; false: leave them out
 
     @property
-    def seen(self) -> tuple[int, ...]:
+    def seen_leads(self) -> tuple[int, ...]:
         return parse_leads(self.leads, "augment.leads")
 
     @property
     def output_leads(self) -> tuple[int, ...]:
-        return ALL_LEADS if self.padded else self.seen
+        return ALL_LEADS if self.padded else self.seen_leads
 
     @property
     def noise_leads(self) -> tuple[int, ...]:
@@ -75,26 +75,26 @@ class UsableLeads(Stage):
     """Zero the leads that the model does not use or the record lacks."""
 
     settings: RandomLeadSettings
-    by_crop = True
+    fits_single_crop_writer = True
     active = True  # in every formula: whether leads are missing is known only when it draws
 
     @property
     def changes_zeros(self) -> bool:
         return False
 
-    def usable(self, random: Random) -> np.ndarray:
+    def usable_leads(self, random: Random) -> np.ndarray:
         """bool [L, 1], or [B, 1, L, 1] if records lack leads"""
         leads = self.settings.output_leads
-        usable = np.isin(leads, self.settings.seen)[:, None]
+        usable = np.isin(leads, self.settings.seen_leads)[:, None]
         if random.measured_BL is not None:
             usable = usable & random.measured_BL[:, None, list(leads), None]
         return usable
 
     def draw(self, random: Random) -> Params:
-        shows_all = self.settings.output_leads == self.settings.seen
+        shows_all = self.settings.output_leads == self.settings.seen_leads
         if shows_all and random.measured_BL is None:
             return {}
-        usable = self.usable(random)
+        usable = self.usable_leads(random)
         shape = np.broadcast_shapes(random.crop.shape, random.view.shape, usable.shape)
         return {"keep": np.broadcast_to(usable, shape)}
 
@@ -124,11 +124,11 @@ class RandomLeads(UsableLeads):
             )
 
     def draw(self, random: Random) -> Params:
-        return {"keep": self.masks(random)} if self.settings.rlm else super().draw(random)
+        return {"keep": self.keep_masks(random)} if self.settings.rlm else super().draw(random)
 
-    def masks(self, random: Random) -> np.ndarray:
+    def keep_masks(self, random: Random) -> np.ndarray:
         """bool [B, S, L, 1]: the leads that are kept, of as many views or windows as `random` has."""
-        usable = self.usable(random)
+        usable = self.usable_leads(random)
         u = np.where(usable, random.uniform(self.stream, self.settings.output_leads), -1.0)
         keep: np.ndarray = (u >= self.settings.rlm) & usable
         if self.settings.rlm_keep_one:  # every lead is equally likely to have the largest u

@@ -91,20 +91,20 @@ class PhysiologicalNoise(Noise):
     kind = ""
 
     @property
-    def authors(self) -> bool:
+    def is_authors(self) -> bool:
         return f"authors_{self.kind}" in self.settings.kinds
 
     @property
     def active(self) -> bool:
-        return self.authors or self.kind in self.settings.kinds
+        return self.is_authors or self.kind in self.settings.kinds
 
     @property
     def description(self) -> str:
-        return f"authors_{self.kind}" if self.authors else self.kind
+        return f"authors_{self.kind}" if self.is_authors else self.kind
 
     @property
-    def by_crop(self) -> bool:
-        return not (self.authors or self.settings.per_lead)
+    def fits_single_crop_writer(self) -> bool:
+        return not (self.is_authors or self.settings.per_lead)
 
     @property
     def leads(self) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class Powerline(PhysiologicalNoise):
         # the same for all components, as in the paper
         turn = random.uniform(self.stream, self.leads)
         hz: Any = self.settings.powerline_hz
-        if self.authors:  # 50 or 60 Hz at random (augmentations.py:61)
+        if self.is_authors:  # 50 or 60 Hz at random (augmentations.py:61)
             american = random.uniform(self.stream, ONE_FOR_ALL, [1]) >= 0.5
             hz = np.where(american, 60, 50)
         return {
@@ -165,13 +165,13 @@ class Emg(PhysiologicalNoise):
 
     kind = "emg"
     stream = 7
-    from_bank = ("emg_amplitude", "white_start")
+    bank_parameters = ("emg_amplitude", "white_start")
     examples = ({"noise": "emg"}, {"noise": "authors_emg"}, {"noise": "emg", "per_lead": True})
 
     def draw(self, random: Random) -> Params:
         leads = self.settings.noise_leads
         # each lead has its own amplitude in the authors' code (augmentations.py:92)
-        share = random.uniform(self.stream, leads if self.authors else self.leads)
+        share = random.uniform(self.stream, leads if self.is_authors else self.leads)
         place = random.uniform(RandomStream.WHITE, leads)
         start = place * (WHITE_BANK - random.samples)
         return {
@@ -196,7 +196,7 @@ class Wander(PhysiologicalNoise):
         leads, first = self.leads, [3 * WANDER_COMPONENTS]
         share = random.uniform(self.stream, leads, range(WANDER_COMPONENTS))
         turn = random.uniform(self.stream, leads, range(WANDER_COMPONENTS, 2 * WANDER_COMPONENTS))
-        if self.authors:  # three frequencies, and C for each lead (augmentations.py:160-180)
+        if self.is_authors:  # three frequencies, and C for each lead (augmentations.py:160-180)
             place = random.uniform(
                 self.stream, ONE_FOR_ALL, range(2 * WANDER_COMPONENTS, 3 * WANDER_COMPONENTS)
             )
@@ -239,7 +239,7 @@ class Shift(PhysiologicalNoise):
         start = np.floor(place * (random.samples - length))
         u = random.uniform(self.stream, self.leads)
         amplitude = (2 * u - 1) * self.settings.amplitude_mv.shift
-        if self.authors:  # +1 or -1 mV for each lead, minus one U(0, max) for all
+        if self.is_authors:  # +1 or -1 mV for each lead, minus one U(0, max) for all
             # (augmentations.py:124-126; they probably meant times)
             up = random.uniform(self.stream, self.settings.noise_leads, [3]) < 0.5
             amplitude = np.where(up, 1.0, -1.0) - u * self.settings.amplitude_mv.shift

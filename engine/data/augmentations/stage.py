@@ -74,7 +74,7 @@ class Stage(ABC):
     examples: ClassVar[Sequence[dict[str, Any]]] = ()
     # of noise that is slices of a bank of white noise: the parameters that say how strong it is and
     # where in the bank it starts. DALI cannot read the bank: torch adds this noise to DALI's output
-    from_bank: tuple[str, ...] = ()
+    bank_parameters: tuple[str, ...] = ()
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
@@ -90,7 +90,7 @@ class Stage(ABC):
         return ""
 
     @property
-    def by_crop(self) -> bool:
+    def fits_single_crop_writer(self) -> bool:
         """True if writer.SingleCropWriter can do it, the fast path of a CPU: noise that all leads share or that
         comes from the bank, and keeping or zeroing leads."""
         return False
@@ -117,8 +117,8 @@ class Noise(Stage):
     """A stage that adds gain * wave."""
 
     def wave(self, p: Nodes, ops: Any) -> Wave:
-        gain, start = self.from_bank
-        return p[gain], ops.white(p[start])
+        gain, start = self.bank_parameters
+        return p[gain], ops.white_noise(p[start])
 
 
 def augment(x: Node, p: Nodes, stages: Sequence[Stage], ops: Any) -> Node:

@@ -66,7 +66,7 @@ class Rotation(Stage):
         return {"matrix": threekg_matrix(angle_rad, scale)}
 
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
-        return ops.matrix(p["matrix"], x)
+        return ops.matmul(p["matrix"], x)
 
 
 class TimeMask(Stage):

@@ -243,7 +243,7 @@ def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, datas
     (first,) = (of for key, of in metrics_of(found).items() if key[0] == "first")
     direct = omnilead.evaluate(head, data=dataset.root.url, labels=path, leads=LEADS[0])
     assert first == {"c_index": pytest.approx(direct["record"]["metrics"]["c_index"])}
-    assert omnilead.load(head).input.seen == parse_leads(LEADS[0])
+    assert omnilead.load(head).input.seen_leads == parse_leads(LEADS[0])
     one = omnilead.bench(models[:1], tasks=[task], labels=str(path), **again)  # the table itself
     assert metrics_of(one) == metrics_of(found)
 

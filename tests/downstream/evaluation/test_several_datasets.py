@@ -64,7 +64,7 @@ def encoder(tmp_path_factory):
 def test_crops_are_numbered_one_after_the_other(both, dataset, other):
     assert len(both) == len(dataset) + len(other)
     rows = np.array([2, len(dataset), len(dataset) + 3])
-    of_first, of_other = both.rows_of(rows)
+    of_first, of_other = both.rows_by_dataset(rows)
     assert of_first.tolist() == [2] and of_other.tolist() == [0, 3]
     assert (both[rows[2]].signal_uv == other[3].signal_uv).all()
     assert Datasets((dataset,)).fingerprint == dataset.fingerprint
@@ -82,8 +82,8 @@ def test_records_of_one_name_are_two_and_patients_are_one(overlapping, tmp_path)
     in_one = [len(np.unique(data.column("record"))) for data in both.all]
     assert len(first) == sum(in_one)
     # A record has crops of one dataset only, and a name of its own
-    number_of_record = np.maximum.reduceat(both.numbers_of(records.rows), records.begins)
-    assert (number_of_record == both.numbers_of(first)).all()
+    number_of_record = np.maximum.reduceat(both.dataset_numbers(records.rows), records.begins)
+    assert (number_of_record == both.dataset_numbers(first)).all()
     names = record_names(both, first)
     assert len(set(names)) == len(names)
     # The same person is in one fold

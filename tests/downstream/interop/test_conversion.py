@@ -223,11 +223,15 @@ def test_training_sees_what_inference_sees(scale):
     uv_BLT = torch.from_numpy(signal_uv().astype(np.int16))[None]
     x_BLT, keep_BSL1 = uv_BLT.float().mul_(MV_PER_UV), torch.ones(1, 2, 12, 1, dtype=torch.bool)
     whole = of.windows(uv_BLT, both)
-    assert torch.equal(of.cut(x_BLT, both, keep_BSL1)[0], whole) and whole.shape == (2, 12, 1250)
-    first, second = of.cut(x_BLT, np.array([1]), keep_BSL1)[0]
+    assert torch.equal(of.cut_windows(x_BLT, both, keep_BSL1)[0], whole) and whole.shape == (
+        2,
+        12,
+        1250,
+    )
+    first, second = of.cut_windows(x_BLT, np.array([1]), keep_BSL1)[0]
     assert torch.equal(first, of.windows(uv_BLT, np.array([1]))[0]) and not second.any()
     keep_BSL1[:, 1] = False
-    first, second = of.cut(x_BLT, both, keep_BSL1)[0]
+    first, second = of.cut_windows(x_BLT, both, keep_BSL1)[0]
     assert torch.equal(first, whole[0]) and not second.any()
     shown = of.limited_to("I,V2").windows(uv_BLT, both)
     uv_BLT[:, [*range(1, 7), *range(8, 12)]] = 0  # not measured is as not shown
@@ -243,7 +247,7 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path, capsys):
     padded = {"leads_to_load": "['I']", "enable_padding_leads": True}
     saved(tmp_path / "b.pt", SMALL, padded, 1, args=nested)
     model = omnilead.load(converted(tmp_path, name="b.pt"))
-    assert model.input.seen == (0,) and model.classes == ("class_0",)
+    assert model.input.seen_leads == (0,) and model.classes == ("class_0",)
     assert model.head_info and model.head_info.kind == "binary"
     assert "set names with --classes LIST|FILE" in capsys.readouterr().err
     saved(tmp_path / "c.pt", SMALL, {"sample_rate": 400}, 1, in_d=3)

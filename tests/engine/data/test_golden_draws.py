@@ -69,7 +69,7 @@ SUMS = {
 @pytest.mark.parametrize(("config", "expected"), SUMS.values(), ids=SUMS)
 def test_augmentation_parameters_never_change(config, expected):
     """Weighted sums, so that swapping two values is detected."""
-    p = Augmenter(config, "window", 11, torch.device("cpu")).parameters(PLACES)
+    p = Augmenter(config, "window", 11, torch.device("cpu")).draw_parameters(PLACES)
     seen = {
         name: float(values.astype(float).ravel() @ np.cos(np.arange(values.size)))
         for name, values in p.items()

@@ -88,7 +88,7 @@ def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(
         process.join()
         assert process.exitcode == -signal.SIGKILL, "it ended before the kill: lower CALLS"
         # the one that `latest` names is complete
-        path = RunFolder(tmp_path / "killed").newest(pytest.fail)
+        path = RunFolder(tmp_path / "killed").newest_checkpoint(pytest.fail)
         assert path is None or checkpoint_files.find_fault(path) is None
     run(tmp_path, arguments).good()
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
@@ -111,7 +111,7 @@ def die_within(number):
 def test_killed_between_any_two_files_of_a_checkpoint(name, training, tmp_path):
     training = partial(training, train__save_every_steps=2, train__steps=5)
     assert training(before=partial(die_before, name)).codes == [9]
-    path = RunFolder(tmp_path / "run").newest(pytest.fail)
+    path = RunFolder(tmp_path / "run").newest_checkpoint(pytest.fail)
     assert path is not None and path.name == "step-2"
     assert "resumes after step 2" in training().good()
     assert column(tmp_path / "run") == [1, 2, 3, 4, 5]
@@ -219,13 +219,13 @@ def slow_rank_1(out):
     if os.environ["RANK"] == "1":
         blocked(lambda _: "rank 1 did not write its part" in out.read_text())
     else:
-        write = checkpoint.Writer._all_notes
+        write = checkpoint.Writer._gather_notes
 
         def impatient(self, path):
             self.settings = self.settings.model_copy(update={"timeout_s": 1.0})
             return write(self, path)
 
-        checkpoint.Writer._all_notes = impatient
+        checkpoint.Writer._gather_notes = impatient
 
 
 def test_a_rank_that_does_not_write_its_part_ends_the_run(training, tmp_path):
@@ -233,7 +233,7 @@ def test_a_rank_that_does_not_write_its_part_ends_the_run(training, tmp_path):
     ended = training(world=2, before=partial(slow_rank_1, tmp_path / "out.txt"), **how)
     assert ended.codes[0] == 2 and "Traceback" not in ended.output, ended.output
     assert "rank 1 did not write its part: if it still runs, put RUN" in ended.output
-    assert RunFolder(tmp_path / "run").newest() is None
+    assert RunFolder(tmp_path / "run").newest_checkpoint() is None
 
 
 def stopped_in_write(number, times):
@@ -254,12 +254,12 @@ def test_sigterm_and_ctrl_c_while_a_checkpoint_is_written(training, tmp_path):
     how = {"train__save_every_steps": 2, "train__steps": 10_000}
     before = partial(stopped_in_write, signal.SIGTERM, 1)
     output = training("run", before=before, **how).good()
-    newest = RunFolder(tmp_path / "run").newest(pytest.fail)
+    newest = RunFolder(tmp_path / "run").newest_checkpoint(pytest.fail)
     assert f"stopped after {newest.name.replace('-', ' ')};" in output
     assert checkpoint_files.step_of(newest) >= 4
     ended = training("other", before=partial(stopped_in_write, signal.SIGINT, 10**6), **how)
     assert "stopped without a checkpoint" in ended.last_line(130)
-    assert RunFolder(tmp_path / "other").newest(pytest.fail).name == "step-2"
+    assert RunFolder(tmp_path / "other").newest_checkpoint(pytest.fail).name == "step-2"
 
 
 def test_a_damaged_checkpoint_and_one_without_latest(resumed, step):
@@ -306,13 +306,13 @@ def test_without_a_usable_latest_the_newest_complete_one_counts(latest, tmp_path
     (root / "step-10" / MANIFEST).write_text(
         '{"gone.pt": {"bytes": 1, "crc32c": 1}, "state.json": {}}'
     )
-    assert RunFolder(tmp_path).newest(said.append) == root / "step-9"
+    assert RunFolder(tmp_path).newest_checkpoint(said.append) == root / "step-9"
     (line,) = said
     assert "gone.pt" in line and "step-9" in line and ("latest" in line or "step-99" in line)
 
 
 def test_damaged_checkpoints_are_refused_and_a_run_without_any_starts(tmp_path):
-    assert RunFolder(tmp_path).newest() is None
+    assert RunFolder(tmp_path).newest_checkpoint() is None
     made(tmp_path / "checkpoints", 3)
     step = tmp_path / "checkpoints" / "step-3"
     for manifest in ("[]", "3", '{"a": 3}', '{"state.json": {}}', "[" * 100_000, "", "{}"):
@@ -320,7 +320,7 @@ def test_damaged_checkpoints_are_refused_and_a_run_without_any_starts(tmp_path):
         reason = checkpoint_files.find_fault(step)
         assert reason and "\n" not in reason
     with pytest.raises(CheckpointError):
-        RunFolder(tmp_path).newest()
+        RunFolder(tmp_path).newest_checkpoint()
 
 
 @pytest.mark.parametrize(

@@ -98,10 +98,10 @@ def test_held_out_patients_are_never_trained_on_at_any_world_size_or_restart(dat
     patients = patient_ids([dataset])[0]
 
     def patients_of(selection):
-        rows = DatasetRows.of(dataset, selection)
+        rows = DatasetRows.select(dataset, selection)
         return set(patients[rows.row(np.arange(len(rows)))].tolist())
 
-    order = Order((DatasetRows.of(dataset, trained),), 16)
+    order = Order((DatasetRows.select(dataset, trained),), 16)
     seen = order.places(0, 3 * order.steps_per_epoch * 16).row
     out = patients_of(replace(trained, held=True))
     assert out and not out & set(patients[seen].tolist())
@@ -136,9 +136,9 @@ def bare(archive, tmp_path_factory):
 
 def test_without_roles_only_held_out_patients_give_a_validation_loss(bare):
     task = pretraining(bare)
-    assert task.held_out.crops == 0 and "data.hold_out=0.1" in task.remarks[0]
+    assert task.validation_loss.crops == 0 and "data.hold_out=0.1" in task.remarks[0]
     task = pretraining(bare, hold_out=0.3)
-    assert task.held_out.crops > 0 and not task.remarks
+    assert task.validation_loss.crops > 0 and not task.remarks
     for share in (1e-9, 1.0):
         with pytest.raises(ConfigError, match=f"hold_out={share}"):
             pretraining(bare, hold_out=share)
@@ -170,7 +170,7 @@ def test_what_one_dataset_holds_out_another_may_not_train_on(dataset, bare, rena
 
 def answer(task):
     """Which crops a task trains on and validates on, and what it tells the user."""
-    sides = task.selection, task.held_out.selection
+    sides = task.selection, task.validation_loss.selection
     rows = [[selected_rows(dataset, side).tolist() for side in sides] for dataset in task.datasets]
     return [rows, task.remarks]
 

@@ -195,7 +195,7 @@ def test_an_objective_with_weights_resumes_bit_for_bit(method, own, training, tm
     assert curve(whole, [*EXACT, *names]) == curve(parts, [*EXACT, *names])
     assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
     assert all(np.isfinite(column(whole, name, "validation.jsonl")).all() for name in names)
-    one, two = (full_weights(RunFolder(run).newest()) for run in (whole, parts))
+    one, two = (full_weights(RunFolder(run).newest_checkpoint()) for run in (whole, parts))
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
     assert any(name.startswith("plugin.") for name in one)
     exported = weights(whole)
@@ -219,7 +219,7 @@ def test_jepa_resumes_bit_for_bit_and_exports_the_average(training, tmp_path):
         parts, [*EXACT, "loss_jepa", SPREAD]
     )
     assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
-    kept, exported = full_weights(RunFolder(whole).newest()), weights(whole)
+    kept, exported = full_weights(RunFolder(whole).newest_checkpoint()), weights(whole)
     assert not any(name.startswith("plugin.") for name in exported)
     assert exported.keys() == weights(parts).keys()
     for name, weight in exported.items():
@@ -228,7 +228,7 @@ def test_jepa_resumes_bit_for_bit_and_exports_the_average(training, tmp_path):
     assert not exported["encoder.layers.0.fc1.weight"].allclose(kept["encoder.layers.0.fc1.weight"])
 
     training("more", start=str(whole), **JEPA, train__steps=1, train__lr=1e-9).good()
-    more = full_weights(RunFolder(tmp_path / "more").newest())
+    more = full_weights(RunFolder(tmp_path / "more").newest_checkpoint())
     name = "layers.0.fc1.weight"  # the average begins anew with the weights it starts from
     np.testing.assert_allclose(
         more[f"plugin.target.{name}"], exported[f"encoder.{name}"], rtol=1e-5
@@ -274,7 +274,7 @@ def test_a_run_with_age_and_sex_resumes_on_any_ranks_and_exports_no_heads(
     exported = weights(whole)
     assert exported.keys() == weights(parts).keys()
     assert all(exported[name].equal(weights(parts)[name]) for name in exported)
-    assert "attributes.weight" in full_weights(RunFolder(whole).newest())
+    assert "attributes.weight" in full_weights(RunFolder(whole).newest_checkpoint())
     assert not any(name.startswith("attributes.") for name in exported)
     assert "1.0 x age, 0.5 x sex" in (whole / "model" / "README.md").read_text()
     assert LABELLED in uses_by_crop(omnilead.load(whole).seen, dataset, np.arange(len(dataset)))
@@ -307,7 +307,9 @@ def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):
     valid = ([row["loss_apart"] for row in rows(run, "validation.jsonl")] for run in (one, two))
     np.testing.assert_allclose(*valid, rtol=2e-5)
     training("short", **STILL, **how | {"train__steps": 1}).good()
-    third, first = (full_weights(RunFolder(run).newest()) for run in (one, tmp_path / "short"))
+    third, first = (
+        full_weights(RunFolder(run).newest_checkpoint()) for run in (one, tmp_path / "short")
+    )
     assert not third["plugin.out.weight"].allclose(first["plugin.out.weight"])
     assert (one / "code" / "own.py").read_text() == OWN
     document = json.loads((one / "model" / "config.json").read_text())

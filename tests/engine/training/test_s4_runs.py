@@ -49,7 +49,7 @@ def test_a_run_resumes_bit_for_bit_and_embeds(config, dataset, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert curve(whole) == curve(parts) and weights(whole).keys() == weights(parts).keys()
     assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
-    one, two = (full_weights(RunFolder(folder).newest()) for folder in (whole, parts))
+    one, two = (full_weights(RunFolder(folder).newest_checkpoint()) for folder in (whole, parts))
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
     assert not any(name.startswith("plugin.") for name in weights(whole))
     losses = column(whole, "loss_jepa" if config == "s4_jepa" else "loss_global")
@@ -121,7 +121,7 @@ def test_a_weight_moves_by_its_share(dataset, tmp_path):
     """AdamW's first step is lr times the sign of the gradient."""
     how = {"train__steps": 1, "train__weight_decay": 0.0, "train__save_every_steps": 1}
     shipped(tmp_path, dataset, "ecg_cpc", "run", **how).good()
-    after = full_weights(RunFolder(tmp_path / "run").newest())
+    after = full_weights(RunFolder(tmp_path / "run").newest_checkpoint())
     config = load_config(
         "ecg_cpc", {"model.options": load_config("ecg_cpc").model.options | OPTIONS}
     )

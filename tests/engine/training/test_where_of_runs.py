@@ -47,7 +47,7 @@ def old(dataset):
 
 
 def rows_of(dataset, selection):
-    rows = DatasetRows.of(dataset, selection)
+    rows = DatasetRows.select(dataset, selection)
     return set(rows.row(np.arange(len(rows))).tolist())
 
 
@@ -75,7 +75,7 @@ def test_data_valid_is_chosen_by_it_too(dataset):
     for expression in ("", OLD):
         config = build_config({"data": data | {"where": expression}, "train": FEW})
         task = PretrainTask.prepare(config, [dataset], ALONE)
-        held = rows_of(dataset, task.held_out.selection)
+        held = rows_of(dataset, task.validation_loss.selection)
         assert held == rows_of(dataset, Selection(dx="train", halves=2, where=expression))
     assert held and held <= set(np.flatnonzero(old(dataset)).tolist())
 
@@ -109,7 +109,7 @@ def note(folder):
 
 def test_runs_begun_before_there_were_expressions_and_dedup_resume(bare, tmp_path):
     pretrain(tmp_path, bare.root.url, train__steps=1).good()
-    path = RunFolder(tmp_path / "run").newest()
+    path = RunFolder(tmp_path / "run").newest_checkpoint()
     state = read_state(path)
     data = state["config"]["data"]
     assert data.pop("where") == "" and data.pop("dedup") is False
@@ -170,7 +170,7 @@ def test_fine_tuning_says_it_and_refuses_to_resume_with_another(bare, tmp_path):
     said = tune(data__where="quality >= 3").good()
     assert "data.where='quality >= 3' leaves out" in said.splitlines()[0]
     config = build_config(
-        read_state(RunFolder(tmp_path / "tuned").newest())["config"], FinetuneConfig
+        read_state(RunFolder(tmp_path / "tuned").newest_checkpoint())["config"], FinetuneConfig
     )
     assert config.data.where == "quality >= 3"
     assert (tmp_path / "tuned" / LABELS).exists()
