@@ -68,9 +68,9 @@ def train_run(
     after: AfterTraining | None = None,
 ) -> bool:
     """Trains or resumes a run, and exports its model at the end. Fine-tuning is this with another
-    task. `profile`: how many steps to trace. `after`: what else is made of the run at its end. False:
-    stopped by SIGTERM, with a checkpoint. Errors are raised; KeyboardInterrupt after Ctrl-C, with a
-    checkpoint too."""
+    task. `profile`: how many steps to trace. `after`: what else to make of the run at its end.
+    Returns False if SIGTERM stopped it, with a checkpoint. Errors are raised; KeyboardInterrupt
+    after Ctrl-C, with a checkpoint too."""
     from omnilead.engine.settings.launcher import launched_ranks
     from omnilead.engine.training import run_folder, tracking
     from omnilead.engine.training.config import check_config

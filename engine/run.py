@@ -93,7 +93,7 @@ class AfterTraining:
 
 
 class TrainingParser(Parser):
-    """Knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
+    """A parser that knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
 
     settings: Callable[[], Any]  # their class
     shortcuts: Shortcuts
@@ -241,7 +241,7 @@ def _make_parser(
 
 
 def _overrides(args: argparse.Namespace, shortcuts: Shortcuts) -> list[str]:
-    """The options that stand for a setting, as --set would say them."""
+    """The options that stand for a setting, as arguments of --set."""
     overrides = []
     for name, (setting, _) in shortcuts.items():
         value = getattr(args, name)
@@ -253,7 +253,7 @@ def _overrides(args: argparse.Namespace, shortcuts: Shortcuts) -> list[str]:
 
 
 def finish_run(run: "RunFolder", task: "type[TrainingTask]", after: AfterTraining | None) -> None:
-    """When all steps are done: RUN/model and RUN/report.html, on rank 0."""
+    """Writes RUN/model and RUN/report.html on rank 0, when all steps are done."""
     if launched_ranks()[0]:
         return
     written = [str(export_run(run, task, after))]
@@ -275,7 +275,7 @@ def export_run(
 
 
 def explain_training(error: Exception) -> UserError | None:
-    """The error for the user that stands for another one; None for a bug. Its code is 2 if settings or
+    """The error for the user that replaces this one; None for a bug. Its code is 2 if settings or
     files are wrong, 1 if the run failed."""
     if isinstance(error, UserError):
         return error

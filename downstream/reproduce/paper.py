@@ -102,7 +102,8 @@ class ReproductionScale:
             if "base" in section:
                 name = str(section.pop("base"))
                 base = read_yaml(
-                    find_config(name, kind.folder, f"{path}: base", path.parent), kind.folder
+                    find_config(name, kind.config_folder, f"{path}: base", path.parent),
+                    kind.config_folder,
                 )
             settings[stage] = flatten(base) | flatten(section)
             for key in ("run", "data.datasets"):  # each job sets its own

@@ -61,13 +61,13 @@ def missing_leads(dataset: Dataset) -> np.ndarray:
 
 
 def none_measured(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
-    """bool [crops]: none of these leads was measured."""
+    """bool [crops]: True where none of these leads was measured."""
     asked_bits = sum(1 << lead for lead in leads)
     return np.asarray(missing_leads(dataset) & asked_bits == asked_bits)
 
 
 def measured_leads_lookup(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
-    """A function that looks up the measured leads of a batch; None if no record has missing
+    """A function that returns the measured leads of a batch; None if no record has missing
     leads."""
     bits = [missing_leads(dataset) for dataset in datasets]
 
@@ -89,7 +89,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Crops before they are read: which, and everything that is random about them."""
+    """Crops to be read, and the random parameters of their augmentation."""
 
     places: Places
     parameters: Params
@@ -103,7 +103,7 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Augmenter:
-    """What is the same for all batches."""
+    """Augments batches: holds what is the same for all of them."""
 
     config: AugmentConfig
     views: Views  # two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
@@ -131,18 +131,18 @@ class Augmenter:
         return Random(self.seed, places.epoch, crop_key(places), views, measured_BL=measured_BL)
 
     def plan(self, places: Places) -> Plan:
-        """Draw everything that is random about a batch."""
+        """Draw all random parameters of a batch."""
         return Plan(places, self.draw_parameters(places), self.window_masks(places))
 
     def window_masks(self, places: Places) -> np.ndarray | None:
-        """bool [B, windows, L, 1]: the leads to keep in each window of a crop. None: the stages mask
-        halves or views."""
+        """bool [B, windows, L, 1]: the leads to keep in each window of a crop; None if the stages
+        mask halves or views instead."""
         if not self.windows:
             return None
         return RandomLeads(self.config).keep_masks(self.random(places, self.windows))
 
     def draw_parameters(self, places: Places) -> Params:
-        """Draw everything that is random about the stages."""
+        """Draw the random parameters of all stages."""
         p = draw_parameters(self.stages, self.random(places))
         if self.views == "window":
             key = (self.seed, RandomStream.WINDOW, places.epoch, crop_key(places))
@@ -160,8 +160,8 @@ class Augmenter:
         return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)
 
     def add_white_noise(self, x_BSLT: torch.Tensor, p: Params) -> None:
-        """Add the noises that DALI has left out. What follows them is linear, so the other stages
-        may have been applied before."""
+        """Add the white noise that DALI has left out. The stages after it are linear, so they may
+        already have been applied."""
         if not any(stage.bank_parameters for stage in self.stages):
             return
         stages = [
@@ -195,19 +195,18 @@ def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class Draw(torch.Generator):
-    """Random numbers for your own augmentation. Those of `uniform` and `normal` belong to each half
-    (or view) of each crop and are the same whenever the crop comes in this epoch, in whatever batch, on
-    whatever rank or device. As a torch.Generator it is seeded for each step and rank, once for all
-    functions."""
+    """Random numbers for your own augmentation. `uniform` and `normal` give each half (or view) of
+    a crop the same numbers in an epoch, whatever the batch, rank and device. As a torch.Generator
+    it is seeded for each step and rank, once for all functions."""
 
     def move_to(self, seed: int, places: Places, function: int) -> None:
-        """`function`: which of several."""
+        """Move to the numbers of these crops. `function`: the index of the user's function."""
         crop_B11 = crop_key(places)[:, None, None]
         self.key = seed, RandomStream.OWN, function, places.epoch[:, None, None], crop_B11
         self.calls = 0
 
     def uniform(self, *shape: int) -> torch.Tensor:
-        """[crops, halves, *shape] float32, from 0 to 1; other ones at each call."""
+        """[crops, halves, *shape] float32, from 0 to 1; each call gives new numbers."""
         return self._tensor_of_draws(counter.uniform, shape)
 
     def normal(self, *shape: int) -> torch.Tensor:
@@ -241,7 +240,7 @@ class ExtraAugmentation:
         rank: int,
         device: torch.device,
     ) -> None:
-        """`named_functions`: the names of functions, and their options."""
+        """`named_functions`: (file.py:function, its options) for each function."""
         self.seed, self.rank, self.draw = seed, rank, Draw(device)
         self.functions = []
         for name, options in named_functions:
@@ -294,7 +293,7 @@ class ExtraAugmentation:
                         )
 
     def _repeatable_output(self, number: int, x_BSLT: torch.Tensor) -> torch.Tensor:
-        """What a function makes of a batch, always with the same random numbers."""
+        """The function's output for a batch, always with the same random numbers."""
         rows = np.arange(len(x_BSLT))
         places = Places(np.zeros_like(rows), rows, np.zeros_like(rows))
         self.draw.manual_seed(0)
@@ -308,7 +307,7 @@ def are_same(a_BSLT: torch.Tensor, b_BSLT: torch.Tensor) -> bool:
 
 
 def require_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """y; ConfigError if it is not like x."""
+    """Returns y; ConfigError if its type, shape or device differs from that of x."""
     if (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device):
         return y
     difference = f"{list(y.shape)} {y.dtype} on {y.device}"

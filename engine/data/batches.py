@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 
 def start_download(x: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Start copying to the host; the returned function waits for the copy. Work queued on the GPU
-    later does not delay it."""
+    """Starts a copy to the host and returns a function that waits for the copy. Work queued on the
+    GPU later does not delay it."""
     if not x.is_cuda:
         return x.cpu().numpy
     host, copied = x.to("cpu", non_blocking=True), torch.cuda.Event()  # to pinned memory

@@ -59,7 +59,7 @@ class DaliOps:
         return fn.cat(*leads, axis=1)
 
     def matmul(self, matrix: Node, x: Node) -> Node:
-        """A sum of column times row: DALI has no matrix product."""
+        """The matrix product, as a sum of column times row: DALI has none."""
         total = matrix[:, :, 0:1] * x[:, 0:1, :]
         for lead in ALL_LEADS[1:]:
             total = total + matrix[:, :, lead : lead + 1] * x[:, lead : lead + 1, :]
@@ -107,8 +107,9 @@ class InFlight:
 
 
 class Pipeline:
-    """`feed` is read ahead: (position, crops int16 [B, 12, 5000], parameters). It may reuse the
-    crops BATCHES_IN_USE items later. `example`: the parameters of any batch."""
+    """Runs DALI ahead of its consumer. `feed` yields (position, crops int16 [B, 12, 5000],
+    parameters) and may overwrite the crops BATCHES_IN_USE items later. `example`: the parameters of
+    any batch."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Several datasets, read as if they were one: their crops are numbered one after the other.
+"""Several datasets, read as if they were one: their crops are numbered consecutively.
 
 data = open_together(["ds/2026", "ds/2027-*"])       # Datasets
 data.column("age")                                   # of all crops
@@ -42,13 +42,14 @@ class Datasets:
 
     @property
     def fingerprint(self) -> str:
-        """Of several, a hash of theirs in this order."""
+        """The dataset's fingerprint; of several datasets, a hash of their fingerprints in this
+        order."""
         prints = [dataset.fingerprint for dataset in self.all]
         return prints[0] if len(prints) == 1 else sha256(" ".join(prints).encode()).hexdigest()
 
     @property
     def plan(self) -> str | None:
-        """The plan of their roles."""
+        """The plan that their roles were made with."""
         plans = dict.fromkeys(dataset.facts.plan for dataset in self.all)
         return " and ".join(map(str, plans)) if len(plans) > 1 else next(iter(plans))
 
@@ -63,7 +64,7 @@ class Datasets:
         return self.concatenate(lambda dataset: dataset.column(name))
 
     def concatenate(self, values_of: Callable[[Dataset], np.ndarray]) -> np.ndarray:
-        """What a function returns for the crops of each dataset, one after the other."""
+        """values_of(dataset) of all datasets, concatenated."""
         return np.concatenate([values_of(dataset) for dataset in self.all])
 
     def select(self, identity: str) -> np.ndarray:
@@ -73,11 +74,11 @@ class Datasets:
         )
 
     def dataset_numbers(self, rows: np.ndarray) -> np.ndarray:
-        """Which dataset each of these crops is in."""
+        """The number of the dataset that each crop is in."""
         return np.asarray(np.searchsorted(self.first_rows, rows, side="right") - 1)
 
     def rows_by_dataset(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Those of these crops that are in each dataset, by their rows in it."""
+        """For each dataset, the rows that these crops have in it."""
         number_N = self.dataset_numbers(rows)
         return [
             rows[number_N == number] - begin
@@ -85,7 +86,7 @@ class Datasets:
         ]
 
     def split_by_dataset(self, values_N: np.ndarray) -> list[np.ndarray]:
-        """The values of the crops of each dataset, of those of all crops."""
+        """The values of all crops, split into one array per dataset."""
         return np.split(values_N, self.first_rows[1:])
 
 

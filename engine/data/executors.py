@@ -35,7 +35,7 @@ CROPS_PER_READ = 256
 
 @dataclass(frozen=True, eq=False)
 class ReadCrops:
-    """A batch that has been read, or several."""
+    """One or more batches that have been read."""
 
     plan: Plan  # of the crops that were read: some may be replacements
     buffer: Any
@@ -60,7 +60,7 @@ class Executor(ABC):
 
     @property
     def batches_per_read(self) -> int:
-        """How many batches are read at a time."""
+        """The number of batches that are read at a time."""
         return 1
 
     def buffers(self, ahead: int) -> Sequence[Any]:

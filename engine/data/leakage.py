@@ -46,7 +46,8 @@ def refuse_leak(
 
 
 def held_out_rows(dataset: Dataset) -> np.ndarray:
-    """The rows that pre-training must not see: of valid, test, gallery and probe."""
+    """The rows that pre-training must not see: those with the role valid, test, gallery or
+    probe."""
     table = dataset.table(["dx_role", "id_role"])
     diagnosed = pc.is_in(table["dx_role"], pa.array(["valid", "test"]))
     identified = pc.is_in(table["id_role"], pa.array(["gallery", "probe"]))
@@ -71,7 +72,7 @@ def _first_in_both(names: pa.ChunkedArray, others: pa.ChunkedArray) -> str:
 
 
 def _names(dataset: Dataset, sides: Sequence[np.ndarray], kind: str) -> list[pa.ChunkedArray]:
-    """What the crops of each side are called; nothing for those whose patient is unknown."""
+    """The names of the crops of each side, without those whose patient is unknown."""
     names_of_sides: list[list[pa.Array]] = [[] for _ in sides]
     columns = [kind] if kind == "waveform" else ["source", kind]
     for part, *masks in table_parts(dataset, columns, sides):

@@ -165,7 +165,7 @@ class Loader:
         return kind(self.augmenter, self.reader, self.meter, self.crops, self.reuse_batches)
 
     def _plans(self, executor: Executor) -> Iterator[Plan]:
-        """For as many batches as are read together."""
+        """A plan for each group of batches that are read together."""
         crops = executor.batches_per_read * self.crops
         steps = max(1, CROPS_PER_PLAN // crops) * executor.batches_per_read
         for first in count(self.step, steps):
@@ -177,7 +177,7 @@ class Loader:
             yield from map(plan.part, _slices(len(places), crops))
 
     def _split(self, read: Iterator[ReadCrops]) -> Generator[ReadCrops, None, None]:
-        """Batches one by one, which may have been read together."""
+        """Yields single batches from groups that were read together."""
         while True:
             with self.meter.timed("read_wait"):
                 several = next(read)
@@ -240,8 +240,7 @@ def _recipe_settings(config: LoaderConfig) -> dict[str, Any]:
 
 
 def _upgrade_recipe(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as today's loader would write it: settings that it lacks, because they are newer,
-    have their defaults."""
+    """Adds the defaults of newer settings to a recipe of an earlier version."""
     saved = {name: recipe[name] for name in RECIPE_SETTINGS if name in recipe}
     try:
         config = TypeAdapter(LoaderConfig).validate_json(json.dumps(saved))

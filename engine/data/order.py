@@ -71,8 +71,8 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
 
 
 def _count_dealt(places: Any, quota: int, remaining_quota: int) -> Any:
-    """How many of the first `places` places go to a dataset that gets `quota` of every `remaining_quota`
-    (Bresenham)."""
+    """The number of the first `places` places that go to a dataset that gets `quota` of every
+    `remaining_quota` (Bresenham)."""
     return (places * quota + remaining_quota // 2) // remaining_quota
 
 
@@ -123,7 +123,7 @@ class DatasetRows:
         selection: Selection = ALL_CROPS,
         place: int = 0,
     ) -> "DatasetRows":
-        """The selected rows of the dataset at this place among all."""
+        """The selected rows of the `place`-th dataset."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
         if not crops:  # only zarr
             starts = range(0, len(dataset), SHARD_CROPS)
@@ -162,7 +162,7 @@ class DatasetRows:
     def from_sizes(
         cls, name: str, shard_crops: Sequence[int], numbers: np.ndarray | None = None
     ) -> "DatasetRows":
-        """Select the given rows of a dataset whose shards have these sizes."""
+        """The given rows of a dataset whose shards have these sizes."""
         shard_first = np.concatenate([[0], np.cumsum(shard_crops, dtype=np.int64)])
         if numbers is None or len(numbers) == shard_first[-1]:
             return cls(name, None, shard_first, shard_first)
@@ -201,7 +201,7 @@ class Places:
         return len(self.row)
 
     def take(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """From values of each dataset's crops, those of these crops."""
+        """The values of these crops. `values`: for each dataset, an array over its crops."""
         values_of_crops = np.empty((len(self), *values[0].shape[1:]), values[0].dtype)
         for d, dataset_values in enumerate(values):
             is_own = self.dataset == d
@@ -275,7 +275,8 @@ class Order:
         return self._places_at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
 
     def draw_counts(self, crops_seen: int) -> list[np.ndarray]:
-        """How often each crop of each dataset is among the first `crops_seen` of the run."""
+        """For each dataset, how often each of its crops is among the first `crops_seen` of the
+        run."""
         times = []
         cycle, place = divmod(crops_seen, sum(self._quotas))
         for d, rows in enumerate(self.rows):
@@ -328,7 +329,7 @@ class Order:
         return Places(dataset, row, epoch)
 
     def _epoch_crops(self, dataset: int) -> int:
-        """A dataset of its own drops the incomplete last batch of an epoch."""
+        """The crops of one epoch of a dataset. A single dataset drops the incomplete last batch."""
         return self.crops_per_epoch if len(self.rows) == 1 else len(self.rows[dataset])
 
     def _index(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
@@ -376,8 +377,8 @@ def _index_in_blocks(layout: _Layout, i: np.ndarray) -> np.ndarray:
 
 
 def shards_needed(order: Order, crops_seen: int) -> Iterator[tuple[int, int]]:
-    """Endless (dataset, shard) in the order in which they are needed after `crops_seen`, each once
-    per epoch of its dataset."""
+    """Yields (dataset, shard) endlessly, in the order in which they are needed after `crops_seen`,
+    each once per epoch of its dataset."""
     epochs: dict[int, tuple[int, set[int]]] = {}
     for start in count(crops_seen, LOOK_AHEAD):
         places = order.places(start, LOOK_AHEAD)

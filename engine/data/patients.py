@@ -1,4 +1,4 @@
-"""Whose crops are whose: ids of patients, their age and sex, and the validation split data.hold_out.
+"""Patients: their ids, age and sex, and the validation split data.hold_out.
 
 patient_ids(datasets)[0]                             # int64 [crops]
 age_and_sex(datasets)[0]                             # float32 [crops, 2], NaN where unknown
@@ -51,7 +51,7 @@ def validation_split(dataset: Dataset, share: float) -> Split:
 
 
 def cached_choice(dataset: Dataset, by: Any, choose: Callable[[Dataset, Any], Any]) -> Any:
-    """What choose(dataset, by) returned the first time."""
+    """The result of the first call of choose(dataset, by)."""
     chosen_by = CHOICES.setdefault(dataset, {})
     if by not in chosen_by:
         chosen_by[by] = choose(dataset, by)
@@ -76,9 +76,9 @@ def _validation_split(dataset: Dataset, share: float) -> Split:
 
 
 def _has_held_waveform(waveform_N: np.ndarray, held_N: np.ndarray) -> np.ndarray:
-    """The crops whose waveform a held-out crop has. All at once, since arrow hashes the held-out ones
-    in each call; its table is larger than a core's cache, so only those with the first bits of a
-    held-out one are looked up."""
+    """bool [crops]: True where a held-out crop has the same waveform. One call for all crops, since
+    arrow hashes the held-out waveforms in each call. Its table is larger than a core's cache, so it
+    looks up only waveforms whose first bits are those of a held-out one."""
     prefix_N = (waveform_N >> np.uint64(64 - PREFIX_BITS)).astype(np.int32)
     is_held = np.zeros(2**PREFIX_BITS, bool)
     is_held[prefix_N[held_N]] = True
@@ -91,8 +91,8 @@ def _has_held_waveform(waveform_N: np.ndarray, held_N: np.ndarray) -> np.ndarray
 def table_parts(
     dataset: Dataset, columns: Sequence[str], sides: Sequence[np.ndarray]
 ) -> Iterator[tuple[Any, ...]]:
-    """The crops of a dataset batch by batch, since names of a large dataset take gigabytes: (rows of the
-    table, a mask for each of `sides`, which are numbers of crops)."""
+    """Yields (rows of the table, a mask for each of `sides`) batch by batch, since the names of a
+    large dataset take gigabytes. `sides`: arrays of row numbers."""
     masks = np.zeros((len(sides), len(dataset)), bool)
     for mask, rows in zip(masks, sides, strict=True):
         mask[rows] = True
@@ -104,8 +104,8 @@ def table_parts(
 
 
 def part_owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
-    """The owner of each crop: source/patient, or source/record if the patient is unknown; and
-    whether it is known."""
+    """(owner of each crop: source/patient, or source/record if the patient is unknown; bool
+    [crops]: the patient is known)."""
     patient, source = part["patient"], part["source"]
     has_patient = pc.fill_null(pc.not_equal(patient, ""), False)
     name = pc.if_else(has_patient, patient, part["record"])
@@ -116,7 +116,7 @@ def part_owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
 
 
 def owner_names(dataset: Dataset, rows: np.ndarray) -> list[tuple[str, bool]]:
-    """The owner of each of these crops, whose numbers ascend, and whether it is known."""
+    """(owner, whether its patient is known) of each of these rows, which ascend."""
     owners_of_crops: list[tuple[str, bool]] = []
     if not len(rows):
         return owners_of_crops
@@ -127,8 +127,8 @@ def owner_names(dataset: Dataset, rows: np.ndarray) -> list[tuple[str, bool]]:
 
 
 def all_owners(datasets: Sequence[Dataset]) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """The names of all owners; of each crop of all datasets, the index of its owner, and whether it
-    is known."""
+    """(names of all owners; for each crop of all datasets, the index of its owner; whether its
+    patient is known)."""
     names, is_known_of_parts = [], []
     for dataset in datasets:
         for part in dataset.parts(OWNER_COLUMNS):
@@ -151,15 +151,16 @@ def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
 def owner_ids(
     datasets: Sequence[Dataset], owner_N: np.ndarray, known_N: np.ndarray
 ) -> list[np.ndarray]:
-    """Odd where the patient is known."""
+    """For each dataset, int64 [crops]: an id for each owner, odd where the patient is known."""
     ids_N = owner_N.astype(np.int64) << 1 | known_N
     ends = np.cumsum([len(dataset) for dataset in datasets])
     return np.split(ids_N, ends[:-1])
 
 
 def age_and_sex(datasets: Sequence[Dataset]) -> list[np.ndarray]:
-    """For each dataset, every crop's age in deviations from the mean, and 1 for a man, 0 for a woman:
-    float32 [crops, 2], NaN where unknown. Those of synthetic patients say nothing of their ECGs."""
+    """For each dataset, every crop's age in deviations from the mean, and 1 for a man, 0 for a
+    woman: float32 [crops, 2], NaN where unknown. The age and sex of synthetic patients have nothing
+    to do with their ECGs."""
     of_datasets = []
     for dataset in datasets:
         table = dataset.table(["age", "sex", "source"])
@@ -179,7 +180,7 @@ def uniform_hashes(names: pa.Array) -> np.ndarray:
 
 
 def keyed_digests(names: pa.Array, key: bytes, size: int) -> bytearray:
-    """A keyed hash of each name, of `size` bytes, one after the other."""
+    """Keyed hashes of the names, `size` bytes each, concatenated."""
     keyed = blake2b(key=key, digest_size=size)
     digest_bytes = bytearray()
     for start in range(0, len(names), NAMES_PER_HASH):

@@ -59,7 +59,7 @@ def use_one_thread() -> None:
 
 
 class BadCrop(NamedTuple):
-    """An unreadable crop and its position in the batch."""
+    """An unreadable crop, with its position in the batch."""
 
     position: int
     dataset: int
@@ -120,7 +120,7 @@ class _File:
 
 
 class _Source:
-    """What CropReader keeps about one dataset."""
+    """A dataset as CropReader reads it."""
 
     def __init__(self, dataset: Dataset, source: str | None, staged: bool) -> None:
         self.url = dataset.root.url
@@ -253,7 +253,7 @@ class CropReader:
     def _read(
         self, index: np.ndarray, rows: np.ndarray, output: np.ndarray | CropSink, first: int = 0
     ) -> list[BadCrop]:
-        """Read rows of datasets to the positions from `first` on."""
+        """Read these rows into the positions from `first` on."""
         reads: list[_Read] = []
         for d in np.unique(index).tolist():
             reads += self._in_file_order(d, np.flatnonzero(index == d), rows, first)
@@ -325,7 +325,7 @@ class CropReader:
     def _read_share(
         self, reads: list[_Read], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
-        """What one thread reads."""
+        """Read one thread's share."""
         files = _OpenFile(self._file, self._sources, paths)
         if isinstance(output, np.ndarray):
             results = [self._read_crop(read, output[read.position], files) for read in reads]

@@ -61,7 +61,8 @@ NOTHING_SEEN = pa.Table.from_arrays(
 
 @cache
 def unknown_record() -> pa.Table:
-    """Stands for all that a model may have seen before there was a record, or in another program."""
+    """A record of one unknown patient: stands for all that a model may have seen in another
+    program, or before records existed."""
     return pa.table(
         {"hash": [-1], "patient": [False], "use": [0], "guessable": [False]}, SEEN_SCHEMA
     )
@@ -95,7 +96,8 @@ def record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
 
 
 def dataset_marks(dataset: Dataset) -> set[str]:
-    """By which a model says under which key it has the names of this dataset that are not public."""
+    """The mark of this dataset's key, in a set: tells which key hashed its names that are not
+    public."""
     return {dataset.name_mark} if dataset.name_mark else set()
 
 
@@ -108,7 +110,7 @@ def _with_marks(seen: pa.Table, keys: set[str]) -> pa.Table:
 
 
 def join_records(records: Sequence[pa.Table]) -> pa.Table:
-    """One record of several models or datasets."""
+    """The union of the records of several models or datasets."""
     rows = pa.concat_tables([NOTHING_SEEN, *records])
     hashes, patient, use, guessable = (column.to_numpy() for column in rows.columns)
     key = hashes << 1 | patient
@@ -156,15 +158,15 @@ def read_record(path: Path) -> pa.Table:
 
 
 def without_guessable(seen: pa.Table) -> pa.Table:
-    """Without the hashes of names that could be guessed."""
+    """The record without hashes of names that could be guessed."""
     return seen.filter(pc.invert(seen["guessable"]))
 
 
 def uses_by_crop(
     seen: pa.Table, dataset: Dataset, rows: np.ndarray, besides: Sequence[Dataset] = ()
 ) -> np.ndarray:
-    """How each of these crops, or another of its patient, was used: an index of USES, -1 if not.
-    `besides`: other datasets whose keys may be tried."""
+    """For each crop, how it or another crop of its patient was used: an index of USES, -1 if it was
+    not. `besides`: other datasets whose keys may be tried."""
     rows, place = np.unique(rows, return_inverse=True)
     keys = name_keys([dataset, *besides])
     people: list[list[np.ndarray]] = [[] for _ in keys]
@@ -181,7 +183,7 @@ def uses_by_crop(
 
 
 class CropUses(NamedTuple):
-    """How crops were used: an index of USES, -1 if not."""
+    """How each crop was used: an index of USES, -1 if it was not."""
 
     waveform: np.ndarray
     owner: np.ndarray  # any crop of the same patient
@@ -196,7 +198,7 @@ def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> Cro
 
 
 def seen_with_labels(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:
-    """bool [N]: whether a model was trained on these very waveforms with their labels."""
+    """bool [N]: True where a model was trained on this very waveform with its labels."""
     use_N = _use_by_hash(seen, False, _waveform_hashes(waveform_N))
     return np.asarray(use_N == LABELLED)
 
@@ -209,9 +211,9 @@ def seen_notes(
     where: str,
     validation: bool = False,
 ) -> list[str]:
-    """How many of the patients of these crops a model has seen, and how. `patients`: the id of each
-    crop of each dataset (engine.data.patients.owner_ids); `where`: for example "scored here".
-    `validation`: these are meant to be those that chose the model."""
+    """Sentences on how many of the patients of these crops a model has seen, and how. `patients`:
+    the id of each crop of each dataset (engine.data.patients.owner_ids); `where`: for example
+    "scored here". `validation`: these crops were used to choose the model."""
     sentences = []
     if len(seen) and seen["hash"][0].as_py() == -1:
         sentences.append(
@@ -250,7 +252,7 @@ def seen_notes(
 
 
 def unknown_key_notes(seen: pa.Table, known_marks: set[str]) -> list[str]:
-    """A sentence, if a model knows patients by other keys than those with these marks."""
+    """A sentence if a model knows patients by keys with other marks than these; else nothing."""
     if key_marks(seen) <= known_marks:
         return []
     return [
@@ -260,7 +262,7 @@ def unknown_key_notes(seen: pa.Table, known_marks: set[str]) -> list[str]:
 
 
 def name_keys(datasets: Iterable[Dataset]) -> list[bytes]:
-    """All keys by which a model may know the patients of these datasets, the open one first."""
+    """All keys that may have hashed the patients of these datasets, the open one first."""
     keys = [OPEN_KEY]
     for dataset in datasets:
         if dataset.name_key and dataset.name_key not in keys:
@@ -269,7 +271,7 @@ def name_keys(datasets: Iterable[Dataset]) -> list[bytes]:
 
 
 def _hashes_of(crops: pa.RecordBatch, keys: Sequence[bytes]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Of the patient of each crop, under each key; and of its waveform."""
+    """(for each key, the hashes of the crops' patients; the hashes of their waveforms)."""
     names, _ = part_owners(crops)
     people = [_name_hashes(names, key) for key in keys]
     return people, _waveform_hashes(crops["waveform"].to_numpy())
@@ -283,7 +285,8 @@ def _name_hashes(names: pa.Array, key: bytes) -> np.ndarray:
 
 
 def _waveform_hashes(words: np.ndarray) -> np.ndarray:
-    """Mixed, since the two checksums that a waveform's number is made of are not independent."""
+    """Hashes of waveforms. Mixed, since the two checksums that make up a waveform's number are not
+    independent."""
     return (mix(words.copy()) >> np.uint64(64 - HASH_BITS)).astype(np.int64)
 
 

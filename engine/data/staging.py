@@ -112,8 +112,8 @@ class Staging:
             time.sleep(random.random() * WAIT_S)
 
     def close(self) -> None:
-        """Waiting calls raise an error and downloads stop at their next part. The files stay for
-        the next run."""
+        """Stops: waiting calls raise an error, and downloads end at their next part. The files stay
+        for the next run."""
         atexit.unregister(self.close)
         self._closing = True
         self._notify()

@@ -1,4 +1,4 @@
-"""The operations of which stages are made, in torch; those for a DALI graph are in dali.py.
+"""The operations that stages are made of, in torch; dali.py has them for a DALI graph.
 
 ops = TorchOps(HALF, FS_HZ, device, seed)
 x = stage.apply(x, p, ops)
@@ -18,7 +18,8 @@ FINE_STEP = 50  # samples in a fine step of `cosines`: about the square root of 
 
 
 class TorchOps:
-    """The operations of which stages are made. dali.DaliOps has the same for a DALI graph."""
+    """The operations that stages are made of. dali.DaliOps has the same operations for a DALI
+    graph."""
 
     def __init__(self, samples: int, fs_hz: float, device: torch.device, seed: int) -> None:
         axes = [torch.from_numpy(axis).to(device) for axis in time_axes(samples, fs_hz)]
@@ -45,7 +46,8 @@ class TorchOps:
         return matrix @ x
 
     def multiply(self, x: Tensor, factor: Tensor) -> Tensor:
-        """In place: DALI's batch with physio3 on a CPU takes a fifth more time if x is new here."""
+        """x *= factor. In place: a new x would make DALI's batch with physio3 on a CPU a fifth
+        slower."""
         return _copy_if_two_views(x, factor).mul_(factor)
 
     def add(self, x: Tensor, waves: Sequence[Wave]) -> Tensor:

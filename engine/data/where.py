@@ -44,8 +44,8 @@ FUNCTIONS: dict[type[ast.AST], Any] = {
 
 
 def where_mask(dataset: Dataset, where: str, cells: pa.Table | None = None) -> np.ndarray:
-    """Of which crops the expression is true. `cells`: columns of a label table, which come before
-    the dataset's; a row for each crop."""
+    """bool [crops]: True where the expression is true. `cells`: columns of a label table, a row for
+    each crop; they take precedence over the dataset's columns."""
     try:
         if len(where) > MAX_CHARACTERS:
             raise ValueError(f"has more than {MAX_CHARACTERS} characters")
@@ -75,8 +75,8 @@ def _parse(where: str) -> ast.expr:
 
 
 def _expression_text(refused: ast.expr) -> str:
-    """Python's own limit of recursion would tell differently in a program that imported PyTorch's
-    compiler, which raises it."""
+    """The text of an expression; RecursionError if it is deeper than MAX_SHOWN_DEPTH. Python's own
+    limit would not do: PyTorch's compiler raises it."""
     level: list[ast.AST] = [refused]
     depth = 0
     while level:
@@ -92,7 +92,7 @@ class _Rows:
         self.dataset, self.cells = dataset, cells or pa.table({})
 
     def value(self, node: ast.expr) -> Any:
-        """Of each crop, or a constant; null: unknown."""
+        """The value of an expression for each crop, or a constant; null if unknown."""
         match node:
             case ast.Constant(bool() | int() | float() | str() as value):
                 return pa.scalar(value)

@@ -26,7 +26,7 @@ CROPS_PER_WAVE = 64  # crops whose common noise is made at a time: 1 MB; the fas
 
 
 class CropWriter:
-    """For any augmentation: so many crops at a time that their tensors fit in the cache."""
+    """Writes crops with any augmentation, as many at a time as fit in the cache."""
 
     crops_per_write = CROPS_PER_WRITE
 
@@ -40,7 +40,7 @@ class CropWriter:
         self.parameters = augmenter.to_device(plan.parameters)
 
     def write(self, crops_BLT: Tensor, positions: list[int], rows: list[int]) -> None:
-        """The first crops of a buffer to these positions of the batch."""
+        """Writes the first crops of a buffer to these positions of the batch."""
         began = time.perf_counter()
         if rows[0] == self.planned_rows[positions[0]]:
             self._augment(crops_BLT, positions)
@@ -55,7 +55,8 @@ class CropWriter:
         self.out_BSLT.index_copy_(0, index, x_BSLT)
 
     def _write_replacement(self, crops_BLT: Tensor, position: int, row: int) -> None:
-        """Its parameters are drawn now, as they depend on the row."""
+        """Writes a replacement of a bad crop. Its parameters are drawn now, as they depend on the
+        row."""
         one = slice(position, position + 1)
         plan = self.augmenter.plan(replace(self.plan.places[one], row=np.array([row])))
         writer = type(self)(self.augmenter, plan, self.out_BSLT[one], self.meter)
@@ -109,7 +110,7 @@ class SingleCropWriter(CropWriter):
 def crop_writer(
     augmenter: Augmenter, plan: Plan, out_BSLT: Tensor, meter: StageTimer
 ) -> CropWriter:
-    """The fastest writer that can do all stages."""
+    """The fastest writer that supports all stages."""
     by_crop = augmenter.views == "halves" and all(
         stage.fits_single_crop_writer for stage in augmenter.stages
     )
@@ -118,7 +119,7 @@ def crop_writer(
 
 
 def _shared_noise(stages: Sequence[Noise], p: Tensors, ops: TorchOps, crops: int) -> Tensor:
-    """The sum of these noises, which all leads share, for each crop: [B, 2, 1, 2500]."""
+    """[B, 2, 1, 2500]: for each crop, the sum of the noises that all leads share."""
     waves = torch.empty(crops, 2, 1, HALF)
     for start in range(0, crops, CROPS_PER_WAVE):
         part = slice(start, start + CROPS_PER_WAVE)

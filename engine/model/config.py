@@ -147,7 +147,7 @@ class ModelConfig:
 
     @property
     def architecture_settings(self) -> list[str]:
-        """The settings that the encoder's weights depend on."""
+        """The names of the settings that the encoder's weights depend on."""
         names = ["encoder", "options", "leads"]
         if not self.encoder:
             names += ["conv", "conv_norm", "width", "layers", "heads", "ffn"]
@@ -210,17 +210,17 @@ class ObjectiveConfig:
 
     @property
     def is_class(self) -> bool:
-        """Whether the global objective is a class of its own."""
+        """True if the global objective is a class."""
         return self.contrast > 0 and self.method not in CONTRASTS
 
     @property
     def across_ranks(self) -> bool:
-        """Whether candidates include crops of other ranks."""
+        """True if candidates include crops of other ranks."""
         return self.gathered and (self.method, self.form) != ("cmsc", "authors")
 
     @property
     def needs_ids(self) -> bool:
-        """Whether the loss needs to know which patient each crop belongs to."""
+        """True if the loss needs the patient of each crop."""
         return self.contrast > 0 and (
             self.method == "3kg" or (self.method == "cmsc" and self.form == "authors")
         )
@@ -299,7 +299,7 @@ def max_spans(config: ModelConfig, tokens: int) -> int:
 
 
 def max_masked(config: ModelConfig, tokens: int) -> int:
-    """M, the largest possible number of masked tokens."""
+    """M: the largest possible number of masked tokens."""
     if config.mask_starts == "bernoulli":
         return tokens
     spans = max_spans(config, tokens)

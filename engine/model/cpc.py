@@ -105,7 +105,8 @@ FORMS = {"all": PredictiveCoding, "sampled": SampledCoding}
 
 
 def draw_candidates(keys_R: Tensor, tokens: int, ahead: int, negatives: int) -> Tensor:
-    """[R, n, K]: tokens with replacement, for each but the one so far ahead."""
+    """[R, n, K]: for each token n, K tokens drawn with replacement, except the one that lies
+    `ahead`."""
     predicting = tokens - ahead
     count = predicting * negatives
     random_RX = random_integers(keys_R, ModelStream.CANDIDATES, (count + 1) // 2)
@@ -117,7 +118,7 @@ def draw_candidates(keys_R: Tensor, tokens: int, ahead: int, negatives: int) -> 
 
 
 def sampled_loss(predicted_RnF: Tensor, z_RNF: Tensor, drawn_RnK: Tensor, ahead: int) -> Tensor:
-    """In float32: a sum of so many products has few digits in bfloat16."""
+    """The loss, computed in float32: a sum of so many products has few digits in bfloat16."""
     with torch.autocast(z_RNF.device.type, enabled=False):
         s_RnN = predicted_RnF.float() @ z_RNF.float().transpose(1, 2)
     times_RnN = count_negatives(drawn_RnK, z_RNF.shape[1])

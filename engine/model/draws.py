@@ -85,7 +85,7 @@ def draw_step(
 
 
 def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
-    """mask_RN: the tokens of all spans; spans may overlap."""
+    """mask_RN: True for the tokens of all spans, which may overlap."""
     starts = bernoulli_starts if config.mask_starts == "bernoulli" else counted_starts
     started_RN = starts(config, keys_R, tokens).cumsum(1)
     ended_RN = F.pad(started_RN, (config.mask_span, 0))[:, :tokens]
@@ -126,8 +126,8 @@ def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
 
 
 def masked_slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """slot_RM, valid_RM: the masked tokens of each row in order, then padding. Those beyond `count`
-    are dropped."""
+    """slot_RM, valid_RM: the masked tokens of each row in order, then padding. Tokens beyond
+    `count` are dropped."""
     rows, tokens = mask_RN.shape
     device = mask_RN.device
     # the extra place takes all other tokens
@@ -164,7 +164,7 @@ def count_negatives(other_RMK: Tensor, count: int) -> Tensor:
 
 
 def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """-log(-log u), where u in (0, 1) has 23 bits: exact in float32, and no logarithm of 0. Each
+    """Gumbel noise -log(-log u). u in (0, 1) has 23 bits: exact in float32, and never log(0). Each
     hash gives two numbers."""
     count = math.prod(shape)
     random = random_integers(keys_R, ModelStream.GUMBEL, (count + 1) // 2)

@@ -237,9 +237,9 @@ def split_heads(qkv: Tensor, heads: int) -> list[Tensor]:
 
 
 def attention_backend(model: nn.Module, tokens: int = 156) -> str:
-    """What computes the attention in training: flash, cudnn, efficient or math, of which torch
-    chooses one by device, type, shape and version; omnilead (engine.model.kernels); none, if the
-    encoder has no layers of ours."""
+    """The name of the attention backend in training: flash, cudnn, efficient or math, as torch
+    chooses by device, type, shape and version; omnilead (engine.model.kernels); none if the encoder
+    has no layers of ours."""
     for part in model.modules():
         if isinstance(part, Attention):
             weight, width = part.qkv.weight, part.qkv.in_features
@@ -306,8 +306,8 @@ class Encoder(nn.Module):
     def context(
         self, z_RNF: Tensor, mask_RN: Tensor | None, keep_RK: Tensor | None = None
     ) -> Tensor:
-        """`keep_RK`: the places of the only tokens that go through the layers, as in a masked
-        autoencoder (ascending, if it is causal); the others are masked before. Returns c_RKD."""
+        """`keep_RK`: indices of the only tokens that go through the layers, as in a masked
+        autoencoder (ascending if the encoder is causal). Masking comes first. Returns c_RKD."""
         if keep_RK is not None:
             assert mask_RN is None, "what is not in keep_RK is masked: give one of the two"
             mask_RN = torch.ones_like(z_RNF[..., 0], dtype=torch.bool).scatter_(1, keep_RK, False)
@@ -339,8 +339,8 @@ class Encoder(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """Weights for a subset of leads: the output equals that of all leads with the others
-        zero."""
+        """The weights for a subset of leads. The output equals that of the full model with the
+        other leads zero."""
         first = "conv.blocks.0.weight"
         by_lead = weights[first].unflatten(1, (-1, of))
         selected = by_lead[:, :, list(rows)].flatten(1)
@@ -354,7 +354,7 @@ def pool(c_RND: Tensor) -> Tensor:
 
 
 def take_tokens(x_RND: Tensor, slot_RM: Tensor) -> Tensor:
-    """The tokens at these places: x_RMD."""
+    """x_RMD: the tokens at these indices."""
     rows, tokens, width = x_RND.shape
     first_R1 = torch.arange(0, rows * tokens, tokens, device=x_RND.device)[:, None]
     return (

@@ -60,8 +60,8 @@ def build_encoder(
     generator: torch.Generator | None = None,
     kind: Any = None,
 ) -> nn.Module:
-    """Build an encoder and draw its weights from `generator`; one that is not the authors' draws
-    its own, from the same seed. `kind`: its class. `mask` false: no mask embedding in the
+    """Build an encoder and draw its weights from `generator`; encoders other than the authors' draw
+    their own, from the same seed. `kind`: the class. `mask` false: no mask embedding in the
     authors' encoder."""
     encoder: nn.Module
     if not config.encoder:
@@ -81,7 +81,7 @@ def build_encoder(
 
 
 def options_with_defaults(config: ModelConfig) -> dict[str, Any]:
-    """model.options, of an encoder of ours with the defaults that they leave out."""
+    """model.options, for a shipped encoder with its defaults filled in."""
     if not config.encoder or config.encoder not in ENCODERS:
         return config.options
     parameters = inspect.signature(plugin(ENCODERS[config.encoder])).parameters
@@ -129,8 +129,8 @@ def build_and_examine(
     kind: Any = None,
     samples: int = HALF,
 ) -> tuple[nn.Module | None, int]:
-    """Build and examine an encoder that is not the authors' (for theirs: None); and the number of
-    tokens in a window of so many samples."""
+    """Build and examine an encoder. Returns (the encoder, or None for the authors'; the tokens in a
+    window of `samples`)."""
     if not config.encoder:
         return None, config.tokens(samples)
     encoder = build_encoder(config, masked, torch.Generator().manual_seed(seed), kind)
@@ -248,8 +248,8 @@ def encoder_flops(
 
 
 def has_dropout(encoder: nn.Module | None, config: ModelConfig, *other_rates: float) -> bool:
-    """Whether dropout makes training differ from evaluation. `other_rates`: dropout rates outside the
-    encoder."""
+    """True if dropout makes training differ from evaluation. `other_rates`: dropout rates outside
+    the encoder."""
     rates = [
         config.dropout,
         config.attention_dropout,
@@ -314,7 +314,7 @@ def _initialise_layers(model: nn.Module, generator: torch.Generator | None) -> N
 
 
 def _initialise_transformer(model: nn.Module, generator: torch.Generator | None) -> None:
-    """Overwrites what _initialise_layers drew for the linear layers of these modules."""
+    """Redraws the linear layers that _initialise_layers has drawn in transformer layers."""
     for module in model.modules():
         if isinstance(module, Encoder):
             if module.mask_embedding is not None:

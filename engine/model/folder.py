@@ -83,9 +83,9 @@ def write_model(
     code: Mapping[str, bytes] | None = None,
     record: pa.Table | None = None,
 ) -> None:
-    """Write a model folder: to a temporary folder, then renamed, so that none is ever half
-    written. An existing one is replaced; between two renames there is none. `code`: plug-ins;
-    `record`: what it has seen."""
+    """Write a model folder: to a temporary folder, then renamed, so that none is ever half written.
+    An existing one is replaced; between two renames there is none. `code`: plug-in files; `record`:
+    what the model has seen."""
     if not folder.name:  # renaming a shell's own folder would leave it in one that is gone
         raise ConfigError(f"{folder}: name a new folder")
     with suppress(FileExistsError):  # if it is a file, writing says so below
@@ -117,8 +117,8 @@ def write_model(
 
 @contextmanager
 def _no_other_writer(parent: Path) -> Iterator[bool]:
-    """Waits until nobody else writes a model in this folder. False if that cannot be known, because
-    the file system does not lock folders."""
+    """Waits until nobody else writes a model in this folder. Yields False if the file system cannot
+    lock folders."""
     try:
         descriptor = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError:  # to list it; it may be writable
@@ -233,9 +233,9 @@ def code_in(folder: Path) -> dict[str, bytes]:
 
 
 def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]:
-    """The names of the files of a model that are uploaded and downloaded, beside config.json, which is
-    `document`. Of code these are the files that its settings name; ConfigError if Python, started where
-    the model lies, would import one in place of a module."""
+    """The names of the model's files that are uploaded and downloaded with config.json
+    (`document`). Code: only the files that its settings name; ConfigError if Python, started in the
+    model's folder, would import one of them instead of a module."""
     sums = document.get(SHA256)
     listed = set(sums) if isinstance(sums, dict) else {WEIGHTS, PREPROCESSING}
     head = _section(document, "head")
@@ -263,7 +263,7 @@ def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def seen_by(folder: Path) -> pa.Table:
-    """What the model in a folder, or the start of a run, was trained on."""
+    """The record of what the model in a folder, or the start of a run, was trained on."""
     return seen.read_record(folder / SEEN) if (folder / SEEN).exists() else seen.unknown_record()
 
 
@@ -330,12 +330,12 @@ def local_folder(text: str) -> Path:
 
 
 def is_model(start: str) -> bool:
-    """Whether `start` is a model; a YAML file gives random weights."""
+    """True if `start` is a model; a YAML file means random weights."""
     return bool(start) and Path(start).suffix not in (".yaml", ".yml")
 
 
 def export_command(run: Path) -> str:
-    """What writes RUN/model from the newest or best checkpoint."""
+    """The command that writes RUN/model from the newest or best checkpoint."""
     settings = run / "config.yaml"
     tunes = settings.is_file() and re.search("^task:", settings.read_text(), re.MULTILINE)
     return f"omnilead {'finetune' if tunes else 'pretrain'} --export {run}"
@@ -361,9 +361,8 @@ def _download(url: str, local: Path) -> Path:
 
 
 def fetch_from_hub(repo: str) -> tuple[Path, str]:
-    """Download org/name@revision into the Hub's local cache; all files are from the same commit.
-    The folder and its digest. A damaged file would stay in the cache, so it is fetched again,
-    once."""
+    """Download org/name@revision, one commit, into the Hub's local cache. Returns the folder and
+    its digest. A damaged file, which would stay in the cache, is downloaded once more."""
     name, _, revision = repo.partition("@")
     damage: LoadError | None = None
     with hub_api(repo) as (hub, _):

@@ -120,21 +120,22 @@ class Input(Window):
 
     @property
     def needed_s(self) -> float:
-        """Of an ECG: crops have 5 or 10 s."""
+        """The shortest ECG in s that has a window: crops have 5 or 10 s."""
         return HALF_S if self.window_s <= HALF_S else CROP_S
 
     def count_windows(self, halves: Any = 2) -> Any:
-        """How many windows lie wholly in the measured halves of a crop, or of several."""
+        """The number of windows that lie within the measured halves of a crop, or of each of
+        several crops."""
         return np.floor(np.asarray(halves) * (HALF_S / self.window_s) + 1e-9).astype(np.int64)
 
     def usable_crops(self, dataset: Dataset) -> np.ndarray:
-        """bool [crops]: has a window, and at least one of the model's leads was recorded."""
+        """bool [crops]: True for crops that have a window and at least one of the model's leads."""
         has_window = self.count_windows(dataset.column("halves")) > 0
         return np.asarray(has_window & ~none_measured(dataset, self.seen_leads))
 
     @property
     def missing_text(self) -> str:
-        """What a crop lacks that is not usable."""
+        """What unusable crops lack, for a message."""
         leads = describe_leads(self.seen_leads)
         return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short}"
 
@@ -145,14 +146,14 @@ class Input(Window):
         return f", or shorter than {self.window_s:g} s, which the model takes at once"
 
     def windows(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_RLT: the windows that crops [B, 12, 5000] have, crop by crop."""
+        """x_RLT: all windows of crops [B, 12, 5000], crop by crop."""
         x_RLT = self.crops(uv_BLT, halves_B).flatten(0, 1)
         there_BS = np.arange(self.count_windows()) < self.count_windows(halves_B)[:, None]
         there_R = torch.from_numpy(np.flatnonzero(there_BS)).to(x_RLT.device, non_blocking=True)
         return x_RLT if there_BS.all() else x_RLT[there_R]
 
     def crops(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_BSLT: the same for crops of equally many windows: zeros for those that they lack."""
+        """x_BSLT: the same with equally many windows for each crop; missing windows are zeros."""
         # One at a time: indexing with a list would make a GPU wait
         if self.leads != ALL_LEADS:
             uv_BLT = torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
@@ -169,9 +170,9 @@ class Input(Window):
         keep_BSL1: Tensor | None = None,
         start_B: Tensor | None = None,
     ) -> Tensor:
-        """x_BSLT: the windows side by side, as many as `keep_BSL1` has, from `start_B` (0 to 1) of
-        the room that they leave in the crop. A lead that is all zeros in a crop, or not kept in
-        a window, is zero and does not count in a mean."""
+        """x_BSLT: adjacent windows, as many as `keep_BSL1` has. `start_B` (0 to 1): their start, as
+        a share of the room that they leave in the crop. A lead that is all zeros in a crop, or not
+        kept in a window, is zero and does not count in a mean."""
         crops_BLT, x_BLT = x_BLT, self._crops(x_BLT, halves_B)
         count = self.count_windows() if keep_BSL1 is None else keep_BSL1.shape[1]
         samples = count * self.samples
@@ -192,7 +193,7 @@ class Input(Window):
         return normalise(x_BSLT, there_BSL1, (2, 3))
 
     def _crops(self, x_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """Crops at the model's rate, zero after the halves that they have."""
+        """Crops at the model's rate, zero after their measured halves."""
         if self.is_plain or (halves_B == 2).all():
             return self._measured(x_BLT)
         samples = 2 * self.samples if self.by_halves else samples_at(self.fs_hz, CROP)
@@ -204,7 +205,7 @@ class Input(Window):
         return crops_BLT
 
     def _measured(self, x_BLT: Tensor) -> Tensor:
-        """The same for crops of which all is measured."""
+        """The same for crops whose halves are all measured."""
         crops_BLT = x_BLT
         if self.band_hz:
             at_a_time = CROPS_PER_FILTER if x_BLT.device.type == "cpu" else len(x_BLT)
@@ -222,8 +223,8 @@ class Input(Window):
 
 
 def normalise(x: Tensor, is_measured: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Mean 0 and standard deviation 1 over these axes together. Leads that are not there become
-    zeros and do not count."""
+    """x with mean 0 and standard deviation 1 over these axes together. Leads that were not measured
+    become zeros and do not count."""
     share = is_measured.double().mean(axes, keepdim=True).clamp_min(1e-6)
     wide = x.double()
     wide = (wide - (wide * is_measured).mean(axes, keepdim=True) / share) * is_measured
@@ -263,8 +264,8 @@ def _response(
 
 
 def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
-    """data_tools.ecg.resampling.resample from 500 Hz along the last axis, as a convolution that makes a
-    block of samples at each place."""
+    """data_tools.ecg.resampling.resample from 500 Hz along the last axis, as a convolution whose
+    every output is a block of samples."""
     down, up = rate_ratio(fs_hz)
     if up == down:  # 499.999 Hz counts as 500 Hz
         return x
@@ -282,7 +283,8 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
-    """[blocks * up, K]: what each of K neighbouring samples at 500 Hz adds to so many samples."""
+    """[blocks * up, K]: the weight of each of K neighbouring samples at 500 Hz in each of blocks *
+    up output samples."""
     reach = -(-10 * max(up, down) // up)  # of the filter, in samples at 500 Hz
     margin = -(-reach // down)
     weights = resample(np.eye((blocks + 2 * margin) * down), up, down)
@@ -291,7 +293,8 @@ def _weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
 
 
 def describe_signals(signals: Mapping[str, Any]) -> str:
-    """For model cards: for example 500 Hz, 5 s at a time, millivolts, not normalised."""
+    """The input in words for model cards: for example 500 Hz, 5 s at a time, millivolts, not
+    normalised."""
     band = signals.get("band_hz")
     filtered = f"band-passed from {band[0]:g} to {band[1]:g} Hz, " if band else ""
     clipped = f"limited to +-{signals['clip_mv']:g} mV, " if signals.get("clip_mv") else ""

@@ -51,7 +51,7 @@ def dropout(
 
 
 class MaskedScale(torch.autograd.Function):
-    """scale * x where all bits of `keep` are set, zero where none is, by a bitwise `and`; the same
+    """scale * x where all bits of `keep` are set, zero where none is, by a bitwise `and`; likewise
     for the gradient."""
 
     @staticmethod
@@ -370,7 +370,7 @@ REPLACEMENTS: dict[str, dict[str, Operation]] = {
 
 
 def pick_operation(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
-    """The operation to use on x's device."""
+    """The operation to use on the device of x."""
     device = "cpu" if x.device.type == "cpu" else "cuda"
     if setting == "plain" or (device == "cpu" and torch.compiler.is_compiling()):
         return plain

@@ -196,7 +196,7 @@ class Pretrainer(nn.Module):
     def class_losses(
         self, x_BSLT: Tensor, keys_BS: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The losses of an objective that is a class, and what else it wants in the log."""
+        """The losses of an objective that is a class, and the other values that it logs."""
         assert self.plugin is not None
         losses = self.plugin(self.encoder, x_BSLT, keys_BS)
         losses, logged = losses if isinstance(losses, tuple) else (losses, {})

@@ -120,7 +120,7 @@ class StateSpace(nn.Module):
             self.C.data.copy_((drawn @ stored_Dnn).view(shape))
 
     def freeze(self) -> None:
-        """Computes what depends on dt alone."""
+        """Computes the buffers that depend on dt alone."""
         if self.log_dt.is_meta:
             return
         discrete = Discrete(self.log_dt.double().exp(), self.states)
@@ -145,7 +145,7 @@ class StateSpace(nn.Module):
         self.freeze()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StateSpace":
-        """Weights may become bfloat16; what is frozen stays float32."""
+        """Casts weights, for example to bfloat16; frozen buffers stay float32."""
         frozen = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, values in frozen.items():
@@ -188,7 +188,7 @@ def toeplitz(kernel_DT: Tensor) -> Tensor:
 
 
 def states_before(left_DRCn: Tensor, step_Dnn: Tensor) -> Tensor:
-    """What the chunks before have left, for each chunk."""
+    """The state that earlier chunks leave, for each chunk."""
     states = [torch.zeros_like(left_DRCn[:, :, 0])]
     for c in range(left_DRCn.shape[2] - 1):
         states.append(torch.baddbmm(left_DRCn[:, :, c], states[-1], step_Dnn))
@@ -203,7 +203,7 @@ def by_channel(x_RND: Tensor, chunk: int) -> Tensor:
 
 class ChunkedConvolution(torch.autograd.Function):
     """The products of the module's docstring, from the right. torch's own backward would copy
-    matrix by matrix what has no layout of a product, and take twice as long."""
+    operands that have no matrix layout one matrix at a time, and take twice as long."""
 
     @staticmethod
     def forward(
@@ -338,8 +338,8 @@ class S4(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """Weights for a subset of leads: the output equals that of all leads with the others
-        zero."""
+        """The weights for a subset of leads. The output equals that of the full model with the
+        other leads zero."""
         first = "stem.0.weight"
         return {**weights, first: weights[first][:, list(rows)].contiguous()}
 

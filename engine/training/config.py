@@ -569,6 +569,6 @@ def load_config(
     by dotted key. `kind`: engine.training.config.Config, unless another is given."""
 
     config_kind: Any = kind or Config
-    tree = read_yaml(find_config(path, config_kind.folder), config_kind.folder)
+    tree = read_yaml(find_config(path, config_kind.config_folder), config_kind.config_folder)
     config: Kind = build_config(apply_overrides(tree, overrides), config_kind)
     return config

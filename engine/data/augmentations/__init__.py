@@ -36,7 +36,7 @@ STAGES: tuple[type[Stage], ...] = (
 @one_line_errors
 @checked_dataclass(frozen=True, config=STRICT)
 class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSettings):
-    """The section `augment` of the settings: those of all stages."""
+    """The section `augment` of the settings: the settings of all stages."""
 
     # your own function(x_BSLT, draw) as file.py:function, or a list of them, each as file.py:function
     # or with options, {name: file.py:function, strength: 0.1}; applied after the others:
@@ -66,21 +66,22 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
 
     @property
     def plugin_settings(self) -> list[tuple[str, str]]:
-        """For engine.settings.files.read_plugins."""
+        """The (setting, value) pairs that name files of code, for
+        engine.settings.files.read_plugins."""
         return [("augment.extra", name) for name, _ in self.extra_functions]
 
     @property
     def stages(self) -> list[Stage]:
-        """The active ones."""
+        """The stages that these settings switch on."""
         stages = [stage(self) for stage in STAGES]
         return [stage for stage in stages if stage.active]
 
     @property
     def descriptions(self) -> list[str]:
-        """Names of the augmentations that are on, `extra` aside."""
+        """The names of the augmentations that are on, without `extra`."""
         return [stage.description for stage in self.stages if stage.description]
 
     @property
     def changes_zeros(self) -> bool:
-        """Whether leads that were not measured must be masked explicitly."""
+        """True if leads that were not measured must be masked explicitly."""
         return any(stage.changes_zeros for stage in self.stages)

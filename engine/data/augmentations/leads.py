@@ -1,5 +1,5 @@
 """The leads that a model uses (its input has only these, or the others as zeros), and random lead
-masking (RLM), Oh et al. 2022: it sees some of them, in each half others."""
+masking (RLM), Oh et al. 2022: each half is shown a random subset of them."""
 
 from typing import Annotated, Any
 
@@ -47,7 +47,8 @@ def limb_leads(lead_1: Node, lead_2: Node) -> list[Node]:
 
 
 class Leads(Stage):
-    """Leave the other leads out: before the noise, unless LimbLeads needs them after it."""
+    """Leave out the leads that the model does not use: before the noise, unless LimbLeads needs
+    them afterwards."""
 
     settings: LeadSettings
     examples = ({"leads": "3", "padded": False},)
@@ -103,14 +104,14 @@ class UsableLeads(Stage):
 
 
 class RandomLeads(UsableLeads):
-    """Zero them, and in each half each of the others where u < p (augmentations.py:199-201)."""
+    """Also zero, in each half, each usable lead where u < p (augmentations.py:199-201)."""
 
     stream = 5
     examples = ({"rlm": 0.5}, {"rlm": 0.9, "rlm_keep_one": True}, {"leads": "I,V1"})
 
     @property
     def changes_zeros(self) -> bool:
-        """The one lead that is kept must have been measured."""
+        """True if one lead is always kept: it must have been measured."""
         return self.settings.rlm_keep_one
 
     @property
@@ -127,7 +128,7 @@ class RandomLeads(UsableLeads):
         return {"keep": self.keep_masks(random)} if self.settings.rlm else super().draw(random)
 
     def keep_masks(self, random: Random) -> np.ndarray:
-        """bool [B, S, L, 1]: the leads that are kept, of as many views or windows as `random` has."""
+        """bool [B, S, L, 1]: the leads to keep in each view or window of `random`."""
         usable = self.usable_leads(random)
         u = np.where(usable, random.uniform(self.stream, self.settings.output_leads), -1.0)
         keep: np.ndarray = (u >= self.settings.rlm) & usable

@@ -1,4 +1,5 @@
-"""Physiological noise of four kinds (Oh et al. 2022, appendix B), and the limb leads after it.
+"""Physiological noise of four kinds (Oh et al. 2022, appendix B), and the limb leads recomputed
+after it.
 
 The kinds authors_* are those of the authors' code, fairseq-signals augmentations.py: they draw their
 parameters differently and recompute the limb leads from I and II.
@@ -252,8 +253,8 @@ class Shift(PhysiologicalNoise):
 
 
 class LimbLeads(Stage):
-    """Recompute III, aVR, aVL and aVF from I and II, and keep the leads that the model uses. It is
-    linear: once after all kinds of noise equals once after each."""
+    """Recompute III, aVR, aVL and aVF from I and II, and keep the leads that the model uses. This
+    is linear, so once after all noise equals once after each kind."""
 
     settings: NoiseSettings
     examples = ({"noise": "wander", "dependency": True},)
