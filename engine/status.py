@@ -62,7 +62,8 @@ def last_minute(measured: list[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def read_gauges(run: Path) -> dict[str, float]:
-    """What the training last wrote for Prometheus; empty for a run of an earlier version."""
+    """The values that the training last wrote for Prometheus; empty for a run of an earlier
+    version."""
     path = run / PROMETHEUS
     text = path.read_text(errors="replace") if path.is_file() else ""
     pattern = re.compile(r"^omnilead_(\w+)\{.*\} ([-+.e\d]+)$", re.MULTILINE)
@@ -70,8 +71,8 @@ def read_gauges(run: Path) -> dict[str, float]:
 
 
 def is_training(run: Path) -> bool:
-    """Whether a process on this machine trains here. The lock that asks is shared, so that nobody
-    who asks at the same time takes the other for a training."""
+    """True if a process on this machine trains here. The test takes a shared lock, so that two
+    tests at the same time do not mistake each other for a training."""
     try:
         with open(run / LOCK, "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -93,7 +94,7 @@ def age(file: Path) -> timedelta:
 
 
 def download(url: str, run: Path) -> None:
-    """The small files of a run in a bucket, with the times at which they were uploaded."""
+    """Downloads the small files of a run in a bucket, with the times of their upload."""
     place = RemoteFolder(url)
     names = set(place.names())
     for name in names & {METRICS, VALIDATION, PROMETHEUS, FACTS, LATEST}:
@@ -107,7 +108,8 @@ def download(url: str, run: Path) -> None:
 
 
 def screen_lines(run: Path, name: str) -> Iterator[tuple[str, str]]:
-    """`run`: the files of the run that a user calls `name`."""
+    """Yields (what, text) for each line. `run`: the folder with the files of the run that the user
+    calls `name`."""
     if not (run / METRICS).is_file():
         raise ConfigError(f"{name}: no {METRICS}: give the folder of a pretrain or finetune run")
     rows, _ = read_rows(run / METRICS)
@@ -166,7 +168,7 @@ def describe_losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str,
 
 
 def describe_time(gauges_now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
-    """Shares of the time; what the loader does meanwhile is in RUN/metrics.prom and TensorBoard."""
+    """The shares of time in words. RUN/metrics.prom and TensorBoard have the loader's stages."""
     text = f"{number_or_nan(row['data_wait_pct']):.1f} % of training waits for data"
     since = [line for line in rows if line["step"] > gauges_now.get("first_step", math.inf)]
     elapsed_s = gauges_now.get("logged_at_seconds", 0.0) - gauges_now.get("started_at_seconds", 0.0)

@@ -1,4 +1,4 @@
-"""What commands take and give: settings files, --set, files of results, Ctrl-C.
+"""Input and output of commands: settings files, --set, files of results, Ctrl-C.
 
 read_yaml(path)                   # merged over the file that its `base:` names
 parse_yaml("5e-5", "--set lr")    # 5e-5
@@ -190,7 +190,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
 
 
 def command_parser(name: str, about: str | None) -> Parser:
-    """Shows the text about a command as it is written."""
+    """A parser that shows the text about a command as it is written."""
     as_written = argparse.RawDescriptionHelpFormatter
     return Parser(f"omnilead {name}", description=about, formatter_class=as_written)
 
@@ -213,8 +213,8 @@ def parse_action(
     actions: Actions,
     arguments: Sequence[str] | None,
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """(the function of the action that was chosen, its arguments). `actions`: each with its function,
-    which declares the options, what it does, and the arguments of an example."""
+    """(the function of the chosen action, its arguments). `actions`: by name, (function, which
+    declares the options; what it does; arguments of an example)."""
     parser = command_parser(name, about)
     commands = parser.add_subparsers(dest="action", required=True, metavar="|".join(actions))
     for action, (function, text, example) in actions.items():
@@ -230,7 +230,7 @@ def parse_action(
 
 
 def require_writable(place: Path, flag: str) -> None:
-    """Raises before hours of work, not after them, if a file cannot be written."""
+    """ConfigError, before hours of work, if a file cannot be written."""
     folder, mend = place.parent, "name a file in an existing folder"
     if place.is_dir():
         raise ConfigError(flag, f" {place}: is a folder: {mend}")
@@ -244,7 +244,7 @@ def require_writable(place: Path, flag: str) -> None:
 
 @contextmanager
 def writing(place: Path, flag: str) -> Iterator[None]:
-    """An OutputError if a command's result cannot be written to the path that `flag` sets."""
+    """Raises OutputError if a command's result cannot be written to the path that `flag` sets."""
     try:
         yield
     except OSError as error:
@@ -284,9 +284,9 @@ def local_run(text: str) -> Path:
 
 
 def tell_failure(program: str, message: str, code: int) -> None:
-    """Prints why a command fails. Code 2: all ranks fail for the same reason, so the first one prints
-    it. The others wait for that, because a launcher ends all ranks as soon as one has ended; a rank
-    that is still there afterwards is alone with its reason, and prints it. Ctrl-C reaches all ranks."""
+    """Prints why a command fails. Code 2: all ranks fail for the same reason, so rank 0 prints it.
+    The others wait, because a launcher kills all ranks as soon as one exits; a rank that is still
+    alive afterwards has failed alone, and prints its own reason. Ctrl-C reaches all ranks."""
     rank = os.environ.get("RANK", "0")
     if code == 130 and rank != "0":
         return
@@ -334,8 +334,8 @@ def file_error(
 
 
 def repeat_after_deepspeed(line: str) -> None:
-    """deepspeed prints which processes it ends, and its whole command, once a rank has failed: a
-    process that waits for its end tells the line again, as the last one."""
+    """When a rank fails, deepspeed prints the processes that it kills and its whole command. A
+    forked process waits for deepspeed's end and prints the line again, as the last one."""
     launcher = os.getppid()
     try:
         if "CROSS_SIZE" not in os.environ or os.fork():  # set by deepspeed.launcher.launch
@@ -353,7 +353,7 @@ def repeat_after_deepspeed(line: str) -> None:
 
 
 def note_for_torchrun(line: str) -> None:
-    """torchrun ends with its own report and a traceback, and shows this line at their end: without it,
+    """Leaves this line for torchrun, which prints it after its own report and traceback, instead of
     a hint at PyTorch's documentation."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -370,8 +370,8 @@ def exit_process(code: int) -> NoReturn:
 
 
 def one_blas_thread() -> None:
-    """Call before importing NumPy: its threads and PyTorch's would block each other, and probes
-    take ten times as long."""
+    """Limits NumPy to one BLAS thread: its threads and PyTorch's would block each other, and make
+    probes ten times as slow. Call before importing NumPy."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 

@@ -126,7 +126,7 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
 
 
 def _flat(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """One element for all, or one each."""
+    """The value, flattened: one element for all, or one each."""
     if value.size == 1:
         return value.reshape(1)
     return np.broadcast_to(value, shape).reshape(-1)
@@ -169,5 +169,6 @@ def _feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np
 
 
 def _round(x: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """53 bits of a hash, so that the sums do not overflow before the modulus."""
+    """The round function of the network: 53 bits of a hash, so that sums do not overflow before the
+    modulus."""
     return np.asarray(mix(x * GOLDEN ^ key) >> 11)

@@ -17,7 +17,7 @@ Facts = dict[str, Any]  # by name, as in a JSON object
 
 
 def first_names(names: Sequence[Any], most: int) -> str:
-    """The first of these names, for a message."""
+    """The first names, joined for a message."""
     text = ", ".join(map(str, names[:most]))
     if len(names) > most:
         text += ", ..."

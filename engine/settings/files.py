@@ -1,4 +1,4 @@
-"""Files of settings: those shipped in configs/, trees of settings merged and flattened, and the files
+"""Settings files: configs shipped in configs/, merging and flattening trees of settings, and files
 of the user's own code that settings name."""
 
 import difflib
@@ -81,15 +81,15 @@ def plugin_file(spec: str) -> Path | None:
 
 
 def portable_spec(spec: str) -> str:
-    """`spec` as saved in a model folder, where the file lies next to the weights."""
+    """`spec` as it is saved in a model folder, where the file lies next to the weights."""
     return f"{file.name}:{spec.rpartition(':')[2]}" if (file := plugin_file(spec)) else spec
 
 
 def read_plugins(
     settings: Iterable[tuple[str, str]], run: str, others: Mapping[str, bytes] | None = None
 ) -> dict[str, bytes]:
-    """{name: content} of the files that these settings, (name, value), name, and of `others`. `run` may
-    have copies of them."""
+    """{name: content} of `others` and of the files that these settings, pairs (name, value), refer
+    to. `run` may have copies of the files."""
     files = dict(others or {})
     for setting, spec in settings:
         if file := plugin_file(spec):

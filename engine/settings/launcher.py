@@ -1,4 +1,5 @@
-"""What the launcher (deepspeed, torchrun) says in the environment: ranks, and cores for each."""
+"""Reads what the launcher (deepspeed, torchrun) sets in the environment: ranks, and the cores for
+each."""
 
 import os
 
@@ -6,7 +7,7 @@ from .errors import ConfigError
 
 
 def launched_ranks() -> tuple[int, int, int]:
-    """Rank, world size and local rank, as set by the launcher."""
+    """(rank, world size, local rank), as set by the launcher."""
     names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
     try:
         rank, world, local = (int(os.environ.get(name, default)) for name, default in names)

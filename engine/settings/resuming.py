@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Mark:
-    """Tells such a setting from others."""
+    """Marks a setting that may change."""
 
 
 MayChange = Annotated[T, Mark()]

@@ -34,8 +34,8 @@ VALID = "valid/"  # prefix of validation metrics where they appear beside traini
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of metrics.jsonl or validation.jsonl in the order of their steps, and the number of
-    lines that are none. A step that was repeated after a restart counts once."""
+    """(the rows of metrics.jsonl or validation.jsonl by step, the number of unreadable lines). A
+    step that was repeated after a restart counts once."""
     by_step: dict[float, dict[str, Any]] = {}
     unreadable = 0
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():

@@ -31,7 +31,7 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 
 def slice_arguments(arguments: Arguments, start: int, stop: int) -> Arguments:
-    """The arguments for a part of the batch: scalars are the same for all crops."""
+    """The arguments for crops start to stop of the batch: scalars are the same for all crops."""
     part_of_arguments: list[Tensor | None] = []
     for argument in arguments:
         if argument is not None and argument.ndim > 0:
@@ -46,8 +46,8 @@ def whole_crops(x_BSLT: Tensor) -> Tensor:
 
 
 class PretrainInputs:
-    """Batches as arguments of engine.model.pretrainer.Pretrainer. Of the datasets' tables it keeps
-    what the objective needs to know of each crop."""
+    """Turns batches into arguments of engine.model.pretrainer.Pretrainer. Keeps the columns of the
+    datasets' tables that the objective needs."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset]) -> None:
         self.seed = config.train.seed
@@ -71,8 +71,8 @@ class PretrainInputs:
         return x_BSLT.to(self.dtype), to_device(keys_BS, device), tau, ids_B, attributes_B2
 
     def windows(self, batch: Batch) -> Tensor:
-        """x_BSLT: two windows side by side at a random place of each crop, or one; of two views of
-        5 s, the beginning of each. Leads are masked in each window."""
+        """x_BSLT: one window, or two adjacent ones, at a random place of each crop; with two views
+        of 5 s, the beginning of each view. Leads are masked in each window."""
         x_BSLT, places = batch.x_BSLT, batch.places
         if batch.keep_BSL1 is None:  # halves of 5 s, as the loader gives them
             return x_BSLT

@@ -71,18 +71,18 @@ class Bucket:
         write_whole(root / LATEST, name)
 
     def claim(self) -> None:
-        """Once it is known that training goes on here: whoever else does so ends. Whether the bucket
-        can be written is seen before training."""
+        """Claims the run for this machine, so that a training elsewhere ends. Called when it is
+        known that training continues here; also shows before training if the bucket cannot be
+        written."""
         try:
             self.place.write(LOCK, OWNER_TOKEN)
         except FileNotFoundError as error:
             raise ConfigError(f"{self.url}: {error}: make the bucket, or choose another") from None
 
     def send(self, keep: int, last: bool = False) -> None:
-        """What the bucket lacks of the newest and the best checkpoint, and all other files. If it
-        cannot be reached, training goes on and says so once; each later checkpoint asks it once,
-        without the seconds of retrying. At the end it is an error. Of all ranks, the first one
-        sends."""
+        """Uploads what the bucket lacks of the newest and the best checkpoint, and all other files,
+        on rank 0. If the bucket cannot be reached, training continues and says so once; each later
+        checkpoint tries once, without retries. At the end of training it is an error."""
         if launched_ranks()[0]:
             return
         try:
@@ -104,8 +104,8 @@ class Bucket:
                 say(f"{self.url}: has been uploaded again, up to the newest checkpoint")
 
     def _fetch_newest(self, complete: Files, local_checkpoint: Path | None) -> str:
-        """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the one that
-        is here counts, or there is none."""
+        """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the local
+        one is as new, or there is none."""
         if local_checkpoint and not complete:
             checkpoint_files.warn(f"{self.place.url}: has no checkpoint: {local_checkpoint} counts")
         for name in dict.fromkeys([*self._checkpoints_at(LATEST, complete), *complete]):
@@ -160,7 +160,7 @@ class Bucket:
         return []
 
     def _download(self, files: list[str], path: Path) -> str | None:
-        """What is wrong with it, if anything is."""
+        """Downloads a checkpoint to `path`; returns what is wrong with it, if anything."""
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         for file in sorted(files, key=lambda file: file == MANIFEST):
@@ -178,7 +178,7 @@ class Bucket:
             os.fsync(file.fileno())
 
     def _send_checkpoint(self, path: Path) -> None:
-        """Only the files that the bucket does not have yet."""
+        """Uploads the files of a checkpoint that the bucket does not have yet."""
         remote_folder = f"{CHECKPOINTS}/{path.name}"
         manifest, before = json.loads((path / MANIFEST).read_text()), {}
         with suppress(ReadError, ValueError, TypeError):  # none yet, or damaged
@@ -197,7 +197,7 @@ class Bucket:
             self.place.upload(path / name, f"{remote_folder}/{name}")
 
     def _prune(self, pointers: dict[str, Path], keep: int) -> None:
-        """As in the working folder; also what an upload left unfinished."""
+        """Removes checkpoints as in the working folder, and unfinished uploads."""
         last = step_of(pointers[LATEST])
         steps = {
             name: files

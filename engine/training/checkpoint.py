@@ -129,8 +129,8 @@ class Writer:
             self.wait()
 
     def close(self, error: BaseException | None) -> None:
-        """What is being written is finished, also after an error: but not what waits for ranks
-        that are lost, and nothing after a second Ctrl-C."""
+        """Finishes the checkpoint that is being written, also after an error; but not if it waits
+        for lost ranks, nor after a second Ctrl-C."""
         if isinstance(error, KeyboardInterrupt):
             self.ends_s = 0
         elif self.ranks.world > 1:
@@ -142,7 +142,7 @@ class Writer:
                 warn(str(second))
 
     def _copy(self, state: Any, name: str) -> Any:
-        """On the host, always in the same memory: pages that were just allocated take longer."""
+        """A copy on the host, always in the same memory: freshly allocated pages are slower."""
         copied: dict[int, Any] = {}
         for i, leaf in enumerate(tree_leaves(state)):
             if isinstance(leaf, torch.Tensor):
@@ -187,8 +187,8 @@ class Writer:
 
 
 class _Part:
-    """A file for torch.save that knows its size and checksum without being read. It keeps an error
-    for later: not every version of PyTorch's writer survives one."""
+    """A file for torch.save that knows its size and checksum without being read. Keeps an error for
+    later: not every version of PyTorch's writer survives one."""
 
     def __init__(self, file: IO[Any], writer: Writer) -> None:
         self.file, self.writer = file, writer
@@ -268,8 +268,8 @@ def _publish(path: Path, state: str, manifest: dict[str, Any], keep: int) -> Non
 
 
 def _prune(root: Path, newest: Path, keep: int) -> None:
-    """Keeps the last `keep` up to `newest`, the best, and any of later steps, which this run has
-    not reached."""
+    """Removes old checkpoints. Keeps the last `keep` up to `newest`, the best, and those of later
+    steps, which this run has not reached."""
     for path in [path for path in complete_checkpoints(root) if step_of(path) <= step_of(newest)][
         keep:
     ]:
@@ -314,7 +314,7 @@ def to_universal(path: Path) -> None:
 
 
 def load_checkpoint(engine: Any, path: Path, universal: bool) -> None:
-    """Called by all ranks."""
+    """Loads a checkpoint into the engine. Called by all ranks."""
     source = path / UNIVERSAL if universal else path
     try:
         with reading(source):

@@ -1,6 +1,6 @@
-"""Checkpoints as they lie in RUN/checkpoints: which are complete and intact, and their progress.
+"""The checkpoints in RUN/checkpoints: which are complete and intact, and their progress.
 
-    path = complete_checkpoints(root)[0]                  # the newest; named(root, LATEST), the one that `latest` names
+    path = complete_checkpoints(root)[0]      # the newest; checkpoint_named(root, LATEST): the one that `latest` names
     find_fault(path)                          # what is missing or damaged; None
     read_state(path)["step"]
 
@@ -50,7 +50,7 @@ def crc32c(path: Path) -> int:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name holds; -1 if it is not a checkpoint's name."""
+    """The step in a checkpoint's name; -1 if it is not a checkpoint's name."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdigit() and len(number) < 19 else -1
 
@@ -115,7 +115,7 @@ def warn(text: str) -> None:
 
 
 class _State(BaseModel):
-    """What every state.json holds; tasks add their own."""
+    """The keys of every state.json; tasks add their own."""
 
     model_config = ConfigDict(strict=True)
     step: Count

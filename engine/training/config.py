@@ -2,9 +2,9 @@
 
     load_config("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])     # a Config, from a file and --set
     load_config("diagnosis", ["start=RUN"], FinetuneConfig)      # downstream.tasks.config
-    config = build_config({"train": {"steps": 100}})     # the same without a file
-    check_config(config, world=8)                    # rejects contradictory settings before any work is done
-    omnilead pretrain --schema                # JSON schema, for editors
+    config = build_config({"train": {"steps": 100}})    # the same without a file
+    check_config(config, world=8)                       # rejects contradictory settings before any work is done
+    omnilead pretrain --schema                          # JSON schema, for editors
 
 The settings of a component are a dataclass near its code, in a module that does not import PyTorch; this
 file collects them.
@@ -176,7 +176,7 @@ class TrainConfig(Section):
 
 
 def has_bf16() -> bool:
-    """Whether the hardware computes in bf16; emulated bf16 is slower than fp32."""
+    """True if the hardware computes in bf16; emulated bf16 is slower than fp32."""
     if may_have_gpu():
         import torch
 
@@ -186,7 +186,8 @@ def has_bf16() -> bool:
 
 
 def may_have_gpu() -> bool:
-    """Whether there is a driver: without one PyTorch, which takes a second, need not be asked."""
+    """True if there is a driver. Without one there is no need to ask PyTorch, whose import takes a
+    second."""
     if "torch" in sys.modules or AMD_DRIVER.exists():
         return True
     try:
@@ -215,7 +216,7 @@ class RunConfig(Section):
         return self.model_dump(mode="json")
 
     def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
-        """Pairs of a condition that is true if settings contradict each other, and what to say."""
+        """Pairs (condition, message): the condition is true if settings contradict each other."""
         return []
 
     @property
@@ -224,13 +225,13 @@ class RunConfig(Section):
         return self.augment.plugin_settings
 
     def require_files(self) -> None:
-        """ConfigError if a file that a setting names is not there. It needs no PyTorch, which takes
+        """ConfigError if a file that a setting names does not exist. Needs no PyTorch, which takes
         seconds to import."""
         read_plugins(self.plugin_settings, self.run)
 
     @property
     def length_matters(self) -> bool:
-        """Whether a step depends on the number of all steps."""
+        """True if a step depends on the total number of steps."""
         return self.train.schedule != "fixed"
 
     @property
@@ -276,7 +277,7 @@ class Config(RunConfig):
 
     @property
     def windows(self) -> int:
-        """Of a crop in a step, at a random place: objective.windows."""
+        """The number of windows of a crop in a step, at a random place: objective.windows."""
         return self.objective.windows or (1 if self.input.window_s > HALF_S else 2)
 
     @property
@@ -381,8 +382,8 @@ def build_config(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # ty
 
 
 def _with_dataset_paths(tree: dict[str, Any]) -> dict[str, Any]:
-    """With the paths of the datasets for patterns and lists, so that a run keeps those it was started
-    with."""
+    """The settings with patterns and lists of datasets replaced by paths, so that a run keeps the
+    datasets that it was started with."""
     data = tree.get("data")
     paths = data.get("datasets") if isinstance(data, dict) else None
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
@@ -431,7 +432,7 @@ def _suggest(key: str, kind: type[BaseModel]) -> str:
 
 
 def settings_named(key: str, kind: type[BaseModel]) -> list[str]:
-    """Settings whose name, or a name in other libraries, is the last part of this one."""
+    """The settings whose name, here or in another library, is the last part of `key`."""
     name = key.rpartition(".")[2]
     matching = []
     for setting in flatten(kind().model_dump()):
@@ -449,7 +450,7 @@ def deepspeed_json(
     config: RunConfig, world: int, universal: bool = False, clips: bool = False
 ) -> dict[str, Any]:
     """DeepSpeed's configuration: ZeRO and communication from the file, everything else from the
-    settings. `clips`: it measures, clips and skips gradients instead of the optimizer."""
+    settings. `clips`: DeepSpeed, not the optimizer, measures, clips and skips gradients."""
     settings = _deepspeed_file(config).model_dump(exclude_unset=True)
     zero: dict[str, Any] = settings.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
     if zero["stage"] in (1, 2):
@@ -491,7 +492,7 @@ def zero_stage(config: RunConfig) -> int:
 
 
 def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
-    """Crops per rank and forward pass, and forward passes per step."""
+    """(crops per rank and forward pass, forward passes per step)."""
     t = config.train
     share, remainder = divmod(t.batch_crops, world)
     if remainder:
@@ -508,7 +509,7 @@ def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
 
 
 def count_candidates(config: Config, world: int) -> int:
-    """Number of crops that are contrasted with each other."""
+    """The number of crops that are contrasted with each other."""
     return micro_batch(config, world)[0] * (world if config.objective.across_ranks else 1)
 
 

@@ -47,7 +47,8 @@ class StartingWeights:
 
     @torch.no_grad()
     def load_into(self, model: nn.Module) -> str:
-        """Loads the weights into the model; what was loaded, and what starts afresh."""
+        """Loads the weights into the model; returns a sentence on what was loaded and what starts
+        afresh."""
         state = model.state_dict()
         encoder = {name: w for name, w in state.items() if name.startswith("encoder.")}
         heads = {name: w for name, w in state.items() if name.startswith("local.")}

@@ -57,7 +57,8 @@ class Ranks:
 
 @contextmanager
 def started_ranks(config: TrainConfig) -> Iterator[Ranks]:
-    """All ranks of a training; its process is left as it was, and can train again."""
+    """A context for training with all ranks. It leaves the process as it was, so that it can train
+    again."""
     with process_state_restored():
         ranks = start(config.timeout_s, config.deterministic)
         try:
@@ -177,8 +178,8 @@ def import_deepspeed() -> Any:
 
 
 def require_function(engine: Any, name: str, arguments: Sequence[str]) -> None:
-    """ConfigError if DeepSpeed's engine has no function of this name that takes these arguments.
-    It is replaced here, and another version might not call what replaces it."""
+    """ConfigError if DeepSpeed's engine has no function of this name with these arguments. Callers
+    replace the function, and another version might not call the replacement."""
     try:
         inspect.signature(attrgetter(name)(engine)).bind(**dict.fromkeys(arguments))
     except (AttributeError, TypeError, ValueError):
@@ -191,7 +192,8 @@ def require_function(engine: Any, name: str, arguments: Sequence[str]) -> None:
 
 def lost_a_rank(error: BaseException) -> bool:
     """True if a collective failed because another rank did not answer. NCCL and the store raise a
-    DistError, gloo a plain RuntimeError: where that was raised tells it from an error of a plug-in."""
+    DistError; gloo raises a plain RuntimeError, which its origin tells from an error of a
+    plug-in."""
     if launched_ranks()[1] == 1:
         return False
     if isinstance(error, dist.DistError):
@@ -207,8 +209,8 @@ def _raised_in(error: BaseException, packages: Sequence[str]) -> bool:
 
 
 def close_groups() -> None:
-    """Closes all process groups, so that this process can train again. DeepSpeed's own are closed
-    by its own function."""
+    """Closes all process groups, so that this process can train again; DeepSpeed's groups by
+    DeepSpeed's function."""
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
@@ -233,9 +235,8 @@ def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 class DeepSpeedLauncher:
-    """The command `deepspeed`. SIGTERM ends it at once, and the process that it has started and that
-    has started the ranks, deepspeed.launcher.launch, knows nothing of that: the ranks look for
-    themselves."""
+    """The command `deepspeed`. SIGTERM ends it at once, without telling deepspeed.launcher.launch,
+    the process between it and the ranks: so the ranks watch the command themselves."""
 
     def __init__(self) -> None:
         self.poll = select.poll()
@@ -253,7 +254,7 @@ class DeepSpeedLauncher:
 
 
 class MaxOverRanks:
-    """The largest of a number over all ranks, one call later: the exchange overlaps with what lies
+    """The maximum of a number over all ranks, one call late: communication overlaps with the work
     between two calls."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -269,7 +270,8 @@ class MaxOverRanks:
         return before
 
     def finish(self) -> int:
-        """Waits for the exchange. Also called before the process group is closed."""
+        """Waits for the communication and returns the maximum. Also called before the process group
+        is closed."""
         if self.pending is None:
             return 0
         (work, largest), self.pending = self.pending, None

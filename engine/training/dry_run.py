@@ -1,4 +1,4 @@
-"""What a training would be, without training: its data, model, memory, hours and disk.
+"""Describes a training without running it: its data, model, memory, hours and disk.
 
     print(dry_run(config, PretrainTask, open_datasets(config), gpus=8))
 
@@ -48,7 +48,8 @@ STORED_CROP_BYTES = 122_368  # of a shard: samples 120,832, their row as JSON 1,
 
 
 class Amount(NamedTuple):
-    """How much is trained: of the datasets, or of the many crops that a pretended one stands for."""
+    """The amount of training, with the datasets or the many crops that a pretended dataset stands
+    for."""
 
     crops: int
     trained_crops: int
@@ -65,8 +66,9 @@ def dry_run(
     crops: int | None = None,
     hourly: float | None = None,
 ) -> str:
-    """Several lines, after the settings. Raises what a training would, but for what RUN holds.
-    `crops`: how many the pretended dataset stands for. `hourly`: the price of a GPU."""
+    """The settings, and lines that describe the training. Raises the errors of a training, except
+    those about RUN. `crops`: how many the pretended dataset stands for. `hourly`: the price of a
+    GPU."""
     task = task_class.prepare(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
     order = crop_order(replace(config.loader, windows=task.windows), datasets, task.selection)
     model = task.model(torch.Generator().manual_seed(config.train.seed))
@@ -170,7 +172,8 @@ def describe_time_and_disk(
 
 
 def crop_seconds(task: TrainingTask, model: Any, order: Order) -> float:
-    """The time that a crop takes on one GPU: of its products, and of the bytes that it moves."""
+    """The seconds that a crop takes on one GPU: for its matrix products, and for the bytes that it
+    moves."""
     recomputed = task.config.train.recompute_layers
     if recomputed:
         model.encoder.recomputes = False
@@ -187,7 +190,7 @@ def format_size(size: float) -> str:
 
 
 def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> dict[str, float]:
-    """Weights, gradients and what AdamW keeps, which with bf16 has weights in float32 too."""
+    """Bytes of weights, gradients and AdamW's state, which with bf16 includes float32 weights."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adamw = 12 if dtype == torch.bfloat16 else 8
@@ -202,8 +205,8 @@ def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> 
 
 
 def activation_bytes(task: TrainingTask, model: Any, order: Order) -> float:
-    """Bytes that autograd keeps of each crop until the backward pass; with train.recompute_layers, those
-    of one layer too, which is computed again at a time."""
+    """The bytes per crop that autograd keeps until the backward pass. With train.recompute_layers
+    they include one recomputed layer."""
     kept_by_layers = activation_bytes_per_crop(task, model, order)
     if not task.config.train.recompute_layers:
         return kept_by_layers
@@ -249,7 +252,7 @@ def kept_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
 
 
 class FusedAttention(torch.autograd.Function):
-    """What fused attention keeps: no scores."""
+    """Keeps for backward what fused attention keeps: no scores."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""Compares the ranks before a training begins. Each reads its own copy of the data, the settings, plug-ins and
-omnilead itself, and a run whose ranks differ would train to its end and name only what rank 0 has.
+"""Compares the ranks before training. Each rank reads its own copy of the data, settings, plug-ins
+and omnilead itself; a run whose ranks differ would train to its end and record only what rank 0
+has.
 
     require_equal(ranks, facts_of_rank(config, datasets))       # ConfigError: the same line on every rank
 
@@ -36,7 +37,7 @@ RankFacts = Mapping[str, tuple[str, str]]  # by key: what a message calls it, an
 
 
 def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
-    """What this rank trains on and with."""
+    """The data, settings, plug-ins and versions of this rank."""
     facts = {}
     for number, dataset in enumerate(datasets):
         name = f"another dataset at {dataset.root.url}: fingerprint "
@@ -57,12 +58,12 @@ def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
 
 
 def facts_of_task(facts: Mapping[str, Any]) -> RankFacts:
-    """What a task has read since: its labels and the model that it starts from."""
+    """Facts that a task has read since: its labels and the model that it starts from."""
     return {name: (f"{name}=", str(value)) for name, value in flatten(facts).items()}
 
 
 def require_equal(ranks: Ranks, facts: RankFacts) -> None:
-    """Called by all ranks. ConfigError on each, if one has other facts than the first."""
+    """ConfigError on every rank if one has other facts than rank 0. Called by all ranks."""
     if ranks.world == 1:
         return
     by_rank: list[Any] | None = [None] * ranks.world if ranks.first else None
@@ -81,7 +82,7 @@ def _refuse_differences(by_rank: Sequence[tuple[str, RankFacts]]) -> None:
 
 
 def differences(of_first: RankFacts, facts: RankFacts) -> list[str]:
-    """How a rank differs from the first, as words for a message."""
+    """How a rank differs from rank 0, in words for a message."""
     found = []
     for key in dict.fromkeys([*facts, *of_first]):
         name, _ = facts.get(key) or of_first[key]

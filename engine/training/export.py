@@ -36,7 +36,7 @@ class Export(NamedTuple):
 
 
 def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
-    """What RUN/model will hold, from the best or the newest checkpoint."""
+    """The content of RUN/model, from the best or the newest checkpoint."""
     path = run.best_checkpoint() if task.exports_best else run.newest_checkpoint(warn)
     if path is None:
         raise CheckpointError(f"{run.path}: has no checkpoint: train it first")
@@ -57,7 +57,7 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
 
 
 class Seen(NamedTuple):
-    """What the weights of a checkpoint have seen."""
+    """The data that the weights of a checkpoint have seen."""
 
     seen: pa.Table  # their start included
     # How often each crop was drawn (Order.draw_counts), by the fingerprint of its dataset
@@ -69,7 +69,8 @@ class Seen(NamedTuple):
 def seen_by_checkpoint(
     run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]
 ) -> Seen:
-    """RUN may be asked from any folder, and after its data have moved, if it was started again since."""
+    """The data that a checkpoint has seen. Works from any folder, and after the data have moved if
+    the run was restarted since."""
     records = [folder.seen_by(run)] if folder.is_model(config.start) else []
     times_drawn = {}
     rates_hz = set[float]()
@@ -115,8 +116,8 @@ def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, D
 
 
 def join_with_written(model: Path, known: Seen, history: dict[str, Any]) -> Seen:
-    """With what RUN/model says, if the data of the run are gone: of these very weights that is all; of earlier
-    ones it is a part."""
+    """Adds what RUN/model says, if the run's data are gone: everything if it has these very
+    weights, a part if it has earlier ones."""
     try:
         written = folder.seen_by(model)
         document = folder.read_document(model / folder.CONFIG)
@@ -130,7 +131,7 @@ def join_with_written(model: Path, known: Seen, history: dict[str, Any]) -> Seen
 
 
 def full_weights(path: Path) -> dict[str, Tensor]:
-    """All weights in float32, by the model's own names. Frozen weights have the precision of
+    """All weights in float32, under the model's own names. Frozen weights keep the precision of
     training."""
     stage = checkpoint_files.read_state(path)["zero_stage"]
     weights: dict[str, Tensor] = {}
@@ -170,7 +171,7 @@ def write_export(run: RunFolder, export: Export, task: type[TrainingTask], card:
 
 
 def preprocessing_of(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
-    """preprocessing.json: the signals that the model takes."""
+    """The content of preprocessing.json: the signals that the model takes."""
     leads = describe_leads(config.augment.output_leads).split(",")
     seen = describe_leads(config.augment.seen_leads).split(",")
     signals = {**DEFAULT_INPUT, "leads": leads, "segment_s": 5.0, **state.get("input", {})}

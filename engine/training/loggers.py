@@ -172,7 +172,8 @@ class RunLogger:
 
 
 def write_gauges(path: Path, gauges: Mapping[str, float]) -> None:
-    """For the textfile collector of Prometheus' node_exporter, in the OpenMetrics format."""
+    """Writes gauges for the textfile collector of Prometheus' node_exporter, in the OpenMetrics
+    format."""
     run = path.parent.resolve().name
     for letter, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n")):  # the format's only ones
         run = run.replace(letter, escaped)
@@ -194,7 +195,7 @@ def fold_line(line: str) -> str:
 
 
 def progress_lines(row: Row, total: int, left_s: float) -> str:
-    """The parts of the loss, if it has any, are a line of their own."""
+    """The progress line; the loss's parts, if any, are on a second line."""
     parts = ", ".join(
         f"{key[5:]} {row[key]:.3f}"
         for key in row
@@ -234,7 +235,7 @@ def move_repeated_lines(path: Path, step: int) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that training uses."""
+    """The versions of Python and of the packages that training uses."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -48,7 +48,7 @@ SECOND_SIGNAL_S = (
 
 
 class Stopped(Exception):
-    """All ranks stop here, as one of them was asked to. The message says what is not finished."""
+    """Raised on all ranks when one was asked to stop. The message says what is not finished."""
 
 
 @dataclass
@@ -66,7 +66,8 @@ class Progress:
 
     @property
     def done(self) -> tuple[int, int]:
-        """The last steps that are trained and validated; -1: not even the untrained model is."""
+        """The last step that is trained and the last that is validated; -1: not even the untrained
+        model was."""
         return self.step, self.step - self.validation_due
 
 
@@ -138,8 +139,8 @@ class Loop:
                 batches.close()  # type: ignore[attr-defined]
 
     def _stop_if_asked(self, unfinished: str = "") -> None:
-        """Called by all ranks between micro-batches. Of several ranks, all stop at the same call:
-        the first after the one that told the others."""
+        """Called by all ranks between micro-batches. All ranks stop at the same call: the one after
+        the first call that told the others."""
         if self.asked_to_stop(self.terminated or self.launcher.has_ended()):
             raise Stopped(unfinished)
 
@@ -260,7 +261,7 @@ class Loop:
         )
 
     def _describe_nonfinite(self) -> str:
-        """Names the crops of the last skipped steps."""
+        """A sentence that names the crops of the last skipped steps."""
         crops = []
         for step, places in list(self.recent)[-3:]:
             rows = ", ".join(map(str, places.row[:8].tolist()))
@@ -299,8 +300,8 @@ class Loop:
             progress.stale += 1
 
     def _save_is_due(self) -> bool:
-        """The same on all ranks. The clock is the first rank's, of which others hear a step later:
-        then a checkpoint that was written meanwhile counts."""
+        """True on all ranks if it is time for a checkpoint. Rank 0's clock decides, and the others
+        learn it a step later: a checkpoint written meanwhile counts."""
         t, step = self.config.train, self.progress.step
         late = time.monotonic() - self.saved_at_s >= 60 * t.save_every_minutes
         asked_at_step = self.asked_to_save(step if late and self.ranks.first else 0)
@@ -312,8 +313,8 @@ class Loop:
         self.writer.wait()
 
     def _save(self) -> None:
-        """A checkpoint of this step, written while training goes on; of the untrained model there
-        is none. One that there is already is not written again, which would delete it first."""
+        """Writes a checkpoint of this step while training continues, but none of the untrained
+        model. One that exists is not written again, because that would delete it first."""
         self.progress.skipped_steps = int(self.adam.skipped)
         self.progress.in_a_row = int(self.adam.in_a_row)
         if self.progress.step == 0 or self.progress == self.saved:

@@ -17,7 +17,7 @@ MOST_ROWS = 65_536  # of its table at most, or four batches
 class PretendedDataset(Dataset):
     @cached_property
     def _samples_bytes(self) -> pa.Buffer:
-        """Each crop is of another patient."""
+        """The bytes of samples.parquet, in which each crop is of another patient."""
         rows = np.arange(len(self))
         names = [f"{row}" for row in rows]
         known: dict[str, Any] = {
@@ -46,7 +46,7 @@ class PretendedDataset(Dataset):
 
 
 def pretend_dataset(crops: int, batch_crops: int) -> PretendedDataset:
-    """The table of a dataset of that many crops, or of the first of them if they are many."""
+    """A dataset with a table of `crops` crops, or of the first ones if they are many."""
     rows = min(crops, max(MOST_ROWS, 4 * batch_crops))
     no_sum = "0" * 64
     meta: dict[str, Any] = {

@@ -201,7 +201,7 @@ class PretrainTask(TrainingTask):
         return {"chance": chance, "validation": differs}
 
     def _chance(self, prefix: str, crops: int) -> dict[str, float]:
-        """Losses and accuracies when guessing. `crops`: how many are contrasted."""
+        """Losses and accuracies of guessing. `crops`: how many are contrasted with each other."""
         objective, model = self.config.objective, self.config.model
         chance: dict[str, float] = {}
         if objective.local > 0:
@@ -330,8 +330,8 @@ def left_out_text(config: Config, datasets: Sequence[Dataset], copies: int) -> s
 def without_copies(
     config: Config, datasets: Sequence[Dataset]
 ) -> tuple[list[np.ndarray], int, list[str]]:
-    """The crops that data.dedup trains on, how many copies there are, and a remark on them if it is not
-    set."""
+    """(the crops that data.dedup trains on, the number of copies, a remark on copies if data.dedup
+    is not set)."""
     kept_rows, copies = first_of_each_waveform(config, datasets)
     if config.data.dedup:
         return kept_rows, copies, []
@@ -343,8 +343,8 @@ def without_copies(
 
 
 def refuse_shared(config: Config, datasets: Sequence[Dataset], validated: Selection) -> None:
-    """ConfigError if crops of a held-out patient are trained on in another dataset. The first rank does it
-    for all: the same names, gigabytes of them, would be compared by each."""
+    """ConfigError if crops of a held-out patient are trained on in another dataset. Called on rank
+    0 only: each rank would compare the same gigabytes of names."""
     trained, held = [], []
     for dataset in datasets:
         trained.append(selected_rows(dataset, training_selection(config)))

@@ -1,5 +1,5 @@
-"""RUN, the folder of a training run: its place, its lock, its checkpoints, its copy in a bucket, and
-the files that are kept beside them; and the datasets that it trains on.
+"""RUN, the folder of a training run: its path, lock, checkpoints, copy in a bucket and other files;
+and opening the datasets that it trains on.
 
     folder = RunFolder("s3://bucket/run")     # or a local path
     folder.make()
@@ -99,7 +99,8 @@ class RunFolder:
         self.lock_file = os.stat(self.path / LOCK)
 
     def _make_room(self, path: Path) -> None:
-        """For a checkpoint; but if the folder was moved, another training may have begun here."""
+        """Makes room for a checkpoint. Refuses if the folder was moved, since another training may
+        have begun here."""
         lock = self.path / LOCK
         if self.lock_file and not (lock.exists() and os.path.samestat(lock.stat(), self.lock_file)):
             raise WriteError(
@@ -114,7 +115,7 @@ class RunFolder:
             self.bucket.fetch()
 
     def claim(self) -> None:
-        """Ends the run on another machine."""
+        """Claims the run for this machine, which ends it on another."""
         if self.bucket:
             self.bucket.claim()
 
@@ -155,7 +156,7 @@ class RunFolder:
         return path if path and find_fault(path) is None else self.newest_checkpoint()
 
     def write_run_files(self, code: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
-        """Plugged-in code and files such as labels, without which the run's model could not be
+        """Writes plug-in code, and files such as labels, without which the run's model could not be
         exported."""
         for name, content in code.items():
             (self.path / CODE_FOLDER).mkdir(exist_ok=True)

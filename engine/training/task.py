@@ -38,7 +38,7 @@ Between = Callable[[], None]  # called by all ranks between batches; raises when
 
 @dataclass(eq=False, kw_only=True)
 class TrainingTask(ABC):
-    """What `prepare` has read, chosen and built."""
+    """A task with what `prepare` has read, chosen and built."""
 
     settings: ClassVar[type[RunConfig]]
     exports_best: ClassVar[bool]  # export the best checkpoint, or the newest
@@ -67,7 +67,7 @@ class TrainingTask(ABC):
         with the key `loss`."""
 
     def groups(self, model: Any) -> Groups:
-        """Trained weights in groups, each with its share of the learning rate."""
+        """Trained weights in groups, each with its factor of the learning rate."""
         return lr_groups(model, self.config.train.lr_factors)
 
     @abstractmethod
@@ -80,8 +80,8 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def validate(self, engine: Any, between: Between) -> dict[str, float]:
-        """Called by all ranks, as is `between` before each batch; empty if there is nothing to
-        validate on."""
+        """Validation metrics by name; empty if there is nothing to validate on. Called by all
+        ranks, as is `between` before each batch."""
 
     def chosen_values(self) -> dict[str, Any]:
         """Values that the last validation chose, such as thresholds, for the best checkpoint."""
@@ -89,12 +89,12 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def explanations(self) -> dict[str, Any]:
-        """For run.json: `chance`, the value of each curve when guessing (validation:
+        """Entries of run.json: `chance`, the value of each curve when guessing (validation:
         valid/NAME); `validation`, how validation differs from training."""
 
     @abstractmethod
     def left_out_text(self) -> str:
-        """How many crops data.where leaves out, to be appended to a sentence."""
+        """The number of crops that data.where leaves out, as words to append to a sentence."""
 
     def resume_facts(self) -> dict[str, Any]:
         """Further facts that must not change when a run is resumed."""
@@ -105,7 +105,7 @@ class TrainingTask(ABC):
         return {"code": sums} if sums else {}
 
     def may_change(self, fact: str) -> bool:
-        """Whether a fact, by its dotted name, may change nevertheless."""
+        """True if a fact, by its dotted name, may change nevertheless."""
         return False
 
     def extra_metrics(self, step: int) -> dict[str, float | None]:
@@ -130,12 +130,12 @@ class TrainingTask(ABC):
     def crop_uses(
         config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
-        """What the checkpoint's weights have seen: how often each crop of a dataset (Order.draw_counts),
-        and its use (engine.data.seen)."""
+        """(dataset, how often the checkpoint's weights have seen each of its crops
+        (Order.draw_counts), the use (engine.data.seen))."""
 
     @staticmethod
     def exported_weights(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is exported of a checkpoint's weights."""
+        """The weights to export, from a checkpoint's weights."""
         return weights
 
 
@@ -151,12 +151,12 @@ def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
 
 
 def start_text(start: str) -> str:
-    """For the model card, which may be shared: names no folder of this machine."""
+    """`start` in words for the model card, which may be shared: without folders of this machine."""
     return start if "://" in start else Path(start).name
 
 
 def best_step_text(best: Mapping[str, float]) -> str:
-    """For the model card."""
+    """The best step in words for the model card."""
     name = next((name for name in best if name != "step"), None)
     if name is None:
         return "There was no validation."
@@ -164,7 +164,7 @@ def best_step_text(best: Mapping[str, float]) -> str:
 
 
 def describe_encoder(config: ModelConfig) -> str:
-    """One line for the model card."""
+    """The encoder in one line for the model card."""
     if not config.encoder:
         size = (
             f"{len(config.conv)} convolutions, {config.layers} {'causal ' * config.causal}transformer "

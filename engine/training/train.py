@@ -47,7 +47,8 @@ class Resumed:
     universal: bool  # ZeRO's partitions must be converted for another number of ranks
 
     def progress(self, loader_step: int, total: int) -> Progress:
-        """ConfigError or CheckpointError if it does not fit the loader or the number of steps."""
+        """The progress to resume from. ConfigError or CheckpointError if the checkpoint does not
+        fit the loader or the number of steps."""
         step = self.state["step"]
         if loader_step != step:
             raise CheckpointError(
@@ -80,7 +81,7 @@ def make_loader(task: TrainingTask, resumed: Resumed | None) -> Loader:
 
 
 def progress_of(config: RunConfig, loader: Loader, resumed: Resumed | None) -> tuple[Progress, int]:
-    """Where a run stands, and how many steps it has in all."""
+    """(the progress of a run, its total number of steps)."""
     total = total_steps(config, loader.steps_per_epoch)
     return resumed.progress(loader.step, total) if resumed else Progress(), total
 
@@ -98,7 +99,7 @@ def make_logger(
 
 
 def announce(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> None:
-    """The first lines of a run."""
+    """Prints the first lines of a run."""
     say(heading(task, loader, progress, engine))
     for remark in task.remarks:
         say(remark)
@@ -121,7 +122,7 @@ def run_loop(loop: Loop, profile: Any, opened: ExitStack) -> bool:
 
 
 def estimated_duration(loop: Loop) -> str:
-    """How long a long run will take on a CPU, which may be more than anyone waits for."""
+    """A sentence on how long a long run will take on a CPU; "" for a short run."""
     crops, steps = loop.config.train.batch_crops, loop.total - loop.progress.step
     step_s = crops * loop.task.flops_per_crop / (SHARE_OF_PEAK * loop.peak_flops)
     if steps * step_s < LONG_RUN_S:
@@ -150,7 +151,7 @@ def how_it_stopped(loop: Loop) -> str:
 
 
 def make_engine(task: TrainingTask, resumed: Resumed | None) -> tuple[Any, GuardedAdamW]:
-    """The model in DeepSpeed's engine, and its optimiser: with random weights, or a checkpoint's."""
+    """(the model in DeepSpeed's engine, its optimiser), with random weights or a checkpoint's."""
     universal = bool(resumed and resumed.universal)
     if resumed and universal:
         distributed.on_first_rank(task.ranks, lambda: checkpoint.to_universal(resumed.path))
@@ -231,7 +232,7 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
 
 
 def run_json(task: TrainingTask, engine: Any) -> dict[str, Any]:
-    """For run.json."""
+    """The content of run.json."""
     facts = run_facts(task.config, task.datasets, task.ranks) | task.resume_facts()
     facts |= {"best": task.best[0], "attention": attention_backend(engine.module)}
     return facts | task.explanations()
@@ -318,12 +319,12 @@ def describe_datasets(facts: dict[str, Any]) -> str:
 
 
 def shorten_checksums(value: Any) -> str:
-    """With the first eight digits of checksums, as other messages show them."""
+    """The value as text, with checksums cut to eight digits as in other messages."""
     return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{24,}\b", r"\1", str(value))
 
 
 def run_subject(settings: dict[str, Any]) -> str:
-    """What a run with these settings is."""
+    """A run with these settings in words."""
     if "task" not in settings:
         return "pre-training"
     task = settings["task"]
@@ -332,8 +333,7 @@ def run_subject(settings: dict[str, Any]) -> str:
 
 
 def other_run_error(path: Path, state: dict[str, Any]) -> ConfigError:
-    """An error that says which run the checkpoint belongs to, if it is not the one that was asked
-    for."""
+    """The error for a checkpoint of another run than the one that was asked for."""
     settings = state["config"]
     program = "finetune" if "task" in settings else "pretrain"
     where = (
@@ -347,7 +347,8 @@ def other_run_error(path: Path, state: dict[str, Any]) -> ConfigError:
 
 
 def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> RunConfig:
-    """A checkpoint's settings. Those that did not exist when it was written have their defaults."""
+    """A checkpoint's settings, with defaults for settings that did not exist when it was
+    written."""
     if ("task" in state["config"]) != ("task" in kind.model_fields):
         raise other_run_error(path, state)
     try:

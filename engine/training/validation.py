@@ -47,8 +47,8 @@ NOT_LOGGED = (
 
 @contextmanager
 def eval_mode(engine: Any) -> Iterator[None]:
-    """Called by all ranks. Running statistics, which a plugged-in encoder may have, are taken
-    from rank 0, as in checkpoints."""
+    """A context with the model in evaluation mode. Running statistics, which a plugged-in encoder
+    may have, are taken from rank 0, as in checkpoints. Called by all ranks."""
     engine.eval()
     for buffer in engine.module.buffers() if world_size() > 1 else ():
         dist.broadcast(buffer, 0)
@@ -67,10 +67,10 @@ def training_selection(config: Config) -> Selection:
 def first_of_each_waveform(
     config: Config, datasets: Sequence[Dataset]
 ) -> tuple[list[np.ndarray], int]:
-    """The crops of each dataset that data.dedup trains on, and how many it leaves out. A waveform's
-    64 bits are the checksums of two parts of it, from which that of the whole, crc32c, follows: to
-    compare it as well would tell nothing more. That any two of 10**7 different crops share their
-    bits has a chance of 3 in 10**6."""
+    """(for each dataset, the crops that data.dedup trains on; the number that it leaves out). A
+    waveform's 64 bits are the checksums of its two parts, which determine its crc32c: comparing
+    that too would add nothing. The chance that any two of 10**7 different crops share their bits is
+    3 in 10**6."""
     rows: list[np.ndarray] = []
     waveforms = []
     for dataset in datasets:
@@ -95,8 +95,8 @@ def first_of_each_waveform(
 
 
 def choose_on_first_rank(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> None:
-    """The first rank chooses the held-out patients and the crops of data.where for all: ten million
-    names take seconds of a core, and the ranks of a machine share its cores."""
+    """Chooses the held-out patients and the crops of data.where on rank 0, for all ranks: ten
+    million names take seconds of a core, and the ranks of a machine share its cores."""
     choices: list[tuple[Any, Any]] = [(data.hold_out, validation_split), (data.where, where_mask)]
     for dataset in datasets:
         for by, choose in choices:
@@ -133,7 +133,7 @@ class ValidationLoss:
         self.inputs = PretrainInputs(config, self.datasets if self.crops else [])
 
     def count_trained_on(self) -> int:
-        """How many of the validation crops are trained on as well."""
+        """The number of validation crops that are also trained on."""
         shared = 0
         for dataset in self.datasets:
             trained = selected_rows(dataset, training_selection(self.config))
@@ -238,9 +238,10 @@ def predict_on_ranks(
     windows: int,
     between: Between = lambda: None,
 ) -> Tensor:
-    """forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` makes x_RLT of
-    crops in microvolts and the numbers of their halves: `windows` of each. Ranks share the work and call the model
-    and `between` equally often, as ZeRO stage 3 requires: the last crop is repeated where there are too few."""
+    """forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` returns x_RLT,
+    `windows` for each crop, from crops in microvolts and their numbers of halves. Ranks share the
+    work and call the model and `between` equally often, as ZeRO stage 3 requires: the last crop is
+    repeated to fill up."""
     share = math.ceil(len(crops) / ranks.world)
     numbers = range(ranks.rank * share, (ranks.rank + 1) * share)
     own_crops = [crops[min(number, len(crops) - 1)] for number in numbers]
