@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omnilead.engine.model.config import ModelConfig
-from omnilead.engine.model.draws import Draws, count_negatives, slots
+from omnilead.engine.model.draws import Draws, count_negatives, masked_slots
 from omnilead.engine.model.encoder import ScaleGradient
 from omnilead.engine.model.objectives import perplexity
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -42,7 +42,7 @@ def draws_of(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draws:
     """The authors' draws in our format."""
     mask_RN = torch.from_numpy(arrays["mask_indices"])
     rows, masked = len(mask_RN), int(mask_RN.sum(1)[0])
-    slot_RM, valid_RM = slots(mask_RN, masked)
+    slot_RM, valid_RM = masked_slots(mask_RN, masked)
     begin_R11 = torch.arange(0, rows * masked, masked)[:, None, None]
     other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, masked, -1) - begin_R11
     if other_RMK.min() < 0 or other_RMK.max() >= masked:

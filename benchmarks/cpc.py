@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from benchmarks.measure import CaseError, Cases, Result, call_fresh, say
 from benchmarks.step import StepRun, optimizer, product, synchronize
 from omnilead.data_tools.io.terminal import keep_freed_memory
-from omnilead.engine.model.cpc import draw_others
+from omnilead.engine.model.cpc import draw_candidates
 from omnilead.engine.model.draws import row_keys
 from omnilead.engine.model.encoders import build_encoder, cast_statistics, encoder_flops
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.s4 import StateSpace, conjugate_pairs
-from omnilead.engine.training.config import Config, load
-from omnilead.engine.training.train import COMPILED, compile_model
+from omnilead.engine.training.config import Config, load_config
+from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 
 CONFIG = "ecg_cpc"
 RECREATION, OURS, PRODUCT = "re-creation of ECG-CPC's step", "omnilead", "matrix product"
@@ -143,7 +143,7 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     for precision in ("fp32", "bf16"):
         run = StepRun(PRODUCT, precision, device=device, threads=1)
         cases[run.name] = (product, (run,))
-    config: Config = load(CONFIG)
+    config: Config = load_config(CONFIG)
     encoder = build_encoder(config.model)
     flops = encoder_flops(encoder, config.model, False, config.input.samples, windows=1)
     facts = {
@@ -157,7 +157,9 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
 
 
 def pretrainer(**options: Any) -> Pretrainer:
-    config: Config = load(CONFIG, {"model.options": load(CONFIG).model.options | options})
+    config: Config = load_config(
+        CONFIG, {"model.options": load_config(CONFIG).model.options | options}
+    )
     return Pretrainer(config.model, config.objective, generator=torch.Generator().manual_seed(1))
 
 
@@ -167,7 +169,7 @@ def disagreement() -> float:
     torch.manual_seed(1)
     model, rows = pretrainer(dropout=0.0), 2
     x_RLT, keys_RS = torch.randn(rows, 12, 600), torch.arange(rows)[:, None]
-    drawn_RnK = draw_others(keys_RS.flatten(), 300, 14, 128)
+    drawn_RnK = draw_candidates(keys_RS.flatten(), 300, 14, 128)
     target_Rn1 = torch.arange(14, 300)[:, None].expand(rows, -1, 1)
     theirs = AuthorsStep(model)(x_RLT, torch.cat([target_Rn1, drawn_RnK], 2))
     ours = model(x_RLT[:, None], keys_RS)["loss"]
@@ -200,7 +202,7 @@ def ours(run: CpcRun) -> Callable[[], None]:
     optimize = optimizer(model, run.precision)
     dtype = next(model.parameters()).dtype
     cast_statistics(model, dtype)
-    compile_model(model, COMPILED[run.device])
+    compile_model(model, COMPILE_DEFAULTS[run.device])
     x_BSLT = torch.randn(run.batch, 1, 12, 600, device=run.device).to(dtype)
     updates = count()
 

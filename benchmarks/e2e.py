@@ -135,7 +135,7 @@ def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
 
 def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Result:
     from benchmarks import step
-    from omnilead.engine.training.train import COMPILED
+    from omnilead.engine.training.train import COMPILE_DEFAULTS
 
     batches, load = iter(loop.loader), loop._next_batch
     first, state = load(batches)
@@ -164,7 +164,7 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
 
     if "bare" in run.sides:
         step_run = step.StepRun(step.OURS, precision(), run.batch, run.model, device=run.device)
-        advance = step.ours(replace(step_run, compiled=COMPILED[run.device]))
+        advance = step.ours(replace(step_run, compiled=COMPILE_DEFAULTS[run.device]))
     sides: Any = {
         "bare": bare,
         "held": lambda: steps(lambda _: (held_batch, state)),

@@ -61,14 +61,14 @@ def untrained(folder: Path, model: str) -> None:
 
     from benchmarks.step import config_of
     from omnilead.data_tools.ecg.constants import LEADS
-    from omnilead.engine.model.folder import write
+    from omnilead.engine.model.folder import write_model
     from omnilead.engine.model.pretrainer import Pretrainer
 
     config = config_of(model)
     seeded = torch.Generator().manual_seed(0)
     weights = Pretrainer(config.model, config.objective, generator=seeded).state_dict()
     signal = {"fs_hz": 500, "leads": LEADS, "segment_s": 5.0, "scale": "millivolt"}
-    write(folder, weights, {"model": asdict(config.model)}, signal)
+    write_model(folder, weights, {"model": asdict(config.model)}, signal)
 
 
 def compare(work: Path, options: Any, crops: int, turns: int) -> Result:

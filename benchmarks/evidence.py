@@ -40,7 +40,7 @@ from omnilead.downstream.reproduce.jobs import (
     write_json,
 )
 from omnilead.downstream.reproduce.paper import ReproductionScale, as_options
-from omnilead.engine.settings.commandline import positive, read_yaml, run_on_ranks
+from omnilead.engine.settings.commandline import positive_integer, read_yaml, run_on_ranks
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import find_config
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("plan", metavar="PLAN", help="smoke, cpu, gpu, or a file like those in configs/evidence")
     add("--out", type=Path, required=True, metavar="DIR", help="for datasets, runs and scores")
     add("--only", default="", metavar="NAME", help="steps whose names begin so: bench, real, ...")
-    add("--jobs", type=positive, default=1, metavar="N", help="steps at a time (1)")
+    add("--jobs", type=positive_integer, default=1, metavar="N", help="steps at a time (1)")
     add("--dry-run", action="store_true", help="print every command, and run nothing")
     options = parser.parse_args(arguments)
     return run_on_ranks("benchmarks.evidence", lambda: run(options))

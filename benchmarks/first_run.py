@@ -29,7 +29,7 @@ from benchmarks.measure import CaseError, call_fresh, make_dataset, say
 from benchmarks.run import environment
 from omnilead.data_tools.sharding.roles import RoleSources
 from omnilead.downstream.reproduce.jobs import read_json, write_json
-from omnilead.engine.settings.commandline import positive
+from omnilead.engine.settings.commandline import positive_integer
 
 TOP = 25  # lines of a profile
 Found = dict[str, Any]
@@ -43,9 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--model", default="paper", help="paper, or the name of a config in configs/pretrain")
     add("--only", default="", metavar="REGEX", help="of checks: install, smoke, profile, train")
-    add("--batch", type=positive, default=256, help="crops a step in profile and train (256)")
-    add("--crops", type=positive, default=24_000, help="of the synthetic dataset (24000)")
-    add("--seconds", type=positive, default=240, help="duration of training (240)")
+    add(
+        "--batch",
+        type=positive_integer,
+        default=256,
+        help="crops a step in profile and train (256)",
+    )
+    add("--crops", type=positive_integer, default=24_000, help="of the synthetic dataset (24000)")
+    add("--seconds", type=positive_integer, default=240, help="duration of training (240)")
     options = parser.parse_args(arguments)
     options.dir.mkdir(parents=True, exist_ok=True)
     place = options.dir / "first_run.json"

@@ -194,19 +194,19 @@ def leaks(url: str) -> Job:
     yield 0
     while True:
         trained = [dataset.select(pretrain=True) for dataset in datasets]
-        held_out = [leakage.held_out(dataset) for dataset in datasets]
+        held_out = [leakage.held_out_rows(dataset) for dataset in datasets]
         leakage.refuse_leak(datasets, trained, held_out)
         yield 1
 
 
 def copies(url: str) -> Job:
-    from omnilead.engine.training.config import build
+    from omnilead.engine.training.config import build_config
     from omnilead.engine.training.validation import first_of_each_waveform
 
     dataset = opened(url)
     yield 0
     while True:
-        first_of_each_waveform(build({"data": {"datasets": [url]}}), [dataset])
+        first_of_each_waveform(build_config({"data": {"datasets": [url]}}), [dataset])
         yield 1
 
 
@@ -216,7 +216,7 @@ def seen_by_a_model(url: str) -> Job:
     yield 0
     while True:
         dataset = Dataset.open(url)
-        seen.as_bytes(seen.seen_in(dataset, dataset.select(pretrain=True), "unlabelled"))
+        seen.to_bytes(seen.record_of_crops(dataset, dataset.select(pretrain=True), "unlabelled"))
         yield 1
 
 

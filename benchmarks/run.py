@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks import measure, program_parser
 from benchmarks.measure import BUG, OUT_OF_TIME, CaseError, say
 from omnilead.data_tools.io.storage import write_whole
-from omnilead.engine.settings.commandline import positive, writable
+from omnilead.engine.settings.commandline import positive_integer, require_writable
 from omnilead.engine.settings.errors import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
@@ -241,7 +241,7 @@ def check(options: argparse.Namespace) -> None:
     from benchmarks.step import config_of
 
     RESULTS.mkdir(parents=True, exist_ok=True)
-    writable(options.out or RESULTS / "record.json", "--out")
+    require_writable(options.out or RESULTS / "record.json", "--out")
     config_of(options.model or "paper")
     try:
         re.compile(options.only or "")
@@ -268,7 +268,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", help="paper, a config in configs/pretrain, or a path: step, e2e, embed, scaling")
     add("--stages", help="run only these, e.g. step,e2e: suite")
     for name, text in NUMBERS.items():
-        add(f"--{name}", type=positive, help=text)
+        add(f"--{name}", type=positive_integer, help=text)
     options = parser.parse_args(arguments)
     if options.repeats and options.repeats < measure.LEAST_REPEATS:
         parser.error(f"--repeats {options.repeats}: at least {measure.LEAST_REPEATS} are needed")

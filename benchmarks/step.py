@@ -42,8 +42,8 @@ from omnilead.engine.model.draws import Draws, row_keys
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
 from omnilead.engine.settings.files import find_config
-from omnilead.engine.training.config import Config, load
-from omnilead.engine.training.train import COMPILED, compile_model
+from omnilead.engine.training.config import Config, load_config
+from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's has 512
@@ -110,13 +110,15 @@ def config_name(model: str) -> str:
 
 
 def config_of(model: str) -> Config:
-    return load(str(find_config(config_name(model), "pretrain", "--model")))
+    return load_config(str(find_config(config_name(model), "pretrain", "--model")))
 
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     device, model = options.device, options.model or "paper"
     steps = options.steps or STEPS[device]
-    base = StepRun(OURS, "bf16", model=model, device=device, steps=steps, compiled=COMPILED[device])
+    base = StepRun(
+        OURS, "bf16", model=model, device=device, steps=steps, compiled=COMPILE_DEFAULTS[device]
+    )
     if base.config.encoder:
         raise CaseError(f"--model {model}: the authors have no step with this encoder: use e2e")
     say("checking that both sides give the same loss")

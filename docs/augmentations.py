@@ -24,11 +24,11 @@ from omnilead.data_tools.io.terminal import Parser, tell
 from omnilead.downstream.tasks.metrics import Array
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AUTHORS_NOISE, PAPER_NOISE
-from omnilead.engine.data.augmentations.stage import Params, Random, augment, draws
+from omnilead.engine.data.augmentations.stage import Params, Random, augment, draw_parameters
 from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.config import FS_HZ, HALF
 from omnilead.engine.data.torch_ops import TorchOps
-from omnilead.engine.settings.commandline import interruptible
+from omnilead.engine.settings.commandline import handle_interrupts
 from omnilead.engine.settings.errors import ConfigError
 
 TIME_S = np.arange(2 * HALF) / FS_HZ
@@ -108,7 +108,7 @@ def _draw_noise(page: Figure, halves: Array) -> None:
 
 
 def apply(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
-    p = draws(config.stages, Random(SEED, np.zeros(1, int), np.zeros(1, int)))
+    p = draw_parameters(config.stages, Random(SEED, np.zeros(1, int), np.zeros(1, int)))
     given = {name: torch.from_numpy(values) for name, values in p.items()}
     x_BSLT = torch.from_numpy(halves.copy())  # augment works in place
     ops = TorchOps(HALF, FS_HZ, x_BSLT.device, SEED)
@@ -199,5 +199,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    interruptible("docs.augmentations")
+    handle_interrupts("docs.augmentations")
     sys.exit(main())

@@ -24,7 +24,7 @@ from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import DatasetPaths
 from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
-from omnilead.engine.settings.commandline import one_blas_thread, options_of, run_on_ranks
+from omnilead.engine.settings.commandline import one_blas_thread, parse_options, run_on_ranks
 from omnilead.engine.settings.files import File
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def bench(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(bench, "bench", __doc__, arguments)
+    options = parse_options(bench, "bench", __doc__, arguments)
     one_blas_thread()
     from omnilead.downstream.evaluation.probe import fitting_processes
 

@@ -34,10 +34,15 @@ from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
-from omnilead.engine.settings.commandline import options_of, run_on_ranks, writable, write_result
+from omnilead.engine.settings.commandline import (
+    parse_options,
+    require_writable,
+    run_on_ranks,
+    write_result,
+)
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag, OutputError
 from omnilead.engine.settings.files import File
-from omnilead.engine.settings.launcher import environment
+from omnilead.engine.settings.launcher import launched_ranks
 from omnilead.engine.settings.metrics import METRIC_OF, label_of
 from omnilead.engine.settings.run_files import LABELS
 
@@ -51,7 +56,7 @@ CLASSES_SHOWN = 12  # printed on the terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(evaluate, "evaluate", __doc__, arguments)
+    options = parse_options(evaluate, "evaluate", __doc__, arguments)
 
     def run() -> int:
         document = evaluate(**options)
@@ -100,7 +105,7 @@ def evaluate(
     from omnilead.downstream.inference.commands import chosen_device
     from omnilead.downstream.inference.trained_model import load
     from omnilead.engine.data.datasets import open_together
-    from omnilead.engine.training.distributed import share_work
+    from omnilead.engine.training.distributed import join_ranks
 
     files = ResultFiles(Path(json) if json else None, Path(report) if report else None)
     files.check()
@@ -108,12 +113,12 @@ def evaluate(
     options = EvalOptions(role, leads, batch, run, files.halves)
     with process_group():
         datasets = open_together(data, anonymous)
-        share_work()
+        join_ranks()
         trained = load(run, code).to(chosen_device(device))
         if not table and task == "auto":
             table = labels_of_run(run)
         result = score(trained, datasets, task, table, options)
-    if environment()[0]:
+    if launched_ranks()[0]:
         return None
     document = result.document()
     files.write(document, result, datasets, halves)
@@ -123,7 +128,7 @@ def evaluate(
 @contextmanager
 def process_group() -> Iterator[None]:
     """Closes the ranks' process group, and says so if another rank has died."""
-    from omnilead.engine.training.distributed import close, lost_a_rank
+    from omnilead.engine.training.distributed import close_groups, lost_a_rank
 
     try:
         yield
@@ -134,7 +139,7 @@ def process_group() -> Iterator[None]:
             f"another rank died ({str(error).splitlines()[0][:150]}): run the same command again"
         ) from None
     finally:
-        close()
+        close_groups()
 
 
 def score(
@@ -165,9 +170,9 @@ class ResultFiles(NamedTuple):
     def check(self) -> None:
         """ConfigError if they cannot be written."""
         if self.json:
-            writable(self.json, Flag("--json"))
+            require_writable(self.json, Flag("--json"))
         if self.page:
-            writable(self.page, Flag("--report"))
+            require_writable(self.page, Flag("--report"))
         if self.json and self.page and self.json.resolve() == self.page.resolve():
             raise ConfigError(
                 Flag("--json"),
@@ -175,7 +180,7 @@ class ResultFiles(NamedTuple):
                 Flag("--report"),
                 f" {self.page} are the same file: choose two names",
             )
-        world = environment()[1]
+        world = launched_ranks()[1]
         if world > 1 and not self.halves:
             raise ConfigError(
                 f"WORLD_SIZE={world}: several ranks need ",

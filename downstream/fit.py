@@ -26,7 +26,7 @@ from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
-from omnilead.engine.settings.commandline import one_blas_thread, options_of, run_on_ranks
+from omnilead.engine.settings.commandline import one_blas_thread, parse_options, run_on_ranks
 from omnilead.engine.settings.errors import Facts
 from omnilead.engine.settings.files import File
 
@@ -119,7 +119,7 @@ def fit(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(fit, "fit", __doc__, arguments)
+    options = parse_options(fit, "fit", __doc__, arguments)
     one_blas_thread()
 
     def run() -> int:

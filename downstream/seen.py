@@ -30,13 +30,13 @@ from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
 from omnilead.downstream.inference import options as shared
-from omnilead.engine.settings.commandline import options_of, run_on_ranks, writable
+from omnilead.engine.settings.commandline import parse_options, require_writable, run_on_ranks
 from omnilead.engine.settings.files import File
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     typed = sys.argv[1:] if arguments is None else list(arguments)
-    options = options_of(seen, "seen", __doc__, model_first(typed))
+    options = parse_options(seen, "seen", __doc__, model_first(typed))
     return run_on_ranks("omnilead seen", lambda: seen(**options), options["out"])
 
 
@@ -72,7 +72,7 @@ def seen(
 
     table = Path(out) if out else None
     if table:
-        writable(table, "--out")
+        require_writable(table, "--out")
     lines = report(model, data, table, anonymous, pseudonymize)
     return show("\n".join(lines) + "\n")
 

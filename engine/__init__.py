@@ -1,2 +1,2 @@
-"""Train encoders on datasets. `pretrain.py` puts a training together, `run.py` is what surrounds one,
-`status.py` shows how far it is."""
+"""Train encoders on datasets. `pretrain.py` puts a training together, `run.py` has the command and
+the Python function around it, `status.py` shows its progress."""

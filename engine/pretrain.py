@@ -38,7 +38,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.io.commands import run_as_omnilead
-from omnilead.engine.run import SHORTCUTS, AfterTraining, command, finish, run_from_python
+from omnilead.engine.run import SHORTCUTS, AfterTraining, command, finish_run, run_from_python
 
 if TYPE_CHECKING:
     from omnilead.data_tools.dataset import Data
@@ -68,14 +68,14 @@ def train_run(
     after: AfterTraining | None = None,
 ) -> bool:
     """Trains or resumes a run, and exports its model at the end. Fine-tuning is this with another
-    task. `profile`: how many steps to trace. `after`: what else is made of the run at its end. False:
-    stopped by SIGTERM, with a checkpoint. Errors are raised; KeyboardInterrupt after Ctrl-C, with a
-    checkpoint too."""
-    from omnilead.engine.settings.launcher import environment
+    task. `profile`: how many steps to trace. `after`: what else to make of the run at its end.
+    Returns False if SIGTERM stopped it, with a checkpoint. Errors are raised; KeyboardInterrupt
+    after Ctrl-C, with a checkpoint too."""
+    from omnilead.engine.settings.launcher import launched_ranks
     from omnilead.engine.training import run_folder, tracking
-    from omnilead.engine.training.config import check
+    from omnilead.engine.training.config import check_config
 
-    check(config, environment()[1])
+    check_config(config, launched_ranks()[1])
     tracking.require_installed(config)
     datasets = run_folder.open_datasets(config)
     config.require_files()
@@ -90,12 +90,12 @@ def train_run(
     profiler = Profile(profile) if profile else None
     # The lock is held until the model is written, longer than the ranks' connections and the engine
     with ExitStack() as lock:
-        with distributed.started(config.train) as ranks, ExitStack() as opened:
+        with distributed.started_ranks(config.train) as ranks, ExitStack() as opened:
             equal_ranks.require_equal(ranks, equal_ranks.facts_of_rank(config, datasets))
             lock.enter_context(folder.locked(ranks))
             # What is trained: training/pretraining.py; in fine-tuning, downstream/finetuning/task.py
             task = task_class.prepare(config, datasets, ranks)
-            equal_ranks.require_equal(ranks, equal_ranks.facts_of_task(task.facts()))
+            equal_ranks.require_equal(ranks, equal_ranks.facts_of_task(task.resume_facts()))
             resumed = train.find_checkpoint(task, folder)
             # Crops to batches on the device: data/order.py, reader.py, augmenter.py
             loader = opened.enter_context(closing(train.make_loader(task, resumed)))
@@ -103,7 +103,7 @@ def train_run(
             if profiler:
                 profiler.check(total - progress.step)
             if ranks.first:
-                folder.keep(task.code, task.kept)
+                folder.write_run_files(task.code, task.kept_files)
             # Model and optimiser: model/pretrainer.py, training/optimizer.py, DeepSpeed
             engine, adam = train.make_engine(task, resumed)
             opened.callback(engine.destroy)
@@ -116,7 +116,7 @@ def train_run(
             loop = Loop(task, folder, engine, adam, loader, progress, total, logger)
             finished = train.run_loop(loop, profiler, opened)
         if finished:
-            finish(folder, task_class, after)
+            finish_run(folder, task_class, after)
         folder.send(config.train.keep, last=True)
     if not finished and loop.interrupted_at_s is not None:
         raise KeyboardInterrupt("interrupted: run it again to resume")

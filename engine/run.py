@@ -7,7 +7,7 @@ main(["--config", "w2v_cmsc_rlm", "--data", "DATASET", "--out", "RUN"])  # -> ex
 run = run_from_python(train_run, pretrain_task, pretrain_settings, None, "DATASET", "RUN", {"train.steps": 1000})
 run.validation[-1], run.report
 
-export(RunFolder("RUN"), PretrainTask)                   # RUN/model from a checkpoint
+export_run(RunFolder("RUN"), PretrainTask)               # RUN/model from a checkpoint
 
 Model cards, reports and `omnilead.load` are no part of the engine. Whoever starts a training hands them
 in as an AfterTraining; without one, RUN has neither card nor report.
@@ -26,18 +26,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from omnilead.data_tools.io.commands import run_command
-from omnilead.data_tools.io.errors import Flag, UserError
+from omnilead.data_tools.io.errors import Flag, UserError, naming_arguments
 from omnilead.data_tools.io.options import Option, add_option, declare
 from omnilead.data_tools.io.terminal import Parser, is_memory, say, show
 from omnilead.engine.settings.commandline import (
+    local_run,
     note_for_torchrun,
-    positive,
+    positive_integer,
     price,
-    run_folder,
     tell_failure,
 )
 from omnilead.engine.settings.errors import ConfigError, TrainError
-from omnilead.engine.settings.launcher import environment
+from omnilead.engine.settings.launcher import launched_ranks
 from omnilead.engine.settings.run_files import METRICS, REPORT, VALIDATION, read_rows
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     Train = Callable[..., bool]  # engine.pretrain.train_run
 
 LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
-CONTINUED = ": the same command continues"
+HOW_TO_CONTINUE = ": the same command continues"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 # A setting that has an option of its own, by the option's name: the setting, and the option's type and help
 Shortcuts = Mapping[str, tuple[str, Any]]
@@ -93,16 +93,16 @@ class AfterTraining:
 
 
 class TrainingParser(Parser):
-    """Knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
+    """A parser that knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
 
     settings: Callable[[], Any]  # their class
     shortcuts: Shortcuts
 
     def suggest(self, option: str, value: str) -> str:
-        from omnilead.engine.training.config import DEVICE, nearest_settings, settings_named
+        from omnilead.engine.training.config import DEVICE_SETTING, nearest_settings, settings_named
 
         name, kind = option.lstrip("-").replace("-", "_"), self.settings()
-        if DEVICE.search(name):
+        if DEVICE_SETTING.search(name):
             return "CUDA_VISIBLE_DEVICES in the environment"
         near = settings_named(name, kind)
         if not near and (other := super().suggest(option, value)):
@@ -130,7 +130,7 @@ def command(
 ) -> int:
     """Parses the arguments and trains with engine.pretrain.train_run. `default`: the default config,
     for --help. Errors are one line and an exit code."""
-    parser = _parser(name, about, default, shortcuts, pretended=name == "pretrain")
+    parser = _make_parser(name, about, default, shortcuts, pretended=name == "pretrain")
     parser.settings = lambda: settings()[0]
     args = parser.parse_args(arguments)
     set_options = [key for key, value in vars(args).items() if value not in (None, False, [])]
@@ -150,7 +150,7 @@ def command(
     if args.crops and args.data:
         parser.error(f"--crops {args.crops}: instead of --data, of which there is none yet")
 
-    from omnilead.engine.training.config import schema
+    from omnilead.engine.training.config import json_schema
     from omnilead.engine.training.run_folder import RunFolder
 
     kind, read = settings()
@@ -158,11 +158,11 @@ def command(
     def work() -> int:
         if args.schema:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
-            return show(schema(kind) + "\n")
+            return show(json_schema(kind) + "\n")
         if args.export:
-            say(str(export(RunFolder(args.export), task(), after)))
+            say(str(export_run(RunFolder(args.export), task(), after)))
             return 0
-        if args.dry_run and environment()[0]:
+        if args.dry_run and launched_ranks()[0]:
             return 0
         config = read(args.config, [*_overrides(args, shortcuts), *args.set])
         if args.dry_run:
@@ -170,18 +170,18 @@ def command(
         train(config, task, args.profile or 0, after)
         return 0
 
-    return run_command(f"omnilead {name}", work, explain_training, CONTINUED, tell_failure)
+    return run_command(f"omnilead {name}", work, explain_training, HOW_TO_CONTINUE, tell_failure)
 
 
 def _dry_run(config: Any, task: "Task", args: argparse.Namespace) -> str:
-    from omnilead.engine.training.config import check
+    from omnilead.engine.training.config import check_config
     from omnilead.engine.training.run_folder import open_datasets
 
-    check(config, args.dry_run)
+    check_config(config, args.dry_run)
     if args.crops:
-        from omnilead.engine.training.pretended import pretended
+        from omnilead.engine.training.pretended import pretend_dataset
 
-        datasets: list[Dataset] = [pretended(args.crops, config.train.batch_crops)]
+        datasets: list[Dataset] = [pretend_dataset(args.crops, config.train.batch_crops)]
     else:
         datasets = open_datasets(config)
     config.require_files()
@@ -192,7 +192,7 @@ def _dry_run(config: Any, task: "Task", args: argparse.Namespace) -> str:
     return dry_run(config, task(), datasets, args.dry_run, args.crops, args.hourly)
 
 
-def _parser(
+def _make_parser(
     name: str, about: str | None, default: str | None, shortcuts: Shortcuts, pretended: bool
 ) -> TrainingParser:
     parser = TrainingParser(
@@ -216,10 +216,10 @@ def _parser(
         "trace N steps after a warm-up into RUN/profile, print the slowest operations, and "
         "continue training"
     )
-    add("--profile", type=positive, metavar="N", help=traced)
+    add("--profile", type=positive_integer, metavar="N", help=traced)
     add(
         "--dry-run",
-        type=positive,
+        type=positive_integer,
         nargs="?",
         const=1,
         metavar="GPUS",
@@ -228,12 +228,12 @@ def _parser(
     )
     if pretended:
         about_crops = "with --dry-run: of so many crops, without a dataset"
-        add("--crops", type=positive, metavar="N", help=about_crops)
+        add("--crops", type=positive_integer, metavar="N", help=about_crops)
     else:
         parser.set_defaults(crops=None)
     about_hourly = "with --dry-run: what a GPU costs in an hour, for an estimate of the money"
     add("--hourly", type=price, metavar="PRICE", help=about_hourly)
-    add("--export", type=run_folder, metavar="RUN", help="write RUN/model and exit")
+    add("--export", type=local_run, metavar="RUN", help="write RUN/model and exit")
     add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
     # added by deepspeed's launcher; LOCAL_RANK is used instead
     add("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -241,7 +241,7 @@ def _parser(
 
 
 def _overrides(args: argparse.Namespace, shortcuts: Shortcuts) -> list[str]:
-    """The options that stand for a setting, as --set would say them."""
+    """The options that stand for a setting, as arguments of --set."""
     overrides = []
     for name, (setting, _) in shortcuts.items():
         value = getattr(args, name)
@@ -252,17 +252,17 @@ def _overrides(args: argparse.Namespace, shortcuts: Shortcuts) -> list[str]:
     return overrides
 
 
-def finish(run: "RunFolder", task: "type[TrainingTask]", after: AfterTraining | None) -> None:
-    """When all steps are done: RUN/model and RUN/report.html, on rank 0."""
-    if environment()[0]:
+def finish_run(run: "RunFolder", task: "type[TrainingTask]", after: AfterTraining | None) -> None:
+    """Writes RUN/model and RUN/report.html on rank 0, when all steps are done."""
+    if launched_ranks()[0]:
         return
-    written = [str(export(run, task, after))]
+    written = [str(export_run(run, task, after))]
     if after:
         written.append(str(after.write_report(run.path)))
     say(f"done: {', '.join(written)}")
 
 
-def export(
+def export_run(
     run: "RunFolder", task: "type[TrainingTask]", after: AfterTraining | None = None
 ) -> Path:
     """Writes RUN/model."""
@@ -275,7 +275,7 @@ def export(
 
 
 def explain_training(error: Exception) -> UserError | None:
-    """The error for the user that stands for another one; None for a bug. Its code is 2 if settings or
+    """The error for the user that replaces this one; None for a bug. Its code is 2 if settings or
     files are wrong, 1 if the run failed."""
     if isinstance(error, UserError):
         return error
@@ -310,6 +310,7 @@ class TrainingRun:
     def __fspath__(self) -> str:
         return str(self.path)
 
+    @naming_arguments()
     def model(self, **options: Any) -> Any:
         """The TrainedModel that omnilead.load(RUN, **options) returns."""
         if not self.after:

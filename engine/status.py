@@ -28,7 +28,7 @@ from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.storage import RemoteFolder
 from omnilead.data_tools.io.terminal import say, show
 from omnilead.engine.run import AfterTraining
-from omnilead.engine.settings.commandline import options_of
+from omnilead.engine.settings.commandline import parse_options
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.metrics import label_of
 from omnilead.engine.settings.run_files import (
@@ -37,7 +37,7 @@ from omnilead.engine.settings.run_files import (
     METRICS,
     PROMETHEUS,
     VALIDATION,
-    number,
+    number_or_nan,
     read_rows,
     training_spans,
 )
@@ -47,7 +47,7 @@ RECENT_S = 60.0
 SILENT_S = 300.0  # without a line; compiling and validating take less on most machines
 
 
-def speed(measured: list[tuple[float, float]]) -> float:
+def crops_per_s(measured: list[tuple[float, float]]) -> float:
     seconds = sum(seconds for _, seconds in measured)
     return sum(crops for crops, _ in measured) / seconds if seconds else math.nan
 
@@ -61,8 +61,9 @@ def last_minute(measured: list[tuple[float, float]]) -> list[tuple[float, float]
     return measured
 
 
-def gauges(run: Path) -> dict[str, float]:
-    """What the training last wrote for Prometheus; empty for a run of an earlier version."""
+def read_gauges(run: Path) -> dict[str, float]:
+    """The values that the training last wrote for Prometheus; empty for a run of an earlier
+    version."""
     path = run / PROMETHEUS
     text = path.read_text(errors="replace") if path.is_file() else ""
     pattern = re.compile(r"^omnilead_(\w+)\{.*\} ([-+.e\d]+)$", re.MULTILINE)
@@ -70,8 +71,8 @@ def gauges(run: Path) -> dict[str, float]:
 
 
 def is_training(run: Path) -> bool:
-    """Whether a process on this machine trains here. The lock that asks is shared, so that nobody
-    who asks at the same time takes the other for a training."""
+    """True if a process on this machine trains here. The test takes a shared lock, so that two
+    tests at the same time do not mistake each other for a training."""
     try:
         with open(run / LOCK, "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -93,7 +94,7 @@ def age(file: Path) -> timedelta:
 
 
 def download(url: str, run: Path) -> None:
-    """The small files of a run in a bucket, with the times at which they were uploaded."""
+    """Downloads the small files of a run in a bucket, with the times of their upload."""
     place = RemoteFolder(url)
     names = set(place.names())
     for name in names & {METRICS, VALIDATION, PROMETHEUS, FACTS, LATEST}:
@@ -106,8 +107,9 @@ def download(url: str, run: Path) -> None:
         (run / "model").mkdir()
 
 
-def screen(run: Path, name: str) -> Iterator[tuple[str, str]]:
-    """`run`: the files of the run that a user calls `name`."""
+def screen_lines(run: Path, name: str) -> Iterator[tuple[str, str]]:
+    """Yields (what, text) for each line. `run`: the folder with the files of the run that the user
+    calls `name`."""
     if not (run / METRICS).is_file():
         raise ConfigError(f"{name}: no {METRICS}: give the folder of a pretrain or finetune run")
     rows, _ = read_rows(run / METRICS)
@@ -126,13 +128,13 @@ def screen(run: Path, name: str) -> Iterator[tuple[str, str]]:
         state = "not training on this machine; the same command resumes it"
     yield "run", f"{name}: {state}"
     progress = f"{step:,} of {total:,} ({100 * step / total:.1f} %)"
-    yield "step", f"{progress}, epoch {number(row['epoch']):.2f}"
-    yield from losses(row, read_rows(run / VALIDATION)[0])
-    recent = speed(last_minute(training_spans(rows)))
-    yield "speed", rates(row, rows, recent)
-    yield "time", where_it_goes(gauges(run), row, rows)
+    yield "step", f"{progress}, epoch {number_or_nan(row['epoch']):.2f}"
+    yield from describe_losses(row, read_rows(run / VALIDATION)[0])
+    recent = crops_per_s(last_minute(training_spans(rows)))
+    yield "speed", describe_speed(row, rows, recent)
+    yield "time", describe_time(read_gauges(run), row, rows)
     yield "checkpoint", last_checkpoint(run / LATEST)
-    if number(row["skipped_steps"]) > 0:
+    if number_or_nan(row["skipped_steps"]) > 0:
         yield "skipped", f"{row['skipped_steps']:,} steps whose loss or gradient was not finite"
     if step < total and recent > 0:
         seconds = (total - step) * row["crops_seen"] / step / recent
@@ -145,14 +147,14 @@ def screen(run: Path, name: str) -> Iterator[tuple[str, str]]:
         )
 
 
-def rates(row: Facts, rows: list[Facts], recent: float) -> str:
-    overall, mfu_pct = speed(training_spans(rows)), 100 * number(row["mfu"])
+def describe_speed(row: Facts, rows: list[Facts], recent: float) -> str:
+    overall, mfu_pct = crops_per_s(training_spans(rows)), 100 * number_or_nan(row["mfu"])
     text = f"{recent:,.1f} crops/s in the last minute of training, {overall:,.1f} over the run"
     return f"{text}, MFU {mfu_pct:.1f} %"
 
 
-def losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str, str]]:
-    parts = [f"{number(row['loss']):.4f}"]
+def describe_losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str, str]]:
+    parts = [f"{number_or_nan(row['loss']):.4f}"]
     for name, value in row.items():
         if name.startswith("loss_") and value is not None:
             parts.append(f"{name[5:]} {value:.4g}")
@@ -161,13 +163,13 @@ def losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str, str]]:
         scores = []
         for name, value in held_out.items():
             if name not in ("step", "crops_seen"):
-                scores.append(f"{label_of(name)} {number(value):.4g}")
+                scores.append(f"{label_of(name)} {number_or_nan(value):.4g}")
         yield "validation", f"{', '.join(scores)} at step {held_out['step']:,}"
 
 
-def where_it_goes(gauges_now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
-    """Shares of the time; what the loader does meanwhile is in RUN/metrics.prom and TensorBoard."""
-    text = f"{number(row['data_wait_pct']):.1f} % of training waits for data"
+def describe_time(gauges_now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
+    """The shares of time in words. RUN/metrics.prom and TensorBoard have the loader's stages."""
+    text = f"{number_or_nan(row['data_wait_pct']):.1f} % of training waits for data"
     since = [line for line in rows if line["step"] > gauges_now.get("first_step", math.inf)]
     elapsed_s = gauges_now.get("logged_at_seconds", 0.0) - gauges_now.get("started_at_seconds", 0.0)
     if since and elapsed_s > 0:
@@ -178,11 +180,11 @@ def where_it_goes(gauges_now: dict[str, float], row: Facts, rows: list[Facts]) -
 
 
 def main(arguments: Sequence[str] | None = None, after: AfterTraining | None = None) -> int:
-    options = options_of(status, "status", __doc__, arguments)
-    return run_command("omnilead status", lambda: status(**options, after=after), explain)
+    options = parse_options(status, "status", __doc__, arguments)
+    return run_command("omnilead status", lambda: status(**options, after=after), explain_failure)
 
 
-def explain(error: Exception) -> UserError | None:
+def explain_failure(error: Exception) -> UserError | None:
     """The error for the user: a damaged file may raise any of these."""
     if isinstance(error, OSError | ValueError | LookupError | TypeError):
         return ConfigError(str(error))
@@ -211,7 +213,7 @@ def status(
         if "://" in name:
             folder = Path(copies)
             download(name, folder)
-        lines = [f"{what:<11} {text}\n" for what, text in screen(folder, name)]
+        lines = [f"{what:<11} {text}\n" for what, text in screen_lines(folder, name)]
     return show("".join(lines))
 
 

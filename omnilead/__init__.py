@@ -73,19 +73,16 @@ def _in_python(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, but its arguments are checked as those of the command, and its errors name
     arguments instead of options."""
     from omnilead.__main__ import after_training
-    from omnilead.data_tools.io.errors import UserError
+    from omnilead.data_tools.io.errors import naming_arguments
     from omnilead.data_tools.io.options import check_values
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with naming_arguments():
             check_values(function, args, kwargs)
             if function.__name__ == "pretrain":
                 kwargs = {"after": after_training(), **kwargs}
             return function(*args, **kwargs)
-        except UserError as error:
-            error.in_python = True
-            raise
 
     call.__module__, call.__qualname__ = __name__, function.__name__  # as pickle finds it
     return call

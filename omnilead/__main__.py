@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import omnilead
 from omnilead.data_tools.io.commands import short_busy_loops
 from omnilead.data_tools.io.terminal import Parser, tell
-from omnilead.engine.settings.commandline import interruptible, leave
+from omnilead.engine.settings.commandline import exit_process, handle_interrupts
 
 if TYPE_CHECKING:
     from omnilead.engine.run import AfterTraining
@@ -102,10 +102,10 @@ def listed_commands() -> str:
 
 def script() -> NoReturn:
     name = sys.argv[1] if sys.argv[1:2] and sys.argv[1] in COMMANDS else ""
-    interruptible(f"omnilead {name}".rstrip())
+    handle_interrupts(f"omnilead {name}".rstrip())
     code = main()
     if "torch" in sys.modules:
-        leave(code)
+        exit_process(code)
     sys.exit(code)
 
 

@@ -189,7 +189,7 @@ def save_model(
         "scale": "millivolt",
         "sha256": "0",
     }
-    folders.write(
+    folders.write_model(
         folder, weights, document | ({"head": head} if head else {}), signal | (preprocessing or {})
     )
     return folder

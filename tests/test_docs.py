@@ -30,13 +30,12 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.sources.hospital_files import FORMATS
 from omnilead.downstream.inference.trained_model import load
 from omnilead.downstream.tasks.config import FinetuneConfig
-from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validated
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validate
 from omnilead.engine.model.encoders import examine
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.settings.commandline import overridden
+from omnilead.engine.settings.commandline import apply_overrides
 from omnilead.engine.settings.files import flatten
-from omnilead.engine.training.config import Config
-from omnilead.engine.training.config import load as load_config
+from omnilead.engine.training.config import Config, load_config
 from tests.downstream.test_convert import alone
 from tests.forks import fork, started
 from tests.pages import blocks, commands
@@ -128,9 +127,9 @@ def the_autoencoder_learns():
     small = {
         name: yaml.safe_load(value) for name, value in (word.split("=") for word in SMALL.split())
     }
-    model = overridden({}, small)["model"] | {"input_dropout": 0.0, "dropout": 0.0}
+    model = apply_overrides({}, small)["model"] | {"input_dropout": 0.0, "dropout": 0.0}
     objective = ObjectiveConfig(local=0, method="mae.py:Mae")
-    mae = Pretrainer(validated(ModelConfig, model, "model"), objective)
+    mae = Pretrainer(validate(ModelConfig, model, "model"), objective)
     t_T = torch.arange(2500) / 500
     x_BSLT = (6 * t_T + torch.rand(8, 2, 1, 1)).sin() * torch.rand(8, 2, 12, 1)
     adam, losses = torch.optim.AdamW(mae.parameters(), 3e-3), []

@@ -23,7 +23,7 @@ from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.downstream.tasks.config import FinetuneConfig, TaskConfig
 from omnilead.downstream.tasks.guess import guess_kind
 from omnilead.downstream.tasks.join import join_sheet
-from omnilead.engine.training.config import Config, load
+from omnilead.engine.training.config import Config, load_config
 from tests.conftest import save_model
 from tests.downstream.evaluate.conftest import DIAGNOSIS
 from tests.pages import PAGES, ROOT, blocks, commands
@@ -221,7 +221,7 @@ def run_command(line, name, given):
     if name in PARSED or any(word in " ".join(given) for word in PARSED_WITH):
         args = parse(name, given)
         if name in ("pretrain", "finetune") and args.config:
-            load(args.config, args.set, Config if name == "pretrain" else FinetuneConfig)
+            load_config(args.config, args.set, Config if name == "pretrain" else FinetuneConfig)
         return
     if name in ("synth", "remove"):
         make_own(Path(given[0]), keep=name == "remove")

@@ -28,7 +28,14 @@ from pydantic import ValidationError
 
 from ..ecg.constants import CROP_BYTES, CROP_SHAPE, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
 from ..ecg.pseudonyms import key_mark
-from ..io.errors import MISSING_FILE, ChunkError, DatasetError, ReadError, one_line
+from ..io.errors import (
+    MISSING_FILE,
+    ChunkError,
+    DatasetError,
+    ReadError,
+    naming_arguments,
+    one_line,
+)
 from ..io.storage import Folder, dataset_folder
 from .facts import (
     CLASSES,
@@ -107,6 +114,7 @@ class Dataset:
     meta: dict[str, Any]  # dataset.json as it was written; what readers rely on is in `facts`
 
     @classmethod
+    @naming_arguments()
     def open(cls, url: str, anonymous: bool = False) -> Self:
         return cls.of_folder(dataset_folder(url, anonymous))
 

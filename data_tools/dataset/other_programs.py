@@ -25,7 +25,7 @@ from ..ecg.constants import ABBREVIATIONS as CLASSES
 from ..ecg.constants import CROP, CROP_SHAPE, FS_HZ
 from ..ecg.record_names import match_records
 from ..ecg.record_tables import RESERVED, missing_words, read_table
-from ..io.errors import DataError, DatasetError, Flag, one_line
+from ..io.errors import DataError, DatasetError, Flag, naming_arguments, one_line
 from ..io.terminal import tell
 
 ROLES: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
@@ -161,6 +161,7 @@ def _decoded(sample: dict[str, Any]) -> dict[str, Any]:
     return sample | {"ecg": _millivolts(crop)}
 
 
+@naming_arguments()
 def zarr_array(dataset: Any, store: str) -> Any:
     """The zarr.Array of all crops in microvolts, in the order of samples.parquet's rows."""
     import zarr

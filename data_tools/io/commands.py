@@ -68,6 +68,7 @@ def run_command(
         failure = explain(error)
         if failure is None:
             raise
+        failure.in_python = False
         message, code = str(failure), failure.code
     tell(program, message, code)
     return code

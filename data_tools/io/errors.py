@@ -4,6 +4,8 @@ exceptions are bugs."""
 import errno
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What fails with one of these is this machine, or the disk or network that it reads from: another try may
@@ -64,6 +66,16 @@ class UserError(Exception):
             for part in self.args
         ]
         return printable_lines("".join(words))
+
+
+@contextmanager
+def naming_arguments() -> Iterator[None]:
+    """Errors that leave this block name arguments of Python instead of options. Also decorates a function."""
+    try:
+        yield
+    except UserError as error:
+        error.in_python = True
+        raise
 
 
 class DataError(UserError):

@@ -19,7 +19,7 @@ from omnilead.data_tools.ecg import mean_beat
 from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Flag
-from omnilead.engine.settings.leads import ALL
+from omnilead.engine.settings.leads import ALL_LEADS
 
 from ..inference.commands import prepare_model
 from ..inference.trained_model import TrainedModel
@@ -189,7 +189,7 @@ def _measured(
         return torch.from_numpy(measure(x_RLT.numpy()))
 
     digest = f"{name} {_code(('rhythm',))}"
-    return Embedder(name, digest, Input(ALL, ALL), forward, compared=compared)
+    return Embedder(name, digest, Input(ALL_LEADS, ALL_LEADS), forward, compared=compared)
 
 
 def _code(readout: Readout) -> str:
@@ -204,7 +204,7 @@ def architecture_of(embedder: Embedder, readout: str) -> str:
     """Models with the same text have the same random weights, and the same read-out."""
     model = embedder.trained
     config = config_of(model.config)
-    parts = [getattr(config, name) for name in config.architecture]
+    parts = [getattr(config, name) for name in config.architecture_settings]
     of_model = model.readout_of(readout)
     code = sorted(model.code.items())
     return repr([parts, model.input, code, embedder.precision, of_model, _code(of_model)])

@@ -15,8 +15,8 @@ import pyarrow as pa
 from torch import nn
 
 from omnilead.engine.data.datasets import Datasets
-from omnilead.engine.data.seen import joined, seen_in
-from omnilead.engine.model.folder import write
+from omnilead.engine.data.seen import join_records, record_of_crops
+from omnilead.engine.model.folder import write_model
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.leads import describe_leads
 
@@ -119,10 +119,10 @@ def fit_head(
 def seen_in_all(datasets: Datasets, rows: Array) -> pa.Table:
     """The record of these crops, which a head was fitted on."""
     of_datasets = []
-    for dataset, rows_of_dataset in zip(datasets.all, datasets.rows_of(rows), strict=True):
+    for dataset, rows_of_dataset in zip(datasets.all, datasets.rows_by_dataset(rows), strict=True):
         if len(rows_of_dataset):
-            of_datasets.append(seen_in(dataset, rows_of_dataset, "labelled"))
-    return joined(of_datasets)
+            of_datasets.append(record_of_crops(dataset, rows_of_dataset, "labelled"))
+    return join_records(of_datasets)
 
 
 def folds_to_test(datasets: Datasets, train: ProbedRecords, choice: Choice) -> Array:
@@ -234,9 +234,9 @@ def write_head(head: Head, model: TrainedModel, out: Path) -> None:
         "trained": model.history | {"rlm": 0},
     }
     limited_input = model.input.limited_to(head.leads)
-    signals = model.preprocessing | {"seen": describe_leads(limited_input.seen).split(",")}
-    seen = joined([model.seen, head.seen])
-    write(out, modules.state_dict(), document, signals, card(head), model.code, seen)
+    signals = model.preprocessing | {"seen": describe_leads(limited_input.seen_leads).split(",")}
+    seen = join_records([model.seen, head.seen])
+    write_model(out, modules.state_dict(), document, signals, card(head), model.code, seen)
 
 
 def unrounded(embedder: Embedder, folder: str, code: bool) -> TrainedModel:

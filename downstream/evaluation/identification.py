@@ -167,7 +167,7 @@ def halves_of_crops(
     rows = _with_two_windows(data, model_input)
     (rows,), left_out = measured_crops(data, model_input, rows)
     c_RD, _ = outputs_of(output, data, rows, model_input, options)
-    windows = model_input.count()
+    windows = model_input.count_windows()
     return Pairs(rows, rows, c_RD[::windows], rows, c_RD[1::windows], left_out)
 
 
@@ -184,7 +184,7 @@ def gallery_and_probes(
 
 
 def _with_two_windows(data: Datasets, model_input: Input) -> Array:
-    if model_input.count() < 2:
+    if model_input.count_windows() < 2:
         raise ConfigError(
             Flag("--role"),
             f" valid: compares two windows of a crop, but the model takes {model_input.window_s:g} s "

@@ -19,9 +19,9 @@ import numpy as np
 from omnilead.data_tools.dataset import Data, Dataset, several
 from omnilead.data_tools.ecg.workbook import is_workbook, table_name, workbook_and_sheet
 from omnilead.engine.data.datasets import Datasets, open_together
-from omnilead.engine.data.leakage import overlap, refuse_leak
+from omnilead.engine.data.leakage import describe_overlap, refuse_leak
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag
-from omnilead.engine.settings.files import shipped
+from omnilead.engine.settings.files import shipped_configs
 
 from ..tasks.config import TaskConfig, TaskKind
 from ..tasks.guess import guess_kind
@@ -296,9 +296,9 @@ def leaked_into_test(
     """A remark if another dataset's test has patients or ECGs of the fitted records."""
     if tested is fitted:
         return []
-    trained, held = fitted.rows_of(np.sort(train.rows)), tested.rows_of(test.rows)
+    trained, held = fitted.rows_by_dataset(np.sort(train.rows)), tested.rows_by_dataset(test.rows)
     for (number, learnt), (other, scored) in product(enumerate(trained), enumerate(held)):
-        if shared := overlap(fitted.all[number], learnt, tested.all[other], scored):
+        if shared := describe_overlap(fitted.all[number], learnt, tested.all[other], scored):
             return [
                 f"Possible leakage: {shared} is in train or valid of --data and in test of --test-data."
             ]
@@ -308,8 +308,10 @@ def leaked_into_test(
 def refuse_leak_between(data: Datasets, labels: TaskLabels) -> None:
     """ConfigError if a record, patient or waveform is fitted on in one dataset and for test in
     another, as the roles of datasets that were made apart may say."""
-    trained = data.rows_of(np.sort(np.concatenate([labels.all_rows(name) for name in FITTED])))
-    refuse_leak(data.all, trained, data.rows_of(labels.all_rows("test")), Flag("--data"))
+    trained = data.rows_by_dataset(
+        np.sort(np.concatenate([labels.all_rows(name) for name in FITTED]))
+    )
+    refuse_leak(data.all, trained, data.rows_by_dataset(labels.all_rows("test")), Flag("--data"))
 
 
 def outputs_to_score(
@@ -388,7 +390,7 @@ def _task_named(word: str, options: BenchOptions) -> TaskConfig:
     shipped task needs a table and there is none."""
     if word.endswith(SHEETS) or is_workbook(word):
         return task_of_table(word, options.columns, options.kind, options.positive)
-    url, is_shipped = table_of(options.labels, word), word in shipped("tasks")
+    url, is_shipped = table_of(options.labels, word), word in shipped_configs("tasks")
     if url and not is_shipped and not Path(word).exists():
         raise ConfigError(
             "is no shipped task: to probe the table, give ", Flag("--tasks"), f" {url}"

@@ -68,8 +68,10 @@ class ShownLeads:
 
     def usable(self, data: Datasets) -> Array:
         """bool [crops]: every set of leads has a recorded lead, and every model a window."""
-        inputs = [replace(self.input, seen=parse_leads(leads)) for leads in self.leads]
-        return np.asarray(np.all([data.each(model_input.usable) for model_input in inputs], axis=0))
+        inputs = [replace(self.input, seen_leads=parse_leads(leads)) for leads in self.leads]
+        return np.asarray(
+            np.all([data.concatenate(model_input.usable_crops) for model_input in inputs], axis=0)
+        )
 
     def left_out(self, data: Datasets) -> list[str]:
         """A note on the crops that are not usable, if there are any."""

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.data import seen
 from omnilead.engine.data.datasets import Datasets
-from omnilead.engine.model.config import validated
+from omnilead.engine.model.config import validate
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.window import HALF_S
 from omnilead.engine.settings.commandline import RESUMABLE, read_yaml
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag, OutputError
-from omnilead.engine.settings.files import find_config, shipped
-from omnilead.engine.settings.launcher import environment
+from omnilead.engine.settings.files import find_config, shipped_configs
+from omnilead.engine.settings.launcher import launched_ranks
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.settings.metrics import label_of
 
@@ -379,8 +379,13 @@ def leakage(
 ) -> list[str]:
     """How many of the patients of these crops the model has seen, and how."""
     valid = role == "valid"
-    return seen.notes(
-        model.seen, data.all, data.rows_of(rows), data.split(patient_N), "scored here", valid
+    return seen.seen_notes(
+        model.seen,
+        data.all,
+        data.rows_by_dataset(rows),
+        data.split_by_dataset(patient_N),
+        "scored here",
+        valid,
     )
 
 
@@ -390,7 +395,9 @@ def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role:
     if not labels.task.labels or known_crops <= scored:
         return []
     for dataset, split_N in zip(data.all, labels.split, strict=True):
-        if seen.LABELLED in seen.uses(model.seen, dataset, np.flatnonzero(split_N), data.all):
+        if seen.LABELLED in seen.uses_by_crop(
+            model.seen, dataset, np.flatnonzero(split_N), data.all
+        ):
             return []
     return [
         f"{scored:,} of {known_crops:,} labelled crops are in the split {role}. To score all, give the "
@@ -416,7 +423,7 @@ def record_names(data: Datasets, rows: Array) -> list[str]:
     if not shared:
         return names
     urls = [dataset.root.url for dataset in data.all]
-    numbers = data.numbers_of(rows).tolist()
+    numbers = data.dataset_numbers(rows).tolist()
     return [
         f"{name} in {urls[number]}" if name in shared else name
         for name, number in zip(names, numbers, strict=True)
@@ -441,7 +448,7 @@ def load_task(name: str) -> TaskConfig:
     section = read_yaml(path, "tasks").get("task")
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: has no section `task`: write task: {{name: ..., kind: ...}}")
-    return validated(TaskConfig, section, "task")
+    return validate(TaskConfig, section, "task")
 
 
 def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
@@ -451,14 +458,14 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
     own_task = head.task if head else "identification"
     if name == "auto":
         name = own_task
-        if own_task not in shipped("tasks") and not (head and head.definition):
+        if own_task not in shipped_configs("tasks") and not (head and head.definition):
             raise ConfigError(
                 f"the model was fine-tuned for {own_task!r}, which is no shipped task: name its YAML file "
                 "with ",
                 Flag("--task"),
             )
     if head and head.definition and name == own_task:
-        task = validated(TaskConfig, head.definition, "task")
+        task = validate(TaskConfig, head.definition, "task")
         # The model may come from anyone: what it names is not opened
         if task.labels and not labels:
             raise ConfigError(
@@ -513,14 +520,16 @@ def measured_crops(
 ) -> tuple[list[Array], list[str]]:
     """The crops that have a window in which at least one of the model's leads was recorded, and a
     note on the others."""
-    blank = ~data.each(model_input.usable)
+    blank = ~data.concatenate(model_input.usable_crops)
     if any(blank[rows].all() for rows in sides):
-        raise ConfigError(f"{data.name}: {model_input.nothing}: choose other ", Flag("--leads"))
+        raise ConfigError(
+            f"{data.name}: {model_input.missing_text}: choose other ", Flag("--leads")
+        )
     notes = []
     if without := sum(int(blank[rows].sum()) for rows in sides):
         notes.append(
             f"{without:,} of {sum(map(len, sides)):,} crops are left out: none of "
-            f"{describe_leads(model_input.seen)} was recorded in them{model_input.too_short}."
+            f"{describe_leads(model_input.seen_leads)} was recorded in them{model_input.too_short}."
         )
     return [rows[~blank[rows]] for rows in sides], notes
 
@@ -535,7 +544,7 @@ def evaluated_facts(data: Datasets, options: EvalOptions, model_input: Input) ->
         "dataset": data.name,
         "plan": data.plan,
         "role": options.role,
-        "leads": describe_leads(model_input.seen),
+        "leads": describe_leads(model_input.seen_leads),
     }
 
 
@@ -570,10 +579,10 @@ def outputs_of(
     Ranks share the parts."""
     windows = 1
     if per == "half":
-        windows = model_input.count(data.column("halves")[rows])
+        windows = model_input.count_windows(data.column("halves")[rows])
     crop_R = np.repeat(np.arange(len(rows)), windows)
     outputs = []
-    for number, rows_of_dataset in enumerate(data.rows_of(rows)):
+    for number, rows_of_dataset in enumerate(data.rows_by_dataset(rows)):
         if len(rows_of_dataset):
             file = halves_file(options.halves_file, number)
             outputs.append(
@@ -605,14 +614,14 @@ def _outputs_of_dataset(
     job = {
         "model": model.digest,
         "data": dataset.fingerprint,
-        "leads": model_input.seen,
+        "leads": model_input.seen_leads,
         "per": per,
         "output": output.forward.__name__,
         "rows": sha256(rows.tobytes()).hexdigest(),
         "batch": options.batch,
         "device": model.device.type,
     }
-    with ParquetParts(file, job, *environment()[:2]) as parts:
+    with ParquetParts(file, job, *launched_ranks()[:2]) as parts:
         if not parts.finished:
             make(source, output, model_input, per, parts)
         _wait_for_ranks()  # the last one has joined the parts

@@ -14,16 +14,16 @@ from omnilead.data_tools.io.spreadsheet import as_csv
 from omnilead.engine.data.seen import (
     USES,
     CropUses,
-    keys_of,
-    marks_of,
-    unknown_keys,
+    dataset_marks,
+    name_keys,
+    unknown_key_notes,
     uses_of_crops,
 )
-from omnilead.engine.model.folder import CONFIG, document_of, model_folder, seen_by
+from omnilead.engine.model.folder import CONFIG, model_folder, read_document, seen_by
 from omnilead.engine.settings.commandline import write_result
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import checkpoint_files
-from omnilead.engine.training.export import seen_until
+from omnilead.engine.training.export import seen_by_checkpoint
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.task import TrainingTask
@@ -61,7 +61,7 @@ def report(
     with_keys = [dataset for dataset in opened.values() if dataset]
     if data and trained.times:
         with_keys += [Dataset.open(url, anonymous) for url in trained.datasets]
-    keys, marks = keys_of(with_keys), set[str]().union(*map(marks_of, with_keys))
+    keys, marks = name_keys(with_keys), set[str]().union(*map(dataset_marks, with_keys))
     if pseudonymize:
         marks.add(pseudonym_mark(pseudonymize))
     tables = []
@@ -75,8 +75,8 @@ def report(
         table = _by_record(crops, uses, times)
         yield f"\n{url}"
         yield from _counts(uses, table, times)
-        if not dataset or marks_of(dataset):
-            yield from unknown_keys(trained.seen, marks)
+        if not dataset or dataset_marks(dataset):
+            yield from unknown_key_notes(trained.seen, marks)
         tables.append(table)
     if out:
         _write(out, tables)
@@ -84,16 +84,16 @@ def report(
 
 def trained_on(model: str) -> TrainedOn:
     """`model`: a run, of which the newest checkpoint counts, or a model."""
-    path = RunFolder(Path(model)).newest(checkpoint_files.warn)
+    path = RunFolder(Path(model)).newest_checkpoint(checkpoint_files.warn)
     if path is None:
         with model_folder(model) as (folder, _):
-            trained = document_of(folder / CONFIG).get("trained")
+            trained = read_document(folder / CONFIG).get("trained")
             step = trained.get("step") if isinstance(trained, dict) else "unknown"
             return TrainedOn(step, seen_by(folder), [], {})
     state = checkpoint_files.read_state(path)
     task: type[TrainingTask] = FinetuneTask if "task" in state["config"] else PretrainTask
     config: Any = saved_config(path, state, task.settings)
-    known = seen_until(Path(model), config, state, task)
+    known = seen_by_checkpoint(Path(model), config, state, task)
     datasets = known.datasets or config.data.datasets
     return TrainedOn(state["step"], known.seen, datasets, known.times_drawn)
 

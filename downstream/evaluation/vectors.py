@@ -69,7 +69,7 @@ def embedded(embedder: Embedder, data: Datasets, rows: Array, leads: str, folder
     parts = []
     rows = np.unique(rows)
     for dataset, begin, rows_of_dataset in zip(
-        data.all, data.begins, data.rows_of(rows), strict=True
+        data.all, data.first_rows, data.rows_by_dataset(rows), strict=True
     ):
         if len(rows_of_dataset):
             part = _embedded_of(embedder, dataset, rows_of_dataset, leads, folder)
@@ -81,7 +81,7 @@ def _embedded_of(
     embedder: Embedder, dataset: Dataset, rows: Array, leads: str, folder: Path
 ) -> Vectors:
     limited_input = embedder.input.limited_to(leads)
-    job = json.dumps([embedder.digest, dataset.fingerprint, limited_input.seen])
+    job = json.dumps([embedder.digest, dataset.fingerprint, limited_input.seen_leads])
     folder = folder / sha256(job.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
     saved = list(_saved_vectors(folder))
@@ -123,7 +123,10 @@ def _embed(
     batches = dataset_batches(dataset, groups, pin=device.type == "cuda")
     parts = []
     for batch, y_RD in predict(batches, limited_input.windows, embedder.forward, device):
-        windows, windows_B = limited_input.count(), limited_input.count(batch.halves_B)
+        windows, windows_B = (
+            limited_input.count_windows(),
+            limited_input.count_windows(batch.halves_B),
+        )
         c_BSD = np.zeros((len(batch.crops), windows, y_RD.shape[1]), np.float32)
         c_BSD[np.arange(windows) < windows_B[:, None]] = y_RD
         parts.append(Vectors(batch.crops, windows_B, c_BSD))

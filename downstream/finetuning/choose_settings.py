@@ -14,11 +14,11 @@ from typing import Any
 from omnilead.data_tools.ecg.workbook import table_name
 from omnilead.data_tools.io.terminal import say
 from omnilead.engine.model.config import ModelConfig
-from omnilead.engine.settings.commandline import overridden, read_mapping, read_yaml
+from omnilead.engine.settings.commandline import apply_overrides, read_mapping, read_yaml
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag
 from omnilead.engine.settings.files import find_config, merge
-from omnilead.engine.settings.launcher import environment
-from omnilead.engine.training.config import TrainConfig, build, check, load
+from omnilead.engine.settings.launcher import launched_ranks
+from omnilead.engine.training.config import TrainConfig, build_config, check_config, load_config
 from omnilead.engine.training.run_folder import open_datasets
 
 from ..tasks.config import FinetuneConfig
@@ -36,16 +36,16 @@ def read_settings(
     names. What is not set is chosen from the data: the kind of the labels, the batch size, the
     length of the training."""
     if config is not None:
-        return load(config, overrides, FinetuneConfig)
-    tree = overridden({}, overrides)
-    first = build(tree, FinetuneConfig).train
+        return load_config(config, overrides, FinetuneConfig)
+    tree = apply_overrides({}, overrides)
+    first = build_config(tree, FinetuneConfig).train
     tree = with_task(tree)
     length_given = bool({"steps", "epochs"} & first.model_fields_set)
     length: dict[str, int] = {} if length_given else {"epochs": EPOCHS}
-    _, world, _ = environment()
+    _, world, _ = launched_ranks()
     length["batch_crops"] = choose_batch(first, 10 * BATCH, world)
-    wanted = build(merge({"train": length}, tree), FinetuneConfig)
-    check(wanted, world)
+    wanted = build_config(merge({"train": length}, tree), FinetuneConfig)
+    check_config(wanted, world)
     datasets = open_datasets(wanted)
     wanted.require_files()
     # Only now what imports PyTorch, which takes seconds: a wrong setting or path is said before
@@ -68,7 +68,7 @@ def read_settings(
     own: Facts = {"train": chosen, "task": {"kind": task.kind}}
     if start.weights is None:  # random convolutions are not worth freezing
         own["encoder"] = {"feature_grad": 1.0}
-    settled = build(merge(own, tree), FinetuneConfig)
+    settled = build_config(merge(own, tree), FinetuneConfig)
     if os.environ.get("RANK", "0") == "0":
         say(what_was_chosen(settled, crops, guessed))
     return settled

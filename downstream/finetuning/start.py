@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.data.seen import NOTHING
+from omnilead.engine.data.seen import NOTHING_SEEN
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.folder import config_of, is_model
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Flag
-from omnilead.engine.settings.files import code_of
+from omnilead.engine.settings.files import read_plugins
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.training.checkpoint_files import warn
-from omnilead.engine.training.config import Config, load
+from omnilead.engine.training.config import Config, load_config
 
 from ..inference import trained_model as inference
 from ..tasks.config import FinetuneConfig
@@ -37,7 +37,7 @@ class Start(NamedTuple):
     input: Input  # its windows, rate, band and scale, which fine-tuning keeps
     name: str
     code: dict[str, bytes]  # its plugged-in files
-    seen: pa.Table = NOTHING  # what it was trained on
+    seen: pa.Table = NOTHING_SEEN  # what it was trained on
     weights: dict[str, Tensor] | None = None  # of its encoder; None: random
     kind: type[nn.Module] | None = None  # of its encoder; None: as `model` names it
     head: inference.HeadInfo | None = None
@@ -48,9 +48,9 @@ class Start(NamedTuple):
 def read_start(start: str, code: bool = False) -> Start:
     """`code`: allow running encoder code that the folder holds."""
     if not is_model(start):
-        config = load(start, kind=Config)
-        brought = code_of([("model.encoder", config.model.encoder)], start)
-        return Start(config.model, config.signals, f"random {config.model}", code=brought)
+        config = load_config(start, kind=Config)
+        brought = read_plugins([("model.encoder", config.model.encoder)], start)
+        return Start(config.model, config.model_input, f"random {config.model}", code=brought)
     model = inference.load(start, code)
     weights = dict(model.encoder.state_dict())
     if isinstance(model.encoder, Encoder):
@@ -160,7 +160,7 @@ def with_windows(labels: TaskLabels, datasets: Sequence[Dataset], model_input: I
     """Without crops that are shorter than the model's window."""
     split, without = [], 0
     for dataset, split_N in zip(datasets, labels.split, strict=True):
-        short_N = model_input.count(dataset.column("halves")) == 0
+        short_N = model_input.count_windows(dataset.column("halves")) == 0
         without += int((split_N[short_N] > 0).sum())
         split.append(np.where(short_N, np.int8(0), split_N))
     if not without:

@@ -30,23 +30,23 @@ from torch import Tensor, nn
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.data.leakage import refuse_leak
-from omnilead.engine.data.loader import Batch, order_of
+from omnilead.engine.data.loader import Batch, crop_order
 from omnilead.engine.data.order import Selection
-from omnilead.engine.data.seen import as_bytes, notes
+from omnilead.engine.data.seen import seen_notes, to_bytes
 from omnilead.engine.model import encoders
-from omnilead.engine.model.config import ModelConfig, validated
+from omnilead.engine.model.config import ModelConfig, validate
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.folder import SEEN, is_model
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.window import HALF_S
 from omnilead.engine.settings.errors import ConfigError, Facts
-from omnilead.engine.settings.files import code_of, portable
+from omnilead.engine.settings.files import portable_spec, read_plugins
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.settings.run_files import LABELS, VALID
 from omnilead.engine.training.arguments import Arguments, dtype_of, whole_crops
 from omnilead.engine.training.config import micro_batch
 from omnilead.engine.training.distributed import Ranks, on_first_rank
-from omnilead.engine.training.export import signals_of
+from omnilead.engine.training.export import preprocessing_of
 from omnilead.engine.training.optimizer import Groups
 from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.task import (
@@ -153,7 +153,7 @@ class FinetuneTask(TrainingTask):
         architecture = config.tuned(start.model)
         weights = select_leads(start, config) if start.weights else None
         model_input = replace(
-            start.input, leads=config.augment.output_leads, seen=config.augment.seen
+            start.input, leads=config.augment.output_leads, seen_leads=config.augment.seen_leads
         )
         halves = [dataset.column("halves") for dataset in datasets]
         selection = training_selection(labels, datasets, model_input)
@@ -169,8 +169,8 @@ class FinetuneTask(TrainingTask):
         ]
         kept = {LABELS: parquet_bytes(labels.table)} if labels.table else {}
         if is_model(config.start):
-            kept[SEEN] = as_bytes(start.seen)
-        code = code_of(config.plugged, config.run, start.code)
+            kept[SEEN] = to_bytes(start.seen)
+        code = read_plugins(config.plugin_settings, config.run, start.code)
         encoder, flops_per_crop = own_encoder(config, architecture, start, model_input)
         return cls(
             config=config,
@@ -180,10 +180,10 @@ class FinetuneTask(TrainingTask):
             selection=selection,
             flops_per_crop=flops_per_crop,
             input=model_input,
-            windows=0 if model_input.plain else int(model_input.count()),
+            windows=0 if model_input.is_plain else int(model_input.count_windows()),
             remarks=remarks,
             code=code,
-            kept=kept,
+            kept_files=kept,
             kind=kind,
             labels=labels,
             label_facts=all_labels.facts,
@@ -205,14 +205,14 @@ class FinetuneTask(TrainingTask):
         """The definition repeats the settings of the task, which are compared by themselves."""
         return fact in LABELS_MAY_CHANGE or fact.startswith("labels.definition.")
 
-    def facts(self) -> Facts:
+    def resume_facts(self) -> Facts:
         """Adds the starting model: a resumed run must start from the same one, and an export needs
         its architecture."""
         model = self.architecture
-        architecture = asdict(model) | {"encoder": portable(model.encoder)}
+        architecture = asdict(model) | {"encoder": portable_spec(model.encoder)}
         if not model.causal:  # runs begun before there was a choice lack it
             del architecture["causal"]
-        facts: Facts = super().facts()
+        facts: Facts = super().resume_facts()
         facts["finetuning"] = {"architecture": architecture, "start": self.start.name}
         if self.readout != (PAPER,):
             facts["finetuning"]["readout"] = "+".join(self.readout)
@@ -223,20 +223,20 @@ class FinetuneTask(TrainingTask):
                 "scale": self.targets.scale_K.tolist(),
             }
         facts = json.loads(json.dumps(facts))  # as a checkpoint returns it
-        if not self.input.plain:
+        if not self.input.is_plain:
             facts["input"] = self.input.signals
         if self.kind.name == "survival":  # who is compared with whom
             candidates = micro_batch(self.config, self.ranks.world)[0] * self.ranks.world
             facts["train.micro_batch x ranks"] = candidates
         return facts
 
-    def left_out(self) -> str:
+    def left_out_text(self) -> str:
         return self.labels.left_out
 
-    def explained(self) -> Facts:
+    def explanations(self) -> Facts:
         differs = []
         frozen = self.config.encoder.frozen  # in eval mode also in training
-        if encoders.drops_out(self.encoder, self.architecture) and not frozen:
+        if encoders.has_dropout(self.encoder, self.architecture) and not frozen:
             differs.append("dropout is off")
         if augmentations := self.config.augment.descriptions:
             differs.append(f"signals are not augmented ({', '.join(augmentations)})")
@@ -268,7 +268,7 @@ class FinetuneTask(TrainingTask):
         if self.config.task.head == "start":
             model.head.load_state_dict(self.start.head_weights)
         means = self.identifies and self.config.task.class_vectors == "means"
-        if means and RunFolder(self.config.run).newest() is None:
+        if means and RunFolder(self.config.run).newest_checkpoint() is None:
             self._begin_at_means(model.to(self.ranks.device))
         return model
 
@@ -286,7 +286,7 @@ class FinetuneTask(TrainingTask):
             rows = self.labels.rows(n, "train")
             crops += [(self.datasets[n], row) for row in rows.tolist()]
             exists += self._exist(self.halves[n][rows]).ravel().tolist()
-            classes += y[rows].repeat(self.input.count()).tolist()
+            classes += y[rows].repeat(self.input.count_windows()).tolist()
 
         c_RD = self._on_ranks(crops, lambda x_RLT: pool(encoder(x_RLT.float())))
         exists_R = torch.tensor(exists)
@@ -306,26 +306,30 @@ class FinetuneTask(TrainingTask):
             crops,
             forward,
             lambda uv_BLT, halves_B: self.input.crops(uv_BLT, halves_B).flatten(0, 1),
-            windows=int(self.input.count()),
+            windows=int(self.input.count_windows()),
             between=between,
         )
 
     def _exist(self, halves_B: Array) -> Array:
         """bool [B, S]: the windows that crops have."""
-        return np.asarray(np.arange(self.input.count()) < self.input.count(halves_B)[:, None])
+        return np.asarray(
+            np.arange(self.input.count_windows()) < self.input.count_windows(halves_B)[:, None]
+        )
 
     def seen(self, batch: Batch) -> Tensor:
-        if self.input.plain:
+        if self.input.is_plain:
             return batch.x_BSLT
         assert batch.keep_BSL1 is not None
         keep_BSL1 = to_device(batch.keep_BSL1, batch.x_BSLT.device)
-        return self.input.cut(whole_crops(batch.x_BSLT), batch.places.of(self.halves), keep_BSL1)
+        return self.input.cut_windows(
+            whole_crops(batch.x_BSLT), batch.places.take(self.halves), keep_BSL1
+        )
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         """x_BSLT, labels, which windows exist, weights of the labels, margin of ArcFace."""
         task, device = self.config.task, batch.x_BSLT.device
-        y = batch.places.of(self.targets.y)
-        exists_BS = self._exist(batch.places.of(self.halves)).astype(np.float32)
+        y = batch.places.take(self.targets.y)
+        exists_BS = self._exist(batch.places.take(self.halves)).astype(np.float32)
         weights_BK = margin = None
         if self.targets.balanced_2K is not None:
             weights_BK = to_device(self.kind.weights(y, self.targets.balanced_2K), device)
@@ -356,12 +360,12 @@ class FinetuneTask(TrainingTask):
         measured = measure(self.kind.name, y_RK, scores_RK, classes=self.labels.classes)
         return {"loss": float(loss_RK[known_RK].mean()), **measured}
 
-    def chosen(self) -> Facts:
+    def chosen_values(self) -> Facts:
         return {"thresholds": self.thresholds} if self.thresholds else {}
 
     def _outputs(self, engine: Any, crops: int, between: Between = lambda: None) -> Tensor:
         """Logits (diagnosis) or embeddings of the first held-out crops, on the CPU."""
-        count = int(self.input.count())
+        count = int(self.input.count_windows())
 
         def forward(x_RLT: Tensor) -> Tensor:
             c_RD: Tensor = engine(x_RLT.unflatten(0, (-1, count)))
@@ -374,10 +378,10 @@ class FinetuneTask(TrainingTask):
         return out_RD.view(-1, count, out_RD.shape[1])
 
     @staticmethod
-    def described(config: FinetuneConfig, state: Facts) -> Facts:
+    def exported_config(config: FinetuneConfig, state: Facts) -> Facts:
         task, labels = config.task, state["labels"]
         head = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
-        own = "" if task.head == "start" else portable(task.head)
+        own = "" if task.head == "start" else portable_spec(task.head)
         head["definition"] = {**labels["definition"], "head": own}
         if KINDS[task.kind].has_thresholds:
             best = state.get("best") or {}
@@ -390,11 +394,11 @@ class FinetuneTask(TrainingTask):
         }
 
     @staticmethod
-    def card(config: FinetuneConfig, state: Facts) -> tuple[str, list[str]]:
+    def card_text(config: FinetuneConfig, state: Facts) -> tuple[str, list[str]]:
         best, task = state.get("best") or {}, config.task
         which = "the best by it" if best.get("step") == state["step"] else "the newest"
-        model = validated(ModelConfig, state["finetuning"]["architecture"], "model")
-        head = portable(task.head) or "a linear layer"
+        model = validate(ModelConfig, state["finetuning"]["architecture"], "model")
+        head = portable_spec(task.head) or "a linear layer"
         outputs = f"Mean over time, then {head}: {task.kind} (config.json, head)."
         if task.head == "start":
             read = state["finetuning"].get("readout", PAPER)
@@ -409,33 +413,35 @@ class FinetuneTask(TrainingTask):
         return f"ECG {task.name}, fine-tuned with omnilead", [
             describe_encoder(model),
             f"Fine-tuned from {start_text(config.start)}, on leads "
-            f"{describe_leads(config.augment.seen)}.",
+            f"{describe_leads(config.augment.seen_leads)}.",
             outputs,
             f"{best_step_text(best)} These are the weights of step {state['step']:,}, {which}.",
             *[f"Labels: {remark}." for remark in unknown],
         ]
 
     @staticmethod
-    def uses(
+    def crop_uses(
         config: FinetuneConfig, state: Facts, run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, Array, str]]:
         if (run / LABELS).exists():  # the table itself may have changed
             config = config.model_copy(
                 update={"task": replace(config.task, labels=str(run / LABELS))}
             )
-        architecture = validated(ModelConfig, state["finetuning"]["architecture"], "model")
-        model_input = Input.of(signals_of(config, state), architecture.leads)
+        architecture = validate(ModelConfig, state["finetuning"]["architecture"], "model")
+        model_input = Input.from_document(preprocessing_of(config, state), architecture.leads)
         labels = with_windows(labels_of(config, datasets), datasets, model_input)
-        order = order_of(config.loader, datasets, training_selection(labels, datasets, model_input))
+        order = crop_order(
+            config.loader, datasets, training_selection(labels, datasets, model_input)
+        )
         used = []
-        for n, times in enumerate(order.drawn(state["crops_seen"])):
+        for n, times in enumerate(order.draw_counts(state["crops_seen"])):
             used.append((datasets[n], times, "labelled"))
             if state.get("best"):
                 used.append((datasets[n], labels.split[n] == SPLITS.index("valid"), "selected"))
         return used
 
     @staticmethod
-    def exported(config: FinetuneConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def exported_weights(config: FinetuneConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         if config.task.kind == "identity":
             return {name: w for name, w in weights.items() if name.startswith("encoder.")}
         if config.encoder.frozen and config.train.precision != "fp32":
@@ -447,10 +453,10 @@ def own_encoder(
     config: FinetuneConfig, architecture: ModelConfig, start: Start, model_input: Input
 ) -> tuple[nn.Module | None, float]:
     """An encoder that is not the authors', and the FLOPs of a crop."""
-    encoder, _ = encoders.prepared(
+    encoder, _ = encoders.build_and_examine(
         architecture, False, dtype_of(config), config.train.seed, start.kind, model_input.samples
     )
-    windows = int(model_input.count())
+    windows = int(model_input.count_windows())
     flops = encoders.encoder_flops(encoder, architecture, False, model_input.samples, windows)
     return encoder, flops / 3 if config.encoder.frozen else flops  # frozen: no backward pass
 
@@ -467,7 +473,7 @@ def held_out_crops(
     crops, y, windows = [], [], []
     for n, dataset in enumerate(datasets):
         rows = labels.rows(n, "valid")
-        windows_N = model_input.count(halves[n][rows])
+        windows_N = model_input.count_windows(halves[n][rows])
         rows = rows[windows_N >= needed]
         crops += [(dataset, row) for row in rows.tolist()]
         y.append(labels.y[n][rows])
@@ -478,7 +484,7 @@ def held_out_crops(
 
 def leakage_remarks(start: Start, datasets: Sequence[Dataset], labels: TaskLabels) -> list[str]:
     held_out = [np.flatnonzero(split > TRAIN) for split in labels.split]
-    return notes(start.seen, datasets, held_out, labels.patients, "in validation or test")
+    return seen_notes(start.seen, datasets, held_out, labels.patients, "in validation or test")
 
 
 def validation_remarks(kind: Kind, labels: TaskLabels, held_out: HeldOut) -> list[str]:

@@ -52,9 +52,9 @@ from omnilead.data_tools.sources.hospital_files import ENDINGS, HospitalFiles
 from omnilead.engine.data.batches import CropBatch, dataset_batches
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.settings.errors import ConfigError, Flag
-from omnilead.engine.settings.files import ARRAYS
-from omnilead.engine.settings.launcher import environment
-from omnilead.engine.settings.leads import ALL, leads_in_order
+from omnilead.engine.settings.files import ARRAY_SUFFIXES
+from omnilead.engine.settings.launcher import launched_ranks
+from omnilead.engine.settings.leads import ALL_LEADS, leads_in_order
 
 from ..tasks.kinds import Array
 from .trained_model import crops
@@ -372,10 +372,10 @@ def dataset_source(
             Flag("--per"),
             f" record of {url}: remote crops are read shard by shard: use crop or half",
         )
-    blank = ~model_input.usable(dataset)[rows]
+    blank = ~model_input.usable_crops(dataset)[rows]
     if blank.all():
         raise ConfigError(
-            Flag("--data"), f" {url}: {model_input.nothing}: choose other ", Flag("--leads")
+            Flag("--data"), f" {url}: {model_input.missing_text}: choose other ", Flag("--leads")
         )
     left_out = []
     if blank.any():
@@ -383,7 +383,7 @@ def dataset_source(
         names = pc.binary_join_element_wise(*table.columns, "/")
         without, others = names.filter(pa.array(blank)), names.filter(pa.array(~blank))
         lost = without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist()
-        left_out = [skip(options, f"{url}: {name}", model_input.nothing) for name in lost]
+        left_out = [skip(options, f"{url}: {name}", model_input.missing_text) for name in lost]
     return DatasetSource(
         dataset,
         rows[~blank],
@@ -408,7 +408,7 @@ class RecordToRead(NamedTuple):
 def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
     for url in options.data:
         exists = Path(url).exists()
-        if url.endswith(ARRAYS) and exists:
+        if url.endswith(ARRAY_SUFFIXES) and exists:
             yield from arrays(Path(url), options, model_input)
         elif url.lower().endswith((".hea", *ENDINGS)):
             folder, _, key = (url if "/" in url else f"./{url}").rpartition("/")
@@ -436,7 +436,7 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
     crops: list[dict[str, Any]] = []
     skipped = 0
     key = read_key(options.pseudonymize) if options.pseudonymize else None
-    for record in records_to_read(options, Input(ALL, ALL)):
+    for record in records_to_read(options, Input(ALL_LEADS, ALL_LEADS)):
         ecg = record.read()
         if isinstance(ecg, ReadError):
             skip(options, record.name, ecg, record.of_folder)
@@ -453,10 +453,10 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
 
 def array_files(url: str) -> list[Path]:
     """The file itself, or those in a folder."""
-    if url.endswith(ARRAYS):
+    if url.endswith(ARRAY_SUFFIXES):
         return [Path(url)]
     paths = Path(url).rglob("*")
-    return sorted(path for path in paths if path.suffix in ARRAYS and not path.is_symlink())
+    return sorted(path for path in paths if path.suffix in ARRAY_SUFFIXES and not path.is_symlink())
 
 
 def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
@@ -495,7 +495,7 @@ def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[R
 
 def _tell(notes: Iterable[str]) -> None:
     for note in notes:
-        if note and environment()[0] == 0:
+        if note and launched_ranks()[0] == 0:
             tell(f"note: {note}")
 
 
@@ -589,12 +589,12 @@ def record_source(
 def with_leads(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
     """Leaves out crops in which all leads that the model uses are zero, that is, not recorded, and
     those without a window."""
-    measured_B = ecg.crops_uv[:, list(model_input.seen)].any(axis=(1, 2))
-    there = np.flatnonzero(measured_B & (model_input.count(ecg.halves) > 0)).tolist()
+    measured_B = ecg.crops_uv[:, list(model_input.seen_leads)].any(axis=(1, 2))
+    there = np.flatnonzero(measured_B & (model_input.count_windows(ecg.halves) > 0)).tolist()
     if len(there) == len(ecg.halves):
         return ecg
     if not there:
-        return ReadError(model_input.nothing)
+        return ReadError(model_input.missing_text)
     return ecg._replace(
         crops_uv=ecg.crops_uv[there],
         start_s=tuple(ecg.start_s[i] for i in there),

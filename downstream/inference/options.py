@@ -7,10 +7,15 @@ from typing import Annotated, Any, Literal
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import DatasetPaths
 from omnilead.data_tools.io.terminal import show
-from omnilead.engine.settings.commandline import RUN_CODE, one_blas_thread, options_of, run_on_ranks
+from omnilead.engine.settings.commandline import (
+    CODE_OPTION,
+    one_blas_thread,
+    parse_options,
+    run_on_ranks,
+)
 from omnilead.engine.settings.files import File
 
-Code = Annotated[bool, Option(RUN_CODE["help"])]
+Code = Annotated[bool, Option(CODE_OPTION["help"])]
 Model = Annotated[File, Option("RUN, small, s3://... or hf://org/name", "RUN", "--model")]
 Ecgs = Annotated[
     Sequence[File] | File,
@@ -78,7 +83,7 @@ def run_table_command(
     name: str, table_of: Callable[..., Any], about: str | None, arguments: Sequence[str] | None
 ) -> int:
     """Parses the options that `table_of` declares, calls it, and prints what it says of its file."""
-    options = options_of(table_of, name, about, arguments)
+    options = parse_options(table_of, name, about, arguments)
     one_blas_thread()
     return run_on_ranks(
         f"omnilead {name}", lambda: show(table_of(**options).message), options["out"]

@@ -42,8 +42,8 @@ from omnilead.data_tools.io.terminal import interactive
 from omnilead.engine.data.batches import CropBatch, predict
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.commandline import RESUMABLE
-from omnilead.engine.settings.errors import ConfigError, Facts, OutputError, listed
-from omnilead.engine.settings.leads import ALL, describe_leads
+from omnilead.engine.settings.errors import ConfigError, Facts, OutputError, first_names
+from omnilead.engine.settings.leads import ALL_LEADS, describe_leads
 
 from ..tasks.kinds import KINDS, Array
 from ..tasks.readout import PAPER
@@ -137,7 +137,7 @@ def predictions(model: TrainedModel) -> Output:
         "thresholds": head.thresholds,
         "unit": head.unit,
     }
-    what = f"predictions of {head.task} ({listed(head.classes, 3)})"
+    what = f"predictions of {head.task} ({first_names(head.classes, 3)})"
     columns = partial(kind.output_columns, classes=head.classes, thresholds=head.thresholds)
     job = {"predictions": meaning}
     return Output(model, model.scores, schema, columns, what, job, head.said, scores=True)
@@ -158,7 +158,7 @@ def tables(
         x_RLT = model_input.windows(uv_BLT, halves_B)  # normalised over the whole crop
         if per != "first":
             return x_RLT
-        count_B = model_input.count(halves_B)
+        count_B = model_input.count_windows(halves_B)
         first_B = torch.from_numpy(np.cumsum(count_B) - count_B)
         return x_RLT.index_select(0, first_B.to(x_RLT.device))
 
@@ -178,7 +178,7 @@ def with_missing_leads(
     batches: Iterable[CropBatch], used: Input, shown: Input
 ) -> Iterator[CropBatch]:
     """Notes which of the leads that the model uses were not recorded, or are not shown to it."""
-    used_L, hidden_L = np.isin(ALL, used.seen), ~np.isin(ALL, shown.seen)
+    used_L, hidden_L = np.isin(ALL_LEADS, used.seen_leads), ~np.isin(ALL_LEADS, shown.seen_leads)
     for batch in batches:
         missing_BL = used_L & (hidden_L | ~batch.uv_BLT.any(axis=2))
         yield batch._replace(crops=batch.crops._replace(missing_BL=missing_BL))
@@ -190,7 +190,7 @@ def _table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per) -> 
     if not np.isfinite(y_HD).all():
         raise OutputError(NOT_FINITE)
     halves_B = np.concatenate([batch.halves_B for batch, _ in batches])
-    windows_B = 1 if per == "first" else output.model.input.count(halves_B)
+    windows_B = 1 if per == "first" else output.model.input.count_windows(halves_B)
     crop_H = np.repeat(np.arange(len(halves_B)), windows_B)
     group_H = crop_H
     if per == "half":

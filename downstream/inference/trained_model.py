@@ -46,8 +46,8 @@ from omnilead.data_tools.ecg.resampling import RATE_RANGE_HZ
 from omnilead.data_tools.io.errors import Flag, ReadError
 from omnilead.data_tools.io.plugins import plugin
 from omnilead.engine.data.config import CROP, FS_HZ
-from omnilead.engine.data.seen import unknown
-from omnilead.engine.model.config import validated
+from omnilead.engine.data.seen import unknown_record
+from omnilead.engine.model.config import validate
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import build_encoder
 from omnilead.engine.model.folder import (
@@ -57,19 +57,19 @@ from omnilead.engine.model.folder import (
     LoadError,
     code_in,
     config_of,
-    document_of,
     misfits,
     model_folder,
+    read_document,
     seen_by,
     unreadable_weights,
 )
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.model.window import HALF_S, SCALES
-from omnilead.engine.settings.errors import ConfigError, Facts, blaming, listed
+from omnilead.engine.settings.errors import ConfigError, Facts, blaming, first_names
 from omnilead.engine.settings.files import File
 from omnilead.engine.settings.leads import describe_leads, leads_in_order
 from omnilead.engine.settings.metrics import METRIC_OF, label_of
-from omnilead.engine.settings.run_files import number
+from omnilead.engine.settings.run_files import number_or_nan
 
 from ..tasks.classifier import build_head, sees_tokens
 from ..tasks.config import TaskKind
@@ -157,7 +157,9 @@ class HeadInfo:
             f"cross-validated on {found.n:,} ECGs {how}: {', '.join(scores) or 'no score is defined'}"
         ]
         if found.left_out:
-            said.append(f"not tested, since a fold had too few labels: {listed(found.left_out, 5)}")
+            said.append(
+                f"not tested, since a fold had too few labels: {first_names(found.left_out, 5)}"
+            )
         if self.thresholds:
             tested = [name for name in self.classes if name not in found.left_out]
             said += sensitive(found.sensitive, tested)
@@ -192,12 +194,12 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.encoder, self.head = encoder, head
         self.config, self.preprocessing, self.digest = config, preprocessing, digest
-        self.input = Input.of(preprocessing, config_of(config).leads)
+        self.input = Input.from_document(preprocessing, config_of(config).leads)
         self.head_info = head_of(config)
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
-        self.seen = unknown()  # what it was trained on (engine.data.seen)
+        self.seen = unknown_record()  # what it was trained on (engine.data.seen)
         self.readout = self.readout_of(config.get("readout", PAPER))
         self.eval()
 
@@ -224,12 +226,12 @@ class TrainedModel(nn.Module):
         signals, head = self.input, self.head_info
         does = f"makes an embedding of {self.width_of(self.readout)} numbers"
         if head and head.classes:
-            names = listed(head.classes, NAMED)
+            names = first_names(head.classes, NAMED)
             unit = f" in {head.unit}" if head.unit else ""
             does = f"predicts {head.task} ({head.kind} of {len(head.classes)}: {names}{unit})"
         band = "" if signals.band_hz is None else " from {:g} to {:g} Hz".format(*signals.band_hz)
         return (
-            f"TrainedModel: {does} from leads {describe_leads(signals.seen)}, "
+            f"TrainedModel: {does} from leads {describe_leads(signals.seen_leads)}, "
             f"{signals.window_s:g} s at a time at {signals.fs_hz:g} Hz{band} "
             f"({SCALES[signals.scale]}); it converts other rates and units"
         )
@@ -237,7 +239,7 @@ class TrainedModel(nn.Module):
     def readout_of(self, text: str) -> Readout:
         """The parts of a read-out that suits this model; "": the model's own."""
         parts = parsed(text) if text else self.readout
-        if measures_signal(parts) and not self.input.plain:
+        if measures_signal(parts) and not self.input.is_plain:
             raise ConfigError(
                 f"readout={text}: rhythm, beats and waveform need a model whose input is in millivolts at "
                 f"{FS_HZ:g} Hz, 5 s at a time and without a band: use mean or mean+std"
@@ -270,7 +272,7 @@ class TrainedModel(nn.Module):
         """Why its predictions are doubtful if some of its leads are missing; "" if it was trained
         with random lead masking."""
         # Unknown for models of other programs and of older versions
-        masked = number(self.history.get("rlm"))
+        masked = number_or_nan(self.history.get("rlm"))
         if masked > 0:
             return ""
         trained = "was not trained" if masked == 0 else "is not known to have been trained"
@@ -382,7 +384,7 @@ class TrainedModel(nn.Module):
         missing = []
         for ecg in ecgs:
             measured_L = np.asarray(ecg.uv_BLT.any(axis=2).all(axis=0))
-            missing.append([lead for lead in self.input.seen if not measured_L[lead]])
+            missing.append([lead for lead in self.input.seen_leads if not measured_L[lead]])
         which = sorted(set(chain.from_iterable(missing)))
         if which and (why := self.unprepared()):
             yield f"without leads {describe_leads(which)}{_of_all(missing)}: {why}"
@@ -428,7 +430,10 @@ def load(
     """Load a model. For a plugged-in encoder or head: `code` runs its file in the folder;
     `encoder`, `head` pass its class."""
     with model_folder(path) as (folder, digest):
-        document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
+        document, preprocessing = (
+            read_document(folder / CONFIG),
+            read_document(folder / PREPROCESSING),
+        )
         config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
         readout = readout_in(document, folder / CONFIG)
         if encoder and not config.encoder:
@@ -500,7 +505,7 @@ def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo 
     if (head := document.get("head")) is None:
         return None
     try:
-        return validated(HeadInfo, head, "head")
+        return validate(HeadInfo, head, "head")
     except ConfigError as error:
         raise LoadError(f"{path}: head={str(head)[:60]}: {error}") from None
 
@@ -549,7 +554,7 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
     (in int16 -32768, in a masked array a masked sample) is zero in that whole crop. Crops
     without a measured lead, or with only flat leads, are left out."""
     indices = leads_in_order(leads)
-    wanted.require(indices)
+    wanted.require_leads(indices)
     values, names = _values(signal), tuple(LEADS[lead] for lead in indices)
     if values.ndim == 2 and len(values) != len(names) == values.shape[1]:
         raise SignalError(
@@ -585,7 +590,7 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
 def _usable(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Iterator[Crop]:
     """The crops in which a lead was measured that the model uses; their samples go to the first
     rows of uv_BLT."""
-    used, row = {LEADS[lead] for lead in wanted.seen}, 0
+    used, row = {LEADS[lead] for lead in wanted.seen_leads}, 0
     for index in range(len(uv_BLT)):
         try:
             crop = prepare_crop(record, index, uv_BLT[row])

@@ -39,27 +39,27 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.storage import write_whole
-from omnilead.engine.model.config import ModelConfig, validated
+from omnilead.engine.model.config import ModelConfig, validate
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.encoders import agree, build_encoder, examine
 from omnilead.engine.model.folder import (
     CONFIG,
+    LISTED_WEIGHTS,
     PREPROCESSING,
-    SHOWN,
     check_free,
     config_of,
-    document_of,
     file_sha256,
     misfits,
     model_folder,
+    read_document,
     weights_in,
-    write,
+    write_model,
 )
-from omnilead.engine.model.input import Input, described
+from omnilead.engine.model.input import Input, describe_signals
 from omnilead.engine.model.window import SCALES
 from omnilead.engine.settings.errors import ConfigError, blaming
-from omnilead.engine.settings.files import code_of, portable
-from omnilead.engine.settings.leads import ALL, describe_leads, leads_in_order
+from omnilead.engine.settings.files import portable_spec, read_plugins
+from omnilead.engine.settings.leads import ALL_LEADS, describe_leads, leads_in_order
 
 from ..inference.trained_model import THRESHOLD, load
 from .fairseq import (
@@ -125,7 +125,7 @@ def from_fairseq(
         )
     parameters = sum(w.numel() for w in weights.values())
     card = _card(checkpoint.name, config, preprocessing, names, parameters)
-    write(out, weights, document, preprocessing, front_matter({}, card))
+    write_model(out, weights, document, preprocessing, front_matter({}, card))
     return notes
 
 
@@ -190,9 +190,9 @@ def _preprocessing(
             f"its settings do not name its {config.leads} leads: it can be converted back, but "
             "not loaded"
         )
-        Input.of(preprocessing | {"leads": [*LEADS]}, len(LEADS))
+        Input.from_document(preprocessing | {"leads": [*LEADS]}, len(LEADS))
     else:
-        Input.of(preprocessing, config.leads)
+        Input.from_document(preprocessing, config.leads)
     return preprocessing, notes
 
 
@@ -289,9 +289,9 @@ def to_fairseq(run: str | Path, out: Path) -> None:
     if out.exists():
         raise ConfigError(f"{out}: exists: choose another name")
     with model_folder(run) as (folder, _):
-        document = document_of(folder / CONFIG)
+        document = read_document(folder / CONFIG)
         config, state = config_of(document, folder / CONFIG), weights_in(folder)
-        preprocessing = document_of(folder / PREPROCESSING)
+        preprocessing = read_document(folder / PREPROCESSING)
     # Saved by from_fairseq; models trained with omnilead have none
     origin = document.get("fairseq") or {}
     if not any(name.startswith("local.") for name in state) and not (origin and outputs(state)):
@@ -301,7 +301,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         )
     if config.causal:
         raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
-    model_input = None if origin else Input.of(preprocessing, config.leads)
+    model_input = None if origin else Input.from_document(preprocessing, config.leads)
     if model_input:
         require_their_input(run, model_input, preprocessing)
     try:
@@ -311,7 +311,9 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         }
         if their_weights:
             raise LookupError(f"order lacks {next(iter(their_weights))}")
-        cfg = origin.get("cfg") or their_settings(config, model_input.seen if model_input else ALL)
+        cfg = origin.get("cfg") or their_settings(
+            config, model_input.seen_leads if model_input else ALL_LEADS
+        )
         history = origin.get("optimizer_history") or []
     except (AttributeError, LookupError, TypeError) as error:
         raise ConfigError(
@@ -335,14 +337,14 @@ def to_fairseq(run: str | Path, out: Path) -> None:
 
 def require_their_input(run: str | Path, model_input: Input, preprocessing: Settings) -> None:
     """ConfigError for signals that fairseq-signals would not make."""
-    if not model_input.plain:
+    if not model_input.is_plain:
         raise ConfigError(
-            f"{run}: its input is {described(preprocessing)}: fairseq-signals would not make it so"
+            f"{run}: its input is {describe_signals(preprocessing)}: fairseq-signals would not make it so"
         )
     leads = f"{run}: its leads are {describe_leads(model_input.leads)}"
     if model_input.leads != tuple(sorted(model_input.leads)):
         raise ConfigError(f"{leads}: fairseq-signals keeps the usual order")
-    if model_input.leads != ALL and model_input.seen != model_input.leads:
+    if model_input.leads != ALL_LEADS and model_input.seen_leads != model_input.leads:
         raise ConfigError(f"{leads}, but it was trained on some: fairseq-signals cannot say so")
 
 
@@ -361,7 +363,7 @@ def _card(
 A lead-agnostic ECG encoder of the wav2vec 2.0 family (Oh et al., CHIL 2022): {parameters:,} parameters, {len(config.conv)}
 convolutions, {config.layers} transformer layers of width {config.width}.
 
-Input: {config.leads} leads at {described(preprocessing)}. See {PREPROCESSING};
+Input: {config.leads} leads at {describe_signals(preprocessing)}. See {PREPROCESSING};
 {CONFIG} holds the settings, including the original ones. Every weight equals the original bit for bit; the optimiser's state is
 not included. The licence is that of the original.
 
@@ -505,12 +507,12 @@ def from_torch(
     """A model folder from the weights in a file and their class, `encoder`. `renamed`: (old, new),
     how names begin in the file and in the class. Returns a report."""
     check_free(out)
-    config = validated(
+    config = validate(
         ModelConfig,
         {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])},
         "model",
     )
-    code = code_of([("--encoder", encoder)], "")
+    code = read_plugins([("--encoder", encoder)], "")
     x_RLT = fixed_input(preprocessing)
     file_weights = read_tensors(path)
     module = build_encoder(config, generator=torch.Generator().manual_seed(0))
@@ -528,10 +530,10 @@ def from_torch(
         "file": path.name,
         "sha256": file_sha256(path),
         "input": f"torch.randn({[*x_RLT.shape]}, generator=torch.Generator().manual_seed(0))",
-        "embedding": c_RD[0, :SHOWN].tolist(),
+        "embedding": c_RD[0, :LISTED_WEIGHTS].tolist(),
     }
     document = {
-        "model": asdict(config) | {"encoder": portable(encoder)},
+        "model": asdict(config) | {"encoder": portable_spec(encoder)},
         "from_torch": origin,
     }
     weights = {f"encoder.{name}": weight.clone() for name, weight in module.state_dict().items()}
@@ -550,7 +552,7 @@ def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
     place = Path(sys.modules["omnilead"].__path__[0]).parent
     command = [sys.executable, "-E", "-P", "-c", ALONE, str(place)]
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder, "model"), *parts)
+        write_model(Path(folder, "model"), *parts)
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if done.returncode:
             why = done.stderr.strip().rpartition("\n")[2]
@@ -559,7 +561,7 @@ def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
             raise ConfigError(
                 "the model folder gives another embedding: has the class weights that it does not save?"
             )
-    write(out, *parts)
+    write_model(out, *parts)
 
 
 def read_tensors(path: Path) -> Weights:
@@ -610,7 +612,9 @@ def matched(
     if prefix in best or not best:
         best = [prefix]
     if len(best) > 1:
-        raise ConfigError(f"{path}: has the weights under {best[:SHOWN]}: choose with --prefix")
+        raise ConfigError(
+            f"{path}: has the weights under {best[:LISTED_WEIGHTS]}: choose with --prefix"
+        )
     names = {name: best[0] + inner for name, inner in inner_names.items()}
     expected = shapes_of(encoder_weights)
     shapes = shapes_of(
@@ -643,7 +647,7 @@ def load_tensors(path: Path, encoder: nn.Module, weights: Weights) -> None:
 
 def fixed_input(preprocessing: Settings) -> Tensor:
     """x_RLT: two rows of noise, as long as a model's input."""
-    model_input = Input.of(preprocessing, len(preprocessing["leads"]))
+    model_input = Input.from_document(preprocessing, len(preprocessing["leads"]))
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2, len(model_input.leads), model_input.samples, generator=generator)
 
@@ -675,7 +679,7 @@ def _torch_card(config: ModelConfig, origin: Settings, preprocessing: Settings) 
 All weights of the class `{name}` (its code is in this folder) come from {origin["file"]}, sha256
 {origin["sha256"]}. The licence is that of the original.
 
-Input: {config.leads} leads at {described(preprocessing)}. See {PREPROCESSING}.
+Input: {config.leads} leads at {describe_signals(preprocessing)}. See {PREPROCESSING}.
 
     import omnilead
     model = omnilead.load("THIS_FOLDER", code=True)
@@ -684,6 +688,6 @@ Input: {config.leads} leads at {described(preprocessing)}. See {PREPROCESSING}.
 To check by hand: the class with the original weights, in eval mode, gives
 
     x = {origin["input"]}
-    {name}(leads={config.leads}, **{config.options})(x).mean(1)[0, :{SHOWN}]      # {origin["embedding"]}
+    {name}(leads={config.leads}, **{config.options})(x).mean(1)[0, :{LISTED_WEIGHTS}]      # {origin["embedding"]}
 """
     return front_matter({}, text)

@@ -22,10 +22,16 @@ from torch import Tensor
 
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.engine.model.config import ModelConfig
-from omnilead.engine.model.folder import PREPROCESSING, SHOWN, check_free, misfits, write
-from omnilead.engine.model.input import described
+from omnilead.engine.model.folder import (
+    LISTED_WEIGHTS,
+    PREPROCESSING,
+    check_free,
+    misfits,
+    write_model,
+)
+from omnilead.engine.model.input import describe_signals
 from omnilead.engine.model.s4 import S4, conjugate_pairs
-from omnilead.engine.settings.errors import ConfigError, blaming, listed
+from omnilead.engine.settings.errors import ConfigError, blaming, first_names
 
 from .conversion import float_tensors, read_tensors, signals
 from .hub import front_matter
@@ -57,10 +63,10 @@ def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
     parameters = sum(w.numel() for name, w in weights.items() if "running" not in name)
     card = front_matter({}, _card(checkpoint.name, options, preprocessing, parameters))
     encoder = {f"encoder.{name}": w for name, w in weights.items()}
-    write(out, encoder, {"model": asdict(config)}, preprocessing, card)
-    notes = [f"assumed ECG-CPC's input, which it does not state: {described(preprocessing)}"]
+    write_model(out, encoder, {"model": asdict(config)}, preprocessing, card)
+    notes = [f"assumed ECG-CPC's input, which it does not state: {describe_signals(preprocessing)}"]
     if left := [name for name in state if not name.startswith(NETWORK)]:
-        notes.append(f"left out, as they are heads: {listed(left, SHOWN)}")
+        notes.append(f"left out, as they are heads: {first_names(left, LISTED_WEIGHTS)}")
     return notes
 
 
@@ -73,7 +79,7 @@ An ECG encoder of {parameters:,} parameters: {len(options["kernels"])} convoluti
 of a structured state space (S4) of width {options["width"]}, pre-trained by contrastive predictive coding
 (arXiv 2509.25095).
 
-Input: {len(LEADS)} leads at {described(preprocessing)}. See {PREPROCESSING}. The four windows
+Input: {len(LEADS)} leads at {describe_signals(preprocessing)}. See {PREPROCESSING}. The four windows
 of a record of 10 s are averaged. The licence is that of the original.
 
     import omnilead

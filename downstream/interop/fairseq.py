@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validated
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validate
 from omnilead.engine.model.folder import misfits
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.leads import ALL, describe_leads
+from omnilead.engine.settings.leads import ALL_LEADS, describe_leads
 
 NORM_KEYS = {
     "parametrizations": ("parametrizations.weight.original0", "parametrizations.weight.original1"),
@@ -239,7 +239,7 @@ def settings(cfg: Settings) -> ModelConfig:
     values |= read_setting(
         "model", cfg, "latent_temp", (2.0, 0.5, 0.999995), _temperatures, "(start, end, decay)"
     )
-    return validated(ModelConfig, values, "model")
+    return validate(ModelConfig, values, "model")
 
 
 def read_setting(
@@ -272,7 +272,7 @@ def _blocks(value: Any) -> list[tuple[int, int]]:
     return [(width, kernel) for width, kernel, _ in layers]
 
 
-def their_settings(config: ModelConfig, seen: tuple[int, ...] = ALL) -> Settings:
+def their_settings(config: ModelConfig, seen: tuple[int, ...] = ALL_LEADS) -> Settings:
     """The part of the authors' configuration that is needed to build one of our models: cfg.model,
     cfg.task, cfg.criterion. `seen`: the leads that it was trained on."""
     model = {"_name": "wav2vec2_cmsc", "apply_mask": True, "encoder_layerdrop": 0.0}
@@ -281,7 +281,7 @@ def their_settings(config: ModelConfig, seen: tuple[int, ...] = ALL) -> Settings
     model["extractor_mode"] = "layer_norm" if config.conv_norm == "layer" else "default"
     model["latent_temp"] = [config.tau_start, config.tau_end, config.tau_decay]
     task: Settings = dict(TASK)
-    if seen != ALL:
+    if seen != ALL_LEADS:
         task["leads_to_load"] = str(describe_leads(seen).split(","))
         task["enable_padding_leads"] = len(seen) < config.leads
     return {

@@ -15,27 +15,27 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor
 
 from omnilead.data_tools.io.terminal import tell
-from omnilead.engine.data.seen import as_bytes, publishable
+from omnilead.engine.data.seen import to_bytes, without_guessable
 from omnilead.engine.model.folder import (
     CARD,
     CONFIG,
-    HUB,
+    HUB_SCHEME,
     NO_TOKEN,
     SEEN,
     LoadError,
     check_free,
-    document_of,
-    huggingface,
+    config_text,
+    hub_api,
     model_folder,
     published_files,
-    sealed,
+    read_document,
     seen_by,
 )
-from omnilead.engine.model.input import described
+from omnilead.engine.model.input import describe_signals
 from omnilead.engine.model.window import DEFAULT_INPUT
 from omnilead.engine.settings.commandline import parse_yaml
 from omnilead.engine.settings.errors import Facts
-from omnilead.engine.settings.files import file_of, portable
+from omnilead.engine.settings.files import plugin_file, portable_spec
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.settings.metrics import label_of
 from omnilead.engine.settings.run_files import VALIDATION, read_rows
@@ -87,23 +87,23 @@ def model_card(
     weights: dict[str, Tensor],
     task: type[TrainingTask],
 ) -> str:
-    title, lines = task.card(config, state)
+    title, lines = task.card_text(config, state)
     leads = config.augment.output_leads
-    document = task.described(config, state)
+    document = task.exported_config(config, state)
     head, signals = document.get("head"), state.get("input", DEFAULT_INPUT)
-    plugged = file_of(document["model"].get("encoder", ""))
+    plugged = plugin_file(document["model"].get("encoder", ""))
     if head and not plugged:
-        plugged = file_of(head["definition"].get("head", ""))
+        plugged = plugin_file(head["definition"].get("head", ""))
     sources = state.get("sources", ())
     measured = _measured(run, state["step"])
     augmentations = config.augment.descriptions
-    for name, options in config.augment.own:
-        augmentations.append(f"{portable(name)} {options or ''}".strip())
+    for name, options in config.augment.extra_functions:
+        augmentations.append(f"{portable_spec(name)} {options or ''}".strip())
     card = TEMPLATE.format(
         title=title,
         lines="\n".join(f"- {line}" for line in lines),
         parameters=sum(w.numel() for w in weights.values()),
-        signals=described(signals),
+        signals=describe_signals(signals),
         leads=f"{len(leads)} leads ({describe_leads(leads).replace(',', ', ')})",
         sources=", ".join(sources) or "unknown sources",
         datasets=", ".join(fingerprint[:16] for fingerprint in state["datasets"]),
@@ -151,10 +151,10 @@ def _result(task: str, sources: list[str], measured: Facts) -> Facts:
 
 def push(model: str | Path, repo: str, private: bool = False, licence: str | None = None) -> str:
     """Upload RUN/model in one commit and return the repository's address."""
-    with model_folder(model) as (folder, _), huggingface(repo) as (hub, add):
+    with model_folder(model) as (folder, _), hub_api(repo) as (hub, add):
         files = published(folder, licence)
         if not hub.token:
-            raise LoadError(f"{HUB}{repo}: {NO_TOKEN}")
+            raise LoadError(f"{HUB_SCHEME}{repo}: {NO_TOKEN}")
         hub.create_repo(repo, private=private or None, exist_ok=True)
         operations = [add(name, content) for name, content in files.items()]
         commit = hub.create_commit(repo, operations, commit_message="A model of omnilead")
@@ -163,7 +163,7 @@ def push(model: str | Path, repo: str, private: bool = False, licence: str | Non
 
 def published(folder: Path, licence: str | None = None) -> dict[str, Path | bytes]:
     """{name: content} to upload: the model's files, the model card, and a matching config.json."""
-    document: Facts = without_places(document_of(folder / CONFIG))
+    document: Facts = without_places(read_document(folder / CONFIG))
     names = published_files(document, folder)
     files: dict[str, Path | bytes] = {name: folder / name for name in names}
     card = f"# {folder.resolve().parent.name}\n"
@@ -173,15 +173,15 @@ def published(folder: Path, licence: str | None = None) -> dict[str, Path | byte
     files[CARD] = front_matter(facts, without_places(card)).encode()
     if SEEN in files:
         record = seen_by(folder)
-        public = publishable(record)
-        files[SEEN] = as_bytes(public)
+        public = without_guessable(record)
+        files[SEEN] = to_bytes(public)
         if guessable := len(record) - len(public):
             tell(f"note: {SEEN}: left out {guessable:,} open hashes of patients")
     digests = {
         name: hashlib.sha256(c if isinstance(c, bytes) else c.read_bytes()).hexdigest()
         for name, c in files.items()
     }
-    return files | {CONFIG: sealed(document, digests).encode()}
+    return files | {CONFIG: config_text(document, digests).encode()}
 
 
 def without_places(value: Any) -> Any:
@@ -211,7 +211,7 @@ def pull(repo: str, out: Path) -> None:
         staged.mkdir(parents=True)
         try:
             # The Hub's cache may hold other files of the repository, which another program fetched
-            names = published_files(document_of(folder / CONFIG), repo)
+            names = published_files(read_document(folder / CONFIG), repo)
             for name in [*names, CONFIG]:
                 shutil.copy(folder / name, staged)
             # config.json last: without it, the folder is no model

@@ -27,7 +27,7 @@ from omnilead.data_tools.io.terminal import tell
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.folder import config_of
 from omnilead.engine.settings.errors import ConfigError, blaming
-from omnilead.engine.settings.files import file_of
+from omnilead.engine.settings.files import plugin_file
 
 from ..inference.trained_model import TrainedModel
 from ..inference.trees import Trees
@@ -48,7 +48,7 @@ class Outputs(nn.Module):
             self.model.head = None
         # With any length, torch.onnx thinks for minutes about each padding of a deep network
         encoder = config_of(model.config).encoder
-        self.any_length = file_of(encoder) is None and encoder not in FIXED_LENGTH
+        self.any_length = plugin_file(encoder) is None and encoder not in FIXED_LENGTH
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The embedding is the mean over tokens, whatever the model's read-out."""

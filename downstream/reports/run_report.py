@@ -23,12 +23,12 @@ from omnilead.engine.settings.files import flatten
 from omnilead.engine.settings.metrics import METRIC_OF, Metric
 from omnilead.engine.settings.run_files import (
     FACTS,
-    LARGEST,
+    MAX_NUMBER,
     METRICS,
     REPORT,
     VALID,
     VALIDATION,
-    number,
+    number_or_nan,
     read_rows,
     training_spans,
 )
@@ -63,7 +63,7 @@ class StepLog:
 
     def column(self, key: str) -> Array:
         """What is not a number is NaN."""
-        return np.array([number(row.get(key)) for row in self.rows])
+        return np.array([number_or_nan(row.get(key)) for row in self.rows])
 
     def curve(self, key: str) -> tuple[Array, Array]:
         """Steps and values where the key is a finite number."""
@@ -141,7 +141,7 @@ def build(run: Path) -> str:
 
 
 def progress(log: RunLog) -> Iterator[str]:
-    metrics, total = log.metrics, number(log.fact("steps"))
+    metrics, total = log.metrics, number_or_nan(log.fact("steps"))
     step = f"step {metrics.steps[-1]:,.0f}"
     yield f"{step} of {total:,.0f}" if total >= metrics.steps[-1] else step
     if math.isfinite(crops := metrics.last("crops_seen")):
@@ -149,7 +149,7 @@ def progress(log: RunLog) -> Iterator[str]:
     if math.isfinite(epoch := metrics.last("epoch")):
         yield f"epoch {epoch:.2f}"
     seconds = round(sum(seconds for _, seconds in training_spans(metrics.rows)))
-    if 0 < seconds < LARGEST:
+    if 0 < seconds < MAX_NUMBER:
         yield f"{timedelta(seconds=seconds)} of training"
 
 
@@ -239,7 +239,7 @@ def score_row(log: RunLog, metric: Metric, step: float | None) -> list[str] | No
         value, prefix, detail = log.metrics.recent(key), "", "training"
     if not math.isfinite(value):
         return None
-    if math.isfinite(guess := number(log.fact("chance", prefix + key))):
+    if math.isfinite(guess := number_or_nan(log.fact("chance", prefix + key))):
         detail += f", chance {shown(guess, percent)}"
     before = log.held_out.at(key, 0)
     if prefix and key == RECOGNISED and math.isfinite(before):
@@ -271,9 +271,9 @@ def result(log: RunLog) -> dict[str, Any]:
     if best is None or not log.task:
         return {}
     value, since = log.held_out.at(name, best), int((log.held_out.steps > best).sum())
-    patience = number(log.fact("config", "train", "patience"))
+    patience = number_or_nan(log.fact("config", "train", "patience"))
     converged = since >= (patience if patience > 0 else PATIENCE)
-    if not converged and log.metrics.steps[-1] < number(log.fact("steps")):
+    if not converged and log.metrics.steps[-1] < number_or_nan(log.fact("steps")):
         return {}
     after = f"and {since} validations since without improvement"
     if since == 1:
@@ -308,7 +308,7 @@ def curves(log: RunLog, best: float | None) -> Iterator[Picture]:
         name = RECOGNISED
     score = held_out.curve(name)
     if len(score[0]) > 1:
-        chance = number(log.fact("chance", VALID + name))
+        chance = number_or_nan(log.fact("chance", VALID + name))
         marked = None if name == RECOGNISED else best
         lines = {"held out": score}
         yield over_steps(titled(name), lines, METRIC_OF[name].percent, chance, marked)

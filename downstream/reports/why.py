@@ -25,7 +25,7 @@ import omnilead.data_tools.plots as plots
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
-from omnilead.engine.settings.commandline import options_of, run_on_ranks, writable
+from omnilead.engine.settings.commandline import parse_options, require_writable, run_on_ranks
 from omnilead.engine.settings.errors import ConfigError
 
 from ..inference import options as shared
@@ -69,7 +69,7 @@ class Explanation(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(draw_why, "show", __doc__, arguments)
+    options = parse_options(draw_why, "show", __doc__, arguments)
     return run_on_ranks("omnilead show", lambda: draw_why(**options), options["png"], "--png")
 
 
@@ -88,7 +88,7 @@ def draw_why(
     unit: Annotated[str | None, Option("of an array: V, mV, uV (mV)")] = None,
     device: shared.Device = "auto",
 ) -> int:
-    writable(Path(png), "--png")
+    require_writable(Path(png), "--png")
     plots.picture_kind(Path(png))
     setup = prepare(
         model,
@@ -122,11 +122,11 @@ def output_named(why: str, model: TrainedModel) -> int:
 def explain(setup: Setup, ecg: ReadEcg, k: int) -> Explanation:
     """What each lead that the model is shown adds to its output k."""
     x_RLT = setup.input.windows(ecg.uv_BLT, ecg.halves_B).to(setup.model.device)
-    channels = [setup.input.leads.index(lead) for lead in setup.input.seen]
+    channels = [setup.input.leads.index(lead) for lead in setup.input.seen_leads]
     output, added = added_by(channels, setup.model, x_RLT, k)
     with torch.no_grad():
         score = setup.model.scores(x_RLT)[:, k].mean().item()
-    names = [LEADS[lead] for lead in setup.input.seen]
+    names = [LEADS[lead] for lead in setup.input.seen_leads]
     return Explanation(score, output, dict(zip(names, added, strict=True)))
 
 

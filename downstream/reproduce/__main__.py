@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
-from omnilead.engine.settings.commandline import options_of, run_on_ranks
+from omnilead.engine.settings.commandline import parse_options, run_on_ranks
 
 
 def reproduce(
@@ -87,7 +87,7 @@ def reproduce(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(reproduce, "reproduce", __doc__, arguments)
+    options = parse_options(reproduce, "reproduce", __doc__, arguments)
     return run_on_ranks("omnilead reproduce", lambda: reproduce(**options), Path(options["out"]))
 
 

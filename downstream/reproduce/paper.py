@@ -25,7 +25,7 @@ from typing import Any
 from omnilead.engine.settings.commandline import read_yaml
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import CONFIGS, find_config, flatten
-from omnilead.engine.training.config import Config, check, load
+from omnilead.engine.training.config import Config, check_config, load_config
 
 from ..tasks.config import FinetuneConfig
 from .jobs import Job, WorkDir, planned
@@ -102,7 +102,8 @@ class ReproductionScale:
             if "base" in section:
                 name = str(section.pop("base"))
                 base = read_yaml(
-                    find_config(name, kind.folder, f"{path}: base", path.parent), kind.folder
+                    find_config(name, kind.config_folder, f"{path}: base", path.parent),
+                    kind.config_folder,
                 )
             settings[stage] = flatten(base) | flatten(section)
             for key in ("run", "data.datasets"):  # each job sets its own
@@ -110,7 +111,7 @@ class ReproductionScale:
             # A wrong setting is an error now, not after days of pre-training
             method = "w2v_cmsc_rlm" if stage == "pretrain" else stage
             places = {"data.datasets": ["DATASET"], "start": "RUN"}
-            check(load(method, {**settings[stage], **places}, kind), 1)
+            check_config(load_config(method, {**settings[stage], **places}, kind), 1)
         usual = paper()["minutes"]
         minutes = usual | (tree.get("minutes") or {})
         if minutes.keys() != usual.keys() or set(map(type, minutes.values())) - {int, float}:
@@ -158,7 +159,7 @@ class PaperPlan:
         start, steps = f"pretrain/{row.pretrain}-{channels}", paper()["steps"]
         if row.random:  # without the first step, pre-training
             start, steps = f"starts/random-{channels}.yaml", steps[1:]
-            tree = load(row.pretrain, pretraining, Config).tree()
+            tree = load_config(row.pretrain, pretraining, Config).tree()
             self.starts[start] = {key: tree[key] for key in tree if key not in ("run", "data")}
         column = table.column(leads).removesuffix("-lead")
         words = {

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from omnilead.data_tools.io.plugins import plugin
 from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.encoders import ROWS, built_module, with_weights
+from omnilead.engine.model.encoders import EXAMINED_ROWS, build_module, require_weights
 from omnilead.engine.settings.errors import ConfigError, blaming
-from omnilead.engine.settings.leads import ALL
+from omnilead.engine.settings.leads import ALL_LEADS
 
 from .config import TaskConfig
 from .kinds import KINDS
@@ -95,11 +95,11 @@ def build_head(
     setting = f"task.head={spec}" + (f", task.head_options={options}" if options else "")
     with blaming(f"{setting}, {width} wide, {outputs} outputs"):
         made = kind or plugin(HEADS.get(spec, spec))
-        head = with_weights(built_module(made, generator, width, outputs, **options))
-        inputs = torch.randn(ROWS, TOKENS, width)
+        head = require_weights(build_module(made, generator, width, outputs, **options))
+        inputs = torch.randn(EXAMINED_ROWS, TOKENS, width)
         example = inputs if sees_tokens(head) else pool(inputs)
         y = copy.deepcopy(head).eval()(example)
-        if list(y.shape) != [ROWS, outputs] or not y.isfinite().all():
+        if list(y.shape) != [EXAMINED_ROWS, outputs] or not y.isfinite().all():
             raise ConfigError(
                 f"returns {list(y.shape)} or non-finite numbers for input {list(example.shape)}"
             )
@@ -119,7 +119,7 @@ class Classifier(nn.Module):
         generator: torch.Generator | None = None,
         frozen: bool = False,
         readout: Readout = (PAPER,),
-        leads: Sequence[int] = ALL,
+        leads: Sequence[int] = ALL_LEADS,
     ) -> None:
         """`leads`: those of its input, which some read-outs measure."""
         super().__init__()

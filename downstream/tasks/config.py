@@ -19,9 +19,9 @@ from omnilead.engine.data.augmentations.stage import STRICT
 from omnilead.engine.model.config import ModelConfig, Probability, Share
 from omnilead.engine.model.folder import is_model, local_folder
 from omnilead.engine.settings.errors import ConfigError, one_line_errors
-from omnilead.engine.settings.files import OWN
+from omnilead.engine.settings.files import OWN_CODE
 from omnilead.engine.settings.resuming import MayChange
-from omnilead.engine.training.config import Config, RunConfig, Section, load, micro_batch
+from omnilead.engine.training.config import Config, RunConfig, Section, load_config, micro_batch
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "survival", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -66,7 +66,7 @@ class TaskConfig:
     head_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = self.head in ("", "start", "attention") or OWN.fullmatch(self.head)
+        known = self.head in ("", "start", "attention") or OWN_CODE.fullmatch(self.head)
         if not known or (self.head and self.kind == "identity"):
             raise ConfigError(
                 f"task.head={self.head!r}: use start or attention, or name your own as file.py:Class; kind "
@@ -112,7 +112,7 @@ class Tuning(Section):
 
 
 class FinetuneConfig(RunConfig):
-    folder: ClassVar[str] = "finetune"
+    config_folder: ClassVar[str] = "finetune"
     run: MayChange[str] = "runs/finetune"  # folder of the run; an unfinished run there is resumed
     # pre-trained run or model folder; or a pre-training YAML: its architecture with random weights
     start: str = ""
@@ -120,7 +120,7 @@ class FinetuneConfig(RunConfig):
     data: FinetuneData = FinetuneData()
     # no lead masking unless asked for
     defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}
-    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
+    other_commands: ClassVar[dict[str, str]] = dict.fromkeys(
         ("model", "objective", "input"), "omnilead pretrain"
     )
     augment: AugmentConfig = AugmentConfig(rlm=0.0)
@@ -135,13 +135,13 @@ class FinetuneConfig(RunConfig):
         return replace(model, leads=len(self.augment.output_leads), **settings)
 
     @property
-    def plugged(self) -> list[tuple[str, str]]:
-        return [*super().plugged, ("task.head", self.task.head)]
+    def plugin_settings(self) -> list[tuple[str, str]]:
+        return [*super().plugin_settings, ("task.head", self.task.head)]
 
     def require_files(self) -> None:
         super().require_files()
         if not is_model(self.start):
-            load(self.start, kind=Config)
+            load_config(self.start, kind=Config)
         elif "://" not in self.start:
             local_folder(self.start)
         labels = self.task.labels

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import SHOWN
 from omnilead.data_tools.ecg.record_tables import as_typed
-from omnilead.engine.settings.errors import ConfigError, Flag, listed
+from omnilead.engine.settings.errors import ConfigError, Flag, first_names
 
 from .config import TaskConfig, TaskKind
 from .sheet import (
@@ -202,8 +202,8 @@ def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
     values = [f"{column.shown(value)} in {rows:,} rows" for value, rows in rows_of.most_common()]
     others = [column.shown(value) for value in rows_of if value.lower() not in BOOLEANS]
     raise ConfigError(
-        f"{sheet}: column {column.name!r} holds {listed(values, FEW)}: does "
-        f"{listed(others, SHOWN)} mean unknown? Then leave these cells empty. If it is a class, "
+        f"{sheet}: column {column.name!r} holds {first_names(values, FEW)}: does "
+        f"{first_names(others, SHOWN)} mean unknown? Then leave these cells empty. If it is a class, "
         "choose the kind: ",
         Flag("--kind"),
         " multiclass (in a YAML task: kind)",

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omnilead.engine.settings.errors import ConfigError, listed
+from omnilead.engine.settings.errors import ConfigError, first_names
 
 from .config import TaskKind
 
@@ -471,7 +471,7 @@ def sensitive(points: Mapping[str, Sequence[float]], classes: Names) -> list[str
         )
     if without := [name for name in classes if name not in points]:
         sentences.append(
-            f"no score with 95 % sensitivity for {listed(without, 5)}: that takes {SENSITIVE_OF} "
+            f"no score with 95 % sensitivity for {first_names(without, 5)}: that takes {SENSITIVE_OF} "
             "positives and a negative"
         )
     return sentences

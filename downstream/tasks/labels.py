@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.ecg.record_tables import RESERVED
-from omnilead.engine.data.where import holds
+from omnilead.engine.data.where import where_mask
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag
 
 from .config import TaskConfig
@@ -223,7 +223,7 @@ def _leave_out(labels: TaskLabels, datasets: Sequence[Dataset], where: str) -> T
         if labels.table:
             row = labels.row_of_crop[n]
             cells = labels.table.take(pa.array(row, mask=row < 0))
-        out_N = (labels.split[n] < TEST) & ~holds(dataset, where, cells)
+        out_N = (labels.split[n] < TEST) & ~where_mask(dataset, where, cells)
         crops += int((labels.split[n][out_N] > 0).sum())
         split.append(np.where(out_N, np.int8(0), labels.split[n]))
     left_out = f", data.where={where!r} leaves out {crops:,} crops"

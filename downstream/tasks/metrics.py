@@ -31,7 +31,7 @@ import numpy as np
 
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.engine.settings.errors import Facts, OutputError
-from omnilead.engine.settings.metrics import METRIC_OF, TIE
+from omnilead.engine.settings.metrics import COSINE_TIE, METRIC_OF
 
 Array = np.ndarray
 Names = Sequence[str]
@@ -530,12 +530,12 @@ def _compare(gallery: Array, gallery_patients: Array, probes: Array, probe_patie
         same = similarity.max(1, where=own_patient, initial=-np.inf)
         other = similarity.max(1, where=~own_patient, initial=-np.inf)
         first = np.maximum(same, other)
-        tied = np.abs(similarity - same[:, None]) <= TIE
+        tied = np.abs(similarity - same[:, None]) <= COSINE_TIE
         yield (
-            (similarity > same[:, None] + TIE).sum(1),
+            (similarity > same[:, None] + COSINE_TIE).sum(1),
             tied.sum(1),
             (tied & own_patient).sum(1),
-            (similarity >= first[:, None] - TIE).sum(1),
+            (similarity >= first[:, None] - COSINE_TIE).sum(1),
             np.where(np.isfinite(same), same, np.nan),
             np.where(np.isfinite(other), other, np.nan),
         )

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.record_tables import doubtful_patients
-from omnilead.engine.data.patients import ids_of, owners_of, patient_source
+from omnilead.engine.data.patients import all_owners, owner_ids, patient_source
 
 from .join import JoinedSheet, record_of_crop
 from .kinds import Array
@@ -22,7 +22,7 @@ class People(NamedTuple):
 
     def ids(self, datasets: Sequence[Dataset]) -> list[Array]:
         """By dataset, int64 [crops]: odd for patients."""
-        return ids_of(datasets, self.owner_N, self.known_N)
+        return owner_ids(datasets, self.owner_N, self.known_N)
 
     def doubtful_ids(self, labelled_N: Array) -> list[str]:
         """A remark if ids of labelled patients may be two spellings of one."""
@@ -40,7 +40,7 @@ class People(NamedTuple):
 
 
 def people_of(datasets: Sequence[Dataset]) -> People:
-    return People(*owners_of(datasets))
+    return People(*all_owners(datasets))
 
 
 def people_of_sheet(sheet: JoinedSheet, datasets: Sequence[Dataset]) -> People:

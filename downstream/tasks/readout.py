@@ -34,7 +34,7 @@ from omnilead.data_tools.ecg.mean_beat import (
 from omnilead.data_tools.ecg.resampling import FS_HZ
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.leads import ALL
+from omnilead.engine.settings.leads import ALL_LEADS
 
 PAPER = "mean"
 Readout = tuple[str, ...]  # the parts of a read-out
@@ -75,7 +75,9 @@ def place_of_mean(readout: Readout, width: int) -> slice:
     return slice(before, before + width)
 
 
-def read_out(readout: Readout, c_RND: Tensor, x_RLT: Tensor, leads: Sequence[int] = ALL) -> Tensor:
+def read_out(
+    readout: Readout, c_RND: Tensor, x_RLT: Tensor, leads: Sequence[int] = ALL_LEADS
+) -> Tensor:
     c_RND, signal = c_RND.float(), np.empty(0)
     if measures_signal(readout):
         signal = np.zeros((len(x_RLT), len(LEADS), x_RLT.shape[2]), np.float32)

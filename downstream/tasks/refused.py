@@ -14,7 +14,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.dataset.rejects import FLAGS, rejects_of
 from omnilead.data_tools.ecg.record_names import SHOWN, match_records
 from omnilead.data_tools.io.errors import DataError
-from omnilead.engine.settings.errors import listed
+from omnilead.engine.settings.errors import first_names
 
 from .config import TaskConfig
 from .join import JoinedSheet
@@ -49,7 +49,7 @@ def remarks_on_refused(
     if not said:
         return []
     return [
-        f"{task.labels}: {listed(said, SHOWN)}: no score counts them; rejects.csv of the data says why"
+        f"{task.labels}: {first_names(said, SHOWN)}: no score counts them; rejects.csv of the data says why"
     ]
 
 

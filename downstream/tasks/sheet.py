@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from omnilead.data_tools.ecg.record_names import SHOWN
 from omnilead.data_tools.ecg.record_tables import RESERVED, missing_words, read_table
 from omnilead.data_tools.io.errors import DataError, Flag
-from omnilead.engine.settings.errors import ConfigError, listed
+from omnilead.engine.settings.errors import ConfigError, first_names
 
 from .config import TaskConfig
 
@@ -96,7 +96,7 @@ def may_be_missing(column: pa.ChunkedArray, minus_is_no: bool) -> pa.ChunkedArra
 
 def quoted(words: pa.ChunkedArray) -> str:
     """The different ones of these cells, for a message."""
-    return listed([repr(word) for word in sorted(words.unique().to_pylist())], SHOWN)
+    return first_names([repr(word) for word in sorted(words.unique().to_pylist())], SHOWN)
 
 
 def are_numbers(values: Sequence[str]) -> bool:

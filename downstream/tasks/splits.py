@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.record_names import index_in
-from omnilead.engine.data.patients import uniforms
+from omnilead.engine.data.patients import uniform_hashes
 from omnilead.engine.settings.errors import ConfigError
 
 from .config import TaskConfig
@@ -64,7 +64,7 @@ def split_crops(
     else:
         folds = {}
         # first come those whom data.hold_out holds out: test
-        split_N = TEST - np.digitize(uniforms(people.names), (0.1, 0.2))[people.owner_N]
+        split_N = TEST - np.digitize(uniform_hashes(people.names), (0.1, 0.2))[people.owner_N]
     without_copies_N = _without_copies(split_N, datasets, labelled_N)
     remarks = []
     if copies := int((without_copies_N != split_N).sum()):

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import index_in
 from omnilead.data_tools.ecg.record_tables import as_typed, missing_words
-from omnilead.engine.settings.errors import ConfigError, Flag, listed
+from omnilead.engine.settings.errors import ConfigError, Flag, first_names
 
 from .config import TaskConfig, TaskKind
 from .join import JoinedSheet
@@ -57,7 +57,7 @@ def _is_positive(task: TaskConfig, sheet: JoinedSheet) -> Array:
     if positive is None:
         raise ConfigError(
             f"{sheet.name}: column {name!r} has no {task.positive!r}, which counts as 1: it holds "
-            f"{listed(list(map(repr, in_order(values))), SHOWN_CLASSES)}"
+            f"{first_names(list(map(repr, in_order(values))), SHOWN_CLASSES)}"
         )
     y_R = pc.cast(pc.equal(column, positive), pa.float32())
     return np.asarray(y_R.to_numpy(zero_copy_only=False))[:, None]

@@ -6,7 +6,7 @@ This is the reference for the other backends and for the fast path on a CPU (wri
 holds what is the same for all batches; everything random is passed in as parameters, which are a function of
 (seed, epoch, crop), so any process can reproduce a batch.
 
-Missing leads are zeros in a crop and must stay zeros under every augmentation: `measured_leads`
+Missing leads are zeros in a crop and must stay zeros under every augmentation: `measured_leads_lookup`
 finds them.
 """
 
@@ -30,18 +30,18 @@ from omnilead.data_tools.io.plugins import plugin
 from ..settings import counter
 from ..settings.counter import RandomStream
 from ..settings.errors import ConfigError, blaming
-from ..settings.leads import ALL
+from ..settings.leads import ALL_LEADS
 from .augmentations import AugmentConfig
 from .augmentations.leads import RandomLeads, UsableLeads
-from .augmentations.stage import Noise, Params, Random, Stage, augment, draws
+from .augmentations.stage import Noise, Params, Random, Stage, augment, draw_parameters
 from .config import FS_HZ, HALF, MV_PER_UV, Views
 from .order import Places
 from .torch_ops import TorchOps
 
 # Of the crops on which an augmentation of the user's is tried: those that stay when the others change. A
 # crop that is moved, or rows that are exchanged or averaged, meet one of the other kind
-STAYS_B = (False, True, True, False, True, False, False, True)
-SAME_MV = 1e-6  # a GPU may add in another order
+UNCHANGED_B = (False, True, True, False, True, False, False, True)
+TOLERANCE_MV = 1e-6  # a GPU may add in another order
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
 
@@ -61,18 +61,18 @@ def missing_leads(dataset: Dataset) -> np.ndarray:
 
 
 def none_measured(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
-    """bool [crops]: none of these leads was measured."""
+    """bool [crops]: True where none of these leads was measured."""
     asked_bits = sum(1 << lead for lead in leads)
     return np.asarray(missing_leads(dataset) & asked_bits == asked_bits)
 
 
-def measured_leads(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
-    """A function that looks up the measured leads of a batch; None if no record has missing
+def measured_leads_lookup(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
+    """A function that returns the measured leads of a batch; None if no record has missing
     leads."""
     bits = [missing_leads(dataset) for dataset in datasets]
 
     def of_places(places: Places) -> np.ndarray:
-        return np.asarray(places.of(bits)[:, None] >> np.array(ALL) & 1 == 0)
+        return np.asarray(places.take(bits)[:, None] >> np.array(ALL_LEADS) & 1 == 0)
 
     return of_places if any(bits_of_dataset.any() for bits_of_dataset in bits) else None
 
@@ -89,27 +89,27 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Crops before they are read: which, and everything that is random about them."""
+    """Crops to be read, and the random parameters of their augmentation."""
 
     places: Places
-    p: Params
+    parameters: Params
     keep_BSL1: np.ndarray | None = None  # Augmenter.window_masks
 
     def part(self, part: slice) -> "Plan":
-        p = {name: values[part] for name, values in self.p.items()}
+        p = {name: values[part] for name, values in self.parameters.items()}
         keep_BSL1 = None if self.keep_BSL1 is None else self.keep_BSL1[part]
         return Plan(self.places[part], p, keep_BSL1)
 
 
 @dataclass(frozen=True, eq=False)
 class Augmenter:
-    """What is the same for all batches."""
+    """Augments batches: holds what is the same for all of them."""
 
     config: AugmentConfig
     views: Views  # two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
     seed: int
     device: torch.device
-    measured: MeasuredLeads | None = None  # None: all leads of all crops
+    measured_leads: MeasuredLeads | None = None  # None: all leads of all crops
     windows: int = 0  # as in LoaderConfig
 
     @cached_property
@@ -127,23 +127,23 @@ class Augmenter:
         return TorchOps(HALF, FS_HZ, self.device, self.seed)
 
     def random(self, places: Places, views: int = 2) -> Random:
-        measured_BL = self.measured(places) if self.measured else None
+        measured_BL = self.measured_leads(places) if self.measured_leads else None
         return Random(self.seed, places.epoch, crop_key(places), views, measured_BL=measured_BL)
 
     def plan(self, places: Places) -> Plan:
-        """Draw everything that is random about a batch."""
-        return Plan(places, self.parameters(places), self.window_masks(places))
+        """Draw all random parameters of a batch."""
+        return Plan(places, self.draw_parameters(places), self.window_masks(places))
 
     def window_masks(self, places: Places) -> np.ndarray | None:
-        """bool [B, windows, L, 1]: the leads to keep in each window of a crop. None: the stages mask
-        halves or views."""
+        """bool [B, windows, L, 1]: the leads to keep in each window of a crop; None if the stages
+        mask halves or views instead."""
         if not self.windows:
             return None
-        return RandomLeads(self.config).masks(self.random(places, self.windows))
+        return RandomLeads(self.config).keep_masks(self.random(places, self.windows))
 
-    def parameters(self, places: Places) -> Params:
-        """Draw everything that is random about the stages."""
-        p = draws(self.stages, self.random(places))
+    def draw_parameters(self, places: Places) -> Params:
+        """Draw the random parameters of all stages."""
+        p = draw_parameters(self.stages, self.random(places))
         if self.views == "window":
             key = (self.seed, RandomStream.WINDOW, places.epoch, crop_key(places))
             p["start"] = (counter.uniform(*key) * (HALF + 1)).astype(np.int64)
@@ -160,12 +160,14 @@ class Augmenter:
         return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)
 
     def add_white_noise(self, x_BSLT: torch.Tensor, p: Params) -> None:
-        """Add the noises that DALI has left out. What follows them is linear, so the other stages
-        may have been applied before."""
-        if not any(stage.from_bank for stage in self.stages):
+        """Add the white noise that DALI has left out. The stages after it are linear, so they may
+        already have been applied."""
+        if not any(stage.bank_parameters for stage in self.stages):
             return
-        stages = [stage for stage in self.stages if stage.from_bank or not isinstance(stage, Noise)]
-        silent = x_BSLT.new_zeros((*x_BSLT.shape[:2], len(ALL), HALF))
+        stages = [
+            stage for stage in self.stages if stage.bank_parameters or not isinstance(stage, Noise)
+        ]
+        silent = x_BSLT.new_zeros((*x_BSLT.shape[:2], len(ALL_LEADS), HALF))
         x_BSLT += augment(silent, self.to_device(p), stages, self.ops)
 
     def _split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None) -> torch.Tensor:
@@ -177,7 +179,7 @@ class Augmenter:
 
 
 @contextmanager
-def global_draws(seed: int, device: torch.device) -> Iterator[None]:
+def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds the global generators of torch, numpy and Python, from which a library may draw, and
     restores them."""
     before = np.random.get_state(), random.getstate()
@@ -193,19 +195,18 @@ def global_draws(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class Draw(torch.Generator):
-    """Random numbers for your own augmentation. Those of `uniform` and `normal` belong to each half
-    (or view) of each crop and are the same whenever the crop comes in this epoch, in whatever batch, on
-    whatever rank or device. As a torch.Generator it is seeded for each step and rank, once for all
-    functions."""
+    """Random numbers for your own augmentation. `uniform` and `normal` give each half (or view) of
+    a crop the same numbers in an epoch, whatever the batch, rank and device. As a torch.Generator
+    it is seeded for each step and rank, once for all functions."""
 
-    def at(self, seed: int, places: Places, function: int) -> None:
-        """`function`: which of several."""
+    def move_to(self, seed: int, places: Places, function: int) -> None:
+        """Move to the numbers of these crops. `function`: the index of the user's function."""
         crop_B11 = crop_key(places)[:, None, None]
         self.key = seed, RandomStream.OWN, function, places.epoch[:, None, None], crop_B11
         self.calls = 0
 
     def uniform(self, *shape: int) -> torch.Tensor:
-        """[crops, halves, *shape] float32, from 0 to 1; other ones at each call."""
+        """[crops, halves, *shape] float32, from 0 to 1; each call gives new numbers."""
         return self._tensor_of_draws(counter.uniform, shape)
 
     def normal(self, *shape: int) -> torch.Tensor:
@@ -239,7 +240,7 @@ class ExtraAugmentation:
         rank: int,
         device: torch.device,
     ) -> None:
-        """`named_functions`: the names of functions, and their options."""
+        """`named_functions`: (file.py:function, its options) for each function."""
         self.seed, self.rank, self.draw = seed, rank, Draw(device)
         self.functions = []
         for name, options in named_functions:
@@ -251,7 +252,7 @@ class ExtraAugmentation:
         seed = int(counter.bits(self.seed, RandomStream.EXTRA, step, self.rank)) >> 1
         self.draw.manual_seed(seed)
         absent_BSL1 = ~x_BSLT.any(-1, keepdim=True)
-        with global_draws(seed, x_BSLT.device):
+        with seeded_generators(seed, x_BSLT.device):
             for number in range(len(self.functions)):
                 x_BSLT = self._apply(number, x_BSLT, places)
                 x_BSLT = x_BSLT.masked_fill(absent_BSL1, 0.0)  # a copy: it may be expanded
@@ -259,52 +260,54 @@ class ExtraAugmentation:
 
     def _apply(self, number: int, x_BSLT: torch.Tensor, places: Places) -> torch.Tensor:
         setting, function = self.functions[number]
-        self.draw.at(self.seed, places, number)
+        self.draw.move_to(self.seed, places, number)
         with blaming(setting):
-            return checked_like(x_BSLT, function(x_BSLT, self.draw))
+            return require_like(x_BSLT, function(x_BSLT, self.draw))
 
     def examine(self, leads: int) -> None:
         """Try each function on noise; ConfigError if it returns NaN, mixes crops, or returns something
         else for the same batch."""
         device, generator = self.draw.device, torch.Generator().manual_seed(0)
-        shape = len(STAYS_B), 2, leads, HALF
+        shape = len(UNCHANGED_B), 2, leads, HALF
         x_BSLT, other_BSLT = (
             (0.3 * torch.randn(shape, generator=generator)).to(device) for _ in range(2)
         )
         x_BSLT[1, :, 0] = other_BSLT[1, :, 0] = 0  # as a lead that is masked
-        stays_B = torch.tensor(STAYS_B, device=device)
+        stays_B = torch.tensor(UNCHANGED_B, device=device)
         for number, (setting, _) in enumerate(self.functions):
-            y_BSLT = self._tried(number, x_BSLT)
+            y_BSLT = self._repeatable_output(number, x_BSLT)
             with blaming(setting):
                 if not y_BSLT.isfinite().all():
                     raise ConfigError("returns NaN or infinity for noise")
-                if not are_same(y_BSLT, self._tried(number, x_BSLT)):
+                if not are_same(y_BSLT, self._repeatable_output(number, x_BSLT)):
                     raise ConfigError(
                         "returns something else for the same batch: take random numbers from `draw` only"
                     )
                 for kept_B in (stays_B, ~stays_B):
                     mixed_BSLT = torch.where(kept_B[:, None, None, None], x_BSLT, other_BSLT)
-                    if not are_same(y_BSLT[kept_B], self._tried(number, mixed_BSLT)[kept_B]):
+                    if not are_same(
+                        y_BSLT[kept_B], self._repeatable_output(number, mixed_BSLT)[kept_B]
+                    ):
                         raise ConfigError(
                             "a crop changes when other crops of the batch change: crops must be independent"
                         )
 
-    def _tried(self, number: int, x_BSLT: torch.Tensor) -> torch.Tensor:
-        """What a function makes of a batch, always with the same random numbers."""
+    def _repeatable_output(self, number: int, x_BSLT: torch.Tensor) -> torch.Tensor:
+        """The function's output for a batch, always with the same random numbers."""
         rows = np.arange(len(x_BSLT))
         places = Places(np.zeros_like(rows), rows, np.zeros_like(rows))
         self.draw.manual_seed(0)
-        with global_draws(0, x_BSLT.device):
+        with seeded_generators(0, x_BSLT.device):
             y_BSLT = self._apply(number, x_BSLT.clone(), places)
         return y_BSLT.masked_fill(~x_BSLT.any(-1, keepdim=True), 0.0)
 
 
 def are_same(a_BSLT: torch.Tensor, b_BSLT: torch.Tensor) -> bool:
-    return bool(torch.isclose(a_BSLT, b_BSLT, rtol=0, atol=SAME_MV).all())
+    return bool(torch.isclose(a_BSLT, b_BSLT, rtol=0, atol=TOLERANCE_MV).all())
 
 
-def checked_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """y; ConfigError if it is not like x."""
+def require_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Returns y; ConfigError if its type, shape or device differs from that of x."""
     if (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device):
         return y
     difference = f"{list(y.shape)} {y.dtype} on {y.device}"

@@ -28,14 +28,14 @@ from .reader import CropReader, read_ahead
 from .staging import Staging
 
 CACHE_SHARDS = 8  # shards of a remote dataset cached on the local disk
-SPARSE = 0.5  # below this share of the shards' bytes, crops are read one by one
+SPARSE_SHARE = 0.5  # below this share of the shards' bytes, crops are read one by one
 
 log = logging.getLogger(__name__)
 
 
-def download(x: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Start copying to the host; the returned function waits for the copy. Work queued on the GPU
-    later does not delay it."""
+def start_download(x: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Starts a copy to the host and returns a function that waits for the copy. Work queued on the
+    GPU later does not delay it."""
     if not x.is_cuda:
         return x.cpu().numpy
     host, copied = x.to("cpu", non_blocking=True), torch.cuda.Event()  # to pinned memory
@@ -69,7 +69,7 @@ def predict(
     def launch(batch: CropBatch) -> tuple[CropBatch, Callable[[], np.ndarray]]:
         host = torch.from_numpy(batch.uv_BLT)
         uv_BLT = upload(host) if upload else host.to(device)
-        outputs = download(forward(prepare(uv_BLT, batch.halves_B)).float())
+        outputs = start_download(forward(prepare(uv_BLT, batch.halves_B)).float())
         if upload:
             upload.wait()  # the next batch may overwrite the host's memory
         return batch._replace(uv_BLT=np.empty(0, np.int16)), outputs
@@ -102,7 +102,7 @@ def dataset_batches(
                 (0, shard) for shard in shards[np.flatnonzero(np.diff(shards, prepend=-1))].tolist()
             ]
             size = {key: int(dataset.shards[key[1]]["bytes"]) for key in order}
-            if len(shards) * CROP_BYTES < SPARSE * sum(size.values()):
+            if len(shards) * CROP_BYTES < SPARSE_SHARE * sum(size.values()):
                 yield from _single_crops(dataset, batches, on_corrupt)
                 return
             cache = stack.enter_context(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..settings.errors import ConfigError
-from ..settings.leads import ALL
+from ..settings.leads import ALL_LEADS
 from .augmentations.stage import TAU, Node, Params, Wave, augment, time_axes
 from .augmenter import Augmenter
 from .config import FS_HZ, HALF, MV_PER_UV, Views
@@ -26,8 +26,8 @@ PREFETCH = 2
 # Batches that DALI may still be reading, as it does not copy what it is fed: those that it
 # prefetches, the one it returns, and the one before, whose copy to the GPU `release` has not waited
 # for.
-IN_USE = PREFETCH + 2
-ON_HOST = "start"  # fn.slice needs this one on the host
+BATCHES_IN_USE = PREFETCH + 2
+HOST_PARAMETER = "start"  # fn.slice needs this one on the host
 
 
 def check_installed() -> None:
@@ -58,10 +58,10 @@ class DaliOps:
 
         return fn.cat(*leads, axis=1)
 
-    def matrix(self, matrix: Node, x: Node) -> Node:
-        """A sum of column times row: DALI has no matrix product."""
+    def matmul(self, matrix: Node, x: Node) -> Node:
+        """The matrix product, as a sum of column times row: DALI has none."""
         total = matrix[:, :, 0:1] * x[:, 0:1, :]
-        for lead in ALL[1:]:
+        for lead in ALL_LEADS[1:]:
             total = total + matrix[:, :, lead : lead + 1] * x[:, lead : lead + 1, :]
         return total
 
@@ -107,8 +107,9 @@ class InFlight:
 
 
 class Pipeline:
-    """`feed` is read ahead: (position, crops int16 [B, 12, 5000], parameters). It may reuse the
-    crops IN_USE items later. `example`: the parameters of any batch."""
+    """Runs DALI ahead of its consumer. `feed` yields (position, crops int16 [B, 12, 5000],
+    parameters) and may overwrite the crops BATCHES_IN_USE items later. `example`: the parameters of
+    any batch."""
 
     def __init__(
         self,
@@ -120,10 +121,10 @@ class Pipeline:
     ) -> None:
         check_installed()
         self.feed, self.device = feed, augmenter.device
-        self.stages = [stage for stage in augmenter.stages if not stage.from_bank]
-        unused = {name for stage in augmenter.stages for name in stage.from_bank}
+        self.stages = [stage for stage in augmenter.stages if not stage.bank_parameters]
+        unused = {name for stage in augmenter.stages for name in stage.bank_parameters}
         self.names = sorted(example.keys() - unused)
-        self.fed_arrays: deque[list[np.ndarray]] = deque(maxlen=IN_USE)
+        self.fed_arrays: deque[list[np.ndarray]] = deque(maxlen=BATCHES_IN_USE)
         self.in_flight = InFlight(torch.cuda.Event) if self.device.type == "cuda" else None
         self.pipeline = self._definition(augmenter.views, batch, threads)()
         self.pipeline.build()
@@ -148,11 +149,13 @@ class Pipeline:
             p = dict(zip(self.names, parameters, strict=True))
             if gpu:
                 crops = crops.gpu()
-                p = {name: node if name == ON_HOST else node.gpu() for name, node in p.items()}
+                p = {
+                    name: node if name == HOST_PARAMETER else node.gpu() for name, node in p.items()
+                }
             if views == "halves":
                 x = fn.transpose(fn.reshape(crops, shape=[12, 2, HALF]), perm=[1, 0, 2])
             else:
-                window = fn.slice(crops, start=p[ON_HOST], shape=[HALF], axes=[1])
+                window = fn.slice(crops, start=p[HOST_PARAMETER], shape=[HALF], axes=[1])
                 view = fn.reshape(window, shape=[1, 12, HALF])
                 x = fn.cat(view, view, axis=0)
             x = fn.cast(x, dtype=types.DALIDataType.FLOAT) * np.float32(MV_PER_UV)
@@ -163,7 +166,7 @@ class Pipeline:
     def _next(self) -> list[np.ndarray]:
         position, crops, p = next(self.feed)
         stamp = np.full((len(crops), 1), position, np.int64)
-        self.fed_arrays.append([stamp, crops, *(_fed(name, p[name]) for name in self.names)])
+        self.fed_arrays.append([stamp, crops, *(_feed_array(name, p[name]) for name in self.names)])
         return self.fed_arrays[-1]
 
     def release(self) -> None:
@@ -187,7 +190,7 @@ class Pipeline:
         self.pipeline._shutdown()
 
 
-def _fed(name: str, values: np.ndarray) -> np.ndarray:
-    if name == ON_HOST:
+def _feed_array(name: str, values: np.ndarray) -> np.ndarray:
+    if name == HOST_PARAMETER:
         return values.astype(np.int32)[:, None]
     return values.astype(np.float32) if values.dtype == np.bool_ else values

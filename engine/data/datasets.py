@@ -1,8 +1,8 @@
-"""Several datasets, read as if they were one: their crops are numbered one after the other.
+"""Several datasets, read as if they were one: their crops are numbered consecutively.
 
 data = open_together(["ds/2026", "ds/2027-*"])       # Datasets
 data.column("age")                                   # of all crops
-data.rows_of(np.array([3, 70_000]))                  # the rows of each dataset
+data.rows_by_dataset(np.array([3, 70_000]))                  # the rows of each dataset
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from omnilead.data_tools.dataset import Data, Dataset, Ecg, open_all
 
-from ..settings.errors import ConfigError, Flag, listed
+from ..settings.errors import ConfigError, Flag, first_names
 
-SHOWN = 3  # datasets in a message
+LISTED_DATASETS = 3  # datasets in a message
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Datasets:
     all: tuple[Dataset, ...]
 
     @cached_property
-    def begins(self) -> np.ndarray:
+    def first_rows(self) -> np.ndarray:
         """The number of the first crop of each dataset."""
         return np.cumsum([0, *map(len, self.all)])[:-1]
 
@@ -33,22 +33,23 @@ class Datasets:
         return sum(map(len, self.all))
 
     def __getitem__(self, row: int) -> Ecg:
-        number = int(self.numbers_of(np.array([row]))[0])
-        return self.all[number][row - int(self.begins[number])]
+        number = int(self.dataset_numbers(np.array([row]))[0])
+        return self.all[number][row - int(self.first_rows[number])]
 
     @property
     def name(self) -> str:
-        return listed([dataset.root.url for dataset in self.all], SHOWN)
+        return first_names([dataset.root.url for dataset in self.all], LISTED_DATASETS)
 
     @property
     def fingerprint(self) -> str:
-        """Of several, a hash of theirs in this order."""
+        """The dataset's fingerprint; of several datasets, a hash of their fingerprints in this
+        order."""
         prints = [dataset.fingerprint for dataset in self.all]
         return prints[0] if len(prints) == 1 else sha256(" ".join(prints).encode()).hexdigest()
 
     @property
     def plan(self) -> str | None:
-        """The plan of their roles."""
+        """The plan that their roles were made with."""
         plans = dict.fromkeys(dataset.facts.plan for dataset in self.all)
         return " and ".join(map(str, plans)) if len(plans) > 1 else next(iter(plans))
 
@@ -60,30 +61,33 @@ class Datasets:
         return pa.concat_tables([dataset.table(columns) for dataset in self.all])
 
     def column(self, name: str) -> np.ndarray:
-        return self.each(lambda dataset: dataset.column(name))
+        return self.concatenate(lambda dataset: dataset.column(name))
 
-    def each(self, values_of: Callable[[Dataset], np.ndarray]) -> np.ndarray:
-        """What a function returns for the crops of each dataset, one after the other."""
+    def concatenate(self, values_of: Callable[[Dataset], np.ndarray]) -> np.ndarray:
+        """values_of(dataset) of all datasets, concatenated."""
         return np.concatenate([values_of(dataset) for dataset in self.all])
 
     def select(self, identity: str) -> np.ndarray:
         """The crops with this role in identification."""
-        return np.flatnonzero(self.each(lambda dataset: dataset.column("id_role")) == identity)
+        return np.flatnonzero(
+            self.concatenate(lambda dataset: dataset.column("id_role")) == identity
+        )
 
-    def numbers_of(self, rows: np.ndarray) -> np.ndarray:
-        """Which dataset each of these crops is in."""
-        return np.asarray(np.searchsorted(self.begins, rows, side="right") - 1)
+    def dataset_numbers(self, rows: np.ndarray) -> np.ndarray:
+        """The number of the dataset that each crop is in."""
+        return np.asarray(np.searchsorted(self.first_rows, rows, side="right") - 1)
 
-    def rows_of(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Those of these crops that are in each dataset, by their rows in it."""
-        number_N = self.numbers_of(rows)
+    def rows_by_dataset(self, rows: np.ndarray) -> list[np.ndarray]:
+        """For each dataset, the rows that these crops have in it."""
+        number_N = self.dataset_numbers(rows)
         return [
-            rows[number_N == number] - begin for number, begin in enumerate(self.begins.tolist())
+            rows[number_N == number] - begin
+            for number, begin in enumerate(self.first_rows.tolist())
         ]
 
-    def split(self, values_N: np.ndarray) -> list[np.ndarray]:
-        """The values of the crops of each dataset, of those of all crops."""
-        return np.split(values_N, self.begins[1:])
+    def split_by_dataset(self, values_N: np.ndarray) -> list[np.ndarray]:
+        """The values of all crops, split into one array per dataset."""
+        return np.split(values_N, self.first_rows[1:])
 
 
 def open_together(

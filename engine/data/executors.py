@@ -30,12 +30,12 @@ from .stage_timer import StageTimer
 from .writer import crop_writer
 
 # on a CPU, small batches are read together, so that reads lie closer: a third less time at 64 crops
-READ_CROPS = 256
+CROPS_PER_READ = 256
 
 
 @dataclass(frozen=True, eq=False)
 class ReadCrops:
-    """A batch that has been read, or several."""
+    """One or more batches that have been read."""
 
     plan: Plan  # of the crops that were read: some may be replacements
     buffer: Any
@@ -56,27 +56,27 @@ class Executor(ABC):
     crops: int  # in a batch
     reuse_batches: bool = False  # by TorchOnCpu, as Loader says
 
-    in_use: ClassVar = 1  # buffers that may still be read when the next batch is asked for
+    batches_in_use: ClassVar = 1  # buffers that may still be read when the next batch is asked for
 
     @property
-    def together(self) -> int:
-        """How many batches are read at a time."""
+    def batches_per_read(self) -> int:
+        """The number of batches that are read at a time."""
         return 1
 
     def buffers(self, ahead: int) -> Sequence[Any]:
         """Memory to read `ahead` batches into, beside those in use."""
-        return self.reader.buffers(ahead + self.in_use, self.crops)
+        return self.reader.buffers(ahead + self.batches_in_use, self.crops)
 
     def read(self, plan: Plan, buffer: Any) -> ReadCrops:
         """Read a plan's crops, and with torch on a CPU augment them."""
-        output = self.output(plan, buffer)
+        output = self.read_target(plan, buffer)
         with self.meter.timed("read"):
             report = self.reader.read_to(plan.places, output)
         if report.skipped:  # what is random about a replacement depends on its row
             plan = self.augmenter.plan(replace(plan.places, row=report.row))
         return ReadCrops(plan, buffer, report)
 
-    def output(self, plan: Plan, buffer: Any) -> np.ndarray | CropSink:
+    def read_target(self, plan: Plan, buffer: Any) -> np.ndarray | CropSink:
         """Where the reader puts the crops."""
         crops: np.ndarray = buffer
         return crops
@@ -92,17 +92,22 @@ class TorchOnCpu(Executor):
     """The threads that read crops also turn them into tensors, while they are in the core's cache."""
 
     @property
-    def together(self) -> int:
+    def batches_per_read(self) -> int:
         # from s3://, one batch at a time, so that a batch does not wait for the next one's shards
-        return 1 if self.reader.staging else max(1, READ_CROPS // self.crops)
+        return 1 if self.reader.staging else max(1, CROPS_PER_READ // self.crops)
 
     def buffers(self, ahead: int) -> Sequence[Tensor]:
         keep_freed_memory()
-        shape = (self.together * self.crops, 2, len(self.augmenter.config.output_leads), HALF)
-        count = -(-ahead // self.together) + self.in_use
+        shape = (
+            self.batches_per_read * self.crops,
+            2,
+            len(self.augmenter.config.output_leads),
+            HALF,
+        )
+        count = -(-ahead // self.batches_per_read) + self.batches_in_use
         return [torch.empty(shape) for _ in range(count)]
 
-    def output(self, plan: Plan, buffer: Tensor) -> CropSink:
+    def read_target(self, plan: Plan, buffer: Tensor) -> CropSink:
         with self.meter.timed("augment"):
             return crop_writer(self.augmenter, plan, buffer, self.meter)
 
@@ -122,7 +127,7 @@ class TorchOnGpu(Executor):
         upload = Upload(self.augmenter.device)
         for batch in batches:
             with self.meter.timed("augment"):
-                p = self.augmenter.to_device(batch.plan.p)
+                p = self.augmenter.to_device(batch.plan.parameters)
                 x_BSLT = self.augmenter(upload(torch.from_numpy(batch.buffer)), p)
             yield batch, x_BSLT
             with self.meter.timed("read_wait"):
@@ -133,14 +138,14 @@ class TorchOnGpu(Executor):
 class Dali(Executor):
     """DALI prefetches, so a batch is kept until DALI returns it."""
 
-    in_use = dali.IN_USE
+    batches_in_use = dali.BATCHES_IN_USE
 
     def augment(
         self, batches: Iterator[ReadCrops]
     ) -> Generator[tuple[ReadCrops, Tensor], None, None]:
         in_dali: dict[int, ReadCrops] = {}
-        example = self.augmenter.parameters(Places(*np.zeros((3, 1), np.int64)))
-        with closing(_fed(batches, in_dali)) as feed:
+        example = self.augmenter.draw_parameters(Places(*np.zeros((3, 1), np.int64)))
+        with closing(_dali_inputs(batches, in_dali)) as feed:
             pipeline = dali.Pipeline(self.augmenter, feed, self.crops, example, self.reader.threads)
             with closing(pipeline):
                 while True:
@@ -149,13 +154,13 @@ class Dali(Executor):
                     with self.meter.timed("augment", without="read_wait"):
                         position, x_BSLT = pipeline.run()
                         batch = in_dali.pop(position)
-                        self.augmenter.add_white_noise(x_BSLT, batch.plan.p)
+                        self.augmenter.add_white_noise(x_BSLT, batch.plan.parameters)
                     yield batch, x_BSLT
 
 
-def _fed(
+def _dali_inputs(
     batches: Iterator[ReadCrops], in_dali: dict[int, ReadCrops]
 ) -> Generator[tuple[int, np.ndarray, Params], None, None]:
     for position, batch in enumerate(batches):
         in_dali[position] = batch
-        yield position, batch.buffer, batch.plan.p
+        yield position, batch.buffer, batch.plan.parameters

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from omnilead.data_tools.dataset import COLUMNS, Dataset
 
 from ..settings.errors import ConfigError
-from .patients import parts_of, patient_source
+from .patients import patient_source, table_parts
 
-KINDS = ("record", "patient", "waveform")  # of what a crop may share with another
+LEAK_KINDS = ("record", "patient", "waveform")  # of what a crop may share with another
 
 
 def refuse_leak(
@@ -28,7 +28,7 @@ def refuse_leak(
     out. `trained`, `held`: rows of each dataset. `option`: what named the datasets."""
     if len(datasets) < 2 or not any(map(len, held)):
         return
-    for kind in KINDS:  # one at a time: names take the most memory
+    for kind in LEAK_KINDS:  # one at a time: names take the most memory
         learnt, tested = [], []
         for dataset, *sides in zip(datasets, trained, held, strict=True):
             names, tested_names = _names(dataset, sides, kind)
@@ -45,18 +45,19 @@ def refuse_leak(
                 )
 
 
-def held_out(dataset: Dataset) -> np.ndarray:
-    """The rows that pre-training must not see: of valid, test, gallery and probe."""
+def held_out_rows(dataset: Dataset) -> np.ndarray:
+    """The rows that pre-training must not see: those with the role valid, test, gallery or
+    probe."""
     table = dataset.table(["dx_role", "id_role"])
     diagnosed = pc.is_in(table["dx_role"], pa.array(["valid", "test"]))
     identified = pc.is_in(table["id_role"], pa.array(["gallery", "probe"]))
     return np.flatnonzero(pc.or_(diagnosed, identified))
 
 
-def overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str:
+def describe_overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str:
     """Describe a record, patient or waveform in both `rows` of `a` and `others` of `b`; "" if there
     is none."""
-    for kind in KINDS:
+    for kind in LEAK_KINDS:
         (names,) = _names(a, [rows], kind)
         (other_names,) = _names(b, [others], kind)
         if shared_name := _first_in_both(names, other_names):
@@ -71,10 +72,10 @@ def _first_in_both(names: pa.ChunkedArray, others: pa.ChunkedArray) -> str:
 
 
 def _names(dataset: Dataset, sides: Sequence[np.ndarray], kind: str) -> list[pa.ChunkedArray]:
-    """What the crops of each side are called; nothing for those whose patient is unknown."""
+    """The names of the crops of each side, without those whose patient is unknown."""
     names_of_sides: list[list[pa.Array]] = [[] for _ in sides]
     columns = [kind] if kind == "waveform" else ["source", kind]
-    for part, *masks in parts_of(dataset, columns, sides):
+    for part, *masks in table_parts(dataset, columns, sides):
         names_of_part = _names_of_part(part, kind)
         for names, mask in zip(names_of_sides, masks, strict=True):
             names.append(names_of_part.filter(mask).drop_null())

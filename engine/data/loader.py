@@ -29,7 +29,7 @@ from omnilead.data_tools.dataset import Dataset
 
 from ..settings.errors import ConfigError
 from ..settings.files import flatten
-from .augmenter import Augmenter, ExtraAugmentation, Plan, measured_leads
+from .augmenter import Augmenter, ExtraAugmentation, Plan, measured_leads_lookup
 from .config import LoaderConfig
 from .executors import Dali, Executor, ReadCrops, TorchOnCpu, TorchOnGpu
 from .order import ALL_CROPS, DatasetRows, Order, Places, Selection, shards_needed
@@ -37,9 +37,9 @@ from .reader import BadCrop, CropReader, fill_ahead
 from .stage_timer import StageTimer
 from .staging import Staging
 
-PLANNED_CROPS = 1024  # planned at a time, to share the overhead of numpy calls
+CROPS_PER_PLAN = 1024  # planned at a time, to share the overhead of numpy calls
 # Of LoaderConfig: what determines a batch
-IN_RECIPE = ("batch_crops", "seed", "views", "block_shards", "weights", "augment", "windows")
+RECIPE_SETTINGS = ("batch_crops", "seed", "views", "block_shards", "weights", "augment", "windows")
 State = dict[str, Any]
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ class Batch:
     keep_BSL1: np.ndarray | None = None  # bool, with LoaderConfig.windows
 
 
-def order_of(
+def crop_order(
     config: LoaderConfig, datasets: Sequence[Dataset], selection: Selection = ALL_CROPS
 ) -> Order:
     """The order of the selected crops."""
-    selected = [DatasetRows.of(dataset, selection, d) for d, dataset in enumerate(datasets)]
+    selected = [DatasetRows.select(dataset, selection, d) for d, dataset in enumerate(datasets)]
     return Order(
         tuple(selected), config.batch_crops, config.seed, config.weights, config.block_shards
     )
@@ -82,17 +82,19 @@ class Loader:
         self.config, self.device, self.rank, self.world = config, device, rank, world
         self.backend = self._chosen_backend()
         self.extra = None
-        if named_functions := config.augment.own:
+        if named_functions := config.augment.extra_functions:
             self.extra = ExtraAugmentation(named_functions, config.seed, rank, device)
             self.extra.examine(len(config.augment.output_leads))
-        self.order = order_of(config, datasets, selection)
+        self.order = crop_order(config, datasets, selection)
         # fail early if the batch cannot be divided
-        self.order.slice(0, rank, world, micro=config.micro_batch)
+        self.order.rank_places(0, rank, world, micro=config.micro_batch)
         self.crops = config.batch_crops // world
         self.reuse_batches = reuse_batches
         self.recipe = self._recipe(datasets, selection)
-        self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
-        measured = measured_leads(datasets) if config.augment.changes_zeros else None
+        self.step = (
+            step if state is None else step_to_resume(state, self.recipe, config.batch_crops)
+        )
+        measured = measured_leads_lookup(datasets) if config.augment.changes_zeros else None
         self.augmenter = Augmenter(
             config.augment, config.views, config.seed, device, measured, config.windows
         )
@@ -149,7 +151,7 @@ class Loader:
         plans = self._plans(executor)
         buffers = executor.buffers(self.config.read_ahead)
         with (
-            closing(fill_ahead(plans, executor.read, buffers, executor.in_use)) as read,
+            closing(fill_ahead(plans, executor.read, buffers, executor.batches_in_use)) as read,
             closing(self._split(read)) as batches,
             closing(executor.augment(batches)) as augmented,
         ):
@@ -163,19 +165,19 @@ class Loader:
         return kind(self.augmenter, self.reader, self.meter, self.crops, self.reuse_batches)
 
     def _plans(self, executor: Executor) -> Iterator[Plan]:
-        """For as many batches as are read together."""
-        crops = executor.together * self.crops
-        steps = max(1, PLANNED_CROPS // crops) * executor.together
+        """A plan for each group of batches that are read together."""
+        crops = executor.batches_per_read * self.crops
+        steps = max(1, CROPS_PER_PLAN // crops) * executor.batches_per_read
         for first in count(self.step, steps):
             with self.meter.timed("plan"):
-                places = self.order.slice(
+                places = self.order.rank_places(
                     first, self.rank, self.world, steps, self.config.micro_batch
                 )
                 plan = self.augmenter.plan(places)
             yield from map(plan.part, _slices(len(places), crops))
 
     def _split(self, read: Iterator[ReadCrops]) -> Generator[ReadCrops, None, None]:
-        """Batches one by one, which may have been read together."""
+        """Yields single batches from groups that were read together."""
         while True:
             with self.meter.timed("read_wait"):
                 several = next(read)
@@ -204,18 +206,18 @@ class Loader:
         """Everything besides `crops_seen` that determines the next batch, as JSON."""
         return {
             "datasets": [dataset.fingerprint for dataset in datasets],
-            "roles": dict(sorted(selection.chosen().items())),
+            "roles": dict(sorted(selection.criteria().items())),
             "backend": self.backend,
-            **_settings(self.config),
+            **_recipe_settings(self.config),
         }
 
 
-def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
+def step_to_resume(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
     """The step to resume at. Raises if `state` is from a run with another recipe."""
     before: Any = state.get("recipe")
     if not isinstance(before, dict):
         raise ConfigError("cannot resume: the loader's state has no recipe: start a new run")
-    before, recipe_now = flatten(_as_today(before)), flatten(recipe)
+    before, recipe_now = flatten(_upgrade_recipe(before)), flatten(recipe)
     for key in sorted(before.keys() | recipe_now.keys()):
         saved = before.get(key)
         if saved != recipe_now.get(key):
@@ -231,21 +233,20 @@ def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
     return seen // batch_crops
 
 
-def _settings(config: LoaderConfig) -> dict[str, Any]:
+def _recipe_settings(config: LoaderConfig) -> dict[str, Any]:
     """The settings that determine a batch, as JSON."""
     tree: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
-    return {name: tree[name] for name in IN_RECIPE}
+    return {name: tree[name] for name in RECIPE_SETTINGS}
 
 
-def _as_today(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as today's loader would write it: settings that it lacks, because they are newer,
-    have their defaults."""
-    saved = {name: recipe[name] for name in IN_RECIPE if name in recipe}
+def _upgrade_recipe(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Adds the defaults of newer settings to a recipe of an earlier version."""
+    saved = {name: recipe[name] for name in RECIPE_SETTINGS if name in recipe}
     try:
         config = TypeAdapter(LoaderConfig).validate_json(json.dumps(saved))
     except ValidationError:  # has settings that are gone: comparing finds them
         return recipe
-    return recipe | _settings(config)
+    return recipe | _recipe_settings(config)
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:

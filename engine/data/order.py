@@ -1,10 +1,10 @@
 """The order of crops: a pure function of the seed, the position and the datasets. Its only state is
 `crops_seen`.
 
-    rows = DatasetRows.of(Dataset.open("DATASET"), Selection(pretrain=True))
+    rows = DatasetRows.select(Dataset.open("DATASET"), Selection(pretrain=True))
     order = Order((rows,), batch_crops=512, seed=0)
     order.batch(step)                       # the global batch: the same crops in the same order for every world size
-    order.slice(step, rank, world)          # this rank's part of it
+    order.rank_places(step, rank, world)    # this rank's part of it
     order.places(crops_seen, 512).row       # to resume, start from crops_seen
 
 Nothing is shuffled in memory: a keyed permutation maps a position to a row, in 0.20 ms for 512 of
@@ -33,8 +33,8 @@ from omnilead.data_tools.dataset import SHARD_CROPS, Dataset
 
 from ..settings.counter import MAX_SIZE, RandomStream, bits, permute
 from ..settings.errors import ConfigError
-from .patients import choose_once, validation_split
-from .where import holds
+from .patients import cached_choice, validation_split
+from .where import where_mask
 
 DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
 LOOK_AHEAD = 4096
@@ -59,8 +59,8 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
     for d, quota in enumerate(quotas[:-1]):  # each dataset against all later ones
         remaining_quota = sum(quotas[d:])
         before, after = (
-            _dealt_before(place, quota, remaining_quota),
-            _dealt_before(place + 1, quota, remaining_quota),
+            _count_dealt(place, quota, remaining_quota),
+            _count_dealt(place + 1, quota, remaining_quota),
         )
         is_own = left & (after > before)
         dataset[is_own], turn[is_own] = d, (cycle * quota + before)[is_own]
@@ -70,9 +70,9 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
     return dataset, turn
 
 
-def _dealt_before(places: Any, quota: int, remaining_quota: int) -> Any:
-    """How many of the first `places` places go to a dataset that gets `quota` of every `remaining_quota`
-    (Bresenham)."""
+def _count_dealt(places: Any, quota: int, remaining_quota: int) -> Any:
+    """The number of the first `places` places that go to a dataset that gets `quota` of every
+    `remaining_quota` (Bresenham)."""
     return (places * quota + remaining_quota // 2) // remaining_quota
 
 
@@ -91,7 +91,7 @@ class Selection:
     where: str = ""  # data.where
     rows: Sequence[np.ndarray] = ()  # of each dataset; (): by the criteria above alone
 
-    def chosen(self) -> dict[str, Any]:
+    def criteria(self) -> dict[str, Any]:
         """The criteria that are set, in JSON's types: a digest for the rows of each dataset."""
         chosen: dict[str, Any] = {}
         for field in fields(self):
@@ -117,13 +117,13 @@ class DatasetRows:
     shard_first: np.ndarray  # [shards + 1] number of rows before each shard
 
     @classmethod
-    def of(
+    def select(
         cls,
         dataset: Dataset,
         selection: Selection = ALL_CROPS,
         place: int = 0,
     ) -> "DatasetRows":
-        """The selected rows of the dataset at this place among all."""
+        """The selected rows of the `place`-th dataset."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
         if not crops:  # only zarr
             starts = range(0, len(dataset), SHARD_CROPS)
@@ -143,12 +143,12 @@ class DatasetRows:
         if selection.hold_out:
             masks.append(validation_split(dataset, selection.hold_out)[selection.held])
         if selection.where:
-            masks.append(choose_once(dataset, selection.where, holds))
+            masks.append(cached_choice(dataset, selection.where, where_mask))
         for keep in masks:
             numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
             names = {"hold_out": "data.hold_out", "where": "data.where"}
-            criteria = replace(selection, rows=()).chosen()
+            criteria = replace(selection, rows=()).criteria()
             text = ", ".join(
                 f"{names.get(name, name)}={value!r}" for name, value in criteria.items()
             )
@@ -156,13 +156,13 @@ class DatasetRows:
                 f"{name}: no crop has {text}; its roles are {dataset.facts.roles.model_dump()}: select "
                 "others"
             )
-        return cls.among(name, crops, numbers)
+        return cls.from_sizes(name, crops, numbers)
 
     @classmethod
-    def among(
+    def from_sizes(
         cls, name: str, shard_crops: Sequence[int], numbers: np.ndarray | None = None
     ) -> "DatasetRows":
-        """Select the given rows of a dataset whose shards have these sizes."""
+        """The given rows of a dataset whose shards have these sizes."""
         shard_first = np.concatenate([[0], np.cumsum(shard_crops, dtype=np.int64)])
         if numbers is None or len(numbers) == shard_first[-1]:
             return cls(name, None, shard_first, shard_first)
@@ -178,7 +178,7 @@ class DatasetRows:
         """Row numbers of the index-th selected rows."""
         return index if self.numbers is None else self.numbers[index].astype(np.int64)
 
-    def after(self, row: int) -> int:
+    def next_row(self, row: int) -> int:
         """The next selected row; after the last, the first."""
         if self.numbers is None:
             return (row + 1) % len(self)
@@ -200,8 +200,8 @@ class Places:
     def __len__(self) -> int:
         return len(self.row)
 
-    def of(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """From values of each dataset's crops, those of these crops."""
+    def take(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """The values of these crops. `values`: for each dataset, an array over its crops."""
         values_of_crops = np.empty((len(self), *values[0].shape[1:]), values[0].dtype)
         for d, dataset_values in enumerate(values):
             is_own = self.dataset == d
@@ -274,13 +274,14 @@ class Order:
         """The `count` crops that follow the first `crops_seen` of the run."""
         return self._places_at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
 
-    def drawn(self, crops_seen: int) -> list[np.ndarray]:
-        """How often each crop of each dataset is among the first `crops_seen` of the run."""
+    def draw_counts(self, crops_seen: int) -> list[np.ndarray]:
+        """For each dataset, how often each of its crops is among the first `crops_seen` of the
+        run."""
         times = []
         cycle, place = divmod(crops_seen, sum(self._quotas))
         for d, rows in enumerate(self.rows):
             quota, size = self._quotas[d], self._epoch_crops(d)
-            drawn_positions = _dealt_before(place, quota, sum(self._quotas[d:]))
+            drawn_positions = _count_dealt(place, quota, sum(self._quotas[d:]))
             place -= drawn_positions
             epochs, begun = divmod(cycle * quota + drawn_positions, size)
             counts = np.full(len(rows), epochs, np.int32)
@@ -295,9 +296,9 @@ class Order:
         return times
 
     def batch(self, step: int) -> Places:
-        return self.slice(step, 0, 1)
+        return self.rank_places(step, 0, 1)
 
-    def slice(
+    def rank_places(
         self, step: int, rank: int, world: int, steps: int = 1, micro: int | None = None
     ) -> Places:
         """A rank's share of `steps` successive global batches. The micro-batches that all ranks
@@ -328,7 +329,7 @@ class Order:
         return Places(dataset, row, epoch)
 
     def _epoch_crops(self, dataset: int) -> int:
-        """A dataset of its own drops the incomplete last batch of an epoch."""
+        """The crops of one epoch of a dataset. A single dataset drops the incomplete last batch."""
         return self.crops_per_epoch if len(self.rows) == 1 else len(self.rows[dataset])
 
     def _index(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
@@ -376,8 +377,8 @@ def _index_in_blocks(layout: _Layout, i: np.ndarray) -> np.ndarray:
 
 
 def shards_needed(order: Order, crops_seen: int) -> Iterator[tuple[int, int]]:
-    """Endless (dataset, shard) in the order in which they are needed after `crops_seen`, each once
-    per epoch of its dataset."""
+    """Yields (dataset, shard) endlessly, in the order in which they are needed after `crops_seen`,
+    each once per epoch of its dataset."""
     epochs: dict[int, tuple[int, set[int]]] = {}
     for start in count(crops_seen, LOOK_AHEAD):
         places = order.places(start, LOOK_AHEAD)

@@ -1,4 +1,4 @@
-"""Whose crops are whose: ids of patients, their age and sex, and the validation split data.hold_out.
+"""Patients: their ids, age and sex, and the validation split data.hold_out.
 
 patient_ids(datasets)[0]                             # int64 [crops]
 age_and_sex(datasets)[0]                             # float32 [crops, 2], NaN where unknown
@@ -22,13 +22,13 @@ import pyarrow.compute as pc
 from omnilead.data_tools.dataset import VENDORS, Dataset
 from omnilead.data_tools.ecg.constants import SYNTHETIC
 
-KEY = b"omnilead data.hold_out"
-OWNER = ("source", "patient", "record")
-PREFIX = 24  # bits
-HASHED = 65_536  # names that are Python objects at a time
+HOLD_OUT_KEY = b"omnilead data.hold_out"
+OWNER_COLUMNS = ("source", "patient", "record")
+PREFIX_BITS = 24  # bits
+NAMES_PER_HASH = 65_536  # names that are Python objects at a time
 Split = tuple[np.ndarray, np.ndarray]
 # By data.hold_out or data.where; kept as long as the dataset, because every validation asks again
-CHOSEN: WeakKeyDictionary[Dataset, dict[float | str, Any]] = WeakKeyDictionary()
+CHOICES: WeakKeyDictionary[Dataset, dict[float | str, Any]] = WeakKeyDictionary()
 
 
 def source_names(dataset: Dataset) -> list[str]:
@@ -46,41 +46,41 @@ def patient_source(source: pa.Array) -> pa.Array:
 
 def validation_split(dataset: Dataset, share: float) -> Split:
     """Masks of the training and the held-out crops, bool [crops] each."""
-    split: Split = choose_once(dataset, share, _validation_split)
+    split: Split = cached_choice(dataset, share, _validation_split)
     return split
 
 
-def choose_once(dataset: Dataset, by: Any, choose: Callable[[Dataset, Any], Any]) -> Any:
-    """What choose(dataset, by) returned the first time."""
-    chosen_by = CHOSEN.setdefault(dataset, {})
+def cached_choice(dataset: Dataset, by: Any, choose: Callable[[Dataset, Any], Any]) -> Any:
+    """The result of the first call of choose(dataset, by)."""
+    chosen_by = CHOICES.setdefault(dataset, {})
     if by not in chosen_by:
         chosen_by[by] = choose(dataset, by)
     return chosen_by[by]
 
 
-def keep_choice(dataset: Dataset, by: float | str, chosen: Any) -> None:
-    """What `choose_once` returns, as another process has found it."""
-    CHOSEN.setdefault(dataset, {})[by] = chosen
+def store_choice(dataset: Dataset, by: float | str, chosen: Any) -> None:
+    """Stores what `cached_choice` returns from now on, as another process has found it."""
+    CHOICES.setdefault(dataset, {})[by] = chosen
 
 
 def _validation_split(dataset: Dataset, share: float) -> Split:
     masks = []
     waveforms = []
-    for part in dataset.parts([*OWNER, "waveform"]):
-        names, _ = owners(part)
-        masks.append(uniforms(names) < share)
+    for part in dataset.parts([*OWNER_COLUMNS, "waveform"]):
+        names, _ = part_owners(part)
+        masks.append(uniform_hashes(names) < share)
         waveforms.append(part["waveform"].to_numpy())
     held_N = np.concatenate(masks)
-    copied_N = _copied(np.concatenate(waveforms), held_N)
+    copied_N = _has_held_waveform(np.concatenate(waveforms), held_N)
     return ~copied_N, held_N
 
 
-def _copied(waveform_N: np.ndarray, held_N: np.ndarray) -> np.ndarray:
-    """The crops whose waveform a held-out crop has. All at once, since arrow hashes the held-out ones
-    in each call; its table is larger than a core's cache, so only those with the first bits of a
-    held-out one are looked up."""
-    prefix_N = (waveform_N >> np.uint64(64 - PREFIX)).astype(np.int32)
-    is_held = np.zeros(2**PREFIX, bool)
+def _has_held_waveform(waveform_N: np.ndarray, held_N: np.ndarray) -> np.ndarray:
+    """bool [crops]: True where a held-out crop has the same waveform. One call for all crops, since
+    arrow hashes the held-out waveforms in each call. Its table is larger than a core's cache, so it
+    looks up only waveforms whose first bits are those of a held-out one."""
+    prefix_N = (waveform_N >> np.uint64(64 - PREFIX_BITS)).astype(np.int32)
+    is_held = np.zeros(2**PREFIX_BITS, bool)
     is_held[prefix_N[held_N]] = True
     copied_N = is_held[prefix_N]
     is_copied = pc.is_in(pa.array(waveform_N[copied_N]), pa.array(waveform_N[held_N]))
@@ -88,11 +88,11 @@ def _copied(waveform_N: np.ndarray, held_N: np.ndarray) -> np.ndarray:
     return copied_N
 
 
-def parts_of(
+def table_parts(
     dataset: Dataset, columns: Sequence[str], sides: Sequence[np.ndarray]
 ) -> Iterator[tuple[Any, ...]]:
-    """The crops of a dataset batch by batch, since names of a large dataset take gigabytes: (rows of the
-    table, a mask for each of `sides`, which are numbers of crops)."""
+    """Yields (rows of the table, a mask for each of `sides`) batch by batch, since the names of a
+    large dataset take gigabytes. `sides`: arrays of row numbers."""
     masks = np.zeros((len(sides), len(dataset)), bool)
     for mask, rows in zip(masks, sides, strict=True):
         mask[rows] = True
@@ -103,9 +103,9 @@ def parts_of(
         begin = end
 
 
-def owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
-    """The owner of each crop: source/patient, or source/record if the patient is unknown; and
-    whether it is known."""
+def part_owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
+    """(owner of each crop: source/patient, or source/record if the patient is unknown; bool
+    [crops]: the patient is known)."""
     patient, source = part["patient"], part["source"]
     has_patient = pc.fill_null(pc.not_equal(patient, ""), False)
     name = pc.if_else(has_patient, patient, part["record"])
@@ -116,23 +116,23 @@ def owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
 
 
 def owner_names(dataset: Dataset, rows: np.ndarray) -> list[tuple[str, bool]]:
-    """The owner of each of these crops, whose numbers ascend, and whether it is known."""
+    """(owner, whether its patient is known) of each of these rows, which ascend."""
     owners_of_crops: list[tuple[str, bool]] = []
     if not len(rows):
         return owners_of_crops
-    for part, mask in parts_of(dataset, OWNER, [rows]):
-        names, is_known = owners(part.filter(mask))
+    for part, mask in table_parts(dataset, OWNER_COLUMNS, [rows]):
+        names, is_known = part_owners(part.filter(mask))
         owners_of_crops += zip(names.to_pylist(), is_known.tolist(), strict=True)
     return owners_of_crops
 
 
-def owners_of(datasets: Sequence[Dataset]) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """The names of all owners; of each crop of all datasets, the index of its owner, and whether it
-    is known."""
+def all_owners(datasets: Sequence[Dataset]) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """(names of all owners; for each crop of all datasets, the index of its owner; whether its
+    patient is known)."""
     names, is_known_of_parts = [], []
     for dataset in datasets:
-        for part in dataset.parts(OWNER):
-            name, is_known = owners(part)
+        for part in dataset.parts(OWNER_COLUMNS):
+            name, is_known = part_owners(part)
             names.append(name.dictionary_encode())
             is_known_of_parts.append(is_known)
     owner = pa.chunked_array(names).unify_dictionaries().combine_chunks()
@@ -144,22 +144,23 @@ def owners_of(datasets: Sequence[Dataset]) -> tuple[pa.Array, np.ndarray, np.nda
 def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
     """For each dataset, an integer id of every crop's patient (its record if the patient is
     unknown), int64 [crops]. The same patient has the same id in all of them."""
-    _, owner_N, known_N = owners_of(datasets)
-    return ids_of(datasets, owner_N, known_N)
+    _, owner_N, known_N = all_owners(datasets)
+    return owner_ids(datasets, owner_N, known_N)
 
 
-def ids_of(
+def owner_ids(
     datasets: Sequence[Dataset], owner_N: np.ndarray, known_N: np.ndarray
 ) -> list[np.ndarray]:
-    """Odd where the patient is known."""
+    """For each dataset, int64 [crops]: an id for each owner, odd where the patient is known."""
     ids_N = owner_N.astype(np.int64) << 1 | known_N
     ends = np.cumsum([len(dataset) for dataset in datasets])
     return np.split(ids_N, ends[:-1])
 
 
 def age_and_sex(datasets: Sequence[Dataset]) -> list[np.ndarray]:
-    """For each dataset, every crop's age in deviations from the mean, and 1 for a man, 0 for a woman:
-    float32 [crops, 2], NaN where unknown. Those of synthetic patients say nothing of their ECGs."""
+    """For each dataset, every crop's age in deviations from the mean, and 1 for a man, 0 for a
+    woman: float32 [crops, 2], NaN where unknown. The age and sex of synthetic patients have nothing
+    to do with their ECGs."""
     of_datasets = []
     for dataset in datasets:
         table = dataset.table(["age", "sex", "source"])
@@ -172,18 +173,18 @@ def age_and_sex(datasets: Sequence[Dataset]) -> list[np.ndarray]:
     return of_datasets
 
 
-def uniforms(names: pa.Array) -> np.ndarray:
+def uniform_hashes(names: pa.Array) -> np.ndarray:
     """A hash of each name in [0, 1)."""
-    bits = np.frombuffer(digests(names, KEY, 8), ">u8") >> np.uint64(11)
+    bits = np.frombuffer(keyed_digests(names, HOLD_OUT_KEY, 8), ">u8") >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 
 
-def digests(names: pa.Array, key: bytes, size: int) -> bytearray:
-    """A keyed hash of each name, of `size` bytes, one after the other."""
+def keyed_digests(names: pa.Array, key: bytes, size: int) -> bytearray:
+    """Keyed hashes of the names, `size` bytes each, concatenated."""
     keyed = blake2b(key=key, digest_size=size)
     digest_bytes = bytearray()
-    for start in range(0, len(names), HASHED):
-        for name in names.slice(start, HASHED).cast(pa.binary()).to_pylist():
+    for start in range(0, len(names), NAMES_PER_HASH):
+        for name in names.slice(start, NAMES_PER_HASH).cast(pa.binary()).to_pylist():
             keyed_name = keyed.copy()  # 0.35 us; a new one with a key takes 0.5
             keyed_name.update(name)
             digest_bytes += keyed_name.digest()

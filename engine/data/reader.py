@@ -42,14 +42,14 @@ from .order import DatasetRows, Places
 from .staging import Key, Staging
 
 MAX_DESCRIPTORS = 256
-SMALLEST_SHARE = 8  # crops per thread: for fewer, waking a thread costs more than its reads
+LEAST_READS_PER_THREAD = 8  # crops per thread: for fewer, waking a thread costs more than its reads
 UNCHECKED = -1
 MACHINE_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that do not mean a bad file
 
 log = logging.getLogger(__name__)
 
 
-def single_threaded() -> None:
+def use_one_thread() -> None:
     """Keep torch from starting OpenMP threads for this thread's operations: they would take cores
     from the training step."""
     # initialises the thread's setting first: torch would otherwise reset it at the first operation
@@ -59,7 +59,7 @@ def single_threaded() -> None:
 
 
 class BadCrop(NamedTuple):
-    """An unreadable crop and its position in the batch."""
+    """An unreadable crop, with its position in the batch."""
 
     position: int
     dataset: int
@@ -99,7 +99,7 @@ class Report:
 class CropSink(Protocol):
     """Takes crops that were read, instead of a batch: all threads write to it at the same time."""
 
-    at_a_time: int
+    crops_per_write: int
 
     def write(self, crops_BLT: torch.Tensor, positions: list[int], rows: list[int]) -> None:
         """Take the first crops of a buffer, which are good: the rows at these positions of the batch.
@@ -120,7 +120,7 @@ class _File:
 
 
 class _Source:
-    """What CropReader keeps about one dataset."""
+    """A dataset as CropReader reads it."""
 
     def __init__(self, dataset: Dataset, source: str | None, staged: bool) -> None:
         self.url = dataset.root.url
@@ -148,7 +148,7 @@ class _Source:
             return np.divmod(rows, self.chunks.block)
         return self.shard[rows], self.offset[rows]
 
-    def where(self, read: _Read) -> str:
+    def describe_read(self, read: _Read) -> str:
         if self.chunks:
             return f"{self.url}/{self.chunks.name(read.shard)}: crop {read.row}"
         return f"{self.url}/{self.names[read.shard]}: crop {read.row} at byte {read.offset}"
@@ -182,9 +182,9 @@ class CropReader:
         # fewer than the limit, as each thread may still hold an evicted one
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)
         # one thread less, as the calling thread reads too
-        self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader", single_threaded)
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader", use_one_thread)
         self._rows = rows or [
-            DatasetRows.among(dataset.root.url, [len(dataset)]) for dataset in datasets
+            DatasetRows.from_sizes(dataset.root.url, [len(dataset)]) for dataset in datasets
         ]
         self._bad: set[tuple[int, int]] = set()
 
@@ -244,7 +244,7 @@ class CropReader:
                 raise DatasetError(
                     f"{self._sources[d].url}: none of its {len(allowed)} selected crops can be read"
                 )
-            rows[p] = allowed.after(int(rows[p]))
+            rows[p] = allowed.next_row(int(rows[p]))
             still_bad = self._read(np.array([d]), rows[p : p + 1], output, p)
             if not still_bad:
                 return skipped
@@ -253,7 +253,7 @@ class CropReader:
     def _read(
         self, index: np.ndarray, rows: np.ndarray, output: np.ndarray | CropSink, first: int = 0
     ) -> list[BadCrop]:
-        """Read rows of datasets to the positions from `first` on."""
+        """Read these rows into the positions from `first` on."""
         reads: list[_Read] = []
         for d in np.unique(index).tolist():
             reads += self._in_file_order(d, np.flatnonzero(index == d), rows, first)
@@ -309,7 +309,7 @@ class CropReader:
     def _read_in_threads(
         self, reads: list[_Read], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
-        size = max(-(-len(reads) // self.threads), SMALLEST_SHARE)
+        size = max(-(-len(reads) // self.threads), LEAST_READS_PER_THREAD)
         futures = []
         for start in range(size, len(reads), size):
             share = reads[start : start + size]
@@ -325,13 +325,13 @@ class CropReader:
     def _read_share(
         self, reads: list[_Read], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
-        """What one thread reads."""
+        """Read one thread's share."""
         files = _OpenFile(self._file, self._sources, paths)
         if isinstance(output, np.ndarray):
             results = [self._read_crop(read, output[read.position], files) for read in reads]
             return [bad_crop for bad_crop in results if bad_crop]
         bad_crops: list[BadCrop] = []
-        crops_BLT = torch.empty((output.at_a_time, *CROP_SHAPE), dtype=torch.int16)
+        crops_BLT = torch.empty((output.crops_per_write, *CROP_SHAPE), dtype=torch.int16)
         buffers = list(crops_BLT.numpy())
         positions: list[int] = []
         rows: list[int] = []
@@ -371,7 +371,7 @@ class CropReader:
         if not problem:
             return None
         path = files.paths.get(read[:2])
-        where = f"{path}, downloaded twice: " * bool(path) + source.where(read)
+        where = f"{path}, downloaded twice: " * bool(path) + source.describe_read(read)
         reason = f"{where}: {problem}: restore the file"
         return BadCrop(read.position, read.dataset, read.row, reason)
 
@@ -401,26 +401,26 @@ class _OpenFile:
         return _File(path)  # not cached: an open descriptor would keep an evicted shard on disk
 
 
-R = TypeVar("R")
+Request = TypeVar("Request")
 Buffer = TypeVar("Buffer")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 def fill_ahead(
-    requests: Iterable[R],
-    make: Callable[[R, Buffer], Made],
+    requests: Iterable[Request],
+    make: Callable[[Request, Buffer], Result],
     buffers: Sequence[Buffer],
     in_use: int = 1,
-) -> Generator[Made, None, None]:
+) -> Generator[Result, None, None]:
     """Run make(request, buffer) in a thread, in the order of the requests. The last `in_use`
     results stay valid; asking for the next result lets the thread reuse the oldest buffer. The
     error of a request is raised when its turn comes."""
     free: SimpleQueue[Buffer | None] = SimpleQueue()
-    ready: SimpleQueue[tuple[Buffer, Made] | BaseException | None] = SimpleQueue()
+    ready: SimpleQueue[tuple[Buffer, Result] | BaseException | None] = SimpleQueue()
     for buffer in buffers:
         free.put(buffer)
     thread = threading.Thread(
-        target=_keep_making, args=(iter(requests), make, free, ready), name="prefetch", daemon=True
+        target=_make_all, args=(iter(requests), make, free, ready), name="prefetch", daemon=True
     )
 
     def stop() -> None:
@@ -451,13 +451,13 @@ def fill_ahead(
         stop()
 
 
-def _keep_making(
-    requests: Iterator[R],
-    make: Callable[[R, Any], Any],
+def _make_all(
+    requests: Iterator[Request],
+    make: Callable[[Request, Any], Any],
     free: "SimpleQueue[Any]",
     ready: "SimpleQueue[Any]",
 ) -> None:
-    single_threaded()
+    use_one_thread()
     try:
         while (buffer := free.get()) is not None:
             request = next(requests, None)

@@ -1,9 +1,9 @@
 """What a model has seen: hashes of the patients and waveforms of the crops it was trained on.
 
-    seen = joined([start.seen, seen_in(dataset, rows, "unlabelled")])
-    path.write_bytes(as_bytes(seen)); seen = read(path)
-    uses(seen, dataset, rows)       # of each crop: has the model seen it or another of its patient, and how?
-    notes(seen, [dataset], [rows], [patients], "scored here")     # sentences for whoever reads the scores
+    seen = join_records([start.seen, record_of_crops(dataset, rows, "unlabelled")])
+    path.write_bytes(to_bytes(seen)); seen = read_record(path)
+    uses_by_crop(seen, dataset, rows)       # of each crop: has the model seen it or another of its patient, and how?
+    seen_notes(seen, [dataset], [rows], [patients], "scored here")     # sentences for whoever reads the scores
 
 The record lies in a model's folder, as seen.parquet. Whoever has an ECG can ask whether it is there (`omnilead
 seen`: downstream/evaluation/trained_on.py), if it is bit-identical: resampled, shifted or rescaled copies are not
@@ -34,14 +34,14 @@ from omnilead.data_tools.io.splitmix import mix
 from omnilead.data_tools.io.terminal import tell
 
 from ..settings.errors import ConfigError
-from .patients import OWNER, digests, owners, parts_of
+from .patients import OWNER_COLUMNS, keyed_digests, part_owners, table_parts
 
 USES = ("unlabelled", "selected", "labelled")  # where a crop had several, the last counts
 LABELLED = USES.index("labelled")
-KEY = b"omnilead seen"
+OPEN_KEY = b"omnilead seen"
 # 48 bits: of 10^7 patients and as many waveforms, one in 14 million strangers is taken for seen
-BITS = 48
-SCHEMA = pa.schema(
+HASH_BITS = 48
+SEEN_SCHEMA = pa.schema(
     [
         ("hash", pa.int64()),  # ascending
         ("patient", pa.bool_()),  # else a waveform
@@ -50,26 +50,33 @@ SCHEMA = pa.schema(
         ("guessable", pa.bool_()),
     ]
 )
-MARKS = b"omnilead keys"  # in the file's metadata: a mark of each key; absent in earlier versions
+KEY_MARKS = (
+    b"omnilead keys"  # in the file's metadata: a mark of each key; absent in earlier versions
+)
 # Not by pa.table() or empty_table(): these make pyarrow import pandas, if it is installed
-NOTHING = pa.Table.from_arrays([pa.nulls(0, field.type) for field in SCHEMA], schema=SCHEMA)
+NOTHING_SEEN = pa.Table.from_arrays(
+    [pa.nulls(0, field.type) for field in SEEN_SCHEMA], schema=SEEN_SCHEMA
+)
 
 
 @cache
-def unknown() -> pa.Table:
-    """Stands for all that a model may have seen before there was a record, or in another program."""
-    return pa.table({"hash": [-1], "patient": [False], "use": [0], "guessable": [False]}, SCHEMA)
+def unknown_record() -> pa.Table:
+    """A record of one unknown patient: stands for all that a model may have seen in another
+    program, or before records existed."""
+    return pa.table(
+        {"hash": [-1], "patient": [False], "use": [0], "guessable": [False]}, SEEN_SCHEMA
+    )
 
 
-def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
+def record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
     """The record of these crops of a dataset."""
     people = []
     waves = []
     is_keyed = has_pseudonyms = bool(dataset.facts.pseudonyms)
-    for part, mask in parts_of(dataset, [*OWNER, "waveform"], [rows]):
+    for part, mask in table_parts(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
         crops = part.filter(mask)
-        names, _ = owners(crops)
-        of_people = _name_hashes(names, KEY)
+        names, _ = part_owners(crops)
+        of_people = _name_hashes(names, OPEN_KEY)
         if dataset.name_key and not has_pseudonyms:
             secret = ~dataset.is_public(crops)
             of_people[secret] = _name_hashes(names.filter(pa.array(secret)), dataset.name_key)
@@ -83,25 +90,28 @@ def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
         "use": np.full(sum(map(len, hashes)), USES.index(use), np.int8),
         "guessable": np.zeros(sum(map(len, hashes)), bool),
     }
-    return joined([_marked(pa.table(table, SCHEMA), marks_of(dataset) if is_keyed else set())])
+    return join_records(
+        [_with_marks(pa.table(table, SEEN_SCHEMA), dataset_marks(dataset) if is_keyed else set())]
+    )
 
 
-def marks_of(dataset: Dataset) -> set[str]:
-    """By which a model says under which key it has the names of this dataset that are not public."""
+def dataset_marks(dataset: Dataset) -> set[str]:
+    """The mark of this dataset's key, in a set: tells which key hashed its names that are not
+    public."""
     return {dataset.name_mark} if dataset.name_mark else set()
 
 
-def marks(seen: pa.Table) -> set[str]:
-    return {*(seen.schema.metadata or {}).get(MARKS, b"").decode().split()}
+def key_marks(seen: pa.Table) -> set[str]:
+    return {*(seen.schema.metadata or {}).get(KEY_MARKS, b"").decode().split()}
 
 
-def _marked(seen: pa.Table, keys: set[str]) -> pa.Table:
-    return seen.replace_schema_metadata({MARKS: " ".join(sorted(keys))})
+def _with_marks(seen: pa.Table, keys: set[str]) -> pa.Table:
+    return seen.replace_schema_metadata({KEY_MARKS: " ".join(sorted(keys))})
 
 
-def joined(records: Sequence[pa.Table]) -> pa.Table:
-    """One record of several models or datasets."""
-    rows = pa.concat_tables([NOTHING, *records])
+def join_records(records: Sequence[pa.Table]) -> pa.Table:
+    """The union of the records of several models or datasets."""
+    rows = pa.concat_tables([NOTHING_SEEN, *records])
     hashes, patient, use, guessable = (column.to_numpy() for column in rows.columns)
     key = hashes << 1 | patient
     order = np.argsort(key)
@@ -113,10 +123,10 @@ def joined(records: Sequence[pa.Table]) -> pa.Table:
         "use": np.maximum.reduceat(use[order], first),
         "guessable": np.maximum.reduceat(guessable[order], first),
     }
-    return _marked(pa.table(table, SCHEMA), set[str]().union(*map(marks, records)))
+    return _with_marks(pa.table(table, SEEN_SCHEMA), set[str]().union(*map(key_marks, records)))
 
 
-def as_bytes(seen: pa.Table) -> bytes:
+def to_bytes(seen: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     # ascending hashes differ by little: half the size
     encoding = {"hash": "DELTA_BINARY_PACKED"}
@@ -124,20 +134,20 @@ def as_bytes(seen: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def read(path: Path) -> pa.Table:
+def read_record(path: Path) -> pa.Table:
     try:
         seen = pq.ParquetFile(path).read(use_threads=False)
-        if seen.schema != SCHEMA or any(column.null_count for column in seen.columns):
+        if seen.schema != SEEN_SCHEMA or any(column.null_count for column in seen.columns):
             raise ValueError("its columns are others")
         if not np.isin(seen["use"].to_numpy(), range(len(USES))).all():
             raise ValueError("a use is unknown")
-        marks(seen)
+        key_marks(seen)
     except (OSError, ValueError, pa.ArrowException) as error:
         why = str(error).splitlines()[0]
         raise ConfigError(f"{path}: cannot be read: {why}: copy it again") from None
-    if MARKS not in (seen.schema.metadata or {}):  # nobody knows which of its names are public
+    if KEY_MARKS not in (seen.schema.metadata or {}):  # nobody knows which of its names are public
         place = seen.schema.get_field_index("guessable")
-        seen = seen.set_column(place, SCHEMA.field(place), seen["patient"])
+        seen = seen.set_column(place, SEEN_SCHEMA.field(place), seen["patient"])
     if pc.any(seen["guessable"]).as_py():
         tell(
             f"note: {path}: has open hashes of patients, as earlier versions wrote them: whoever has a list of "
@@ -147,33 +157,33 @@ def read(path: Path) -> pa.Table:
     return seen
 
 
-def publishable(seen: pa.Table) -> pa.Table:
-    """Without the hashes of names that could be guessed."""
+def without_guessable(seen: pa.Table) -> pa.Table:
+    """The record without hashes of names that could be guessed."""
     return seen.filter(pc.invert(seen["guessable"]))
 
 
-def uses(
+def uses_by_crop(
     seen: pa.Table, dataset: Dataset, rows: np.ndarray, besides: Sequence[Dataset] = ()
 ) -> np.ndarray:
-    """How each of these crops, or another of its patient, was used: an index of USES, -1 if not.
-    `besides`: other datasets whose keys may be tried."""
+    """For each crop, how it or another crop of its patient was used: an index of USES, -1 if it was
+    not. `besides`: other datasets whose keys may be tried."""
     rows, place = np.unique(rows, return_inverse=True)
-    keys = keys_of([dataset, *besides])
+    keys = name_keys([dataset, *besides])
     people: list[list[np.ndarray]] = [[] for _ in keys]
     waves = []
-    for part, mask in parts_of(dataset, [*OWNER, "waveform"], [rows]):
+    for part, mask in table_parts(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
         of_people, of_waves = _hashes_of(part.filter(mask), keys)
         for hashes, under_key in zip(people, of_people, strict=True):
             hashes.append(under_key)
         waves.append(of_waves)
-    used = _use_of(seen, False, np.concatenate(waves))
+    used = _use_by_hash(seen, False, np.concatenate(waves))
     for hashes in people:
-        used = np.maximum(used, _use_of(seen, True, np.concatenate(hashes)))
+        used = np.maximum(used, _use_by_hash(seen, True, np.concatenate(hashes)))
     return np.asarray(used[place])
 
 
 class CropUses(NamedTuple):
-    """How crops were used: an index of USES, -1 if not."""
+    """How each crop was used: an index of USES, -1 if it was not."""
 
     waveform: np.ndarray
     owner: np.ndarray  # any crop of the same patient
@@ -181,19 +191,19 @@ class CropUses(NamedTuple):
 
 
 def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> CropUses:
-    """`crops`: their source, patient, record and waveform; `keys`: those of keys_of."""
+    """`crops`: their source, patient, record and waveform; `keys`: those of name_keys."""
     people, waves = _hashes_of(crops.combine_chunks().to_batches()[0], keys)
-    owner = np.max([_use_of(seen, True, under_key) for under_key in people], axis=0)
-    return CropUses(_use_of(seen, False, waves), owner, people[0])
+    owner = np.max([_use_by_hash(seen, True, under_key) for under_key in people], axis=0)
+    return CropUses(_use_by_hash(seen, False, waves), owner, people[0])
 
 
-def fitted_on(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:
-    """bool [N]: whether a model was trained on these very waveforms with their labels."""
-    use_N = _use_of(seen, False, _waveform_hashes(waveform_N))
+def seen_with_labels(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:
+    """bool [N]: True where a model was trained on this very waveform with its labels."""
+    use_N = _use_by_hash(seen, False, _waveform_hashes(waveform_N))
     return np.asarray(use_N == LABELLED)
 
 
-def notes(
+def seen_notes(
     seen: pa.Table,
     datasets: Sequence[Dataset],
     rows: Sequence[np.ndarray],
@@ -201,21 +211,21 @@ def notes(
     where: str,
     validation: bool = False,
 ) -> list[str]:
-    """How many of the patients of these crops a model has seen, and how. `patients`: the id of each
-    crop of each dataset (engine.data.patients.ids_of); `where`: for example "scored here".
-    `validation`: these are meant to be those that chose the model."""
+    """Sentences on how many of the patients of these crops a model has seen, and how. `patients`:
+    the id of each crop of each dataset (engine.data.patients.owner_ids); `where`: for example
+    "scored here". `validation`: these crops were used to choose the model."""
     sentences = []
     if len(seen) and seen["hash"][0].as_py() == -1:
         sentences.append(
             "It is not known what the model was trained on elsewhere: it may have seen patients "
             f"that are {where}."
         )
-    known_marks = set[str]().union(*map(marks_of, datasets))
+    known_marks = set[str]().union(*map(dataset_marks, datasets))
     if known_marks:
-        sentences += unknown_keys(seen, known_marks)
+        sentences += unknown_key_notes(seen, known_marks)
     use, ids = [], []
     for dataset, rows_N, ids_N in zip(datasets, rows, patients, strict=True):
-        use.append(uses(seen, dataset, rows_N, datasets))
+        use.append(uses_by_crop(seen, dataset, rows_N, datasets))
         ids.append(ids_N[rows_N])
     use_N = np.concatenate(use)
     people, place_N = np.unique(np.concatenate(ids), return_inverse=True)
@@ -241,9 +251,9 @@ def notes(
     return sentences
 
 
-def unknown_keys(seen: pa.Table, known_marks: set[str]) -> list[str]:
-    """A sentence, if a model knows patients by other keys than those with these marks."""
-    if marks(seen) <= known_marks:
+def unknown_key_notes(seen: pa.Table, known_marks: set[str]) -> list[str]:
+    """A sentence if a model knows patients by keys with other marks than these; else nothing."""
+    if key_marks(seen) <= known_marks:
         return []
     return [
         "The model was also trained on patients whose ids it knows by the key of another dataset: of "
@@ -251,9 +261,9 @@ def unknown_keys(seen: pa.Table, known_marks: set[str]) -> list[str]:
     ]
 
 
-def keys_of(datasets: Iterable[Dataset]) -> list[bytes]:
-    """All keys by which a model may know the patients of these datasets, the open one first."""
-    keys = [KEY]
+def name_keys(datasets: Iterable[Dataset]) -> list[bytes]:
+    """All keys that may have hashed the patients of these datasets, the open one first."""
+    keys = [OPEN_KEY]
     for dataset in datasets:
         if dataset.name_key and dataset.name_key not in keys:
             keys.append(dataset.name_key)
@@ -261,25 +271,26 @@ def keys_of(datasets: Iterable[Dataset]) -> list[bytes]:
 
 
 def _hashes_of(crops: pa.RecordBatch, keys: Sequence[bytes]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Of the patient of each crop, under each key; and of its waveform."""
-    names, _ = owners(crops)
+    """(for each key, the hashes of the crops' patients; the hashes of their waveforms)."""
+    names, _ = part_owners(crops)
     people = [_name_hashes(names, key) for key in keys]
     return people, _waveform_hashes(crops["waveform"].to_numpy())
 
 
 def _name_hashes(names: pa.Array, key: bytes) -> np.ndarray:
     words = np.zeros((len(names), 8), np.uint8)
-    hashed = np.frombuffer(digests(names, key, BITS // 8), np.uint8)
-    words[:, -BITS // 8 :] = hashed.reshape(-1, BITS // 8)
+    hashed = np.frombuffer(keyed_digests(names, key, HASH_BITS // 8), np.uint8)
+    words[:, -HASH_BITS // 8 :] = hashed.reshape(-1, HASH_BITS // 8)
     return words.view(">i8")[:, 0].astype(np.int64)
 
 
 def _waveform_hashes(words: np.ndarray) -> np.ndarray:
-    """Mixed, since the two checksums that a waveform's number is made of are not independent."""
-    return (mix(words.copy()) >> np.uint64(64 - BITS)).astype(np.int64)
+    """Hashes of waveforms. Mixed, since the two checksums that make up a waveform's number are not
+    independent."""
+    return (mix(words.copy()) >> np.uint64(64 - HASH_BITS)).astype(np.int64)
 
 
-def _use_of(seen: pa.Table, patient: bool, hashes: np.ndarray) -> np.ndarray:
+def _use_by_hash(seen: pa.Table, patient: bool, hashes: np.ndarray) -> np.ndarray:
     """The use of each hash; -1 if it is not there."""
     kind = seen.filter(pc.equal(seen["patient"], patient))
     use = kind["use"].take(pc.index_in(pa.array(hashes), kind["hash"]))

@@ -9,8 +9,8 @@ from omnilead.data_tools.dataset import CROP_BYTES
 
 
 class StageTimer:
-    """Profile of a loader: how long each stage was busy since the last `snapshot`, in percent of
-    the time.
+    """Profile of a loader: the percentage of time that each stage was busy since the last
+    `snapshot`.
 
     plan        choosing crops and drawing their augmentation parameters
     read        reading and verifying crops; with torch on a CPU also `augment`, as the reading

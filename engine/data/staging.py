@@ -32,8 +32,8 @@ PART_BYTES = 8 * 2**20
 DOWNLOADS = 4  # concurrent downloads; the only memory they use is one part each
 POLL_S = 0.05  # how often to check on other processes
 TRIES, WAIT_S = 6, 10.0  # to get room for all shards of a batch while other processes hold it
-MORE = "raise pipeline.cache_bytes, or lower pipeline.block_shards"
-_CACHED = re.compile(r"[0-9a-f]{64}\.(?:tar|partial)", re.ASCII)
+MORE_SPACE = "raise pipeline.cache_bytes, or lower pipeline.block_shards"
+CACHED_NAME = re.compile(r"[0-9a-f]{64}\.(?:tar|partial)", re.ASCII)
 Key = tuple[int, int]  # dataset, shard
 
 
@@ -97,7 +97,7 @@ class Staging:
         if need > self.max_bytes:
             raise StagingError(
                 f"{self.cache}: {self.max_bytes} bytes cannot hold the shards of one batch "
-                f"({need}): {MORE}"
+                f"({need}): {MORE_SPACE}"
             )
         for left in reversed(range(TRIES)):
             with ExitStack() as locks:
@@ -112,8 +112,8 @@ class Staging:
             time.sleep(random.random() * WAIT_S)
 
     def close(self) -> None:
-        """Waiting calls raise an error and downloads stop at their next part. The files stay for
-        the next run."""
+        """Stops: waiting calls raise an error, and downloads end at their next part. The files stay
+        for the next run."""
         atexit.unregister(self.close)
         self._closing = True
         self._notify()
@@ -178,7 +178,7 @@ class Staging:
         try:
             while not self._closing:
                 lock = _open_locked(self._file(key), os.O_RDONLY, fcntl.LOCK_SH)
-                if lock is not None and self._is_right(key, lock):
+                if lock is not None and self._is_intact(key, lock):
                     with suppress(PermissionError):  # another user's file
                         os.utime(lock)  # most recently used: evicted last
                     return lock
@@ -190,7 +190,7 @@ class Staging:
                 elif not room and time.monotonic() > end:
                     raise NoRoom(
                         f"{self.cache}: no space for {self._name(key)}: other processes hold all "
-                        f"of it: {MORE}"
+                        f"of it: {MORE_SPACE}"
                     )
                 else:  # another process downloads it, or holds the space
                     with self._changed:
@@ -202,7 +202,7 @@ class Staging:
             ) from None
         raise StagingError(f"{self._name(key)}: the cache was closed")
 
-    def _is_right(self, key: Key, lock: int) -> bool:
+    def _is_intact(self, key: Key, lock: int) -> bool:
         """Verify a file that an earlier run left before its first use."""
         if key not in self._verified:
             with open(os.dup(lock), "rb") as file:
@@ -272,7 +272,7 @@ class Staging:
         or next are evicted only for one that is `needed` at once, those needed last first."""
         files = []
         for entry in os.scandir(self.cache):
-            if _CACHED.fullmatch(entry.name):
+            if CACHED_NAME.fullmatch(entry.name):
                 with suppress(FileNotFoundError):
                     files.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
         bytes_used = need + sum(size for _, size, _ in files)

@@ -1,4 +1,4 @@
-"""The operations of which stages are made, in torch; those for a DALI graph are in dali.py.
+"""The operations that stages are made of, in torch; dali.py has them for a DALI graph.
 
 ops = TorchOps(HALF, FS_HZ, device, seed)
 x = stage.apply(x, p, ops)
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from .augmentations.stage import TAU, Wave, time_axes, white_bank
 
-FINE = 50  # samples in a fine step of `cosines`: about the square root of T
+FINE_STEP = 50  # samples in a fine step of `cosines`: about the square root of T
 
 
 class TorchOps:
-    """The operations of which stages are made. dali.DaliOps has the same for a DALI graph."""
+    """The operations that stages are made of. dali.DaliOps has the same operations for a DALI
+    graph."""
 
     def __init__(self, samples: int, fs_hz: float, device: torch.device, seed: int) -> None:
         axes = [torch.from_numpy(axis).to(device) for axis in time_axes(samples, fs_hz)]
@@ -29,7 +30,7 @@ class TorchOps:
     def bank(self) -> Tensor:
         return torch.from_numpy(white_bank(self.seed)).to(self.sample.device)
 
-    def white(self, start: Tensor) -> Tensor:
+    def white_noise(self, start: Tensor) -> Tensor:
         """Copy white noise [.., L, T] from the bank at these places, [.., L, 1]."""
         windows = self.bank.unfold(0, len(self.sample), 1)
         slices = windows.index_select(0, start.reshape(-1))
@@ -41,12 +42,13 @@ class TorchOps:
     def cat(self, leads: list[Tensor]) -> Tensor:
         return torch.cat(leads, dim=-2)
 
-    def matrix(self, matrix: Tensor, x: Tensor) -> Tensor:
+    def matmul(self, matrix: Tensor, x: Tensor) -> Tensor:
         return matrix @ x
 
     def multiply(self, x: Tensor, factor: Tensor) -> Tensor:
-        """In place: DALI's batch with physio3 on a CPU takes a fifth more time if x is new here."""
-        return _own_copy(x, factor).mul_(factor)
+        """x *= factor. In place: a new x would make DALI's batch with physio3 on a CPU a fifth
+        slower."""
+        return _copy_if_two_views(x, factor).mul_(factor)
 
     def add(self, x: Tensor, waves: Sequence[Wave]) -> Tensor:
         shared: list[Wave] = []
@@ -56,9 +58,9 @@ class TorchOps:
             (shared if shares else by_lead).append((gain, wave))
         if shared:  # summed first: their sum takes 1/L of the memory of x
             total = self.sum(shared)
-            x = _own_copy(x, total).add_(total)
+            x = _copy_if_two_views(x, total).add_(total)
         for gain, wave in by_lead:
-            x = _own_copy(x, wave)
+            x = _copy_if_two_views(x, wave)
             if gain is None:
                 x.add_(wave)
             else:
@@ -76,7 +78,7 @@ class TorchOps:
         it, 0 to 49: 50 times fewer cosines. It also holds for time modulo 0.1 s, where t is u + v
         up to a whole number of periods.
         """
-        coarse_s, fine_s = time_s[::FINE], time_s[:FINE]
+        coarse_s, fine_s = time_s[::FINE_STEP], time_s[:FINE_STEP]
         total: Tensor | None = None
         for k in range(count):
             amplitude = a[..., k : k + 1, None]
@@ -92,7 +94,7 @@ class TorchOps:
         return total.flatten(-2)[..., : time_s.shape[0]]
 
 
-def _own_copy(x: Tensor, other: Tensor) -> Tensor:
+def _copy_if_two_views(x: Tensor, other: Tensor) -> Tensor:
     """x, or a copy of it in the shape of the result, if one half becomes two views."""
     shape = torch.broadcast_shapes(x.shape, other.shape)
     return x if x.shape == shape else x.expand(shape).clone()

@@ -4,7 +4,7 @@
     sex == "F" and source in ["ptb-xl", "georgia"]
     18 <= age < 60 or age is None
 
-    holds(dataset, "age >= 18")        # bool [crops]
+    where_mask(dataset, "age >= 18")        # bool [crops]
 
 Columns are compared with numbers and texts; flags.NAME is whether a crop has the flag. As in SQL, what
 is compared with a missing value is unknown, as is its `not`, and a crop is used only if the whole is
@@ -27,8 +27,8 @@ from ..settings.errors import ConfigError
 
 MAX_CHARACTERS = 500  # also bounds how deep an expression is
 MAX_SHOWN_DEPTH = 100  # of a refused part; deeper ones are not printed
-USE = 'write, for example, age >= 18 and not flags.einthoven, sex == "F", record in ["A", "B"], age is None'
-FLAGS = [f"flags.{flag}" for flag in CROP_FLAGS]
+HOW_TO_WRITE = 'write, for example, age >= 18 and not flags.einthoven, sex == "F", record in ["A", "B"], age is None'
+FLAG_COLUMNS = [f"flags.{flag}" for flag in CROP_FLAGS]
 FUNCTIONS: dict[type[ast.AST], Any] = {
     ast.And: pc.and_kleene,
     ast.Or: pc.or_kleene,
@@ -43,40 +43,40 @@ FUNCTIONS: dict[type[ast.AST], Any] = {
 }
 
 
-def holds(dataset: Dataset, where: str, cells: pa.Table | None = None) -> np.ndarray:
-    """Of which crops the expression is true. `cells`: columns of a label table, which come before
-    the dataset's; a row for each crop."""
+def where_mask(dataset: Dataset, where: str, cells: pa.Table | None = None) -> np.ndarray:
+    """bool [crops]: True where the expression is true. `cells`: columns of a label table, a row for
+    each crop; they take precedence over the dataset's columns."""
     try:
         if len(where) > MAX_CHARACTERS:
             raise ValueError(f"has more than {MAX_CHARACTERS} characters")
-        truth = _Rows(dataset, cells).value(_parsed(where.strip()))
+        truth = _Rows(dataset, cells).value(_parse(where.strip()))
         if not isinstance(truth, pa.BooleanArray):
-            raise ValueError(f"is not true or false of each crop: {USE}")
+            raise ValueError(f"is not true or false of each crop: {HOW_TO_WRITE}")
     except (SyntaxError, ValueError, OverflowError, RecursionError, pa.ArrowException) as error:
         why = str(error).partition("\n")[0]
         if isinstance(error, SyntaxError):
-            why = f"not understood at character {error.offset}: {USE}"
+            why = f"not understood at character {error.offset}: {HOW_TO_WRITE}"
         elif isinstance(error, RecursionError):
-            why = f"nested too deeply: {USE}"
+            why = f"nested too deeply: {HOW_TO_WRITE}"
         raise ConfigError(f"data.where={where[:MAX_CHARACTERS]!r}: {why}") from None
     return np.asarray(pc.fill_null(truth, False))
 
 
-def _without_words(values: Any) -> Any:
+def _words_as_null(values: Any) -> Any:
     if not isinstance(values, pa.StringArray):
         return values
     words = pa.array(sorted(MAYBE_MISSING))
     return pc.if_else(pc.is_in(pc.utf8_lower(values), words), None, values)
 
 
-def _parsed(where: str) -> ast.expr:
+def _parse(where: str) -> ast.expr:
     with warnings.catch_warnings(action="ignore"):  # Python's, of 5in [5] or of "\\d"
         return ast.parse(where, mode="eval").body
 
 
-def _as_text(refused: ast.expr) -> str:
-    """Python's own limit of recursion would tell differently in a program that imported PyTorch's
-    compiler, which raises it."""
+def _expression_text(refused: ast.expr) -> str:
+    """The text of an expression; RecursionError if it is deeper than MAX_SHOWN_DEPTH. Python's own
+    limit would not do: PyTorch's compiler raises it."""
     level: list[ast.AST] = [refused]
     depth = 0
     while level:
@@ -92,7 +92,7 @@ class _Rows:
         self.dataset, self.cells = dataset, cells or pa.table({})
 
     def value(self, node: ast.expr) -> Any:
-        """Of each crop, or a constant; null: unknown."""
+        """The value of an expression for each crop, or a constant; null if unknown."""
         match node:
             case ast.Constant(bool() | int() | float() | str() as value):
                 return pa.scalar(value)
@@ -105,35 +105,37 @@ class _Rows:
             case ast.BoolOp(op, parts):
                 return reduce(FUNCTIONS[type(op)], map(self.value, parts))
             case ast.Compare(left, ops, others):
-                return reduce(pc.and_kleene, map(self.compared, [left, *others], ops, others))
-        raise ValueError(f"{_as_text(node)} cannot be used: {USE}")
+                return reduce(pc.and_kleene, map(self.compare, [left, *others], ops, others))
+        raise ValueError(f"{_expression_text(node)} cannot be used: {HOW_TO_WRITE}")
 
-    def compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
+    def compare(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
         match op, right:
             case ast.NotIn(), _:
-                return pc.invert(self.compared(left, ast.In(), right))
+                return pc.invert(self.compare(left, ast.In(), right))
             case ast.In(), ast.List([_, *_] as values):
-                equal = (self.compared(left, ast.Eq(), value) for value in values)
+                equal = (self.compare(left, ast.Eq(), value) for value in values)
                 return reduce(pc.or_kleene, equal)
             case ast.Is(), ast.Constant(None):
                 return pc.is_null(self.value(left))
             case ast.IsNot(), ast.Constant(None):
                 return pc.is_valid(self.value(left))
         if type(op) not in FUNCTIONS:
-            raise ValueError(f"{_as_text(right)} cannot be used after is or in: {USE}")
+            raise ValueError(
+                f"{_expression_text(right)} cannot be used after is or in: {HOW_TO_WRITE}"
+            )
         sides = [self.value(left), self.value(right)]
         if sum(pa.types.is_string(side.type) for side in sides) == 1:
             # numbers in a label table are texts, or words such as NA where there is none
-            sides = [pc.cast(_without_words(side), pa.float64()) for side in sides]
+            sides = [pc.cast(_words_as_null(side), pa.float64()) for side in sides]
         return FUNCTIONS[type(op)](*sides)
 
     def column(self, name: str) -> pa.Array:
         of_labels = self.cells.column_names
         dataset_columns = [field.name for field in COLUMNS if not pa.types.is_nested(field.type)]
-        column_names = [*of_labels, *dataset_columns, *FLAGS]
+        column_names = [*of_labels, *dataset_columns, *FLAG_COLUMNS]
         if name not in column_names:
             raise ValueError(f"no column {name!r}, only {', '.join(column_names)}")
-        if name in FLAGS:
+        if name in FLAG_COLUMNS:
             flag = name.removeprefix("flags.")
             return pa.array(flagged(self.dataset.table(["flags"]), [flag]))
         table = self.cells if name in of_labels else self.dataset.table([name])

@@ -36,7 +36,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..settings.errors import ConfigError, one_line_errors
-from ..settings.files import OWN
+from ..settings.files import OWN_CODE
 
 STRICT = ConfigDict(strict=True, extra="forbid")
 ENCODERS = {
@@ -51,8 +51,8 @@ OBJECTIVES = {
     "cpc": "omnilead.engine.model.cpc:predictive_coding",
     "jepa": "omnilead.engine.model.jepa:JointEmbedding",
 }
-SHOWN = 80  # characters of a wrong value in a message
-SEGMENT = 2500  # samples in 5 s
+VALUE_CHARACTERS = 80  # characters of a wrong value in a message
+HALF_SAMPLES = 2500  # samples in 5 s
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted
 Probability = Annotated[float, Field(ge=0, le=0.99, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -114,7 +114,7 @@ class ModelConfig:
     mask_trim: bool = False
 
     def __post_init__(self) -> None:
-        if self.encoder not in ENCODERS and not OWN.fullmatch(self.encoder):
+        if self.encoder not in ENCODERS and not OWN_CODE.fullmatch(self.encoder):
             shipped = ", ".join(filter(None, ENCODERS))
             raise ConfigError(
                 f"model.encoder={self.encoder!r}: use {shipped}, your own file.py:Class, or '' "
@@ -146,8 +146,8 @@ class ModelConfig:
             )
 
     @property
-    def architecture(self) -> list[str]:
-        """The settings that the encoder's weights depend on."""
+    def architecture_settings(self) -> list[str]:
+        """The names of the settings that the encoder's weights depend on."""
         names = ["encoder", "options", "leads"]
         if not self.encoder:
             names += ["conv", "conv_norm", "width", "layers", "heads", "ffn"]
@@ -194,7 +194,7 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         methods = (*CONTRASTS, *OBJECTIVES)
-        if self.method not in methods and not OWN.fullmatch(self.method):
+        if self.method not in methods and not OWN_CODE.fullmatch(self.method):
             raise ConfigError(
                 f"objective.method={self.method!r}: use {', '.join(methods)}, or your own file.py:Class"
             )
@@ -209,24 +209,24 @@ class ObjectiveConfig:
             )
 
     @property
-    def plugged(self) -> bool:
-        """Whether the global objective is a class of its own."""
+    def is_class(self) -> bool:
+        """True if the global objective is a class."""
         return self.contrast > 0 and self.method not in CONTRASTS
 
     @property
     def across_ranks(self) -> bool:
-        """Whether candidates include crops of other ranks."""
+        """True if candidates include crops of other ranks."""
         return self.gathered and (self.method, self.form) != ("cmsc", "authors")
 
     @property
     def needs_ids(self) -> bool:
-        """Whether the loss needs to know which patient each crop belongs to."""
+        """True if the loss needs the patient of each crop."""
         return self.contrast > 0 and (
             self.method == "3kg" or (self.method == "cmsc" and self.form == "authors")
         )
 
 
-def validated(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Kind:
+def validate(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Kind:
     """A settings dataclass from a JSON object. ConfigError names the first invalid key as
     `section.key`."""
     try:
@@ -234,14 +234,14 @@ def validated(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Ki
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key, value = ".".join(map(str, (section, *first["loc"][:1]))), repr(first["input"])
-        value = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
+        value = value if len(value) <= VALUE_CHARACTERS else f"{value[:VALUE_CHARACTERS]}..."
         raise ConfigError(f"{key}={value}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
     except TypeError as error:  # a date, for example
         raise ConfigError(f"{section}: {error}: write text or a number") from None
 
 
 def flops_per_crop(
-    config: ModelConfig, local: bool = True, samples: int = SEGMENT, windows: int = 2
+    config: ModelConfig, local: bool = True, samples: int = HALF_SAMPLES, windows: int = 2
 ) -> float:
     """FLOPs of a crop's windows, forward and backward (three times forward). Counts matrix products
     only; a multiply-add is two.
@@ -299,7 +299,7 @@ def max_spans(config: ModelConfig, tokens: int) -> int:
 
 
 def max_masked(config: ModelConfig, tokens: int) -> int:
-    """M, the largest possible number of masked tokens."""
+    """M: the largest possible number of masked tokens."""
     if config.mask_starts == "bernoulli":
         return tokens
     spans = max_spans(config, tokens)

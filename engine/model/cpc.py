@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..settings.errors import ConfigError
-from .draws import ModelStream, count_negatives, row_numbers
-from .objectives import unit
+from .draws import ModelStream, count_negatives, random_integers
+from .objectives import unit_vectors
 
 
 def predictive_coding(encoder: Any, form: str = "all", **options: Any) -> nn.Module:
@@ -71,7 +71,11 @@ class PredictiveCoding(nn.Module):
             # Of the first n tokens, which predict the one that many ahead
             predicted_RnF = linear(c_RND[:, :-ahead])
             with torch.autocast(z_RNF.device.type, enabled=False):
-                s_RnN = unit(predicted_RnF) @ unit(z_RNF).transpose(1, 2) / self.temperature
+                s_RnN = (
+                    unit_vectors(predicted_RnF)
+                    @ unit_vectors(z_RNF).transpose(1, 2)
+                    / self.temperature
+                )
             target_n = torch.arange(ahead, tokens, device=z_RNF.device)
             losses.append(F.cross_entropy(s_RnN.flatten(0, 1), target_n.repeat(len(z_RNF))))
         return torch.stack(losses).mean()
@@ -93,18 +97,19 @@ class SampledCoding(nn.Module):
                 f"ahead={self.ahead}: of {tokens} tokens: use a longer input.window_s or fewer ahead"
             )
         predicted_RnF = self.map(c_RND[:, : -self.ahead])
-        drawn_RnK = draw_others(keys_BS.flatten(), tokens, self.ahead, self.negatives)
+        drawn_RnK = draw_candidates(keys_BS.flatten(), tokens, self.ahead, self.negatives)
         return sampled_loss(predicted_RnF, z_RNF, drawn_RnK, self.ahead)
 
 
 FORMS = {"all": PredictiveCoding, "sampled": SampledCoding}
 
 
-def draw_others(keys_R: Tensor, tokens: int, ahead: int, negatives: int) -> Tensor:
-    """[R, n, K]: tokens with replacement, for each but the one so far ahead."""
+def draw_candidates(keys_R: Tensor, tokens: int, ahead: int, negatives: int) -> Tensor:
+    """[R, n, K]: for each token n, K tokens drawn with replacement, except the one that lies
+    `ahead`."""
     predicting = tokens - ahead
     count = predicting * negatives
-    random_RX = row_numbers(keys_R, ModelStream.CANDIDATES, (count + 1) // 2)
+    random_RX = random_integers(keys_R, ModelStream.CANDIDATES, (count + 1) // 2)
     random_RX = torch.cat([random_RX, random_RX >> 32], 1)[:, :count] & 0x7FFFFFFF
     other_RnK: Tensor = (random_RX * (tokens - 1) >> 31).unflatten(1, (predicting, negatives))
     target_n1 = torch.arange(ahead, tokens, device=keys_R.device)[:, None]
@@ -113,7 +118,7 @@ def draw_others(keys_R: Tensor, tokens: int, ahead: int, negatives: int) -> Tens
 
 
 def sampled_loss(predicted_RnF: Tensor, z_RNF: Tensor, drawn_RnK: Tensor, ahead: int) -> Tensor:
-    """In float32: a sum of so many products has few digits in bfloat16."""
+    """The loss, computed in float32: a sum of so many products has few digits in bfloat16."""
     with torch.autocast(z_RNF.device.type, enabled=False):
         s_RnN = predicted_RnF.float() @ z_RNF.float().transpose(1, 2)
     times_RnN = count_negatives(drawn_RnK, z_RNF.shape[1])

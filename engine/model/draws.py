@@ -2,7 +2,7 @@
 noise.
 
     keys = row_keys(seed, epoch_B, crop_B, halves=2)          numpy, on the host: one 64-bit key for each half of each crop
-    draws = draw(config, keys_R, tokens, negatives)           torch, on any device: a pure function of the keys
+    draws = draw_step(config, keys_R, tokens, negatives)           torch, on any device: a pure function of the keys
 
 All are counter-based: the draws of a crop in an epoch are the same on any rank, at any batch size
 and after any restart, and integers are the same on every device. No shape depends on a draw, so
@@ -70,13 +70,13 @@ def row_keys(seed: int, epoch: Counter, crop: Counter, halves: int = 2) -> np.nd
     return keys_BS.view(np.int64)
 
 
-def draw(
+def draw_step(
     config: ModelConfig, keys_R: Tensor, tokens: int, negatives: int, sample_codes: bool = True
 ) -> Draws:
     """All draws of a step. `sample_codes` false: no Gumbel noise (evaluation)."""
     count = max_masked(config, tokens)
     mask_RN = draw_mask(config, keys_R, tokens)
-    slot_RM, valid_RM = slots(mask_RN, count)
+    slot_RM, valid_RM = masked_slots(mask_RN, count)
     times_RMM = draw_negatives(keys_R, valid_RM, negatives)
     noise_RMGV = None
     if sample_codes:
@@ -85,7 +85,7 @@ def draw(
 
 
 def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
-    """mask_RN: the tokens of all spans; spans may overlap."""
+    """mask_RN: True for the tokens of all spans, which may overlap."""
     starts = bernoulli_starts if config.mask_starts == "bernoulli" else counted_starts
     started_RN = starts(config, keys_R, tokens).cumsum(1)
     ended_RN = F.pad(started_RN, (config.mask_span, 0))[:, :tokens]
@@ -97,7 +97,7 @@ def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
 
 def bernoulli_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """Each token is a start with probability share / span, independently."""
-    random_RN = row_numbers(keys_R, ModelStream.STARTS, tokens) & 0xFFFFFF
+    random_RN = random_integers(keys_R, ModelStream.STARTS, tokens) & 0xFFFFFF
     probability = config.mask_share / config.mask_span
     return (random_RN < probability * 2**24).long()
 
@@ -105,11 +105,11 @@ def bernoulli_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor
 def counted_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """Draw starts without replacement: the first few in a random order of all tokens."""
     limit = max_spans(config, tokens)
-    random_R = hashed(keys_R, ModelStream.SPANS) & 0xFFFFFF
+    random_R = random_hash(keys_R, ModelStream.SPANS) & 0xFFFFFF
     rounding_R = random_R.float() * 2.0**-24  # in [0, 1)
     spans_R = config.mask_share * tokens / config.mask_span + rounding_R
     spans_R = spans_R.floor().clamp(2, limit).long()
-    order_RN = row_numbers(keys_R, ModelStream.STARTS, tokens - config.mask_span)
+    order_RN = random_integers(keys_R, ModelStream.STARTS, tokens - config.mask_span)
     first_RS = order_RN.topk(limit, dim=1, largest=False).indices
     drawn_RS = torch.arange(limit, device=keys_R.device) < spans_R[:, None]
     starts_RN = keys_R.new_zeros(len(keys_R), tokens)
@@ -119,15 +119,15 @@ def counted_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
 def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
     """Trim every row at random to the smallest count among these rows."""
     fewest = mask_RN.sum(1).amin()
-    order_RN = row_numbers(keys_R, ModelStream.TRIM, mask_RN.shape[1])
+    order_RN = random_integers(keys_R, ModelStream.TRIM, mask_RN.shape[1])
     order_RN = torch.where(mask_RN, order_RN, torch.iinfo(torch.int64).max)
     rank_RN = order_RN.argsort(1).argsort(1)
     return rank_RN < fewest
 
 
-def slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """slot_RM, valid_RM: the masked tokens of each row in order, then padding. Those beyond `count`
-    are dropped."""
+def masked_slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """slot_RM, valid_RM: the masked tokens of each row in order, then padding. Tokens beyond
+    `count` are dropped."""
     rows, tokens = mask_RN.shape
     device = mask_RN.device
     # the extra place takes all other tokens
@@ -146,7 +146,7 @@ def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
     slots."""
     count = valid_RM.shape[1]
     others_R = (valid_RM.sum(1) - 1).clamp(min=1)
-    random_RX = row_numbers(keys_R, ModelStream.NEGATIVES, count * negatives) & 0x7FFFFFFF
+    random_RX = random_integers(keys_R, ModelStream.NEGATIVES, count * negatives) & 0x7FFFFFFF
     other_RX = (random_RX * others_R[:, None]) >> 31
     other_RMK = other_RX.unflatten(1, (count, negatives))
     own_M1 = torch.arange(count, device=keys_R.device)[:, None]
@@ -164,10 +164,10 @@ def count_negatives(other_RMK: Tensor, count: int) -> Tensor:
 
 
 def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """-log(-log u), where u in (0, 1) has 23 bits: exact in float32, and no logarithm of 0. Each
+    """Gumbel noise -log(-log u). u in (0, 1) has 23 bits: exact in float32, and never log(0). Each
     hash gives two numbers."""
     count = math.prod(shape)
-    random = row_numbers(keys_R, ModelStream.GUMBEL, (count + 1) // 2)
+    random = random_integers(keys_R, ModelStream.GUMBEL, (count + 1) // 2)
     low, high = random & 0x7FFFFF, random >> 32 & 0x7FFFFF
     u = torch.cat([low, high], 1)[:, :count]
     u = u.float().add_(0.5).mul_(2.0**-23)
@@ -175,18 +175,18 @@ def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
     return gumbel.view(-1, *shape)
 
 
-def row_numbers(keys_R: Tensor, stream: ModelStream, count: int) -> Tensor:
+def random_integers(keys_R: Tensor, stream: ModelStream, count: int) -> Tensor:
     """[R, count] random int64."""
     counter = torch.arange(count, device=keys_R.device)
-    return hashed(keys_R[:, None], stream, counter)
+    return random_hash(keys_R[:, None], stream, counter)
 
 
 def uniform(keys_R: Tensor, count: int) -> Tensor:
     """[R, count] numbers in [0, 1), for an objective of your own."""
-    return (row_numbers(keys_R, ModelStream.OWN, count) & 0xFFFFFF).float() * 2.0**-24
+    return (random_integers(keys_R, ModelStream.OWN, count) & 0xFFFFFF).float() * 2.0**-24
 
 
-def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tensor:
+def random_hash(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tensor:
     """Random int64: output number `counter` of a SplitMix64 generator that starts at the key and
     stream.
 
@@ -206,10 +206,10 @@ _M1, _M2 = M1 - 2**64, M2 - 2**64
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = _shifted(x, 30).bitwise_xor_(x).mul_(_M1)
-    x = _shifted(x, 27).bitwise_xor_(x).mul_(_M2)
-    return _shifted(x, 31).bitwise_xor_(x)
+    x = _shift_right(x, 30).bitwise_xor_(x).mul_(_M1)
+    x = _shift_right(x, 27).bitwise_xor_(x).mul_(_M2)
+    return _shift_right(x, 31).bitwise_xor_(x)
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
+def _shift_right(x: Tensor, by: int) -> Tensor:
     return (x >> by).bitwise_and_(2 ** (64 - by) - 1)

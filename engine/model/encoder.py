@@ -5,7 +5,7 @@ pre-training.
           -> projection -> dropout -> mask embedding -> + GELU(positional convolution) -> layer norm -> dropout
           -> layers x [attention, + residual, norm, feed-forward, + residual, norm] -> c_RND                      (context)
 
-`pick` replaces plain operations by faster ones (engine.model.kernels). Convolution weights are
+`pick_operation` replaces plain operations by faster ones (engine.model.kernels). Convolution weights are
 stored in the layout for matrix products, [out, kernel * in]; downstream.interop.fairseq converts them
 to the authors' [out, in, kernel].
 
@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from .config import ModelConfig
-from .kernels import pick
+from .kernels import pick_operation
 
 
 @runtime_checkable
@@ -53,7 +53,7 @@ class Dropout(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        dropout = pick("dropout", F.dropout, self.kernels, x)
+        dropout = pick_operation("dropout", F.dropout, self.kernels, x)
         return dropout(x, self.p, self.training)
 
 
@@ -63,7 +63,7 @@ class Linear(nn.Linear):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        linear = pick("linear", F.linear, self.kernels, x)
+        linear = pick_operation("linear", F.linear, self.kernels, x)
         return linear(x, self.weight, self.bias)
 
 
@@ -108,7 +108,7 @@ class ConvBlock(nn.Module):
         if norm is None:
             return F.gelu(y_RTC)
         if self.over_time:
-            normalise = pick("group_norm_gelu", group_norm_gelu, self.kernels, y_RTC)
+            normalise = pick_operation("group_norm_gelu", group_norm_gelu, self.kernels, y_RTC)
             return normalise(y_RTC, norm.weight, norm.bias, norm.eps)
         return F.gelu(norm(y_RTC))
 
@@ -179,7 +179,7 @@ class PositionalConvolution(nn.Module):
         if self.causal:  # later by the taps that would look ahead
             x_RND = F.pad(x_RND, (0, 0, (self.gain.numel() - 1) // 2, 0))
         kernels = self.kernels if self.training else "plain"
-        convolution = pick("convolve", convolve, kernels, x_RND)
+        convolution = pick_operation("convolve", convolve, kernels, x_RND)
         y_RND = convolution(x_RND, self.weight(), self.bias, self.groups)
         return F.gelu(y_RND[:, :tokens])
 
@@ -209,7 +209,7 @@ class Attention(nn.Module):
         self.out = Linear(config.width, config.width, config.kernels)
 
     def forward(self, x_RND: Tensor) -> Tensor:
-        attend = pick("attention", attention, self.kernels, x_RND)
+        attend = pick_operation("attention", attention, self.kernels, x_RND)
         if self.causal:
             attend = causal_attention
         dropout_p = self.dropout if self.training else 0.0
@@ -237,14 +237,14 @@ def split_heads(qkv: Tensor, heads: int) -> list[Tensor]:
 
 
 def attention_backend(model: nn.Module, tokens: int = 156) -> str:
-    """What computes the attention in training: flash, cudnn, efficient or math, of which torch
-    chooses one by device, type, shape and version; omnilead (engine.model.kernels); none, if the
-    encoder has no layers of ours."""
+    """The name of the attention backend in training: flash, cudnn, efficient or math, as torch
+    chooses by device, type, shape and version; omnilead (engine.model.kernels); none if the encoder
+    has no layers of ours."""
     for part in model.modules():
         if isinstance(part, Attention):
             weight, width = part.qkv.weight, part.qkv.in_features
             qkv = torch.empty(1, tokens, 3 * width, dtype=weight.dtype, device=weight.device)
-            replaced = pick("attention", attention, part.kernels, qkv) is not attention
+            replaced = pick_operation("attention", attention, part.kernels, qkv) is not attention
             if replaced and not part.causal:
                 return "omnilead"
             q, k, v = split_heads(qkv.requires_grad_(), part.heads)
@@ -306,14 +306,14 @@ class Encoder(nn.Module):
     def context(
         self, z_RNF: Tensor, mask_RN: Tensor | None, keep_RK: Tensor | None = None
     ) -> Tensor:
-        """`keep_RK`: the places of the only tokens that go through the layers, as in a masked
-        autoencoder (ascending, if it is causal); the others are masked before. Returns c_RKD."""
+        """`keep_RK`: indices of the only tokens that go through the layers, as in a masked
+        autoencoder (ascending if the encoder is causal). Masking comes first. Returns c_RKD."""
         if keep_RK is not None:
             assert mask_RN is None, "what is not in keep_RK is masked: give one of the two"
             mask_RN = torch.ones_like(z_RNF[..., 0], dtype=torch.bool).scatter_(1, keep_RK, False)
-        x_RND = self.enter(z_RNF, mask_RN)
+        x_RND = self.first_layer_input(z_RNF, mask_RN)
         if keep_RK is not None:
-            x_RND = take(x_RND, keep_RK)
+            x_RND = take_tokens(x_RND, keep_RK)
         for layer in self.layers:
             if self.recomputes and torch.is_grad_enabled():
                 x_RND = checkpoint(layer, x_RND, use_reentrant=False)
@@ -321,7 +321,7 @@ class Encoder(nn.Module):
                 x_RND = layer(x_RND)
         return x_RND
 
-    def enter(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
+    def first_layer_input(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
         """The input of the first layer."""
         x_RND = self.input_dropout(self.project(z_RNF))
         if mask_RN is not None:
@@ -339,8 +339,8 @@ class Encoder(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """Weights for a subset of leads: the output equals that of all leads with the others
-        zero."""
+        """The weights for a subset of leads. The output equals that of the full model with the
+        other leads zero."""
         first = "conv.blocks.0.weight"
         by_lead = weights[first].unflatten(1, (-1, of))
         selected = by_lead[:, :, list(rows)].flatten(1)
@@ -353,8 +353,8 @@ def pool(c_RND: Tensor) -> Tensor:
     return c_RND.float().mean(1)
 
 
-def take(x_RND: Tensor, slot_RM: Tensor) -> Tensor:
-    """The tokens at these places: x_RMD."""
+def take_tokens(x_RND: Tensor, slot_RM: Tensor) -> Tensor:
+    """x_RMD: the tokens at these indices."""
     rows, tokens, width = x_RND.shape
     first_R1 = torch.arange(0, rows * tokens, tokens, device=x_RND.device)[:, None]
     return (

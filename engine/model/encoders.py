@@ -46,9 +46,9 @@ from .config import (
 from .encoder import ConvBlock, Dropout, Encoder, Layer, MaskedEncoder, PositionalConvolution
 from .quantizer import Quantizer
 
-ROWS = 4  # segments in the batch that examines an encoder
+EXAMINED_ROWS = 4  # segments in the batch that examines an encoder
 # relative to the largest number: outputs of a row in two batches
-AGREE = {
+TOLERANCE = {
     torch.float32: 1e-3,
     torch.bfloat16: 5e-2,
 }
@@ -60,8 +60,8 @@ def build_encoder(
     generator: torch.Generator | None = None,
     kind: Any = None,
 ) -> nn.Module:
-    """Build an encoder and draw its weights from `generator`; one that is not the authors' draws
-    its own, from the same seed. `kind`: its class. `mask` false: no mask embedding in the
+    """Build an encoder and draw its weights from `generator`; encoders other than the authors' draw
+    their own, from the same seed. `kind`: the class. `mask` false: no mask embedding in the
     authors' encoder."""
     encoder: nn.Module
     if not config.encoder:
@@ -71,17 +71,17 @@ def build_encoder(
     with blaming(
         f"model.encoder={config.encoder}, model.options={config.options}, {config.leads} leads"
     ):
-        encoder = built_module(
+        encoder = build_module(
             kind or plugin(ENCODERS.get(config.encoder, config.encoder)),
             generator,
             leads=config.leads,
             **config.options,
         )
-        return with_weights(encoder)
+        return require_weights(encoder)
 
 
-def with_defaults(config: ModelConfig) -> dict[str, Any]:
-    """model.options, of an encoder of ours with the defaults that they leave out."""
+def options_with_defaults(config: ModelConfig) -> dict[str, Any]:
+    """model.options, for a shipped encoder with its defaults filled in."""
     if not config.encoder or config.encoder not in ENCODERS:
         return config.options
     parameters = inspect.signature(plugin(ENCODERS[config.encoder])).parameters
@@ -91,7 +91,7 @@ def with_defaults(config: ModelConfig) -> dict[str, Any]:
     return {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
 
 
-def built_module(
+def build_module(
     kind: Any, generator: torch.Generator | None, *arguments: Any, **options: Any
 ) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
@@ -103,7 +103,7 @@ def built_module(
     return module
 
 
-def with_weights(module: nn.Module) -> nn.Module:
+def require_weights(module: nn.Module) -> nn.Module:
     if next(module.parameters(), None) is None:
         raise ConfigError("must have weights")
     return module
@@ -115,13 +115,13 @@ def build_objective(
     """Build `objective.method`: a shipped class, or your own Class(encoder, **objective.options)."""
     with blaming(f"objective.method={config.method}, objective.options={config.options}"):
         kind = plugin(OBJECTIVES.get(config.method, config.method))
-        objective = built_module(kind, generator, encoder, **config.options)
+        objective = build_module(kind, generator, encoder, **config.options)
         if set(objective.parameters()) & set(encoder.parameters()):
             raise ConfigError("keeps the encoder: use the one that forward is given")
     return objective
 
 
-def prepared(
+def build_and_examine(
     config: ModelConfig,
     masked: bool,
     dtype: torch.dtype,
@@ -129,8 +129,8 @@ def prepared(
     kind: Any = None,
     samples: int = HALF,
 ) -> tuple[nn.Module | None, int]:
-    """Build and examine an encoder that is not the authors' (for theirs: None); and the number of
-    tokens in a window of so many samples."""
+    """Build and examine an encoder. Returns (the encoder, or None for the authors'; the tokens in a
+    window of `samples`)."""
     if not config.encoder:
         return None, config.tokens(samples)
     encoder = build_encoder(config, masked, torch.Generator().manual_seed(seed), kind)
@@ -160,7 +160,7 @@ def examine(
     for p in examined.parameters():
         p.data = p.data.to(dtype)
     generator = torch.Generator().manual_seed(0)
-    shape = ROWS, config.leads, samples
+    shape = EXAMINED_ROWS, config.leads, samples
     x_RLT = torch.randn(shape, generator=generator).to(dtype)
     other_RLT = torch.randn(shape, generator=generator).to(dtype)
     x_RLT[1] = 0  # a row of zeros, as RLM may give
@@ -169,8 +169,8 @@ def examine(
     if config.leads != 12:
         hint = f": can it take {config.leads} leads? augment.padded=true gives it 12, others zero"
     with blaming(f"model.encoder={config.encoder}", hint):
-        c_RND = _examined("forward", examined(x_RLT), examined.width, shape)
-        other_RND = _examined("forward", examined(other_RLT), examined.width, shape)
+        c_RND = _checked_output("forward", examined(x_RLT), examined.width, shape)
+        other_RND = _checked_output("forward", examined(other_RLT), examined.width, shape)
         if not agree(c_RND[0], other_RND[0], dtype):
             raise ConfigError(
                 "in eval mode a row changes when other rows of the batch change: rows must be "
@@ -179,7 +179,7 @@ def examine(
         tokens = int(c_RND.shape[1])
         if masked and isinstance(examined, MaskedEncoder):
             max_masked(config, tokens)
-            features_RNF = _examined(
+            features_RNF = _checked_output(
                 "features", examined.features(x_RLT)[0], examined.feature_width, shape
             )
             _examine_masking(examined, features_RNF.to(dtype))
@@ -187,21 +187,23 @@ def examine(
 
 
 def _examine_masking(encoder: Any, z_RNF: Tensor) -> None:
-    mask_RN = torch.arange(z_RNF.shape[1]).expand(ROWS, -1) % 2 == 0
+    mask_RN = torch.arange(z_RNF.shape[1]).expand(EXAMINED_ROWS, -1) % 2 == 0
     hidden_RNF = torch.where(mask_RN[..., None], 1 - 2 * z_RNF, z_RNF)
-    first = _examined("context", encoder.context(z_RNF, mask_RN), encoder.width, z_RNF.shape)
-    second = _examined("context", encoder.context(hidden_RNF, mask_RN), encoder.width, z_RNF.shape)
+    first = _checked_output("context", encoder.context(z_RNF, mask_RN), encoder.width, z_RNF.shape)
+    second = _checked_output(
+        "context", encoder.context(hidden_RNF, mask_RN), encoder.width, z_RNF.shape
+    )
     if not agree(first, second, z_RNF.dtype):
         raise ConfigError(
             "context sees the masked tokens, so the local objective would be too easy"
         )
 
 
-def _examined(name: str, y: Tensor, width: int, shape: Sequence[int]) -> Tensor:
+def _checked_output(name: str, y: Tensor, width: int, shape: Sequence[int]) -> Tensor:
     """The output for an input of this shape, in float32."""
-    if y.ndim != 3 or len(y) != ROWS or y.shape[2] != width:
+    if y.ndim != 3 or len(y) != EXAMINED_ROWS or y.shape[2] != width:
         raise ConfigError(
-            f"{name} returns {list(y.shape)} for {list(shape)}, not [{ROWS}, tokens, {width}]"
+            f"{name} returns {list(y.shape)} for {list(shape)}, not [{EXAMINED_ROWS}, tokens, {width}]"
         )
     if not y.isfinite().all():
         raise ConfigError(f"{name} returns NaN or infinity for noise and zeros")
@@ -209,7 +211,7 @@ def _examined(name: str, y: Tensor, width: int, shape: Sequence[int]) -> Tensor:
 
 
 def agree(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= AGREE[dtype] * a.abs().max())
+    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE[dtype] * a.abs().max())
 
 
 def encoder_flops(
@@ -245,9 +247,9 @@ def encoder_flops(
     return windows * flops
 
 
-def drops_out(encoder: nn.Module | None, config: ModelConfig, *other_rates: float) -> bool:
-    """Whether dropout makes training differ from evaluation. `other_rates`: dropout rates outside the
-    encoder."""
+def has_dropout(encoder: nn.Module | None, config: ModelConfig, *other_rates: float) -> bool:
+    """True if dropout makes training differ from evaluation. `other_rates`: dropout rates outside
+    the encoder."""
     rates = [
         config.dropout,
         config.attention_dropout,
@@ -312,7 +314,7 @@ def _initialise_layers(model: nn.Module, generator: torch.Generator | None) -> N
 
 
 def _initialise_transformer(model: nn.Module, generator: torch.Generator | None) -> None:
-    """Overwrites what _initialise_layers drew for the linear layers of these modules."""
+    """Redraws the linear layers that _initialise_layers has drawn in transformer layers."""
     for module in model.modules():
         if isinstance(module, Encoder):
             if module.mask_embedding is not None:

@@ -1,7 +1,7 @@
 """A model folder, such as RUN/model/: model.safetensors, config.json, preprocessing.json and a
 model card.
 
-    write(folder, weights, config, preprocessing, card)
+    write_model(folder, weights, config, preprocessing, card)
     with model_folder("RUN") as (folder, digest):       # RUN, RUN/model, a copy of it, s3://bucket/model, hf://org/name
         ...
 
@@ -33,8 +33,8 @@ from omnilead.data_tools.io.terminal import tell
 
 from ..data import seen
 from ..settings.errors import ConfigError
-from ..settings.files import CONFIGS, FILE_NAME, file_of
-from .config import ModelConfig, validated
+from ..settings.files import CONFIGS, FILE_NAME, plugin_file
+from .config import ModelConfig, validate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,13 +49,13 @@ WEIGHTS, CONFIG, PREPROCESSING, CARD, SEEN = (
 )
 SHA256 = "sha256"  # key in config.json
 FORMAT = 1
-SHOWN = 4  # names shown in a message
-HUB = "hf://"
+LISTED_WEIGHTS = 4  # names shown in a message
+HUB_SCHEME = "hf://"
 MODELS = "models"  # a folder of configs/
 CHECKPOINTS = "checkpoints"  # a folder of a run
 WRONG_TOKEN = "your token is wrong or may not write there: `hf auth login`, or HF_TOKEN"
 NO_TOKEN = "there is no token: `hf auth login`, or HF_TOKEN"
-ANSWERS = {  # our messages for the errors of huggingface_hub
+HUB_ERROR_TEXTS = {  # our messages for the errors of huggingface_hub
     "GatedRepoError": "is gated: ask for access on its page, then `hf auth login`",
     "RepositoryNotFoundError": "no such repository, or your token may not see it: `hf auth login`, or HF_TOKEN",
     "RevisionNotFoundError": "no such revision: give a branch, tag or commit after @",
@@ -74,7 +74,7 @@ def check_free(out: Path) -> None:
         raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
 
 
-def write(
+def write_model(
     folder: Path,
     weights: Mapping[str, "Tensor"],
     config: Mapping[str, Any],
@@ -83,9 +83,9 @@ def write(
     code: Mapping[str, bytes] | None = None,
     record: pa.Table | None = None,
 ) -> None:
-    """Write a model folder: to a temporary folder, then renamed, so that none is ever half
-    written. An existing one is replaced; between two renames there is none. `code`: plug-ins;
-    `record`: what it has seen."""
+    """Write a model folder: to a temporary folder, then renamed, so that none is ever half written.
+    An existing one is replaced; between two renames there is none. `code`: plug-in files; `record`:
+    what the model has seen."""
     if not folder.name:  # renaming a shell's own folder would leave it in one that is gone
         raise ConfigError(f"{folder}: name a new folder")
     with suppress(FileExistsError):  # if it is a file, writing says so below
@@ -105,8 +105,8 @@ def write(
             for name, content in (code or {}).items():
                 (temporary / name).write_bytes(content)
             if record is not None:
-                (temporary / SEEN).write_bytes(seen.as_bytes(record))
-            seal(temporary, {"format_version": FORMAT, **config})
+                (temporary / SEEN).write_bytes(seen.to_bytes(record))
+            write_config(temporary, {"format_version": FORMAT, **config})
             if folder.exists():
                 os.replace(folder, old_folder)
             os.replace(temporary, folder)
@@ -117,8 +117,8 @@ def write(
 
 @contextmanager
 def _no_other_writer(parent: Path) -> Iterator[bool]:
-    """Waits until nobody else writes a model in this folder. False if that cannot be known, because
-    the file system does not lock folders."""
+    """Waits until nobody else writes a model in this folder. Yields False if the file system cannot
+    lock folders."""
     try:
         descriptor = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)
     except PermissionError:  # to list it; it may be writable
@@ -175,15 +175,15 @@ def unreadable_weights(path: Path, error: Exception) -> LoadError:
     return LoadError(text.splitlines()[0])
 
 
-def seal(folder: Path, config: Mapping[str, Any]) -> None:
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.json with the sha256 of the files in the folder."""
     sums = {
         path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CONFIG
     }
-    (folder / CONFIG).write_text(sealed(config, sums))
+    (folder / CONFIG).write_text(config_text(config, sums))
 
 
-def sealed(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
+def config_text(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
     """The text of config.json for files with these sha256."""
     # as read back
     content = json.loads(json.dumps(config))
@@ -191,10 +191,10 @@ def sealed(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
     return _json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}})
 
 
-def check(folder: Path, mend: str = "") -> str:
+def checked_digest(folder: Path, mend: str = "") -> str:
     """A digest of all files of the model; LoadError if a file does not match its sha256 in
     config.json."""
-    document = document_of(folder / CONFIG)
+    document = read_document(folder / CONFIG)
     sums = document.get(SHA256)
     sums = sums if isinstance(sums, dict) else {}
     sums_of_others = {name: value for name, value in sums.items() if name != CONFIG}
@@ -224,7 +224,7 @@ def check(folder: Path, mend: str = "") -> str:
 
 def code_in(folder: Path) -> dict[str, bytes]:
     """{name: content} of the plugged-in files that config.json names and that exist."""
-    sums = document_of(folder / CONFIG).get(SHA256)
+    sums = read_document(folder / CONFIG).get(SHA256)
     return {
         file.name: file.read_bytes()
         for file in sorted(folder.glob("*.py"))
@@ -233,9 +233,9 @@ def code_in(folder: Path) -> dict[str, bytes]:
 
 
 def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]:
-    """The names of the files of a model that are uploaded and downloaded, beside config.json, which is
-    `document`. Of code these are the files that its settings name; ConfigError if Python, started where
-    the model lies, would import one in place of a module."""
+    """The names of the model's files that are uploaded and downloaded with config.json
+    (`document`). Code: only the files that its settings name; ConfigError if Python, started in the
+    model's folder, would import one of them instead of a module."""
     sums = document.get(SHA256)
     listed = set(sums) if isinstance(sums, dict) else {WEIGHTS, PREPROCESSING}
     head = _section(document, "head")
@@ -244,7 +244,7 @@ def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]
         _section(document, "objective").get("method"),
         _section(head, "definition").get("head"),
     )
-    plugins = {file.name for spec in specs if (file := file_of(str(spec or "")))}
+    plugins = {file.name for spec in specs if (file := plugin_file(str(spec or "")))}
     for name in sorted(plugins & listed):
         if shadows_a_module(name):
             raise ConfigError(
@@ -263,8 +263,8 @@ def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def seen_by(folder: Path) -> pa.Table:
-    """What the model in a folder, or the start of a run, was trained on."""
-    return seen.read(folder / SEEN) if (folder / SEEN).exists() else seen.unknown()
+    """The record of what the model in a folder, or the start of a run, was trained on."""
+    return seen.read_record(folder / SEEN) if (folder / SEEN).exists() else seen.unknown_record()
 
 
 def file_sha256(path: Path) -> str:
@@ -294,16 +294,16 @@ def note_that_it_is_a_folder(name: str) -> None:
 def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
     """A verified folder with weights, and its digest. A remote folder is downloaded first."""
     text = os.fspath(path)
-    if text.startswith(HUB):
-        yield fetched(text.removeprefix(HUB))
+    if text.startswith(HUB_SCHEME):
+        yield fetch_from_hub(text.removeprefix(HUB_SCHEME))
         return
     if "://" in text:
         with tempfile.TemporaryDirectory() as local:
             folder = _download(text.rstrip("/"), Path(local))
-            yield folder, check(folder)
+            yield folder, checked_digest(folder)
         return
     folder = local_folder(text)
-    yield folder, check(folder)
+    yield folder, checked_digest(folder)
 
 
 def local_folder(text: str) -> Path:
@@ -330,12 +330,12 @@ def local_folder(text: str) -> Path:
 
 
 def is_model(start: str) -> bool:
-    """Whether `start` is a model; a YAML file gives random weights."""
+    """True if `start` is a model; a YAML file means random weights."""
     return bool(start) and Path(start).suffix not in (".yaml", ".yml")
 
 
 def export_command(run: Path) -> str:
-    """What writes RUN/model from the newest or best checkpoint."""
+    """The command that writes RUN/model from the newest or best checkpoint."""
     settings = run / "config.yaml"
     tunes = settings.is_file() and re.search("^task:", settings.read_text(), re.MULTILINE)
     return f"omnilead {'finetune' if tunes else 'pretrain'} --export {run}"
@@ -360,22 +360,21 @@ def _download(url: str, local: Path) -> Path:
     return local
 
 
-def fetched(repo: str) -> tuple[Path, str]:
-    """Download org/name@revision into the Hub's local cache; all files are from the same commit.
-    The folder and its digest. A damaged file would stay in the cache, so it is fetched again,
-    once."""
+def fetch_from_hub(repo: str) -> tuple[Path, str]:
+    """Download org/name@revision, one commit, into the Hub's local cache. Returns the folder and
+    its digest. A damaged file, which would stay in the cache, is downloaded once more."""
     name, _, revision = repo.partition("@")
     damage: LoadError | None = None
-    with huggingface(repo) as (hub, _):
+    with hub_api(repo) as (hub, _):
         for is_retry in (False, True):
             get = partial(hub.hf_hub_download, name, force_download=is_retry)
             try:
                 config = Path(get(CONFIG, revision=revision or None))
                 folder = config.parent  # snapshots/COMMIT
-                names = published_files(document_of(config), f"{HUB}{repo}")
+                names = published_files(read_document(config), f"{HUB_SCHEME}{repo}")
                 for file in {WEIGHTS, PREPROCESSING, *names}:
                     get(file, revision=folder.name)
-                return folder, check(folder, "not mended by fetching it again")
+                return folder, checked_digest(folder, "not mended by fetching it again")
             except LoadError as error:
                 damage = error
             except Exception:
@@ -386,13 +385,13 @@ def fetched(repo: str) -> tuple[Path, str]:
 
 
 @contextmanager
-def huggingface(repo: str) -> Iterator[tuple[Any, Any]]:
+def hub_api(repo: str) -> Iterator[tuple[Any, Any]]:
     """The Hub's API and the class for adding a file to a commit; all errors become one line."""
     try:
         from huggingface_hub import CommitOperationAdd, HfApi, get_token
     except ImportError:
         raise ConfigError(
-            f"{HUB}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'"
+            f"{HUB_SCHEME}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'"
         ) from None
     try:
         yield HfApi(library_name="omnilead", token=get_token()), CommitOperationAdd
@@ -403,13 +402,15 @@ def huggingface(repo: str) -> Iterator[tuple[Any, Any]]:
     ) as error:  # also from the Hub's HTTP client, which changes, and for invalid names
         denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
         answers = (
-            ANSWERS[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in ANSWERS
+            HUB_ERROR_TEXTS[kind.__name__]
+            for kind in type(error).__mro__
+            if kind.__name__ in HUB_ERROR_TEXTS
         )
         text = next(answers, WRONG_TOKEN if denied else f"{type(error).__name__}: {error}")
-        raise LoadError(f"{HUB}{repo}: {' '.join(text.split())[:200]}") from None
+        raise LoadError(f"{HUB_SCHEME}{repo}: {' '.join(text.split())[:200]}") from None
 
 
-def document_of(path: Path) -> dict[str, Any]:
+def read_document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -427,7 +428,7 @@ def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelCo
     if not isinstance(model, dict):
         raise LoadError(f"{path}: has no model settings: is it a config.json of omnilead?")
     try:
-        return validated(ModelConfig, model, "model")
+        return validate(ModelConfig, model, "model")
     except ConfigError as error:
         raise LoadError(f"{path}: {error}") from None
 
@@ -456,6 +457,8 @@ def misfits(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[
     sentences = []
     for kind, names in kinds.items():
         if names:
-            and_more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            sentences.append(f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{and_more}")
+            and_more = (
+                f" and {len(names) - LISTED_WEIGHTS} more" if len(names) > LISTED_WEIGHTS else ""
+            )
+            sentences.append(f"{len(names)} {kind}: {', '.join(names[:LISTED_WEIGHTS])}{and_more}")
     return "; ".join(sentences)

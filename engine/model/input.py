@@ -5,7 +5,7 @@ Datasets and loaders have crops of 10 s at 500 Hz in millivolts, as two halves. 
     band-pass -> resample -> clip -> zscore -> windows -> leads masked -> layernorm
 
     model.input.windows(uv_BLT, halves_B)           -> x_RLT, the windows of stored crops (int16 microvolts, twelve leads)
-    model.input.cut(x_BLT, halves_B)                -> x_BSLT, from the model's leads in millivolts at 500 Hz
+    model.input.cut_windows(x_BLT, halves_B)        -> x_BSLT, from the model's leads in millivolts at 500 Hz
     model.input.count(halves_B)                     how many windows that crops have
 
 Crops are filtered whole: what is zero-phase at 10 s has edges inside, if it is done by halves. Only
@@ -29,7 +29,7 @@ from omnilead.data_tools.ecg.resampling import rate_ratio, resample
 from ..data.augmenter import none_measured
 from ..data.config import CROP, FS_HZ, HALF, MV_PER_UV
 from ..settings.errors import ConfigError
-from ..settings.leads import ALL, describe_leads, leads_in_order, parse_leads
+from ..settings.leads import ALL_LEADS, describe_leads, leads_in_order, parse_leads
 from .window import CROP_S, HALF_S, SCALES, Window, check_signals, samples_at
 
 BAND_ORDER = 2
@@ -38,8 +38,10 @@ BAND_EDGE = 15
 FAST_FFT = 1024  # lengths that are multiples of it take half to a quarter of the time of others
 # Samples that a convolution makes at each place: 0.15 ms a crop of a CPU core at 100 Hz; one by one
 # takes five times as long, a dense matrix ten times
-BLOCK = 32
-FILTERED = 4  # crops filtered at a time on a CPU: 0.75 ms each of a core; all 64 at once, 1.9
+BLOCK_SAMPLES = 32
+CROPS_PER_FILTER = (
+    4  # crops filtered at a time on a CPU: 0.75 ms each of a core; all 64 at once, 1.9
+)
 
 
 class SignalError(ConfigError):
@@ -51,7 +53,7 @@ class Input(Window):
     """The input of a trained model, from its preprocessing.json."""
 
     leads: tuple[int, ...]  # one for each channel
-    seen: tuple[int, ...]  # leads that it was trained on; the others are zeros
+    seen_leads: tuple[int, ...]  # leads that it was trained on; the others are zeros
     scale: str = "millivolt"
     fs_hz: float = FS_HZ  # sampling rate inside the model; crops always have 500 Hz
     window_s: float = HALF_S
@@ -59,7 +61,7 @@ class Input(Window):
     clip_mv: float | None = None
 
     @classmethod
-    def of(cls, document: Any, channels: int) -> "Input":
+    def from_document(cls, document: Any, channels: int) -> "Input":
         if document.get("scale") not in list(SCALES):
             raise ConfigError(f"scale={document.get('scale')!r}: supported: {' and '.join(SCALES)}")
         window_s, fs_hz, band_hz = map(document.get, ("segment_s", "fs_hz", "band_hz"))
@@ -88,30 +90,28 @@ class Input(Window):
 
     @property
     def padded(self) -> bool:
-        return set(self.leads) == set(ALL)
+        return set(self.leads) == set(ALL_LEADS)
 
     def limited_to(self, leads: str | Iterable[str]) -> "Input":
         """The input of the same model with fewer leads; the others are zeros."""
         lead_numbers = parse_leads(leads)
-        if not set(lead_numbers) <= set(self.seen):
+        if not set(lead_numbers) <= set(self.seen_leads):
             raise ConfigError(
                 f"leads={describe_leads(lead_numbers)}: the model was trained on "
-                f"{describe_leads(self.seen)} only"
+                f"{describe_leads(self.seen_leads)} only"
             )
         if not self.padded and set(lead_numbers) != set(self.leads):
             raise ConfigError(
                 f"leads={describe_leads(lead_numbers)}: the model needs all of "
                 f"{describe_leads(self.leads)}"
             )
-        return replace(self, seen=lead_numbers)
+        return replace(self, seen_leads=lead_numbers)
 
-    def require(self, present: Iterable[int]) -> None:
+    def require_leads(self, present: Iterable[int]) -> None:
         given_leads = sorted(set(present))
         missing = [lead for lead in self.leads if lead not in given_leads]
-        if self.padded and not set(given_leads) & set(self.seen):
-            needed = (
-                f"the model was trained on {describe_leads(self.seen)}: give at least one of them"
-            )
+        if self.padded and not set(given_leads) & set(self.seen_leads):
+            needed = f"the model was trained on {describe_leads(self.seen_leads)}: give at least one of them"
             raise SignalError(f"leads={describe_leads(given_leads)}: {needed}")
         if missing and not self.padded:
             raise SignalError(
@@ -120,22 +120,23 @@ class Input(Window):
 
     @property
     def needed_s(self) -> float:
-        """Of an ECG: crops have 5 or 10 s."""
+        """The shortest ECG in s that has a window: crops have 5 or 10 s."""
         return HALF_S if self.window_s <= HALF_S else CROP_S
 
-    def count(self, halves: Any = 2) -> Any:
-        """How many windows lie wholly in the measured halves of a crop, or of several."""
+    def count_windows(self, halves: Any = 2) -> Any:
+        """The number of windows that lie within the measured halves of a crop, or of each of
+        several crops."""
         return np.floor(np.asarray(halves) * (HALF_S / self.window_s) + 1e-9).astype(np.int64)
 
-    def usable(self, dataset: Dataset) -> np.ndarray:
-        """bool [crops]: has a window, and at least one of the model's leads was recorded."""
-        has_window = self.count(dataset.column("halves")) > 0
-        return np.asarray(has_window & ~none_measured(dataset, self.seen))
+    def usable_crops(self, dataset: Dataset) -> np.ndarray:
+        """bool [crops]: True for crops that have a window and at least one of the model's leads."""
+        has_window = self.count_windows(dataset.column("halves")) > 0
+        return np.asarray(has_window & ~none_measured(dataset, self.seen_leads))
 
     @property
-    def nothing(self) -> str:
-        """What a crop lacks that is not usable."""
-        leads = describe_leads(self.seen)
+    def missing_text(self) -> str:
+        """What unusable crops lack, for a message."""
+        leads = describe_leads(self.seen_leads)
         return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short}"
 
     @property
@@ -145,35 +146,35 @@ class Input(Window):
         return f", or shorter than {self.window_s:g} s, which the model takes at once"
 
     def windows(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_RLT: the windows that crops [B, 12, 5000] have, crop by crop."""
+        """x_RLT: all windows of crops [B, 12, 5000], crop by crop."""
         x_RLT = self.crops(uv_BLT, halves_B).flatten(0, 1)
-        there_BS = np.arange(self.count()) < self.count(halves_B)[:, None]
+        there_BS = np.arange(self.count_windows()) < self.count_windows(halves_B)[:, None]
         there_R = torch.from_numpy(np.flatnonzero(there_BS)).to(x_RLT.device, non_blocking=True)
         return x_RLT if there_BS.all() else x_RLT[there_R]
 
     def crops(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_BSLT: the same for crops of equally many windows: zeros for those that they lack."""
+        """x_BSLT: the same with equally many windows for each crop; missing windows are zeros."""
         # One at a time: indexing with a list would make a GPU wait
-        if self.leads != ALL:
+        if self.leads != ALL_LEADS:
             uv_BLT = torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
         x_BLT = uv_BLT.float() * MV_PER_UV
         for channel, lead in enumerate(self.leads):
-            if lead not in self.seen:
+            if lead not in self.seen_leads:
                 x_BLT[:, channel] = 0.0
-        return self.cut(x_BLT, halves_B)
+        return self.cut_windows(x_BLT, halves_B)
 
-    def cut(
+    def cut_windows(
         self,
         x_BLT: Tensor,
         halves_B: np.ndarray,
         keep_BSL1: Tensor | None = None,
         start_B: Tensor | None = None,
     ) -> Tensor:
-        """x_BSLT: the windows side by side, as many as `keep_BSL1` has, from `start_B` (0 to 1) of
-        the room that they leave in the crop. A lead that is all zeros in a crop, or not kept in
-        a window, is zero and does not count in a mean."""
+        """x_BSLT: adjacent windows, as many as `keep_BSL1` has. `start_B` (0 to 1): their start, as
+        a share of the room that they leave in the crop. A lead that is all zeros in a crop, or not
+        kept in a window, is zero and does not count in a mean."""
         crops_BLT, x_BLT = x_BLT, self._crops(x_BLT, halves_B)
-        count = self.count() if keep_BSL1 is None else keep_BSL1.shape[1]
+        count = self.count_windows() if keep_BSL1 is None else keep_BSL1.shape[1]
         samples = count * self.samples
         if start_B is None:
             x_BLT = x_BLT[..., :samples]
@@ -189,11 +190,11 @@ class Input(Window):
         there_BSL1 = (crops_BLT != 0).any(-1, keepdim=True)[:, None]
         if keep_BSL1 is not None:
             there_BSL1 = there_BSL1 & keep_BSL1
-        return normalised(x_BSLT, there_BSL1, (2, 3))
+        return normalise(x_BSLT, there_BSL1, (2, 3))
 
     def _crops(self, x_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """Crops at the model's rate, zero after the halves that they have."""
-        if self.plain or (halves_B == 2).all():
+        """Crops at the model's rate, zero after their measured halves."""
+        if self.is_plain or (halves_B == 2).all():
             return self._measured(x_BLT)
         samples = 2 * self.samples if self.by_halves else samples_at(self.fs_hz, CROP)
         crops_BLT = x_BLT.new_zeros(*x_BLT.shape[:2], samples)
@@ -204,26 +205,26 @@ class Input(Window):
         return crops_BLT
 
     def _measured(self, x_BLT: Tensor) -> Tensor:
-        """The same for crops of which all is measured."""
+        """The same for crops whose halves are all measured."""
         crops_BLT = x_BLT
         if self.band_hz:
-            at_a_time = FILTERED if x_BLT.device.type == "cpu" else len(x_BLT)
-            parts = [band_passed(chunk_BLT, self.band_hz) for chunk_BLT in x_BLT.split(at_a_time)]
+            at_a_time = CROPS_PER_FILTER if x_BLT.device.type == "cpu" else len(x_BLT)
+            parts = [band_pass(chunk_BLT, self.band_hz) for chunk_BLT in x_BLT.split(at_a_time)]
             x_BLT = torch.cat(parts)
         if self.fs_hz != FS_HZ and self.by_halves:
-            x_BLT = resampled(x_BLT.unflatten(2, (-1, HALF)), self.fs_hz).flatten(2)
+            x_BLT = resample_tensor(x_BLT.unflatten(2, (-1, HALF)), self.fs_hz).flatten(2)
         elif self.fs_hz != FS_HZ:
-            x_BLT = resampled(x_BLT, self.fs_hz)
+            x_BLT = resample_tensor(x_BLT, self.fs_hz)
         if self.clip_mv:
             x_BLT = x_BLT.clamp(-self.clip_mv, self.clip_mv)
         if self.scale != "zscore":
             return x_BLT
-        return normalised(x_BLT, (crops_BLT != 0).any(-1, keepdim=True), (2,))
+        return normalise(x_BLT, (crops_BLT != 0).any(-1, keepdim=True), (2,))
 
 
-def normalised(x: Tensor, is_measured: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Mean 0 and standard deviation 1 over these axes together. Leads that are not there become
-    zeros and do not count."""
+def normalise(x: Tensor, is_measured: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """x with mean 0 and standard deviation 1 over these axes together. Leads that were not measured
+    become zeros and do not count."""
     share = is_measured.double().mean(axes, keepdim=True).clamp_min(1e-6)
     wide = x.double()
     wide = (wide - (wide * is_measured).mean(axes, keepdim=True) / share) * is_measured
@@ -231,7 +232,7 @@ def normalised(x: Tensor, is_measured: Tensor, axes: tuple[int, ...]) -> Tensor:
     return (wide / deviation.clamp_min(1e-6)).float()
 
 
-def band_passed(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
+def band_pass(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
     """scipy.signal.sosfiltfilt(butter(2, band_hz, "bandpass", fs=500, output="sos"), x) along the
     last axis: once forwards and once backwards, each a convolution with the filter's response to
     an impulse, in the frequency domain. A band-pass gives 0 for a constant, so that subtracting
@@ -262,13 +263,13 @@ def _response(
     return torch.from_numpy(spectrum).to(device, torch.complex64)
 
 
-def resampled(x: Tensor, fs_hz: float) -> Tensor:
-    """data_tools.ecg.resampling.resample from 500 Hz along the last axis, as a convolution that makes a
-    block of samples at each place."""
+def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
+    """data_tools.ecg.resampling.resample from 500 Hz along the last axis, as a convolution whose
+    every output is a block of samples."""
     down, up = rate_ratio(fs_hz)
     if up == down:  # 499.999 Hz counts as 500 Hz
         return x
-    blocks = -(-BLOCK // up)
+    blocks = -(-BLOCK_SAMPLES // up)
     weight_UK = _weights(up, down, blocks, x.device)
     stride = blocks * down
     margin = (weight_UK.shape[1] - stride) // 2
@@ -282,7 +283,8 @@ def resampled(x: Tensor, fs_hz: float) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
-    """[blocks * up, K]: what each of K neighbouring samples at 500 Hz adds to so many samples."""
+    """[blocks * up, K]: the weight of each of K neighbouring samples at 500 Hz in each of blocks *
+    up output samples."""
     reach = -(-10 * max(up, down) // up)  # of the filter, in samples at 500 Hz
     margin = -(-reach // down)
     weights = resample(np.eye((blocks + 2 * margin) * down), up, down)
@@ -290,8 +292,9 @@ def _weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(middle)).to(device, torch.float32)
 
 
-def described(signals: Mapping[str, Any]) -> str:
-    """For model cards: for example 500 Hz, 5 s at a time, millivolts, not normalised."""
+def describe_signals(signals: Mapping[str, Any]) -> str:
+    """The input in words for model cards: for example 500 Hz, 5 s at a time, millivolts, not
+    normalised."""
     band = signals.get("band_hz")
     filtered = f"band-passed from {band[0]:g} to {band[1]:g} Hz, " if band else ""
     clipped = f"limited to +-{signals['clip_mv']:g} mV, " if signals.get("clip_mv") else ""

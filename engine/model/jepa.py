@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..settings.errors import ConfigError
-from .draws import ModelStream, row_numbers
-from .s4 import CHUNK, S4Layer, StateSpace
+from .draws import ModelStream, random_integers
+from .s4 import CHUNK_TOKENS, S4Layer, StateSpace
 
 BLOCKS = 4  # to predict, in each row
-CONTEXT = (0.85, 1.0)  # shares of the tokens: shortest and longest block
-PREDICTED = (0.15, 0.2)
-FEWEST = 20  # tokens: with fewer, four blocks may leave no context
+CONTEXT_SHARES = (0.85, 1.0)  # shares of the tokens: shortest and longest block
+PREDICTED_SHARES = (0.15, 0.2)
+FEWEST_TOKENS = 20  # tokens: with fewer, four blocks may leave no context
 
 
 class JointEmbedding(nn.Module):
@@ -75,7 +75,7 @@ class JointEmbedding(nn.Module):
 
     @torch.no_grad()
     def targets(self, x_RLT: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is to be predicted, computed in `dtype`, in float32."""
+        """The targets of the prediction: computed in `dtype`, returned in float32."""
         weights = {name: self.target.get_buffer(name).to(dtype) for name in self.names}
         target_RND = functional_call(self.target, weights, x_RLT).float()
         return F.layer_norm(target_RND, target_RND.shape[-1:])
@@ -86,16 +86,16 @@ class JointEmbedding(nn.Module):
         momentum = self.momentum if momentum is None else momentum
         weights = [encoder.get_parameter(name) for name in self.names]
         averages = [self.target.get_buffer(name) for name in self.names]
-        with whole(weights):
+        with gathered_weights(weights):
             torch._foreach_lerp_(averages, [w.float() for w in weights], 1 - momentum)
         for name in self.statistics:  # such as a batch norm's
             self.target.get_buffer(name).copy_(encoder.get_buffer(name))
 
 
 def added_flops(encoder_flops: float, tokens: int, width: int) -> float:
-    """FLOPs of a window beside those of the encoder, forward and backward: the target's forward pass, and
-    the predictor, whose products are those of S4Layer in both directions."""
-    predictor = 4 * tokens * width**2 + 2 * (2 * tokens * CHUNK * width)
+    """FLOPs of a window without the encoder's own, forward and backward: the target's forward pass,
+    and the predictor, which has the products of a bidirectional S4Layer."""
+    predictor = 4 * tokens * width**2 + 2 * (2 * tokens * CHUNK_TOKENS * width)
     return encoder_flops / 3 + 3 * predictor
 
 
@@ -110,9 +110,9 @@ def with_buffers_for_weights(encoder: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def whole(weights: Sequence[Any]) -> Iterator[None]:
-    """A context in which the weights that ZeRO 3 has divided among the ranks are whole. It keeps small ones
-    whole, and fails if these are divided between steps."""
+def gathered_weights(weights: Sequence[Any]) -> Iterator[None]:
+    """A context in which weights that ZeRO 3 has divided among the ranks are whole. ZeRO 3 keeps
+    small ones whole, and fails if they are divided between steps."""
     divided = [w for w in weights if hasattr(w, "ds_id") and w.numel() != w.ds_numel]
     if not divided:
         yield
@@ -126,18 +126,20 @@ def whole(weights: Sequence[Any]) -> Iterator[None]:
 
 
 def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """hidden_RN: the tokens that the encoder does not see. weight_RN: in how many blocks each one is."""
-    if tokens < FEWEST:
-        raise ConfigError(f"{tokens} tokens: needs windows of at least {FEWEST}")
-    random_RX = row_numbers(keys_R, ModelStream.BLOCKS, 2 * (1 + BLOCKS)) & 0xFFFFFF
+    """hidden_RN: the tokens that the encoder does not see. weight_RN: the number of blocks that
+    contain each token."""
+    if tokens < FEWEST_TOKENS:
+        raise ConfigError(f"{tokens} tokens: needs windows of at least {FEWEST_TOKENS}")
+    random_RX = random_integers(keys_R, ModelStream.BLOCKS, 2 * (1 + BLOCKS)) & 0xFFFFFF
     long_R2, short_RX = (random_RX.float() * 2.0**-24).split([2, 2 * BLOCKS], 1)
-    context_RN1 = inside_blocks(long_R2, CONTEXT, tokens)
-    weight_RN = inside_blocks(short_RX, PREDICTED, tokens).sum(2)
+    context_RN1 = inside_blocks(long_R2, CONTEXT_SHARES, tokens)
+    weight_RN = inside_blocks(short_RX, PREDICTED_SHARES, tokens).sum(2)
     return ~context_RN1[:, :, 0] | (weight_RN > 0), weight_RN
 
 
 def inside_blocks(random_RX: Tensor, shares: tuple[float, float], tokens: int) -> Tensor:
-    """[R, N, K]: whether a token is in each of K blocks, of two numbers from 0 to 1 each."""
+    """[R, N, K]: True if a token is in a block. Two numbers from 0 to 1 define each of the K
+    blocks."""
     length_R1K, start_R1K = random_RX[:, None].chunk(2, 2)
     shortest, longest = shares
     length_R1K = (tokens * (shortest + (longest - shortest) * length_R1K)).floor()

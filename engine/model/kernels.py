@@ -1,7 +1,7 @@
 """Faster replacements for plain operations of the model, chosen by `model.kernels`:
 dropout, bias, normalisation, attention with dropout, long convolutions.
 
-    pick("linear", F.linear, config.kernels, x)(x, weight, bias)
+    pick_operation("linear", F.linear, config.kernels, x)(x, weight, bias)
 
 | model.kernels | on a CPU | on a GPU |
 |---|---|---|
@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Operation = Callable[..., Tensor]
-INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-BLOCK = 26  # outputs of the convolution in a block: 156 tokens are six blocks
+INTEGER_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+BLOCK_OUTPUTS = 26  # outputs of the convolution in a block: 156 tokens are six blocks
 
 
 def dropout(
@@ -51,12 +51,12 @@ def dropout(
 
 
 class MaskedScale(torch.autograd.Function):
-    """scale * x where all bits of `keep` are set, zero where none is, by a bitwise `and`; the same
+    """scale * x where all bits of `keep` are set, zero where none is, by a bitwise `and`; likewise
     for the gradient."""
 
     @staticmethod
     def forward(x: Tensor, keep: Tensor, scale: float) -> Tensor:
-        integer = INTEGER[x.element_size()]
+        integer = INTEGER_TYPES[x.element_size()]
         bits = x.contiguous().view(integer) & keep.to(integer)
         return bits.view(x.dtype).mul_(scale)
 
@@ -97,7 +97,7 @@ class GroupNormGelu(torch.autograd.Function):
         rows, _, width = y_RTC.shape
         mean_R1C, rstd_R1C = torch.empty(2, rows, 1, width)
         weight, bias = weight_C.float(), bias_C.float()
-        for part in in_cache(y_RTC):
+        for part in cache_sized_slices(y_RTC):
             y = y_RTC[part].float()
             mean = y.mean(1, keepdim=True)
             x = y - mean
@@ -118,7 +118,7 @@ class GroupNormGelu(torch.autograd.Function):
         grad_weight_R1C = torch.empty_like(mean_R1C)
         grad_bias_R1C = torch.empty_like(mean_R1C)
         weight, bias = weight_C.float(), bias_C.float()
-        for part in in_cache(y_RTC):
+        for part in cache_sized_slices(y_RTC):
             rstd = rstd_R1C[part]
             x = y_RTC[part].float() - mean_R1C[part]
             x.mul_(rstd)
@@ -140,7 +140,7 @@ class GroupNormGelu(torch.autograd.Function):
         )
 
 
-def in_cache(y_RTC: Tensor) -> Iterator[slice]:
+def cache_sized_slices(y_RTC: Tensor) -> Iterator[slice]:
     """Split rows into groups of two megabytes of float32 per thread, at least one row: with less,
     waking threads costs more."""
     rows = max(1, torch.get_num_threads() * 2**19 // math.prod(y_RTC.shape[1:]))
@@ -210,15 +210,15 @@ def convolve_by_waves(
         y_im = torch.bmm(x_im, w_re)
         y_im = torch.baddbmm(y_im, x_re, w_im, alpha=-1)
         y_NX = torch.addmm(
-            inverse(cos_QN, period) @ join_groups(y_re, rows, groups),
-            inverse(sin_QN, period),
+            inverse_waves(cos_QN, period) @ join_groups(y_re, rows, groups),
+            inverse_waves(sin_QN, period),
             join_groups(y_im, rows, groups),
         )
     y_RND = y_NX.view(tokens, rows, width).transpose(0, 1)
     return y_RND.to(x_RND.dtype) + bias_D
 
 
-def inverse(wave_QN: Tensor, period: int) -> Tensor:
+def inverse_waves(wave_QN: Tensor, period: int) -> Tensor:
     """The waves [N, Q] of the inverse transform: a frequency and its mirror image count as two, the
     first and the last have none."""
     share_Q1 = torch.full((len(wave_QN), 1), 2 / period, dtype=wave_QN.dtype)
@@ -265,14 +265,14 @@ def convolve_in_blocks(
 
 
 class BlockConvolution(torch.autograd.Function):
-    """One matrix product per group: BLOCK outputs at a time from the inputs they need, with the
+    """One matrix product per group: BLOCK_OUTPUTS at a time from the inputs they need, with the
     weight as a band matrix. This is a fifth more arithmetic than needed, in a shape that suits
     tensor cores. The input's gradient is also a convolution. The weight's gradient is a product
-    that has each tap BLOCK times; these are summed in float32, always in the same order."""
+    that has each tap BLOCK_OUTPUTS times; these are summed in float32, always in the same order."""
 
     @staticmethod
     def forward(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
-        return in_blocks(x_RND, weight_DcK, groups, weight_DcK.shape[2] // 2)
+        return convolve_each_block(x_RND, weight_DcK, groups, weight_DcK.shape[2] // 2)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
@@ -288,7 +288,7 @@ class BlockConvolution(torch.autograd.Function):
         weight_Goik = weight_Goik.view(groups, group_width, group_width, kernel)
         turned = weight_Goik.transpose(1, 2).flip(3)
         turned = turned.reshape(weight_DcK.shape)
-        grad_x = in_blocks(grad_RND, turned, groups, (kernel - 1) // 2)
+        grad_x = convolve_each_block(grad_RND, turned, groups, (kernel - 1) // 2)
         grad_weight = weight_gradient(x_RND.to(grad_RND.dtype), grad_RND, kernel, groups)
         return (
             grad_x.to(x_RND.dtype),
@@ -304,35 +304,37 @@ def weight_gradient(
     groups: int,
 ) -> Tensor:
     rows, tokens, width = x_RND.shape
-    group_width, blocks = width // groups, -(-tokens // BLOCK)
-    y = F.pad(grad_RND, (0, 0, 0, blocks * BLOCK - tokens))
-    y = y.reshape(rows * blocks, BLOCK, groups, group_width).permute(2, 0, 1, 3)
-    y = y.reshape(groups, rows * blocks, BLOCK * group_width)
+    group_width, blocks = width // groups, -(-tokens // BLOCK_OUTPUTS)
+    y = F.pad(grad_RND, (0, 0, 0, blocks * BLOCK_OUTPUTS - tokens))
+    y = y.reshape(rows * blocks, BLOCK_OUTPUTS, groups, group_width).permute(2, 0, 1, 3)
+    y = y.reshape(groups, rows * blocks, BLOCK_OUTPUTS * group_width)
     x = patches(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
     band = torch.bmm(x, y).view(
-        groups, -1, group_width, BLOCK, group_width
-    )  # [G, window, c in, BLOCK, c out]
+        groups, -1, group_width, BLOCK_OUTPUTS, group_width
+    )  # [G, window, c in, BLOCK_OUTPUTS, c out]
     # Tap k connects output b to input b + k. Views, because the compiler may pad the product: with
     # strides written out (as_strided) the gradient was another one on an H100, without a word.
-    taps = band.unfold(1, BLOCK, 1).diagonal(dim1=3, dim2=5)  # [G, K, c in, c out, BLOCK]
+    taps = band.unfold(1, BLOCK_OUTPUTS, 1).diagonal(
+        dim1=3, dim2=5
+    )  # [G, K, c in, c out, BLOCK_OUTPUTS]
     summed = taps.sum(-1, dtype=torch.promote_types(taps.dtype, torch.float32))
     return summed.permute(0, 3, 2, 1).reshape(width, group_width, kernel)
 
 
-def in_blocks(
+def convolve_each_block(
     x_RND: Tensor,
     weight_DcK: Tensor,
     groups: int,
     left: int,
 ) -> Tensor:
-    """Convolve BLOCK outputs at a time; output n needs inputs from n - left on."""
+    """Convolve BLOCK_OUTPUTS at a time; output n needs inputs from n - left on."""
     rows, tokens, width = x_RND.shape
     kernel, group_width = weight_DcK.shape[2], width // groups
     taps_Goik = weight_DcK.view(groups, group_width, group_width, kernel)
-    taps_Goik = F.pad(taps_Goik, (BLOCK - 1, BLOCK - 1))
-    # [G, window, c in, BLOCK, c out]
-    band = taps_Goik.unfold(3, BLOCK, 1).flip(4).permute(0, 3, 2, 4, 1)
-    band = band.reshape(groups, -1, BLOCK * group_width)
+    taps_Goik = F.pad(taps_Goik, (BLOCK_OUTPUTS - 1, BLOCK_OUTPUTS - 1))
+    # [G, window, c in, BLOCK_OUTPUTS, c out]
+    band = taps_Goik.unfold(3, BLOCK_OUTPUTS, 1).flip(4).permute(0, 3, 2, 4, 1)
+    band = band.reshape(groups, -1, BLOCK_OUTPUTS * group_width)
     y = torch.bmm(patches(x_RND, kernel, groups, left), band)
     y = y.view(groups, rows, -1, group_width)[:, :, :tokens]
     return y.permute(1, 2, 0, 3).reshape(rows, tokens, width)
@@ -346,11 +348,11 @@ def patches(
 ) -> Tensor:
     """The inputs that each block needs: [G, R * blocks, window * c in]."""
     rows, tokens, width = x_RND.shape
-    blocks = -(-tokens // BLOCK)
-    right = blocks * BLOCK - tokens + kernel - 1 - left
+    blocks = -(-tokens // BLOCK_OUTPUTS)
+    right = blocks * BLOCK_OUTPUTS - tokens + kernel - 1 - left
     x_RTGc = F.pad(x_RND, (0, 0, left, right))
     x_RTGc = x_RTGc.reshape(rows, -1, groups, width // groups)
-    windows = x_RTGc.unfold(1, kernel + BLOCK - 1, BLOCK)
+    windows = x_RTGc.unfold(1, kernel + BLOCK_OUTPUTS - 1, BLOCK_OUTPUTS)
     windows = windows.permute(2, 0, 1, 4, 3)
     return windows.reshape(groups, rows * blocks, -1)
 
@@ -367,8 +369,8 @@ REPLACEMENTS: dict[str, dict[str, Operation]] = {
 }
 
 
-def pick(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
-    """The operation to use on x's device."""
+def pick_operation(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
+    """The operation to use on the device of x."""
     device = "cpu" if x.device.type == "cpu" else "cuda"
     if setting == "plain" or (device == "cpu" and torch.compiler.is_compiling()):
         return plain

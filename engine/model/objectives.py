@@ -94,7 +94,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return total
 
 
-def unit(g: Tensor, detach: bool = False) -> Tensor:
+def unit_vectors(g: Tensor, detach: bool = False) -> Tensor:
     """g / |g| in float32. `detach`: no gradient through the norm (authors:
     criterions/cmsc_criterion.py:45)."""
     g = g.float()
@@ -112,7 +112,7 @@ def similarities(
     of each own row."""
     gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
-        g_AD = unit(g_AD, detach_norm)
+        g_AD = unit_vectors(g_AD, detach_norm)
         all_CD = all_gather(g_AD) if gathered else g_AD
         s_AC = g_AD @ all_CD.t() / temperature
     own_A = torch.arange(len(g_AD), device=g_AD.device) + (
@@ -125,7 +125,7 @@ def similarities(
 def nt_xent(
     g_BSD: Tensor, temperature: float, gathered: bool, detach_norm: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Loss, and the share of rows whose other view is the nearest candidate."""
+    """(loss, share of rows whose other view is the nearest candidate)."""
     views = g_BSD.shape[1]
     if views != 2:
         raise ValueError(f"this objective needs two views or halves of each crop, not {views}")
@@ -139,7 +139,7 @@ def authors_cmsc_loss(g_BSD: Tensor, ids_B: Tensor, temperature: float) -> tuple
     """-log softmax, averaged over rows and columns and over all pairs of crops with the same id;
     and the accuracy."""
     with torch.autocast(g_BSD.device.type, enabled=False):
-        first_BD, second_BD = unit(g_BSD, detach=True).unbind(1)
+        first_BD, second_BD = unit_vectors(g_BSD, detach=True).unbind(1)
         s_BB = first_BD @ second_BD.t() / temperature
     positive_BB = (ids_B[:, None] == ids_B).float()
     log_share_BB = s_BB.log_softmax(1) + s_BB.log_softmax(0)
@@ -150,7 +150,7 @@ def authors_cmsc_loss(g_BSD: Tensor, ids_B: Tensor, temperature: float) -> tuple
 def threekg_loss(
     g_BSD: Tensor, ids_B: Tensor, temperature: float, gathered: bool, detach_norm: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Loss, and the share of rows whose nearest candidate is of the same patient.
+    """(loss, share of rows whose nearest candidate is of the same patient).
 
     The loss is averaged over all pairs of a row i and a positive p: log(exp s_ip + sum_{j of
     other patients} exp s_ij) - s_ip. Unlike in the authors' CMSC, the patient's other positives
@@ -181,11 +181,10 @@ def local_loss(
     codes_RMG: Tensor | None = None,
     temperature: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """Loss, and the share of tokens whose target is nearer than all negatives. Always computed in
-    float32."""
+    """(loss, share of tokens whose target is nearer than all negatives), computed in float32."""
     with torch.autocast(context_RMP.device.type, enabled=False):
-        context_RMP = unit(context_RMP)
-        target_RMP = unit(target_RMP)
+        context_RMP = unit_vectors(context_RMP)
+        target_RMP = unit_vectors(target_RMP)
         s_RMM = torch.bmm(context_RMP, target_RMP.transpose(1, 2))
         s_RMM = s_RMM / temperature
     s_RM = s_RMM.diagonal(dim1=1, dim2=2)
@@ -202,8 +201,8 @@ def local_loss(
 
 
 def _hits(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM: Tensor) -> Tensor:
-    """The authors' definition: no candidate is nearer, and not all are equally near
-    (wav2vec2_criterion.py:300-310)."""
+    """True where the target is the nearest, by the authors' definition: no candidate is nearer, and
+    not all are equally near (wav2vec2_criterion.py:300-310)."""
     candidate_RMM = s_RMM.masked_fill(same_RMM, -torch.inf)
     nearest_RM = torch.where(drawn_RMM, candidate_RMM, -torch.inf).amax(-1)
     farthest_RM = torch.where(drawn_RMM, candidate_RMM, torch.inf).amin(-1)
@@ -211,7 +210,8 @@ def _hits(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM: Tensor) -> T
 
 
 def attribute_losses(logits_R2: Tensor, y_R2: Tensor) -> Tensor:
-    """Of age and of sex: the mean over the labels that all ranks know; 0 if there is none."""
+    """The losses of age and of sex: means over the known labels of all ranks; 0 if there is
+    none."""
     known_R2 = y_R2.isfinite()
     y_R2 = torch.where(known_R2, y_R2, 0.0)
     age_R = F.smooth_l1_loss(logits_R2[:, 0], y_R2[:, 0], reduction="none")
@@ -231,8 +231,8 @@ def mean_over_rows(x_RM: Tensor, valid_RM: Tensor) -> Tensor:
 def diversity(
     share_GV: Tensor, used_GV: Tensor, tokens: Tensor, gathered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Share of unused codes, (G V - perplexity) / G V; then the perplexities of the probabilities
-    and of the chosen codes.
+    """(share of unused codes: (G V - perplexity) / G V; perplexity of the probabilities; perplexity
+    of the chosen codes).
 
     share_GV: probability of each code, summed over tokens; used_GV: how often each code was
     chosen."""
@@ -248,7 +248,7 @@ def diversity(
 
 
 def perplexity(share_GV: Tensor) -> Tensor:
-    """How many codes are in use: the sum over codebooks of exp(entropy), from G to G * V."""
+    """The number of codes in use: the sum over codebooks of exp(entropy), from G to G * V."""
     log_GV = (share_GV + 1e-7).log()
     entropy_G = -(share_GV * log_GV).sum(-1)
     return entropy_G.exp().sum()

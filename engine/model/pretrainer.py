@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from ..settings.errors import ConfigError
 from .config import ATTRIBUTES, ModelConfig, ObjectiveConfig
-from .draws import Draws, draw
-from .encoder import Dropout, MaskedEncoder, pool, take
+from .draws import Draws, draw_step
+from .encoder import Dropout, MaskedEncoder, pool, take_tokens
 from .encoders import build_encoder, build_objective, initialise
 from .objectives import (
     attribute_losses,
@@ -60,10 +60,12 @@ class LocalHead(nn.Module):
         self.context = nn.Linear(width, config.projection)
 
     def forward(self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor) -> LocalOutput:
-        z_RMF = self.dropout(take(z_RNF, draws.slot_RM))
+        z_RMF = self.dropout(take_tokens(z_RNF, draws.slot_RM))
         quantized = self.quantizer(z_RMF, draws.valid_RM, tau, draws.noise_RMGV)
         return LocalOutput(
-            self.context(take(c_RND, draws.slot_RM)), self.target(quantized.values_RMP), quantized
+            self.context(take_tokens(c_RND, draws.slot_RM)),
+            self.target(quantized.values_RMP),
+            quantized,
         )
 
 
@@ -84,7 +86,7 @@ class Pretrainer(nn.Module):
         self.config, self.objective = config, objective
         self.needs_ids = objective.needs_ids
         # attributes, so that they can be replaced by compiled versions
-        self.draw, self.pool = draw, pool
+        self.draw, self.pool = draw_step, pool
         local = objective.local > 0
         # an objective of your own may mask tokens
         mask = local or objective.method == "jepa" or ":" in objective.method
@@ -103,7 +105,7 @@ class Pretrainer(nn.Module):
             initialise(self.local, generator)
         # its weights are trained, and in checkpoints, but not exported
         self.plugin = (
-            build_objective(objective, self.encoder, generator) if objective.plugged else None
+            build_objective(objective, self.encoder, generator) if objective.is_class else None
         )
         # likewise; drawn last: all other weights are the same without it
         self.attributes = nn.Linear(self.encoder.width, 2) if objective.attributes else None
@@ -131,26 +133,26 @@ class Pretrainer(nn.Module):
         parts: dict[str, Tensor] = {}
         loss = torch.zeros((), device=x_BSLT.device)
         if self.local is not None:
-            parts, c_RND = self._local(x_RLT, keys_BS, tau, draws)
+            parts, c_RND = self._local_losses(x_RLT, keys_BS, tau, draws)
             for name in ("local", "diversity", "features"):
                 loss = loss + getattr(objective, name) * parts[f"loss_{name}"]
         elif self.plugin is None or self.attributes is not None:
             c_RND = self.encoder(x_RLT)
         if self.plugin is not None:
-            plugged_losses, logged = self.plugged_losses(x_BSLT, keys_BS)
+            plugged_losses, logged = self.class_losses(x_BSLT, keys_BS)
             parts |= {f"loss_{name}": value for name, value in plugged_losses.items()} | logged
             loss = loss + objective.contrast * sum(plugged_losses.values())
         elif objective.contrast > 0:
             g_BSD = self.pool(c_RND).unflatten(0, (-1, views))
-            parts["loss_global"], parts["accuracy_global"] = self._global(g_BSD, ids_B)
+            parts["loss_global"], parts["accuracy_global"] = self._global_loss(g_BSD, ids_B)
             loss = loss + objective.contrast * parts["loss_global"]
         if self.attributes is not None:
-            parts |= self._attributes(c_RND, attributes_B2)
+            parts |= self._attribute_losses(c_RND, attributes_B2)
             for name, weight in objective.attributes.items():
                 loss = loss + weight * parts[f"loss_{name}"]
         return {"loss": loss} | {name: value.detach() for name, value in parts.items()}
 
-    def _attributes(self, c_RND: Tensor, attributes_B2: Tensor | None) -> dict[str, Tensor]:
+    def _attribute_losses(self, c_RND: Tensor, attributes_B2: Tensor | None) -> dict[str, Tensor]:
         if self.attributes is None or attributes_B2 is None:
             raise ValueError("objective.attributes needs age and sex: pass attributes_B2")
         y_R2 = attributes_B2.repeat_interleave(len(c_RND) // len(attributes_B2), 0)
@@ -160,7 +162,7 @@ class Pretrainer(nn.Module):
             f"loss_{name}": losses_2[ATTRIBUTES.index(name)] for name in self.objective.attributes
         }
 
-    def _local(
+    def _local_losses(
         self, x_RLT: Tensor, keys_BS: Tensor | None, tau: Tensor | None, draws: Draws | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         assert self.local is not None
@@ -176,7 +178,7 @@ class Pretrainer(nn.Module):
             )
         c_RND = self.encoder.context(z_RNF, draws.mask_RN)
         tau = torch.ones((), device=z_RNF.device) if tau is None else tau
-        loss, accuracy, q = self.compare(c_RND, z_RNF, draws, tau)
+        loss, accuracy, q = self.local_objective(c_RND, z_RNF, draws, tau)
         unused, prob_perplexity, code_perplexity = diversity(
             q.share_GV, q.hard_GV, q.tokens, self.objective.gathered
         )
@@ -191,10 +193,10 @@ class Pretrainer(nn.Module):
             "masked_share": q.tokens / draws.mask_RN.numel(),
         }, c_RND
 
-    def plugged_losses(
+    def class_losses(
         self, x_BSLT: Tensor, keys_BS: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The losses of an objective that is a class, and what else it wants in the log."""
+        """The losses of an objective that is a class, and the other values that it logs."""
         assert self.plugin is not None
         losses = self.plugin(self.encoder, x_BSLT, keys_BS)
         losses, logged = losses if isinstance(losses, tuple) else (losses, {})
@@ -205,7 +207,7 @@ class Pretrainer(nn.Module):
         if hasattr(plugin, "after_step"):
             plugin.after_step(self.encoder)
 
-    def compare(
+    def local_objective(
         self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor
     ) -> tuple[Tensor, Tensor, Quantized]:
         """The local objective: loss, accuracy and the quantised targets."""
@@ -214,7 +216,7 @@ class Pretrainer(nn.Module):
         negatives = draws.times_RMM, draws.valid_RM, q.codes_RMG
         return *local_loss(context_RMP, target_RMP, *negatives, self.objective.temperature), q
 
-    def _global(self, g_BSD: Tensor, ids_B: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _global_loss(self, g_BSD: Tensor, ids_B: Tensor | None) -> tuple[Tensor, Tensor]:
         o = self.objective
         if not self.needs_ids:
             return nt_xent(g_BSD, o.temperature, o.gathered, o.detach_norm)

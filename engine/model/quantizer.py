@@ -22,8 +22,8 @@ from .config import ModelConfig
 
 
 def temperature(config: ModelConfig, updates: int) -> float:
-    """tau for an update, counted from 0. Pass it to a step as a tensor; as a number, it would be
-    compiled again each step."""
+    """tau for an update, counted from 0. Pass tau to a step as a tensor: as a number, it would make
+    each step compile again."""
     return max(config.tau_start * config.tau_decay**updates, config.tau_end)
 
 

@@ -101,7 +101,7 @@ class ResNet(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """Weights for a subset of leads: the output equals that of all leads with the others
-        zero."""
+        """The weights for a subset of leads. The output equals that of the full model with the
+        other leads zero."""
         stem = weights["stem.weight"][:, list(rows)]
         return {**weights, "stem.weight": stem.contiguous()}

@@ -41,11 +41,11 @@ from torch import Tensor, nn
 from ..settings.errors import ConfigError
 from .encoder import Dropout
 
-CHUNK = 32  # tokens. On a CPU 16 takes 1.2 times as long, 64 as long or 1.2 times, 128 twice
+CHUNK_TOKENS = 32  # tokens. On a CPU 16 takes 1.2 times as long, 64 as long or 1.2 times, 128 twice
 DT_RANGE = 0.001, 0.1
 NORMS = ("layer", "batch", "group")
 GROUPS = 8  # of the stem's group norm
-MOST_STATES = 16  # V's condition is 8e4 with 8 states, 8e10 with 16
+MAX_STATES = 16  # V's condition is 8e4 with 8 states, 8e10 with 16
 
 
 def hippo_legs(states: int) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +106,7 @@ class StateSpace(nn.Module):
 
     def __init__(self, width: int, states: int, length: int, bidirectional: bool = False) -> None:
         super().__init__()
-        self.states, self.length, self.chunk = states, length, CHUNK
+        self.states, self.length, self.chunk = states, length, CHUNK_TOKENS
         shape = 1 + bidirectional, width, states // 2, 2
         self.C = nn.Parameter(torch.randn(shape) / math.sqrt(2))
         self.D = nn.Parameter(torch.randn(width))
@@ -120,7 +120,7 @@ class StateSpace(nn.Module):
             self.C.data.copy_((drawn @ stored_Dnn).view(shape))
 
     def freeze(self) -> None:
-        """Computes what depends on dt alone."""
+        """Computes the buffers that depend on dt alone."""
         if self.log_dt.is_meta:
             return
         discrete = Discrete(self.log_dt.double().exp(), self.states)
@@ -145,7 +145,7 @@ class StateSpace(nn.Module):
         self.freeze()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StateSpace":
-        """Weights may become bfloat16; what is frozen stays float32."""
+        """Casts weights, for example to bfloat16; frozen buffers stay float32."""
         frozen = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, values in frozen.items():
@@ -154,13 +154,13 @@ class StateSpace(nn.Module):
         return self
 
     def forward(self, u_RND: Tensor) -> Tensor:
-        y_RND = self.filtered(u_RND, self.C[0], self.D)
+        y_RND = self.filter_by(u_RND, self.C[0], self.D)
         if len(self.C) == 1:
             return y_RND
         following_RND = F.pad(u_RND.flip(1), (0, 0, 1, 0))[:, :-1]
-        return y_RND + self.filtered(following_RND, self.C[1], torch.zeros_like(self.D)).flip(1)
+        return y_RND + self.filter_by(following_RND, self.C[1], torch.zeros_like(self.D)).flip(1)
 
-    def filtered(self, u_RND: Tensor, c_Dh2: Tensor, d_D: Tensor) -> Tensor:
+    def filter_by(self, u_RND: Tensor, c_Dh2: Tensor, d_D: Tensor) -> Tensor:
         tokens, chunk, dtype = u_RND.shape[1], self.chunk, u_RND.dtype
         with torch.autocast(u_RND.device.type, enabled=False):
             c_D1n = c_Dh2.float().flatten(1)[:, None] @ self.read_Dnn
@@ -188,7 +188,7 @@ def toeplitz(kernel_DT: Tensor) -> Tensor:
 
 
 def states_before(left_DRCn: Tensor, step_Dnn: Tensor) -> Tensor:
-    """What the chunks before have left, for each chunk."""
+    """The state that earlier chunks leave, for each chunk."""
     states = [torch.zeros_like(left_DRCn[:, :, 0])]
     for c in range(left_DRCn.shape[2] - 1):
         states.append(torch.baddbmm(left_DRCn[:, :, c], states[-1], step_Dnn))
@@ -203,7 +203,7 @@ def by_channel(x_RND: Tensor, chunk: int) -> Tensor:
 
 class ChunkedConvolution(torch.autograd.Function):
     """The products of the module's docstring, from the right. torch's own backward would copy
-    matrix by matrix what has no layout of a product, and take twice as long."""
+    operands that have no matrix layout one matrix at a time, and take twice as long."""
 
     @staticmethod
     def forward(
@@ -338,8 +338,8 @@ class S4(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """Weights for a subset of leads: the output equals that of all leads with the others
-        zero."""
+        """The weights for a subset of leads. The output equals that of the full model with the
+        other leads zero."""
         first = "stem.0.weight"
         return {**weights, first: weights[first][:, list(rows)].contiguous()}
 
@@ -356,8 +356,8 @@ def check_options(
 ) -> None:
     if states < 2 or states % 2:
         raise ConfigError(f"states={states}: must be even: they are conjugate pairs")
-    if states > MOST_STATES:
-        raise ConfigError(f"states={states}: at most {MOST_STATES}: more lose their digits")
+    if states > MAX_STATES:
+        raise ConfigError(f"states={states}: at most {MAX_STATES}: more lose their digits")
     if len(kernels) != len(strides) or not kernels or min(*kernels, *strides) < 1:
         raise ConfigError(
             f"kernels={list(kernels)}, strides={list(strides)}: give one of each for a convolution"

@@ -22,7 +22,7 @@ DEFAULT_INPUT = {"fs_hz": 500, "scale": "millivolt"}
 
 
 class Window:
-    """What follows from the settings of the input."""
+    """The window of a model's input, and what follows from it."""
 
     window_s: float
     fs_hz: float
@@ -32,7 +32,8 @@ class Window:
 
     @property
     def signals(self) -> dict[str, Any]:
-        """As in preprocessing.json, without the leads; 5 s, no band and no limit are left out."""
+        """The window as in preprocessing.json, without the leads. The defaults (5 s, no band, no
+        limit) are left out."""
         signals: dict[str, Any] = {"fs_hz": self.fs_hz, "scale": self.scale}
         if self.window_s != HALF_S:
             signals["segment_s"] = self.window_s
@@ -43,8 +44,8 @@ class Window:
         return signals
 
     @property
-    def plain(self) -> bool:
-        """Whether its windows are the halves of a crop as they are stored."""
+    def is_plain(self) -> bool:
+        """True if its windows are the halves of a crop as they are stored."""
         return self.signals == DEFAULT_INPUT
 
     @property
@@ -53,7 +54,7 @@ class Window:
 
     @property
     def samples(self) -> int:
-        """In a window."""
+        """The number of samples in a window."""
         if self.by_halves:
             return samples_at(self.fs_hz, HALF)
         return int(self.window_s * self.fs_hz + 1e-6)
@@ -79,7 +80,7 @@ class InputConfig(Window):
 
 
 def check_signals(fs_hz: Any, band_hz: Any, section: str = "") -> None:
-    """ConfigError if no crop can be resampled and filtered so."""
+    """ConfigError if crops cannot be resampled or filtered like this."""
     try:
         rate_ratio(fs_hz)
     except (ReadError, TypeError):
@@ -103,6 +104,6 @@ def check_signals(fs_hz: Any, band_hz: Any, section: str = "") -> None:
 
 
 def samples_at(fs_hz: float, samples: int) -> int:
-    """Of a signal that has so many at 500 Hz."""
+    """The samples at fs_hz of a signal that has `samples` at 500 Hz."""
     up, down = rate_ratio(fs_hz)
     return -(-samples * down // up)

@@ -1,8 +1,8 @@
-"""What commands take and give: settings files, --set, files of results, Ctrl-C.
+"""Input and output of commands: settings files, --set, files of results, Ctrl-C.
 
 read_yaml(path)                   # merged over the file that its `base:` names
 parse_yaml("5e-5", "--set lr")    # 5e-5
-interruptible("engine.x")         # call it before importing torch
+handle_interrupts("engine.x")    # call it before importing torch
 
 A YAML file may begin with `base: other.yaml` and then holds only what differs from that file.
 """
@@ -34,8 +34,8 @@ from .errors import ConfigError, OutputError
 from .files import find_config, merge
 
 Actions = Mapping[str, tuple[Callable[..., Any], str, str]]
-LENGTHS = ("train.steps", "train.epochs")
-RUN_CODE: Any = {
+LENGTH_SETTINGS = ("train.steps", "train.epochs")
+CODE_OPTION: Any = {
     "action": "store_true",
     "help": "allow running the custom encoder or head code in the model folder",
 }
@@ -157,16 +157,18 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
         ) from None
 
 
-def overridden(
+def apply_overrides(
     tree: dict[str, Any], overrides: Sequence[str] | Mapping[str, Any]
 ) -> dict[str, Any]:
     """Applies --set strings, or values by dotted key. Setting train.steps unsets train.epochs, and
     the reverse."""
-    pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides))
+    pairs = list(
+        overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides)
+    )
     values = dict(pairs)
     pairs += [
         (other_length, None)
-        for length, other_length in zip(LENGTHS, LENGTHS[::-1], strict=True)
+        for length, other_length in zip(LENGTH_SETTINGS, LENGTH_SETTINGS[::-1], strict=True)
         if values.get(length) and other_length not in values
     ]
     for key, value in pairs:
@@ -176,7 +178,7 @@ def overridden(
     return tree
 
 
-def _parsed(override: str) -> tuple[str, Any]:
+def _parse_override(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(
@@ -188,12 +190,12 @@ def _parsed(override: str) -> tuple[str, Any]:
 
 
 def command_parser(name: str, about: str | None) -> Parser:
-    """Shows the text about a command as it is written."""
+    """A parser that shows the text about a command as it is written."""
     as_written = argparse.RawDescriptionHelpFormatter
     return Parser(f"omnilead {name}", description=about, formatter_class=as_written)
 
 
-def options_of(
+def parse_options(
     function: Callable[..., Any], name: str, about: str | None, arguments: Sequence[str] | None
 ) -> dict[str, Any]:
     """The arguments for `function`, which declares the options of a command."""
@@ -211,8 +213,8 @@ def parse_action(
     actions: Actions,
     arguments: Sequence[str] | None,
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """(the function of the action that was chosen, its arguments). `actions`: each with its function,
-    which declares the options, what it does, and the arguments of an example."""
+    """(the function of the chosen action, its arguments). `actions`: by name, (function, which
+    declares the options; what it does; arguments of an example)."""
     parser = command_parser(name, about)
     commands = parser.add_subparsers(dest="action", required=True, metavar="|".join(actions))
     for action, (function, text, example) in actions.items():
@@ -227,8 +229,8 @@ def parse_action(
     return actions[options.pop("action")][0], options
 
 
-def writable(place: Path, flag: str) -> None:
-    """Raises before hours of work, not after them, if a file cannot be written."""
+def require_writable(place: Path, flag: str) -> None:
+    """ConfigError, before hours of work, if a file cannot be written."""
     folder, mend = place.parent, "name a file in an existing folder"
     if place.is_dir():
         raise ConfigError(flag, f" {place}: is a folder: {mend}")
@@ -242,7 +244,7 @@ def writable(place: Path, flag: str) -> None:
 
 @contextmanager
 def writing(place: Path, flag: str) -> Iterator[None]:
-    """An OutputError if a command's result cannot be written to the path that `flag` sets."""
+    """Raises OutputError if a command's result cannot be written to the path that `flag` sets."""
     try:
         yield
     except OSError as error:
@@ -254,7 +256,7 @@ def write_result(place: Path, text: str, flag: str) -> None:
         write_whole(place, text)
 
 
-def positive(text: str) -> int:
+def positive_integer(text: str) -> int:
     """An argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
@@ -272,7 +274,7 @@ def price(text: str) -> float:
     return value
 
 
-def run_folder(text: str) -> Path:
+def local_run(text: str) -> Path:
     """An argparse type."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
@@ -282,9 +284,9 @@ def run_folder(text: str) -> Path:
 
 
 def tell_failure(program: str, message: str, code: int) -> None:
-    """Prints why a command fails. Code 2: all ranks fail for the same reason, so the first one prints
-    it. The others wait for that, because a launcher ends all ranks as soon as one has ended; a rank
-    that is still there afterwards is alone with its reason, and prints it. Ctrl-C reaches all ranks."""
+    """Prints why a command fails. Code 2: all ranks fail for the same reason, so rank 0 prints it.
+    The others wait, because a launcher kills all ranks as soon as one exits; a rank that is still
+    alive afterwards has failed alone, and prints its own reason. Ctrl-C reaches all ranks."""
     rank = os.environ.get("RANK", "0")
     if code == 130 and rank != "0":
         return
@@ -332,8 +334,8 @@ def file_error(
 
 
 def repeat_after_deepspeed(line: str) -> None:
-    """deepspeed prints which processes it ends, and its whole command, once a rank has failed: a
-    process that waits for its end tells the line again, as the last one."""
+    """When a rank fails, deepspeed prints the processes that it kills and its whole command. A
+    forked process waits for deepspeed's end and prints the line again, as the last one."""
     launcher = os.getppid()
     try:
         if "CROSS_SIZE" not in os.environ or os.fork():  # set by deepspeed.launcher.launch
@@ -351,7 +353,7 @@ def repeat_after_deepspeed(line: str) -> None:
 
 
 def note_for_torchrun(line: str) -> None:
-    """torchrun ends with its own report and a traceback, and shows this line at their end: without it,
+    """Leaves this line for torchrun, which prints it after its own report and traceback, instead of
     a hint at PyTorch's documentation."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -359,7 +361,7 @@ def note_for_torchrun(line: str) -> None:
             Path(file).write_text(json.dumps({"message": failure}))
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Exits without shutting down the interpreter, where gloo threads that still hold tensors would
     raise SIGABRT."""
     code = show("") or code
@@ -368,12 +370,12 @@ def leave(code: int) -> NoReturn:
 
 
 def one_blas_thread() -> None:
-    """Call before importing NumPy: its threads and PyTorch's would block each other, and probes
-    take ten times as long."""
+    """Limits NumPy to one BLAS thread: its threads and PyTorch's would block each other, and make
+    probes ten times as slow. Call before importing NumPy."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-def interruptible(name: str) -> None:
+def handle_interrupts(name: str) -> None:
     """Prints one line instead of a traceback for Ctrl-C (importing torch takes seconds; exit code
     130) or a lack of memory."""
     guard_streams()
@@ -383,7 +385,7 @@ def interruptible(name: str) -> None:
             tell(f"{name}: interrupted")
             # Python would end itself by SIGINT: 130 in a shell, but -2 for a program that started
             # it
-            leave(130)
+            exit_process(130)
         elif is_memory(error):
             tell(f"{name}: out of memory: raise the limit (ulimit -v), or free some")
         else:

@@ -33,7 +33,7 @@ MAX_SIZE = 2**40  # largest permutation
 # with 6, pairs of elements are visibly dependent below n = 50; with 8 only below 17
 HALF_ROUNDS = 8
 # up to this size, no number of rounds makes all permutations of a Feistel network equally likely
-TINY = 32
+MAX_RANKED = 32
 
 Counter = int | np.integer | np.ndarray
 
@@ -115,7 +115,7 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
             f"permute: element {x.max()} of {size.min()}: 0 <= element < size <= 2**40 must hold"
         )
     out = np.empty(x.size, np.uint64)
-    tiny = np.broadcast_to(size <= TINY, x.shape)
+    tiny = np.broadcast_to(size <= MAX_RANKED, x.shape)
     for scheme, mask in ((_rank, tiny), (_walk, ~tiny)):
         indices = np.flatnonzero(mask)
         if indices.size:
@@ -126,7 +126,7 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
 
 
 def _flat(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """One element for all, or one each."""
+    """The value, flattened: one element for all, or one each."""
     if value.size == 1:
         return value.reshape(1)
     return np.broadcast_to(value, shape).reshape(-1)
@@ -139,7 +139,7 @@ def _take(value: np.ndarray, indices: np.ndarray) -> np.ndarray:
 def _rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Rank the elements by a hash without ties (it is a bijection): every permutation is equally
     likely."""
-    element = np.arange(TINY)
+    element = np.arange(MAX_RANKED)
     hashes = bits(key[:, None], element)
     own_hashes = bits(key, x)
     smaller = (hashes < own_hashes[:, None]) & (element < n[:, None])
@@ -169,5 +169,6 @@ def _feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np
 
 
 def _round(x: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """53 bits of a hash, so that the sums do not overflow before the modulus."""
+    """The round function of the network: 53 bits of a hash, so that sums do not overflow before the
+    modulus."""
     return np.asarray(mix(x * GOLDEN ^ key) >> 11)

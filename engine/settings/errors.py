@@ -16,8 +16,8 @@ Kind = TypeVar("Kind")
 Facts = dict[str, Any]  # by name, as in a JSON object
 
 
-def listed(names: Sequence[Any], most: int) -> str:
-    """The first of these names, for a message."""
+def first_names(names: Sequence[Any], most: int) -> str:
+    """The first names, joined for a message."""
     text = ", ".join(map(str, names[:most]))
     if len(names) > most:
         text += ", ..."

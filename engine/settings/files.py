@@ -1,4 +1,4 @@
-"""Files of settings: those shipped in configs/, trees of settings merged and flattened, and the files
+"""Settings files: configs shipped in configs/, merging and flattening trees of settings, and files
 of the user's own code that settings name."""
 
 import difflib
@@ -10,7 +10,7 @@ from typing import Any
 
 from .errors import ConfigError, Flag
 
-ARRAYS = (".npy", ".npz")
+ARRAY_SUFFIXES = (".npy", ".npz")
 
 
 File = str | os.PathLike[str]
@@ -19,8 +19,8 @@ File = str | os.PathLike[str]
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
-CODE = "code"  # folder in a run, with copies of the files of the user's own code
+OWN_CODE = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
+CODE_FOLDER = "code"  # folder in a run, with copies of the files of the user's own code
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # in a model folder
 
 
@@ -47,7 +47,7 @@ def find_config(
     ):
         if os.path.lexists(path) and not os.path.isdir(path):  # named pipes are allowed
             return path
-    names = shipped(folder)
+    names = shipped_configs(folder)
     near = difflib.get_close_matches(Path(stem).stem, names, 3, 0.5)
     mend = f"did you mean {', '.join(near)}?" if near else f"use {', '.join(names)}"
     raise ConfigError(
@@ -58,7 +58,7 @@ def find_config(
     )
 
 
-def shipped(folder: str) -> list[str]:
+def shipped_configs(folder: str) -> list[str]:
     """The names of the configs in a folder."""
     return sorted(path.stem for path in (CONFIGS / folder).glob("*.*"))
 
@@ -75,29 +75,29 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def file_of(spec: str) -> Path | None:
+def plugin_file(spec: str) -> Path | None:
     """The file in file.py:Name; None if `spec` names no file."""
     return Path(spec.rpartition(":")[0]) if ":" in spec else None
 
 
-def portable(spec: str) -> str:
-    """`spec` as saved in a model folder, where the file lies next to the weights."""
-    return f"{file.name}:{spec.rpartition(':')[2]}" if (file := file_of(spec)) else spec
+def portable_spec(spec: str) -> str:
+    """`spec` as it is saved in a model folder, where the file lies next to the weights."""
+    return f"{file.name}:{spec.rpartition(':')[2]}" if (file := plugin_file(spec)) else spec
 
 
-def code_of(
+def read_plugins(
     settings: Iterable[tuple[str, str]], run: str, others: Mapping[str, bytes] | None = None
 ) -> dict[str, bytes]:
-    """{name: content} of the files that these settings, (name, value), name, and of `others`. `run` may
-    have copies of them."""
+    """{name: content} of `others` and of the files that these settings, pairs (name, value), refer
+    to. `run` may have copies of the files."""
     files = dict(others or {})
     for setting, spec in settings:
-        if file := file_of(spec):
+        if file := plugin_file(spec):
             if not FILE_NAME.fullmatch(file.name):  # publishing would leave it out
                 raise ConfigError(
                     f"{setting}={spec}: name the file with letters, digits, _, - and . only"
                 )
-            run_copy = Path(run, CODE, file.name)
+            run_copy = Path(run, CODE_FOLDER, file.name)
             if not file.is_file():
                 hint = f": the run's copy is {run_copy}" if run_copy.is_file() else ""
                 raise ConfigError(f"{setting}={spec}: no such file {file}{hint}")

@@ -1,12 +1,13 @@
-"""What the launcher (deepspeed, torchrun) says in the environment: ranks, and cores for each."""
+"""Reads what the launcher (deepspeed, torchrun) sets in the environment: ranks, and the cores for
+each."""
 
 import os
 
 from .errors import ConfigError
 
 
-def environment() -> tuple[int, int, int]:
-    """Rank, world size and local rank, as set by the launcher."""
+def launched_ranks() -> tuple[int, int, int]:
+    """(rank, world size, local rank), as set by the launcher."""
     names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
     try:
         rank, world, local = (int(os.environ.get(name, default)) for name, default in names)

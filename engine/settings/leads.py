@@ -14,13 +14,13 @@ from omnilead.data_tools.ecg.constants import LEADS
 
 from .errors import ConfigError
 
-LIMB, ALL = tuple(range(6)), tuple(range(12))
+LIMB_LEADS, ALL_LEADS = tuple(range(6)), tuple(range(12))
 
 
 # Oh et al. 2022, section 4
-SUBSETS = {
-    "12": ALL,
-    "6": LIMB,
+LEAD_SUBSETS = {
+    "12": ALL_LEADS,
+    "6": LIMB_LEADS,
     "3": (0, 1, 7),
     "2": (0, 1),
     "1": (0,),
@@ -32,10 +32,10 @@ _INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
 
 def leads_in_order(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:
     """Indices into LEADS, in the order given."""
-    mend = f'use {", ".join(SUBSETS)}, or names out of {" ".join(LEADS)} such as "I,II,V2"'
+    mend = f'use {", ".join(LEAD_SUBSETS)}, or names out of {" ".join(LEADS)} such as "I,II,V2"'
     text = str(leads) if isinstance(leads, str | int) else ",".join(map(str, leads))
-    if text.strip() in SUBSETS:
-        return SUBSETS[text.strip()]
+    if text.strip() in LEAD_SUBSETS:
+        return LEAD_SUBSETS[text.strip()]
     names = [name.strip().upper() for name in text.split(",")]
     unknown = [name for name in names if name not in _INDEX]
     if unknown:

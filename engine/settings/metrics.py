@@ -2,13 +2,12 @@
 
 from typing import NamedTuple
 
-TIE = 1e-12  # cosines in float64 closer than this are equal
+COSINE_TIE = 1e-12  # cosines in float64 closer than this are equal
 
 
 class Metric(NamedTuple):
-    """All that the settings, the commands and the reports know of a metric;
-    downstream.tasks.metrics computes it,
-    and imports NumPy for that, which --help need not wait for."""
+    """The facts about a metric for settings, commands and reports. downstream.tasks.metrics, which
+    computes it, imports NumPy; --help need not wait for that."""
 
     name: str  # in JSON and in the settings
     label: str

@@ -1,7 +1,7 @@
 """Marks the settings that may change when a run is resumed; all others must stay as they were.
 
 log_every: MayChange[int] = Field(default=10, ge=1)      # a field of a section
-changeable(Config)                                       # {"train.log_every", ...}
+changeable_settings(Config)                                       # {"train.log_every", ...}
 """
 
 from typing import Annotated, Any, TypeVar, get_args
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 class Mark:
-    """Tells such a setting from others."""
+    """Marks a setting that may change."""
 
 
 MayChange = Annotated[T, Mark()]
 
 
-def changeable(section: type, prefix: str = "") -> set[str]:
+def changeable_settings(section: type, prefix: str = "") -> set[str]:
     """The dotted names of the marked settings in a section, or in all of a run."""
     names = set()
     fields: dict[str, Any] = getattr(section, "__pydantic_fields__", {})
@@ -25,5 +25,5 @@ def changeable(section: type, prefix: str = "") -> set[str]:
             names.add(f"{prefix}{name}")
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type):
-                names |= changeable(kind, f"{prefix}{name}.")
+                names |= changeable_settings(kind, f"{prefix}{name}.")
     return names

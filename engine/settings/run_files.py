@@ -24,7 +24,7 @@ LOCK = ".lock"  # held while a process trains
 REPORT = "report.html"
 
 
-LARGEST = 1e12  # larger numbers cannot be steps, losses, rates or seconds
+MAX_NUMBER = 1e12  # larger numbers cannot be steps, losses, rates or seconds
 
 
 LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
@@ -34,14 +34,14 @@ VALID = "valid/"  # prefix of validation metrics where they appear beside traini
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of metrics.jsonl or validation.jsonl in the order of their steps, and the number of
-    lines that are none. A step that was repeated after a restart counts once."""
+    """(the rows of metrics.jsonl or validation.jsonl by step, the number of unreadable lines). A
+    step that was repeated after a restart counts once."""
     by_step: dict[float, dict[str, Any]] = {}
     unreadable = 0
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
-            step = number(row["step"])
+            step = number_or_nan(row["step"])
         except (ValueError, LookupError, TypeError, RecursionError):
             step = math.nan
         if math.isfinite(step):
@@ -56,17 +56,17 @@ def training_spans(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
     validation and checkpoints, because crops_per_s is. Rows without a speed are left out."""
     spans, before = [], 0.0
     for row in rows:
-        seen, rate = number(row.get("crops_seen")), number(row.get("crops_per_s"))
+        seen, rate = number_or_nan(row.get("crops_seen")), number_or_nan(row.get("crops_per_s"))
         seconds = (seen - before) / rate if rate > 0 else math.nan
-        if 0 < seconds < LARGEST:
+        if 0 < seconds < MAX_NUMBER:
             spans.append((seen - before, seconds))
         if math.isfinite(seen):
             before = seen
     return spans
 
 
-def number(value: Any) -> float:
+def number_or_nan(value: Any) -> float:
     is_number = (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
     )
     return float(value) if is_number else math.nan

@@ -2,7 +2,7 @@
 
 inputs = PretrainInputs(config, datasets)      # once
 arguments = inputs(batch, tau)                 # of engine.model.pretrainer.Pretrainer, each step
-arguments_of_crops(arguments, 0, 8)            # those of a micro-batch
+slice_arguments(arguments, 0, 8)            # those of a micro-batch
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     return torch.float32
 
 
-def arguments_of_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
-    """The arguments for a part of the batch: scalars are the same for all crops."""
+def slice_arguments(arguments: Arguments, start: int, stop: int) -> Arguments:
+    """The arguments for crops start to stop of the batch: scalars are the same for all crops."""
     part_of_arguments: list[Tensor | None] = []
     for argument in arguments:
         if argument is not None and argument.ndim > 0:
@@ -46,13 +46,13 @@ def whole_crops(x_BSLT: Tensor) -> Tensor:
 
 
 class PretrainInputs:
-    """Batches as arguments of engine.model.pretrainer.Pretrainer. Of the datasets' tables it keeps
-    what the objective needs to know of each crop."""
+    """Turns batches into arguments of engine.model.pretrainer.Pretrainer. Keeps the columns of the
+    datasets' tables that the objective needs."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset]) -> None:
         self.seed = config.train.seed
         self.dtype = dtype_of(config)
-        self.signals = config.signals
+        self.model_input = config.model_input
         self.views = config.pipeline.views
         objective = config.objective
         self.patients = patient_ids(datasets) if datasets and objective.needs_ids else None
@@ -65,25 +65,25 @@ class PretrainInputs:
         keys_BS = row_keys(self.seed, places.epoch, crop_key(places), windows)
         ids_B = attributes_B2 = None
         if self.patients:
-            ids_B = to_device(places.of(self.patients), device)
+            ids_B = to_device(places.take(self.patients), device)
         if self.attributes:
-            attributes_B2 = to_device(places.of(self.attributes), device)
+            attributes_B2 = to_device(places.take(self.attributes), device)
         return x_BSLT.to(self.dtype), to_device(keys_BS, device), tau, ids_B, attributes_B2
 
     def windows(self, batch: Batch) -> Tensor:
-        """x_BSLT: two windows side by side at a random place of each crop, or one; of two views of
-        5 s, the beginning of each. Leads are masked in each window."""
+        """x_BSLT: one window, or two adjacent ones, at a random place of each crop; with two views
+        of 5 s, the beginning of each view. Leads are masked in each window."""
         x_BSLT, places = batch.x_BSLT, batch.places
         if batch.keep_BSL1 is None:  # halves of 5 s, as the loader gives them
             return x_BSLT
-        signals, crops, device = self.signals, len(x_BSLT), x_BSLT.device
+        signals, crops, device = self.model_input, len(x_BSLT), x_BSLT.device
         keep_BSL1 = to_device(batch.keep_BSL1, device)
         if self.views == "window":
             window_counts = np.ones(2 * crops, np.int64)
-            x_RSLT = signals.cut(
+            x_RSLT = signals.cut_windows(
                 x_BSLT.flatten(0, 1), window_counts, keep_BSL1.flatten(0, 1)[:, None]
             )
             return x_RSLT.view(crops, 2, *x_RSLT.shape[2:])
         u = uniform(self.seed, RandomStream.PAIR, places.epoch, crop_key(places))
         start_B = to_device(u, device)
-        return signals.cut(whole_crops(x_BSLT), np.full(crops, 2), keep_BSL1, start_B)
+        return signals.cut_windows(whole_crops(x_BSLT), np.full(crops, 2), keep_BSL1, start_B)

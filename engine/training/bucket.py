@@ -26,12 +26,12 @@ from omnilead.data_tools.io.storage import RemoteFolder, write_whole
 from omnilead.data_tools.io.terminal import say
 
 from ..settings.errors import ConfigError
-from ..settings.launcher import environment
+from ..settings.launcher import launched_ranks
 from ..settings.run_files import LOCK, METRICS, VALIDATION
 from . import checkpoint_files
 from .checkpoint_files import BEST, CHECKPOINTS, LATEST, MANIFEST, STATE, step_of
 
-OWN = secrets.token_bytes(16)  # in LOCK of a bucket: who started last
+OWNER_TOKEN = secrets.token_bytes(16)  # in LOCK of a bucket: who started last
 Files = dict[str, list[str]]  # of checkpoints, by the names of these
 
 
@@ -53,11 +53,13 @@ class Bucket:
             raise ConfigError(
                 f"{self.url}: is a dataset: choose another with ", Flag("--out"), " RUN"
             )
-        complete = {name: files for name, files in self._steps().items() if MANIFEST in files}
+        complete = {
+            name: files for name, files in self._checkpoint_files().items() if MANIFEST in files
+        }
         local_checkpoint = checkpoint_files.checkpoint_named(root, LATEST)
-        if local_checkpoint and checkpoint_files.fault(local_checkpoint):
+        if local_checkpoint and checkpoint_files.find_fault(local_checkpoint):
             local_checkpoint = None
-        name = self._newest(complete, local_checkpoint)
+        name = self._fetch_newest(complete, local_checkpoint)
         if not name:
             return
         for best in self._checkpoints_at(BEST, complete):
@@ -69,24 +71,24 @@ class Bucket:
         write_whole(root / LATEST, name)
 
     def claim(self) -> None:
-        """Once it is known that training goes on here: whoever else does so ends. Whether the bucket
-        can be written is seen before training."""
+        """Claims the run for this machine, so that a training elsewhere ends. Called when it is
+        known that training continues here; also shows before training if the bucket cannot be
+        written."""
         try:
-            self.place.write(LOCK, OWN)
+            self.place.write(LOCK, OWNER_TOKEN)
         except FileNotFoundError as error:
             raise ConfigError(f"{self.url}: {error}: make the bucket, or choose another") from None
 
     def send(self, keep: int, last: bool = False) -> None:
-        """What the bucket lacks of the newest and the best checkpoint, and all other files. If it
-        cannot be reached, training goes on and says so once; each later checkpoint asks it once,
-        without the seconds of retrying. At the end it is an error. Of all ranks, the first one
-        sends."""
-        if environment()[0]:
+        """Uploads what the bucket lacks of the newest and the best checkpoint, and all other files,
+        on rank 0. If the bucket cannot be reached, training continues and says so once; each later
+        checkpoint tries once, without retries. At the end of training it is an error."""
+        if launched_ranks()[0]:
             return
         try:
             if not self.reachable and not last:
                 replace(self.place, tries=1).exists(LOCK)
-            self._send(keep)
+            self._upload(keep)
         except (DataError, OSError) as error:
             text = f"cannot upload: {error}: all is in {self.working_folder}: "
             if last:
@@ -101,9 +103,9 @@ class Bucket:
                 self.reachable = True
                 say(f"{self.url}: has been uploaded again, up to the newest checkpoint")
 
-    def _newest(self, complete: Files, local_checkpoint: Path | None) -> str:
-        """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the one that
-        is here counts, or there is none."""
+    def _fetch_newest(self, complete: Files, local_checkpoint: Path | None) -> str:
+        """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the local
+        one is as new, or there is none."""
         if local_checkpoint and not complete:
             checkpoint_files.warn(f"{self.place.url}: has no checkpoint: {local_checkpoint} counts")
         for name in dict.fromkeys([*self._checkpoints_at(LATEST, complete), *complete]):
@@ -119,9 +121,9 @@ class Bucket:
             )
         return ""
 
-    def _send(self, keep: int) -> None:
+    def _upload(self, keep: int) -> None:
         place, run = self.place, self.working_folder
-        if place.exists(LOCK) and place.read(LOCK, len(OWN)) != OWN:
+        if place.exists(LOCK) and place.read(LOCK, len(OWNER_TOKEN)) != OWNER_TOKEN:
             raise checkpoint_files.CheckpointError(
                 f"{place.url}: the run was started elsewhere as well, and goes on there: this one ends"
             )
@@ -141,7 +143,7 @@ class Bucket:
         if LATEST in pointers:
             self._prune(pointers, keep)
 
-    def _steps(self) -> Files:
+    def _checkpoint_files(self) -> Files:
         """The checkpoints in the bucket with the names of their files, the newest first."""
         files_of_steps: Files = {}
         for file in map(Path, self.place.names(CHECKPOINTS)):
@@ -158,12 +160,12 @@ class Bucket:
         return []
 
     def _download(self, files: list[str], path: Path) -> str | None:
-        """What is wrong with it, if anything is."""
+        """Downloads a checkpoint to `path`; returns what is wrong with it, if anything."""
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         for file in sorted(files, key=lambda file: file == MANIFEST):
             self._download_file(f"{CHECKPOINTS}/{path.name}/{file}", path / file)
-        if why := checkpoint_files.fault(path):
+        if why := checkpoint_files.find_fault(path):
             shutil.rmtree(path)
         return why
 
@@ -176,7 +178,7 @@ class Bucket:
             os.fsync(file.fileno())
 
     def _send_checkpoint(self, path: Path) -> None:
-        """Only the files that the bucket does not have yet."""
+        """Uploads the files of a checkpoint that the bucket does not have yet."""
         remote_folder = f"{CHECKPOINTS}/{path.name}"
         manifest, before = json.loads((path / MANIFEST).read_text()), {}
         with suppress(ReadError, ValueError, TypeError):  # none yet, or damaged
@@ -195,10 +197,12 @@ class Bucket:
             self.place.upload(path / name, f"{remote_folder}/{name}")
 
     def _prune(self, pointers: dict[str, Path], keep: int) -> None:
-        """As in the working folder; also what an upload left unfinished."""
+        """Removes checkpoints as in the working folder, and unfinished uploads."""
         last = step_of(pointers[LATEST])
         steps = {
-            name: files for name, files in self._steps().items() if step_of(Path(name)) <= last
+            name: files
+            for name, files in self._checkpoint_files().items()
+            if step_of(Path(name)) <= last
         }
         complete = [name for name, files in steps.items() if MANIFEST in files]
         for name in steps:

@@ -4,7 +4,7 @@
     writer.save(engine, state, loader_state)  # copies, and writes while training goes on
     writer.wait()                             # until it is written; WriteError if it cannot be
     writer.amend(progress)                    # changes state.json of the checkpoint of this step
-    load(engine, path, universal=False)       # universal=True after to_universal(path)
+    load_checkpoint(engine, path, universal=False)       # universal=True after to_universal(path)
 
 Each rank copies its weights and optimiser state into memory of the host, which it keeps for the
 next time, and a thread writes the copy, one checkpoint at a time. When its files are on the disk,
@@ -46,34 +46,34 @@ from omnilead.data_tools.io.terminal import UserError, is_memory, mend_for
 from .checkpoint_files import (
     BEST,
     CHUNK_BYTES,
+    HOW_TO_RESTORE,
     LATEST,
     LATEST_UNIVERSAL,
     MANIFEST,
-    RESTORE,
     STATE,
     CheckpointError,
     WriteError,
     checkpoint_named,
-    complete,
+    complete_checkpoints,
     read_state,
     step_of,
     warn,
 )
 from .config import TrainConfig
-from .distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
+from .distributed import Ranks, import_deepspeed, lost_a_rank, on_first_rank
 
 UNIVERSAL = "universal"
 LOST_S = 30  # when a run ends with an error, other ranks have as long to finish their parts
 # DeepSpeed's checkpoints hold only these besides tensors and plain containers; they just keep
 # values
-CLASSES = (
+LOADABLE_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 # torch.load refuses to have both set
-FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-FORBID = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+FORBID_WEIGHTS_ONLY = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class Writer:
@@ -129,8 +129,8 @@ class Writer:
             self.wait()
 
     def close(self, error: BaseException | None) -> None:
-        """What is being written is finished, also after an error: but not what waits for ranks
-        that are lost, and nothing after a second Ctrl-C."""
+        """Finishes the checkpoint that is being written, also after an error; but not if it waits
+        for lost ranks, nor after a second Ctrl-C."""
         if isinstance(error, KeyboardInterrupt):
             self.ends_s = 0
         elif self.ranks.world > 1:
@@ -142,7 +142,7 @@ class Writer:
                 warn(str(second))
 
     def _copy(self, state: Any, name: str) -> Any:
-        """On the host, always in the same memory: pages that were just allocated take longer."""
+        """A copy on the host, always in the same memory: freshly allocated pages are slower."""
         copied: dict[int, Any] = {}
         for i, leaf in enumerate(tree_leaves(state)):
             if isinstance(leaf, torch.Tensor):
@@ -156,7 +156,7 @@ class Writer:
         with _writing(path):
             name = f"loader-rank{self.ranks.rank}.json"
             write_whole(path / name, loader)
-            note = {name: _summed(loader)}
+            note = {name: _size_and_checksum(loader)}
             for file, content in parts:
                 with open(file, "wb") as opened:
                     part: Any = _Part(opened, self)
@@ -167,10 +167,10 @@ class Writer:
                 note[file.name] = {"bytes": part.bytes, "crc32c": part.crc32c}
             write_whole(path / f".rank{self.ranks.rank}.json", json.dumps(note))
             if self.ranks.first:
-                _publish(path, state, self._all_notes(path), self.settings.keep)
+                _publish(path, state, self._gather_notes(path), self.settings.keep)
         self.upload()
 
-    def _all_notes(self, path: Path) -> dict[str, Any]:
+    def _gather_notes(self, path: Path) -> dict[str, Any]:
         notes: dict[str, Any] = {}
         until_s = time.monotonic() + self.settings.timeout_s
         for rank in range(self.ranks.world):
@@ -187,8 +187,8 @@ class Writer:
 
 
 class _Part:
-    """A file for torch.save that knows its size and checksum without being read. It keeps an error
-    for later: not every version of PyTorch's writer survives one."""
+    """A file for torch.save that knows its size and checksum without being read. Keeps an error for
+    later: not every version of PyTorch's writer survives one."""
 
     def __init__(self, file: IO[Any], writer: Writer) -> None:
         self.file, self.writer = file, writer
@@ -231,7 +231,7 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _summed(text: str) -> dict[str, int]:
+def _size_and_checksum(text: str) -> dict[str, int]:
     content = text.encode()
     return {"bytes": len(content), "crc32c": google_crc32c.value(content)}
 
@@ -242,7 +242,7 @@ def amend(root: Path, progress: dict[str, Any]) -> None:
     text = json.dumps(state, indent=1)
     manifest = json.loads((path / MANIFEST).read_text())
     # A kill before the last of these leaves the earlier state.json, which is whole as well
-    manifest[STATE] = _summed(text) | {"before": manifest[STATE]}
+    manifest[STATE] = _size_and_checksum(text) | {"before": manifest[STATE]}
     _point_to_best(root, path, state)
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
     write_whole(path / STATE, text)
@@ -256,7 +256,7 @@ def _point_to_best(root: Path, path: Path, state: dict[str, Any]) -> None:
 def _publish(path: Path, state: str, manifest: dict[str, Any], keep: int) -> None:
     root = path.parent
     write_whole(path / STATE, state)
-    manifest[STATE] = _summed(state)
+    manifest[STATE] = _size_and_checksum(state)
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
     sync(path)
     # first: a run resumes after `latest`, and would not write it
@@ -268,9 +268,11 @@ def _publish(path: Path, state: str, manifest: dict[str, Any], keep: int) -> Non
 
 
 def _prune(root: Path, newest: Path, keep: int) -> None:
-    """Keeps the last `keep` up to `newest`, the best, and any of later steps, which this run has
-    not reached."""
-    for path in [path for path in complete(root) if step_of(path) <= step_of(newest)][keep:]:
+    """Removes old checkpoints. Keeps the last `keep` up to `newest`, the best, and those of later
+    steps, which this run has not reached."""
+    for path in [path for path in complete_checkpoints(root) if step_of(path) <= step_of(newest)][
+        keep:
+    ]:
         if path != checkpoint_named(root, BEST):
             (path / MANIFEST).unlink()  # without it the folder is no checkpoint
             shutil.rmtree(path)
@@ -278,7 +280,7 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
 
 def to_universal(path: Path) -> None:
     """Writes step-N/universal, atomically."""
-    quiet_deepspeed()
+    import_deepspeed()
     from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
 
     universal, temporary = path / UNIVERSAL, path / f".{UNIVERSAL}"
@@ -311,8 +313,8 @@ def to_universal(path: Path) -> None:
     os.replace(temporary, universal)
 
 
-def load(engine: Any, path: Path, universal: bool) -> None:
-    """Called by all ranks."""
+def load_checkpoint(engine: Any, path: Path, universal: bool) -> None:
+    """Loads a checkpoint into the engine. Called by all ranks."""
     source = path / UNIVERSAL if universal else path
     try:
         with reading(source):
@@ -321,7 +323,7 @@ def load(engine: Any, path: Path, universal: bool) -> None:
         # otherwise DeepSpeed writes the next checkpoint in that format
         engine._config.load_universal_checkpoint = False
     if loaded is None:
-        raise CheckpointError(f"{source}: DeepSpeed cannot read it: ", *RESTORE)
+        raise CheckpointError(f"{source}: DeepSpeed cannot read it: ", *HOW_TO_RESTORE)
 
 
 @contextmanager
@@ -340,22 +342,26 @@ def reading(path: Path) -> Iterator[None]:
             reason = (
                 f"would run code when it is read ({name[1]})" if name else "holds more than weights"
             )
-        raise CheckpointError(f"{path}: {reason}: ", *RESTORE) from error
+        raise CheckpointError(f"{path}: {reason}: ", *HOW_TO_RESTORE) from error
 
 
 @contextmanager
 def weights_only() -> Iterator[None]:
-    """Every torch.load in this process reads tensors, plain containers and CLASSES, and refuses
+    """Every torch.load in this process reads tensors, plain containers and LOADABLE_CLASSES, and refuses
     everything else. DeepSpeed asks for weights_only=False, which an environment variable of
     PyTorch overrides."""
-    quiet_deepspeed()
-    before = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
-    os.environ[FORCE] = "1"
+    import_deepspeed()
+    before = {
+        name: os.environ.pop(name, None) for name in (FORCE_WEIGHTS_ONLY, FORBID_WEIGHTS_ONLY)
+    }
+    os.environ[FORCE_WEIGHTS_ONLY] = "1"
     try:
-        with torch.serialization.safe_globals([pkgutil.resolve_name(name) for name in CLASSES]):
+        with torch.serialization.safe_globals(
+            [pkgutil.resolve_name(name) for name in LOADABLE_CLASSES]
+        ):
             yield
     finally:
-        del os.environ[FORCE]
+        del os.environ[FORCE_WEIGHTS_ONLY]
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 

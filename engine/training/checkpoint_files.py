@@ -1,7 +1,7 @@
-"""Checkpoints as they lie in RUN/checkpoints: which are complete and intact, and their progress.
+"""The checkpoints in RUN/checkpoints: which are complete and intact, and their progress.
 
-    path = complete(root)[0]                  # the newest; named(root, LATEST), the one that `latest` names
-    fault(path)                               # what is missing or damaged; None
+    path = complete_checkpoints(root)[0]      # the newest; checkpoint_named(root, LATEST): the one that `latest` names
+    find_fault(path)                          # what is missing or damaged; None
     read_state(path)["step"]
 
 checkpoint.py writes and loads them.
@@ -26,7 +26,7 @@ STATE = "state.json"
 # written by DeepSpeed's conversion, which a kill may interrupt
 LATEST_UNIVERSAL = "latest_universal"
 # Parts of an error
-RESTORE = "restore the file, or begin a new run with ", Flag("--out"), " NEW"
+HOW_TO_RESTORE = "restore the file, or begin a new run with ", Flag("--out"), " NEW"
 CHUNK_BYTES = 16 * 2**20
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -50,7 +50,7 @@ def crc32c(path: Path) -> int:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name holds; -1 if it is not a checkpoint's name."""
+    """The step in a checkpoint's name; -1 if it is not a checkpoint's name."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdigit() and len(number) < 19 else -1
 
@@ -64,7 +64,7 @@ def checkpoint_named(root: Path, pointer: str) -> Path | None:
     return path if path.parent == root and step_of(path) >= 0 else None
 
 
-def complete(root: Path) -> list[Path]:
+def complete_checkpoints(root: Path) -> list[Path]:
     """Finished checkpoints, the newest first."""
     complete = (
         path for path in root.glob("step-*") if step_of(path) >= 0 and (path / MANIFEST).is_file()
@@ -83,7 +83,7 @@ def make_room(root: Path, path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def fault(path: Path) -> str | None:
+def find_fault(path: Path) -> str | None:
     """What is missing or damaged in a checkpoint; None if it is intact."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -115,7 +115,7 @@ def warn(text: str) -> None:
 
 
 class _State(BaseModel):
-    """What every state.json holds; tasks add their own."""
+    """The keys of every state.json; tasks add their own."""
 
     model_config = ConfigDict(strict=True)
     step: Count
@@ -144,13 +144,13 @@ def read_state(path: Path) -> dict[str, Any]:
         problem = error.errors(include_url=False)[0]
         key, value = ".".join(map(str, problem["loc"])), str(problem["input"])[:80]
         raise CheckpointError(
-            f"{path / STATE}: {key}={value}: {problem['msg']}: ", *RESTORE
+            f"{path / STATE}: {key}={value}: {problem['msg']}: ", *HOW_TO_RESTORE
         ) from None
     ranks = len(list(path.glob("loader-rank*.json")))
     if state["world"] != ranks:
         raise CheckpointError(
             f"{path / STATE}: world={state['world']}, but {ranks} ranks wrote loader-rankR.json: ",
-            *RESTORE,
+            *HOW_TO_RESTORE,
         )
     return {"best": {}} | state
 
@@ -160,7 +160,9 @@ def read_loader_state(path: Path) -> dict[str, Any]:
     file = path / "loader-rank0.json"
     state = _read_json(file)
     if not isinstance(state.get("recipe"), dict):
-        raise CheckpointError(f"{file}: is incomplete, so the next crops are unknown: ", *RESTORE)
+        raise CheckpointError(
+            f"{file}: is incomplete, so the next crops are unknown: ", *HOW_TO_RESTORE
+        )
     return state
 
 
@@ -171,5 +173,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: {' '.join(str(error).split())[:200]}: ", *RESTORE) from None
+        raise CheckpointError(
+            f"{file}: {' '.join(str(error).split())[:200]}: ", *HOW_TO_RESTORE
+        ) from None
     return value

@@ -1,10 +1,10 @@
 """Settings: one frozen, validated object. Errors are one line that names the key.
 
-    load("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])     # a Config, from a file and --set
-    load("diagnosis", ["start=RUN"], FinetuneConfig)      # downstream.tasks.config
-    config = build({"train": {"steps": 100}})     # the same without a file
-    check(config, world=8)                    # rejects contradictory settings before any work is done
-    omnilead pretrain --schema                # JSON schema, for editors
+    load_config("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])     # a Config, from a file and --set
+    load_config("diagnosis", ["start=RUN"], FinetuneConfig)      # downstream.tasks.config
+    config = build_config({"train": {"steps": 100}})    # the same without a file
+    check_config(config, world=8)                       # rejects contradictory settings before any work is done
+    omnilead pretrain --schema                          # JSON schema, for editors
 
 The settings of a component are a dataclass near its code, in a module that does not import PyTorch; this
 file collects them.
@@ -29,17 +29,17 @@ from ..data.config import LoaderConfig, PipelineConfig
 from ..model.config import ModelConfig, ObjectiveConfig, max_masked
 from ..model.folder import local_folder
 from ..model.window import CROP_S, HALF_S, InputConfig
-from ..settings.commandline import overridden, read_yaml
+from ..settings.commandline import apply_overrides, read_yaml
 from ..settings.errors import ConfigError, Flag
 from ..settings.files import CONFIGS as CONFIGS
-from ..settings.files import code_of, find_config, flatten, merge
+from ..settings.files import find_config, flatten, merge, read_plugins
 from ..settings.metrics import METRIC_OF
 from ..settings.resuming import MayChange
 
 CPUINFO = Path("/proc/cpuinfo")
 AMD_DRIVER = Path("/dev/kfd")
-SHOWN = 80  # characters of a wrong value
-DEVICE = re.compile(r"(^|\.)(device|gpu|cuda|accelerator)s?$")
+VALUE_CHARACTERS = 80  # characters of a wrong value
+DEVICE_SETTING = re.compile(r"(^|\.)(device|gpu|cuda|accelerator)s?$")
 WHICH_DEVICE = (
     "training takes a GPU if it sees one: CUDA_VISIBLE_DEVICES=1 in the environment chooses it, "
     "CUDA_VISIBLE_DEVICES= hides them all"
@@ -176,7 +176,7 @@ class TrainConfig(Section):
 
 
 def has_bf16() -> bool:
-    """Whether the hardware computes in bf16; emulated bf16 is slower than fp32."""
+    """True if the hardware computes in bf16; emulated bf16 is slower than fp32."""
     if may_have_gpu():
         import torch
 
@@ -186,7 +186,8 @@ def has_bf16() -> bool:
 
 
 def may_have_gpu() -> bool:
-    """Whether there is a driver: without one PyTorch, which takes a second, need not be asked."""
+    """True if there is a driver. Without one there is no need to ask PyTorch, whose import takes a
+    second."""
     if "torch" in sys.modules or AMD_DRIVER.exists():
         return True
     try:
@@ -199,9 +200,11 @@ def may_have_gpu() -> bool:
 class RunConfig(Section):
     """Settings of every training run."""
 
-    folder: ClassVar[str] = "pretrain"  # subfolder of configs/ in which a config is found by name
+    config_folder: ClassVar[str] = (
+        "pretrain"  # subfolder of configs/ in which a config is found by name
+    )
     defaults: ClassVar[dict[str, Any]] = {}  # where they differ from the sections' own
-    elsewhere: ClassVar[dict[str, str]] = {}  # settings that belong to another command
+    other_commands: ClassVar[dict[str, str]] = {}  # settings that belong to another command
     run: MayChange[str]  # folder of the run
     data: Any
     pipeline: PipelineConfig = PipelineConfig()
@@ -213,22 +216,22 @@ class RunConfig(Section):
         return self.model_dump(mode="json")
 
     def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
-        """Pairs of a condition that is true if settings contradict each other, and what to say."""
+        """Pairs (condition, message): the condition is true if settings contradict each other."""
         return []
 
     @property
-    def plugged(self) -> list[tuple[str, str]]:
+    def plugin_settings(self) -> list[tuple[str, str]]:
         """The settings that may name the user's own code."""
-        return self.augment.plugged
+        return self.augment.plugin_settings
 
     def require_files(self) -> None:
-        """ConfigError if a file that a setting names is not there. It needs no PyTorch, which takes
+        """ConfigError if a file that a setting names does not exist. Needs no PyTorch, which takes
         seconds to import."""
-        code_of(self.plugged, self.run)
+        read_plugins(self.plugin_settings, self.run)
 
     @property
     def length_matters(self) -> bool:
-        """Whether a step depends on the number of all steps."""
+        """True if a step depends on the total number of steps."""
         return self.train.schedule != "fixed"
 
     @property
@@ -252,14 +255,14 @@ class Config(RunConfig):
     input: InputConfig = InputConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
+    other_commands: ClassVar[dict[str, str]] = dict.fromkeys(
         ("task", "encoder", "code"), "omnilead finetune"
     )
 
     @property
-    def plugged(self) -> list[tuple[str, str]]:
+    def plugin_settings(self) -> list[tuple[str, str]]:
         encoder = ("model.encoder", self.model.encoder)
-        return [encoder, *super().plugged, ("objective.method", self.objective.method)]
+        return [encoder, *super().plugin_settings, ("objective.method", self.objective.method)]
 
     def require_files(self) -> None:
         super().require_files()
@@ -267,27 +270,27 @@ class Config(RunConfig):
             local_folder(self.start)
 
     @property
-    def signals(self) -> "Input":
+    def model_input(self) -> "Input":
         from ..model.input import Input  # late: PyTorch takes seconds
 
-        return Input(self.augment.output_leads, self.augment.seen, **vars(self.input))
+        return Input(self.augment.output_leads, self.augment.seen_leads, **vars(self.input))
 
     @property
     def windows(self) -> int:
-        """Of a crop in a step, at a random place: objective.windows."""
+        """The number of windows of a crop in a step, at a random place: objective.windows."""
         return self.objective.windows or (1 if self.input.window_s > HALF_S else 2)
 
     @property
     def loader(self) -> LoaderConfig:
         return replace(
-            super().loader, windows=0 if self.input.plain and self.windows == 2 else self.windows
+            super().loader, windows=0 if self.input.is_plain and self.windows == 2 else self.windows
         )
 
     def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
         objective, augment, t = self.objective, self.augment, self.train
         leads = len(augment.output_leads)
         views = "halves" if objective.method == "cmsc" else "window"
-        contrast = objective.contrast > 0 and not objective.plugged
+        contrast = objective.contrast > 0 and not objective.is_class
         if not self.model.encoder:
             tokens = self.model.tokens(self.input.samples)
             if objective.local > 0:
@@ -323,12 +326,14 @@ class Config(RunConfig):
                 f"{views}",
             ),
             (
-                contrast and views == "window" and not (augment.descriptions or augment.own),
+                contrast
+                and views == "window"
+                and not (augment.descriptions or augment.extra_functions),
                 "pipeline.views='window' without augmentation: both views would be equal: set "
                 "augment.rlm or augment.noise",
             ),
             (
-                contrast and candidates(self, world) < 2,
+                contrast and count_candidates(self, world) < 2,
                 f"train.batch_crops={t.batch_crops}, train.micro_batch={t.micro_batch}: a crop is "
                 "contrasted with "
                 "the others of its micro-batch: use 2 or more, or objective.contrast=0",
@@ -354,7 +359,7 @@ Kind = TypeVar("Kind", bound=RunConfig)
 Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
-def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
+def build_config(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
     """Validated settings from nested dicts."""
     tree = _with_dataset_paths(merge(kind.defaults, tree))
     train = tree.get("train")
@@ -377,8 +382,8 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
 
 
 def _with_dataset_paths(tree: dict[str, Any]) -> dict[str, Any]:
-    """With the paths of the datasets for patterns and lists, so that a run keeps those it was started
-    with."""
+    """The settings with patterns and lists of datasets replaced by paths, so that a run keeps the
+    datasets that it was started with."""
     data = tree.get("data")
     paths = data.get("datasets") if isinstance(data, dict) else None
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
@@ -386,7 +391,7 @@ def _with_dataset_paths(tree: dict[str, Any]) -> dict[str, Any]:
     return merge(tree, {"data": {"datasets": dataset_paths(paths, "data.datasets")}})
 
 
-def schema(kind: type[RunConfig] = Config) -> str:
+def json_schema(kind: type[RunConfig] = Config) -> str:
     return json.dumps(kind.model_json_schema(), indent=1)
 
 
@@ -400,25 +405,25 @@ def _validate(kind: type[Parsed], text: str, source: str = "") -> Parsed:
 def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
     for error in errors:
         if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            key = ".".join(map(str, error["loc"]))[:SHOWN]
+            key = ".".join(map(str, error["loc"]))[:VALUE_CHARACTERS]
             return f"{key}: no such setting{_suggest(key, kind)}"
     first = errors[0]
     if first["type"] == "json_invalid":
         return "settings are not valid JSON or UTF-8 text: write other values"
     # pydantic also names the types of a union that it tried: str, constrained-float[...]
     parts = [str(part) for part in first["loc"]]
-    key = ".".join(part for part in parts if not re.search(r"\W|^str$", part))[:SHOWN]
+    key = ".".join(part for part in parts if not re.search(r"\W|^str$", part))[:VALUE_CHARACTERS]
     value, message = repr(first["input"]), first["msg"][0].lower() + first["msg"][1:]
-    if len(value) > SHOWN:
-        return f"{key}={value[:SHOWN]}...: {message}"
+    if len(value) > VALUE_CHARACTERS:
+        return f"{key}={value[:VALUE_CHARACTERS]}...: {message}"
     mend = f": write {key}=[{first['input']}]" if first["type"] == "tuple_type" else ""
     return f"{key}={value}: {message}{mend}"
 
 
 def _suggest(key: str, kind: type[BaseModel]) -> str:
-    if issubclass(kind, RunConfig) and key in kind.elsewhere:
-        return f" here: it belongs to {kind.elsewhere[key]}"
-    if DEVICE.search(key):
+    if issubclass(kind, RunConfig) and key in kind.other_commands:
+        return f" here: it belongs to {kind.other_commands[key]}"
+    if DEVICE_SETTING.search(key):
         return f": {WHICH_DEVICE}"
     near = settings_named(key, kind) or nearest_settings(key, kind)
     if near:
@@ -427,7 +432,7 @@ def _suggest(key: str, kind: type[BaseModel]) -> str:
 
 
 def settings_named(key: str, kind: type[BaseModel]) -> list[str]:
-    """Settings whose name, or a name in other libraries, is the last part of this one."""
+    """The settings whose name, here or in another library, is the last part of `key`."""
     name = key.rpartition(".")[2]
     matching = []
     for setting in flatten(kind().model_dump()):
@@ -445,7 +450,7 @@ def deepspeed_json(
     config: RunConfig, world: int, universal: bool = False, clips: bool = False
 ) -> dict[str, Any]:
     """DeepSpeed's configuration: ZeRO and communication from the file, everything else from the
-    settings. `clips`: it measures, clips and skips gradients instead of the optimizer."""
+    settings. `clips`: DeepSpeed, not the optimizer, measures, clips and skips gradients."""
     settings = _deepspeed_file(config).model_dump(exclude_unset=True)
     zero: dict[str, Any] = settings.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
     if zero["stage"] in (1, 2):
@@ -487,7 +492,7 @@ def zero_stage(config: RunConfig) -> int:
 
 
 def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
-    """Crops per rank and forward pass, and forward passes per step."""
+    """(crops per rank and forward pass, forward passes per step)."""
     t = config.train
     share, remainder = divmod(t.batch_crops, world)
     if remainder:
@@ -503,12 +508,12 @@ def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
     return micro, share // micro
 
 
-def candidates(config: Config, world: int) -> int:
-    """Number of crops that are contrasted with each other."""
+def count_candidates(config: Config, world: int) -> int:
+    """The number of crops that are contrasted with each other."""
     return micro_batch(config, world)[0] * (world if config.objective.across_ranks else 1)
 
 
-def check(config: RunConfig, world: int) -> None:
+def check_config(config: RunConfig, world: int) -> None:
     """Raises ConfigError if settings contradict each other."""
     t, weights, datasets = config.train, config.pipeline.weights, config.data.datasets
     stage = zero_stage(config)
@@ -556,7 +561,7 @@ def check(config: RunConfig, world: int) -> None:
             raise ConfigError(*([message] if isinstance(message, str) else message))
 
 
-def load(
+def load_config(
     path: str | Path,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     kind: type[Kind] | None = None,
@@ -565,6 +570,6 @@ def load(
     by dotted key. `kind`: engine.training.config.Config, unless another is given."""
 
     config_kind: Any = kind or Config
-    tree = read_yaml(find_config(path, config_kind.folder), config_kind.folder)
-    config: Kind = build(overridden(tree, overrides), config_kind)
+    tree = read_yaml(find_config(path, config_kind.config_folder), config_kind.config_folder)
+    config: Kind = build_config(apply_overrides(tree, overrides), config_kind)
     return config

@@ -17,25 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from ..model.config import ModelConfig
-from ..model.encoders import with_defaults
+from ..model.encoders import options_with_defaults
 from ..model.folder import (
     CONFIG,
     PREPROCESSING,
     config_of,
-    document_of,
     misfits,
     model_folder,
+    read_document,
     seen_by,
     weights_in,
 )
 from ..model.input import Input
 from ..settings.errors import ConfigError, Flag
-from ..settings.files import portable
+from ..settings.files import portable_spec
 from ..settings.leads import describe_leads
 from .config import Config
-from .read_settings import INPUT
+from .read_settings import INPUT_SETTINGS
 
-MASK = "encoder.mask_embedding"  # only objectives that mask tokens have it
+MASK_EMBEDDING = "encoder.mask_embedding"  # only objectives that mask tokens have it
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,18 @@ class StartingWeights:
     facts: dict[str, Any]  # for checkpoints and config.json
 
     @torch.no_grad()
-    def into(self, model: nn.Module) -> str:
-        """Loads the weights into the model; what was loaded, and what starts afresh."""
+    def load_into(self, model: nn.Module) -> str:
+        """Loads the weights into the model; returns a sentence on what was loaded and what starts
+        afresh."""
         state = model.state_dict()
         encoder = {name: w for name, w in state.items() if name.startswith("encoder.")}
         heads = {name: w for name, w in state.items() if name.startswith("local.")}
         start_weights = {name: w for name, w in self.weights.items() if name.startswith("encoder.")}
         new = []
-        if MASK not in encoder:
-            start_weights.pop(MASK, None)
-        elif MASK not in start_weights:
-            start_weights[MASK] = state[MASK]
+        if MASK_EMBEDDING not in encoder:
+            start_weights.pop(MASK_EMBEDDING, None)
+        elif MASK_EMBEDDING not in start_weights:
+            start_weights[MASK_EMBEDDING] = state[MASK_EMBEDDING]
             new.append("the mask embedding")
         if problem := misfits(shapes(start_weights), shapes(encoder)):
             raise ConfigError(
@@ -83,11 +84,11 @@ def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def read_weights(config: Config) -> StartingWeights:
     start = config.start
     with model_folder(start) as (folder, digest):
-        document = document_of(folder / CONFIG)
-        preprocessing = document_of(folder / PREPROCESSING)
+        document = read_document(folder / CONFIG)
+        preprocessing = read_document(folder / PREPROCESSING)
         start_config = config_of(document, folder / CONFIG)
         weights, seen = weights_in(folder), seen_by(folder)
-    check_fits(config, start_config, Input.of(preprocessing, start_config.leads))
+    check_fits(config, start_config, Input.from_document(preprocessing, start_config.leads))
     trained = document.get("trained")
     trained = trained if isinstance(trained, dict) else {}
     continued: dict[str, Any] = {"start": start, "digest": digest[:16]}
@@ -100,7 +101,12 @@ def check_fits(config: Config, start_config: ModelConfig, signals: Input) -> Non
     start, augment = config.start, config.augment
     pairs = (
         ("architecture", "model", _architecture(start_config), _architecture(config.model)),
-        ("input", "input", {name: getattr(signals, name) for name in INPUT}, vars(config.input)),
+        (
+            "input",
+            "input",
+            {name: getattr(signals, name) for name in INPUT_SETTINGS},
+            vars(config.input),
+        ),
     )
     for what, section, start_values, run_values in pairs:
         differences = []
@@ -120,6 +126,6 @@ def check_fits(config: Config, start_config: ModelConfig, signals: Input) -> Non
 
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:
-    settings = asdict(model) | {"encoder": portable(model.encoder)}
-    settings["options"] = with_defaults(model)
-    return {key: settings[key] for key in model.architecture}
+    settings = asdict(model) | {"encoder": portable_spec(model.encoder)}
+    settings["options"] = options_with_defaults(model)
+    return {key: settings[key] for key in model.architecture_settings}

@@ -1,8 +1,8 @@
 """Ranks: the same under `deepspeed`, `torchrun` and plain `python`, on CPU (gloo) and CUDA (nccl).
 
-    with started(config.train) as ranks: ...  # ranks.rank, ranks.world, ranks.device
+    with started_ranks(config.train) as ranks: ...  # ranks.rank, ranks.world, ranks.device
     on_first_rank(ranks, work)                # work() on rank 0; its result or its error on every rank
-    with process_restored(): ...              # restores environment, threads, compiled graphs
+    with process_state_restored(): ...        # restores environment, threads, compiled graphs
     largest = MaxOverRanks(ranks)
     stop = largest(asked)                     # regularly, on all ranks: whether any was asked, one call before
 
@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ..model.kernels import disable_tf32
 from ..settings.errors import ConfigError
-from ..settings.launcher import cores_per_rank, environment
+from ..settings.launcher import cores_per_rank, launched_ranks
 from .config import TrainConfig
 
 T = TypeVar("T")
@@ -56,21 +56,22 @@ class Ranks:
 
 
 @contextmanager
-def started(config: TrainConfig) -> Iterator[Ranks]:
-    """All ranks of a training; its process is left as it was, and can train again."""
-    with process_restored():
+def started_ranks(config: TrainConfig) -> Iterator[Ranks]:
+    """A context for training with all ranks. It leaves the process as it was, so that it can train
+    again."""
+    with process_state_restored():
         ranks = start(config.timeout_s, config.deterministic)
         try:
             yield ranks
         except BaseException:
             if ranks.world == 1:  # else closing would wait for the other ranks
-                close()
+                close_groups()
             raise
-        close()
+        close_groups()
 
 
 def start(timeout_s: float, deterministic: bool = False) -> Ranks:
-    rank, world, local = environment()
+    rank, world, local = launched_ranks()
     # DeepSpeed reads them
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)})
     if "OMP_NUM_THREADS" not in os.environ:
@@ -108,7 +109,7 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
     try:
         dist.init_process_group(backend, timeout=timeout, device_id=device)
     except (RuntimeError, ValueError) as error:
-        rank, world, _ = environment()
+        rank, world, _ = launched_ranks()
         master, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         reason, mend = str(error).splitlines()[0][:200], "try another --master_port"
         if LOOPBACK.search(str(error)) and not LOOPBACK.search(master):
@@ -122,10 +123,10 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
         ) from None
 
 
-def share_work() -> int:
+def join_ranks() -> int:
     """Returns the rank. With several ranks it also creates a process group, so that they can wait
     for each other."""
-    rank, world, _ = environment()
+    rank, world, _ = launched_ranks()
     if world > 1:
         torch.set_num_threads(cores_per_rank())
         _join("gloo", timedelta(minutes=10))  # a rank may have failed before it got here
@@ -135,7 +136,7 @@ def share_work() -> int:
 
 
 @contextmanager
-def process_restored() -> Iterator[None]:
+def process_state_restored() -> Iterator[None]:
     """Restores what a training changes in its process, which may be a notebook's."""
     # torch.distributed replaces it
     environment = dict(os.environ)
@@ -163,7 +164,7 @@ def process_restored() -> Iterator[None]:
             sys.excepthook = hook
 
 
-def quiet_deepspeed() -> Any:
+def import_deepspeed() -> Any:
     """Imports DeepSpeed without log lines and without compiling its own replacement of gloo (80 s;
     needs a compiler)."""
     deprecated = r".*_all_gather_base|.*all_gather_into_tensor|.*reduce_scatter|torch.distributed.nn.functional"
@@ -177,8 +178,8 @@ def quiet_deepspeed() -> Any:
 
 
 def require_function(engine: Any, name: str, arguments: Sequence[str]) -> None:
-    """ConfigError if DeepSpeed's engine has no function of this name that takes these arguments.
-    It is replaced here, and another version might not call what replaces it."""
+    """ConfigError if DeepSpeed's engine has no function of this name with these arguments. Callers
+    replace the function, and another version might not call the replacement."""
     try:
         inspect.signature(attrgetter(name)(engine)).bind(**dict.fromkeys(arguments))
     except (AttributeError, TypeError, ValueError):
@@ -191,8 +192,9 @@ def require_function(engine: Any, name: str, arguments: Sequence[str]) -> None:
 
 def lost_a_rank(error: BaseException) -> bool:
     """True if a collective failed because another rank did not answer. NCCL and the store raise a
-    DistError, gloo a plain RuntimeError: where that was raised tells it from an error of a plug-in."""
-    if environment()[1] == 1:
+    DistError; gloo raises a plain RuntimeError, which its origin tells from an error of a
+    plug-in."""
+    if launched_ranks()[1] == 1:
         return False
     if isinstance(error, dist.DistError):
         return True
@@ -206,9 +208,9 @@ def _raised_in(error: BaseException, packages: Sequence[str]) -> bool:
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
-def close() -> None:
-    """Closes all process groups, so that this process can train again. DeepSpeed's own are closed
-    by its own function."""
+def close_groups() -> None:
+    """Closes all process groups, so that this process can train again; DeepSpeed's groups by
+    DeepSpeed's function."""
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
@@ -233,9 +235,8 @@ def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 class DeepSpeedLauncher:
-    """The command `deepspeed`. SIGTERM ends it at once, and the process that it has started and that
-    has started the ranks, deepspeed.launcher.launch, knows nothing of that: the ranks look for
-    themselves."""
+    """The command `deepspeed`. SIGTERM ends it at once, without telling deepspeed.launcher.launch,
+    the process between it and the ranks: so the ranks watch the command themselves."""
 
     def __init__(self) -> None:
         self.poll = select.poll()
@@ -253,7 +254,7 @@ class DeepSpeedLauncher:
 
 
 class MaxOverRanks:
-    """The largest of a number over all ranks, one call later: the exchange overlaps with what lies
+    """The maximum of a number over all ranks, one call late: communication overlaps with the work
     between two calls."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -269,7 +270,8 @@ class MaxOverRanks:
         return before
 
     def finish(self) -> int:
-        """Waits for the exchange. Also called before the process group is closed."""
+        """Waits for the communication and returns the maximum. Also called before the process group
+        is closed."""
         if self.pending is None:
             return 0
         (work, largest), self.pending = self.pending, None

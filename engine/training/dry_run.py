@@ -1,4 +1,4 @@
-"""What a training would be, without training: its data, model, memory, hours and disk.
+"""Describes a training without running it: its data, model, memory, hours and disk.
 
     print(dry_run(config, PretrainTask, open_datasets(config), gpus=8))
 
@@ -28,14 +28,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from omnilead.data_tools.dataset import Dataset
 
 from ..data.config import HALF
-from ..data.loader import Batch, order_of
+from ..data.loader import Batch, crop_order
 from ..data.order import Order, Places
 from ..model.kernels import REPLACEMENTS
 from .arguments import dtype_of
 from .config import RunConfig, micro_batch, zero_stage
 from .distributed import Ranks
 from .task import TrainingTask
-from .train import duration, recompute_layers, total_steps
+from .train import format_duration, recompute_layers, total_steps
 
 PRODUCTS_FLOPS = {
     torch.bfloat16: 0.97 * 769e12,
@@ -43,12 +43,13 @@ PRODUCTS_FLOPS = {
     torch.float32: 0.97 * 769e12 * 67 / 989,
 }
 KEPT_BYTES_S = 0.118e9 / (1 / 1748 - 175.9e9 / PRODUCTS_FLOPS[torch.bfloat16])
-LEAST_GFLOP = 17.6  # a crop's, a tenth of the measured model's
-CROP_BYTES = 122_368  # of a shard: samples 120,832, their row as JSON 1,536
+LEAST_MEASURED_GFLOP = 17.6  # a crop's, a tenth of the measured model's
+STORED_CROP_BYTES = 122_368  # of a shard: samples 120,832, their row as JSON 1,536
 
 
 class Amount(NamedTuple):
-    """How much is trained: of the datasets, or of the many crops that a pretended one stands for."""
+    """The amount of training, with the datasets or the many crops that a pretended dataset stands
+    for."""
 
     crops: int
     trained_crops: int
@@ -65,26 +66,27 @@ def dry_run(
     crops: int | None = None,
     hourly: float | None = None,
 ) -> str:
-    """Several lines, after the settings. Raises what a training would, but for what RUN holds.
-    `crops`: how many the pretended dataset stands for. `hourly`: the price of a GPU."""
+    """The settings, and lines that describe the training. Raises the errors of a training, except
+    those about RUN. `crops`: how many the pretended dataset stands for. `hourly`: the price of a
+    GPU."""
     task = task_class.prepare(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
-    order = order_of(replace(config.loader, windows=task.windows), datasets, task.selection)
+    order = crop_order(replace(config.loader, windows=task.windows), datasets, task.selection)
     model = task.model(torch.Generator().manual_seed(config.train.seed))
     if config.train.recompute_layers:
         recompute_layers(model)
     which_gpus = "the GPU" if gpus == 1 else f"each of {gpus} GPUs"
-    amount = amount_of(task, order, crops)
+    amount = planned_amount(task, order, crops)
     lines = [
         yaml.safe_dump(config.tree(), sort_keys=False),
-        *of_data(task, amount, pretended=crops is not None),
-        of_training(task, model, amount, gpus, which_gpus),
-        of_memory(task, model, order, gpus, which_gpus),
-        *of_time_and_disk(task, model, order, amount, gpus, hourly),
+        *describe_data(task, amount, pretended=crops is not None),
+        describe_training(task, model, amount, gpus, which_gpus),
+        describe_memory(task, model, order, gpus, which_gpus),
+        *describe_time_and_disk(task, model, order, amount, gpus, hourly),
     ]
     return "\n".join(lines)
 
 
-def amount_of(task: TrainingTask, order: Order, crops: int | None) -> Amount:
+def planned_amount(task: TrainingTask, order: Order, crops: int | None) -> Amount:
     rows, trained = sum(map(len, task.datasets)), sum(map(len, order.rows))
     if crops:
         trained = crops * trained // rows
@@ -93,15 +95,15 @@ def amount_of(task: TrainingTask, order: Order, crops: int | None) -> Amount:
     return Amount(crops or rows, trained, steps_per_epoch, order.batch_crops, steps)
 
 
-def of_data(task: TrainingTask, amount: Amount, pretended: bool) -> list[str]:
+def describe_data(task: TrainingTask, amount: Amount, pretended: bool) -> list[str]:
     of_whom = " of as many patients, which nobody has looked at" if pretended else ""
-    trained = f"{amount.trained_crops:,} to train on{'' if pretended else task.left_out()}"
+    trained = f"{amount.trained_crops:,} to train on{'' if pretended else task.left_out_text()}"
     epoch = f"an epoch is {amount.steps_per_epoch:,} x {amount.batch_crops} crops"
     line = f"data: {amount.crops:,} crops{of_whom}, {trained}; {epoch}"
     return [line] if pretended else [line, *task.remarks]
 
 
-def of_training(
+def describe_training(
     task: TrainingTask, model: nn.Module, amount: Amount, gpus: int, which_gpus: str
 ) -> str:
     crops, passes = micro_batch(task.config, gpus)
@@ -112,24 +114,24 @@ def of_training(
     )
 
 
-def of_memory(
+def describe_memory(
     task: TrainingTask, model: nn.Module, order: Order, gpus: int, which_gpus: str
 ) -> str:
     crops, _ = micro_batch(task.config, gpus)
     memory = state_bytes(model, dtype_of(task.config), zero_stage(task.config), gpus)
     activations, unknown = f"activations of {crops} crops", ""
     try:
-        memory[activations] = crops * activations_of(task, model, order)
+        memory[activations] = crops * activation_bytes(task, model, order)
     except Exception as error:
         if not task.code:
             raise
         why = type(error).__name__
         unknown = f", without {activations}: the plug-in needs numbers ({why})"
-    parts = ", ".join(f"{name} {size_of(size)}" for name, size in memory.items())
-    return f"memory of {which_gpus}, an estimate: {size_of(sum(memory.values()))}: {parts}{unknown}"
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in memory.items())
+    return f"memory of {which_gpus}, an estimate: {format_size(sum(memory.values()))}: {parts}{unknown}"
 
 
-def of_time_and_disk(
+def describe_time_and_disk(
     task: TrainingTask,
     model: nn.Module,
     order: Order,
@@ -139,7 +141,7 @@ def of_time_and_disk(
 ) -> list[str]:
     states = state_bytes(model, dtype_of(task.config), 0, 1)
     states.pop("gradients")
-    checkpoint = size_of(sum(states.values()))
+    checkpoint = format_size(sum(states.values()))
     disk = f"disk: {checkpoint} a checkpoint; the {task.config.train.keep} newest and the best are kept"
     try:
         crops_s = gpus / crop_seconds(task, model, order)
@@ -152,13 +154,13 @@ def of_time_and_disk(
     if dtype_of(task.config) == torch.float32:
         as_measured += ", products by the data sheet's share of fp32"
     estimate = "an estimate"
-    if task.flops_per_crop < LEAST_GFLOP * 1e9:
+    if task.flops_per_crop < LEAST_MEASURED_GFLOP * 1e9:
         estimate = "at least"
         as_measured += ", but so small a model also waits for its kernels to start"
     else:
-        disk += f"; reads {crops_s * CROP_BYTES / 1e6:,.0f} MB/s"
+        disk += f"; reads {crops_s * STORED_CROP_BYTES / 1e6:,.0f} MB/s"
     lines = [
-        f"time on H100 or H200, {estimate}: {duration(seconds)}, {crops_s:,.0f} crops/s: {as_measured}",
+        f"time on H100 or H200, {estimate}: {format_duration(seconds)}, {crops_s:,.0f} crops/s: {as_measured}",
         disk,
     ]
     if hourly is not None:
@@ -170,11 +172,12 @@ def of_time_and_disk(
 
 
 def crop_seconds(task: TrainingTask, model: Any, order: Order) -> float:
-    """The time that a crop takes on one GPU: of its products, and of the bytes that it moves."""
+    """The seconds that a crop takes on one GPU: for its matrix products, and for the bytes that it
+    moves."""
     recomputed = task.config.train.recompute_layers
     if recomputed:
         model.encoder.recomputes = False
-    kept = activations_of_each(task, model, order)
+    kept = activation_bytes_per_crop(task, model, order)
     if recomputed:
         model.encoder.recomputes = True
     seconds = task.flops_per_crop / PRODUCTS_FLOPS[dtype_of(task.config)] + kept / KEPT_BYTES_S
@@ -182,12 +185,12 @@ def crop_seconds(task: TrainingTask, model: Any, order: Order) -> float:
     return seconds * (4 / 3 if recomputed else 1)
 
 
-def size_of(size: float) -> str:
+def format_size(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size > 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> dict[str, float]:
-    """Weights, gradients and what AdamW keeps, which with bf16 has weights in float32 too."""
+    """Bytes of weights, gradients and AdamW's state, which with bf16 includes float32 weights."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adamw = 12 if dtype == torch.bfloat16 else 8
@@ -201,19 +204,19 @@ def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> 
     return states
 
 
-def activations_of(task: TrainingTask, model: Any, order: Order) -> float:
-    """Bytes that autograd keeps of each crop until the backward pass; with train.recompute_layers, those
-    of one layer too, which is computed again at a time."""
-    kept_by_layers = activations_of_each(task, model, order)
+def activation_bytes(task: TrainingTask, model: Any, order: Order) -> float:
+    """The bytes per crop that autograd keeps until the backward pass. With train.recompute_layers
+    they include one recomputed layer."""
+    kept_by_layers = activation_bytes_per_crop(task, model, order)
     if not task.config.train.recompute_layers:
         return kept_by_layers
     model.encoder.recomputes = False
-    without = activations_of_each(task, model, order)
+    without = activation_bytes_per_crop(task, model, order)
     model.encoder.recomputes = True
     return kept_by_layers + (without - kept_by_layers) / len(model.encoder.layers)
 
 
-def activations_of_each(task: TrainingTask, model: nn.Module, order: Order) -> float:
+def activation_bytes_per_crop(task: TrainingTask, model: nn.Module, order: Order) -> float:
     fewer_places, more_places = (order.batch(0)[:n] for n in (1, min(3, order.batch_crops)))
     if len(more_places) == 1:
         return kept_bytes(task, model, more_places)
@@ -232,7 +235,7 @@ def kept_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
         return x
 
     masks = None
-    if not task.input.plain:
+    if not task.input.is_plain:
         masks = np.ones((len(places), task.windows, leads, 1), bool)
     # Real ones: a filter that is computed here is kept, and a fake one would spoil the next training
     x_BSLT = torch.zeros(len(places), 2, leads, HALF)
@@ -249,7 +252,7 @@ def kept_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
 
 
 class FusedAttention(torch.autograd.Function):
-    """What fused attention keeps: no scores."""
+    """Keeps for backward what fused attention keeps: no scores."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

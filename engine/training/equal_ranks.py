@@ -1,5 +1,6 @@
-"""Compares the ranks before a training begins. Each reads its own copy of the data, the settings, plug-ins and
-omnilead itself, and a run whose ranks differ would train to its end and name only what rank 0 has.
+"""Compares the ranks before training. Each rank reads its own copy of the data, settings, plug-ins
+and omnilead itself; a run whose ranks differ would train to its end and record only what rank 0
+has.
 
     require_equal(ranks, facts_of_rank(config, datasets))       # ConfigError: the same line on every rank
 
@@ -17,35 +18,37 @@ import torch.distributed as dist
 import omnilead
 from omnilead.data_tools.dataset import Dataset
 
-from ..settings.errors import ConfigError, listed
-from ..settings.files import code_of, flatten
-from ..settings.resuming import changeable
+from ..settings.errors import ConfigError, first_names
+from ..settings.files import flatten, read_plugins
+from ..settings.resuming import changeable_settings
 from .config import RunConfig
 from .distributed import Ranks, on_first_rank
 from .loggers import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 WINGS = ("data_tools", "engine", "downstream")
-OF_A_MACHINE = (
+MACHINE_SETTINGS = (
     "data.",
     "pipeline.",
 )  # of these sections, the settings that may change: paths, threads
-SHOWN = 3  # differences in a message
+LISTED_DIFFERENCES = 3  # differences in a message
 ABSENT = "none"
 RankFacts = Mapping[str, tuple[str, str]]  # by key: what a message calls it, and its value
 
 
 def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
-    """What this rank trains on and with."""
+    """The data, settings, plug-ins and versions of this rank."""
     facts = {}
     for number, dataset in enumerate(datasets):
         name = f"another dataset at {dataset.root.url}: fingerprint "
         facts[f"dataset {number}"] = name, dataset.fingerprint[:16]
-    may_differ = {name for name in changeable(type(config)) if name.startswith(OF_A_MACHINE)}
+    may_differ = {
+        name for name in changeable_settings(type(config)) if name.startswith(MACHINE_SETTINGS)
+    }
     for setting, value in flatten(config.tree()).items():
         if setting not in may_differ:
             facts[setting] = f"{setting}=", str(value)
-    for file, content in code_of(config.plugged, config.run).items():
+    for file, content in read_plugins(config.plugin_settings, config.run).items():
         facts[f"code {file}"] = f"another {file}: sha256 ", _short_sha256(content)
     for package, version in versions().items():
         facts[f"version {package}"] = f"{package} ", version
@@ -55,12 +58,12 @@ def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
 
 
 def facts_of_task(facts: Mapping[str, Any]) -> RankFacts:
-    """What a task has read since: its labels and the model that it starts from."""
+    """Facts that a task has read since: its labels and the model that it starts from."""
     return {name: (f"{name}=", str(value)) for name, value in flatten(facts).items()}
 
 
 def require_equal(ranks: Ranks, facts: RankFacts) -> None:
-    """Called by all ranks. ConfigError on each, if one has other facts than the first."""
+    """ConfigError on every rank if one has other facts than rank 0. Called by all ranks."""
     if ranks.world == 1:
         return
     by_rank: list[Any] | None = [None] * ranks.world if ranks.first else None
@@ -73,13 +76,13 @@ def _refuse_differences(by_rank: Sequence[tuple[str, RankFacts]]) -> None:
     for rank, (machine, facts) in enumerate(by_rank):
         if found := differences(of_first, facts):
             raise ConfigError(
-                f"rank {rank} on {machine} has {listed(found, SHOWN)}: give all ranks the data, settings, code and "
-                "versions of rank 0"
+                f"rank {rank} on {machine} has {first_names(found, LISTED_DIFFERENCES)}: give all ranks the "
+                "data, settings, code and versions of rank 0"
             )
 
 
 def differences(of_first: RankFacts, facts: RankFacts) -> list[str]:
-    """How a rank differs from the first, as words for a message."""
+    """How a rank differs from rank 0, in words for a message."""
     found = []
     for key in dict.fromkeys([*facts, *of_first]):
         name, _ = facts.get(key) or of_first[key]

@@ -36,8 +36,8 @@ class Export(NamedTuple):
 
 
 def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
-    """What RUN/model will hold, from the best or the newest checkpoint."""
-    path = run.best() if task.exports_best else run.newest(warn)
+    """The content of RUN/model, from the best or the newest checkpoint."""
+    path = run.best_checkpoint() if task.exports_best else run.newest_checkpoint(warn)
     if path is None:
         raise CheckpointError(f"{run.path}: has no checkpoint: train it first")
     state = checkpoint_files.read_state(path)
@@ -47,35 +47,38 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
             "has learnt nothing and no model is written: look at the data and at augment.extra, or lower train.lr"
         )
     config: Any = saved_config(path, state, task.settings)
-    with distributed.process_restored():  # reading may import DeepSpeed
+    with distributed.process_state_restored():  # reading may import DeepSpeed
         state_dict = full_weights(path)
-    weights = task.exported(config, state_dict)
-    known = seen_until(run.path, config, state, task)
+    weights = task.exported_weights(config, state_dict)
+    known = seen_by_checkpoint(run.path, config, state, task)
     if not known.datasets:
-        known = joined_with_written(run.model, known, _history(config, state))
+        known = join_with_written(run.model, known, _history(config, state))
     return Export(config, state, weights, known.seen, known.source_hz)
 
 
 class Seen(NamedTuple):
-    """What the weights of a checkpoint have seen."""
+    """The data that the weights of a checkpoint have seen."""
 
     seen: pa.Table  # their start included
-    # How often each crop was drawn (Order.drawn), by the fingerprint of its dataset
+    # How often each crop was drawn (Order.draw_counts), by the fingerprint of its dataset
     times_drawn: dict[str, np.ndarray]
     source_hz: list[float]  # lowest and highest rate of the labelled ones; []: none, or unknown
     datasets: list[str]  # where the data of the run lie; []: they are gone
 
 
-def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]) -> Seen:
-    """RUN may be asked from any folder, and after its data have moved, if it was started again since."""
+def seen_by_checkpoint(
+    run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]
+) -> Seen:
+    """The data that a checkpoint has seen. Works from any folder, and after the data have moved if
+    the run was restarted since."""
     records = [folder.seen_by(run)] if folder.is_model(config.start) else []
     times_drawn = {}
     rates_hz = set[float]()
     places: list[str] = []
     try:
         found = _find_datasets(run, config, state)
-        for dataset, times, use in task.uses(config, state, run, list(found.values())):
-            records.append(seen.seen_in(dataset, np.flatnonzero(times), use))
+        for dataset, times, use in task.crop_uses(config, state, run, list(found.values())):
+            records.append(seen.record_of_crops(dataset, np.flatnonzero(times), use))
             if use != "selected":
                 times_drawn[dataset.fingerprint] = times
             if use == "labelled":
@@ -83,10 +86,10 @@ def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[Trainin
         places = list(found)
     except (ConfigError, DataError, OSError) as error:
         warn(f"{run}: cannot say what it was trained on: {error}")
-        records.append(seen.unknown())
+        records.append(seen.unknown_record())
         rates_hz = set()
     source_hz = [min(rates_hz), max(rates_hz)] if rates_hz else []
-    return Seen(seen.joined(records), times_drawn, source_hz, places)
+    return Seen(seen.join_records(records), times_drawn, source_hz, places)
 
 
 def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, Dataset]:
@@ -112,23 +115,23 @@ def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, D
     return dict(found[fingerprint] for fingerprint in state["datasets"])
 
 
-def joined_with_written(model: Path, known: Seen, history: dict[str, Any]) -> Seen:
-    """With what RUN/model says, if the data of the run are gone: of these very weights that is all; of earlier
-    ones it is a part."""
+def join_with_written(model: Path, known: Seen, history: dict[str, Any]) -> Seen:
+    """Adds what RUN/model says, if the run's data are gone: everything if it has these very
+    weights, a part if it has earlier ones."""
     try:
         written = folder.seen_by(model)
-        document = folder.document_of(model / folder.CONFIG)
+        document = folder.read_document(model / folder.CONFIG)
     except ConfigError:  # none there, or a damaged one
         return known
     if document.get("trained") != history:
-        return known._replace(seen=seen.joined([written, known.seen]))
+        return known._replace(seen=seen.join_records([written, known.seen]))
     head = document.get("head")
     source_hz = head.get("source_hz", []) if isinstance(head, dict) else []
     return known._replace(seen=written, source_hz=source_hz)
 
 
 def full_weights(path: Path) -> dict[str, Tensor]:
-    """All weights in float32, by the model's own names. Frozen weights have the precision of
+    """All weights in float32, under the model's own names. Frozen weights keep the precision of
     training."""
     stage = checkpoint_files.read_state(path)["zero_stage"]
     weights: dict[str, Tensor] = {}
@@ -152,13 +155,13 @@ def full_weights(path: Path) -> dict[str, Tensor]:
 def write_export(run: RunFolder, export: Export, task: type[TrainingTask], card: str) -> Path:
     """Writes RUN/model: weights in safetensors, the input specification, the card."""
     config, state, weights, record, source_hz = export
-    document = task.described(config, state) | {"trained": _history(config, state)}
+    document = task.exported_config(config, state) | {"trained": _history(config, state)}
     if "head" in document and source_hz:
         document["head"]["source_hz"] = source_hz
-    code = run.kept_code(state.get("code", ()))
-    signals = signals_of(config, state)
+    code = run.read_code(state.get("code", ()))
+    signals = preprocessing_of(config, state)
     try:
-        folder.write(run.model, weights, document, signals, card, code, record)
+        folder.write_model(run.model, weights, document, signals, card, code, record)
     except OSError as error:
         mend = mend_for(error, "free disk space", "make it writable")
         raise WriteError(
@@ -167,10 +170,10 @@ def write_export(run: RunFolder, export: Export, task: type[TrainingTask], card:
     return run.model
 
 
-def signals_of(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
-    """preprocessing.json: the signals that the model takes."""
+def preprocessing_of(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
+    """The content of preprocessing.json: the signals that the model takes."""
     leads = describe_leads(config.augment.output_leads).split(",")
-    seen = describe_leads(config.augment.seen).split(",")
+    seen = describe_leads(config.augment.seen_leads).split(",")
     signals = {**DEFAULT_INPUT, "leads": leads, "segment_s": 5.0, **state.get("input", {})}
     signals["meaning"] = SCALES[signals["scale"]]
     if seen != leads:

@@ -40,7 +40,7 @@ from ..settings.run_files import FACTS, METRICS, PROMETHEUS, VALID, VALIDATION
 from .config import RunConfig, TrainConfig
 from .tracking import Service
 
-COLUMNS = 100  # of a line in the terminal
+LINE_COLUMNS = 100  # of a line in the terminal
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
 PACKAGES = (
     "torch",
@@ -63,13 +63,13 @@ def peak_tflops(config: TrainConfig, device: torch.device) -> float:
     a = torch.randn(size, size, dtype=dtype, device=device)
     best_s = float("inf")
     for _ in range(MATMULS):
-        started = _time_s(device)
+        started = _matmul_s(device)
         a @ a
-        best_s = min(best_s, _time_s(device) - started)
+        best_s = min(best_s, _matmul_s(device) - started)
     return 2 * size**3 / best_s / 1e12
 
 
-def _time_s(device: torch.device) -> float:
+def _matmul_s(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -104,7 +104,7 @@ class RunLogger:
         }
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
-        write_whole(run / FACTS, json.dumps(facts | environment(), indent=1) + "\n")
+        write_whole(run / FACTS, json.dumps(facts | software_and_hardware(), indent=1) + "\n")
         self.services: dict[str, Service] = {}  # engine.training.tracking
         move_repeated_lines(run / METRICS, step)
         move_repeated_lines(run / VALIDATION, validated)
@@ -132,7 +132,7 @@ class RunLogger:
     def log_validation(self, row: Row) -> None:
         self._write(VALIDATION, row, {f"{VALID}{key}": value for key, value in row.items()})
         values = [f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen")]
-        say(folded("  ".join(["  validation", *values])))
+        say(fold_line("  ".join(["  validation", *values])))
 
     def close(self) -> None:
         if self.bar is not None:
@@ -172,7 +172,8 @@ class RunLogger:
 
 
 def write_gauges(path: Path, gauges: Mapping[str, float]) -> None:
-    """For the textfile collector of Prometheus' node_exporter, in the OpenMetrics format."""
+    """Writes gauges for the textfile collector of Prometheus' node_exporter, in the OpenMetrics
+    format."""
     run = path.parent.resolve().name
     for letter, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n")):  # the format's only ones
         run = run.replace(letter, escaped)
@@ -189,12 +190,12 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def folded(line: str) -> str:
-    return textwrap.fill(line, COLUMNS, subsequent_indent="    ")
+def fold_line(line: str) -> str:
+    return textwrap.fill(line, LINE_COLUMNS, subsequent_indent="    ")
 
 
 def progress_lines(row: Row, total: int, left_s: float) -> str:
-    """The parts of the loss, if it has any, are a line of their own."""
+    """The progress line; the loss's parts, if any, are on a second line."""
     parts = ", ".join(
         f"{key[5:]} {row[key]:.3f}"
         for key in row
@@ -209,7 +210,7 @@ def progress_lines(row: Row, total: int, left_s: float) -> str:
         f"{timedelta(seconds=int(left_s))} left"
     )
     lines = [line, f"    losses: {parts}"] if parts else [line]
-    return "\n".join(map(folded, lines))
+    return "\n".join(map(fold_line, lines))
 
 
 def move_repeated_lines(path: Path, step: int) -> None:
@@ -234,7 +235,7 @@ def move_repeated_lines(path: Path, step: int) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that training uses."""
+    """The versions of Python and of the packages that training uses."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -242,7 +243,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def environment() -> Row:
+def software_and_hardware() -> Row:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     hardware = {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
     return {"hardware": hardware, "versions": versions(), "command": sys.argv}

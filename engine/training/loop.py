@@ -33,7 +33,7 @@ from ..data.patients import source_names
 from ..model.objectives import sum_over_ranks
 from ..settings.counter import bits
 from ..settings.errors import TrainError
-from .arguments import arguments_of_crops
+from .arguments import slice_arguments
 from .config import RunConfig, micro_batch, zero_stage
 from .distributed import DeepSpeedLauncher, MaxOverRanks, Ranks, on_first_rank
 from .loggers import RunLogger, memory_gb, peak_tflops
@@ -42,11 +42,13 @@ from .run_folder import RunFolder
 from .task import TrainingTask
 
 DROPOUT_STREAM = 200
-AGAIN_S = 2  # from this long after a Ctrl-C, another one counts: launchers may send each one twice
+SECOND_SIGNAL_S = (
+    2  # from this long after a Ctrl-C, another one counts: launchers may send each one twice
+)
 
 
 class Stopped(Exception):
-    """All ranks stop here, as one of them was asked to. The message says what is not finished."""
+    """Raised on all ranks when one was asked to stop. The message says what is not finished."""
 
 
 @dataclass
@@ -64,7 +66,8 @@ class Progress:
 
     @property
     def done(self) -> tuple[int, int]:
-        """The last steps that are trained and validated; -1: not even the untrained model is."""
+        """The last step that is trained and the last that is validated; -1: not even the untrained
+        model was."""
         return self.step, self.step - self.validation_due
 
 
@@ -136,8 +139,8 @@ class Loop:
                 batches.close()  # type: ignore[attr-defined]
 
     def _stop_if_asked(self, unfinished: str = "") -> None:
-        """Called by all ranks between micro-batches. Of several ranks, all stop at the same call:
-        the first after the one that told the others."""
+        """Called by all ranks between micro-batches. All ranks stop at the same call: the one after
+        the first call that told the others."""
         if self.asked_to_stop(self.terminated or self.launcher.has_ended()):
             raise Stopped(unfinished)
 
@@ -170,7 +173,7 @@ class Loop:
                 os.write(
                     2, b"stopping after this micro-batch; Ctrl-C again: at once, no checkpoint\n"
                 )
-        elif now_s - self.interrupted_at_s >= AGAIN_S:
+        elif now_s - self.interrupted_at_s >= SECOND_SIGNAL_S:
             raise KeyboardInterrupt("stopped without a checkpoint: the same command continues")
 
     def _next_batch(self, batches: Any) -> tuple[Batch, State]:
@@ -198,7 +201,7 @@ class Loop:
             if reports:
                 lost = f"{len(reports)} of {count} micro-batches lost"
                 self._stop_if_asked(f"step {step + 1} begins again: {lost}")
-            losses = self.engine(*arguments_of_crops(arguments, start, start + self.micro))
+            losses = self.engine(*slice_arguments(arguments, start, start + self.micro))
             self.engine.backward(losses["loss"])
             self.engine.step()
             reports.append({name: value.detach() for name, value in losses.items()})
@@ -220,7 +223,7 @@ class Loop:
             self._log(losses, batch)
             if float(self.adam.in_a_row) >= t.max_nonfinite:
                 self._save_and_wait()  # the weights are those of the last good step
-                raise TrainError(self._not_finite())
+                raise TrainError(self._describe_nonfinite())
         if self.progress.validation_due:
             self._validate()
 
@@ -257,8 +260,8 @@ class Loop:
             }
         )
 
-    def _not_finite(self) -> str:
-        """Names the crops of the last skipped steps."""
+    def _describe_nonfinite(self) -> str:
+        """A sentence that names the crops of the last skipped steps."""
         crops = []
         for step, places in list(self.recent)[-3:]:
             rows = ", ".join(map(str, places.row[:8].tolist()))
@@ -290,15 +293,15 @@ class Loop:
         value = row.get(name, np.nan)
         best = progress.best.get(name, -sign * np.inf)
         if np.isfinite(value) and sign * (value - best) > 0:
-            progress.best = {"step": progress.step, name: value, **self.task.chosen()}
+            progress.best = {"step": progress.step, name: value, **self.task.chosen_values()}
             progress.stale = 0
             self._save()
         elif np.isfinite(value) or progress.best:  # a metric may be undefined on these crops
             progress.stale += 1
 
     def _save_is_due(self) -> bool:
-        """The same on all ranks. The clock is the first rank's, of which others hear a step later:
-        then a checkpoint that was written meanwhile counts."""
+        """True on all ranks if it is time for a checkpoint. Rank 0's clock decides, and the others
+        learn it a step later: a checkpoint written meanwhile counts."""
         t, step = self.config.train, self.progress.step
         late = time.monotonic() - self.saved_at_s >= 60 * t.save_every_minutes
         asked_at_step = self.asked_to_save(step if late and self.ranks.first else 0)
@@ -310,8 +313,8 @@ class Loop:
         self.writer.wait()
 
     def _save(self) -> None:
-        """A checkpoint of this step, written while training goes on; of the untrained model there
-        is none. One that there is already is not written again, which would delete it first."""
+        """Writes a checkpoint of this step while training continues, but none of the untrained
+        model. One that exists is not written again, because that would delete it first."""
         self.progress.skipped_steps = int(self.adam.skipped)
         self.progress.in_a_row = int(self.adam.in_a_row)
         if self.progress.step == 0 or self.progress == self.saved:
@@ -324,7 +327,7 @@ class Loop:
 
     def _write_checkpoint(self) -> None:
         facts = run_facts(self.config, self.task.datasets, self.ranks)
-        state = {**facts, **self.task.facts(), **vars(self.progress)}
+        state = {**facts, **self.task.resume_facts(), **vars(self.progress)}
         self.writer.save(self.engine, state, self.loader_state)
 
 

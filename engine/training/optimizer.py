@@ -86,7 +86,7 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 def lr_groups(model: nn.Module, factors: Mapping[str, float]) -> Groups:
-    """Trained weights in groups, each with its share of the learning rate. `factors`:
+    """Trained weights in groups, each with its factor of the learning rate. `factors`:
     train.lr_factors."""
     if not factors:  # in the order that checkpoints have
         return [(1.0, [p for p in model.parameters() if p.requires_grad])]

@@ -11,13 +11,13 @@ from omnilead.data_tools.dataset import COLUMNS, Dataset, Meta
 from omnilead.data_tools.ecg.constants import CROP, FS_HZ, LEADS
 from omnilead.data_tools.io.storage import LocalFolder
 
-ROWS = 65_536  # of its table at most, or four batches
+MOST_ROWS = 65_536  # of its table at most, or four batches
 
 
 class PretendedDataset(Dataset):
     @cached_property
     def _samples_bytes(self) -> pa.Buffer:
-        """Each crop is of another patient."""
+        """The bytes of samples.parquet, in which each crop is of another patient."""
         rows = np.arange(len(self))
         names = [f"{row}" for row in rows]
         known: dict[str, Any] = {
@@ -45,9 +45,9 @@ class PretendedDataset(Dataset):
         return sink.getvalue()
 
 
-def pretended(crops: int, batch_crops: int) -> PretendedDataset:
-    """The table of a dataset of that many crops, or of the first of them if they are many."""
-    rows = min(crops, max(ROWS, 4 * batch_crops))
+def pretend_dataset(crops: int, batch_crops: int) -> PretendedDataset:
+    """A dataset with a table of `crops` crops, or of the first ones if they are many."""
+    rows = min(crops, max(MOST_ROWS, 4 * batch_crops))
     no_sum = "0" * 64
     meta: dict[str, Any] = {
         "fs_hz": FS_HZ,

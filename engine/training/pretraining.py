@@ -18,42 +18,44 @@ from torch import Tensor, nn
 from omnilead.data_tools.dataset import Dataset
 
 from ..data.config import HALF
-from ..data.leakage import held_out, refuse_leak
-from ..data.loader import Batch, order_of
+from ..data.leakage import held_out_rows, refuse_leak
+from ..data.loader import Batch, crop_order
 from ..data.order import Selection
-from ..data.seen import as_bytes
+from ..data.seen import to_bytes
 from ..model.config import ATTRIBUTES, masked_share
-from ..model.encoders import cast_statistics, drops_out, encoder_flops, prepared
+from ..model.encoders import build_and_examine, cast_statistics, encoder_flops, has_dropout
 from ..model.folder import SEEN
 from ..model.jepa import JointEmbedding, added_flops
 from ..model.objectives import single_process
 from ..model.pretrainer import Pretrainer
 from ..model.quantizer import temperature
 from ..settings.errors import ConfigError, blaming
-from ..settings.files import code_of, portable
+from ..settings.files import portable_spec, read_plugins
 from ..settings.run_files import VALID
 from .arguments import Arguments, PretrainInputs, dtype_of
-from .config import Config, candidates
+from .config import Config, count_candidates
 from .continuing import StartingWeights, read_weights
 from .distributed import Ranks, on_first_rank
 from .task import Between, TrainingTask, best_metric, best_step_text, describe_encoder, start_text
 from .validation import (
     PatientProbe,
     ValidationLoss,
-    choose_once,
+    choose_on_first_rank,
     first_of_each_waveform,
-    rows_of,
+    selected_rows,
     training_selection,
 )
 
 # What embeddings of the model keep of an ECG (downstream.tasks.readout). Of those tried, it diagnosed
 # 1,662 real ECGs best from 12 leads, docs/readouts.md
-READOUT = "mean+std+rhythm"
-READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a rhythm is measured
-TAKEN = {"local", "diversity", "features"}  # names of losses
+DEFAULT_READOUT = "mean+std+rhythm"
+READOUT_WITHOUT_RHYTHM = (
+    "mean+std"  # of a model that does not see the signal in which a rhythm is measured
+)
+OWN_LOSSES = {"local", "diversity", "features"}  # names of losses
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 COLLAPSED_SPREAD = 0.05  # of JEPA's targets, which have a standard deviation of 1 over their width
-AVERAGED = (
+AVERAGED_PREFIX = (
     "plugin.target."  # JEPA's average of the encoder's weights, which is exported instead of them
 )
 
@@ -89,7 +91,7 @@ class PretrainTask(TrainingTask):
     encoder: nn.Module | None  # one that is not the authors'
     tokens: int  # of a window
     inputs: PretrainInputs
-    held_out: ValidationLoss
+    validation_loss: ValidationLoss
     probe: PatientProbe
     copies: int  # crops whose waveform another one has
     start: StartingWeights | None
@@ -98,14 +100,14 @@ class PretrainTask(TrainingTask):
     @classmethod
     def prepare(cls, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
         local = config.objective.local > 0
-        code = code_of(config.plugged, config.run)
-        model_input = config.signals
-        encoder, tokens = prepared(
+        code = read_plugins(config.plugin_settings, config.run)
+        model_input = config.model_input
+        encoder, tokens = build_and_examine(
             config.model, local, dtype_of(config), config.train.seed, samples=model_input.samples
         )
         best = best_metric(config.train.best, ("loss", "identification_accuracy"))
         inputs = PretrainInputs(config, datasets)
-        choose_once(datasets, config.data, ranks)
+        choose_on_first_rank(datasets, config.data, ranks)
         kept_rows, copies, copied = on_first_rank(ranks, partial(without_copies, config, datasets))
         selection = Selection(rows=kept_rows) if config.data.dedup else training_selection(config)
         held_out = ValidationLoss(config, datasets, ranks)
@@ -119,7 +121,7 @@ class PretrainTask(TrainingTask):
         ]
         start = read_weights(config) if config.start else None
         flops = encoder_flops(encoder, config.model, local, model_input.samples, config.windows)
-        if config.objective.plugged and config.objective.method == "jepa":
+        if config.objective.is_class and config.objective.method == "jepa":
             width = int(getattr(encoder, "width", config.model.width))
             flops += config.windows * added_flops(flops / config.windows, tokens, width)
         return cls(
@@ -134,18 +136,18 @@ class PretrainTask(TrainingTask):
             windows=config.loader.windows,
             remarks=remarks,
             code=code,
-            kept={SEEN: as_bytes(start.seen)} if start else {},
+            kept_files={SEEN: to_bytes(start.seen)} if start else {},
             encoder=encoder,
             tokens=tokens,
             inputs=inputs,
-            held_out=held_out,
+            validation_loss=held_out,
             probe=probe,
             copies=copies,
             start=start,
         )
 
-    def left_out(self) -> str:
-        return left_out(self.config, self.datasets, self.copies)
+    def left_out_text(self) -> str:
+        return left_out_text(self.config, self.datasets, self.copies)
 
     def model(self, generator: torch.Generator) -> nn.Module:
         config = self.config
@@ -153,10 +155,10 @@ class PretrainTask(TrainingTask):
         if model.plugin is not None:
             dtype = dtype_of(config)
             cast_statistics(model.plugin, dtype)
-            names = examine_objective(model, dtype, config.windows, config.signals.samples)
+            names = examine_objective(model, dtype, config.windows, config.model_input.samples)
             self.keys = tuple(dict.fromkeys([*self.keys, *names]))
         if self.start:
-            self.remarks = [*self.remarks, self.start.into(model)]
+            self.remarks = [*self.remarks, self.start.load_into(model)]
             if isinstance(model.plugin, JointEmbedding):
                 model.plugin.after_step(model.encoder, momentum=0)
         return model
@@ -171,24 +173,27 @@ class PretrainTask(TrainingTask):
         return self.inputs(batch, tau)
 
     def validate(self, engine: Any, between: Between) -> dict[str, float]:
-        row = self.held_out.measure(engine, between) if self.held_out.crops else {}
+        row = self.validation_loss.measure(engine, between) if self.validation_loss.crops else {}
         if self.probe.pairs:
             row["identification_accuracy"] = self.probe.accuracy(engine, between)
         return row
 
-    def facts(self) -> dict[str, Any]:
+    def resume_facts(self) -> dict[str, Any]:
         """Adds the number of candidates, which is part of the objective."""
-        facts = super().facts()
+        facts = super().resume_facts()
         if self.start:
             facts |= self.start.facts
-        if not self.config.signals.plain:
-            facts["input"] = self.config.signals.signals
+        if not self.config.model_input.is_plain:
+            facts["input"] = self.config.model_input.signals
         if self.config.objective.contrast > 0:
-            facts["train.micro_batch x ranks"] = candidates(self.config, self.ranks.world)
+            facts["train.micro_batch x ranks"] = count_candidates(self.config, self.ranks.world)
         return facts
 
-    def explained(self) -> dict[str, Any]:
-        in_training, held_out = candidates(self.config, self.ranks.world), self.held_out.crops
+    def explanations(self) -> dict[str, Any]:
+        in_training, held_out = (
+            count_candidates(self.config, self.ranks.world),
+            self.validation_loss.crops,
+        )
         chance = self._chance("", in_training) | self._chance(VALID, held_out)
         if self.probe.pairs:
             chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
@@ -196,7 +201,7 @@ class PretrainTask(TrainingTask):
         return {"chance": chance, "validation": differs}
 
     def _chance(self, prefix: str, crops: int) -> dict[str, float]:
-        """Losses and accuracies when guessing. `crops`: how many are contrasted."""
+        """Losses and accuracies of guessing. `crops`: how many are contrasted with each other."""
         objective, model = self.config.objective, self.config.model
         chance: dict[str, float] = {}
         if objective.local > 0:
@@ -207,7 +212,7 @@ class PretrainTask(TrainingTask):
             )  # some are drawn more than once
             chance[f"{prefix}loss_local"] = math.log(1 + negatives)
             chance[f"{prefix}accuracy_local"] = 1 / (1 + rivals)
-        if objective.contrast > 0 and crops and not objective.plugged:
+        if objective.contrast > 0 and crops and not objective.is_class:
             one_half = objective.method == "cmsc" and objective.form == "authors"
             choices = crops if one_half else 2 * crops - 1
             chance[f"{prefix}loss_global"] = math.log(choices)
@@ -218,11 +223,11 @@ class PretrainTask(TrainingTask):
         config, model = self.config, self.config.model
         local = config.objective.local > 0
         differs = []
-        if drops_out(self.encoder, model, model.feature_dropout):
+        if has_dropout(self.encoder, model, model.feature_dropout):
             differs.append("dropout is off")
         if local:
             differs.append("codes are the likeliest ones, not sampled")
-        contrasted = config.objective.contrast > 0 and not config.objective.plugged
+        contrasted = config.objective.contrast > 0 and not config.objective.is_class
         if contrasted and held_out != in_training:
             differs.append(f"crops are contrasted in batches of {held_out:,}, not {in_training:,}")
         masked = ["tokens"] * local + ["leads"] * (config.augment.rlm > 0)
@@ -256,48 +261,48 @@ class PretrainTask(TrainingTask):
         return text if self.low_logs == COLLAPSED_LOGS else None
 
     @staticmethod
-    def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
+    def exported_config(config: Config, state: dict[str, Any]) -> dict[str, Any]:
         objective = config.objective
-        model = asdict(config.model) | {"encoder": portable(config.model.encoder)}
+        model = asdict(config.model) | {"encoder": portable_spec(config.model.encoder)}
         document: dict[str, Any] = {
             "model": model,
-            "objective": asdict(objective) | {"method": portable(objective.method)},
-            "readout": READOUT if config.signals.plain else READOUT_ELSE,
+            "objective": asdict(objective) | {"method": portable_spec(objective.method)},
+            "readout": DEFAULT_READOUT if config.model_input.is_plain else READOUT_WITHOUT_RHYTHM,
         }
         if "continued" in state:
             document["continued"] = state["continued"]
         return document
 
     @staticmethod
-    def uses(
+    def crop_uses(
         config: Config, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
         selection = training_selection(config)
         if config.data.dedup:
             selection = Selection(rows=first_of_each_waveform(config, datasets)[0])
-        order = order_of(config.loader, datasets, selection)
-        times_drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
+        order = crop_order(config.loader, datasets, selection)
+        times_drawn = zip(datasets, order.draw_counts(state["crops_seen"]), strict=True)
         use = "labelled" if config.objective.attributes else "unlabelled"
         return [(dataset, times, use) for dataset, times in times_drawn]
 
     @staticmethod
-    def exported(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def exported_weights(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         not_exported = "plugin.", "attributes."
         kept = {name: w for name, w in weights.items() if not name.startswith(not_exported)}
-        if config.objective.plugged and config.objective.method == "jepa":
+        if config.objective.is_class and config.objective.method == "jepa":
             for name in kept:
-                kept[name] = weights.get(name.replace("encoder.", AVERAGED, 1), kept[name])
+                kept[name] = weights.get(name.replace("encoder.", AVERAGED_PREFIX, 1), kept[name])
         return kept
 
     @staticmethod
-    def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
+    def card_text(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
         objective = config.objective
         names = ["contrast"]
         if objective.local:
             names = ["local", "diversity", "features", "contrast"]
         terms = [f"{getattr(objective, n)} x {n}" for n in names if getattr(objective, n)]
         terms += [f"{weight} x {name}" for name, weight in objective.attributes.items()]
-        global_objective = portable(objective.method) if objective.contrast else "none"
+        global_objective = portable_spec(objective.method) if objective.contrast else "none"
         lines = [describe_encoder(config.model)]
         if config.start:
             lines.append(f"Continued from the weights of {start_text(config.start)}.")
@@ -307,15 +312,15 @@ class PretrainTask(TrainingTask):
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", lines
 
 
-def left_out(config: Config, datasets: Sequence[Dataset], copies: int) -> str:
+def left_out_text(config: Config, datasets: Sequence[Dataset], copies: int) -> str:
     """How many crops data.where and data.dedup leave out, to be appended to a sentence."""
     selection = training_selection(config)
     text = ""
     if config.data.where:
         crops = 0
         for dataset in datasets:
-            rows_without_where = rows_of(dataset, replace(selection, where=""))
-            crops += len(rows_without_where) - len(rows_of(dataset, selection))
+            rows_without_where = selected_rows(dataset, replace(selection, where=""))
+            crops += len(rows_without_where) - len(selected_rows(dataset, selection))
         text = f", data.where={config.data.where!r} leaves out {crops:,} crops"
     if config.data.dedup:
         text += f", data.dedup leaves out {copies:,} copies"
@@ -325,8 +330,8 @@ def left_out(config: Config, datasets: Sequence[Dataset], copies: int) -> str:
 def without_copies(
     config: Config, datasets: Sequence[Dataset]
 ) -> tuple[list[np.ndarray], int, list[str]]:
-    """The crops that data.dedup trains on, how many copies there are, and a remark on them if it is not
-    set."""
+    """(the crops that data.dedup trains on, the number of copies, a remark on copies if data.dedup
+    is not set)."""
     kept_rows, copies = first_of_each_waveform(config, datasets)
     if config.data.dedup:
         return kept_rows, copies, []
@@ -338,13 +343,13 @@ def without_copies(
 
 
 def refuse_shared(config: Config, datasets: Sequence[Dataset], validated: Selection) -> None:
-    """ConfigError if crops of a held-out patient are trained on in another dataset. The first rank does it
-    for all: the same names, gigabytes of them, would be compared by each."""
-    trained, held_out_rows = [], []
+    """ConfigError if crops of a held-out patient are trained on in another dataset. Called on rank
+    0 only: each rank would compare the same gigabytes of names."""
+    trained, held = [], []
     for dataset in datasets:
-        trained.append(rows_of(dataset, training_selection(config)))
-        held_out_rows.append(np.union1d(held_out(dataset), rows_of(dataset, validated)))
-    refuse_leak(datasets, trained, held_out_rows)
+        trained.append(selected_rows(dataset, training_selection(config)))
+        held.append(np.union1d(held_out_rows(dataset), selected_rows(dataset, validated)))
+    refuse_leak(datasets, trained, held)
 
 
 def attribute_remarks(config: Config, inputs: PretrainInputs) -> list[str]:
@@ -365,7 +370,7 @@ def validation_remarks(
 ) -> list[str]:
     data = config.data
     if validation.crops:
-        shared = 0 if data.hold_out else validation.trained_on()
+        shared = 0 if data.hold_out else validation.count_trained_on()
         if not shared:
             return []
         return [
@@ -375,7 +380,7 @@ def validation_remarks(
     if data.hold_out:
         raise ConfigError(
             f"data.hold_out={data.hold_out}: selects no patient of these datasets"
-            f"{left_out(config, datasets, copies)}: raise it, or leave it out"
+            f"{left_out_text(config, datasets, copies)}: raise it, or leave it out"
         )
     role = ", ".join(f"{name}={value!r}" for name, value in data.valid if value is not None)
     return [
@@ -397,10 +402,10 @@ def examine_objective(
         torch.manual_seed(0)
         x_BSLT = torch.randn(2, windows, model.config.leads, samples)
         x_BSLT[1, -1] = 0  # as RLM may give
-        losses, logged = model_copy.plugged_losses(
+        losses, logged = model_copy.class_losses(
             x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1)
         )
-        taken_names = TAKEN | model.objective.attributes.keys()
+        taken_names = OWN_LOSSES | model.objective.attributes.keys()
         if not losses or taken_names & losses.keys():
             names = ", ".join(sorted(taken_names))
             raise ConfigError(f"returns {list(losses)}: name one loss or more, and none {names}")

@@ -68,8 +68,8 @@ class Profile:
 
 
 class AllocationProfile(profile):
-    """Also records the allocations of the traced steps, with Python's stacks alone: those of C++
-    cost time at each allocation and take long to resolve."""
+    """Also records the allocations of the traced steps, with Python stacks only: C++ stacks slow
+    down each allocation and take long to resolve."""
 
     def step(self) -> None:
         super().step()

@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..model.folder import CONFIG, PREPROCESSING, config_of, document_of, model_folder
-from ..settings.commandline import overridden, read_mapping
+from ..model.folder import CONFIG, PREPROCESSING, config_of, model_folder, read_document
+from ..settings.commandline import apply_overrides, read_mapping
 from ..settings.errors import ConfigError, Flag
-from ..settings.files import flatten, portable
-from .config import Config, build, load
+from ..settings.files import flatten, portable_spec
+from .config import Config, build_config, load_config
 
 QUICKSTART = "quickstart"  # the config if none is given
-INPUT = ("window_s", "fs_hz", "band_hz", "clip_mv", "scale")
-PLUGGED = ("model.encoder", "augment.extra", "objective.method")  # may name the user's own code
+INPUT_SETTINGS = ("window_s", "fs_hz", "band_hz", "clip_mv", "scale")
+CODE_SETTINGS = (
+    "model.encoder",
+    "augment.extra",
+    "objective.method",
+)  # may name the user's own code
 # and defaults
-PLACES: dict[str, Any] = {
+SERVICE_DEFAULTS: dict[str, Any] = {
     "train.deepspeed": None,
     "train.track": ["tensorboard"],
     "pipeline.cache_dir": None,
@@ -27,13 +31,13 @@ PLACES: dict[str, Any] = {
 def read_settings(
     config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Config:
-    """Like engine.training.config.load. Without a config, the settings are those of the run `start`. If
+    """Like engine.training.config.load_config. Without a config, the settings are those of the run `start`. If
     `start` is a model folder or a fine-tuned run, they are its model and objective. Without
     `start`, they are the quick start's."""
-    set_by_user = overridden({}, overrides)
+    set_by_user = apply_overrides({}, overrides)
     start = set_by_user.get("start")
     if config or not start or not isinstance(start, str):
-        return load(config or QUICKSTART, overrides)
+        return load_config(config or QUICKSTART, overrides)
     before = Path(start, "config.yaml")
     if before.is_symlink():
         raise ConfigError(
@@ -46,18 +50,18 @@ def read_settings(
         tree = {name: section for name, section in settings.items() if name not in left_out}
     else:  # a model folder, or a fine-tuned run
         with model_folder(start) as (folder, _):
-            document = document_of(folder / CONFIG)
-            preprocessing = document_of(folder / PREPROCESSING)
+            document = read_document(folder / CONFIG)
+            preprocessing = read_document(folder / PREPROCESSING)
         from ..model.input import Input  # late: PyTorch takes seconds
 
         tree = {name: document[name] for name in ("model", "objective") if name in document}
-        signals = Input.of(preprocessing, config_of(document).leads)
-        tree["input"] = {name: getattr(signals, name) for name in INPUT}
+        signals = Input.from_document(preprocessing, config_of(document).leads)
+        tree["input"] = {name: getattr(signals, name) for name in INPUT_SETTINGS}
     refuse_foreign(start, flatten(tree), flatten(set_by_user))
     objective, method = tree.get("objective", {}), flatten(set_by_user).get("objective.method")
-    if method and portable(str(method)) != portable(str(objective.get("method"))):
+    if method and portable_spec(str(method)) != portable_spec(str(objective.get("method"))):
         objective.pop("options", None)  # those of the other class
-    return build(overridden(tree, overrides))
+    return build_config(apply_overrides(tree, overrides))
 
 
 def refuse_foreign(start: str, settings: dict[str, Any], set_by_user: dict[str, Any]) -> None:
@@ -67,11 +71,11 @@ def refuse_foreign(start: str, settings: dict[str, Any], set_by_user: dict[str, 
         option = Flag(f"--set {key}={value}")
         if key in set_by_user:
             continue
-        if key in PLUGGED and ":" in str(value):
+        if key in CODE_SETTINGS and ":" in str(value):
             raise ConfigError(
                 f"start={start}: {key}={value} is code: to run it, name the file: ", option
             )
-        if key in PLACES and value != PLACES[key]:
+        if key in SERVICE_DEFAULTS and value != SERVICE_DEFAULTS[key]:
             raise ConfigError(
                 f"start={start}: {key}={value} is a file or a service: to use it again, ", option
             )

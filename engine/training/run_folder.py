@@ -1,13 +1,13 @@
-"""RUN, the folder of a training run: its place, its lock, its checkpoints, its copy in a bucket, and
-the files that are kept beside them; and the datasets that it trains on.
+"""RUN, the folder of a training run: its path, lock, checkpoints, copy in a bucket and other files;
+and opening the datasets that it trains on.
 
     folder = RunFolder("s3://bucket/run")     # or a local path
     folder.make()
     with folder.locked(ranks):
         folder.fetch()                        # from a bucket, if it is in one
-        path = folder.newest(warn)            # the checkpoint to resume from
+        path = folder.newest_checkpoint(warn) # the checkpoint to resume from
         folder.claim()
-        folder.keep(code, files)
+        folder.write_run_files(code, files)
         writer = folder.writer(ranks, config.train)   # uploads each checkpoint
         folder.send(config.train.keep, last=True)     # when RUN/model is written
 """
@@ -25,19 +25,19 @@ from omnilead.data_tools.io.storage import locked_by_another, write_whole
 from ..data.datasets import open_together
 from ..model.folder import WEIGHTS
 from ..settings.errors import ConfigError, Flag
-from ..settings.files import CODE
+from ..settings.files import CODE_FOLDER
 from ..settings.run_files import LOCK
 from .bucket import Bucket
 from .checkpoint_files import (
     BEST,
     CHECKPOINTS,
+    HOW_TO_RESTORE,
     LATEST,
-    RESTORE,
     CheckpointError,
     WriteError,
     checkpoint_named,
-    complete,
-    fault,
+    complete_checkpoints,
+    find_fault,
     make_room,
 )
 from .config import RunConfig, TrainConfig
@@ -99,7 +99,8 @@ class RunFolder:
         self.lock_file = os.stat(self.path / LOCK)
 
     def _make_room(self, path: Path) -> None:
-        """For a checkpoint; but if the folder was moved, another training may have begun here."""
+        """Makes room for a checkpoint. Refuses if the folder was moved, since another training may
+        have begun here."""
         lock = self.path / LOCK
         if self.lock_file and not (lock.exists() and os.path.samestat(lock.stat(), self.lock_file)):
             raise WriteError(
@@ -114,7 +115,7 @@ class RunFolder:
             self.bucket.fetch()
 
     def claim(self) -> None:
-        """Ends the run on another machine."""
+        """Claims the run for this machine, which ends it on another."""
         if self.bucket:
             self.bucket.claim()
 
@@ -129,16 +130,16 @@ class RunFolder:
         upload = partial(self.send, settings.keep)
         return Writer(self.checkpoints, ranks, settings, self._make_room, upload)
 
-    def newest(self, warn: Callable[[str], object] | None = None) -> Path | None:
+    def newest_checkpoint(self, warn: Callable[[str], object] | None = None) -> Path | None:
         """The checkpoint that `latest` names, else the newest complete one; `warn` is called with
         what was skipped and why."""
         root = self.checkpoints
-        latest, finished = checkpoint_named(root, LATEST), complete(root)
+        latest, finished = checkpoint_named(root, LATEST), complete_checkpoints(root)
         if latest is None and not finished and not (root / LATEST).exists():
             return None
         skipped = [] if latest else [f"{root / LATEST}: does not name a checkpoint"]
         for path in dict.fromkeys([*([latest] if latest else []), *finished]):
-            why = fault(path)
+            why = find_fault(path)
             if why is None:
                 if warn and skipped:
                     warn(
@@ -147,30 +148,30 @@ class RunFolder:
                     )
                 return path
             skipped.append(why)
-        raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: ", *RESTORE)
+        raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: ", *HOW_TO_RESTORE)
 
-    def best(self) -> Path | None:
+    def best_checkpoint(self) -> Path | None:
         """The best checkpoint by validation; without validation the newest."""
         path = checkpoint_named(self.checkpoints, BEST)
-        return path if path and fault(path) is None else self.newest()
+        return path if path and find_fault(path) is None else self.newest_checkpoint()
 
-    def keep(self, code: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
-        """Plugged-in code and files such as labels, without which the run's model could not be
+    def write_run_files(self, code: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
+        """Writes plug-in code, and files such as labels, without which the run's model could not be
         exported."""
         for name, content in code.items():
-            (self.path / CODE).mkdir(exist_ok=True)
-            write_whole(self.path / CODE / name, content)
+            (self.path / CODE_FOLDER).mkdir(exist_ok=True)
+            write_whole(self.path / CODE_FOLDER / name, content)
         for name, content in files.items():
             write_whole(self.path / name, content)
 
-    def kept_code(self, names: Iterable[str]) -> dict[str, bytes]:
+    def read_code(self, names: Iterable[str]) -> dict[str, bytes]:
         code = {}
         for name in names:
-            file = self.path / CODE / name
+            file = self.path / CODE_FOLDER / name
             if file.is_symlink() or not file.is_file():
                 raise CheckpointError(
                     f"{file}: no such file, or a link, but the checkpoint was trained with it: ",
-                    *RESTORE,
+                    *HOW_TO_RESTORE,
                 )
             code[name] = file.read_bytes()
         return code

@@ -26,7 +26,7 @@ from ..data.order import Selection
 from ..model.config import ENCODERS, ModelConfig
 from ..model.input import Input
 from ..settings.errors import ConfigError
-from ..settings.files import file_of, portable
+from ..settings.files import plugin_file, portable_spec
 from ..settings.metrics import METRIC_OF, label_of
 from .arguments import Arguments
 from .config import RunConfig
@@ -38,7 +38,7 @@ Between = Callable[[], None]  # called by all ranks between batches; raises when
 
 @dataclass(eq=False, kw_only=True)
 class TrainingTask(ABC):
-    """What `prepare` has read, chosen and built."""
+    """A task with what `prepare` has read, chosen and built."""
 
     settings: ClassVar[type[RunConfig]]
     exports_best: ClassVar[bool]  # export the best checkpoint, or the newest
@@ -54,7 +54,7 @@ class TrainingTask(ABC):
     windows: int  # of each crop: LoaderConfig.windows
     remarks: Sequence[str]  # printed at the start
     code: Mapping[str, bytes]  # plugged-in files by name, for RUN/code and RUN/model
-    kept: Mapping[str, bytes]  # other files by name, for RUN
+    kept_files: Mapping[str, bytes]  # other files by name, for RUN
 
     @classmethod
     @abstractmethod
@@ -67,7 +67,7 @@ class TrainingTask(ABC):
         with the key `loss`."""
 
     def groups(self, model: Any) -> Groups:
-        """Trained weights in groups, each with its share of the learning rate."""
+        """Trained weights in groups, each with its factor of the learning rate."""
         return lr_groups(model, self.config.train.lr_factors)
 
     @abstractmethod
@@ -80,23 +80,23 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def validate(self, engine: Any, between: Between) -> dict[str, float]:
-        """Called by all ranks, as is `between` before each batch; empty if there is nothing to
-        validate on."""
+        """Validation metrics by name; empty if there is nothing to validate on. Called by all
+        ranks, as is `between` before each batch."""
 
-    def chosen(self) -> dict[str, Any]:
+    def chosen_values(self) -> dict[str, Any]:
         """Values that the last validation chose, such as thresholds, for the best checkpoint."""
         return {}
 
     @abstractmethod
-    def explained(self) -> dict[str, Any]:
-        """For run.json: `chance`, the value of each curve when guessing (validation:
+    def explanations(self) -> dict[str, Any]:
+        """Entries of run.json: `chance`, the value of each curve when guessing (validation:
         valid/NAME); `validation`, how validation differs from training."""
 
     @abstractmethod
-    def left_out(self) -> str:
-        """How many crops data.where leaves out, to be appended to a sentence."""
+    def left_out_text(self) -> str:
+        """The number of crops that data.where leaves out, as words to append to a sentence."""
 
-    def facts(self) -> dict[str, Any]:
+    def resume_facts(self) -> dict[str, Any]:
         """Further facts that must not change when a run is resumed."""
         sums = {
             name: f"sha256 {hashlib.sha256(content).hexdigest()[:16]}"
@@ -105,7 +105,7 @@ class TrainingTask(ABC):
         return {"code": sums} if sums else {}
 
     def may_change(self, fact: str) -> bool:
-        """Whether a fact, by its dotted name, may change nevertheless."""
+        """True if a fact, by its dotted name, may change nevertheless."""
         return False
 
     def extra_metrics(self, step: int) -> dict[str, float | None]:
@@ -117,25 +117,25 @@ class TrainingTask(ABC):
 
     @staticmethod
     @abstractmethod
-    def described(config: Any, state: dict[str, Any]) -> dict[str, Any]:
+    def exported_config(config: Any, state: dict[str, Any]) -> dict[str, Any]:
         """The exported model's config.json; `state`: the checkpoint's, with `facts`."""
 
     @staticmethod
     @abstractmethod
-    def card(config: Any, state: dict[str, Any]) -> tuple[str, list[str]]:
+    def card_text(config: Any, state: dict[str, Any]) -> tuple[str, list[str]]:
         """Title and lines of the model card."""
 
     @staticmethod
     @abstractmethod
-    def uses(
+    def crop_uses(
         config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
-        """What the checkpoint's weights have seen: how often each crop of a dataset (Order.drawn),
-        and its use (engine.data.seen)."""
+        """(dataset, how often the checkpoint's weights have seen each of its crops
+        (Order.draw_counts), the use (engine.data.seen))."""
 
     @staticmethod
-    def exported(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What is exported of a checkpoint's weights."""
+    def exported_weights(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights to export, from a checkpoint's weights."""
         return weights
 
 
@@ -151,12 +151,12 @@ def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
 
 
 def start_text(start: str) -> str:
-    """For the model card, which may be shared: names no folder of this machine."""
+    """`start` in words for the model card, which may be shared: without folders of this machine."""
     return start if "://" in start else Path(start).name
 
 
 def best_step_text(best: Mapping[str, float]) -> str:
-    """For the model card."""
+    """The best step in words for the model card."""
     name = next((name for name in best if name != "step"), None)
     if name is None:
         return "There was no validation."
@@ -164,7 +164,7 @@ def best_step_text(best: Mapping[str, float]) -> str:
 
 
 def describe_encoder(config: ModelConfig) -> str:
-    """One line for the model card."""
+    """The encoder in one line for the model card."""
     if not config.encoder:
         size = (
             f"{len(config.conv)} convolutions, {config.layers} {'causal ' * config.causal}transformer "
@@ -173,8 +173,8 @@ def describe_encoder(config: ModelConfig) -> str:
         return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
     about = (
         "with its code in this folder"
-        if file_of(config.encoder)
+        if plugin_file(config.encoder)
         else inspect.getdoc(plugin(ENCODERS[config.encoder]))
     )
     options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
-    return f"Encoder `{portable(config.encoder)}`, {about}. Options: {options}."
+    return f"Encoder `{portable_spec(config.encoder)}`, {about}. Options: {options}."

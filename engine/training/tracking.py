@@ -1,4 +1,4 @@
-"""What watches a training from outside: tracking services (train.track), on rank 0.
+"""Tracking services (train.track), on rank 0.
 
     require_installed(config)                          # before any work
     services = open_services(run, config, step)        # for engine.training.loggers.RunLogger
@@ -107,7 +107,7 @@ def require_installed(config: RunConfig) -> None:
 
 
 def open_services(run: Path, config: RunConfig, step: int) -> dict[str, Service]:
-    """Opens what train.track names."""
+    """Opens the services that train.track names."""
     path = run / SERVICE_IDS
     services: dict[str, Service] = {}
     ids: dict[str, str] = json.loads(path.read_text()) if step and path.is_file() else {}

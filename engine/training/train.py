@@ -21,10 +21,10 @@ from ..data.loader import Loader
 from ..model.encoder import Encoder, attention_backend
 from ..settings.errors import ConfigError, Flag
 from ..settings.files import flatten
-from ..settings.resuming import changeable
+from ..settings.resuming import changeable_settings
 from . import checkpoint, checkpoint_files, distributed
 from .checkpoint_files import CheckpointError
-from .config import Config, RunConfig, build, deepspeed_json, zero_stage
+from .config import Config, RunConfig, build_config, deepspeed_json, zero_stage
 from .distributed import on_first_rank
 from .loggers import RunLogger
 from .loop import Loop, Progress, run_facts
@@ -32,11 +32,11 @@ from .optimizer import GuardedAdamW
 from .run_folder import RunFolder
 from .task import TrainingTask
 
-LONG_S = 600  # of a run on a CPU, from which on its duration is estimated
+LONG_RUN_S = 600  # of a run on a CPU, from which on its duration is estimated
 # Of a matrix product's rate. Measured on two cores: 0.55 to 0.6 at the paper's size, in float32 and
 # in bfloat16; 0.24 for configs/pretrain/small.yaml
 SHARE_OF_PEAK = 0.5
-COMPILED = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
+COMPILE_DEFAULTS = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
 
 
 @dataclass
@@ -47,13 +47,14 @@ class Resumed:
     universal: bool  # ZeRO's partitions must be converted for another number of ranks
 
     def progress(self, loader_step: int, total: int) -> Progress:
-        """ConfigError or CheckpointError if it does not fit the loader or the number of steps."""
+        """The progress to resume from. ConfigError or CheckpointError if the checkpoint does not
+        fit the loader or the number of steps."""
         step = self.state["step"]
         if loader_step != step:
             raise CheckpointError(
                 f"{self.path}: state.json is of step {step}, the loader's state of step "
                 f"{loader_step}: ",
-                *checkpoint_files.RESTORE,
+                *checkpoint_files.HOW_TO_RESTORE,
             )
         if step > total:
             raise ConfigError(
@@ -80,7 +81,7 @@ def make_loader(task: TrainingTask, resumed: Resumed | None) -> Loader:
 
 
 def progress_of(config: RunConfig, loader: Loader, resumed: Resumed | None) -> tuple[Progress, int]:
-    """Where a run stands, and how many steps it has in all."""
+    """(the progress of a run, its total number of steps)."""
     total = total_steps(config, loader.steps_per_epoch)
     return resumed.progress(loader.step, total) if resumed else Progress(), total
 
@@ -93,12 +94,12 @@ def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
 def make_logger(
     task: TrainingTask, folder: RunFolder, engine: Any, progress: Progress, total: int
 ) -> RunLogger:
-    facts = facts_of_run(task, engine) | {"steps": total}
+    facts = run_json(task, engine) | {"steps": total}
     return RunLogger(folder.path, task.config, task.keys, facts, progress.done, total)
 
 
 def announce(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> None:
-    """The first lines of a run."""
+    """Prints the first lines of a run."""
     say(heading(task, loader, progress, engine))
     for remark in task.remarks:
         say(remark)
@@ -112,7 +113,7 @@ def run_loop(loop: Loop, profile: Any, opened: ExitStack) -> bool:
     ranks, tracer = loop.task.ranks, None
     if profile and ranks.first:
         tracer = opened.enter_context(profile.traced(loop.folder.path / "profile", ranks.device))
-    if ranks.first and ranks.device.type == "cpu" and (slow := estimate(loop)):
+    if ranks.first and ranks.device.type == "cpu" and (slow := estimated_duration(loop)):
         say(slow)
     finished = loop.train(tracer)
     if ranks.first and not finished:
@@ -120,21 +121,21 @@ def run_loop(loop: Loop, profile: Any, opened: ExitStack) -> bool:
     return finished
 
 
-def estimate(loop: Loop) -> str:
-    """How long a long run will take on a CPU, which may be more than anyone waits for."""
+def estimated_duration(loop: Loop) -> str:
+    """A sentence on how long a long run will take on a CPU; "" for a short run."""
     crops, steps = loop.config.train.batch_crops, loop.total - loop.progress.step
     step_s = crops * loop.task.flops_per_crop / (SHARE_OF_PEAK * loop.peak_flops)
-    if steps * step_s < LONG_S:
+    if steps * step_s < LONG_RUN_S:
         return ""
     peak = "train.peak_tflops" if loop.config.train.peak_tflops else "a matrix product"
     return (
-        f"estimate: {duration(steps * step_s)} on the CPU, {duration(step_s)} for each of "
+        f"estimate: {format_duration(steps * step_s)} on the CPU, {format_duration(step_s)} for each of "
         f"{steps:,} steps, without validation ({loop.task.flops_per_crop / 1e9:.3g} GFLOP per crop "
         f"at half the {loop.peak_flops / 1e9:.3g} GFLOP/s of {peak})"
     )
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"
@@ -150,18 +151,18 @@ def how_it_stopped(loop: Loop) -> str:
 
 
 def make_engine(task: TrainingTask, resumed: Resumed | None) -> tuple[Any, GuardedAdamW]:
-    """The model in DeepSpeed's engine, and its optimiser: with random weights, or a checkpoint's."""
+    """(the model in DeepSpeed's engine, its optimiser), with random weights or a checkpoint's."""
     universal = bool(resumed and resumed.universal)
     if resumed and universal:
         distributed.on_first_rank(task.ranks, lambda: checkpoint.to_universal(resumed.path))
-    engine, adam = initialize(task, universal)
+    engine, adam = initialize_deepspeed(task, universal)
     if resumed:
-        checkpoint.load(engine, resumed.path, universal)
+        checkpoint.load_checkpoint(engine, resumed.path, universal)
     return engine, adam
 
 
-def initialize(task: TrainingTask, universal: bool) -> tuple[Any, GuardedAdamW]:
-    deepspeed = distributed.quiet_deepspeed()
+def initialize_deepspeed(task: TrainingTask, universal: bool) -> tuple[Any, GuardedAdamW]:
+    deepspeed = distributed.import_deepspeed()
     config: RunConfig = task.config
     ranks, t, stage = task.ranks, config.train, zero_stage(config)
     model: Any = task.model(torch.Generator().manual_seed(t.seed)).to(ranks.device)
@@ -191,7 +192,9 @@ def initialize(task: TrainingTask, universal: bool) -> tuple[Any, GuardedAdamW]:
         engine.optimizer._get_norm_groups = lambda: [torch.zeros(())]
     if t.recompute_layers:
         recompute_layers(model)
-    compile_model(model, t.compile or ("eager" if stage == 3 else COMPILED[ranks.device.type]))
+    compile_model(
+        model, t.compile or ("eager" if stage == 3 else COMPILE_DEFAULTS[ranks.device.type])
+    )
     return engine, adam
 
 
@@ -219,20 +222,20 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
     encoder = model.encoder
     for part in encoder.layers if isinstance(encoder, Encoder) else [encoder]:
         part.compile(**options)
-    methods = [(encoder, "features"), (encoder, "enter")]
+    methods = [(encoder, "features"), (encoder, "first_layer_input")]
     if not isinstance(encoder, Encoder):  # an objective may call these alone
         methods.append((encoder, "context"))
-    methods += [(model, name) for name in ("draw", "compare", "pool")]
+    methods += [(model, name) for name in ("draw", "local_objective", "pool")]
     for owner, name in methods:
         if hasattr(owner, name):
             setattr(owner, name, torch.compile(getattr(owner, name), **options))
 
 
-def facts_of_run(task: TrainingTask, engine: Any) -> dict[str, Any]:
-    """For run.json."""
-    facts = run_facts(task.config, task.datasets, task.ranks) | task.facts()
+def run_json(task: TrainingTask, engine: Any) -> dict[str, Any]:
+    """The content of run.json."""
+    facts = run_facts(task.config, task.datasets, task.ranks) | task.resume_facts()
     facts |= {"best": task.best[0], "attention": attention_backend(engine.module)}
-    return facts | task.explained()
+    return facts | task.explanations()
 
 
 def heading(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> str:
@@ -242,7 +245,7 @@ def heading(task: TrainingTask, loader: Loader, progress: Progress, engine: Any)
     return (
         f"{config.run} {begins} on {ranks.world} x {ranks.device.type}: a model of "
         f"{parameters:,} parameters, {loader.steps_per_epoch} steps of {config.train.batch_crops} "
-        f"crops to go through the data once{task.left_out()} (for experts: "
+        f"crops to go through the data once{task.left_out_text()} (for experts: "
         f"{config.train.precision}, ZeRO "
         f"{zero_stage(config)}, loader {loader.backend}, attention "
         f"{attention_backend(engine.module)})"
@@ -254,7 +257,7 @@ def find_checkpoint(task: TrainingTask, folder: RunFolder) -> Resumed | None:
     or settings that shape the training have changed."""
     ranks = task.ranks
     on_first_rank(ranks, folder.fetch)
-    path = on_first_rank(ranks, lambda: folder.newest(checkpoint_files.warn))
+    path = on_first_rank(ranks, lambda: folder.newest_checkpoint(checkpoint_files.warn))
     if path:
         state = checkpoint_files.read_state(path)
         refuse_changes(path, state, task)
@@ -269,14 +272,14 @@ def find_checkpoint(task: TrainingTask, folder: RunFolder) -> Resumed | None:
 def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> None:
     config: RunConfig = task.config
     saved = saved_config(path, state, type(config))
-    if subject(state["config"]) != subject(config.tree()):
-        raise other_run(path, state)
+    if run_subject(state["config"]) != run_subject(config.tree()):
+        raise other_run_error(path, state)
     facts = run_facts(config, task.datasets, task.ranks)
     facts_now = {name: facts[name] for name in ("preprocessing_sha256", "datasets", "zero_stage")}
-    facts_now |= task.facts()
+    facts_now |= task.resume_facts()
     before = flatten({name: state.get(name) for name in facts_now}) | flatten(saved.tree())
     facts_now = flatten(facts_now) | flatten(config.tree())
-    settings_that_may = changeable(type(config))
+    settings_that_may = changeable_settings(type(config))
     if not config.length_matters:
         settings_that_may |= {"train.steps", "train.epochs"}
     changes = []
@@ -285,8 +288,10 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
         if before.get(key) != facts_now.get(key) and not may_change:
             text_before, now_text = before.get(key), facts_now.get(key)
             if key == "datasets":
-                text_before, now_text = described_data(state), described_data(facts)
-            changes.append(f"{key} changed from {shortened(text_before)} to {shortened(now_text)}")
+                text_before, now_text = describe_datasets(state), describe_datasets(facts)
+            changes.append(
+                f"{key} changed from {shorten_checksums(text_before)} to {shorten_checksums(now_text)}"
+            )
     if changes:
         run = path.parent.parent
         mend: list[object] = ["change it back, or use ", Flag("--out"), " NEW"]
@@ -302,7 +307,7 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
         raise ConfigError(f"{run}: cannot resume: {'; '.join(changes)}: ", *mend)
 
 
-def described_data(facts: dict[str, Any]) -> str:
+def describe_datasets(facts: dict[str, Any]) -> str:
     """The datasets of run_facts or of a checkpoint, by path, size and fingerprint."""
     urls, fingerprints = facts["config"]["data"]["datasets"], facts["datasets"]
     sizes = facts.get("crops") or [None] * len(urls)  # not in checkpoints of earlier versions
@@ -313,13 +318,13 @@ def described_data(facts: dict[str, Any]) -> str:
     return " and ".join(parts)
 
 
-def shortened(value: Any) -> str:
-    """With the first eight digits of checksums, as other messages show them."""
+def shorten_checksums(value: Any) -> str:
+    """The value as text, with checksums cut to eight digits as in other messages."""
     return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{24,}\b", r"\1", str(value))
 
 
-def subject(settings: dict[str, Any]) -> str:
-    """What a run with these settings is."""
+def run_subject(settings: dict[str, Any]) -> str:
+    """A run with these settings in words."""
     if "task" not in settings:
         return "pre-training"
     task = settings["task"]
@@ -327,12 +332,13 @@ def subject(settings: dict[str, Any]) -> str:
     return f"fine-tuning for {name}"
 
 
-def other_run(path: Path, state: dict[str, Any]) -> ConfigError:
-    """An error that says which run the checkpoint belongs to, if it is not the one that was asked
-    for."""
+def other_run_error(path: Path, state: dict[str, Any]) -> ConfigError:
+    """The error for a checkpoint of another run than the one that was asked for."""
     settings = state["config"]
     program = "finetune" if "task" in settings else "pretrain"
-    where = f"{path.parent.parent}: holds another run, a {subject(settings)} (step {state['step']})"
+    where = (
+        f"{path.parent.parent}: holds another run, a {run_subject(settings)} (step {state['step']})"
+    )
     return ConfigError(
         f"{where}: use ",
         Flag("--out"),
@@ -341,11 +347,12 @@ def other_run(path: Path, state: dict[str, Any]) -> ConfigError:
 
 
 def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> RunConfig:
-    """A checkpoint's settings. Those that did not exist when it was written have their defaults."""
+    """A checkpoint's settings, with defaults for settings that did not exist when it was
+    written."""
     if ("task" in state["config"]) != ("task" in kind.model_fields):
-        raise other_run(path, state)
+        raise other_run_error(path, state)
     try:
-        config = build(state["config"], kind)
+        config = build_config(state["config"], kind)
     except ConfigError as error:
         raise CheckpointError(f"{path / checkpoint_files.STATE}: config: {error}") from None
     seen, trained = state["crops_seen"], state["step"] * config.train.batch_crops
@@ -353,6 +360,6 @@ def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> Ru
         raise CheckpointError(
             f"{path / checkpoint_files.STATE}: crops_seen={seen}, but {state['step']} steps of "
             f"{config.train.batch_crops} crops are {trained}: ",
-            *checkpoint_files.RESTORE,
+            *checkpoint_files.HOW_TO_RESTORE,
         )
     return config

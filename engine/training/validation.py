@@ -23,18 +23,18 @@ from omnilead.data_tools.dataset import Dataset
 from ..data.batches import CropBatch, predict
 from ..data.loader import Loader
 from ..data.order import DatasetRows, OrderError, Selection
-from ..data.patients import keep_choice, owner_names, validation_split
-from ..data.where import holds
+from ..data.patients import owner_names, store_choice, validation_split
+from ..data.where import where_mask
 from ..model.encoder import pool
 from ..model.objectives import all_gather_no_grad, single_process, sum_over_ranks, world_size
 from ..settings.errors import ConfigError
-from ..settings.metrics import TIE
+from ..settings.metrics import COSINE_TIE
 from .arguments import PretrainInputs, dtype_of
-from .config import Config, DataConfig, RunConfig, candidates
+from .config import Config, DataConfig, RunConfig, count_candidates
 from .distributed import Ranks, on_first_rank
 from .task import Between
 
-BATCH = 16  # crops encoded at a time
+CROPS_PER_BATCH = 16  # crops encoded at a time
 NOT_LOGGED = (
     "loss_diversity",
     "loss_features",
@@ -47,8 +47,8 @@ NOT_LOGGED = (
 
 @contextmanager
 def eval_mode(engine: Any) -> Iterator[None]:
-    """Called by all ranks. Running statistics, which a plugged-in encoder may have, are taken
-    from rank 0, as in checkpoints."""
+    """A context with the model in evaluation mode. Running statistics, which a plugged-in encoder
+    may have, are taken from rank 0, as in checkpoints. Called by all ranks."""
     engine.eval()
     for buffer in engine.module.buffers() if world_size() > 1 else ():
         dist.broadcast(buffer, 0)
@@ -67,14 +67,14 @@ def training_selection(config: Config) -> Selection:
 def first_of_each_waveform(
     config: Config, datasets: Sequence[Dataset]
 ) -> tuple[list[np.ndarray], int]:
-    """The crops of each dataset that data.dedup trains on, and how many it leaves out. A waveform's
-    64 bits are the checksums of two parts of it, from which that of the whole, crc32c, follows: to
-    compare it as well would tell nothing more. That any two of 10**7 different crops share their
-    bits has a chance of 3 in 10**6."""
+    """(for each dataset, the crops that data.dedup trains on; the number that it leaves out). A
+    waveform's 64 bits are the checksums of its two parts, which determine its crc32c: comparing
+    that too would add nothing. The chance that any two of 10**7 different crops share their bits is
+    3 in 10**6."""
     rows: list[np.ndarray] = []
     waveforms = []
     for dataset in datasets:
-        selected = DatasetRows.of(dataset, training_selection(config))
+        selected = DatasetRows.select(dataset, training_selection(config))
         rows.append(selected.row(np.arange(len(selected))))
         waveforms.append(dataset.column("waveform")[rows[-1]])
     waveform_N = np.concatenate(waveforms)
@@ -94,20 +94,20 @@ def first_of_each_waveform(
     return kept_rows, int((~is_first_N).sum())
 
 
-def choose_once(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> None:
-    """The first rank chooses the held-out patients and the crops of data.where for all: ten million
-    names take seconds of a core, and the ranks of a machine share its cores."""
-    choices: list[tuple[Any, Any]] = [(data.hold_out, validation_split), (data.where, holds)]
+def choose_on_first_rank(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> None:
+    """Chooses the held-out patients and the crops of data.where on rank 0, for all ranks: ten
+    million names take seconds of a core, and the ranks of a machine share its cores."""
+    choices: list[tuple[Any, Any]] = [(data.hold_out, validation_split), (data.where, where_mask)]
     for dataset in datasets:
         for by, choose in choices:
             if by:
-                keep_choice(dataset, by, on_first_rank(ranks, partial(choose, dataset, by)))
+                store_choice(dataset, by, on_first_rank(ranks, partial(choose, dataset, by)))
 
 
-def rows_of(dataset: Dataset, selection: Selection) -> np.ndarray:
+def selected_rows(dataset: Dataset, selection: Selection) -> np.ndarray:
     """The selected crops."""
     try:
-        rows = DatasetRows.of(dataset, selection)
+        rows = DatasetRows.select(dataset, selection)
     except OrderError:  # there is none
         return np.arange(0)
     return np.arange(len(rows)) if rows.numbers is None else rows.numbers
@@ -124,20 +124,20 @@ class ValidationLoss:
         else:
             data = config.data
             self.selection = Selection(**dict(data.valid), halves=2, where=data.where)
-        counts = [len(rows_of(dataset, self.selection)) for dataset in datasets]
+        counts = [len(selected_rows(dataset, self.selection)) for dataset in datasets]
         self.datasets = [dataset for dataset, count in zip(datasets, counts, strict=True) if count]
         contrasted = config.objective.contrast > 0
-        largest = candidates(config, ranks.world) if contrasted else config.train.batch_crops
+        largest = count_candidates(config, ranks.world) if contrasted else config.train.batch_crops
         self.crops = min(largest, sum(counts)) if sum(counts) > contrasted else 0
         self.batches = min(config.train.valid_batches, sum(counts) // max(self.crops, 1))
         self.inputs = PretrainInputs(config, self.datasets if self.crops else [])
 
-    def trained_on(self) -> int:
-        """How many of the validation crops are trained on as well."""
+    def count_trained_on(self) -> int:
+        """The number of validation crops that are also trained on."""
         shared = 0
         for dataset in self.datasets:
-            trained = rows_of(dataset, training_selection(self.config))
-            shared += len(np.intersect1d(rows_of(dataset, self.selection), trained))
+            trained = selected_rows(dataset, training_selection(self.config))
+            shared += len(np.intersect1d(selected_rows(dataset, self.selection), trained))
         return shared
 
     def measure(self, engine: Any, between: Between) -> dict[str, float]:
@@ -186,7 +186,7 @@ class PatientProbe:
         self.config, self.ranks = config, ranks
         self.pairs: list[tuple[Dataset, int, int]] = []  # dataset, gallery row, probe row
         for dataset in datasets:
-            has_window = config.signals.count(dataset.column("halves")) > 0
+            has_window = config.model_input.count_windows(dataset.column("halves")) > 0
             sides = []
             for role in ("gallery", "probe"):
                 rows = dataset.select(identity=role)
@@ -202,7 +202,7 @@ class PatientProbe:
         crops = []
         for dataset, gallery_row, probe_row in self.pairs:
             crops += [(dataset, gallery_row), (dataset, probe_row)]
-        encoder, signals = engine.module.encoder, self.config.signals
+        encoder, signals = engine.module.encoder, self.config.model_input
         with eval_mode(engine):
             c_RD = predict_on_ranks(
                 self.config,
@@ -223,8 +223,8 @@ def identified_share(gallery_PD: Tensor, probe_PD: Tensor) -> float:
     probe_PD = F.normalize(probe_PD.double(), dim=-1)
     cosine_PP = probe_PD @ gallery_PD.T
     own_P1 = cosine_PP.diagonal()[:, None]
-    beaten_P = (cosine_PP > own_P1 + TIE).any(1)
-    tied_P = ((cosine_PP - own_P1).abs() <= TIE).sum(1)
+    beaten_P = (cosine_PP > own_P1 + COSINE_TIE).any(1)
+    tied_P = ((cosine_PP - own_P1).abs() <= COSINE_TIE).sum(1)
     chance_P = (~beaten_P).double() / tied_P
     return float(chance_P.mean())
 
@@ -238,9 +238,10 @@ def predict_on_ranks(
     windows: int,
     between: Between = lambda: None,
 ) -> Tensor:
-    """forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` makes x_RLT of
-    crops in microvolts and the numbers of their halves: `windows` of each. Ranks share the work and call the model
-    and `between` equally often, as ZeRO stage 3 requires: the last crop is repeated where there are too few."""
+    """forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` returns x_RLT,
+    `windows` for each crop, from crops in microvolts and their numbers of halves. Ranks share the
+    work and call the model and `between` equally often, as ZeRO stage 3 requires: the last crop is
+    repeated to fill up."""
     share = math.ceil(len(crops) / ranks.world)
     numbers = range(ranks.rank * share, (ranks.rank + 1) * share)
     own_crops = [crops[min(number, len(crops) - 1)] for number in numbers]
@@ -251,9 +252,9 @@ def predict_on_ranks(
             halves[dataset.root.url] = dataset.column("halves")
 
     def batches() -> Iterator[CropBatch]:
-        for start in range(0, share, BATCH):
+        for start in range(0, share, CROPS_PER_BATCH):
             between()
-            batch = own_crops[start : start + BATCH]
+            batch = own_crops[start : start + CROPS_PER_BATCH]
             uv_BLT = np.stack([dataset.read(row) for dataset, row in batch])
             halves_B = np.array([halves[dataset.root.url][row] for dataset, row in batch])
             yield CropBatch(uv_BLT, halves_B)

@@ -16,7 +16,7 @@ from omnilead.downstream.reproduce.jobs import write_json
 from omnilead.downstream.tasks.config import FinetuneConfig
 from omnilead.engine.settings.commandline import read_yaml
 from omnilead.engine.settings.files import CONFIGS
-from omnilead.engine.training.config import check, load
+from omnilead.engine.training.config import check_config, load_config
 from tests.parsers import parse
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -39,11 +39,11 @@ def test_every_command_of_a_shipped_plan_is_one_that_its_program_takes(path, gol
         if command in ("pretrain", "finetune") and not job.name.startswith("real-"):
             settings = [*args.set, f"data.datasets=[{args.data[0]}]", f"run={args.out}"]
             if command == "pretrain":
-                check(load(args.config, settings), 1)
+                check_config(load_config(args.config, settings), 1)
             else:
                 settings += [f"task.name={args.task}", f"start={args.start}"]
                 shipped = CONFIGS / "finetune" / "diagnosis.yaml"
-                check(load(shipped, settings, FinetuneConfig), 1)
+                check_config(load_config(shipped, settings, FinetuneConfig), 1)
     golden(f"plan_{path.stem}.txt", "".join(f"{n} {kind}\n" for kind, n in kinds.items()))
 
 

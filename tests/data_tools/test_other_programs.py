@@ -137,7 +137,7 @@ def test_a_flipped_bit_never_becomes_a_crop(small, tmp_path):
             "none.csv: labels must be columns of n",
         ),
         (lambda made: made.torch("all", labels="empty.csv"), "no crop of the role all has one"),
-        (lambda made: made.zarr(), "has no store.zarr: build it with --format both"),
+        (lambda made: made.zarr(), "has no store.zarr: build it with `format` both"),
     ],
 )
 def test_what_cannot_be_given_is_an_error_of_one_line(ask, words, small, tmp_path, monkeypatch):

@@ -226,7 +226,10 @@ def test_public_bucket(s3, another_client, shell, tmp_path, monkeypatch):
     assert Dataset.open(public, anonymous=True).read(2).any()
     assert s3.log and not any(signed for *_, signed in s3.log)
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 60)
-    assert "--anonymous" in shell.error(*command)
+    assert "use --anonymous" in shell.error(*command)
+    assert "use --anonymous" in shell.error("verify", public)
+    with pytest.raises(StorageError, match="use `anonymous`"):
+        Dataset.open(public)
 
 
 @pytest.mark.parametrize("how", ["500", "drop", "cut", "lie", "stall"])

@@ -27,7 +27,7 @@ from omnilead.downstream import convert
 from omnilead.downstream.interop import conversion
 from omnilead.downstream.interop.fairseq import their_settings, to_theirs
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
-from omnilead.engine.model.folder import seal
+from omnilead.engine.model.folder import write_config
 from omnilead.engine.model.pretrainer import Pretrainer
 from tests.conftest import save_model
 from tests.forks import started
@@ -64,7 +64,7 @@ def saved(path, **changes):
 
 
 def edited(folder, **changes):
-    seal(folder, json.loads((folder / "config.json").read_text()) | changes)
+    write_config(folder, json.loads((folder / "config.json").read_text()) | changes)
 
 
 def refused(capsys, *arguments):

@@ -38,17 +38,17 @@ from omnilead.downstream.tasks.labels import read_task
 from omnilead.downstream.tasks.metrics import MEASURES, measure
 from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.data.seen import LABELLED, keys_of, uses_of_crops
-from omnilead.engine.model.config import ModelConfig, flops_per_crop, validated
+from omnilead.engine.data.seen import LABELLED, name_keys, uses_of_crops
+from omnilead.engine.model.config import ModelConfig, flops_per_crop, validate
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
-from omnilead.engine.model.folder import LoadError, seal
+from omnilead.engine.model.folder import LoadError, write_config
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.settings.metrics import METRIC_OF, Metric
 from omnilead.engine.settings.run_files import LABELS
 from omnilead.engine.training import checkpoint_files
-from omnilead.engine.training.config import BestMetric, build
+from omnilead.engine.training.config import BestMetric, build_config
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import full_weights
 from omnilead.engine.training.run_folder import RunFolder
@@ -155,7 +155,7 @@ def test_only_a_head_that_sees_all_tokens_is_trained(tuned, dataset, base, tmp_p
     swapped = tokens[:, torch.randperm(tokens.shape[1])]  # weighs tokens by what they are
     torch.testing.assert_close(model.head(tokens), model.head(swapped))
     torch.testing.assert_close(model.logits(x_RLT), model.head(tokens))
-    row, shape = rows(run)[0], validated(ModelConfig, model.config["model"], "model")
+    row, shape = rows(run)[0], validate(ModelConfig, model.config["model"], "model")
     flops = row["mfu"] * 1e12 / row["crops_per_s"]  # of a device with 1 TFLOP/s
     assert flops == pytest.approx(flops_per_crop(shape, local=False) / 3)
     found = omnilead.evaluate(run, data=dataset.root.url, role="valid")
@@ -170,7 +170,7 @@ def test_a_frozen_encoder_is_exported_as_it_was_though_bf16_rounds_it(
     shutil.copytree(base, begin)
     how = {"encoder__frozen": True, "train__precision": "bf16", "train__steps": 2}
     tuned("diagnosis", start=str(begin), **how)
-    before, rounded = omnilead.load(base).encoder, full_weights(RunFolder(run).newest())
+    before, rounded = omnilead.load(base).encoder, full_weights(RunFolder(run).newest_checkpoint())
     exact = before.state_dict()
     after = omnilead.load(run).encoder.state_dict()
     assert all(weights.equal(exact[name]) for name, weights in after.items())
@@ -179,7 +179,7 @@ def test_a_frozen_encoder_is_exported_as_it_was_though_bf16_rounds_it(
     changed = load_file(begin / "model" / "model.safetensors")
     changed[f"encoder.{name}"] *= 1.01
     save_file(changed, begin / "model" / "model.safetensors")
-    seal(begin / "model", json.loads((begin / "model" / "config.json").read_text()))
+    write_config(begin / "model", json.loads((begin / "model" / "config.json").read_text()))
     for says in ("has changed", "cannot be read again: "):
         assert main(["--export", str(run)]) == 0
         told = f"start={begin}: the exported encoder is rounded to bf16, since the start {says}"
@@ -195,7 +195,7 @@ def test_a_head_that_sees_all_tokens_is_trained_with_its_encoder(tuned, tune, ba
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert curve(whole, EXACT) == curve(parts, EXACT)
     assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
-    one, two = (full_weights(RunFolder(run).newest()) for run in (whole, parts))
+    one, two = (full_weights(RunFolder(run).newest_checkpoint()) for run in (whole, parts))
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
     model, before = omnilead.load(whole), omnilead.load(base)
     assert model.head.heads == 16
@@ -230,7 +230,7 @@ def test_two_ranks_recognise_patients_as_one_does(tuned, tune, base, tmp_path):
     how = {"encoder__activation_dropout": 0.0, "encoder__feature_grad": 1.0}
     tuned("identification", "whole", **how)
     tuned("identification", "two", 2, train__zero_stage=3, **how)
-    state = checkpoint_files.read_state(RunFolder(tmp_path / "whole").newest())
+    state = checkpoint_files.read_state(RunFolder(tmp_path / "whole").newest_checkpoint())
     assert "causal" not in state["finetuning"]["architecture"]  # nor in those of older runs
     whole, two = (
         [[row[key] for key in EXACT] for row in rows(tmp_path / name)] for name in ("whole", "two")
@@ -247,7 +247,9 @@ def test_training_with_layer_decay(tuned, tune, dataset, base, tmp_path):
     how |= {"encoder__feature_grad": 1.0, "train__validate_every": 0, "train__clip_norm": 0.01}
     # AdamW's first step is the rate of each weight, whatever its gradient
     tuned("diagnosis", "first", **how, train__steps=1, train__eps=1e-16, train__weight_decay=0)
-    before, after = (full_weights(RunFolder(run).newest()) for run in (base, tmp_path / "first"))
+    before, after = (
+        full_weights(RunFolder(run).newest_checkpoint()) for run in (base, tmp_path / "first")
+    )
     for name, share in {"conv.blocks.0.weight": 1 / 4, "layers.0.fc1.weight": 1 / 2}.items():
         moved = (after[f"encoder.{name}"] - before[f"encoder.{name}"]).abs().detach().median()
         assert float(moved) == pytest.approx(1e-3 * share, rel=1e-3)
@@ -289,11 +291,11 @@ def test_a_nan_in_one_group_of_weights_skips_the_step_of_all(
     how = {"encoder__layer_decay": 0.5, "train__validate_every": 0, "train__zero_stage": stage}
     how |= {"train__precision": precision, "train__clip_norm": 0.01}
     assert tune("diagnosis", "run", **how, train__steps=1).ok
-    good = full_weights(RunFolder(tmp_path / "run").newest())
+    good = full_weights(RunFolder(tmp_path / "run").newest_checkpoint())
     monkeypatch.setattr(Classifier, "forward", poisoned)
     assert tune("diagnosis", "run", **how, train__steps=3).ok
     assert column(tmp_path / "run", "skipped_steps") == [0, 1, 2]
-    after = full_weights(RunFolder(tmp_path / "run").newest())
+    after = full_weights(RunFolder(tmp_path / "run").newest_checkpoint())
     assert all(after[name].equal(good[name]) for name in good)
 
 
@@ -354,7 +356,7 @@ def test_fewer_channels_are_the_same_as_zeros(base):
     outputs = []
     for padded, x in ((True, torch.zeros_like(x_RLT).index_copy(1, there, few)), (False, few)):
         augment = {"leads": "I,II,V2", "padded": padded, "rlm": 0.0}
-        config = build({"start": str(base), "augment": augment}, FinetuneConfig)
+        config = build_config({"start": str(base), "augment": augment}, FinetuneConfig)
         encoder = Encoder(config.tuned(begin.model), mask=False).eval()
         encoder.load_state_dict(select_leads(begin, config))
         outputs.append(encoder(x))
@@ -367,7 +369,7 @@ def test_fewer_channels_are_the_same_as_zeros(base):
 @pytest.mark.parametrize("width", [32, 64])  # with a projection, and without
 def test_an_ecg_of_zeros_has_a_bounded_gradient(width):
     small = {"conv": [[16, 2], [32, 8]], "width": width, "layers": 4, "heads": 2, "ffn": 32}
-    encoder = Encoder(build({"model": {**small, "position_kernel": 8}}).model, mask=False)
+    encoder = Encoder(build_config({"model": {**small, "position_kernel": 8}}).model, mask=False)
     initialise(encoder, torch.Generator().manual_seed(0))
     model = Classifier(encoder, TaskConfig(), 26)
     model(torch.zeros(1, 2, 12, 640), torch.ones(1, 26), torch.ones(1, 2))["loss"].backward()
@@ -412,7 +414,7 @@ def test_class_vectors_initialised_with_means(base, dataset, tmp_path):
         "train": {"precision": "fp32"},
         "task": {"kind": "identity", "class_vectors": "means"},
     }
-    config = build(tree, FinetuneConfig)
+    config = build_config(tree, FinetuneConfig)
     task = FinetuneTask.prepare(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
     model = task.model(torch.Generator().manual_seed(0))
     assert isinstance(model, Classifier) and model.training
@@ -435,7 +437,7 @@ def test_class_vectors_initialised_with_means(base, dataset, tmp_path):
 
 @pytest.mark.parametrize("task", ["diagnosis", "identification"])
 def test_missing_halves_are_ignored(task):
-    small = build({"model": {"width": 16, "layers": 1, "heads": 2, "ffn": 16}}).model
+    small = build_config({"model": {"width": 16, "layers": 1, "heads": 2, "ffn": 16}}).model
     encoder = Encoder(FinetuneConfig(start="x").tuned(small), mask=False)
     seeded = torch.Generator().manual_seed(0)
     initialise(encoder, seeded)
@@ -475,7 +477,7 @@ def other(dataset, archive, tmp_path_factory):
 
 
 def test_datasets_with_contradictory_roles_are_refused(tune, dataset, other):
-    sides = [[one.select(pretrain=True), leakage.held_out(one)] for one in (dataset, other)]
+    sides = [[one.select(pretrain=True), leakage.held_out_rows(one)] for one in (dataset, other)]
     with pytest.raises(ConfigError, match="is trained on"):
         leakage.refuse_leak([dataset, other], *zip(*sides, strict=True))
     tables = {one.root.url: one.table().to_pydict() for one in (dataset, other)}
@@ -550,11 +552,11 @@ def require_notes_on_rates(run, dataset, tmp_path, capsys):
     fitted = "Hz, while the head was fitted on ECGs of {} Hz"
     assert predicted("F.csv").count(f"ECGs recorded at 100 {fitted.format(500)}") == 1
     document["head"]["source_hz"] = [100, 100]
-    seal(run / "model", document)
+    write_config(run / "model", document)
     remarks = omnilead.evaluate(run, data=dataset.root.url)["remarks"]
     assert sum(f"500 to 1000 {fitted.format(100)}" in remark for remark in remarks) == 1
     del document["head"]["source_hz"]
-    seal(run / "model", document)
+    write_config(run / "model", document)
     assert "recorded at" not in predicted("G.csv")
 
 
@@ -562,7 +564,7 @@ def require_notes_on_what_was_fitted(run, dataset, archive, tmp_path, capsys):
     """A dataset's ECGs, and files."""
     seen = omnilead.load(run).seen
     crops = dataset.table(["source", "record", "patient", "waveform"])
-    is_fitted = uses_of_crops(seen, crops, keys_of([dataset])).waveform == LABELLED
+    is_fitted = uses_of_crops(seen, crops, name_keys([dataset])).waveform == LABELLED
     names = np.array(crops["record"])
     fitted, other = names[is_fitted][0], np.setdiff1d(names, names[is_fitted])[0]
     told = f"{len(set(names[is_fitted]))} of the {len(set(names))} ECGs read were fitted on"
@@ -716,7 +718,7 @@ def test_a_run_has_one_learning_rate(tune, tmp_path):
     several = tune("diagnosis", train__lr=[1e-4, 3e-4])
     assert "train.lr=[0.0001, 0.0003]: a run has one learning rate" in several.one_line()
     assert not (tmp_path / "run").exists()
-    one = build({"start": "x", "train": {"lr": [1e-4]}}, FinetuneConfig)
+    one = build_config({"start": "x", "train": {"lr": [1e-4]}}, FinetuneConfig)
     assert one.train.lr == 1e-4
 
 
@@ -806,7 +808,7 @@ def test_no_command_runs_a_payload(base, saved_model, tmp_path, capsys):
         "crc32c": checkpoint_files.crc32c(weights),
     }
     (weights.parent / checkpoint_files.MANIFEST).write_text(json.dumps(manifest))
-    assert checkpoint_files.fault(weights.parent) is None
+    assert checkpoint_files.find_fault(weights.parent) is None
     for words in (
         ["to-fairseq", str(run), str(tmp_path / "a.pt")],
         ["from-fairseq", str(weights), str(tmp_path / "out")],

@@ -19,7 +19,7 @@ NAN = float("nan")
 
 def sealed(folder, **changes):
     config = json.loads((folder / folders.CONFIG).read_text()) | changes
-    folders.seal(folder, config)
+    folders.write_config(folder, config)
     return folder
 
 

@@ -105,11 +105,11 @@ def pull_a_stranger(server, saved_model, tmp_path):
 
     def pull(encoder, *codes, out="out"):
         stranger = saved_model("stranger/model")
-        config = folder.document_of(stranger / folder.CONFIG)
+        config = folder.read_document(stranger / folder.CONFIG)
         config["model"]["encoder"] = encoder
         for name in codes:
             (stranger / name).write_text("raise SystemExit('a stranger ran')")
-        folder.seal(stranger, config)
+        folder.write_config(stranger, config)
         files = {path.name: path.read_bytes() for path in stranger.iterdir()}
         server.repos["me/ecg"] = files
         return main(["pull", "me/ecg", str(tmp_path / out)]), tmp_path / out
@@ -143,10 +143,10 @@ def test_code_that_would_replace_a_module_is_refused(name, pull_a_stranger, caps
 
 def test_code_that_would_replace_a_module_is_not_pushed(server, saved_model, capsys):
     stranger = saved_model()
-    config = folder.document_of(stranger / folder.CONFIG)
+    config = folder.read_document(stranger / folder.CONFIG)
     config["objective"] = {"method": "torch.py:Mine"}
     (stranger / "torch.py").touch()
-    folder.seal(stranger, config)
+    folder.write_config(stranger, config)
     assert main(["push", str(stranger), "me/ecg"]) == 2
     assert "torch.py" in capsys.readouterr().err and not server.repos.get("me/ecg")
 

@@ -201,7 +201,7 @@ def test_a_file_that_is_complete_meanwhile_is_left_to_its_writer(
 )
 def test_missing_leads_are_named(rlm, doubt, tmp_path, capsys):
     model = save_model(tmp_path / "model", head=HEADS["rhythm"])
-    folder.seal(
+    folder.write_config(
         model,
         json.loads((model / "config.json").read_text())
         | {"trained": {} if rlm is None else {"rlm": rlm}},

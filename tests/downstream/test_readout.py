@@ -82,7 +82,7 @@ def test_a_probe_of_one_lead_uses_no_other(dataset, tmp_path):
     save_model(tmp_path / "A")
     how = {"leads": "I", "readout": "std"}
     save_probed(tmp_path / "A", dataset.root.url, "sex", tmp_path / "B", **how)
-    assert omnilead.load(tmp_path / "B").input.seen == (0,)
+    assert omnilead.load(tmp_path / "B").input.seen_leads == (0,)
 
 
 @pytest.mark.parametrize("text", ["loud", "mean+mean", "mean+", "+"])

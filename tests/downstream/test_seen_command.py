@@ -17,13 +17,13 @@ from omnilead.__main__ import main
 from omnilead.data_tools.ecg.pseudonyms import read_key
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
-from omnilead.engine.data.loader import order_of
+from omnilead.engine.data.loader import crop_order
 from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.data.seen import as_bytes, read, seen_in
-from omnilead.engine.model.folder import document_of, seal
+from omnilead.engine.data.seen import read_record, record_of_crops, to_bytes
+from omnilead.engine.model.folder import read_document, write_config
 from omnilead.engine.training.checkpoint_files import read_state
+from omnilead.engine.training.config import build_config
 from omnilead.engine.training.run_folder import RunFolder
-from omnilead.engine.training.train import build
 from omnilead.engine.training.validation import training_selection
 from tests.engine.training.ranks import finetune, pretrain
 
@@ -71,9 +71,9 @@ def rows_of(path):
 
 def drawn_by(run, dataset):
     """How often the crops of a run's only dataset were drawn, step by step."""
-    state = read_state(RunFolder(run).newest())
-    config = build(state["config"])
-    order = order_of(config.loader, [dataset], training_selection(config))
+    state = read_state(RunFolder(run).newest_checkpoint())
+    config = build_config(state["config"])
+    order = crop_order(config.loader, [dataset], training_selection(config))
     times = np.zeros(len(dataset), int)
     for step in range(state["step"]):
         np.add.at(times, order.batch(step).row, 1)
@@ -212,14 +212,14 @@ def test_a_model_forgets_nothing_when_its_run_goes_on_and_its_data_vanish(whole,
     how = {"objective__local": 0, "data__datasets": [str(copied)]}
     pretrain(tmp_path, "", train__steps=1, **how).good()
     model = tmp_path / "run" / "model"
-    written = read(model / "seen.parquet")
+    written = read_record(model / "seen.parquet")
     shutil.copytree(model, tmp_path / "earlier")
     pretrain(tmp_path, "", train__steps=2, **how).good()
     shutil.rmtree(model)
     shutil.copytree(tmp_path / "earlier", model)
     shutil.rmtree(copied)
     assert main(["pretrain", "--export", str(tmp_path / "run")]) == 0
-    hashes = read(model / "seen.parquet")["hash"].to_pylist()
+    hashes = read_record(model / "seen.parquet")["hash"].to_pylist()
     assert sorted(hashes) == sorted([-1, *written["hash"].to_pylist()]) and len(hashes) > 8
 
 
@@ -274,9 +274,9 @@ def test_the_owner_asks_about_another_ecg_of_a_patient(pseudonyms, run, tmp_path
         sources = open_sources(str(tmp_path / place))
         made[place] = shard(sources, options)
     model = Path(shutil.copytree(run / "model", tmp_path / "model"))
-    record = seen_in(made["old"], np.arange(len(made["old"])), "labelled")
-    (model / "seen.parquet").write_bytes(as_bytes(record))
-    seal(model, document_of(model / "config.json"))
+    record = record_of_crops(made["old"], np.arange(len(made["old"])), "labelled")
+    (model / "seen.parquet").write_bytes(to_bytes(record))
+    write_config(model, read_document(model / "config.json"))
     file, new, old = tmp_path / "new" / "a.xml", made["new"].root.url, made["old"].root.url
     asks = {"file": [file], "dataset": [new]}
     if pseudonyms:

@@ -18,7 +18,7 @@ from omnilead.data_tools.sources.detect import open_sources
 from omnilead.downstream.reports import why
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.model.config import ModelConfig
-from omnilead.engine.model.folder import write
+from omnilead.engine.model.folder import write_model
 from tests.conftest import REAL, save_probed
 
 NET = """
@@ -53,7 +53,7 @@ def test_of_a_linear_model_a_lead_adds_its_samples_times_the_weights(name, tmp_p
     document = {"model": asdict(ModelConfig(encoder="net.py:Net")), "trained": {"rlm": 0.5}}
     document["head"] = {"task": "t"} | HEADS[name]
     signals = {"fs_hz": 100.0, "segment_s": 10.0, "scale": "millivolt", "leads": list(LEADS)}
-    write(tmp_path / "model", weights, document, signals, code={"net.py": NET.encode()})
+    write_model(tmp_path / "model", weights, document, signals, code={"net.py": NET.encode()})
     model = omnilead.load(tmp_path / "model", code=True)
     mv_LT = np.random.default_rng(0).normal(0.1, 0.3, (2, 6500))
     np.save(tmp_path / "a.npy", mv_LT)

@@ -23,7 +23,7 @@ from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.files import CONFIGS
-from omnilead.engine.training.config import load
+from omnilead.engine.training.config import load_config
 from omnilead.engine.training.optimizer import GuardedAdamW
 
 CROPS, CLASSES = 4, 26
@@ -44,12 +44,12 @@ SMALL = {
 
 
 def pretrain(path, dtype):
-    config = load(path)
+    config = load_config(path)
     crops = np.arange(CROPS)
     places = Places(crops * 0, crops, crops * 0)
     with GPU:
         augmenter = Augmenter(config.augment, config.pipeline.views, 0, GPU)
-        drawn = augmenter.parameters(places)
+        drawn = augmenter.draw_parameters(places)
         p = {name: torch.from_numpy(values).to(GPU) for name, values in drawn.items()}
         x_BSLT = augmenter(torch.empty(CROPS, 12, 5000, dtype=torch.int16), p)
         options = config.model.options

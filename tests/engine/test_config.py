@@ -10,13 +10,13 @@ from omnilead.downstream.tasks.config import FinetuneConfig
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import CONFIGS
-from omnilead.engine.settings.resuming import changeable
+from omnilead.engine.settings.resuming import changeable_settings
 from omnilead.engine.training.config import (
     Config,
-    build,
-    check,
+    build_config,
+    check_config,
     deepspeed_json,
-    load,
+    load_config,
     micro_batch,
     zero_stage,
 )
@@ -31,10 +31,10 @@ TUNED = [DATA, "start=RUN"]
 @pytest.mark.parametrize("path", [*PRETRAIN, *FINETUNE], ids=lambda path: path.stem)
 def test_shipped_files_are_valid_and_say_what_to_expect(path):
     kind, overrides = (Config, [DATA]) if path in PRETRAIN else (FinetuneConfig, TUNED)
-    config = load(path, overrides, kind)
-    assert build(config.tree(), kind) == config
+    config = load_config(path, overrides, kind)
+    assert build_config(config.tree(), kind) == config
     for world in (1, 2, 4, 8):
-        check(config, world)
+        check_config(config, world)
     if path in PRETRAIN:
         with torch.device("meta"):
             Pretrainer(config.model, config.objective)
@@ -45,7 +45,7 @@ def test_shipped_files_are_valid_and_say_what_to_expect(path):
 def test_the_methods_of_the_paper_are_all_there_and_differ():
     names = "w2v w2v_rlm cmsc cmsc_rlm w2v_cmsc w2v_cmsc_rlm simclr_rlm threekg authors large"
     names += " physio3 physio4 physio3_rlm physio4_rlm"
-    trees = {path.stem: load(path).tree() for path in PRETRAIN}
+    trees = {path.stem: load_config(path).tree() for path in PRETRAIN}
     assert set(names.split()) <= trees.keys()
     assert len({json.dumps({**tree, "run": ""}) for tree in trees.values()}) == len(trees)
     assert trees["w2v"]["train"]["epochs"] == 200  # from its base
@@ -83,7 +83,7 @@ train.steps=[               | --set train.steps:
 )
 def test_a_wrong_setting_is_one_line(override, says):
     with pytest.raises(ConfigError) as error:
-        load(PAPER, [override])
+        load_config(PAPER, [override])
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
@@ -113,7 +113,7 @@ def test_precision_auto_follows_the_hardware(
         "is_bf16_supported",
         lambda including_emulation: including_emulation or not emulated,
     )
-    assert build({"train": {"precision": "auto"}}).tree()["train"]["precision"] == resolved
+    assert build_config({"train": {"precision": "auto"}}).tree()["train"]["precision"] == resolved
 
 
 @pytest.mark.parametrize(
@@ -144,30 +144,30 @@ run='' | 1 | run=''
 """),
 )
 def test_contradictory_settings_are_one_line(overrides, world, says):
-    config = load(PAPER, [DATA, *overrides.split()])
+    config = load_config(PAPER, [DATA, *overrides.split()])
     with pytest.raises(ConfigError) as error:
-        check(config, int(world))
+        check_config(config, int(world))
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("dropped", [[], ["augment.padded=false", "model.leads=2"]])
 def test_fewer_leads_padded_or_dropped(dropped):
     """Table 2 of the paper: a model for each set of leads."""
-    check(load("w2v", [DATA, "augment.leads=2", *dropped]), 1)
+    check_config(load_config("w2v", [DATA, "augment.leads=2", *dropped]), 1)
 
 
 def test_fine_tuning_masks_no_leads_by_default():
     for augment in ({}, {"leads": "3"}, {"leads": "2", "padded": False}):
-        assert build({"augment": augment}, FinetuneConfig).augment.rlm == 0
-    assert build({"augment": {"rlm": 0.5}}, FinetuneConfig).augment.rlm == 0.5
-    shipped = [load(path, [], FinetuneConfig) for path in FINETUNE]
+        assert build_config({"augment": augment}, FinetuneConfig).augment.rlm == 0
+    assert build_config({"augment": {"rlm": 0.5}}, FinetuneConfig).augment.rlm == 0.5
+    shipped = [load_config(path, [], FinetuneConfig) for path in FINETUNE]
     for c in shipped:
         chosen = c.train.weight_decay, c.train.eps, c.encoder.feature_grad, c.augment.rlm
         assert chosen == (0, 1e-8, 0, 0)
 
 
 def test_the_global_batch_does_not_depend_on_the_world_size():
-    config = load(CONFIGS / "pretrain" / "authors.yaml")
+    config = load_config(CONFIGS / "pretrain" / "authors.yaml")
     for world in (1, 2, 4, 8):
         assert micro_batch(config, world) == (64, 8 // world)
         d = deepspeed_json(config, world)
@@ -178,7 +178,7 @@ def test_the_global_batch_does_not_depend_on_the_world_size():
 
 def test_a_deepspeed_file_holds_communication_only(tmp_path):
     file = tmp_path / "ds.json"
-    config = build({"train": {"deepspeed": str(file)}})
+    config = build_config({"train": {"deepspeed": str(file)}})
     for text, says in (
         ('{"train_batch_size": 8}', "train_batch_size: no such setting"),
         ('{"zero_optimization": {"stage": 4}}', "zero_optimization.stage=4"),
@@ -192,7 +192,7 @@ def test_a_deepspeed_file_holds_communication_only(tmp_path):
     kept = {"stage": 2, "overlap_comm": True, "compute_grad_norm": False}
     assert deepspeed_json(config, 1)["zero_optimization"] == kept
     for path in (CONFIGS / "deepspeed").glob("*.json"):
-        assert zero_stage(build({"train": {"deepspeed": str(path)}})) == int(path.stem[-1])
+        assert zero_stage(build_config({"train": {"deepspeed": str(path)}})) == int(path.stem[-1])
 
 
 def test_circular_bases_circular_links_and_missing_files(tmp_path):
@@ -201,7 +201,7 @@ def test_circular_bases_circular_links_and_missing_files(tmp_path):
     (tmp_path / "link.yaml").symlink_to(tmp_path / "link.yaml")
     for name in ("a", "link", "missing"):
         with pytest.raises(ConfigError, match=r"\.yaml'?: "):
-            load(tmp_path / f"{name}.yaml")
+            load_config(tmp_path / f"{name}.yaml")
 
 
 NINE = ["x"] + [", ".join([f"*a{n}"] * 9) for n in range(11)]
@@ -239,35 +239,35 @@ MERGED = "a0: &a0 {x: 1}\n" + "\n".join(f"a{n}: &a{n} {{<<: [{NINE[n]}]}}" for n
 def test_a_hostile_file_is_one_line(content, tmp_path):
     (tmp_path / "f.yaml").write_bytes(content)
     with pytest.raises(ConfigError) as error:
-        load(tmp_path / "f.yaml")
+        load_config(tmp_path / "f.yaml")
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
 def test_a_key_that_stands_twice_is_an_error(tmp_path):
     (tmp_path / "f.yaml").write_text("run: r\ntrain: {keep: 1, 'keep': 2}")
     with pytest.raises(ConfigError, match=r"line 2: the key 'keep' occurs twice: remove one$"):
-        load(tmp_path / "f.yaml")
+        load_config(tmp_path / "f.yaml")
     with pytest.raises(ConfigError, match=r"--set train: not valid YAML: .* 'lr' occurs twice"):
-        load("cmsc", [DATA, "train={lr: 1, lr: 1}"])
+        load_config("cmsc", [DATA, "train={lr: 1, lr: 1}"])
 
 
 def test_a_key_may_stand_in_several_mappings_and_override_a_merged_one(tmp_path):
     (tmp_path / "f.yaml").write_text(
         "train: &t {keep: 1, log_every: 7}\ndata: {train: {dx: test}}\n"
     )
-    assert load(tmp_path / "f.yaml").train.keep == 1
+    assert load_config(tmp_path / "f.yaml").train.keep == 1
     (tmp_path / "f.yaml").write_text("{<<: &t {run: a}, run: b}")
-    assert load(tmp_path / "f.yaml").run == "b"
+    assert load_config(tmp_path / "f.yaml").run == "b"
 
 
 def test_aliases_and_other_encodings_are_read(tmp_path):
     (tmp_path / "f.yaml").write_bytes(
         "run: r\u00e9\ntrain: {log_every: &n 7, keep: *n}".encode("utf-16")
     )
-    config = load(tmp_path / "f.yaml")
+    config = load_config(tmp_path / "f.yaml")
     assert (config.run, config.train.log_every, config.train.keep) == ("r\u00e9", 7, 7)
     (tmp_path / "f.yaml").write_bytes(b"\xef\xbb\xbfrun: r")
-    assert load(tmp_path / "f.yaml").run == "r"
+    assert load_config(tmp_path / "f.yaml").run == "r"
 
 
 def test_shipped_files_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
@@ -275,26 +275,28 @@ def test_shipped_files_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
     (tmp_path / "cmsc").mkdir()  # a folder of that name, perhaps a run, is no config
     shipped = CONFIGS / "pretrain" / "cmsc.yaml"
     for name in ("cmsc", "cmsc.yaml", "pretrain/cmsc", "configs/pretrain/cmsc.yaml"):
-        assert load(name, [DATA]) == load(shipped, [DATA])
+        assert load_config(name, [DATA]) == load_config(shipped, [DATA])
     # the length that is given counts
-    assert load("cmsc", [DATA, "train.steps=3"]).train.epochs is None
+    assert load_config("cmsc", [DATA, "train.steps=3"]).train.epochs is None
     (tmp_path / "mine.yaml").write_text("base: cmsc\ntrain: {deepspeed: zero2}")
-    mine = load("mine.yaml", [DATA])
+    mine = load_config("mine.yaml", [DATA])
     assert mine.objective.local == 0 and zero_stage(mine) == 2
     (tmp_path / "cmsc.yaml").write_text("base: mine.yaml\ntrain: {lr: 1}")  # the nearer one of two
-    assert load("cmsc.yaml", [DATA]).train.lr == 1 and load("cmsc", [DATA]).train.lr != 1
+    assert (
+        load_config("cmsc.yaml", [DATA]).train.lr == 1 and load_config("cmsc", [DATA]).train.lr != 1
+    )
     for name, says in (
         ("w2v_cmcs", "did you mean w2v_cmsc"),
         ("xyz", "use authors, cmsc"),
         ("", "use "),
     ):
         with pytest.raises(ConfigError, match=says):
-            load(name)
+            load_config(name)
 
 
 def test_settings_of_the_other_command_are_named():
     for kind, other in ((Config, FinetuneConfig), (FinetuneConfig, Config)):
-        assert set(kind.elsewhere) == set(other.model_fields) - set(kind.model_fields)
+        assert set(kind.other_commands) == set(other.model_fields) - set(kind.model_fields)
 
 
 def test_the_settings_that_may_change_when_a_run_is_resumed():
@@ -309,5 +311,5 @@ def test_the_settings_that_may_change_when_a_run_is_resumed():
         *("train.deepspeed", "train.compile", "train.recompute_layers", "train.micro_batch"),
         *("train.zero_stage", "train.track", "train.deterministic"),
     }
-    assert changeable(Config) == of_both
-    assert changeable(FinetuneConfig) == of_both | {"code", "task.labels"}
+    assert changeable_settings(Config) == of_both
+    assert changeable_settings(FinetuneConfig) == of_both | {"code", "task.labels"}

@@ -29,7 +29,7 @@ from omnilead.downstream.tasks.labels import read_task
 from omnilead.engine.data import seen
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.patients import patient_ids, validation_split
-from omnilead.engine.model.folder import document_of, seal
+from omnilead.engine.model.folder import read_document, write_config
 from omnilead.engine.settings.errors import ConfigError
 from tests.conftest import save_probed
 from tests.downstream.evaluate.conftest import quick  # noqa: F401
@@ -75,14 +75,16 @@ def test_a_record_of_use(whole):
     """Patients and waveforms, each with its last use; records are joined and survive a file."""
     people = patient_ids([whole])[0]
     rows = np.arange(30)
-    record = seen.seen_in(whole, rows, "unlabelled")
+    record = seen.record_of_crops(whole, rows, "unlabelled")
     assert len(record) == len(np.unique(people[rows])) + len(
         np.unique(whole.column("waveform")[rows])
     )
-    found = seen.uses(record, whole, np.arange(len(whole)))
+    found = seen.uses_by_crop(record, whole, np.arange(len(whole)))
     assert np.array_equal(found >= 0, np.isin(people, people[rows]))
-    more = seen.joined([record, seen.seen_in(whole, rows[:5], "labelled"), seen.NOTHING])
-    again = seen.uses(more, whole, np.arange(len(whole)))
+    more = seen.join_records(
+        [record, seen.record_of_crops(whole, rows[:5], "labelled"), seen.NOTHING_SEEN]
+    )
+    again = seen.uses_by_crop(more, whole, np.arange(len(whole)))
     assert np.array_equal(again == seen.LABELLED, np.isin(people, people[:5]))
     assert np.array_equal(again >= 0, found >= 0) and len(more) == len(record)
 
@@ -92,18 +94,18 @@ def test_a_waveform_under_another_name_is_known_again(whole, archive, tmp_path):
     published; they could be guessed."""
     options = ShardOptions(str(tmp_path / "other"), pseudonym_key=bytes(32), **ALL)
     other = shard(open_sources(str(archive)), options)
-    record = seen.seen_in(whole, np.arange(len(whole)), "unlabelled")
-    assert (seen.uses(record, other, np.arange(len(other))) >= 0).all()
+    record = seen.record_of_crops(whole, np.arange(len(whole)), "unlabelled")
+    assert (seen.uses_by_crop(record, other, np.arange(len(other))) >= 0).all()
     patients = record.filter(record["patient"])
-    assert (seen.uses(patients, other, np.arange(len(other))) < 0).all()
-    assert seen.publishable(record).equals(record)
+    assert (seen.uses_by_crop(patients, other, np.arange(len(other))) < 0).all()
+    assert seen.without_guessable(record).equals(record)
 
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1", None])
 def test_a_damaged_record_is_one_line(whole, damage, tmp_path):
-    path, record = tmp_path / "seen.parquet", seen.seen_in(whole, np.arange(5), "selected")
-    path.write_bytes(seen.as_bytes(record))
-    assert seen.read(path).equals(record)
+    path, record = tmp_path / "seen.parquet", seen.record_of_crops(whole, np.arange(5), "selected")
+    path.write_bytes(seen.to_bytes(record))
+    assert seen.read_record(path).equals(record)
     if damage is None:
         pq.write_table(record.drop_columns(["use"]), path)
     else:
@@ -111,12 +113,12 @@ def test_a_damaged_record_is_one_line(whole, damage, tmp_path):
     with pytest.raises(
         ConfigError, match=r"seen.parquet: cannot be read: .*: copy it again"
     ) as caught:
-        seen.read(path)
+        seen.read_record(path)
     assert "\n" not in str(caught.value)
 
 
-ONE = DatasetRows.among("one", [15, 15, 10], np.arange(0, 40, 2))
-TWO = DatasetRows.among("two", [9])
+ONE = DatasetRows.from_sizes("one", [15, 15, 10], np.arange(0, 40, 2))
+TWO = DatasetRows.from_sizes("two", [9])
 
 
 @pytest.mark.parametrize("block_shards", [0, 1, 2])
@@ -135,7 +137,7 @@ def test_how_often_each_crop_was_drawn(rows, weights, block_shards):
     made = Order(rows, 6, seed=3, weights=weights, block_shards=block_shards)
     for crops in (0, 6, 12, 18, 30, 96, 120, 600):
         places = made.places(0, crops)
-        for d, times in enumerate(made.drawn(crops)):
+        for d, times in enumerate(made.draw_counts(crops)):
             of_dataset = places.row[places.dataset == d]
             assert times.tolist() == np.bincount(of_dataset, minlength=len(times)).tolist()
 
@@ -186,7 +188,7 @@ def test_pre_training_on_all_is_told_by_whatever_tests_it(whole, base, quick, tm
     assert not [remark for remark in of_test if "seen" in remark or "Leakage" in remark]
     record = omnilead.load(tmp_path / "held").seen
     _, is_held = validation_split(whole, 0.1)
-    assert not (seen.uses(record, whole, np.flatnonzero(is_held)) >= 0).any()
+    assert not (seen.uses_by_crop(record, whole, np.flatnonzero(is_held)) >= 0).any()
 
 
 def test_another_split_of_the_same_data_is_leakage(whole, base, quick, tmp_path):  # noqa: F811
@@ -237,10 +239,10 @@ def test_a_probe_is_fitted_on_validation_too(whole, base, tmp_path):
     known = read_task(TaskConfig(kind="binary", labels=table), [whole])
     for split in ("train", "valid"):
         rows = known.rows(0, split)
-        assert (seen.uses(model.seen, whole, rows) == seen.LABELLED).all()
-    chosen = seen.seen_in(whole, rows, "selected")
+        assert (seen.uses_by_crop(model.seen, whole, rows) == seen.LABELLED).all()
+    chosen = seen.record_of_crops(whole, rows, "selected")
     people = patient_ids([whole])[0] | 1
-    (note,) = seen.notes(chosen, [whole], [rows], [people], "scored here")
+    (note,) = seen.seen_notes(chosen, [whole], [rows], [people], "scored here")
     told = "that are scored here helped to choose the model in validation"
     assert re.search(rf"Leakage: \d+ of the \d+ [\w ]+ {told}", note)
 
@@ -251,8 +253,8 @@ def test_records_are_not_called_patients(whole, base):
     half = np.where(rows % 2, known, known - 1)
     words = {}
     for name, ids in (("all", known), ("some", half), ("none", known - 1)):
-        (note,) = seen.notes(
-            seen.read(base / "model" / "seen.parquet"), [whole], [rows], [ids], "scored here"
+        (note,) = seen.seen_notes(
+            seen.read_record(base / "model" / "seen.parquet"), [whole], [rows], [ids], "scored here"
         )
         words[name] = re.sub(r"\d+", "N", note).partition("of the N ")[2]
     assert words == {
@@ -280,7 +282,7 @@ def test_an_export_without_its_data_says_so(whole, tmp_path, capsys):
     ended = pretrain(tmp_path, str(copied), train__steps=1, objective__local=0, data__train={})
     assert ended.ok, ended.output
     record = omnilead.load(tmp_path / "run").seen
-    assert len(record) and not record.equals(seen.unknown())
+    assert len(record) and not record.equals(seen.unknown_record())
     shutil.rmtree(copied)
     from omnilead.engine.pretrain import main
 
@@ -289,7 +291,7 @@ def test_an_export_without_its_data_says_so(whole, tmp_path, capsys):
     assert omnilead.load(tmp_path / "run").seen.equals(record)  # what was written before
     shutil.rmtree(tmp_path / "run" / "model")
     assert main(["--export", str(tmp_path / "run")]) == 0
-    assert omnilead.load(tmp_path / "run").seen.equals(seen.unknown())
+    assert omnilead.load(tmp_path / "run").seen.equals(seen.unknown_record())
 
 
 def test_the_record_is_part_of_the_folder(base, tmp_path):
@@ -331,13 +333,13 @@ def made_of(clinic, out, *before, **options):
 def asked(record, dataset):
     """How many of the patients of a dataset are in a record."""
     patients = record.filter(record["patient"])
-    return int((seen.uses(patients, dataset, np.arange(len(dataset))) >= 0).sum())
+    return int((seen.uses_by_crop(patients, dataset, np.arange(len(dataset))) >= 0).sum())
 
 
 def guessed(record, source, candidates):
     """The names that a stranger finds who has the program and a model's record."""
     names = pa.array([f"{source}/{one}" for one in candidates])
-    words = [seen._name_hashes(names, key) for key in (seen.KEY, b"omnilead removed")]
+    words = [seen._name_hashes(names, key) for key in (seen.OPEN_KEY, b"omnilead removed")]
     known = record["hash"].to_numpy()
     return {candidates[i] for hashes in words for i in np.flatnonzero(np.isin(hashes, known))}
 
@@ -363,13 +365,13 @@ def test_nobody_finds_names_from_a_model_folder(source, named, clinics, base, tm
     """Of whatever source: an array, WFDB with --patients, a plug-in, a hospital's files, or one that only
     bears the name of a published archive. The owner of the dataset can ask."""
     dataset, candidates = clinics(source, named), list(range(100_000, 102_000))
-    record = seen.seen_in(dataset, np.arange(len(dataset)), "unlabelled")
+    record = seen.record_of_crops(dataset, np.arange(len(dataset)), "unlabelled")
     folder = Path(shutil.copytree(base / "model", tmp_path / "model"))
-    (folder / "seen.parquet").write_bytes(seen.as_bytes(record))
-    seal(folder, document_of(folder / "config.json"))
+    (folder / "seen.parquet").write_bytes(seen.to_bytes(record))
+    write_config(folder, read_document(folder / "config.json"))
     (tmp_path / "pushed").write_bytes(as_file(published(folder)["seen.parquet"]))
     for path in (folder / "seen.parquet", tmp_path / "pushed"):
-        found = seen.read(path)
+        found = seen.read_record(path)
         assert guessed(found, source, candidates) == set()
         assert asked(found, dataset) == len(IDS) and found["patient"].to_numpy().sum() == len(IDS)
     text = b"".join(file.read_bytes() for file in folder.iterdir())
@@ -387,28 +389,33 @@ def test_open_hashes_of_earlier_versions_are_read_and_not_published(
     clinics, base, tmp_path, capsys
 ):
     dataset = clinics("clinic")
-    record = seen.seen_in(dataset, np.arange(len(dataset)), "unlabelled")
+    record = seen.record_of_crops(dataset, np.arange(len(dataset)), "unlabelled")
     names = pa.array([f"clinic/{one}" for one in IDS])
     waves = record.filter(pc.invert(record["patient"]))
-    people = {"hash": np.sort(seen._name_hashes(names, seen.KEY)), "patient": [True] * len(IDS)}
+    people = {
+        "hash": np.sort(seen._name_hashes(names, seen.OPEN_KEY)),
+        "patient": [True] * len(IDS),
+    }
     people |= {"use": [0] * len(IDS), "guessable": [False] * len(IDS)}
-    old = seen.joined([waves, pa.table(people, seen.SCHEMA)]).replace_schema_metadata(None)
+    old = seen.join_records([waves, pa.table(people, seen.SEEN_SCHEMA)]).replace_schema_metadata(
+        None
+    )
     folder = Path(shutil.copytree(base / "model", tmp_path / "model"))
-    (folder / "seen.parquet").write_bytes(seen.as_bytes(old))
-    seal(folder, document_of(folder / "config.json"))
+    (folder / "seen.parquet").write_bytes(seen.to_bytes(old))
+    write_config(folder, read_document(folder / "config.json"))
     found = omnilead.load(folder).seen
     said = capsys.readouterr().err
     assert said.count("has open hashes of patients, as earlier versions wrote them") == 1
     assert "those of a model that RUN was started from stay" in said
     assert guessed(found, "clinic", list(range(100_000, 102_000))) == set(IDS)
     assert asked(found, dataset) == len(IDS)
-    grown = seen.joined([found, record])  # a model that was started from it
-    (tmp_path / "grown").write_bytes(seen.as_bytes(grown))
-    for record in (found, seen.read(tmp_path / "grown")):
-        assert guessed(seen.publishable(record), "clinic", IDS) == set()
+    grown = seen.join_records([found, record])  # a model that was started from it
+    (tmp_path / "grown").write_bytes(seen.to_bytes(grown))
+    for record in (found, seen.read_record(tmp_path / "grown")):
+        assert guessed(seen.without_guessable(record), "clinic", IDS) == set()
     (tmp_path / "pushed").write_bytes(as_file(published(folder)["seen.parquet"]))
     assert "left out 16 open hashes of patients" in capsys.readouterr().err
-    assert not seen.read(tmp_path / "pushed")["patient"].to_numpy().any()
+    assert not seen.read_record(tmp_path / "pushed")["patient"].to_numpy().any()
     assert omnilead.load("small").seen["patient"].to_numpy().any()
     assert capsys.readouterr().err.count("open hashes") == 0
 
@@ -430,11 +437,11 @@ def test_patients_are_known_again_in_another_dataset_of_the_same_key(tmp_path):
     told = {}
     for name in several:
         dataset = made[name, 0]
-        record = seen.seen_in(dataset, np.arange(len(dataset)), "labelled")
+        record = seen.record_of_crops(dataset, np.arange(len(dataset)), "labelled")
         for other in several:
             test, rows = made[other, 1000], np.arange(16)
             of_crops = patient_ids([test])
-            notes = seen.notes(record, [test], [rows], of_crops, "scored here")
+            notes = seen.seen_notes(record, [test], [rows], of_crops, "scored here")
             leaks = [note.split(" on ")[1][:2] for note in notes if "with labels" in note]
             told[name, other] = (*leaks, *("key" for note in notes if "key of another" in note))
     assert told == {
@@ -451,10 +458,10 @@ def test_patients_are_known_again_in_another_dataset_of_the_same_key(tmp_path):
 def test_the_key_of_a_dataset_stays_in_those_made_from_it(tmp_path):
     out = tmp_path / "out"
     first = made_of(Clinic("clinic", IDS), out)
-    record = seen.seen_in(first, np.arange(len(first)), "unlabelled")
+    record = seen.record_of_crops(first, np.arange(len(first)), "unlabelled")
     more = made_of(Clinic("clinic", [*IDS[:4], 5], seed=1000), tmp_path / "more", first)
     theirs = np.flatnonzero(np.char.endswith(more.column("record").astype(str), "_1000"))
-    assert (seen.uses(record, more, theirs) >= 0).sum() == 4
+    assert (seen.uses_by_crop(record, more, theirs) >= 0).sum() == 4
     (tmp_path / "who").write_text(f"{IDS[0]}")
     leave_out = LeaveOut.read(str(tmp_path / "who"), None)
     left = made_of(None, tmp_path / "left", more, leave_out=leave_out)
@@ -473,6 +480,6 @@ def test_a_key_does_not_begin_with_public_data(tmp_path):
     assert made_of(Clinic("georgia", IDS, named=False, **how), tmp_path / "b").name_key is None
     assert made_of(Clinic("georgia", IDS, **how), tmp_path / "c").name_key  # of the user's table
     both = made_of(Clinic("clinic", IDS, seed=1000), tmp_path / "both", public)
-    record = seen.seen_in(both, np.arange(len(both)), "unlabelled")
+    record = seen.record_of_crops(both, np.arange(len(both)), "unlabelled")
     assert guessed(record, "ptb-xl", IDS) == set(IDS) and guessed(record, "clinic", IDS) == set()
     assert asked(record, both) == 2 * len(IDS)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...settings.errors import ConfigError, one_line_errors
-from ...settings.files import OWN
+from ...settings.files import OWN_CODE
 from .gain import Gain, GainSettings
 from .leads import Leads, RandomLeads, RandomLeadSettings
 from .noise import Emg, LimbLeads, NoiseSettings, Powerline, Shift, Wander
@@ -36,7 +36,7 @@ STAGES: tuple[type[Stage], ...] = (
 @one_line_errors
 @checked_dataclass(frozen=True, config=STRICT)
 class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSettings):
-    """The section `augment` of the settings: those of all stages."""
+    """The section `augment` of the settings: the settings of all stages."""
 
     # your own function(x_BSLT, draw) as file.py:function, or a list of them, each as file.py:function
     # or with options, {name: file.py:function, strength: 0.1}; applied after the others:
@@ -46,15 +46,15 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
     def __post_init__(self) -> None:
         for stage in STAGES:
             stage(self).check()
-        for name, _ in self.own:
-            if not isinstance(name, str) or not OWN.fullmatch(name):
+        for name, _ in self.extra_functions:
+            if not isinstance(name, str) or not OWN_CODE.fullmatch(name):
                 raise ConfigError(
                     f"augment.extra={self.extra!r}: must be file.py:function, or a list of them, such "
                     "as [my.py:gain, {name: my.py:noise, amplitude: 0.1}]"
                 )
 
     @property
-    def own(self) -> list[tuple[str, dict[str, Any]]]:
+    def extra_functions(self) -> list[tuple[str, dict[str, Any]]]:
         """The name and the options of each function in `extra`."""
         functions = (self.extra,) if isinstance(self.extra, str) else self.extra
         named = [
@@ -65,22 +65,23 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
         return [(options.pop("name", ""), options) for options in named]
 
     @property
-    def plugged(self) -> list[tuple[str, str]]:
-        """For engine.settings.files.code_of."""
-        return [("augment.extra", name) for name, _ in self.own]
+    def plugin_settings(self) -> list[tuple[str, str]]:
+        """The (setting, value) pairs that name files of code, for
+        engine.settings.files.read_plugins."""
+        return [("augment.extra", name) for name, _ in self.extra_functions]
 
     @property
     def stages(self) -> list[Stage]:
-        """The active ones."""
+        """The stages that these settings switch on."""
         stages = [stage(self) for stage in STAGES]
         return [stage for stage in stages if stage.active]
 
     @property
     def descriptions(self) -> list[str]:
-        """Names of the augmentations that are on, `extra` aside."""
+        """The names of the augmentations that are on, without `extra`."""
         return [stage.description for stage in self.stages if stage.description]
 
     @property
     def changes_zeros(self) -> bool:
-        """Whether leads that were not measured must be masked explicitly."""
+        """True if leads that were not measured must be masked explicitly."""
         return any(stage.changes_zeros for stage in self.stages)

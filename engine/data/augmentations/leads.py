@@ -1,5 +1,5 @@
 """The leads that a model uses (its input has only these, or the others as zeros), and random lead
-masking (RLM), Oh et al. 2022: it sees some of them, in each half others."""
+masking (RLM), Oh et al. 2022: each half is shown a random subset of them."""
 
 from typing import Annotated, Any
 
@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...settings.errors import ConfigError
-from ...settings.leads import ALL, parse_leads
+from ...settings.leads import ALL_LEADS, parse_leads
 from .stage import STRICT, Node, Nodes, Params, Random, Stage
 
 # in YAML, 3 is a number
@@ -21,12 +21,12 @@ class LeadSettings:
     padded: bool = True  # keep the other leads as zeros; false: leave them out
 
     @property
-    def seen(self) -> tuple[int, ...]:
+    def seen_leads(self) -> tuple[int, ...]:
         return parse_leads(self.leads, "augment.leads")
 
     @property
     def output_leads(self) -> tuple[int, ...]:
-        return ALL if self.padded else self.seen
+        return ALL_LEADS if self.padded else self.seen_leads
 
     @property
     def noise_leads(self) -> tuple[int, ...]:
@@ -47,7 +47,8 @@ def limb_leads(lead_1: Node, lead_2: Node) -> list[Node]:
 
 
 class Leads(Stage):
-    """Leave the other leads out: before the noise, unless LimbLeads needs them after it."""
+    """Leave out the leads that the model does not use: before the noise, unless LimbLeads needs
+    them afterwards."""
 
     settings: LeadSettings
     examples = ({"leads": "3", "padded": False},)
@@ -55,7 +56,7 @@ class Leads(Stage):
 
     @property
     def active(self) -> bool:
-        return self.settings.noise_leads != ALL
+        return self.settings.noise_leads != ALL_LEADS
 
     def check(self) -> None:
         parse_leads(self.settings.leads, "augment.leads")
@@ -75,26 +76,26 @@ class UsableLeads(Stage):
     """Zero the leads that the model does not use or the record lacks."""
 
     settings: RandomLeadSettings
-    by_crop = True
+    fits_single_crop_writer = True
     active = True  # in every formula: whether leads are missing is known only when it draws
 
     @property
     def changes_zeros(self) -> bool:
         return False
 
-    def usable(self, random: Random) -> np.ndarray:
+    def usable_leads(self, random: Random) -> np.ndarray:
         """bool [L, 1], or [B, 1, L, 1] if records lack leads"""
         leads = self.settings.output_leads
-        usable = np.isin(leads, self.settings.seen)[:, None]
+        usable = np.isin(leads, self.settings.seen_leads)[:, None]
         if random.measured_BL is not None:
             usable = usable & random.measured_BL[:, None, list(leads), None]
         return usable
 
     def draw(self, random: Random) -> Params:
-        shows_all = self.settings.output_leads == self.settings.seen
+        shows_all = self.settings.output_leads == self.settings.seen_leads
         if shows_all and random.measured_BL is None:
             return {}
-        usable = self.usable(random)
+        usable = self.usable_leads(random)
         shape = np.broadcast_shapes(random.crop.shape, random.view.shape, usable.shape)
         return {"keep": np.broadcast_to(usable, shape)}
 
@@ -103,14 +104,14 @@ class UsableLeads(Stage):
 
 
 class RandomLeads(UsableLeads):
-    """Zero them, and in each half each of the others where u < p (augmentations.py:199-201)."""
+    """Also zero, in each half, each usable lead where u < p (augmentations.py:199-201)."""
 
     stream = 5
     examples = ({"rlm": 0.5}, {"rlm": 0.9, "rlm_keep_one": True}, {"leads": "I,V1"})
 
     @property
     def changes_zeros(self) -> bool:
-        """The one lead that is kept must have been measured."""
+        """True if one lead is always kept: it must have been measured."""
         return self.settings.rlm_keep_one
 
     @property
@@ -124,11 +125,11 @@ class RandomLeads(UsableLeads):
             )
 
     def draw(self, random: Random) -> Params:
-        return {"keep": self.masks(random)} if self.settings.rlm else super().draw(random)
+        return {"keep": self.keep_masks(random)} if self.settings.rlm else super().draw(random)
 
-    def masks(self, random: Random) -> np.ndarray:
-        """bool [B, S, L, 1]: the leads that are kept, of as many views or windows as `random` has."""
-        usable = self.usable(random)
+    def keep_masks(self, random: Random) -> np.ndarray:
+        """bool [B, S, L, 1]: the leads to keep in each view or window of `random`."""
+        usable = self.usable_leads(random)
         u = np.where(usable, random.uniform(self.stream, self.settings.output_leads), -1.0)
         keep: np.ndarray = (u >= self.settings.rlm) & usable
         if self.settings.rlm_keep_one:  # every lead is equally likely to have the largest u

@@ -1,4 +1,5 @@
-"""Physiological noise of four kinds (Oh et al. 2022, appendix B), and the limb leads after it.
+"""Physiological noise of four kinds (Oh et al. 2022, appendix B), and the limb leads recomputed
+after it.
 
 The kinds authors_* are those of the authors' code, fairseq-signals augmentations.py: they draw their
 parameters differently and recompute the limb leads from I and II.
@@ -13,7 +14,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from ...settings.counter import RandomStream
 from ...settings.errors import ConfigError
-from ...settings.leads import ALL
+from ...settings.leads import ALL_LEADS
 from .leads import LeadSettings, limb_leads
 from .stage import (
     ONE_FOR_ALL,
@@ -81,7 +82,7 @@ class NoiseSettings(LeadSettings):
 
     @property
     def noise_leads(self) -> tuple[int, ...]:
-        return ALL if self.refits_limb_leads else self.output_leads
+        return ALL_LEADS if self.refits_limb_leads else self.output_leads
 
 
 class PhysiologicalNoise(Noise):
@@ -91,20 +92,20 @@ class PhysiologicalNoise(Noise):
     kind = ""
 
     @property
-    def authors(self) -> bool:
+    def is_authors(self) -> bool:
         return f"authors_{self.kind}" in self.settings.kinds
 
     @property
     def active(self) -> bool:
-        return self.authors or self.kind in self.settings.kinds
+        return self.is_authors or self.kind in self.settings.kinds
 
     @property
     def description(self) -> str:
-        return f"authors_{self.kind}" if self.authors else self.kind
+        return f"authors_{self.kind}" if self.is_authors else self.kind
 
     @property
-    def by_crop(self) -> bool:
-        return not (self.authors or self.settings.per_lead)
+    def fits_single_crop_writer(self) -> bool:
+        return not (self.is_authors or self.settings.per_lead)
 
     @property
     def leads(self) -> tuple[int, ...]:
@@ -144,7 +145,7 @@ class Powerline(PhysiologicalNoise):
         # the same for all components, as in the paper
         turn = random.uniform(self.stream, self.leads)
         hz: Any = self.settings.powerline_hz
-        if self.authors:  # 50 or 60 Hz at random (augmentations.py:61)
+        if self.is_authors:  # 50 or 60 Hz at random (augmentations.py:61)
             american = random.uniform(self.stream, ONE_FOR_ALL, [1]) >= 0.5
             hz = np.where(american, 60, 50)
         return {
@@ -165,13 +166,13 @@ class Emg(PhysiologicalNoise):
 
     kind = "emg"
     stream = 7
-    from_bank = ("emg_amplitude", "white_start")
+    bank_parameters = ("emg_amplitude", "white_start")
     examples = ({"noise": "emg"}, {"noise": "authors_emg"}, {"noise": "emg", "per_lead": True})
 
     def draw(self, random: Random) -> Params:
         leads = self.settings.noise_leads
         # each lead has its own amplitude in the authors' code (augmentations.py:92)
-        share = random.uniform(self.stream, leads if self.authors else self.leads)
+        share = random.uniform(self.stream, leads if self.is_authors else self.leads)
         place = random.uniform(RandomStream.WHITE, leads)
         start = place * (WHITE_BANK - random.samples)
         return {
@@ -196,7 +197,7 @@ class Wander(PhysiologicalNoise):
         leads, first = self.leads, [3 * WANDER_COMPONENTS]
         share = random.uniform(self.stream, leads, range(WANDER_COMPONENTS))
         turn = random.uniform(self.stream, leads, range(WANDER_COMPONENTS, 2 * WANDER_COMPONENTS))
-        if self.authors:  # three frequencies, and C for each lead (augmentations.py:160-180)
+        if self.is_authors:  # three frequencies, and C for each lead (augmentations.py:160-180)
             place = random.uniform(
                 self.stream, ONE_FOR_ALL, range(2 * WANDER_COMPONENTS, 3 * WANDER_COMPONENTS)
             )
@@ -239,7 +240,7 @@ class Shift(PhysiologicalNoise):
         start = np.floor(place * (random.samples - length))
         u = random.uniform(self.stream, self.leads)
         amplitude = (2 * u - 1) * self.settings.amplitude_mv.shift
-        if self.authors:  # +1 or -1 mV for each lead, minus one U(0, max) for all
+        if self.is_authors:  # +1 or -1 mV for each lead, minus one U(0, max) for all
             # (augmentations.py:124-126; they probably meant times)
             up = random.uniform(self.stream, self.settings.noise_leads, [3]) < 0.5
             amplitude = np.where(up, 1.0, -1.0) - u * self.settings.amplitude_mv.shift
@@ -252,8 +253,8 @@ class Shift(PhysiologicalNoise):
 
 
 class LimbLeads(Stage):
-    """Recompute III, aVR, aVL and aVF from I and II, and keep the leads that the model uses. It is
-    linear: once after all kinds of noise equals once after each."""
+    """Recompute III, aVR, aVL and aVF from I and II, and keep the leads that the model uses. This
+    is linear, so once after all noise equals once after each kind."""
 
     settings: NoiseSettings
     examples = ({"noise": "wander", "dependency": True},)
@@ -263,6 +264,6 @@ class LimbLeads(Stage):
         return self.settings.refits_limb_leads
 
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
-        leads = [ops.lead(x, lead) for lead in ALL]
+        leads = [ops.lead(x, lead) for lead in ALL_LEADS]
         leads[:6] = limb_leads(*leads[:2])
         return ops.cat([leads[lead] for lead in self.settings.output_leads])

@@ -33,9 +33,9 @@ Wave = tuple[Node, Node]  # gain [.., S, 1 or L, 1], None for 1; and wave [.., S
 
 
 class Random:
-    """Random numbers [B, S, leads, slots] of some crops. Slot n is the n-th number that a stream
-    draws for a lead. They do not depend on rank, batch size, order of crops, restarts or which
-    other leads are drawn for."""
+    """Random numbers [B, S, leads, slots] for a batch of crops. Slot n is the n-th number that a
+    stream draws for a lead. The numbers depend on neither rank, batch size, order of crops,
+    restarts nor the other leads."""
 
     def __init__(
         self,
@@ -66,7 +66,8 @@ class Random:
 
 
 class Stage(ABC):
-    """Base class. `settings` is the whole AugmentConfig; a subclass annotates which part it reads."""
+    """Base class of the stages. `settings` is the whole AugmentConfig; a subclass annotates the
+    part that it reads."""
 
     # of its random numbers, one that nothing else has. Saved runs depend on it: never changed
     stream = 0
@@ -74,7 +75,7 @@ class Stage(ABC):
     examples: ClassVar[Sequence[dict[str, Any]]] = ()
     # of noise that is slices of a bank of white noise: the parameters that say how strong it is and
     # where in the bank it starts. DALI cannot read the bank: torch adds this noise to DALI's output
-    from_bank: tuple[str, ...] = ()
+    bank_parameters: tuple[str, ...] = ()
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
@@ -82,34 +83,37 @@ class Stage(ABC):
     @property
     @abstractmethod
     def active(self) -> bool:
-        """True if the settings switch it on: it is then in the formula."""
+        """True if the settings switch this stage on."""
 
     @property
     def description(self) -> str:
-        """Names it in the model card; empty if it is not an augmentation."""
+        """The name for the model card; "" if this stage is not an augmentation."""
         return ""
 
     @property
-    def by_crop(self) -> bool:
-        """True if writer.SingleCropWriter can do it, the fast path of a CPU: noise that all leads share or that
-        comes from the bank, and keeping or zeroing leads."""
+    def fits_single_crop_writer(self) -> bool:
+        """True if writer.SingleCropWriter, the fast path on a CPU, supports this stage: noise that
+        all leads share or that comes from the bank, and keeping or zeroing leads."""
         return False
 
     @property
     def changes_zeros(self) -> bool:
-        """False if zeros stay zeros: else RandomLeads zeroes the leads that were not measured."""
+        """True if zeros may become other values: RandomLeads then zeroes the leads that were not
+        measured."""
         return True
 
     def check(self) -> None:  # noqa: B027 (most settings cannot contradict each other)
-        """Raises ConfigError if its settings cannot be."""
+        """Raises ConfigError if the settings contradict each other."""
 
     def draw(self, random: Random) -> Params:
-        """Everything random about it. No two stages may give a parameter the same name."""
+        """The random parameters of this stage. Their names must differ from those of other
+        stages."""
         return {}
 
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
-        """`x` may be overwritten. `ops`: TorchOps or dali.DaliOps. Noise has a wave instead; a stage
-        with neither must not be left out without a word."""
+        """The augmented `x`, which may be overwritten. `ops`: TorchOps or dali.DaliOps. Subclasses
+        of Noise define `wave` instead; a stage with neither raises an error, so that none is
+        skipped silently."""
         raise TypeError(f"augmentation {type(self).__name__}: has neither apply() nor wave()")
 
 
@@ -117,12 +121,12 @@ class Noise(Stage):
     """A stage that adds gain * wave."""
 
     def wave(self, p: Nodes, ops: Any) -> Wave:
-        gain, start = self.from_bank
-        return p[gain], ops.white(p[start])
+        gain, start = self.bank_parameters
+        return p[gain], ops.white_noise(p[start])
 
 
 def augment(x: Node, p: Nodes, stages: Sequence[Stage], ops: Any) -> Node:
-    """The formula: all stages, one after the other. Overwrites x where it can."""
+    """Applies all stages in order. Overwrites x where possible."""
     waves: list[Wave] = []
     for stage in stages:
         if isinstance(stage, Noise):
@@ -133,7 +137,7 @@ def augment(x: Node, p: Nodes, stages: Sequence[Stage], ops: Any) -> Node:
     return ops.add(x, waves)
 
 
-def draws(stages: Sequence[Stage], random: Random) -> Params:
+def draw_parameters(stages: Sequence[Stage], random: Random) -> Params:
     """The parameters of all stages, contiguous float32, bool or int32."""
     p: Params = {}
     for stage in stages:
@@ -145,8 +149,8 @@ def draws(stages: Sequence[Stage], random: Random) -> Params:
 
 
 def time_axes(samples: int, fs_hz: float) -> Iterator[np.ndarray]:
-    """float32 [T]: sample; time in s; and that modulo 0.1 s, the common period of all mains hum,
-    because float32 loses the phase of large angles."""
+    """float32 [T] three times: sample number; time in s; time modulo 0.1 s, the common period of
+    all mains hum, because float32 loses the phase of large angles."""
     index = np.arange(samples)
     time_s = index / fs_hz
     for axis in (index, time_s, (time_s + 0.05) % 0.1 - 0.05):
@@ -155,7 +159,7 @@ def time_axes(samples: int, fs_hz: float) -> Iterator[np.ndarray]:
 
 @lru_cache(maxsize=1)  # shared by all loaders of a run
 def white_bank(seed: int) -> np.ndarray:
-    """Standard normal float32 numbers; they take 0.2 s. Fresh ones for each crop would cost ten
-    times as much as all other draws."""
+    """WHITE_BANK standard normal float32 numbers, drawn once in 0.2 s. Fresh numbers for each crop
+    would cost ten times as much as all other draws."""
     numbers = counter.normal(seed, RandomStream.WHITE, np.arange(WHITE_BANK))
     return numbers.astype(np.float32)

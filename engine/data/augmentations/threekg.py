@@ -66,7 +66,7 @@ class Rotation(Stage):
         return {"matrix": threekg_matrix(angle_rad, scale)}
 
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
-        return ops.matrix(p["matrix"], x)
+        return ops.matmul(p["matrix"], x)
 
 
 class TimeMask(Stage):
@@ -107,11 +107,11 @@ def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
     The dipole has only three components, so even angle 0 with scale 1 is a projection, not the
     identity.
     """
-    stretched = scale[..., None] * rotation(angle_rad)
+    stretched = scale[..., None] * rotation_matrix(angle_rad)
     return np.asarray(FROM_DIPOLE @ stretched @ TO_DIPOLE)
 
 
-def rotation(angle_rad: np.ndarray) -> np.ndarray:
+def rotation_matrix(angle_rad: np.ndarray) -> np.ndarray:
     """[..., 3] -> [..., 3, 3]: rotate about the fixed axes z, then y, then x (scipy's
     Rotation.from_euler("zyx"))."""
     turned = np.eye(3)

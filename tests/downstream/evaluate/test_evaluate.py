@@ -24,7 +24,7 @@ from omnilead.downstream.tasks.labels import read_task
 from omnilead.downstream.tasks.metrics import challenge_score
 from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.model.folder import seal
+from omnilead.engine.model.folder import write_config
 from tests.downstream.evaluate.conftest import (
     DIAGNOSIS,
     IDENTIFICATION,
@@ -108,7 +108,7 @@ def test_identification_has_random_weights_of_the_architecture_beside_it(
     weights = load_file(trained / "model.safetensors")
     changed = {name: w + 0.1 * torch.randn(w.shape, generator=drawn) for name, w in weights.items()}
     save_file(changed, trained / "model.safetensors", metadata={"format": "pt"})
-    seal(trained, json.loads((trained / "config.json").read_text()))
+    write_config(trained, json.loads((trained / "config.json").read_text()))
     before, after = evaluated(pretrained), evaluated(trained)
     random = [document["metrics"]["random_weights"] for document in (before, after)]
     assert random == [before["score"]] * 2 and after["score"] != before["score"]

@@ -14,7 +14,7 @@ from omnilead.downstream.evaluate import main
 from omnilead.downstream.inference.outputs import tables
 from omnilead.downstream.tasks.labels import TaskLabels
 from omnilead.engine.data.datasets import Datasets
-from omnilead.engine.model.folder import seal
+from omnilead.engine.model.folder import write_config
 from tests.downstream.evaluate.conftest import (
     DIAGNOSIS,
     IDENTIFICATION,
@@ -108,7 +108,7 @@ def test_nan_outputs_of_a_model_are_refused(head, saved_model, tmp_path, refused
     weights = load_file(folder / "model.safetensors")
     weights[next(name for name in weights if name.startswith("encoder.layers"))][:] = np.nan
     save_file(weights, folder / "model.safetensors")
-    seal(folder, json.loads((folder / "config.json").read_text()))
+    write_config(folder, json.loads((folder / "config.json").read_text()))
     refused("the model's outputs are not finite", folder, "--json", tmp_path / "f.json", code=1)
     assert not (tmp_path / "f.json").exists()
 

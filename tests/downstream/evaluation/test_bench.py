@@ -43,10 +43,10 @@ from omnilead.downstream.tasks.metrics import (
     weighted_measures,
 )
 from omnilead.engine.data.datasets import Datasets
-from omnilead.engine.model.folder import seal
+from omnilead.engine.model.folder import write_config
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.leads import ALL, parse_leads
+from omnilead.engine.settings.leads import ALL_LEADS, parse_leads
 from tests.conftest import save_model, save_probed
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -243,7 +243,7 @@ def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, datas
     (first,) = (of for key, of in metrics_of(found).items() if key[0] == "first")
     direct = omnilead.evaluate(head, data=dataset.root.url, labels=path, leads=LEADS[0])
     assert first == {"c_index": pytest.approx(direct["record"]["metrics"]["c_index"])}
-    assert omnilead.load(head).input.seen == parse_leads(LEADS[0])
+    assert omnilead.load(head).input.seen_leads == parse_leads(LEADS[0])
     one = omnilead.bench(models[:1], tasks=[task], labels=str(path), **again)  # the table itself
     assert metrics_of(one) == metrics_of(found)
 
@@ -277,7 +277,7 @@ def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, 
     weights = load_file(place)
     weights["head.child"][0] = 10**9
     save_file(weights, place)
-    seal(head, json.loads((head / "config.json").read_text()))
+    write_config(head, json.loads((head / "config.json").read_text()))
     with pytest.raises(ConfigError, match=r"model\.safetensors: head\.child: is out of range"):
         omnilead.load(head)
 
@@ -297,7 +297,7 @@ def test_without_lightgbm_one_line_says_what_is_left_out(again, models, monkeypa
 
 def test_identification_equals_a_direct_computation(out, found, dataset):
     (beats,) = embedders.rows_to_compare([], embedders.EmbedOptions())[0].draws[0]
-    shown = ShownLeads(Input(ALL, ALL), tuple(LEADS))
+    shown = ShownLeads(Input(ALL_LEADS, ALL_LEADS), tuple(LEADS))
     data = Datasets((dataset,))
     of = identities(data, shown.usable(data))
 

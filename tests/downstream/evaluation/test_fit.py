@@ -144,7 +144,9 @@ def test_what_a_fold_cannot_learn_is_not_tested(encoder, dataset, tmp_path):
         )
         assert f"not tested, since a fold had too few labels: {list(columns)[1]}" in found.sentences
         head = load(out).head_info
-        assert head.classes == (*columns,) and head.cross_validated.left_out == (*columns,)[1:2]
+        assert (
+            head.classes == (*columns,) and head.cross_validated.left_out_text == (*columns,)[1:2]
+        )
     even, ill = found.sentences[-3:-1]
     scores = found.scores["classes"]
     assert scores["even"]["positives"] == classes["even"][split == "train"].sum()

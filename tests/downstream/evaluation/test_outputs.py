@@ -145,7 +145,7 @@ def test_a_batch_is_launched_before_waiting_for_the_previous_one(
 
         return wait
 
-    monkeypatch.setattr(predicting, "download", download)
+    monkeypatch.setattr(predicting, "start_download", download)
     prepare = SimpleNamespace(windows=lambda uv_BLT, _: uv_BLT.float(), count=lambda halves: halves)
     model = SimpleNamespace(device=torch.device("cpu"), input=prepare)
     output = vectors(model, lambda x_RLT: x_RLT[:, 0, :4], 4)
@@ -176,7 +176,7 @@ def test_gpu_copies_do_not_wait_for_computation(monkeypatch):
         return x_RLT[:, 0, :4]
 
     monkeypatch.setattr(predicting, "Upload", Upload)
-    monkeypatch.setattr(predicting, "download", lambda x: events.append("down") or x.numpy)
+    monkeypatch.setattr(predicting, "start_download", lambda x: events.append("down") or x.numpy)
     batch = CropBatch(np.ones((2, 12, 5000), np.int16), np.ones(2, int), "names")
     [(given, y_RD)] = predict(
         [batch], lambda uv_BLT, halves_B: uv_BLT.float(), forward, torch.device("cuda", 0)
@@ -188,7 +188,7 @@ def test_gpu_copies_do_not_wait_for_computation(monkeypatch):
 @pytest.mark.parametrize("sparse", [0.5, 0.0], ids=["few crops of each shard", "whole shards"])
 def test_crops_of_a_remote_dataset(sparse, dataset, monkeypatch):
     """Read one by one or through cached shards: the same crops, and the same unreadable ones."""
-    monkeypatch.setattr(predicting, "SPARSE", sparse)
+    monkeypatch.setattr(predicting, "SPARSE_SHARE", sparse)
     place, rows = f"/bucket/predict{sparse}", np.arange(3, 40, 4)
     files = fsspec.filesystem("memory")
     files.put(dataset.root.url, place, recursive=True)

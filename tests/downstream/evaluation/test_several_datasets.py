@@ -17,7 +17,7 @@ from omnilead.downstream.tasks.labels import read_task
 from omnilead.engine.data.datasets import Datasets, open_together
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.leads import ALL
+from omnilead.engine.settings.leads import ALL_LEADS
 from tests.conftest import save_model
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -64,7 +64,7 @@ def encoder(tmp_path_factory):
 def test_crops_are_numbered_one_after_the_other(both, dataset, other):
     assert len(both) == len(dataset) + len(other)
     rows = np.array([2, len(dataset), len(dataset) + 3])
-    of_first, of_other = both.rows_of(rows)
+    of_first, of_other = both.rows_by_dataset(rows)
     assert of_first.tolist() == [2] and of_other.tolist() == [0, 3]
     assert (both[rows[2]].signal_uv == other[3].signal_uv).all()
     assert Datasets((dataset,)).fingerprint == dataset.fingerprint
@@ -76,14 +76,14 @@ def test_records_of_one_name_are_two_and_patients_are_one(overlapping, tmp_path)
     both, sheet = overlapping, sheet_of(overlapping, tmp_path / "mine.csv")
     labels = read_task(TaskConfig(kind="binary", labels=str(sheet)), both.all)
     assert any("are in several datasets" in remark for remark in labels.remarks)
-    shown = ShownLeads(Input(ALL, ALL), ("12",))
+    shown = ShownLeads(Input(ALL_LEADS, ALL_LEADS), ("12",))
     records = probed_records(both, labels, ("train", "valid", "test"), shown)
     first = records.rows[records.begins]
     in_one = [len(np.unique(data.column("record"))) for data in both.all]
     assert len(first) == sum(in_one)
     # A record has crops of one dataset only, and a name of its own
-    number_of_record = np.maximum.reduceat(both.numbers_of(records.rows), records.begins)
-    assert (number_of_record == both.numbers_of(first)).all()
+    number_of_record = np.maximum.reduceat(both.dataset_numbers(records.rows), records.begins)
+    assert (number_of_record == both.dataset_numbers(first)).all()
     names = record_names(both, first)
     assert len(set(names)) == len(names)
     # The same person is in one fold

@@ -16,14 +16,14 @@ from omnilead.data_tools.ecg.crops import crop_count, prepare_crop
 from omnilead.data_tools.ecg.record import EcgRecord
 from omnilead.downstream.finetuning.start import read_start
 from omnilead.downstream.inference.trained_model import crops
-from omnilead.engine.data.seen import unknown
+from omnilead.engine.data.seen import unknown_record
 from omnilead.engine.model.config import ObjectiveConfig
 from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.folder import LoadError, config_of, seal
+from omnilead.engine.model.folder import LoadError, config_of, write_config
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.leads import ALL
+from omnilead.engine.settings.leads import ALL_LEADS
 from tests.engine.model.tiny import ecg
 from tests.tables import tabulated
 
@@ -32,7 +32,7 @@ DIAGNOSIS |= {"thresholds": [0.5] * 3}
 RHYTHM = {"task": "rhythm", "kind": "multiclass", "classes": ["AF", "NSR"]}
 AGE = {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years"}
 AGE |= {"center": [60.0], "scale": [15.0]}
-WHOLE = Input(ALL, ALL)
+WHOLE = Input(ALL_LEADS, ALL_LEADS)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def document(folder, name="config.json"):
 
 def sealed(folder):
     """Write the current sha256 of the files to config.json."""
-    seal(folder, document(folder))
+    write_config(folder, document(folder))
 
 
 def weights(folder, **to):
@@ -217,8 +217,10 @@ def test_incomplete_documents_are_read(saved_model):
     folder = saved_model()
     content = document(folder)
     del content["model"]["leads"]
-    seal(folder, content | {"trained": None})
-    assert omnilead.load(folder).history == {} and read_start(str(folder)).seen.equals(unknown())
+    write_config(folder, content | {"trained": None})
+    assert omnilead.load(folder).history == {} and read_start(str(folder)).seen.equals(
+        unknown_record()
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,11 @@ from omnilead.downstream.interop.conversion import signals
 from omnilead.downstream.interop.fairseq import their_settings, to_theirs
 from omnilead.engine.data.config import MV_PER_UV
 from omnilead.engine.model.config import ModelConfig
-from omnilead.engine.model.folder import write
+from omnilead.engine.model.folder import write_model
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.leads import ALL
-from omnilead.engine.training.config import build
+from omnilead.engine.settings.leads import ALL_LEADS
+from omnilead.engine.training.config import build_config
 from omnilead.engine.training.continuing import read_weights
 from tests.engine.model.tiny import by_numpy, ecg, seeded
 from tests.tables import tabulated
@@ -188,7 +188,7 @@ def test_pretrained_at_250_hz(tmp_path, capsys):
     assert "at 250 Hz" in (folder / "README.md").read_text()
     assert not model.classes and not capsys.readouterr().err
     settings = json.loads((folder / "config.json").read_text())["model"]
-    run = build({"start": str(folder), "model": settings, "data": {"datasets": ["x"]}})
+    run = build_config({"start": str(folder), "model": settings, "data": {"datasets": ["x"]}})
     with pytest.raises(ConfigError, match=r"input\.fs_hz is 250\.0 there, 500\.0 here"):
         read_weights(run)
 
@@ -219,15 +219,19 @@ def test_what_is_guessed_or_contradicted_is_noted(tmp_path, capsys):
 @pytest.mark.parametrize("scale", ["zscore", "layernorm"])
 def test_training_sees_what_inference_sees(scale):
     """A crop without augmentation; a half that is missing or masked does not affect the other."""
-    of, both = Input(ALL, ALL, scale, 250.0), np.array([2])
+    of, both = Input(ALL_LEADS, ALL_LEADS, scale, 250.0), np.array([2])
     uv_BLT = torch.from_numpy(signal_uv().astype(np.int16))[None]
     x_BLT, keep_BSL1 = uv_BLT.float().mul_(MV_PER_UV), torch.ones(1, 2, 12, 1, dtype=torch.bool)
     whole = of.windows(uv_BLT, both)
-    assert torch.equal(of.cut(x_BLT, both, keep_BSL1)[0], whole) and whole.shape == (2, 12, 1250)
-    first, second = of.cut(x_BLT, np.array([1]), keep_BSL1)[0]
+    assert torch.equal(of.cut_windows(x_BLT, both, keep_BSL1)[0], whole) and whole.shape == (
+        2,
+        12,
+        1250,
+    )
+    first, second = of.cut_windows(x_BLT, np.array([1]), keep_BSL1)[0]
     assert torch.equal(first, of.windows(uv_BLT, np.array([1]))[0]) and not second.any()
     keep_BSL1[:, 1] = False
-    first, second = of.cut(x_BLT, both, keep_BSL1)[0]
+    first, second = of.cut_windows(x_BLT, both, keep_BSL1)[0]
     assert torch.equal(first, whole[0]) and not second.any()
     shown = of.limited_to("I,V2").windows(uv_BLT, both)
     uv_BLT[:, [*range(1, 7), *range(8, 12)]] = 0  # not measured is as not shown
@@ -243,7 +247,7 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path, capsys):
     padded = {"leads_to_load": "['I']", "enable_padding_leads": True}
     saved(tmp_path / "b.pt", SMALL, padded, 1, args=nested)
     model = omnilead.load(converted(tmp_path, name="b.pt"))
-    assert model.input.seen == (0,) and model.classes == ("class_0",)
+    assert model.input.seen_leads == (0,) and model.classes == ("class_0",)
     assert model.head_info and model.head_info.kind == "binary"
     assert "set names with --classes LIST|FILE" in capsys.readouterr().err
     saved(tmp_path / "c.pt", SMALL, {"sample_rate": 400}, 1, in_d=3)
@@ -370,7 +374,9 @@ def test_a_network_of_any_window_rate_and_band(prepared, options, tmp_path, monk
     save_file({"conv.weight": weight, "conv.bias": bias}, "w.safetensors")
     arguments = ["from-torch", "w.safetensors", "OUT", "--encoder", "net.py:Net", *options]
     # Proven in another interpreter by the test above
-    monkeypatch.setattr(conversion, "_write_if_complete", lambda out, _, *parts: write(out, *parts))
+    monkeypatch.setattr(
+        conversion, "_write_if_complete", lambda out, _, *parts: write_model(out, *parts)
+    )
     assert convert.main(arguments) == 0
     x_SLT = torch.tensor(prepared(signal_uv() / 1e3).copy()).float()
     expected = F.conv1d(x_SLT, weight, bias, 5).tanh().mean((0, 2))

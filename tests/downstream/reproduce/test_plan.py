@@ -19,7 +19,7 @@ from omnilead.downstream.reproduce.paper import (
 )
 from omnilead.downstream.tasks.config import FinetuneConfig
 from omnilead.engine.settings.files import CONFIGS
-from omnilead.engine.training.config import check, load
+from omnilead.engine.training.config import check_config, load_config
 
 ROLES = {
     "pretrain": 85_000,
@@ -139,10 +139,10 @@ def test_a_scale_leaves_methods_alone_and_fits_every_method(name):
     assert {key.split(".")[0] for given in settings.values() for key in given} <= {"model", "train"}
     pretraining = settings["pretrain"] | {"data.datasets": ["D"]}
     for method in {row.pretrain for table in tables().values() for row in table.rows.values()}:
-        check(load(CONFIGS / "pretrain" / f"{method}.yaml", pretraining), 1)
+        check_config(load_config(CONFIGS / "pretrain" / f"{method}.yaml", pretraining), 1)
     for task in TASKS.values():
         path = CONFIGS / "finetune" / f"{task}.yaml"
-        config = load(path, settings[task], FinetuneConfig)
+        config = load_config(path, settings[task], FinetuneConfig)
         assert config.task.name == task
         assert (config.train.steps is None) != (config.train.epochs is None)
     papers = list(settings.values()) == [{}, {"train.best": "challenge"}, {}]

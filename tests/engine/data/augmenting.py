@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from omnilead.engine.data.augmentations import AugmentConfig
-from omnilead.engine.data.augmentations.stage import Random, augment, draws
+from omnilead.engine.data.augmentations.stage import Random, augment, draw_parameters
 from omnilead.engine.data.augmentations.threekg import FROM_DIPOLE, ThreeKG
 from omnilead.engine.data.torch_ops import TorchOps
 
@@ -44,7 +44,7 @@ def signal(crops=3, samples=SAMPLES, views=2):
 
 
 def drawn(config, seed, epoch_B, crop_B, samples=SAMPLES):
-    return draws(config.stages, Random(seed, epoch_B, crop_B, samples=samples))
+    return draw_parameters(config.stages, Random(seed, epoch_B, crop_B, samples=samples))
 
 
 def parameters(config, crop_B=CROPS, samples=SAMPLES):

@@ -36,7 +36,7 @@ from omnilead.engine.data.augmentations.threekg import (
 )
 from omnilead.engine.data.torch_ops import TorchOps
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.training.config import build
+from omnilead.engine.training.config import build_config
 
 
 @pytest.mark.parametrize("config", EVERYTHING.values(), ids=EVERYTHING)
@@ -242,12 +242,12 @@ WRONG = [
 @pytest.mark.parametrize(("key", "value", "says"), WRONG)
 def test_wrong_settings_report_key_value_and_fix(key, value, says):
     with pytest.raises(ConfigError, match=rf"\Aaugment\.{key}.*{re.escape(says)}.*\Z"):
-        build({"augment": {key: value}})
+        build_config({"augment": {key: value}})
 
 
 def test_sets_of_noise_by_name_or_by_list():
     with pytest.raises(ConfigError, match=r"augment\.per_lead=True: the authors' kinds"):
-        build({"augment": {"noise": "authors_physio3", "per_lead": True}})
+        build_config({"augment": {"noise": "authors_physio3", "per_lead": True}})
     for noise, kinds in {
         "": (),
         "physio3": ("powerline", "emg", "wander"),

@@ -96,7 +96,7 @@ def test_white_noise_is_white_and_independent_between_leads():
     p = drawn(AugmentConfig(noise="emg"), 5, np.zeros(20, int), np.arange(20))
     start = torch.from_numpy(p["white_start"])
     ops = TorchOps(SAMPLES, FS_HZ, torch.device("cpu"), 5)
-    noise = ops.white(start).numpy()
+    noise = ops.white_noise(start).numpy()
     assert noise.shape == (20, 2, 12, SAMPLES)
     assert abs(noise.mean()) < 0.005 and abs(noise.std() - 1) < 0.005
     assert abs((noise**4).mean() - 3) < 0.05

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from omnilead.engine.settings.counter import (
+    MAX_RANKED,
     MAX_SIZE,
-    TINY,
     RandomStream,
     bits,
     mix,
@@ -172,7 +172,7 @@ def test_every_permutation_of_few_elements_is_equally_likely(n):
     assert chi2_p(counts) > 1e-4
 
 
-@pytest.mark.parametrize("n", [TINY, TINY + 1, 36, 65])
+@pytest.mark.parametrize("n", [MAX_RANKED, MAX_RANKED + 1, 36, 65])
 def test_pairs_are_independent_under_neighbouring_keys(n):
     """Too few rounds would keep elements together that share a half of the network."""
     for other in (1, math.ceil(math.sqrt(n)), n - 1):

@@ -23,9 +23,13 @@ def test_a_replacement_crop_has_its_own_parameters(augment, threads, dataset, tm
     (before, _), (batch, _) = some(skipping, 2)
     assert before.skipped == ()
     assert [bad[:3] for bad in batch.skipped] == [(5, 0, rows[5])]
-    assert batch.places.row.tolist() == [*rows[:5], source.order.rows[0].after(rows[5]), *rows[6:]]
+    assert batch.places.row.tolist() == [
+        *rows[:5],
+        source.order.rows[0].next_row(rows[5]),
+        *rows[6:],
+    ]
     augmenter = skipping.augmenter
-    p = augmenter.to_device(augmenter.parameters(batch.places))
+    p = augmenter.to_device(augmenter.draw_parameters(batch.places))
     crops = torch.from_numpy(crops_of(dataset, batch.places.row))
     assert torch.equal(batch.x_BSLT, augmenter(crops, p))
 

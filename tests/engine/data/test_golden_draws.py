@@ -10,7 +10,7 @@ from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.augmenter import Augmenter
 from omnilead.engine.data.order import Places
-from omnilead.engine.data.patients import uniforms
+from omnilead.engine.data.patients import uniform_hashes
 
 PLACES = Places(np.array([0, 0, 1]), np.array([5, 10**6, 7]), np.array([0, 3, 40]))
 SUMS = {
@@ -69,7 +69,7 @@ SUMS = {
 @pytest.mark.parametrize(("config", "expected"), SUMS.values(), ids=SUMS)
 def test_augmentation_parameters_never_change(config, expected):
     """Weighted sums, so that swapping two values is detected."""
-    p = Augmenter(config, "window", 11, torch.device("cpu")).parameters(PLACES)
+    p = Augmenter(config, "window", 11, torch.device("cpu")).draw_parameters(PLACES)
     seen = {
         name: float(values.astype(float).ravel() @ np.cos(np.arange(values.size)))
         for name, values in p.items()
@@ -78,7 +78,7 @@ def test_augmentation_parameters_never_change(config, expected):
 
 
 def test_the_validation_split_never_changes():
-    assert uniforms(pa.array(["georgia/E00001", "ptb-xl/17"])).tolist() == [
+    assert uniform_hashes(pa.array(["georgia/E00001", "ptb-xl/17"])).tolist() == [
         0.40636932224432776,
         0.16880769554133535,
     ]

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.leads import ALL, SUBSETS, describe_leads, parse_leads
+from omnilead.engine.settings.leads import ALL_LEADS, LEAD_SUBSETS, describe_leads, parse_leads
 
 
 def test_the_papers_five_subsets():
     for name, leads in {"6": "I,II,III,aVR,aVL,aVF", "3": "I,II,V2", "2": "I,II", "1": "I"}.items():
         assert describe_leads(parse_leads(name)) == leads
-    assert parse_leads("12") == parse_leads(12) == ALL
-    assert [len(parse_leads(name)) for name in SUBSETS] == [int(name) for name in SUBSETS]
+    assert parse_leads("12") == parse_leads(12) == ALL_LEADS
+    assert [len(parse_leads(name)) for name in LEAD_SUBSETS] == [int(name) for name in LEAD_SUBSETS]
 
 
 def test_names_in_any_case_and_order_give_the_canonical_order():

@@ -31,7 +31,7 @@ from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import Places, Selection
 from omnilead.engine.data.writer import CropWriter
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.training.config import build
+from omnilead.engine.training.config import build_config
 from tests.forks import started
 from tests.waiting import until
 
@@ -152,7 +152,7 @@ def test_what_an_own_augmentation_draws():
     def drawn(function=0, epoch=0, rows=(5, 9)):
         draw = Draw()
         places = Places(np.zeros(2, np.int16), np.array(rows), np.full(2, epoch))
-        draw.at(7, places, function)
+        draw.move_to(7, places, function)
         return torch.cat([draw.uniform(3), draw.uniform(3), draw.normal(3)], dim=-1)
 
     numbers = drawn()
@@ -263,7 +263,7 @@ null, "augment": {"rlm": 0.5, "rlm_keep_one": true, "noise": "physio4", "amplitu
 
 def test_a_saved_state_and_the_settings_of_its_run_resume(dataset):
     state = json.loads(SAVED.replace("DATASET", dataset.fingerprint))
-    augment = build({"augment": state["recipe"]["augment"]}).augment
+    augment = build_config({"augment": state["recipe"]["augment"]}).augment
     assert augment == AugmentConfig(noise="physio4", rlm_keep_one=True)
     whole = some(loader(dataset, augment=augment), 3)
     assert contents(whole[1:]) == contents(some(loader(dataset, state=state, augment=augment), 2))

@@ -31,9 +31,9 @@ def test_missing_leads_are_read_from_the_table(dataset, small):
     lacks = [LEADS.index(lead) for lead in named[row]]
     assert augmenter.none_measured(dataset, lacks)[row]
     assert not augmenter.none_measured(dataset, range(12))[row]
-    assert augmenter.measured_leads([small]) is None
+    assert augmenter.measured_leads_lookup([small]) is None
     # without noise no zero can change: the column is not read
-    assert loader(dataset, augment=AugmentConfig()).augmenter.measured is None
+    assert loader(dataset, augment=AugmentConfig()).augmenter.measured_leads is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_leads_that_were_not_measured_stay_zero(backend, augment, dataset):
     """Over an epoch; crops without missing leads are not affected by crops that have some."""
     source, blind = (loader(dataset, backend, augment=augment) for _ in range(2))
     bits, steps = augmenter.missing_leads(dataset), source.steps_per_epoch
-    blind.augmenter = dataclasses.replace(blind.augmenter, measured=None)
+    blind.augmenter = dataclasses.replace(blind.augmenter, measured_leads=None)
     met = 0
     for (batch, _), (other, _) in zip(some(source, steps), some(blind, steps), strict=True):
         for x, y, row in zip(batch.x_BSLT, other.x_BSLT, batch.places.row.tolist(), strict=True):

@@ -28,7 +28,7 @@ fewer = settings(max_examples=40)
 
 def sized(crops, shard=16):
     sizes = [min(shard, crops - start) for start in range(0, crops, shard)]
-    return DatasetRows.among("fake", sizes)
+    return DatasetRows.from_sizes("fake", sizes)
 
 
 @st.composite
@@ -36,7 +36,9 @@ def any_rows(draw):
     """Shards, some of them empty, of which all or some rows are selected."""
     shards = draw(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any))
     chosen = draw(st.none() | st.sets(st.integers(0, sum(shards) - 1), min_size=1))
-    return DatasetRows.among("some", shards, None if chosen is None else np.array(sorted(chosen)))
+    return DatasetRows.from_sizes(
+        "some", shards, None if chosen is None else np.array(sorted(chosen))
+    )
 
 
 @st.composite
@@ -98,10 +100,10 @@ def test_all_world_sizes_share_the_same_global_batches(rows, block_shards, step)
     whole = [listed(order.batch(step)), listed(order.batch(step + 1))]
     assert whole[0] == listed(order.places(step * 840, 840))
     for world in range(1, 9):
-        slices = [listed(order.slice(step, rank, world)) for rank in range(world)]
+        slices = [listed(order.rank_places(step, rank, world)) for rank in range(world)]
         assert [len(part) for part in slices] == [840 // world] * world
         assert list(chain(*slices)) == whole[0]  # in order, so no rank has a crop of another's
-        several = listed(order.slice(step, world - 1, world, steps=2))
+        several = listed(order.rank_places(step, world - 1, world, steps=2))
         assert several == whole[0][-840 // world :] + whole[1][-840 // world :]
 
 
@@ -112,7 +114,7 @@ def test_contrasted_crops_are_the_same_for_all_world_sizes(part):
     whole = listed(order.batch(7)) + listed(order.batch(8))
     for world in (1, 2, 4, 8):
         micro = part // world
-        shares = [listed(order.slice(7, rank, world, 2, micro)) for rank in range(world)]
+        shares = [listed(order.rank_places(7, rank, world, 2, micro)) for rank in range(world)]
         met = [
             chain(*(share[at : at + micro] for share in shares))
             for at in range(0, 96 // world, micro)
@@ -247,34 +249,35 @@ def test_orders_never_change():
 def test_rows_of_a_dataset_follow_its_roles(dataset):
     for roles in ({}, {"pretrain": True}, {"dx": "test"}):
         assert (
-            numbers(DatasetRows.of(dataset, Selection(**roles))) == dataset.select(**roles).tolist()
+            numbers(DatasetRows.select(dataset, Selection(**roles)))
+            == dataset.select(**roles).tolist()
         )
     pretrain, halves = dataset.select(pretrain=True), dataset.column("halves")
-    both = DatasetRows.of(dataset, Selection(pretrain=True, halves=2))
+    both = DatasetRows.select(dataset, Selection(pretrain=True, halves=2))
     assert numbers(both) == pretrain[halves[pretrain] == 2].tolist()
     everything = np.arange(len(dataset))
-    shard = DatasetRows.of(dataset).shard(everything)
+    shard = DatasetRows.select(dataset).shard(everything)
     assert shard.tolist() == dataset.column("shard").tolist()
     says = r"\A.*no crop has dx='tset', halves=2; its roles are .*'train'.*: select.*\Z"
     with pytest.raises(OrderError, match=says):
-        DatasetRows.of(dataset, Selection(dx="tset", halves=2))
+        DatasetRows.select(dataset, Selection(dx="tset", halves=2))
 
 
 def test_after_a_row_comes_the_next_selected_one():
     """It replaces a row that cannot be read."""
-    some, every = (DatasetRows.among("d", [10], rows) for rows in (np.array([2, 5, 9]), None))
-    assert [some.after(row) for row in (2, 3, 5, 9)] == [5, 5, 9, 2]
-    assert [every.after(row) for row in (2, 9)] == [3, 0]
+    some, every = (DatasetRows.from_sizes("d", [10], rows) for rows in (np.array([2, 5, 9]), None))
+    assert [some.next_row(row) for row in (2, 3, 5, 9)] == [5, 5, 9, 2]
+    assert [every.next_row(row) for row in (2, 9)] == [3, 0]
 
 
 def test_a_zarr_store_has_shards_of_its_storage_objects(dataset):
-    rows = DatasetRows.of(Dataset(dataset.root, dataset.meta | {"shards": [], "crops": 2500}))
+    rows = DatasetRows.select(Dataset(dataset.root, dataset.meta | {"shards": [], "crops": 2500}))
     assert rows.shard(np.array([0, 1023, 1024, 2499])).tolist() == [0, 0, 1, 2]
     with pytest.raises(OrderError, match="run omnilead verify"):
-        DatasetRows.of(Dataset(dataset.root, dataset.meta | {"crops": 5 * len(dataset)}))
+        DatasetRows.select(Dataset(dataset.root, dataset.meta | {"crops": 5 * len(dataset)}))
 
 
-NOTHING = DatasetRows.among("empty", [3], np.array([], int))
+NOTHING = DatasetRows.from_sizes("empty", [3], np.array([], int))
 
 
 @pytest.mark.parametrize(
@@ -305,4 +308,4 @@ def test_an_invalid_order_is_a_one_line_error(wrong, message):
 )
 def test_impossible_shares_are_refused(world, micro, message):
     with pytest.raises(OrderError, match=message):
-        Order((sized(100),), 10).slice(0, 0, world, micro=micro)
+        Order((sized(100),), 10).rank_places(0, 0, world, micro=micro)

@@ -20,7 +20,7 @@ from omnilead.engine.data.stage_timer import StageTimer
 from omnilead.engine.data.writer import CropWriter, SingleCropWriter, crop_writer
 from omnilead.engine.model.draws import ModelStream
 from omnilead.engine.settings.counter import RandomStream
-from omnilead.engine.training.config import build
+from omnilead.engine.training.config import build_config
 
 
 def together(*examples):
@@ -46,7 +46,7 @@ CASES = ALONE | PAIRS | ALL
 
 
 def configured(settings):
-    return build({"augment": settings}).augment
+    return build_config({"augment": settings}).augment
 
 
 @pytest.mark.parametrize(("settings", "views"), CASES.values(), ids=CASES)
@@ -59,7 +59,7 @@ def test_every_path_gives_the_same_and_missing_leads_stay_zero(settings, views, 
     crops = torch.from_numpy(crops_of(dataset, batch.places.row))
 
     def at_once(augmenter):
-        return augmenter(crops, augmenter.to_device(augmenter.parameters(batch.places)))
+        return augmenter(crops, augmenter.to_device(augmenter.draw_parameters(batch.places)))
 
     general = at_once(source.augmenter)
     assert torch.equal(batch.x_BSLT, general)
@@ -77,7 +77,7 @@ def test_the_fast_path_is_taken_where_it_can_be():
     fast = [
         stage.examples[0]
         for stage in STAGES
-        if stage(configured(together(stage.examples[0]))).by_crop
+        if stage(configured(together(stage.examples[0]))).fits_single_crop_writer
     ]
     assert {"rlm": 0.5} in fast and {"noise": "emg"} in fast and len(fast) >= 5
     slow = [stage.examples[0] for stage in STAGES if stage.examples[0] not in fast]

@@ -47,7 +47,7 @@ def test_training_from_a_bucket(bucket, ten, tmp_path, staged):
     """Two epochs in block order, with space for a block and two shards: right bytes, one download
     per shard and epoch."""
     dataset, root = through(Dataset.open(bucket))
-    order = Order((DatasetRows.of(dataset),), batch_crops=2, block_shards=2)
+    order = Order((DatasetRows.select(dataset),), batch_crops=2, block_shards=2)
     needed = (shard for _, shard in shards_needed(order, 0))
     staging = staged(dataset, 4, needed, ahead=2, together=2)
     yielded = []

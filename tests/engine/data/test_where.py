@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from omnilead.data_tools.dataset import COLUMNS
-from omnilead.engine.data.where import MAX_CHARACTERS, holds
+from omnilead.engine.data.where import MAX_CHARACTERS, where_mask
 from omnilead.engine.settings.errors import ConfigError
 from tests.tables import tabulated
 
@@ -27,7 +27,7 @@ class Table:
 
 
 def rows(where, cells=None):
-    return np.flatnonzero(holds(Table(), where, cells)).tolist()
+    return np.flatnonzero(where_mask(Table(), where, cells)).tolist()
 
 
 @pytest.mark.parametrize(

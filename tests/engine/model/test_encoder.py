@@ -12,14 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
-from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop, validated
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop, validate
 from omnilead.engine.model.encoder import (
     Attention,
     ConvStack,
     Encoder,
     PositionalConvolution,
     attention_backend,
-    take,
+    take_tokens,
 )
 from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.objectives import perplexity
@@ -160,7 +160,7 @@ def test_the_temperature_falls_to_its_end():
 )  # fmt: skip
 def test_wrong_settings_are_one_line_that_names_the_key(wrong):
     with pytest.raises(ConfigError) as caught:
-        validated(ModelConfig, wrong, "model")
+        validate(ModelConfig, wrong, "model")
     text = str(caught.value)
     assert f"model.{next(iter(wrong))}" in text and "\n" not in text and len(text) < 300
 
@@ -255,5 +255,5 @@ def test_dropped_tokens_are_never_seen():
     other_RNF = torch.where(hidden_RN[..., None], torch.randn_like(z_RNF), z_RNF)
     assert encoder.context(other_RNF, None, keep_RK).equal(c_RKD)
     every_RN = torch.stack([torch.randperm(tokens) for _ in range(2)])
-    expected = take(encoder.context(z_RNF, None), every_RN)
+    expected = take_tokens(encoder.context(z_RNF, None), every_RN)
     assert_close(encoder.context(z_RNF, None, every_RN), expected, rtol=1e-4, atol=1e-5)

@@ -13,15 +13,15 @@ from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import (
     build_encoder,
-    drops_out,
     encoder_flops,
     examine,
+    has_dropout,
     initialise,
 )
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.resnet import ResNet
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.files import code_of
+from omnilead.engine.settings.files import read_plugins
 from omnilead.engine.training.pretraining import examine_objective
 from omnilead.engine.training.task import describe_encoder
 from tests.tables import tabulated
@@ -317,7 +317,7 @@ def test_files_with_the_same_name_are_separate_modules_and_changes_are_reloaded(
 
 def test_a_file_of_code_has_a_name_that_can_be_published():
     with pytest.raises(ConfigError, match=r"--encoder=my net\.py:Net: name the file with"):
-        code_of([("--encoder", "my net.py:Net")], "")
+        read_plugins([("--encoder", "my net.py:Net")], "")
 
 
 def test_the_resnet():
@@ -379,5 +379,5 @@ def test_flops_are_counted():
         # the authors' encoder, as if it were another
         counted = encoder_flops(encoder, replace(plain, encoder="own.py:Encoder"), local)
         assert counted == pytest.approx(expected, rel=1e-9)
-    assert drops_out(None, ModelConfig()) and not drops_out(Grouped(), own)
-    assert drops_out(ResNet(widths=(8, 8)), ModelConfig(encoder="resnet"))
+    assert has_dropout(None, ModelConfig()) and not has_dropout(Grouped(), own)
+    assert has_dropout(ResNet(widths=(8, 8)), ModelConfig(encoder="resnet"))

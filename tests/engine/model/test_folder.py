@@ -121,7 +121,7 @@ def test_weights_that_do_not_fit_on_the_disk_are_an_error_of_the_system(monkeypa
 
 def write_number(folder, number):
     """Writes a model whose only weight is a number."""
-    folders.write(folder, {"w": torch.tensor([float(number)])}, {}, {}, f"card {number}")
+    folders.write_model(folder, {"w": torch.tensor([float(number)])}, {}, {}, f"card {number}")
 
 
 def test_two_writers_with_one_process_number_wait_for_each_other(tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_two_writers_with_one_process_number_wait_for_each_other(tmp_path, monke
         assert not inside.acquire(timeout=0.2), "both write at once"
         go_on.set()
         assert [writer.result() for writer in writers] == [None, None]
-    folders.check(model)
+    folders.checked_digest(model)
     assert f"card {int(folders.weights_in(model)['w'])}" == (model / "README.md").read_text()
     assert os.listdir(tmp_path) == ["model"]
 
@@ -163,11 +163,11 @@ def test_two_writers_where_folders_cannot_be_locked_do_not_mix_their_files(tmp_p
     with ThreadPoolExecutor(2) as pool:
         first, second = (pool.submit(write_number, model, number) for number in (0, 1))
         first.result()
-        folders.check(model)
+        folders.checked_digest(model)
         assert int(folders.weights_in(model)["w"]) == 0
         first_done.set()
         second.result()
-    folders.check(model)
+    folders.checked_digest(model)
     assert int(folders.weights_in(model)["w"]) == 1
     assert os.listdir(tmp_path) == ["model"]
 

@@ -22,9 +22,9 @@ from omnilead.engine.data.order import Selection
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.counter import RandomStream, uniform
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.leads import ALL
+from omnilead.engine.settings.leads import ALL_LEADS
 from omnilead.engine.training.arguments import PretrainInputs
-from omnilead.engine.training.config import build, check
+from omnilead.engine.training.config import build_config, check_config
 from omnilead.engine.training.continuing import read_weights
 from omnilead.engine.training.read_settings import read_settings
 from tests.conftest import save_model
@@ -52,7 +52,7 @@ TINY = {
 
 
 def signals(config):
-    return build({"input": config}).signals
+    return build_config({"input": config}).model_input
 
 
 def by_hand(uv_LT, halves, window_s=5.0, fs_hz=500.0, band_hz=None, scale="millivolt"):
@@ -90,12 +90,12 @@ def test_windows_are_those_of_scipy(config, dataset):
     expected = [
         by_hand(uv_LT.astype(float), halves, **config)
         for uv_LT, halves in zip(uv_BLT, halves_B, strict=True)
-        if of.count(halves)
+        if of.count_windows(halves)
     ]
     x_RLT = of.windows(torch.from_numpy(uv_BLT), halves_B)
     np.testing.assert_allclose(x_RLT, np.concatenate(expected), atol=1e-5)
-    assert not x_RLT[of.count() : 2 * of.count(), 3].any()
-    assert of.plain == (not config)
+    assert not x_RLT[of.count_windows() : 2 * of.count_windows(), 3].any()
+    assert of.is_plain == (not config)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_training_sees_windows_of_the_crop_with_leads_masked_in_each(backend, co
     if backend == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed")
     data = {"datasets": [dataset.root.url]}
-    settings = build(
+    settings = build_config(
         {"input": config, "data": data, "train": {"batch_crops": 4}, "model": TINY}
         | {"pipeline": {"backend": backend}}
         | {"objective": {"contrast": 0}, "augment": {"rlm": 0.5, "rlm_keep_one": True}}
@@ -118,7 +118,7 @@ def test_training_sees_windows_of_the_crop_with_leads_masked_in_each(backend, co
     batch, _ = next(iter(loader))
     x_BSLT, of, places = (
         PretrainInputs(settings, [dataset]).windows(batch),
-        settings.signals,
+        settings.model_input,
         batch.places,
     )
     loader.close()
@@ -143,7 +143,7 @@ def test_training_sees_windows_of_the_crop_with_leads_masked_in_each(backend, co
 
 
 def test_two_views_of_five_seconds_become_shorter(dataset):
-    settings = build(
+    settings = build_config(
         {"input": SHORT, "data": {"datasets": [dataset.root.url]}, "train": {"batch_crops": 4}}
         | {"objective": {"method": "simclr"}, "pipeline": {"views": "window"}}
     )
@@ -173,7 +173,9 @@ def test_two_views_of_five_seconds_become_shorter(dataset):
 )
 def test_refused_inputs(config, says):
     with pytest.raises(ConfigError) as error:
-        check(build({"input": config, "data": {"datasets": ["x"]}, "train": {"steps": 1}}), 1)
+        check_config(
+            build_config({"input": config, "data": {"datasets": ["x"]}, "train": {"steps": 1}}), 1
+        )
     assert str(error.value).startswith(says)
 
 
@@ -182,16 +184,18 @@ def test_amplitudes_are_limited_after_resampling_and_before_scaling():
     document = {"scale": "millivolt", "fs_hz": 250, "segment_s": 5.0, "leads": names, "clip_mv": 3}
     x_BLT = torch.randn(2, 12, 5000) * 3
     halves_B = np.full(2, 2)
-    of = Input.of(document, 12)
+    of = Input.from_document(document, 12)
     free = replace(of, clip_mv=None)
-    clipped_BSLT = free.cut(x_BLT, halves_B).clamp(-3, 3)
-    assert of.cut(x_BLT, halves_B).equal(clipped_BSLT) and of.signals["clip_mv"] == 3
-    scaled = Input.of(document | {"scale": "zscore"}, 12).cut(x_BLT, halves_B)
-    assert not scaled.allclose(replace(free, scale="zscore").cut(x_BLT, halves_B), atol=0.01)
-    assert not replace(of, fs_hz=500.0).plain
+    clipped_BSLT = free.cut_windows(x_BLT, halves_B).clamp(-3, 3)
+    assert of.cut_windows(x_BLT, halves_B).equal(clipped_BSLT) and of.signals["clip_mv"] == 3
+    scaled = Input.from_document(document | {"scale": "zscore"}, 12).cut_windows(x_BLT, halves_B)
+    assert not scaled.allclose(
+        replace(free, scale="zscore").cut_windows(x_BLT, halves_B), atol=0.01
+    )
+    assert not replace(of, fs_hz=500.0).is_plain
     for wrong in (-1, 0, "3", 1e9):
         with pytest.raises(ConfigError, match=f"clip_mv={wrong!r}: must be above 0 and at most"):
-            Input.of(document | {"clip_mv": wrong}, 12)
+            Input.from_document(document | {"clip_mv": wrong}, 12)
 
 
 def test_an_ecg_without_a_whole_window_is_refused(dataset, tmp_path):
@@ -229,7 +233,7 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
     loaded, window_s = omnilead.load(model), config["window_s"]
     expected, at = [], []
     for row in range(len(dataset)):
-        if not loaded.input.count(halves[row]):
+        if not loaded.input.count_windows(halves[row]):
             continue
         windows = by_hand(dataset.read(row).astype(float), halves[row], **config)
         with torch.no_grad():
@@ -264,7 +268,7 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
     assert omnilead.load(tuned).input == signals(config)
 
     again = read_settings(None, {"start": str(model), "data.datasets": [data]})
-    assert again.signals == signals(config) and read_weights(again)
+    assert again.model_input == signals(config) and read_weights(again)
     other = again.model_copy(update={"input": replace(again.input, scale="layernorm")})
     with pytest.raises(ConfigError, match=r"another input: input\.scale is .* there, 'layernorm'"):
         read_weights(other)
@@ -275,8 +279,8 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
 
 def test_older_folders_load_as_before():
     document = {"segment_s": 5.0, "fs_hz": 500, "scale": "millivolt", "leads": ["I", "II"]}
-    assert Input.of(document, 2) == Input((0, 1), (0, 1))
-    assert Input(ALL, ALL).plain
+    assert Input.from_document(document, 2) == Input((0, 1), (0, 1))
+    assert Input(ALL_LEADS, ALL_LEADS).is_plain
 
 
 NET = """

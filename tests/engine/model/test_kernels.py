@@ -42,11 +42,13 @@ def randn(*shape):
 
 def test_the_setting_selects_the_kernels():
     x = torch.ones(3)
-    assert kernels.pick("dropout", F.dropout, "plain", x) is F.dropout
-    assert kernels.pick("dropout", F.dropout, "auto", x) is kernels.dropout
+    assert kernels.pick_operation("dropout", F.dropout, "plain", x) is F.dropout
+    assert kernels.pick_operation("dropout", F.dropout, "auto", x) is kernels.dropout
     elsewhere = x.to("meta")  # stands for a GPU
-    assert kernels.pick("dropout", F.dropout, "auto", elsewhere) is F.dropout
-    assert kernels.pick("convolve", F.relu, "auto", elsewhere) is kernels.convolve_in_blocks
+    assert kernels.pick_operation("dropout", F.dropout, "auto", elsewhere) is F.dropout
+    assert (
+        kernels.pick_operation("convolve", F.relu, "auto", elsewhere) is kernels.convolve_in_blocks
+    )
 
 
 @pytest.mark.parametrize("dtype, far", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
@@ -55,7 +57,7 @@ def test_group_norm_and_gelu_a_few_rows_at_a_time(dtype, far):
     two parts."""
     y = 10 + randn(25, 2500, 32).cumsum(1) / 50
     inputs = [x.to(dtype) for x in (y, randn(32), randn(32, 1)[:, 0])]
-    assert len(list(kernels.in_cache(inputs[0]))) > 1
+    assert len(list(kernels.cache_sized_slices(inputs[0]))) > 1
 
     def exact(y, w, b):
         return F.gelu(F.group_norm(y.mT, 32, w, b, 1e-5).mT)

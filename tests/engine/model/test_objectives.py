@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tiny import SMALL, keys, seeded, waves
 from torch.testing import assert_close
 
-from omnilead.engine.model.cpc import PredictiveCoding, SampledCoding, draw_others
+from omnilead.engine.model.cpc import PredictiveCoding, SampledCoding, draw_candidates
 from omnilead.engine.model.draws import count_negatives
 from omnilead.engine.model.objectives import (
     attribute_losses,
@@ -186,7 +186,7 @@ def test_sampled_coding_is_the_cross_entropy_of_copied_candidates():
     x_BSLT, keys_BS = waves(2, 240), keys(2)
     z_RNF, _ = encoder.features(x_BSLT.flatten(0, 1))
     guess_RND = objective.map(encoder(x_BSLT.flatten(0, 1)))
-    drawn_RnK = draw_others(keys_BS.flatten(), 15, 4, 20)
+    drawn_RnK = draw_candidates(keys_BS.flatten(), 15, 4, 20)
     losses = []
     for row in range(4):
         for t in range(11):
@@ -198,7 +198,7 @@ def test_sampled_coding_is_the_cross_entropy_of_copied_candidates():
 
 def test_candidates_are_all_other_tokens_alike_and_each_crop_has_its_own():
     keys_R = keys(200).flatten()
-    drawn_RnK = draw_others(keys_R, 20, 14, 33)
+    drawn_RnK = draw_candidates(keys_R, 20, 14, 33)
     assert drawn_RnK.shape == (400, 6, 33)
     for t in range(6):
         times_N = torch.bincount(drawn_RnK[:, t].flatten(), minlength=20)
@@ -207,4 +207,4 @@ def test_candidates_are_all_other_tokens_alike_and_each_crop_has_its_own():
         others_N = times_N[torch.arange(20) != t + 14].double()
         assert ((others_N - expected).square() / expected).sum() < 50  # chi squared, 18 degrees
     assert not drawn_RnK[0].equal(drawn_RnK[1]) and not drawn_RnK[0, 0].equal(drawn_RnK[0, 1])
-    assert draw_others(keys_R[7:9], 20, 14, 33).equal(drawn_RnK[7:9])
+    assert draw_candidates(keys_R[7:9], 20, 14, 33).equal(drawn_RnK[7:9])

@@ -16,11 +16,11 @@ from torch.testing import assert_close
 from omnilead.downstream.interop.ecg_cpc import from_theirs
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.cpc import sampled_loss
-from omnilead.engine.model.encoders import build_encoder, drops_out, encoder_flops, examine
+from omnilead.engine.model.encoders import build_encoder, encoder_flops, examine, has_dropout
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.s4 import S4, StateSpace, hippo_legs
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.training.config import load
+from omnilead.engine.training.config import load_config
 from tests.tables import tabulated
 
 REFERENCE = Path(__file__).parents[3].parent / "shared" / "parity" / "ecg_cpc_small"
@@ -195,7 +195,7 @@ def test_who_sees_what(norm, bidirectional):
 
 def test_dropout_drops_a_channel_of_a_row_for_all_times():
     encoder, config = encoder_of()
-    assert drops_out(encoder, config)
+    assert has_dropout(encoder, config)
     dropped_RND = encoder.layers[0].dropout.train()(torch.ones(50, 7, 16))
     assert dropped_RND.eq(dropped_RND[:, :1]).all() and dropped_RND.unique().tolist() == [0, 1.25]
     assert 0.15 < dropped_RND.eq(0).float().mean() < 0.25
@@ -222,7 +222,7 @@ def test_size_and_cost_are_the_papers():
 @pytest.mark.parametrize(("name", "expected"), GOLDEN.items())
 def test_golden_losses_and_gradients_of_the_shipped_recipes(name, expected):
     """Numbers from when this code agreed with the authors'."""
-    config = load(name)
+    config = load_config(name)
     options = config.model.options | SMALL | {"dropout": 0.0}
     model = by_numpy(Pretrainer(replace(config.model, options=options), config.objective))
     for layer in model.encoder.layers:

@@ -19,7 +19,7 @@ from ranks import column, curve, pretrain, run, settings, start
 
 from omnilead.engine.pretrain import main
 from omnilead.engine.training import checkpoint, checkpoint_files, export, loop
-from omnilead.engine.training.checkpoint import FORBID, FORCE
+from omnilead.engine.training.checkpoint import FORBID_WEIGHTS_ONLY, FORCE_WEIGHTS_ONLY
 from omnilead.engine.training.checkpoint_files import MANIFEST, CheckpointError, WriteError
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.run_folder import RunFolder
@@ -88,8 +88,8 @@ def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(
         process.join()
         assert process.exitcode == -signal.SIGKILL, "it ended before the kill: lower CALLS"
         # the one that `latest` names is complete
-        path = RunFolder(tmp_path / "killed").newest(pytest.fail)
-        assert path is None or checkpoint_files.fault(path) is None
+        path = RunFolder(tmp_path / "killed").newest_checkpoint(pytest.fail)
+        assert path is None or checkpoint_files.find_fault(path) is None
     run(tmp_path, arguments).good()
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
@@ -111,7 +111,7 @@ def die_within(number):
 def test_killed_between_any_two_files_of_a_checkpoint(name, training, tmp_path):
     training = partial(training, train__save_every_steps=2, train__steps=5)
     assert training(before=partial(die_before, name)).codes == [9]
-    path = RunFolder(tmp_path / "run").newest(pytest.fail)
+    path = RunFolder(tmp_path / "run").newest_checkpoint(pytest.fail)
     assert path is not None and path.name == "step-2"
     assert "resumes after step 2" in training().good()
     assert column(tmp_path / "run") == [1, 2, 3, 4, 5]
@@ -144,16 +144,19 @@ def test_killed_while_the_progress_of_a_checkpoint_changes(step, monkeypatch):
         monkeypatch.setattr(checkpoint, "write_whole", deadly)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.amend(step.parent, progress)
-        assert checkpoint_files.fault(step) is None and checkpoint_files.read_state(step) == before
+        assert (
+            checkpoint_files.find_fault(step) is None
+            and checkpoint_files.read_state(step) == before
+        )
     monkeypatch.setattr(checkpoint, "write_whole", written)
     checkpoint.amend(step.parent, progress)
     assert (
-        checkpoint_files.fault(step) is None
+        checkpoint_files.find_fault(step) is None
         and checkpoint_files.read_state(step) == before | progress
     )
     assert checkpoint_files.checkpoint_named(step.parent, checkpoint_files.BEST) == step
     flip(step / checkpoint_files.STATE, 20)
-    assert "state.json: damaged" in checkpoint_files.fault(step)
+    assert "state.json: damaged" in checkpoint_files.find_fault(step)
 
 
 def small_files():
@@ -216,13 +219,13 @@ def slow_rank_1(out):
     if os.environ["RANK"] == "1":
         blocked(lambda _: "rank 1 did not write its part" in out.read_text())
     else:
-        write = checkpoint.Writer._all_notes
+        write = checkpoint.Writer._gather_notes
 
         def impatient(self, path):
             self.settings = self.settings.model_copy(update={"timeout_s": 1.0})
             return write(self, path)
 
-        checkpoint.Writer._all_notes = impatient
+        checkpoint.Writer._gather_notes = impatient
 
 
 def test_a_rank_that_does_not_write_its_part_ends_the_run(training, tmp_path):
@@ -230,12 +233,12 @@ def test_a_rank_that_does_not_write_its_part_ends_the_run(training, tmp_path):
     ended = training(world=2, before=partial(slow_rank_1, tmp_path / "out.txt"), **how)
     assert ended.codes[0] == 2 and "Traceback" not in ended.output, ended.output
     assert "rank 1 did not write its part: if it still runs, put RUN" in ended.output
-    assert RunFolder(tmp_path / "run").newest() is None
+    assert RunFolder(tmp_path / "run").newest_checkpoint() is None
 
 
 def stopped_in_write(number, times):
     """By a signal that comes while the second checkpoint is written."""
-    loop.AGAIN_S = 0
+    loop.SECOND_SIGNAL_S = 0
     sent = count()
 
     def until_it(writer):
@@ -251,12 +254,12 @@ def test_sigterm_and_ctrl_c_while_a_checkpoint_is_written(training, tmp_path):
     how = {"train__save_every_steps": 2, "train__steps": 10_000}
     before = partial(stopped_in_write, signal.SIGTERM, 1)
     output = training("run", before=before, **how).good()
-    newest = RunFolder(tmp_path / "run").newest(pytest.fail)
+    newest = RunFolder(tmp_path / "run").newest_checkpoint(pytest.fail)
     assert f"stopped after {newest.name.replace('-', ' ')};" in output
     assert checkpoint_files.step_of(newest) >= 4
     ended = training("other", before=partial(stopped_in_write, signal.SIGINT, 10**6), **how)
     assert "stopped without a checkpoint" in ended.last_line(130)
-    assert RunFolder(tmp_path / "other").newest(pytest.fail).name == "step-2"
+    assert RunFolder(tmp_path / "other").newest_checkpoint(pytest.fail).name == "step-2"
 
 
 def test_a_damaged_checkpoint_and_one_without_latest(resumed, step):
@@ -276,7 +279,7 @@ def test_a_manifest_that_does_not_list_every_file_means_damage(listed, resumed, 
     flip(step / OPTIMIZER, 9_000)
     # left by an interrupted conversion: no damage
     (step / checkpoint_files.LATEST_UNIVERSAL).write_text("")
-    assert "damaged: size or checksum" in str(checkpoint_files.fault(step))
+    assert "damaged: size or checksum" in str(checkpoint_files.find_fault(step))
     manifest = json.loads((step / MANIFEST).read_text())
     (step / MANIFEST).write_text(json.dumps({name: manifest[name] for name in listed}))
     output = resumed().good()
@@ -303,21 +306,21 @@ def test_without_a_usable_latest_the_newest_complete_one_counts(latest, tmp_path
     (root / "step-10" / MANIFEST).write_text(
         '{"gone.pt": {"bytes": 1, "crc32c": 1}, "state.json": {}}'
     )
-    assert RunFolder(tmp_path).newest(said.append) == root / "step-9"
+    assert RunFolder(tmp_path).newest_checkpoint(said.append) == root / "step-9"
     (line,) = said
     assert "gone.pt" in line and "step-9" in line and ("latest" in line or "step-99" in line)
 
 
 def test_damaged_checkpoints_are_refused_and_a_run_without_any_starts(tmp_path):
-    assert RunFolder(tmp_path).newest() is None
+    assert RunFolder(tmp_path).newest_checkpoint() is None
     made(tmp_path / "checkpoints", 3)
     step = tmp_path / "checkpoints" / "step-3"
     for manifest in ("[]", "3", '{"a": 3}', '{"state.json": {}}', "[" * 100_000, "", "{}"):
         (step / MANIFEST).write_text(manifest)
-        reason = checkpoint_files.fault(step)
+        reason = checkpoint_files.find_fault(step)
         assert reason and "\n" not in reason
     with pytest.raises(CheckpointError):
-        RunFolder(tmp_path).newest()
+        RunFolder(tmp_path).newest_checkpoint()
 
 
 @pytest.mark.parametrize(
@@ -489,9 +492,13 @@ def read_by_deepspeed(step, trace, out):
             told[read.__name__] = "read"
         except (CheckpointError, WriteError) as error:
             told[read.__name__] = str(error)
-    os.environ[FORBID] = "1"
+    os.environ[FORBID_WEIGHTS_ONLY] = "1"
     torch.load(step / MODEL, weights_only=False)  # as it would be by anyone else
-    told["before, after, environment"] = [trace.exists(), FORCE in os.environ, os.environ[FORBID]]
+    told["before, after, environment"] = [
+        trace.exists(),
+        FORCE_WEIGHTS_ONLY in os.environ,
+        os.environ[FORBID_WEIGHTS_ONLY],
+    ]
     out.write_text(json.dumps(told))
 
 

@@ -14,7 +14,7 @@ from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import pretraining
-from omnilead.engine.training.config import build
+from omnilead.engine.training.config import build_config
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.run_folder import RunFolder
@@ -54,7 +54,7 @@ def two(archive, tmp_path_factory):
 
 def settings(*datasets, **data):
     urls = [dataset.root.url for dataset in datasets]
-    return build({"data": {"datasets": urls, **data}, "train": {"batch_crops": 8}})
+    return build_config({"data": {"datasets": urls, **data}, "train": {"batch_crops": 8}})
 
 
 def task_of(*datasets, **data):
@@ -84,11 +84,11 @@ def test_exactly_the_first_of_each_waveform_is_kept(two):
         task = task_of(*datasets, dedup=True)
         assert [rows.tolist() for rows in task.selection.rows] == expected(*datasets)
         out = sum(map(len, datasets)) - sum(map(len, expected(*datasets)))
-        assert task.left_out() == f", data.dedup leaves out {out} copies"
+        assert task.left_out_text() == f", data.dedup leaves out {out} copies"
         assert not any("waveform" in remark for remark in task.remarks)
         task = task_of(*datasets)
         assert f"{out} of {sum(map(len, datasets))} crops for pre-training have" in task.remarks[-1]
-        assert task.left_out() == "" and not task.selection.rows
+        assert task.left_out_text() == "" and not task.selection.rows
     assert len(expected(one, other)[1]) == 5
 
 
@@ -109,7 +109,7 @@ def test_without_copies_nothing_is_said_and_it_counts_only_what_is_trained_on(tw
 def test_what_the_model_has_seen_is_what_was_drawn(two):
     config = settings(*two, dedup=True)
     task = PretrainTask.prepare(config, two, ALONE)
-    uses = PretrainTask.uses(config, {"crops_seen": 80}, "", two)
+    uses = PretrainTask.crop_uses(config, {"crops_seen": 80}, "", two)
     loader = Loader(config.loader, two, torch.device("cpu"), task.selection)
     places = loader.order.places(0, 80)
     loader.close()
@@ -140,7 +140,7 @@ def test_runs_resume_bit_for_bit_and_two_ranks_draw_the_same(two, tmp_path):
     train("ranks", world=2, before=partial(note, tmp_path)).good()
     states = []
     for name in ("whole", "ranks"):
-        path = RunFolder(tmp_path / name).newest()
+        path = RunFolder(tmp_path / name).newest_checkpoint()
         states.append((path / "loader-rank0.json").read_text())
     assert states[0] == states[1]
     assert [path.name for path in tmp_path.glob("rank-*")] == ["rank-0"]

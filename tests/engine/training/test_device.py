@@ -39,7 +39,7 @@ def test_a_rank_names_its_gpu(world, monkeypatch):
     answers = {"is_available": True, "device_count": 1, "set_device": None}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    with distributed.process_restored():
+    with distributed.process_state_restored():
         distributed.start(1.0)
     assert joined.call_args.args == ("nccl",)
     assert joined.call_args.kwargs["device_id"] == torch.device("cuda", 0)

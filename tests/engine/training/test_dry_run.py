@@ -10,9 +10,9 @@ import torch
 
 from omnilead.downstream import finetune
 from omnilead.engine import pretrain
-from omnilead.engine.data.loader import Batch, order_of
+from omnilead.engine.data.loader import Batch, crop_order
 from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.dry_run import activations_of, as_on_a_gpu, kept_bytes, state_bytes
+from omnilead.engine.training.dry_run import activation_bytes, as_on_a_gpu, kept_bytes, state_bytes
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.read_settings import read_settings
 from omnilead.engine.training.run_folder import open_datasets
@@ -143,7 +143,7 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
     datasets = open_datasets(config)
     task = PretrainTask.prepare(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
     loader = replace(config.loader, windows=task.windows)
-    places = order_of(loader, datasets, task.selection).batch(0)[:3]
+    places = crop_order(loader, datasets, task.selection).batch(0)[:3]
     model = task.model(torch.Generator().manual_seed(0)).train()
     if config.train.recompute_layers:
         recompute_layers(model)
@@ -154,7 +154,7 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
         return x
 
     x_BSLT = torch.randn(3, 2, 12, 2500)
-    masks = None if task.input.plain else np.ones((3, task.windows, 12, 1), bool)
+    masks = None if task.input.is_plain else np.ones((3, task.windows, 12, 1), bool)
     arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
     with as_on_a_gpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model(*arguments)
@@ -163,8 +163,8 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
     counted = sum(storage.nbytes() for storage in kept.values())
     assert kept_bytes(task, model, places) == pytest.approx(counted, rel=0.02)
     if config.train.recompute_layers:
-        order = order_of(loader, datasets, task.selection)
-        least = activations_of(task, model, order)
+        order = crop_order(loader, datasets, task.selection)
+        least = activation_bytes(task, model, order)
         model.encoder.recomputes = False
         whole = kept_bytes(task, model, places)
         assert counted < 0.7 * whole

@@ -21,10 +21,10 @@ from omnilead.engine.data.order import DatasetRows, Order, Selection
 from omnilead.engine.data.patients import patient_ids, validation_split
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import pretraining as pretraining_task
-from omnilead.engine.training.config import build
+from omnilead.engine.training.config import build_config
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
-from omnilead.engine.training.validation import rows_of, training_selection
+from omnilead.engine.training.validation import selected_rows, training_selection
 
 
 class Named:
@@ -93,15 +93,15 @@ def test_copies_of_held_out_ecgs_are_not_trained_on():
 
 def test_held_out_patients_are_never_trained_on_at_any_world_size_or_restart(dataset):
     data = {"datasets": [dataset.root.url], "hold_out": 0.2}
-    config = build({"data": data, "train": {"batch_crops": 16}})
+    config = build_config({"data": data, "train": {"batch_crops": 16}})
     trained, cpu = training_selection(config), torch.device("cpu")
     patients = patient_ids([dataset])[0]
 
     def patients_of(selection):
-        rows = DatasetRows.of(dataset, selection)
+        rows = DatasetRows.select(dataset, selection)
         return set(patients[rows.row(np.arange(len(rows)))].tolist())
 
-    order = Order((DatasetRows.of(dataset, trained),), 16)
+    order = Order((DatasetRows.select(dataset, trained),), 16)
     seen = order.places(0, 3 * order.steps_per_epoch * 16).row
     out = patients_of(replace(trained, held=True))
     assert out and not out & set(patients[seen].tolist())
@@ -120,7 +120,9 @@ def test_held_out_patients_are_never_trained_on_at_any_world_size_or_restart(dat
 
 def pretraining(*datasets, **data):
     """The task alone, with its remarks before the first step."""
-    config = build({"data": {"datasets": [dataset.root.url for dataset in datasets], **data}})
+    config = build_config(
+        {"data": {"datasets": [dataset.root.url for dataset in datasets], **data}}
+    )
     return PretrainTask.prepare(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
 
 
@@ -134,9 +136,9 @@ def bare(archive, tmp_path_factory):
 
 def test_without_roles_only_held_out_patients_give_a_validation_loss(bare):
     task = pretraining(bare)
-    assert task.held_out.crops == 0 and "data.hold_out=0.1" in task.remarks[0]
+    assert task.validation_loss.crops == 0 and "data.hold_out=0.1" in task.remarks[0]
     task = pretraining(bare, hold_out=0.3)
-    assert task.held_out.crops > 0 and not task.remarks
+    assert task.validation_loss.crops > 0 and not task.remarks
     for share in (1e-9, 1.0):
         with pytest.raises(ConfigError, match=f"hold_out={share}"):
             pretraining(bare, hold_out=share)
@@ -168,8 +170,8 @@ def test_what_one_dataset_holds_out_another_may_not_train_on(dataset, bare, rena
 
 def answer(task):
     """Which crops a task trains on and validates on, and what it tells the user."""
-    sides = task.selection, task.held_out.selection
-    rows = [[rows_of(dataset, side).tolist() for side in sides] for dataset in task.datasets]
+    sides = task.selection, task.validation_loss.selection
+    rows = [[selected_rows(dataset, side).tolist() for side in sides] for dataset in task.datasets]
     return [rows, task.remarks]
 
 

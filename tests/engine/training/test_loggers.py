@@ -12,7 +12,7 @@ from ranks import column, rows
 
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import tracking
-from omnilead.engine.training.config import build
+from omnilead.engine.training.config import build_config
 from omnilead.engine.training.loggers import RunLogger, move_repeated_lines, progress_lines
 
 KEYS = ("step", "loss", "crops_per_s", "data_wait_pct", "mfu", "lr")
@@ -76,7 +76,7 @@ def services(monkeypatch):
 
 
 def config(*track):
-    return build({"train": {"track": list(track), "steps": 3, "lr": 1e-3}})
+    return build_config({"train": {"track": list(track), "steps": 3, "lr": 1e-3}})
 
 
 def logger(run, settings, step=0, validated=-1):

@@ -34,13 +34,13 @@ from omnilead.downstream.finetuning.task import FinetuneTask
 from omnilead.engine.data.config import HALF
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.reader import CropReader
-from omnilead.engine.model.draws import draw, row_keys
+from omnilead.engine.model.draws import draw_step, row_keys
 from omnilead.engine.model.objectives import local_loss, nt_xent
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.settings.run_files import LOCK
 from omnilead.engine.training import checkpoint, checkpoint_files, loop
-from omnilead.engine.training.config import Config, build, load
+from omnilead.engine.training.config import Config, build_config, load_config
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.loop import Loop
 from omnilead.engine.training.pretraining import PretrainTask
@@ -50,7 +50,7 @@ from tests.waiting import HANG_S, until
 
 
 def newest_step(run):
-    path = RunFolder(run).newest()
+    path = RunFolder(run).newest_checkpoint()
     return checkpoint_files.step_of(path) if path else 0
 
 
@@ -81,12 +81,14 @@ def test_every_method_trains_and_validates(world, method, training, tmp_path):
 
 
 def test_chance_equals_the_score_of_random_representations(dataset):
-    config = load(CONFIGS / "pretrain" / "quickstart.yaml", [f"data.datasets=[{dataset.root.url}]"])
+    config = load_config(
+        CONFIGS / "pretrain" / "quickstart.yaml", [f"data.datasets=[{dataset.root.url}]"]
+    )
     task = PretrainTask.prepare(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
-    chance, held_out = task.explained()["chance"], task.held_out.crops
+    chance, held_out = task.explanations()["chance"], task.validation_loss.crops
     random, tokens = torch.Generator().manual_seed(0), config.model.tokens(HALF)
     keys_R = torch.from_numpy(row_keys(0, 0, np.arange(40))).flatten()
-    draws = draw(config.model, keys_R, tokens, config.objective.negatives, sample_codes=False)
+    draws = draw_step(config.model, keys_R, tokens, config.objective.negatives, sample_codes=False)
     x_RMP, y_RMP = (torch.randn(*draws.valid_RM.shape, 16, generator=random) for _ in range(2))
     loss, hits = local_loss(x_RMP, y_RMP, draws.times_RMM, draws.valid_RM, temperature=1e4)
     assert chance["loss_local"] == pytest.approx(float(loss), rel=0.06)
@@ -149,7 +151,7 @@ def no_more_data():
         return read(*args)
 
     CropReader._read_all = stuck
-    loop.AGAIN_S = 0
+    loop.SECOND_SIGNAL_S = 0
 
 
 def test_a_second_interrupt_stops_a_run_that_waits_for_data(dataset, tmp_path):
@@ -227,7 +229,7 @@ EXACT_TUNED = ["step", "crops_seen", "loss", "accuracy", "lr", "grad_norm"]
 
 def ended_as(run, keys=EXACT):
     """What must be equal bit for bit at the end of a run."""
-    state = checkpoint_files.read_state(RunFolder(run).newest())
+    state = checkpoint_files.read_state(RunFolder(run).newest_checkpoint())
     weights = (run / "model" / "model.safetensors").read_bytes()
     valid = rows(run, "validation.jsonl")
     best = (run / "checkpoints" / checkpoint_files.BEST).read_text()
@@ -268,7 +270,7 @@ def test_a_run_stopped_in_any_step_and_validation_ends_as_if_nothing_had_happene
         output = training("run", before=partial(stop_in, method, step, call)).good()
         assert f"stopped after step {step}; {says}" in output
         assert newest_step(tmp_path / "run") == step and not (tmp_path / "run" / "model").exists()
-        assert RunFolder(tmp_path / "run").newest(pytest.fail) or not step
+        assert RunFolder(tmp_path / "run").newest_checkpoint(pytest.fail) or not step
     training("run").good()
     assert ended_as(tmp_path / "run") == ended_as(tmp_path / "whole")
     assert saved_steps(tmp_path / "run") == saved_steps(tmp_path / "whole")
@@ -298,7 +300,7 @@ def test_a_step_whose_validation_is_repeated_may_be_the_best(dataset, tmp_path):
             assert not (tmp_path / "run" / "checkpoints" / checkpoint_files.BEST).exists()
         run(tmp_path, arguments).good()
     assert ended_as(tmp_path / "run", EXACT_TUNED) == ended_as(tmp_path / "whole", EXACT_TUNED)
-    state = checkpoint_files.read_state(RunFolder(tmp_path / "run").newest())
+    state = checkpoint_files.read_state(RunFolder(tmp_path / "run").newest_checkpoint())
     assert state["best"]["step"] == 2 and state["best"]["thresholds"]
 
 
@@ -351,9 +353,9 @@ def test_a_rank_with_bad_crops_names_them(dataset, tmp_path):
     """A rank on its own saves what it has trained before."""
     shutil.copytree(dataset.root.url, tmp_path / "damaged")
     damaged = Dataset.open(str(tmp_path / "damaged"))
-    config = load(tmp_path / "tiny.yaml", settings(tmp_path, damaged.root.url)[3::2], Config)
-    order = Order((DatasetRows.of(damaged, training_selection(config)),), 8)
-    row = int(order.slice(3, 1, 2).row[0])  # of rank 1, in the fourth step
+    config = load_config(tmp_path / "tiny.yaml", settings(tmp_path, damaged.root.url)[3::2], Config)
+    order = Order((DatasetRows.select(damaged, training_selection(config)),), 8)
+    row = int(order.rank_places(3, 1, 2).row[0])  # of rank 1, in the fourth step
     shard, offset, _ = damaged.addresses
     with open(tmp_path / "damaged" / "shards" / damaged.shards[shard[row]]["name"], "r+b") as file:
         file.seek(offset[row])
@@ -440,7 +442,9 @@ def test_a_moved_or_replaced_run_ends_with_one_line(replaced, training, tmp_path
 
 
 def test_a_collapse_is_reported_once_and_early():
-    task = SimpleNamespace(config=build({"model": {"codes": 320, "codebooks": 2}}), low_logs=0)
+    task = SimpleNamespace(
+        config=build_config({"model": {"codes": 320, "codebooks": 2}}), low_logs=0
+    )
     codes = (600.0, 3.0, 3.0, 600.0, 3.0, 3.0, 3.0, 3.0)
     said = [PretrainTask.warning(task, {"code_perplexity": used}) for used in codes]
     assert [bool(one) for one in said] == [False] * 6 + [True, False]

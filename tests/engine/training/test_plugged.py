@@ -17,15 +17,17 @@ from safetensors.torch import load_file
 
 import omnilead
 from omnilead.downstream import embed
+from omnilead.downstream.after_training import AFTER
 from omnilead.downstream.interop.onnx import to_onnx
 from omnilead.engine.data import patients
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmenter import ExtraAugmentation
 from omnilead.engine.data.loader import Loader, LoaderConfig
 from omnilead.engine.data.order import Places
-from omnilead.engine.data.seen import LABELLED, uses
+from omnilead.engine.data.seen import LABELLED, uses_by_crop
 from omnilead.engine.model.folder import LoadError
-from omnilead.engine.settings.commandline import overridden
+from omnilead.engine.run import TrainingRun
+from omnilead.engine.settings.commandline import apply_overrides
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import merge
 from omnilead.engine.training.config import TrainConfig
@@ -134,6 +136,8 @@ def test_code_in_a_model_folder_runs_only_on_request(base, dataset, tmp_path):
     says = r"code in that folder, own\.py, which runs only if asked: .*`code`.*code=True"
     with pytest.raises(LoadError, match=says):
         omnilead.load(run)
+    with pytest.raises(LoadError, match=says):
+        TrainingRun(run, AFTER).model()
     model = omnilead.load(run, code=True)
     first = model.embed(dataset.read(0), 500, "12", "uV")
     assert (
@@ -191,7 +195,7 @@ def test_an_objective_with_weights_resumes_bit_for_bit(method, own, training, tm
     assert curve(whole, [*EXACT, *names]) == curve(parts, [*EXACT, *names])
     assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
     assert all(np.isfinite(column(whole, name, "validation.jsonl")).all() for name in names)
-    one, two = (full_weights(RunFolder(run).newest()) for run in (whole, parts))
+    one, two = (full_weights(RunFolder(run).newest_checkpoint()) for run in (whole, parts))
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
     assert any(name.startswith("plugin.") for name in one)
     exported = weights(whole)
@@ -215,7 +219,7 @@ def test_jepa_resumes_bit_for_bit_and_exports_the_average(training, tmp_path):
         parts, [*EXACT, "loss_jepa", SPREAD]
     )
     assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
-    kept, exported = full_weights(RunFolder(whole).newest()), weights(whole)
+    kept, exported = full_weights(RunFolder(whole).newest_checkpoint()), weights(whole)
     assert not any(name.startswith("plugin.") for name in exported)
     assert exported.keys() == weights(parts).keys()
     for name, weight in exported.items():
@@ -224,7 +228,7 @@ def test_jepa_resumes_bit_for_bit_and_exports_the_average(training, tmp_path):
     assert not exported["encoder.layers.0.fc1.weight"].allclose(kept["encoder.layers.0.fc1.weight"])
 
     training("more", start=str(whole), **JEPA, train__steps=1, train__lr=1e-9).good()
-    more = full_weights(RunFolder(tmp_path / "more").newest())
+    more = full_weights(RunFolder(tmp_path / "more").newest_checkpoint())
     name = "layers.0.fc1.weight"  # the average begins anew with the weights it starts from
     np.testing.assert_allclose(
         more[f"plugin.target.{name}"], exported[f"encoder.{name}"], rtol=1e-5
@@ -270,10 +274,10 @@ def test_a_run_with_age_and_sex_resumes_on_any_ranks_and_exports_no_heads(
     exported = weights(whole)
     assert exported.keys() == weights(parts).keys()
     assert all(exported[name].equal(weights(parts)[name]) for name in exported)
-    assert "attributes.weight" in full_weights(RunFolder(whole).newest())
+    assert "attributes.weight" in full_weights(RunFolder(whole).newest_checkpoint())
     assert not any(name.startswith("attributes.") for name in exported)
     assert "1.0 x age, 0.5 x sex" in (whole / "model" / "README.md").read_text()
-    assert LABELLED in uses(omnilead.load(whole).seen, dataset, np.arange(len(dataset)))
+    assert LABELLED in uses_by_crop(omnilead.load(whole).seen, dataset, np.arange(len(dataset)))
     changed = train("whole", train__steps=4).one_line()
     assert "objective.attributes.age changed from 1.0 to None" in changed
 
@@ -303,7 +307,9 @@ def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):
     valid = ([row["loss_apart"] for row in rows(run, "validation.jsonl")] for run in (one, two))
     np.testing.assert_allclose(*valid, rtol=2e-5)
     training("short", **STILL, **how | {"train__steps": 1}).good()
-    third, first = (full_weights(RunFolder(run).newest()) for run in (one, tmp_path / "short"))
+    third, first = (
+        full_weights(RunFolder(run).newest_checkpoint()) for run in (one, tmp_path / "short")
+    )
     assert not third["plugin.out.weight"].allclose(first["plugin.out.weight"])
     assert (one / "code" / "own.py").read_text() == OWN
     document = json.loads((one / "model" / "config.json").read_text())
@@ -415,7 +421,7 @@ def test_the_settings_of_the_start_are_kept(own, base, tmp_path):
         ("train.deepspeed", "/x.json"),
         ("pipeline.cache_dir", "/x"),
     ):
-        merged = merge(saved, overridden({}, {key: value}))
+        merged = merge(saved, apply_overrides({}, {key: value}))
         (strange / "config.yaml").write_text(yaml.safe_dump(merged))
         says = f"{key}=.* is a file or a service: .*--set {key}="
         with pytest.raises(ConfigError, match=says):

@@ -15,10 +15,10 @@ from torch import nn
 import omnilead
 from omnilead.__main__ import main
 from omnilead.engine import pretrain
-from omnilead.engine.model.input import resampled
+from omnilead.engine.model.input import resample_tensor
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.training.config import build, check, load
+from omnilead.engine.training.config import build_config, check_config, load_config
 from omnilead.engine.training.export import full_weights
 from omnilead.engine.training.optimizer import lr_groups
 from omnilead.engine.training.run_folder import RunFolder
@@ -33,7 +33,7 @@ def weights(folder):
 
 
 def shipped(tmp_path, dataset, config, name, world=1, **changes):
-    options = load(config).model.options | OPTIONS
+    options = load_config(config).model.options | OPTIONS
     sets = {"run": str(tmp_path / name), "data.datasets": [dataset.root.url]}
     sets |= {"model.options": options, **changes}
     words = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in sets.items()]
@@ -49,12 +49,12 @@ def test_a_run_resumes_bit_for_bit_and_embeds(config, dataset, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert curve(whole) == curve(parts) and weights(whole).keys() == weights(parts).keys()
     assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
-    one, two = (full_weights(RunFolder(folder).newest()) for folder in (whole, parts))
+    one, two = (full_weights(RunFolder(folder).newest_checkpoint()) for folder in (whole, parts))
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
     assert not any(name.startswith("plugin.") for name in weights(whole))
     losses = column(whole, "loss_jepa" if config == "s4_jepa" else "loss_global")
     assert np.isfinite(losses).all() and losses == column(whole, "loss")
-    lr = load(config).train.lr
+    lr = load_config(config).train.lr
     rates = column(whole, "lr")
     assert max(rates) <= lr and (config != "ecg_cpc" or set(rates) == {lr})
     model = omnilead.load(whole)
@@ -89,7 +89,9 @@ def test_a_plan_of_the_authors_recipe(dataset, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "model: 3,194,880 parameters, 5.401 GFLOP a crop" in said
     assert "activations of 16 crops" in said
-    assert type(resampled(torch.ones(1, 5000), 240)) is torch.Tensor  # what follows has numbers
+    assert (
+        type(resample_tensor(torch.ones(1, 5000), 240)) is torch.Tensor
+    )  # what follows has numbers
 
 
 def test_each_weight_is_in_the_group_of_its_part():
@@ -119,8 +121,10 @@ def test_a_weight_moves_by_its_share(dataset, tmp_path):
     """AdamW's first step is lr times the sign of the gradient."""
     how = {"train__steps": 1, "train__weight_decay": 0.0, "train__save_every_steps": 1}
     shipped(tmp_path, dataset, "ecg_cpc", "run", **how).good()
-    after = full_weights(RunFolder(tmp_path / "run").newest())
-    config = load("ecg_cpc", {"model.options": load("ecg_cpc").model.options | OPTIONS})
+    after = full_weights(RunFolder(tmp_path / "run").newest_checkpoint())
+    config = load_config(
+        "ecg_cpc", {"model.options": load_config("ecg_cpc").model.options | OPTIONS}
+    )
     generator = torch.Generator().manual_seed(config.train.seed)
     before = Pretrainer(config.model, config.objective, generator=generator).state_dict()
     for name, share in (
@@ -146,18 +150,18 @@ def test_a_weight_moves_by_its_share(dataset, tmp_path):
     ],
 )
 def test_wrong_settings_are_one_line(settings, says):
-    tree = load("ecg_cpc").tree() | {"data": {"datasets": ["D"]}}
+    tree = load_config("ecg_cpc").tree() | {"data": {"datasets": ["D"]}}
     for section, values in settings.items():
         tree[section] = tree[section] | values
     with pytest.raises(ConfigError) as raised:
-        check(build(tree), 1)
+        check_config(build_config(tree), 1)
     assert says in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_what_contrasts_two_windows_keeps_them():
     tree = {"data": {"datasets": ["D"]}, "objective": {"windows": 1}, "train": {"steps": 1}}
     with pytest.raises(ConfigError, match=r"windows=1: objective\.method=cmsc contrasts two"):
-        check(build(tree), 1)
+        check_config(build_config(tree), 1)
 
 
 def test_weights_go_on_in_a_config_that_leaves_out_defaults(dataset, tmp_path):

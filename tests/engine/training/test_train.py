@@ -21,7 +21,7 @@ from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.pretrain import main
 from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.training.checkpoint_files import crc32c
-from omnilead.engine.training.config import build
+from omnilead.engine.training.config import build_config
 from omnilead.engine.training.pretraining import PretrainTask
 
 # The keys of every line in metrics.jsonl
@@ -69,7 +69,7 @@ def test_a_run_writes_all_its_files(training, dataset, tmp_path):
     assert config["trained"]["rlm"] == facts["config"]["augment"]["rlm"] == 0.5
     # weights as readable as the rest
     assert len({path.stat().st_mode for path in (out / "model").iterdir()}) == 1
-    built = build({"model": config["model"], "objective": config["objective"]})
+    built = build_config({"model": config["model"], "objective": config["objective"]})
     model = Pretrainer(built.model, built.objective)
     weights = load_file(out / "model" / "model.safetensors")
     model.load_state_dict(weights)

@@ -22,7 +22,7 @@ from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.run_files import LABELS
 from omnilead.engine.training.checkpoint_files import read_state
-from omnilead.engine.training.config import build
+from omnilead.engine.training.config import build_config
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.run_folder import RunFolder
@@ -47,17 +47,17 @@ def old(dataset):
 
 
 def rows_of(dataset, selection):
-    rows = DatasetRows.of(dataset, selection)
+    rows = DatasetRows.select(dataset, selection)
     return set(rows.row(np.arange(len(rows))).tolist())
 
 
 def test_a_run_draws_and_validates_on_these_crops_alone(bare):
-    config = build(
+    config = build_config(
         {"data": {"datasets": [bare.root.url], "where": OLD, "hold_out": 0.3}, "train": FEW}
     )
     selection = training_selection(config)
     trained, held = rows_of(bare, selection), rows_of(bare, replace(selection, held=True))
-    every = training_selection(build({"data": {"hold_out": 0.3}}))
+    every = training_selection(build_config({"data": {"hold_out": 0.3}}))
     kept = set(np.flatnonzero(old(bare)).tolist())
     assert (
         trained == rows_of(bare, every) & kept
@@ -73,9 +73,9 @@ def test_a_run_draws_and_validates_on_these_crops_alone(bare):
 def test_data_valid_is_chosen_by_it_too(dataset):
     data = {"datasets": [dataset.root.url], "valid": {"dx": "train"}}
     for expression in ("", OLD):
-        config = build({"data": data | {"where": expression}, "train": FEW})
+        config = build_config({"data": data | {"where": expression}, "train": FEW})
         task = PretrainTask.prepare(config, [dataset], ALONE)
-        held = rows_of(dataset, task.held_out.selection)
+        held = rows_of(dataset, task.validation_loss.selection)
         assert held == rows_of(dataset, Selection(dx="train", halves=2, where=expression))
     assert held and held <= set(np.flatnonzero(old(dataset)).tolist())
 
@@ -84,7 +84,7 @@ def test_it_is_said_and_evaluated_once_by_one_rank(bare, tmp_path):
     before = partial(note, tmp_path)
     how = {"train__steps": 2, "train__validate_every": 1, "data__hold_out": 0.3, "data__where": OLD}
     said = pretrain(tmp_path, bare.root.url, world=2, before=before, **how).good()
-    every = training_selection(build({"data": {"hold_out": 0.3}}))
+    every = training_selection(build_config({"data": {"hold_out": 0.3}}))
     out = len(rows_of(bare, every)) - len(rows_of(bare, replace(every, where=OLD)))
     assert f"data.where={OLD!r} leaves out {out} crops" in said.splitlines()[0]
     assert (tmp_path / "calls-0").read_text().split() == ["holds"]
@@ -109,11 +109,11 @@ def note(folder):
 
 def test_runs_begun_before_there_were_expressions_and_dedup_resume(bare, tmp_path):
     pretrain(tmp_path, bare.root.url, train__steps=1).good()
-    path = RunFolder(tmp_path / "run").newest()
+    path = RunFolder(tmp_path / "run").newest_checkpoint()
     state = read_state(path)
     data = state["config"]["data"]
     assert data.pop("where") == "" and data.pop("dedup") is False
-    config = build(state["config"])
+    config = build_config(state["config"])
     task = PretrainTask.prepare(config, [bare], ALONE)
     refuse_changes(path, state, task)
     with closing(Loader(config.loader, [bare], torch.device("cpu"), task.selection)) as loader:
@@ -169,7 +169,9 @@ def test_fine_tuning_says_it_and_refuses_to_resume_with_another(bare, tmp_path):
     tune = partial(finetune, tmp_path, bare.root.url, base, "diagnosis", "tuned", **how)
     said = tune(data__where="quality >= 3").good()
     assert "data.where='quality >= 3' leaves out" in said.splitlines()[0]
-    config = build(read_state(RunFolder(tmp_path / "tuned").newest())["config"], FinetuneConfig)
+    config = build_config(
+        read_state(RunFolder(tmp_path / "tuned").newest_checkpoint())["config"], FinetuneConfig
+    )
     assert config.data.where == "quality >= 3"
     assert (tmp_path / "tuned" / LABELS).exists()
     meta = json.loads((tmp_path / "tuned" / "model" / "config.json").read_text())
