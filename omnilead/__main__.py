@@ -3,7 +3,7 @@
     omnilead synth archive --patients 1000                      synthetic ECGs to try everything with
     omnilead shard archive --out dataset                        a dataset for training
     omnilead fit --data dataset --labels my.csv --out MODEL     a classifier of your own labels
-    omnilead pretrain --data dataset --out RUN                  a small model: a minute on a CPU
+    omnilead pretrain --data dataset --out RUN                  a tiny model: a minute on a CPU
     omnilead COMMAND --help                                     the options of a command, with examples
 
 `python -m omnilead COMMAND` is the same.

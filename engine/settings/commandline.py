@@ -10,6 +10,7 @@ A YAML file may begin with `base: other.yaml` and then holds only what differs f
 import argparse
 import errno
 import json
+import math
 import os
 import re
 import select
@@ -257,10 +258,14 @@ def write_result(place: Path, text: str, flag: str) -> None:
 
 
 def positive_integer(text: str) -> int:
-    """An argparse type."""
-    if not text.isdecimal() or int(text) < 1:
+    """An argparse type: also 1e6 and 1_000_000."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (1 <= number < 2**53 and number.is_integer()):
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return int(text)
+    return int(number)
 
 
 def price(text: str) -> float:

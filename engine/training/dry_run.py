@@ -35,7 +35,7 @@ from .arguments import dtype_of
 from .config import RunConfig, micro_batch, zero_stage
 from .distributed import Ranks
 from .task import TrainingTask
-from .train import format_duration, recompute_layers, total_steps
+from .train import batch_norm_remarks, format_duration, recompute_layers, total_steps
 
 PRODUCTS_FLOPS = {
     torch.bfloat16: 0.97 * 769e12,
@@ -43,7 +43,10 @@ PRODUCTS_FLOPS = {
     torch.float32: 0.97 * 769e12 * 67 / 989,
 }
 KEPT_BYTES_S = 0.118e9 / (1 / 1748 - 175.9e9 / PRODUCTS_FLOPS[torch.bfloat16])
-LEAST_MEASURED_GFLOP = 17.6  # a crop's, a tenth of the measured model's
+# A tenth of the measured model's, and of its smallest measured step of 256 crops: below them a GPU
+# also waits for its kernels to start
+LEAST_MEASURED_GFLOP = 17.6  # of a crop
+LEAST_STEP_GFLOP = 4_500  # of a pass of one GPU
 STORED_CROP_BYTES = 122_368  # of a shard: samples 120,832, their row as JSON 1,536
 
 
@@ -80,6 +83,7 @@ def dry_run(
         yaml.safe_dump(config.tree(), sort_keys=False),
         *describe_data(task, amount, pretended=crops is not None),
         describe_training(task, model, amount, gpus, which_gpus),
+        *batch_norm_remarks(model, gpus),
         describe_memory(task, model, order, gpus, which_gpus),
         *describe_time_and_disk(task, model, order, amount, gpus, hourly),
     ]
@@ -110,8 +114,15 @@ def describe_training(
     parameters = sum(p.numel() for p in model.parameters())
     return (
         f"model: {parameters:,} parameters, {task.flops_per_crop / 1e9:.4g} GFLOP a crop; training: "
-        f"{amount.steps:,} steps, {passes} x {crops} crops on {which_gpus}"
+        f"{amount.steps:,} steps, {passes} x {crops} crops on {which_gpus}: {describe_epochs(amount)}"
     )
+
+
+def describe_epochs(amount: Amount) -> str:
+    epochs = amount.steps / amount.steps_per_epoch
+    if epochs < 1:
+        return f"{epochs:.2g} of an epoch; train.epochs=1 reads every crop once"
+    return f"{epochs:.4g} epochs"
 
 
 def describe_memory(
@@ -154,9 +165,15 @@ def describe_time_and_disk(
     if dtype_of(task.config) == torch.float32:
         as_measured += ", products by the data sheet's share of fp32"
     estimate = "an estimate"
+    micro_crops, _ = micro_batch(task.config, gpus)
     if task.flops_per_crop < LEAST_MEASURED_GFLOP * 1e9:
         estimate = "at least"
         as_measured += ", but so small a model also waits for its kernels to start"
+    elif micro_crops * task.flops_per_crop < LEAST_STEP_GFLOP * 1e9:
+        estimate = "at least"
+        as_measured += (
+            f", but with {micro_crops} crops at a time a GPU also waits for its kernels to start"
+        )
     else:
         disk += f"; reads {crops_s * STORED_CROP_BYTES / 1e6:,.0f} MB/s"
     lines = [
@@ -165,9 +182,8 @@ def describe_time_and_disk(
     ]
     if hourly is not None:
         hours = gpus * seconds / 3600
-        lines.insert(
-            1, f"money, {estimate}: {hours * hourly:,.2f}, {hours:,.2f} GPU-hours at {hourly:g}"
-        )
+        cost = f"{hours * hourly:,.2f}" if hours * hourly >= 0.01 else "less than 0.01"
+        lines.insert(1, f"money, {estimate}: {cost}, {hours:,.2f} GPU-hours at {hourly:g}")
     return lines
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from omnilead.data_tools.io.terminal import say
 
@@ -101,8 +102,19 @@ def make_logger(
 def announce(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> None:
     """Prints the first lines of a run."""
     say(heading(task, loader, progress, engine))
-    for remark in task.remarks:
+    for remark in [*task.remarks, *batch_norm_remarks(engine, task.ranks.world)]:
         say(remark)
+
+
+def batch_norm_remarks(model: nn.Module, ranks: int) -> list[str]:
+    """A line if batch norm makes the training depend on the number of ranks."""
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d  # not SyncBatchNorm
+    if ranks == 1 or not any(isinstance(part, kinds) for part in model.modules()):
+        return []
+    return [
+        f"doubtful: batch norm on {ranks} ranks: each takes its statistics from its own crops, and the model "
+        "keeps those of rank 0: use one rank, or another norm (of s4: model.options={norm: layer})"
+    ]
 
 
 def run_loop(loop: Loop, profile: Any, opened: ExitStack) -> bool:

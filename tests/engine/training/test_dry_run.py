@@ -34,7 +34,8 @@ def test_nothing_is_written_and_eight_gpus_share(dataset, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
     said = capsys.readouterr().out
     assert "  batch_crops: 32\n" in said
-    assert "training: 10 steps, 1 x 4 crops on each of 8 GPUs" in said
+    assert "training: 10 steps, 1 x 4 crops on each of 8 GPUs: " in said
+    assert "batch norm" not in said
     assert "activations of 4 crops" in said and "GFLOP a crop" in said
     assert "an epoch is " in said and "time on H100 or H200, at least: " in said
     assert pretrain.main(words(dataset, tmp_path, *settings, "train.steps=0", "--dry-run")) == 2
@@ -55,7 +56,7 @@ def test_of_the_papers_model(dataset, tmp_path, capsys):
     assert pretrain.main(words(dataset, tmp_path, *how, "--dry-run", "8")) == 0
     said = capsys.readouterr().out
     assert "90,883,072 parameters, 175.9 GFLOP a crop" in said
-    assert "an estimate: 19 minutes, 13,985 crops/s" in said
+    assert "at least: 19 minutes, 13,985 crops/s" in said
     assert "disk: 1.27 GB a checkpoint" in said
     with pytest.raises(SystemExit):
         pretrain.main(words(dataset, tmp_path, *how, "--dry-run", "--profile", "2"))
@@ -74,6 +75,23 @@ def test_every_shipped_config_has_a_time_before_there_is_a_dataset(config, capsy
     )
     assert int(crops_s.replace(",", "")) > 1000
     assert "data: 1,000,000 crops of as many patients, which nobody has looked at" in said
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "says"),
+    [
+        ("small", [], "each of 8 GPUs: 0.08 of an epoch; train.epochs=1 reads every crop once\n"),
+        ("small", [], "\nmoney, at least: less than 0.01, 0.00 GPU-hours at 3\n"),
+        ("s4_cpc", [], "at least: .*, but with 8 crops at a time a GPU also waits for its kernels"),
+        ("s4_cpc", [], "each of 8 GPUs: 20 epochs\n"),
+        ("s4_cpc", ["train.batch_crops=2048"], "time on H100 or H200, an estimate: "),
+        ("ecg_cpc", [], "\ndoubtful: batch norm on 8 ranks: .* model.options={norm: layer}"),
+    ],
+)
+def test_what_a_planner_may_not_see_by_himself(config, settings, says, capsys):
+    how = ["--config", config, "--dry-run", "8", "--crops", "1e6", "--hourly", "3"]
+    assert pretrain.main([*how, "--set", "train.log_every=10", *settings]) == 0
+    assert re.search(says, capsys.readouterr().out)
 
 
 def test_the_estimate_is_what_was_measured(capsys):
@@ -113,6 +131,8 @@ def test_layers_that_are_computed_again_take_a_third_longer(capsys):
     ("given", "says"),
     [
         (["--crops", "9"], "--crops: is for --dry-run"),
+        (["--crops", "1.5"], "'1.5': must be a whole number of at least 1"),
+        (["--crops", "1e99"], "'1e99': must be a whole number of at least 1"),
         (["--hourly", "9"], "--hourly: is for --dry-run"),
         (["--dry-run", "--crops", "9", "--data", "D"], "--crops 9: instead of --data"),
         (["--dry-run", "--hourly", "nan"], "'nan': must be a number of at least 0, such as 2.5"),
