@@ -24,7 +24,7 @@ def room(module: str) -> str:
 
 
 def floors(below: dict[str, set[str]]) -> dict[str, int]:
-    """Each room as low as what it imports allows."""
+    """Returns the floor of each room: as low as what it imports allows."""
     level = dict.fromkeys(below, 0)
     for _ in below:
         level = {

@@ -325,13 +325,13 @@ def test_commands_in_place_of_those_of_fairseq_signals_are_accepted():
 
 
 def test_the_reference_of_settings_is_current():
-    text = settings.text()
+    text = settings.page_text()
     assert (DOCS / "settings.md").read_text() == text, "write it again: python -m docs.settings"
     assert "|  *(" not in text, "a setting has no comment beside it that says what it means"
 
 
 def test_the_reference_of_commands_is_current():
-    text = reference.text()
+    text = reference.page_text()
     assert (DOCS / "commands.md").read_text() == text, "write it again: python -m docs.commands"
     assert set(re.findall(r"^## (\w+)", text, re.MULTILINE)) == set(COMMANDS)
     assert "|  |" not in text, "an option says nothing"
