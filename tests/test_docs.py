@@ -455,6 +455,14 @@ def test_the_picture_of_the_house_names_every_folder(tmp_path):
     assert [room for room in rooms if f">{room}<" not in drawn] == []
 
 
+def test_the_picture_of_the_house_does_not_depend_on_the_order_of_sets(tmp_path):
+    below = ["engine/a", "engine/b"]
+    members = {name: ["module"] for name in (*below, "engine/c")}
+    for name, used in (("one.svg", below), ("two.svg", below[::-1])):
+        house.draw(tmp_path / name, [below, ["engine/c"]], members, {"engine/c": used})
+    assert (tmp_path / "one.svg").read_text() == (tmp_path / "two.svg").read_text()
+
+
 def test_the_picture_of_the_wings_is_of_the_ecg_that_is_given(dataset):
     halves_BSLT = np.stack(np.hsplit(dataset[0].signal_mv.astype(np.float32), 2))[None]
     drawn = []
