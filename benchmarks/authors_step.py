@@ -39,7 +39,7 @@ class AuthorsDraws(NamedTuple):
 
 
 def draws_of(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draws:
-    """The authors' draws in our format."""
+    """Converts the authors' draws to our format."""
     mask_RN = torch.from_numpy(arrays["mask_indices"])
     rows, masked = len(mask_RN), int(mask_RN.sum(1)[0])
     slot_RM, valid_RM = masked_slots(mask_RN, masked)
@@ -136,7 +136,7 @@ class AuthorsStep(nn.Module):
         tokens, groups, codes = rows * masked, self.config.codebooks, self.config.codes
         x = self.local.quantizer.logits(x.reshape(-1, width)).view(tokens * groups, codes)
         hard = torch.zeros_like(x).scatter_(-1, x.max(-1)[1].view(-1, 1), 1.0)
-        # of the codes; the authors log it
+        # of the codes, which the authors log
         perplexity(hard.view(tokens, groups, codes).float().mean(0))
         soft = torch.softmax(x.view(tokens, groups, codes).float(), -1)
         x = gumbel_softmax(x.float(), tau, noise).type_as(x).view(tokens, -1)
@@ -146,14 +146,14 @@ class AuthorsStep(nn.Module):
 
 
 def gumbel_softmax(logits: Tensor, tau: float, noise: Tensor) -> Tensor:
-    """F.gumbel_softmax(hard=True) with given noise."""
+    """Computes F.gumbel_softmax(hard=True) with given noise."""
     soft = ((logits + noise) / tau).softmax(-1)
     hard = torch.zeros_like(logits).scatter_(-1, soft.max(-1, keepdim=True)[1], 1.0)
     return hard - soft.detach() + soft
 
 
 def gather_negatives(y: Tensor, neg_idxs: Tensor) -> Tensor:
-    """y [R, M, P] -> [K, R, M, P]."""
+    """Gathers negatives: y [R, M, P] -> [K, R, M, P]."""
     rows, masked, width = y.shape
     gathered = y.reshape(-1, width)[neg_idxs.view(-1).to(y.device)]
     return gathered.view(rows, masked, -1, width).permute(2, 0, 1, 3)
@@ -196,7 +196,7 @@ def cmsc(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
 def draw(
     config: ModelConfig, negatives: int, rows: int, tokens: int, device: torch.device
 ) -> AuthorsDraws:
-    """Draw masks in numpy and negatives in torch on the host, noise on the model's device."""
+    """Draws masks in numpy and negatives in torch on the host, noise on the model's device."""
     mask = compute_mask_indices(config, rows, tokens)
     masked = int(mask[0].sum())
     position = torch.arange(masked).unsqueeze(-1).expand(-1, negatives).flatten()

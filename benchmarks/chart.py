@@ -8,11 +8,16 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from benchmarks.tables import Part, device_of, machine, markdown, per_cpu
+from benchmarks.measure import Part
+from benchmarks.tables import device_of, machine, markdown_table, per_cpu
 
-WIDTH, LABEL, ROOM = 760, 256, 84  # of the page, of the programs' names, for a number after a bar
-BAR, GAP = 15, 8  # of a bar, between two programs
-STYLE = (
+PAGE_WIDTH, LABEL_WIDTH, NUMBER_WIDTH = (
+    760,
+    256,
+    84,
+)  # pixels: of the page, for programs' names, for a number after a bar
+BAR_HEIGHT, PROGRAM_GAP = 15, 8  # pixels
+SVG_STYLE = (
     "text{font:16px system-ui,sans-serif;fill:#1f2328}.h{font-weight:600}.s{font-size:14px;fill:#59636e}"
     ".page{fill:#fff;stroke:#d1d9e0}.us0{fill:#0b62a8}.us1{fill:#6fa8d6}.o0{fill:#818b98}.o1{fill:#bcc4cd}"
     "@media(prefers-color-scheme:dark){text{fill:#f0f6fc}.s{fill:#9198a1}.page{fill:#0d1117;stroke:#3d444d}"
@@ -24,7 +29,7 @@ class Panel(NamedTuple):
     benchmark: str
     title: str
     programs: dict[str, str]  # a name for readers -> the case in the record
-    form: str  # of a number
+    form: str  # format of a number
 
 
 PANELS = (
@@ -73,7 +78,7 @@ PANELS = (
         ",.0f",
     ),
 )
-NOTE = (
+RATIO_NOTE = (
     "Below 1 the other is faster. The other loaders read int16 with our conversion to millivolts, but for "
     "`.npy, conversion in NumPy`, and check nothing; omnilead checks crc32c once per crop. \\* re-created: "
     "written by us after fairseq-signals."
@@ -82,8 +87,8 @@ Rates = dict[str, dict[str, float]]  # program -> machine -> rate, of the machin
 
 
 def rates_of(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part]]:
-    """The rates, and the part of each machine that they come from: of `parts`, oldest first, the last that
-    has our case and one other."""
+    """Returns the rates, and the part that each machine's come from: the last of `parts`, oldest
+    first, that has our case and one other."""
     ours, *others = panel.programs.values()
     sources: dict[str, Part] = {}
     for part in parts:
@@ -101,13 +106,14 @@ def rates_of(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part
     return rates, sources
 
 
-def ratios(parts: Sequence[Part]) -> Iterator[str]:
-    """Blocks of RESULTS.md: how many times as fast omnilead is, by machine; none without records."""
+def ratio_blocks(parts: Sequence[Part]) -> Iterator[str]:
+    """Yields blocks of RESULTS.md: how many times as fast omnilead is, by machine; none without
+    records."""
     measured = [(panel, *rates_of(panel, parts)) for panel in PANELS]
     measured = [(panel, rates, sources) for panel, rates, sources in measured if sources]
     if measured:
         yield "### Times as fast as others, per CPU-second"
-        yield NOTE
+        yield RATIO_NOTE
     for panel, rates, sources in measured:
         machines = list(reversed(sources))
         ours = rates[next(iter(panel.programs))]
@@ -119,11 +125,11 @@ def ratios(parts: Sequence[Part]) -> Iterator[str]:
             ]
             rows.append([program, *cells])
         heads = [f"[{name}](results/{sources[name]['file']})" for name in machines]
-        yield markdown(f"| {panel.title}: omnilead against | {' | '.join(heads)} |", rows[1:])
+        yield markdown_table(f"| {panel.title}: omnilead against | {' | '.join(heads)} |", rows[1:])
 
 
-def chart(parts: Sequence[Part]) -> str:
-    """The SVG."""
+def draw_chart(parts: Sequence[Part]) -> str:
+    """Returns the chart as SVG."""
     lines: list[str] = []
     machines: list[str] = []
     y = 34
@@ -134,30 +140,36 @@ def chart(parts: Sequence[Part]) -> str:
         y += 14
         longest = max(rate for by_machine in rates.values() for rate in by_machine.values())
         for program, by_machine in rates.items():
-            y_name = y + BAR * len(machines) / 2 + 4
+            y_name = y + BAR_HEIGHT * len(machines) / 2 + 4
             lines.append(f'<text x="18" y="{y_name:g}">{escape(program)}</text>')
             kind = "us" if program.startswith("omnilead") else "o"
             for place, name in enumerate(machines):
-                width = (WIDTH - LABEL - ROOM) * by_machine.get(name, 0) / longest
+                width = (
+                    (PAGE_WIDTH - LABEL_WIDTH - NUMBER_WIDTH) * by_machine.get(name, 0) / longest
+                )
                 lines.append(_bar(f"{kind}{place}", y, width))
                 said = f"{by_machine[name]:{panel.form}}" if name in by_machine else "not measured"
-                x_said = LABEL + width + 6
-                lines.append(f'<text class="s" x="{x_said:.1f}" y="{y + BAR - 4}">{said}</text>')
-                y += BAR
-            y += GAP
+                x_said = LABEL_WIDTH + width + 6
+                lines.append(
+                    f'<text class="s" x="{x_said:.1f}" y="{y + BAR_HEIGHT - 4}">{said}</text>'
+                )
+                y += BAR_HEIGHT
+            y += PROGRAM_GAP
         y += 30
     for place, name in enumerate(machines):
-        x = 18 + place * (WIDTH - 36) // len(machines)
+        x = 18 + place * (PAGE_WIDTH - 36) // len(machines)
         lines.append(f'<rect class="o{place}" x="{x}" y="{y - 21}" width="11" height="11"/>')
         lines.append(f'<text class="s" x="{x + 18}" y="{y - 11}">{escape(name)}</text>')
     lines.append(f'<text class="s" x="18" y="{y + 12}">* re-created by us</text>')
-    frame = f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{y + 27}" rx="8"/>'
+    frame = (
+        f'<rect class="page" x="0.5" y="0.5" width="{PAGE_WIDTH - 1}" height="{y + 27}" rx="8"/>'
+    )
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 28}" role="img" '
-        f'aria-label="omnilead beside other programs, per CPU-second"><style>{STYLE}</style>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PAGE_WIDTH} {y + 28}" role="img" '
+        f'aria-label="omnilead beside other programs, per CPU-second"><style>{SVG_STYLE}</style>'
     )
     return "\n".join([head, frame, *lines, "</svg>", ""])
 
 
 def _bar(kind: str, y: int, width: float) -> str:
-    return f'<rect class="{kind}" x="{LABEL}" y="{y}" width="{width:.1f}" height="{BAR - 3}"/>'
+    return f'<rect class="{kind}" x="{LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT - 3}"/>'

@@ -27,7 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measure import CaseError, Cases, Result, call_fresh, say
-from benchmarks.step import StepRun, optimizer, product, synchronize
+from benchmarks.step import (
+    OURS,
+    PRODUCT,
+    STEPS_PER_REPEAT,
+    StepRun,
+    optimizer,
+    product,
+    synchronize,
+)
 from omnilead.data_tools.io.terminal import keep_freed_memory
 from omnilead.engine.model.cpc import draw_candidates
 from omnilead.engine.model.draws import row_keys
@@ -37,12 +45,11 @@ from omnilead.engine.model.s4 import StateSpace, conjugate_pairs
 from omnilead.engine.training.config import Config, load_config
 from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 
-CONFIG = "ecg_cpc"
-RECREATION, OURS, PRODUCT = "re-creation of ECG-CPC's step", "omnilead", "matrix product"
+CONFIG_NAME = "ecg_cpc"
+RECREATION = "re-creation of ECG-CPC's step"
 # windows; the re-creation copies 226 MB for each
-BATCHES = {"cpu": 16, "cuda": 1024}
-STEPS = {"cpu": 2, "cuda": 20}  # per repeat
-TOLERANCE = 1e-4
+WINDOWS = {"cpu": 16, "cuda": 1024}
+GRADIENT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class CpcRun:
 
 
 class AuthorsStep(nn.Module):
-    """The loss of a batch. Of `model`, only the weights are used."""
+    """Computes the loss of a batch with the weights of `model`."""
 
     def __init__(self, model: Pretrainer) -> None:
         super().__init__()
@@ -86,7 +93,7 @@ class AuthorsStep(nn.Module):
             y_RDN = F.dropout1d(y_RDN, layer.dropout.p, self.training)
             x_RND = layer.norm(x_RND + y_RDN.transpose(1, 2))
         ahead = self.head.ahead
-        return copied_loss(self.head.map(x_RND)[:, :-ahead], z_RND, idx_RnK)
+        return contrastive_loss(self.head.map(x_RND)[:, :-ahead], z_RND, idx_RnK)
 
     def filtered(self, space: StateSpace, u_RDN: Tensor) -> Tensor:
         tokens = u_RDN.shape[2]
@@ -96,7 +103,7 @@ class AuthorsStep(nn.Module):
         return torch.fft.irfft(spectrum, 2 * tokens)[..., :tokens] + space.D[:, None] * u_RDN
 
     def kernel(self, space: StateSpace) -> Tensor:
-        """[D, L], by Cauchy sums and the rank-1 correction."""
+        """Returns the kernel [D, L], by Cauchy sums and the rank-1 correction."""
         angle = torch.arange(space.length // 2 + 1) * (-2 * math.pi / space.length)
         omega = torch.polar(torch.ones_like(angle), angle)
         z = 2 * (1 - omega) / (1 + omega)
@@ -114,8 +121,8 @@ class AuthorsStep(nn.Module):
         return torch.fft.irfft(k * 2 / (1 + omega), space.length)
 
 
-def copied_loss(predicted_RnF: Tensor, z_RNF: Tensor, idx_RnK: Tensor) -> Tensor:
-    """`idx_RnK`: the target, then the negatives."""
+def contrastive_loss(predicted_RnF: Tensor, z_RNF: Tensor, idx_RnK: Tensor) -> Tensor:
+    """Copies the targets and negatives of each token. `idx_RnK`: the target, then the negatives."""
     rows, tokens, width = z_RNF.shape
     flat = z_RNF.reshape(-1, width)
     first = torch.arange(0, rows * tokens, tokens)[:, None, None]
@@ -130,10 +137,10 @@ def copied_loss(predicted_RnF: Tensor, z_RNF: Tensor, idx_RnK: Tensor) -> Tensor
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     device = options.device
     say("checking that both sides give the same loss and gradients")
-    difference = call_fresh(disagreement)
-    if not difference <= TOLERANCE:
+    difference = call_fresh(largest_difference)
+    if not difference <= GRADIENT_TOLERANCE:
         raise CaseError(f"the two sides differ by {difference:.1e}: nothing was timed")
-    batch, steps = options.batch or BATCHES[device], options.steps or STEPS[device]
+    batch, steps = options.batch or WINDOWS[device], options.steps or STEPS_PER_REPEAT[device]
     cases: Cases = {}
     sides = (OURS,) if device == "cuda" else (RECREATION, OURS)
     for side, precision in ((side, p) for p in ("fp32", "bf16") for side in sides):
@@ -143,31 +150,31 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     for precision in ("fp32", "bf16"):
         run = StepRun(PRODUCT, precision, device=device, threads=1)
         cases[run.name] = (product, (run,))
-    config: Config = load_config(CONFIG)
+    config: Config = load_config(CONFIG_NAME)
     encoder = build_encoder(config.model)
     flops = encoder_flops(encoder, config.model, False, config.input.samples, windows=1)
     facts = {
         "archive": "noise, on the device",
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "model": CONFIG,
+        "model": CONFIG_NAME,
         "gflop_per_crop": flops / 1e9,
         "loss_difference": difference,
     }
     return facts, cases
 
 
-def pretrainer(**options: Any) -> Pretrainer:
+def build_pretrainer(**options: Any) -> Pretrainer:
     config: Config = load_config(
-        CONFIG, {"model.options": load_config(CONFIG).model.options | options}
+        CONFIG_NAME, {"model.options": load_config(CONFIG_NAME).model.options | options}
     )
     return Pretrainer(config.model, config.objective, generator=torch.Generator().manual_seed(1))
 
 
-def disagreement() -> float:
-    """The largest relative difference of loss and gradients, without dropout."""
+def largest_difference() -> float:
+    """Returns the largest relative difference of loss and gradients, without dropout."""
     # On some inputs a ReLU within rounding of 0 is on for one side only, which moves a gradient by 1e-2
     torch.manual_seed(1)
-    model, rows = pretrainer(dropout=0.0), 2
+    model, rows = build_pretrainer(dropout=0.0), 2
     x_RLT, keys_RS = torch.randn(rows, 12, 600), torch.arange(rows)[:, None]
     drawn_RnK = draw_candidates(keys_RS.flatten(), 300, 14, 128)
     target_Rn1 = torch.arange(14, 300)[:, None].expand(rows, -1, 1)
@@ -187,7 +194,7 @@ def step(run: CpcRun) -> Iterator[Any]:
     torch.manual_seed(1)
     if run.device == "cpu":
         keep_freed_memory()  # for both sides
-    advance = authors(run) if run.side == RECREATION else ours(run)
+    advance = prepare_authors(run) if run.side == RECREATION else prepare_ours(run)
     advance()
     yield
     while True:
@@ -197,8 +204,8 @@ def step(run: CpcRun) -> Iterator[Any]:
         yield run.steps * run.batch
 
 
-def ours(run: CpcRun) -> Callable[[], None]:
-    model = pretrainer().to(run.device).train()
+def prepare_ours(run: CpcRun) -> Callable[[], None]:
+    model = build_pretrainer().to(run.device).train()
     optimize = optimizer(model, run.precision)
     dtype = next(model.parameters()).dtype
     cast_statistics(model, dtype)
@@ -214,8 +221,8 @@ def ours(run: CpcRun) -> Callable[[], None]:
     return advance
 
 
-def authors(run: CpcRun) -> Callable[[], None]:
-    model = AuthorsStep(pretrainer()).train()
+def prepare_authors(run: CpcRun) -> Callable[[], None]:
+    model = AuthorsStep(build_pretrainer()).train()
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
     x_RLT = torch.randn(run.batch, 12, 600)
     target_n1 = torch.arange(14, 300)[:, None]

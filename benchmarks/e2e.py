@@ -29,20 +29,20 @@ from benchmarks.measure import (
     CaseError,
     Cases,
     Result,
-    clocked,
-    describe,
+    describe_input,
     interval,
     make_dataset,
     percentages,
     rates,
     spread,
     take_turns,
+    time_work,
 )
 
-MODEL = {"cpu": "small", "cuda": "paper"}
-BATCH = {"cpu": 64, "cuda": 256}  # on a CPU, the batch of the model's config
-STEPS = {"cpu": 2, "cuda": 20}
-SOURCES = {
+DEFAULT_MODEL = {"cpu": "small", "cuda": "paper"}
+LOOP_BATCH = {"cpu": 64, "cuda": 256}  # on a CPU, the batch of the model's config
+STEPS_PER_TURN = {"cpu": 2, "cuda": 20}
+DATA_SOURCES = {
     "tar": (),
     "zarr": ("pipeline.backend=torch", "pipeline.source=zarr"),
 }
@@ -65,9 +65,9 @@ class LoopRun:
 
 def loop_run(options: argparse.Namespace, work: Path) -> LoopRun:
     device = options.device
-    model, batch = options.model or MODEL[device], options.batch or BATCH[device]
+    model, batch = options.model or DEFAULT_MODEL[device], options.batch or LOOP_BATCH[device]
     dataset, run = str(work / "dataset"), str(work / "run")
-    steps = options.steps or STEPS[device]
+    steps = options.steps or STEPS_PER_TURN[device]
     return LoopRun(dataset, run, device, model, batch, steps, options.repeats)
 
 
@@ -75,19 +75,19 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     dataset = make_dataset(work, options.records or 600, format="both")
     base = loop_run(options, work)
     cases: Cases = {}
-    for name, settings in SOURCES.items():
+    for name, settings in DATA_SOURCES.items():
         run = replace(base, run=f"{base.run}-{name}", settings=settings)
         cases[f"{name}: {base.model}, {base.batch} crops"] = (compare, (run,))
     facts = {"device": base.device, "model": base.model, "batch": base.batch, "steps": base.steps}
-    return describe(dataset, **facts, precision=precision()), cases
+    return describe_input(dataset, **facts, precision=auto_precision()), cases
 
 
 def compare(run: LoopRun) -> Result:
-    return figures(loop_turns(run), run.device)
+    return rates_and_percentages(loop_turns(run), run.device)
 
 
 def loop_turns(run: LoopRun) -> Result:
-    """Replace Loop.train, for the rest of this process, by turns of each side and return their
+    """Replaces Loop.train, for the rest of this process, by turns of each side and return their
     seconds and CPU-seconds."""
     os.environ.update(run.environment)
     import torch
@@ -107,8 +107,8 @@ def loop_turns(run: LoopRun) -> Result:
 
 
 def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
-    """Run engine/pretrain.py in this process. Its output goes to a file beside the run; a CaseError
-    has the last line."""
+    """Runs engine/pretrain.py in this process. Its output goes to a file beside the run; a
+    CaseError has the last line."""
     from benchmarks.step import config_name
     from omnilead.engine import pretrain
 
@@ -117,7 +117,7 @@ def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
         f"run={run.run}",
         f"data.datasets={json.dumps([run.dataset])}",
         f"train.batch_crops={run.batch * int(os.environ.get('WORLD_SIZE', 1))}",
-        f"train.precision={precision()}",
+        f"train.precision={auto_precision()}",
         "train.epochs=null",
         "train.schedule=fixed",
         "train.validate_every=0",
@@ -163,8 +163,10 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
         step.synchronize(run.device)
 
     if "bare" in run.sides:
-        step_run = step.StepRun(step.OURS, precision(), run.batch, run.model, device=run.device)
-        advance = step.ours(replace(step_run, compiled=COMPILE_DEFAULTS[run.device]))
+        step_run = step.StepRun(
+            step.OURS, auto_precision(), run.batch, run.model, device=run.device
+        )
+        advance = step.prepare_ours(replace(step_run, compiled=COMPILE_DEFAULTS[run.device]))
     sides: Any = {
         "bare": bare,
         "held": lambda: steps(lambda _: (held_batch, state)),
@@ -175,8 +177,8 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
     last = loop.progress.step
     for number in (last - 1, last):  # the first allocates the memory for all others
         loop.progress.step = number
-        saved = clocked(save)
-        written = clocked(loop.writer.wait)
+        saved = time_work(save)
+        written = time_work(loop.writer.wait)
     return {
         "rows": rows,
         "checkpoint_s": saved["wall_s"],
@@ -185,15 +187,15 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
     }
 
 
-def precision() -> str:
-    """What `train.precision: auto` means on this machine."""
+def auto_precision() -> str:
+    """Returns what `train.precision: auto` means on this machine."""
     from omnilead.engine.training.config import has_bf16
 
     return "bf16" if has_bf16() else "fp32"
 
 
-def figures(measured: Result, device: str) -> Result:
-    """Rates, and percentages computed from adjacent turns."""
+def rates_and_percentages(measured: Result, device: str) -> Result:
+    """Computes rates, and percentages from adjacent turns."""
     rows = measured.pop("rows")
 
     def above(side: str, other: str) -> dict[str, float]:

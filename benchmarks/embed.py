@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e import MODEL
+from benchmarks.e2e import DEFAULT_MODEL
 from benchmarks.measure import (
     Cases,
     Result,
-    describe,
+    describe_input,
     make_dataset,
     percentages,
     rates,
@@ -24,7 +24,7 @@ from benchmarks.measure import (
     take_turns,
 )
 
-BATCH = {"cpu": 16, "cuda": 256}  # the command's defaults
+EMBED_BATCH = {"cpu": 16, "cuda": 256}  # the command's defaults
 INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tar": ("dataset", {}),
     "WFDB": ("archive", {}),
@@ -34,15 +34,15 @@ INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
-    """The same crops as an archive, as a dataset and as arrays of millivolts."""
+    """Makes the same crops as an archive, as a dataset and as arrays of millivolts."""
     import numpy as np
 
     dataset, device = make_dataset(work, options.records or 600, keep_archive=True), options.device
     mv_BLT = np.stack([dataset.read(row) for row in range(len(dataset))]).astype(np.float32) / 1000
     np.save(work / "500.npy", mv_BLT)
     np.save(work / "250.npy", mv_BLT[..., ::2])
-    name, batch = options.model or MODEL[device], options.batch or BATCH[device]
-    untrained(work / "model", name)
+    name, batch = options.model or DEFAULT_MODEL[device], options.batch or EMBED_BATCH[device]
+    write_untrained(work / "model", name)
     cases: Cases = {}
     for kind, (place, input_options) in INPUTS.items():
         embed_options = {
@@ -52,11 +52,11 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
         } | input_options
         arguments = (work, embed_options, len(dataset), options.repeats)
         cases[f"{kind}: {name}, {batch} crops"] = (compare, arguments)
-    return describe(dataset, device=device, model=name), cases
+    return describe_input(dataset, device=device, model=name), cases
 
 
-def untrained(folder: Path, model: str) -> None:
-    """Write a model with random weights as engine.training.export would before the first step."""
+def write_untrained(folder: Path, model: str) -> None:
+    """Writes a model with random weights as engine.training.export would before the first step."""
     import torch
 
     from benchmarks.step import config_of
@@ -72,7 +72,7 @@ def untrained(folder: Path, model: str) -> None:
 
 
 def compare(work: Path, options: Any, crops: int, turns: int) -> Result:
-    """Run the encoder and the command in turns."""
+    """Runs the encoder and the command in turns."""
     import torch
 
     from omnilead.downstream.inference import commands

@@ -25,18 +25,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import program_parser, report, tables
-from benchmarks.run import environment
+from benchmarks import ROOT, program_parser, report, tables
+from benchmarks.run import machine_facts
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import say
 from omnilead.downstream.reproduce.jobs import (
     Job,
     WorkDir,
-    planned,
+    job_of_step,
+    open_workers,
     read_json,
     run_jobs,
     show_plan,
-    workers,
     write_json,
 )
 from omnilead.downstream.reproduce.paper import ReproductionScale, as_options
@@ -45,7 +45,7 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import find_config
 
 Tree = dict[str, Any]
-SCORES = {  # results of the record, and the steps that they come from
+STEPS_OF_RESULT = {  # results of the record, and the steps that they come from
     "synthetic": "bench",
     "real": "real-scores",
     tables.BY_CROPS: "real-crops",
@@ -69,20 +69,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     folder = WorkDir(options.out.absolute())
     tree = read_yaml(find_config(options.plan, "evidence", "PLAN"))
-    jobs = without_absent(read_plan(tree, folder.path, options.only), folder)
+    jobs = drop_absent_real_steps(read_plan(tree, folder.path, options.only), folder)
     if options.dry_run:
         return show_plan(folder, jobs, options.jobs)
     folder.start(jobs)
-    with workers(options.jobs) as (executor, slots):
+    with open_workers(options.jobs) as (executor, slots):
         code = run_jobs(folder, jobs, executor, slots)
     write_record(folder, tree, options.plan)
     return code
 
 
 def read_plan(tree: Tree, out: Path, only: str = "") -> list[Job]:
-    """The plan's steps in its order, or those whose names begin with `only` and what they need."""
+    """Returns the plan's steps in its order, or those whose names begin with `only` and what they
+    need."""
     try:
-        steps = list(filled(tree, out))
+        steps = list(jobs_of_plan(tree, out))
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"not a plan: {type(error).__name__} {error}: see configs/evidence/cpu.yaml"
@@ -97,7 +98,7 @@ def read_plan(tree: Tree, out: Path, only: str = "") -> list[Job]:
     return [step for step in steps if step.name in chosen]
 
 
-def filled(tree: Tree, out: Path) -> Iterator[Job]:
+def jobs_of_plan(tree: Tree, out: Path) -> Iterator[Job]:
     settings = ReproductionScale.read(tree["scale"]).settings["pretrain"]
     scale = as_options(settings | tree.get("settings", {}))
     words = {"out": shlex.quote(str(out)), "scale": scale}
@@ -108,17 +109,17 @@ def filled(tree: Tree, out: Path) -> Iterator[Job]:
     for step in tree["steps"]:
         value_names = step.get("each", {})
         lists = [values[name] for name in value_names.values()]
-        substitutions = grouped(names, words["out"]) | values | words
+        substitutions = words_of_groups(names, words["out"]) | values | words
         for combination in itertools.product(*lists):
-            job = planned(
+            job = job_of_step(
                 step, substitutions | dict(zip(value_names, combination, strict=True)), names, out
             )
             names.append(job.name)
             yield replace(job, minutes=float(tree.get("pace", 1) * step["minutes"]))
 
 
-def grouped(names: Sequence[str], out: str) -> dict[str, str]:
-    """For each group of steps GROUP/NAME, the words NAME=FOLDER of its steps."""
+def words_of_groups(names: Sequence[str], out: str) -> dict[str, str]:
+    """{group: the words NAME=FOLDER of its steps}, where steps are called GROUP/NAME."""
     groups: dict[str, list[str]] = {}
     for name in names:
         group, _, member = name.partition("/")
@@ -126,13 +127,13 @@ def grouped(names: Sequence[str], out: str) -> dict[str, str]:
     return {group: " ".join(members) for group, members in groups.items()}
 
 
-def without_absent(jobs: list[Job], folder: WorkDir) -> list[Job]:
+def drop_absent_real_steps(jobs: list[Job], folder: WorkDir) -> list[Job]:
     """Leaves out the steps real-* if the folders with real ECGs are absent."""
     for job in jobs:
-        if job.name == "real-data" and not folder.done(job):
+        if job.name == "real-data" and not folder.is_done(job):
             for word in job.command:
                 is_made = "/" not in word or word.startswith(str(folder.path))
-                if not is_made and not Path(report.ROOT, word).exists():
+                if not is_made and not Path(ROOT, word).exists():
                     say(
                         f"{word}: no such folder: the steps real-* are skipped: name ECGs of "
                         "yours in the plan's `real`"
@@ -142,35 +143,36 @@ def without_absent(jobs: list[Job], folder: WorkDir) -> list[Job]:
 
 
 def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
-    """DIR/evidence.json, .md and .png, of all scores that are there. Names the steps that are done
-    but never ran here."""
+    """Writes DIR/evidence.json, .md and .png from all scores that are there, and names finished
+    steps that never ran here."""
     steps, place = read_plan(tree, folder.path), folder.path
     results = {}
-    for name, kind in SCORES.items():
-        document = together(steps, folder, kind)
+    for name, kind in STEPS_OF_RESULT.items():
+        document = join_scores(steps, folder, kind)
         if document["rows"]:
             notes = dict.fromkeys(note.replace(f"{place}/", "") for note in document["notes"])
             results[name] = document | {"data": Path(document["data"]).name, "notes": list(notes)}
     if not results:
         return say("no scores yet")
-    record = environment() | {"benchmark": "evidence", "results": results}
+    record = machine_facts() | {"benchmark": "evidence", "results": results}
     del record["page_cache"]  # nothing was timed
     device = "cuda" if record["hardware"]["gpus"] else "cpu"
     record["config"] = {"plan": plan, **tree, "device": device}
     done = [step for step in steps if (place / step.makes).exists()]
-    outside = [step.name for step in done if not folder.file(step, "json").exists()]
+    outside = [step.name for step in done if not folder.job_file(step, "json").exists()]
     record["input"] = {"archive": f"plan {plan}", "made_outside": outside}
     write_json(place / "evidence.json", record)
     (part,) = report.load(place / "evidence.json")
-    blocks = [tables.headline(part), *report.published(part)]
+    blocks = [tables.headline_table(part), *report.part_blocks(part)]
     write_whole(place / "evidence.md", "\n\n".join(blocks) + "\n")
     if {"synthetic", "real"} & results.keys():
         report.share_chart(part).savefig(place / "evidence.png", dpi=150)
     say(f"{place}: evidence.json, evidence.md, evidence.png: {', '.join(results)}")
 
 
-def together(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:
-    """The scores of all steps of a kind as one, or those in a folder of this name made by hand."""
+def join_scores(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:
+    """Joins the scores of all steps of a kind, or reads those in a folder of this name made by
+    hand."""
     scores_of_kind: Tree = {"rows": [], "differences": [], "notes": []}
     paths = [folder.path / step.makes for step in steps if step.kind == kind]
     for path in paths or [folder.path / kind / "bench.json"]:

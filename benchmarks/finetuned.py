@@ -24,30 +24,30 @@ from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.downstream.evaluation.differences import (
     Scored,
     Scores,
-    averaged,
-    by_class,
-    compared,
-    over_classes,
-    resampled,
+    average_draws,
+    bootstrap_weights,
+    mean_over_classes,
+    metrics_by_class,
+    rows_and_differences,
 )
 from omnilead.downstream.evaluation.identification import identify
 from omnilead.downstream.evaluation.results import (
-    CHOSEN,
+    CHALLENGE_CHOSEN,
     EvalOptions,
-    by_record,
-    chosen_task,
-    nullable,
+    average_by_record,
+    find_task,
+    nan_to_none,
     score_task,
 )
 from omnilead.downstream.inference.trained_model import THRESHOLD
-from omnilead.downstream.reports.bench_report import write
+from omnilead.downstream.reports.bench_report import write_comparison
 from omnilead.downstream.reproduce.jobs import read_json
 from omnilead.downstream.tasks.metrics import Array, challenge_statistic
 from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.settings.commandline import run_on_ranks
 from omnilead.engine.settings.errors import ConfigError
 
-RANDOM = "random"
+RANDOM_START = "random"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,15 +78,15 @@ def score(options: argparse.Namespace) -> int:
             f"{start} {' '.join(runs_by_seed)}" for start, runs_by_seed in seeds.items()
         )
         raise ConfigError(f"seeds {each_has}: name the same for each")
-    names = sorted(starts, key=RANDOM.__eq__)
+    names = sorted(starts, key=RANDOM_START.__eq__)
     notes = ["Means over seeds."]
     for start in names:
         runs = [starts[start][seed] for seed in seeds[start]]
         scored = []
         for run in runs:
             say(f"{run.name} on {options.leads} leads ...")
-            scored.append(scores_of(run, dataset, options))
-        samples = averaged([of_run for _, of_run in scored])
+            scored.append(score_run(run, dataset, options))
+        samples = average_draws([of_run for _, of_run in scored])
         figures = {}
         for name in samples:
             figures[name] = [float(of_run[name][0]) for _, of_run in scored]
@@ -95,16 +95,24 @@ def score(options: argparse.Namespace) -> int:
         notes += [
             f"{options.task}, leads {options.leads}, {start}: {remark}." for remark in remarks(runs)
         ]
-    models = {name: RANDOM if RANDOM in names and name != RANDOM else "" for name in names}
-    document = {"data": options.data, "models": models, **compared(scores, models), "notes": notes}
+    models = {
+        name: RANDOM_START if RANDOM_START in names and name != RANDOM_START else ""
+        for name in names
+    }
+    document = {
+        "data": options.data,
+        "models": models,
+        **rows_and_differences(scores, models),
+        "notes": notes,
+    }
     options.out.mkdir(parents=True, exist_ok=True)
-    write(nullable(document), options.out)
+    write_comparison(nan_to_none(document), options.out)
     return 0
 
 
 def remarks(runs: Sequence[Path]) -> Iterator[str]:
-    """Why these runs may be worse than they could be: their training was too short, or the best
-    learning rate was not tried."""
+    """Yields why these runs may be worse than they could be: their training was too short, or the
+    best learning rate was not tried."""
     ended = [json.loads((run / "result.json").read_text()) for run in runs]
     short = [result for result in ended if result.get("converged") is False]
     if short:
@@ -123,13 +131,13 @@ def remarks(runs: Sequence[Path]) -> Iterator[str]:
                     yield f"the chosen learning rate, {chosen:g}, is the {end} tried"
 
 
-def scores_of(run: Path, dataset: Dataset, options: argparse.Namespace) -> Scored:
-    """Facts, and metrics under all weightings of the patients."""
+def score_run(run: Path, dataset: Dataset, options: argparse.Namespace) -> Scored:
+    """Returns facts, and metrics under all weightings of the patients."""
     model, eval_options = omnilead.load(str(run)), EvalOptions(leads=options.leads)
-    task = chosen_task(model, labels=options.labels)
+    task = find_task(model, labels=options.labels)
     if task.kind == "identity":
         result = identify(model, Datasets((dataset,)), eval_options)
-        hits, weight_NB = result.scores["hits"], resampled(np.array(result.probe_ids))
+        hits, weight_NB = result.scores["hits"], bootstrap_weights(np.array(result.probe_ids))
         facts = {
             "n": len(hits),
             "patients": len(set(result.probe_ids)),
@@ -137,16 +145,16 @@ def scores_of(run: Path, dataset: Dataset, options: argparse.Namespace) -> Score
         }
         return facts, {"accuracy": hits @ weight_NB / weight_NB.sum(0)}
     halves = score_task(model, Datasets((dataset,)), task, eval_options)
-    y_NK, scores_NK, people = by_record(
+    y_NK, scores_NK, people = average_by_record(
         halves.labels_NK, halves.scores_NK, halves.records_N, halves.patients_N
     )
-    weight_NB, samples = resampled(np.array(people)), dict[str, Array]()
+    weight_NB, samples = bootstrap_weights(np.array(people)), dict[str, Array]()
     of_challenge = halves.head.classes == CLASSES
-    for name, thresholds in (("challenge", THRESHOLD), (CHOSEN, halves.head.chosen)):
+    for name, thresholds in (("challenge", THRESHOLD), (CHALLENGE_CHOSEN, halves.head.chosen)):
         if of_challenge and thresholds:
             statistic = challenge_statistic(y_NK, scores_NK > np.asarray(thresholds))
             samples[name] = np.array([statistic(weight_N) for weight_N in weight_NB.T])
-    samples |= over_classes(by_class("multilabel", y_NK, scores_NK, weight_NB))
+    samples |= mean_over_classes(metrics_by_class("multilabel", y_NK, scores_NK, weight_NB))
     return {"n": len(y_NK), "patients": len(set(people))}, samples
 
 

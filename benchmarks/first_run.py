@@ -24,14 +24,14 @@ from typing import Any
 
 import omnilead
 from benchmarks import program_parser
-from benchmarks.e2e import LoopRun, precision, pretrain
+from benchmarks.e2e import LoopRun, auto_precision, pretrain
 from benchmarks.measure import CaseError, call_fresh, make_dataset, say
-from benchmarks.run import environment
+from benchmarks.run import machine_facts
 from omnilead.data_tools.sharding.roles import RoleSources
 from omnilead.downstream.reproduce.jobs import read_json, write_json
 from omnilead.engine.settings.commandline import positive_integer
 
-TOP = 25  # lines of a profile
+PROFILE_LINES = 25  # lines of a profile
 Found = dict[str, Any]
 Check = tuple[str, float, Callable[[], Found]]  # name, time limit in seconds, function
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.dir.mkdir(parents=True, exist_ok=True)
     place = options.dir / "first_run.json"
     results: dict[str, Found] = read_json(place)
-    commit = environment()["git"]["commit"]
+    commit = machine_facts()["git"]["commit"]
     for name, limit_s, check in checks(options):
         before = results.get(name, {"error": "missing"})
         done = "error" not in before and before.get("commit") == commit
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def checks(options: argparse.Namespace) -> Iterator[Check]:
     place = options.dir.absolute()
-    yield "install", 120, environment
+    yield "install", 120, machine_facts
     if not (place / "dataset" / "dataset.json").exists():
         # all are pre-trained on, except patients with two sessions, whom the probe needs
         everyone = RoleSources(pretrain=("all",), id_share=1.0)
@@ -97,29 +97,29 @@ def checks(options: argparse.Namespace) -> Iterator[Check]:
     yield "train", options.seconds + 600, training
 
 
-def metrics(run: LoopRun) -> list[Found]:
+def read_metrics(run: LoopRun) -> list[Found]:
     lines = Path(run.run, "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def smoke(run: LoopRun) -> Found:
-    """Run two steps, a checkpoint, an export and a report."""
+    """Runs two steps, a checkpoint, an export and a report."""
     pretrain(run, "train.steps=2", "train.log_every=1")
-    return metrics(run)[-1]
+    return read_metrics(run)[-1]
 
 
 def profile(run: LoopRun) -> Found:
-    """Trace steps of the training loop: RUN/profile has the trace and the slowest operations."""
+    """Traces steps of the training loop: RUN/profile has the trace and the slowest operations."""
     from omnilead.engine.training.profiling import WARM_UP
 
     steps = WARM_UP + run.steps + 1
     pretrain(run, f"train.steps={steps}", options=("--profile", str(run.steps)))
     operators = Path(run.run, "profile/operators.txt").read_text().splitlines()
-    return metrics(run)[-1] | {"operators": operators[:TOP]}
+    return read_metrics(run)[-1] | {"operators": operators[:PROFILE_LINES]}
 
 
 def train(run: LoopRun, seconds: float) -> Found:
-    """Train for this many seconds; then compare the model's embeddings with those of random
+    """Trains for this many seconds; then compares the model's embeddings with those of random
     weights."""
     from omnilead.engine import pretrain as program
     from omnilead.engine.training.loop import Loop
@@ -142,10 +142,10 @@ def train(run: LoopRun, seconds: float) -> Found:
         tasks=["diagnosis"],
         out=f"{run.run}-bench",
         device=run.device,
-        precision=precision(),
+        precision=auto_precision(),
     )
     scores = [{key: row[key] for key in ("model", "metrics")} for row in compared["rows"]]
-    return {"first": metrics(run)[0], "last": metrics(run)[-1], "scores": scores}
+    return {"first": read_metrics(run)[0], "last": read_metrics(run)[-1], "scores": scores}
 
 
 if __name__ == "__main__":

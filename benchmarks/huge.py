@@ -1,6 +1,6 @@
 """Ten million crops: the jobs that go over all of them, each in a process of its own.
 
-    dataset = make(Path("huge"), 10_000_000)
+    dataset = make_huge_dataset(Path("huge"), 10_000_000)
     cases = jobs(dataset)                       # for benchmarks.measure.run_cases
 
 The tables are complete: parts as a build leaves them, roles, samples.parquet. The 9,766 shards, but
@@ -42,21 +42,23 @@ from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.sources.dataset import dataset_sources
 
-MEMBERS = 512 + 120_320 + 512 + 512  # bytes of a crop in a tar: two headers and two bodies
-SOURCES = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}
-PREFIXES = tuple(SOURCES.items())
+CROP_IN_TAR_BYTES = (
+    512 + 120_320 + 512 + 512
+)  # bytes of a crop in a tar: two headers and two bodies
+PREFIX_OF_SOURCE = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}
+SOURCES_AND_PREFIXES = tuple(PREFIX_OF_SOURCE.items())
 DIAGNOSES = ("426783006",), ("164889003", "59118001")
-ZEROS = google_crc32c.value(bytes(CROP_BYTES))
+ZEROS_CRC32C = google_crc32c.value(bytes(CROP_BYTES))
 Job = Iterator[float]  # 0 once it is ready, then 1 after each time
 
 
-def make(root: Path, crops: int) -> Dataset:
+def make_huge_dataset(root: Path, crops: int) -> Dataset:
     (root / "shards").mkdir(parents=True)
     (root / "parts").mkdir()
     names = [shard_name(number) for number in range(-(-crops // SHARD_CROPS))]
     rows_of_shards = np.split(np.arange(crops), np.arange(SHARD_CROPS, crops, SHARD_CROPS))
     for name, rows in zip(names, rows_of_shards, strict=True):
-        size = len(rows) * MEMBERS + 1024
+        size = len(rows) * CROP_IN_TAR_BYTES + 1024
         with open(root / "shards" / name, "wb") as file:
             writer = TarWriter(file)
             file.truncate(size)
@@ -67,11 +69,11 @@ def make(root: Path, crops: int) -> Dataset:
         part = as_parquet(table(rows).replace_schema_metadata({"omnilead": json.dumps(facts)}))
         place = root / "parts" / Path(part_name(name)).name
         place.write_bytes(part + hashlib.sha256(part).digest())
-    return end_of_build(root, root)
+    return finish_build(root, root)
 
 
-def end_of_build(root: Path, out: Path) -> Dataset:
-    """Finish the build whose parts lie in `root`."""
+def finish_build(root: Path, out: Path) -> Dataset:
+    """Finishes the build whose parts lie in `root`."""
     (out / ".build").mkdir(parents=True)
     parts = sorted((root / "parts").iterdir())
     for part in parts:
@@ -79,7 +81,8 @@ def end_of_build(root: Path, out: Path) -> Dataset:
     names = [f"{part.stem}.tar" for part in parts]
     seen = len(parts) * SHARD_CROPS  # at least as many as are used
     sources = [
-        {"name": name, "licence": "unknown", "seen": seen, "dropped_s": 0.0} for name in SOURCES
+        {"name": name, "licence": "unknown", "seen": seen, "dropped_s": 0.0}
+        for name in PREFIX_OF_SOURCE
     ]
     recipe = {"plan": "paper", "seed": 0, "pseudonyms": None} | PAPER_SOURCES.to_meta("paper")
     options = ShardOptions(str(out), quiet=True)
@@ -87,8 +90,8 @@ def end_of_build(root: Path, out: Path) -> Dataset:
 
 
 def source_and_name(row: int) -> tuple[str, str]:
-    """Source and name of a record."""
-    source, prefix = PREFIXES[row % len(PREFIXES)]
+    """Returns the source and the name of a record."""
+    source, prefix = SOURCES_AND_PREFIXES[row % len(SOURCES_AND_PREFIXES)]
     return source, f"{prefix}{row:08d}"
 
 
@@ -97,7 +100,8 @@ def patient_of(source: str, row: int) -> str | None:
 
 
 def table(rows: np.ndarray) -> pa.Table:
-    """Rows as a part has them; a record has one crop, and patients of PTB-XL two records."""
+    """Returns rows as a part has them; a record has one crop, and patients of PTB-XL have two
+    records."""
     count = len(rows)
     sources, names, patients, diagnoses = [], [], [], []
     for row in rows.tolist():
@@ -108,8 +112,8 @@ def table(rows: np.ndarray) -> pa.Table:
         diagnoses.append(DIAGNOSES[row % 3 == 0])
     columns: dict[str, Any] = {
         "shard": rows // SHARD_CROPS,
-        "offset": rows % SHARD_CROPS * MEMBERS + 512,
-        "crc32c": np.full(count, ZEROS),
+        "offset": rows % SHARD_CROPS * CROP_IN_TAR_BYTES + 512,
+        "crc32c": np.full(count, ZEROS_CRC32C),
         "waveform": mix(rows.astype(np.uint64)),
         "source": sources,
         "record": names,
@@ -158,19 +162,19 @@ def jobs(dataset: Dataset) -> Cases:
     url = dataset.root.url
     return {
         "data.hold_out": (hold_out, (url,)),
-        "leakage across two datasets": (leaks, (url,)),
-        "data.dedup": (copies, (url,)),
-        "what a model has seen": (seen_by_a_model, (url,)),
-        "planning": (plan, (len(dataset),)),
-        "roles": (roles, (url,)),
-        "finishing": (finishing, (url,)),
-        "verify's tables": (tables_verified, (url,)),
+        "leakage across two datasets": (look_for_leaks, (url,)),
+        "data.dedup": (find_copies, (url,)),
+        "what a model has seen": (hash_seen_crops, (url,)),
+        "planning": (plan_shards, (len(dataset),)),
+        "roles": (assign_all_roles, (url,)),
+        "finishing": (finish_again, (url,)),
+        "verify's tables": (verify_tables, (url,)),
         "planning from a dataset": (plan_from_dataset, (url,)),
     }
 
 
-def opened(url: str) -> Dataset:
-    """With the checksum of its table verified, as every training does first."""
+def open_verified(url: str) -> Dataset:
+    """Opens a dataset and verifies the checksum of its table, as every training does first."""
     dataset = Dataset.open(url)
     dataset.column("halves")
     return dataset
@@ -179,18 +183,19 @@ def opened(url: str) -> Dataset:
 def hold_out(url: str) -> Job:
     from omnilead.engine.data.patients import validation_split
 
-    dataset = opened(url)
+    dataset = open_verified(url)
     yield 0
     while True:
         validation_split(dataset, 0.1)
         yield 1
 
 
-def leaks(url: str) -> Job:
-    """Twice the same: what its roles keep apart is compared in full and nothing is found."""
+def look_for_leaks(url: str) -> Job:
+    """Compares a dataset with itself: what its roles keep apart is compared in full and nothing is
+    found."""
     from omnilead.engine.data import leakage
 
-    datasets = opened(url), opened(url)
+    datasets = open_verified(url), open_verified(url)
     yield 0
     while True:
         trained = [dataset.select(pretrain=True) for dataset in datasets]
@@ -199,18 +204,18 @@ def leaks(url: str) -> Job:
         yield 1
 
 
-def copies(url: str) -> Job:
+def find_copies(url: str) -> Job:
     from omnilead.engine.training.config import build_config
     from omnilead.engine.training.validation import first_of_each_waveform
 
-    dataset = opened(url)
+    dataset = open_verified(url)
     yield 0
     while True:
         first_of_each_waveform(build_config({"data": {"datasets": [url]}}), [dataset])
         yield 1
 
 
-def seen_by_a_model(url: str) -> Job:
+def hash_seen_crops(url: str) -> Job:
     from omnilead.engine.data import seen
 
     yield 0
@@ -220,7 +225,7 @@ def seen_by_a_model(url: str) -> Job:
         yield 1
 
 
-def plan(records: int) -> Job:
+def plan_shards(records: int) -> Job:
     yield 0
     while True:
         shard_plan = make_plan([Headers(range(records))], seed=0)
@@ -240,7 +245,7 @@ def plan_from_dataset(url: str) -> Job:
         yield 1
 
 
-def roles(url: str) -> Job:
+def assign_all_roles(url: str) -> Job:
     yield 0
     while True:
         dataset = Dataset.open(url)
@@ -251,16 +256,16 @@ def roles(url: str) -> Job:
         yield 1
 
 
-def finishing(url: str) -> Job:
+def finish_again(url: str) -> Job:
     out = Path(url, "again")
     yield 0
     while True:
-        end_of_build(Path(url), out)
+        finish_build(Path(url), out)
         shutil.rmtree(out)
         yield 1
 
 
-def tables_verified(url: str) -> Job:
+def verify_tables(url: str) -> Job:
     yield 0
     while True:
         assert not verify(Dataset.open(url), fast=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import Cases, Result, describe
+from benchmarks.measure import Cases, Result, describe_input
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.terminal import keep_freed_memory
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
@@ -25,37 +25,37 @@ from omnilead.data_tools.synthetic import archive as synth
 
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
-    """Make an archive of records at 500 Hz."""
+    """Makes an archive of records at 500 Hz."""
     archive = work / "archive"
     patients = (options.records or 2000) // 2
     synth.synthesise(archive, patients=patients, two_sessions=0, seed=11, progress=False)
     for name in ("synthetic-st_petersburg_incart", "synthetic-ptb"):  # have other rates
         shutil.rmtree(archive / "training" / name)
-    dataset = sharded(archive, work / "dataset")
+    dataset = shard_archive(archive, work / "dataset")
     cases: Cases = {
-        "read: omnilead": (repeated, (read_omnilead, archive)),
-        "read: wfdb.rdrecord": (repeated, (read_wfdb, archive)),
-        "ingest: omnilead, tar": (repeated, (ingest, archive)),
+        "read: omnilead": (repeat, (read_omnilead, archive)),
+        "read: wfdb.rdrecord": (repeat, (read_wfdb, archive)),
+        "ingest: omnilead, tar": (repeat, (ingest, archive)),
         "ingest: re-creation of fairseq-signals' preprocessing": (
-            repeated,
+            repeat,
             (ingest_like_fairseq, archive),
         ),
-        "verify: tar": (repeated, (check, work / "dataset")),
+        "verify: tar": (repeat, (verify_dataset, work / "dataset")),
     }
-    return describe(dataset, records=len(headers(archive))), cases
+    return describe_input(dataset, records=len(record_paths(archive))), cases
 
 
-def repeated(work: Callable[[Path], float], place: Path) -> Iterator[float]:
+def repeat(work: Callable[[Path], float], place: Path) -> Iterator[float]:
     while True:
         yield work(place)
 
 
-def headers(archive: Path) -> list[Path]:
-    """Of the records, without their suffix."""
+def record_paths(archive: Path) -> list[Path]:
+    """Returns the paths of the records without their suffix."""
     return sorted(path.with_suffix("") for path in archive.glob("training/*/g*/*.hea"))
 
 
-def sharded(archive: Path, out: Path) -> Dataset:
+def shard_archive(archive: Path, out: Path) -> Dataset:
     return shard(open_sources(str(archive)), ShardOptions(str(out), quiet=True))
 
 
@@ -66,19 +66,19 @@ def read_omnilead(archive: Path) -> float:
 def read_wfdb(archive: Path) -> float:
     import wfdb
 
-    records = headers(archive)[:300]
+    records = record_paths(archive)[:300]
     return sum(wfdb.rdrecord(str(path)).p_signal.shape[1] == 12 for path in records)
 
 
 def ingest(archive: Path) -> float:
     out = archive.parent / f"out-{os.getpid()}"
-    dataset = sharded(archive, out)
+    dataset = shard_archive(archive, out)
     shutil.rmtree(out)
     return sum(source.records["used"] for source in dataset.facts.sources)
 
 
 def ingest_like_fairseq(archive: Path) -> float:
-    """Our re-creation, written after reading the original, with the same input and output; not
+    """Runs our re-creation, written after reading the original, with the same input and output; not
     their code."""
     import wfdb
     from scipy.io import loadmat
@@ -86,7 +86,7 @@ def ingest_like_fairseq(archive: Path) -> float:
     keep_freed_memory()
     out = archive.parent / f"fairseq-{os.getpid()}"
     out.mkdir()
-    records = headers(archive)[:300]
+    records = record_paths(archive)[:300]
     for number, path in enumerate(records):
         header = wfdb.rdheader(str(path))
         sample = loadmat(f"{path}.mat")["val"] / np.array(header.adc_gain)[:, None]
@@ -99,15 +99,15 @@ def ingest_like_fairseq(archive: Path) -> float:
 
 
 def write_segment(path: Path, feats: np.ndarray, patient: int) -> None:
-    """Write a file as fairseq-signals' preprocessing does."""
+    """Writes a file as fairseq-signals' preprocessing does."""
     from scipy.io import savemat
 
     facts: dict[str, Any] = {"curr_sample_rate": 500, "patient_id": patient, "age": 0, "sex": 1}
     savemat(path, {"feats": feats, "label": np.zeros(26, bool)} | facts)
 
 
-def check(dataset: Path) -> float:
-    """Verify a dataset; returns gigabytes of shards."""
+def verify_dataset(dataset: Path) -> float:
+    """Verifies a dataset; returns gigabytes of shards."""
     opened = Dataset.open(str(dataset))
     assert verify(opened) == []
     return sum(entry["bytes"] for entry in opened.shards) / 1e9

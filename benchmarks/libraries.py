@@ -38,7 +38,7 @@ def read_npy(place: Path) -> Opened:
 
 
 def write_hugging_face(dataset: Path, place: Path) -> None:
-    """As bytes: columns of numbers take four times as long to read."""
+    """Writes crops as bytes: columns of numbers take four times as long to read."""
     from datasets import Features, Value
     from datasets.arrow_writer import ArrowWriter
 
@@ -59,8 +59,8 @@ def samples_of(dataset: str, row: int) -> torch.Tensor:
 
 
 def write_litdata(dataset: Path, place: Path) -> None:
-    """As blocks of a stream of numbers, which it maps into memory; tensors take 1.7 times as
-    long."""
+    """Writes blocks of a stream of numbers, which litdata maps into memory; tensors take 1.7 times
+    as long."""
     import litdata
 
     litdata.optimize(
@@ -98,12 +98,12 @@ def read_mosaicml(place: Path) -> Opened:
 
 
 def write_nothing(dataset: Path, place: Path) -> None:
-    """webdataset reads our shards."""
+    """Links our shards, which webdataset reads."""
     place.symlink_to(dataset / "shards")
 
 
 def read_webdataset(place: Path) -> Opened:
-    """With its usual shuffle buffer."""
+    """Reads with webdataset's usual shuffle buffer."""
     import webdataset
 
     shards = sorted(map(str, place.glob("*.tar")))

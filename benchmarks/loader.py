@@ -29,21 +29,21 @@ from scipy.io import loadmat  # not in __getitem__, where every worker would spe
 
 from benchmarks.ingest import write_segment
 from benchmarks.libraries import LIBRARIES, read_npy, write_npy
-from benchmarks.measure import CaseError, Cases, Result, call_fresh, describe, make_dataset
+from benchmarks.measure import CaseError, Cases, Result, call_fresh, describe_input, make_dataset
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
 from omnilead.data_tools.io.terminal import keep_freed_memory
 
 # our noise of a stage, and the authors'; each is followed by random lead masking of half the leads
-STAGES = {"RLM": ("", ()), "physio3+RLM": ("physio3", ("powerline", "emg", "wander"))}
+NOISE_OF_STAGE = {"RLM": ("", ()), "physio3+RLM": ("physio3", ("powerline", "emg", "wander"))}
 BACKENDS = {"torch": "torch", "dali": "dali on the CPU"}
 BATCHES = {"cpu": (256,), "cuda": (256, 1024, 64)}  # of lead masking; noise has the first
 THREADS = {"cpu": 1, "cuda": 4}
 CROP_MB = 5 * 0.12 + 0.48  # in a tar shard and four other formats, and as two float64 .mat files
-FILLED = 4  # batches that the stages prefetch
+PREFETCHED_BATCHES = 4  # batches that the stages prefetch
 # limit for reaching the second epoch: in a slower case, checksums take little of the time
-WARM_S = 6.0
-HALF = 2500
-LIMIT = "RLM: the least: reading and converting, in any order, without masks"
+WARM_UP_LIMIT_S = 6.0
+HALF_SAMPLES = 2500
+LOWER_LIMIT_CASE = "RLM: the least: reading and converting, in any order, without masks"
 
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
@@ -57,45 +57,48 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     dataset, folder, segments = make_dataset(work, records), work / "dataset", work / "segments"
     threads = THREADS[device]
     cases: Cases = {}
-    for stage in STAGES:
+    for stage in NOISE_OF_STAGE:
         for batch in BATCHES[device] if stage == "RLM" else BATCHES[device][:1]:
             for backend, name in BACKENDS.items():
                 name = f"{backend} to cuda" if device == "cuda" else name
                 case_arguments = (folder, stage, backend, batch, threads, seconds, device)
-                cases[f"{stage}: {name}, batch {batch}"] = (ours, case_arguments)
+                cases[f"{stage}: {name}, batch {batch}"] = (our_loader, case_arguments)
     if device == "cuda":
-        return describe(dataset, threads=threads), cases
-    cases[LIMIT] = (peer, (read_and_convert, folder, "", len(dataset), 256, seconds))
+        return describe_input(dataset, threads=threads), cases
+    cases[LOWER_LIMIT_CASE] = (
+        other_loader,
+        (read_and_convert, folder, "", len(dataset), 256, seconds),
+    )
     segments.mkdir()
     for row in range(len(dataset)):
         write_halves(dataset, row, segments)
-    for stage in STAGES:
+    for stage in NOISE_OF_STAGE:
         name = f"{stage}: re-creation of fairseq-signals' loader, 0 workers"
-        cases[name] = (peer, (fairseq_like, segments, stage, len(dataset), 64, seconds))
+        cases[name] = (other_loader, (fairseq_like, segments, stage, len(dataset), 64, seconds))
     for name, (write, _) in LIBRARIES.items():
         place = work / name
         with suppress(CaseError):  # its case will say so
             call_fresh(write, folder, place)
         arguments = (batches_of, place, name, len(dataset), 256, seconds)
-        cases[f"RLM: {name} in a DataLoader"] = (peer, arguments)
+        cases[f"RLM: {name} in a DataLoader"] = (other_loader, arguments)
         if write is write_npy:
             arguments = (npy_by_batch, *arguments[1:])
-            cases[f"RLM: {name}, converted by batch"] = (peer, arguments)
+            cases[f"RLM: {name}, converted by batch"] = (other_loader, arguments)
     for _ in range(2):  # the kernel marks a page as active at the second read
         for path in work.rglob("*.*"):
             path.read_bytes()
-    return describe(dataset), cases
+    return describe_input(dataset), cases
 
 
 def write_halves(dataset: Dataset, row: int, segments: Path) -> None:
     for half in range(2):
-        mv = dataset.read(row)[:, HALF * half : HALF * (half + 1)] / 1000.0
+        mv = dataset.read(row)[:, HALF_SAMPLES * half : HALF_SAMPLES * (half + 1)] / 1000.0
         write_segment(segments / f"{row:06d}_{half}.mat", mv, row)
 
 
-def pumped(stream: Iterator[Any], batch: int, crops: int, seconds: float) -> Iterator[float]:
-    """Yield how many crops were loaded in `seconds`, after the first epoch."""
-    first, end = crops // batch + FILLED, time.perf_counter() + WARM_S
+def crops_loaded(stream: Iterator[Any], batch: int, crops: int, seconds: float) -> Iterator[float]:
+    """Yields how many crops were loaded in `seconds`, after the first epoch."""
+    first, end = crops // batch + PREFETCHED_BATCHES, time.perf_counter() + WARM_UP_LIMIT_S
     for _ in islice(stream, first):
         if time.perf_counter() > end:
             break
@@ -110,40 +113,40 @@ def pumped(stream: Iterator[Any], batch: int, crops: int, seconds: float) -> Ite
             torch.cuda.synchronize()
 
 
-def one_thread() -> None:
-    """Apply the thread and malloc settings of our loader to all loaders."""
+def limit_to_one_thread() -> None:
+    """Applies the thread and malloc settings of our loader to all loaders."""
     torch.set_num_threads(1)
     keep_freed_memory()
 
 
-def ours(
+def our_loader(
     dataset: Path, stage: str, backend: str, batch: int, threads: int, seconds: float, device: str
 ) -> Iterator[float]:
     from omnilead.engine.data.augmentations import AugmentConfig
     from omnilead.engine.data.config import LoaderConfig
     from omnilead.engine.data.loader import Loader
 
-    one_thread()
-    augment = AugmentConfig(rlm=0.5, noise=STAGES[stage][0])  # type: ignore[arg-type]
+    limit_to_one_thread()
+    augment = AugmentConfig(rlm=0.5, noise=NOISE_OF_STAGE[stage][0])  # type: ignore[arg-type]
     config = LoaderConfig(backend=backend, batch_crops=batch, augment=augment, threads=threads)
     opened = Dataset.open(str(dataset))
     loader = Loader(config, (opened,), torch.device(device), reuse_batches=True)  # as in training
     try:
-        yield from pumped(iter(loader), batch, len(opened), seconds)
+        yield from crops_loaded(iter(loader), batch, len(opened), seconds)
     finally:
         loader.close()
 
 
-def peer(
+def other_loader(
     make: Any, place: Path, name: str, crops: int, batch: int, seconds: float
 ) -> Iterator[float]:
-    one_thread()
-    yield from pumped(make(place, name, batch), batch, crops, seconds)
+    limit_to_one_thread()
+    yield from crops_loaded(make(place, name, batch), batch, crops, seconds)
 
 
 def read_and_convert(dataset: Path, _: str, batch: int) -> Iterator[torch.Tensor]:
-    """The passes over memory that no loader can do without: int16 from the page cache, float32 to
-    a batch. The addresses are known; nothing is shuffled by rule, verified or masked."""
+    """Does only the passes over memory that no loader can do without: int16 from the page cache,
+    float32 to a batch. The addresses are known; nothing is shuffled by rule, verified or masked."""
     opened = Dataset.open(str(dataset))
     shard, offset, _ = opened.addresses
     files = [os.open(dataset / "shards" / entry["name"], os.O_RDONLY) for entry in opened.shards]
@@ -157,8 +160,8 @@ def read_and_convert(dataset: Path, _: str, batch: int) -> Iterator[torch.Tensor
 
 
 def fairseq_like(segments: Path, stage: str, batch: int) -> Iterator[Any]:
-    data = FairseqLike(sorted(segments.iterdir()), STAGES[stage][1])
-    return epochs(data, batch, shuffle=True, collate_fn=_collate)
+    data = FairseqLike(sorted(segments.iterdir()), NOISE_OF_STAGE[stage][1])
+    return endless_batches(data, batch, shuffle=True, collate_fn=_collate)
 
 
 class FairseqLike(torch.utils.data.Dataset[torch.Tensor]):
@@ -206,8 +209,9 @@ def _collate(pairs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"source": source, "padding_mask": torch.zeros_like(source, dtype=torch.bool)}
 
 
-def epochs(data: Any, batch: int, **options: Any) -> Iterator[Any]:
-    """Endless batches of a DataLoader without workers, which per CPU-second is its best way."""
+def endless_batches(data: Any, batch: int, **options: Any) -> Iterator[Any]:
+    """Yields endless batches of a DataLoader without workers, which per CPU-second is its best
+    way."""
     warnings.filterwarnings("ignore", "The given .* not writable")  # nobody writes to its items
     loader = torch.utils.data.DataLoader(data, batch, drop_last=True, **options)
     while True:
@@ -220,20 +224,20 @@ def epochs(data: Any, batch: int, **options: Any) -> Iterator[Any]:
 
 
 def batches_of(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
-    """Batches of one of LIBRARIES."""
+    """Yields batches of one of LIBRARIES."""
     data, crop_of = LIBRARIES[name][1](place)
     shuffle = not isinstance(data, torch.utils.data.IterableDataset)  # which shuffle themselves
-    return epochs(data, batch, shuffle=shuffle, collate_fn=MaskedHalves(batch, crop_of))
+    return endless_batches(data, batch, shuffle=shuffle, collate_fn=MaskedHalves(batch, crop_of))
 
 
 def npy_by_batch(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
-    """As it is usually written: the DataLoader stacks crops, then torch converts the batch."""
+    """Loads as is usual: the DataLoader stacks crops, then torch converts the batch."""
     data, _ = read_npy(place)
-    return map(_halves_with_rlm, epochs(data, batch, shuffle=True))
+    return map(_halves_with_rlm, endless_batches(data, batch, shuffle=True))
 
 
 def _halves_with_rlm(crops: torch.Tensor) -> torch.Tensor:
-    halves = crops.unflatten(2, (2, HALF)).transpose(1, 2).flatten(0, 1)
+    halves = crops.unflatten(2, (2, HALF_SAMPLES)).transpose(1, 2).flatten(0, 1)
     return halves.float() / 1000 * (torch.rand(len(halves), 12, 1) >= 0.5)
 
 
@@ -242,11 +246,11 @@ class MaskedHalves:
     does: several times as fast as by batch."""
 
     def __init__(self, batch: int, crop_of: Callable[[Any], torch.Tensor]) -> None:
-        self.x_BSLT, self.crop_of = torch.empty(batch, 2, 12, HALF), crop_of
+        self.x_BSLT, self.crop_of = torch.empty(batch, 2, 12, HALF_SAMPLES), crop_of
 
     def __call__(self, items: list[Any]) -> torch.Tensor:
         factors = (torch.rand(len(items), 2, 12, 1) >= 0.5) * 1e-3
         for item, factor, halves in zip(items, factors, self.x_BSLT, strict=True):
-            crop = self.crop_of(item).view(12, 2, HALF)
+            crop = self.crop_of(item).view(12, 2, HALF_SAMPLES)
             torch.mul(crop.transpose(0, 1), factor, out=halves)
         return self.x_BSLT.flatten(0, 1)

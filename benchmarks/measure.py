@@ -34,25 +34,26 @@ from omnilead.engine.settings.errors import ConfigError
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 Cases = dict[str, Case]
 Result = dict[str, Any]
+Part = dict[str, Any]  # of a record: a benchmark's config, input and results
 Rows = Sequence[Mapping[str, float]]  # units, wall_s, cpu_s of each repeat
 Outcome = tuple[str, Result, str]  # a case, its result, and else why it was left out
 
 OUT_OF_TIME = "stopped: out of time"  # the deadline
 OVER_TIME = "stopped: over its time limit"  # limit_s
-BUG = "bug: "  # how the reason of an error begins that is none of EXPECTED
+BUG_PREFIX = "bug: "  # how the reason of an error begins that is none of EXPECTED
 LEAST_REPEATS = 3  # needed for a spread
-INTERVAL_FROM = 6  # values needed for a 95 % interval
+LEAST_FOR_INTERVAL = 6  # values needed for a 95 % interval
 EXIT_S = 10  # time for a process to exit after it answered
 deadline = inf  # in time.monotonic: nothing is measured after it
 limit_s = inf  # time limit of one process
 
 
 class CaseError(Exception):
-    """Why a case could not be measured, in one line."""
+    """Says in one line why a case could not be measured."""
 
 
 # Why a machine may be unable to run a case; so is torch.OutOfMemoryError.
-EXPECTED = (CaseError, ConfigError, SystemExit, ModuleNotFoundError, OSError, MemoryError)
+EXPECTED_ERRORS = (CaseError, ConfigError, SystemExit, ModuleNotFoundError, OSError, MemoryError)
 
 
 def say(text: str) -> None:
@@ -60,7 +61,7 @@ def say(text: str) -> None:
 
 
 def run_cases(cases: Cases, repeats: int, at_once: bool = False) -> Iterator[Outcome]:
-    """The outcome of a case is yielded again whenever a repeat changes it. A case that runs out of
+    """Yields the outcome of each case, again whenever a repeat changes it. A case that runs out of
     time keeps the result of at least LEAST_REPEATS."""
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for turn in range(1 if at_once else repeats):
@@ -71,7 +72,7 @@ def run_cases(cases: Cases, repeats: int, at_once: bool = False) -> Iterator[Out
             count = repeats if at_once else 1
             reason = ""
             try:
-                answer = call_fresh(timed, function, arguments, count, rows=samples[name])
+                answer = call_fresh(measure_case, function, arguments, count, rows=samples[name])
             except CaseError as error:
                 answer, reason = None, str(error)
             if answer:  # it measured itself
@@ -80,7 +81,7 @@ def run_cases(cases: Cases, repeats: int, at_once: bool = False) -> Iterator[Out
                 continue
             rows = samples.pop(name) if reason else samples[name]
             if len(rows) >= LEAST_REPEATS and reason in ("", OUT_OF_TIME, OVER_TIME):
-                yield name, summary(rows), ""
+                yield name, summarise(rows), ""
             elif reason:
                 say(f"{name}: left out: {reason}")
                 yield name, {}, reason
@@ -92,8 +93,8 @@ def call_fresh(
     seconds: float = inf,
     rows: list[dict[str, float]] | None = None,
 ) -> Any:
-    """Call function(*arguments) in a fresh process; CaseError gives the reason of a failure in
-    one line. The process and its children are killed after `seconds`, after `limit_s` and at the
+    """Calls function(*arguments) in a fresh process; CaseError gives the reason of a failure in one
+    line. The process and its children are killed after `seconds`, after `limit_s` and at the
     deadline. What the function gives to `send`, if there are `rows`, is added to them at once."""
     left = deadline - time.monotonic()
     wait_s, late = min((left, OUT_OF_TIME), (min(seconds, limit_s), OVER_TIME))
@@ -102,7 +103,9 @@ def call_fresh(
     end = time.monotonic() + wait_s
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe()
-    process = context.Process(target=_child, args=(sender, function, arguments, rows is not None))
+    process = context.Process(
+        target=_run_in_child, args=(sender, function, arguments, rows is not None)
+    )
     process.start()
     sender.close()
     try:
@@ -117,15 +120,15 @@ def call_fresh(
     except EOFError:
         raise CaseError("its process died") from None
     finally:  # late, interrupted, or a library hangs at exit
-        kill(process.pid)
+        kill_tree(process.pid)
         process.join(EXIT_S)
     if error:
         raise CaseError(error)
     return value
 
 
-def kill(pid: int | None) -> None:
-    """Kill a process and all its children."""
+def kill_tree(pid: int | None) -> None:
+    """Kills a process and all its children."""
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         for process in [*root.children(recursive=True), root]:
@@ -133,7 +136,7 @@ def kill(pid: int | None) -> None:
                 process.kill()
 
 
-def _child(
+def _run_in_child(
     pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], sends: bool
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills this process
@@ -145,34 +148,34 @@ def _child(
         if not isinstance(error, CaseError | SystemExit):
             reason = f"{type(error).__name__}: {reason}"
         # torch may not be imported
-        if not isinstance(error, EXPECTED) and type(error).__name__ != "OutOfMemoryError":
-            reason = BUG + reason
+        if not isinstance(error, EXPECTED_ERRORS) and type(error).__name__ != "OutOfMemoryError":
+            reason = BUG_PREFIX + reason
             traceback.print_exc()
         pipe.send((None, None, reason))
 
 
-def timed(
+def measure_case(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     repeats: int,
     send: Callable[[dict[str, float]], None],
 ) -> Any:
-    """Measure a case in this process: send a row for each repeat, or return what the case measured
-    itself."""
+    """Measures a case in this process: sends a row for each repeat, or returns what the case
+    measured itself."""
     stream = function(*arguments)
     if isinstance(stream, dict):
         return stream
     facts = next(stream)  # the warm-up: page cache, imports, caches of parsers
     facts = facts if isinstance(facts, dict) else {}
     for _ in range(repeats):
-        sample = clocked(lambda: {"units": next(stream)})
+        sample = time_work(lambda: {"units": next(stream)})
         send(sample | peaks_mb() | facts)
     stream.close()  # ends its threads and workers before the interpreter exits
     return None
 
 
-def clocked(work: Callable[[], dict[str, float] | None]) -> dict[str, float]:
-    """Seconds and CPU-seconds of some work, and what it returns."""
+def time_work(work: Callable[[], dict[str, float] | None]) -> dict[str, float]:
+    """Returns seconds and CPU-seconds of some work, and what it returns."""
     wall, cpu = time.perf_counter(), cpu_s()
     returned = work() or {}
     return {"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu} | returned
@@ -181,18 +184,18 @@ def clocked(work: Callable[[], dict[str, float] | None]) -> dict[str, float]:
 def take_turns(
     sides: Mapping[str, Callable[[], dict[str, float] | None]], turns: int, units: float
 ) -> dict[str, list[dict[str, float]]]:
-    """Rows of alternating turns of all sides in this process, after an uncounted turn of each. The
-    order is reversed every other turn."""
+    """Runs all sides in alternating turns in this process, after an uncounted turn of each, and
+    returns their rows. The order is reversed every other turn."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for turn in range(turns + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
-            rows[name].append({"units": units} | clocked(sides[name]))
+            rows[name].append({"units": units} | time_work(sides[name]))
     return {name: turns_of_side[1:] for name, turns_of_side in rows.items()}
 
 
 def peaks_mb() -> dict[str, float]:
-    """Peak memory of this process, without workers. Not from getrusage, where a child starts with
-    its parent's peak."""
+    """Returns peak memory of this process, without workers. Not from getrusage, where a child
+    starts with its parent's peak."""
     status = Path("/proc/self/status").read_text()
     peaks = {"peak_mb": int(status.split("VmHWM:")[1].split()[0]) / 1024}
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
@@ -201,8 +204,8 @@ def peaks_mb() -> dict[str, float]:
 
 
 def cpu_s() -> float:
-    """CPU-seconds of this process (to microseconds) and its workers (of running ones, to hundredths
-    of a second)."""
+    """Returns CPU-seconds of this process (to microseconds) and its workers (of running ones, to
+    hundredths of a second)."""
     total_s = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         times = resource.getrusage(who)
@@ -219,16 +222,16 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def interval(values: Iterable[float]) -> dict[str, float]:
-    """The median and its distribution-free 95 % interval, between two of the values (the number
-    of values below the true median is binomial). For fewer than INTERVAL_FROM values, the lowest
-    and highest."""
+    """Returns the median and its distribution-free 95 % interval, between two of the values (the
+    number of values below the true median is binomial). For fewer than INTERVAL_FROM values, the
+    lowest and highest."""
     values = sorted(values)
     cut = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
     return {"median": statistics.median(values), "low": values[cut], "high": values[-1 - cut]}
 
 
 def rates(rows: Rows, prefix: str = "") -> Result:
-    """Units per second and per CPU-second."""
+    """Returns units per second and per CPU-second."""
     return {
         f"{prefix}per_s": spread(row["units"] / row["wall_s"] for row in rows),
         f"{prefix}per_cpu_s": spread(row["units"] / max(row["cpu_s"], 1e-9) for row in rows),
@@ -236,13 +239,13 @@ def rates(rows: Rows, prefix: str = "") -> Result:
 
 
 def percentages(rows: Rows, others: Rows, device: str) -> list[float]:
-    """The time of each turn as a percentage of its neighbour's: CPU-seconds on a CPU, seconds on a
-    GPU."""
+    """Returns the time of each turn as a percentage of its neighbour's: CPU-seconds on a CPU,
+    seconds on a GPU."""
     clock = "cpu_s" if device == "cpu" else "wall_s"
     return [100 * row[clock] / other[clock] for row, other in zip(rows, others, strict=True)]
 
 
-def summary(samples: Rows) -> Result:
+def summarise(samples: Rows) -> Result:
     result = rates(samples)
     for key in ("peak_mb", "gpu_peak_mb"):
         if key in samples[0]:
@@ -255,7 +258,7 @@ def summary(samples: Rows) -> Result:
 def make_dataset(
     work: Path, records: int, keep_archive: bool = False, plan: str = "all", **options: Any
 ) -> Any:
-    """Make work/dataset with about `records` synthetic crops of 10 s. `plan`, `options`: of
+    """Makes work/dataset with about `records` synthetic crops of 10 s. `plan`, `options`: as in
     data_tools.sharding.shard.ShardOptions."""
     from omnilead.data_tools.sharding.shard import ShardOptions, shard
     from omnilead.data_tools.sources.detect import open_sources
@@ -274,16 +277,16 @@ def make_dataset(
     return dataset
 
 
-def describe(dataset: Any, **facts_of_case: Any) -> Result:
-    """The facts about the input data for a record."""
+def describe_input(dataset: Any, **facts_of_case: Any) -> Result:
+    """Returns the facts about the input data for a record."""
     from omnilead.data_tools.synthetic.archive import VERSION
 
     facts = {"archive": f"synthetic-{VERSION}", "crops": len(dataset)}
     return facts | {"dataset": dataset.fingerprint} | facts_of_case
 
 
-def reserved_port() -> socket.socket:
-    """Nobody else is given its port until it is closed, but a process may listen there."""
+def reserve_port() -> socket.socket:
+    """Binds a port that nobody else is given until it is closed; a process may listen there."""
     port = socket.socket()
     port.bind(("", 0))
     port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

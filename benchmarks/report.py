@@ -20,48 +20,56 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import chart, program_parser, tables
+from benchmarks import RESULTS, ROOT, chart, program_parser, tables
+from benchmarks.measure import LEAST_REPEATS, Part, Result
 from benchmarks.tables import (
-    Part,
-    Result,
+    TEN_MILLION,
     device_of,
     machine,
-    markdown,
+    markdown_table,
     times_library,
     times_recreation,
     times_step,
 )
 from omnilead.downstream.reports import bench_report
 
-ROOT = Path(__file__).parents[1]
-DIAGNOSES = ("diagnosis", "ptbxl-superdiagnostic")  # tasks in the figure of the evidence
-RESULTS = ROOT / "benchmarks" / "results"
-TABLES, EVIDENCE = ROOT / "benchmarks" / "RESULTS.md", ROOT / "benchmarks" / "EVIDENCE.md"
-CHART = RESULTS / "speed.svg"  # of README
-FOLD = RESULTS / "sources" / "fold10.json"
+DIAGNOSIS_TASKS = ("diagnosis", "ptbxl-superdiagnostic")  # tasks in the figure of the evidence
+RESULTS_PAGE, EVIDENCE_PAGE = (
+    ROOT / "benchmarks" / "RESULTS.md",
+    ROOT / "benchmarks" / "EVIDENCE.md",
+)
+CHART = RESULTS / "speed.svg"  # in README
+OFFICIAL_FOLD = RESULTS / "sources" / "fold10.json"
 BOOSTED = RESULTS / "sources" / "folds_8_to_10_981_labels.json"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
-OF_RECORD = ("format", "date", "git", "hardware", "versions")
-TEN_MILLION = 10_000_000
-CROPS = (40, 80, 160, 320, 640, 1280, 2560)  # thousands: its ticks
-SHARES = (1.0, 0.1)  # of labels, in it
-SMALL = "tar: small, 64 crops"  # the e2e case that says what a crop costs
+RECORD_FACTS = ("format", "date", "git", "hardware", "versions")
+CROP_TICKS = (40, 80, 160, 320, 640, 1280, 2560)  # ticks in thousands
+LABEL_SHARES = (1.0, 0.1)  # of labels: a line of panels each
+COST_CASE = "tar: small, 64 crops"  # the e2e case that says what a crop costs
 # An H200 at 60 % of 790 TFLOP/s, 1.13 GFLOP a crop (flops_per_crop of configs/pretrain/small.yaml)
 CROPS_PER_H200_MINUTE = 60 * 0.6 * 790e12 / 1.13e9
-CURVES = (("#0072b2", "o"), ("#d55e00", "s"), ("#111111", "D"))  # Okabe and Ito's colours; marks
-LINES = {"boosted features": "-.", "mean beat": ":", "random weights": "--"}  # its baselines
+CURVE_STYLES = (
+    ("#0072b2", "o"),
+    ("#d55e00", "s"),
+    ("#111111", "D"),
+)  # Okabe and Ito's colours; marks
+BASELINE_LINES = {
+    "boosted features": "-.",
+    "mean beat": ":",
+    "random weights": "--",
+}  # line styles of the baselines
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
 
 
 class RecordError(Exception):
-    """Why a record cannot be published, in one line."""
+    """Says in one line why a record cannot be published."""
 
 
 def load(path: Path) -> list[Part]:
-    """The parts of a record, each with the facts that they share."""
+    """Returns the parts of a record, each with the facts that they share."""
     try:
         record: dict[str, Any] = json.loads(path.read_text())
-        shared = {name: record[name] for name in OF_RECORD}
+        shared = {name: record[name] for name in RECORD_FACTS}
         shared |= {"file": path.name, "alone": record["benchmark"] != "suite"}
         parts = []
         for part_of_record in record.get("parts", [record]):
@@ -85,30 +93,36 @@ def check(part: Part) -> None:
     """Raises anything if the part lacks what its table needs."""
     if part["format"] != 1 or device_of(part) not in ("cpu", "cuda") or not part["results"]:
         raise ValueError("unknown format or device, or no results")
-    list(published(part))
-    if part["benchmark"] != "evidence" and (repeats := tables.repeated(part)[0]) < 3:
-        raise ValueError(f"{repeats} repeats show no spread: at least 3 are needed")
+    list(part_blocks(part))
+    if (
+        part["benchmark"] != "evidence"
+        and (repeats := tables.repeat_range(part)[0]) < LEAST_REPEATS
+    ):
+        raise ValueError(f"{repeats} repeats show no spread: at least {LEAST_REPEATS} are needed")
 
 
 def all_parts(results: Path = RESULTS) -> list[Part]:
-    """All parts of all records, the newest last."""
+    """Returns all parts of all records, the newest last."""
     parts = [part for path in sorted(results.glob("*.json")) for part in load(path)]
-    return sorted(parts, key=rank)
+    return sorted(parts, key=sort_key)
 
 
 def newest(parts: Iterable[Part]) -> Parts:
-    """The newest part of each benchmark and device; of the evidence, the newest of each result."""
+    """Returns the newest part of each benchmark and device; of the evidence, the newest of each
+    result."""
     newest_parts: Parts = {}
     for part in parts:
         key = part["benchmark"], device_of(part)
         if part["benchmark"] == "evidence" and key in newest_parts:
-            part = part | {"results": part["results"] | missing(part, newest_parts[key])}
+            part = part | {
+                "results": part["results"] | results_only_in_older(part, newest_parts[key])
+            }
         newest_parts[key] = part
     return newest_parts
 
 
-def missing(part: Part, older: Part) -> dict[str, Result]:
-    """The results that only an older record has, with a note that says so."""
+def results_only_in_older(part: Part, older: Part) -> dict[str, Result]:
+    """Returns the results that only an older record has, with a note that says so."""
     results = {}
     for name, document in older["results"].items():
         if name not in part["results"]:
@@ -122,172 +136,176 @@ def missing(part: Part, older: Part) -> dict[str, Result]:
     return results
 
 
-def rank(part: Part) -> tuple[bool, str, bool, str]:
-    """Dates are of UTC."""
-    reduced = bool(part["config"].get("only")) or smaller(part["config"])
+def sort_key(part: Part) -> tuple[bool, str, bool, str]:
+    """Sorts parts: reduced records first, then by date (UTC); on one day, parts of a suite
+    first."""
+    reduced = bool(part["config"].get("only")) or is_smaller_job(part["config"])
     return not (part["alone"] and reduced), part["date"][:10], part["alone"], part["date"]
 
 
-def smaller(config: Part) -> bool:
-    """Whether a record is of a smaller job than the benchmark's own."""
+def is_smaller_job(config: Part) -> bool:
+    """True if a record is of a smaller job than the benchmark's own."""
     other = config.get("model") not in (None, "paper")
     return other or (config.get("huge") or TEN_MILLION) < TEN_MILLION
 
 
-class Bar(NamedTuple):
+class Target(NamedTuple):
     what: str  # the description
     benchmark: str
     cases: str  # regular expression for the names of cases
     # (case, results of all cases) -> figure, or NaN
     figure: Callable[[str, dict[str, Result]], float]
-    bar: float  # the target
+    bound: float  # the target
     device: str = ""  # "": both
     at_most: bool = False
 
-    def met(self, value: float) -> bool:
-        return value <= self.bar if self.at_most else value >= self.bar
+    def is_met(self, value: float) -> bool:
+        return value <= self.bound if self.at_most else value >= self.bound
 
 
-def seconds(figure: str) -> Callable[[str, dict[str, Result]], float]:
+def inverse_median(figure: str) -> Callable[[str, dict[str, Result]], float]:
     return lambda name, results: 1 / float(results[name][figure]["median"])
 
 
-def memory(name: str, results: dict[str, Result]) -> float:
+def peak_memory(name: str, results: dict[str, Result]) -> float:
     return float(results[name]["peak_mb"])
 
 
-def median(figure: str) -> Callable[[str, dict[str, Result]], float]:
+def median_of(figure: str) -> Callable[[str, dict[str, Result]], float]:
     return lambda name, results: float(results[name][figure]["median"])
 
 
 ONE_THREAD = r": torch, batch \d+(, first epoch)?$"
-LOADER = "times the re-creation of fairseq-signals' loader"
-STEP = "times the re-creation of fairseq-signals' in fp32"
-TAR = "^ingest: omnilead, tar$"
+TIMES_LOADER = "times the re-creation of fairseq-signals' loader"
+TIMES_STEP = "times the re-creation of fairseq-signals' in fp32"
+TAR_CASE = "^ingest: omnilead, tar$"
 # fmt: off
-BARS = (
-    Bar("records to tar shards a CPU-second, one worker", "ingest", TAR, median("per_cpu_s"), 2000),
-    Bar("records to tar shards, times the re-creation of fairseq-signals' preprocessing",
-        "ingest", TAR, times_recreation, 10),
-    Bar(f"lead masking, torch, one thread, {LOADER}",
+TARGETS = (
+    Target("records to tar shards a CPU-second, one worker", "ingest", TAR_CASE, median_of("per_cpu_s"), 2000),
+    Target("records to tar shards, times the re-creation of fairseq-signals' preprocessing",
+        "ingest", TAR_CASE, times_recreation, 10),
+    Target(f"lead masking, torch, one thread, {TIMES_LOADER}",
         "loader", f"^RLM{ONE_THREAD}", times_recreation, 10, "cpu"),
-    Bar("lead masking, torch, one thread, times the fastest of other libraries",
+    Target("lead masking, torch, one thread, times the fastest of other libraries",
         "loader", f"^RLM{ONE_THREAD}", times_library, 2.5, "cpu"),
-    Bar(f"noise, torch, one thread, {LOADER}",
+    Target(f"noise, torch, one thread, {TIMES_LOADER}",
         "loader", rf"^physio\S*{ONE_THREAD}", times_recreation, 15, "cpu"),
-    Bar("crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
-        "loader", r"^RLM: (torch|dali) to cuda, batch (256|1024)$", median("per_s"), 27_000,
+    Target("crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
+        "loader", r"^RLM: (torch|dali) to cuda, batch (256|1024)$", median_of("per_s"), 27_000,
         "cuda"),
-    Bar(f"the paper's model in bf16, {STEP}",
+    Target(f"the paper's model in bf16, {TIMES_STEP}",
         "step", "^omnilead: (autocast|bf16), .*crops$", times_step, 3, "cpu"),
-    Bar(f"the paper's model in fp32, {STEP}",
+    Target(f"the paper's model in fp32, {TIMES_STEP}",
         "step", "^omnilead: fp32, .*crops$", times_step, 1.1, "cpu"),
-    Bar("crops a second through the paper's model (the target is for an H200)",
-        "step", "^omnilead: ", median("per_s"), 2700, "cuda"),
-    Bar("overhead of the loader and the loop over the bare step, %",
-        "e2e", "", median("overhead_pct"), 3, at_most=True),
-    Bar("overhead of the loop alone, %", "e2e", "", median("loop_pct"), 2, at_most=True),
-    Bar("stall, % of the time", "e2e", "", median("stall_pct"), 1, at_most=True),
-    Bar("ECGs of 500 Hz to embeddings, % of the encoder's own speed",
-        "embed", "^(tar|WFDB|arrays, 500 Hz):", median("share_pct"), 90),
-    Bar("seconds from the command to the first step",
-        "start", "^first step", median("seconds"), 20, "cpu", at_most=True),
-    Bar("10,000,000 crops: seconds to a rank's first batch",
-        "scaling", "^open", seconds("per_s"), 10, at_most=True),
-    Bar("10,000,000 crops: a rank's memory, MB", "scaling", "^open", memory, 1000, at_most=True),
-    Bar("10,000,000 crops: CPU-seconds to hold patients out",
-        "scaling", "^all.*hold_out$", seconds("per_cpu_s"), 5, at_most=True),
-    Bar("10,000,000 crops: CPU-seconds to look for leakage across two datasets",
-        "scaling", "^all.*leakage", seconds("per_cpu_s"), 10, at_most=True),
-    Bar("10,000,000 crops: memory of planning, roles, finishing and verify's tables, MB",
-        "scaling", "^all.*(planning|roles|finishing|tables)$", memory, 1500, at_most=True),
+    Target("crops a second through the paper's model (the target is for an H200)",
+        "step", "^omnilead: ", median_of("per_s"), 2700, "cuda"),
+    Target("overhead of the loader and the loop over the bare step, %",
+        "e2e", "", median_of("overhead_pct"), 3, at_most=True),
+    Target("overhead of the loop alone, %", "e2e", "", median_of("loop_pct"), 2, at_most=True),
+    Target("stall, % of the time", "e2e", "", median_of("stall_pct"), 1, at_most=True),
+    Target("ECGs of 500 Hz to embeddings, % of the encoder's own speed",
+        "embed", "^(tar|WFDB|arrays, 500 Hz):", median_of("share_pct"), 90),
+    Target("seconds from the command to the first step",
+        "start", "^first step", median_of("seconds"), 20, "cpu", at_most=True),
+    Target("10,000,000 crops: seconds to a rank's first batch",
+        "scaling", "^open", inverse_median("per_s"), 10, at_most=True),
+    Target("10,000,000 crops: a rank's memory, MB", "scaling", "^open", peak_memory, 1000, at_most=True),
+    Target("10,000,000 crops: CPU-seconds to hold patients out",
+        "scaling", "^all.*hold_out$", inverse_median("per_cpu_s"), 5, at_most=True),
+    Target("10,000,000 crops: CPU-seconds to look for leakage across two datasets",
+        "scaling", "^all.*leakage", inverse_median("per_cpu_s"), 10, at_most=True),
+    Target("10,000,000 crops: memory of planning, roles, finishing and verify's tables, MB",
+        "scaling", "^all.*(planning|roles|finishing|tables)$", peak_memory, 1500, at_most=True),
 )
 # fmt: on
 
 
-def judged(part: Part, bar: Bar) -> tuple[str, float]:
-    """The case that counts and its figure; "" and NaN if the part does not have it. The worst case
-    counts; for a step, whose cases are ways to do the same thing, the best."""
-    applies = bar.benchmark == part["benchmark"] and bar.device in ("", device_of(part))
+def deciding_case(part: Part, target: Target) -> tuple[str, float]:
+    """Returns the case that counts and its figure; "" and NaN if the part does not have it. The
+    worst case counts; for a step, whose cases are ways to do the same thing, the best."""
+    applies = target.benchmark == part["benchmark"] and target.device in ("", device_of(part))
     values = {}
-    if applies and not smaller(part["config"]):
+    if applies and not is_smaller_job(part["config"]):
         for name in part["results"]:
-            if re.search(bar.cases, name):
-                values[name] = bar.figure(name, part["results"])
-    highest_counts = bar.at_most != (part["benchmark"] == "step")
+            if re.search(target.cases, name):
+                values[name] = target.figure(name, part["results"])
+    highest_counts = target.at_most != (part["benchmark"] == "step")
     measured = [name for name, value in values.items() if not isnan(value)]
     choose = max if highest_counts else min
     case = choose(measured, key=values.__getitem__, default="")
     return case, values.get(case, nan)
 
 
-def bars_table(parts: Sequence[Part]) -> str:
-    """Each target and the figures of the newest record of each machine, or "not measured"."""
-    newest_first = sorted(parts, key=rank, reverse=True)
+def targets_table(parts: Sequence[Part]) -> str:
+    """Renders each target with the figures of the newest record of each machine, or "not
+    measured"."""
+    newest_first = sorted(parts, key=sort_key, reverse=True)
     rows = []
-    for bar in BARS:
-        heads = [bar.what, f"at {'most' if bar.at_most else 'least'} {bar.bar:,g}"]
+    for target in TARGETS:
+        heads = [target.what, f"at {'most' if target.at_most else 'least'} {target.bound:,g}"]
         seen_machines = set()
         for part in newest_first:
-            case, value = judged(part, bar)
+            case, value = deciding_case(part, target)
             device_and_machine = device_of(part), machine(part)
             if case and device_and_machine not in seen_machines:
                 seen_machines.add(device_and_machine)
-                figure = f"{value:,.4g}" if bar.met(value) else f"**missed: {value:,.4g}**"
+                figure = f"{value:,.4g}" if target.is_met(value) else f"**missed: {value:,.4g}**"
                 link = f"[{case}](results/{part['file']})"
                 rows.append([*heads, figure, machine(part), link])
                 heads = ["", ""]
         if heads[0]:
             rows.append([*heads, "not measured", "", ""])
-    return markdown("| | target | measured | on | case: the worst; for a step, the best |", rows)
+    return markdown_table(
+        "| | target | measured | on | case: the worst; for a step, the best |", rows
+    )
 
 
 def results_page(parts: Sequence[Part]) -> str:
-    """RESULTS.md."""
+    """Returns RESULTS.md."""
     blocks = [
         "# Results",
         "Made by `python -m benchmarks.report` from the newest records in `results/`. Rules: "
         "[README.md](README.md).",
         "### Targets and measurements",
-        bars_table(parts),
-        *chart.ratios(sorted(parts, key=rank)),
+        targets_table(parts),
+        *chart.ratio_blocks(sorted(parts, key=sort_key)),
     ]
     for benchmark in tables.TABLES:
         for device in ("cuda", "cpu"):
             if part := newest(parts).get((benchmark, device)):
-                blocks += published(part)
+                blocks += part_blocks(part)
                 if benchmark == "evidence":
-                    blocks.append(f"![evidence](results/{picture_of(part)})")
+                    blocks.append(f"![evidence](results/{picture_name(part)})")
     return "\n\n".join(blocks) + "\n"
 
 
-def published(part: Part) -> Iterator[str]:
+def part_blocks(part: Part) -> Iterator[str]:
     heading, make = tables.TABLES[part["benchmark"]]
     tuned = "; fine-tuned models" * ("fine-tuned" in part["results"])
     yield f"### {heading}{tuned}" + (f", on {machine(part)}" if device_of(part) == "cuda" else "")
     yield from make(part)
-    yield tables.note(part)
+    yield tables.measurement_note(part)
 
 
 def official_fold() -> Part:
-    """What `omnilead bench` wrote about PTB-XL's official test fold."""
-    return {"results": {"real": json.loads(FOLD.read_text())}}
+    """Reads what `omnilead bench` wrote about PTB-XL's official test fold."""
+    return {"results": {"real": json.loads(OFFICIAL_FOLD.read_text())}}
 
 
 def evidence_page() -> str:
-    """EVIDENCE.md with the table of PTB-XL's official test fold."""
-    before, _, rest = EVIDENCE.read_text().partition(BEGIN)
-    table = tables.headline(official_fold())
+    """Returns EVIDENCE.md with the table of PTB-XL's official test fold."""
+    before, _, rest = EVIDENCE_PAGE.read_text().partition(BEGIN)
+    table = tables.headline_table(official_fold())
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
 
 
-def picture_of(part: Part) -> str:
+def picture_name(part: Part) -> str:
     return "evidence_gpu.png" if device_of(part) == "cuda" else "evidence.png"
 
 
 def share_chart(part: Part) -> Figure:
-    """AUROC of diagnosis against the share of labels: synthetic beside real ECGs, 12 leads and lead
-    I."""
+    """Draws AUROC of diagnosis against the share of labels: synthetic beside real ECGs, 12 leads
+    and lead I."""
     rows: list[Result] = []
     models: dict[str, str] = {}
     for where, document in part["results"].items():
@@ -295,24 +313,24 @@ def share_chart(part: Part) -> Figure:
             continue
         models_shown = {*tables.BASELINES, *list(document["models"])[:1]}
         for row in document["rows"]:
-            if row["task"] in DIAGNOSES and row["share"] and row["model"] in models_shown:
+            if row["task"] in DIAGNOSIS_TASKS and row["share"] and row["model"] in models_shown:
                 auroc = {"auroc": row["metrics"]["auroc"]}
                 rows.append({**row, "task": f"{row['task']}, {where}", "metrics": auroc})
                 models[row["model"]] = document["models"][row["model"]]
-    return bench_report.picture({"rows": rows, "models": models})
+    return bench_report.draw_comparison({"rows": rows, "models": models})
 
 
 def crop_curves(document: Result, crops_per_cpu_s: float) -> Figure:
-    """AUROC on real ECGs against the crops that a model was trained on: its models are called
+    """Draws AUROC on real ECGs against the crops that a model was trained on. Its models are called
     "NAME, 40,000 crops". The baselines, without crops, are horizontal lines; a model of one length
-    is no curve, and stands in the tables only. Two more axes say what crops cost."""
+    is no curve, and stands in the tables only. Two more axes show what crops cost."""
     figure = Figure((8.2, 6.8), layout="constrained")
     costs = (
         (-0.29, "CPU-hours (1 M weights; measured)", 3600 * crops_per_cpu_s),
         (-0.52, "H200-minutes (1 M weights; computed, not measured)", CROPS_PER_H200_MINUTE),
     )
     titles = {"12": "12 leads", "1": "lead I"}
-    for line, share in zip(figure.subplots(2, 2, sharex=True), SHARES, strict=True):
+    for line, share in zip(figure.subplots(2, 2, sharex=True), LABEL_SHARES, strict=True):
         for axes, leads in zip(line, titles, strict=True):
             place = leads, share
             _crop_curves(
@@ -324,13 +342,15 @@ def crop_curves(document: Result, crops_per_cpu_s: float) -> Figure:
         line[0].set_ylabel("AUROC")
     for axes in line:
         axes.set(xscale="log", xlabel="thousands of crops seen in pre-training")
-        axes.set_xticks([1000 * crops for crops in CROPS], [f"{crops:,}" for crops in CROPS])
+        axes.set_xticks(
+            [1000 * crops for crops in CROP_TICKS], [f"{crops:,}" for crops in CROP_TICKS]
+        )
         axes.set_xticks([], minor=True)
         for below, label, crops_per_unit in costs:
             convert = partial(mul, 1 / crops_per_unit), partial(mul, crops_per_unit)
             cost_axis = axes.secondary_xaxis(below, functions=convert)
             cost_axis.set_xlabel(label, fontsize=8)
-            ticks = [1000 * crops / crops_per_unit for crops in CROPS]
+            ticks = [1000 * crops / crops_per_unit for crops in CROP_TICKS]
             cost_axis.set_xticks(ticks, [f"{round(cost, 3):.2g}" for cost in ticks], fontsize=8)
             cost_axis.set_xticks([], minor=True)
     handles, names = axes.get_legend_handles_labels()
@@ -352,13 +372,13 @@ def _crop_curves(axes: Axes, rows: list[Result]) -> None:
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         model, auroc = row["model"], row["metrics"]["auroc"]
-        if model in LINES:
-            axes.axhline(auroc, color="#777777", ls=LINES[model], lw=1, label=model)
-        elif model.endswith(" crops") and not model.startswith(tuple(LINES)):
+        if model in BASELINE_LINES:
+            axes.axhline(auroc, color="#777777", ls=BASELINE_LINES[model], lw=1, label=model)
+        elif model.endswith(" crops") and not model.startswith(tuple(BASELINE_LINES)):
             name, _, crops = model.removesuffix(" crops").rpartition(", ")
             curves.setdefault(name, []).append((float(crops.replace(",", "")), auroc))
     several = [(name, points) for name, points in curves.items() if len(points) > 1]
-    for (name, points), (colour, mark) in zip(several, CURVES, strict=False):
+    for (name, points), (colour, mark) in zip(several, CURVE_STYLES, strict=False):
         crops_seen, aurocs = zip(*sorted(points), strict=True)
         axes.plot(crops_seen, aurocs, color=colour, marker=mark, label=name)
 
@@ -371,18 +391,18 @@ def main() -> int:
     except RecordError as error:
         print(f"benchmarks.report: {error}", file=sys.stderr)
         return 2
-    TABLES.write_text(results_page(parts))
-    EVIDENCE.write_text(evidence_page())
-    CHART.write_text(chart.chart(parts))
+    RESULTS_PAGE.write_text(results_page(parts))
+    EVIDENCE_PAGE.write_text(evidence_page())
+    CHART.write_text(chart.draw_chart(parts))
     figures = {"fold10.png": share_chart(official_fold())}
     latest = newest(parts)
     for part in latest.values():
         if part["benchmark"] == "evidence":
-            figures[picture_of(part)] = share_chart(part)
+            figures[picture_name(part)] = share_chart(part)
             if document := part["results"].get(tables.BY_CROPS):
                 rows = json.loads(BOOSTED.read_text())["rows"]
                 document["rows"] += [row for row in rows if row["model"] == "boosted features"]
-                speed = latest["e2e", "cpu"]["results"][SMALL]["per_cpu_s"]["median"]
+                speed = latest["e2e", "cpu"]["results"][COST_CASE]["per_cpu_s"]["median"]
                 figures["crops.png"] = crop_curves(document, speed)
     for name, figure in figures.items():
         figure.savefig(RESULTS / name, dpi=120, metadata={"Software": None})

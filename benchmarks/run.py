@@ -31,27 +31,25 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measure, program_parser
-from benchmarks.measure import BUG, OUT_OF_TIME, CaseError, say
+from benchmarks import RESULTS, ROOT, measure, program_parser
+from benchmarks.measure import BUG_PREFIX, LEAST_REPEATS, OUT_OF_TIME, CaseError, Part, say
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.engine.settings.commandline import positive_integer, require_writable
 from omnilead.engine.settings.errors import ConfigError
 
-RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     "numpy scipy pyarrow zarr wfdb google-crc32c torch deepspeed webdataset "
     "datasets litdata mosaicml-streaming "
     "nvidia-dali-cuda130 nvidia-dali-cuda120"
 )
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
-Part = dict[str, Any]
-NAMES = ("ingest", "loader", "step", "cpc", "e2e", "embed", "start", "scaling", "suite")
+BENCHMARKS = ("ingest", "loader", "step", "cpc", "e2e", "embed", "start", "scaling", "suite")
 CPU_ONLY = ("ingest", "scaling")
-REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}  # on a CPU; others have 3
+CPU_REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}  # on a CPU; others have 3
 GPU_REPEATS = 5
 LIMIT_S = {"cpu": 600.0, "cuda": 200.0}  # time limit of one process in a suite
 LEAST_S = 15  # a suite starts nothing with less time left
-# what decides the defaults, with the paper's batch
+# cases that decide the defaults, with the paper's batch
 FIRST_STEPS = (
     r"product: bf16|: bf16, (plain kernels, )?(layers|step) compiled, .*512|step: autocast, 512"
 )
@@ -76,8 +74,8 @@ SUITES = {  # commands, with fewer cases than when run alone
         "start --only deepspeed",
     ),
 }
-NUMBERS = {
-    "repeats": "of each case, at least 3 (3 to 60)",
+NUMBER_OPTIONS = {
+    "repeats": f"of each case, at least {LEAST_REPEATS} (3 to 60)",
     "batch": "crops on one device: step, cpc, e2e, embed, scaling",
     "records": "of the synthetic archive: ingest, loader, e2e, embed",
     "steps": "per repeat or turn: step, cpc, e2e, scaling",
@@ -93,14 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # waiting threads use no CPU-seconds
     try:
         options = parse(arguments)
-        check(options)
+        check_options(options)
         chosen = [options]
         if options.benchmark == "suite":
-            measure.limit_s, chosen = LIMIT_S[options.device], suite(options)
+            measure.limit_s, chosen = LIMIT_S[options.device], suite_parts(options)
             options.minutes = options.minutes or 15
         if options.minutes:
             measure.deadline = began + 60 * options.minutes
-        path, record = resumed(options)
+        path, record = find_record(options)
     except (ConfigError, OSError, ValueError) as error:
         print(f"benchmarks.run: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -121,24 +119,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return publish(record, path)
 
 
-def suite(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """The options of each benchmark."""
-    chosen = []
+def suite_parts(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """Returns the options of each benchmark in a suite."""
+    parts = []
     for words in SUITES[options.device]:
-        benchmark_options = parse([*shlex.split(words), "--device", options.device])
-        if not options.stages or benchmark_options.benchmark in options.stages.split(","):
-            benchmark_options.model = options.model
-            benchmark_options.repeats = options.repeats or benchmark_options.repeats
-            chosen.append(benchmark_options)
-    if not chosen:
-        raise ConfigError(f"--stages {options.stages}: no such stage: use {', '.join(NAMES[:-1])}")
-    return chosen
+        part_options = parse([*shlex.split(words), "--device", options.device])
+        part_options.model = options.model
+        part_options.repeats = options.repeats or part_options.repeats
+        parts.append(part_options)
+    return parts
 
 
 def run_part(
     options: argparse.Namespace, record: Part, path: Path, failed: set[str], late: bool
 ) -> None:
-    """Run the missing cases of a benchmark, and add them to the record, which is saved after each
+    """Runs the missing cases of a benchmark, and adds them to the record, which is saved after each
     process. `late`: only those that failed before; else only the others."""
     name, left_out = options.benchmark, record["left_out"]
     config = {key: value for key, value in vars(options).items() if value is not None}
@@ -178,7 +173,7 @@ def run_part(
                     save(record, path)
             if part["results"].keys() >= set(chosen_cases):
                 record["complete"].append(config)
-    except measure.EXPECTED as error:
+    except measure.EXPECTED_ERRORS as error:
         left_out[name] = str(error)
         say(f"{name}: left out: {error}")
 
@@ -191,7 +186,7 @@ def publish(record: Part, path: Path) -> int:
     wrong = 0
     for name, reason in record["left_out"].items():
         print(f"benchmarks.run: left out: {name}: {reason}", file=sys.stderr)
-        wrong |= reason.startswith(BUG)  # of the program, not of this machine
+        wrong |= reason.startswith(BUG_PREFIX)  # a fault of the program, not of this machine
     if not record["parts"]:
         print("benchmarks.run: nothing was measured", file=sys.stderr)
         return 1
@@ -211,12 +206,13 @@ def save(record: Part, path: Path) -> None:
     write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
-def resumed(options: argparse.Namespace) -> tuple[Path, Part]:
-    """The record to continue: --out, or today's if it is of the same command, machine and revision
-    and something is missing. Else a new one, named -2, -3, ...: records are never overwritten."""
+def find_record(options: argparse.Namespace) -> tuple[Path, Part]:
+    """Returns the record to continue: --out, or today's if it is of the same command, machine and
+    revision and something is missing; else a new one, named -2, -3, ...: records are never
+    overwritten."""
     settings = vars(options).items()
-    config = {key: value for key, value in settings if key not in ("out", "minutes", "stages")}
-    new = environment() | {"benchmark": options.benchmark, "config": config, "took_s": 0}
+    config = {key: value for key, value in settings if key not in ("out", "minutes")}
+    new = machine_facts() | {"benchmark": options.benchmark, "config": config, "took_s": 0}
     device = f"-{options.device}" if options.benchmark == "suite" else ""
     machine = f"{new['hardware']['short']}_{new['date'][:10]}"
     name = RESULTS / f"{options.benchmark}{device}_{machine}.json"
@@ -236,8 +232,8 @@ def resumed(options: argparse.Namespace) -> tuple[Path, Part]:
     )
 
 
-def check(options: argparse.Namespace) -> None:
-    """Refuse wrong options before the work starts."""
+def check_options(options: argparse.Namespace) -> None:
+    """Refuses wrong options before the work starts."""
     from benchmarks.step import config_of
 
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -261,25 +257,28 @@ def check(options: argparse.Namespace) -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = program_parser("run", __doc__)
     add = parser.add_argument
-    add("benchmark", choices=NAMES, metavar="BENCHMARK")
+    add("benchmark", choices=BENCHMARKS, metavar="BENCHMARK")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: not ingest, scaling")
     add("--out", type=Path, help="the record (results/BENCHMARK_MACHINE_DATE.json)")
     add("--only", help="run only cases whose name matches this regular expression")
     add("--model", help="paper, a config in configs/pretrain, or a path: step, e2e, embed, scaling")
-    add("--stages", help="run only these, e.g. step,e2e: suite")
-    for name, text in NUMBERS.items():
+    for name, text in NUMBER_OPTIONS.items():
         add(f"--{name}", type=positive_integer, help=text)
     options = parser.parse_args(arguments)
-    if options.repeats and options.repeats < measure.LEAST_REPEATS:
-        parser.error(f"--repeats {options.repeats}: at least {measure.LEAST_REPEATS} are needed")
+    if options.repeats and options.repeats < LEAST_REPEATS:
+        parser.error(f"--repeats {options.repeats}: at least {LEAST_REPEATS} are needed")
     if options.benchmark != "suite":  # each benchmark of a suite has its own
-        usual = GPU_REPEATS if options.device == "cuda" else REPEATS.get(options.benchmark, 3)
+        usual = (
+            GPU_REPEATS
+            if options.device == "cuda"
+            else CPU_REPEATS.get(options.benchmark, LEAST_REPEATS)
+        )
         options.repeats = options.repeats or usual
     return options
 
 
-def environment() -> Part:
-    """The facts about machine and software that every record needs."""
+def machine_facts() -> Part:
+    """Returns the facts about machine and software that every record needs."""
     first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     cpu = dict(re.findall(r"^(.+?)\s*: (.*)$", first, re.MULTILINE))
     name = cpu.get("model name", platform.machine())
@@ -314,8 +313,8 @@ def environment() -> Part:
 
 
 def gpu_facts() -> list[dict[str, str]]:
-    """Facts from nvidia-smi about the GPUs that torch sees; none without nvidia-smi, or if all GPUs
-    are hidden."""
+    """Returns facts from nvidia-smi about the GPUs that torch sees; none without nvidia-smi, or if
+    all GPUs are hidden."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
         return []
@@ -325,7 +324,7 @@ def gpu_facts() -> list[dict[str, str]]:
 
 
 def command_output(*command: str) -> str:
-    """What a command prints; nothing if it fails or is not installed."""
+    """Returns what a command prints; "" if it fails or is not installed."""
     with suppress(OSError, subprocess.SubprocessError):
         run_options: dict[str, Any] = {
             "capture_output": True,
@@ -333,7 +332,7 @@ def command_output(*command: str) -> str:
             "check": True,
             "timeout": 60,
         }
-        return str(subprocess.run(command, cwd=RESULTS.parent, **run_options).stdout).strip()
+        return str(subprocess.run(command, cwd=ROOT, **run_options).stdout).strip()
     return ""
 
 

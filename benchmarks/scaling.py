@@ -15,22 +15,22 @@ from benchmarks.measure import (
     Cases,
     Result,
     call_fresh,
-    describe,
+    describe_input,
     make_dataset,
-    reserved_port,
+    reserve_port,
     spread,
 )
-from benchmarks.tables import SIZES
+from benchmarks.tables import SHARE_OF_SIZE, TEN_MILLION
 from omnilead.data_tools.dataset import Dataset
 
-RANKS_S = 300  # a rank whose neighbour failed would wait for ever
+RANK_LIMIT_S = 300  # a rank whose neighbour failed would wait for ever
 
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
-    crops = options.huge or 10_000_000
+    crops = options.huge or TEN_MILLION
     jobs: Cases = {}
-    for size, share in SIZES.items():
-        dataset = huge.make(work / f"{share}", crops // share)
+    for size, share in SHARE_OF_SIZE.items():
+        dataset = huge.make_huge_dataset(work / f"{share}", crops // share)
         for name, case in huge.jobs(dataset).items():
             jobs[f"{size}: {name}"] = case
     small = make_dataset(work, 200)
@@ -42,11 +42,11 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
         "1 ranks": (ranks, (loop, 1)),
         "2 ranks": (ranks, (loop, 2)),
     }
-    return describe(dataset) | facts, cases
+    return describe_input(dataset) | facts, cases
 
 
 def first_batch(dataset: str) -> Iterator[float]:
-    """Open the dataset and load one batch. The unit is 1 start: per_s is 1 / the seconds to the
+    """Opens the dataset and loads one batch. The unit is 1 start: per_s is 1 / the seconds to the
     first batch."""
     import torch
 
@@ -71,16 +71,16 @@ def first_batch(dataset: str) -> Iterator[float]:
 
 
 def ranks(run: e2e.LoopRun, world: int) -> Result:
-    """Run the training loop in `world` processes with one thread each and the same batch size."""
+    """Runs the training loop in `world` processes with one thread each and the same batch size."""
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
     run = replace(run, run=f"{run.run}-{world}", sides=("loaded",), threads=1)
 
     def measured(rank: int) -> Any:
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         rank_run = replace(run, environment=environment)
-        return call_fresh(e2e.loop_turns, rank_run, seconds=RANKS_S)["rows"]["loaded"]
+        return call_fresh(e2e.loop_turns, rank_run, seconds=RANK_LIMIT_S)["rows"]["loaded"]
 
-    with reserved_port() as port, ThreadPoolExecutor(world) as pool:
+    with reserve_port() as port, ThreadPoolExecutor(world) as pool:
         common["MASTER_PORT"] = str(port.getsockname()[1])
         turns = list(zip(*pool.map(measured, range(world)), strict=True))
     crops = world * run.steps * run.batch

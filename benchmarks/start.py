@@ -16,33 +16,33 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.measure import CaseError, Cases, Result, describe, make_dataset, spread
+from benchmarks import ROOT
+from benchmarks.measure import CaseError, Cases, Result, describe_input, make_dataset, spread
 
-ROOT = Path(__file__).parents[1]
-CROPS = 300  # about as many as the quick start makes if there is no dataset
-COMMANDS = {
+QUICK_START_CROPS = 300  # about as many as the quick start makes if there is no dataset
+LAUNCHERS = {
     "deepspeed engine/pretrain.py": (sys.executable, "-m", "deepspeed.launcher.runner", "-q"),
     "python engine/pretrain.py": (sys.executable,),
 }
 
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
-    dataset = make_dataset(work, CROPS)
+    dataset = make_dataset(work, QUICK_START_CROPS)
     cases: Cases = {}
-    for name, launcher in COMMANDS.items():
+    for name, launcher in LAUNCHERS.items():
         command = (*launcher, "engine/pretrain.py")
-        cases[f"first step: {name}"] = (repeated, (command, work, options.repeats))
-    return describe(dataset, device=options.device), cases
+        cases[f"first step: {name}"] = (repeat_start, (command, work, options.repeats))
+    return describe_input(dataset, device=options.device), cases
 
 
-def repeated(command: Sequence[str], work: Path, repeats: int) -> Result:
+def repeat_start(command: Sequence[str], work: Path, repeats: int) -> Result:
     runs = [start(command, work) for _ in range(repeats + 1)][1:]
     seconds, cpu_seconds = zip(*runs, strict=True)
     return {"seconds": spread(seconds), "cpu_seconds": spread(cpu_seconds), "repeats": repeats}
 
 
 def start(command: Sequence[str], work: Path) -> tuple[float, float]:
-    """Seconds and CPU-seconds to the first line of metrics.jsonl."""
+    """Returns seconds and CPU-seconds to the first line of metrics.jsonl."""
     run, first, began = work / "run", None, time.perf_counter()
     metrics = run / "metrics.jsonl"
     words = [*command, "--set", f"run={run}", f"data.datasets=[{work}/dataset]", "train.steps=1"]
@@ -50,7 +50,7 @@ def start(command: Sequence[str], work: Path) -> tuple[float, float]:
         process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
         while process.poll() is None:
             if not first and metrics.exists() and metrics.stat().st_size:
-                first = time.perf_counter() - began, tree_s(process.pid)
+                first = time.perf_counter() - began, tree_cpu_s(process.pid)
             time.sleep(0.02)
         log.seek(0)
         last = log.read().strip().splitlines()[-1:]
@@ -60,8 +60,9 @@ def start(command: Sequence[str], work: Path) -> tuple[float, float]:
     return first
 
 
-def tree_s(pid: int) -> float:
-    """CPU-seconds of a process and all its children so far, including those that have ended."""
+def tree_cpu_s(pid: int) -> float:
+    """Returns CPU-seconds of a process and all its children so far, including those that have
+    ended."""
     seconds = 0.0
     for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
         with suppress(psutil.Error):  # it has just ended

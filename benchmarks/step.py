@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure
 from benchmarks.authors_step import AuthorsStep, draw, draws_of
-from benchmarks.measure import CaseError, Cases, Result, call_fresh, say, timed
+from benchmarks.measure import CaseError, Cases, Result, call_fresh, measure_case, say
 from omnilead.data_tools.io.terminal import keep_freed_memory
 from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
@@ -47,12 +47,12 @@ from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's has 512
-STEPS = {"cpu": 2, "cuda": 20}  # per repeat
+STEPS_PER_REPEAT = {"cpu": 2, "cuda": 20}  # per repeat
 WARM_UP = {"cpu": 1, "cuda": 3}
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
 SMALL_BATCH = 128  # crops: four steps of so many fit a GPU together
 # between the two losses in float32: GPU kernels sum in other orders
-TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
+LOSS_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
 # other settings of our step on a GPU, at the first batch size: the default's own is measured once
 VARIANTS: tuple[dict[str, str], ...] = (
     # torch's compiler sums a layer norm's gradient over rows and over columns in one kernel; in torch
@@ -66,9 +66,9 @@ VARIANTS: tuple[dict[str, str], ...] = (
 )
 ATTENTION = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # an operation of torch's by which it can be seen what computed the attention
-OF_ATTENTION = re.compile(r"aten::_scaled_dot_product_(?:attention_)?([a-z]+)(?!.*_backward)")
+ATTENTION_EVENT = re.compile(r"aten::_scaled_dot_product_(?:attention_)?([a-z]+)(?!.*_backward)")
 SAMPLES = 2500
-FILL_S = 150  # to fill the compile caches
+COMPILE_LIMIT_S = 150  # to fill the compile caches
 ADAM: Any = {"lr": 5e-5, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01}
 AUTHORS_OBJECTIVE = ObjectiveConfig(form="authors", gathered=False)
 DROPOUTS = "dropout attention_dropout activation_dropout input_dropout feature_dropout"
@@ -105,7 +105,8 @@ class StepRun:
 
 
 def config_name(model: str) -> str:
-    """`model`: paper (W2V + CMSC + RLM), the name of a config in configs/pretrain, or a path."""
+    """Returns the name of a config. `model`: paper (W2V + CMSC + RLM), the name of a config in
+    configs/pretrain, or a path."""
     return "w2v_cmsc_rlm" if model == "paper" else model
 
 
@@ -115,19 +116,19 @@ def config_of(model: str) -> Config:
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     device, model = options.device, options.model or "paper"
-    steps = options.steps or STEPS[device]
+    steps = options.steps or STEPS_PER_REPEAT[device]
     base = StepRun(
         OURS, "bf16", model=model, device=device, steps=steps, compiled=COMPILE_DEFAULTS[device]
     )
     if base.config.encoder:
         raise CaseError(f"--model {model}: the authors have no step with this encoder: use e2e")
     say("checking that both sides give the same loss")
-    difference, limit = call_fresh(disagreement, base), TOLERANCE[device]
+    difference, limit = call_fresh(loss_difference, base), LOSS_TOLERANCE[device]
     if not difference <= limit:
         raise CaseError(
             f"the two losses differ by {difference:.1e}, more than {limit:.0e}: nothing was timed"
         )
-    chosen = runs(base, [options.batch] if options.batch else BATCHES[device])
+    chosen = runs_to_compare(base, [options.batch] if options.batch else BATCHES[device])
     if device == "cuda":
         fill_compile_caches([run for run in chosen if re.search(options.only or "", run.name)])
     facts = {
@@ -144,15 +145,15 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
 
 
 def fill_compile_caches(runs: Sequence[StepRun]) -> None:
-    """Compile one step of each run: the measurements then find the code in torch's cache. What fails
-    or takes too long here is said, and compiled again when it is measured. Small batches are compiled
-    in parallel processes, as a compiler uses one core at a time; large ones do not fit a GPU together:
-    two steps of 512 crops take 111 GB."""
-    end = min(time.monotonic() + FILL_S, measure.deadline)
+    """Compiles one step of each run: the measurements then find the code in torch's cache. What
+    fails or takes too long here is said, and compiled again when it is measured. Small batches are
+    compiled in parallel processes, as a compiler uses one core at a time; large ones do not fit a
+    GPU together: two steps of 512 crops take 111 GB."""
+    end = min(time.monotonic() + COMPILE_LIMIT_S, measure.deadline)
 
     def fill(run: StepRun) -> None:
         try:
-            call_fresh(timed, step, (run,), 0, seconds=end - time.monotonic())
+            call_fresh(measure_case, step, (run,), 0, seconds=end - time.monotonic())
         except CaseError as error:
             say(f"{run.name}: not compiled before it is measured: {error}")
 
@@ -164,9 +165,9 @@ def fill_compile_caches(runs: Sequence[StepRun]) -> None:
         list(pool.map(fill, [run for run in compiled if run.batch <= SMALL_BATCH]))
 
 
-def runs(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
-    """All runs to compare, the most valuable first: on a GPU, what decides the defaults. float32
-    only at the smallest batch: at 512 crops a step is 90 TFLOP."""
+def runs_to_compare(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
+    """Returns all runs to compare, the most valuable first: on a GPU, what decides the defaults.
+    float32 only at the smallest batch: at 512 crops a step is 90 TFLOP."""
     recreation = replace(base, side=RECREATION, compiled="eager")
     product_bf16 = replace(base, side=PRODUCT, compiled="eager")
     first, smallest = replace(base, batch=batches[0]), min(batches)
@@ -186,11 +187,11 @@ def step(run: StepRun) -> Iterator[Any]:
     """Yields what computes the attention when warm, then the number of crops trained on,
     repeatedly."""
     set_up(run)
-    with attention_by(run.attention):
-        advance = authors(run) if run.side == RECREATION else ours(run)
+    with force_attention(run.attention):
+        advance = prepare_authors(run) if run.side == RECREATION else prepare_ours(run)
         for _ in range(WARM_UP[run.device] - 1):
             advance()
-        yield {"attention": attention_of(advance)}
+        yield {"attention": detect_attention(advance)}
         while True:
             for _ in range(run.steps):
                 advance()
@@ -199,7 +200,7 @@ def step(run: StepRun) -> Iterator[Any]:
 
 
 @contextmanager
-def attention_by(name: str) -> Iterator[None]:
+def force_attention(name: str) -> Iterator[None]:
     """Makes torch use one of ATTENTION. CaseError if it cannot on this device."""
     if not name:
         yield
@@ -214,18 +215,18 @@ def attention_by(name: str) -> Iterator[None]:
         raise
 
 
-def attention_of(advance: Callable[[], None]) -> str:
-    """What computes the attention in a step: flash, cudnn, efficient or math of torch's; unfused,
-    if none of them does."""
+def detect_attention(advance: Callable[[], None]) -> str:
+    """Returns what computes the attention in a step: flash, cudnn, efficient or math of torch's;
+    unfused, if none of them does."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # without the profiler's own messages
     with profile(activities=[ProfilerActivity.CPU]) as traced:
         advance()
-    matches = (OF_ATTENTION.match(event.key) for event in traced.key_averages())
+    matches = (ATTENTION_EVENT.match(event.key) for event in traced.key_averages())
     return " and ".join(sorted({match[1] for match in matches if match})) or "unfused"
 
 
 def product(run: StepRun) -> Iterator[float]:
-    """GFLOP of square matrix products."""
+    """Yields GFLOP of square matrix products."""
     set_up(run)
     size, dtype = PRODUCT_SIZE[run.device], dtype_of(run)
     a, b = (torch.randn(size, size, device=run.device).to(dtype) for _ in range(2))
@@ -253,7 +254,7 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def ours(run: StepRun) -> Callable[[], None]:
+def prepare_ours(run: StepRun) -> Callable[[], None]:
     config, device = run.config, torch.device(run.device)
     model = Pretrainer(config, config_of(run.model).objective).to(device).train()
     optimize = optimizer(model, run.precision)
@@ -277,8 +278,8 @@ def ours(run: StepRun) -> Callable[[], None]:
 
 
 def optimizer(model: nn.Module, precision: str) -> Callable[[], None]:
-    """A function that computes the gradient norm and runs AdamW; for bf16, on float32 masters of a
-    model that becomes bf16."""
+    """Returns a function that computes the gradient norm and runs AdamW; for bf16, on float32
+    masters of a model that becomes bf16."""
     weights = masters = list(model.parameters())
     if precision == "bf16":
         masters = [nn.Parameter(p.detach().clone()) for p in weights]
@@ -299,7 +300,7 @@ def optimizer(model: nn.Module, precision: str) -> Callable[[], None]:
     return optimize
 
 
-def authors(run: StepRun) -> Callable[[], None]:
+def prepare_authors(run: StepRun) -> Callable[[], None]:
     # torch's default, as the authors leave it; our programs turn it off
     torch.backends.cudnn.allow_tf32 = True
     config = run.config
@@ -326,8 +327,8 @@ def authors(run: StepRun) -> Callable[[], None]:
 
 
 def both_sides(config: ModelConfig, pairs: int, device: str = "cpu") -> tuple[Pretrainer, Any]:
-    """A model without dropout, and two functions that give its loss for the same batch and draws:
-    ours and the authors'."""
+    """Returns a model without dropout, and two functions that give its loss for the same batch and
+    draws: ours and the authors'."""
     none: dict[str, Any] = dict.fromkeys(DROPOUTS.split(), 0.0)
     config, tau = replace(config, **none), 1.99
     model = Pretrainer(config, AUTHORS_OBJECTIVE).to(device)
@@ -354,7 +355,7 @@ def both_sides(config: ModelConfig, pairs: int, device: str = "cpu") -> tuple[Pr
     return model, (our_loss, authors_loss)
 
 
-def disagreement(run: StepRun) -> float:
+def loss_difference(run: StepRun) -> float:
     set_up(run)
     torch.backends.cudnn.allow_tf32 = False
     with torch.no_grad():

@@ -4,18 +4,15 @@ README.md."""
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isnan, log10, nan
-from typing import Any
 
-from benchmarks.measure import INTERVAL_FROM
+from benchmarks.measure import LEAST_FOR_INTERVAL, Part, Result
 from omnilead.downstream.reports import bench_report
 
-Part = dict[str, Any]
-Result = dict[str, Any]
 Columns = dict[str, Callable[[Result], str]]  # a cell by the result of its row's case
 # Rows that only older records have
 NO_LONGER_MADE = ("MiniRocket + ridge",)
 BASELINES = ("random weights", "mean beat", "measurements", *NO_LONGER_MADE, "boosted features")
-HEADLINE = (
+HEADLINE_ROWS = (
     ("real", "ptbxl-superdiagnostic", "auroc", "12", 0.1),
     ("real", "ptbxl-superdiagnostic", "auroc", "12", 1.0),
     ("real", "ptbxl-superdiagnostic", "auroc", "1", 0.1),
@@ -24,46 +21,47 @@ HEADLINE = (
     ("synthetic", "diagnosis", "auroc", "1", 0.01),
     ("synthetic", "identification", "accuracy", "1", None),
 )
-PERCENTILES = (
+PERCENTILE_NOTE = (
     "These intervals are plain percentiles of the resamples, as `omnilead bench` took them then: those of "
     "AUPRC sit too high. The records do not have what it takes to correct them."
 )
 BY_CROPS = "real, by crops"  # a result of the evidence that has a figure instead of a table
 
 
-SIZES = {"a hundredth of the crops": 100, "a tenth of the crops": 10, "all crops": 1}
+TEN_MILLION = 10_000_000
+SHARE_OF_SIZE = {"a hundredth of the crops": 100, "a tenth of the crops": 10, "all crops": 1}
 
 
-def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(head: str, rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join([head, f"|{'---|' * (head.count('|') - 1)}", *lines])
 
 
-def cases(results: dict[str, Result], columns: Columns) -> str:
-    """A row for each case."""
+def case_table(results: dict[str, Result], columns: Columns) -> str:
+    """Renders a row for each case."""
     rows = []
     for name, result in results.items():
         rows.append([name, *(cell(result) for cell in columns.values())])
-    return markdown(f"| | {' | '.join(columns)} |", rows)
+    return markdown_table(f"| | {' | '.join(columns)} |", rows)
 
 
-def rates(part: Part) -> Iterator[str]:
-    """Memory is that of the case's main process."""
+def rate_blocks(part: Part) -> Iterator[str]:
+    """Renders rates; memory is that of the case's main process."""
     rows = []
     for name, result in part["results"].items():
         times = times_recreation(name, part["results"])
         unit = " GB" if name.startswith("verify") else ""
-        cells = [name, middle("per_cpu_s")(result) + unit, reach("per_cpu_s")(result)]
-        cells += [middle("per_s")(result) + unit, "" if isnan(times) else f"{times:.1f}x"]
+        cells = [name, median_text("per_cpu_s")(result) + unit, range_text("per_cpu_s")(result)]
+        cells += [median_text("per_s")(result) + unit, "" if isnan(times) else f"{times:.1f}x"]
         rows.append([*cells, f"{result['peak_mb']:.0f} MB"])
     head = "per CPU-second | lowest to highest | per second | against the peer | peak memory"
-    yield markdown(f"| | {head} |", rows)
+    yield markdown_table(f"| | {head} |", rows)
 
 
 def times_recreation(name: str, results: dict[str, Result]) -> float:
-    """The speed per CPU-second, relative to the fastest re-creation of its kind (the name before
-    the colon); NaN if there is none."""
-    kind = name.split(":")[0].removeprefix("authors_")
+    """Returns the speed per CPU-second, relative to the fastest re-creation of its kind (the name
+    before the colon); NaN if there is none."""
+    kind = name.split(":")[0].removeprefix("authors_")  # of older records
     peers = [
         other for other in results if re.match(rf"{re.escape(kind)}: (re-creation|wfdb)", other)
     ]
@@ -73,16 +71,16 @@ def times_recreation(name: str, results: dict[str, Result]) -> float:
 
 
 def times_library(name: str, results: dict[str, Result]) -> float:
-    """The speed per CPU-second, relative to the fastest other library's with lead masking; NaN if
-    there is none."""
+    """Returns the speed per CPU-second, relative to the fastest other library's with lead masking;
+    NaN if there is none."""
     library_rates = [
         per_cpu(results[other]) for other in results if other.endswith(" in a DataLoader")
     ]
     return per_cpu(results[name]) / max(library_rates, default=nan)
 
 
-def loader(part: Part) -> Iterator[str]:
-    yield from rates(part)
+def loader_blocks(part: Part) -> Iterator[str]:
+    yield from rate_blocks(part)
     yield (
         "omnilead cuts white noise from a fixed bank of normal numbers at random places; the "
         "re-creation draws it anew. Only our loader verifies crc32c, once per crop, in the first "
@@ -92,10 +90,10 @@ def loader(part: Part) -> Iterator[str]:
     )
 
 
-def step(part: Part) -> Iterator[str]:
-    """Ratios are to the re-creation with the
-    same number of crops. Older records do not say what computed the attention."""
-    results, figure, rows = part["results"], clock(part), []
+def step_blocks(part: Part) -> Iterator[str]:
+    """Renders steps. Ratios are to the re-creation with the same number of crops. Older records do
+    not say what computed the attention."""
+    results, figure, rows = part["results"], main_rate(part), []
     traced = any("attention" in result for result in results.values())
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
     baselines = ("fp32", "autocast") if figure == "per_s" else ("fp32",)
@@ -114,13 +112,13 @@ def step(part: Part) -> Iterator[str]:
                 for baseline, ratio in ratios.items()
                 if not isnan(ratio)
             ]
-        cells = [name, middle("per_s")(result) + unit, number(per_cpu(result)) + unit]
+        cells = [name, median_text("per_s")(result) + unit, number_text(per_cpu(result)) + unit]
         memory = result.get("gpu_peak_mb", result["peak_mb"]) / 1024
-        cells += [reach(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"]
+        cells += [range_text(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"]
         rows.append(cells + ([result.get("attention", "")] if traced else []))
     head = "crops per second | per CPU-second | lowest to highest | MFU | against the re-creation"
     head += " | peak memory | attention" if traced else " | peak memory"
-    yield markdown(f"| | {head} |", rows)
+    yield markdown_table(f"| | {head} |", rows)
     yield (
         "MFU: model FLOPs utilisation, here as a share of the matrix product's rate. "
         "fairseq-signals as released does not run under bf16 autocast: that row is a re-creation "
@@ -128,16 +126,16 @@ def step(part: Part) -> Iterator[str]:
     )
 
 
-def cpc(part: Part) -> Iterator[str]:
-    """Ratios are to the re-creation, which is in float32."""
-    results, figure, rows = part["results"], clock(part), []
+def cpc_blocks(part: Part) -> Iterator[str]:
+    """Renders steps of ECG-CPC. Ratios are to the re-creation, which is in float32."""
+    results, figure, rows = part["results"], main_rate(part), []
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
     authors = [value for name, value in speed.items() if name.startswith("re-creation")]
     for name, result in results.items():
         product = speed.get(f"matrix product: {name.split(': ')[1].split(',')[0]}")
         is_step = not name.startswith("matrix product")
         unit = "" if is_step else " GFLOP"
-        cells = [name, middle(figure)(result) + unit, reach(figure)(result)]
+        cells = [name, median_text(figure)(result) + unit, range_text(figure)(result)]
         share = 100 * speed[name] * part["input"]["gflop_per_crop"] / product if product else nan
         cells.append(f"{share:.0f} %" if is_step and product else "")
         cells.append(f"{speed[name] / authors[0]:.2f}x" if is_step and authors else "")
@@ -145,80 +143,89 @@ def cpc(part: Part) -> Iterator[str]:
     head = (
         "windows per CPU-second | lowest to highest | MFU | against the re-creation | peak memory"
     )
-    yield markdown(f"| | {head} |", rows)
+    yield markdown_table(f"| | {head} |", rows)
     yield "MFU: of the encoder's FLOPs alone, as a share of the matrix product's rate."
 
 
 def times_step(
     name: str, results: dict[str, Result], baseline: str = "fp32", figure: str = "per_cpu_s"
 ) -> float:
-    """The speed, relative to the re-creation with the same number of crops; NaN without one."""
+    """Returns the speed, relative to the re-creation with the same number of crops; NaN without
+    one."""
     peer = results.get(f"re-creation of fairseq-signals' step: {baseline}, {name.split(', ')[-1]}")
     return float(results[name][figure]["median"] / peer[figure]["median"]) if peer else nan
 
 
-def e2e(part: Part) -> Iterator[str]:
-    has_intervals = repeated(part)[0] >= INTERVAL_FROM
+def loop_blocks(part: Part) -> Iterator[str]:
+    has_intervals = repeat_range(part)[0] >= LEAST_FOR_INTERVAL
     columns: Columns = {
         "backend": lambda result: result["backend"],
-        "crops per second": middle("per_s"),
-        "per CPU-second": middle("per_cpu_s"),
-        "bare step": middle(f"bare_{clock(part)}"),
-        "overhead": percent("overhead_pct"),
-        "95 % interval" if has_intervals else "lowest to highest": reach("overhead_pct"),
-        "loader's part": percent("loader_pct"),
-        "stall": percent("stall_pct"),
+        "crops per second": median_text("per_s"),
+        "per CPU-second": median_text("per_cpu_s"),
+        "bare step": median_text(f"bare_{main_rate(part)}"),
+        "overhead": percent_text("overhead_pct"),
+        "95 % interval" if has_intervals else "lowest to highest": range_text("overhead_pct"),
+        "loader's part": percent_text("loader_pct"),
+        "stall": percent_text("stall_pct"),
         "checkpoint": lambda result: f"{result['checkpoint_s']:.2f} s",
         "written": lambda result: f"{result.get('written_s', result['checkpoint_s']):.2f} s",
     }
-    yield cases(part["results"], columns)
+    yield case_table(part["results"], columns)
 
 
-def embed(part: Part) -> Iterator[str]:
+def embed_blocks(part: Part) -> Iterator[str]:
     columns = {
-        "crops per second": middle("per_s"),
-        "per CPU-second": middle("per_cpu_s"),
-        "encoder alone": middle("bare_per_s"),
-        "encoder alone per CPU-second": middle("bare_per_cpu_s"),
-        "share of its speed": percent("share_pct"),
-        "lowest to highest": reach("share_pct"),
+        "crops per second": median_text("per_s"),
+        "per CPU-second": median_text("per_cpu_s"),
+        "encoder alone": median_text("bare_per_s"),
+        "encoder alone per CPU-second": median_text("bare_per_cpu_s"),
+        "share of its speed": percent_text("share_pct"),
+        "lowest to highest": range_text("share_pct"),
     }
-    yield cases(part["results"], columns)
+    yield case_table(part["results"], columns)
 
 
-def start(part: Part) -> Iterator[str]:
-    columns = {"seconds": middle("seconds"), "lowest to highest": reach("seconds")}
-    yield cases(part["results"], columns | {"CPU-seconds": middle("cpu_seconds")})
+def start_blocks(part: Part) -> Iterator[str]:
+    columns = {"seconds": median_text("seconds"), "lowest to highest": range_text("seconds")}
+    yield case_table(part["results"], columns | {"CPU-seconds": median_text("cpu_seconds")})
 
 
-def scaling(part: Part) -> Iterator[str]:
+def scaling_blocks(part: Part) -> Iterator[str]:
     results = part["results"]
     opened = {name: result for name, result in results.items() if name.startswith("open")}
     columns: Columns = {
         "seconds": lambda result: f"{1 / result['per_s']['median']:.2f}",
         "peak memory": lambda result: f"{result['peak_mb']:.0f} MB",
     }
-    yield cases(opened, columns)
+    yield case_table(opened, columns)
     rows = []
     for name in results:  # older records have no jobs
         size, _, job = name.partition(": ")
-        if size == list(SIZES)[-1]:
-            of_sizes = [results.get(f"{size}: {job}") for size in SIZES]
+        if size == list(SHARE_OF_SIZE)[-1]:
+            of_sizes = [results.get(f"{size}: {job}") for size in SHARE_OF_SIZE]
             cpu_s = [1 / per_cpu(result) if result else nan for result in of_sizes]
             mb = [result["peak_mb"] if result else nan for result in of_sizes]
-            rows.append([job, *map(number, cpu_s), exponent(cpu_s), *map(number, mb), exponent(mb)])
+            rows.append(
+                [
+                    job,
+                    *map(number_text, cpu_s),
+                    growth_exponent(cpu_s),
+                    *map(number_text, mb),
+                    growth_exponent(mb),
+                ]
+            )
     if rows:
-        largest = part["config"].get("huge") or 10_000_000
-        counts = " | ".join(f"{largest // share:,}" for share in SIZES.values())
+        largest = part["config"].get("huge") or TEN_MILLION
+        counts = " | ".join(f"{largest // share:,}" for share in SHARE_OF_SIZE.values())
         head = f"CPU-seconds of {counts} crops | exponent | peak MB of {counts} crops | exponent"
-        yield markdown(f"| the last tenfold gives the exponents | {head} |", rows)
-    if "shuffle_quality" in part:
+        yield markdown_table(f"| the last tenfold gives the exponents | {head} |", rows)
+    if "shuffle_quality" in part:  # in older records
         columns = {
             "correlation of position and row": lambda facts: f"{facts['correlation']:.4f}",
             "shards per batch": lambda facts: f"{facts['shards_per_batch']:.1f}",
             "range of a batch's rows (95 %)": lambda facts: f"{100 * facts['row_span_95']:.0f} %",
         }
-        yield cases(part["shuffle_quality"], columns)
+        yield case_table(part["shuffle_quality"], columns)
     worlds = {f"{world} ranks": result for world, result in part.get("ranks", {}).items()}
     worlds |= {name: result for name, result in results.items() if name.endswith(" ranks")}
     if "1 ranks" in worlds:
@@ -229,19 +236,19 @@ def scaling(part: Part) -> Iterator[str]:
             )
             cells = [
                 name,
-                middle("per_s")(result),
-                reach("per_s")(result),
+                median_text("per_s")(result),
+                range_text("per_s")(result),
                 f"{100 * efficiency:.0f} %",
             ]
             efficiency = per_cpu(result) / per_cpu(single_rank)
-            rows.append([*cells, number(per_cpu(result)), f"{100 * efficiency:.0f} %"])
+            rows.append([*cells, number_text(per_cpu(result)), f"{100 * efficiency:.0f} %"])
         head = "crops per second | lowest to highest | efficiency | per CPU-second | efficiency"
-        yield markdown(f"| on this machine | {head} |", rows)
+        yield markdown_table(f"| on this machine | {head} |", rows)
 
 
-def evidence(part: Part) -> Iterator[str]:
-    """The reports of `omnilead bench` on synthetic and real ECGs, and the same for fine-tuned
-    models."""
+def evidence_blocks(part: Part) -> Iterator[str]:
+    """Renders the reports of `omnilead bench` on synthetic and real ECGs, and the same for
+    fine-tuned models."""
     for where, document in part["results"].items():
         if where == BY_CROPS:
             yield "![AUROC against crops seen in pre-training](results/crops.png)"
@@ -253,22 +260,22 @@ def evidence(part: Part) -> Iterator[str]:
 
 
 def notes_on_old_rows(part: Part) -> Iterator[str]:
-    """Says which rows and intervals of the record this version does not make."""
+    """Notes which rows and intervals of the record this version does not make."""
     if not all("interval_method" in result for result in part["results"].values()):
-        yield PERCENTILES
+        yield PERCENTILE_NOTE
     models = {name for result in part["results"].values() for name in result.get("models", ())}
     for name in NO_LONGER_MADE:
         if name in models:
             yield f"{name} was measured with an earlier version: `omnilead bench` has no such row now."
 
 
-def headline(part: Part) -> str:
-    """The rows of the evidence for EVIDENCE.md. Names that end in a number are seeds of one
+def headline_table(part: Part) -> str:
+    """Renders the rows of the evidence for EVIDENCE.md. Names that end in a number are seeds of one
     config."""
     body = []
     models = {row["model"] for result in part["results"].values() for row in result["rows"]}
     baselines = [name for name in BASELINES if name in models]  # older records have fewer
-    for where, task, metric, leads, share in HEADLINE:
+    for where, task, metric, leads, share in HEADLINE_ROWS:
         document = part["results"].get(where, {"rows": (), "differences": ()})
         criteria = {"task": task, "leads": leads, "share": share}
         rows = {row["model"]: row for row in document["rows"] if criteria.items() <= row.items()}
@@ -278,7 +285,9 @@ def headline(part: Part) -> str:
         cells = []
         for name in (model, *baselines):
             row = rows.get(name)
-            cells.append(scored(row["metrics"][metric], row["intervals"][metric]) if row else "")
+            cells.append(
+                score_text(row["metrics"][metric], row["intervals"][metric]) if row else ""
+            )
         prefix, _, seed = model.rpartition("-")
         seeds = []
         for name, row in rows.items():
@@ -288,32 +297,42 @@ def headline(part: Part) -> str:
             cells[0] += f", seeds {min(seeds):.3f} to {max(seeds):.3f}"
         criteria |= {"metric": metric, "model": model, "against": BASELINES[0]}
         gaps = [gap for gap in document["differences"] if criteria.items() <= gap.items()]
-        cells += [scored(gap["difference"], gap["interval"], "+") for gap in gaps]
+        cells += [score_text(gap["difference"], gap["interval"], "+") for gap in gaps]
         row_name = f"{task}, {'lead I' if leads == '1' else f'{leads} leads'}"
         if share:
             row_name += f", {100 * share:g} % of labels"
         count = rows[model]["n"]
-        body.append([f"{where}: {row_name}, {bench_report.MAIN[metric]} (n = {count:,})", *cells])
-    return markdown(f"| | pre-trained | {' | '.join(baselines)} | pre-trained minus random |", body)
+        body.append(
+            [f"{where}: {row_name}, {bench_report.METRIC_LABELS[metric]} (n = {count:,})", *cells]
+        )
+    return markdown_table(
+        f"| | pre-trained | {' | '.join(baselines)} | pre-trained minus random |", body
+    )
 
 
-def scored(value: float, ends: Sequence[float], sign: str = "") -> str:
+def score_text(value: float, ends: Sequence[float], sign: str = "") -> str:
     return f"{value:{sign}.3f} ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})"
 
 
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "evidence": (
         "Does pre-training help? Linear probes on frozen embeddings, and identification",
-        evidence,
+        evidence_blocks,
     ),
-    "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
-    "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch", loader),
-    "step": ("One training step: crops of 10 s", step),
-    "cpc": ("One step of ECG-CPC: windows of 2.5 s", cpc),
-    "e2e": ("The training loop, against the bare step", e2e),
-    "embed": ("ECGs to embeddings: the command against the encoder alone", embed),
-    "start": ("From the command to the first step: the quick start", start),
-    "scaling": ("A very large dataset: time to a rank's first batch, and shuffle quality", scaling),
+    "ingest": (
+        "Archive to dataset: records (read, ingest, plan, synth) or GB (verify)",
+        rate_blocks,
+    ),
+    "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch", loader_blocks),
+    "step": ("One training step: crops of 10 s", step_blocks),
+    "cpc": ("One step of ECG-CPC: windows of 2.5 s", cpc_blocks),
+    "e2e": ("The training loop, against the bare step", loop_blocks),
+    "embed": ("ECGs to embeddings: the command against the encoder alone", embed_blocks),
+    "start": ("From the command to the first step: the quick start", start_blocks),
+    "scaling": (
+        "A very large dataset: time to a rank's first batch, and shuffle quality",
+        scaling_blocks,
+    ),
 }
 
 
@@ -326,8 +345,9 @@ def machine(part: Part) -> str:
     return str(hardware["gpus"][0]["name"] if device_of(part) == "cuda" else hardware["cpu"])
 
 
-def clock(part: Part) -> str:
-    """The rate that counts: per second on a GPU, which is not shared, else per CPU-second."""
+def main_rate(part: Part) -> str:
+    """Returns the rate that counts: per second on a GPU, which is not shared, else per
+    CPU-second."""
     return "per_s" if device_of(part) == "cuda" else "per_cpu_s"
 
 
@@ -335,36 +355,38 @@ def per_cpu(result: Result) -> float:
     return float(result["per_cpu_s"]["median"])
 
 
-def middle(figure: str) -> Callable[[Result], str]:
-    return lambda result: number(result[figure]["median"])
+def median_text(figure: str) -> Callable[[Result], str]:
+    return lambda result: number_text(result[figure]["median"])
 
 
-def reach(figure: str) -> Callable[[Result], str]:
-    return lambda result: f"{number(result[figure]['low'])} to {number(result[figure]['high'])}"
+def range_text(figure: str) -> Callable[[Result], str]:
+    return lambda result: (
+        f"{number_text(result[figure]['low'])} to {number_text(result[figure]['high'])}"
+    )
 
 
-def exponent(values: Sequence[float]) -> str:
-    """Of the number of crops, from a tenth of them to all."""
+def growth_exponent(values: Sequence[float]) -> str:
+    """Returns the exponent of growth with the number of crops, from a tenth of them to all."""
     return f"{log10(values[-1] / values[-2]):.2f}"
 
 
-def percent(figure: str) -> Callable[[Result], str]:
+def percent_text(figure: str) -> Callable[[Result], str]:
     return lambda result: f"{result[figure]['median']:.1f} %"
 
 
-def number(value: float) -> str:
+def number_text(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def repeated(part: Part) -> tuple[int, int]:
-    """The fewest and the most repeats of a case."""
+def repeat_range(part: Part) -> tuple[int, int]:
+    """Returns the fewest and the most repeats of a case."""
     usual = part["config"].get("repeats") or 0
     repeats = [int(result.get("repeats", usual)) for result in part["results"].values()]
     return min(repeats), max(repeats)
 
 
-def note(part: Part) -> str:
-    """How a table was measured: machine, date, input, repeats and versions."""
+def measurement_note(part: Part) -> str:
+    """Says how a table was measured: machine, date, input, repeats and versions."""
     hardware, facts = part["hardware"], part["input"]
     machine_text = f"{hardware['cpu']}, {hardware['cores']} cores"
     machine_text = (
@@ -378,11 +400,11 @@ def note(part: Part) -> str:
         archive_and_date = f"{machine_text}, {date}; {facts['archive']}"
         if outside := facts.get("made_outside"):
             archive_and_date += f"; made outside the plan: {', '.join(outside)}"
-        return f"{archive_and_date}; {file}. {bench_report.INTERVALS}"
+        return f"{archive_and_date}; {file}. {bench_report.INTERVAL_NOTE}"
     inputs = facts["archive"]
     for unit in ("records", "crops", "threads"):
         inputs += f", {facts[unit]:,} {unit}" if unit in facts else ""
-    repeats = " to ".join(dict.fromkeys(map(str, repeated(part))))
+    repeats = " to ".join(dict.fromkeys(map(str, repeat_range(part))))
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
     load = f"load {hardware['load_before']:.1f} before"
     text = (

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def runs_named(texts: Sequence[str], prefix: str) -> dict[str, Path]:
-    """The runs of NAME=RUN whose names begin with `prefix`, by the rest of the name."""
+    """Returns the runs of NAME=RUN whose names begin with `prefix`, by the rest of the name."""
     runs = (text.partition("=") for text in texts)
     return {
         name.removeprefix(prefix): Path(run) for name, _, run in runs if name.startswith(prefix)
@@ -40,7 +40,7 @@ def runs_named(texts: Sequence[str], prefix: str) -> dict[str, Path]:
 
 
 def copy_best(runs: dict[str, Path], out: Path) -> int:
-    """`runs` by learning rate."""
+    """Copies the best of `runs` (by learning rate) to `out`."""
     results: dict[str, Any] = {}
     for rate, run in runs.items():
         results[rate] = json.loads((run / "result.json").read_text())

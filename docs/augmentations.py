@@ -34,7 +34,7 @@ from omnilead.engine.settings.errors import ConfigError
 TIME_S = np.arange(2 * HALF) / FS_HZ
 INK, GREY, BEFORE = "#14141c", "#75757d", "#8f8f98"
 PAPER, AUTHORS, MASK, VIEW = "#2f6690", "#c0641c", "#5b3a72", "#2a7a4f"
-STYLE: Any = {
+FIGURE_STYLE: Any = {
     "font.family": "DejaVu Sans",
     "text.parse_math": False,
     "axes.edgecolor": "none",
@@ -65,8 +65,8 @@ SEED = 464  # chosen because all its draws have medium size
 LEAD = 1  # lead II, in the upper rows
 
 
-def figure(ecg: Array, title: str) -> Figure:
-    """`ecg`: [12, 5000] mV."""
+def draw_figure(ecg: Array, title: str) -> Figure:
+    """Draws the page. `ecg`: [12, 5000] mV."""
     halves = np.ascontiguousarray(ecg.reshape(12, 2, HALF).swapaxes(0, 1)[None])  # [B = 1, S, L, T]
     page = Figure(figsize=(13.5, 13), dpi=120, facecolor="white")
     page.text(0.05, 0.975, title, size=14, weight="bold", color=INK)
@@ -77,14 +77,14 @@ def figure(ecg: Array, title: str) -> Figure:
     page.text(0.05, 0.957, legend, size=9.5, color=GREY)
     _draw_noise(page, halves)
     grid = page.add_gridspec(1, 4, left=0.05, right=0.99, top=0.455, bottom=0.025, wspace=0.14)
-    masked, p = apply(halves, AugmentConfig())
+    masked, p = apply_augmentation(halves, AugmentConfig())
     first, second = p["keep"].sum(axis=(2, 3))[0]
     axes = page.add_subplot(grid[0, :2])
     _draw_leads(axes, np.hstack(halves[0]), np.hstack(masked[0]), MASK)
     left = f"{first} of 12 leads left in the first half, {second} in the second"
     _title(axes, "Random lead masking", left)
     axes.axvline(5, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
-    views, _ = apply(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
+    views, _ = apply_augmentation(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
     for i, view in enumerate(views[0]):
         axes = page.add_subplot(grid[0, 2 + i])
         _draw_leads(axes, halves[0, 0], view, VIEW)
@@ -93,11 +93,11 @@ def figure(ecg: Array, title: str) -> Figure:
 
 
 def _draw_noise(page: Figure, halves: Array) -> None:
-    """A panel for each kind of noise."""
+    """Draws a panel for each kind of noise."""
     place = {"left": 0.05, "right": 0.99, "top": 0.92, "bottom": 0.525}
     panels: Any = page.add_gridspec(3, 4, **place, hspace=0.46, wspace=0.06).subplots(sharey=True)
     for axes, noise in zip(panels.flat, [*SETS, *PAPER_NOISE, *AUTHORS_NOISE], strict=True):
-        after, p = apply(halves, AugmentConfig(rlm=0, noise=noise))
+        after, p = apply_augmentation(halves, AugmentConfig(rlm=0, noise=noise))
         _draw_lead(axes, halves[0, 0, LEAD], after[0, 0, LEAD], noise)
         if noise in SETS:
             _title(axes, noise or "Original", SETS[noise])
@@ -107,7 +107,7 @@ def _draw_noise(page: Figure, halves: Array) -> None:
             _title(axes, title, _describe(kind, p))
 
 
-def apply(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
+def apply_augmentation(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
     p = draw_parameters(config.stages, Random(SEED, np.zeros(1, int), np.zeros(1, int)))
     given = {name: torch.from_numpy(values) for name, values in p.items()}
     x_BSLT = torch.from_numpy(halves.copy())  # augment works in place
@@ -116,7 +116,7 @@ def apply(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
 
 
 def _describe(kind: str, p: Params) -> str:
-    """The parameters of one kind of noise, as drawn for the lead shown."""
+    """Names the parameters of one kind of noise, as drawn for the lead shown."""
     drawn = {
         name.removeprefix(f"{kind}_"): values[0, 0, LEAD % values.shape[2]]
         for name, values in p.items()
@@ -148,7 +148,7 @@ def _draw_lead(axes: Axes, before: Array, after: Array, noise: str) -> None:
 
 
 def _draw_leads(axes: Axes, before: Array, after: Array, colour: str) -> None:
-    """Draw twelve leads, one below the other, 2 mV apart."""
+    """Draws twelve leads, one below the other, 2 mV apart."""
     time_s, level = TIME_S[: before.shape[1]], -2.0 * np.arange(12)
     axes.plot(time_s, before.T + level, color="#b9b9c0", linewidth=0.6)
     axes.plot(time_s, after.T + level, color=colour, linewidth=0.8)
@@ -184,8 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{len(dataset) - 1}"
             )
         ecg = dataset.read(given.crop).astype(np.float32) * np.float32(1e-3)
-        with matplotlib.rc_context(STYLE):
-            page = figure(ecg, f"Augmentations of crop {given.crop} of {given.data}")
+        with matplotlib.rc_context(FIGURE_STYLE):
+            page = draw_figure(ecg, f"Augmentations of crop {given.crop} of {given.data}")
             page.savefig(given.out, metadata={"Software": None})
     except (
         ConfigError,

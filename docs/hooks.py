@@ -16,13 +16,16 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s:]+)(#[^)]*)?\)")
 CELL = re.compile(r"^# %%.*\n", re.MULTILINE)
-NOT_HERE = re.compile(r"<!-- not in the site -->.*?\n\n", re.DOTALL)
-WIDE = ("deviations.md", *(f"project/benchmarks/{name}.md" for name in ("EVIDENCE", "RESULTS")))
+NOT_IN_SITE = re.compile(r"<!-- not in the site -->.*?\n\n", re.DOTALL)
+WIDE_PAGES = (
+    "deviations.md",
+    *(f"project/benchmarks/{name}.md" for name in ("EVIDENCE", "RESULTS")),
+)
 NOT_SEARCHED = ("LOG.md", "RESULTS.md", "CHANGELOG.md")
 
 
-def place(path: str) -> str:
-    """Where a file of the repository is in the site."""
+def site_path(path: str) -> str:
+    """Returns where a file of the repository is in the site."""
     if path == "README.md":
         return "index.md"
     if path == "docs/tutorial.py":
@@ -30,8 +33,8 @@ def place(path: str) -> str:
     return path.removeprefix("docs/") if path.startswith("docs/") else f"project/{path}"
 
 
-def linked(page: str) -> dict[str, str]:
-    """Of each link of a page to a file or folder in the repository: its path."""
+def linked_files(page: str) -> dict[str, str]:
+    """{link: its path}, for each link of a page to a file or folder in the repository."""
     found = {}
     for _, link, _ in LINK.findall((ROOT / page).read_text()):
         path = os.path.normpath(os.path.join(os.path.dirname(page), link))
@@ -47,10 +50,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     while left:
         page = left.pop()
         if page.endswith(".md"):
-            paths = set(linked(page).values()) - done - set(left)
+            paths = set(linked_files(page).values()) - done - set(left)
             left += [path for path in paths if (ROOT / path).is_file()]
         if page not in done and page != "docs/tutorial.py":
-            files.append(File.generated(config, place(page), abs_src_path=str(ROOT / page)))
+            files.append(File.generated(config, site_path(page), abs_src_path=str(ROOT / page)))
         done.add(page)
     page_text, notebook = tutorial((ROOT / "docs/tutorial.py").read_text())
     files.append(File.generated(config, "tutorial.md", content=page_text))
@@ -59,18 +62,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as they are in the site."""
+    """Changes links to those of the site."""
     here = page.file.src_uri
     if here == "tutorial.md":
         return markdown
     source = "README.md" if here == "index.md" else f"docs/{here}"
     if here.startswith("project/"):
         source = here.removeprefix("project/")
-    paths = linked(source)
+    paths = linked_files(source)
     page.meta["search"] = {"exclude": here.endswith(NOT_SEARCHED)}
     if here == "index.md":
         page.meta["hide"] = ["navigation"]  # which has only this page
-    elif here in WIDE:
+    elif here in WIDE_PAGES:
         page.meta["hide"] = ["toc"]
 
     def changed(found: re.Match[str]) -> str:
@@ -79,14 +82,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return found[0]
         if (ROOT / paths[link]).is_dir():  # which has no page
             return words
-        target = os.path.relpath(place(paths[link]), os.path.dirname(here) or ".")
+        target = os.path.relpath(site_path(paths[link]), os.path.dirname(here) or ".")
         return f"[{words}]({target}{anchor})"
 
-    return LINK.sub(changed, NOT_HERE.sub("", markdown))
+    return LINK.sub(changed, NOT_IN_SITE.sub("", markdown))
 
 
 def tutorial(script: str) -> tuple[str, str]:
-    """A script with cells as a page, and as a notebook."""
+    """Returns a script with cells as a page, and as a notebook."""
     page, cells = [], []
     for number, cell in enumerate(CELL.split(script)[1:]):
         text = cell.strip()

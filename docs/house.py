@@ -24,7 +24,7 @@ def room(module: str) -> str:
 
 
 def floors(below: dict[str, set[str]]) -> dict[str, int]:
-    """Each room as low as what it imports allows."""
+    """Returns the floor of each room: as low as what it imports allows."""
     level = dict.fromkeys(below, 0)
     for _ in below:
         level = {
@@ -100,7 +100,7 @@ def draw(
                 )
                 axes.text(*place, module, size=8, color="#333", zorder=3)
         y += top + GAP
-    for user, used in ((user, used) for user, rooms in arrows.items() for used in rooms):
+    for user, used in ((user, used) for user, rooms in arrows.items() for used in sorted(rooms)):
         start = (boxes[user][0] + WIDTH / 2, boxes[user][1])
         end = (boxes[used][0] + WIDTH / 2, boxes[used][1] + height[used])
         axes.annotate(

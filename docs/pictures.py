@@ -19,7 +19,15 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import omnilead
-from docs.augmentations import MASK, PAPER, STYLE, VIEW, _draw_leads, _title, apply
+from docs.augmentations import (
+    FIGURE_STYLE,
+    MASK,
+    PAPER,
+    VIEW,
+    _draw_leads,
+    _title,
+    apply_augmentation,
+)
 from omnilead.__main__ import main as run_command
 from omnilead.data_tools.dataset import Dataset, Ecg
 from omnilead.data_tools.ecg.constants import LEADS
@@ -30,7 +38,7 @@ from omnilead.engine.data.config import HALF
 
 DOCS = Path(__file__).parent
 CLASSES = ("AF", "RBBB", "LBBB")  # of the synthetic archive, which a linear classifier is fitted to
-RECORD, SHOWN = "syn3_HR00024", "RBBB"
+RECORD, SHOWN_CLASS = "syn3_HR00024", "RBBB"
 PX_PER_INCH, COLOURS = 84, 48  # of a .png, which README shows at half its width
 
 # The picture of the wings, in pixels
@@ -57,7 +65,7 @@ CSS = (
 
 def main(out: Path) -> None:
     with TemporaryDirectory() as folder:
-        dataset, row, model = made(Path(folder))
+        dataset, row, model = make_example(Path(folder))
         ecg = dataset[row]
         halves = np.hsplit(ecg.signal_mv.astype(np.float32), 2)
         halves_BSLT = np.ascontiguousarray(np.stack(halves)[None])
@@ -66,11 +74,11 @@ def main(out: Path) -> None:
         crc32c = f"{dataset.column('crc32c')[row]:08x}"
         (out / "wings.svg").write_text(wings(ecg, halves_BSLT, crc32c, embedding, prediction))
         save_png(ecg.plot(), out / "ecg.png")
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.rc_context(FIGURE_STYLE):
             save_png(views(halves_BSLT), out / "views.png")
         why = Path(folder, "why.png")
         crop = ["--crop", str(row), "--model", str(Path(folder, "model"))]
-        run("show", str(Path(folder, "dataset")), *crop, "--why", SHOWN, "--png", str(why))
+        run("show", str(Path(folder, "dataset")), *crop, "--why", SHOWN_CLASS, "--png", str(why))
         save_small(Image.open(why), out / "why.png")
 
 
@@ -79,8 +87,9 @@ def run(*words: str) -> None:
         raise SystemExit(f"omnilead {' '.join(words)} failed")
 
 
-def made(folder: Path) -> tuple[Dataset, int, Any]:
-    """A synthetic dataset, the row of the ECG that is drawn, and `small` with a linear classifier."""
+def make_example(folder: Path) -> tuple[Dataset, int, Any]:
+    """Returns a synthetic dataset, the row of the ECG that is drawn, and `small` with a linear
+    classifier."""
     archive, dataset, labels = folder / "archive", folder / "dataset", folder / "labels"
     run("synth", str(archive), "--patients", "600", "--seed", "3")
     run("shard", str(archive), "--out", str(dataset), "--plan", "all", "--workers", "1")
@@ -99,14 +108,14 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 def save_small(image: Image.Image, path: Path) -> None:
-    """At most 1,100 pixels wide, and of few colours."""
+    """Saves an image at most 1,100 pixels wide, in few colours."""
     rgb = image.convert("RGB")
     rgb.thumbnail((1100, 1100), Image.Resampling.LANCZOS)
     rgb.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def views(halves_BSLT: Array) -> Figure:
-    """The first 5 s as they are and under three augmentations."""
+    """Draws the first 5 s as they are and under three augmentations."""
     page = Figure(figsize=(12, 4.6), facecolor="white", layout="constrained")
     panels: Any = page.subplots(1, 4)
     configs = {
@@ -116,7 +125,7 @@ def views(halves_BSLT: Array) -> Figure:
         "3KG": (AugmentConfig(rlm=0, threekg=ThreeKG()), "dipole turned and stretched", VIEW),
     }
     for axes, (name, (config, what, colour)) in zip(panels, configs.items(), strict=True):
-        after, _ = apply(halves_BSLT, config)
+        after, _ = apply_augmentation(halves_BSLT, config)
         _draw_leads(axes, halves_BSLT[0, 0], after[0, 0], colour)
         _title(axes, name, what)
     return page
@@ -125,8 +134,8 @@ def views(halves_BSLT: Array) -> Figure:
 def wings(
     ecg: Ecg, halves_BSLT: Array, crc32c: str, embedding: Array, prediction: dict[str, float]
 ) -> str:
-    """The picture of the wings as SVG."""
-    masked, draws = apply(halves_BSLT, AugmentConfig())
+    """Draws the wings as SVG."""
+    masked, draws = apply_augmentation(halves_BSLT, AugmentConfig())
     hidden = ~draws["keep"][0, 0, :, 0].astype(bool)
     height = TOP * 2 + ROW * len(WINGS)
     name = "One ECG as a crop in a shard, a view with hidden leads, an embedding and a prediction"
@@ -171,7 +180,8 @@ def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start")
 def trace(
     mv_T: Array, x: float, y: float, width: float, px_per_mv: float, kind: str = "ecg"
 ) -> str:
-    """A lead as a path: the highest or lowest of each few samples, so that no spike is lost."""
+    """Draws a lead as a path: the highest or lowest of each few samples, so that no spike is
+    lost."""
     groups = np.array_split(mv_T - np.median(mv_T), int(width))
     values = [group[np.abs(group).argmax()] for group in groups]
     step = width / len(values)
@@ -193,7 +203,7 @@ def paper(signal_LT: Array) -> str:
 
 
 def stack(signal_LT: Array) -> str:
-    """A crop in front of others."""
+    """Draws a crop in front of others."""
     behind = [
         f'<rect class="box" x="{shift}" y="{8 - shift}" width="{DRAWN - 16}" height="{TALL - 8}" rx="3"/>'
         for shift in (12, 6, 0)
@@ -205,7 +215,7 @@ def stack(signal_LT: Array) -> str:
 
 
 def leads(signal_LT: Array, hidden_L: Array, height: float = TALL, width: float = DRAWN) -> str:
-    """Twelve leads, one below the other; hidden ones are grey lines."""
+    """Draws twelve leads, one below the other; hidden ones are grey lines."""
     step = height / 12
     lines = []
     for lead in range(12):
@@ -215,7 +225,7 @@ def leads(signal_LT: Array, hidden_L: Array, height: float = TALL, width: float 
 
 
 def encoder() -> str:
-    """Convolutions, ever shorter, and layers of a transformer."""
+    """Draws convolutions, ever shorter, and layers of a transformer."""
     parts: list[tuple[float, float, int, int]]
     parts = [(22 * place, 7 * place, 14, TALL - 14 * place) for place in range(4)]
     parts += [(102 + 21 * place, TALL / 2 - 30, 14, 60) for place in range(6)]
@@ -226,7 +236,8 @@ def encoder() -> str:
 
 
 def cells(embedding_E: Array) -> str:
-    """Each number as a square, the larger the stronger: orange above its median, blue below."""
+    """Draws each number as a square, the larger the stronger: orange above its median, blue
+    below."""
     columns = 27
     size = DRAWN / columns
     centred = (embedding_E - np.median(embedding_E)) / np.quantile(np.abs(embedding_E), 0.95)

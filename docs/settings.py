@@ -37,7 +37,7 @@ SECTIONS = {
     "task": "what is predicted, from which labels",
 }
 KINDS: dict[str, type[RunConfig]] = {"Pre-training": Config, "Fine-tuning": FinetuneConfig}
-WORDS = {
+TYPE_WORDS = {
     "boolean": "true, false",
     "integer": "integer",
     "number": "number",
@@ -53,8 +53,8 @@ BOUNDS = {
 }
 
 
-def comments(section: type) -> dict[str, str]:
-    """By field: the comment beside it, or those above it."""
+def field_comments(section: type) -> dict[str, str]:
+    """{field: the comment beside it, or those above it}"""
     found: dict[str, str] = {}
     for part in reversed(section.__mro__):
         if not (is_dataclass(part) or issubclass(part, BaseModel)) or part is BaseModel:
@@ -75,20 +75,20 @@ def comments(section: type) -> dict[str, str]:
     return found
 
 
-def values(schema: dict[str, Any]) -> str:
-    """What a setting may be, from its JSON schema."""
+def allowed_values(schema: dict[str, Any]) -> str:
+    """Says what a setting may be, from its JSON schema."""
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(map(values, schema["anyOf"])))
+        return " or ".join(dict.fromkeys(map(allowed_values, schema["anyOf"])))
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
         inner = schema.get("items") or {"anyOf": schema.get("prefixItems", [{}])}
         return (
-            f"list of ({values(inner)})"
+            f"list of ({allowed_values(inner)})"
             if "anyOf" in inner or "enum" in inner
-            else f"list of {values(inner)}"
+            else f"list of {allowed_values(inner)}"
         )
-    words = WORDS.get(schema.get("type", ""), "mapping")
+    words = TYPE_WORDS.get(schema.get("type", ""), "mapping")
     return ", ".join(
         [
             words,
@@ -102,12 +102,13 @@ def values(schema: dict[str, Any]) -> str:
 
 
 def rows_of(kind: type[RunConfig], known: set[type]) -> Iterator[tuple[str, str]]:
-    """Each setting with its row, of the sections that are not `known` yet, which are then."""
+    """Yields each setting with its row, of sections that are not `known` yet, and adds these to
+    `known`."""
     schema = kind.model_json_schema()
     defaults = flatten(kind().tree())
 
     def rows(prefix: str, section: type, of: dict[str, Any]) -> Iterator[tuple[str, str]]:
-        meaning = comments(section)
+        meaning = field_comments(section)
         for name, one in of["properties"].items():
             key, reference = (
                 f"{prefix}{name}",
@@ -116,7 +117,10 @@ def rows_of(kind: type[RunConfig], known: set[type]) -> Iterator[tuple[str, str]
             inside = schema["$defs"][reference.rpartition("/")[2]] if reference else {}
             if "properties" not in inside:
                 default = json.dumps(defaults.get(key, one.get("default")))
-                yield key, f"| `{key}` | `{default}` | {meaning[name]} *({values(one | inside)})* |"
+                yield (
+                    key,
+                    f"| `{key}` | `{default}` | {meaning[name]} *({allowed_values(one | inside)})* |",
+                )
                 continue
             hint = get_type_hints(section)[name]
             below = next(part for part in (hint, *get_args(hint)) if isinstance(part, type))
@@ -127,7 +131,7 @@ def rows_of(kind: type[RunConfig], known: set[type]) -> Iterator[tuple[str, str]
     yield from rows("", kind, schema)
 
 
-def text() -> str:
+def page_text() -> str:
     known: set[type] = set()
     pages = [INTRO]
     for title, kind in KINDS.items():
@@ -155,7 +159,7 @@ def text() -> str:
 
 
 def main(out: Path) -> None:
-    out.write_text(text())
+    out.write_text(page_text())
 
 
 if __name__ == "__main__":

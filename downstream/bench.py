@@ -10,8 +10,8 @@ Baselines are included: five draws of random weights of each architecture, and m
 pre-training: the mean beat, measurements of the signal, and gradient boosting on both (extra
 `bench`). OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the
 embeddings. Run again after an interruption or with more tasks, the command computes only what is
-missing. A line on stderr says how long it may take; without a terminal, others say when a model is
-done. How to compare fairly: docs/comparing.md. To use what won: omnilead fit. Exit code 2: an
+missing. A line on stderr says how long it may take; without a terminal, another says when each model
+is done. How to compare fairly: docs/comparing.md. To use what won: omnilead fit. Exit code 2: an
 argument or a file is wrong.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Comparison(dict[str, Any]):
-    """What OUT/bench.json holds, and its scores as a table."""
+    """The content of OUT/bench.json, with its scores as a table."""
 
     @property
     def table(self) -> "pa.Table":
@@ -121,13 +121,13 @@ def bench(
     precision: shared.Precision = "auto",
     anonymous: shared.Anonymous = False,
 ) -> Comparison:
-    """Compares models on frozen embeddings, as `omnilead bench`: returns what OUT/bench.json holds, which
-    is also a table. Errors have one-line messages."""
+    """Compares models on frozen embeddings, as `omnilead bench`: returns the content of
+    OUT/bench.json, also as a table. Errors have one-line messages."""
     # imported late, so that --help does not wait for PyTorch
     from omnilead.downstream.evaluation import bench as comparison
     from omnilead.downstream.evaluation.embedders import EmbedOptions
     from omnilead.downstream.evaluation.plan import BenchOptions, tables_as_tasks
-    from omnilead.downstream.reports.bench_report import write
+    from omnilead.downstream.reports.bench_report import write_comparison
 
     labels, tasks = tables_as_tasks(labels, tuple(tasks))
     options = BenchOptions(
@@ -151,17 +151,17 @@ def bench(
         embedding=EmbedOptions(readout, batch, device, precision, code),
     )
     document = comparison.bench(options)
-    write(document, options.out)
+    write_comparison(document, options.out)
     return Comparison(document)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(bench, "bench", __doc__, arguments)
     one_blas_thread()
-    from omnilead.downstream.evaluation.probe import fitting_processes
+    from omnilead.downstream.evaluation.probe import fitting_in_processes
 
     def run() -> int:
-        with fitting_processes():
+        with fitting_in_processes():
             bench(**options)
         out = Path(options["out"])
         text = (out / "bench.md").read_text()

@@ -42,8 +42,8 @@ from omnilead.engine.settings.commandline import Actions, parse_action, parse_ya
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import leads_in_order
 
-TO = "where to write it: a new file, or for a model a new folder"
-A_RUN = "a run or model folder, local or s3://, hf://org/name"
+OUT_HELP = "where to write it: a new file, or for a model a new folder"
+RUN_HELP = "a run or model folder, local or s3://, hf://org/name"
 Rate = Annotated[
     float | None,
     Option("sampling rate of the training signals (from the settings, or 500)", "HZ", "--fs"),
@@ -52,7 +52,7 @@ Rate = Annotated[
 
 def from_fairseq(
     source: Annotated[str, Option("a checkpoint, local", "CKPT.pt")],
-    out: Annotated[str, Option(TO, "OUT")],
+    out: Annotated[str, Option(OUT_HELP, "OUT")],
     *,
     input: Annotated[
         Literal["auto", "millivolt", "zscore", "layernorm"],
@@ -65,21 +65,21 @@ def from_fairseq(
 ) -> list[str]:
     from omnilead.downstream.interop import conversion
 
-    return conversion.from_fairseq(local(source), Path(out), input, fs_hz, classes)
+    return conversion.from_fairseq(require_local(source), Path(out), input, fs_hz, classes)
 
 
 def from_ecg_cpc(
     source: Annotated[str, Option("a checkpoint, local", "LAST.ckpt")],
-    out: Annotated[str, Option(TO, "OUT")],
+    out: Annotated[str, Option(OUT_HELP, "OUT")],
 ) -> list[str]:
     from omnilead.downstream.interop import ecg_cpc
 
-    return ecg_cpc.from_ecg_cpc(local(source), Path(out))
+    return ecg_cpc.from_ecg_cpc(require_local(source), Path(out))
 
 
 def from_torch(
     source: Annotated[str, Option("a checkpoint, local", "WEIGHTS")],
-    out: Annotated[str, Option(TO, "OUT")],
+    out: Annotated[str, Option(OUT_HELP, "OUT")],
     *,
     input: Annotated[
         Literal["millivolt", "zscore", "layernorm"],
@@ -95,27 +95,31 @@ def from_torch(
     leads: Annotated[str, Option("leads of the training signals in order (12), or I,II,V2")] = "12",
     window: Annotated[float, Option("length of the training signals in seconds (5)")] = 5.0,
     prefix: Annotated[
-        str, Option("with what the names of the network begin, if the file holds several")
+        str, Option("prefix of the network's weights, if the file holds several networks")
     ] = "",
     map: Annotated[
         Sequence[tuple[str, str]] | None,
-        Option("names that begin with OLD in the file begin with NEW in the class", ("OLD", "NEW")),
+        Option(
+            "weights that begin with OLD in the file begin with NEW in the class", ("OLD", "NEW")
+        ),
     ] = None,
 ) -> list[str]:
     from omnilead.downstream.interop import conversion
 
     rate_hz = 500.0 if fs_hz is None else fs_hz
     names = [LEADS[lead] for lead in leads_in_order(leads, "--leads")]
-    preprocessing = conversion.signals(input, rate_hz, names, window, band and list(band))
+    preprocessing = conversion.preprocessing_document(
+        input, rate_hz, names, window, band and list(band)
+    )
     arguments = parse_yaml(options, "--options")
-    weights, folder = local(source), Path(out)
+    weights, folder = require_local(source), Path(out)
     return conversion.from_torch(
         weights, folder, encoder, arguments, preprocessing, prefix, map or ()
     )
 
 
 def to_fairseq(
-    source: Annotated[str, Option(A_RUN, "RUN")], out: Annotated[str, Option(TO, "OUT.pt")]
+    source: Annotated[str, Option(RUN_HELP, "RUN")], out: Annotated[str, Option(OUT_HELP, "OUT.pt")]
 ) -> list[str]:
     from omnilead.downstream.interop import conversion
 
@@ -124,8 +128,8 @@ def to_fairseq(
 
 
 def to_onnx(
-    source: Annotated[str, Option(A_RUN, "RUN")],
-    out: Annotated[str, Option(TO, "OUT.onnx")],
+    source: Annotated[str, Option(RUN_HELP, "RUN")],
+    out: Annotated[str, Option(OUT_HELP, "OUT.onnx")],
     *,
     code: Code = False,
 ) -> list[str]:
@@ -166,7 +170,7 @@ ACTIONS: Actions = {
 }
 
 
-def local(source: str) -> Path:
+def require_local(source: str) -> Path:
     if "://" in source:
         raise ConfigError(f"{source}: download the checkpoint first")
     return Path(source)
@@ -181,10 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         echo(options["out"])
         return 0
 
-    return run_command("omnilead convert", work, partial(explain, out=options["out"]))
+    return run_command("omnilead convert", work, partial(explain_error, out=options["out"]))
 
 
-def explain(error: Exception, out: str) -> UserError | None:
+def explain_error(error: Exception, out: str) -> UserError | None:
     from safetensors import SafetensorError
 
     if isinstance(error, SafetensorError):

@@ -51,9 +51,9 @@ def embed(
     readout: shared.Readout = "",
     pseudonymize: shared.Pseudonymize = None,
 ) -> "pa.Table | Written":
-    """Embeddings of ECGs, as `omnilead embed`: a pyarrow table; or, with `out`, a parquet file made
-    in parts, so that the same call resumes after an interruption, and ranks of torchrun or
-    deepspeed share the parts."""
+    """Returns embeddings of ECGs, as `omnilead embed`: a pyarrow table; or, with `out`, writes a
+    parquet file in parts, so that the same call resumes after an interruption, and ranks of
+    torchrun or deepspeed share the parts."""
     options = locals()
     # imported late, so that --help does not wait for PyTorch
     from omnilead.downstream.inference import commands

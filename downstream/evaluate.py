@@ -8,10 +8,10 @@
     torchrun --nproc-per-node 8 -m omnilead.downstream.evaluate --model RUN --data DATASET --json F.json  # a GPU per rank
 
 Classification: AUROC, AUPRC, Brier score, accuracy (all labels of an ECG right), F measure,
-sensitivity and specificity at the model's thresholds; with --role valid, the score from
-which on 95 % of the positive records lie, and the specificity there; for diagnosis also the CinC 2021 Challenge
-score. Regression: mean absolute error, RMSE, R2, Pearson r. Survival: Harrell's C-index. Each is
-given for whole records; with --halves also for halves of 5 s, as in the paper (or the model's windows).
+sensitivity and specificity at the model's thresholds; with --role valid, the score that 95 % of the
+positive records reach, and the specificity there; for diagnosis also the CinC 2021 Challenge score.
+Regression: mean absolute error, RMSE, R2, Pearson r. Survival: Harrell's C-index. Each is given for
+whole records; with --halves also for halves of 5 s, as in the paper (or the model's windows).
 The first line says which number to report; --json holds all of them.
 Identification: the share of probes whose most similar gallery crop (cosine) is of the same
 patient, and the same for random weights of the architecture; it also works for a model that was
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from omnilead.downstream.inference.trained_model import TrainedModel
     from omnilead.engine.data.datasets import Datasets
 
-CLASSES_SHOWN = 12  # printed on the terminal
+CLASSES_PRINTED = 12  # printed on the terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = evaluate(**options)
         if document is None:
             return 0  # the first rank tells the scores
-        text = "\n".join(lines(document, options["halves"])) + "\n"
+        text = "\n".join(score_lines(document, options["halves"])) + "\n"
         return show(f"{text}{options['report']}\n" if options["report"] else text)
 
     flag = "--json" if options["json"] else "--report"
@@ -73,7 +73,7 @@ def evaluate(
     model: Annotated[File, Option("a run, or a folder with model.safetensors", "RUN", "--model")],
     *,
     code: shared.Code = False,
-    data: shared.DatasetsMade,
+    data: shared.BuiltDatasets,
     leads: Annotated[
         str, Option('12, 6, 3, 2, 1 or names such as "I,II,V2"; others are set to zero (all)', "L")
     ] = "",
@@ -99,10 +99,10 @@ def evaluate(
     device: shared.Device = "auto",
     anonymous: shared.Anonymous = False,
 ) -> Facts | None:
-    """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns what --json holds;
-    None on all ranks but the first. Errors have one-line messages."""
+    """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns the content of
+    --json; None on all ranks but the first. Errors have one-line messages."""
     from omnilead.downstream.evaluation.results import EvalOptions
-    from omnilead.downstream.inference.commands import chosen_device
+    from omnilead.downstream.inference.commands import select_device
     from omnilead.downstream.inference.trained_model import load
     from omnilead.engine.data.datasets import open_together
     from omnilead.engine.training.distributed import join_ranks
@@ -110,11 +110,11 @@ def evaluate(
     files = ResultFiles(Path(json) if json else None, Path(report) if report else None)
     files.check()
     run, table = os.fspath(model), os.fspath(labels)
-    options = EvalOptions(role, leads, batch, run, files.halves)
+    options = EvalOptions(role, leads, batch, run, files.halves_file)
     with process_group():
         datasets = open_together(data, anonymous)
         join_ranks()
-        trained = load(run, code).to(chosen_device(device))
+        trained = load(run, code).to(select_device(device))
         if not table and task == "auto":
             table = labels_of_run(run)
         result = score(trained, datasets, task, table, options)
@@ -127,7 +127,7 @@ def evaluate(
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Closes the ranks' process group, and says so if another rank has died."""
+    """Closes the ranks' process group at the end; OutputError if another rank has died."""
     from omnilead.engine.training.distributed import close_groups, lost_a_rank
 
     try:
@@ -145,11 +145,11 @@ def process_group() -> Iterator[None]:
 def score(
     model: "TrainedModel", data: "Datasets", task: str, labels: str, options: "EvalOptions"
 ) -> "TaskResult | IdentificationResult":
-    """The model's scores in the task of this name (auto: its own), with these labels."""
+    """Returns the model's scores in the named task (auto: its own), with these labels."""
     from omnilead.downstream.evaluation.identification import identify
-    from omnilead.downstream.evaluation.results import chosen_task, score_task
+    from omnilead.downstream.evaluation.results import find_task, score_task
 
-    task_config = chosen_task(model, task, labels)
+    task_config = find_task(model, task, labels)
     if task_config.kind == "identity":
         return identify(model, data, options)
     return score_task(model, data, task_config, options)
@@ -162,13 +162,13 @@ class ResultFiles(NamedTuple):
     page: Path | None
 
     @property
-    def halves(self) -> Path | None:
-        """For the model's outputs, until the scores are written."""
+    def halves_file(self) -> Path | None:
+        """The file that keeps the model's outputs until the scores are written."""
         first = self.json or self.page
         return Path(f"{first}.halves.parquet") if first else None
 
     def check(self) -> None:
-        """ConfigError if they cannot be written."""
+        """Raises ConfigError if the files cannot be written."""
         if self.json:
             require_writable(self.json, Flag("--json"))
         if self.page:
@@ -181,7 +181,7 @@ class ResultFiles(NamedTuple):
                 f" {self.page} are the same file: choose two names",
             )
         world = launched_ranks()[1]
-        if world > 1 and not self.halves:
+        if world > 1 and not self.halves_file:
             raise ConfigError(
                 f"WORLD_SIZE={world}: several ranks need ",
                 Flag("--json"),
@@ -197,7 +197,7 @@ class ResultFiles(NamedTuple):
         data: "Datasets",
         halves: bool,
     ) -> None:
-        from omnilead.downstream.evaluation.results import halves_file
+        from omnilead.downstream.evaluation.results import halves_file_of_dataset
 
         if self.json:
             write_result(self.json, dumps(document, indent=1) + "\n", Flag("--json"))
@@ -206,9 +206,9 @@ class ResultFiles(NamedTuple):
 
             page = evaluation_report.build(result, data, halves)
             write_result(self.page, page, Flag("--report"))
-        if self.halves:
+        if self.halves_file:
             for number in range(len(data.all)):
-                Path(str(halves_file(self.halves, number))).unlink(missing_ok=True)
+                Path(str(halves_file_of_dataset(self.halves_file, number))).unlink(missing_ok=True)
 
 
 def labels_of_run(model: str) -> str:
@@ -218,25 +218,25 @@ def labels_of_run(model: str) -> str:
     return str(table) if table.is_file() and not table.is_symlink() else ""
 
 
-def lines(document: Facts, halves: bool = False) -> Iterator[str]:
-    """The scores for the terminal: of records, and of `halves` if they are asked for."""
-    from omnilead.downstream.evaluation.results import number_to_report, pieces
+def score_lines(document: Facts, halves: bool = False) -> Iterator[str]:
+    """Yields lines for the terminal: scores of records; with `halves`, of halves, too."""
+    from omnilead.downstream.evaluation.results import sentence_to_report, windows_text
 
     yield "{task}, role {role}, leads {leads}: {model} on {dataset}".format(**document)
     labels = {name: label_of(name) for name in document["metrics"]}
     width = max(map(len, labels.values())) + 2
-    yield number_to_report(document)
+    yield sentence_to_report(document)
     record = document.get("record")
     parts = [record, document] if record and halves else [record or document]
     if record:
-        counts = [f"{record['n']:,} records", f"{document['n']:,} {pieces(document)}"]
+        counts = [f"{record['n']:,} records", f"{document['n']:,} {windows_text(document)}"]
         yield f"{'':<{width}}{''.join(f'{count:<30}' for count in counts[: len(parts)])}".rstrip()
     else:
         yield f"{document['n']:,} probes against {document['gallery']:,} in the gallery"
     for name, label in labels.items():
-        columns = (_score(part, name) for part in parts)
+        columns = (_score_text(part, name) for part in parts)
         yield f"{label:<{width}}{''.join(f'{column:<30}' for column in columns)}".rstrip()
-    if 0 < len(classes := parts[0]["classes"]) <= CLASSES_SHOWN:
+    if 0 < len(classes := parts[0]["classes"]) <= CLASSES_PRINTED:
         brief = (metric.name for metric in METRIC_OF.values() if metric.in_brief)
         columns_shown = ("positives", "threshold", *brief, "n")
         names = [name for name in columns_shown if name in next(iter(classes.values()))]
@@ -249,7 +249,7 @@ def lines(document: Facts, halves: bool = False) -> Iterator[str]:
     yield from document["remarks"]
 
 
-def _score(document: Facts, name: str) -> str:
+def _score_text(document: Facts, name: str) -> str:
     value, interval = document["metrics"][name], document["intervals"].get(name)
     if value is None:
         return "not defined"

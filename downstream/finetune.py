@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from omnilead.downstream.tasks.config import FinetuneConfig
     from omnilead.engine.run import TrainingRun
 
-OWN: Shortcuts = {
+FINETUNE_SHORTCUTS: Shortcuts = {
     "labels": (
         "task.labels",
         Annotated[str, Option("a table of labels, CSV or parquet, with a column `record`", "CSV")],
@@ -121,7 +121,7 @@ main = partial(
     finetune_task,
     finetune_settings,
     None,
-    {**SHORTCUTS, **OWN},
+    {**SHORTCUTS, **FINETUNE_SHORTCUTS},
     after=AFTER,
 )
 

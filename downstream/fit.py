@@ -6,8 +6,8 @@
     omnilead fit --model RUN --data DATASET --labels my.csv --leads I --out MODEL      for ECGs of lead I alone
     omnilead predict --model MODEL --data NEW --out predictions.csv
 
-Labels are 0 and 1, yes and no, text or numbers; an empty cell is unknown. Of two other values, such as
-1 and 2, --positive says which counts as 1. The head is fitted on the
+Labels are 0 and 1, yes and no, text or numbers; an empty cell is unknown. If a column
+has two other values, such as 1 and 2, --positive says which counts as 1. The head is fitted on the
 ECGs of train and valid; `omnilead evaluate --model MODEL` tests it on the others. A column `fold` or
 `split` splits the ECGs; without one, patients are split 8:1:1. The score that is printed is from
 cross-validation: each ECG of train and valid (of more than 5,000 a fifth) is scored by a head that
@@ -52,11 +52,11 @@ class FittedModel:
         return load(self.path, code=True)  # what wrote it ran its code
 
     def model(self) -> "TrainedModel":
-        """What omnilead.load(MODEL) returns."""
+        """Returns what omnilead.load(MODEL) does."""
         return self._loaded
 
     def predict(self, *ecg: Any, **options: Any) -> Any:
-        """The scores of an ECG, as omnilead.load(MODEL).predict."""
+        """Predicts an ECG, as omnilead.load(MODEL).predict does."""
         return self._loaded.predict(*ecg, **options)
 
     @property
@@ -70,7 +70,7 @@ def fit(
     ] = "small",
     *,
     code: shared.Code = False,
-    data: shared.DatasetsMade,
+    data: shared.BuiltDatasets,
     labels: Annotated[
         File, Option("a table of labels, CSV or parquet, with a column `record`", "CSV")
     ],

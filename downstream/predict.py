@@ -14,7 +14,7 @@ kind of task: for each class AF (probability) and AF_predicted (true above the t
 best F1 in validation, which can be far below 0.5); or `predicted` (the most probable class) and the
 probability of each class; or values such as age_years, or risk. The prediction of a record is the
 mean over its segments (5 s, or the model's window). A note says how good a model of `omnilead fit`
-was in cross-validation, and from which score on 95 % of the positives lie; for other models see
+was in cross-validation, and which score 95 % of the positives reach; for other models see
 `omnilead evaluate --role valid`. What was skipped is listed in F.csv.skipped.csv. Inputs and resuming
 are as in `omnilead embed`. Exit code 2: an argument or a file is wrong. Exit code 1: computing or
 writing failed.
@@ -59,8 +59,8 @@ def predict(
     ] = "record",
     pseudonymize: shared.Pseudonymize = None,
 ) -> "pa.Table | Written":
-    """Predictions of a fine-tuned model, as `omnilead predict`: a pyarrow table; or, with `out`, a
-    parquet or CSV file, made in parts as that of `omnilead.embed`."""
+    """Returns predictions of a fine-tuned model, as `omnilead predict`: a pyarrow table; or, with
+    `out`, writes a parquet or CSV file, in parts as `omnilead.embed` does."""
     options = locals()
     # imported late, so that --help does not wait for PyTorch
     from omnilead.downstream.inference import commands

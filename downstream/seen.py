@@ -68,12 +68,12 @@ def seen(
     anonymous: shared.Anonymous = False,
 ) -> int:
     """Prints what the model has seen."""
-    from omnilead.downstream.evaluation.trained_on import report
+    from omnilead.downstream.evaluation.trained_on import report_lines
 
     table = Path(out) if out else None
     if table:
         require_writable(table, "--out")
-    lines = report(model, data, table, anonymous, pseudonymize)
+    lines = report_lines(model, data, table, anonymous, pseudonymize)
     return show("\n".join(lines) + "\n")
 
 

@@ -40,8 +40,8 @@ from omnilead.downstream.interop.fairseq import (
     Settings,
     Weights,
     from_theirs,
-    settings,
-    spelling,
+    norm_spelling,
+    read_model_config,
     to_theirs,
 )
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
@@ -107,7 +107,7 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
     state = load_file(folder / f"{name}_state_dict.safetensors")
     return ReferenceCase(
         name,
-        settings(model | NO_DROPOUT),
+        read_model_config(model | NO_DROPOUT),
         _objective(model, criterion),
         adam,
         state,
@@ -283,7 +283,7 @@ def compare_gradients(
     gradients = {}
     for name, p in model.named_parameters():
         gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
-    ours = to_theirs(gradients, case.config, spelling(case.state))
+    ours = to_theirs(gradients, case.config, norm_spelling(case.state))
     scale = max(float(g.abs().max()) for g in case.gradients.values())
     for name, reference in case.gradients.items():
         error = difference(ours[name], reference)
@@ -303,7 +303,7 @@ def compare_steps(case: ReferenceCase, runner: Runner, label: str) -> Iterator[C
         adam.param_groups[0]["eps"] = case.adam["eps"] / math.sqrt(correction)
         adam.step()
     weights = {name: p.detach() for name, p in runner.model.named_parameters()}
-    ours = to_theirs(weights, case.config, spelling(case.state))
+    ours = to_theirs(weights, case.config, norm_spelling(case.state))
     changed, wrong = 0.0, 0.0
     for name, reference in case.after.items():
         error = difference(ours[name], reference)

@@ -324,13 +324,13 @@ def test_commands_in_place_of_those_of_fairseq_signals_are_accepted():
 
 
 def test_the_reference_of_settings_is_current():
-    text = settings.text()
+    text = settings.page_text()
     assert (DOCS / "settings.md").read_text() == text, "write it again: python -m docs.settings"
     assert "|  *(" not in text, "a setting has no comment beside it that says what it means"
 
 
 def test_the_reference_of_commands_is_current():
-    text = reference.text()
+    text = reference.page_text()
     assert (DOCS / "commands.md").read_text() == text, "write it again: python -m docs.commands"
     assert set(re.findall(r"^## (\w+)", text, re.MULTILINE)) == set(COMMANDS)
     assert "|  |" not in text, "an option says nothing"
@@ -452,6 +452,14 @@ def test_the_picture_of_the_house_names_every_folder(tmp_path):
     drawn = (tmp_path / "house.svg").read_text()
     rooms = [f"{wing}/{room}" for wing, names in ROOMS.items() for room in names]
     assert [room for room in rooms if f">{room}<" not in drawn] == []
+
+
+def test_the_picture_of_the_house_does_not_depend_on_the_order_of_sets(tmp_path):
+    below = ["engine/a", "engine/b"]
+    members = {name: ["module"] for name in (*below, "engine/c")}
+    for name, used in (("one.svg", below), ("two.svg", below[::-1])):
+        house.draw(tmp_path / name, [below, ["engine/c"]], members, {"engine/c": used})
+    assert (tmp_path / "one.svg").read_text() == (tmp_path / "two.svg").read_text()
 
 
 def test_the_picture_of_the_wings_is_of_the_ecg_that_is_given(dataset):

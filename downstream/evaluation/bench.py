@@ -26,55 +26,55 @@ from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import Facts
 
 from ..inference.commands import refuse_ranks
-from .boosted import INSTALL, installed
+from .boosted import INSTALL_LIGHTGBM, has_lightgbm
 from .differences import (
-    KEYS,
+    ROW_KEYS,
     Samples,
     Scores,
-    averaged,
-    by_class,
-    by_fold,
-    compared,
-    over_classes,
-    widened,
+    average_draws,
+    mean_over_classes,
+    metrics_by_class,
+    metrics_by_fold,
+    rows_and_differences,
+    widen,
 )
-from .embedders import BOOSTED, Compared, rows_to_compare
-from .plan import IDENTIFICATION, BenchOptions, ProbedTask, Work, as_typed, plan_work
-from .probe import Fit, ProbeData, ProbeJob, fits_at_once, scores_of
-from .records import ShownLeads, fits
-from .results import EvalOptions, leakage, nullable, shown_input
-from .vectors import Embedder, Vectors, embedded
+from .embedders import BOOSTED_ROW, ComparedRow, rows_to_compare
+from .plan import IDENTIFICATION, BenchOptions, BenchPlan, ProbedTask, datasets_text, plan_bench
+from .probe import Fit, ProbeData, ProbeJob, fit_process_count, run_probe_jobs
+from .records import ShownLeads, train_test_rows
+from .results import EvalOptions, leakage_notes, nan_to_none, shown_input
+from .vectors import Embedder, Vectors, cached_vectors
 
-# Of a comparison: rows with the same of all of these can be in one table
-SETTINGS = ("fingerprint", "test_data", "seed", "fit_leads", "folds", "readouts")
+# Rows of comparisons that agree in all of these can be in one table
+COMPARISON_SETTINGS = ("fingerprint", "test_data", "seed", "fit_leads", "folds", "readouts")
 
 
 def bench(options: BenchOptions) -> Facts:
     """Returns the content of OUT/bench.json."""
     refuse_ranks("a comparison is")
     rows = rows_to_compare(options.models, options.embedding, options.reader, options.seed)
-    work = plan_work(options, ShownLeads(widest_input(rows), options.shown_leads))
-    notes = remarks(rows, options, work)  # refuses bad input early
-    if not installed():
-        notes.append(f"{BOOSTED}: left out: {INSTALL}")
+    plan = plan_bench(options, ShownLeads(longest_input(rows), options.shown_leads))
+    notes = comparison_notes(rows, options, plan)  # refuses bad input early
+    if not has_lightgbm():
+        notes.append(f"{BOOSTED_ROW}: left out: {INSTALL_LIGHTGBM}")
     random = {row.name: row.random for row in rows}
     about = {
-        "data": as_typed(options.data),
-        "fingerprint": work.fitted.fingerprint,
-        "test_data": as_typed(options.test_data) or None,
+        "data": datasets_text(options.data),
+        "fingerprint": plan.fitted.fingerprint,
+        "test_data": datasets_text(options.test_data) or None,
         "seed": options.seed,
         "models": random,
         "fit_leads": options.fit_leads or None,
         "folds": options.folds,
         "readouts": readouts_of(rows, options.embedding.readout),
     }
-    tell_of_others(about, options, work)
-    scores = scores_of_rows(rows, options, work)
-    return dict(nullable({**about, "notes": notes, **compared(scores, random)}))
+    warn_if_replacing(about, options, plan)
+    scores = scores_of_rows(rows, options, plan)
+    return dict(nan_to_none({**about, "notes": notes, **rows_and_differences(scores, random)}))
 
 
-def readouts_of(rows: Sequence[Compared], readout: str) -> dict[str, str]:
-    """How each model is read out, by the name of its row."""
+def readouts_of(rows: Sequence[ComparedRow], readout: str) -> dict[str, str]:
+    """{row: read-out of its model}"""
     readouts = {}
     for row in rows:
         if row.model:
@@ -82,19 +82,19 @@ def readouts_of(rows: Sequence[Compared], readout: str) -> dict[str, str]:
     return readouts
 
 
-def tell_of_others(about: Facts, options: BenchOptions, work: Work) -> None:
-    """Tells if OUT has tables of other rows, data or read-outs, which will be lost."""
+def warn_if_replacing(about: Facts, options: BenchOptions, plan: BenchPlan) -> None:
+    """Warns if OUT has tables of other rows, data or read-outs: they will be replaced."""
     try:
         before = json.loads((options.out / "bench.json").read_text())
-        rows_before = {tuple(row[key] for key in KEYS) for row in before["rows"]}
+        rows_before = {tuple(row[key] for key in ROW_KEYS) for row in before["rows"]}
         models, data = ", ".join(before["models"]), before["data"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # no tables of this command
     names = about["models"]
-    rows_now = {*product(names, work.tasks, options.leads, options.shares)}
-    if work.persons:
+    rows_now = {*product(names, plan.tasks, options.leads, options.shares)}
+    if plan.identities:
         rows_now |= {*product(names, [IDENTIFICATION], options.leads, [None])}
-    is_same = all(before.get(name) == about[name] for name in SETTINGS)
+    is_same = all(before.get(name) == about[name] for name in COMPARISON_SETTINGS)
     if not is_same or not rows_before <= rows_now:
         tell(
             f"bench: {options.out} has the tables of another comparison, of {models} on {data}: they "
@@ -102,14 +102,14 @@ def tell_of_others(about: Facts, options: BenchOptions, work: Work) -> None:
         )
 
 
-def scores_of_rows(rows: Sequence[Compared], options: BenchOptions, work: Work) -> Scores:
-    """The scores of all rows, which take most of the time. Embeddings are kept in OUT/parts."""
+def scores_of_rows(rows: Sequence[ComparedRow], options: BenchOptions, plan: BenchPlan) -> Scores:
+    """Computes the scores of all rows. Embeddings are kept in OUT/parts."""
     scores: Scores = {}
-    fits = sum(task.fits for task in work.tasks.values())
-    clock = Clock(len(options.leads) * sum(len(row.draws) for row in rows), fits)
+    fits = sum(task.fit_count for task in plan.tasks.values())
+    clock = TimeEstimate(len(options.leads) * sum(len(row.draws) for row in rows), fits)
     for number, row in enumerate(rows, 1):
         for leads in options.leads:
-            for key, scored in row_scores(row, leads, work, options.out / "parts", clock).items():
+            for key, scored in row_scores(row, leads, plan, options.out / "parts", clock).items():
                 scores[row.name, *key] = scored
             clock.count(len(row.draws))
         if not interactive():  # there are no progress bars
@@ -117,19 +117,19 @@ def scores_of_rows(rows: Sequence[Compared], options: BenchOptions, work: Work) 
     return scores
 
 
-class Clock:
-    """Says once how long it may take, if that is a minute or more: after the first of several fits of the
-    first part, or after a part. A draw of random weights takes as long as its model; most baselines
-    take less, and boosting more."""
+class TimeEstimate:
+    """Prints once how long the comparison may take, if a minute or more: after the first fit of the
+    first part, else after a part. Random weights take as long as their model; most baselines take
+    less, and boosting more."""
 
     def __init__(self, parts: int, fits: int) -> None:
-        """`fits`: of each part."""
+        """`fits`: how many each part has."""
         self.parts, self.fits, self.done = parts, fits, 0
         self.began = self.fits_began = monotonic()
         self.has_told, self.has_fitted = False, fits < 2
 
     def begin_fits(self) -> None:
-        """The embeddings of a part are there."""
+        """Starts timing the fits of a part, whose embeddings are there."""
         if not self.has_fitted:
             self.fits_began = monotonic()
 
@@ -138,7 +138,7 @@ class Clock:
             return
         self.has_fitted = True
         took_s = monotonic() - self.fits_began
-        part_s = self.fits_began - self.began + took_s * self.fits / fits_at_once()
+        part_s = self.fits_began - self.began + took_s * self.fits / fit_process_count()
         self.tell(f"the first of {self.fits} fits took {took_s:.0f} s", part_s * self.parts)
 
     def count(self, done: int) -> None:
@@ -156,114 +156,125 @@ class Clock:
             )
 
 
-def widest_input(rows: Sequence[Compared]) -> Input:
+def longest_input(rows: Sequence[ComparedRow]) -> Input:
     """The input with the longest window."""
     inputs = [embedder.input for row in rows for draw in row.draws for embedder in draw]
     return max(inputs, key=lambda model_input: model_input.window_s)
 
 
-def row_scores(row: Compared, lead: str, work: Work, folder: Path, clock: Clock) -> Scores:
-    """The scores of a row that is shown these leads, by task, leads and share: means over its
-    draws."""
-    if not work.tasks and not row.identifies:
+def row_scores(
+    row: ComparedRow, lead: str, plan: BenchPlan, folder: Path, clock: TimeEstimate
+) -> Scores:
+    """Returns a row's scores with these leads, by task, leads and share: means over its draws."""
+    if not plan.tasks and not row.identifies:
         return {}
     samples_of_draws = [
-        draw_samples(row, embedders, lead, work, folder, clock) for embedders in row.draws
+        samples_of_draw(row, embedders, lead, plan, folder, clock) for embedders in row.draws
     ]
     scores: Scores = {}
     for name, share in samples_of_draws[0]:
         of_draws = [samples[name, share] for samples in samples_of_draws]
-        means = averaged(of_draws, crc32(row.name.encode()))  # every row resamples its own draws
-        if name in work.tasks:
-            facts = work.tasks[name].facts(share, means)
-            is_few = share in work.tasks[name].few_shares
-        elif work.persons:
-            facts, is_few = work.persons.facts, False
+        means = average_draws(
+            of_draws, crc32(row.name.encode())
+        )  # every row resamples its own draws
+        if name in plan.tasks:
+            facts = plan.tasks[name].facts(share, means)
+            is_few = share in plan.tasks[name].few_shares
+        elif plan.identities:
+            facts, is_few = plan.identities.facts, False
         if len(row.draws) > 1:
-            means_of_draws = [over_classes(samples) for samples in of_draws]
+            means_of_draws = [mean_over_classes(samples) for samples in of_draws]
             facts["each"] = {
                 key: [float(value[key][0]) for value in means_of_draws] for key in means
             }
-        scores[name, lead, share] = facts, over_classes(means, is_few)
+        scores[name, lead, share] = facts, mean_over_classes(means, is_few)
     return scores
 
 
-def draw_samples(
-    row: Compared,
+def samples_of_draw(
+    row: ComparedRow,
     embedders: Sequence[Embedder],
     lead: str,
-    work: Work,
+    plan: BenchPlan,
     folder: Path,
-    clock: Clock,
+    clock: TimeEstimate,
 ) -> dict[tuple[str, Any], Samples]:
     """Metrics [K, B] of joined embedders, by task and share."""
-    fit, test = (work.fitted, work.fit_leads or lead), (work.tested, lead)
+    fit, test = (plan.fitted, plan.fit_leads or lead), (plan.tested, lead)
     vectors = {}
-    for data, leads in dict.fromkeys([fit, test] if work.tasks else [test]):
-        rows = work.rows[data]
+    for data, leads in dict.fromkeys([fit, test] if plan.tasks else [test]):
+        rows = plan.rows[data]
         vectors[data, leads] = [
-            embedded(embedder, data, rows, leads, folder) for embedder in embedders
+            cached_vectors(embedder, data, rows, leads, folder) for embedder in embedders
         ]
     samples_by_task: dict[tuple[str, Any], Samples] = {}
-    for name, task in work.tasks.items():
-        by_share = probe_samples(task, vectors[fit], vectors[test], row.fit, clock)
+    for name, task in plan.tasks.items():
+        by_share = samples_of_probes(task, vectors[fit], vectors[test], row.fit, clock)
         for share, samples in by_share.items():
             samples_by_task[name, share] = samples
-    if work.persons and row.identifies:
-        compared_D = embedders[0].compared
-        samples_by_task[IDENTIFICATION, None] = work.persons.scores(vectors[test], compared_D)
+    if plan.identities and row.identifies:
+        identity_dims = embedders[0].identity_dims
+        samples_by_task[IDENTIFICATION, None] = plan.identities.scores(vectors[test], identity_dims)
     return samples_by_task
 
 
-def probe_samples(
-    task: ProbedTask, fitted: Sequence[Vectors], tested: Sequence[Vectors], fit: Fit, clock: Clock
+def samples_of_probes(
+    task: ProbedTask,
+    fitted: Sequence[Vectors],
+    tested: Sequence[Vectors],
+    fit: Fit,
+    clock: TimeEstimate,
 ) -> dict[float, Samples]:
     """Metrics [K, B] by share, averaged over the draws of the share."""
     data = ProbeData(task.train.means(fitted), task.train.y_NK, task.train.patient_N, task.kind)
     test_ND = task.test.means(tested)
     jobs = (
-        ProbeJob(fit, data.of(rows), task.used[share], test_ND[scored])
+        ProbeJob(fit, data.take(rows), task.used_outputs[share], test_ND[scored])
         for share in reversed(task.draws)  # the largest takes longest, so it begins first
         for draw in task.draws[share]
-        for rows, scored in fits(draw, task.fold_N)
+        for rows, scored in train_test_rows(draw, task.fold_N)
     )
     clock.begin_fits()
-    results, samples_by_share = scores_of(jobs), {}
+    results, samples_by_share = run_probe_jobs(jobs), {}
     for share in reversed(task.draws):
-        y_NK, of_draws = task.test.y_NK[:, task.used[share]], []
+        y_NK, of_draws = task.test.y_NK[:, task.used_outputs[share]], []
         for draw in task.draws[share]:
             scores_NK = np.zeros(y_NK.shape)
-            for _, scored in fits(draw, task.fold_N):
+            for _, scored in train_test_rows(draw, task.fold_N):
                 scores_NK[scored] = next(results)
                 clock.count_fit()
             if task.fold_N is None:
-                of_draws.append(by_class(task.kind, y_NK, scores_NK, task.weight_NB))
+                of_draws.append(metrics_by_class(task.kind, y_NK, scores_NK, task.weight_NB))
             else:
-                fold_samples = by_fold(task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N)
-                of_draws.append(widened(fold_samples, task.fold_N))
-        samples_by_share[share] = averaged(of_draws)
+                fold_samples = metrics_by_fold(
+                    task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N
+                )
+                of_draws.append(widen(fold_samples, task.fold_N))
+        samples_by_share[share] = average_draws(of_draws)
     return {share: samples_by_share[share] for share in task.draws}
 
 
-def remarks(rows: Sequence[Compared], options: BenchOptions, work: Work) -> list[str]:
-    """What a reader must know of the labels, data leakage, different preprocessing and missing
-    leads; ConfigError if data do not suit a model."""
+def comparison_notes(
+    rows: Sequence[ComparedRow], options: BenchOptions, plan: BenchPlan
+) -> list[str]:
+    """Returns notes on labels, data leakage, preprocessing that differs and missing leads;
+    ConfigError if the data do not suit a model."""
     notes = []
-    for name, task in work.tasks.items():
+    for name, task in plan.tasks.items():
         notes += [f"{name}: {note}" for note in task.remarks]
     models = {row.name: row.model for row in rows if row.random and row.model}
-    for name, leads, data in product(models, work.shown.leads, work.rows):
+    for name, leads, data in product(models, plan.shown.leads, plan.rows):
         warned = shown_input(models[name], data, EvalOptions(leads=leads))[1]
         notes += [f"{name}: {note}" for note in warned]
-    for data in work.rows:
-        notes += work.shown.left_out(data)
+    for data in plan.rows:
+        notes += plan.shown.left_out_notes(data)
     # Which models have seen the patients that they are tested on
-    tested = {name: (task.test.rows, task.patient_B) for name, task in work.tasks.items()}
-    if persons := work.persons:
-        crops = np.concatenate([persons.gallery, persons.probe])
-        tested[IDENTIFICATION] = crops, persons.patient_B
+    tested = {name: (task.test.rows, task.patient_B) for name, task in plan.tasks.items()}
+    if identities := plan.identities:
+        crops = np.concatenate([identities.gallery, identities.probe])
+        tested[IDENTIFICATION] = crops, identities.patient_B
     for name, task_name in product(models, tested):
-        warned = leakage(models[name], work.tested, *tested[task_name])
+        warned = leakage_notes(models[name], plan.tested, *tested[task_name])
         notes += [f"{name}, {task_name}: {note}" for note in warned]
     if options.fit_leads:
         notes.append(f"Probes were fitted on leads {options.fit_leads}.")
@@ -273,12 +284,14 @@ def remarks(rows: Sequence[Compared], options: BenchOptions, work: Work) -> list
             "fitted without its patient. It is ranked among the ECGs of its own fold. Intervals are "
             "widened, because these probes share most of their ECGs."
         )
-    elif work.tested is work.fitted:
-        notes += [few_tested(name, task) for name, task in work.tasks.items() if task.few_tested]
+    elif plan.tested is plan.fitted:
+        notes += [
+            few_tested_note(name, task) for name, task in plan.tasks.items() if task.has_small_test
+        ]
     return list(dict.fromkeys(notes))
 
 
-def few_tested(name: str, task: ProbedTask) -> str:
+def few_tested_note(name: str, task: ProbedTask) -> str:
     all_records = sum(len(records.y_NK) for records in (task.train, task.test))
     return (
         f"{name}: {len(task.test.y_NK)} ECGs are tested, which says little: --folds 5 tests "

@@ -1,6 +1,6 @@
 """Gradient boosting on the numbers of an ECG, by LightGBM (the extra `bench`).
 
-    probe = boosted(ProbeData(x_ND, y_NK, patient_N, "multilabel"))
+    probe = fit_boosted_trees(ProbeData(x_ND, y_NK, patient_N, "multilabel"))
     probe.head                               # downstream.inference.trees
 
 One setting for few labels and for many, chosen on folds 1 to 7 of PTB-XL with 85 and 850 labelled
@@ -21,10 +21,10 @@ from omnilead.engine.settings.errors import Facts
 from ..inference.trees import Trees
 from ..tasks.kinds import KINDS, event_loss
 from ..tasks.metrics import Array
-from .probe import Probe, ProbeData, standardised
+from .probe import Probe, ProbeData, standardise
 
 ROUNDS = 400
-SETTINGS = {
+LIGHTGBM_SETTINGS = {
     "learning_rate": 0.03,
     "num_leaves": 7,
     "min_data_in_leaf": 5,
@@ -34,18 +34,19 @@ SETTINGS = {
     "force_row_wise": True,
     "verbose": -1,
 }
-SHARE, AT_LEAST = 0.05, 32  # of the numbers, that a tree sees
-FEW = 3
-INSTALL = "lightgbm is not installed: pip install 'omnilead[bench]'"
-Node = dict[str, Any]  # of LightGBM's dump
+FEATURE_SHARE, LEAST_FEATURES = 0.05, 32  # of the numbers that each tree sees
+LEAST_EXAMPLES = 3
+INSTALL_LIGHTGBM = "lightgbm is not installed: pip install 'omnilead[bench]'"
+Node = dict[str, Any]  # a node in LightGBM's dump
 
 
-def installed() -> bool:
+def has_lightgbm() -> bool:
     return find_spec("lightgbm") is not None
 
 
-def boosted(data: ProbeData) -> Probe:
-    data, center_K, scale_K = standardised(data)
+def fit_boosted_trees(data: ProbeData) -> Probe:
+    """Fits trees for each output; for exclusive classes, all together."""
+    data, center_K, scale_K = standardise(data)
     trees_and_outputs: list[tuple[Node, int]] = []  # trees, and their outputs
     x_ND, outputs = data.x_ND.astype(np.float32), data.y_NK.shape[1]
     x_ND[x_ND == 0] = np.nan
@@ -57,25 +58,25 @@ def boosted(data: ProbeData) -> Probe:
         for number, y_N in enumerate(data.y_NK.T):
             known_N = ~np.isnan(y_N)
             y_N = y_N[known_N]
-            if KINDS[data.kind].of_classes:
+            if KINDS[data.kind].has_classes:
                 positives = y_N.sum()
-                if min(positives, len(y_N) - positives) < FEW:
+                if min(positives, len(y_N) - positives) < LEAST_EXAMPLES:
                     rate = (positives + 0.5) / (len(y_N) + 1)
                     trees_and_outputs.append(({"leaf_value": np.log(rate / (1 - rate))}, number))
                     continue
             trees_and_outputs += [
                 (tree, number) for tree, _ in _trees(x_ND[known_N], y_N, data.kind)
             ]
-    trees = planted(trees_and_outputs, outputs).check(x_ND.shape[1])
+    trees = convert_trees(trees_and_outputs, outputs).check(x_ND.shape[1])
     return Probe(data.kind, trees, center_K, scale_K)
 
 
 def _trees(x_ND: Array, y_N: Array, kind: str, **more_settings: Any) -> list[tuple[Node, int]]:
-    """The trees in their order; with several classes, one of each in turn."""
+    """Fits with LightGBM. Returns (tree, number of its class) in their order."""
     import lightgbm
 
-    share = min(1.0, max(SHARE, AT_LEAST / x_ND.shape[1]))
-    settings: Facts = {**SETTINGS, **more_settings, "feature_fraction": share}
+    share = min(1.0, max(FEATURE_SHARE, LEAST_FEATURES / x_ND.shape[1]))
+    settings: Facts = {**LIGHTGBM_SETTINGS, **more_settings, "feature_fraction": share}
     settings["num_threads"] = torch.get_num_threads()
     settings["objective"] = OBJECTIVES[kind]
     booster = lightgbm.train(settings, lightgbm.Dataset(x_ND, y_N), ROUNDS)
@@ -86,8 +87,8 @@ def _trees(x_ND: Array, y_N: Array, kind: str, **more_settings: Any) -> list[tup
     ]
 
 
-def _hazards(risk_N: Array, data: Any) -> tuple[Array, Array]:
-    """The slope of the loss of the events, and its curvature."""
+def _cox_gradients(risk_N: Array, data: Any) -> tuple[Array, Array]:
+    """Returns the gradient and the diagonal of the Hessian of the loss of the events."""
     risk_N1 = torch.tensor(risk_N[:, None], requires_grad=True)
     y_N1 = torch.from_numpy(data.get_label()[:, None].astype(np.float64))
     event_N = (y_N1[:, 0] > 0).double()
@@ -102,14 +103,14 @@ OBJECTIVES: Facts = {
     "multilabel": "binary",
     "multiclass": "multiclass",
     "regression": "regression",
-    "survival": _hazards,
+    "survival": _cox_gradients,
 }
 
 
-def planted(trees_and_outputs: list[tuple[Node, int]], outputs: int) -> Trees:
-    """Trees of LightGBM as ours."""
+def convert_trees(trees_and_outputs: list[tuple[Node, int]], outputs: int) -> Trees:
+    """Converts LightGBM's trees to ours."""
     nodes: list[tuple[int, float, tuple[int, int, int], float]] = []
-    roots = [_plant(tree, nodes) for tree, _ in trees_and_outputs]
+    roots = [_append_tree(tree, nodes) for tree, _ in trees_and_outputs]
     feature, threshold, child, value = zip(*nodes, strict=True)
     trees = Trees(len(nodes), len(roots), outputs)
     tensors = {
@@ -124,23 +125,23 @@ def planted(trees_and_outputs: list[tuple[Node, int]], outputs: int) -> Trees:
     return trees
 
 
-def _plant(tree: Node, nodes: list[Any]) -> int:
-    """Appends a tree, its root first. Returns the root's place."""
-    place = len(nodes)
-    nodes.append((0, 0.0, (place, place, place), tree.get("leaf_value", 0.0)))
+def _append_tree(tree: Node, nodes: list[Any]) -> int:
+    """Appends a tree, its root first. Returns the root's index."""
+    index = len(nodes)
+    nodes.append((0, 0.0, (index, index, index), tree.get("leaf_value", 0.0)))
     if "leaf_value" not in tree:
         sides = tree["left_child"], tree["right_child"]
-        left, right = (_plant(side, nodes) for side in sides)
+        left, right = (_append_tree(side, nodes) for side in sides)
         first = tree["default_left"]
         if tree["missing_type"] != "NaN":
             counts = [side.get("leaf_count", side.get("internal_count", 0)) for side in sides]
             first = counts[0] >= counts[1]
-        # A split of what is missing from all else is at 1e300
+        # LightGBM splits missing values from all others at 1e300
         exact = min(tree["threshold"], float(np.finfo(np.float32).max))
-        # The same for every number in float32
+        # Rounded down, which sends every float32 number the same way
         threshold = np.float32(exact)
         if threshold > exact:
             threshold = np.nextafter(threshold, np.float32(-np.inf))
         child = left, right, left if first else right
-        nodes[place] = tree["split_feature"], float(threshold), child, 0.0
-    return place
+        nodes[index] = tree["split_feature"], float(threshold), child, 0.0
+    return index

@@ -1,9 +1,9 @@
 """Scores with 95 % intervals, and paired differences between models: all from the same bootstrap
 resamples of test patients, and of draws.
 
-    weight_NB = resampled(patient_N)              # B weightings of the rows; the first counts each once
-    samples = over_classes(by_class("multilabel", y_NK, scores_NK, weight_NB))     # metrics [B]
-    compared({("A", "sex", "12", 1.0): (facts, samples), ...}, {"A": ""})           # rows and differences
+    weight_NB = bootstrap_weights(patient_N)              # B weightings of the rows; the first counts each once
+    samples = mean_over_classes(metrics_by_class("multilabel", y_NK, scores_NK, weight_NB))     # metrics [B]
+    rows_and_differences({("A", "sex", "12", 1.0): (facts, samples), ...}, {"A": ""})           # rows and differences
 """
 
 import warnings
@@ -15,22 +15,22 @@ import numpy as np
 from omnilead.engine.settings.errors import Facts
 
 from ..tasks.kinds import KINDS
-from ..tasks.metrics import Array, exact_interval, interval_of, statistic_of, weighted_measures
+from ..tasks.metrics import Array, bca_interval, exact_interval, statistic_of, weighted_measures
 
-KEYS = ("model", "task", "leads", "share")  # of a row
+ROW_KEYS = ("model", "task", "leads", "share")  # that identify a row
 RESAMPLES = 1000
-INTERVAL_METHOD = "BCa"  # metrics.interval_of; documents that do not say so have plain percentiles
-RANKED = ("auroc", "auprc", "c_index")  # metrics that compare the scores of ECGs
+INTERVAL_METHOD = "BCa"  # metrics.bca_interval; documents that do not say so have plain percentiles
+RANKING_METRICS = ("auroc", "auprc", "c_index")  # metrics that compare the scores of ECGs
 RANGE_OF = {"mae": (0, np.inf), "rmse": (0, np.inf), "r2": (-np.inf, 1), "pearson": (-1, 1)}
-SHARE = (0, 1)  # the range of the others
+OTHER_RANGE = (0, 1)  # the range of the others
 Samples = dict[str, Array]  # metrics [B]
 Scored = tuple[Facts, Samples]
 Scores = dict[tuple[Any, ...], Scored]  # by KEYS
 
 
-def resampled(group_N: Array) -> Array:
-    """[N, B]: how often each row counts: once in the first column, then as in bootstraps of the
-    groups (one group: NaN)."""
+def bootstrap_weights(group_N: Array) -> Array:
+    """[N, B]: how often each row counts: once in the first column, then as drawn in bootstraps of
+    the groups (NaN if there is one group)."""
     groups, group_N = np.unique(group_N, return_inverse=True)
     n, rng = len(groups), np.random.default_rng(0)
     columns_BG: list[Array] = [np.ones(n)]
@@ -40,9 +40,9 @@ def resampled(group_N: Array) -> Array:
     return np.asarray(np.stack(columns_BG, 1, dtype=np.float32)[group_N])
 
 
-def averaged(draws: Sequence[Samples], seed: int = 1) -> Samples:
-    """Means over draws, of labels or of random weights. In resamples these are drawn again, one
-    fewer, so that their means vary as means of all draws do (Rao and Wu 1988)."""
+def average_draws(draws: Sequence[Samples], seed: int = 1) -> Samples:
+    """Averages over draws of labels or of random weights. Each resample draws from them again, one
+    fewer, so that its means vary as means of all draws do (Rao and Wu 1988)."""
     n, fewer = len(draws), max(1, len(draws) - 1)
     weight_BR = np.random.default_rng(seed).multinomial(fewer, np.full(n, 1 / n), RESAMPLES) / fewer
     weight_RB = np.vstack([np.full(n, 1 / n), weight_BR]).T
@@ -54,9 +54,9 @@ def averaged(draws: Sequence[Samples], seed: int = 1) -> Samples:
     return means
 
 
-def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:
+def metrics_by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:
     """Metrics [K, B]; for regression their means over K, [1, B]."""
-    if not KINDS[kind].of_classes:
+    if not KINDS[kind].has_classes:
         statistic = statistic_of(kind, y_NK, scores_NK)
         values_MB = np.stack([statistic(weight_N) for weight_N in weight_NB.T], 1)
         return dict(zip(statistic.names, values_MB[:, None], strict=True))
@@ -65,22 +65,24 @@ def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samp
     return {name: np.stack([metrics[name] for metrics in classes]) for name in classes[0]}
 
 
-def by_fold(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array, fold_N: Array) -> Samples:
+def metrics_by_fold(
+    kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array, fold_N: Array
+) -> Samples:
     """Metrics [K, B] of cross-validation. The scores of two folds are of two probes, so only values
     and probabilities are on one scale: where ECGs are ranked, each is ranked in its own fold alone,
     and a fold counts by its pairs of an ECG with the class and one without it (survival: by its
     events, unless none can be compared)."""
-    samples = by_class(kind, y_NK, scores_NK, weight_NB)
-    ranks = [name for name in RANKED if name in samples]
+    samples = metrics_by_class(kind, y_NK, scores_NK, weight_NB)
+    ranks = [name for name in RANKING_METRICS if name in samples]
     sums = {name: np.zeros_like(samples[name]) for name in ranks}
     counts = {name: np.zeros_like(samples[name]) for name in ranks}
     for fold in np.unique(fold_N) if ranks else ():
         rows = fold_N == fold
         y_RK, weight_RB = y_NK[rows], weight_NB[rows]
         of_fold_KB = (y_RK > 0).T @ weight_RB
-        if KINDS[kind].of_classes:
+        if KINDS[kind].has_classes:
             of_fold_KB = of_fold_KB * ((y_RK == 0).T @ weight_RB)
-        ranked = by_class(kind, y_RK, scores_NK[rows], weight_RB)
+        ranked = metrics_by_class(kind, y_RK, scores_NK[rows], weight_RB)
         for name in ranks:
             defined_KB = (of_fold_KB > 0) & ~np.isnan(ranked[name])
             sums[name] += np.where(defined_KB, ranked[name] * of_fold_KB, 0)
@@ -89,24 +91,24 @@ def by_fold(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array, fold_N: 
         return samples | {name: sums[name] / counts[name] for name in ranks}
 
 
-def widened(samples: Samples, fold_N: Array) -> Samples:
-    """Resamples of test patients do not know that the probes of K folds share most of their ECGs, so
-    that their errors go together: deviations are multiplied by sqrt(1 + K / (K - 1)), as in the
-    corrected t test of Nadeau and Bengio (2003). Without it, intervals of 95 % held the AUROC on 1,300
-    other ECGs in 33 of 40 draws of 360 of PTB-XL; with it, in all."""
+def widen(samples: Samples, fold_N: Array) -> Samples:
+    """Widens the spread of the resamples by sqrt(1 + K / (K - 1)), as in the corrected t test of
+    Nadeau and Bengio (2003): the probes of K folds share most of their ECGs, so their errors go
+    together, which resampling test patients misses. Without it, intervals of 95 % held the AUROC on
+    1,300 other ECGs in 33 of 40 draws of 360 of PTB-XL; with it, in all."""
     folds, wider = len(np.unique(fold_N)), {}
     factor = np.sqrt(1 + folds / (folds - 1)) if folds > 1 else 1.0
     for name, value_KB in samples.items():
         with warnings.catch_warnings(action="ignore"):  # undefined in all resamples: NaN
             mean_K1 = np.nanmean(value_KB[:, 1:], 1, keepdims=True)
         drawn = mean_K1 + factor * (value_KB[:, 1:] - mean_K1)
-        drawn = drawn.clip(*RANGE_OF.get(name, SHARE))
+        drawn = drawn.clip(*RANGE_OF.get(name, OTHER_RANGE))
         wider[name] = np.hstack([value_KB[:, :1], drawn])
     return wider
 
 
-def over_classes(samples: Samples, is_few: bool = False) -> Samples:
-    """Means of metrics [K, B] over the classes for which they are defined. `is_few`: there are too few
+def mean_over_classes(samples: Samples, is_few: bool = False) -> Samples:
+    """Means of metrics [K, B] over the classes for which they are defined. `is_few`: too few
     patients for resamples, which become NaN."""
     means = {}
     with warnings.catch_warnings(action="ignore"):  # the mean of nothing but NaN is NaN
@@ -117,19 +119,19 @@ def over_classes(samples: Samples, is_few: bool = False) -> Samples:
     return means
 
 
-def compared(scores: Scores, random: Mapping[str, str]) -> Facts:
-    """Rows, and their differences from random weights of the same architecture (named in `random`)
-    and from the first."""
+def rows_and_differences(scores: Scores, random: Mapping[str, str]) -> Facts:
+    """Returns the rows, and their differences from the first model and from random weights of the
+    same architecture (`random`: {row: its row of random weights})."""
     rows, differences, first = [], [], next(iter(random))
     settings = list(dict.fromkeys(key[1:] for key in scores))
     for key in sorted(scores, key=lambda key: settings.index(key[1:])):
         facts, samples = scores[key]
-        about = dict(zip(KEYS, key, strict=True))
+        about = dict(zip(ROW_KEYS, key, strict=True))
         row: Facts = {**about, **facts, "metrics": {}, "intervals": {}}
         for name, value_B in samples.items():
             people = facts["patients"] if name == "accuracy" else 0
             row["metrics"][name] = float(value_B[0])
-            row["intervals"][name] = interval(value_B, people)
+            row["intervals"][name] = score_interval(value_B, people)
         rows.append(row)
         for other in dict.fromkeys([random[key[0]], first]):
             # Not every row identifies patients
@@ -138,18 +140,18 @@ def compared(scores: Scores, random: Mapping[str, str]) -> Facts:
             _, against = scores[other, *key[1:]]
             for name, value_B in samples.items():
                 gap_B = value_B - against[name]
-                gap = {"difference": float(gap_B[0]), "interval": interval(gap_B)}
+                gap = {"difference": float(gap_B[0]), "interval": score_interval(gap_B)}
                 differences.append({**about, "against": other, "metric": name, **gap})
     return {"rows": rows, "differences": differences, "interval_method": INTERVAL_METHOD}
 
 
-def interval(value_B: Array, people: int = 0) -> list[float]:
-    """interval_of the resamples; for a share of `people` that is 0 or 1, which resamples never
-    change, Clopper-Pearson's. Otherwise none where all resamples agree on anything but 0, which is
-    how much a model differs from itself."""
+def score_interval(value_B: Array, people: int = 0) -> list[float]:
+    """Returns the 95 % interval of a score. A share of `people` that is 0 or 1, which resamples
+    never change, gets Clopper and Pearson's. NaN if all resamples agree, unless on 0, which is how
+    much a model differs from itself."""
     if people > 1 and np.isclose(value_B[0], (0, 1)).any():
         return exact_interval(round(value_B[0]) * people, people)
-    ends: list[float] = interval_of(value_B).tolist()
+    ends: list[float] = bca_interval(value_B).tolist()
     if value_B[0] and np.isclose(ends[0], ends[1]):
         return [np.nan, np.nan]
     return ends

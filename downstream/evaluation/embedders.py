@@ -25,15 +25,15 @@ from ..inference.commands import prepare_model
 from ..inference.trained_model import TrainedModel
 from ..tasks import readout as readouts
 from ..tasks.metrics import Array
-from ..tasks.readout import Readout, measures_signal, place_of_mean
-from .boosted import INSTALL, boosted, installed
-from .probe import Fit, linear
+from ..tasks.readout import Readout, mean_slice, measures_signal
+from .boosted import INSTALL_LIGHTGBM, fit_boosted_trees, has_lightgbm
+from .probe import Fit, fit_linear_probe
 from .vectors import Embedder
 
-RANDOM, MEAN_BEAT, MEASURED = "random weights", "mean beat", "measurements"
-BOOSTED = "boosted features"
-READERS = {"linear": linear, "boosted": boosted}
-DRAWS = 5  # of random weights: their scores differ by as much as 0.02
+RANDOM_ROW, MEAN_BEAT_ROW, MEASUREMENTS_ROW = "random weights", "mean beat", "measurements"
+BOOSTED_ROW = "boosted features"
+READERS = {"linear": fit_linear_probe, "boosted": fit_boosted_trees}
+RANDOM_DRAWS = 5  # draws of random weights: their scores differ by as much as 0.02
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class EmbedOptions:
     code: bool = False  # run the custom code in a model folder
 
 
-class Compared(NamedTuple):
-    """What is compared, under one name."""
+class ComparedRow(NamedTuple):
+    """A row of the comparison: its name and its embedders."""
 
     name: str
     # Each draw is a list of embedders, whose vectors are joined. Random weights are drawn several
     # times, and the scores averaged
     draws: list[list[Embedder]]
     random: str = ""  # the row of random weights of the same architecture
-    fit: Fit = linear
-    identifies: bool = True  # whether patients are identified by it, too
+    fit: Fit = fit_linear_probe
+    identifies: bool = True  # whether patient identification is scored, too
 
     @property
     def model(self) -> TrainedModel | None:
@@ -69,56 +69,56 @@ class Compared(NamedTuple):
 
 def rows_to_compare(
     models: Sequence[str], options: EmbedOptions, reader: str = "linear", seed: int = 0
-) -> list[Compared]:
-    """`models`: folders, or NAME=FOLDER. `reader`: what is fitted on models' embeddings. `seed`: the
-    first of the random weights. Random weights follow the first model of their architecture; what
-    needs no training is last. Without LightGBM, no row is boosted."""
-    if reader == "boosted" and not installed():
-        raise ConfigError(Flag("--reader"), f" boosted: {INSTALL}")
-    beat = _measured(MEAN_BEAT, mean_beat.mean_beats, slice(12 * mean_beat.BEAT))
-    measured = _measured(MEASURED, mean_beat.measurements)
+) -> list[ComparedRow]:
+    """Returns the rows: models, random weights after the first model of their architecture, then
+    what needs no training. Without LightGBM, no row is boosted. `models`: FOLDER or NAME=FOLDER.
+    `reader`: what is fitted on the models' embeddings. `seed`: of the first random weights."""
+    if reader == "boosted" and not has_lightgbm():
+        raise ConfigError(Flag("--reader"), f" boosted: {INSTALL_LIGHTGBM}")
+    beat = _measurement_embedder(MEAN_BEAT_ROW, mean_beat.mean_beats, slice(12 * mean_beat.BEAT))
+    measured = _measurement_embedder(MEASUREMENTS_ROW, mean_beat.measurements)
     rows = _model_rows(models, measured, options, seed)
     rows = [row._replace(fit=READERS[reader]) for row in rows]
     untrained = [
-        Compared(MEAN_BEAT, [[beat]]),
-        Compared(MEASURED, [[measured]], identifies=False),
+        ComparedRow(MEAN_BEAT_ROW, [[beat]]),
+        ComparedRow(MEASUREMENTS_ROW, [[measured]], identifies=False),
     ]
-    if installed():
-        row = Compared(BOOSTED, [[beat, measured]], fit=boosted, identifies=False)
+    if has_lightgbm():
+        row = ComparedRow(BOOSTED_ROW, [[beat, measured]], fit=fit_boosted_trees, identifies=False)
         untrained.append(row)
     with_mean_beat = []
     for row in rows:
         if row.model:
-            name, draws = f"{MEAN_BEAT} + {row.name}", [[beat, *row.draws[0]]]
-            with_mean_beat.append(Compared(name, draws, fit=row.fit, identifies=False))
+            name, draws = f"{MEAN_BEAT_ROW} + {row.name}", [[beat, *row.draws[0]]]
+            with_mean_beat.append(ComparedRow(name, draws, fit=row.fit, identifies=False))
     return [*rows, *untrained, *with_mean_beat]
 
 
 def _model_rows(
     models: Sequence[str], measured: Embedder, options: EmbedOptions, seed: int
-) -> list[Compared]:
-    rows: dict[str, Compared] = {}
+) -> list[ComparedRow]:
+    rows: dict[str, ComparedRow] = {}
     random_of: dict[str, str] = {}  # by architecture, the name of its row of random weights
     for text in models:
         name, folder = name_and_folder(text)
-        if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, BOOSTED):
+        if name in rows or name in (RANDOM_ROW, MEAN_BEAT_ROW, MEASUREMENTS_ROW, BOOSTED_ROW):
             raise ConfigError(
                 Flag("--models"), f" {text}: the name {name!r} is taken: write NAME={folder}"
             )
         embedder = embedder_of(name, folder, options)
-        architecture = architecture_of(embedder, options.readout)
-        random = f"{RANDOM} of {name}" if random_of else RANDOM
+        architecture = architecture_key(embedder, options.readout)
+        random = f"{RANDOM_ROW} of {name}" if random_of else RANDOM_ROW
         random = random_of.setdefault(architecture, random)
-        # The measurements are the same for all models, and made once
-        readout = embedder.trained.readout_of(options.readout)
+        # The measurements are the same for all models: computed once
+        readout = embedder.trained_model.readout_of(options.readout)
         rhythm = [measured] if "rhythm" in readout else []
-        rows[name] = Compared(name, [[embedder, *rhythm]], random)
+        rows[name] = ComparedRow(name, [[embedder, *rhythm]], random)
         if random not in rows:
             draws = []
-            for number in range(seed, seed + DRAWS):
+            for number in range(seed, seed + RANDOM_DRAWS):
                 drawn = _random_embedder(embedder, architecture, options.readout, number)
                 draws.append([drawn._replace(name=random), *rhythm])
-            rows[random] = Compared(random, draws, random)
+            rows[random] = ComparedRow(random, draws, random)
     return list(rows.values())
 
 
@@ -139,41 +139,41 @@ def name_and_folder(text: str) -> tuple[str, str]:
 
 
 def embedder_of(name: str, folder: str, options: EmbedOptions) -> Embedder:
-    """The model in this folder, read out as these options say."""
+    """Loads the model in this folder, with the read-out of the options."""
     model, precision = prepare_model(folder, options.device, options.precision, options.code)
     batch = options.batch or (256 if model.device.type == "cuda" else 16)
     embedder = Embedder(name, "", model.input, model, model, batch, precision=precision)
-    return reading(embedder, token_parts(model, options.readout))
+    return with_readout(embedder, token_parts(model, options.readout))
 
 
-def reading(embedder: Embedder, readout: Readout) -> Embedder:
-    """The same model, read out in another way."""
-    model = embedder.trained
+def with_readout(embedder: Embedder, readout: Readout) -> Embedder:
+    """Returns the same model with another read-out."""
+    model = embedder.trained_model
     return embedder._replace(
-        digest=repr([model.digest, embedder.precision, readout, _code(readout)]),
+        digest=repr([model.digest, embedder.precision, readout, _code_digest(readout)]),
         forward=partial(model.read, readout=readout),
-        compared=place_of_mean(readout, model.encoder.width),
+        identity_dims=mean_slice(readout, model.encoder.width),
     )
 
 
 def _random_embedder(embedder: Embedder, architecture: str, readout: str, seed: int) -> Embedder:
     """Random weights of the architecture of a model, read out in the same way."""
-    model = embedder.trained
+    model = embedder.trained_model
     parts = token_parts(model, readout)
 
     def forward(x_RLT: Tensor) -> Tensor:
-        return _untrained(model, seed).read(x_RLT, parts)
+        return _random_model(model, seed).read(x_RLT, parts)
 
     return embedder._replace(digest=f"{architecture} {seed}", forward=forward)
 
 
 @lru_cache(maxsize=1)  # the paper's model takes 0.4 GB, so one draw at a time
-def _untrained(model: TrainedModel, seed: int) -> TrainedModel:
+def _random_model(model: TrainedModel, seed: int) -> TrainedModel:
     return model.untrained(seed)
 
 
 def token_parts(model: TrainedModel, readout: str) -> Readout:
-    """The read-out without what is measured in the signal."""
+    """Returns the read-out without `rhythm`, which has nothing of the model."""
     parts = tuple(part for part in model.readout_of(readout) if part != "rhythm")
     if not parts:
         raise ConfigError(
@@ -182,29 +182,29 @@ def token_parts(model: TrainedModel, readout: str) -> Readout:
     return parts
 
 
-def _measured(
-    name: str, measure: Callable[[Array], Array], compared: slice = slice(None)
+def _measurement_embedder(
+    name: str, measure: Callable[[Array], Array], identity_dims: slice = slice(None)
 ) -> Embedder:
     def forward(x_RLT: Tensor) -> Tensor:
         return torch.from_numpy(measure(x_RLT.numpy()))
 
-    digest = f"{name} {_code(('rhythm',))}"
-    return Embedder(name, digest, Input(ALL_LEADS, ALL_LEADS), forward, compared=compared)
+    digest = f"{name} {_code_digest(('rhythm',))}"
+    return Embedder(name, digest, Input(ALL_LEADS, ALL_LEADS), forward, identity_dims=identity_dims)
 
 
-def _code(readout: Readout) -> str:
-    """Other code may measure other numbers in the signal."""
+def _code_digest(readout: Readout) -> str:
+    """Digest of the code that measures the signal; "" if the read-out measures nothing."""
     if not measures_signal(readout):
         return ""
     files = [Path(str(module.__file__)) for module in (mean_beat, readouts)]
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def architecture_of(embedder: Embedder, readout: str) -> str:
-    """Models with the same text have the same random weights, and the same read-out."""
-    model = embedder.trained
+def architecture_key(embedder: Embedder, readout: str) -> str:
+    """Returns a key. Models that share it have the same random weights and the same read-out."""
+    model = embedder.trained_model
     config = config_of(model.config)
     parts = [getattr(config, name) for name in config.architecture_settings]
     of_model = model.readout_of(readout)
     code = sorted(model.code.items())
-    return repr([parts, model.input, code, embedder.precision, of_model, _code(of_model)])
+    return repr([parts, model.input, code, embedder.precision, of_model, _code_digest(of_model)])

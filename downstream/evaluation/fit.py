@@ -19,10 +19,18 @@ from ..inference.commands import refuse_ranks
 from ..tasks.config import TaskConfig, TaskKind
 from ..tasks.labels import TaskLabels
 from .embedders import EmbedOptions, embedder_of
-from .heads import Choice, Head, fit_head, require_free, require_known, unrounded, write_head
-from .plan import as_typed, labels_to_probe, refuse_leak_between, task_of_table
-from .records import FITTED, ShownLeads, probed_records
-from .results import EvalOptions, leakage, shown_input
+from .heads import (
+    Head,
+    HeadOptions,
+    fit_head,
+    full_precision_model,
+    require_known_labels,
+    require_new_folder,
+    write_head,
+)
+from .plan import datasets_text, labels_to_probe, refuse_leak_between, task_of_table
+from .records import FIT_SPLITS, ShownLeads, probed_records
+from .results import EvalOptions, leakage_notes, shown_input
 from .vectors import require_cache
 
 CLASSES_SHOWN = 12  # if there is one more, it is shown as well
@@ -46,12 +54,13 @@ class FitOptions:
     embedding: EmbedOptions = field(default_factory=EmbedOptions)
 
     @property
-    def choice(self) -> Choice:
-        return Choice(self.reader, self.embedding.readout, self.leads, self.folds or 0)
+    def head_options(self) -> HeadOptions:
+        return HeadOptions(self.reader, self.embedding.readout, self.leads, self.folds or 0)
 
 
 def fit(options: FitOptions) -> tuple[Facts, list[str]]:
-    """`cross_validated` of the head that it writes, and sentences for the user."""
+    """Fits a head and writes it. Returns its `cross_validated` scores, and sentences for the
+    user."""
     refuse_ranks("a head is")
     head, labels = fit_task(
         task_of_table(options.labels, options.columns, options.kind, options.positive), options
@@ -59,14 +68,14 @@ def fit(options: FitOptions) -> tuple[Facts, list[str]]:
     cross_validated = head.document.get("cross_validated", {})
     read_out = f"{options.model} read out as {'+'.join(head.readout)}"
     sentences = [
-        f"{options.out}: {head.made} on {read_out}, leads {options.leads}, fitted on {head.people}",
-        *head.said,
+        f"{options.out}: {head.description} on {read_out}, leads {options.leads}, fitted on {head.people}",
+        *head.sentences,
         *class_lines(cross_validated.get("classes", {})),
     ]
     if len(labels.all_rows("test")):
         sentences.append(
             f"the ECGs of test were not used: omnilead evaluate --model {shlex.quote(options.out)} --data "
-            f"{as_typed(options.data)} --labels {shlex.quote(options.labels)} scores them"
+            f"{datasets_text(options.data)} --labels {shlex.quote(options.labels)} scores them"
         )
     return cross_validated, sentences
 
@@ -74,23 +83,23 @@ def fit(options: FitOptions) -> tuple[Facts, list[str]]:
 def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
     """Fits a head for any task, writes it with the model, and tells notes on the data."""
     out = Path(options.out)
-    require_free(out, Flag("--out"))
+    require_new_folder(out, Flag("--out"))
     parts = out.with_name(f"{out.name}.parts")  # kept after an interruption
     require_cache(parts)
     data = open_together(options.data, options.anonymous)
     embedder = embedder_of(options.model, options.model, options.embedding)
-    model = unrounded(embedder, options.model, options.embedding.code)
+    model = full_precision_model(embedder, options.model, options.embedding.code)
     notes = shown_input(model, data, EvalOptions(leads=options.leads))[1]
     shown = ShownLeads(embedder.input, (options.leads,))
-    labels = labels_to_probe(data, task, FITTED)
+    labels = labels_to_probe(data, task, FIT_SPLITS)
     refuse_leak_between(data, labels)
-    train = probed_records(data, labels, FITTED, shown)
-    require_known(labels, train)
-    notes += labels.remarks + shown.left_out(data)
-    notes += leakage(model, data, train.rows, labels.all_patients)
+    train = probed_records(data, labels, FIT_SPLITS, shown)
+    require_known_labels(labels, train)
+    notes += labels.remarks + shown.left_out_notes(data)
+    notes += leakage_notes(model, data, train.rows, labels.all_patients)
     for note in notes:
         tell(f"note: {note}")
-    head = fit_head(embedder, data, labels, train, options.choice, parts)
+    head = fit_head(embedder, data, labels, train, options.head_options, parts)
     with writing(out, Flag("--out")):
         write_head(head, model, out)
     shutil.rmtree(parts, ignore_errors=True)
@@ -98,7 +107,7 @@ def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
 
 
 def class_lines(classes: Facts) -> list[str]:
-    """How good it is for each of several classes, the most frequent first."""
+    """A line with the AUROC of each class, the most frequent first; none for a single class."""
     if len(classes) < 2:
         return []
     frequent = sorted(classes, key=lambda name: -classes[name]["positives"])

@@ -1,8 +1,8 @@
 """A frozen model with a probe as its head: what `omnilead fit` writes, and how good it is
 by cross-validation.
 
-    head = fit_head(embedder, datasets, labels, train, Choice("boosted"), Path("PARTS"))
-    head.said        # sentences: the cross-validated score, the 95 % sensitivity point
+    head = fit_head(embedder, datasets, labels, train, HeadOptions("boosted"), Path("PARTS"))
+    head.sentences        # sentences: the cross-validated score, the 95 % sensitivity point
     write_head(head, model, Path("MODEL"))
 """
 
@@ -22,46 +22,54 @@ from omnilead.engine.settings.leads import describe_leads
 
 from ..inference.trained_model import THRESHOLD, TrainedModel, head_of, load
 from ..inference.trees import Trees
-from ..tasks.kinds import KINDS, sensitive_points, thresholds
+from ..tasks.kinds import KINDS, best_thresholds, sensitive_points
 from ..tasks.labels import TaskLabels
-from ..tasks.metrics import Array, few_patients
+from ..tasks.metrics import Array, has_few_patients
 from ..tasks.readout import Readout
-from .differences import by_fold, interval, over_classes, resampled, widened
-from .embedders import READERS, name_and_folder, reading
-from .plan import varied
-from .probe import FOLDS, MANY, Fit, Probe, ProbeData, ProbeJob, scores_of
-from .records import ProbedRecords, folds_of, groups_of
-from .results import nullable
-from .vectors import Embedder, embedded
+from .differences import (
+    bootstrap_weights,
+    mean_over_classes,
+    metrics_by_fold,
+    score_interval,
+    widen,
+)
+from .embedders import READERS, name_and_folder, with_readout
+from .plan import scorable_outputs
+from .probe import DEFAULT_FOLDS, MANY_ROWS, Fit, Probe, ProbeData, ProbeJob, run_probe_jobs
+from .records import ProbedRecords, assign_folds, fold_groups
+from .results import nan_to_none
+from .vectors import Embedder, cached_vectors
 
-NOT_TESTED = -1  # in the place of a fold
+NOT_TESTED = -1  # instead of a fold
 
 
-class Choice(NamedTuple):
+class HeadOptions(NamedTuple):
     """How a head is fitted."""
 
     reader: str = "linear"
     readout: str = ""  # "": the model's own
     leads: str = "12"
-    folds: int = 0  # of the cross-validation; 0: FOLDS, of which many ECGs need one
+    folds: int = (
+        0  # in cross-validation; 0: DEFAULT_FOLDS, or the first of them if there are many ECGs
+    )
 
 
 class Head(NamedTuple):
     probe: Probe
     readout: Readout
-    leads: str  # that it was fitted on
+    leads: str  # fitted on these leads
     seen: pa.Table  # what it was fitted on (engine.data.seen)
     document: Facts  # `head` in config.json
     people: str  # how many ECGs of how many patients it was fitted on
-    said: list[str]  # how good it is
+    sentences: list[str]  # how good it is
 
     @property
-    def made(self) -> str:
+    def description(self) -> str:
         return "boosted trees" if isinstance(self.probe.head, Trees) else "a linear layer"
 
 
-def require_free(out: Path, flag: str) -> None:
-    """ConfigError unless the folder can be made."""
+def require_new_folder(out: Path, flag: str) -> None:
+    """Raises ConfigError unless the folder can be created."""
     if os.path.lexists(out):
         raise ConfigError(flag, f" {out}: exists: choose another folder")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
@@ -69,8 +77,8 @@ def require_free(out: Path, flag: str) -> None:
         raise ConfigError(flag, f" {out}: no folder can be made in {folder}: choose another")
 
 
-def require_known(labels: TaskLabels, train: ProbedRecords) -> None:
-    """ConfigError if nothing is known of a class."""
+def require_known_labels(labels: TaskLabels, train: ProbedRecords) -> None:
+    """Raises ConfigError if a class has no known label."""
     unknown_K = np.isnan(train.y_NK).all(0)
     if unknown_K.any():
         names = ", ".join(np.array(labels.classes)[unknown_K])
@@ -85,39 +93,41 @@ def fit_head(
     datasets: Datasets,
     labels: TaskLabels,
     train: ProbedRecords,
-    choice: Choice,
+    options: HeadOptions,
     parts: Path,
 ) -> Head:
-    """Fitted on all of `train`. `parts`: where embeddings are kept."""
-    fold_N = folds_to_test(datasets, train, choice)  # first: it refuses a wrong number
-    readout = readout_of_head(embedder, choice)
+    """Fits a head on all of `train` and cross-validates it. `parts`: folder for embeddings."""
+    fold_N = fold_of_records(datasets, train, options)  # first: it refuses a wrong number
+    readout = readout_of_head(embedder, options)
     # The model will measure rhythm itself, in its own leads
-    vectors = embedded(reading(embedder, readout), datasets, train.rows, choice.leads, parts)
+    vectors = cached_vectors(
+        with_readout(embedder, readout), datasets, train.rows, options.leads, parts
+    )
     x_ND, record_N = train.means([vectors]), np.arange(len(train.y_NK))
-    if choice.reader == "boosted":  # on windows, since a model scores these
+    if options.reader == "boosted":  # fitted on windows, since a model scores windows
         x_ND, record_N = train.windows(vectors)
     data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], labels.task.kind)
-    fit = READERS[choice.reader]
+    fit = READERS[options.reader]
     probe = fit(data)
     document = head_document(labels, probe)
     source_hz = datasets.column("fs_source_hz")[train.rows]
     document["source_hz"] = [float(source_hz.min()), float(source_hz.max())]
     sentences = ["not cross-validated: all ECGs are of one patient"]
     if (fold_N == 0).any():
-        used_K = varied(labels.task.kind, train, train, [np.arange(len(fold_N))], fold_N)
+        used_K = scorable_outputs(labels.task.kind, train, train, [np.arange(len(fold_N))], fold_N)
         sentences = ["not cross-validated: too few labels differ for every fold to learn from"]
         if used_K.any():
             scores_NK = held_out_scores(fit, data, record_N, fold_N, used_K)
             document |= cross_validation(labels, train, scores_NK, fold_N, used_K)
             info = head_of({"head": document})
-            sentences = info.said if info else []
-    seen = seen_in_all(datasets, np.sort(train.rows))
-    people = people_of(train.patient_N)
-    return Head(probe, readout, choice.leads, seen, document, people, sentences)
+            sentences = info.sentences if info else []
+    seen = seen_table(datasets, np.sort(train.rows))
+    people = patients_text(train.patient_N)
+    return Head(probe, readout, options.leads, seen, document, people, sentences)
 
 
-def seen_in_all(datasets: Datasets, rows: Array) -> pa.Table:
-    """The record of these crops, which a head was fitted on."""
+def seen_table(datasets: Datasets, rows: Array) -> pa.Table:
+    """Returns what a head was fitted on, as a table (engine.data.seen)."""
     of_datasets = []
     for dataset, rows_of_dataset in zip(datasets.all, datasets.rows_by_dataset(rows), strict=True):
         if len(rows_of_dataset):
@@ -125,30 +135,30 @@ def seen_in_all(datasets: Datasets, rows: Array) -> pa.Table:
     return join_records(of_datasets)
 
 
-def folds_to_test(datasets: Datasets, train: ProbedRecords, choice: Choice) -> Array:
-    """The fold of each record; NOT_TESTED for most of many records, and if there is one patient."""
-    group_N = groups_of(datasets, train)
-    count = choice.folds or min(FOLDS, len(np.unique(group_N)))
+def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptions) -> Array:
+    """The fold of each record; NOT_TESTED for most of many records, and for all of one patient."""
+    group_N = fold_groups(datasets, train)
+    count = options.folds or min(DEFAULT_FOLDS, len(np.unique(group_N)))
     if count < 2:
         return np.full(len(group_N), NOT_TESTED)
-    fold_N = folds_of(group_N, count)
-    if not choice.folds and len(fold_N) > MANY:
+    fold_N = assign_folds(group_N, count)
+    if not options.folds and len(fold_N) > MANY_ROWS:
         fold_N[fold_N > 0] = NOT_TESTED
     return fold_N
 
 
-def readout_of_head(embedder: Embedder, choice: Choice) -> Readout:
-    """Boosted trees also see the measurements and the mean beat."""
-    model = embedder.trained
-    readout = model.readout_of(choice.readout)
-    if choice.reader == "boosted":
+def readout_of_head(embedder: Embedder, options: HeadOptions) -> Readout:
+    """Returns the head's read-out: boosted trees also get the measurements and the mean beat."""
+    model = embedder.trained_model
+    readout = model.readout_of(options.readout)
+    if options.reader == "boosted":
         more_parts = [part for part in ("rhythm", "waveform") if part not in readout]
         readout = model.readout_of("+".join([*readout, *more_parts]))
     return readout
 
 
 def head_document(labels: TaskLabels, probe: Probe) -> Facts:
-    """`head` in config.json."""
+    """Returns `head` for config.json."""
     kind = KINDS[probe.kind]
     document: Facts = {"task": labels.task.name, "kind": probe.kind, "unit": labels.task.unit}
     document |= labels.facts
@@ -171,10 +181,10 @@ def held_out_scores(
     folds = np.unique(fold_N[fold_N != NOT_TESTED])
     held_FR = [fold_N[record_N] == fold for fold in folds]
     jobs = (
-        ProbeJob(fit, data.of(np.flatnonzero(~held_R)), used_K, data.x_ND[held_R])
+        ProbeJob(fit, data.take(np.flatnonzero(~held_R)), used_K, data.x_ND[held_R])
         for held_R in held_FR
     )
-    for held_R, scores_RK in zip(held_FR, scores_of(jobs), strict=True):
+    for held_R, scores_RK in zip(held_FR, run_probe_jobs(jobs), strict=True):
         np.add.at(sums_NK, record_N[held_R], scores_RK)
     return np.asarray(sums_NK / np.bincount(record_N)[:, None])
 
@@ -182,15 +192,20 @@ def held_out_scores(
 def cross_validation(
     labels: TaskLabels, train: ProbedRecords, scores_NK: Array, fold_N: Array, used_K: Array
 ) -> Facts:
-    """`thresholds` and `cross_validated` in config.json (downstream.inference.trained_model.HeadInfo)."""
+    """Returns `thresholds` and `cross_validated` for config.json
+    (downstream.inference.trained_model.HeadInfo)."""
     tested_N, names = fold_N != NOT_TESTED, np.array(labels.classes)
     y_NK, patient_N = train.y_NK[tested_N][:, used_K], train.patient_N[tested_N]
     fold_N = fold_N[tested_N]
     scores_NK, kind = scores_NK[tested_N], labels.task.kind
-    samples = widened(by_fold(kind, y_NK, scores_NK, resampled(patient_N), fold_N), fold_N)
+    samples = widen(
+        metrics_by_fold(kind, y_NK, scores_NK, bootstrap_weights(patient_N), fold_N), fold_N
+    )
     metrics, intervals = {}, {}
-    for name, value_B in over_classes(samples, few_patients(kind, y_NK, patient_N)).items():
-        metrics[name], intervals[name] = float(value_B[0]), interval(value_B)
+    for name, value_B in mean_over_classes(
+        samples, has_few_patients(kind, y_NK, patient_N)
+    ).items():
+        metrics[name], intervals[name] = float(value_B[0]), score_interval(value_B)
     cross_validated: Facts = {
         "folds": len(np.unique(fold_N)),
         "n": len(y_NK),
@@ -198,22 +213,22 @@ def cross_validation(
         "intervals": intervals,
         "left_out": names[~used_K].tolist(),
     }
-    if KINDS[kind].of_classes:
+    if KINDS[kind].has_classes:
         cross_validated["classes"] = {}
         aurocs = samples["auroc"][:, 0].tolist()
         for name, y_N, auroc in zip(names[used_K].tolist(), y_NK.T, aurocs, strict=True):
             counts = {"positives": int((y_N == 1).sum()), "n": int((~np.isnan(y_N)).sum())}
             cross_validated["classes"][name] = {**counts, "auroc": auroc}
     if not KINDS[kind].has_thresholds:
-        return {"cross_validated": nullable(cross_validated)}
+        return {"cross_validated": nan_to_none(cross_validated)}
     cross_validated["sensitive"] = sensitive_points(y_NK, scores_NK, names[used_K].tolist())
     threshold_K = np.full(len(names), THRESHOLD)
-    threshold_K[used_K] = thresholds(y_NK, scores_NK)
-    return {"cross_validated": nullable(cross_validated), "thresholds": threshold_K.tolist()}
+    threshold_K[used_K] = best_thresholds(y_NK, scores_NK)
+    return {"cross_validated": nan_to_none(cross_validated), "thresholds": threshold_K.tolist()}
 
 
-def people_of(patient_N: Array) -> str:
-    """How many records there are, and of whom; ids of patients are odd (TaskLabels.patients)."""
+def patients_text(patient_N: Array) -> str:
+    """For example: 120 ECGs of 80 patients. Odd ids are patients (TaskLabels.patients)."""
     known_N = patient_N % 2 == 1
     patients, unknown = len(np.unique(patient_N[known_N])), int((~known_N).sum())
     if not unknown:
@@ -236,22 +251,22 @@ def write_head(head: Head, model: TrainedModel, out: Path) -> None:
     limited_input = model.input.limited_to(head.leads)
     signals = model.preprocessing | {"seen": describe_leads(limited_input.seen_leads).split(",")}
     seen = join_records([model.seen, head.seen])
-    write_model(out, modules.state_dict(), document, signals, card(head), model.code, seen)
+    write_model(out, modules.state_dict(), document, signals, head_card(head), model.code, seen)
 
 
-def unrounded(embedder: Embedder, folder: str, code: bool) -> TrainedModel:
+def full_precision_model(embedder: Embedder, folder: str, code: bool) -> TrainedModel:
     """The model with the weights of its file: bf16 rounds them."""
     if embedder.model and embedder.precision != "bf16":
         return embedder.model
     return load(name_and_folder(folder)[1], code)
 
 
-def card(head: Head) -> str:
+def head_card(head: Head) -> str:
     return (
-        f"# ECG {head.document['task']}: {head.made} on a frozen encoder\n\nThe encoder is read out "
-        f"as {'+'.join(head.readout)}. The head, {head.made}, was fitted on {head.people}. "
+        f"# ECG {head.document['task']}: {head.description} on a frozen encoder\n\nThe encoder is read out "
+        f"as {'+'.join(head.readout)}. The head, {head.description}, was fitted on {head.people}. "
         "config.json says what data trained both.\n\n"
-        + "".join(f"- {sentence}\n" for sentence in head.said)
+        + "".join(f"- {sentence}\n" for sentence in head.sentences)
         + "\nThis is not a medical device: whatever is built on it must be validated for its use and its "
         "population.\n"
     )

@@ -20,19 +20,19 @@ from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag
 
-from ..inference.outputs import Output, vectors
+from ..inference.outputs import Output, vector_output
 from ..inference.trained_model import TrainedModel
-from ..tasks.metrics import Array, bootstrap, exact_interval, identification
-from .differences import RESAMPLES, Samples, resampled
+from ..tasks.metrics import Array, bootstrap_interval, exact_interval, identification_scores
+from .differences import RESAMPLES, Samples, bootstrap_weights
 from .results import (
     EvalOptions,
-    evaluated_facts,
-    leakage,
-    measured_crops,
-    nullable,
+    crops_with_leads,
+    evaluation_facts,
+    leakage_notes,
+    nan_to_none,
     outputs_of,
     rates_note,
-    require,
+    require_rows,
     shown_input,
 )
 from .vectors import Vectors
@@ -52,7 +52,9 @@ class IdentificationResult:
 
     @cached_property
     def scores(self) -> Facts:
-        return identification(self.gallery_PD, self.gallery_ids, self.probe_QD, self.probe_ids)
+        return identification_scores(
+            self.gallery_PD, self.gallery_ids, self.probe_QD, self.probe_ids
+        )
 
     @cached_property
     def interval(self) -> list[float]:
@@ -63,7 +65,7 @@ class IdentificationResult:
         def accuracy(weight_Q: Array) -> Any:
             return weight_Q @ hits / weight_Q.sum()
 
-        return list(bootstrap(accuracy, self.probe_ids, self.resamples).tolist())
+        return list(bootstrap_interval(accuracy, self.probe_ids, self.resamples).tolist())
 
     @property
     def remarks(self) -> list[str]:
@@ -108,11 +110,11 @@ class IdentificationResult:
             "score": scores["accuracy"],
             "remarks": self.remarks,
         }
-        return dict(nullable(document))
+        return dict(nan_to_none(document))
 
 
 class Pairs(NamedTuple):
-    """The crops to compare, with their embeddings; for each a row."""
+    """The crops to compare, and their embeddings."""
 
     rows: Array  # all crops
     gallery: Array  # crops
@@ -122,7 +124,7 @@ class Pairs(NamedTuple):
     left_out: list[str]  # a note on crops that cannot be compared
 
     def compare(self, dimensions: slice, patients: Array) -> IdentificationResult:
-        """By these dimensions of the embeddings."""
+        """Compares the crops by these dimensions of their embeddings."""
         return IdentificationResult(
             self.gallery_PD[:, dimensions],
             patients[self.gallery].tolist(),
@@ -132,26 +134,27 @@ class Pairs(NamedTuple):
 
 
 def identify(model: TrainedModel, data: Datasets, options: EvalOptions) -> IdentificationResult:
-    """Both the model's and its random weights' embeddings are made in one pass over the crops."""
+    """Identifies patients by the model and by random weights, in one pass over the crops."""
     model_input, notes = shown_input(model, data, options)
     width = model.encoder.width
-    output = vectors(model, beside_random_weights(model), 2 * width)
+    output = vector_output(model, with_random_weights(model), 2 * width)
     pairs_of = halves_of_crops if options.role == "valid" else gallery_and_probes
     pairs = pairs_of(output, data, model_input, options)
     patients = np.concatenate(patient_ids(data.all))
     if model.head_info and model.head_info.kind == "identity":
         notes += rates_note(model, data, pairs.rows)
-    notes += leakage(model, data, pairs.rows, patients, options.role)
+    notes += leakage_notes(model, data, pairs.rows, patients, options.role)
     return replace(
         pairs.compare(slice(width), patients),
-        facts=evaluated_facts(data, options, model_input),
+        facts=evaluation_facts(data, options, model_input),
         notes=notes + pairs.left_out,
         untrained=pairs.compare(slice(width, None), patients),
     )
 
 
-def beside_random_weights(model: TrainedModel) -> Callable[[Tensor], Tensor]:
-    """Windows to embeddings by the model, joined to those by random weights of its architecture."""
+def with_random_weights(model: TrainedModel) -> Callable[[Tensor], Tensor]:
+    """Returns a function from windows to the model's embeddings, joined to those by random weights
+    of its architecture."""
     untrained = model.untrained()
 
     def with_untrained(x_RLT: Tensor) -> Tensor:
@@ -163,9 +166,9 @@ def beside_random_weights(model: TrainedModel) -> Callable[[Tensor], Tensor]:
 def halves_of_crops(
     output: Output, data: Datasets, model_input: Input, options: EvalOptions
 ) -> Pairs:
-    """The first window of each crop against the second."""
-    rows = _with_two_windows(data, model_input)
-    (rows,), left_out = measured_crops(data, model_input, rows)
+    """Pairs the first window of each crop with the second."""
+    rows = _crops_with_two_windows(data, model_input)
+    (rows,), left_out = crops_with_leads(data, model_input, rows)
     c_RD, _ = outputs_of(output, data, rows, model_input, options)
     windows = model_input.count_windows()
     return Pairs(rows, rows, c_RD[::windows], rows, c_RD[1::windows], left_out)
@@ -174,16 +177,16 @@ def halves_of_crops(
 def gallery_and_probes(
     output: Output, data: Datasets, model_input: Input, options: EvalOptions
 ) -> Pairs:
-    """A crop of each patient against another one."""
+    """Pairs a crop of each patient with another one."""
     sides = identity_rows(data)
-    (gallery, probe), left_out = measured_crops(data, model_input, *sides)
+    (gallery, probe), left_out = crops_with_leads(data, model_input, *sides)
     rows = np.union1d(gallery, probe)
     c_BD, _ = outputs_of(output, data, rows, model_input, options, "first")
     gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
     return Pairs(rows, gallery, gallery_PD, probe, probe_QD, left_out)
 
 
-def _with_two_windows(data: Datasets, model_input: Input) -> Array:
+def _crops_with_two_windows(data: Datasets, model_input: Input) -> Array:
     if model_input.count_windows() < 2:
         raise ConfigError(
             Flag("--role"),
@@ -194,38 +197,38 @@ def _with_two_windows(data: Datasets, model_input: Input) -> Array:
         )
     rows = data.select("valid")
     rows = rows[data.column("halves")[rows] == 2]
-    require(rows, data, "id=valid and two halves", "records that are not kept for tests")
+    require_rows(rows, data, "id=valid and two halves", "records that are not kept for tests")
     return np.asarray(rows)
 
 
 class Identities(NamedTuple):
-    """What `omnilead bench` identifies."""
+    """The crops whose patients `omnilead bench` identifies."""
 
     gallery: Array  # crops
     probe: Array
-    patient_B: Array  # of all crops
-    weight_NB: Array  # of the probes
+    patient_B: Array  # the patient of each crop of the data
+    weight_NB: Array  # bootstrap weights of the probes
 
     @property
     def facts(self) -> Facts:
         patients = np.unique(self.patient_B[self.probe])
         return {"n": len(self.probe), "patients": len(patients), "gallery": len(self.gallery)}
 
-    def scores(self, embeddings: Sequence[Vectors], compared_D: slice) -> Samples:
+    def scores(self, embeddings: Sequence[Vectors], identity_dims: slice) -> Samples:
         """Accuracy by cosine of some dimensions of the joined vectors."""
         sides = []
         for crops in (self.gallery, self.probe):
-            first_ND = np.hstack([vectors.of(crops).c_BSD[:, 0] for vectors in embeddings])
-            sides += [first_ND[:, compared_D], self.patient_B[crops].tolist()]
-        hits_N = identification(*sides)["hits"]
+            first_ND = np.hstack([vectors.take(crops).c_BSD[:, 0] for vectors in embeddings])
+            sides += [first_ND[:, identity_dims], self.patient_B[crops].tolist()]
+        hits_N = identification_scores(*sides)["hits"]
         return {"accuracy": (hits_N @ self.weight_NB / self.weight_NB.sum(0))[None]}
 
 
-def identities(tested: Datasets, measured_B: Array) -> Identities:
-    """`measured_B`: whether every model can see a crop."""
+def crops_to_identify(tested: Datasets, measured_B: Array) -> Identities:
+    """Returns the gallery and the probes among `measured_B`: the crops that every model can see."""
     gallery, probe = identity_rows(tested, np.flatnonzero(measured_B))
     patient_B = np.concatenate(patient_ids(tested.all))
-    return Identities(gallery, probe, patient_B, resampled(patient_B[probe]))
+    return Identities(gallery, probe, patient_B, bootstrap_weights(patient_B[probe]))
 
 
 def identity_rows(data: Datasets, among: Array | None = None) -> list[Array]:
@@ -238,6 +241,6 @@ def identity_rows(data: Datasets, among: Array | None = None) -> list[Array]:
             "patients of ptb-xl with two sessions: shard --id-sources names others. To score labels, fit a "
             "model to them: omnilead fit"
         )
-        require(rows, data, f"id={role}", source)
+        require_rows(rows, data, f"id={role}", source)
         sides.append(rows)
     return sides

@@ -1,9 +1,9 @@
 """What models are compared on: the tasks, with the records and labels of their probes, and the
 crops of identification.
 
-    work = plan_work(BenchOptions(...), shown)  # ConfigError if a task does not suit the data
-    work.tasks["sex"].train                     # ProbedRecords
-    work.rows[work.tested]                      # crops that every model embeds
+    plan = plan_bench(BenchOptions(...), shown)  # ConfigError if a task does not suit the data
+    plan.tasks["sex"].train                     # ProbedRecords
+    plan.rows[plan.tested]                      # crops that every model embeds
 """
 
 import os
@@ -25,29 +25,29 @@ from omnilead.engine.settings.files import shipped_configs
 
 from ..tasks.config import TaskConfig, TaskKind
 from ..tasks.guess import guess_kind
-from ..tasks.join import OWN_COLUMNS
-from ..tasks.kinds import EMPTY, KINDS
-from ..tasks.labels import DX_ROLES, TaskLabels, read_task
-from ..tasks.metrics import TOO_FEW, Array, few_patients
+from ..tasks.join import DATASET_COLUMNS
+from ..tasks.kinds import EMPTY_CELL_NOTE, KINDS
+from ..tasks.labels import DX_ROLES_HINT, TaskLabels, read_task
+from ..tasks.metrics import TOO_FEW_NOTE, Array, has_few_patients
 from ..tasks.splits import SPLITS
-from .differences import Samples, resampled
+from .differences import Samples, bootstrap_weights
 from .embedders import EmbedOptions
-from .identification import Identities, identities
+from .identification import Identities, crops_to_identify
 from .records import (
-    FITTED,
+    FIT_SPLITS,
     ProbedRecords,
     ShownLeads,
+    assign_folds,
     draws_of_share,
-    fits,
-    folds_of,
-    groups_of,
+    fold_groups,
     probed_records,
+    train_test_rows,
 )
 from .results import FEW_TESTED, load_task
 
 IDENTIFICATION = "identification"
-TABLES = (".parquet", ".csv")
-SHEETS = (*TABLES, ".tsv", ".xls")  # the last one is refused as a sheet
+TABLE_SUFFIXES = (".parquet", ".csv")
+SHEET_SUFFIXES = (*TABLE_SUFFIXES, ".tsv", ".xls")  # the last one is refused as a sheet
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class BenchOptions:
 
 
 class ProbeSplits(NamedTuple):
-    """Names of splits."""
+    """The splits that a probe uses, by name."""
 
     needed: Sequence[str]  # one of them must have labels
     fitted: Sequence[str]
     tested: Sequence[str]
 
 
-BY_SPLIT = ProbeSplits(("train",), FITTED, ("test",))
-IN_FOLDS = ProbeSplits(SPLITS[1:], SPLITS[1:], SPLITS[1:])
+TRAIN_TEST_SPLITS = ProbeSplits(("train",), FIT_SPLITS, ("test",))
+CROSS_VALIDATION_SPLITS = ProbeSplits(SPLITS[1:], SPLITS[1:], SPLITS[1:])
 
 
 class ProbedTask(NamedTuple):
@@ -96,11 +96,11 @@ class ProbedTask(NamedTuple):
     test: ProbedRecords
     draws: dict[float, list[Array]]  # by share: the drawn training records
     # By share, bool [K]: outputs whose labels vary in test and in each draw
-    used: dict[float, Array]
-    weight_NB: Array  # of the test records
+    used_outputs: dict[float, Array]
+    weight_NB: Array  # bootstrap weights of the test records
     few_shares: set[float]  # shares of which the test has too few patients for intervals
-    patient_B: Array  # of all crops of the tested dataset
-    fold_N: Array | None = None  # with --folds, that of each record
+    patient_B: Array  # the patient of each crop of the tested dataset
+    fold_N: Array | None = None  # with --folds, the fold of each record
     remarks: Sequence[str] = ()
 
     @property
@@ -108,18 +108,18 @@ class ProbedTask(NamedTuple):
         return self.labels.task.kind
 
     @property
-    def fits(self) -> int:
+    def fit_count(self) -> int:
         """How many probes are fitted for a model."""
         draws = (draw for of_share in self.draws.values() for draw in of_share)
-        return sum(len(fits(draw, self.fold_N)) for draw in draws)
+        return sum(len(train_test_rows(draw, self.fold_N)) for draw in draws)
 
     @property
-    def few_tested(self) -> bool:
+    def has_small_test(self) -> bool:
         return len(self.test.y_NK) < FEW_TESTED
 
     def facts(self, share: float, samples: Samples) -> Facts:
-        """What was scored, with the values of each class."""
-        draws, used_K = self.draws[share], self.used[share]
+        """Returns counts, and the values of each class, for bench.json."""
+        draws, used_K = self.draws[share], self.used_outputs[share]
         names, people = np.array(self.labels.classes), np.unique(self.test.patient_N)
         used = names[used_K].tolist()
         per_class = {}
@@ -129,7 +129,7 @@ class ProbedTask(NamedTuple):
         return {
             "n": len(self.test.y_NK),
             "patients": len(people) if (people & 1).all() else None,  # some are unknown
-            "labelled": len(fits(draws[0], self.fold_N)[0][0]),
+            "labelled": len(train_test_rows(draws[0], self.fold_N)[0][0]),
             "draws": len(draws),
             "classes": len(used),
             "left_out": names[~used_K].tolist(),
@@ -137,31 +137,31 @@ class ProbedTask(NamedTuple):
         }
 
 
-class Work(NamedTuple):
+class BenchPlan(NamedTuple):
     """What every model is scored on."""
 
     fitted: Datasets
     tested: Datasets
     tasks: dict[str, ProbedTask]  # by name
-    persons: Identities | None
+    identities: Identities | None
     shown: ShownLeads
     fit_leads: str  # shown while a probe is fitted; "": those that are shown in the test
 
     @property
     def rows(self) -> dict[Datasets, Array]:
-        """Crops that are embedded."""
+        """{datasets: crops to embed}"""
         none = np.zeros(0, np.int64)
         rows = {self.fitted: [none], self.tested: [none]}  # may be one key
         for task in self.tasks.values():
             rows[self.fitted].append(task.train.rows)
             rows[self.tested].append(task.test.rows)
-        if self.persons:
-            rows[self.tested] += [self.persons.gallery, self.persons.probe]
+        if self.identities:
+            rows[self.tested] += [self.identities.gallery, self.identities.probe]
         return {data: np.concatenate(parts) for data, parts in rows.items()}
 
 
-def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
-    """What to compare on; ConfigError if a task or its labels do not suit the data."""
+def plan_bench(options: BenchOptions, shown: ShownLeads) -> BenchPlan:
+    """Reads what to compare on; ConfigError if a task or its labels do not suit the data."""
     words = task_words(options)
     require_labels(Flag("--labels"), options.labels)
     require_labels(Flag("--test-labels"), options.test_labels)
@@ -185,19 +185,21 @@ def plan_work(options: BenchOptions, shown: ShownLeads) -> Work:
                 f" {' '.join(words)}: two tasks have the same name: leave one out, or rename its table",
             )
         tasks[name] = task
-    persons = identities(tested, shown.usable(tested)) if IDENTIFICATION in words else None
-    return Work(fitted, tested, tasks, persons, shown, options.fit_leads)
+    identities = (
+        crops_to_identify(tested, shown.usable(tested)) if IDENTIFICATION in words else None
+    )
+    return BenchPlan(fitted, tested, tasks, identities, shown, options.fit_leads)
 
 
 def is_table(name: str) -> bool:
-    """Whether it is a file of labels, not a folder or a shipped task."""
-    return name.endswith(TABLES) or is_workbook(name)
+    """True for a file of labels; False for a folder or a shipped task."""
+    return name.endswith(TABLE_SUFFIXES) or is_workbook(name)
 
 
 def tables_as_tasks(
     labels: str | Sequence[str], tasks: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]]:
-    """--labels and --tasks: of several label tables, each is a task."""
+    """Returns --labels and --tasks; each of several label tables is a task."""
     names = (labels,) if isinstance(labels, str) else tuple(labels)
     if len(names) < 2:
         return "".join(names), tasks
@@ -253,44 +255,44 @@ def task_words(options: BenchOptions) -> Sequence[str]:
 def task_to_probe(
     word: str, fitted: Datasets, tested: Datasets, options: BenchOptions, shown: ShownLeads
 ) -> ProbedTask:
-    """The records and labels of a task's probes."""
-    task = _task_named(word, options)
-    splits = IN_FOLDS if options.folds else BY_SPLIT
+    """Reads the records and labels of a task's probes."""
+    task = _task_of_word(word, options)
+    splits = CROSS_VALIDATION_SPLITS if options.folds else TRAIN_TEST_SPLITS
     if options.folds and task.labels and task.split != "roles":
         task = replace(task, split="8:1:1")  # nobody is left out, as by a column `split` with gaps
     test_labels = labels = labels_to_probe(fitted, task, splits.needed)
     if tested is not fitted:
-        url = table_of(options.test_labels, word) or task.labels
+        url = find_label_table(options.test_labels, word) or task.labels
         test_labels = labels_to_test(tested, task, labels, url)
     if not options.folds and tested is fitted:
         refuse_leak_between(fitted, labels)
     train = probed_records(fitted, labels, splits.fitted, shown)
     test = probed_records(tested, test_labels, splits.tested, shown)
-    require_varied(test_labels, splits.tested, tested)
-    fold_N = folds_of(groups_of(fitted, train), options.folds) if options.folds else None
-    remarks = [*labels.remarks, *leaked_into_test(fitted, train, tested, test)]
+    require_varying_labels(test_labels, splits.tested, tested)
+    fold_N = assign_folds(fold_groups(fitted, train), options.folds) if options.folds else None
+    remarks = [*labels.remarks, *leak_remarks(fitted, train, tested, test)]
     draws = {share: list(draws_of_share(train.patient_N, share)) for share in options.shares}
     used = outputs_to_score(task.kind, train, test, draws, fold_N)
     few_shares = set()
     for share, used_K in used.items():
-        if few_patients(task.kind, test.y_NK[:, used_K], test.patient_N):
+        if has_few_patients(task.kind, test.y_NK[:, used_K], test.patient_N):
             few_shares.add(share)
     if few_shares:
-        remarks.append(f"{TOO_FEW} have no interval.")
-    weight_NB, patient_B = resampled(test.patient_N), test_labels.all_patients
+        remarks.append(f"{TOO_FEW_NOTE} have no interval.")
+    weight_NB, patient_B = bootstrap_weights(test.patient_N), test_labels.all_patients
     return ProbedTask(
         labels, train, test, draws, used, weight_NB, few_shares, patient_B, fold_N, remarks
     )
 
 
 def labels_to_test(tested: Datasets, task: TaskConfig, labels: TaskLabels, url: str) -> TaskLabels:
-    """The labels of another dataset than the fitted one: outputs of the same names, in a split of its
-    own."""
+    """Reads the labels of another dataset than the fitted one: outputs of the same names, in a
+    split of its own."""
     columns, classes = labels.task.columns, labels.task.classes
     return read_task(replace(task, columns=columns, classes=classes, labels=url), tested.all)
 
 
-def leaked_into_test(
+def leak_remarks(
     fitted: Datasets, train: ProbedRecords, tested: Datasets, test: ProbedRecords
 ) -> list[str]:
     """A remark if another dataset's test has patients or ECGs of the fitted records."""
@@ -306,10 +308,10 @@ def leaked_into_test(
 
 
 def refuse_leak_between(data: Datasets, labels: TaskLabels) -> None:
-    """ConfigError if a record, patient or waveform is fitted on in one dataset and for test in
-    another, as the roles of datasets that were made apart may say."""
+    """Raises ConfigError if a record, patient or waveform is fitted on in one dataset and in test
+    of another: datasets that were made separately may have such roles."""
     trained = data.rows_by_dataset(
-        np.sort(np.concatenate([labels.all_rows(name) for name in FITTED]))
+        np.sort(np.concatenate([labels.all_rows(name) for name in FIT_SPLITS]))
     )
     refuse_leak(data.all, trained, data.rows_by_dataset(labels.all_rows("test")), Flag("--data"))
 
@@ -321,21 +323,21 @@ def outputs_to_score(
     draws: dict[float, list[Array]],
     fold_N: Array | None,
 ) -> dict[float, Array]:
-    """`used` of a ProbedTask; ConfigError if nothing can be scored at a share."""
-    used = {share: varied(kind, train, test, draws[share], fold_N) for share in draws}
+    """Returns `used_outputs` of a ProbedTask; ConfigError if nothing can be scored at a share."""
+    used = {share: scorable_outputs(kind, train, test, draws[share], fold_N) for share in draws}
     for share, used_K in used.items():
         if not used_K.any():
             fewer = () if fold_N is None else (", or fewer ", Flag("--folds"))
             raise ConfigError(
                 Flag("--share"),
                 f" {share:g} of {len(np.unique(train.patient_N)):,} patients of train, {len(test.y_NK):,} "
-                f"records of test: {KINDS[kind].same_in_a_share}: use a larger share",
+                f"records of test: {KINDS[kind].why_share_is_too_small}: use a larger share",
                 *fewer,
             )
     return used
 
 
-def varied(
+def scorable_outputs(
     name: str,
     train: ProbedRecords,
     test: ProbedRecords,
@@ -343,36 +345,36 @@ def varied(
     fold_N: Array | None,
 ) -> Array:
     """bool [K]: the outputs whose labels vary in test and wherever a probe is fitted."""
-    used_K = KINDS[name].varied(test.y_NK)
+    used_K = KINDS[name].varying_outputs(test.y_NK)
     for draw in draws:
-        for rows, _ in fits(draw, fold_N):
-            used_K = used_K & KINDS[name].varied(train.y_NK[rows])
+        for rows, _ in train_test_rows(draw, fold_N):
+            used_K = used_K & KINDS[name].varying_outputs(train.y_NK[rows])
     return used_K
 
 
 def labels_to_probe(data: Datasets, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
-    """ConfigError if there is nothing to fit on."""
+    """Reads the labels of a task; ConfigError if there is nothing to fit on."""
     if task.kind == "identity":
         raise ConfigError("is of patients: use identification, without a table")
     labels = read_task(task, data.all)
     if not any(len(labels.all_rows(split)) for split in splits):
         mend = ": a probe needs train and test" if len(splits) == 1 else ""
         if labels.role == "dx":
-            mend += f"; {DX_ROLES}"
+            mend += f"; {DX_ROLES_HINT}"
         name = labels.name or data.name
         raise ConfigError(f"{name}: no record is in the split {' or '.join(splits)}{mend}")
-    require_varied(labels, splits, data)
+    require_varying_labels(labels, splits, data)
     return labels
 
 
-def require_varied(labels: TaskLabels, splits: Sequence[str], data: Datasets) -> None:
+def require_varying_labels(labels: TaskLabels, splits: Sequence[str], data: Datasets) -> None:
     kind, split = KINDS[labels.task.kind], splits[0]
     y_NK = np.concatenate([labels.all_y[labels.all_rows(name)] for name in splits])
-    if kind.varied(y_NK).any():
+    if kind.varying_outputs(y_NK).any():
         return
-    mend = f"; {EMPTY}" if kind.has_thresholds and (y_NK > 0).any() else ""
+    mend = f"; {EMPTY_CELL_NOTE}" if kind.has_thresholds and (y_NK > 0).any() else ""
     raise ConfigError(
-        f"{labels.name or data.name}: {kind.all_same(split)}: nothing to learn or to score{mend}"
+        f"{labels.name or data.name}: {kind.why_nothing_varies(split)}: nothing to learn or to score{mend}"
     )
 
 
@@ -385,18 +387,18 @@ def task_of_table(
     return replace(task, kind=kind) if kind else guess_kind(task)
 
 
-def _task_named(word: str, options: BenchOptions) -> TaskConfig:
-    """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
-    shipped task needs a table and there is none."""
-    if word.endswith(SHEETS) or is_workbook(word):
+def _task_of_word(word: str, options: BenchOptions) -> TaskConfig:
+    """Returns the named task with its label table, or the task of a table, whose kind is guessed.
+    ConfigError if a shipped task needs a table and there is none."""
+    if word.endswith(SHEET_SUFFIXES) or is_workbook(word):
         return task_of_table(word, options.columns, options.kind, options.positive)
-    url, is_shipped = table_of(options.labels, word), word in shipped_configs("tasks")
+    url, is_shipped = find_label_table(options.labels, word), word in shipped_configs("tasks")
     if url and not is_shipped and not Path(word).exists():
         raise ConfigError(
             "is no shipped task: to probe the table, give ", Flag("--tasks"), f" {url}"
         )
     task = load_task(word)
-    needed = task.split == "column" or not set(task.columns) <= set(OWN_COLUMNS)
+    needed = task.split == "column" or not set(task.columns) <= set(DATASET_COLUMNS)
     if is_shipped and needed and not url:
         absent, folder = ("needs ", Flag("--labels"), " DIR"), options.labels or "DIR"
         if options.labels:
@@ -406,8 +408,8 @@ def _task_named(word: str, options: BenchOptions) -> TaskConfig:
     return replace(task, labels=url or task.labels)
 
 
-def as_typed(data: Data | Sequence[Data]) -> str:
-    """The datasets for a command line or a table."""
+def datasets_text(data: Data | Sequence[Data]) -> str:
+    """The datasets as text, for a command line or a table."""
     return " ".join(
         one.root.url if isinstance(one, Dataset) else shlex.quote(os.fspath(one))
         for one in several(data)
@@ -415,17 +417,17 @@ def as_typed(data: Data | Sequence[Data]) -> str:
 
 
 def require_labels(option: str, folder: str) -> None:
-    if not Path(workbook_and_sheet(folder)[0]).exists():  # "" is this one
+    if not Path(workbook_and_sheet(folder)[0]).exists():  # "" is the current folder
         raise ConfigError(option, f" {folder}: no such folder or table")
 
 
-def table_of(folder: str, word: str) -> str:
-    """The label table of a task, in a folder written by `omnilead labels` or `folder` itself; "" if
-    there is none."""
+def find_label_table(folder: str, word: str) -> str:
+    """Returns the label table of a task: in a folder written by `omnilead labels`, or `folder`
+    itself; "" if there is none."""
     if is_table(folder):
         return folder
     names = [Path(word).stem]
     if not is_table(word):
         names.append(word.partition("-")[0])  # code15-mortality is in the table code15
-    paths = [Path(folder, name + suffix) for name in names for suffix in TABLES]
+    paths = [Path(folder, name + suffix) for name in names for suffix in TABLE_SUFFIXES]
     return next((str(path) for path in paths if folder and path.is_file()), "")

@@ -1,6 +1,6 @@
 """Linear probes of frozen embeddings.
 
-    probe = linear(ProbeData(x_ND, y_NK, patient_N, "multilabel"))
+    probe = fit_linear_probe(ProbeData(x_ND, y_NK, patient_N, "multilabel"))
     probe.scores(test_ND)                # probabilities, values or risks
 
 Each record is one row, the mean over its halves. Linear: a logistic regression for each class,
@@ -32,15 +32,17 @@ from omnilead.data_tools.io.cluster import reused_processes, run_in_order
 from ..tasks.kinds import KINDS, event_loss
 from ..tasks.metrics import Array
 
-# Of the penalty per feature; strongest first, because each fit starts from the last solution
-STRENGTHS = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
-STEPS = 1000  # of a solver, at most
-TOLERANCE = 1e-3  # of logistic regression: a tenth of it changes no fourth digit of a score
-FOLDS = 5  # of cross-validation
-MOST_BYTES = 2**27  # of embeddings that a job may send to a process
-MANY = 5000  # rows, of which one fold is enough
-WORSE = 0.02  # than the least error of a fold: weaker penalties are not tried
-NEVER = -20.0  # the logit of an exclusive class without examples
+# Of the L2 penalty per feature; strongest first, because each fit starts from the last solution
+PENALTY_STRENGTHS = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
+SOLVER_STEPS = 1000  # at most
+LOGISTIC_TOLERANCE = (
+    1e-3  # of logistic regression: a tenth of it changes no fourth digit of a score
+)
+DEFAULT_FOLDS = 5  # in cross-validation
+MOST_JOB_BYTES = 2**27  # size of the embeddings that a job may send to a process
+MANY_ROWS = 5000  # rows: of more, one fold is enough
+STOP_IF_WORSE_BY = 0.02  # than the least error of a fold: weaker penalties are then not tried
+ABSENT_CLASS_LOGIT = -20.0  # the logit of an exclusive class without examples
 
 
 class ProbeData(NamedTuple):
@@ -49,19 +51,19 @@ class ProbeData(NamedTuple):
     patient_N: Array
     kind: str
 
-    def of(self, rows: Array) -> "ProbeData":
+    def take(self, rows: Array) -> "ProbeData":
         return ProbeData(self.x_ND[rows], self.y_NK[rows], self.patient_N[rows], self.kind)
 
 
 class Probe(NamedTuple):
-    """What was fitted, as the head of a model. Values are standardised in it: value = output *
-    scale + center."""
+    """A fitted probe, as the head of a model. Values are standardised in it: value = output * scale
+    + center."""
 
     kind: str
     head: nn.Module
     center_K: Array
     scale_K: Array
-    strength: float = 0.0  # of the penalty that was chosen
+    strength: float = 0.0  # the chosen penalty
 
     def scores(self, x_ND: Array) -> Array:
         """Probabilities, values or risks."""
@@ -81,7 +83,7 @@ class ProbeJob(NamedTuple):
 
     fit: Fit
     data: ProbeData
-    used_K: Array  # bool: the outputs that are scored
+    used_K: Array  # bool: outputs to score
     test_ND: Array
 
     def scores(self) -> Array:
@@ -92,23 +94,24 @@ class ProbeJob(NamedTuple):
         return probe.scores(self.test_ND)[:, self.used_K[solved_K]]
 
 
-def scores_of(jobs: Iterable[ProbeJob]) -> Iterator[Array]:
-    """In `fitting_processes`, by as many processes as PyTorch has threads. The first job must be the
-    largest."""
+def run_probe_jobs(jobs: Iterable[ProbeJob]) -> Iterator[Array]:
+    """Yields the scores of each job. In `fitting_in_processes`, as many processes fit as PyTorch
+    has threads. The first job must be the largest."""
     queue = iter(jobs)
     first = next(queue)
-    is_small = first.data.x_ND.nbytes + first.test_ND.nbytes <= MOST_BYTES
-    processes = fits_at_once() if is_small else 1
+    is_small = first.data.x_ND.nbytes + first.test_ND.nbytes <= MOST_JOB_BYTES
+    processes = fit_process_count() if is_small else 1
     return run_in_order(ProbeJob.scores, chain([first], queue), processes)
 
 
-def fits_at_once() -> int:
+def fit_process_count() -> int:
     return torch.get_num_threads() if _in_processes.get() else 1
 
 
 @contextmanager
-def fitting_processes() -> Iterator[None]:
-    """For commands alone: the processes would run a user's script again."""
+def fitting_in_processes() -> Iterator[None]:
+    """Lets several processes fit probes. For commands only: the processes would run a user's script
+    again."""
     token = _in_processes.set(True)
     try:
         with reused_processes():
@@ -117,8 +120,8 @@ def fitting_processes() -> Iterator[None]:
         _in_processes.reset(token)
 
 
-def standardised(data: ProbeData) -> tuple[ProbeData, Array, Array]:
-    """With standardised values, and their center and scale; classes and risks stay."""
+def standardise(data: ProbeData) -> tuple[ProbeData, Array, Array]:
+    """Returns the data with standardised values, their center and scale; classes and risks stay."""
     outputs = data.y_NK.shape[1]
     if not KINDS[data.kind].has_scale:
         return data, np.zeros(outputs), np.ones(outputs)
@@ -126,53 +129,56 @@ def standardised(data: ProbeData) -> tuple[ProbeData, Array, Array]:
     return data._replace(y_NK=scaler.transform(data.y_NK)), scaler.mean_, scaler.scale_
 
 
-def linear(data: ProbeData) -> Probe:
-    """The fit with the penalty whose error is least on patients held out of the training rows; with a
-    single patient, the strongest."""
-    data, center_K, scale_K = standardised(data)
+def fit_linear_probe(data: ProbeData) -> Probe:
+    """Fits with the penalty whose error is least on patients held out of the training rows; with a
+    single patient, with the strongest."""
+    data, center_K, scale_K = standardise(data)
     kind = KINDS[data.kind]
-    errors, tried = np.zeros(len(STRENGTHS)), len(STRENGTHS)
-    for train_rows, held_out in folds(data.patient_N):
+    errors, tried = np.zeros(len(PENALTY_STRENGTHS)), len(PENALTY_STRENGTHS)
+    for train_rows, held_out in penalty_folds(data.patient_N):
         least = np.inf
-        for number, probe in enumerate(_penalised(data.of(train_rows), STRENGTHS[:tried])):
+        for number, probe in enumerate(
+            _fit_each_penalty(data.take(train_rows), PENALTY_STRENGTHS[:tried])
+        ):
             scores_NK = probe.scores(data.x_ND[held_out])
             error = len(held_out) * kind.held_out_error(scores_NK, data.y_NK[held_out])
             errors[number] += error
             least = min(least, error)
-            if error > least + WORSE * abs(least):
+            if error > least + STOP_IF_WORSE_BY * abs(least):
                 tried = number + 1
                 break
-    best = STRENGTHS[int(np.argmin(errors[:tried]))]
-    (probe,) = _penalised(data, [best])
+    best = PENALTY_STRENGTHS[int(np.argmin(errors[:tried]))]
+    (probe,) = _fit_each_penalty(data, [best])
     return probe._replace(center_K=center_K, scale_K=scale_K)
 
 
-def folds(patient_N: Array) -> Iterator[tuple[Array, Array]]:
-    """Training rows, and those of a fold of the patients. Of many rows, one fold alone."""
-    count = min(FOLDS, len(np.unique(patient_N)))
+def penalty_folds(patient_N: Array) -> Iterator[tuple[Array, Array]]:
+    """Yields (training rows, held-out rows) for each fold of the patients; of many rows, for
+    one."""
+    count = min(DEFAULT_FOLDS, len(np.unique(patient_N)))
     if count < 2:
         return
     splits = GroupKFold(count).split(patient_N, groups=patient_N)
     for train_rows, held_out in splits:
         yield train_rows, held_out
-        if len(patient_N) > MANY:
+        if len(patient_N) > MANY_ROWS:
             return
 
 
-def _penalised(data: ProbeData, strengths: Sequence[float]) -> Iterator[Probe]:
+def _fit_each_penalty(data: ProbeData, strengths: Sequence[float]) -> Iterator[Probe]:
     scaler = StandardScaler().fit(data.x_ND)
     x_ND, outputs = scaler.transform(data.x_ND), data.y_NK.shape[1]
     alphas = [strength * x_ND.shape[1] for strength in strengths]
     fits = SOLVERS[data.kind](x_ND, data.y_NK, alphas)
     for strength, (weights_KD, bias_K) in zip(strengths, fits, strict=True):
         layer = nn.Linear(x_ND.shape[1], outputs).double()
-        weights_KD = weights_KD / scaler.scale_  # of the features as they come
+        weights_KD = weights_KD / scaler.scale_  # for features that are not standardised
         layer.weight.data = torch.from_numpy(weights_KD)
         layer.bias.data = torch.from_numpy(bias_K - weights_KD @ scaler.mean_)
         yield Probe(data.kind, layer, np.zeros(outputs), np.ones(outputs), strength)
 
 
-def logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
+def solve_logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
     """Minimises the summed loss of the known labels + alpha / 2 * squared weights, as scikit-learn's
     LogisticRegression does, which takes two to four times as long. A class without positives or without
     negatives gets its rate."""
@@ -185,7 +191,7 @@ def logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weig
             y_N, positives, n = y_N[known_N], y_N[known_N].sum(), known_N.sum()
             if 0 < positives < n:
                 known_ND = x_ND if known_N.all() else x_ND[known_N]
-                weights_KD[k], bias_K[k] = _logistic(
+                weights_KD[k], bias_K[k] = _minimise_logistic(
                     known_ND, y_N, alpha / n, weights_KD[k], bias_K[k]
                 )
             else:
@@ -193,10 +199,10 @@ def logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weig
         yield weights_KD, bias_K
 
 
-def _logistic(
+def _minimise_logistic(
     x_ND: Array, y_N: Array, penalty: float, weights_D: Array, bias: float
 ) -> tuple[Array, float]:
-    """The solution, from these weights on."""
+    """Returns the solution, starting from these weights."""
 
     def objective(w_D1: Array) -> tuple[float, Array]:
         w_D, logit_N = w_D1[:-1], x_ND @ w_D1[:-1] + w_D1[-1]
@@ -205,20 +211,25 @@ def _logistic(
         gradient_D = error_N @ x_ND + penalty * w_D
         return loss + penalty / 2 * w_D @ w_D, np.append(gradient_D, error_N.sum())
 
-    limits = {"maxiter": STEPS, "maxls": 50, "ftol": 64 * np.finfo(float).eps, "gtol": TOLERANCE}
+    limits = {
+        "maxiter": SOLVER_STEPS,
+        "maxls": 50,
+        "ftol": 64 * np.finfo(float).eps,
+        "gtol": LOGISTIC_TOLERANCE,
+    }
     start_D1 = np.append(weights_D, bias)
     w_D1 = minimize(objective, start_D1, jac=True, method="L-BFGS-B", options=limits).x
     return w_D1[:-1], w_D1[-1]
 
 
-def softmax(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
+def solve_softmax(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
     known_N = ~np.isnan(y_NK).any(1)
     x_ND, class_N = x_ND[known_N].astype(np.float64), y_NK[known_N].argmax(1)
     present = np.unique(class_N)
-    model = LogisticRegression(tol=TOLERANCE, warm_start=True, max_iter=STEPS)
+    model = LogisticRegression(tol=LOGISTIC_TOLERANCE, warm_start=True, max_iter=SOLVER_STEPS)
     for alpha in alphas:
         weights_KD = np.zeros((y_NK.shape[1], x_ND.shape[1]))
-        bias_K = np.full(y_NK.shape[1], NEVER)
+        bias_K = np.full(y_NK.shape[1], ABSENT_CLASS_LOGIT)
         bias_K[present] = 0
         if len(present) == 2:  # scikit-learn has the second's weights alone
             model.set_params(C=1 / alpha).fit(x_ND, class_N)
@@ -229,11 +240,11 @@ def softmax(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weigh
         yield weights_KD, bias_K
 
 
-def ridge(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
+def solve_ridge(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
     known_NK = ~np.isnan(y_NK)
     for alpha in alphas:
         weights_KD, bias_K = np.zeros((y_NK.shape[1], x_ND.shape[1])), np.zeros(y_NK.shape[1])
-        for known_N in np.unique(known_NK.T, axis=0):  # columns that are known of the same rows
+        for known_N in np.unique(known_NK.T, axis=0):  # columns that are known in the same rows
             same_K = (known_N == known_NK.T).all(1)
             if known_N.any():
                 model = Ridge(alpha).fit(x_ND[known_N], y_NK[known_N][:, same_K])
@@ -241,7 +252,7 @@ def ridge(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights
         yield weights_KD, bias_K
 
 
-def proportional_hazards(x_ND: Array, y_N1: Array, alphas: Sequence[float]) -> Iterator[Weights]:
+def solve_cox(x_ND: Array, y_N1: Array, alphas: Sequence[float]) -> Iterator[Weights]:
     """Minimises the summed loss of the events + alpha / 2 * squared weights."""
     x, y, events = torch.from_numpy(x_ND).double(), torch.from_numpy(y_N1), max((y_N1 > 0).sum(), 1)
     weights_D = np.zeros(x_ND.shape[1])
@@ -253,15 +264,15 @@ def proportional_hazards(x_ND: Array, y_N1: Array, alphas: Sequence[float]) -> I
             (gradient_D1,) = torch.autograd.grad(value, w_D1)
             return value.item(), gradient_D1[:, 0].numpy()
 
-        limits = {"maxiter": STEPS, "ftol": 1e-10, "gtol": 1e-6}
+        limits = {"maxiter": SOLVER_STEPS, "ftol": 1e-10, "gtol": 1e-6}
         weights_D = minimize(objective, weights_D, jac=True, method="L-BFGS-B", options=limits).x
         yield weights_D[None], np.zeros(1)
 
 
 SOLVERS = {
-    "binary": logistic,
-    "multilabel": logistic,
-    "multiclass": softmax,
-    "regression": ridge,
-    "survival": proportional_hazards,
+    "binary": solve_logistic,
+    "multilabel": solve_logistic,
+    "multiclass": solve_softmax,
+    "regression": solve_ridge,
+    "survival": solve_cox,
 }

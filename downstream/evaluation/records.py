@@ -3,8 +3,8 @@
     shown = ShownLeads(model.input, ("12", "1"))
     train = probed_records(data, labels, FITTED, shown)
     train.means([vectors])                                  # an embedding for each record
-    fold_N = folds_of(groups_of(data, train), 5)
-    for rows, scored in fits(rows, fold_N): ...             # what one probe is fitted on, and what it scores
+    fold_N = assign_folds(fold_groups(data, train), 5)
+    for rows, scored in train_test_rows(rows, fold_N): ...             # what one probe is fitted on, and what it scores
 
 Axes: N records, B crops, S windows, D width of an embedding, K classes.
 """
@@ -29,8 +29,8 @@ from ..tasks.labels import TaskLabels
 from ..tasks.metrics import Array
 from .vectors import Vectors
 
-FITTED = ("train", "valid")  # splits that a probe is fitted on
-DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
+FIT_SPLITS = ("train", "valid")  # splits that a probe is fitted on
+LABEL_DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
 
 
 class ProbedRecords(NamedTuple):
@@ -43,7 +43,7 @@ class ProbedRecords(NamedTuple):
 
     def means(self, embeddings: Sequence[Vectors]) -> Array:
         """Mean embedding of each record, over all its windows; those of several embedders joined."""
-        return np.hstack([self._mean(vectors.of(self.rows)) for vectors in embeddings])
+        return np.hstack([self._mean(vectors.take(self.rows)) for vectors in embeddings])
 
     def _mean(self, vectors: Vectors) -> Array:
         sum_ND = np.add.reduceat(vectors.c_BSD.sum(1), self.begins)
@@ -52,7 +52,7 @@ class ProbedRecords(NamedTuple):
 
     def windows(self, vectors: Vectors) -> tuple[Array, Array]:
         """Embeddings of all windows, and the record of each."""
-        _, windows_B, c_BSD = vectors.of(self.rows)
+        _, windows_B, c_BSD = vectors.take(self.rows)
         there_BS = np.arange(c_BSD.shape[1]) < windows_B[:, None]
         record_B = np.searchsorted(self.begins, np.arange(len(self.rows)), "right") - 1
         return c_BSD[there_BS], np.repeat(record_B, windows_B)
@@ -60,8 +60,8 @@ class ProbedRecords(NamedTuple):
 
 @dataclass(frozen=True)
 class ShownLeads:
-    """What models are shown of an ECG. Only crops that have something of all of it are used, so that
-    all rows of a comparison are of the same ECGs."""
+    """The leads that models are shown. Only crops with something of every set of leads are used, so
+    that all rows of a comparison score the same ECGs."""
 
     input: Input  # with the longest window of all models
     leads: tuple[str, ...]  # sets of leads, each of which is shown by itself
@@ -73,7 +73,7 @@ class ShownLeads:
             np.all([data.concatenate(model_input.usable_crops) for model_input in inputs], axis=0)
         )
 
-    def left_out(self, data: Datasets) -> list[str]:
+    def left_out_notes(self, data: Datasets) -> list[str]:
         """A note on the crops that are not usable, if there are any."""
         lost = int((~self.usable(data)).sum())
         if not lost:
@@ -106,12 +106,12 @@ def draws_of_share(patient_N: Array, share: float) -> Iterator[Array]:
     one."""
     patients = np.unique(patient_N)
     count = max(1, round(share * len(patients)))
-    for draw in range(max(1, min(DRAWS, int(0.5 / share)))):
+    for draw in range(max(1, min(LABEL_DRAWS, int(0.5 / share)))):
         order = np.argsort(counter.uniform(0, counter.RandomStream.LABELS, draw, patients))
         yield np.flatnonzero(np.isin(patient_N, patients[order[:count]]))
 
 
-def fits(rows: Array, fold_N: Array | None) -> list[tuple[Array, Any]]:
+def train_test_rows(rows: Array, fold_N: Array | None) -> list[tuple[Array, Any]]:
     """(training records, test records) for each probe: one pair, or one for each fold. The training
     records are among `rows`."""
     if fold_N is None:
@@ -119,9 +119,10 @@ def fits(rows: Array, fold_N: Array | None) -> list[tuple[Array, Any]]:
     return [(rows[fold_N[rows] != fold], fold_N == fold) for fold in np.unique(fold_N)]
 
 
-def groups_of(data: Datasets, records: ProbedRecords) -> Array:
-    """Which records must be in one fold: those of a patient, and those with the same waveform, since an
-    ECG may be there under two names. A group is named by one of its patients."""
+def fold_groups(data: Datasets, records: ProbedRecords) -> Array:
+    """The group of each record. Records of a patient are one group, and so are records with the
+    same waveform, since an ECG may be there under two names. A group is named by one of its
+    patients."""
     crops = len(records.rows)
     record_B = np.repeat(np.arange(len(records.y_NK)), np.diff(records.begins, append=crops))
     wave_B = np.unique(data.column("waveform")[records.rows], return_inverse=True)[1]
@@ -136,7 +137,7 @@ def groups_of(data: Datasets, records: ProbedRecords) -> Array:
     return np.asarray(least[part_N])
 
 
-def folds_of(group_N: Array, count: int) -> Array:
+def assign_folds(group_N: Array, count: int) -> Array:
     """The fold of each record."""
     groups = len(np.unique(group_N))
     if count > groups:

@@ -33,30 +33,37 @@ from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.settings.metrics import label_of
 
 from ..inference.ecg_reader import DatasetSource, Per
-from ..inference.outputs import Output, ParquetParts, make, matrix, vectors, whole
+from ..inference.outputs import (
+    Output,
+    ParquetParts,
+    embedding_matrix,
+    make_parts,
+    vector_output,
+    whole_table,
+)
 from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from ..tasks.config import TaskConfig
 from ..tasks.join import names_in_several
-from ..tasks.kinds import KINDS, SENSITIVE_OF, sensitive, sensitive_points
-from ..tasks.labels import DX_ROLES, TaskLabels, read_task
+from ..tasks.kinds import KINDS, LEAST_POSITIVES, sensitive_points, sensitivity_sentences
+from ..tasks.labels import DX_ROLES_HINT, TaskLabels, read_task
 from ..tasks.metrics import (
-    TOO_FEW,
+    TOO_FEW_NOTE,
     Array,
     MetricError,
-    bootstrap,
-    calibration,
+    bootstrap_interval,
+    calibration_curve,
     challenge_statistic,
-    few_patients,
-    intervals_of_few,
+    exact_intervals,
+    has_few_patients,
     statistic_of,
 )
 from .differences import RESAMPLES
 
 GROUP_RESAMPLES = 200
-AGES = (18, 40, 60, 80)  # years
+AGE_EDGES = (18, 40, 60, 80)  # years
 AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
 FEW_TESTED = 100  # ECGs: the interval of an AUROC is often wider than 0.2
-CHOSEN = "challenge_chosen"
+CHALLENGE_CHOSEN = "challenge_chosen"
 CHALLENGE_NOTE = (
     f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
     "with chosen thresholds uses the threshold of each class that had the highest F1 in validation."
@@ -78,8 +85,8 @@ class EvalOptions:
 
 @dataclass(frozen=True, eq=False)
 class TaskResult:
-    """Has one row for each half of 5 s. `record`: the metrics of records, whose scores are means
-    over their halves."""
+    """The labels and scores of each half of 5 s. `record`: metrics of the records, whose scores are
+    means over their halves."""
 
     # 0, 1 or NaN (unknown); for regression, values; for survival, times, negative if censored
     labels_NK: Array
@@ -92,15 +99,17 @@ class TaskResult:
     crops_N: Array | None = None  # crops of the data
     groups_N: Mapping[str, Array] = field(default_factory=dict)  # age, sex, source of each row
     resamples: int = RESAMPLES
-    units: str = "patients"  # that intervals resample: TaskLabels.units
+    resampling_unit: str = "patients"  # what intervals resample: TaskLabels.resampling_unit
 
     @cached_property
     def half(self) -> Facts:
-        return scored(self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head)
+        return score_arrays(
+            self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head
+        )
 
     @cached_property
     def record(self) -> Facts:
-        return self._of_records(np.arange(len(self.labels_NK)), self.resamples)
+        return self._score_records(np.arange(len(self.labels_NK)), self.resamples)
 
     @cached_property
     def groups(self) -> dict[str, Facts]:
@@ -112,7 +121,7 @@ class TaskResult:
                 rows = np.flatnonzero(values_N == value)
                 scores = self.record  # so that the same number has one interval
                 if len(rows) < len(values_N):
-                    scores = self._of_records(rows, min(self.resamples, GROUP_RESAMPLES))
+                    scores = self._score_records(rows, min(self.resamples, GROUP_RESAMPLES))
                 group = {key: scores[key] for key in ("n", "patients", "metrics", "intervals")}
                 if KINDS[self.head.kind].has_positives:
                     classes = scores["classes"].items()
@@ -120,13 +129,13 @@ class TaskResult:
                 groups.setdefault(name, {})[value] = group
         return groups
 
-    def _of_records(self, rows: Array, resamples: int) -> Facts:
-        return scored(*self.of_records(rows), resamples, self.head)
+    def _score_records(self, rows: Array, resamples: int) -> Facts:
+        return score_arrays(*self.average_records(rows), resamples, self.head)
 
-    def of_records(self, rows: Array | slice = slice(None)) -> tuple[Array, Array, list[Any]]:
+    def average_records(self, rows: Array | slice = slice(None)) -> tuple[Array, Array, list[Any]]:
         """Labels, mean scores and patients of the records in these rows."""
         records, patients = np.asarray(self.records_N)[rows], np.asarray(self.patients_N)[rows]
-        return by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
+        return average_by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
 
     @cached_property
     def errors_NK(self) -> Array:
@@ -136,7 +145,7 @@ class TaskResult:
         error_NK = np.abs(self.scores_NK - self.labels_NK) / np.where(spread_K > 0, spread_K, 1)
         return np.asarray(np.nan_to_num(error_NK))
 
-    def worst(self, count: int) -> list[int]:
+    def worst_rows(self, count: int) -> list[int]:
         """Rows of the records with the largest errors: the worst half of each."""
         order = np.argsort(-self.errors_NK.max(1), kind="stable")
         _, first = np.unique(np.asarray(self.records_N)[order], return_index=True)
@@ -157,18 +166,18 @@ class TaskResult:
             )
         if labels.dtype.kind == "f" and (unknown := int(np.isnan(labels).sum())):
             remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and ignored.")
-        is_few = few_patients(self.head.kind, labels, self.patients_N)
+        is_few = has_few_patients(self.head.kind, labels, self.patients_N)
         without = ""
         if self.facts.get("role") == "valid" and self.head.thresholds:
-            points = sensitive_points(*self.of_records()[:2], self.head.classes)
+            points = sensitive_points(*self.average_records()[:2], self.head.classes)
             if points or not is_few:
-                remarks += sensitive(points, self.head.classes)
+                remarks += sensitivity_sentences(points, self.head.classes)
             else:
-                without = f"; a score with 95 % sensitivity takes {SENSITIVE_OF} positives"
+                without = f"; a score with 95 % sensitivity takes {LEAST_POSITIVES} positives"
         if half["patients"] == 1:
             remarks.append(f"All samples are from one patient: there are no intervals{without}.")
         elif is_few:
-            remarks.append(f"{TOO_FEW} have no interval, or an exact one{without}.")
+            remarks.append(f"{TOO_FEW_NOTE} have no interval, or an exact one{without}.")
         else:
             remarks += self._without_interval()
         return remarks
@@ -198,14 +207,14 @@ class TaskResult:
             "groups": self.groups,
             "remarks": self.remarks,
         }
-        return dict(nullable(document))
+        return dict(nan_to_none(document))
 
 
-def scored(
+def score_arrays(
     labels: Array, scores: Array, patients: Sequence[Any], resamples: int, head: HeadInfo
 ) -> Facts:
-    """n, patients, metrics, intervals, classes, without_positives, without_negatives. The first
-    metric is the score."""
+    """Returns n, patients, metrics, intervals, classes, without_positives, without_negatives. The
+    first metric is the score."""
     if broken := int((~np.isfinite(scores)).any(1).sum()):
         raise MetricError(
             f"the model gave NaN for {broken:,} of {len(scores):,} samples: check its weights and "
@@ -213,21 +222,23 @@ def scored(
         )
     statistic = statistic_of(head.kind, labels, scores, head.thresholds, head.classes)
     summary, metrics = statistic.summary(), {}
-    ends = bootstrap(statistic, patients, resamples).T.tolist()
+    ends = bootstrap_interval(statistic, patients, resamples).T.tolist()
     intervals = dict(zip(statistic.names, ends, strict=True))
     for name in statistic.names:
         metrics[name] = summary.pop(name)
         if name == "challenge" and head.chosen:
             challenge_score = challenge_statistic(labels, scores > np.asarray(head.chosen))
-            metrics[CHOSEN] = challenge_score(np.ones(len(labels), np.int64))
-            intervals[CHOSEN] = bootstrap(challenge_score, patients, resamples).tolist()
-    is_few = few_patients(head.kind, labels, patients)
-    exact = intervals_of_few(metrics, labels, patients)
+            metrics[CHALLENGE_CHOSEN] = challenge_score(np.ones(len(labels), np.int64))
+            intervals[CHALLENGE_CHOSEN] = bootstrap_interval(
+                challenge_score, patients, resamples
+            ).tolist()
+    is_few = has_few_patients(head.kind, labels, patients)
+    exact = exact_intervals(metrics, labels, patients)
     for name, (low, high) in intervals.items():
         if is_few or np.isclose(low, high):  # resamples that agree do not make a score certain
             intervals[name] = exact[name]
-    if KINDS[head.kind].of_classes:
-        metrics["calibration_error"] = calibration(labels, scores)[-1]
+    if KINDS[head.kind].has_classes:
+        metrics["calibration_error"] = calibration_curve(labels, scores)[-1]
     for name, threshold in zip(head.classes, head.thresholds, strict=False):
         summary["classes"][name]["threshold"] = threshold
     return {
@@ -239,7 +250,7 @@ def scored(
     }
 
 
-def by_record(
+def average_by_record(
     labels: Array, scores: Array, records: Any, patients: Any
 ) -> tuple[Array, Array, list[Any]]:
     """Labels, mean scores and patients of the records, ordered by name."""
@@ -251,12 +262,12 @@ def by_record(
     return np.asarray(labels)[first], sums / halves[:, None], np.asarray(patients)[first].tolist()
 
 
-def nullable(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """Replaces NaN, which JSON does not have, by None."""
     if isinstance(value, dict):
-        return {key: nullable(inside) for key, inside in value.items()}
+        return {key: nan_to_none(inside) for key, inside in value.items()}
     if isinstance(value, list):
-        return [nullable(inside) for inside in value]
+        return [nan_to_none(inside) for inside in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -264,25 +275,25 @@ def score_task(
     model: TrainedModel, data: Datasets, task: TaskConfig, options: EvalOptions
 ) -> TaskResult:
     """Scores a fine-tuned model on the labelled crops of a split."""
-    head = head_for(model, task)
+    head = head_for_task(model, task)
     model_input, notes = shown_input(model, data, options)
-    if head.said:
-        notes.append(f"The model: {'; '.join(head.said)}.")
+    if head.sentences:
+        notes.append(f"The model: {'; '.join(head.sentences)}.")
     labels = read_task(task, data.all)
     require_classes(model, labels)
     labelled = labelled_rows(labels, data, options.role)
-    (rows,), left_out = measured_crops(data, model_input, labelled)
+    (rows,), left_out = crops_with_leads(data, model_input, labelled)
     notes += rates_note(model, data, rows)
-    output = vectors(model, model.scores, len(model.classes))
+    output = vector_output(model, model.scores, len(model.classes))
     scores_RK, crop_R = outputs_of(output, data, rows, model_input, options)
     columns = [model.classes.index(name) for name in labels.classes]
     scored_head = with_thresholds(head, labels, columns)
     if scored_head.chosen:
         notes.append(CHALLENGE_NOTE)
-    notes += leakage(model, data, rows, labels.all_patients, options.role)
+    notes += leakage_notes(model, data, rows, labels.all_patients, options.role)
     notes += unscored_note(model, data, labels, options.role)
-    notes += few_scored(data, rows, labels) + left_out + labels.remarks
-    facts = evaluated_facts(data, options, model_input)
+    notes += few_scored_note(data, rows, labels) + left_out + labels.remarks
+    facts = evaluation_facts(data, options, model_input)
     if task.labels:
         facts["labels"] = task.labels
     crops = rows[crop_R]
@@ -296,12 +307,12 @@ def score_task(
         head=scored_head,
         crops_N=crops,
         groups_N=subgroups_of(data, crops),
-        units=labels.units,
+        resampling_unit=labels.resampling_unit,
     )
 
 
-def head_for(model: TrainedModel, task: TaskConfig) -> HeadInfo:
-    """The model's head; ConfigError if it cannot do the task."""
+def head_for_task(model: TrainedModel, task: TaskConfig) -> HeadInfo:
+    """Returns the model's head; ConfigError if it cannot do the task."""
     head = model.head_info
     if model.head is None or head is None:
         kind = f"fine-tuned for {head.task}" if head else "only pre-trained"
@@ -322,7 +333,8 @@ def head_for(model: TrainedModel, task: TaskConfig) -> HeadInfo:
 
 
 def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
-    """The model must know every class; exclusive classes must all be there."""
+    """Raises ConfigError unless the model knows every class and exclusive classes all have
+    labels."""
     unknown = [name for name in labels.classes if name not in model.classes]
     if unknown:
         difference = f"not {', '.join(unknown[:5])}"
@@ -338,10 +350,10 @@ def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
 
 
 def labelled_rows(labels: TaskLabels, data: Datasets, role: str) -> Array:
-    """The crops of a split; ConfigError if there is nothing to score."""
+    """Returns the crops of a split; ConfigError if there is nothing to score."""
     name, rows = labels.name or data.name, labels.all_rows(role)
     if labels.role:
-        require(rows, data, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES}")
+        require_rows(rows, data, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES_HINT}")
     if not len(rows):
         raise ConfigError(
             f"{name}: no record of {data.name} is in the split {role}: choose another ",
@@ -356,8 +368,9 @@ def labelled_rows(labels: TaskLabels, data: Datasets, role: str) -> Array:
 
 
 def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) -> HeadInfo:
-    """The head with the classes of the labels. The Challenge's classes are predicted above 0.5, as
-    in the Challenge; thresholds that were chosen in validation have a score of their own."""
+    """Returns the head with the classes of the labels. The Challenge's classes are predicted
+    above 0.5, as in the Challenge; thresholds that were chosen in validation have a score of
+    their own."""
     changes: Facts = {"task": labels.task.name, "classes": labels.classes, "chosen": ()}
     for name in ("thresholds", "center", "scale"):
         values = getattr(head, name)
@@ -374,10 +387,10 @@ def rates_note(model: TrainedModel, data: Datasets, rows: Array) -> list[str]:
     return [f"{note}."] if note else []
 
 
-def leakage(
+def leakage_notes(
     model: TrainedModel, data: Datasets, rows: Array, patient_N: Array, role: str = "test"
 ) -> list[str]:
-    """How many of the patients of these crops the model has seen, and how."""
+    """Notes on how many patients of these crops the model has seen, and how."""
     valid = role == "valid"
     return seen.seen_notes(
         model.seen,
@@ -390,7 +403,7 @@ def leakage(
 
 
 def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role: str) -> list[str]:
-    """Of a table with data that the model has not seen, all could be scored."""
+    """A note if more of the label table could be scored: the model has not seen its data."""
     known_crops, scored = int((~np.isnan(labels.all_y).all(1)).sum()), len(labels.all_rows(role))
     if not labels.task.labels or known_crops <= scored:
         return []
@@ -405,7 +418,7 @@ def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role:
     ]
 
 
-def few_scored(data: Datasets, rows: Array, labels: TaskLabels) -> list[str]:
+def few_scored_note(data: Datasets, rows: Array, labels: TaskLabels) -> list[str]:
     scored = len(set(record_names(data, rows)))
     if not labels.task.labels or scored >= FEW_TESTED:
         return []
@@ -434,7 +447,7 @@ def subgroups_of(data: Datasets, rows: Array) -> dict[str, Array]:
     """Age band, sex and source of each row."""
     table = data.table(["age", "sex", "source"]).take(rows).to_pydict()
     age = np.array(table["age"], float)
-    band = np.where(np.isnan(age), -1, np.digitize(age, AGES))
+    band = np.where(np.isnan(age), -1, np.digitize(age, AGE_EDGES))
     return {
         "age": AGE_BANDS[band],
         "sex": np.array([sex or "unknown" for sex in table["sex"]]),
@@ -451,9 +464,9 @@ def load_task(name: str) -> TaskConfig:
     return validate(TaskConfig, section, "task")
 
 
-def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
-    """The task of this name, with these labels. auto: the task the model was fine-tuned for, else
-    identification."""
+def find_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
+    """Returns the task of this name, with these labels. auto: the task the model was fine-tuned
+    for, else identification."""
     head = model.head_info
     own_task = head.task if head else "identification"
     if name == "auto":
@@ -484,7 +497,7 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
     return replace(task, labels=labels) if labels else task
 
 
-def require(rows: Array, data: Datasets, criterion: str, source: str) -> None:
+def require_rows(rows: Array, data: Datasets, criterion: str, source: str) -> None:
     if not len(rows):
         reason = f"it was made with --plan {data.plan}, or has no {source}"
         raise ConfigError(f"{data.name}: no crop has {criterion}: {reason}")
@@ -493,7 +506,7 @@ def require(rows: Array, data: Datasets, criterion: str, source: str) -> None:
 def shown_input(
     model: TrainedModel, data: Datasets, options: EvalOptions
 ) -> tuple[Input, list[str]]:
-    """The model's input, and warnings about the data."""
+    """Returns the model's input, and warnings about the data."""
     try:
         model_input = model.input.limited_to(options.leads) if options.leads else model.input
     except ConfigError as error:
@@ -515,7 +528,7 @@ def shown_input(
     return model_input, notes
 
 
-def measured_crops(
+def crops_with_leads(
     data: Datasets, model_input: Input, *sides: Array
 ) -> tuple[list[Array], list[str]]:
     """The crops that have a window in which at least one of the model's leads was recorded, and a
@@ -534,7 +547,7 @@ def measured_crops(
     return [rows[~blank[rows]] for rows in sides], notes
 
 
-def evaluated_facts(data: Datasets, options: EvalOptions, model_input: Input) -> Facts:
+def evaluation_facts(data: Datasets, options: EvalOptions, model_input: Input) -> Facts:
     facts: Facts = {} if model_input.window_s == HALF_S else {"window_s": model_input.window_s}
     if len(data.all) > 1:
         facts["datasets"] = {dataset.root.url: dataset.fingerprint for dataset in data.all}
@@ -548,8 +561,9 @@ def evaluated_facts(data: Datasets, options: EvalOptions, model_input: Input) ->
     }
 
 
-def number_to_report(document: Mapping[str, Any]) -> str:
-    """The sentence that names the score of an evaluation: of records, with its interval."""
+def sentence_to_report(document: Mapping[str, Any]) -> str:
+    """Returns the sentence that states the score of an evaluation: of records, with its
+    interval."""
     part = document.get("record") or document
     name, value = next(iter(part["metrics"].items()))
     if value is None:
@@ -561,8 +575,8 @@ def number_to_report(document: Mapping[str, Any]) -> str:
     return f"to report: {label_of(name)} {value:.3f} ({interval}) on {what}"
 
 
-def pieces(facts: Mapping[str, Any]) -> str:
-    """What is scored, for the terminal and the report."""
+def windows_text(facts: Mapping[str, Any]) -> str:
+    """Names what is scored: halves of 5 s, or windows of the model."""
     window_s = facts.get("window_s")
     return f"windows of {window_s:g} s" if window_s else "halves of 5 s"
 
@@ -584,7 +598,7 @@ def outputs_of(
     outputs = []
     for number, rows_of_dataset in enumerate(data.rows_by_dataset(rows)):
         if len(rows_of_dataset):
-            file = halves_file(options.halves_file, number)
+            file = halves_file_of_dataset(options.halves_file, number)
             outputs.append(
                 _outputs_of_dataset(
                     output, data.all[number], rows_of_dataset, model_input, options, per, file
@@ -593,8 +607,8 @@ def outputs_of(
     return np.concatenate(outputs), crop_R
 
 
-def halves_file(first: Path | None, number: int) -> Path | None:
-    """Where the outputs for a dataset are kept, if they are."""
+def halves_file_of_dataset(first: Path | None, number: int) -> Path | None:
+    """The file that keeps the outputs for a dataset; None if none does."""
     return first.with_name(f"{first.name}.{number}") if first and number else first
 
 
@@ -610,7 +624,7 @@ def _outputs_of_dataset(
     model = output.model
     source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
     if file is None:
-        return matrix(whole(source, output, model_input, per))
+        return embedding_matrix(whole_table(source, output, model_input, per))
     job = {
         "model": model.digest,
         "data": dataset.fingerprint,
@@ -623,7 +637,7 @@ def _outputs_of_dataset(
     }
     with ParquetParts(file, job, *launched_ranks()[:2]) as parts:
         if not parts.finished:
-            make(source, output, model_input, per, parts)
+            make_parts(source, output, model_input, per, parts)
         _wait_for_ranks()  # the last one has joined the parts
         if not file.exists():
             why = "cannot be read back"
@@ -632,7 +646,7 @@ def _outputs_of_dataset(
             raise OutputError(f"{file}: {why}{RESUMABLE}")
         table = pq.read_table(file)
         _wait_for_ranks()  # rank 0 will remove the file
-    return matrix(table)
+    return embedding_matrix(table)
 
 
 def _wait_for_ranks() -> None:

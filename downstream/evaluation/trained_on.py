@@ -1,4 +1,5 @@
-"""What a run or a model was trained on, of datasets and files: lines and a table, for `omnilead seen`."""
+"""Tells which datasets and files a run or a model was trained on: lines and a table, for `omnilead
+seen`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,8 +33,8 @@ from omnilead.engine.training.train import saved_config
 from ..finetuning.task import FinetuneTask
 from ..inference.ecg_reader import EcgOptions, crops_of_files, dataset_of, pseudonym_mark
 
-NAMES = ["source", "record", "patient"]
-CROPS = pa.schema([COLUMNS.field(name) for name in (*NAMES, "waveform")])
+ID_COLUMNS = ["source", "record", "patient"]
+CROP_SCHEMA = pa.schema([COLUMNS.field(name) for name in (*ID_COLUMNS, "waveform")])
 
 
 class TrainedOn(NamedTuple):
@@ -44,16 +45,16 @@ class TrainedOn(NamedTuple):
     times: dict[str, np.ndarray]
 
 
-def report(
+def report_lines(
     model: str,
     data: Sequence[str] | None,
     out: Path | None,
     anonymous: bool,
     pseudonymize: str | None = None,
 ) -> Iterator[str]:
-    """Lines that say it. `data`: datasets and files (default: those of a run); `out`: a CSV file to
-    write; `pseudonymize`: a key file, for files."""
-    trained = trained_on(model)
+    """Yields lines for the terminal. `data`: datasets and files (default: those of a run); `out`: a
+    CSV file to write; `pseudonymize`: a key file, for files."""
+    trained = read_trained_on(model)
     yield from _summary(model, trained)
     options = EcgOptions((), anonymous=anonymous, pseudonymize=pseudonymize)
     opened = {url: dataset_of(replace(options, data=(url,))) for url in data or trained.datasets}
@@ -69,21 +70,21 @@ def report(
         if dataset:
             crops, times = _crops_and_times(dataset, trained)
         else:
-            crops = pa.Table.from_pylist(crops_of_files(replace(options, data=(url,))), CROPS)
+            crops = pa.Table.from_pylist(crops_of_files(replace(options, data=(url,))), CROP_SCHEMA)
             times = None
         uses = uses_of_crops(trained.seen, crops, keys)
-        table = _by_record(crops, uses, times)
+        table = _records_table(crops, uses, times)
         yield f"\n{url}"
-        yield from _counts(uses, table, times)
+        yield from _count_lines(uses, table, times)
         if not dataset or dataset_marks(dataset):
             yield from unknown_key_notes(trained.seen, marks)
         tables.append(table)
     if out:
-        _write(out, tables)
+        _write_csv(out, tables)
 
 
-def trained_on(model: str) -> TrainedOn:
-    """`model`: a run, of which the newest checkpoint counts, or a model."""
+def read_trained_on(model: str) -> TrainedOn:
+    """Reads what a model, or a run up to its newest checkpoint, was trained on."""
     path = RunFolder(Path(model)).newest_checkpoint(checkpoint_files.warn)
     if path is None:
         with model_folder(model) as (folder, _):
@@ -112,24 +113,24 @@ def _summary(model: str, trained: TrainedOn) -> Iterator[str]:
 
 
 def _crops_and_times(dataset: Dataset, trained: TrainedOn) -> tuple[pa.Table, np.ndarray | None]:
-    """And how often the run has drawn each crop, if it was trained on this dataset."""
-    return dataset.table(CROPS.names), trained.times.get(dataset.fingerprint)
+    """Returns the crops, and how often the run drew each, if it was trained on this dataset."""
+    return dataset.table(CROP_SCHEMA.names), trained.times.get(dataset.fingerprint)
 
 
-def _by_record(crops: pa.Table, uses: CropUses, times: np.ndarray | None) -> pa.Table:
+def _records_table(crops: pa.Table, uses: CropUses, times: np.ndarray | None) -> pa.Table:
     """A row for each record: the last use of a waveform and of the owner (-1: none), times."""
     times_drawn = pa.nulls(len(crops), pa.int64()) if times is None else pa.array(times)
-    columns = [*(crops[name] for name in NAMES), uses.waveform, uses.owner, times_drawn]
-    table = pa.table(columns, [*NAMES, "waveform", "owner", "times"])
+    columns = [*(crops[name] for name in ID_COLUMNS), uses.waveform, uses.owner, times_drawn]
+    table = pa.table(columns, [*ID_COLUMNS, "waveform", "owner", "times"])
     last_uses = [("waveform", "max"), ("owner", "max"), ("times", "sum")]
-    records = table.group_by(NAMES, use_threads=False).aggregate(last_uses)
-    return records.select([*NAMES, "waveform_max", "owner_max", "times_sum"]).rename_columns(
+    records = table.group_by(ID_COLUMNS, use_threads=False).aggregate(last_uses)
+    return records.select([*ID_COLUMNS, "waveform_max", "owner_max", "times_sum"]).rename_columns(
         table.column_names
     )
 
 
-def _counts(uses: CropUses, records: pa.Table, times: np.ndarray | None) -> Iterator[str]:
-    """How many crops, records and patients there are of each use."""
+def _count_lines(uses: CropUses, records: pa.Table, times: np.ndarray | None) -> Iterator[str]:
+    """Yields a table: how many crops, records and patients have each use."""
     by_record = records["waveform"].to_numpy()
     first_crops = np.unique(uses.owner_hash, return_index=True)[1]
     by_patient = uses.owner[first_crops]
@@ -141,7 +142,7 @@ def _counts(uses: CropUses, records: pa.Table, times: np.ndarray | None) -> Iter
         yield f"crops drawn: {times.sum():,}, the same one at most {times.max():,} times"
 
 
-def _write(out: Path, tables: Sequence[pa.Table]) -> None:
+def _write_csv(out: Path, tables: Sequence[pa.Table]) -> None:
     if not tables:
         raise ConfigError(f"--out {out}: of which ECGs? Add --data DATASET")
     table = pa.concat_tables(tables)

@@ -1,7 +1,7 @@
 """The vectors of crops by a model or a measurement, kept in files.
 
-    vectors = embedded(embedder, data, rows, "12", Path("OUT/parts"))
-    vectors.of(rows).c_BSD
+    vectors = cached_vectors(embedder, data, rows, "12", Path("OUT/parts"))
+    vectors.take(rows).c_BSD
 
 Files in the folder are reused if the model's files, the read-out, the dataset and the leads are the
 same; only missing or damaged crops are computed. B: crops, S: windows, D: width.
@@ -32,7 +32,7 @@ from ..inference.outputs import progress_bar
 from ..inference.trained_model import NOT_FINITE, TrainedModel
 from ..tasks.metrics import Array
 
-BLOCK = 4096  # crops in a file
+CROPS_PER_FILE = 4096  # crops in a file
 
 
 class Embedder(NamedTuple):
@@ -44,11 +44,11 @@ class Embedder(NamedTuple):
     forward: Callable[[Tensor], Tensor]
     model: TrainedModel | None = None  # None: measured in the signal
     batch: int = 64
-    compared: slice = slice(None)  # the dimensions by which patients are identified
+    identity_dims: slice = slice(None)  # the dimensions by which patients are identified
     precision: str = ""
 
     @property
-    def trained(self) -> TrainedModel:
+    def trained_model(self) -> TrainedModel:
         assert self.model, f"{self.name} is measured in the signal"
         return self.model
 
@@ -58,26 +58,28 @@ class Vectors(NamedTuple):
     windows_B: Array  # how many windows each crop has; halves, unless a model has other windows
     c_BSD: Array  # zeros where there is no such window
 
-    def of(self, rows: Array) -> "Vectors":
+    def take(self, rows: Array) -> "Vectors":
         positions = np.searchsorted(self.row_B, rows)
         return Vectors(*(array[positions] for array in self))
 
 
-def embedded(embedder: Embedder, data: Datasets, rows: Array, leads: str, folder: Path) -> Vectors:
-    """The vectors of these crops, ascending; leads that the model is not shown are set to zero. Each
-    dataset has files of its own, so that those of one are reused among others."""
+def cached_vectors(
+    embedder: Embedder, data: Datasets, rows: Array, leads: str, folder: Path
+) -> Vectors:
+    """Returns the vectors of these crops, ascending; leads that the model is not shown are zero.
+    Each dataset has files of its own, so that they can be reused with others."""
     parts = []
     rows = np.unique(rows)
     for dataset, begin, rows_of_dataset in zip(
         data.all, data.first_rows, data.rows_by_dataset(rows), strict=True
     ):
         if len(rows_of_dataset):
-            part = _embedded_of(embedder, dataset, rows_of_dataset, leads, folder)
+            part = _cached_vectors_of(embedder, dataset, rows_of_dataset, leads, folder)
             parts.append(part._replace(row_B=part.row_B + begin))
-    return joined(parts)
+    return concatenate(parts)
 
 
-def _embedded_of(
+def _cached_vectors_of(
     embedder: Embedder, dataset: Dataset, rows: Array, leads: str, folder: Path
 ) -> Vectors:
     limited_input = embedder.input.limited_to(leads)
@@ -85,10 +87,10 @@ def _embedded_of(
     folder = folder / sha256(job.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
     saved = list(_saved_vectors(folder))
-    missing = np.setdiff1d(rows, joined(saved).row_B) if saved else rows
+    missing = np.setdiff1d(rows, concatenate(saved).row_B) if saved else rows
     with progress_bar(len(missing), f" crops, {embedder.name}, leads {leads}") as bar:
-        for start in range(0, len(missing), BLOCK):
-            block = missing[start : start + BLOCK]
+        for start in range(0, len(missing), CROPS_PER_FILE):
+            block = missing[start : start + CROPS_PER_FILE]
             part = _embed(embedder, dataset, block, limited_input, bar)
             if not np.isfinite(part.c_BSD).all():
                 raise ConfigError(f"{embedder.name}: {NOT_FINITE}")
@@ -96,13 +98,13 @@ def _embedded_of(
             np.savez(buffer, **part._asdict())
             write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
             saved.append(part)
-    vectors = joined(saved)
+    vectors = concatenate(saved)
     first = np.unique(vectors.row_B, return_index=True)[1]
-    return Vectors(*(array[first] for array in vectors)).of(rows)
+    return Vectors(*(array[first] for array in vectors)).take(rows)
 
 
 def require_cache(folder: Path) -> None:
-    """ConfigError if the folder holds anything that `embedded` does not keep there."""
+    """Raises ConfigError if the folder holds anything that `cached_vectors` does not keep there."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if folder.is_file():
         names = [folder.name]
@@ -131,10 +133,10 @@ def _embed(
         c_BSD[np.arange(windows) < windows_B[:, None]] = y_RD
         parts.append(Vectors(batch.crops, windows_B, c_BSD))
         bar.update(len(batch.crops))
-    return joined(parts)
+    return concatenate(parts)
 
 
-def joined(parts: Sequence[Vectors]) -> Vectors:
+def concatenate(parts: Sequence[Vectors]) -> Vectors:
     return Vectors(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -142,7 +144,7 @@ def _saved_vectors(folder: Path) -> Iterator[Vectors]:
     for path in sorted(folder.glob("*.npz")):
         with (
             suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
-            open(path, "rb") as file,  # numpy would leave that of a damaged archive open
+            open(path, "rb") as file,  # numpy would leave a damaged archive open
             np.load(file) as arrays,
         ):
             yield Vectors(*(arrays[name] for name in Vectors._fields))

@@ -23,7 +23,7 @@ from omnilead.engine.training.run_folder import open_datasets
 
 from ..tasks.config import FinetuneConfig
 
-BATCH, EPOCHS, STEPS, VALIDATE = 64, 40, 20_000, 500  # at most
+MAX_BATCH, MAX_EPOCHS, MAX_STEPS, MAX_VALIDATE_EVERY = 64, 40, 20_000, 500  # at most
 PATIENCE = 10  # validations
 LR_AT_PROBE = 1e-4  # of a model that begins at a probe
 LR, LR_WIDTH = 1e-3, 0.064  # of the authors' architecture: LR_WIDTH / width, at most LR
@@ -32,23 +32,23 @@ LR, LR_WIDTH = 1e-3, 0.064  # of the authors' architecture: LR_WIDTH / width, at
 def read_settings(
     config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> FinetuneConfig:
-    """The settings of `config`, or without it, those of the task that task.name or task.labels
-    names. What is not set is chosen from the data: the kind of the labels, the batch size, the
-    length of the training."""
+    """Returns the settings of `config`, or without it, those of the task that task.name or
+    task.labels names. What is not set is chosen from the data: the kind of the labels, the batch
+    size, the length of the training."""
     if config is not None:
         return load_config(config, overrides, FinetuneConfig)
     tree = apply_overrides({}, overrides)
     first = build_config(tree, FinetuneConfig).train
     tree = with_task(tree)
     length_given = bool({"steps", "epochs"} & first.model_fields_set)
-    length: dict[str, int] = {} if length_given else {"epochs": EPOCHS}
+    length: dict[str, int] = {} if length_given else {"epochs": MAX_EPOCHS}
     _, world, _ = launched_ranks()
-    length["batch_crops"] = choose_batch(first, 10 * BATCH, world)
+    length["batch_crops"] = choose_batch(first, 10 * MAX_BATCH, world)
     wanted = build_config(merge({"train": length}, tree), FinetuneConfig)
     check_config(wanted, world)
     datasets = open_datasets(wanted)
     wanted.require_files()
-    # Only now what imports PyTorch, which takes seconds: a wrong setting or path is said before
+    # Imports PyTorch, which takes seconds: a wrong setting or path is reported before
     from ..tasks.guess import guess_kind
     from ..tasks.labels import read_task
     from .start import read_start, with_windows
@@ -64,13 +64,13 @@ def read_settings(
     chosen = choose_training(wanted, start.model, batch, max(1, crops // batch))
     if length_given:
         del chosen["steps"], chosen["epochs"]
-    chosen |= saved_training(wanted, chosen)
+    chosen |= saved_choices(wanted, chosen)
     own: Facts = {"train": chosen, "task": {"kind": task.kind}}
     if start.weights is None:  # random convolutions are not worth freezing
         own["encoder"] = {"feature_grad": 1.0}
     settled = build_config(merge(own, tree), FinetuneConfig)
     if os.environ.get("RANK", "0") == "0":
-        say(what_was_chosen(settled, crops, guessed))
+        say(describe_choice(settled, crops, guessed))
     return settled
 
 
@@ -78,7 +78,7 @@ def choose_batch(train: TrainConfig, crops: int, world: int) -> int:
     if "batch_crops" in train.model_fields_set:
         return train.batch_crops
     unit = world * (train.micro_batch or 1)
-    return max(1, min(BATCH, max(2, crops // 10)) // unit) * unit
+    return max(1, min(MAX_BATCH, max(2, crops // 10)) // unit) * unit
 
 
 def choose_training(wanted: FinetuneConfig, model: ModelConfig, batch: int, epoch: int) -> Facts:
@@ -90,19 +90,19 @@ def choose_training(wanted: FinetuneConfig, model: ModelConfig, batch: int, epoc
         rate = min(LR, LR_WIDTH / model.width)
     return {
         "batch_crops": batch,
-        "validate_every": min(epoch, VALIDATE),
+        "validate_every": min(epoch, MAX_VALIDATE_EVERY),
         "valid_batches": 1000,
         "patience": PATIENCE,
         "lr": rate,
         "schedule": "warmup_cosine",
         "precision": precision,
-        "steps": min(EPOCHS * epoch, STEPS),
+        "steps": min(MAX_EPOCHS * epoch, MAX_STEPS),
         "epochs": None,
     }
 
 
-def saved_training(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
-    """What the run to be resumed, perhaps on another number of ranks, had chosen."""
+def saved_choices(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
+    """Returns what the run to be resumed had chosen, perhaps on another number of ranks."""
     before = Path(wanted.run, "config.yaml")
     begun = before.is_file() and any(Path(wanted.run, "checkpoints").glob("step-*"))
     saved = read_mapping(before) if begun else {}
@@ -113,7 +113,7 @@ def saved_training(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
 
 
 def with_task(tree: Facts) -> Facts:
-    """The settings with those of the task that task.name or task.labels names."""
+    """Adds the settings of the task that task.name or task.labels names."""
     task = tree.get("task", {})
     if name := task.pop("name", None):
         return merge(read_yaml(find_config(name, "tasks", Flag("--task")), "tasks"), tree)
@@ -131,7 +131,7 @@ def with_task(tree: Facts) -> Facts:
     )
 
 
-def what_was_chosen(config: FinetuneConfig, crops: int, guessed: bool) -> str:
+def describe_choice(config: FinetuneConfig, crops: int, guessed: bool) -> str:
     from ..tasks.kinds import KINDS
 
     t, task = config.train, config.task

@@ -46,7 +46,8 @@ class Start(NamedTuple):
 
 
 def read_start(start: str, code: bool = False) -> Start:
-    """`code`: allow running encoder code that the folder holds."""
+    """Reads the model or the YAML to start from. `code`: allow running encoder code in the
+    folder."""
     if not is_model(start):
         config = load_config(start, kind=Config)
         brought = read_plugins([("model.encoder", config.model.encoder)], start)
@@ -72,8 +73,8 @@ def read_start(start: str, code: bool = False) -> Start:
 
 
 def readout_for(start: Start, config: FinetuneConfig, labels: TaskLabels) -> Readout:
-    """What the head takes; with task.head=start, that of the start, whose linear layer must be for
-    these labels."""
+    """Returns the read-out for the head; with task.head=start, that of the start, whose linear
+    layer must be for these labels."""
     if config.task.head != "start":
         return (PAPER,)
     made = "omnilead fit --model MODEL --out PROBED writes one, for ", Flag("--start"), " PROBED"
@@ -104,8 +105,8 @@ def readout_for(start: Start, config: FinetuneConfig, labels: TaskLabels) -> Rea
 
 
 def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
-    """The encoder's weights for these leads only: the output is the same as with the other leads
-    set to zero."""
+    """Returns the encoder's weights for these leads only: the output is the same as with the other
+    leads set to zero."""
     assert start.weights is not None
     had, leads = list(start.input.leads), list(config.augment.output_leads)
     setting = f"augment.leads={config.augment.leads!r}"
@@ -157,7 +158,7 @@ def is_rounded(found: Tensor | None, exact: Tensor) -> bool:
 
 
 def with_windows(labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input) -> TaskLabels:
-    """Without crops that are shorter than the model's window."""
+    """Drops crops that are shorter than the model's window."""
     split, without = [], 0
     for dataset, split_N in zip(datasets, labels.split, strict=True):
         short_N = model_input.count_windows(dataset.column("halves")) == 0

@@ -61,10 +61,10 @@ from omnilead.engine.training.validation import eval_mode, predict_on_ranks
 
 from ..tasks.classifier import Classifier, layer_groups
 from ..tasks.config import FinetuneConfig
-from ..tasks.kinds import KINDS, Kind, Targets, listed_classes, thresholds
-from ..tasks.labels import DX_ROLES, TaskLabels, read_task
-from ..tasks.metrics import MEASURES, Array, identification, measure
-from ..tasks.people import unknown_patients
+from ..tasks.kinds import KINDS, Kind, Targets, best_thresholds, listed_classes
+from ..tasks.labels import DX_ROLES_HINT, TaskLabels, read_task
+from ..tasks.metrics import MEASURES, Array, identification_scores, measure
+from ..tasks.people import unknown_patients_remark
 from ..tasks.readout import PAPER, Readout
 from ..tasks.splits import SPLITS, TRAIN
 from .start import Start, read_start, readout_for, select_leads, unrounded, with_windows
@@ -73,7 +73,7 @@ LABELS_MAY_CHANGE = ("labels.unknown_patients", "labels.center", "labels.scale")
 
 
 def make_targets(labels: TaskLabels) -> Targets:
-    """ConfigError if the labels cannot be learnt."""
+    """Returns what is learnt; ConfigError if the labels cannot be learnt."""
     task = labels.task
     name, balanced = labels.name or "data.datasets", task.class_weights == "balanced"
     kind = KINDS[task.kind]
@@ -92,9 +92,10 @@ def labels_of(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabels
 
 
 def checked_labels(config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> TaskLabels:
-    """Called by all ranks. Every dataset has drawn its roles without regard to the others."""
+    """Reads the labels, and refuses leakage between datasets, whose roles were drawn separately.
+    Called by all ranks."""
     labels = labels_of(config, datasets)
-    if labels.by_role:
+    if labels.is_split_by_role:
         trained, held_out = [], []
         for split_N in labels.split:
             trained.append(np.flatnonzero(split_N == TRAIN))
@@ -202,7 +203,8 @@ class FinetuneTask(TrainingTask):
         return self.kind.name == "identity"
 
     def may_change(self, fact: str) -> bool:
-        """The definition repeats the settings of the task, which are compared by themselves."""
+        """True for `definition`: it repeats the settings of the task, which are compared by
+        themselves."""
         return fact in LABELS_MAY_CHANGE or fact.startswith("labels.definition.")
 
     def resume_facts(self) -> Facts:
@@ -346,17 +348,17 @@ class FinetuneTask(TrainingTask):
         if self.identifies:  # the second window of each crop among all first ones
             ids: Any = self.held_out.y
             first_BD, second_BD = out_BSD[:, :2].numpy().swapaxes(0, 1)
-            score = identification(first_BD, ids, second_BD, ids)
+            score = identification_scores(first_BD, ids, second_BD, ids)
             return {"identification_accuracy": float(score["accuracy"])}
         windows_N = self.held_out.windows_N
         exists_BS = torch.arange(out_BSD.shape[1]) < torch.from_numpy(windows_N)[:, None]
         logits_RK = out_BSD[exists_BS]  # each window is a sample, as halves are in the paper
         y_RK = np.repeat(self.held_out.y, windows_N, axis=0)
-        targets_RK = torch.from_numpy(self.targets.standardised(y_RK))
+        targets_RK = torch.from_numpy(self.targets.standardise(y_RK))
         loss_RK, known_RK = self.kind.cell_losses(logits_RK, targets_RK)
-        scores_RK = self.targets.values(self.kind.scores(logits_RK).numpy())
+        scores_RK = self.targets.to_label_scale(self.kind.scores(logits_RK).numpy())
         if self.kind.has_thresholds:
-            self.thresholds = thresholds(y_RK, scores_RK)
+            self.thresholds = best_thresholds(y_RK, scores_RK)
         measured = measure(self.kind.name, y_RK, scores_RK, classes=self.labels.classes)
         return {"loss": float(loss_RK[known_RK].mean()), **measured}
 
@@ -409,7 +411,7 @@ class FinetuneTask(TrainingTask):
             )
         if task.kind == "identity":
             outputs = "Mean over time as a unit vector, compared by cosine."
-        unknown = unknown_patients(state["labels"].get("unknown_patients", (0, 0)))
+        unknown = unknown_patients_remark(state["labels"].get("unknown_patients", (0, 0)))
         return f"ECG {task.name}, fine-tuned with omnilead", [
             describe_encoder(model),
             f"Fine-tuned from {start_text(config.start)}, on leads "
@@ -452,7 +454,7 @@ class FinetuneTask(TrainingTask):
 def own_encoder(
     config: FinetuneConfig, architecture: ModelConfig, start: Start, model_input: Input
 ) -> tuple[nn.Module | None, float]:
-    """An encoder that is not the authors', and the FLOPs of a crop."""
+    """Returns an encoder that is not the authors', if any, and the FLOPs of a crop."""
     encoder, _ = encoders.build_and_examine(
         architecture, False, dtype_of(config), config.train.seed, start.kind, model_input.samples
     )
@@ -490,7 +492,7 @@ def leakage_remarks(start: Start, datasets: Sequence[Dataset], labels: TaskLabel
 def validation_remarks(kind: Kind, labels: TaskLabels, held_out: HeldOut) -> list[str]:
     if not held_out.crops:
         return ["no validation crops: the newest checkpoint counts as the best"]
-    if why := kind.cannot_choose(held_out.y):
+    if why := kind.why_no_best_step(held_out.y):
         return [f"{why}: the newest checkpoint counts as the best"]
     if not kind.has_thresholds:
         return []
@@ -517,7 +519,7 @@ def training_selection(
                 what += f" and the {model_input.window_s:g} s that the model takes at once"
             why = f"{dataset.root.url} has no crop with {what}: nothing to learn from"
             if labels.role == "dx":
-                why += f"; {DX_ROLES}"
+                why += f"; {DX_ROLES_HINT}"
             raise ConfigError(f"{labels.name or 'data.datasets'}: {why}{labels.left_out}")
     if not labels.role or labels.left_out:
         return Selection(rows=rows)

@@ -37,14 +37,14 @@ from .outputs import (
     ParquetParts,
     has_skipped,
     job_of,
-    make,
+    make_parts,
     skipped_file,
-    whole,
+    whole_table,
 )
 from .trained_model import TrainedModel, load
 
-SHOWN = 8  # numbers in a message
-SAID = 4  # sentences about a model
+PARTS_NAMED = 8  # numbers in a message
+SENTENCES_SHOWN = 4  # sentences about a model
 
 
 class Written(NamedTuple):
@@ -72,13 +72,13 @@ def embed(
     readout: str = "",
     **options: Any,
 ) -> pa.Table | Written:
-    """What `omnilead embed` returns or writes: see downstream/embed.py."""
+    """Runs `omnilead embed`: see downstream/embed.py."""
     place = Path(out) if out else None
     if place and place.suffix not in ("", ".parquet"):
         name = place.with_suffix(".parquet").name
         raise ConfigError(Flag("--out"), f" {out}: must end in .parquet: use {name}")
-    output_of = partial(outputs.embeddings, readout=readout)
-    return _table(output_of, model, data, place, options)
+    output_of = partial(outputs.embedding_output, readout=readout)
+    return _make_table(output_of, model, data, place, options)
 
 
 def predict(
@@ -88,7 +88,7 @@ def predict(
     out: File | None = None,
     **options: Any,
 ) -> pa.Table | Written:
-    """What `omnilead predict` returns or writes: see downstream/predict.py."""
+    """Runs `omnilead predict`: see downstream/predict.py."""
     place = Path(out) if out else None
     if place and place.suffix not in (".csv", ".parquet"):
         raise ConfigError(Flag("--out"), f" {out}: must end in .csv or .parquet")
@@ -96,10 +96,10 @@ def predict(
         raise ConfigError(
             Flag("--out"), f" {out}: already exists: remove it, or choose another ", Flag("--out")
         )
-    return _table(outputs.predictions, model, data, place, options)
+    return _make_table(outputs.prediction_output, model, data, place, options)
 
 
-def _table(
+def _make_table(
     output_of: Callable[[TrainedModel], Output],
     model: File,
     data: File | Sequence[File],
@@ -116,9 +116,9 @@ def _table(
         output = output_of(setup.model)
         opened = open_data(setup.options, setup.input)
         if out:
-            return _written(setup, output, opened, out)
+            return _write_file(setup, output, opened, out)
         source = opened.source()
-        table = whole(source, output, setup.input, setup.options.per)
+        table = whole_table(source, output, setup.input, setup.options.per)
         counts = Counts().plus(table, sum(map(len, source.skipped.values())))
         for doubt in _doubts(setup, output, source, counts):
             warnings.warn(doubt, stacklevel=5)  # at the call of omnilead.embed or predict
@@ -127,7 +127,7 @@ def _table(
         raise file_error(error, out) from None
 
 
-def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Written:
+def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Written:
     rank, world, _ = launched_ranks()
     options = setup.options
     if opened.private and rank == 0:
@@ -147,11 +147,11 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
     with ParquetParts(out, job, rank, world) as parts:
         begun = not parts.finished
         if begun:
-            left = make(source, output, setup.input, options.per, parts)
+            left = make_parts(source, output, setup.input, options.per, parts)
     if left and world == 1:
         raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
-        numbers = first_names(left, SHOWN)
+        numbers = first_names(left, PARTS_NAMED)
         doing = f"others compute parts {numbers} (none runs? start the same command again)"
         return Written(out, None, f"rank {rank} of {world}: done; {doing}\n")
     if parts.rows is None:
@@ -161,17 +161,17 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
         tell(f"note: {out}: {doubt}")
     if has_skipped(out):
         tell(f"note: {skipped_file(out)}: which ECGs were skipped, and why")
-    if output.said:
-        more = "; ..., see config.json" if len(output.said) > SAID else ""
-        tell(f"note: {out}: the model: {'; '.join(output.said[:SAID])}{more}")
+    if output.sentences:
+        more = "; ..., see config.json" if len(output.sentences) > SENTENCES_SHOWN else ""
+        tell(f"note: {out}: the model: {'; '.join(output.sentences[:SENTENCES_SHOWN])}{more}")
     message = f"{out}: {parts.rows:,} {output.what}, computed in {setup.precision}\n"
     return Written(out, parts.rows, message)
 
 
 def _doubts(setup: Setup, output: Output, source: CropSource, counts: Counts) -> Iterator[str]:
-    """What the user of a table must know."""
+    """Yields what the user of a table must know."""
     of_rows = f"of {counts.rows:,} rows"
-    if counts.lacking and (why := setup.model.unprepared()):
+    if counts.lacking and (why := setup.model.missing_leads_doubt()):
         yield f"{counts.lacking:,} {of_rows} lack leads (column {MISSING}): {why}"
     if counts.implausible:
         yield (
@@ -231,7 +231,7 @@ def prepare(
     return Setup(loaded, shown, precision, complete)
 
 
-def chosen_device(name: str) -> torch.device:
+def select_device(name: str) -> torch.device:
     """The device for --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. Ranks use a
     machine's GPUs in turn."""
     try:
@@ -250,9 +250,9 @@ def chosen_device(name: str) -> torch.device:
 def prepare_model(
     path: File, device: str = "auto", precision: str = "auto", code: bool = False
 ) -> tuple[TrainedModel, str]:
-    """The model on its device, and the precision that it computes in. "auto": a GPU if there is
-    one; there bf16 if the model was trained in bf16, else fp32."""
-    place = chosen_device(device)
+    """Loads a model on its device; returns the precision that it computes in, too. "auto": a GPU if
+    there is one; there bf16 if the model was trained in bf16, else fp32."""
+    place = select_device(device)
     if place.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank())
     keep_freed_memory()

@@ -61,13 +61,13 @@ from .trained_model import crops
 
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16
-SKIPS_SHOWN = 5  # of a folder of other files there may be 10^5
+SKIPS_SHOWN = 5  # a folder of other files may have 10^5
 RecordCrop = tuple[int, Prepared, int]  # the number of a record, the record, and which of its crops
 # A column: a crop's flags as in a dataset, such as einthoven,implausible; null: none
 FLAGS = "flags"
 # A column of predictions: the file that an ECG came from; null: a dataset, or names are pseudonyms
 PATH = "path"
-COLUMNS = {
+CROP_COLUMNS = {
     "source": pa.string(),
     "record": pa.string(),
     "patient": pa.string(),
@@ -91,8 +91,8 @@ class EcgOptions:
     data: tuple[str, ...]  # a dataset; or folders, records, arrays, hospital files
     per: Per = "crop"
     leads: str | None = None  # shown to the model; also the names of the rows of arrays
-    fs_hz: float | None = None  # of arrays
-    unit: str = ""  # of arrays; "": mV
+    fs_hz: float | None = None  # sampling rate of arrays
+    unit: str = ""  # unit of arrays; "": mV
     batch: int = 0  # crops encoded at a time; 0: 16, on a GPU 256
     workers: int = 0  # reading threads; 0: a quarter of the cores, with a GPU all
     # auto: stop, but leave out what cannot be read in a folder
@@ -100,15 +100,18 @@ class EcgOptions:
     anonymous: bool = False  # public s3:// data without credentials
     pseudonymize: str | None = None  # a key file
     pin: bool = False  # batches in pinned memory, from which a GPU copies without waiting
-    skip_numbers: Iterator[int] = field(default_factory=count, compare=False)  # of what is left out
+    skip_numbers: Iterator[int] = field(
+        default_factory=count, compare=False
+    )  # numbers what is left out
 
     def skips(self, of_folder: bool = False) -> bool:
-        """Whether what cannot be read is left out; `of_folder`: a file that the user did not name."""
+        """True if unreadable data are left out. `of_folder`: in a file that the user did not
+        name."""
         return self.on_corrupt == "skip" or (self.on_corrupt == "auto" and of_folder)
 
 
-class EmbeddedCrops(NamedTuple):
-    """Which crops are in a CropBatch of a source."""
+class SourceCrops(NamedTuple):
+    """The crops of a source that are in a CropBatch."""
 
     part: int
     table: pa.Table  # COLUMNS and PATH, one row for each crop
@@ -117,7 +120,7 @@ class EmbeddedCrops(NamedTuple):
 
 
 class Waveforms(NamedTuple):
-    """Of crops: the number of each one's ECG, and its waveform as in a dataset."""
+    """For each crop: the number of its ECG, and its waveform as in a dataset."""
 
     ecg_N: Array
     waveform_N: Array
@@ -137,7 +140,7 @@ class DatasetSource:
     `heart_rates` of those read, and `waveforms`."""
 
     unit = " crops"
-    skipped: Mapping[int, list[Skipped]] = {}  # crops are, one by one, where they are read
+    skipped: Mapping[int, list[Skipped]] = {}  # crops are skipped one by one, where they are read
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class DatasetSource:
         self.dataset, self.batch, self.reading = dataset, batch, reading
         self.left_out = left_out
         self.heart_rates = HeartRates()
-        table = dataset.table([name for name in COLUMNS if name != "row"])
+        table = dataset.table([name for name in CROP_COLUMNS if name != "row"])
         flags = pc.binary_join(table[FLAGS], ",")
         flags = pc.if_else(pc.equal(flags, ""), pa.scalar(None, pa.string()), flags)
         table = table.set_column(table.column_names.index(FLAGS), FLAGS, flags)
@@ -206,7 +209,7 @@ class DatasetSource:
             for uv_LT, source, start_s in zip(batch.uv_BLT, sources, starts_s, strict=True):
                 if not start_s:
                     self.heart_rates.add(source, np.asarray(uv_LT))
-            yield batch._replace(crops=EmbeddedCrops(part, table, self.record[at_B]))
+            yield batch._replace(crops=SourceCrops(part, table, self.record[at_B]))
             progress(len(at_B))
 
 
@@ -227,13 +230,13 @@ class RecordSource:
         self.paths, self.read, self.batch, self.workers = paths, read, batch, workers
         self.parts = -(-len(paths) // (batch * PART_BATCHES))
         self.skipped: dict[int, list[Skipped]] = {}
-        self.rates_hz: set[float] = set()  # of what was read
+        self.rates_hz: set[float] = set()  # rates of what was read
         self.heart_rates = HeartRates()
-        self.crops_read = array("Q")  # of each: the number of its ECG, its waveform
+        self.crops_read = array("Q")  # for each crop: the number of its ECG, its waveform
 
     @property
     def waveforms(self) -> Waveforms:
-        """Of what was read."""
+        """The waveforms of what was read."""
         crops = np.array(self.crops_read, np.uint64).reshape(-1, 2)
         return Waveforms(crops[:, 0], crops[:, 1])
 
@@ -252,7 +255,7 @@ class RecordSource:
             for part in parts:
                 crops = self._crops(part, records, progress)
                 while chunk := list(islice(crops, self.batch)):
-                    yield _batch(part, chunk, self.paths)
+                    yield _make_batch(part, chunk, self.paths)
 
     def _crops(
         self, part: int, records: Iterator[Prepared | Skipped], progress: Callable[[int], Any]
@@ -271,17 +274,17 @@ class RecordSource:
                 yield number, record, crop
 
 
-def _batch(part: int, crops: Sequence[RecordCrop], paths: Sequence[str | None]) -> CropBatch:
+def _make_batch(part: int, crops: Sequence[RecordCrop], paths: Sequence[str | None]) -> CropBatch:
     rows = []
     for number, ecg, crop in crops:
         flags, path = ",".join(ecg.flags[crop]) or None, paths[number]
         rows.append(ecg._asdict() | {"start_s": ecg.start_s[crop], FLAGS: flags, PATH: path})
     # without a column `row`: null
-    table = pa.Table.from_pylist(rows, schema=pa.schema({**COLUMNS, PATH: pa.string()}))
+    table = pa.Table.from_pylist(rows, schema=pa.schema({**CROP_COLUMNS, PATH: pa.string()}))
     uv_BLT = np.stack([ecg.crops_uv[crop] for _, ecg, crop in crops])
     halves_B = np.array([ecg.halves[crop] for _, ecg, crop in crops])
     record_B = np.array([number for number, _, _ in crops])
-    return CropBatch(uv_BLT, halves_B, EmbeddedCrops(part, table, record_B))
+    return CropBatch(uv_BLT, halves_B, SourceCrops(part, table, record_B))
 
 
 CropSource = DatasetSource | RecordSource
@@ -409,14 +412,14 @@ def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordT
     for url in options.data:
         exists = Path(url).exists()
         if url.endswith(ARRAY_SUFFIXES) and exists:
-            yield from arrays(Path(url), options, model_input)
+            yield from array_records(Path(url), options, model_input)
         elif url.lower().endswith((".hea", *ENDINGS)):
             folder, _, key = (url if "/" in url else f"./{url}").rpartition("/")
             kind = "wfdb" if url.endswith(".hea") else "hospital"
             source = open_sources(folder or "/", kind, options.anonymous)[0]
-            yield _of_source(source, key, url, source.root.stamp(key))
+            yield _source_record(source, key, url, source.root.stamp(key))
         elif "://" in url or Path(url).is_dir() or url.lower().endswith(".zip"):
-            yield from _of_archive(url, options, model_input)
+            yield from _archive_records(url, options, model_input)
         elif exists:
             raise ConfigError(
                 Flag("--data"),
@@ -427,7 +430,7 @@ def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordT
 
 
 def pseudonym_mark(keyfile: str) -> str:
-    """As in the dataset.json of a dataset with the pseudonyms of this key."""
+    """The mark of this key, as in the dataset.json of a dataset with its pseudonyms."""
     return str(key_mark(read_key(keyfile)))
 
 
@@ -452,14 +455,14 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
 
 
 def array_files(url: str) -> list[Path]:
-    """The file itself, or those in a folder."""
+    """The .npy and .npz files at a path: the file itself, or those in a folder."""
     if url.endswith(ARRAY_SUFFIXES):
         return [Path(url)]
     paths = Path(url).rglob("*")
     return sorted(path for path in paths if path.suffix in ARRAY_SUFFIXES and not path.is_symlink())
 
 
-def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
+def _archive_records(url: str, options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
     try:
         sources = open_sources(
             url,
@@ -470,7 +473,7 @@ def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[R
     except DataError as error:
         files = array_files(url) if isinstance(error, UnknownArchive) else []
         for path in files:
-            yield from arrays(path, options, model_input, of_folder=True)
+            yield from array_records(path, options, model_input, of_folder=True)
         if files:
             return
         if not isinstance(error, UnknownArchive):
@@ -479,38 +482,38 @@ def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[R
         mend = "`omnilead shard --source`, and give the dataset"
         raise ConfigError(found, mend, more) from None
     for source in sources:
-        _tell([source.left_out])
+        _tell_notes([source.left_out])
         missing = []
         for key in source.keys():  # noqa: SIM118 - no dictionary
             if isinstance(key, AbsentKey):
                 missing.append(source.name_for(key))
                 continue
             stamp = source.root.stamp(key) or source.root.stamp(key.rpartition("#")[0])
-            record = _of_source(source, key, f"{source.root.url}/{key}", stamp)
+            record = _source_record(source, key, f"{source.root.url}/{key}", stamp)
             yield record._replace(of_folder=True)
-        _tell([missing_note(source.root.url, missing, source.root.private)])
+        _tell_notes([missing_note(source.root.url, missing, source.root.private)])
         if isinstance(source, HospitalFiles):
-            _tell(source.notes())
+            _tell_notes(source.notes())
 
 
-def _tell(notes: Iterable[str]) -> None:
+def _tell_notes(notes: Iterable[str]) -> None:
     for note in notes:
         if note and launched_ranks()[0] == 0:
             tell(f"note: {note}")
 
 
-def _of_source(source: Source, key: str, name: str, stamp: bytes) -> RecordToRead:
+def _source_record(source: Source, key: str, name: str, stamp: bytes) -> RecordToRead:
     read = partial(prepared, source, key)
     return RecordToRead(name, stamp, read, source.name_for(key), source.private)
 
 
 class EcgArray(NamedTuple):
-    suffix: str  # of the file's name
+    suffix: str  # appended to the file's name
     label: str
     values: Callable[[], Array]
 
 
-def arrays(
+def array_records(
     path: Path, options: EcgOptions, model_input: Input, of_folder: bool = False
 ) -> Iterator[RecordToRead]:
     if options.fs_hz is None:
@@ -568,14 +571,14 @@ def _read_array(ecg: EcgArray, options: EcgOptions, model_input: Input) -> Prepa
 def record_source(
     records: Sequence[RecordToRead], key: bytes | None, model_input: Input, options: EcgOptions
 ) -> RecordSource:
-    """`key`: gives records and patients their pseudonyms."""
+    """Returns the source of these records. `key`: gives records and patients their pseudonyms."""
     labels = Counter(record.label for record in records)
 
     def read(number: int) -> Prepared | Skipped:
         record = records[number]
         ecg = record.read()
         if isinstance(ecg, Prepared):
-            ecg = with_leads(ecg, model_input)
+            ecg = drop_unusable_crops(ecg, model_input)
         if isinstance(ecg, ReadError):
             return skip(options, record.name, ecg, record.of_folder)
         if labels[record.label] > 1:
@@ -586,7 +589,7 @@ def record_source(
     return RecordSource(paths, read, options.batch, options.workers)
 
 
-def with_leads(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
+def drop_unusable_crops(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
     """Leaves out crops in which all leads that the model uses are zero, that is, not recorded, and
     those without a window."""
     measured_B = ecg.crops_uv[:, list(model_input.seen_leads)].any(axis=(1, 2))

@@ -24,7 +24,7 @@ Ecgs = Annotated[
         "DATASET|FILE",
     ),
 ]
-DatasetsMade = Annotated[
+BuiltDatasets = Annotated[
     DatasetPaths,
     Option(
         "datasets made by omnilead shard, patterns such as 'ds/2027-*', or a .txt file that lists them; "
@@ -82,7 +82,7 @@ Reader = Annotated[
 def run_table_command(
     name: str, table_of: Callable[..., Any], about: str | None, arguments: Sequence[str] | None
 ) -> int:
-    """Parses the options that `table_of` declares, calls it, and prints what it says of its file."""
+    """Parses the options that `table_of` declares, calls it, and prints its message."""
     options = parse_options(table_of, name, about, arguments)
     one_blas_thread()
     return run_on_ranks(

@@ -1,10 +1,10 @@
 """A model's outputs for a dataset or single records as a table, made in parts, so that the work can
 resume after a kill.
 
-    output = embeddings(model)                                        # or predictions(model)
+    output = embedding_output(model)                                        # or prediction_output(model)
     with ParquetParts(Path("F.parquet"), job, rank, world) as parts:  # job: all that determines the content, as plain JSON
-        missing = make(source, output, model.input, "crop", parts)
-    table = whole(source, output, model.input, "half")                # the same without files
+        missing = make_parts(source, output, model.input, "crop", parts)
+    table = whole_table(source, output, model.input, "half")                # the same without files
 
 `per`: one row for each window of the model (of 5 s: half), each crop's first window, each crop of
 10 s (the mean of its windows) or each record (the mean of all its windows). Parts (downstream.inference.ecg_reader) are kept in
@@ -47,22 +47,22 @@ from omnilead.engine.settings.leads import ALL_LEADS, describe_leads
 
 from ..tasks.kinds import KINDS, Array
 from ..tasks.readout import PAPER
-from .ecg_reader import COLUMNS, FLAGS, PATH, CropSource, Per, Skipped
+from .ecg_reader import CROP_COLUMNS, FLAGS, PATH, CropSource, Per, Skipped
 from .trained_model import NOT_FINITE, TrainedModel
 
 CSV = ".csv"
-VECTOR = "embedding"  # a column
+EMBEDDING = "embedding"  # a column
 # a column of predictions: leads that the model uses but did not get, such as II,V1; null: none
 MISSING = "missing_leads"
-KEY = b"omnilead"  # in a parquet file's metadata: the job
-SKIPPED = b"omnilead.skipped"  # in a part's metadata: its records that could not be read
+JOB_KEY = b"omnilead"  # in a parquet file's metadata: the job
+SKIPPED_KEY = b"omnilead.skipped"  # in a part's metadata: its records that could not be read
 
 
 class Counts(NamedTuple):
-    """How many of a table's rows are doubtful, and of its records could not be read."""
+    """How many rows of a table are doubtful, and how many records could not be read."""
 
     rows: int = 0
-    lacking: int = 0  # leads that the model uses
+    lacking: int = 0  # rows that lack leads which the model uses
     implausible: int = 0
     refused: int = 0
 
@@ -86,34 +86,38 @@ class Output(NamedTuple):
     columns: Callable[[Array], list[pa.Array]]
     what: str  # for messages
     job: Facts  # what distinguishes it from embeddings
-    said: Sequence[str] = ()  # what a user of it must know of the model
-    scores: bool = False  # those of its head
+    sentences: Sequence[str] = ()  # what its user must know of the model
+    scores: bool = False  # outputs of the model's head
 
 
-def embeddings(model: TrainedModel, readout: str = "") -> Output:
-    """`readout`: downstream.tasks.readout; "": the model's own."""
+def embedding_output(model: TrainedModel, readout: str = "") -> Output:
+    """Returns the output for embeddings. `readout`: downstream.tasks.readout; "": the model's
+    own."""
     parts = model.readout_of(readout)
-    output = vectors(model, partial(model.read, readout=parts), model.width_of(parts))
+    output = vector_output(model, partial(model.read, readout=parts), model.width_of(parts))
     return output if parts == (PAPER,) else output._replace(job={"readout": "+".join(parts)})
 
 
-def vectors(model: TrainedModel, forward: Callable[[Tensor], Tensor], width: int) -> Output:
-    """What `forward` gives, in one column."""
+def vector_output(model: TrainedModel, forward: Callable[[Tensor], Tensor], width: int) -> Output:
+    """Returns an output with the result of `forward` in one column."""
 
     def columns(c_ND: Array) -> list[pa.Array]:
         return [pa.FixedSizeListArray.from_arrays(pa.array(c_ND.reshape(-1)), width)]
 
-    schema = pa.schema([*COLUMNS.items(), (VECTOR, pa.list_(pa.float32(), width))])
+    schema = pa.schema([*CROP_COLUMNS.items(), (EMBEDDING, pa.list_(pa.float32(), width))])
     return Output(model, forward, schema, columns, f"embeddings of {width}", {})
 
 
-def matrix(table: pa.Table) -> Array:
+def embedding_matrix(table: pa.Table) -> Array:
     """The vectors of a table, one row each."""
-    return np.asarray(table[VECTOR].combine_chunks().flatten().to_numpy().reshape(len(table), -1))
+    return np.asarray(
+        table[EMBEDDING].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
+    )
 
 
-def predictions(model: TrainedModel) -> Output:
-    """Probabilities and the decisions at the model's thresholds, or values in their unit."""
+def prediction_output(model: TrainedModel) -> Output:
+    """Returns the output for predictions: probabilities and decisions at the model's thresholds, or
+    values in their unit."""
     head = model.head_info
     if head is None or not head.classes:
         was = f"fine-tuned for {head.task}, which needs no classes" if head else "only pre-trained"
@@ -123,7 +127,9 @@ def predictions(model: TrainedModel) -> Output:
         )
     kind = KINDS[head.kind]
     fields = kind.output_fields(head.classes, head.unit)
-    schema = pa.schema([*COLUMNS.items(), (MISSING, pa.string()), (PATH, pa.string()), *fields])
+    schema = pa.schema(
+        [*CROP_COLUMNS.items(), (MISSING, pa.string()), (PATH, pa.string()), *fields]
+    )
     for name in schema.names:
         if schema.names.count(name) > 1:
             raise ConfigError(
@@ -140,10 +146,10 @@ def predictions(model: TrainedModel) -> Output:
     what = f"predictions of {head.task} ({first_names(head.classes, 3)})"
     columns = partial(kind.output_columns, classes=head.classes, thresholds=head.thresholds)
     job = {"predictions": meaning}
-    return Output(model, model.scores, schema, columns, what, job, head.said, scores=True)
+    return Output(model, model.scores, schema, columns, what, job, head.sentences, scores=True)
 
 
-def tables(
+def part_tables(
     source: CropSource,
     output: Output,
     model_input: Input,
@@ -165,16 +171,16 @@ def tables(
     with closing(source.batches(parts, progress)) as batches:
         crops: Iterable[CropBatch] = batches
         if MISSING in output.schema.names:
-            crops = with_missing_leads(batches, output.model.input, model_input)
+            crops = note_missing_leads(batches, output.model.input, model_input)
         outputs = predict(crops, prepare, output.forward, output.model.device)
         for part, group in groupby(outputs, key=lambda batch: batch[0].crops.part):
             empty.remove(part)
-            yield part, _table(list(group), output, per)
+            yield part, _part_table(list(group), output, per)
     for part in sorted(empty):  # none of its records or crops could be read
         yield part, output.schema.empty_table()
 
 
-def with_missing_leads(
+def note_missing_leads(
     batches: Iterable[CropBatch], used: Input, shown: Input
 ) -> Iterator[CropBatch]:
     """Notes which of the leads that the model uses were not recorded, or are not shown to it."""
@@ -184,7 +190,7 @@ def with_missing_leads(
         yield batch._replace(crops=batch.crops._replace(missing_BL=missing_BL))
 
 
-def _table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per) -> pa.Table:
+def _part_table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per) -> pa.Table:
     """Means of the outputs y_HD over the windows H of each row N."""
     y_HD = np.concatenate([y_HD for _, y_HD in batches])
     if not np.isfinite(y_HD).all():
@@ -202,11 +208,11 @@ def _table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per) -> 
     y_ND = np.add.reduceat(y_HD, first_N) / count_N[:, None]
     crops = pa.concat_tables([batch.crops.table for batch, _ in batches])
     rows = crops.take(crop_H[first_N])
-    columns = {name: rows[name] for name in COLUMNS}
+    columns = {name: rows[name] for name in CROP_COLUMNS}
     if per == "record":
         columns[FLAGS] = _joined_flags(crops[FLAGS], crop_H, first_N)
     if per == "half":
-        columns["start_s"] = _starts(rows, crop_H, output.model.input)
+        columns["start_s"] = _window_starts(rows, crop_H, output.model.input)
     if MISSING in output.schema.names:
         columns[MISSING] = _missing_leads(batches, crop_H, first_N)
     if PATH in output.schema.names:
@@ -214,8 +220,8 @@ def _table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per) -> 
     return pa.Table.from_arrays([*columns.values(), *output.columns(y_ND)], schema=output.schema)
 
 
-def _starts(rows: pa.Table, crop_H: Array, model_input: Input) -> pa.Array:
-    """Windows start later than their crops."""
+def _window_starts(rows: pa.Table, crop_H: Array, model_input: Input) -> pa.Array:
+    """The start of each window in seconds, later than that of its crop."""
     window_H = np.arange(len(crop_H)) - np.searchsorted(crop_H, crop_H)
     return pa.array(rows["start_s"].to_numpy() + window_H * model_input.window_s)
 
@@ -249,8 +255,8 @@ class ParquetParts:
         self.job = json.loads(json.dumps(job))  # as it is read back
         self.folder = out.with_name(f"{out.name}.parts")
         self.finished = out.exists()
-        self.rows: int | None = None  # of `out`, on the rank that has joined it
-        self.counts = Counts()  # on that rank
+        self.rows: int | None = None  # rows of `out`, on the rank that has joined its parts
+        self.counts = Counts()  # on the same rank
         self._lock: Any = None
         if not self.finished:
             self._open()
@@ -308,20 +314,20 @@ class ParquetParts:
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.parquet"
 
-    def own(self, count: int) -> range:
-        """This rank's parts, of so many."""
+    def own_parts(self, count: int) -> range:
+        """This rank's parts, out of `count`."""
         return range(self.rank, count, self.world)
 
-    def missing(self, count: int) -> list[int]:
+    def missing_parts(self, count: int) -> list[int]:
         """This rank's parts that are still missing or damaged."""
-        numbers = [number for number in self.own(count) if self._read(number) is None]
+        numbers = [number for number in self.own_parts(count) if self._read(number) is None]
         # Checked last: another rank removes the parts only after this file exists
         self.finished = self.out.exists()
         return [] if self.finished else numbers
 
     def write(self, number: int, table: pa.Table, skipped: Sequence[Skipped] = ()) -> None:
         buffer = io.BytesIO()
-        facts = {KEY: json.dumps(self.job), SKIPPED: json.dumps(skipped)}
+        facts = {JOB_KEY: json.dumps(self.job), SKIPPED_KEY: json.dumps(skipped)}
         table = table.replace_schema_metadata(facts)
         pq.write_table(table, buffer, write_page_checksum=True)
         try:
@@ -338,7 +344,7 @@ class ParquetParts:
         missing: list[int] = []
         try:
             if not self.out.exists():
-                facts = schema.with_metadata({KEY: json.dumps(self.job)})
+                facts = schema.with_metadata({JOB_KEY: json.dumps(self.job)})
                 missing = self._join(count, facts, list(left_out))
         except FileNotFoundError:  # another rank has joined the parts and removed them
             if not self.out.exists():
@@ -360,7 +366,7 @@ class ParquetParts:
                     missing.append(number)
                     continue
                 of_part = json.loads(
-                    pq.read_schema(self._path(number)).metadata.get(SKIPPED, b"[]")
+                    pq.read_schema(self._path(number)).metadata.get(SKIPPED_KEY, b"[]")
                 )
                 skipped += (Skipped(*ecg) for ecg in of_part)
                 counts = counts.plus(table, len(of_part))
@@ -370,7 +376,7 @@ class ParquetParts:
             return missing
         if counts.refused and not counts.rows:
             shutil.rmtree(self.folder)
-            raise nothing_read(counts.refused)
+            raise nothing_read_error(counts.refused)
         with open(joined, "rb") as file:
             os.fsync(file.fileno())
         if self.out.suffix == CSV:
@@ -409,7 +415,7 @@ def skipped_file(out: Path) -> Path:
 
 
 def has_skipped(out: Path) -> bool:
-    """Whether there is such a file, of this program."""
+    """True if there is such a file, written by this program."""
     try:
         with open(skipped_file(out), "rb") as file:
             return file.readline().strip() == ",".join(Skipped._fields).encode()
@@ -424,7 +430,7 @@ def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
         if place.exists() and not is_own:
             raise OutputError(f"{place}: is of another program: move it{RESUMABLE}")
         write_whole(place, as_csv([Skipped._fields, *skipped]))
-    elif is_own:  # of an earlier file of this name
+    elif is_own:  # left by an earlier file of this name
         place.unlink(missing_ok=True)
 
 
@@ -440,40 +446,40 @@ def job_of(path: Path) -> Any:
         if path.suffix == CSV:
             record = json.loads(job_record(path).read_text())
             return record["job"] if record["bytes"] == path.stat().st_size else None
-        return json.loads((pq.read_schema(path).metadata or {}).get(KEY, b"null"))
+        return json.loads((pq.read_schema(path).metadata or {}).get(JOB_KEY, b"null"))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def make(
+def make_parts(
     source: CropSource, output: Output, model_input: Input, per: Per, parts: ParquetParts
 ) -> list[int]:
     """Computes this rank's parts, and joins the file if no part is missing. Returns the missing
     parts."""
     parts.require_columns(output.schema.names)
-    missing = parts.missing(source.parts)
-    total = source.count(parts.own(source.parts))
+    missing = parts.missing_parts(source.parts)
+    total = source.count(parts.own_parts(source.parts))
     with progress_bar(total, source.unit, total - source.count(missing), parts.rank) as bar:
-        for number, table in tables(source, output, model_input, missing, per, bar.update):
+        for number, table in part_tables(source, output, model_input, missing, per, bar.update):
             parts.write(number, table, source.skipped.get(number, ()))
             if parts.finished:
                 break
     return parts.join(source.parts, output.schema, source.left_out)
 
 
-def whole(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
+def whole_table(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
     """The table of all parts, in memory."""
     numbers = range(source.parts)
     with progress_bar(source.count(numbers), source.unit) as bar:
-        parts = tables(source, output, model_input, numbers, per, bar.update)
+        parts = part_tables(source, output, model_input, numbers, per, bar.update)
         table = pa.concat_tables(table for _, table in parts)
     refused = sum(map(len, source.skipped.values()))
     if refused and not len(table):
-        raise nothing_read(refused)
+        raise nothing_read_error(refused)
     return table
 
 
-def nothing_read(refused: int) -> DataError:
+def nothing_read_error(refused: int) -> DataError:
     return DataError(f"no record can be read: {refused:,} skipped, for the reasons above")
 
 

@@ -73,20 +73,20 @@ from omnilead.engine.settings.run_files import number_or_nan
 
 from ..tasks.classifier import build_head, sees_tokens
 from ..tasks.config import TaskKind
-from ..tasks.kinds import KINDS, sensitive
-from ..tasks.readout import PAPER, Readout, measures_signal, parsed, read_out, width_of
+from ..tasks.kinds import KINDS, sensitivity_sentences
+from ..tasks.readout import PAPER, Readout, measures_signal, parse_readout, read_out, width_of
 from .trees import Trees
 
 # Limits for a typical lead's median and peak, and for its peak from below; hearts peak at 0.1 to 10
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01
 NOT_MEASURED = -32_768  # in int16
-ROWS = 64  # segments encoded at a time
+ROWS_ENCODED = 64  # segments encoded at a time
 NOT_FINITE = "the model's outputs are not finite: its weights are broken"
 THRESHOLD = 0.5
-NAMED = 8  # classes in its repr
-ECG_HZ = 300  # enough for what is usually read from an ECG: up to 150 Hz
+CLASSES_IN_REPR = 8  # classes in its repr
+ENOUGH_HZ = 300  # enough for what is usually read from an ECG: up to 150 Hz
 ModuleClass = type[nn.Module] | None
-Many = Annotated[int, Field(ge=1, le=2**24)]  # bounded, as config.json may be anyone's
+Count = Annotated[int, Field(ge=1, le=2**24)]  # bounded, as config.json may be anyone's
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 Leads = str | Iterable[str]  # their names, as for engine.settings.leads.leads_in_order
@@ -100,11 +100,11 @@ class CrossValidation:
     """How good a head was on the ECGs that it was fitted on, each scored by one that was fitted
     without its patient: `head.cross_validated` in config.json."""
 
-    folds: Many
-    n: Many  # ECGs
+    folds: Count
+    n: Count  # ECGs
     metrics: dict[Name, float | None]
     intervals: dict[Name, tuple[float | None, float | None]]  # 95 %, over patients
-    # By class, from which score on 95 % of the positives lie, and the specificity there
+    # By class: the score that 95 % of the positives reach, and the specificity there
     sensitive: dict[Name, tuple[Share, Share]] = field(default_factory=dict)
     left_out: tuple[Name, ...] = ()  # classes or values of which a fold had too few labels
 
@@ -123,9 +123,9 @@ class HeadInfo:
     unit: str = ""  # for regression; for survival, of the times
     center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
     scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
-    trees: tuple[Many, Many] | None = None  # how many nodes and trees, of a boosted head
+    trees: tuple[Count, Count] | None = None  # how many nodes and trees, of a boosted head
     cross_validated: CrossValidation | None = None
-    # lowest and highest rate at which the ECGs were recorded that it was fitted on; (): not known
+    # lowest and highest recording rate of the ECGs that it was fitted on; (): not known
     source_hz: tuple[float, ...] = ()
     # Settings of the task: labels, split, ...
     definition: Facts = field(default_factory=dict)
@@ -141,8 +141,8 @@ class HeadInfo:
             raise ConfigError("two classes have the same name")
 
     @property
-    def said(self) -> list[str]:
-        """How good it was in cross-validation, as sentences."""
+    def sentences(self) -> list[str]:
+        """Says how good the head was in cross-validation."""
         found = self.cross_validated
         if found is None:
             return []
@@ -162,7 +162,7 @@ class HeadInfo:
             )
         if self.thresholds:
             tested = [name for name in self.classes if name not in found.left_out]
-            said += sensitive(found.sensitive, tested)
+            said += sensitivity_sentences(found.sensitive, tested)
         return said
 
     def scores(self, logits_RK: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class HeadInfo:
         return KINDS[self.kind].scores(logits_RK)
 
 
-def _rates(rates_hz: Sequence[float]) -> str:
+def _rates_text(rates_hz: Sequence[float]) -> str:
     low, high = min(rates_hz), max(rates_hz)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
@@ -204,11 +204,11 @@ class TrainedModel(nn.Module):
         self.eval()
 
     def note_on_rates(self, rates_hz: Iterable[float]) -> str:
-        """What to say if ECGs were recorded so much slower or faster than those that the head was
-        fitted on that it may matter; "": nothing."""
+        """A note if ECGs were recorded so much slower or faster than those that the head was fitted
+        on that it may matter; else ""."""
         if not (self.head_info and self.head_info.source_hz):
             return ""
-        widest = min(ECG_HZ, self.input.fs_hz, 2 * (self.input.band_hz or (0, ECG_HZ))[1])
+        widest = min(ENOUGH_HZ, self.input.fs_hz, 2 * (self.input.band_hz or (0, ENOUGH_HZ))[1])
         low, high = (min(rate, widest) for rate in self.head_info.source_hz)
         other = [
             rate for rate in sorted(rates_hz) if not 0.8 * low <= min(rate, widest) <= 1.25 * high
@@ -216,8 +216,8 @@ class TrainedModel(nn.Module):
         if not other:
             return ""
         return (
-            f"ECGs recorded at {_rates(other)} Hz, while the head was fitted on ECGs of "
-            f"{_rates(self.head_info.source_hz)} Hz: the slower lack fast waves, so its scores may "
+            f"ECGs recorded at {_rates_text(other)} Hz, while the head was fitted on ECGs of "
+            f"{_rates_text(self.head_info.source_hz)} Hz: the slower lack fast waves, so its scores may "
             "not hold for these"
         )
 
@@ -226,7 +226,7 @@ class TrainedModel(nn.Module):
         signals, head = self.input, self.head_info
         does = f"makes an embedding of {self.width_of(self.readout)} numbers"
         if head and head.classes:
-            names = first_names(head.classes, NAMED)
+            names = first_names(head.classes, CLASSES_IN_REPR)
             unit = f" in {head.unit}" if head.unit else ""
             does = f"predicts {head.task} ({head.kind} of {len(head.classes)}: {names}{unit})"
         band = "" if signals.band_hz is None else " from {:g} to {:g} Hz".format(*signals.band_hz)
@@ -238,7 +238,7 @@ class TrainedModel(nn.Module):
 
     def readout_of(self, text: str) -> Readout:
         """The parts of a read-out that suits this model; "": the model's own."""
-        parts = parsed(text) if text else self.readout
+        parts = parse_readout(text) if text else self.readout
         if measures_signal(parts) and not self.input.is_plain:
             raise ConfigError(
                 f"readout={text}: rhythm, beats and waveform need a model whose input is in millivolts at "
@@ -261,14 +261,14 @@ class TrainedModel(nn.Module):
         return trained if isinstance(trained, dict) else {}
 
     def untrained(self, seed: int = 0) -> "TrainedModel":
-        """Random weights of the same architecture, without a head."""
+        """Returns a model of the same architecture with random weights, without a head."""
         config = config_of(self.config)
         kind = type(self.encoder) if config.encoder else None
         encoder = build_encoder(config, generator=torch.Generator().manual_seed(seed), kind=kind)
         model = TrainedModel(encoder, None, self.config, self.preprocessing)
         return model.to(self.device, next(self.parameters()).dtype)
 
-    def unprepared(self) -> str:
+    def missing_leads_doubt(self) -> str:
         """Why its predictions are doubtful if some of its leads are missing; "" if it was trained
         with random lead masking."""
         # Unknown for models of other programs and of older versions
@@ -321,9 +321,9 @@ class TrainedModel(nn.Module):
 
     def segments(self, signal: Any, fs_hz: float, leads: Leads, unit: str = "mV") -> Tensor:
         """The model's input x_RLT for one ECG [L, T]."""
-        return self._segments(crops(signal, fs_hz, leads, unit, self.input))
+        return self._segments_of(crops(signal, fs_hz, leads, unit, self.input))
 
-    def _segments(self, ecg: "EcgCrops") -> Tensor:
+    def _segments_of(self, ecg: "EcgCrops") -> Tensor:
         halves_B = np.array(ecg.halves)
         return self.input.windows(torch.from_numpy(ecg.uv_BLT), halves_B).to(self.device)
 
@@ -345,11 +345,11 @@ class TrainedModel(nn.Module):
         """
         parts = self.readout_of(readout)
         forward, width = partial(self.read, readout=parts), self.width_of(parts)
-        ecgs = self._cut(signal, fs_hz, leads, unit)
-        for warning in _amplitudes(ecgs, unit):
+        ecgs = self._cut_crops(signal, fs_hz, leads, unit)
+        for warning in _amplitude_warnings(ecgs, unit):
             warnings.warn(warning, stacklevel=3)  # the second frame is torch's decorator
-        c_BD = self._means(forward, width, ecgs)
-        return c_BD if _several(signal) else c_BD[0]
+        c_BD = self._mean_outputs(forward, width, ecgs)
+        return c_BD if _is_batch(signal) else c_BD[0]
 
     @torch.inference_mode()
     def predict(
@@ -359,62 +359,62 @@ class TrainedModel(nn.Module):
         for several [B, L, T]: means over segments, as `evaluate` scores a record.
         Arguments: see `embed`. Warns of an amplitude that is not an ECG's, and if leads are
         missing (not named, NaN or all zero) that the model was not trained without."""
-        ecgs = self._cut(signal, fs_hz, leads, unit)
-        for warning in (*_amplitudes(ecgs, unit), *self._missing(ecgs)):
+        ecgs = self._cut_crops(signal, fs_hz, leads, unit)
+        for warning in (*_amplitude_warnings(ecgs, unit), *self._missing_lead_warnings(ecgs)):
             warnings.warn(warning, stacklevel=3)  # the second frame is torch's decorator
-        y_BK = self._means(self.scores, len(self.classes), ecgs)
+        y_BK = self._mean_outputs(self.scores, len(self.classes), ecgs)
         answers = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
-        return answers if _several(signal) else answers[0]
+        return answers if _is_batch(signal) else answers[0]
 
-    def _cut(self, signal: Any, fs_hz: float, leads: Leads, unit: str) -> list["EcgCrops"]:
+    def _cut_crops(self, signal: Any, fs_hz: float, leads: Leads, unit: str) -> list["EcgCrops"]:
         """The crops of each ECG, one or several."""
         leads = leads if isinstance(leads, str) else tuple(leads)
         ecgs = []
-        for i, record in enumerate(signal if _several(signal) else [signal]):
+        for i, record in enumerate(signal if _is_batch(signal) else [signal]):
             try:
                 ecgs.append(crops(record, fs_hz, leads, unit, self.input))
             except SignalError as error:
-                if _several(signal):
+                if _is_batch(signal):
                     raise SignalError(f"signal[{i}]: {error}") from None
                 raise
         return ecgs
 
-    def _missing(self, ecgs: Sequence["EcgCrops"]) -> Iterator[str]:
+    def _missing_lead_warnings(self, ecgs: Sequence["EcgCrops"]) -> Iterator[str]:
         """A warning if leads that the model uses were not measured in a crop."""
         missing = []
         for ecg in ecgs:
             measured_L = np.asarray(ecg.uv_BLT.any(axis=2).all(axis=0))
             missing.append([lead for lead in self.input.seen_leads if not measured_L[lead]])
         which = sorted(set(chain.from_iterable(missing)))
-        if which and (why := self.unprepared()):
-            yield f"without leads {describe_leads(which)}{_of_all(missing)}: {why}"
+        if which and (why := self.missing_leads_doubt()):
+            yield f"without leads {describe_leads(which)}{_concerned_text(missing)}: {why}"
 
-    def _means(
+    def _mean_outputs(
         self, forward: Callable[[Tensor], Tensor], width: int, ecgs: Sequence["EcgCrops"]
     ) -> Tensor:
         """[B, width]: the output of `forward` for each ECG, averaged over its segments."""
         if not ecgs:
             return torch.zeros(0, width, device=self.device)
-        parts = [self._segments(ecg) for ecg in ecgs]
-        y_RD = torch.cat([forward(x_RLT) for x_RLT in torch.cat(parts).split(ROWS)])
+        parts = [self._segments_of(ecg) for ecg in ecgs]
+        y_RD = torch.cat([forward(x_RLT) for x_RLT in torch.cat(parts).split(ROWS_ENCODED)])
         y_BD = torch.stack([part.mean(0) for part in y_RD.split([len(part) for part in parts])])
         if not y_BD.isfinite().all():
             raise ConfigError(NOT_FINITE)
         return y_BD
 
 
-def _several(signal: Any) -> bool:
+def _is_batch(signal: Any) -> bool:
     return getattr(signal, "ndim", None) == 3
 
 
-def _amplitudes(ecgs: Sequence["EcgCrops"], unit: str) -> Iterator[str]:
+def _amplitude_warnings(ecgs: Sequence["EcgCrops"], unit: str) -> Iterator[str]:
     """A warning if the amplitude of one of these is not an ECG's."""
     if doubts := [ecg.doubt for ecg in ecgs if ecg.doubt]:
-        where = _of_all([ecg.doubt for ecg in ecgs])
+        where = _concerned_text([ecg.doubt for ecg in ecgs])
         yield f"{IMPLAUSIBLE_AMPLITUDE}{where}: {doubts[0]}: is unit={unit!r} right?"
 
 
-def _of_all(concerns: Sequence[object]) -> str:
+def _concerned_text(concerns: Sequence[object]) -> str:
     """How many of all ECGs a warning concerns, if not all. `concerns`: what is wrong with each."""
     if all(concerns):
         return ""
@@ -435,18 +435,18 @@ def load(
             read_document(folder / PREPROCESSING),
         )
         config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
-        readout = readout_in(document, folder / CONFIG)
+        readout = readout_of_document(document, folder / CONFIG)
         if encoder and not config.encoder:
             raise LoadError(
                 f"{folder}: encoder={encoder.__name__}: this model has the authors' encoder: "
                 "leave it out"
             )
-        kind = encoder or own_class(folder, config.encoder, code, "encoder")
+        kind = encoder or class_in_folder(folder, config.encoder, code, "encoder")
         with torch.device("cpu" if config.encoder else "meta"):
             own: Any = build_encoder(config, kind=kind)
-            top = _head(head_info, width_of(readout, own.width))
+            top = _build_head(head_info, width_of(readout, own.width))
         if head_info and (spec := str(head_info.definition.get("head") or "")):
-            kind = head or own_class(folder, spec, code, "head")
+            kind = head or class_in_folder(folder, spec, code, "head")
             options = head_info.definition.get("head_options") or {}
             top = build_head(spec, options, own.width, len(head_info.classes), kind=kind)
         _load_weights(folder / WEIGHTS, own, top)
@@ -461,7 +461,7 @@ def load(
         return model
 
 
-def _head(head: HeadInfo | None, width: int) -> nn.Module | None:
+def _build_head(head: HeadInfo | None, width: int) -> nn.Module | None:
     if head is None or not head.classes:  # class vectors of identification are not exported
         return None
     if head.trees:
@@ -469,7 +469,7 @@ def _head(head: HeadInfo | None, width: int) -> nn.Module | None:
     return nn.Linear(width, len(head.classes))
 
 
-def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
+def class_in_folder(folder: Path, spec: str, code: bool, part: str) -> Any:
     """The class in a model folder; None if `spec` is built into omnilead. Code runs only if
     asked."""
     file, _, name = spec.rpartition(":")
@@ -492,16 +492,16 @@ def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
         return plugin(f"{folder / file}:{name}")
 
 
-def readout_in(document: Mapping[str, Any], path: Path) -> Readout:
-    """`readout` in config.json."""
+def readout_of_document(document: Mapping[str, Any], path: Path) -> Readout:
+    """Parses `readout` in config.json."""
     try:
-        return parsed(str(document.get("readout", PAPER)))
+        return parse_readout(str(document.get("readout", PAPER)))
     except ConfigError as error:
         raise LoadError(f"{path}: {error}") from None
 
 
 def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo | None:
-    """`head` in config.json."""
+    """Parses `head` in config.json; None if there is none."""
     if (head := document.get("head")) is None:
         return None
     try:
@@ -555,7 +555,7 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
     without a measured lead, or with only flat leads, are left out."""
     indices = leads_in_order(leads)
     wanted.require_leads(indices)
-    values, names = _values(signal), tuple(LEADS[lead] for lead in indices)
+    values, names = _as_array(signal), tuple(LEADS[lead] for lead in indices)
     if values.ndim == 2 and len(values) != len(names) == values.shape[1]:
         raise SignalError(
             f"has {len(values):,} rows and {len(names)} columns: transpose it to [leads, samples]"
@@ -568,11 +568,11 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
         needed = "[leads, samples] in V, mV or uV at {:g} to {:g} Hz".format(*RATE_RANGE_HZ)
         raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
     uv_LT = microvolts(record)
-    _plausible(np.abs(uv_LT) / 1000, unit)
+    _require_plausible(np.abs(uv_LT) / 1000, unit)
     if doubt := amplitude_doubt(uv_LT, record.fs_hz):
         record = replace(record, warnings=((IMPLAUSIBLE_AMPLITUDE, doubt),))
     uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
-    usable = list(_usable(record, uv_BLT, wanted))
+    usable = list(_usable_crops(record, uv_BLT, wanted))
     if not usable:
         raise SignalError(
             "no valid lead: in every 10 s crop, all leads are flat, or each that the model uses has a "
@@ -587,9 +587,9 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
     )
 
 
-def _usable(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Iterator[Crop]:
-    """The crops in which a lead was measured that the model uses; their samples go to the first
-    rows of uv_BLT."""
+def _usable_crops(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Iterator[Crop]:
+    """Yields the crops in which a lead was measured that the model uses; their samples go to the
+    first rows of uv_BLT."""
     used, row = {LEADS[lead] for lead in wanted.seen_leads}, 0
     for index in range(len(uv_BLT)):
         try:
@@ -616,7 +616,7 @@ def _crops_with_windows(record: EcgRecord, wanted: Input) -> int:
     return count
 
 
-def _values(signal: Any) -> np.ndarray:
+def _as_array(signal: Any) -> np.ndarray:
     if isinstance(signal, Tensor):
         signal = signal.detach().cpu()
         signal = (signal.double() if signal.is_floating_point() else signal).numpy()
@@ -627,7 +627,7 @@ def _values(signal: Any) -> np.ndarray:
     return np.where(np.ma.getmaskarray(signal), none, array) if np.ma.is_masked(signal) else array
 
 
-def _plausible(mv_LT: np.ndarray, unit: str) -> None:
+def _require_plausible(mv_LT: np.ndarray, unit: str) -> None:
     """Refuses amplitudes whose unit is off by a factor of 1,000. Single leads may be off: the median
     lead decides."""
     measured = np.isfinite(mv_LT)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from omnilead.engine.model.folder import LoadError
 
 MAX_DEPTH = 64
-ROWS = 64  # scored at a time
+ROWS_SCORED = 64  # scored at a time
 
 
 class Trees(nn.Module):
@@ -60,9 +60,9 @@ class Trees(nn.Module):
         return self
 
     def forward(self, c_RD: Tensor) -> Tensor:
-        return torch.cat([self._few(part) for part in c_RD.float().split(ROWS)])
+        return torch.cat([self._score_rows(part) for part in c_RD.float().split(ROWS_SCORED)])
 
-    def _few(self, c_RD: Tensor) -> Tensor:
+    def _score_rows(self, c_RD: Tensor) -> Tensor:
         missing_RD = c_RD.isnan() | (c_RD == 0)
         at_RT = self.root.expand(len(c_RD), -1)
         for _ in range(self.depth):

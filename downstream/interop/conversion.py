@@ -3,7 +3,7 @@ with the class that they are for: see downstream/convert.py.
 
     notes = from_fairseq(Path("CKPT.pt"), Path("OUT"), classes="label_def.csv")
     to_fairseq(Path("RUN"), Path("OUT.pt"))
-    report = from_torch(Path("net.pt"), Path("OUT"), "net.py:Net", {"width": 64}, signals(...), "", [])
+    report = from_torch(Path("net.pt"), Path("OUT"), "net.py:Net", {"width": 64}, preprocessing_document(...), "", [])
 
 An untrusted checkpoint is read without running code that may be pickled in it:
 torch.load(weights_only=True) creates only tensors and containers. Other classes in a checkpoint,
@@ -67,18 +67,18 @@ from .fairseq import (
     Settings,
     Weights,
     from_theirs,
-    outputs,
+    norm_spelling,
+    output_count,
+    read_model_config,
     read_setting,
-    settings,
     shapes_of,
-    spelling,
     their_settings,
     to_theirs,
 )
 from .hub import front_matter
 
 # In the paths of z-scored training signals
-ZSCORED = ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm")
+ZSCORED_NAMES = ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm")
 
 
 MAX_PICKLE = 256 * 2**20  # bytes, without the tensors, which are stored separately
@@ -90,8 +90,8 @@ MAX_JSON = 64 * 2**20  # characters
 def from_fairseq(
     checkpoint: Path, out: Path, scale: str = "auto", fs_hz: float | None = None, classes: str = ""
 ) -> list[str]:
-    """`classes`: names of a classifier's outputs, or a file of them. Returns notes on what was
-    assumed."""
+    """Converts a checkpoint to a model folder. Returns notes on what was assumed. `classes`: names
+    of a classifier's outputs, or a file of them."""
     check_free(out)
     content = read_checkpoint(checkpoint)
     cfg, args = as_json(content.get("cfg")), as_json(content.get("args"))
@@ -102,22 +102,22 @@ def from_fairseq(
             f"{checkpoint}: no model settings: is it a checkpoint of fairseq-signals?"
         )
     state = float_tensors(content.get("model"), checkpoint)
-    config = settings(cfg["model"])
+    config = read_model_config(cfg["model"])
     # Cloned, as safetensors refuses tied tensors
     weights = {name: w.clone() for name, w in from_theirs(state, config).items()}
-    preprocessing, notes = _preprocessing(cfg, config, scale, fs_hz)
+    preprocessing, notes = _read_preprocessing(cfg, config, scale, fs_hz)
     document: Settings = {
         "model": asdict(config),
         "fairseq": {
             "cfg": cfg,
-            "spelling": spelling(state),
+            "spelling": norm_spelling(state),
             "order": list(state),
             "optimizer_history": as_json(content.get("optimizer_history")),
         },
     }
-    names = class_names(classes, outputs(state))
+    names = class_names(classes, output_count(state))
     if names:
-        document["head"] = _head(cfg, names)
+        document["head"] = _head_document(cfg, names)
     if names and not classes:
         notes.append(
             f"its {len(names)} outputs were named {names[0]} to {names[-1]}: set names with "
@@ -129,14 +129,15 @@ def from_fairseq(
     return notes
 
 
-def signals(
+def preprocessing_document(
     scale: str,
     fs_hz: float,
     leads: list[str] | int,
     window_s: float = 5.0,
     band_hz: list[float] | None = None,
 ) -> Settings:
-    """preprocessing.json of a converted model. `leads`: their number if their names are unknown."""
+    """Returns preprocessing.json of a converted model. `leads`: their number if their names are
+    unknown."""
     band = {"band_hz": band_hz} if band_hz else {}
     return {
         "fs_hz": fs_hz,
@@ -148,10 +149,10 @@ def signals(
     }
 
 
-def _preprocessing(
+def _read_preprocessing(
     cfg: Settings, config: ModelConfig, scale: str, fs_hz: float | None
 ) -> tuple[Settings, list[str]]:
-    """The input described by the checkpoint's settings; arguments take precedence."""
+    """Returns the input that the checkpoint's settings describe; arguments take precedence."""
     task, notes = _section(cfg, "task"), []
     # A fine-tuned checkpoint keeps the settings of its pre-training among those of its model
     model = _section(cfg["model"], "args") or _section(cfg["model"], "w2v_args")
@@ -169,20 +170,20 @@ def _preprocessing(
             "that was not intended"
         )
     if scale == "auto":
-        scale = _scale(cfg)
+        scale = _guess_scale(cfg)
         if scale == "zscore":
             notes.append(
                 "its paths name ECG-FM or MIMIC-IV-ECG: assumed the input zscore (change with "
                 "--input millivolt)"
             )
-    preprocessing = signals(
+    preprocessing = preprocessing_document(
         scale,
         fs_hz,
         [*LEADS] if config.leads == len(LEADS) else config.leads,
     )
     if task.get("leads_to_load"):
         form = "a list of lead names or numbers"
-        rows = read_setting("task", task, "leads_to_load", None, _loaded_leads, form)
+        rows = read_setting("task", task, "leads_to_load", None, _parse_leads, form)
         key = "leads" if len(rows) == config.leads else "seen"
         preprocessing[key] = describe_leads(rows).split(",")
     if isinstance(preprocessing["leads"], int):
@@ -196,8 +197,8 @@ def _preprocessing(
     return preprocessing, notes
 
 
-def _loaded_leads(loaded: Any) -> list[int]:
-    """`leads_to_load`: names or numbers, or a text of such a list."""
+def _parse_leads(loaded: Any) -> list[int]:
+    """Parses `leads_to_load`: names or numbers, or such a list as text."""
     listed = ast.literal_eval(loaded[:MAX_TEXT]) if isinstance(loaded, str) else loaded
     return list(leads_in_order([LEADS[n] if isinstance(n, int) else n for n in listed]))
 
@@ -207,22 +208,26 @@ def _section(settings: Settings, name: str) -> Settings:
     return section if isinstance(section, dict) else {}
 
 
-def _scale(cfg: Settings) -> str:
-    """The scale of the input. ECG-FM was trained on z-scored files, which only their paths
+def _guess_scale(cfg: Settings) -> str:
+    """Returns the scale of the input. ECG-FM was trained on z-scored files, which only their paths
     reveal."""
     task = _section(cfg, "task")
     model_and_task = {**cfg["model"], **task}
     if model_and_task.get("filter"):
-        raise _lost("filter", model_and_task["filter"], "its signals were filtered by NeuroKit2")
+        raise _unconvertible(
+            "filter", model_and_task["filter"], "its signals were filtered by NeuroKit2"
+        )
     if model_and_task.get("normalize") and model_and_task.get("mean_path"):
-        raise _lost("mean_path", model_and_task["mean_path"], "its means are in another file")
+        raise _unconvertible(
+            "mean_path", model_and_task["mean_path"], "its means are in another file"
+        )
     if model_and_task.get("normalize") is True:
         return "layernorm"
     paths = f"{cfg['model'].get('data')} {task.get('data')}".lower()
-    return "zscore" if any(name in paths for name in ZSCORED) else "millivolt"
+    return "zscore" if any(name in paths for name in ZSCORED_NAMES) else "millivolt"
 
 
-def _lost(key: str, value: Any, why: str) -> ConfigError:
+def _unconvertible(key: str, value: Any, why: str) -> ConfigError:
     return ConfigError(
         f"task.{key}={str(value)[:80]} in the checkpoint's settings: {why}: to convert it anyway, "
         "give --input millivolt or zscore"
@@ -230,7 +235,7 @@ def _lost(key: str, value: Any, why: str) -> ConfigError:
 
 
 def class_names(text: str, outputs: int) -> list[str]:
-    """Names from A,B,C; or from a file: the column `name` of a CSV (such as ECG-FM's
+    """Reads names from A,B,C; or from a file: the column `name` of a CSV (such as ECG-FM's
     label_def.csv), or one name per line."""
     if not text:
         return [f"class_{i}" for i in range(outputs)]
@@ -241,7 +246,7 @@ def class_names(text: str, outputs: int) -> list[str]:
         )
     names = [name.strip() for name in text.split(",")]
     if os.path.isfile(text) or text.endswith((".csv", ".txt")):
-        names = _names_in(text)
+        names = _read_names(text)
     if len(names) != outputs or len(set(names)) < len(names) or "" in names:
         raise ConfigError(
             f"--classes {text[:80]}: {len(set(names))} names: must be {outputs}, in the order of "
@@ -250,7 +255,7 @@ def class_names(text: str, outputs: int) -> list[str]:
     return names
 
 
-def _names_in(file: str) -> list[str]:
+def _read_names(file: str) -> list[str]:
     try:
         lines = Path(file).read_text("utf-8-sig").splitlines()
         table = list(csv.DictReader(lines))
@@ -263,8 +268,9 @@ def _names_in(file: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _head(cfg: Settings, names: list[str]) -> Settings:
-    """`head` of config.json, inferred from the loss that the checkpoint was trained with."""
+def _head_document(cfg: Settings, names: list[str]) -> Settings:
+    """Returns `head` of config.json, inferred from the loss that the checkpoint was trained
+    with."""
     criterion = _section(cfg, "criterion") or {"_name": cfg.get("criterion")}
     loss, threshold = str(criterion.get("_name")), criterion.get("threshold")
     head: Settings = {"task": "classification", "classes": names}
@@ -294,7 +300,9 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         preprocessing = read_document(folder / PREPROCESSING)
     # Saved by from_fairseq; models trained with omnilead have none
     origin = document.get("fairseq") or {}
-    if not any(name.startswith("local.") for name in state) and not (origin and outputs(state)):
+    if not any(name.startswith("local.") for name in state) and not (
+        origin and output_count(state)
+    ):
         raise ConfigError(
             f"{run}: trained without the local objective, whose weights fairseq-signals needs: "
             "cannot convert it"
@@ -336,7 +344,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
 
 
 def require_their_input(run: str | Path, model_input: Input, preprocessing: Settings) -> None:
-    """ConfigError for signals that fairseq-signals would not make."""
+    """Raises ConfigError for signals that fairseq-signals would not make."""
     if not model_input.is_plain:
         raise ConfigError(
             f"{run}: its input is {describe_signals(preprocessing)}: fairseq-signals would not make it so"
@@ -433,11 +441,11 @@ def stand_ins(path: Path) -> list[Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Settings as JSON types. Stand-ins become what they kept; tensors and other objects become a
-    text with their type."""
+    """Returns settings as JSON types. Stand-ins become what they kept; tensors and other objects
+    become a text with their type."""
     parts, size = [], 0
     try:
-        for part in json.JSONEncoder(default=_content, skipkeys=True).iterencode(value):
+        for part in json.JSONEncoder(default=_plain_content, skipkeys=True).iterencode(value):
             size += len(part)
             parts.append(part)
             if size > MAX_JSON or len(parts) > MAX_SETTINGS:
@@ -451,15 +459,15 @@ def as_json(value: Any) -> Any:
     return json.loads("".join(parts))
 
 
-def _content(value: Any) -> Any:
+def _plain_content(value: Any) -> Any:
     if isinstance(value, StandIn):
         return value.__dict__["content"]
     return f"<{type(value).__name__.lower()}>"
 
 
 def float_tensors(values: Any, path: Path) -> Weights:
-    """The weights. Their total size must not exceed the file's: a tensor can claim any size by
-    repeating one number."""
+    """Returns the weights. Their total size must not exceed the file's: a tensor can claim any size
+    by repeating one number."""
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}: has no weights under `model`: is it a checkpoint of fairseq-signals?"
@@ -487,12 +495,12 @@ def float_tensors(values: Any, path: Path) -> Weights:
     return values
 
 
-ALONE = (
+EMBED_ALONE = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from omnilead.downstream.interop.conversion import embed_alone; embed_alone()"
 )
 # What a plug-in may read: nothing else may be needed to load its folder
-SYSTEM = "/proc", "/sys", "/etc", sys.prefix, sys.base_prefix, site.getuserbase()
+SYSTEM_FOLDERS = "/proc", "/sys", "/etc", sys.prefix, sys.base_prefix, site.getuserbase()
 
 
 def from_torch(
@@ -504,8 +512,8 @@ def from_torch(
     prefix: str,
     renamed: Sequence[Sequence[str]],
 ) -> list[str]:
-    """A model folder from the weights in a file and their class, `encoder`. `renamed`: (old, new),
-    how names begin in the file and in the class. Returns a report."""
+    """Writes a model folder from the weights in a file and their class, `encoder`. `renamed`: (old,
+    new), how names begin in the file and in the class. Returns a report."""
     check_free(out)
     config = validate(
         ModelConfig,
@@ -517,10 +525,10 @@ def from_torch(
     file_weights = read_tensors(path)
     module = build_encoder(config, generator=torch.Generator().manual_seed(0))
     examine(module, config, samples=x_RLT.shape[2])
-    fresh_RD = embedding(module, x_RLT)
-    names, left = matched(path, module.state_dict(), file_weights, prefix, renamed)
+    fresh_RD = mean_embedding(module, x_RLT)
+    names, left = match_weights(path, module.state_dict(), file_weights, prefix, renamed)
     load_tensors(path, module, {name: file_weights[their] for name, their in names.items()})
-    c_RD = embedding(module, x_RLT)
+    c_RD = mean_embedding(module, x_RLT)
     if agree(c_RD, fresh_RD):
         raise ConfigError(
             f"{path}: its weights fit {encoder}, but the embedding is still that of the freshly built "
@@ -550,7 +558,7 @@ def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
     """Write a model folder that gives this embedding without any other file of the user's."""
     # -E: PYTHONPATH may name the user's modules
     place = Path(sys.modules["omnilead"].__path__[0]).parent
-    command = [sys.executable, "-E", "-P", "-c", ALONE, str(place)]
+    command = [sys.executable, "-E", "-P", "-c", EMBED_ALONE, str(place)]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder, "model"), *parts)
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -587,15 +595,15 @@ def read_tensors(path: Path) -> Weights:
     return tensors
 
 
-def matched(
+def match_weights(
     path: Path,
     encoder_weights: Weights,
     file_weights: Weights,
     prefix: str,
     renamed: Sequence[Sequence[str]],
 ) -> tuple[dict[str, str], str]:
-    """{name in the class: name in the file}, where all may begin with something, such as
-    state_dict.module.; and a text on the other names in the file."""
+    """Returns {name in the class: name in the file}, where all may have a prefix, such as
+    state_dict.module., and a text on the other names in the file."""
     inner_names = {}
     for name in encoder_weights:
         inner_names[name] = name
@@ -653,7 +661,7 @@ def fixed_input(preprocessing: Settings) -> Tensor:
 
 
 @torch.no_grad()
-def embedding(encoder: nn.Module, x_RLT: Tensor) -> Tensor:
+def mean_embedding(encoder: nn.Module, x_RLT: Tensor) -> Tensor:
     return pool(encoder.eval()(x_RLT))
 
 
@@ -661,13 +669,13 @@ def embed_alone() -> None:
     """Runs in a process of its own: Python cannot remove an audit hook."""
     sys.addaudithook(_refuse_other_files)
     model = load("model", code=True)
-    save_file({"c_RD": embedding(model.encoder, fixed_input(model.preprocessing))}, "alone")
+    save_file({"c_RD": mean_embedding(model.encoder, fixed_input(model.preprocessing))}, "alone")
 
 
 def _refuse_other_files(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and isinstance(arguments[0], str):
         path = Path(arguments[0]).absolute()
-        is_allowed = any(path.is_relative_to(place) for place in (Path.cwd(), *SYSTEM))
+        is_allowed = any(path.is_relative_to(place) for place in (Path.cwd(), *SYSTEM_FOLDERS))
         if path.is_file() and not is_allowed and path.suffix not in (".py", ".pyc", ".so"):
             raise FileNotFoundError(f"reads {path}: keep such numbers in the code or in buffers")
 

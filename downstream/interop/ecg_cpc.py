@@ -33,20 +33,20 @@ from omnilead.engine.model.input import describe_signals
 from omnilead.engine.model.s4 import S4, conjugate_pairs
 from omnilead.engine.settings.errors import ConfigError, blaming, first_names
 
-from .conversion import float_tensors, read_tensors, signals
+from .conversion import float_tensors, preprocessing_document, read_tensors
 from .hub import front_matter
 
 Weights = dict[str, Tensor]
-FIRST = "encoder.layers.0.0.weight"
-STEM = "encoder.layers"
-LAYER, NORM = "predictor.predictor.s4_layers", "predictor.predictor.norms"
+FIRST_WEIGHT = "encoder.layers.0.0.weight"
+STEM_PREFIX = "encoder.layers"
+LAYER_PREFIX, NORM_PREFIX = "predictor.predictor.s4_layers", "predictor.predictor.norms"
 KERNEL = "kernel.kernel"
-FROZEN = ("B", "P", "Q", "w", "omega", "z")  # of a kernel, besides log_dt
-NETWORK = ("encoder.", "predictor.")
-BATCHES = "num_batches_tracked"  # of a batch norm, which does not use it
+FROZEN_PARTS = ("B", "P", "Q", "w", "omega", "z")  # weights of a kernel, besides log_dt
+NETWORK_PREFIXES = ("encoder.", "predictor.")
+BATCH_COUNT = "num_batches_tracked"  # a counter that a batch norm does not use
 FS_HZ, CLIP_MV, WINDOW_S = 240.0, 3.0, 2.5
-CLOSE = 1e-4  # of what is frozen, which they store in float32
-NOT_THEIRS = "is it a checkpoint of ECG-CPC?"
+FROZEN_TOLERANCE = 1e-4  # for frozen weights, which they store in float32
+NOT_ECG_CPC = "is it a checkpoint of ECG-CPC?"
 
 
 def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
@@ -55,17 +55,19 @@ def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
     tensors = read_tensors(checkpoint)
     with blaming(str(checkpoint)):
         state = without_prefix(tensors)
-    floats = {name: w for name, w in state.items() if not name.endswith(BATCHES)}
+    floats = {name: w for name, w in state.items() if not name.endswith(BATCH_COUNT)}
     with blaming(str(checkpoint)):
         options, weights = from_theirs(float_tensors(floats, checkpoint))
     config = ModelConfig(encoder="s4", options=options)
-    preprocessing = signals("millivolt", FS_HZ, [*LEADS], WINDOW_S) | {"clip_mv": CLIP_MV}
+    preprocessing = preprocessing_document("millivolt", FS_HZ, [*LEADS], WINDOW_S) | {
+        "clip_mv": CLIP_MV
+    }
     parameters = sum(w.numel() for name, w in weights.items() if "running" not in name)
     card = front_matter({}, _card(checkpoint.name, options, preprocessing, parameters))
     encoder = {f"encoder.{name}": w for name, w in weights.items()}
     write_model(out, encoder, {"model": asdict(config)}, preprocessing, card)
     notes = [f"assumed ECG-CPC's input, which it does not state: {describe_signals(preprocessing)}"]
-    if left := [name for name in state if not name.startswith(NETWORK)]:
+    if left := [name for name in state if not name.startswith(NETWORK_PREFIXES)]:
         notes.append(f"left out, as they are heads: {first_names(left, LISTED_WEIGHTS)}")
     return notes
 
@@ -89,55 +91,62 @@ of a record of 10 s are averaged. The licence is that of the original.
 
 
 def from_theirs(state: Weights) -> tuple[dict[str, Any], Weights]:
-    """`state`: with or without heads, counts of batches, and a prefix of all names."""
-    state = {name: w for name, w in without_prefix(state).items() if name.startswith(NETWORK)}
-    state = {name: w for name, w in state.items() if not name.endswith(BATCHES)}
+    """Returns the options and the state_dict of S4. `state`: with or without heads, counts of
+    batches, and a prefix of all names."""
+    state = {
+        name: w for name, w in without_prefix(state).items() if name.startswith(NETWORK_PREFIXES)
+    }
+    state = {name: w for name, w in state.items() if not name.endswith(BATCH_COUNT)}
     options = options_of(state)
     with torch.device("meta"):
         expected = S4(len(LEADS), **options).state_dict()
     names = their_names(options)
     known = set(names.values())
     for number in range(options["layers"]):
-        known |= {f"{LAYER}.{number}.{KERNEL}.{name}" for name in FROZEN}
+        known |= {f"{LAYER_PREFIX}.{number}.{KERNEL}.{name}" for name in FROZEN_PARTS}
     if wrong := misfits(dict.fromkeys(state, ()), dict.fromkeys(known, ())):
         raise ConfigError(f"the weights do not fit the model: {wrong}")
     weights: Weights = {}
     for name, tensor in expected.items():
-        if name.endswith(BATCHES):
+        if name.endswith(BATCH_COUNT):
             weights[name] = torch.zeros((), dtype=torch.int64)
             continue
         weight, shape = state[names[name]], list(tensor.shape)
         if not weight.isfinite().all():
             raise ConfigError(f"{names[name]} has NaN or infinity: take another checkpoint")
         if [size for size in weight.shape if size > 1] != [size for size in shape if size > 1]:
-            raise ConfigError(f"{names[name]} is {list(weight.shape)}, not {shape}: {NOT_THEIRS}")
+            raise ConfigError(f"{names[name]} is {list(weight.shape)}, not {shape}: {NOT_ECG_CPC}")
         if name.endswith(".C"):
-            weight = turned(state, names[name].removesuffix("C"), options["states"])
+            weight = to_our_basis(state, names[name].removesuffix("C"), options["states"])
         weights[name] = weight.reshape(shape).float().clone()
     return options, weights
 
 
 def without_prefix(state: Weights) -> Weights:
-    """Lightning names weights by where the module keeps the network, such as model."""
-    prefixes = [name.removesuffix(FIRST) for name in state if name.endswith(FIRST)]
+    """Removes the name by which Lightning's module has the network, such as model."""
+    prefixes = [name.removesuffix(FIRST_WEIGHT) for name in state if name.endswith(FIRST_WEIGHT)]
     if len(prefixes) != 1:
-        raise ConfigError(f"{len(prefixes)} weights end in {FIRST}: {NOT_THEIRS}")
+        raise ConfigError(f"{len(prefixes)} weights end in {FIRST_WEIGHT}: {NOT_ECG_CPC}")
     start = prefixes[0]
     return {name.removeprefix(start): w for name, w in state.items() if name.startswith(start)}
 
 
 def options_of(state: Weights) -> dict[str, Any]:
-    """What the shapes say. Strides are not stored: two in the first convolution, as theirs are."""
-    first = f"{LAYER}.0.{KERNEL}"
+    """Reads the options from the shapes. Strides are not stored: two in the first convolution, as
+    theirs are."""
+    first = f"{LAYER_PREFIX}.0.{KERNEL}"
     try:
-        kernels = [state[f"{STEM}.{i}.0.weight"].shape[2] for i in range(count(state, STEM))]
+        kernels = [
+            state[f"{STEM_PREFIX}.{i}.0.weight"].shape[2]
+            for i in range(count_layers(state, STEM_PREFIX))
+        ]
         directions, width, pairs, _ = state[f"{first}.C"].shape
         length = 2 * (len(state[f"{first}.omega"]) - 1)
     except (KeyError, IndexError, ValueError) as error:
-        raise ConfigError(f"no weights of S4 ({error}): {NOT_THEIRS}") from None
+        raise ConfigError(f"no weights of S4 ({error}): {NOT_ECG_CPC}") from None
     return {
         "width": width,
-        "layers": count(state, LAYER),
+        "layers": count_layers(state, LAYER_PREFIX),
         "states": 2 * pairs,
         "bidirectional": directions == 2,
         "kernels": kernels,
@@ -147,7 +156,7 @@ def options_of(state: Weights) -> dict[str, Any]:
     }
 
 
-def count(state: Weights, prefix: str) -> int:
+def count_layers(state: Weights, prefix: str) -> int:
     found = (re.match(rf"{re.escape(prefix)}\.(\d+)\.", name) for name in state)
     return len({match[1] for match in found if match})
 
@@ -155,22 +164,23 @@ def count(state: Weights, prefix: str) -> int:
 def their_names(options: dict[str, Any]) -> dict[str, str]:
     names = {}
     for i in range(len(options["kernels"])):
-        names[f"stem.{i}.weight"] = f"{STEM}.{i}.0.weight"
+        names[f"stem.{i}.weight"] = f"{STEM_PREFIX}.{i}.0.weight"
         for part in ("weight", "bias", "running_mean", "running_var"):
-            names[f"stem.{i}.norm.{part}"] = f"{STEM}.{i}.1.{part}"
+            names[f"stem.{i}.norm.{part}"] = f"{STEM_PREFIX}.{i}.1.{part}"
     for i in range(options["layers"]):
-        ours, theirs = f"layers.{i}", f"{LAYER}.{i}"
+        ours, theirs = f"layers.{i}", f"{LAYER_PREFIX}.{i}"
         names[f"{ours}.space.C"] = f"{theirs}.{KERNEL}.C"
         names[f"{ours}.space.D"] = f"{theirs}.D"
         names[f"{ours}.space.log_dt"] = f"{theirs}.{KERNEL}.log_dt"
         for part in ("weight", "bias"):
             names[f"{ours}.linear.{part}"] = f"{theirs}.output_linear.0.{part}"
-            names[f"{ours}.norm.{part}"] = f"{NORM}.{i}.{part}"
+            names[f"{ours}.norm.{part}"] = f"{NORM_PREFIX}.{i}.{part}"
     return names
 
 
-def turned(state: Weights, kernel: str, states: int) -> Tensor:
-    """C in our basis. Each of their eigenvectors has a phase of its own, which their P has too."""
+def to_our_basis(state: Weights, kernel: str, states: int) -> Tensor:
+    """Turns C to our basis. Each of their eigenvectors has a phase of its own, which their P has
+    too."""
     c, p, b, w = (torch.view_as_complex(state[kernel + name].double()) for name in "CPBw")
     phase = p / p.abs()
     expected_w, expected_p, _ = conjugate_pairs(states)
@@ -179,6 +189,6 @@ def turned(state: Weights, kernel: str, states: int) -> Tensor:
         ("B", b / phase, expected_p * math.sqrt(2)),
         ("w", w, expected_w),
     ):
-        if np.abs(given.numpy() - expected).max() > CLOSE * np.abs(expected).max():
+        if np.abs(given.numpy() - expected).max() > FROZEN_TOLERANCE * np.abs(expected).max():
             raise ConfigError(f"{kernel}{name} is not that of HiPPO-LegS, the only one S4 has here")
     return torch.view_as_real(c * phase).float()

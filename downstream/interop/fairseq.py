@@ -1,6 +1,8 @@
 """Convert weights and settings from and to fairseq-signals, exactly.
 
-    from_theirs(state, config) -> our state_dict    to_theirs(state, config) -> the authors'    settings(cfg) -> ModelConfig
+    from_theirs(state, config)     our state_dict
+    to_theirs(state, config)       the authors'
+    read_model_config(cfg)         ModelConfig
 
 Only names, concatenation and the order of axes change: every number keeps its bits. Source: state
 dicts of fairseq-signals (models/wav2vec2/wav2vec2_cmsc.py and the modules it uses). The weight norm
@@ -29,8 +31,8 @@ NORM_KEYS = {
     "weight_g": ("weight_g", "weight_v"),
 }
 CONVOLUTION = re.compile(r"encoder\.conv\.blocks\.(\d+)\.weight")
-MODES = {"default": "group", "layer_norm": "layer"}  # extractor_mode: conv_norm
-MALFORMED = (  # what ast.literal_eval and conversions of its result raise
+CONV_NORM_OF_MODE = {"default": "group", "layer_norm": "layer"}  # extractor_mode: conv_norm
+MALFORMED_ERRORS = (  # what ast.literal_eval and conversions of its result raise
     SyntaxError,
     TypeError,
     LookupError,
@@ -40,7 +42,7 @@ MALFORMED = (  # what ast.literal_eval and conversions of its result raise
     MemoryError,
 )
 MAX_BLOCKS, MAX_TEXT = 64, 1000  # limits for a convolution stack given as text
-LAYER = {  # modules of a transformer layer
+LAYER_MODULES = {  # modules of a transformer layer
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.out": ("self_attn.out_proj",),
     "norm1": ("self_attn_layer_norm",),
@@ -48,11 +50,16 @@ LAYER = {  # modules of a transformer layer
     "fc2": ("fc2",),
     "norm2": ("final_layer_norm",),
 }
-TASK = {"_name": "ecg_pretraining", "sample_rate": 500, "normalize": False, "filter": False}
+TASK_SETTINGS = {
+    "_name": "ecg_pretraining",
+    "sample_rate": 500,
+    "normalize": False,
+    "filter": False,
+}
 Value = TypeVar("Value")
 Weights = dict[str, Tensor]
 Settings = dict[str, Any]
-RENAMED = {  # our setting: (the authors' name, their default)
+SETTING_NAMES = {  # our setting: (the authors' name, their default)
     "leads": ("in_d", 12),
     "feature_grad": ("feature_grad_mult", 0.1),
     "width": ("encoder_embed_dim", None),
@@ -73,7 +80,7 @@ RENAMED = {  # our setting: (the authors' name, their default)
     "mask_share": ("mask_prob", 0.65),
     "mask_span": ("mask_length", 10),
 }
-FIXED = {  # settings of the authors that change the computation; only these values are supported
+FIXED_SETTINGS = {  # settings of the authors that change the computation; only these values are supported
     "layer_norm_first": False,
     "conv_bias": False,
     "quantize_targets": True,
@@ -89,13 +96,13 @@ FIXED = {  # settings of the authors that change the computation; only these val
 }
 
 
-def spelling(state: Weights) -> str:
+def norm_spelling(state: Weights) -> str:
     if any(name.endswith("conv_pos.pos_conv.0.weight_g") for name in state):
         return "weight_g"
     return "parametrizations"
 
 
-def outputs(state: Weights) -> int:
+def output_count(state: Weights) -> int:
     """Number of outputs of a classifier, the authors' or ours; 0 if the model is only
     pre-trained."""
     is_theirs = any(name.startswith("encoder.feature_extractor.") for name in state)
@@ -103,7 +110,7 @@ def outputs(state: Weights) -> int:
     return len(head) if head is not None and head.ndim else int(is_theirs)
 
 
-def names(
+def their_names(
     config: ModelConfig, spelled: str = "parametrizations", classifier: bool = False
 ) -> dict[str, list[str]]:
     """Our name -> the authors' names: several if ours is their concatenation."""
@@ -127,7 +134,7 @@ def names(
             add(f"{block}.norm", f"{their}.2")
     for i in range(config.layers):
         layer = f"encoder.layers.{i}"
-        for ours, theirs in LAYER.items():
+        for ours, theirs in LAYER_MODULES.items():
             add(f"{layer}.{ours}", *(f"{layer}.{their}" for their in theirs))
     gain, direction = NORM_KEYS[spelled]
     for name, their in (("gain", gain), ("direction", direction), ("bias", "bias")):
@@ -145,12 +152,12 @@ def names(
     return table
 
 
-def empty_weights(config: ModelConfig, state: Weights) -> Weights:
-    """All weights of a model, as meta tensors: of a classifier if `state` belongs to one, the
-    authors' or ours."""
+def meta_weights(config: ModelConfig, state: Weights) -> Weights:
+    """Returns all weights of a model as meta tensors: of a classifier if `state` belongs to one,
+    the authors' or ours."""
     with torch.device("meta"):
         weights = dict(Pretrainer(config, ObjectiveConfig()).state_dict())
-        classes = outputs(state)
+        classes = output_count(state)
         if not classes:
             return weights
         encoder = {name: w for name, w in weights.items() if name.startswith("encoder.")}
@@ -162,10 +169,10 @@ def empty_weights(config: ModelConfig, state: Weights) -> Weights:
 
 
 def from_theirs(state: Weights, config: ModelConfig) -> Weights:
-    spelled, our_weights = spelling(state), empty_weights(config, state)
-    _check(state, _renamed(our_weights, config, spelled))
+    spelled, our_weights = norm_spelling(state), meta_weights(config, state)
+    _require_shapes(state, _rename_weights(our_weights, config, spelled))
     converted = {}
-    for name, parts in _table(our_weights, config, spelled).items():
+    for name, parts in _names_in_state(our_weights, config, spelled).items():
         weights = torch.cat([state[part] for part in parts]) if len(parts) > 1 else state[parts[0]]
         if CONVOLUTION.fullmatch(name):  # [out, in, kernel] -> [out, kernel * in]
             weights = weights.transpose(1, 2)
@@ -174,19 +181,19 @@ def from_theirs(state: Weights, config: ModelConfig) -> Weights:
 
 
 def to_theirs(state: Weights, config: ModelConfig, spelled: str = "parametrizations") -> Weights:
-    _check(state, empty_weights(config, state))
-    return _renamed(state, config, spelled)
+    _require_shapes(state, meta_weights(config, state))
+    return _rename_weights(state, config, spelled)
 
 
-def _table(state: Weights, config: ModelConfig, spelled: str) -> dict[str, list[str]]:
+def _names_in_state(state: Weights, config: ModelConfig, spelled: str) -> dict[str, list[str]]:
     """The names of the weights in `state`."""
-    table = names(config, spelled, outputs(state) > 0)
+    table = their_names(config, spelled, output_count(state) > 0)
     return {name: parts for name, parts in table.items() if name in state}
 
 
-def _renamed(state: Weights, config: ModelConfig, spelled: str) -> Weights:
+def _rename_weights(state: Weights, config: ModelConfig, spelled: str) -> Weights:
     renamed: Weights = {}
-    for name, parts in _table(state, config, spelled).items():
+    for name, parts in _names_in_state(state, config, spelled).items():
         weights = state[name]
         if block := CONVOLUTION.fullmatch(name):
             _, kernel = config.conv[int(block[1])]
@@ -198,7 +205,7 @@ def _renamed(state: Weights, config: ModelConfig, spelled: str) -> Weights:
     return renamed
 
 
-def _check(state: Weights, expected: Weights) -> None:
+def _require_shapes(state: Weights, expected: Weights) -> None:
     if wrong := misfits(shapes_of(state), shapes_of(expected)):
         raise ConfigError(f"the weights do not fit the model: {wrong}")
 
@@ -207,21 +214,21 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
     return {name: tuple(w.shape) for name, w in weights.items()}
 
 
-def settings(cfg: Settings) -> ModelConfig:
-    """Read the section `model` of the authors' configuration. A classifier's may contain that of
+def read_model_config(cfg: Settings) -> ModelConfig:
+    """Reads the section `model` of the authors' configuration. A classifier's may contain that of
     the pre-trained model."""
     for key in ("args", "w2v_args"):
         inner = cfg.get(key)
         if isinstance(inner, dict) and isinstance(inner.get("model"), dict):
             cfg = inner["model"]
-    values = {ours: cfg.get(theirs, default) for ours, (theirs, default) in RENAMED.items()}
+    values = {ours: cfg.get(theirs, default) for ours, (theirs, default) in SETTING_NAMES.items()}
     for ours, value in values.items():
         if value is None:
             raise ConfigError(
-                f"the checkpoint's settings lack model.{RENAMED[ours][0]}: is it a wav2vec 2.0 of "
+                f"the checkpoint's settings lack model.{SETTING_NAMES[ours][0]}: is it a wav2vec 2.0 of "
                 "fairseq-signals?"
             )
-    for key, value in FIXED.items():
+    for key, value in FIXED_SETTINGS.items():
         if cfg.get(key, value) != value:
             raise ConfigError(
                 f"model.{key}={str(cfg[key])[:80]!r} in the checkpoint's settings: only {value!r} "
@@ -230,14 +237,24 @@ def settings(cfg: Settings) -> ModelConfig:
     values["projection"] = values["projection"] or values["width"]
     values["code_width"] = values["code_width"] or values["projection"]
     values["conv_norm"] = read_setting(
-        "model", cfg, "extractor_mode", "default", MODES.__getitem__, "default or layer_norm"
+        "model",
+        cfg,
+        "extractor_mode",
+        "default",
+        CONV_NORM_OF_MODE.__getitem__,
+        "default or layer_norm",
     )
     stack = "[(width, kernel, stride), ...] with kernel = stride"
     values["conv"] = read_setting(
-        "model", cfg, "conv_feature_layers", "[(256, 2, 2)] * 4", _blocks, stack
+        "model", cfg, "conv_feature_layers", "[(256, 2, 2)] * 4", _parse_blocks, stack
     )
     values |= read_setting(
-        "model", cfg, "latent_temp", (2.0, 0.5, 0.999995), _temperatures, "(start, end, decay)"
+        "model",
+        cfg,
+        "latent_temp",
+        (2.0, 0.5, 0.999995),
+        _parse_temperatures,
+        "(start, end, decay)",
     )
     return validate(ModelConfig, values, "model")
 
@@ -248,18 +265,18 @@ def read_setting(
     value = cfg.get(key, default)
     try:
         return parse(value)
-    except (*MALFORMED, ConfigError) as error:
+    except (*MALFORMED_ERRORS, ConfigError) as error:
         raise ConfigError(
             f"{section}.{key}={repr(value)[:80]} in the checkpoint's settings: must be {form}"
         ) from error
 
 
-def _temperatures(value: Any) -> dict[str, float]:
+def _parse_temperatures(value: Any) -> dict[str, float]:
     numbers = ast.literal_eval(value[:MAX_TEXT]) if isinstance(value, str) else value
     return dict(zip(("tau_start", "tau_end", "tau_decay"), map(float, numbers), strict=True))
 
 
-def _blocks(value: Any) -> list[tuple[int, int]]:
+def _parse_blocks(value: Any) -> list[tuple[int, int]]:
     """ "[(256, 2, 2)] * 3 + [(512, 2, 2)]" -> four blocks. The authors eval() this text."""
     text, layers = str(value), list[tuple[int, int, int]]()
     if len(text) > MAX_TEXT:
@@ -276,11 +293,13 @@ def their_settings(config: ModelConfig, seen: tuple[int, ...] = ALL_LEADS) -> Se
     """The part of the authors' configuration that is needed to build one of our models: cfg.model,
     cfg.task, cfg.criterion. `seen`: the leads that it was trained on."""
     model = {"_name": "wav2vec2_cmsc", "apply_mask": True, "encoder_layerdrop": 0.0}
-    model |= {theirs: getattr(config, ours) for ours, (theirs, _) in RENAMED.items()} | FIXED
+    model |= {
+        theirs: getattr(config, ours) for ours, (theirs, _) in SETTING_NAMES.items()
+    } | FIXED_SETTINGS
     model["conv_feature_layers"] = str([(width, kernel, kernel) for width, kernel in config.conv])
     model["extractor_mode"] = "layer_norm" if config.conv_norm == "layer" else "default"
     model["latent_temp"] = [config.tau_start, config.tau_end, config.tau_decay]
-    task: Settings = dict(TASK)
+    task: Settings = dict(TASK_SETTINGS)
     if seen != ALL_LEADS:
         task["leads_to_load"] = str(describe_leads(seen).split(","))
         task["enable_padding_leads"] = len(seen) < config.leads

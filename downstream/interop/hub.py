@@ -43,11 +43,11 @@ from omnilead.engine.training.config import RunConfig
 from omnilead.engine.training.task import TrainingTask
 
 # An absolute path or the address of a bucket, but not https:// or hf://
-PLACE = re.compile(
+PATH_OR_BUCKET = re.compile(
     r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+"
 )
 TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
-TEMPLATE = """# {title}
+CARD_TEMPLATE = """# {title}
 
 {parameters:,} parameters.
 
@@ -65,7 +65,7 @@ holds the settings; weights are float32 in safetensors. Usage:
     model = omnilead.load("THIS_FOLDER"{code})    # or "hf://organisation/name"
     vector = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> a vector: its read-out
 """
-PREDICT = """    answers = model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
+PREDICT_EXAMPLE = """    answers = model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
 """
 
 
@@ -95,11 +95,11 @@ def model_card(
     if head and not plugged:
         plugged = plugin_file(head["definition"].get("head", ""))
     sources = state.get("sources", ())
-    measured = _measured(run, state["step"])
+    measured = _validation_numbers(run, state["step"])
     augmentations = config.augment.descriptions
     for name, options in config.augment.extra_functions:
         augmentations.append(f"{portable_spec(name)} {options or ''}".strip())
-    card = TEMPLATE.format(
+    card = CARD_TEMPLATE.format(
         title=title,
         lines="\n".join(f"- {line}" for line in lines),
         parameters=sum(w.numel() for w in weights.values()),
@@ -109,20 +109,22 @@ def model_card(
         datasets=", ".join(fingerprint[:16] for fingerprint in state["datasets"]),
         augmentations=", ".join(augmentations) or "none",
         code=", code=True" if plugged else "",
-        table=_table(measured),
+        table=_validation_table(measured),
         state=state,
         t=config.train,
     )
     if head and head.get("classes"):
-        card += PREDICT
+        card += PREDICT_EXAMPLE
     facts: Facts = {"datasets": sources}
     if measured:
         name = head["task"] if head else "pre-training"
-        facts["model-index"] = [{"name": title, "results": [_result(name, sources, measured)]}]
+        facts["model-index"] = [
+            {"name": title, "results": [_model_index_result(name, sources, measured)]}
+        ]
     return front_matter(facts, card)
 
 
-def _measured(run: Path, step: int) -> Facts:
+def _validation_numbers(run: Path, step: int) -> Facts:
     """The finite numbers of this step's validation."""
     for row in read_rows(run / VALIDATION)[0]:
         if row["step"] == step:
@@ -131,7 +133,7 @@ def _measured(run: Path, step: int) -> Facts:
     return {}
 
 
-def _table(measured: Facts) -> str:
+def _validation_table(measured: Facts) -> str:
     if not measured:
         return ""
     rows = ["| in validation | |", "|---|---|"]
@@ -140,7 +142,7 @@ def _table(measured: Facts) -> str:
     return "\n".join(rows) + "\n\n"
 
 
-def _result(task: str, sources: list[str], measured: Facts) -> Facts:
+def _model_index_result(task: str, sources: list[str], measured: Facts) -> Facts:
     """Hugging Face's entry for the results of one evaluation."""
     return {
         "task": {"name": task, "type": "ecg"},
@@ -152,7 +154,7 @@ def _result(task: str, sources: list[str], measured: Facts) -> Facts:
 def push(model: str | Path, repo: str, private: bool = False, licence: str | None = None) -> str:
     """Upload RUN/model in one commit and return the repository's address."""
     with model_folder(model) as (folder, _), hub_api(repo) as (hub, add):
-        files = published(folder, licence)
+        files = files_to_upload(folder, licence)
         if not hub.token:
             raise LoadError(f"{HUB_SCHEME}{repo}: {NO_TOKEN}")
         hub.create_repo(repo, private=private or None, exist_ok=True)
@@ -161,16 +163,16 @@ def push(model: str | Path, repo: str, private: bool = False, licence: str | Non
     return str(commit.repo_url)
 
 
-def published(folder: Path, licence: str | None = None) -> dict[str, Path | bytes]:
+def files_to_upload(folder: Path, licence: str | None = None) -> dict[str, Path | bytes]:
     """{name: content} to upload: the model's files, the model card, and a matching config.json."""
-    document: Facts = without_places(read_document(folder / CONFIG))
+    document: Facts = without_paths(read_document(folder / CONFIG))
     names = published_files(document, folder)
     files: dict[str, Path | bytes] = {name: folder / name for name in names}
     card = f"# {folder.resolve().parent.name}\n"
     if (folder / CARD).is_file():
         card = (folder / CARD).read_text()
     facts = {"license": licence} if licence else {}
-    files[CARD] = front_matter(facts, without_places(card)).encode()
+    files[CARD] = front_matter(facts, without_paths(card)).encode()
     if SEEN in files:
         record = seen_by(folder)
         public = without_guessable(record)
@@ -184,28 +186,32 @@ def published(folder: Path, licence: str | None = None) -> dict[str, Path | byte
     return files | {CONFIG: config_text(document, digests).encode()}
 
 
-def without_places(value: Any) -> Any:
+def without_paths(value: Any) -> Any:
     """Reduce paths and bucket addresses in texts, at any depth, to the last name; `labels` is
     always treated as a path."""
     if isinstance(value, dict):
         return {
-            key: _last(inner) if key == "labels" and inner else without_places(inner)
+            key: _last_name(inner) if key == "labels" and inner else without_paths(inner)
             for key, inner in value.items()
         }
     if isinstance(value, list):
-        return [without_places(inner) for inner in value]
+        return [without_paths(inner) for inner in value]
     if not isinstance(value, str):
         return value
-    return _last(value) if PLACE.match(value) else PLACE.sub(lambda place: _last(place[0]), value)
+    return (
+        _last_name(value)
+        if PATH_OR_BUCKET.match(value)
+        else PATH_OR_BUCKET.sub(lambda place: _last_name(place[0]), value)
+    )
 
 
-def _last(place: Any) -> str:
+def _last_name(place: Any) -> str:
     return re.split(r"[/\\]", str(place))[-1]
 
 
 def pull(repo: str, out: Path) -> None:
     staged = out / ".omnilead-pull"  # OUT may be a shell's own folder, which cannot be replaced
-    shutil.rmtree(staged, ignore_errors=True)  # of a pull that was killed
+    shutil.rmtree(staged, ignore_errors=True)  # left by a pull that was killed
     check_free(out)
     with model_folder(f"hf://{repo}") as (folder, _):
         staged.mkdir(parents=True)

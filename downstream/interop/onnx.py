@@ -33,14 +33,14 @@ from ..inference.trained_model import TrainedModel
 from ..inference.trees import Trees
 from ..tasks.readout import measures_signal
 
-NEEDED = ("onnx", "onnxscript", "onnxruntime")
-SIZES = ((1, 1.0), (3, 1.0))  # (segments, their length in windows)
+NEEDED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+CHECKED_SIZES = ((1, 1.0), (3, 1.0))  # (segments, their length in windows)
 OTHER_LENGTHS = ((2, 2.0), (5, 0.495))
-FIXED_LENGTH = ("s4",)  # its chunks are counted when it is exported
-TOLERANCE = 1e-4
+FIXED_LENGTH_ENCODERS = ("s4",)  # its chunks are counted when it is exported
+MOST_DIFFERENCE = 1e-4
 
 
-class Outputs(nn.Module):
+class ExportedModel(nn.Module):
     def __init__(self, model: TrainedModel) -> None:
         super().__init__()
         self.model = deepcopy(model).cpu().float().eval()
@@ -48,7 +48,7 @@ class Outputs(nn.Module):
             self.model.head = None
         # With any length, torch.onnx thinks for minutes about each padding of a deep network
         encoder = config_of(model.config).encoder
-        self.any_length = plugin_file(encoder) is None and encoder not in FIXED_LENGTH
+        self.any_length = plugin_file(encoder) is None and encoder not in FIXED_LENGTH_ENCODERS
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The embedding is the mean over tokens, whatever the model's read-out."""
@@ -63,7 +63,7 @@ class Outputs(nn.Module):
 def to_onnx(model: TrainedModel, out: Path) -> float:
     """Write the file. Returns the largest difference between onnxruntime and PyTorch (relative if
     numbers are above 1)."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in NEEDED_PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is not installed: pip install 'omnilead[onnx]'")
     if out.exists():
@@ -75,20 +75,20 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
             f"{out}: ONNX cannot measure rhythm and beats, which the head needs: fit it with "
             "`omnilead fit --readout mean+std`"
         )
-    outputs, temporary = Outputs(model), out.with_name(f".{out.name}.{os.getpid()}")
+    outputs, temporary = ExportedModel(model), out.with_name(f".{out.name}.{os.getpid()}")
     try:
         export(outputs, temporary)
         differences = []
-        for segments, length in SIZES + OTHER_LENGTHS * outputs.any_length:
+        for segments, length in CHECKED_SIZES + OTHER_LENGTHS * outputs.any_length:
             samples = int(length * model.input.samples)
             shape = f"{out}: the exported model must take {segments} segments of {samples} samples"
             with blaming(shape):
-                differences.append(difference(outputs, temporary, segments, samples))
+                differences.append(largest_difference(outputs, temporary, segments, samples))
         worst = float(np.max(differences))  # NaN stays NaN
-        if not worst <= TOLERANCE:
+        if not worst <= MOST_DIFFERENCE:
             raise ConfigError(
                 f"{out}: onnxruntime differs from PyTorch by {worst:.2g}, more than "
-                f"{TOLERANCE:g}: not written"
+                f"{MOST_DIFFERENCE:g}: not written"
             )
         temporary.replace(out)
     finally:
@@ -96,7 +96,7 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
     return worst
 
 
-def export(outputs: Outputs, path: Path) -> None:
+def export(outputs: ExportedModel, path: Path) -> None:
     model = outputs.model
     samples = model.input.samples
     x = torch.zeros(2, len(model.input.leads), samples)
@@ -130,7 +130,7 @@ def export(outputs: Outputs, path: Path) -> None:
     program.save(path)
 
 
-def difference(outputs: Outputs, path: Path, segments: int, samples: int) -> float:
+def largest_difference(outputs: ExportedModel, path: Path, segments: int, samples: int) -> float:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

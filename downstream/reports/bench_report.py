@@ -1,7 +1,7 @@
 """Writes a comparison of models as tables and a figure: bench.json, bench.md, bench.csv and
 bench.png.
 
-write(document, Path("OUT"))        # the tables are aligned for a terminal
+write_comparison(document, Path("OUT"))        # the tables are aligned for a terminal
 """
 
 import io
@@ -21,22 +21,22 @@ from omnilead.data_tools.io.spreadsheet import as_csv
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.engine.settings.metrics import METRIC_OF
 
-from ..evaluation.differences import KEYS
+from ..evaluation.differences import ROW_KEYS
 
-MAIN = {metric.name: metric.label for metric in METRIC_OF.values() if metric.in_bench}
-MAIN["accuracy"] = "accuracy, cosine"  # of identification
-OVER = (
+METRIC_LABELS = {metric.name: metric.label for metric in METRIC_OF.values() if metric.in_bench}
+METRIC_LABELS["accuracy"] = "accuracy, cosine"  # in identification
+RESAMPLED_OVER = (
     "over test patients, over the seeds or draws of a row and, at small shares, over the drawn "
     "labelled patients; the gallery, and labelled patients drawn only once, are held fixed"
 )
-INTERVALS = f"In brackets: 95 % intervals {OVER}. Differences use the same resamples."
-OF_TUNED = (
+INTERVAL_NOTE = f"In brackets: 95 % intervals {RESAMPLED_OVER}. Differences use the same resamples."
+TUNED_INTERVAL_NOTE = (
     "In brackets: 95 % intervals over test patients and seeds. Differences use the same resamples."
 )
 INK = "#111111"
-MARKS = "o^sDv"  # of shares of labels
-DOT: Any = {"ls": "", "color": INK, "markerfacecolor": "white"}
-STYLE: Any = {
+MARKS = "o^sDv"  # for the shares of labels
+DOT_STYLE: Any = {"ls": "", "color": INK, "markerfacecolor": "white"}
+BENCH_STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.spines.top": False,
@@ -49,47 +49,47 @@ STYLE: Any = {
 Row = dict[str, Any]
 
 
-def write(document: Row, out: Path) -> None:
-    lines: list[Sequence[Any]] = [[*KEYS, "metric", "against", "value", "low", "high", "class"]]
+def write_comparison(document: Row, out: Path) -> None:
+    lines: list[Sequence[Any]] = [[*ROW_KEYS, "metric", "against", "value", "low", "high", "class"]]
     for row in document["rows"]:
         for name, value in row["metrics"].items():
-            lines.append([*_key(row), name, "", value, *row["intervals"][name], ""])
+            lines.append([*_row_key(row), name, "", value, *row["intervals"][name], ""])
         for name, classes in row.get("per_class", {}).items():
             for label, value in classes.items():
-                lines.append([*_key(row), name, "", value, "", "", label])
+                lines.append([*_row_key(row), name, "", value, "", "", label])
     for gap in document["differences"]:
         names = gap["metric"], gap["against"]
-        lines.append([*_key(gap), *names, gap["difference"], *gap["interval"], ""])
-    picture(document).savefig(image := io.BytesIO(), format="png", dpi=150)
+        lines.append([*_row_key(gap), *names, gap["difference"], *gap["interval"], ""])
+    draw_comparison(document).savefig(image := io.BytesIO(), format="png", dpi=150)
     write_whole(out / "bench.md", markdown(document))
     write_whole(out / "bench.csv", as_csv(lines))
     write_whole(out / "bench.png", image.getvalue())
     write_whole(out / "bench.json", json.dumps(document, indent=1) + "\n")
 
 
-def panels(document: Row) -> dict[tuple[str, str], list[Row]]:
+def rows_by_panel(document: Row) -> dict[tuple[str, str], list[Row]]:
     """Rows by task and metric."""
     rows_of_panels: dict[tuple[str, str], list[Row]] = {}
     for row in document["rows"]:
-        for metric in [name for name in row["metrics"] if name in MAIN]:
+        for metric in [name for name in row["metrics"] if name in METRIC_LABELS]:
             rows_of_panels.setdefault((row["task"], metric), []).append(row)
     return rows_of_panels
 
 
 def markdown(document: Row) -> str:
     several = any("each" in row for row in document["rows"])
-    title, intervals = f"Frozen embeddings: {document['data']}", INTERVALS
+    title, intervals = f"Frozen embeddings: {document['data']}", INTERVAL_NOTE
     if all("each" in row for row in document["rows"]):
-        title, intervals = f"Fine-tuned models: {document['data']}", OF_TUNED
+        title, intervals = f"Fine-tuned models: {document['data']}", TUNED_INTERVAL_NOTE
     if document.get("test_data"):
         title += f", tested on {document['test_data']}"
     text = [f"# {title}", "", intervals]
-    for (task, metric), rows in panels(document).items():
+    for (task, metric), rows in rows_by_panel(document).items():
         table = score_table(document, rows, metric, several)
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         table.insert(1, ["-" * width for width in widths])
         lower = " (lower is better)" * bool(METRIC_OF[metric].lower_is_better)
-        text += ["", f"## {task}: {MAIN[metric]}{lower}", "", _count(rows), ""]
+        text += ["", f"## {task}: {METRIC_LABELS[metric]}{lower}", "", _count_sentence(rows), ""]
         for line in table:
             cells = [f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)]
             text.append(f"| {' | '.join(cells)} |")
@@ -104,12 +104,12 @@ def verdict_of(document: Row) -> list[str]:
     can be told apart, by the first metric, on the largest share of labels."""
     first = next(iter(document["models"]))
     gaps = {
-        (*_key(gap), gap["metric"]): gap
+        (*_row_key(gap), gap["metric"]): gap
         for gap in document["differences"]
         if gap["against"] == first and None not in (gap["difference"], *gap["interval"])
     }
     sentences = []
-    for (task, metric), rows in panels(document).items():
+    for (task, metric), rows in rows_by_panel(document).items():
         if metric != next(iter(rows[0]["metrics"])):
             continue
         lower = bool(METRIC_OF[metric].lower_is_better)
@@ -121,19 +121,19 @@ def verdict_of(document: Row) -> list[str]:
                 if row["leads"] == leads
                 and (row["share"] or 0) == share
                 and row["model"] != document["models"][first]  # its random weights
-                and (*_key(row), metric) in gaps
+                and (*_row_key(row), metric) in gaps
             ]
             if others:
                 best = sorted(others, key=lambda row: row["metrics"][metric], reverse=not lower)[0]
-                where = f"{task}, {_seen(leads)}"
+                where = f"{task}, {_leads_text(leads)}"
                 where += f", {share:.0%} of the labels" * (share not in (0, 1))
-                gap = gaps[(*_key(best), metric)]
-                sentences.append(f"{where}: {_told_apart(gap, first, best, metric)}")
+                gap = gaps[(*_row_key(best), metric)]
+                sentences.append(f"{where}: {_verdict_sentence(gap, first, best, metric)}")
     return sentences
 
 
-def _told_apart(gap: Row, first: str, best: Row, metric: str) -> str:
-    """`gap`: the best other model minus the first."""
+def _verdict_sentence(gap: Row, first: str, best: Row, metric: str) -> str:
+    """Says which model is better. `gap`: the best other model minus the first."""
     low, high = gap["interval"]
     names = [best["model"], f"`{first}`"]
     is_better = gap["difference"] > 0
@@ -145,14 +145,14 @@ def _told_apart(gap: Row, first: str, best: Row, metric: str) -> str:
     elif not is_better:
         said, (low, high) = f"{names[1]} is better than {names[0]}", (-high, -low)
     on = f"{best['n']:,} {'probes' if 'gallery' in best else 'ECGs'}"
-    return f"{said}: difference in {MAIN[metric]} {low:+.3f} to {high:+.3f} on {on}."
+    return f"{said}: difference in {METRIC_LABELS[metric]} {low:+.3f} to {high:+.3f} on {on}."
 
 
 def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) -> list[list[str]]:
     """Each model's score, and its differences from its random weights and from the first model."""
-    gaps = {(*_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
+    gaps = {(*_row_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
     first = next(iter(document["models"]))
-    head = ["leads", "share", "model", MAIN[metric]]
+    head = ["leads", "share", "model", METRIC_LABELS[metric]]
     head += ["minus random weights", f"minus {first}"]
     if several:
         head.append("of each seed or draw")
@@ -160,18 +160,18 @@ def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) 
     for row in rows:
         share = "" if row["share"] is None else f"{row['share']:g}"
         line = [row["leads"], share, row["model"]]
-        line.append(_cell(row["metrics"][metric], row["intervals"][metric]))
+        line.append(_cell_text(row["metrics"][metric], row["intervals"][metric]))
         for against in (document["models"][row["model"]], first):
-            gap = gaps.get((*_key(row), metric, against))
-            line.append(_cell(gap["difference"], gap["interval"], "+") if gap else "")
+            gap = gaps.get((*_row_key(row), metric, against))
+            line.append(_cell_text(gap["difference"], gap["interval"], "+") if gap else "")
         if several:
-            line.append(", ".join(map(_cell, row.get("each", {}).get(metric, []))))
+            line.append(", ".join(map(_cell_text, row.get("each", {}).get(metric, []))))
         table.append(line)
     return table
 
 
-def _count(rows: Sequence[Row]) -> str:
-    """What was scored, and the classes that small shares leave out."""
+def _count_sentence(rows: Sequence[Row]) -> str:
+    """Says what was scored, and which classes small shares leave out."""
     row = rows[0]
     text = f"{row['n']:,} records"
     if "gallery" in row:
@@ -185,11 +185,11 @@ def _count(rows: Sequence[Row]) -> str:
     return f"{text}."
 
 
-def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in KEYS)
+def _row_key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ROW_KEYS)
 
 
-def _cell(value: float | None, ends: Sequence[float | None] = (), sign: str = "") -> str:
+def _cell_text(value: float | None, ends: Sequence[float | None] = (), sign: str = "") -> str:
     if value is None:
         return "-"
     text = f"{value:{sign}.3f}"
@@ -198,20 +198,20 @@ def _cell(value: float | None, ends: Sequence[float | None] = (), sign: str = ""
     return f"{text} ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})" if ends else text
 
 
-def picture(document: Row) -> Figure:
-    """A line of panels for each task and metric, a panel for each set of leads; in it a line for
-    each model, with a dot and its interval for each share of labels."""
-    by_panel = panels(document)
+def draw_comparison(document: Row) -> Figure:
+    """Draws a line of panels for each task and metric, a panel for each set of leads; in it a line
+    for each model, with a dot and its interval for each share of labels."""
+    by_panel = rows_by_panel(document)
     columns = list(dict.fromkeys(row["leads"] for row in document["rows"]))
     shares = sorted({row["share"] for row in document["rows"]} - {None})
     marks = dict(zip(shares, cycle(MARKS), strict=False))
-    models = []  # those of each line of panels, in the order of the comparison
+    models = []  # by line of panels, in the order of the comparison
     for rows in by_panel.values():
         models_drawn = {row["model"] for row in rows}
         models.append([name for name in document["models"] if name in models_drawn])
     heights = [0.9 + len(names) * (0.14 + 0.11 * max(1, len(shares))) for names in models]
     width = 0.08 * max(map(len, document["models"])) + 3.2 * len(columns)
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(BENCH_STYLE):
         figure = Figure((width, sum(heights) + 0.4), layout="constrained")
         grid = figure.subplots(
             len(by_panel),
@@ -224,9 +224,9 @@ def picture(document: Row) -> Figure:
         for ((task, metric), rows), names, line in zip(by_panel.items(), models, grid, strict=True):
             for column, axes in zip(columns, line, strict=True):
                 of_panel = [row for row in rows if row["leads"] == column]
-                _draw(axes, of_panel, metric, names, marks)
-                axes.set_title(_seen(column), loc="left")
-            line[0].set_title(f"{task}\n{_seen(columns[0])}", loc="left")
+                _draw_panel(axes, of_panel, metric, names, marks)
+                axes.set_title(_leads_text(column), loc="left")
+            line[0].set_title(f"{task}\n{_leads_text(columns[0])}", loc="left")
         if len(shares) > 1:
             _add_legend(figure, marks)
     return figure
@@ -235,21 +235,21 @@ def picture(document: Row) -> Figure:
 def _add_legend(figure: Figure, marks: Mapping[float, str]) -> None:
     dots, names = [], []
     for share, mark in marks.items():
-        dots.append(Line2D([], [], marker=mark, **DOT))
+        dots.append(Line2D([], [], marker=mark, **DOT_STYLE))
         names.append(f"{100 * share:g} %")
     figure.legend(dots, names, title="patients with labels", loc="outside upper left", ncols=4)
 
 
-def _seen(leads: str) -> str:
-    """What the models were shown."""
+def _leads_text(leads: str) -> str:
+    """Names the leads that the models were shown."""
     text = f"leads {leads}" if "," in leads else f"{leads} leads"
     return "lead I" if leads == "1" else text
 
 
-def _draw(
+def _draw_panel(
     axes: Axes, rows: list[Row], metric: str, names: list[str], marks: Mapping[float, str]
 ) -> None:
-    """The dots of a model lie below each other, the smallest share of labels first."""
+    """Draws the dots of a model below each other, the smallest share of labels first."""
     intervals = "no intervals"
     for row in rows:
         value, share = row["metrics"][metric], row["share"]
@@ -262,7 +262,7 @@ def _draw(
         if low is not None:
             axes.plot([low, high], [y, y], color=INK, lw=1)
             intervals = "line: 95 % interval"
-        axes.plot([value], [y], marker=marks.get(share, "o"), **DOT)
+        axes.plot([value], [y], marker=marks.get(share, "o"), **DOT_STYLE)
     for edge in range(1, len(names)):
         axes.axhline(edge - 0.5, color="#e2e2e6", lw=0.8, zorder=0)
     axes.set_yticks(range(len(names)), names)
@@ -270,4 +270,4 @@ def _draw(
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     lower = ", lower is better" * bool(METRIC_OF[metric].lower_is_better)
-    axes.set_xlabel(f"{MAIN[metric]}{lower}; {intervals}")
+    axes.set_xlabel(f"{METRIC_LABELS[metric]}{lower}; {intervals}")

@@ -1,8 +1,8 @@
 """The figures of the reports, drawn with matplotlib: numbers in, a picture for the page out.
 
-over_steps("Loss", {"training": (steps, values)})
+curves_over_steps("Loss", {"training": (steps, values)})
 curves_of_class("AF", label_N, score_N)
-agreement("age", value_N, prediction_N, "years")
+agreement_plots("age", value_N, prediction_N, "years")
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from sklearn.metrics import precision_recall_curve, roc_curve
 
-from ..tasks.metrics import Array, Ranking, calibration
-from .page import Picture, picture
+from ..tasks.metrics import Array, Ranking, calibration_curve
+from .page import Picture, to_picture
 
 Line = tuple[Array, Array]
-STYLE: Any = {
+CHART_STYLE: Any = {
     "font.size": 9,
     "text.parse_math": False,
     "axes.prop_cycle": cycler(color=("#2f6690", "#c0641c", "#2a7a4f", "#5b3a72")),
@@ -36,92 +36,93 @@ STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "omnilead",  # without one, ids are random
 }
-styled = matplotlib.rc_context(STYLE)  # a decorator
-GUIDE: Any = {"color": "#75757d", "ls": ":", "lw": 1.2}  # chance, means, equality
-MANY = 1000  # points; more are drawn as an image, so that the page stays small
-SPREAD = 1.96  # standard deviations: 95 % of normally distributed differences
+styled = matplotlib.rc_context(CHART_STYLE)  # a decorator
+GUIDE_STYLE: Any = {"color": "#75757d", "ls": ":", "lw": 1.2}  # chance, means, equality
+MANY_POINTS = 1000  # points; more are drawn as an image, so that the page stays small
+LIMITS_SD = 1.96  # standard deviations: 95 % of normally distributed differences
 
 
-def panels(count: int, size_in: float = 2.4) -> tuple[Figure, Any]:
+def figure_with_panels(count: int, size_in: float = 2.4) -> tuple[Figure, Any]:
     figure = Figure((size_in * count, size_in), layout="constrained")
     return figure, figure.subplots(1, count)
 
 
 @styled
-def over_steps(
+def curves_over_steps(
     title: str,
     lines: Mapping[str, Line],
     percent: bool = False,
     chance: float = np.nan,
     best: float | None = None,
 ) -> Picture:
-    """Steps and values by name. `chance`: the value of guessing; `best`: the step that is exported."""
+    """Draws values over steps. `lines`: both, by name. `chance`: the value of guessing; `best`: the
+    step that is exported."""
     figure = Figure((4.1, 2.6), layout="constrained")
     axes = figure.subplots()
     for (name, (x, y)), style in zip(lines.items(), cycle(("-", "--"))):
-        axes.plot(x, y, style, marker=".", ms=3, lw=1, label=name, rasterized=len(x) > MANY)
+        axes.plot(x, y, style, marker=".", ms=3, lw=1, label=name, rasterized=len(x) > MANY_POINTS)
     if np.isfinite(chance):
-        axes.axhline(chance, **GUIDE, label=f"chance {chance:.3g}")
+        axes.axhline(chance, **GUIDE_STYLE, label=f"chance {chance:.3g}")
     if best is not None:
-        axes.axvline(best, **GUIDE, label=f"best at step {best:,.0f}")
+        axes.axvline(best, **GUIDE_STYLE, label=f"best at step {best:,.0f}")
     if percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_xlabel("step")
     if len(axes.lines) > 1:
         axes.legend(fontsize=8)
-    return picture(title, figure)
+    return to_picture(title, figure)
 
 
 @styled
 def curves_of_class(title: str, label_N: Array, score_N: Array) -> Picture:
-    """ROC, precision and recall, and calibration; dotted: chance, or perfect calibration."""
+    """Draws ROC, precision and recall, and calibration; dotted: chance, or perfect calibration."""
     auroc, auprc = Ranking(label_N, score_N).areas(np.ones((len(label_N), 1)))[:, 0]
     fallout, sensitivity, _ = roc_curve(label_N, score_N, drop_intermediate=False)
     precision, found, _ = precision_recall_curve(label_N, score_N)
-    mean, share, _, error = calibration(label_N[:, None], score_N[:, None])
+    mean, share, _, error = calibration_curve(label_N[:, None], score_N[:, None])
     enough = np.isfinite(share)
 
-    figure, (roc, recall, calibrated) = panels(3)
+    figure, (roc, recall, calibrated) = figure_with_panels(3)
     roc.plot(fallout, sensitivity)
-    roc.plot([0, 1], [0, 1], **GUIDE)
+    roc.plot([0, 1], [0, 1], **GUIDE_STYLE)
     roc.set(xlabel="1 - specificity", ylabel="sensitivity", title=f"ROC, area {auroc:.3f}")
     recall.plot(found, precision)
-    recall.axhline(label_N.mean(), **GUIDE)
+    recall.axhline(label_N.mean(), **GUIDE_STYLE)
     recall.set(xlabel="sensitivity", ylabel="precision (PPV)", title=f"P-R, area {auprc:.3f}")
     calibrated.plot(mean[enough], share[enough], "o-")
-    calibrated.plot([0, 1], [0, 1], **GUIDE)
+    calibrated.plot([0, 1], [0, 1], **GUIDE_STYLE)
     calibrated.set(xlabel="predicted probability", ylabel="observed frequency")
     calibrated.set_title(f"calibration, error {error:.3f}")
     for axes in (roc, recall, calibrated):
         axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
-    return picture(title, figure)
+    return to_picture(title, figure)
 
 
 @styled
-def agreement(name: str, value_N: Array, prediction_N: Array, unit: str) -> Picture:
-    """Predicted against true values; Bland and Altman's plot, with the mean difference and the limits
-    of agreement."""
+def agreement_plots(name: str, value_N: Array, prediction_N: Array, unit: str) -> Picture:
+    """Draws predicted against true values; Bland and Altman's plot, with the mean difference and
+    the limits of agreement."""
     in_unit = f", {unit}" if unit else ""
-    figure, (scatter, bland_altman) = panels(2, 3.6)
+    figure, (scatter, bland_altman) = figure_with_panels(2, 3.6)
     scatter.plot(value_N, prediction_N, ".", alpha=0.4, mew=0, rasterized=True)
-    scatter.axline((value_N[0], value_N[0]), slope=1, **GUIDE)
+    scatter.axline((value_N[0], value_N[0]), slope=1, **GUIDE_STYLE)
     scatter.set(xlabel=f"true{in_unit}", ylabel=f"predicted{in_unit}")
     error_N = prediction_N - value_N
     both_N = (value_N + prediction_N) / 2
     bland_altman.plot(both_N, error_N, ".", alpha=0.4, mew=0, rasterized=True)
-    mean, reach = error_N.mean(), SPREAD * error_N.std()
+    mean, reach = error_N.mean(), LIMITS_SD * error_N.std()
     for level in (mean - reach, mean, mean + reach):
-        bland_altman.axhline(level, **GUIDE)
+        bland_altman.axhline(level, **GUIDE_STYLE)
         edge = bland_altman.get_yaxis_transform()
         bland_altman.text(1.01, level, f"{level:+.3g}", transform=edge, va="center")
     bland_altman.set(xlabel=f"mean of both{in_unit}", ylabel="predicted - true")
-    return picture(name, figure)
+    return to_picture(name, figure)
 
 
 @styled
-def shares(title: str, xlabel: str, lines: Mapping[str, Line]) -> Picture:
-    """Shares of patients or records by time or rank."""
+def share_curves(title: str, xlabel: str, lines: Mapping[str, Line]) -> Picture:
+    """Draws shares of patients or records by time or rank."""
     figure = Figure((6.4, 3.2), layout="constrained")
     axes: Axes = figure.subplots()
     for name, (x, y) in lines.items():
@@ -129,4 +130,4 @@ def shares(title: str, xlabel: str, lines: Mapping[str, Line]) -> Picture:
     axes.set(xlabel=xlabel, ylim=(0, 1.02))
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.legend(fontsize=8)
-    return picture(title, figure)
+    return to_picture(title, figure)

@@ -20,18 +20,18 @@ from omnilead.engine.settings.errors import Facts
 from omnilead.engine.settings.metrics import METRIC_OF
 
 from ..evaluation.identification import IdentificationResult
-from ..evaluation.results import TaskResult, nullable, number_to_report, pieces
+from ..evaluation.results import TaskResult, nan_to_none, sentence_to_report, windows_text
 from ..inference.trained_model import HeadInfo
 from ..tasks.kinds import KINDS
-from ..tasks.metrics import TOO_FEW, Array, kaplan_meier, predicted
+from ..tasks.metrics import TOO_FEW_NOTE, Array, kaplan_meier, predict_classes
 from . import charts
-from .page import Picture, page, picture, readable, shown, titled
+from .page import Picture, metric_title, number_text, readable_items, render_page, to_picture
 
-CLASSES_SHOWN = 6  # with counts and curves, the most frequent
-WORST = 12  # ECGs drawn
+CLASSES_DRAWN = 6  # with counts and curves, the most frequent
+WORST_ECGS = 12  # ECGs drawn
 NO_INTERVAL = "no interval"
-NO_INTERVAL_NOTE = f"{TOO_FEW} have no interval, nor has a score on which all resamples agree."
-COUNTS = {
+NO_INTERVAL_NOTE = f"{TOO_FEW_NOTE} have no interval, nor has a score on which all resamples agree."
+COUNT_TITLES = {
     "positives": "Positives",
     "predicted": "Predicted",
     "n": "Known",
@@ -43,36 +43,43 @@ Table = list[list[str]]
 def build(
     result: TaskResult | IdentificationResult, data: Datasets | None = None, halves: bool = False
 ) -> str:
-    """`halves`: with the scores of single windows, too."""
-    content = scored(result, data, halves) if isinstance(result, TaskResult) else identified(result)
+    """Returns the page. `halves`: with the scores of single windows, too."""
+    content = (
+        task_content(result, data, halves)
+        if isinstance(result, TaskResult)
+        else identification_content(result)
+    )
     facts, name = result.facts, str(result.facts.get("model", "model"))
     heading = [
         content.pop("counts"),
         *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts),
     ]
-    return page(
+    return render_page(
         "evaluation.html",
         title=f"{name}: evaluation",
         name=name,
         heading=heading,
         remarks=result.remarks,
-        evaluation=list(readable(facts)),
+        evaluation=list(readable_items(facts)),
         **content,
     )
 
 
-def interval(ends: Sequence[float], percent: bool = False) -> str:
+def interval_text(ends: Sequence[float], percent: bool = False) -> str:
     if not math.isfinite(ends[0]):
         return NO_INTERVAL
-    return f"{shown(ends[0], percent)} to {shown(ends[1], percent)}"
+    return f"{number_text(ends[0], percent)} to {number_text(ends[1], percent)}"
 
 
-def scored(result: TaskResult, data: Datasets | None, halves: bool) -> dict[str, Any]:
+def task_content(result: TaskResult, data: Datasets | None, halves: bool) -> dict[str, Any]:
     half, record, head = result.half, result.record, result.head
-    windows, sentence = pieces(result.facts), number_to_report(nullable({"record": record}))
-    y_NK, scores_NK, _ = result.of_records()
+    windows, sentence = (
+        windows_text(result.facts),
+        sentence_to_report(nan_to_none({"record": record})),
+    )
+    y_NK, scores_NK, _ = result.average_records()
     y_NK = np.asarray(y_NK, float)
-    by = "By class" if KINDS[head.kind].of_classes else "By column"
+    by = "By class" if KINDS[head.kind].has_classes else "By column"
     tables = {}
     if len(record["classes"]) > 1:
         tables[by] = class_table(record["classes"])
@@ -81,16 +88,18 @@ def scored(result: TaskResult, data: Datasets | None, halves: bool) -> dict[str,
             continue
         tables[f"By {name}"] = group_table(name, groups, next(iter(record["intervals"])))
     without = any(NO_INTERVAL in row for table in tables.values() for row in table)
-    figures = {"regression": agreements, "survival": survival}.get(head.kind, decisions)
+    figures = {"regression": agreement_figures, "survival": survival_figures}.get(
+        head.kind, decision_figures
+    )
     worst = []
     if data is not None and result.crops_N is not None and head.kind != "survival":
-        worst = [ecg(result, data, row) for row in result.worst(WORST)]
+        worst = [draw_ecg(result, data, row) for row in result.worst_rows(WORST_ECGS)]
     return {
         "kind": f"{head.task}, {head.kind}",
         "counts": f"{record['n']:,} records",
         "scores": score_table(record, half if halves else None, windows),
         "scores_note": f"{sentence[0].upper()}{sentence[1:]}. "
-        + scoring_note(head, windows, result.units),
+        + scoring_note(head, windows, result.resampling_unit),
         "worst": worst,
         "tables": tables,
         "tables_note": NO_INTERVAL_NOTE if without else "",
@@ -128,22 +137,22 @@ def score_table(record: Facts, half: Facts | None, windows: str) -> Table:
         table[0] += [windows.capitalize(), "95 % interval"]
     for key in record["intervals"]:
         percent = METRIC_OF[key].percent
-        row = [titled(key)]
+        row = [metric_title(key)]
         for part in (record, half) if half else (record,):
-            row.append(shown(part["metrics"][key], percent))
-            row.append(interval(part["intervals"][key], percent))
+            row.append(number_text(part["metrics"][key], percent))
+            row.append(interval_text(part["intervals"][key], percent))
         table.append(row)
     return table
 
 
 def class_table(classes: Mapping[str, Facts]) -> Table:
-    columns = [key for key in (*COUNTS, *METRIC_OF) if key in next(iter(classes.values()))]
-    table = [["", *(COUNTS.get(key) or titled(key) for key in columns)]]
+    columns = [key for key in (*COUNT_TITLES, *METRIC_OF) if key in next(iter(classes.values()))]
+    table = [["", *(COUNT_TITLES.get(key) or metric_title(key) for key in columns)]]
     for name, figures in classes.items():
         row = [f"{name} (no positives)" if figures.get("positives") == 0 else name]
         for key in columns:
             figure = figures[key]
-            row.append(f"{figure:,}" if isinstance(figure, int) else shown(figure))
+            row.append(f"{figure:,}" if isinstance(figure, int) else number_text(figure))
         table.append(row)
     return table
 
@@ -151,23 +160,32 @@ def class_table(classes: Mapping[str, Facts]) -> Table:
 def group_table(name: str, groups: Mapping[str, Facts], score: str) -> Table:
     """The score of each group; positives: of the rarest and of the most frequent class."""
     table = [
-        [name.capitalize(), "Records", "Patients", "Positives", titled(score), "95 % interval"]
+        [
+            name.capitalize(),
+            "Records",
+            "Patients",
+            "Positives",
+            metric_title(score),
+            "95 % interval",
+        ]
     ]
     for value, group in groups.items():
         counts, positives = sorted(group.get("positives", {}).values()), "-"
         if counts:
             positives = " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1])))
         row = [value, f"{group['n']:,}", f"{group['patients']:,}", positives]
-        table.append([*row, shown(group["metrics"][score]), interval(group["intervals"][score])])
+        table.append(
+            [*row, number_text(group["metrics"][score]), interval_text(group["intervals"][score])]
+        )
     return table
 
 
-def decisions(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+def decision_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
     """Counts at the operating points that the model carries, and curves."""
-    frequent = np.argsort(-(y_NK == 1).sum(0), kind="stable")[:CLASSES_SHOWN].tolist()
+    frequent = np.argsort(-(y_NK == 1).sum(0), kind="stable")[:CLASSES_DRAWN].tolist()
     of_which = ""
-    if len(head.classes) > CLASSES_SHOWN:
-        of_which = f" of the {CLASSES_SHOWN} most frequent classes"
+    if len(head.classes) > CLASSES_DRAWN:
+        of_which = f" of the {CLASSES_DRAWN} most frequent classes"
     curves: list[Picture] = []
     tables: dict[str, list[Table]] = {}
     for k in frequent:
@@ -177,12 +195,12 @@ def decisions(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
             title = f"{head.classes[k]}: {label_N.sum():,} of {len(label_N):,}"
             curves.append(charts.curves_of_class(title, label_N, score_N))
     if head.kind == "multiclass":
-        tables["Predicted classes"] = [confusions(head, y_NK, scores_NK)]
+        tables["Predicted classes"] = [confusion_table(head, y_NK, scores_NK)]
     for point, thresholds in operating_points(head).items():
         for k in frequent:
             name = head.classes[k]
             if name in thresholds:
-                table = two_by_two(name, thresholds[name], y_NK[:, k], scores_NK[:, k])
+                table = two_by_two_table(name, thresholds[name], y_NK[:, k], scores_NK[:, k])
                 title = f"Records at the model's {point}{of_which}"
                 tables.setdefault(title, []).append(table)
     return {"decisions": tables, "curves_title": f"Curves{of_which}", "curves": curves}
@@ -200,14 +218,14 @@ def operating_points(head: HeadInfo) -> dict[str, dict[str, float]]:
     return points
 
 
-def two_by_two(name: str, threshold: float, y_N: Array, score_N: Array) -> Table:
+def two_by_two_table(name: str, threshold: float, y_N: Array, score_N: Array) -> Table:
     above_N = score_N > threshold  # labels may be unknown, all of them
     true_positive, false_negative = int(above_N[y_N == 1].sum()), int((~above_N[y_N == 1]).sum())
     false_positive, true_negative = int(above_N[y_N == 0].sum()), int((~above_N[y_N == 0]).sum())
-    ppv = share(true_positive, false_positive)
-    npv = share(true_negative, false_negative)
-    sensitivity = share(true_positive, false_negative)
-    specificity = share(true_negative, false_positive)
+    ppv = share_text(true_positive, false_positive)
+    npv = share_text(true_negative, false_negative)
+    sensitivity = share_text(true_positive, false_negative)
+    specificity = share_text(true_negative, false_positive)
     return [
         [name, "labelled yes", "labelled no", ""],
         [f"above {threshold:.3g}", f"{true_positive:,}", f"{false_positive:,}", f"PPV {ppv}"],
@@ -216,31 +234,33 @@ def two_by_two(name: str, threshold: float, y_N: Array, score_N: Array) -> Table
     ]
 
 
-def share(part: int, rest: int) -> str:
+def share_text(part: int, rest: int) -> str:
     return f"{part / (part + rest):.1%}" if part + rest else "-"
 
 
-def confusions(head: HeadInfo, y_NK: Array, scores_NK: Array) -> Table:
+def confusion_table(head: HeadInfo, y_NK: Array, scores_NK: Array) -> Table:
     """How many records of each class (row) were predicted as each (column)."""
     is_known = ~np.isnan(y_NK).any(1)
-    counts_KK = (y_NK[is_known] == 1).T.astype(int) @ predicted("multiclass", scores_NK[is_known])
+    counts_KK = (y_NK[is_known] == 1).T.astype(int) @ predict_classes(
+        "multiclass", scores_NK[is_known]
+    )
     table = [["true, predicted", *head.classes]]
     for name, counts in zip(head.classes, counts_KK, strict=True):
         table.append([name, *(f"{count:,}" for count in counts)])
     return table
 
 
-def agreements(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+def agreement_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
     curves = []
     for k, name in enumerate(head.classes):
         is_known = np.isfinite(y_NK[:, k])
         if is_known.any():
             predictions = scores_NK[is_known, k].astype(float)
-            curves.append(charts.agreement(name, y_NK[is_known, k], predictions, head.unit))
+            curves.append(charts.agreement_plots(name, y_NK[is_known, k], predictions, head.unit))
     return {"decisions": {}, "curves_title": "Predicted and true values", "curves": curves}
 
 
-def survival(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
+def survival_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
     """Kaplan-Meier curves of the records in thirds of the predicted risk, and how many are at risk."""
     is_known = ~np.isnan(y_NK[:, 0])
     y_N, risk_N = y_NK[is_known, 0], scores_NK[is_known, 0]
@@ -253,7 +273,7 @@ def survival(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
         if len(y_G):  # none if all risks are equal
             lines[name] = kaplan_meier(y_G)
             table.append([name, *(f"{(np.abs(y_G) >= tick).sum():,}" for tick in ticks)])
-    curve = charts.shares("Without the event, by thirds of the risk", unit, lines)
+    curve = charts.share_curves("Without the event, by thirds of the risk", unit, lines)
     return {
         "decisions": {"Kaplan-Meier curves": [table]},
         "curves_title": "",
@@ -261,7 +281,7 @@ def survival(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
     }
 
 
-def ecg(result: TaskResult, data: Datasets, row: int) -> Picture:
+def draw_ecg(result: TaskResult, data: Datasets, row: int) -> Picture:
     assert result.crops_N is not None
     crop = data[int(result.crops_N[row])]
     groups = [str(values[row]) for name, values in result.groups_N.items() if name != "source"]
@@ -269,11 +289,11 @@ def ecg(result: TaskResult, data: Datasets, row: int) -> Picture:
     for text in (*figure.texts, *figure.axes[0].texts):
         text.set_fontsize(13)  # two ECGs beside each other, at half their size on paper
     record_text = ", ".join([str(result.records_N[row]), *groups])
-    title = f"{record_text}: {reading(result, row)}"
-    return picture(title, figure, "webp", dpi=90, pil_kwargs={"lossless": True})
+    title = f"{record_text}: {error_text(result, row)}"
+    return to_picture(title, figure, "webp", dpi=90, pil_kwargs={"lossless": True})
 
 
-def reading(result: TaskResult, row: int) -> str:
+def error_text(result: TaskResult, row: int) -> str:
     """The largest error, in words."""
     head, names = result.head, result.head.classes
     y_K, score_K = np.asarray(result.labels_NK, float)[row], result.scores_NK[row]
@@ -289,17 +309,21 @@ def reading(result: TaskResult, row: int) -> str:
     return f"{names[k]}: labelled {'yes' if y_K[k] else 'no'}, probability {score_K[k]:.3f}"
 
 
-def identified(result: IdentificationResult) -> dict[str, Any]:
+def identification_content(result: IdentificationResult) -> dict[str, Any]:
     scores, random = result.scores, result.untrained
     table = [["", "", "95 % interval"]]
-    table.append(["Accuracy", shown(scores["accuracy"], True), interval(result.interval, True)])
+    table.append(
+        ["Accuracy", number_text(scores["accuracy"], True), interval_text(result.interval, True)]
+    )
     if random:
-        ends = interval(random.interval, True)
-        table.append(["Accuracy of random weights", shown(random.scores["accuracy"], True), ends])
+        ends = interval_text(random.interval, True)
+        table.append(
+            ["Accuracy of random weights", number_text(random.scores["accuracy"], True), ends]
+        )
     table += [
         ["Accuracy by chance", f"{scores['chance']:.2%}", ""],
-        ["Patient among the first five", shown(scores["top5"], True), ""],
-        ["Probes with several best matches", shown(scores["ties"], True), ""],
+        ["Patient among the first five", number_text(scores["top5"], True), ""],
+        ["Probes with several best matches", number_text(scores["ties"], True), ""],
         ["Probes of patients not in the gallery", f"{scores['one_sided']:,}", ""],
     ]
     note = (
@@ -322,5 +346,5 @@ def identified(result: IdentificationResult) -> dict[str, Any]:
         "tables_note": "",
         "worst": [],
         "curves_title": "Patients recognised",
-        "curves": [charts.shares("Patient among the most similar", "rank", lines)],
+        "curves": [charts.share_curves("Patient among the most similar", "rank", lines)],
     }

@@ -1,7 +1,7 @@
 """The pages of the reports: jinja templates in this folder, filled with tables and pictures. A page is
 one file that loads nothing.
 
-page("run.html", title="RUN: report", result=[["", "value"], ["Loss", "0.31"]], ...)
+render_page("run.html", title="RUN: report", result=[["", "value"], ["Loss", "0.31"]], ...)
 """
 
 import base64
@@ -23,8 +23,8 @@ class Picture(NamedTuple):
     source: str  # a data: URI
 
 
-def picture(title: str, figure: Figure, kind: str = "svg", **options: Any) -> Picture:
-    """The same figure gives the same bytes."""
+def to_picture(title: str, figure: Figure, kind: str = "svg", **options: Any) -> Picture:
+    """Renders a figure; the same figure gives the same bytes."""
     file = io.BytesIO()
     if kind == "svg":
         options |= {"metadata": {"Date": None}, "dpi": 150}  # dpi: of what is drawn as an image
@@ -34,7 +34,7 @@ def picture(title: str, figure: Figure, kind: str = "svg", **options: Any) -> Pi
     return Picture(title, f"data:image/{mime};base64,{data}")
 
 
-def page(template: str, **content: Any) -> str:
+def render_page(template: str, **content: Any) -> str:
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -45,8 +45,8 @@ def page(template: str, **content: Any) -> str:
     return templates.get_template(template).render(content) + "\n"
 
 
-def readable(tree: Any) -> Iterator[tuple[str, str]]:
-    """The values of nested dicts by dotted key."""
+def readable_items(tree: Any) -> Iterator[tuple[str, str]]:
+    """Yields (dotted key, text) for the values of nested dicts."""
     if not isinstance(tree, dict):
         return
     for key, value in flatten(tree).items():
@@ -57,7 +57,7 @@ def readable(tree: Any) -> Iterator[tuple[str, str]]:
             yield key, text
 
 
-def shown(value: float | None, percent: bool = False) -> str:
+def number_text(value: float | None, percent: bool = False) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     if percent:
@@ -65,6 +65,6 @@ def shown(value: float | None, percent: bool = False) -> str:
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
-def titled(metric: str) -> str:
+def metric_title(metric: str) -> str:
     label = label_of(metric)
     return label[:1].upper() + label[1:]

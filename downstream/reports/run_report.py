@@ -36,15 +36,17 @@ from omnilead.engine.training.config import Config
 
 from ..tasks.config import FinetuneConfig
 from ..tasks.metrics import Array
-from .charts import over_steps
-from .page import Picture, page, readable, shown, titled
+from .charts import curves_over_steps
+from .page import Picture, metric_title, number_text, readable_items, render_page
 
-RESULT = "result.json"
-PATIENCE = 10  # validations without improvement that count as convergence if train.patience is 0
-RECENT = 10  # logged steps
-RECOGNISED = "identification_accuracy"
+RESULT_FILE = "result.json"
+DEFAULT_PATIENCE = (
+    10  # validations without improvement that count as convergence if train.patience is 0
+)
+RECENT_STEPS = 10  # logged steps
+IDENTIFICATION_METRIC = "identification_accuracy"
 # Facts in run.json that the page says elsewhere, or that only a resumed run needs
-ELSEWHERE = (
+FACTS_ELSEWHERE = (
     "config.",
     "dataset_paths",
     "chance.",
@@ -62,7 +64,7 @@ class StepLog:
         self.steps = self.column("step")
 
     def column(self, key: str) -> Array:
-        """What is not a number is NaN."""
+        """The values of a key; NaN for what is not a number."""
         return np.array([number_or_nan(row.get(key)) for row in self.rows])
 
     def curve(self, key: str) -> tuple[Array, Array]:
@@ -71,21 +73,21 @@ class StepLog:
         is_finite = np.isfinite(values)
         return self.steps[is_finite], values[is_finite]
 
-    def recent(self, key: str) -> float:
-        values = self.column(key)[-RECENT:]
+    def recent_mean(self, key: str) -> float:
+        values = self.column(key)[-RECENT_STEPS:]
         return float(values[np.isfinite(values)].mean()) if np.isfinite(values).any() else math.nan
 
     def median(self, key: str) -> float:
-        """Without the first row, which includes the warm-up, if there are others."""
+        """The median without the first row, which includes the warm-up, if there are others."""
         values = self.column(key)[min(1, len(self.rows) - 1) :]
         return (
             float(np.median(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
         )
 
-    def last(self, key: str) -> float:
+    def last_value(self, key: str) -> float:
         return float(np.append(math.nan, self.curve(key)[1])[-1])
 
-    def at(self, key: str, step: float | None) -> float:
+    def value_at(self, key: str, step: float | None) -> float:
         return float(np.append(self.column(key)[self.steps == step], math.nan)[0])
 
 
@@ -125,28 +127,28 @@ class RunLog:
 def build(run: Path) -> str:
     log = RunLog(run)
     best = best_step(log)
-    return page(
+    return render_page(
         "run.html",
         title=f"{log.name}: report",
         kind=f"Fine-tuning: {log.task}" if log.task else "Pre-training",
         name=log.name,
-        heading=list(progress(log)),
-        result=[["", "", ""], *results(log, best)],
-        warnings=[*log.remarks, *warnings(log, best)],
-        curves=list(curves(log, best)),
+        heading=list(progress_texts(log)),
+        result=[["", "", ""], *result_rows(log, best)],
+        warnings=[*log.remarks, *warning_lines(log, best)],
+        curves=list(curve_pictures(log, best)),
         validation=validation_note(log),
         settings=changed_settings(log),
-        run=[fact for fact in readable(log.facts) if not fact[0].startswith(ELSEWHERE)],
+        run=[fact for fact in readable_items(log.facts) if not fact[0].startswith(FACTS_ELSEWHERE)],
     )
 
 
-def progress(log: RunLog) -> Iterator[str]:
+def progress_texts(log: RunLog) -> Iterator[str]:
     metrics, total = log.metrics, number_or_nan(log.fact("steps"))
     step = f"step {metrics.steps[-1]:,.0f}"
     yield f"{step} of {total:,.0f}" if total >= metrics.steps[-1] else step
-    if math.isfinite(crops := metrics.last("crops_seen")):
+    if math.isfinite(crops := metrics.last_value("crops_seen")):
         yield f"{crops:,.0f} crops of 10 s"
-    if math.isfinite(epoch := metrics.last("epoch")):
+    if math.isfinite(epoch := metrics.last_value("epoch")):
         yield f"epoch {epoch:.2f}"
     seconds = round(sum(seconds for _, seconds in training_spans(metrics.rows)))
     if 0 < seconds < MAX_NUMBER:
@@ -154,21 +156,21 @@ def progress(log: RunLog) -> Iterator[str]:
 
 
 def changed_settings(log: RunLog) -> list[tuple[str, str]]:
-    """Those that are not the defaults; all are in config.yaml."""
+    """The settings that differ from the defaults; config.yaml has all."""
     config = log.fact("config")
     if not isinstance(config, dict):
         return []
     defaults = flatten((FinetuneConfig if log.task else Config)().tree())
     changed = {key: value for key, value in flatten(config).items() if defaults.get(key) != value}
-    return list(readable(changed))
+    return list(readable_items(changed))
 
 
-def warnings(log: RunLog, best: float | None) -> Iterator[str]:
+def warning_lines(log: RunLog, best: float | None) -> Iterator[str]:
     metrics = log.metrics
     logged = sum(row.get("loss") is not None for row in metrics.rows)
     if broken := logged - len(metrics.curve("loss")[0]):
         yield f"The loss was not finite in {broken} of {logged} logged steps."
-    if (skipped := metrics.last("skipped_steps")) > 0:
+    if (skipped := metrics.last_value("skipped_steps")) > 0:
         yield f"{skipped:.0f} steps were skipped because the loss or a gradient was not finite."
     if (wait := metrics.median("data_wait_pct")) > 5 and len(metrics.rows) > 1:
         yield (
@@ -177,16 +179,16 @@ def warnings(log: RunLog, best: float | None) -> Iterator[str]:
         )
     if metrics.unreadable:
         yield f"{metrics.unreadable} lines of {METRICS} could not be read."
-    name, sign = chosen_by(log)
+    name, sign = selection_metric(log)
     if not sign:
         yield f"run.json: best={name[:40]!r} is no known metric: no best step is marked."
-    before, after = log.held_out.at(name, 0), log.held_out.at(name, best)
+    before, after = log.held_out.value_at(name, 0), log.held_out.value_at(name, best)
     if best is not None and sign * (before - after) >= 0:
         yield (
             f"No step is better than step 0, before training: {name} {before:.3f}, and "
             f"{after:.3f} at step {best:,.0f}."
         )
-    if (ended := result(log)) and not ended["converged"]:
+    if (ended := training_result(log)) and not ended["converged"]:
         yield f"N{ended['text'][1:]}: raise train.steps or train.epochs."
 
 
@@ -201,26 +203,26 @@ def validation_note(log: RunLog) -> str:
     )
 
 
-def results(log: RunLog, best: float | None) -> Iterator[list[str]]:
+def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
     """The main figures of the exported step, held-out ones rather than training ones."""
     metrics, held_out = log.metrics, log.held_out
     step = best
     if not log.task:
         step = float(held_out.steps[-1]) if held_out.rows else None
-    if math.isfinite(loss := metrics.recent("loss")):
+    if math.isfinite(loss := metrics.recent_mean("loss")):
         first = metrics.curve("loss")[1][0]
-        entries = min(RECENT, len(metrics.rows))
+        entries = min(RECENT_STEPS, len(metrics.rows))
         yield [
             "Training loss",
             f"{loss:.3f}",
             f"mean of the last {entries} logged; {first:.3f} at first",
         ]
-    if math.isfinite(loss := held_out.at("loss", step)):
+    if math.isfinite(loss := held_out.value_at("loss", step)):
         yield ["Held-out loss", f"{loss:.3f}", f"at step {step:,.0f}"]
     for metric in METRIC_OF.values():
         if metric.in_brief and (row := score_row(log, metric, step)):
             yield row
-    if ended := result(log):
+    if ended := training_result(log):
         since = f"{ended['validations_since']} validations since the best"
         yield ["Converged", "yes" if ended["converged"] else "no", since]
     if math.isfinite(rate := metrics.median("crops_per_s")):
@@ -234,22 +236,22 @@ def results(log: RunLog, best: float | None) -> Iterator[list[str]]:
 def score_row(log: RunLog, metric: Metric, step: float | None) -> list[str] | None:
     """A held-out score, else the recent one of training, beside that of guessing."""
     key, percent = metric.name, metric.percent
-    value, prefix, detail = log.held_out.at(key, step), VALID, "held out"
+    value, prefix, detail = log.held_out.value_at(key, step), VALID, "held out"
     if not math.isfinite(value):
-        value, prefix, detail = log.metrics.recent(key), "", "training"
+        value, prefix, detail = log.metrics.recent_mean(key), "", "training"
     if not math.isfinite(value):
         return None
     if math.isfinite(guess := number_or_nan(log.fact("chance", prefix + key))):
-        detail += f", chance {shown(guess, percent)}"
-    before = log.held_out.at(key, 0)
-    if prefix and key == RECOGNISED and math.isfinite(before):
-        detail += f", {shown(before, percent)} before training"
-    return [titled(key), shown(value, percent), detail]
+        detail += f", chance {number_text(guess, percent)}"
+    before = log.held_out.value_at(key, 0)
+    if prefix and key == IDENTIFICATION_METRIC and math.isfinite(before):
+        detail += f", {number_text(before, percent)} before training"
+    return [metric_title(key), number_text(value, percent), detail]
 
 
-def chosen_by(log: RunLog) -> tuple[str, int]:
-    """The metric that chooses the best step; 1 if higher is better, -1 if lower is, 0 if that is
-    not known. A damaged run.json does not name it."""
+def selection_metric(log: RunLog) -> tuple[str, int]:
+    """Returns the metric that chooses the best step, and 1 if higher is better, -1 if lower is, 0
+    if that is not known. A damaged run.json does not name it."""
     name = str(log.fact("best") or "loss")
     if name not in METRIC_OF or METRIC_OF[name].lower_is_better is None:
         return name, 0
@@ -258,21 +260,21 @@ def chosen_by(log: RunLog) -> tuple[str, int]:
 
 def best_step(log: RunLog) -> float | None:
     """The first best step, chosen as in training: never the untrained model."""
-    name, sign = chosen_by(log)
+    name, sign = selection_metric(log)
     steps, values = log.held_out.curve(name)
     steps, values = steps[steps > 0], values[steps > 0]
     return float(steps[(sign * values).argmax()]) if sign and len(steps) else None
 
 
-def result(log: RunLog) -> dict[str, Any]:
-    """How a fine-tuning ended: its best validation, whether validation has stopped improving,
-    and the curve. Empty before the end, or if nothing was validated."""
-    (name, sign), best = chosen_by(log), best_step(log)
+def training_result(log: RunLog) -> dict[str, Any]:
+    """Returns how a fine-tuning ended: its best validation, whether validation has stopped
+    improving, and the curve. Empty before the end, or if nothing was validated."""
+    (name, sign), best = selection_metric(log), best_step(log)
     if best is None or not log.task:
         return {}
-    value, since = log.held_out.at(name, best), int((log.held_out.steps > best).sum())
+    value, since = log.held_out.value_at(name, best), int((log.held_out.steps > best).sum())
     patience = number_or_nan(log.fact("config", "train", "patience"))
-    converged = since >= (patience if patience > 0 else PATIENCE)
+    converged = since >= (patience if patience > 0 else DEFAULT_PATIENCE)
     if not converged and log.metrics.steps[-1] < number_or_nan(log.fact("steps")):
         return {}
     after = f"and {since} validations since without improvement"
@@ -296,31 +298,31 @@ def result(log: RunLog) -> dict[str, Any]:
     }
 
 
-def curves(log: RunLog, best: float | None) -> Iterator[Picture]:
-    """Of what was logged more than once: the loss, the held-out score and the speed."""
+def curve_pictures(log: RunLog, best: float | None) -> Iterator[Picture]:
+    """Draws what was logged more than once: the loss, the held-out score and the speed."""
     training, held_out = log.metrics, log.held_out
     losses = {"training": training.curve("loss"), "held out": held_out.curve("loss")}
     lines = {name: line for name, line in losses.items() if len(line[0]) > 1}
     if lines:
-        yield over_steps("Loss", lines, best=best if log.task else None)
-    name, sign = chosen_by(log)
+        yield curves_over_steps("Loss", lines, best=best if log.task else None)
+    name, sign = selection_metric(log)
     if name == "loss" or not sign:
-        name = RECOGNISED
+        name = IDENTIFICATION_METRIC
     score = held_out.curve(name)
     if len(score[0]) > 1:
         chance = number_or_nan(log.fact("chance", VALID + name))
-        marked = None if name == RECOGNISED else best
+        marked = None if name == IDENTIFICATION_METRIC else best
         lines = {"held out": score}
-        yield over_steps(titled(name), lines, METRIC_OF[name].percent, chance, marked)
+        yield curves_over_steps(metric_title(name), lines, METRIC_OF[name].percent, chance, marked)
     speed = training.curve("crops_per_s")
     if len(speed[0]) > 1:
-        yield over_steps("Crops per second", {"training": speed})
+        yield curves_over_steps("Crops per second", {"training": speed})
 
 
 def write_report(run: Path) -> Path:
     """Writes the report and RUN/result.json, and prints the result."""
-    if ended := result(RunLog(run)):
-        write_whole(run / RESULT, json.dumps(ended, indent=1) + "\n")
+    if ended := training_result(RunLog(run)):
+        write_whole(run / RESULT_FILE, json.dumps(ended, indent=1) + "\n")
         say(ended["text"])
     write_whole(run / REPORT, build(run))
     return run / REPORT

@@ -31,12 +31,12 @@ from omnilead.engine.settings.errors import ConfigError
 from ..inference import options as shared
 from ..inference.commands import Setup, prepare
 from ..inference.ecg_reader import CropSource, dataset_of, dataset_source, open_data
-from ..inference.outputs import predictions
-from ..inference.trained_model import ROWS, TrainedModel
+from ..inference.outputs import prediction_output
+from ..inference.trained_model import ROWS_ENCODED, TrainedModel
 from ..tasks.metrics import Array
 
-FOR, AGAINST = "#d95f02", "#0072b2"  # differ for any colour vision
-NOTE = (
+FOR_COLOUR, AGAINST_COLOUR = "#d95f02", "#0072b2"  # differ for any colour vision
+WHY_NOTE = (
     "Numbers: how much its logit (or value) falls if the model is not shown the lead (orange), or rises "
     "(-, blue). Limb leads stand in for each other."
 )
@@ -100,37 +100,39 @@ def draw_why(
         fs_hz=fs_hz,
         unit=unit,
     )
-    output = output_named(why, setup.model)
-    ecg = read(setup, what, crop)
+    output = output_index(why, setup.model)
+    ecg = read_ecg(setup, what, crop)
     explanation = explain(setup, ecg, output)
     title = f"{why}: {explanation.score:.3g} in {ecg.name}"
     rate_and_axis = paper.computed(ecg.uv_LT, ecg.halves, ecg.missing)
-    figure = paper.ecg_figure(ecg.uv_LT, ecg.halves, title, f"{NOTE} {rate_and_axis}", ecg.missing)
+    figure = paper.ecg_figure(
+        ecg.uv_LT, ecg.halves, title, f"{WHY_NOTE} {rate_and_axis}", ecg.missing
+    )
     colour_leads(figure, explanation.added)
     plots.save(figure, png)
-    return show(f"{title}\n{rate_and_axis}\n{table_of(explanation)}drawn: {png}\n")
+    return show(f"{title}\n{rate_and_axis}\n{lead_table(explanation)}drawn: {png}\n")
 
 
-def output_named(why: str, model: TrainedModel) -> int:
-    """The number of the model's output with this name; ConfigError if there is none."""
-    predictions(model)  # refuses models without classes
+def output_index(why: str, model: TrainedModel) -> int:
+    """Returns the number of the model's output with this name; ConfigError if there is none."""
+    prediction_output(model)  # refuses models without classes
     if why not in model.classes:
         raise ConfigError(f"--why {why}: the model's outputs are {', '.join(model.classes)}")
     return model.classes.index(why)
 
 
 def explain(setup: Setup, ecg: ReadEcg, k: int) -> Explanation:
-    """What each lead that the model is shown adds to its output k."""
+    """Computes what each lead that the model is shown adds to its output k."""
     x_RLT = setup.input.windows(ecg.uv_BLT, ecg.halves_B).to(setup.model.device)
     channels = [setup.input.leads.index(lead) for lead in setup.input.seen_leads]
-    output, added = added_by(channels, setup.model, x_RLT, k)
+    output, added = output_and_falls(channels, setup.model, x_RLT, k)
     with torch.no_grad():
         score = setup.model.scores(x_RLT)[:, k].mean().item()
     names = [LEADS[lead] for lead in setup.input.seen_leads]
     return Explanation(score, output, dict(zip(names, added, strict=True)))
 
 
-def table_of(explanation: Explanation) -> str:
+def lead_table(explanation: Explanation) -> str:
     lines = [f"logit or value {explanation.output:+.2f}, to which each lead adds:\n"]
     for lead, value in explanation.added.items():
         lines.append(f"  {lead:<4}{value:+7.2f}\n")
@@ -138,13 +140,13 @@ def table_of(explanation: Explanation) -> str:
 
 
 @torch.no_grad()
-def added_by(
+def output_and_falls(
     channels: Sequence[int], model: TrainedModel, x_RLT: Tensor, k: int
 ) -> tuple[float, list[float]]:
-    """Output k of the model, and how much it falls when each of these channels is set to zero."""
+    """Returns output k of the model, and how much it falls when each of these channels is zero."""
 
     def output(x_RLT: Tensor) -> float:
-        y_RK = torch.cat([model.logits(part) for part in x_RLT.split(ROWS)])
+        y_RK = torch.cat([model.logits(part) for part in x_RLT.split(ROWS_ENCODED)])
         if model.head_info and model.head_info.kind == "regression":
             y_RK = model.head_info.scores(y_RK)
         return y_RK[:, k].mean().item()
@@ -157,7 +159,7 @@ def added_by(
     return with_all, added
 
 
-def read(setup: Setup, what: str, crop: int | None) -> ReadEcg:
+def read_ecg(setup: Setup, what: str, crop: int | None) -> ReadEcg:
     """Reads the ECG in a file, or a crop of a dataset; ConfigError unless it is one ECG."""
     dataset = dataset_of(setup.options)
     if (dataset is None) != (crop is None):
@@ -185,14 +187,14 @@ def read(setup: Setup, what: str, crop: int | None) -> ReadEcg:
 
 
 def colour_leads(figure: Figure, added_by_lead: dict[str, float]) -> None:
-    """Behind the leads of the printout; the strongest colour for the lead that matters most."""
+    """Colours the printout behind its leads, strongest for the lead that matters most."""
     (page,) = figure.axes
     most = max(map(abs, added_by_lead.values())) or 1.0
     width = paper.MM_PER_S * paper.COLUMN_S
     for lead, added in added_by_lead.items():
         column, row = divmod(LEADS.index(lead), 3)
         x, y = paper.TRACE_X_MM + width * column, paper.ROWS_Y_MM[row] - 9
-        colour = FOR if added > 0 else AGAINST
+        colour = FOR_COLOUR if added > 0 else AGAINST_COLOUR
         strength = 0.5 * abs(added) / most
         page.add_patch(Rectangle((x, y), width, 20, color=colour, alpha=strength, lw=0, zorder=1))
         page.text(x + width - 2, y + 1, f"{added:+.2f}", ha="right", fontsize=9, color=paper.INK)

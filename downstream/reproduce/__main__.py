@@ -56,14 +56,14 @@ def reproduce(
     """Plans the jobs, runs those that are left, and prints the tables. Returns the exit code."""
     # imported late, so that --help does not wait for PyTorch
     from omnilead.downstream.reproduce import start
-    from omnilead.downstream.reproduce.jobs import Job, WorkDir, run_jobs, show_plan, workers
-    from omnilead.downstream.reproduce.paper import ReproductionScale, make_plan, tables
+    from omnilead.downstream.reproduce.jobs import Job, WorkDir, open_workers, run_jobs, show_plan
+    from omnilead.downstream.reproduce.paper import ReproductionScale, make_plan, paper_tables
     from omnilead.downstream.reproduce.results import show_tables, write_tables
 
-    chosen = [tables()[number] for number in dict.fromkeys(table)]
+    chosen = [paper_tables()[number] for number in dict.fromkeys(table)]
     folder = WorkDir(Path(out).absolute())
     if collect_only:
-        settings, dataset = start.begun_with(folder)
+        settings, dataset = start.read_start_file(folder)
     else:
         settings, dataset = ReproductionScale.read(scale), start.open_dataset(data)
     plan = make_plan(chosen, settings, dataset, folder, seeds, rows, leads, tasks)
@@ -76,10 +76,10 @@ def reproduce(
 
     code = 0
     if not collect_only:
-        start.begin(plan)
+        start.begin_folder(plan)
         write_tables(plan)
-        if folder.missing(plan.jobs.values()):
-            with workers(jobs, cluster) as (executor, slots):
+        if folder.unfinished(plan.jobs.values()):
+            with open_workers(jobs, cluster) as (executor, slots):
                 code = run_jobs(folder, plan.jobs.values(), executor, slots, update)
     write_tables(plan)
     show_tables(plan)

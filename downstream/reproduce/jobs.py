@@ -3,7 +3,7 @@ machine or on a Dask cluster. What is done is not done again.
 
     folder = WorkDir(Path("DIR"))
     folder.start(plan)                                     # refuses results of other commands
-    with workers(4) as (executor, slots):
+    with open_workers(4) as (executor, slots):
         code = run_jobs(folder, plan, executor, slots)
 
 DIR/jobs/JOB.out .err .json     output of a job; the seconds it took, or why it failed
@@ -43,17 +43,17 @@ from omnilead.engine.settings.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
-OMNILEAD = ("-m", "omnilead")  # `omnilead`, after `python`
+RUN_OMNILEAD = ("-m", "omnilead")  # `omnilead`, after `python`
 # `python -ISc CHILD ...` is `python ...`, but the kernel kills it when the thread that started it
 # ends
-CHILD = (
+CHILD_CODE = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.executable, "
     "[sys.executable, *sys.argv[1:]])"
 )
 STOPPED = "stopped"
-COMMANDS = "commands.json"
-NAMED = 3  # paths in a message
-THREAD = threading.local()  # .environment: for the jobs that this thread starts
+COMMANDS_FILE = "commands.json"
+PATHS_NAMED = 3  # paths in a message
+THREAD_LOCAL = threading.local()  # .environment: for the jobs that this thread starts
 
 
 @dataclass(frozen=True)
@@ -63,25 +63,25 @@ class Job:
     needs: tuple[str, ...]  # names of jobs to run before
     makes: str  # the path below DIR that exists once the job is done
     minutes: float = 0  # expected
-    basis: str = ""  # of what its result depends on besides the command
+    basis: str = ""  # checksum of what its result depends on besides the command
 
     @property
     def kind(self) -> str:
         return self.name.partition("/")[0]
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def arguments(self) -> tuple[str, ...]:
         """The command after `python`."""
         program, *words = self.command
-        return (*OMNILEAD, *words) if program == "omnilead" else tuple(words)
+        return (*RUN_OMNILEAD, *words) if program == "omnilead" else tuple(words)
 
 
-def planned(
+def job_of_step(
     step: Mapping[str, Any], words: Mapping[str, Any], earlier: Iterable[str], out: Path
 ) -> Job:
-    """The job of a step in a plan's YAML: a command, and what it makes in the folder NAME below DIR, or
-    below DIR itself if that begins with /. `words` fill its braces. It needs those of the earlier jobs
-    whose folders its command names."""
+    """Returns the job of a step in a plan's YAML: a command, and what it makes in the folder NAME
+    below DIR, or below DIR itself if that begins with /. `words` fill its braces. It needs those of
+    the earlier jobs whose folders its command names."""
     name, makes = step["name"].format_map(words), step["makes"].format_map(words)
     command = tuple(shlex.split(step["run"].format_map(words)))
     read = set()
@@ -97,29 +97,30 @@ def planned(
 class WorkDir:
     path: Path
 
-    def file(self, job: Job, suffix: str) -> Path:
+    def job_file(self, job: Job, suffix: str) -> Path:
         return self.path / "jobs" / f"{job.name.replace('/', '_')}.{suffix}"
 
-    def note(self, job: Job, key: str) -> Any:
+    def read_note(self, job: Job, key: str) -> Any:
         """The seconds that a job took, or the error of its last attempt; None if there is none."""
-        return read_json(self.file(job, "json")).get(key)
+        return read_json(self.job_file(job, "json")).get(key)
 
-    def done(self, job: Job) -> bool:
-        """An empty or damaged JSON file does not count, nor a score that is undefined."""
+    def is_done(self, job: Job) -> bool:
+        """True if what the job makes is there. An empty or damaged JSON file does not count, nor a
+        score that is undefined."""
         path = self.path / job.makes
         if path.suffix != ".json":
             return path.exists()
         tree = read_json(path)
         return bool(tree) and tree.get("score", 0) is not None
 
-    def missing(self, jobs: Iterable[Job]) -> list[Job]:
-        return [job for job in jobs if not self.done(job)]
+    def unfinished(self, jobs: Iterable[Job]) -> list[Job]:
+        return [job for job in jobs if not self.is_done(job)]
 
     def start(self, jobs: Collection[Job], places: Mapping[str, str] | None = None) -> None:
         """Creates the folder, or refuses results of other commands than the plan's, and what was made
         from them. `places`: words for paths that may change."""
         (self.path / "jobs").mkdir(parents=True, exist_ok=True)
-        path = self.path / COMMANDS
+        path = self.path / COMMANDS_FILE
         before, commands_now, changed = read_json(path), dict[str, str](), set[str]()
         refused = []
         for job in jobs:
@@ -129,13 +130,15 @@ class WorkDir:
             commands_now[job.name] = text
             if before.get(job.name, text) != text or changed.intersection(job.needs):
                 changed.add(job.name)
-                if self.done(job):
+                if self.is_done(job):
                     refused.append(str(self.path / job.name))
         if refused:
-            and_more = f" and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
+            and_more = (
+                f" and {len(refused) - PATHS_NAMED} more" if len(refused) > PATHS_NAMED else ""
+            )
             raise ConfigError(
                 f"made by other commands or settings than this plan's: "
-                f"{', '.join(refused[:NAMED])}{and_more}: remove them, or use another --out"
+                f"{', '.join(refused[:PATHS_NAMED])}{and_more}: remove them, or use another --out"
             )
         write_json(path, before | commands_now)
 
@@ -154,16 +157,16 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def expected_seconds(folder: WorkDir, jobs: Collection[Job]) -> dict[str, float]:
-    """Of the jobs that are left: as planned, times what those of their kind that are done took of
-    their plan."""
+    """{job: seconds} for the jobs that are left: as planned, times what finished jobs of the kind
+    took of their plan."""
     took, minutes = defaultdict[str, float](float), defaultdict[str, float](float)
     for job in jobs:
-        seconds = folder.note(job, "seconds")
-        if seconds and folder.done(job):
+        seconds = folder.read_note(job, "seconds")
+        if seconds and folder.is_done(job):
             took[job.kind] += seconds
             minutes[job.kind] += job.minutes
     expected = {}
-    for job in folder.missing(jobs):
+    for job in folder.unfinished(jobs):
         pace = took[job.kind] / minutes[job.kind] if minutes[job.kind] else 60
         expected[job.name] = job.minutes * pace
     return expected
@@ -173,33 +176,33 @@ def forecast(jobs: Collection[Job], expected: Mapping[str, float], at_once: int)
     left = [job for job in jobs if job.name in expected]
     kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(job.kind for job in left).items())
     text = f"{len(left)} of {len(jobs)} jobs left{f' ({kinds})' if kinds else ''}: about "
-    return f"{text}{duration(sum(expected.values()) / at_once)}, {at_once} at a time"
+    return f"{text}{duration_text(sum(expected.values()) / at_once)}, {at_once} at a time"
 
 
 def show_plan(folder: WorkDir, jobs: Collection[Job], at_once: int) -> int:
-    """Every command, and how long what is left takes."""
+    """Prints every command, and how long what is left takes."""
     expected = expected_seconds(folder, jobs)
     for job in jobs:
-        state = f"about {duration(expected[job.name])}" if job.name in expected else "done"
+        state = f"about {duration_text(expected[job.name])}" if job.name in expected else "done"
         echo(f"# {job.name}: {state}\n{shlex.join(job.command)}")
     echo(f"# {forecast(jobs, expected, at_once)}")
     return 0
 
 
 @contextmanager
-def workers(jobs: int, cluster: str = "") -> Iterator[tuple[Executor, Callable[[], int]]]:
-    """Of a Dask cluster, or `jobs` threads of this machine: their executor, and a function that
-    returns how many there are."""
+def open_workers(jobs: int, cluster: str = "") -> Iterator[tuple[Executor, Callable[[], int]]]:
+    """Opens a Dask cluster, or `jobs` threads of this machine. Yields an executor, and a function
+    that returns how many workers there are."""
     if cluster:
         with connected(cluster) as client:
             yield client.get_executor(pure=False), lambda: sum(client.nthreads().values())
     else:
-        with on_this_machine(jobs) as executor:
+        with local_executor(jobs) as executor:
             yield executor, lambda: jobs
 
 
-def on_this_machine(jobs: int) -> ThreadPoolExecutor:
-    """Each thread starts its jobs with its share of the cores, and of the GPUs."""
+def local_executor(jobs: int) -> ThreadPoolExecutor:
+    """Returns threads that start jobs, each with its share of the cores and of the GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = map(str, range(torch.cuda.device_count())) if visible is None else visible.split(",")
     gpus = [gpu for gpu in names if gpu]
@@ -207,9 +210,11 @@ def on_this_machine(jobs: int) -> ThreadPoolExecutor:
     numbers = itertools.count()
 
     def start_thread() -> None:
-        THREAD.environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+        THREAD_LOCAL.environment = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))
+        }
         if gpus:
-            THREAD.environment["CUDA_VISIBLE_DEVICES"] = gpus[next(numbers) % len(gpus)]
+            THREAD_LOCAL.environment["CUDA_VISIBLE_DEVICES"] = gpus[next(numbers) % len(gpus)]
 
     return ThreadPoolExecutor(jobs, initializer=start_thread)
 
@@ -224,7 +229,7 @@ def run_jobs(
     """Runs up to slots() jobs at a time, in their order, until none is left that can run, or SIGTERM
     or Ctrl-C stops them. A job that needs a failed one does not run. Returns the exit code: 130
     after Ctrl-C, 1 if a job failed."""
-    waiting = folder.missing(jobs)
+    waiting = folder.unfinished(jobs)
     running: dict[Future[str], Job] = {}
     failed: dict[str, str] = {}
     done = {job.name for job in jobs} - {job.name for job in waiting}
@@ -234,12 +239,12 @@ def run_jobs(
             ready = [job for job in waiting if done.issuperset(job.needs)]
             for job in ready[: 0 if stop.exists() else max(0, slots() - len(running))]:
                 waiting.remove(job)
-                running[executor.submit(run_job, folder, job, job.words, stop)] = job
+                running[executor.submit(run_job, folder, job, job.arguments, stop)] = job
             if not running:
                 break
             for future in wait(running, POLL_S * 5, FIRST_COMPLETED).done:
                 job = running.pop(future)
-                why = _ended(folder, job, future, f"[{len(done) + 1}/{len(jobs)}]")
+                why = _report_end(folder, job, future, f"[{len(done) + 1}/{len(jobs)}]")
                 if not why:
                     done.add(job.name)
                     on_done(job)
@@ -250,16 +255,16 @@ def run_jobs(
     return 130 if signal.SIGINT in signals else int(bool(failed))
 
 
-def _ended(folder: WorkDir, job: Job, future: Future[str], number: str) -> str:
-    """Says and notes how a job ended. Returns "" if it is done, else why not."""
-    error = future.exception()  # of the worker, which died repeatedly, for example
+def _report_end(folder: WorkDir, job: Job, future: Future[str], number: str) -> str:
+    """Prints and notes how a job ended. Returns "" if it is done, else why not."""
+    error = future.exception()  # raised by the worker, if it died repeatedly, for example
     why = f"{type(error).__name__}: {error}" if error else future.result()
     if not why:
-        say(f"{number} {job.name}: done in {duration(folder.note(job, 'seconds') or 0)}")
+        say(f"{number} {job.name}: done in {duration_text(folder.read_note(job, 'seconds') or 0)}")
     elif why == STOPPED:
         say(f"{job.name}: stopped")
     else:
-        write_json(folder.file(job, "json"), {"error": why})
+        write_json(folder.job_file(job, "json"), {"error": why})
         say(f"{job.name} failed: {why}")
     return why
 
@@ -286,27 +291,30 @@ def _stop_file(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
 
 def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
     """On a worker: runs `python WORDS`. Returns "" if the job is done, else why not."""
-    with open(folder.file(job, "lock"), "w") as lock:
+    with open(folder.job_file(job, "lock"), "w") as lock:
         while locked_by_another(lock, str(folder.path)) and not stop.exists():
             time.sleep(POLL_S)
         if stop.exists():
             return STOPPED
-        if folder.done(job):
+        if folder.is_done(job):
             return ""
         path_made = folder.path / job.makes
         path_made.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
-        with open(folder.file(job, "out"), "ab") as out, open(folder.file(job, "err"), "wb") as err:
+        with (
+            open(folder.job_file(job, "out"), "ab") as out,
+            open(folder.job_file(job, "err"), "wb") as err,
+        ):
             child = subprocess.Popen(
-                [sys.executable, "-ISc", CHILD, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                [sys.executable, "-ISc", CHILD_CODE, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                 env=_environment(), start_new_session=True, pass_fds=[lock.fileno()],
             )  # fmt: skip
         while child.poll() is None and not stop.exists():
             time.sleep(POLL_S)
         child.terminate()  # if it still runs, it writes a checkpoint and exits
         code = child.wait()
-    if folder.done(job):
-        write_json(folder.file(job, "json"), {"seconds": round(time.monotonic() - started, 3)})
+    if folder.is_done(job):
+        write_json(folder.job_file(job, "json"), {"seconds": round(time.monotonic() - started, 3)})
         if job.kind == "finetune":  # hundreds of checkpoints would fill a disk
             shutil.rmtree(path_made.parent / "checkpoints", ignore_errors=True)
         return ""
@@ -314,7 +322,7 @@ def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
         return STOPPED
     if code == 0:
         return f"left no valid {job.makes}"
-    for line in reversed(folder.file(job, "err").read_text(errors="replace").split("\n")):
+    for line in reversed(folder.job_file(job, "err").read_text(errors="replace").split("\n")):
         if line.strip():
             return line.strip()[:300]
     return f"exit code {code}"
@@ -322,10 +330,10 @@ def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
 
 def _environment() -> dict[str, str]:
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return os.environ | {"PYTHONPATH": paths} | getattr(THREAD, "environment", {})
+    return os.environ | {"PYTHONPATH": paths} | getattr(THREAD_LOCAL, "environment", {})
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """90 -> 2 min"""
     if seconds < 60:
         return f"{seconds:.0f} s"

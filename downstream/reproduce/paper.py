@@ -1,9 +1,9 @@
 """The paper's tables (configs/reproduce/paper.yaml) as a plan of jobs, at a scale
 (configs/reproduce/scales/*.yaml). A job that several cells or tables need is in the plan once.
 
-tables()[1].rows["W2V"].printed["Dx"][12]             # [0.714, 0.011]
+paper_tables()[1].rows["W2V"].printed["Dx"][12]             # [0.714, 0.011]
 ReproductionScale.read("small").settings["pretrain"]  # {"model.width": 128, ...}: set over configs/pretrain/METHOD.yaml
-plan = make_plan([tables()[1]], scale, data, folder, seeds=3)
+plan = make_plan([paper_tables()[1]], scale, data, folder, seeds=3)
 plan.jobs["pretrain/w2v-12"]                          # every job is after those that it needs
 plan.cells[1, "W2V", "Dx", 3]                         # names of the evaluations behind a cell, one per seed
 
@@ -28,13 +28,13 @@ from omnilead.engine.settings.files import CONFIGS, find_config, flatten
 from omnilead.engine.training.config import Config, check_config, load_config
 
 from ..tasks.config import FinetuneConfig
-from .jobs import Job, WorkDir, planned
+from .jobs import Job, WorkDir, job_of_step
 
 Settings = dict[str, Any]
-HERE = CONFIGS / "reproduce"
+PAPER_CONFIGS = CONFIGS / "reproduce"
 # As the paper calls them: configs/finetune/TASK.yaml
 TASKS = {"Dx": "diagnosis", "Id": "identification"}
-LEADS = (12, 6, 3, 2, 1)
+LEAD_COUNTS = (12, 6, 3, 2, 1)
 STAGES = ("pretrain", *TASKS.values())
 
 
@@ -63,14 +63,14 @@ class Table:
 
 
 @cache
-def paper() -> Settings:
-    return read_yaml(HERE / "paper.yaml")
+def read_paper() -> Settings:
+    return read_yaml(PAPER_CONFIGS / "paper.yaml")
 
 
 @cache
-def tables() -> dict[int, Table]:
+def paper_tables() -> dict[int, Table]:
     built = {}
-    for number, table in paper()["tables"].items():
+    for number, table in read_paper()["tables"].items():
         rows = {name: Row(name, **row) for name, row in table["rows"].items()}
         built[number] = Table(number=number, **table | {"rows": rows})
     return built
@@ -82,11 +82,11 @@ class ReproductionScale:
 
     name: str
     settings: Mapping[str, Settings]
-    minutes: Mapping[str, float]  # that a job is expected to take, by its kind
+    minutes: Mapping[str, float]  # by kind of job: how long it is expected to take
 
     @classmethod
     def read(cls, name: str) -> "ReproductionScale":
-        """A shipped scale, or a YAML file of the same form."""
+        """Reads a shipped scale, or a YAML file of the same form."""
         path = find_config(name, "reproduce/scales", "--scale").absolute()
         tree = read_yaml(path)
         for stage, section in tree.items():
@@ -112,15 +112,17 @@ class ReproductionScale:
             method = "w2v_cmsc_rlm" if stage == "pretrain" else stage
             places = {"data.datasets": ["DATASET"], "start": "RUN"}
             check_config(load_config(method, {**settings[stage], **places}, kind), 1)
-        usual = paper()["minutes"]
+        usual = read_paper()["minutes"]
         minutes = usual | (tree.get("minutes") or {})
         if minutes.keys() != usual.keys() or set(map(type, minutes.values())) - {int, float}:
             raise ConfigError(f"{path}: minutes: {minutes}: write a number for {', '.join(usual)}")
-        return cls(path.stem if path.parent == HERE / "scales" else str(path), settings, minutes)
+        return cls(
+            path.stem if path.parent == PAPER_CONFIGS / "scales" else str(path), settings, minutes
+        )
 
 
 def as_options(settings: Settings) -> str:
-    """Options of a command; JSON is also YAML."""
+    """The settings as --set options; JSON is also YAML."""
     pairs = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     return " ".join(f"--set {shlex.quote(pair)}" for pair in pairs)
 
@@ -156,7 +158,7 @@ class PaperPlan:
         if channels < 12:
             pretraining |= {"augment.leads": channels, "augment.padded": False}
             pretraining["model.leads"] = channels
-        start, steps = f"pretrain/{row.pretrain}-{channels}", paper()["steps"]
+        start, steps = f"pretrain/{row.pretrain}-{channels}", read_paper()["steps"]
         if row.random:  # without the first step, pre-training
             start, steps = f"starts/random-{channels}.yaml", steps[1:]
             tree = load_config(row.pretrain, pretraining, Config).tree()
@@ -176,11 +178,11 @@ class PaperPlan:
             "cell": f"{Path(start).stem}/{stage}-{column}-seed{seed}",
         }
         bases = {
-            "pretrain": basis("pretrain", row.pretrain),
-            "finetune": basis("finetune", stage, self.starts.get(start)),
+            "pretrain": settings_checksum("pretrain", row.pretrain),
+            "finetune": settings_checksum("finetune", stage, self.starts.get(start)),
         }
         for step in steps:
-            job = planned(step, words, self.jobs, self.folder.path)
+            job = job_of_step(step, words, self.jobs, self.folder.path)
             minutes = self.scale.minutes[job.kind]
             job = replace(job, minutes=minutes, basis=bases.get(job.kind, ""))
             self.jobs.setdefault(job.name, job)
@@ -191,7 +193,8 @@ def make_plan(
     chosen: Sequence[Table], scale: ReproductionScale, data: DatasetInfo, folder: WorkDir, seeds: int,
     rows: Sequence[str] = (), leads: Sequence[int] = (), tasks: Sequence[str] = (),
 ) -> PaperPlan:  # fmt: skip
-    """The plan for the chosen tables. `rows`, `leads` and `tasks` select cells; if empty, all."""
+    """Returns the plan for the chosen tables. `rows`, `leads` and `tasks` select cells; if empty,
+    all."""
     names = list(dict.fromkeys(name for table in chosen for name in table.rows))
     if unknown := [name for name in rows if name not in names]:
         numbers = ", ".join(str(table.number) for table in chosen)
@@ -200,7 +203,7 @@ def make_plan(
         )
     plan = PaperPlan(chosen, scale, data, folder, seeds)
     for table in chosen:
-        for row, n, task in product(table.rows.values(), leads or LEADS, tasks or TASKS):
+        for row, n, task in product(table.rows.values(), leads or LEAD_COUNTS, tasks or TASKS):
             if row.printed[task][n] and (not rows or row.name in rows):
                 names = [plan.add_cell(table, row, task, n, seed) for seed in range(seeds)]
                 plan.cells[table.number, row.name, task, n] = names
@@ -209,7 +212,7 @@ def make_plan(
     return plan
 
 
-def basis(folder: str, name: str, start: Settings | None = None) -> str:
+def settings_checksum(folder: str, name: str, start: Settings | None = None) -> str:
     """A checksum of the settings that a training's command does not show."""
     text = json.dumps([read_yaml(CONFIGS / folder / f"{name}.yaml"), start])
     return f" {zlib.crc32(text.encode()):08x}"

@@ -14,11 +14,11 @@ from omnilead.data_tools.io.spreadsheet import as_csv
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import echo
 
-from ..tasks.metrics import over_seeds
+from ..tasks.metrics import mean_over_seeds
 from .jobs import Job, read_json, write_json
-from .paper import LEADS, TASKS, PaperPlan, Row, Table
+from .paper import LEAD_COUNTS, TASKS, PaperPlan, Row, Table
 
-LEGEND = {
+STATE_LEGEND = {
     "not yet": "...: not run yet.",
     "part": "[1/3]: 1 of 3 seeds is done.",
     "failed": "failed: run the same command again to retry.",
@@ -42,12 +42,12 @@ class Cell(NamedTuple):
     paper_mean: float | None
     paper_interval: float | None
     scores: list[float] | str  # text in the csv
-    auroc: float | None  # of Dx.; the paper does not print it
+    auroc: float | None  # for Dx.; the paper does not print it
     auroc_interval: float | None
 
 
 def write_tables(plan: PaperPlan) -> None:
-    text = protocol(plan)
+    text = protocol_text(plan)
     for table in plan.tables:
         cells = table_cells(table, plan)
         path = plan.folder.path / f"table-{table.number}"
@@ -62,7 +62,7 @@ def write_tables(plan: PaperPlan) -> None:
         write_json(path.with_suffix(".json"), document)
         lines = [cell._replace(scores=" ".join(map(repr, cell.scores))) for cell in cells]
         write_whole(path.with_suffix(".csv"), as_csv([Cell._fields, *lines]))
-        write_whole(path.with_suffix(".md"), markdown(table, cells, text))
+        write_whole(path.with_suffix(".md"), table_markdown(table, cells, text))
 
 
 def show_tables(plan: PaperPlan) -> None:
@@ -71,7 +71,7 @@ def show_tables(plan: PaperPlan) -> None:
         lines = path.read_text().splitlines()
         lines_shown = [line for line in lines if line.startswith(("#", "|", "Each cell"))]
         echo("\n".join(lines_shown) + "\n")
-    left, total = len(plan.folder.missing(plan.jobs.values())), len(plan.jobs)
+    left, total = len(plan.folder.unfinished(plan.jobs.values())), len(plan.jobs)
     text = f"{', '.join(map(str, paths))}: {total - left} of {total} jobs done"
     if left:
         text += "; run the same command again to continue"
@@ -79,12 +79,12 @@ def show_tables(plan: PaperPlan) -> None:
 
 
 def table_cells(table: Table, plan: PaperPlan) -> list[Cell]:
-    positions = product(table.rows.values(), TASKS, LEADS)
-    cells = [measured(table, row, task, leads, plan) for row, task, leads in positions]
+    positions = product(table.rows.values(), TASKS, LEAD_COUNTS)
+    cells = [make_cell(table, row, task, leads, plan) for row, task, leads in positions]
     return [cell._replace(bold=is_bold(cell, table, cells)) for cell in cells]
 
 
-def measured(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) -> Cell:
+def make_cell(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) -> Cell:
     jobs = [plan.jobs[name] for name in plan.cells.get((table.number, row.name, task, leads), ())]
     documents = [read_json(plan.folder.path / job.makes) for job in jobs]
     scores = [document["score"] for document in documents if document.get("score") is not None]
@@ -95,28 +95,28 @@ def measured(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) -> 
     if scores:
         state = "done" if len(scores) == len(jobs) else "part"
     elif jobs:
-        state = "failed" if any(failed(plan, job) for job in jobs) else "not yet"
+        state = "failed" if any(has_failed(plan, job) for job in jobs) else "not yet"
     return Cell(
         table.number, row.name, task, leads, table.column(leads),
-        *spread(scores), False, len(scores), len(jobs), state,
-        paper_mean, paper_interval, scores, *spread(areas),
+        *mean_and_interval(scores), False, len(scores), len(jobs), state,
+        paper_mean, paper_interval, scores, *mean_and_interval(areas),
     )  # fmt: skip
 
 
-def spread(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+def mean_and_interval(values: Iterable[float | None]) -> tuple[float | None, float | None]:
     known_values = [value for value in values if value is not None]
-    mean, half = over_seeds(known_values) if known_values else (None, None)
+    mean, half = mean_over_seeds(known_values) if known_values else (None, None)
     return mean, half if len(known_values) > 1 else None
 
 
-def failed(plan: PaperPlan, job: Job) -> bool:
-    """Whether this job or one that it needs has failed."""
-    needed = (failed(plan, plan.jobs[name]) for name in job.needs)
-    return bool(plan.folder.note(job, "error")) or any(needed)
+def has_failed(plan: PaperPlan, job: Job) -> bool:
+    """True if this job or one that it needs has failed."""
+    needed = (has_failed(plan, plan.jobs[name]) for name in job.needs)
+    return bool(plan.folder.read_note(job, "error")) or any(needed)
 
 
 def is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
-    """By the rule in the table's caption, with the scores as printed."""
+    """Applies the rule in the table's caption to the scores as printed."""
     gain, rivals = table.bold == "gain", []
     for other in cells:
         same_column = (other.task, other.leads) == (cell.task, cell.leads)
@@ -129,10 +129,10 @@ def is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
     return own_score > max(rivals) if gain else own_score >= max(rivals)
 
 
-def markdown(table: Table, cells: list[Cell], text: str) -> str:
-    """The requested rows and columns."""
+def table_markdown(table: Table, cells: list[Cell], text: str) -> str:
+    """Renders the rows and columns that were asked for."""
     requested = [cell for cell in cells if cell.seeds_asked] or cells
-    columns = [leads for leads in LEADS if any(cell.leads == leads for cell in requested)]
+    columns = [leads for leads in LEAD_COUNTS if any(cell.leads == leads for cell in requested)]
     lines = [["Methods", "", *map(table.column, columns)], ["---"] * (len(columns) + 2)]
     row_before = ""
     for row, task in dict.fromkeys((cell.row, cell.task) for cell in requested):
@@ -142,14 +142,14 @@ def markdown(table: Table, cells: list[Cell], text: str) -> str:
         row_before = row
         if any(cell.auroc is not None for cell in own_cells):
             lines.append(
-                ["", "AUROC", *(number(cell.auroc, cell.auroc_interval) for cell in own_cells)]
+                ["", "AUROC", *(score_text(cell.auroc, cell.auroc_interval) for cell in own_cells)]
             )
     bold = "better than without random lead masking"
     if table.bold == "best":
         bold = "the best of its column"
     states = {cell.state for cell in requested}
     legend = [f"Each cell: ours / the paper's. Bold: {bold}, among ours."]
-    legend += [meaning for state, meaning in LEGEND.items() if state in states]
+    legend += [meaning for state, meaning in STATE_LEGEND.items() if state in states]
     head = f"# Table {table.number}: {table.title}\n\n{text}\n\n"
     return (
         head + "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{' '.join(legend)}\n"
@@ -159,22 +159,24 @@ def markdown(table: Table, cells: list[Cell], text: str) -> str:
 def cell_text(cell: Cell) -> str:
     if cell.state == "none in the paper":
         return "-"
-    text = {"failed": "failed", "not yet": "..."}.get(cell.state, number(cell.mean, cell.interval))
+    text = {"failed": "failed", "not yet": "..."}.get(
+        cell.state, score_text(cell.mean, cell.interval)
+    )
     if cell.bold:
         text = f"**{text}**"
     if cell.state == "part":
         text += f" [{cell.seeds_done}/{cell.seeds_asked}]"
-    return f"{text} / {number(cell.paper_mean, cell.paper_interval)}".strip()
+    return f"{text} / {score_text(cell.paper_mean, cell.paper_interval)}".strip()
 
 
-def number(mean: float | None, interval: float | None) -> str:
+def score_text(mean: float | None, interval: float | None) -> str:
     if mean is None:
         return ""
     return f"{mean:.3f}" if interval is None else f"{mean:.3f} ± {interval:.3f}"
 
 
-def protocol(plan: PaperPlan) -> str:
-    """How this differs from the paper, in one paragraph."""
+def protocol_text(plan: PaperPlan) -> str:
+    """Says in one paragraph how this differs from the paper."""
     scale, data = plan.scale, plan.data
     dx = " / ".join(f"{data.count('dx', role):,}" for role in ("train", "valid", "test"))
     leak = ""

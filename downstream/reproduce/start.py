@@ -10,22 +10,22 @@ from omnilead.data_tools.dataset import META, Dataset, RoleFacts
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.engine.settings.errors import ConfigError
 
-from .jobs import COMMANDS, WorkDir, read_json, write_json
+from .jobs import COMMANDS_FILE, WorkDir, read_json, write_json
 from .paper import DatasetInfo, PaperPlan, ReproductionScale
 
-STARTED_WITH = "settings/data.json"
-DX = "add records of CPSC 2018 or Georgia, or name other sources with shard --dx-sources"
-PAIRS = "add PTB-XL, whose patients have several sessions, or name other sources with shard --id-sources"
-MORE = "add more records"
-NEEDED_ROLES = {  # and what to do if --plan paper gave them to no crop
-    "pretrain": MORE,
-    "dx train": DX,
-    "dx valid": DX,
-    "dx test": DX,
-    "id train": MORE,
-    "id valid": MORE,
-    "id gallery": PAIRS,
-    "id probe": PAIRS,
+START_FILE = "settings/data.json"
+MEND_DX = "add records of CPSC 2018 or Georgia, or name other sources with shard --dx-sources"
+MEND_ID = "add PTB-XL, whose patients have several sessions, or name other sources with shard --id-sources"
+MEND_FEW = "add more records"
+NEEDED_ROLES = {  # role: what to do if --plan paper gave it to no crop
+    "pretrain": MEND_FEW,
+    "dx train": MEND_DX,
+    "dx valid": MEND_DX,
+    "dx test": MEND_DX,
+    "id train": MEND_FEW,
+    "id valid": MEND_FEW,
+    "id gallery": MEND_ID,
+    "id probe": MEND_ID,
 }
 
 
@@ -48,12 +48,12 @@ def open_dataset(url: str) -> DatasetInfo:
     return data
 
 
-def begin(plan: PaperPlan) -> None:
+def begin_folder(plan: PaperPlan) -> None:
     """Creates the folder, or refuses one that was started with other data or another scale."""
     folder, scale = plan.folder, plan.scale
     if folder.path.is_file() or (folder.path / META).exists():
         raise ConfigError(f"--out {folder.path}: is a file or a dataset: name another folder")
-    path = folder.path / STARTED_WITH
+    path = folder.path / START_FILE
     before = read_json(path)
     facts_now = {"scale": scale.name, "settings": scale.settings, **asdict(plan.data)}
     for key in before.keys() - {"path"}:
@@ -62,7 +62,7 @@ def begin(plan: PaperPlan) -> None:
                 f"--out {folder.path}: was started with other data or settings ({key} was "
                 f"{str(before[key])[:40]} and is {str(facts_now.get(key))[:40]}): use another --out"
             )
-    accept_earlier(plan)
+    accept_earlier_commands(plan)
     folder.start(plan.jobs.values(), {plan.data.path: plan.data.fingerprint})
     for name in ("settings", "starts"):
         (folder.path / name).mkdir(exist_ok=True)
@@ -71,10 +71,10 @@ def begin(plan: PaperPlan) -> None:
         write_whole(folder.path / start, yaml.safe_dump(tree, sort_keys=False))
 
 
-def accept_earlier(plan: PaperPlan) -> None:
-    """Once the commands named data and runs by --set alone. What they made counts, if it depended on
-    the same settings."""
-    path = plan.folder.path / COMMANDS
+def accept_earlier_commands(plan: PaperPlan) -> None:
+    """Forgets commands of earlier versions, which named data and runs by --set alone. What they
+    made counts, if it depended on the same settings."""
+    path = plan.folder.path / COMMANDS_FILE
     commands = read_json(path)
     for job in plan.jobs.values():
         text = commands.get(job.name, "")
@@ -84,8 +84,8 @@ def accept_earlier(plan: PaperPlan) -> None:
         write_json(path, commands)
 
 
-def begun_with(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
-    path = folder.path / STARTED_WITH
+def read_start_file(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
+    path = folder.path / START_FILE
     tree = read_json(path)
     tree.pop("settings", None)  # read again from the scale's file
     try:

@@ -42,7 +42,7 @@ from .readout import PAPER, Readout, read_out, width_of
 
 HEADS = {"attention": "omnilead.downstream.tasks.classifier:AttentionHead"}
 TOKENS = 7  # of the batch that examines a head
-CLIP = 1e-6  # keeps the cosine away from +-1, where the sine's slope is unbounded
+COSINE_CLIP = 1e-6  # keeps the cosine away from +-1, where the sine's slope is unbounded
 SCALE_SPEED = 10  # the logarithm of a learned scale moves so many times faster than a weight
 
 
@@ -147,10 +147,10 @@ class Classifier(nn.Module):
         weights_BK: Tensor | None = None,
         margin: Tensor | None = None,  # for identity, if it is not task.margin yet
     ) -> dict[str, Tensor] | Tensor:
-        """labels: float [B, K], NaN where unknown; for identity int64 [B]. Both halves of a crop
-        have its labels. present_BS: 0 for missing halves. weights_BK: weights of the labels.
-        Without labels: the pooled encodings c_RD."""
-        c_RD = self.encoded(x_BSLT.flatten(0, 1))
+        """Returns the losses; without labels, the pooled encodings c_RD. labels: float [B, K], NaN
+        where unknown; for identity int64 [B]. Both halves of a crop have its labels. present_BS: 0
+        for missing halves. weights_BK: weights of the labels."""
+        c_RD = self.encode(x_BSLT.flatten(0, 1))
         if labels is None:
             return c_RD
         assert present_BS is not None
@@ -160,7 +160,7 @@ class Classifier(nn.Module):
         kind, halves = KINDS[self.task.kind], x_BSLT.shape[1]
         labels_R, present_R = labels.repeat_interleave(halves, 0), present_BS.flatten().float()
         if self.task.kind == "identity":
-            loss_R, right_R = self._patient(
+            loss_R, right_R = self._identity_loss(
                 c_RD, labels_R, self.task.margin if margin is None else margin
             )
             share_R = torch.ones_like(present_R)
@@ -172,19 +172,19 @@ class Classifier(nn.Module):
                 gathered = map(all_gather, (logits_RK, labels_R, present_R))
                 logits_RK, labels_R, present_R = gathered
             loss_R, share_R = kind.loss(logits_RK, labels_R, weights_RK)
-            right_R = kind.right(logits_RK, labels_R)
+            right_R = kind.are_right(logits_RK, labels_R)
         # Counts are averaged over ranks, so that the mean of the ranks' losses is the loss of the
         # global batch
         counts = torch.stack([(present_R * share_R).sum(), present_R.sum()])
         known, halves_there = sum_over_ranks(counts) / world_size()
         # A batch may have no event
         losses = {"loss": (loss_R * present_R).sum() / known.clamp_min(1e-6)}
-        if not kind.of_classes:
+        if not kind.has_classes:
             return losses
         return losses | {"accuracy": (right_R.float() * present_R).sum().detach() / halves_there}
 
-    def encoded(self, x_RLT: Tensor) -> Tensor:
-        """What the head takes: the read-out, or tokens."""
+    def encode(self, x_RLT: Tensor) -> Tensor:
+        """Returns what the head takes: the read-out, or tokens."""
         c_RND: Tensor = self.encoder(x_RLT)
         if sees_tokens(self.head):
             return c_RND
@@ -200,7 +200,7 @@ class Classifier(nn.Module):
         logits: Tensor = self.head(c_RD.to(next(self.head.parameters()).dtype)).float()
         return logits
 
-    def _patient(
+    def _identity_loss(
         self, c_RD: Tensor, label_R: Tensor, margin: float | Tensor
     ) -> tuple[Tensor, Tensor]:
         cosine_RC, fixed = cosines(c_RD, self.head.weight), self.task.scale
@@ -210,8 +210,8 @@ class Classifier(nn.Module):
 
 
 def layer_groups(model: Classifier, decay: float) -> list[tuple[float, list[nn.Parameter]]]:
-    """Trained weights in groups, each with its share of the learning rate: decay ** (L - i) for
-    layer i of L, 1 for the head. The layers are the modules in the encoder's list `layers` or
+    """Returns trained weights in groups, each with its share of the learning rate: decay ** (L - i)
+    for layer i of L, 1 for the head. The layers are the modules in the encoder's list `layers` or
     `blocks` (stages of the ResNet), if it has one, else its top-level modules; what is not in them
     is layer 0."""
     encoder = model.encoder
@@ -243,12 +243,12 @@ def arcface_logits(
     scale: float | Tensor = 192.0,
     margin: float | Tensor = 1.0,
 ) -> Tensor:
-    """Computed in float32: with a scale of 192, bf16 has two digits left. `margin` and `scale` may be
-    tensors, for a margin that grows or a learned scale."""
+    """Returns scaled cosines with the margin, in float32: with a scale of 192, bf16 has two digits
+    left. `margin` and `scale` may be tensors, for a margin that grows or a learned scale."""
     margin = torch.as_tensor(margin, dtype=torch.float64)
     last = (math.pi - margin).cos()
     label_R1 = label_R[:, None]
-    cosine_RC = cosine_RC.float().clamp(-1 + CLIP, 1 - CLIP)
+    cosine_RC = cosine_RC.float().clamp(-1 + COSINE_CLIP, 1 - COSINE_CLIP)
     true_R1 = cosine_RC.gather(1, label_R1)
     sine_R1 = (1 - true_R1.square()).sqrt()
     moved_R1 = true_R1 * margin.cos() - sine_R1 * margin.sin()

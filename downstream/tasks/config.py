@@ -128,7 +128,7 @@ class FinetuneConfig(RunConfig):
     task: TaskConfig = TaskConfig()
 
     def tuned(self, model: ModelConfig) -> ModelConfig:
-        """The pre-trained architecture with the settings of this fine-tuning."""
+        """Returns the pre-trained architecture with the settings of this fine-tuning."""
         settings = dict(self.encoder)
         for name in ("frozen", "layer_decay"):  # of the training, not of the architecture
             del settings[name]

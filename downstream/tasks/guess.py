@@ -24,20 +24,20 @@ from omnilead.engine.settings.errors import ConfigError, Flag, first_names
 from .config import TaskConfig, TaskKind
 from .sheet import (
     BOOLEANS,
-    TIMED,
+    SURVIVAL_COLUMNS,
     are_numbers,
+    columns_hint,
     has_plus,
     label_columns,
     may_be_missing,
-    quoted,
+    quote_words,
     read_sheet,
-    type_columns,
 )
 
-FEW = 10  # a column of numbers with at most this many values holds classes
-SHOWN_LETTERS = 40  # of a cell in a message
+MOST_NUMERIC_CLASSES = 10  # a column of numbers with at most this many values holds classes
+SHOWN_LETTERS = 40  # of a cell that a message shows
 # What looks like a number, read or not: 63, 1,5, 1.234,5, > 89
-NUMERIC = re.compile(r"[<>=~≤≥]*\s*[+-]?\d[\d.,' ]*")
+LOOKS_NUMERIC = re.compile(r"[<>=~≤≥]*\s*[+-]?\d[\d.,' ]*")
 
 
 class LabelColumn(NamedTuple):
@@ -54,7 +54,7 @@ class LabelColumn(NamedTuple):
     def is_text(self) -> bool:
         return not are_numbers(self.values)
 
-    def shown(self, value: str) -> str:
+    def quote_value(self, value: str) -> str:
         return repr(as_typed(self.sheet, self.name, value)[:SHOWN_LETTERS])
 
 
@@ -62,14 +62,14 @@ def guess_kind(task: TaskConfig) -> TaskConfig:
     """Sets the kind that the label columns suggest."""
     columns = _read_columns(task)
     names = tuple(column.name for column in columns)
-    if set(names) == set(TIMED):
-        return replace(task, kind="survival", columns=TIMED)
+    if set(names) == set(SURVIVAL_COLUMNS):
+        return replace(task, kind="survival", columns=SURVIVAL_COLUMNS)
     if task.positive:
         kind: TaskKind = "binary"
     elif task.classes:
         kind = "multiclass"
     else:
-        kind = _kind_of(task.labels, columns)
+        kind = _guess_kind_of_columns(task.labels, columns)
     if kind != "multiclass":
         _ask_about_words(task, columns, kind)
     return replace(task, kind=kind, columns=names)
@@ -88,7 +88,7 @@ def _read_columns(task: TaskConfig) -> list[LabelColumn]:
     return columns
 
 
-def _kind_of(sheet: str, columns: Sequence[LabelColumn]) -> TaskKind:
+def _guess_kind_of_columns(sheet: str, columns: Sequence[LabelColumn]) -> TaskKind:
     filled = [column for column in columns if column.values]
     if all(column.is_yes_or_no for column in filled):
         return "binary" if len(columns) == 1 else "multilabel"
@@ -97,7 +97,7 @@ def _kind_of(sheet: str, columns: Sequence[LabelColumn]) -> TaskKind:
         _refuse_pairs_of_numbers(sheet, filled)
         return "regression"
     (column,) = columns
-    if not column.is_text and len(column.values) > FEW:
+    if not column.is_text and len(column.values) > MOST_NUMERIC_CLASSES:
         return "regression"
     _refuse_unread_numbers(sheet, column)
     _refuse_a_third_value(sheet, column)
@@ -110,9 +110,9 @@ def _refuse_a_mixture(sheet: str, columns: Sequence[LabelColumn]) -> None:
     yes_or_no = [column.name for column in columns if column.is_yes_or_no]
     texts = [column.name for column in columns if column.is_text]
     alike = yes_or_no or [column.name for column in columns if column.name not in texts]
-    is_survival = {column.name for column in columns} > set(TIMED)
+    is_survival = {column.name for column in columns} > set(SURVIVAL_COLUMNS)
     if is_survival:
-        alike = [*TIMED]
+        alike = [*SURVIVAL_COLUMNS]
     odd = next((column for column in columns if column.values and column.name not in alike), None)
     if not odd:
         return
@@ -120,17 +120,19 @@ def _refuse_a_mixture(sheet: str, columns: Sequence[LabelColumn]) -> None:
         what = "is neither time nor event"
     else:
         others = [value for value in odd.values if value.lower() not in BOOLEANS]
-        what = f"holds {'texts' if odd.is_text else 'numbers'} such as {odd.shown(others[0])}, "
+        what = (
+            f"holds {'texts' if odd.is_text else 'numbers'} such as {odd.quote_value(others[0])}, "
+        )
         what += "not 0 and 1" if yes_or_no else "not 0, 1 or numbers"
     cure: tuple[str, ...]
     if not texts:
         or_else = "; or choose the kind: ", Flag("--kind"), " regression"
-        cure = "leave it out: ", *type_columns(alike), *or_else
+        cure = "leave it out: ", *columns_hint(alike), *or_else
     elif not alike:
         choose = "for texts as classes, choose one column: "
-        cure = choose, *type_columns(texts[:1]), "; else write 0 and 1"
+        cure = choose, *columns_hint(texts[:1]), "; else write 0 and 1"
     else:
-        cure = "leave it out: ", *type_columns(alike)
+        cure = "leave it out: ", *columns_hint(alike)
     raise ConfigError(f"{sheet}: column {odd.name!r} {what}: ", *cure)
 
 
@@ -140,7 +142,7 @@ def _refuse_pairs_of_numbers(sheet: str, columns: Sequence[LabelColumn]) -> None
         return
     pair = next(column for column in columns if not column.is_yes_or_no)
     raise ConfigError(
-        f"{sheet}: column {pair.name!r} holds only {' and '.join(map(pair.shown, pair.values))}: "
+        f"{sheet}: column {pair.name!r} holds only {' and '.join(map(pair.quote_value, pair.values))}: "
         "write 0 and 1; if they are numbers to predict, choose the kind: ",
         Flag("--kind"),
         " regression",
@@ -148,10 +150,10 @@ def _refuse_pairs_of_numbers(sheet: str, columns: Sequence[LabelColumn]) -> None
 
 
 def _ask_which_is_positive(sheet: str, column: LabelColumn) -> None:
-    """Two values are one class, with it and without it: only the user knows which is which."""
+    """Asks which of two values counts as 1: only the user knows."""
     if len(column.values) != 2:
         return
-    first, second = map(column.shown, column.values)
+    first, second = map(column.quote_value, column.values)
     if column.values[0].casefold() == column.values[1].casefold():
         raise ConfigError(
             f"{sheet}: column {column.name!r} holds {first} and {second}, which differ only in case: "
@@ -170,39 +172,41 @@ def _ask_which_is_positive(sheet: str, column: LabelColumn) -> None:
 
 def _refuse_unread_numbers(sheet: str, column: LabelColumn) -> None:
     """Refuses to take a column of numbers for classes because some cells are not read as one."""
-    numeric = [value for value in column.values if NUMERIC.fullmatch(value)]
+    numeric = [value for value in column.values if LOOKS_NUMERIC.fullmatch(value)]
     unread = [value for value in column.values if not are_numbers([value])]
     if numeric and unread:
         read = [value for value in numeric if value not in unread] or numeric
         raise ConfigError(
             f"{sheet}: column {column.name!r} is neither numbers nor classes: it holds "
-            f"{column.shown(read[0])} and {column.shown(unread[0])}: write numbers with a point and "
+            f"{column.quote_value(read[0])} and {column.quote_value(unread[0])}: write numbers with a point and "
             "leave unknown cells empty, or choose the kind: ",
             Flag("--kind"),
             " multiclass",
         )
     begin_with_digits = all(value[0].isdigit() for value in column.values)
-    if unread and len(column.values) > FEW and begin_with_digits:
+    if unread and len(column.values) > MOST_NUMERIC_CLASSES and begin_with_digits:
         raise ConfigError(
             f"{sheet}: column {column.name!r} holds numbers followed by something else, such as "
-            f"{column.shown(column.values[0])}: leave the unit out, or choose the kind: ",
+            f"{column.quote_value(column.values[0])}: leave the unit out, or choose the kind: ",
             Flag("--kind"),
             " multiclass",
         )
 
 
 def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
-    """Refuses to guess what a value means that stands beside yes and no. 0, 1, 2, ... are classes."""
+    """Refuses to guess the meaning of a value beside yes and no. 0, 1, 2, ... are classes."""
     rows_of = Counter(column.sheet[column.name].drop_null().to_pylist())
     sides = {BOOLEANS.get(value.lower()) for value in rows_of}
     if len(sides) < 3:  # yes, no and others
         return
     if are_numbers([*rows_of]) and sorted(map(float, rows_of)) == list(range(len(rows_of))):
         return
-    values = [f"{column.shown(value)} in {rows:,} rows" for value, rows in rows_of.most_common()]
-    others = [column.shown(value) for value in rows_of if value.lower() not in BOOLEANS]
+    values = [
+        f"{column.quote_value(value)} in {rows:,} rows" for value, rows in rows_of.most_common()
+    ]
+    others = [column.quote_value(value) for value in rows_of if value.lower() not in BOOLEANS]
     raise ConfigError(
-        f"{sheet}: column {column.name!r} holds {first_names(values, FEW)}: does "
+        f"{sheet}: column {column.name!r} holds {first_names(values, MOST_NUMERIC_CLASSES)}: does "
         f"{first_names(others, SHOWN)} mean unknown? Then leave these cells empty. If it is a class, "
         "choose the kind: ",
         Flag("--kind"),
@@ -214,7 +218,7 @@ def _ask_about_words(task: TaskConfig, columns: Sequence[LabelColumn], kind: Tas
     for column in columns:
         if not len(column.words):
             continue
-        cells = f"{task.labels}: {quoted(column.words)} in column {column.name!r} ({len(column.words):,} rows): "
+        cells = f"{task.labels}: {quote_words(column.words)} in column {column.name!r} ({len(column.words):,} rows): "
         if task.positive:
             raise ConfigError(
                 f"{cells}is it unknown? Empty these cells if it is, or write 0 for not {task.positive}"

@@ -21,15 +21,15 @@ from omnilead.engine.settings.errors import ConfigError
 
 from .config import TaskConfig
 from .kinds import Array
-from .sheet import FOLD_COLUMNS, has_plus, may_be_missing, quoted, read_sheet
+from .sheet import FOLD_COLUMNS, has_plus, may_be_missing, quote_words, read_sheet
 
-OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
+DATASET_COLUMNS = ("age", "sex")  # a dataset's own columns
 
 
 class JoinedSheet(NamedTuple):
     # in messages; also says so if few of its records are in the data, the likely cause of any error
     name: str
-    cells: pa.Table  # of text, null: unknown
+    cells: pa.Table  # text; null: unknown
     row_of_crop: list[Array]  # by dataset; -1: none
     remarks: list[str]
 
@@ -39,13 +39,13 @@ class JoinedSheet(NamedTuple):
 
     @property
     def used_rows(self) -> Array:
-        """Those of records that are in the data."""
+        """The rows of records that are in the data."""
         rows = np.unique(np.concatenate(self.row_of_crop))
         return np.asarray(rows[rows >= 0])
 
     def without_words(self, columns: Sequence[str], classes: Sequence[str] = ()) -> Self:
-        """Words such as NA are empty cells in these columns, unless they are among the classes. Remarks
-        say so."""
+        """Empties cells with words such as NA in these columns, unless they are among the classes,
+        and says so in remarks."""
         cells, remarks = self.cells, list(self.remarks)
         columns = [name for name in cells.column_names if name in columns]
         minus_is_no = has_plus(cells, columns)
@@ -56,7 +56,7 @@ class JoinedSheet(NamedTuple):
             if not len(words):
                 continue
             remarks.append(
-                f"{self.name}: {quoted(words)} in column {name!r} ({len(words):,} rows) is taken for "
+                f"{self.name}: {quote_words(words)} in column {name!r} ({len(words):,} rows) is taken for "
                 "an empty cell, which is unknown: if it means something else, write that"
             )
             place = cells.column_names.index(name)
@@ -71,20 +71,20 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
     try:
         matches = match_records(url, cells, data.keys, data.names)
     except DataError as error:
-        raise ConfigError(error, _pseudonyms(url, datasets)) from None
+        raise ConfigError(error, _pseudonym_hint(url, datasets)) from None
     name = url
     remarks = [f"{url}: {note}" for note in matches.notes]
     if matches.mostly_missing:
         examples = ", ".join(data.names[:SHOWN].to_pylist())
         name = f"{remarks[0]}, which has {examples}, ...: check that the table belongs to the data"
-        remarks[0] += _pseudonyms(url, datasets)
+        remarks[0] += _pseudonym_hint(url, datasets)
     without_row = np.flatnonzero(matches.row < 0)
     if len(without_row):
         all_records = f"{len(data.keys):,} records of the data"
         remarks.append(
             f"{url}: has no row for {count_and_first(without_row, data.keys)} of {all_records}"
         )
-    rows = by_dataset(matches.row[data.key_of_crop], datasets)
+    rows = split_by_dataset(matches.row[data.key_of_crop], datasets)
     is_shared = np.asarray(pc.is_in(data.keys, pa.array(names_in_several(datasets), pa.string())))
     shared = np.flatnonzero(is_shared & (matches.row >= 0))
     if len(shared):
@@ -95,8 +95,8 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
     return JoinedSheet(name, cells, rows, remarks)
 
 
-def _pseudonyms(url: str, datasets: Sequence[Dataset]) -> str:
-    """What to do if the data do not have the names that a sheet has."""
+def _pseudonym_hint(url: str, datasets: Sequence[Dataset]) -> str:
+    """Says what to do if the data have pseudonyms instead of a sheet's names."""
     if not any(dataset.facts.pseudonyms for dataset in datasets):
         return ""
     return (
@@ -107,14 +107,14 @@ def _pseudonyms(url: str, datasets: Sequence[Dataset]) -> str:
 
 def join_own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> JoinedSheet:
     """The datasets' own columns, a row for each crop."""
-    if unknown := [name for name in task.columns if name not in OWN_COLUMNS]:
+    if unknown := [name for name in task.columns if name not in DATASET_COLUMNS]:
         raise ConfigError(
             f"task.columns: {unknown[0]!r} is not in the dataset, which has age and sex: name a "
             "table: ",
             Flag("--labels"),
         )
     cells = pa.concat_tables([dataset.table(["record", *task.columns]) for dataset in datasets])
-    rows = by_dataset(np.arange(len(cells)), datasets)
+    rows = split_by_dataset(np.arange(len(cells)), datasets)
     return JoinedSheet(datasets[0].root.url, as_text(cells), rows, [])
 
 
@@ -158,7 +158,7 @@ def names_in_several(datasets: Sequence[Dataset]) -> list[str]:
     return names
 
 
-def by_dataset(values_N: Array, datasets: Sequence[Dataset]) -> list[Array]:
-    """The values of each dataset's crops, of those of all crops."""
+def split_by_dataset(values_N: Array, datasets: Sequence[Dataset]) -> list[Array]:
+    """Splits values of all crops into those of each dataset."""
     ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
     return np.split(values_N, ends)

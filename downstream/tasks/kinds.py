@@ -28,8 +28,8 @@ from .config import TaskKind
 
 Array = np.ndarray
 Names = Sequence[str]
-SENSITIVE_OF = 20  # positives, at least: of fewer, one is more than 5 %
-EMPTY = "an empty cell is unknown: write 0 where a label is absent"
+LEAST_POSITIVES = 20  # with fewer positives, one of them is more than 5 %
+EMPTY_CELL_NOTE = "an empty cell is unknown: write 0 where a label is absent"
 
 
 @dataclass
@@ -38,15 +38,15 @@ class Targets:
 
     y: list[Array]  # by dataset; of regression standardised; of identity: classes
     outputs: int
-    center_K: Array = field(default_factory=lambda: np.zeros(1))  # of regression
+    center_K: Array = field(default_factory=lambda: np.zeros(1))  # mean label, for regression
     scale_K: Array = field(default_factory=lambda: np.ones(1))
     balanced_2K: Array | None = None  # weights of negative and positive labels
     remarks: list[str] = field(default_factory=list)
 
-    def standardised(self, y_NK: Array) -> Array:
+    def standardise(self, y_NK: Array) -> Array:
         return np.asarray((y_NK - self.center_K) / self.scale_K, np.float32)
 
-    def values(self, scores_RK: Array) -> Array:
+    def to_label_scale(self, scores_RK: Array) -> Array:
         """From the model's scale to that of the labels."""
         return np.asarray(scores_RK * self.scale_K + self.center_K)
 
@@ -54,11 +54,13 @@ class Targets:
 class Kind(ABC):
     name: ClassVar[TaskKind]
     meaning: ClassVar[str]
-    of_classes: ClassVar[bool] = True  # outputs are classes, not values
-    one_column: ClassVar[bool] = False  # of the label table
+    has_classes: ClassVar[bool] = True  # outputs are classes, not values
+    one_column: ClassVar[bool] = False  # the label table has one label column
     exclusive: ClassVar[bool] = False  # an ECG has one of the classes
     has_positives: ClassVar[bool] = True  # labels above 0 are examples of a class, or events
-    same_in_a_share = "no class has positives and negatives in both"  # why a probe learns nothing
+    why_share_is_too_small = (
+        "no class has positives and negatives in both"  # why a probe learns nothing
+    )
     # Numbers of a model's head that have one entry for each output
     head_numbers: ClassVar[tuple[str, ...]] = ()
 
@@ -72,22 +74,23 @@ class Kind(ABC):
 
     @abstractmethod
     def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of each label, and which are known: [R, K], for multiclass [R, 1]."""
+        """Returns the loss of each label, and which labels are known: [R, K], for multiclass [R,
+        1]."""
 
     def loss(
         self, logits_RK: Tensor, y_RK: Tensor, weights_RK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """For each sample: the summed loss of its known labels divided by the number of all labels,
-        and the share that is known. The sum of the first divided by the sum of the second is the
-        mean over known labels."""
+        """Returns for each sample: the summed loss of its known labels divided by the number of all
+        labels, and the share that is known. The sum of the first divided by the sum of the second
+        is the mean over known labels."""
         loss_RK, known_RK = self.cell_losses(logits_RK, y_RK)
         if weights_RK is not None:
             loss_RK = loss_RK * weights_RK
         loss_R = (loss_RK * known_RK).sum(1) / loss_RK.shape[1]
         return loss_R, known_RK.float().mean(1)
 
-    def right(self, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
-        """Whether all known labels of a sample are predicted."""
+    def are_right(self, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
+        """bool [R]: all known labels of a sample are predicted."""
         predicted_RK = logits_RK > 0
         positive_RK = y_RK > 0
         right_RK = (predicted_RK == positive_RK) | y_RK.isnan()
@@ -96,20 +99,20 @@ class Kind(ABC):
     def scores(self, logits_RK: Tensor) -> Tensor:
         return logits_RK
 
-    def varied(self, y_NK: Array) -> Array:
-        """bool [K]: the outputs of which a probe can learn something: known labels differ."""
+    def varying_outputs(self, y_NK: Array) -> Array:
+        """bool [K]: outputs whose known labels differ, so that a probe can learn something."""
         unknown_NK = np.isnan(y_NK)
         least_K = np.where(unknown_NK, np.inf, y_NK).min(0, initial=np.inf)
         most_K = np.where(unknown_NK, -np.inf, y_NK).max(0, initial=-np.inf)
         return np.asarray(least_K < most_K)
 
-    def all_same(self, split: str) -> str:
-        """Why nothing is `varied`."""
+    def why_nothing_varies(self, split: str) -> str:
+        """Says why there are no varying outputs."""
         return f"all labels of the split {split} are the same"
 
     def held_out_error(self, scores_NK: Array, y_NK: Array) -> float:
-        """What a probe's penalty minimises: the mean squared error of known labels, which is
-        defined even for a class without positives."""
+        """Returns what a probe's penalty minimises: the mean squared error of known labels, which
+        is defined even for a class without positives."""
         known_NK = ~np.isnan(y_NK)
         return float(np.square(scores_NK - y_NK)[known_NK].sum() / max(known_NK.sum(), 1))
 
@@ -121,20 +124,20 @@ class Kind(ABC):
     def targets(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
-        """What is learnt from labels `y` (by dataset), of which those of the training split are
-        `train_NK`. `labels`: the table's name, for messages. `balanced`: with class weights."""
+        """Returns what is learnt from labels `y` (by dataset), of which those of the training split
+        are `train_NK`. `labels`: the table's name, for messages. `balanced`: with class weights."""
         if unknown := listed_classes(classes, np.isnan(train_NK).all(0)):
             raise ConfigError(
                 f"{labels}: no crop of the training split has a known label in {unknown}: leave the "
                 "column out"
             )
-        return self.learnable(y, train_NK, classes, labels, balanced)
+        return self.targets_of_known(y, train_NK, classes, labels, balanced)
 
     @abstractmethod
-    def learnable(
+    def targets_of_known(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
-        """`targets` of labels that are known somewhere in each column."""
+        """Returns `targets`; some label is known in each column."""
 
     def chance_in_training(self, targets: Targets) -> dict[str, float]:
         """Training metrics of a model that guesses."""
@@ -145,54 +148,54 @@ class Kind(ABC):
         """Validation metrics of a model that knows only how frequent labels are: `y` held-out
         labels, of crops with so many windows."""
 
-    def cannot_choose(self, y: Array) -> str:
-        """Why held-out labels tell no step from another, if so."""
+    def why_no_best_step(self, y: Array) -> str:
+        """Says why held-out labels tell no step from another; "" if they do."""
         return ""
 
     def output_fields(self, classes: Names, unit: str) -> list[tuple[str, pa.DataType]]:
-        """The columns of predictions."""
+        """Returns the names and types of the columns of predictions."""
         return [(name, pa.float32()) for name in classes]
 
     def output_columns(self, y_NK: Array, classes: Names, thresholds: Any) -> list[pa.Array]:
         return [pa.array(y_N) for y_N in y_NK.T]
 
 
-class _Classes(Kind):
+class _ClassKind(Kind):
     """Labels are 0, 1 or NaN (unknown)."""
 
-    def learnable(
+    def targets_of_known(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
         there_K = np.asarray((train_NK > 0).any(0))
-        if has := self.cannot_learn(train_NK, there_K, classes):
+        if has := self.why_not_learnable(train_NK, there_K, classes):
             raise ConfigError(f"{labels}: the training split has {has}")
         targets = Targets(y, len(classes))
         if not there_K.all():
             absent = listed_classes(classes, ~there_K)
             targets.remarks = [f"no positive examples in training: {absent}"]
         if balanced:
-            targets.balanced_2K = self.balanced(train_NK)
+            targets.balanced_2K = self.balanced_weights(train_NK)
         return targets
 
-    def cannot_learn(self, train_NK: Array, there_K: Array, classes: Names) -> str:
+    def why_not_learnable(self, train_NK: Array, there_K: Array, classes: Names) -> str:
         if not there_K.any():
             return f"no positive of {listed_classes(classes, ~there_K)}: nothing to tell apart"
         if not (train_NK == 0).any():
             only = listed_classes(classes, there_K)
-            return f"only positives of {only}: nothing to tell apart; {EMPTY}"
+            return f"only positives of {only}: nothing to tell apart; {EMPTY_CELL_NOTE}"
         return ""
 
-    def balanced(self, y_NK: Array) -> Array:
+    def balanced_weights(self, y_NK: Array) -> Array:
         """[2, K]: weights of negative and positive labels, inverse to their frequency, 1 on
         average."""
         known_K = np.maximum((~np.isnan(y_NK)).sum(0), 1)
         negative_K = (y_NK == 0).sum(0)
         positive_K = (y_NK > 0).sum(0)
         counts_2K = np.maximum([negative_K, positive_K], 1)
-        return np.asarray(known_K / self.groups(y_NK) / counts_2K, np.float32)
+        return np.asarray(known_K / self.group_count(y_NK) / counts_2K, np.float32)
 
-    def groups(self, y_NK: Array) -> int:
-        """In how many groups each label puts the samples."""
+    def group_count(self, y_NK: Array) -> int:
+        """The number of groups into which each label divides the samples."""
         return 2
 
     def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
@@ -204,7 +207,7 @@ class _Classes(Kind):
     def chance_of_shares(self, share_K: Array) -> dict[str, float]: ...
 
 
-class BinaryKind(_Classes):
+class BinaryKind(_ClassKind):
     name: ClassVar[TaskKind] = "binary"
     meaning = "each ECG has it or not"
     one_column = True
@@ -244,7 +247,7 @@ class MultilabelKind(BinaryKind):
     one_column = False
 
 
-class MulticlassKind(_Classes):
+class MulticlassKind(_ClassKind):
     name: ClassVar[TaskKind] = "multiclass"
     meaning = "each ECG has exactly one of them"
     one_column = True
@@ -255,20 +258,20 @@ class MulticlassKind(_Classes):
         loss_R = F.cross_entropy(logits_RK, y_RK.nan_to_num(), reduction="none")
         return loss_R[:, None], known_R1
 
-    def right(self, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
+    def are_right(self, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
         return logits_RK.argmax(1) == y_RK.argmax(1)
 
     def scores(self, logits_RK: Tensor) -> Tensor:
         return logits_RK.softmax(1)
 
-    def cannot_learn(self, train_NK: Array, there_K: Array, classes: Names) -> str:
-        if why := super().cannot_learn(train_NK, there_K, classes):
+    def why_not_learnable(self, train_NK: Array, there_K: Array, classes: Names) -> str:
+        if why := super().why_not_learnable(train_NK, there_K, classes):
             return why
         if there_K.sum() == 1:
             return f"only {listed_classes(classes, there_K)}: nothing to tell apart"
         return ""
 
-    def groups(self, y_NK: Array) -> int:
+    def group_count(self, y_NK: Array) -> int:
         return int(y_NK.shape[1])
 
     def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
@@ -293,7 +296,7 @@ class RegressionKind(Kind):
 
     name: ClassVar[TaskKind] = "regression"
     meaning = "numbers"
-    of_classes = False
+    has_classes = False
     has_positives = False
     head_numbers = ("center", "scale")
 
@@ -302,7 +305,7 @@ class RegressionKind(Kind):
         loss_RK = F.smooth_l1_loss(logits_RK, y_RK.nan_to_num(), reduction="none")
         return loss_RK, known_RK
 
-    def learnable(
+    def targets_of_known(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
         center_K = np.asarray(np.nanmean(train_NK, 0, np.float64))
@@ -313,7 +316,7 @@ class RegressionKind(Kind):
                 "learn"
             )
         targets = Targets([], len(classes), center_K, scale_K)
-        targets.y = [targets.standardised(y_NK) for y_NK in y]
+        targets.y = [targets.standardise(y_NK) for y_NK in y]
         return targets
 
     def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
@@ -328,13 +331,13 @@ class RegressionKind(Kind):
 class SurvivalKind(Kind):
     name: ClassVar[TaskKind] = "survival"
     meaning = "the time until an event"
-    of_classes = False
-    same_in_a_share = "no event in one of them"
+    has_classes = False
+    why_share_is_too_small = "no event in one of them"
 
     def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
-        return cox(logits_RK, y_RK), y_RK > 0
+        return cox_loss(logits_RK, y_RK), y_RK > 0
 
-    def learnable(
+    def targets_of_known(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
         events = int((train_NK > 0).sum())
@@ -345,13 +348,13 @@ class SurvivalKind(Kind):
     def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         return {"c_index": 0.5}
 
-    def cannot_choose(self, y: Array) -> str:
+    def why_no_best_step(self, y: Array) -> str:
         return "" if (y > 0).any() else "no event in validation"
 
-    def varied(self, y_NK: Array) -> Array:
+    def varying_outputs(self, y_NK: Array) -> Array:
         return np.asarray((y_NK > 0).any(0))
 
-    def all_same(self, split: str) -> str:
+    def why_nothing_varies(self, split: str) -> str:
         return f"no event in the split {split}"
 
     def held_out_error(self, scores_NK: Array, y_NK: Array) -> float:
@@ -370,9 +373,11 @@ class IdentityKind(Kind):
     def targets(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
-        return self.learnable(y, train_NK, classes, labels, balanced)  # every patient is known
+        return self.targets_of_known(
+            y, train_NK, classes, labels, balanced
+        )  # every patient is known
 
-    def learnable(
+    def targets_of_known(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
         """Numbers the patients of the training split; those of other crops are arbitrary."""
@@ -407,7 +412,7 @@ def listed_classes(classes: Names, these_K: Any) -> str:
     return ", ".join(compress(classes, these_K))
 
 
-def cox(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
+def cox_loss(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
     """Minus the logarithm of the partial likelihood (Cox 1972) of each row if it had the event:
     of its hazard as a share of that of all rows not yet censored or gone, times their number, so
     that equal risks cost 0 in a batch of any size.
@@ -425,15 +430,15 @@ def cox(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
 def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
     """The mean loss of the events; 0 if there is none."""
     event_N1 = y_N1 > 0
-    return (cox(risk_N1, y_N1) * event_N1).sum() / event_N1.sum().clamp_min(1)
+    return (cox_loss(risk_N1, y_N1) * event_N1).sum() / event_N1.sum().clamp_min(1)
 
 
-def thresholds(y_NK: Array, scores_NK: Array) -> list[float]:
+def best_thresholds(y_NK: Array, scores_NK: Array) -> list[float]:
     """For each class, the threshold with the highest F1; 0.5 if it has no positives."""
-    return list(map(_threshold, y_NK.T, scores_NK.T))
+    return list(map(_best_threshold, y_NK.T, scores_NK.T))
 
 
-def _threshold(y_N: Array, score_N: Array) -> float:
+def _best_threshold(y_N: Array, score_N: Array) -> float:
     known = ~np.isnan(y_N)
     y, score = y_N[known], score_N[known]
     order = np.argsort(-score, kind="stable")
@@ -451,19 +456,19 @@ def _threshold(y_N: Array, score_N: Array) -> float:
 
 
 def sensitive_points(y_NK: Array, scores_NK: Array, classes: Names) -> dict[str, list[float]]:
-    """By class, from which score on 95 % of its positives lie, and the specificity there; without
+    """By class: the score that 95 % of its positives reach, and the specificity there; without
     classes of too few positives."""
     points = {}
     for name, y_N, score_N in zip(classes, y_NK.T, scores_NK.T, strict=True):
         positive, negative = np.sort(score_N[y_N > 0]), score_N[y_N == 0]
-        if len(positive) >= SENSITIVE_OF and len(negative):
-            lowest = positive[len(positive) // SENSITIVE_OF]
+        if len(positive) >= LEAST_POSITIVES and len(negative):
+            lowest = positive[len(positive) // LEAST_POSITIVES]
             points[name] = [float(lowest), float((negative < lowest).mean())]
     return points
 
 
-def sensitive(points: Mapping[str, Sequence[float]], classes: Names) -> list[str]:
-    """Sentences that say these points, and which classes have none."""
+def sensitivity_sentences(points: Mapping[str, Sequence[float]], classes: Names) -> list[str]:
+    """Returns sentences on these points, and on the classes that have none."""
     sentences = []
     for name, (lowest, specificity) in points.items():
         sentences.append(
@@ -471,7 +476,7 @@ def sensitive(points: Mapping[str, Sequence[float]], classes: Names) -> list[str
         )
     if without := [name for name in classes if name not in points]:
         sentences.append(
-            f"no score with 95 % sensitivity for {first_names(without, 5)}: that takes {SENSITIVE_OF} "
+            f"no score with 95 % sensitivity for {first_names(without, 5)}: that takes {LEAST_POSITIVES} "
             "positives and a negative"
         )
     return sentences

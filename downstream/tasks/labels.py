@@ -24,16 +24,16 @@ from omnilead.engine.data.where import where_mask
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag
 
 from .config import TaskConfig
-from .join import JoinedSheet, by_dataset, join_own_columns, join_sheet
+from .join import JoinedSheet, join_own_columns, join_sheet, split_by_dataset
 from .kinds import Array
-from .people import people_of, people_of_sheet, unknown_patients
+from .people import people_of, people_of_sheet, unknown_patients_remark
 from .refused import remarks_on_refused
 from .remarks import remarks_on_labels
-from .sheet import TIMED, label_columns
+from .sheet import SURVIVAL_COLUMNS, label_columns
 from .splits import SPLITS, TEST, split_by_role, split_crops
 from .values import label_values
 
-DX_ROLES = "shard --dx-sources names the sources whose records have diagnosis roles"
+DX_ROLES_HINT = "shard --dx-sources names the sources whose records have diagnosis roles"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class TaskLabels:
     y: list[Array]
     split: list[Array]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
     remarks: list[str] = field(default_factory=list)
-    name: str = ""  # of the table in messages; "": the labels are roles of the datasets
+    name: str = ""  # names the table in messages; "": the labels are roles of the datasets
     table: pa.Table | None = None  # the columns of the label table that are used, as text
     # By dataset [crops] int64: ids of those who must be in one split, patients (odd) or else records
     patients: list[Array] = field(default_factory=list)
@@ -57,7 +57,7 @@ class TaskLabels:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
 
     def all_rows(self, split: str) -> Array:
-        """The same of all datasets, whose crops are numbered one after the other."""
+        """The crops of a split, in all datasets, whose crops are numbered one after the other."""
         return np.flatnonzero(np.concatenate(self.split) == SPLITS.index(split))
 
     @cached_property
@@ -82,12 +82,12 @@ class TaskLabels:
         return "identity" if self.task.kind == "identity" else "dx"
 
     @property
-    def by_role(self) -> bool:
-        """Whether the datasets' roles decide the split, among the labelled crops."""
+    def is_split_by_role(self) -> bool:
+        """True if the datasets' roles decide the split among the labelled crops."""
         return self.task.split == "roles" or (self.task.split == "auto" and not self.task.labels)
 
     @property
-    def units(self) -> str:
+    def resampling_unit(self) -> str:
         """What is resampled for an interval."""
         without, records = self.unknown
         if not without:
@@ -148,18 +148,18 @@ def _labels_of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabel
     labelled_N = np.concatenate(split) > 0
     people = people_of(datasets)
     patients = people.ids(datasets)
-    remarks = people.doubtful_ids(labelled_N)
+    remarks = people.doubtful_ids_remark(labelled_N)
     if is_identity:
         return TaskLabels(task, (), patients, split, remarks, patients=patients)
     y = [dataset.labels.astype(np.float32) for dataset in datasets]
     unknown = people.records_without_patient(datasets, labelled_N)
-    remarks = [*unknown_patients(unknown), *remarks]
+    remarks = [*unknown_patients_remark(unknown), *remarks]
     return TaskLabels(task, CLASSES, y, split, remarks, patients=patients, unknown=unknown)
 
 
 def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> TaskLabels:
     if task.kind == "survival" and not task.columns:
-        task = replace(task, columns=TIMED)
+        task = replace(task, columns=SURVIVAL_COLUMNS)
     sheet = join_sheet(task, datasets, where) if task.labels else join_own_columns(task, datasets)
     task = replace(task, columns=label_columns(task, sheet.name, sheet.cells))
     if task.kind != "multiclass" or task.classes:
@@ -173,8 +173,8 @@ def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str
     split_N = np.where(labelled_N, splits.split_N, 0).astype(np.int8)
     unknown = people.records_without_patient(datasets, labelled_N)
     remarks = [
-        *(*sheet.remarks, *splits.remarks, *unknown_patients(unknown)),
-        *(*people.doubtful_ids(labelled_N), *remarks_on_labels(task, sheet, y_RK)),
+        *(*sheet.remarks, *splits.remarks, *unknown_patients_remark(unknown)),
+        *(*people.doubtful_ids_remark(labelled_N), *remarks_on_labels(task, sheet, y_RK)),
     ]
     if task.labels:
         remarks += remarks_on_refused(task, sheet, datasets, classes, y_RK)
@@ -182,7 +182,7 @@ def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str
         replace(task, folds=splits.folds),
         classes,
         y,
-        by_dataset(split_N, datasets),
+        split_by_dataset(split_N, datasets),
         remarks,
         sheet.name,
         _used_columns(task, sheet, where) if task.labels else None,
@@ -194,12 +194,14 @@ def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str
 
 def _y_of_crops(y_RK: Array, sheet: JoinedSheet) -> list[Array]:
     unknown_1K = np.full((1, y_RK.shape[1]), np.nan, np.float32)
-    with_unknown = np.append(y_RK, unknown_1K, axis=0)  # in row -1, that of crops without a row
+    with_unknown = np.append(
+        y_RK, unknown_1K, axis=0
+    )  # row -1 is all NaN: looked up by crops without a row
     return [with_unknown[row] for row in sheet.row_of_crop]
 
 
 def _labelled_crops(task: TaskConfig, sheet: JoinedSheet, y: list[Array]) -> Array:
-    """bool [crops of all datasets]"""
+    """bool [crops of all datasets]: crops with a known label; ConfigError if there are none."""
     labelled_N = np.concatenate([~np.isnan(y_NK).all(1) for y_NK in y])
     if not labelled_N.any():
         raise ConfigError(
@@ -216,7 +218,7 @@ def _used_columns(task: TaskConfig, sheet: JoinedSheet, where: str) -> pa.Table:
 
 
 def _leave_out(labels: TaskLabels, datasets: Sequence[Dataset], where: str) -> TaskLabels:
-    """Without the crops of train and valid for which `where` is not true."""
+    """Drops the crops of train and valid for which `where` is not true."""
     split, crops = [], 0
     for n, dataset in enumerate(datasets):
         cells = None

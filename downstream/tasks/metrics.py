@@ -3,11 +3,11 @@
     measure("multiclass", y_NK, scores_NK)["auroc"]   MEASURES of binary, multilabel, multiclass, regression and survival
     challenge_score(labels, outputs)                  the PhysioNet/CinC Challenge 2021's score, of [n, 26] zeros and ones
     statistic_of("binary", y_N1, scores_N1).summary() the measures, and figures for each class
-    identification(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
-    mean, half = over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
-    low, high = bootstrap(statistic_of("binary", y_N1, scores_N1), patients, 1000)    95 %, by resampling patients
-    if few_patients(kind, labels_NK, patients):       where a bootstrap says nothing: of two positives it can be 1 to 1
-        intervals |= intervals_of_few(metrics, labels_NK, patients)       # exact ones, or NaN
+    identification_scores(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
+    mean, half = mean_over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
+    low, high = bootstrap_interval(statistic_of("binary", y_N1, scores_N1), patients, 1000)    95 %, by resampling patients
+    if has_few_patients(kind, labels_NK, patients):       where a bootstrap says nothing: of two positives it can be 1 to 1
+        intervals |= exact_intervals(metrics, labels_NK, patients)       # exact ones, or NaN
 
 NaN in y is an unknown label, which is ignored. Means are over the classes (columns) for which a
 metric is defined. In survival y are times, negative if censored.
@@ -41,14 +41,14 @@ MEASURES: dict[str, list[str]] = {}
 for _metric in METRIC_OF.values():
     for _kind in _metric.kinds:
         MEASURES.setdefault(_kind, []).append(_metric.name)
-NORMAL = CLASSES.index("NSR")
-WEIGHTS = "challenge_weights.csv"
-UNIT = 80  # of the weights
+NORMAL_CLASS = CLASSES.index("NSR")
+CHALLENGE_WEIGHTS_FILE = "challenge_weights.csv"
+WEIGHT_UNIT = 80  # weights are multiples of 1/80
 THRESHOLD = 0.5
-BINS = 10  # bins of probabilities, equally wide
-FEW = 10  # patients with the class, or without it
-TOO_FEW = (
-    f"No class has {FEW} patients with it and {FEW} without it, or fewer than {FEW} had the event: "
+CALIBRATION_BINS = 10  # bins of probabilities, equally wide
+FEW_PATIENTS = 10  # patients with the class, or without it
+TOO_FEW_NOTE = (
+    f"No class has {FEW_PATIENTS} patients with it and {FEW_PATIENTS} without it, or fewer than {FEW_PATIENTS} had the event: "
     "AUROC and other metrics of classes and events"
 )
 NORMAL_CURVE = NormalDist()
@@ -56,7 +56,7 @@ NORMAL_CURVE = NormalDist()
 # an interval would otherwise shrink to an end of theirs
 BIAS_LIMITS = (0.1, 0.9)
 MOST_ACCELERATION = 0.25
-BLOCK = 2**23  # similarities at a time, 64 MB
+SIMILARITY_BLOCK = 2**23  # similarities at a time, 64 MB
 
 
 class MetricError(OutputError):
@@ -64,14 +64,14 @@ class MetricError(OutputError):
 
 
 @cache
-def weights() -> Array:
+def challenge_weights() -> Array:
     """int64 [26, 26], in eightieths: the credit for predicting one class when another is true."""
-    lines = (files("omnilead.downstream.tasks") / WEIGHTS).read_text().splitlines()
+    lines = (files("omnilead.downstream.tasks") / CHALLENGE_WEIGHTS_FILE).read_text().splitlines()
     table = np.genfromtxt(lines, delimiter=",", skip_header=1)
-    return np.asarray(np.rint(table[:, 1:] * UNIT), np.int64)
+    return np.asarray(np.rint(table[:, 1:] * WEIGHT_UNIT), np.int64)
 
 
-def predicted(kind: str, scores: Array, thresholds: Floats = None) -> Array:
+def predict_classes(kind: str, scores: Array, thresholds: Floats = None) -> Array:
     """bool [N, K]: classes strictly above their threshold (fairseq-signals
     binary_cross_entropy.py:28); for multiclass the most probable one."""
     if kind == "multiclass":
@@ -97,7 +97,7 @@ def statistic_of(
         return Regression(y, scores, classes)
     if kind == "survival":
         return Concordance(y, scores, classes)
-    outputs = predicted(kind, scores, thresholds)
+    outputs = predict_classes(kind, scores, thresholds)
     return Classification(y, outputs, scores, classes, kind)
 
 
@@ -109,16 +109,16 @@ def challenge_score(labels: Array, outputs: Array) -> float:
 
 def challenge_statistic(labels: Array, outputs: Array) -> Callable[[Array], float]:
     """A function of row weights that returns the challenge_score of these rows."""
-    return partial(_challenge, *credits(*checked(labels, outputs)))
+    return partial(_challenge_of_credits, *challenge_credits(*as_bools(labels, outputs)))
 
 
-def credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
+def challenge_credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
     """[3, N] each, predicting outputs, labels or "normal": credit in eightieths, number of classes
     labelled or predicted."""
     normal = np.zeros_like(labels)
-    normal[:, NORMAL] = True
+    normal[:, NORMAL_CLASS] = True
     y = labels.astype(np.float32)  # exact: sums of up to 676 numbers of up to 80
-    worth_NK = y @ weights().astype(np.float32)
+    worth_NK = y @ challenge_weights().astype(np.float32)
     credit_3N, norm_3N = [], []
     for predicted_NK in (outputs, labels, normal):
         credit_3N.append((worth_NK * predicted_NK).sum(1))
@@ -126,7 +126,7 @@ def credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
     return np.array(credit_3N, np.int64), np.maximum(norm_3N, 1)
 
 
-def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
+def _challenge_of_credits(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
     """Sums credits by their norm first, as integers, so that the order of the rows does not
     matter."""
     columns = zip(norm_3N, credit_3N * weight_N, strict=True)
@@ -134,12 +134,12 @@ def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
     if (sums[1] == sums[2]).all():  # every row is normal or empty: nothing else makes the two equal
         return 0.0
     norms = np.maximum(np.arange(27), 1)
-    observed, correct, inactive = (sums / norms).sum(1) / UNIT
+    observed, correct, inactive = (sums / norms).sum(1) / WEIGHT_UNIT
     return float((observed - inactive) / (correct - inactive))
 
 
-def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple[Array, Array]:
-    """Both as bool arrays of one shape [n, classes]."""
+def as_bools(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple[Array, Array]:
+    """Returns both as bool arrays of one shape [n, classes]."""
     arrays = []
     for name, values in (("labels", labels), ("outputs", outputs)):
         array = np.asarray(values)
@@ -157,7 +157,7 @@ def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple
     return y, p
 
 
-def ranked(score_N: Array) -> tuple[Array, Array]:
+def rank_scores(score_N: Array) -> tuple[Array, Array]:
     """Rows by descending score, and the position of the last of each run of equal scores."""
     order = np.argsort(-score_N)
     score = score_N[order]
@@ -172,7 +172,7 @@ class Ranking:
     def __init__(self, y_N: Array, score_N: Array) -> None:
         """y is 0, 1 or NaN: unknown, and ignored."""
         known_rows = np.flatnonzero(~np.isnan(y_N))
-        order, last = ranked(score_N[known_rows])
+        order, last = rank_scores(score_N[known_rows])
         self.order = known_rows[order]
         self.positive = np.flatnonzero(y_N[self.order] > 0)
         runs = np.unique(np.searchsorted(last, self.positive))
@@ -220,9 +220,9 @@ def weighted_measures(y_N: Array, score_N: Array, weight_NB: Array) -> dict[str,
 
 
 def squared_errors(y: Array, scores: Array) -> Array:
-    """0 where the label is unknown. Their mean is a class's Brier score. Exclusive classes are
-    scored like any others, each against the rest: Brier's own score, a sum over K classes, is K
-    times their mean."""
+    """Returns squared errors, 0 where the label is unknown. Their mean is a class's Brier score.
+    Exclusive classes are scored like any others, each against the rest: Brier's own score, a sum
+    over K classes, is K times their mean."""
     return np.where(np.isnan(y), 0, np.square(scores - y))
 
 
@@ -243,7 +243,7 @@ class Statistic(ABC):
     def means(self, weight_N: Array) -> dict[str, float]:
         means = {}
         for name, values_K in self.by_class(weight_N).items():
-            means[name] = _mean(values_K)
+            means[name] = _finite_mean(values_K)
         return means
 
     def measures(self) -> dict[str, float]:
@@ -263,7 +263,7 @@ class Classification(Statistic):
     ) -> None:
         y_NK, scores = np.asarray(labels, np.float64), np.asarray(scores)
         self.known = ~np.isnan(y_NK)
-        self.labels, outputs = checked(np.nan_to_num(y_NK), outputs, len(classes))
+        self.labels, outputs = as_bools(np.nan_to_num(y_NK), outputs, len(classes))
         if scores.dtype.kind != "f":
             scores = scores.astype(float)
         if scores.shape != y_NK.shape:
@@ -277,7 +277,7 @@ class Classification(Statistic):
         self.once_N = np.ones(len(y_NK), np.int64)
         if self.classes == CLASSES and self.known.all():
             self.names = ("challenge", *self.names)
-            self.credits = credits(self.labels, self.outputs)
+            self.credits = challenge_credits(self.labels, self.outputs)
         self.rated_N = self.known.any(1)
         wrong_NK = self.labels != self.outputs
         self.right_N = self.rated_N & ~wrong_NK.any(1)
@@ -298,12 +298,12 @@ class Classification(Statistic):
             means["accuracy"] = weight_N @ self.right_N / (weight_N @ self.rated_N)
         means["balanced_accuracy"] = means["sensitivity"]
         if "challenge" in self.names:
-            means["challenge"] = _challenge(*self.credits, weight_N)
+            means["challenge"] = _challenge_of_credits(*self.credits, weight_N)
         return means
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
-        """auroc, auprc, f_measure, sensitivity, specificity, brier. NaN where the denominator is
-        zero."""
+        """Returns auroc, auprc, f_measure, sensitivity, specificity, brier. NaN where the
+        denominator is zero."""
         weight_N1 = weight_N[:, None]
         areas = [ranking.areas(weight_N1) for ranking in self.rankings]
         auroc_K, auprc_K = np.concatenate(areas, 1)
@@ -327,7 +327,7 @@ class Classification(Statistic):
         columns["positives"] = self.labels.sum(0)
         columns["predicted"] = self.outputs.sum(0)
         columns["n"] = self.known.sum(0)
-        classes = table_of(self.classes, columns)
+        classes = values_by_class(self.classes, columns)
         never, always = [], []
         for name, row in classes.items():
             if not row["positives"]:
@@ -354,7 +354,7 @@ class Regression(Statistic):
         self.once_N = np.ones(len(values), np.int64)
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
-        """MEASURES, mean_error and sd_error. NaN where the denominator is zero."""
+        """Returns MEASURES, mean_error and sd_error. NaN where the denominator is zero."""
         w, e = weight_N[:, None] * self.known, self.errors
         with np.errstate(invalid="ignore", divide="ignore"):
             n = w.sum(0)
@@ -379,7 +379,7 @@ class Regression(Statistic):
 
     def summary(self) -> Facts:
         columns = self.by_class(self.once_N) | {"n": self.known.sum(0)}
-        return self.measures() | {"classes": table_of(self.classes, columns)}
+        return self.measures() | {"classes": values_by_class(self.classes, columns)}
 
 
 class Concordance(Regression):
@@ -445,7 +445,7 @@ def kaplan_meier(y_N: Array) -> tuple[Array, Array]:
     return np.append(x, length[-1:]), share.repeat(2)
 
 
-def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, Facts]:
+def values_by_class(classes: Names, columns: Mapping[str, Array]) -> dict[str, Facts]:
     """By class, each column's value."""
     table: dict[str, Facts] = {}
     for k, name in enumerate(classes):
@@ -453,32 +453,31 @@ def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, Facts]:
     return table
 
 
-def _mean(values_K: Array) -> float:
+def _finite_mean(values_K: Array) -> float:
     finite_K = values_K[np.isfinite(values_K)]
     return float(finite_K.mean()) if len(finite_K) else np.nan
 
 
-def identification(
+def identification_scores(
     gallery_PD: Array, gallery_ids: Sequence[Any], probe_QD: Array, probe_ids: Sequence[Any]
 ) -> Facts:
-    """Whether the gallery entry most similar to a probe (cosine) is of the same patient (paper,
-    "Patient identification").
+    """Scores how often the gallery entry most similar to a probe (cosine) is of the same patient
+    (paper, "Patient identification").
 
     A tie counts as the expected result of a random draw among its entries; a zero vector ties with
     all. `ties`: the share of probes with several best entries; `chance`: the accuracy of a random
     draw from the gallery; `one_sided`: probes whose patient is not in the gallery, always misses;
     `cmc`: the share of probes whose patient is among the first 1, 2, ... entries; `hits`, `same`,
     `other`: for each probe the expected hit, and the highest similarity to the same and to other
-    patients.
-    """
-    gallery = _units(gallery_PD, gallery_ids, "gallery")
-    probes = _units(probe_QD, probe_ids, "probe")
+    patients."""
+    gallery = _unit_embeddings(gallery_PD, gallery_ids, "gallery")
+    probes = _unit_embeddings(probe_QD, probe_ids, "probe")
     names = np.concatenate([np.asarray(gallery_ids), np.asarray(probe_ids)])
     ids = np.unique(names, return_inverse=True)[1]
     gallery_patients, probe_patients = ids[: len(gallery)], ids[len(gallery) :]
-    blocks = _compare(gallery, gallery_patients, probes, probe_patients)
+    blocks = _compare_blocks(gallery, gallery_patients, probes, probe_patients)
     better, tied, right, best, same, other = map(np.concatenate, zip(*blocks, strict=True))
-    within_QR = _found_within(better, tied, right, min(len(gallery), 50))
+    within_QR = _hit_probabilities(better, tied, right, min(len(gallery), 50))
     entries_Q = np.bincount(gallery_patients, minlength=ids.max() + 1)[probe_patients]
     cmc = within_QR.mean(0)
     return {
@@ -496,7 +495,7 @@ def identification(
     }
 
 
-def _units(vectors: Array, ids: Sequence[Any], name: str) -> Array:
+def _unit_embeddings(vectors: Array, ids: Sequence[Any], name: str) -> Array:
     array = np.asarray(vectors, np.float64)
     if array.ndim != 2 or not len(array) or len(array) != len(ids):
         raise MetricError(
@@ -519,11 +518,13 @@ def unit_vectors(x_ND: Array) -> Array:
     return np.asarray(x_ND / np.where(length > 0, length, 1))
 
 
-def _compare(gallery: Array, gallery_patients: Array, probes: Array, probe_patients: Array) -> Any:
+def _compare_blocks(
+    gallery: Array, gallery_patients: Array, probes: Array, probe_patients: Array
+) -> Any:
     """For each block of probes: how many entries are more similar than the patient's best one,
     how many as similar, how many of those are the patient's, how many share the first place; the
     highest similarity to the same patient and to others."""
-    step = max(1, BLOCK // len(gallery))
+    step = max(1, SIMILARITY_BLOCK // len(gallery))
     for start in range(0, len(probes), step):
         similarity = probes[start : start + step] @ gallery.T
         own_patient = probe_patients[start : start + step, None] == gallery_patients
@@ -541,7 +542,7 @@ def _compare(gallery: Array, gallery_patients: Array, probes: Array, probe_patie
         )
 
 
-def _found_within(better: Array, tied: Array, right: Array, ranks: int) -> Array:
+def _hit_probabilities(better: Array, tied: Array, right: Array, ranks: int) -> Array:
     """[Q, ranks]: the probability that the patient is among the first r, with ties in random
     order."""
     missed = np.ones(len(better))
@@ -556,26 +557,26 @@ def _found_within(better: Array, tied: Array, right: Array, ranks: int) -> Array
     return np.stack(probabilities, 1)
 
 
-def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
+def calibration_curve(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
     """For each bin of probabilities, over all classes: mean, share of positives (NaN if it has
     fewer than FEW rows) and count; then the expected calibration error of all."""
     is_known = ~np.isnan(labels.astype(float))
     p, y = scores[is_known].astype(float), labels[is_known]
-    bin_of = np.minimum((p * BINS).astype(int), BINS - 1)
+    bin_of = np.minimum((p * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
     row_of = np.nonzero(is_known)[0]
-    count = np.bincount(bin_of, minlength=BINS)
+    count = np.bincount(bin_of, minlength=CALIBRATION_BINS)
     n = np.maximum(count, 1)
-    mean = np.bincount(bin_of, p, BINS) / n
-    true = np.bincount(bin_of, y, BINS) / n
+    mean = np.bincount(bin_of, p, CALIBRATION_BINS) / n
+    true = np.bincount(bin_of, y, CALIBRATION_BINS) / n
     gap = np.abs(mean - true)
     error = (gap * count).sum() / max(len(p), 1)
-    for b in range(BINS):
-        if len(np.unique(row_of[bin_of == b])) < FEW:
+    for b in range(CALIBRATION_BINS):
+        if len(np.unique(row_of[bin_of == b])) < FEW_PATIENTS:
             true[b] = np.nan
     return mean, true, count, float(error)
 
 
-def over_seeds(values: Sequence[float]) -> tuple[float, float]:
+def mean_over_seeds(values: Sequence[float]) -> tuple[float, float]:
     """Mean, and half the width of the 95 % t interval: NaN for one value."""
     array = np.asarray(values, float)
     if not array.size or not np.isfinite(array).all():
@@ -596,11 +597,11 @@ def exact_interval(positives: int, people: int) -> list[float]:
     return list(map(float, stats.binomtest(positives, people).proportion_ci()))
 
 
-def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int) -> Array:
-    """95 % interval [2, ...] of a statistic, a function of how often each row was drawn. Patients are
-    drawn with all their rows. A resample on which the statistic is undefined (NaN) is left out. NaN
-    if there is only one patient."""
-    patient_N = _numbers(groups)
+def bootstrap_interval(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int) -> Array:
+    """Returns the 95 % interval [2, ...] of a statistic, a function of how often each row was
+    drawn. Patients are drawn with all their rows. A resample on which the statistic is undefined
+    (NaN) is left out. NaN if there is only one patient."""
+    patient_N = _group_numbers(groups)
     patients = int(patient_N.max()) + 1
     rng = np.random.default_rng(0)
     values = [statistic(np.ones(len(patient_N), np.int64))]
@@ -610,18 +611,19 @@ def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int) 
     statistics = np.array(values, float)
     if patients == 1:
         statistics[1:] = np.nan
-    return np.apply_along_axis(interval_of, 0, statistics)
+    return np.apply_along_axis(bca_interval, 0, statistics)
 
 
-def interval_of(value_B: Array) -> Array:
-    """95 % interval (low, high) of a statistic from its value and its values on resamples, which
-    follow: percentiles that are corrected for bias and skewness (Efron 1987, BCa). NaN where it is
-    undefined.
+def bca_interval(value_B: Array) -> Array:
+    """Returns the 95 % interval (low, high) of a statistic from its value and its values on
+    resamples, which follow: percentiles that are corrected for bias and skewness (Efron 1987, BCa).
+    NaN where it is undefined.
 
-    A resample repeats positives, which rank beside themselves: AUPRC is higher on it than on the rows
-    it was drawn from, as it is on those than on all ECGs there are. Plain percentiles of 95 % held the
-    AUPRC of 5 folds in 69 of 100 draws, these in 93; tests/downstream/evaluation/test_intervals.py
-    draws them. The acceleration is a sixth of the skewness of the resamples, which it is for sums."""
+    A resample repeats positives, which rank beside themselves: AUPRC is higher on it than on the
+    rows it was drawn from, as it is on those than on all ECGs there are. Plain percentiles of 95 %
+    held the AUPRC of 5 folds in 69 of 100 draws, these in 93;
+    tests/downstream/evaluation/test_intervals.py draws them. The acceleration is a sixth of the
+    skewness of the resamples, which it is for sums."""
     value, drawn_B = value_B[0], value_B[1:][np.isfinite(value_B[1:])]
     if not np.isfinite(value) or not len(drawn_B):
         return np.full(2, np.nan)
@@ -639,30 +641,30 @@ def interval_of(value_B: Array) -> Array:
     return np.array([min(low, value), max(high, value)])
 
 
-def _numbers(groups: Sequence[Any] | Array) -> Array:
+def _group_numbers(groups: Sequence[Any] | Array) -> Array:
     """The groups as numbers from 0."""
     return np.unique(np.asarray(groups), return_inverse=True)[1]
 
 
-def few_patients(kind: str, labels_NK: Array, patients: Sequence[Any] | Array) -> bool:
-    """Whether no class has FEW patients with it and FEW without it; of survival, whether fewer had
+def has_few_patients(kind: str, labels_NK: Array, patients: Sequence[Any] | Array) -> bool:
+    """True if every class has fewer than FEW_PATIENTS with it or without it. Survival: if fewer had
     the event."""
     if kind == "regression":
         return False
-    patient_N = _numbers(patients)
+    patient_N = _group_numbers(patients)
     for y_N in labels_NK.T:
         with_it = without_it = np.unique(patient_N[y_N > 0])
         if kind != "survival":
             without_it = np.unique(patient_N[y_N == 0])
-        if min(len(with_it), len(without_it)) >= FEW:
+        if min(len(with_it), len(without_it)) >= FEW_PATIENTS:
             return False
     return True
 
 
-def intervals_of_few(
+def exact_intervals(
     metrics: Mapping[str, Any], labels_NK: Array, patients: Sequence[Any]
 ) -> dict[str, list[float]]:
-    """Exact intervals of the shares of rows, if each row is another patient; otherwise none."""
+    """Returns exact intervals of the shares of rows, if each row is another patient; else NaN."""
     intervals = {name: [np.nan, np.nan] for name in metrics}
     if not len(set(patients)) == len(labels_NK) > 1:
         return intervals

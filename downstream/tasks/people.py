@@ -17,14 +17,14 @@ from .kinds import Array
 
 class People(NamedTuple):
     names: pa.Array
-    owner_N: Array  # of each crop of all datasets, the index of its owner in `names`
-    known_N: Array  # whether that is a patient
+    owner_N: Array  # index in `names` of the owner of each crop of all datasets
+    known_N: Array  # True if the owner is a patient
 
     def ids(self, datasets: Sequence[Dataset]) -> list[Array]:
         """By dataset, int64 [crops]: odd for patients."""
         return owner_ids(datasets, self.owner_N, self.known_N)
 
-    def doubtful_ids(self, labelled_N: Array) -> list[str]:
+    def doubtful_ids_remark(self, labelled_N: Array) -> list[str]:
         """A remark if ids of labelled patients may be two spellings of one."""
         patients = np.unique(self.owner_N[labelled_N & self.known_N])
         doubt = doubtful_patients(self.names.take(pa.array(patients)))
@@ -44,7 +44,8 @@ def people_of(datasets: Sequence[Dataset]) -> People:
 
 
 def people_of_sheet(sheet: JoinedSheet, datasets: Sequence[Dataset]) -> People:
-    """A column `patient` of the sheet counts where a dataset knows no patient."""
+    """Returns the people, where a column `patient` of the sheet counts if a dataset knows no
+    patient."""
     people = people_of(datasets)
     if people.known_N.all() or "patient" not in sheet.cells.column_names:
         return people
@@ -63,8 +64,8 @@ def people_of_sheet(sheet: JoinedSheet, datasets: Sequence[Dataset]) -> People:
     return People(all_names.dictionary, owner_N, people.known_N | by_sheet_N)
 
 
-def unknown_patients(unknown: Sequence[int]) -> list[str]:
-    """`unknown`: records_without_patient."""
+def unknown_patients_remark(unknown: Sequence[int]) -> list[str]:
+    """A remark on records without a patient. `unknown`: records_without_patient."""
     without, records = unknown
     if not without:
         return []

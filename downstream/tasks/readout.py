@@ -1,6 +1,6 @@
 """Read-outs: what an embedding keeps of an encoder's tokens and of the signal.
 
-    readout = parsed("mean+std+rhythm")
+    readout = parse_readout("mean+std+rhythm")
     width_of(readout, 128)                     # how many numbers that is, for an encoder of width 128
     read_out(readout, c_RND, x_RLT, leads)     # [R, width] float32; x_RLT: these leads in millivolts at 500 Hz
 
@@ -48,8 +48,8 @@ WIDTHS: dict[str, Callable[[int], int]] = {
 }
 
 
-def parsed(text: str) -> Readout:
-    """The parts of a read-out."""
+def parse_readout(text: str) -> Readout:
+    """Returns the parts of a read-out."""
     parts = tuple(text.split("+"))
     unknown = [part for part in parts if part not in WIDTHS]
     if unknown or len(set(parts)) < len(parts):
@@ -67,8 +67,9 @@ def width_of(readout: Readout, width: int) -> int:
     return sum(WIDTHS[part](width) for part in readout)
 
 
-def place_of_mean(readout: Readout, width: int) -> slice:
-    """Where the mean over tokens stands, by which patients are identified; without it, all."""
+def mean_slice(readout: Readout, width: int) -> slice:
+    """The slice of the mean over tokens, by which patients are identified; all if there is no
+    mean."""
     if "mean" not in readout:
         return slice(None)
     before = width_of(readout[: readout.index("mean")], width)
@@ -89,7 +90,7 @@ def read_out(
         elif part == "std":
             vectors.append(c_RND.std(1, correction=0))
         elif part == "beats":
-            vectors.append(_beats(c_RND, signal))
+            vectors.append(_beat_tokens(c_RND, signal))
         else:
             measured = measurements(signal)
             if part == "waveform":
@@ -98,9 +99,9 @@ def read_out(
     return torch.cat(vectors, 1)
 
 
-def _beats(c_RND: Tensor, signal: np.ndarray) -> Tensor:
-    """The mean token at each of BEATS_S from the R peaks; the mean of all tokens where no beat has
-    such a token."""
+def _beat_tokens(c_RND: Tensor, signal: np.ndarray) -> Tensor:
+    """Returns the mean token at each of BEATS_S from the R peaks; the mean of all tokens where no
+    beat has such a token."""
     rows = []
     for c_ND, x_LT in zip(c_RND, signal, strict=True):
         samples = r_peaks(x_LT)[:, None] + BEATS_S * FS_HZ

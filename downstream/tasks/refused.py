@@ -28,8 +28,8 @@ def remarks_on_refused(
     classes: Sequence[str],
     y_RK: Array,
 ) -> list[str]:
-    """How many refused records have each label, beside those of the data."""
-    if not KINDS[task.kind].of_classes:
+    """Remarks on how many refused records have each label, beside those of the data."""
+    if not KINDS[task.kind].has_classes:
         return []
     refused = refused_rows(task, sheet, datasets)
     if not len(refused):

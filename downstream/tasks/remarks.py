@@ -1,5 +1,5 @@
-"""What is said about the labels of a sheet: what is doubtful in them, what they were taken for, and
-how many there are."""
+"""Remarks on the labels of a sheet: what is doubtful in them, what they are taken for, and how many
+there are."""
 
 import re
 from difflib import SequenceMatcher
@@ -13,37 +13,37 @@ from omnilead.engine.settings.errors import first_names
 
 from .config import TaskConfig
 from .join import JoinedSheet
-from .kinds import EMPTY, KINDS, Array
+from .kinds import EMPTY_CELL_NOTE, KINDS, Array
 from .sheet import BOOLEANS, are_numbers
 
-PLAIN = ("0", "0.0", "false", "1", "1.0", "true")  # not worth a remark
-RARE = 5  # fewer examples of a class teach it badly, or are a slip of the pen
+UNREMARKABLE_WORDS = ("0", "0.0", "false", "1", "1.0", "true")  # not worth a remark
+RARE_RECORDS = 5  # fewer examples of a class teach it badly, or are a slip of the pen
 CODE_OF_UNKNOWN = re.compile("-1|-?9+")
 
 
 def remarks_on_labels(task: TaskConfig, sheet: JoinedSheet, y_RK: Array) -> list[str]:
-    """`y_RK`: by row of the sheet."""
+    """Returns remarks on the labels. `y_RK`: by row of the sheet."""
     if not task.labels:
         return []
     y_RK = y_RK[sheet.used_rows]
     remarks = []
-    if KINDS[task.kind].of_classes:
+    if KINDS[task.kind].has_classes:
         positive = (y_RK > 0).sum(0).tolist()
         records_of = dict(zip(task.classes or task.columns, positive, strict=True))
-        remarks += _classes_alike(records_of)
+        remarks += _remarks_on_spelling(records_of)
         if task.kind != "multiclass":
-            remarks += _classes_without_0(task, y_RK)
-        remarks += _rare_classes(records_of)
+            remarks += _remarks_on_missing_zeros(task, y_RK)
+        remarks += _remarks_on_rare_classes(records_of)
     if task.kind in ("multiclass", "regression"):
-        remarks += _codes_of_unknown(task, sheet)
-    remarks.append(_counts(task, y_RK))
+        remarks += _remarks_on_codes(task, sheet)
+    remarks.append(_counts_text(task, y_RK))
     if task.kind != "multiclass":
-        remarks += _words_read(task, sheet)
+        remarks += _remarks_on_words(task, sheet)
     return [f"{task.labels}: {remark}" for remark in remarks]
 
 
-def _classes_alike(records_of: dict[str, int]) -> list[str]:
-    """Classes that may be misspelt."""
+def _remarks_on_spelling(records_of: dict[str, int]) -> list[str]:
+    """Remarks on classes that may be misspelt."""
     remarks = []
     by_spelling: dict[str, list[str]] = {}
     for name in records_of:
@@ -57,15 +57,17 @@ def _classes_alike(records_of: dict[str, int]) -> list[str]:
             )
     for pair in combinations(records_of, 2):
         few, many = sorted(pair, key=records_of.__getitem__)
-        if _may_be_one_name(few, many) and records_of[few] < max(RARE, records_of[many] / 10):
+        if _may_be_one_name(few, many) and records_of[few] < max(
+            RARE_RECORDS, records_of[many] / 10
+        ):
             spelt = f"{few!r} ({records_of[few]:,} records) and {many!r} ({records_of[many]:,})"
             remarks.append(f"are {spelt} the same class? They are trained as two")
     return remarks
 
 
 def _may_be_one_name(name: str, other: str) -> bool:
-    """Whether two names differ in one letter of at least five, apart from case. Digits count: grade1
-    is not grade2."""
+    """True if two names differ in one letter of at least five, apart from case. Digits count:
+    grade1 is not grade2."""
     name, other = name.casefold(), other.casefold()
     shorter = min(len(name), len(other))
     if name == other or shorter < 5 or re.sub(r"\D", "", name) != re.sub(r"\D", "", other):
@@ -73,26 +75,28 @@ def _may_be_one_name(name: str, other: str) -> bool:
     return SequenceMatcher(None, name, other).ratio() >= 1 - 1 / shorter
 
 
-def _classes_without_0(task: TaskConfig, y_RK: Array) -> list[str]:
+def _remarks_on_missing_zeros(task: TaskConfig, y_RK: Array) -> list[str]:
     negative = (y_RK == 0).sum(0)
     never = [name for name, records in zip(task.columns, negative, strict=True) if not records]
-    return [f"no record is 0 in {first_names(never, SHOWN)}: {EMPTY}"] if never else []
+    return [f"no record is 0 in {first_names(never, SHOWN)}: {EMPTY_CELL_NOTE}"] if never else []
 
 
-def _rare_classes(records_of: dict[str, int]) -> list[str]:
-    """Those with too few records to learn or to score."""
+def _remarks_on_rare_classes(records_of: dict[str, int]) -> list[str]:
+    """A remark on classes with too few records to learn or to score."""
     rarest_first = sorted(records_of, key=records_of.__getitem__)
-    rare = [f"{name} ({records_of[name]})" for name in rarest_first if records_of[name] < RARE]
+    rare = [
+        f"{name} ({records_of[name]})" for name in rarest_first if records_of[name] < RARE_RECORDS
+    ]
     if not rare:
         return []
     return [
-        f"fewer than {RARE} records are positive in {first_names(rare, SHOWN)}: too few to learn or to "
+        f"fewer than {RARE_RECORDS} records are positive in {first_names(rare, SHOWN)}: too few to learn or to "
         "choose a threshold by"
     ]
 
 
-def _codes_of_unknown(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
-    """Numbers such as -9 or 999, apart from all others."""
+def _remarks_on_codes(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
+    """Remarks on numbers such as -9 or 999, apart from all others."""
     remarks = []
     for name in task.columns:
         values = pc.unique(sheet.cells[name]).drop_null().to_pylist()
@@ -113,13 +117,13 @@ def _codes_of_unknown(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
     return remarks
 
 
-def _counts(task: TaskConfig, y_RK: Array) -> str:
-    """What the labels are taken for, and how many records have each."""
+def _counts_text(task: TaskConfig, y_RK: Array) -> str:
+    """Says what the labels are taken for, and how many records have each."""
     unknown = int(np.isnan(y_RK).all(1).sum())
     positive = (y_RK > 0).sum(0)
     if task.kind == "binary":
         counts = f"{positive[0]:,} yes, {int((y_RK == 0).sum()):,} no"
-    elif KINDS[task.kind].of_classes:
+    elif KINDS[task.kind].has_classes:
         names = task.classes or task.columns
         most_first = sorted(zip(positive.tolist(), names, strict=True), reverse=True)
         counts = first_names([f"{name} {records:,}" for records, name in most_first], SHOWN)
@@ -130,14 +134,14 @@ def _counts(task: TaskConfig, y_RK: Array) -> str:
     return f"{first_names(task.columns, SHOWN)}: {task.kind}: {counts}, {unknown:,} unknown"
 
 
-def _words_read(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
-    """Which words were taken for 0 and which for 1."""
+def _remarks_on_words(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
+    """A remark on the words that were taken for 0 and for 1."""
     cells = {str(cell).lower() for name in task.columns for cell in sheet.cells[name].unique()}
     if task.positive:
         return [f"{task.positive} in column {task.columns[0]!r} is 1, all other values are 0"]
     words = [
         word
         for word in sorted(BOOLEANS, key=BOOLEANS.__getitem__)
-        if word in cells and word not in PLAIN
+        if word in cells and word not in UNREMARKABLE_WORDS
     ]
     return [", ".join(f"{word} is {BOOLEANS[word]}" for word in words)] if words else []

@@ -21,7 +21,7 @@ from omnilead.engine.settings.errors import ConfigError, first_names
 
 from .config import TaskConfig
 
-TIMED = ("time", "event")  # columns of survival
+SURVIVAL_COLUMNS = ("time", "event")  # columns of survival
 FOLD_COLUMNS = ("fold", "split")
 # No and yes as people and spreadsheets write them, in lower case, by language
 NO_AND_YES = {
@@ -46,7 +46,7 @@ MAX_VALUES = 100  # classes of multiclass, and folds
 
 
 def read_sheet(task: TaskConfig, where: str = "") -> pa.Table:
-    """`where`: data.where, whose columns are used, too."""
+    """Reads a sheet as text. `where`: data.where, whose columns are used, too."""
     used = task.columns and (*task.columns, *re.findall(r"\w+", where))
     try:
         return read_table(task.labels, used=used)
@@ -55,7 +55,7 @@ def read_sheet(task: TaskConfig, where: str = "") -> pa.Table:
 
 
 def label_columns(task: TaskConfig, sheet: str, cells: pa.Table) -> tuple[str, ...]:
-    """The columns that the task names, or else all that hold labels."""
+    """Returns the columns that the task names, or else all that hold labels."""
     available = tuple(
         name
         for name in cells.column_names
@@ -74,28 +74,28 @@ def label_columns(task: TaskConfig, sheet: str, cells: pa.Table) -> tuple[str, .
     return task.columns or available
 
 
-def type_columns(columns: Sequence[str]) -> tuple[str, str]:
-    """What to type for these label columns, as parts of an error; commands with several tasks have no
-    --columns."""
+def columns_hint(columns: Sequence[str]) -> tuple[str, str]:
+    """Says what to type for these label columns, as parts of an error; commands with several tasks
+    have no --columns."""
     in_yaml = f"or columns: [{', '.join(columns)}] in a YAML task"
     return Flag("--columns"), f" {' '.join(columns)}, {in_yaml}"
 
 
 def has_plus(cells: pa.Table, columns: Sequence[str]) -> bool:
-    """Whether any of these columns has a cell +; a cell - beside it is no, not a missing value."""
+    """True if any of these columns has a cell +: a cell - beside it is no, not a missing value."""
     return any(pc.any(pc.equal(cells[name], "+")).as_py() for name in columns)
 
 
 def may_be_missing(column: pa.ChunkedArray, minus_is_no: bool) -> pa.ChunkedArray:
-    """Which cells hold a word, such as NA, that may mean that there is no value."""
+    """bool: cells with a word, such as NA, that may mean that there is no value."""
     is_word = missing_words(column)
     if minus_is_no:
         is_word = pc.and_not(is_word, pc.fill_null(pc.equal(column, "-"), False))
     return is_word
 
 
-def quoted(words: pa.ChunkedArray) -> str:
-    """The different ones of these cells, for a message."""
+def quote_words(words: pa.ChunkedArray) -> str:
+    """Lists the different words for a message."""
     return first_names([repr(word) for word in sorted(words.unique().to_pylist())], SHOWN)
 
 
@@ -106,8 +106,8 @@ def are_numbers(values: Sequence[str]) -> bool:
         return False
 
 
-def in_order(values: Sequence[str]) -> list[str]:
-    """Sorted as numbers if all are numbers."""
+def sort_values(values: Sequence[str]) -> list[str]:
+    """Sorts values, as numbers if all are numbers."""
     if are_numbers(values):
         return sorted(values, key=lambda value: (float(value), value))
     return sorted(values)

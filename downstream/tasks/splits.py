@@ -17,7 +17,7 @@ from .config import TaskConfig
 from .join import JoinedSheet
 from .kinds import Array
 from .people import People
-from .sheet import MAX_VALUES, in_order
+from .sheet import MAX_VALUES, sort_values
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers
 TRAIN, VALID, TEST = 1, 2, 3
@@ -35,7 +35,7 @@ SPLIT_OF = {
 
 
 class Splits(NamedTuple):
-    split_N: Array  # of each crop of all datasets, as in SPLITS; 0: none
+    split_N: Array  # the split of each crop of all datasets, as in SPLITS; 0: none
     folds: Any  # task.folds
     remarks: Sequence[str] = ()
 
@@ -63,7 +63,7 @@ def split_crops(
         split_N, folds = _split_by_column(task, sheet, columns[0], labelled_N, people)
     else:
         folds = {}
-        # first come those whom data.hold_out holds out: test
+        # patients whom data.hold_out holds out come first, and are in test
         split_N = TEST - np.digitize(uniform_hashes(people.names), (0.1, 0.2))[people.owner_N]
     without_copies_N = _without_copies(split_N, datasets, labelled_N)
     remarks = []
@@ -81,14 +81,14 @@ def split_by_role(datasets: Sequence[Dataset], role: str) -> list[Array]:
 
 
 def _numbers_of_splits(names: pa.ChunkedArray) -> Array:
-    """0 where there is none, -1 if the name is unknown."""
+    """The number of each split; 0 for an empty name, -1 for an unknown one."""
     place = index_in(pc.utf8_lower(pc.fill_null(names, "")), pa.array(SPLIT_OF))
     return np.asarray(np.array([*SPLIT_OF.values(), -1], np.int8)[place])
 
 
 def _without_copies(split_N: Array, datasets: Sequence[Dataset], labelled_N: Array) -> Array:
-    """Copies of test ECGs are not used for training or validation, nor those of validation ECGs
-    for training: their split becomes 0."""
+    """Drops copies of test ECGs from training and validation, and copies of validation ECGs from
+    training: their split becomes 0."""
     waveform_N = np.concatenate([dataset.column("waveform") for dataset in datasets])
     split_N = split_N.copy()
     for side in (TEST, VALID):
@@ -101,7 +101,7 @@ def _without_copies(split_N: Array, datasets: Sequence[Dataset], labelled_N: Arr
 def _split_by_column(
     task: TaskConfig, sheet: JoinedSheet, column: str, labelled_N: Array, people: People
 ) -> tuple[Array, Any]:
-    """The split of each crop, and task.folds. A patient in two folds is an error."""
+    """Returns the split of each crop, and task.folds; ConfigError if a patient is in two folds."""
     cells = sheet.cells[column].combine_chunks().dictionary_encode()
     values: list[str] = cells.dictionary.to_pylist()
     if len(values) > MAX_VALUES:
@@ -115,13 +115,15 @@ def _split_by_column(
             wrong = values[int(split_of_value.argmin())]
             raise ConfigError(f"{sheet.name}: split {wrong!r}: write train, valid or test")
     else:
-        folds = folds or _last_folds(sheet.name, values)
+        folds = folds or _default_folds(sheet.name, values)
         split_of_value = _splits_of_folds(folds, values)
     empty = len(values)  # the value of an empty cell, and of a crop without a row
     value_of_row = pc.fill_null(cells.indices, empty).to_numpy(zero_copy_only=False)
     value_N = np.append(value_of_row, empty)[np.concatenate(sheet.row_of_crop)]
     counts_N = labelled_N & (value_N != empty)
-    patient, two = _in_two(people.owner_N[counts_N], value_N[counts_N], (len(people.names), empty))
+    patient, two = _patient_in_two_folds(
+        people.owner_N[counts_N], value_N[counts_N], (len(people.names), empty)
+    )
     if two:
         raise ConfigError(
             f"{sheet.name}: patient {people.names[patient]} is in {column}s "
@@ -130,7 +132,9 @@ def _split_by_column(
     return np.append(split_of_value, 0)[value_N], folds
 
 
-def _in_two(patient_N: Array, fold_N: Array, shape: tuple[int, int]) -> tuple[int, list[int]]:
+def _patient_in_two_folds(
+    patient_N: Array, fold_N: Array, shape: tuple[int, int]
+) -> tuple[int, list[int]]:
     """The first patient with several folds, and two of these."""
     is_in = np.zeros(shape, bool)
     is_in[patient_N, fold_N] = True
@@ -139,9 +143,9 @@ def _in_two(patient_N: Array, fold_N: Array, shape: tuple[int, int]) -> tuple[in
     return patient, folds[:2].tolist() if len(folds) > 1 else []
 
 
-def _last_folds(sheet: str, values: list[str]) -> dict[str, tuple[str, ...]]:
-    """task.folds if none are given: the last is test, the one before it valid."""
-    ordered = in_order(values)
+def _default_folds(sheet: str, values: list[str]) -> dict[str, tuple[str, ...]]:
+    """Returns task.folds if none are given: the last is test, the one before it valid."""
+    ordered = sort_values(values)
     if len(ordered) < 3:
         raise ConfigError(
             f"{sheet}: folds {', '.join(ordered)}: at least 3 are needed, for train, valid and test"

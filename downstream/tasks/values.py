@@ -20,13 +20,13 @@ from omnilead.engine.settings.errors import ConfigError, Flag, first_names
 from .config import TaskConfig, TaskKind
 from .join import JoinedSheet
 from .kinds import KINDS, Array
-from .sheet import BOOLEANS, MAX_VALUES, are_numbers, in_order, quoted, type_columns
+from .sheet import BOOLEANS, MAX_VALUES, are_numbers, columns_hint, quote_words, sort_values
 
 SHOWN_CLASSES = 10  # more are not typed out in a message
 
 
 def label_values(task: TaskConfig, sheet: JoinedSheet) -> tuple[TaskConfig, tuple[str, ...], Array]:
-    """The task with its classes, the names of the K outputs, and the values [rows, K]."""
+    """Returns the task with its classes, the names of the K outputs, and the values [rows, K]."""
     if task.positive and task.kind != "binary":
         raise ConfigError(
             f"task.positive={task.positive!r}: is for kind binary, not {task.kind}: leave it out"
@@ -34,7 +34,7 @@ def label_values(task: TaskConfig, sheet: JoinedSheet) -> tuple[TaskConfig, tupl
     if KINDS[task.kind].one_column and len(task.columns) != 1:
         raise ConfigError(
             f"{sheet.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: "
-            f"{type_columns(['NAME'])}"
+            f"{columns_hint(['NAME'])}"
         )
     if task.positive:
         return task, (f"{task.columns[0]}={task.positive}",), _is_positive(task, sheet)
@@ -57,7 +57,7 @@ def _is_positive(task: TaskConfig, sheet: JoinedSheet) -> Array:
     if positive is None:
         raise ConfigError(
             f"{sheet.name}: column {name!r} has no {task.positive!r}, which counts as 1: it holds "
-            f"{first_names(list(map(repr, in_order(values))), SHOWN_CLASSES)}"
+            f"{first_names(list(map(repr, sort_values(values))), SHOWN_CLASSES)}"
         )
     y_R = pc.cast(pc.equal(column, positive), pa.float32())
     return np.asarray(y_R.to_numpy(zero_copy_only=False))[:, None]
@@ -67,7 +67,7 @@ def _classes_of(task: TaskConfig, sheet: JoinedSheet) -> tuple[str, ...]:
     """The values of records that are in the data, sorted."""
     (name,) = task.columns
     cells = sheet.cells[name].combine_chunks().take(pa.array(sheet.used_rows))
-    classes = in_order(pc.drop_null(cells).unique().to_pylist())
+    classes = sort_values(pc.drop_null(cells).unique().to_pylist())
     _ask_whether_words_are_classes(sheet.name, name, cells, classes)
     return tuple(classes)
 
@@ -75,22 +75,22 @@ def _classes_of(task: TaskConfig, sheet: JoinedSheet) -> tuple[str, ...]:
 def _ask_whether_words_are_classes(
     sheet: str, column: str, cells: pa.Array, classes: Sequence[str]
 ) -> None:
-    """An error if a class may be a word for a missing value: only the user knows."""
+    """Raises an error if a class may be a word for a missing value: only the user knows."""
     words = cells.filter(missing_words(cells))
     if not len(words):
         return
     others = [name for name in classes if name not in words.unique().to_pylist()]
     raise ConfigError(
-        f"{sheet}: {quoted(words)} in column {column!r} ({len(words):,} rows): is it a class, or "
+        f"{sheet}: {quote_words(words)} in column {column!r} ({len(words):,} rows): is it a class, or "
         "unknown? If it is unknown, empty these cells; if it is a class, write another word; for a fine-tuning all "
         "classes can be named: ",
-        Flag(f"--set 'task.classes={_typed(classes)}'"),
+        Flag(f"--set 'task.classes={_classes_to_type(classes)}'"),
         " or, if it is unknown, ",
-        Flag(f"--set 'task.classes={_typed(others)}'"),
+        Flag(f"--set 'task.classes={_classes_to_type(others)}'"),
     )
 
 
-def _typed(classes: Sequence[str]) -> str:
+def _classes_to_type(classes: Sequence[str]) -> str:
     return json.dumps(classes, ensure_ascii=False) if len(classes) <= SHOWN_CLASSES else "[...]"
 
 
@@ -119,7 +119,7 @@ def _signed_times(task: TaskConfig, sheet: JoinedSheet) -> Array:
         raise ConfigError(
             f"{sheet.name}: a survival task has two columns, the time and whether the event "
             f"happened then, not {', '.join(task.columns)}: "
-            f"{type_columns(['TIME', 'EVENT'])}"
+            f"{columns_hint(['TIME', 'EVENT'])}"
         )
     time, event = task.columns
     time_R = _column_values("survival", sheet, time)
@@ -132,7 +132,7 @@ def _column_values(kind: TaskKind, sheet: JoinedSheet, name: str) -> Array:
     cells = sheet.cells[name].combine_chunks().dictionary_encode()
     texts = cells.dictionary.to_pylist()
     expected = "a number" if kind == "regression" else "a number above 0"
-    if KINDS[kind].of_classes:
+    if KINDS[kind].has_classes:
         expected = "0 or 1, true or false, yes or no"
         values = [BOOLEANS.get(text.lower(), np.inf) for text in texts]
     else:

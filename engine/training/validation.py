@@ -218,7 +218,7 @@ class PatientProbe:
 
 def identified_share(gallery_PD: Tensor, probe_PD: Tensor) -> float:
     """The share of patients whose probe is nearest (by cosine) to their own gallery entry. A tie
-    counts as a random draw among its entries. Equals evaluation.metrics.identification."""
+    counts as a random draw among its entries. Equals downstream.tasks.metrics.identification_scores."""
     gallery_PD = F.normalize(gallery_PD.double(), dim=-1)
     probe_PD = F.normalize(probe_PD.double(), dim=-1)
     cosine_PP = probe_PD @ gallery_PD.T

@@ -42,7 +42,7 @@ def test_overhead_is_computed_from_adjacent_turns(device, overhead):
         for drift in (1, 5, 2):
             row = {"units": 128, "wall_s": drift * wall_s, "cpu_s": drift * cpu_s}
             rows[side].append(row | {"waited_s": 0.02 * drift * wall_s})
-    result = e2e.figures({"rows": rows, "backend": "torch"}, device)
+    result = e2e.rates_and_percentages({"rows": rows, "backend": "torch"}, device)
     assert result["overhead_pct"] == pytest.approx(
         {"median": overhead, "low": overhead, "high": overhead}
     )
@@ -61,7 +61,7 @@ def test_two_ranks(dataset, tiny, tmp_path):
 
 
 def test_a_dataset_of_zeros(tmp_path):
-    dataset = huge.make(tmp_path / "zeros", 3000)
+    dataset = huge.make_huge_dataset(tmp_path / "zeros", 3000)
     assert len(dataset) == 3000 and not dataset.read(2999).any()
     assert next(scaling.first_batch(dataset.root.url)) == 1.0
     roles = dataset.meta["roles"]
@@ -94,9 +94,9 @@ run.with_name("seen").unlink()
 
 
 def test_the_time_to_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(start, "tree_s", lambda pid: (tmp_path / "seen").touch() or 1.5)
+    monkeypatch.setattr(start, "tree_cpu_s", lambda pid: (tmp_path / "seen").touch() or 1.5)
     command = (sys.executable, "-S", "-c")
-    result = start.repeated((*command, COMMAND), tmp_path, 3)
+    result = start.repeat_start((*command, COMMAND), tmp_path, 3)
     assert result["repeats"] == 3 and result["seconds"]["low"] > 0
     assert result["cpu_seconds"]["median"] == 1.5 and not (tmp_path / "run").exists()
     with pytest.raises(CaseError, match=r"exited with 1: .*frog"):
@@ -105,7 +105,7 @@ def test_the_time_to_the_first_step(tmp_path, monkeypatch):
 
 def test_loader_throughput_counts_whole_batches(dataset):
     given = (Path(dataset.root.url), "RLM", "torch", 16, 1, 0.05, "cpu")
-    measure.timed(loader.ours, given, 1, (sent := []).append)
+    measure.measure_case(loader.our_loader, given, 1, (sent := []).append)
     (sample,) = sent
     assert sample["units"] > 0 and sample["units"] % 16 == 0
 
@@ -163,6 +163,6 @@ def test_other_libraries_end_with_the_same_crops(make, name, dataset, tmp_path):
 
 def test_a_loader_without_a_batch_is_an_error():
     with pytest.raises(CaseError, match="too few crops for a batch of 4"):
-        next(loader.epochs([1, 2, 3], 4))
-    stream = loader.epochs([1, 2, 3], 2)
+        next(loader.endless_batches([1, 2, 3], 4))
+    stream = loader.endless_batches([1, 2, 3], 2)
     assert [len(next(stream)) for _ in range(3)] == [2, 2, 2]

@@ -106,8 +106,8 @@ def test_the_record_of_all_scores(tmp_path, monkeypatch, golden):
     """Those of fine-tuned models are put together, with what did not converge. What was made by
     hand is named."""
     suite = json.loads((GOLDEN / "suite.json").read_text())
-    facts = {name: suite[name] for name in report.OF_RECORD} | {"page_cache": "warm"}
-    monkeypatch.setattr(evidence, "environment", lambda: facts)
+    facts = {name: suite[name] for name in report.RECORD_FACTS} | {"page_cache": "warm"}
+    monkeypatch.setattr(evidence, "machine_facts", lambda: facts)
     made = json.loads((GOLDEN / "scores.json").read_text().replace("DIR", str(tmp_path)))
     made = {f"{place}/bench.json": scores for place, scores in made.items()}
     jobs = ("one_b", "evaluate_diagnosis-12")

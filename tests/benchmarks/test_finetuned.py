@@ -10,7 +10,7 @@ import omnilead
 from benchmarks import finetuned, trials
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.downstream.evaluation.identification import identify
-from omnilead.downstream.evaluation.results import EvalOptions, chosen_task, score_task
+from omnilead.downstream.evaluation.results import EvalOptions, find_task, score_task
 from omnilead.engine.data.datasets import Datasets
 from tests.conftest import save_model
 
@@ -49,7 +49,7 @@ def test_means_over_seeds_and_their_differences(dataset, tmp_path):
     assert list(found["models"]) == ["w2v-x", "random"] == [tuned["model"], random["model"]]
     model = omnilead.load(tmp_path / "diagnosis-12-random-1")
     whole = score_task(
-        model, Datasets((dataset,)), chosen_task(model), EvalOptions(leads="12")
+        model, Datasets((dataset,)), find_task(model), EvalOptions(leads="12")
     ).record
     assert tuned["n"] == random["n"] == whole["n"] and random["patients"] == whole["patients"]
     names = ["auroc", "auprc", "brier", "challenge", "challenge_chosen"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.text import Text
 
-from benchmarks import chart, report, tables
+from benchmarks import ROOT, chart, report, tables
 
 SUITE = Path(__file__).with_name("golden").joinpath("suite.json").read_text()  # made up
 
@@ -19,17 +19,17 @@ def loaded(folder, text):
 
 def test_pages_match_the_records():
     parts = report.all_parts()
-    assert report.EVIDENCE.read_text() == report.evidence_page()
-    assert report.TABLES.read_text() == report.results_page(parts)
-    assert report.CHART.read_text() == chart.chart(parts)
-    linked = re.findall(r"\]\(([^)#:]+)[)#]", report.TABLES.read_text())
-    assert len(linked) > 10 and all((report.TABLES.parent / link).exists() for link in linked)
+    assert report.EVIDENCE_PAGE.read_text() == report.evidence_page()
+    assert report.RESULTS_PAGE.read_text() == report.results_page(parts)
+    assert report.CHART.read_text() == chart.draw_chart(parts)
+    linked = re.findall(r"\]\(([^)#:]+)[)#]", report.RESULTS_PAGE.read_text())
+    assert len(linked) > 10 and all((report.RESULTS_PAGE.parent / link).exists() for link in linked)
 
 
 def test_figures_of_readme_come_from_the_records():
     parts, text = (
         report.all_parts(),
-        " ".join(report.ROOT.joinpath("README.md").read_text().split()),
+        " ".join(ROOT.joinpath("README.md").read_text().split()),
     )
     newest = report.newest(parts)
     step = newest["step", "cuda"]
@@ -61,7 +61,9 @@ def test_figures_of_readme_come_from_the_records():
 def test_a_suites_record_becomes_tables(device, golden, tmp_path):
     parts = loaded(tmp_path, SUITE.replace('"device": "cpu"', f'"device": "{device}"'))
     assert {part["benchmark"] for part in parts} == {*tables.TABLES}
-    golden(f"suite_{device}.md", f"{report.results_page(parts)}\n{tables.headline(parts[-1])}\n")
+    golden(
+        f"suite_{device}.md", f"{report.results_page(parts)}\n{tables.headline_table(parts[-1])}\n"
+    )
 
 
 def test_pictures_are_of_the_models(golden, tmp_path):
@@ -106,12 +108,12 @@ def test_which_record_counts(tmp_path):
     parts = []
     for date, alone, config in RANKED:
         parts.append(scaling | {"date": date, "alone": alone, "config": config})
-    ranks = [report.rank(part) for part in parts]
+    ranks = [report.sort_key(part) for part in parts]
     assert ranks == sorted(set(ranks)) and not scaling["alone"]
     on_gpu = parts[0] | {"config": {"device": "cuda"}}
     newest = {("scaling", "cpu"): parts[-1], ("scaling", "cuda"): on_gpu}
     assert report.newest([*parts, on_gpu]) == newest
-    answers = [any(report.judged(part, bar)[0] for bar in report.BARS) for part in parts]
+    answers = [any(report.deciding_case(part, bar)[0] for bar in report.TARGETS) for part in parts]
     assert answers == [True, False, False, True, True, True, True]
 
 

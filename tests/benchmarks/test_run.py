@@ -55,7 +55,6 @@ e2e --only [          | --only '[': not a regular expression
 loader --repeats 2    | --repeats 2: at least 3
 ingest --device cuda  | --device cuda: ingest does not use one
 suite --device cuda   | --device cuda: torch finds no CUDA device: use --device cpu
-suite --stages nosuch | --stages nosuch: no such stage: use ingest
 start --out {folder}  | is a folder
 nosuch                | invalid choice: 'nosuch'
 """),
@@ -96,7 +95,7 @@ def test_what_is_measured_said_and_kept(cases, tmp_path, monkeypatch, capsys, go
     ran("start --out out.json", a="no luck")
     ran("start --out none.json --only b", a="")
     ran("suite --out record.json", a="", b="no luck", c=None)  # c has a bug
-    ran("suite --out record.json --stages start --minutes 9", a="measured again", b="", c="")
+    ran("suite --out record.json --minutes 9", a="measured again", b="", c="")
     ran("suite --out record.json", a="", b="", c="", d="all cases are there")
     for reasons in ((measure.OVER_TIME, measure.OUT_OF_TIME), ("", "")):
         ran("suite --out late.json", **dict(zip(("slow", "b"), reasons, strict=True)))
@@ -137,7 +136,7 @@ def test_ctrl_c_is_one_line_and_ends_the_case(cases, capsys):
 
 
 def test_a_record_has_all_facts(monkeypatch, capsys):
-    facts = run.environment()
+    facts = run.machine_facts()
     assert len(facts["git"]["commit"]) == 40 and facts["hardware"]["cores"] == os.cpu_count()
     assert {"python", "torch", "deepspeed", "numpy"} <= set(facts["versions"])
     row = "NVIDIA H200, 570.1, 143771 MiB, 700.00 W, 1980 MHz"
@@ -146,11 +145,11 @@ def test_a_record_has_all_facts(monkeypatch, capsys):
     )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("OMNILEAD_REVISION", "1" * 40)
-    facts = run.environment()
+    facts = run.machine_facts()
     assert facts["git"] == {"commit": "1" * 40, "dirty": None}
     assert facts["hardware"]["short"] == "nvidia-h200" and not capsys.readouterr().err
     monkeypatch.delenv("OMNILEAD_REVISION")
-    assert run.environment()["git"]["commit"] == "unknown"
+    assert run.machine_facts()["git"]["commit"] == "unknown"
     assert "neither git nor OMNILEAD_REVISION says which commit" in capsys.readouterr().err
 
 
@@ -158,4 +157,4 @@ def test_a_record_has_all_facts(monkeypatch, capsys):
 def test_a_suites_stages_are_commands(device):
     parsed = [run.parse([*shlex.split(words), "--device", device]) for words in run.SUITES[device]]
     missing = {"suite", *(run.CPU_ONLY if device == "cuda" else ())}
-    assert {options.benchmark for options in parsed} == {*run.NAMES} - missing
+    assert {options.benchmark for options in parsed} == {*run.BENCHMARKS} - missing

@@ -86,7 +86,7 @@ def no_tf32(monkeypatch):
 
 @pytest.mark.gpu
 def test_the_bare_step_never_waits(tiny):
-    advance = step.ours(step.StepRun(step.OURS, "bf16", batch=4, model=tiny, device="cuda"))
+    advance = step.prepare_ours(step.StepRun(step.OURS, "bf16", batch=4, model=tiny, device="cuda"))
     advance()
     try:
         with warnings.catch_warnings():
@@ -121,9 +121,9 @@ def test_the_attention_that_is_asked_for_runs(device, name):
             torch.compiler.reset()
             counters.clear()
             attend = torch.compile(partial(F.scaled_dot_product_attention, q, q, q))
-            with step.attention_by(asked):
+            with step.force_attention(asked):
                 attend()
-                found = step.attention_of(attend)
+                found = step.detect_attention(attend)
     assert found == name and not counters["aot_autograd"]["autograd_cache_hit"]
 
 
@@ -132,7 +132,7 @@ def test_an_attention_that_a_device_does_not_have_is_no_bug(compiled):
     q, attend = torch.randn(1, 2, 9, 8), F.scaled_dot_product_attention
     if compiled:
         attend = torch.compile(attend)
-    with pytest.raises(step.CaseError, match="no cudnn attention"), step.attention_by("cudnn"):
+    with pytest.raises(step.CaseError, match="no cudnn attention"), step.force_attention("cudnn"):
         attend(q, q, q)
 
 
@@ -141,14 +141,14 @@ def test_the_order_of_cases(device, golden):
     """+: those of a suite's first stage. A GPU's are what decides the defaults."""
     options = run.parse([*shlex.split(run.SUITES[device][0]), "--device", device])
     base = replace(BASE, precision="bf16", device=device, compiled=step.COMPILED[device])
-    names = [each.name for each in step.runs(base, step.BATCHES[device])]
+    names = [each.name for each in step.runs_to_compare(base, step.BATCHES[device])]
     marks = ["+" if re.search(options.only or "", name) else "-" for name in names]
     golden(f"step_{device}.txt", "".join(map("{} {}\n".format, marks, names)))
 
 
 @pytest.mark.gpu
 def test_the_recreation_gives_our_loss_and_gradients_on_a_gpu():
-    assert step.disagreement(replace(BASE, device="cuda")) <= step.TOLERANCE["cuda"]
+    assert step.loss_difference(replace(BASE, device="cuda")) <= step.LOSS_TOLERANCE["cuda"]
 
 
 def test_large_steps_are_compiled_one_at_a_time_and_failures_are_said(monkeypatch, capsys):

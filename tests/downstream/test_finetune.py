@@ -31,7 +31,7 @@ from omnilead.downstream.finetuning.choose_settings import read_settings
 from omnilead.downstream.finetuning.start import read_start, select_leads
 from omnilead.downstream.finetuning.task import FinetuneTask, make_targets
 from omnilead.downstream.reports import run_report
-from omnilead.downstream.reports.page import titled
+from omnilead.downstream.reports.page import metric_title
 from omnilead.downstream.tasks.classifier import Classifier
 from omnilead.downstream.tasks.config import FinetuneConfig, TaskConfig
 from omnilead.downstream.tasks.labels import read_task
@@ -128,7 +128,7 @@ def test_evaluate_agrees_with_the_runs_validation(
     assert first["step"] == 0 and json.loads((run / "run.json").read_text())["best"] == figure
     assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}"
     assert json.loads((run / "result.json").read_text())["converged"] is False
-    assert f"<figcaption>{titled(figure)}</figcaption>" in run_report.build(run)
+    assert f"<figcaption>{metric_title(figure)}</figcaption>" in run_report.build(run)
     model, before = omnilead.load(run), omnilead.load(base)
     assert model.config["head"]["task"] == task and (model.head is not None) == diagnoses
     old, new = before.encoder.state_dict(), model.encoder.state_dict()

@@ -96,7 +96,7 @@ def test_forged_weights_are_one_line(change, says, boosted):
 @pytest.mark.parametrize("rlm", [[[]], "0.5", NAN, None])
 def test_how_leads_were_masked_is_unknown_if_it_is_no_number(rlm, saved_model):
     folder = sealed(saved_model(), trained={"rlm": rlm})
-    assert "is not known to have been trained" in omnilead.load(folder).unprepared()
+    assert "is not known to have been trained" in omnilead.load(folder).missing_leads_doubt()
 
 
 def cut(weights):

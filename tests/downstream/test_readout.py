@@ -13,7 +13,7 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.mean_beat import MEASUREMENTS, RHYTHM, measurements
 from omnilead.downstream.inference.commands import prepare_model
 from omnilead.downstream.interop.onnx import to_onnx
-from omnilead.downstream.tasks.readout import BEATS_S, parsed, read_out, width_of
+from omnilead.downstream.tasks.readout import BEATS_S, parse_readout, read_out, width_of
 from omnilead.engine.settings.errors import ConfigError, OutputError
 from tests.conftest import save_model, save_probed
 from tests.data_tools.test_mean_beat import REGULAR, ecg
@@ -25,7 +25,7 @@ MV = np.stack([ecg(REGULAR), ecg(REGULAR, 30)]).astype(np.float32) / 1000
 
 def test_mean_and_spread_of_the_tokens():
     c_RND = torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(0))
-    found = read_out(parsed("std+mean"), c_RND, torch.zeros(3, 12, 9))
+    found = read_out(parse_readout("std+mean"), c_RND, torch.zeros(3, 12, 9))
     assert torch.equal(found[:, 4:], c_RND.mean(1))
     np.testing.assert_allclose(found[:, :4], c_RND.numpy().std(1), rtol=1e-5)
 
@@ -36,9 +36,9 @@ def test_tokens_around_the_beats():
     since_s = (centre_s - 0.1) % 1 - 0.4
     c_RND = torch.from_numpy(since_s.astype(np.float32))[None, :, None]
     mv_RLT = torch.from_numpy(ecg(beats_s)[None] / 1000)
-    (found,) = read_out(parsed("beats"), c_RND, mv_RLT).numpy()
+    (found,) = read_out(parse_readout("beats"), c_RND, mv_RLT).numpy()
     np.testing.assert_allclose(found, BEATS_S, atol=0.06)
-    nothing = read_out(parsed("beats"), c_RND, torch.zeros(1, 12, 5000))
+    nothing = read_out(parse_readout("beats"), c_RND, torch.zeros(1, 12, 5000))
     assert nothing.isfinite().all()
 
 
@@ -67,7 +67,9 @@ def test_every_door_gives_the_same_numbers(dataset, tmp_path):
     table, other = omnilead.embed(**given), pq.read_table(out)
     width = model.encoder.width
     assert table.schema.field("embedding").type.list_size == width + len(MEASUREMENTS)
-    assert other.schema.field("embedding").type.list_size == width_of(parsed(ALL_PARTS), width)
+    assert other.schema.field("embedding").type.list_size == width_of(
+        parse_readout(ALL_PARTS), width
+    )
     first = dataset.read(int(table["row"][0].as_py()))[:, :2500]
     signal = np.where(first == -32768, 0, first) / 1000
     for text, found in (("", table), (ALL_PARTS, other)):
@@ -88,7 +90,7 @@ def test_a_probe_of_one_lead_uses_no_other(dataset, tmp_path):
 @pytest.mark.parametrize("text", ["loud", "mean+mean", "mean+", "+"])
 def test_unknown_parts_are_refused(text):
     with pytest.raises(ConfigError, match="join different parts by"):
-        parsed(text)
+        parse_readout(text)
 
 
 def test_a_normalised_input_has_no_amplitudes(tmp_path):
@@ -119,7 +121,7 @@ def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
     assert model.readout == ("mean", "rhythm", "std") and model.head_info.task == task
     half, _ = prepare_model(str(tmp_path / "B"), precision="bf16")
     assert half.head.weight.equal(model.head.weight)  # rounded, it would lose the standardisation
-    assert "was not trained with missing leads" in model.unprepared()
+    assert "was not trained with missing leads" in model.missing_leads_doubt()
     for out, says in (
         ("B", "B: exists: choose another folder"),
         ("A/config.json/B", "no folder can be made in"),

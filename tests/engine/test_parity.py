@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from omnilead.downstream.interop.fairseq import (
     from_theirs,
-    names,
-    settings,
-    spelling,
+    norm_spelling,
+    read_model_config,
+    their_names,
     their_settings,
     to_theirs,
 )
@@ -206,14 +206,14 @@ def test_names_are_exact_both_ways(conv_norm):
         "code_width": 16,
     }
     config = ModelConfig(conv_norm=conv_norm, **sizes)  # type: ignore[arg-type]
-    assert settings(their_settings(config)["model"]) == config
+    assert read_model_config(their_settings(config)["model"]) == config
     state = Pretrainer(config, ObjectiveConfig()).state_dict()
     for spelled in ("parametrizations", "weight_g"):
         there = to_theirs(state, config, spelled)
-        assert spelling(there) == spelled
+        assert norm_spelling(there) == spelled
         assert "post_extract_proj.weight" not in there  # features are as wide as the encoder
         back = from_theirs(there, config)
-        assert back.keys() == state.keys() == names(config).keys()
+        assert back.keys() == state.keys() == their_names(config).keys()
         assert all(torch.equal(back[name], state[name]) for name in state)
 
 

@@ -23,7 +23,7 @@ from omnilead.data_tools.sharding.leave_out import LeaveOut
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.sources.detect import open_sources
-from omnilead.downstream.interop.hub import published
+from omnilead.downstream.interop.hub import files_to_upload
 from omnilead.downstream.tasks.config import TaskConfig
 from omnilead.downstream.tasks.labels import read_task
 from omnilead.engine.data import seen
@@ -297,7 +297,7 @@ def test_an_export_without_its_data_says_so(whole, tmp_path, capsys):
 def test_the_record_is_part_of_the_folder(base, tmp_path):
     """Checked by its sha256, also if it is missing; pushed with the model."""
     folder = Path(shutil.copytree(base / "model", tmp_path / "model"))
-    assert published(folder)["seen.parquet"] == (folder / "seen.parquet").read_bytes()
+    assert files_to_upload(folder)["seen.parquet"] == (folder / "seen.parquet").read_bytes()
     (folder / "seen.parquet").unlink()
     with pytest.raises(ConfigError, match=r"seen.parquet: no such file"):
         omnilead.load(folder)
@@ -369,7 +369,7 @@ def test_nobody_finds_names_from_a_model_folder(source, named, clinics, base, tm
     folder = Path(shutil.copytree(base / "model", tmp_path / "model"))
     (folder / "seen.parquet").write_bytes(seen.to_bytes(record))
     write_config(folder, read_document(folder / "config.json"))
-    (tmp_path / "pushed").write_bytes(as_file(published(folder)["seen.parquet"]))
+    (tmp_path / "pushed").write_bytes(as_file(files_to_upload(folder)["seen.parquet"]))
     for path in (folder / "seen.parquet", tmp_path / "pushed"):
         found = seen.read_record(path)
         assert guessed(found, source, candidates) == set()
@@ -413,7 +413,7 @@ def test_open_hashes_of_earlier_versions_are_read_and_not_published(
     (tmp_path / "grown").write_bytes(seen.to_bytes(grown))
     for record in (found, seen.read_record(tmp_path / "grown")):
         assert guessed(seen.without_guessable(record), "clinic", IDS) == set()
-    (tmp_path / "pushed").write_bytes(as_file(published(folder)["seen.parquet"]))
+    (tmp_path / "pushed").write_bytes(as_file(files_to_upload(folder)["seen.parquet"]))
     assert "left out 16 open hashes of patients" in capsys.readouterr().err
     assert not seen.read_record(tmp_path / "pushed")["patient"].to_numpy().any()
     assert omnilead.load("small").seen["patient"].to_numpy().any()

@@ -62,14 +62,14 @@ def diagnostic(tmp_path_factory):
 def make_quick(patch):
     """Few resamples, random weights, penalties and trees, and a part for each batch."""
     patch.setattr(differences, "RESAMPLES", 20)
-    patch.setattr(embedders, "DRAWS", 2)
-    patch.setattr(probe, "STRENGTHS", probe.STRENGTHS[::6])
+    patch.setattr(embedders, "RANDOM_DRAWS", 2)
+    patch.setattr(probe, "PENALTY_STRENGTHS", probe.PENALTY_STRENGTHS[::6])
     patch.setattr(boosted, "ROUNDS", 5)
     patch.setattr(ecg_reader, "PART_BATCHES", 1)
     patch.setattr(
         results,
-        "bootstrap",
-        lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50),
+        "bootstrap_interval",
+        lambda statistic, groups, n: metrics.bootstrap_interval(statistic, groups, n // 50),
     )
 
 

@@ -78,9 +78,9 @@ def test_diagnosis_scores_equal_a_loop_over_halves(leads, data, diagnostic, eval
     names = data.column("record")[crops]
     each = [np.flatnonzero(names == name) for name in np.unique(names)]
     means = np.stack([probability[rows].mean(0) > 0.5 for rows in each])
-    of_records = challenge_score(np.stack([labels[rows[0]] for rows in each]), means)
+    average_records = challenge_score(np.stack([labels[rows[0]] for rows in each]), means)
     record = document["record"]
-    assert record["metrics"]["challenge"] == pytest.approx(of_records, abs=1e-9)
+    assert record["metrics"]["challenge"] == pytest.approx(average_records, abs=1e-9)
     assert record["n"] == len(each) < len(np.unique(crops))  # some records have several crops
     assert document["classes"]["NSR"]["positives"] == labels[:, CLASSES.index("NSR")].sum()
     assert document["intervals"]["challenge"] == [None, None]  # too few patients of each class

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.downstream.evaluate import main
-from omnilead.downstream.inference.outputs import tables
+from omnilead.downstream.inference.outputs import part_tables
 from omnilead.downstream.tasks.labels import TaskLabels
 from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.model.folder import write_config
@@ -158,8 +158,8 @@ def test_ranks_share_the_parts_and_a_killed_evaluation_resumes(
     there = {int(path.stem) for path in kept.glob("0*.parquet")}
     computed = []
     monkeypatch.setattr(
-        "omnilead.downstream.inference.outputs.tables",
-        lambda *given: computed.extend(given[3]) or tables(*given),
+        "omnilead.downstream.inference.outputs.part_tables",
+        lambda *given: computed.extend(given[3]) or part_tables(*given),
     )
     assert main([*arguments, str(shared)]) == 0
     assert 1 in there and computed == sorted({*range(len(data.select(dx="test")))} - there)
@@ -188,7 +188,7 @@ def test_outputs_kept_from_an_interrupted_evaluation(
             code=1,
         )
     with monkeypatch.context() as patch:
-        patch.setattr("omnilead.downstream.evaluation.results.matrix", interrupt)
+        patch.setattr("omnilead.downstream.evaluation.results.embedding_matrix", interrupt)
         refused("interrupted: run the same command again", diagnostic, *arguments, code=130)
         refused(
             "interrupted: run the same command again",
@@ -205,7 +205,8 @@ def test_outputs_kept_from_an_interrupted_evaluation(
         "II",
     )
     monkeypatch.setattr(
-        "omnilead.downstream.inference.outputs.tables", lambda *_: pytest.fail("computed again")
+        "omnilead.downstream.inference.outputs.part_tables",
+        lambda *_: pytest.fail("computed again"),
     )
     evaluated(diagnostic)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.html.halves.parquet", "f.json"]

@@ -7,5 +7,5 @@ from tests.downstream.evaluate.conftest import make_quick
 def few_resamples():
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
-        patch.setattr("omnilead.downstream.tasks.metrics.FEW", 3)
+        patch.setattr("omnilead.downstream.tasks.metrics.FEW_PATIENTS", 3)
         yield

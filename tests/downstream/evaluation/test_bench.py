@@ -22,15 +22,15 @@ from omnilead.data_tools.ecg.constants import LEADS as LEADS_OF
 from omnilead.downstream.bench import Comparison
 from omnilead.downstream.evaluation import bench, differences, embedders, plan
 from omnilead.downstream.evaluation import vectors as vectors_of
-from omnilead.downstream.evaluation.differences import KEYS, resampled
-from omnilead.downstream.evaluation.identification import identities
-from omnilead.downstream.evaluation.probe import ProbeData, folds, linear
+from omnilead.downstream.evaluation.differences import ROW_KEYS, bootstrap_weights
+from omnilead.downstream.evaluation.identification import crops_to_identify
+from omnilead.downstream.evaluation.probe import ProbeData, fit_linear_probe, penalty_folds
 from omnilead.downstream.evaluation.records import (
     ProbedRecords,
     ShownLeads,
+    assign_folds,
     draws_of_share,
-    folds_of,
-    groups_of,
+    fold_groups,
 )
 from omnilead.downstream.reports import bench_report
 from omnilead.downstream.tasks.config import TaskConfig
@@ -79,7 +79,7 @@ def found(out):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    monkeypatch.setattr(bench_report, "picture", mock.Mock())
+    monkeypatch.setattr(bench_report, "draw_comparison", mock.Mock())
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def again(out, dataset, tmp_path, undrawn):
 
 
 def metrics_of(found):
-    return {tuple(row[key] for key in KEYS): row["metrics"] for row in found["rows"]}
+    return {tuple(row[key] for key in ROW_KEYS): row["metrics"] for row in found["rows"]}
 
 
 def write_table(path, dataset, **columns):
@@ -123,7 +123,7 @@ def test_every_row_and_its_differences_in_every_file(out, found):
         and len(found["readouts"]) == 4
     )
     for gap in gaps:
-        name, *setting = (gap[key] for key in KEYS)
+        name, *setting = (gap[key] for key in ROW_KEYS)
         values = [scores[model, *setting][gap["metric"]] for model in (name, gap["against"])]
         assert gap["difference"] == pytest.approx(values[0] - values[1])
         assert gap["interval"][0] <= gap["interval"][1]
@@ -144,7 +144,7 @@ def test_the_picture_has_a_line_for_each_model_and_clips_no_word(found):
     """Readable in grey: shares of labels differ in their marks, models in their lines."""
     long = "a model with a name of more than forty letters"
     document = json.loads(json.dumps(found).replace('"first"', f'"{long}"'))
-    figure = bench_report.picture(document)
+    figure = bench_report.draw_comparison(document)
     figure.draw_without_rendering()
     drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
     assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= height
@@ -224,7 +224,7 @@ def test_a_comparison_is_a_table(found):
     name = next(iter(row["metrics"]))
     assert line["metric"] == name and line["value"] == row["metrics"][name]
     assert [line["low"], line["high"]] == row["intervals"][name]
-    assert [line[key] for key in KEYS] == [row[key] for key in KEYS]
+    assert [line[key] for key in ROW_KEYS] == [row[key] for key in ROW_KEYS]
     pytest.importorskip("pandas")
     assert len(Comparison(found).to_pandas()) == len(table)
     assert "<th>model</th>" in Comparison(found)._repr_html_()
@@ -284,7 +284,7 @@ def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, 
 
 def test_without_lightgbm_one_line_says_what_is_left_out(again, models, monkeypatch, capsys):
     for module in (bench, embedders):
-        monkeypatch.setattr(module, "installed", lambda: False)
+        monkeypatch.setattr(module, "has_lightgbm", lambda: False)
     found = omnilead.bench(models[:1], tasks=["sex"], **again)
     assert "boosted features" not in {row["model"] for row in found["rows"]}
     notes = [note for note in found["notes"] if "left out" in note]
@@ -299,11 +299,11 @@ def test_identification_equals_a_direct_computation(out, found, dataset):
     (beats,) = embedders.rows_to_compare([], embedders.EmbedOptions())[0].draws[0]
     shown = ShownLeads(Input(ALL_LEADS, ALL_LEADS), tuple(LEADS))
     data = Datasets((dataset,))
-    of = identities(data, shown.usable(data))
+    of = crops_to_identify(data, shown.usable(data))
 
     def vectors(rows):
-        made = vectors_of.embedded(beats, data, rows, *LEADS, out / "parts")
-        return made.of(rows).c_BSD[:, 0, beats.compared]  # of unit length
+        made = vectors_of.cached_vectors(beats, data, rows, *LEADS, out / "parts")
+        return made.take(rows).c_BSD[:, 0, beats.identity_dims]  # of unit length
 
     nearest = (vectors(of.probe) @ vectors(of.gallery).T).argmax(1)
     hits = of.patient_B[of.gallery][nearest] == of.patient_B[of.probe]
@@ -339,7 +339,7 @@ def test_trained_on_one_dataset_and_tested_on_another(transferred, dataset, tmp_
 
 
 def test_few_patients_have_no_interval(models, dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("omnilead.downstream.tasks.metrics.FEW", 10)
+    monkeypatch.setattr("omnilead.downstream.tasks.metrics.FEW_PATIENTS", 10)
     table, how = tmp_path / "rare.csv", {"data": dataset.root.url, "out": tmp_path / "OUT"}
     write_table(table, dataset, rare=[1, 0, 0, 0, 0, 0, 0])
     found = omnilead.bench(models[:1], tasks=[str(table)], **how)
@@ -353,13 +353,13 @@ def test_few_patients_have_no_interval(models, dataset, tmp_path, monkeypatch):
 
 def test_shares_that_no_resample_changes():
     same = np.full(1001, 1 - 1e-16)  # a mean of ones over several members
-    assert differences.interval(same, 2) == exact_interval(2, 2)
+    assert differences.score_interval(same, 2) == exact_interval(2, 2)
     facts = {"patients": 2}
     scored = {
         (name, "identification", "12", None): (facts, {"accuracy": np.full(1001, share)})
         for name, share in (("A", 1), ("B", 0))
     }
-    (gap,) = differences.compared(scored, {"A": "", "B": "A"})["differences"]
+    (gap,) = differences.rows_and_differences(scored, {"A": "", "B": "A"})["differences"]
     assert gap["difference"] == -1 and np.isnan(gap["interval"]).all()
 
 
@@ -391,16 +391,16 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     labels = TaskLabels(TaskConfig("made", "multilabel"), ("a", "b", "c"), [y], [])
     draws = {0.2: list(draws_of_share(train.patient_N, 0.2)), 1.0: [np.arange(140)]}
     used = {0.2: np.array([True, False, True]), 1.0: np.ones(3, bool)}
-    weight = resampled(test.patient_N)
+    weight = bootstrap_weights(test.patient_N)
     task = plan.ProbedTask(labels, train, test, draws, used, weight, set(), every)
     vectors = [vectors_of.Vectors(every, np.full(200, 2), c_BSD)]
-    for share, of_classes in bench.probe_samples(
-        task, vectors, vectors, linear, bench.Clock(1, 1)
+    for share, of_classes in bench.samples_of_probes(
+        task, vectors, vectors, fit_linear_probe, bench.TimeEstimate(1, 1)
     ).items():
-        facts, samples = task.facts(share, of_classes), differences.over_classes(of_classes)
+        facts, samples = task.facts(share, of_classes), differences.mean_over_classes(of_classes)
         direct, known = [], y[:, used[share]]
         for at in draws[share]:
-            probe = linear(ProbeData(x[at], known[at], at // 2, "multilabel"))
+            probe = fit_linear_probe(ProbeData(x[at], known[at], at // 2, "multilabel"))
             direct.append(measure("multilabel", known[140:], probe.scores(x[140:])))
         assert (facts["draws"], facts["left_out"]) == {0.2: (2, ["b"]), 1.0: (1, [])}[share]
         for name in ("auroc", "auprc"):
@@ -412,22 +412,22 @@ def test_in_cross_validation_an_ecg_is_ranked_in_its_own_fold_alone():
     fold, score = RNG.integers(0, 3, 90), RNG.normal(size=90)
     y = (score + RNG.normal(size=90) > 0).astype(float)
     y[RNG.random(90) < 0.1] = np.nan
-    weight = resampled(np.arange(90) // 2)
+    weight = bootstrap_weights(np.arange(90) // 2)
     for shift in (0, 9):
         scores = (score + shift * fold)[:, None]
-        found = differences.by_fold("binary", y[:, None], scores, weight, fold)
+        found = differences.metrics_by_fold("binary", y[:, None], scores, weight, fold)
         for column in (0, 1):  # all ECGs, and a resample
             right = []
             rows = np.repeat(np.arange(90), weight[:, column].astype(int))
             for i in rows[y[rows] == 1]:
                 right += (score[i] > score[rows[(y[rows] == 0) & (fold[rows] == fold[i])]]).tolist()
             assert found["auroc"][0, column] == pytest.approx(np.mean(right))
-    one = differences.by_fold("binary", y[:, None], scores, weight, 0 * fold)
-    whole = differences.by_class("binary", y[:, None], scores, weight)
+    one = differences.metrics_by_fold("binary", y[:, None], scores, weight, 0 * fold)
+    whole = differences.metrics_by_class("binary", y[:, None], scores, weight)
     for name, value in whole.items():
         np.testing.assert_allclose(one[name], value, rtol=1e-6)
     values = y[:, None] + 3
-    ages = differences.by_fold("regression", values, scores, weight, fold)
+    ages = differences.metrics_by_fold("regression", values, scores, weight, fold)
     assert ages["mae"][0, 0] == pytest.approx(np.nanmean(np.abs(values - scores)))
 
 
@@ -435,8 +435,8 @@ def test_a_fold_whose_event_comes_last_has_no_pair():
     time = np.append(np.arange(1.0, 31), 99.0)
     y, fold = np.where(np.arange(31) % 3, -time, time), np.append(np.arange(30) % 2, 2)
     y[30] = 99  # alone in its fold
-    scores, weight = -time[:, None], resampled(np.arange(31))
-    found = differences.by_fold("survival", y[:, None], scores, weight, fold)
+    scores, weight = -time[:, None], bootstrap_weights(np.arange(31))
+    found = differences.metrics_by_fold("survival", y[:, None], scores, weight, fold)
     assert found["c_index"][0, 0] == 1 and np.isfinite(found["c_index"]).all()
 
 
@@ -447,16 +447,16 @@ def test_intervals_of_cross_validation_are_wider():
         "mae": value_KB * 9,
         "auprc": 0 * value_KB + 0.99 + (value_KB - 0.9),
     }
-    wider = differences.widened(samples, np.arange(90) % 5)
+    wider = differences.widen(samples, np.arange(90) % 5)
     assert wider["auroc"][0, 0] == 0.9 and wider["auroc"].mean() == pytest.approx(value_KB.mean())
     for name in ("auroc", "mae"):
         assert wider[name][0, 1:].std() == pytest.approx(1.5 * samples[name][0, 1:].std())
     assert wider["auprc"].max() == 1
     small = {"mae": abs(RNG.normal(0.1, 0.1, (1, 500))), "pearson": 0 * value_KB[:, :500] - 0.999}
     small["pearson"][0, 1:] += RNG.normal(0, 0.001, 499).clip(-0.001, 0.001)
-    clipped = differences.widened(small, np.arange(90) % 5)
+    clipped = differences.widen(small, np.arange(90) % 5)
     assert clipped["mae"].min() == 0 and clipped["pearson"].min() == -1
-    one = differences.widened(samples, np.zeros(90))  # of many ECGs, one fold is tested
+    one = differences.widen(samples, np.zeros(90))  # of many ECGs, one fold is tested
     np.testing.assert_allclose(one["mae"], samples["mae"])
 
 
@@ -466,16 +466,16 @@ def test_a_patient_and_the_copies_of_an_ecg_are_in_one_fold():
     begins = np.array([0, 1, 2, 3, 4, 6, 7, 8])  # the fifth has two
     records = ProbedRecords(np.arange(10), begins, np.zeros((8, 1)), patient)
     dataset = mock.Mock(column=lambda name: waveform)
-    group = groups_of(Datasets((dataset,)), records)
-    fold = folds_of(group, 3)
+    group = fold_groups(Datasets((dataset,)), records)
+    fold = assign_folds(group, 3)
     assert fold[0] == fold[1] and fold[2] == fold[3] and fold[4] == fold[5]
     assert sorted(np.unique(fold)) == [0, 1, 2]
     with pytest.raises(ConfigError, match="--folds 6: only 5 patients have labels: use fewer"):
-        folds_of(group, 6)
+        assign_folds(group, 6)
     everybody = ProbedRecords(np.arange(10), begins, np.zeros((8, 1)), np.arange(8))
     dataset.column = lambda name: np.arange(10)
-    for number, (_, held) in enumerate(folds(np.arange(8))):
-        assert (folds_of(groups_of(Datasets((dataset,)), everybody), 5)[held] == number).all()
+    for number, (_, held) in enumerate(penalty_folds(np.arange(8))):
+        assert (assign_folds(fold_groups(Datasets((dataset,)), everybody), 5)[held] == number).all()
 
 
 @pytest.fixture
@@ -493,7 +493,7 @@ def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
 
     def spied(data):
         fitted.append(set(data.patient_N))
-        return linear(data)
+        return fit_linear_probe(data)
 
     monkeypatch.setitem(embedders.READERS, "linear", spied)
     how = {"labels": sheet, "columns": ["ill"], **again}
@@ -544,7 +544,7 @@ def test_areas_for_many_weightings_at_once():
 def test_means_over_resampled_draws_vary_as_means_over_all_draws_do(n, monkeypatch):
     monkeypatch.setattr(differences, "RESAMPLES", 4000)
     value_R = np.array([1.0, 4, 2, 8, 5])[:n]
-    mean_B = differences.averaged([{"auroc": value} for value in value_R])["auroc"]
+    mean_B = differences.average_draws([{"auroc": value} for value in value_R])["auroc"]
     assert mean_B[0] == pytest.approx(value_R.mean())
     expected = value_R.var(ddof=1) / n if n > 1 else 0
     assert mean_B[1:].var() == pytest.approx(expected, rel=0.1)
@@ -559,12 +559,12 @@ def test_small_shares_are_subsets_of_larger_ones_and_patients_stay_whole():
         people = np.unique(patient[few])
         assert set(few) < set(many) and len(people) == round(0.01 * len(np.unique(patient)))
         np.testing.assert_array_equal(np.flatnonzero(np.isin(patient, people)), few)
-    weight = resampled(patient)
+    weight = bootstrap_weights(patient)
     assert (weight[:, 0] == 1).all()
     for one in patient[:2]:
         assert len(np.unique(weight[patient == one], axis=0)) == 1
     labels = np.array([[0, 1, 1, np.nan], [1, 1, np.nan, np.nan]])
-    assert KINDS["multilabel"].varied(labels).tolist() == [True, False, False, False]
+    assert KINDS["multilabel"].varying_outputs(labels).tolist() == [True, False, False, False]
 
 
 def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
@@ -572,7 +572,7 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
     for accuracy, exact in ((np.zeros(21), [0, 1 - tail]), (np.ones(21), [tail, 1])):
         samples = {"accuracy": accuracy, "auroc": np.ones(21)}
         scores = {("A", "identification", "12", None): (facts, samples)}
-        (row,) = differences.compared(scores, {"A": ""})["rows"]
+        (row,) = differences.rows_and_differences(scores, {"A": ""})["rows"]
         assert row["intervals"]["accuracy"] == pytest.approx(exact)
         # That all resamples agree does not make it certain
         assert np.isnan(row["intervals"]["auroc"]).all()

@@ -32,7 +32,7 @@ def kept(monkeypatch):
 
 
 def fitted(y, kind="multilabel"):
-    return boosted.boosted(ProbeData(X[:200], y[:200], np.arange(200), kind))
+    return boosted.fit_boosted_trees(ProbeData(X[:200], y[:200], np.arange(200), kind))
 
 
 @pytest.mark.parametrize("kind", ["multilabel", "multiclass", "regression"])
@@ -49,14 +49,16 @@ def test_a_label_may_depend_on_whether_a_number_is_missing():
     ill = RNG.random(300) > 0.5
     x = X.copy()
     x[:, 0] = np.where(ill, 0, 1)
-    scores = boosted.boosted(ProbeData(x, ill[:, None] * 1.0, np.arange(300), "binary")).scores(x)
+    scores = boosted.fit_boosted_trees(
+        ProbeData(x, ill[:, None] * 1.0, np.arange(300), "binary")
+    ).scores(x)
     assert ((scores[:, 0] > 0.5) == ill).all()
 
 
 def test_what_was_never_missing_goes_where_most_went():
     whole = np.where(X == 0, 0.1, X)
     y = (whole[:, :1] > -1).astype(float)
-    probe = boosted.boosted(ProbeData(whole, y, np.arange(300), "multilabel"))
+    probe = boosted.fit_boosted_trees(ProbeData(whole, y, np.arange(300), "multilabel"))
     assert probe.scores(whole * 0).min() > y.mean()
 
 
@@ -67,7 +69,9 @@ def test_unknown_labels_are_left_out_and_rare_classes_get_their_rate(kept):
     scores = fitted(y).scores(X[200:])
     assert [booster.num_trees() for booster in kept] == [30, 30]
     np.testing.assert_allclose(scores[:, 1], 2.5 / 201, rtol=1e-5)
-    known = boosted.boosted(ProbeData(X[100:200], y[100:200, :1], np.arange(100), "multilabel"))
+    known = boosted.fit_boosted_trees(
+        ProbeData(X[100:200], y[100:200, :1], np.arange(100), "multilabel")
+    )
     np.testing.assert_array_equal(scores[:, :1], known.scores(X[200:]))
 
 

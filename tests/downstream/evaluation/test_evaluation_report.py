@@ -8,12 +8,12 @@ import pytest
 from pages import words
 
 from omnilead.data_tools.dataset import CLASSES
-from omnilead.downstream.evaluate import lines
+from omnilead.downstream.evaluate import score_lines
 from omnilead.downstream.evaluation.identification import IdentificationResult
-from omnilead.downstream.evaluation.results import TaskResult, by_record
+from omnilead.downstream.evaluation.results import TaskResult, average_by_record
 from omnilead.downstream.inference.trained_model import CrossValidation, HeadInfo
 from omnilead.downstream.reports import bench_report, evaluation_report
-from omnilead.downstream.tasks.metrics import calibration
+from omnilead.downstream.tasks.metrics import calibration_curve
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
 
@@ -124,14 +124,14 @@ def test_any_numbers_are_drawn(name, dataset, golden):
     page = words(evaluation_report.build(result, dataset))
     document = json.loads(json.dumps(result.document(), allow_nan=False))
     assert document["score"] == next(iter(document["metrics"].values()))
-    golden(f"{name}.txt", "\n".join([*lines({"dataset": "", **document}), page]))
+    golden(f"{name}.txt", "\n".join([*score_lines({"dataset": "", **document}), page]))
 
 
 def test_a_record_is_the_mean_of_its_halves():
     labels, scores = usual(6).labels_NK, usual(6).scores_NK
     order = [3, 0, 5, 2, 1, 4]
     names, patients = (np.repeat([*text], 2)[order] for text in ("abc", "xyz"))
-    y, p, found = by_record(labels[order], scores[order], names, patients)
+    y, p, found = average_by_record(labels[order], scores[order], names, patients)
     np.testing.assert_allclose(p, scores.reshape(3, 2, 26).mean(1))
     assert (y == labels[::2]).all() and found == [*"xyz"]
 
@@ -141,7 +141,7 @@ def test_calibration_by_hand():
     labels, scores = np.array([[1, 0, 1, 1, 1]], bool), np.array([[0.95, 0.05, 0.05, 1.0, 0.5]])
     labels, scores = labels.repeat(10, 0), scores.repeat(10, 0)
     labels[9, 4] = scores[9, 4] = 0
-    mean, true, count, error = calibration(labels, scores)
+    mean, true, count, error = calibration_curve(labels, scores)
     assert count.tolist() == [21, 0, 0, 0, 0, 9, 0, 0, 0, 20]
     assert mean[[0, 5, 9]] == pytest.approx([1 / 21, 0.5, 0.975])
     assert true[[0, 5, 9]] == pytest.approx([10 / 21, np.nan, 1.0], nan_ok=True)
@@ -152,16 +152,16 @@ def test_counts_by_hand():
     """Unknown labels are not counted; a score at the threshold is not above it."""
     y_N = np.array([1, 1, 1, 0, 0, 0, 0, np.nan])
     score_N = np.array([0.9, 0.6, 0.5, 0.8, 0.5, 0.2, 0.1, 0.9])
-    assert evaluation_report.two_by_two("AF", 0.5, y_N, score_N) == [
+    assert evaluation_report.two_by_two_table("AF", 0.5, y_N, score_N) == [
         ["AF", "labelled yes", "labelled no", ""],
         ["above 0.5", "2", "1", "PPV 66.7%"],
         ["not above", "1", "3", "NPV 75.0%"],
         ["", "sensitivity 66.7%", "specificity 75.0%", ""],
     ]
-    nobody = evaluation_report.two_by_two("AF", 2.0, y_N[3:], score_N[3:])
+    nobody = evaluation_report.two_by_two_table("AF", 2.0, y_N[3:], score_N[3:])
     assert nobody[1:3] == [["above 2", "0", "0", "PPV -"], ["not above", "0", "4", "NPV 100.0%"]]
     assert nobody[3][1] == "sensitivity -"
-    unknown = evaluation_report.two_by_two("AF", 0.5, np.full(8, np.nan), score_N)
+    unknown = evaluation_report.two_by_two_table("AF", 0.5, np.full(8, np.nan), score_N)
     assert unknown[1:3] == [["above 0.5", "0", "0", "PPV -"], ["not above", "0", "0", "NPV -"]]
 
 
@@ -170,7 +170,7 @@ def test_counts_of_exclusive_classes_by_hand():
     head = HeadInfo("t", "multiclass", ("a", "b"))
     y_NK = np.array([[1, 0], [1, 0], [1, 0], [0, 1], [np.nan, np.nan]])
     scores_NK = np.array([[0.9, 0.1], [0.3, 0.7], [0.2, 0.8], [0.1, 0.9], [0.5, 0.5]])
-    table = evaluation_report.confusions(head, y_NK, scores_NK)
+    table = evaluation_report.confusion_table(head, y_NK, scores_NK)
     assert table[1:] == [["a", "1", "2"], ["b", "0", "1"]]
 
 
@@ -179,7 +179,7 @@ def test_the_sensitive_point_of_cross_validation_has_counts():
     y_N1, scores_N1 = np.array([[1.0], [1.0], [0.0]]), np.array([[0.9], [0.25], [0.1]])
     scored = CrossValidation(5, 3, {}, {}, sensitive={"AF": (0.25, 0.9)})
     head = HeadInfo("t", "binary", ("AF",), (0.5,), cross_validated=scored)
-    of_threshold, of_sensitivity = evaluation_report.decisions(head, y_N1, scores_N1)[
+    of_threshold, of_sensitivity = evaluation_report.decision_figures(head, y_N1, scores_N1)[
         "decisions"
     ].values()
     assert of_threshold[0][1][1:3] == ["1", "0"] and of_sensitivity[0][1][1:3] == ["2", "0"]
@@ -223,5 +223,5 @@ def test_a_comparison_ends_with_a_verdict(ends, difference, metric, said):
 def test_a_lower_brier_score_is_better_in_the_figure():
     key = {"model": "A", "task": "t", "leads": "12", "share": 1.0}
     row = {**key, "n": 9, "patients": 9, "metrics": {"brier": 0.1}, "intervals": {"brier": [0, 1]}}
-    figure = bench_report.picture({"models": {"A": ""}, "rows": [row]})
+    figure = bench_report.draw_comparison({"models": {"A": ""}, "rows": [row]})
     assert figure.axes[0].get_xlabel() == "Brier score, lower is better; line: 95 % interval"

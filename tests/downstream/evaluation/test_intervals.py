@@ -6,8 +6,13 @@ import pytest
 from scipy.special import expit
 
 from omnilead.downstream.evaluation import differences
-from omnilead.downstream.evaluation.differences import by_class, by_fold, interval, resampled
-from omnilead.downstream.tasks.metrics import bootstrap, interval_of, statistic_of
+from omnilead.downstream.evaluation.differences import (
+    bootstrap_weights,
+    metrics_by_class,
+    metrics_by_fold,
+    score_interval,
+)
+from omnilead.downstream.tasks.metrics import bca_interval, bootstrap_interval, statistic_of
 
 ALL_PATIENTS = 200_000
 REPEATS = 100
@@ -43,16 +48,16 @@ def share_held(kind, patients, intervals_of, **population):
 
 def of_evaluate(kind, patient_N, y_N1, score_N1):
     statistic = statistic_of(kind, y_N1, score_N1)
-    return dict(zip(statistic.names, bootstrap(statistic, patient_N, 200).T, strict=True))
+    return dict(zip(statistic.names, bootstrap_interval(statistic, patient_N, 200).T, strict=True))
 
 
 def of_bench(kind, patient_N, y_N1, score_N1):
-    samples = by_class(kind, y_N1, score_N1, resampled(patient_N))
-    return {name: interval(values_1B[0]) for name, values_1B in samples.items()}
+    samples = metrics_by_class(kind, y_N1, score_N1, bootstrap_weights(patient_N))
+    return {name: score_interval(values_1B[0]) for name, values_1B in samples.items()}
 
 
-def of_folds(kind, patient_N, y_N1, score_N1, ends_of=interval):
-    samples = by_fold(kind, y_N1, score_N1, resampled(patient_N), patient_N % 5)
+def of_folds(kind, patient_N, y_N1, score_N1, ends_of=score_interval):
+    samples = metrics_by_fold(kind, y_N1, score_N1, bootstrap_weights(patient_N), patient_N % 5)
     return {name: ends_of(values_1B[0]) for name, values_1B in samples.items()}
 
 
@@ -91,7 +96,7 @@ def test_an_interval_holds_its_value_and_ends_among_the_resamples():
         drawn_B = rng.random(500) ** power
         for value in (0, drawn_B.min(), np.median(drawn_B), drawn_B.max(), 1):
             both = np.append(value, drawn_B)
-            low, high = interval_of(both)
+            low, high = bca_interval(both)
             assert both.min() <= low <= value <= high <= both.max()
             assert np.mean((low <= drawn_B) & (drawn_B <= high)) > 0.2
 
@@ -103,8 +108,10 @@ def test_a_difference_of_two_models_is_compared_with_no_difference():
         rng = np.random.default_rng(seed)
         patient_N, y_N1, score_N1 = draw("binary", rng, 250, 0.15)
         noise_2N1 = rng.normal(size=(2, len(y_N1), 1))
-        weight_NB = resampled(patient_N)
-        first, second = (by_class("binary", y_N1, score_N1 + n / 5, weight_NB) for n in noise_2N1)
-        held.append(differences.interval(first["auprc"][0] - second["auprc"][0]))
+        weight_NB = bootstrap_weights(patient_N)
+        first, second = (
+            metrics_by_class("binary", y_N1, score_N1 + n / 5, weight_NB) for n in noise_2N1
+        )
+        held.append(differences.score_interval(first["auprc"][0] - second["auprc"][0]))
     low, high = np.transpose(held)
     assert ((low <= 0) & (high >= 0)).mean() >= LEAST

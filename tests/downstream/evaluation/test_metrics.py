@@ -16,12 +16,12 @@ from omnilead.downstream.tasks import metrics
 from omnilead.downstream.tasks.metrics import (
     Classification,
     MetricError,
-    bootstrap,
+    bootstrap_interval,
     challenge_score,
-    identification,
+    identification_scores,
+    mean_over_seeds,
     measure,
-    over_seeds,
-    predicted,
+    predict_classes,
     statistic_of,
 )
 from omnilead.engine.settings.metrics import METRIC_OF
@@ -30,7 +30,7 @@ VECTORS = Path(__file__).parents[4] / "shared" / "cinc" / "vectors.npz"
 # of the Challenge's weights.csv
 SHA256 = "668cb04555a97e8977488cb4bb6088d0d2bf9e59557945deedf29d5065c14d2b"
 SEEDS = st.integers(0, 2**32 - 1)
-FILE = Path(metrics.__file__).with_name(metrics.WEIGHTS)
+FILE = Path(metrics.__file__).with_name(metrics.CHALLENGE_WEIGHTS_FILE)
 
 
 def rows(*named):
@@ -39,7 +39,7 @@ def rows(*named):
 
 
 def diagnosed(labels, scores):
-    return Classification(labels, predicted("binary", scores), scores).summary()
+    return Classification(labels, predict_classes("binary", scores), scores).summary()
 
 
 # The figures
@@ -52,7 +52,10 @@ def test_the_weights_are_the_challenges_in_the_datasets_order():
     head, *table = csv.reader(content.decode().splitlines())
     assert [tuple(row[0].split("|")) for row in table] == [codes for _, codes in CLASSES]
     assert head[1:] == [row[0] for row in table]
-    assert (metrics.weights() / metrics.UNIT == np.array([row[1:] for row in table], float)).all()
+    assert (
+        metrics.challenge_weights() / metrics.WEIGHT_UNIT
+        == np.array([row[1:] for row in table], float)
+    ).all()
 
 
 @pytest.mark.parametrize("case", range(23))
@@ -76,9 +79,9 @@ def test_all_agree_with_the_official_functions(case):
     for name, value in figures.items():
         np.testing.assert_allclose(value, official[name], rtol=0, atol=1e-10)
     assert challenge_score(labels.astype(int), outputs.astype(np.float32)) == found["challenge"]
-    credit, norm = metrics.credits(labels, outputs)
+    credit, norm = metrics.challenge_credits(labels, outputs)
     sums = [official[name] for name in ("observed", "correct", "inactive")]
-    np.testing.assert_allclose((credit / norm).sum(1) / metrics.UNIT, sums, rtol=1e-12)
+    np.testing.assert_allclose((credit / norm).sum(1) / metrics.WEIGHT_UNIT, sums, rtol=1e-12)
 
 
 # By hand: AF and AFL are worth a half of each other, AF a quarter of NSR
@@ -140,7 +143,7 @@ def test_brier_scores_by_hand():
 
 def test_a_probability_of_one_half_is_negative():
     scores = np.array([0.5, np.nextafter(0.5, 1), 0.1])
-    assert predicted("binary", scores).tolist() == [False, True, False]
+    assert predict_classes("binary", scores).tolist() == [False, True, False]
 
 
 # Against loops
@@ -184,7 +187,7 @@ def test_areas_agree_with_loops(given_):
 @settings(max_examples=60)
 @given(rated(), SEEDS)
 def test_the_order_of_the_rows_does_not_matter(given_, seed):
-    labels, outputs = given_[0], predicted("binary", given_[1])
+    labels, outputs = given_[0], predict_classes("binary", given_[1])
     order = np.random.default_rng(seed).permutation(len(labels))
     whole = challenge_score(labels, outputs)
     assert challenge_score(labels[order], outputs[order]) == whole  # to the bit
@@ -196,7 +199,7 @@ def test_a_weight_equals_that_many_copies(given_, seed):
     labels, scores = given_
     weight = np.random.default_rng(seed).integers(0, 4, len(labels))
     weight[0] += not weight.any()
-    arrays = labels, predicted("binary", scores), scores
+    arrays = labels, predict_classes("binary", scores), scores
     copies = Classification(*(np.repeat(array, weight, 0) for array in arrays))
     expected = copies(copies.once_N)
     np.testing.assert_allclose(Classification(*arrays)(weight), expected, rtol=0, atol=1e-12)
@@ -333,8 +336,8 @@ def test_identification_agrees_with_loops_for_any_block_size(p, q, seed, block):
     gallery, probes = rng.integers(-1, 2, (p, 3)), rng.integers(-1, 2, (q, 3))
     own, asked = rng.integers(0, p, p).tolist(), rng.integers(0, p + 2, q).tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "BLOCK", block)
-        found = identification(gallery, own, 1e-30 * probes, asked)
+        patch.setattr(metrics, "SIMILARITY_BLOCK", block)
+        found = identification_scores(gallery, own, 1e-30 * probes, asked)
     expected = slow_identification(gallery, own, probes, asked)
     assert (found["accuracy"], found["ties"]) == pytest.approx(expected)
     assert found["one_sided"] == sum(patient not in own for patient in asked)
@@ -347,12 +350,12 @@ def test_identification_agrees_with_loops_for_any_block_size(p, q, seed, block):
 def test_identification_does_not_depend_on_vector_length():
     gallery = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
     ids = list(range(50))
-    found = identification(gallery, ids, 3 * gallery[::-1], ids[::-1])
+    found = identification_scores(gallery, ids, 3 * gallery[::-1], ids[::-1])
     names = ("accuracy", "ties", "chance", "one_sided")
     assert [found[name] for name in names] == [1, 0, 0.02, 0]
     np.testing.assert_allclose(found["same"], 1.0)
     assert (found["other"] < 1 - 1e-6).all()
-    assert identification(gallery, ids, np.roll(gallery, 1, 0), ids)["accuracy"] == 0.0
+    assert identification_scores(gallery, ids, np.roll(gallery, 1, 0), ids)["accuracy"] == 0.0
 
 
 def test_bad_embeddings_are_an_error_of_one_line():
@@ -364,7 +367,7 @@ def test_bad_embeddings_are_an_error_of_one_line():
         (good[:0], 0, good, "n at least 1"),
     ):
         with pytest.raises(MetricError, match=message):
-            identification(gallery, range(n), probes, range(3))
+            identification_scores(gallery, range(n), probes, range(3))
 
 
 # Intervals
@@ -373,11 +376,11 @@ def test_bad_embeddings_are_an_error_of_one_line():
 
 def test_intervals_over_seeds():
     half = 4.302652730 * 0.02 / math.sqrt(3)  # t of two degrees, from a table
-    assert over_seeds([0.70, 0.72, 0.74]) == pytest.approx((0.72, half))
-    assert math.isnan(over_seeds([0.7])[1])
+    assert mean_over_seeds([0.70, 0.72, 0.74]) == pytest.approx((0.72, half))
+    assert math.isnan(mean_over_seeds([0.7])[1])
     for bad in ([], [0.7, math.nan]):
         with pytest.raises(MetricError):
-            over_seeds(bad)
+            mean_over_seeds(bad)
 
 
 def test_patients_are_drawn_with_all_their_rows():
@@ -390,23 +393,23 @@ def test_patients_are_drawn_with_all_their_rows():
         return weight @ value / weight.sum()
 
     patients = np.repeat(np.arange(20), 20)
-    low, high = bootstrap(mean, patients, n=2000)
+    low, high = bootstrap_interval(mean, patients, n=2000)
     assert (high - low) / 2 == pytest.approx(1.96 * value[::20].std() / math.sqrt(20), rel=0.1)
     assert low < value.mean() < high
-    assert np.array_equal(bootstrap(mean, patients, n=2000), [low, high])
+    assert np.array_equal(bootstrap_interval(mean, patients, n=2000), [low, high])
 
 
 def test_the_interval_of_every_score():
     rng = np.random.default_rng(0)
     labels = rng.random((200, 26)) < 0.1
     scores = np.clip(labels * 0.5 + rng.random((200, 26)) * 0.6, 0, 1)
-    diagnosis = Classification(labels, predicted("binary", scores), scores)
-    low, high = bootstrap(diagnosis, rng.integers(0, 90, 200), n=200)
+    diagnosis = Classification(labels, predict_classes("binary", scores), scores)
+    low, high = bootstrap_interval(diagnosis, rng.integers(0, 90, 200), n=200)
     found = diagnosis(diagnosis.once_N)
     assert ((low <= found) & (found <= high)).all() and (low < high).sum() == 7  # sensitivity is 1
-    assert np.isnan(bootstrap(diagnosis, np.zeros(200), n=3)).all()  # one patient
+    assert np.isnan(bootstrap_interval(diagnosis, np.zeros(200), n=3)).all()  # one patient
     nothing = Classification(rows("", ""), rows("", ""), np.zeros((2, 26)))
-    for ends in bootstrap(nothing, [0, 1], n=20):
+    for ends in bootstrap_interval(nothing, [0, 1], n=20):
         assert np.isnan(ends[[1, 2, 4]]).all()  # not defined on any resample
         assert (ends[0], ends[3]) == (0, 1)
 

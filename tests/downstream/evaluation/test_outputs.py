@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from omnilead.data_tools.dataset import Dataset, DatasetError
-from omnilead.downstream.inference.ecg_reader import COLUMNS, EmbeddedCrops, Skipped
+from omnilead.downstream.inference.ecg_reader import CROP_COLUMNS, Skipped, SourceCrops
 from omnilead.downstream.inference.outputs import (
     ParquetParts,
     has_skipped,
-    make,
-    tables,
-    vectors,
+    make_parts,
+    part_tables,
+    vector_output,
     write_skipped,
 )
 from omnilead.engine.data import batches as predicting
@@ -36,7 +36,7 @@ def part(number):
 def finish(out):
     """Which parts were missing, and the whole file."""
     with ParquetParts(out, JOB) as parts:
-        missing = parts.missing(COUNT)
+        missing = parts.missing_parts(COUNT)
         for number in missing:
             parts.write(number, part(number))
         parts.join(COUNT, part(0).schema)
@@ -90,7 +90,7 @@ def test_the_last_rank_joins_the_parts_and_late_ranks_leave_no_files(tmp_path):
     out = tmp_path / "out"
     with ParquetParts(out, JOB, 0, 2) as first, ParquetParts(out, JOB, 1, 2) as second:
         for rank, mine, others in ((first, [0, 2], [1, 3]), (second, [1, 3], [])):
-            assert rank.missing(COUNT) == mine
+            assert rank.missing_parts(COUNT) == mine
             for number in mine:
                 rank.write(number, part(number))
             if rank is second:  # as it was before one had joined
@@ -102,13 +102,13 @@ def test_the_last_rank_joins_the_parts_and_late_ranks_leave_no_files(tmp_path):
     shutil.copytree(tmp_path / "parts", tmp_path / "out.parts")
     with ParquetParts(out, JOB, 1, 3) as late:  # begins as another rank joins
         assert finish(out) == ([], whole)
-        assert late.missing(COUNT) == [] and late.join(COUNT, part(0).schema) == []
+        assert late.missing_parts(COUNT) == [] and late.join(COUNT, part(0).schema) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "parts", "whole"]
     out.unlink()
     shutil.copytree(tmp_path / "parts", tmp_path / "out.parts")
     harm(tmp_path / "out.parts")
     with ParquetParts(out, JOB, 0, 2) as first, ParquetParts(out, JOB, 1, 2) as second:
-        assert first.missing(COUNT) == [2] and second.missing(COUNT) == []
+        assert first.missing_parts(COUNT) == [2] and second.missing_parts(COUNT) == []
         assert second.join(COUNT, part(0).schema) == [2]  # the first has not made it again yet
 
 
@@ -116,7 +116,7 @@ class Source:
     """Three batches of one crop in parts 0 and 1; nothing in part 2 can be read."""
 
     unit, parts = " crops", 3
-    table = pa.table([pa.nulls(1, kind) for kind in COLUMNS.values()], list(COLUMNS))
+    table = pa.table([pa.nulls(1, kind) for kind in CROP_COLUMNS.values()], list(CROP_COLUMNS))
 
     def count(self, parts):
         return len(list(parts))
@@ -126,7 +126,7 @@ class Source:
             yield CropBatch(
                 np.full((1, 12, 5000), n, np.int16),
                 np.ones(1, int),
-                EmbeddedCrops(n // 2, self.table, np.array([n])),
+                SourceCrops(n // 2, self.table, np.array([n])),
             )
 
 
@@ -148,8 +148,8 @@ def test_a_batch_is_launched_before_waiting_for_the_previous_one(
     monkeypatch.setattr(predicting, "start_download", download)
     prepare = SimpleNamespace(windows=lambda uv_BLT, _: uv_BLT.float(), count=lambda halves: halves)
     model = SimpleNamespace(device=torch.device("cpu"), input=prepare)
-    output = vectors(model, lambda x_RLT: x_RLT[:, 0, :4], 4)
-    made = dict(tables(Source(), output, prepare, [0, 1, 2], "crop"))
+    output = vector_output(model, lambda x_RLT: x_RLT[:, 0, :4], 4)
+    made = dict(part_tables(Source(), output, prepare, [0, 1, 2], "crop"))
     assert events == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "wait 2"]
     found = [np.array(table["embedding"].to_pylist()).ravel()[::4] for table in made.values()]
     assert list(made) == [0, 1, 2] and [of.tolist() for of in found] == [[0, 1], [2], []]
@@ -234,7 +234,7 @@ def test_parts_that_an_earlier_version_began_without_a_column_are_refused(tmp_pa
         (parts.folder / "000001.parquet").write_text("damaged")
         says = r"out\.parts: of another job: its parts are without a column path: remove it, or"
         with pytest.raises(ConfigError, match=says):
-            make(
+            make_parts(
                 SimpleNamespace(),
                 SimpleNamespace(schema=pa.schema([("x", pa.int64()), ("path", pa.string())])),
                 None,

@@ -6,27 +6,27 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from omnilead.downstream.evaluation.boosted import boosted
+from omnilead.downstream.evaluation.boosted import fit_boosted_trees
 from omnilead.downstream.evaluation.heads import held_out_scores
 from omnilead.downstream.evaluation.probe import (
-    STRENGTHS,
-    TOLERANCE,
+    LOGISTIC_TOLERANCE,
+    PENALTY_STRENGTHS,
     ProbeData,
     ProbeJob,
-    fitting_processes,
-    folds,
-    linear,
-    logistic,
-    proportional_hazards,
-    ridge,
-    scores_of,
-    softmax,
+    fit_linear_probe,
+    fitting_in_processes,
+    penalty_folds,
+    run_probe_jobs,
+    solve_cox,
+    solve_logistic,
+    solve_ridge,
+    solve_softmax,
 )
 from omnilead.downstream.tasks.metrics import measure
 
 RNG = np.random.default_rng(0)
 SCALE = np.linspace(0.1, 30, 6)
-PROBES = {"linear": linear, "boosted": boosted}
+PROBES = {"linear": fit_linear_probe, "boosted": fit_boosted_trees}
 
 
 def made(n, noise=1.0, seed=1):
@@ -54,27 +54,27 @@ def test_weights_are_where_the_gradient_is_zero(kind, alpha):
     x = standardised(x)
     if kind == "multilabel":
         labels = known(y)
-        ((w, bias),) = logistic(x, labels, [alpha])
+        ((w, bias),) = solve_logistic(x, labels, [alpha])
         p = 1 / (1 + np.exp(-x @ w.T - bias))
     elif kind == "multiclass":
         labels = np.eye(3)[y[:, :2].sum(1)]
-        ((w, bias),) = softmax(x, labels, [alpha])
+        ((w, bias),) = solve_softmax(x, labels, [alpha])
         p = np.exp(x @ w.T + bias)
         p /= p.sum(1, keepdims=True)
     else:
         labels = known(x @ np.arange(12).reshape(6, 2) + 3)
-        ((w, bias),) = ridge(x, labels, [alpha])
+        ((w, bias),) = solve_ridge(x, labels, [alpha])
         p = x @ w.T + bias
     error, n = np.nan_to_num(p - labels), len(x)
-    np.testing.assert_allclose((error.T @ x + alpha * w) / n, 0, atol=2 * TOLERANCE)
-    np.testing.assert_allclose(error.mean(0), 0, atol=2 * TOLERANCE)
+    np.testing.assert_allclose((error.T @ x + alpha * w) / n, 0, atol=2 * LOGISTIC_TOLERANCE)
+    np.testing.assert_allclose(error.mean(0), 0, atol=2 * LOGISTIC_TOLERANCE)
 
 
 def test_logistic_regression_is_that_of_scikit_learn():
     x, y = made(80)
     x, labels, alphas = standardised(x), known(y, 0.1), [30.0, 1.0]
-    models = [LogisticRegression(tol=TOLERANCE, warm_start=True) for _ in labels.T]
-    for alpha, (w, bias) in zip(alphas, logistic(x, labels, alphas), strict=True):
+    models = [LogisticRegression(tol=LOGISTIC_TOLERANCE, warm_start=True) for _ in labels.T]
+    for alpha, (w, bias) in zip(alphas, solve_logistic(x, labels, alphas), strict=True):
         for k, (model, label) in enumerate(zip(models, labels.T, strict=True)):
             rows = ~np.isnan(label)
             model.set_params(C=1 / alpha).fit(x[rows], label[rows])
@@ -87,12 +87,15 @@ def test_processes_fit_what_one_process_fits(monkeypatch):
     x, y = made(60)
     data = ProbeData(x, y.astype(float), np.arange(60), "multilabel")
     used = np.array([True, False, True, True])
-    jobs = [ProbeJob(fit, data.of(np.arange(40)), used, x[40:]) for fit in (linear, boosted)]
+    jobs = [
+        ProbeJob(fit, data.take(np.arange(40)), used, x[40:])
+        for fit in (fit_linear_probe, fit_boosted_trees)
+    ]
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    alone = list(scores_of(jobs))
+    alone = list(run_probe_jobs(jobs))
     assert not active_children()
-    with fitting_processes():
-        together = list(scores_of(jobs))
+    with fitting_in_processes():
+        together = list(run_probe_jobs(jobs))
         assert len(active_children()) == 2
     for one, other in zip(alone, together, strict=True):
         assert one.shape == (20, 3) and one.tobytes() == other.tobytes()
@@ -103,7 +106,7 @@ def test_exclusive_classes_without_examples_are_never_predicted():
     x, _ = made(90)
     for classes in (1, 2, 3):
         labels = np.eye(4)[np.arange(90) % classes]
-        ((w, bias),) = softmax(standardised(x), labels, [1.0])
+        ((w, bias),) = solve_softmax(standardised(x), labels, [1.0])
         logits = standardised(x) @ w.T + bias
         assert logits[:, classes:].max() < logits[:, :classes].min() - 10
 
@@ -115,7 +118,7 @@ def test_penalised_hazards_are_where_the_gradient_is_zero(alpha):
     hazard = np.exp(x @ np.linspace(-1, 1, 6))
     time = np.round(RNG.exponential(1 / hazard), 1) + 0.1
     event = RNG.random(300) < 0.6
-    ((w, bias),) = proportional_hazards(x, np.where(event, time, -time)[:, None], [alpha])
+    ((w, bias),) = solve_cox(x, np.where(event, time, -time)[:, None], [alpha])
     hazard, gradient = np.exp(x @ w[0]), np.zeros(6)
     for i in np.flatnonzero(event):
         at_risk = time >= time[i]
@@ -138,7 +141,7 @@ def test_risks_that_are_known_are_found():
     for name, loss in (("linear", 0.01), ("boosted", 0.03)):
         scores = PROBES[name](data).scores(test)
         assert measure("survival", test_y, scores)["c_index"] > known - loss
-    none = linear(data._replace(y_NK=-np.abs(y)))
+    none = fit_linear_probe(data._replace(y_NK=-np.abs(y)))
     assert known < 0.9 and not none.scores(test).any()
 
 
@@ -147,11 +150,13 @@ def test_a_noiseless_rule_is_learned_at_any_scale(unknown):
     """A class that is known in some rows is learned from these alone."""
     (train, y), (test, test_y) = (made(n, noise=0.0, seed=n) for n in (1500, 400))
     y, patient = known(y, unknown), np.arange(1500)
-    one = linear(ProbeData(train, y, patient, "multilabel")).scores(test)
+    one = fit_linear_probe(ProbeData(train, y, patient, "multilabel")).scores(test)
     assert ((one > 0.5) == test_y).mean() > 0.97
-    other = linear(ProbeData(train * 100 - 3, y, patient, "multilabel")).scores(test * 100 - 3)
+    other = fit_linear_probe(ProbeData(train * 100 - 3, y, patient, "multilabel")).scores(
+        test * 100 - 3
+    )
     np.testing.assert_allclose(one, other, atol=1e-6)
-    trees = boosted(ProbeData(train, y, patient, "multilabel")).scores(test)
+    trees = fit_boosted_trees(ProbeData(train, y, patient, "multilabel")).scores(test)
     assert ((trees > 0.5) == test_y).mean() > 0.9
 
 
@@ -166,19 +171,25 @@ def test_patients_held_out_choose_the_penalty():
         x_ND=np.tile(x, (2, 1)), y_NK=np.tile(y, (2, 1)), patient_N=np.tile(range(120), 2)
     )
     strangers = twice._replace(patient_N=np.random.default_rng(1).permutation(240))
-    assert linear(noise).strength > linear(clean).strength
-    assert linear(twice).strength > linear(strangers).strength
-    held = [held for _, held in folds(twice.patient_N)]
+    assert fit_linear_probe(noise).strength > fit_linear_probe(clean).strength
+    assert fit_linear_probe(twice).strength > fit_linear_probe(strangers).strength
+    held = [held for _, held in penalty_folds(twice.patient_N)]
     assert np.sort(np.concatenate(held)).tolist() == list(range(240)) and len(held) == 5
-    for rest, out in folds(twice.patient_N):
+    for rest, out in penalty_folds(twice.patient_N):
         assert not set(twice.patient_N[rest]) & set(twice.patient_N[out])
-    assert list(folds(np.zeros(5))) == [] and len(list(folds(np.arange(5001)))) == 1
+    assert list(penalty_folds(np.zeros(5))) == [] and len(list(penalty_folds(np.arange(5001)))) == 1
     fold = np.arange(600) % 5 - 1  # -1: is not tested
-    scores = held_out_scores(linear, clean, np.arange(600), fold, np.ones(rule.shape[1], bool))
+    scores = held_out_scores(
+        fit_linear_probe, clean, np.arange(600), fold, np.ones(rule.shape[1], bool)
+    )
     assert ((scores > 0.5) == rule)[fold >= 0].mean() > 0.9 and not scores[fold < 0].any()
     second = np.arange(rule.shape[1]) == 1
     of_one = held_out_scores(
-        linear, clean._replace(y_NK=np.where(second, rule, np.nan)), np.arange(600), fold, second
+        fit_linear_probe,
+        clean._replace(y_NK=np.where(second, rule, np.nan)),
+        np.arange(600),
+        fold,
+        second,
     )
     assert of_one.shape == (600, 1) and np.allclose(of_one[:, 0], scores[:, 1], atol=0.1)
 
@@ -190,8 +201,8 @@ def test_classes_without_positives_and_constant_features():
     for fit in PROBES.values():
         scores = fit(ProbeData(x, y, np.arange(100), "multilabel")).scores(x)
         assert np.isfinite(scores).all() and (scores[:, 2] < 0.1).all()
-    one = linear(ProbeData(x, y, np.zeros(100), "multilabel"))  # of one patient
-    assert one.strength == STRENGTHS[0] and np.isfinite(one.scores(x)).all()
+    one = fit_linear_probe(ProbeData(x, y, np.zeros(100), "multilabel"))  # of one patient
+    assert one.strength == PENALTY_STRENGTHS[0] and np.isfinite(one.scores(x)).all()
 
 
 def test_regression_at_any_scale():
@@ -199,6 +210,6 @@ def test_regression_at_any_scale():
     x = rng.normal(size=(700, 5))
     y = (x @ rng.normal(size=(5, 2)) + 0.1 * rng.normal(size=(700, 2))) * [3, 3000] + [60, 1e4]
     data = ProbeData(x[:500], y[:500], np.arange(500), "regression")
-    for fit, least in ((linear, 0.99), (boosted, 0.7)):
+    for fit, least in ((fit_linear_probe, 0.99), (fit_boosted_trees, 0.7)):
         scores = fit(data).scores(x[500:])
         assert least < measure("regression", y[500:], scores)["r2"] < 1

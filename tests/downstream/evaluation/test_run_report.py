@@ -10,7 +10,7 @@ from pages import words
 
 from docs import augmentations
 from omnilead.downstream.reports import charts, run_report
-from omnilead.downstream.tasks.metrics import identification
+from omnilead.downstream.tasks.metrics import identification_scores
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.config import Config
 from omnilead.engine.training.pretraining import PretrainTask
@@ -131,15 +131,15 @@ def test_a_folder_that_is_no_run_has_no_report(tmp_path):
 
 def test_a_curve_of_many_steps_hides_no_outlier_and_makes_no_large_page(monkeypatch):
     """It is drawn as an image, with all its points."""
-    figures, drawn = [], charts.picture
+    figures, drawn = [], charts.to_picture
     monkeypatch.setattr(
-        charts, "picture", lambda title, figure: figures.append(figure) or drawn(title, figure)
+        charts, "to_picture", lambda title, figure: figures.append(figure) or drawn(title, figure)
     )
     x, y = np.arange(100_000.0), np.full(100_000, 2.0)
     y[4321] = 9.0
     noise = np.random.default_rng(0).normal(size=100_000)
     for values, highest in ((y, 9), (noise, max(noise))):
-        source = charts.over_steps("Loss", {"loss": (x, values)}).source
+        source = charts.curves_over_steps("Loss", {"loss": (x, values)}).source
         (axes,) = figures.pop().axes
         (line,) = axes.lines
         assert max(line.get_ydata()) == highest and len(line.get_ydata()) == 100_000
@@ -177,5 +177,5 @@ def test_patients_identified_are_those_of_the_evaluation(ties):
         c_RD[3] = 0
     gallery_PD, probe_PD = c_RD[::2], c_RD[1::2]
     ids = range(10)
-    expected = identification(gallery_PD.numpy(), ids, probe_PD.numpy(), ids)["accuracy"]
+    expected = identification_scores(gallery_PD.numpy(), ids, probe_PD.numpy(), ids)["accuracy"]
     assert identified_share(gallery_PD, probe_PD) == pytest.approx(expected, abs=1e-12)

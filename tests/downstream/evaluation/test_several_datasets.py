@@ -10,7 +10,7 @@ from omnilead.__main__ import main
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.data_tools.synthetic.archive import synthesise
-from omnilead.downstream.evaluation.records import ShownLeads, groups_of, probed_records
+from omnilead.downstream.evaluation.records import ShownLeads, fold_groups, probed_records
 from omnilead.downstream.evaluation.results import record_names
 from omnilead.downstream.tasks.config import TaskConfig
 from omnilead.downstream.tasks.labels import read_task
@@ -87,7 +87,7 @@ def test_records_of_one_name_are_two_and_patients_are_one(overlapping, tmp_path)
     names = record_names(both, first)
     assert len(set(names)) == len(names)
     # The same person is in one fold
-    group_N = groups_of(both, records)
+    group_N = fold_groups(both, records)
     patient_N = both.column("patient")[first]
     source_N = both.column("source")[first]
     owner = [f"{s}/{p}" for s, p in zip(source_N, patient_N, strict=True)]

@@ -24,7 +24,7 @@ from omnilead.data_tools.dataset import CLASSES
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.downstream import convert
 from omnilead.downstream.interop import conversion
-from omnilead.downstream.interop.conversion import signals
+from omnilead.downstream.interop.conversion import preprocessing_document
 from omnilead.downstream.interop.fairseq import their_settings, to_theirs
 from omnilead.engine.data.config import MV_PER_UV
 from omnilead.engine.model.config import ModelConfig
@@ -339,7 +339,7 @@ def test_a_model_folder_of_any_network_gives_its_numbers(tmp_path, monkeypatch):
     expected = by_hand(torch.tensor(x_SLT).float())
     assert_close(model.embed(signal_uv(), 500, LEADS, "uV"), expected.mean(0), rtol=0, atol=1e-5)
     made = json.loads(Path("OUT/preprocessing.json").read_text())
-    assert made == signals("zscore", 250.0, ["V2", "I"])
+    assert made == preprocessing_document("zscore", 250.0, ["V2", "I"])
     origin = json.loads(Path("OUT/config.json").read_text())["from_torch"]
     assert f"{origin['input']}\n" in Path("OUT/README.md").read_text()
     x_RLT = eval(origin["input"])

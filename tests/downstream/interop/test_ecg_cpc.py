@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 import omnilead
 from omnilead.__main__ import main
 from omnilead.downstream import convert
-from omnilead.downstream.interop.ecg_cpc import KERNEL, LAYER, NORM, STEM
-from omnilead.downstream.interop.onnx import NEEDED
+from omnilead.downstream.interop.ecg_cpc import KERNEL, LAYER_PREFIX, NORM_PREFIX, STEM_PREFIX
+from omnilead.downstream.interop.onnx import NEEDED_PACKAGES
 from omnilead.engine.model.s4 import S4, conjugate_pairs
 
 PARITY = Path(__file__).parents[3].parent / "shared" / "parity" / "ecg_cpc_small"
@@ -22,12 +22,12 @@ def their_state(encoder):
     """A state_dict by the authors' names, with eigenvectors of other phases than ours."""
     ours, state = encoder.state_dict(), {}
     for i in range(len(encoder.stem)):
-        state[f"{STEM}.{i}.0.weight"] = ours[f"stem.{i}.weight"]
+        state[f"{STEM_PREFIX}.{i}.0.weight"] = ours[f"stem.{i}.weight"]
         for part in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-            state[f"{STEM}.{i}.1.{part}"] = ours[f"stem.{i}.norm.{part}"]
+            state[f"{STEM_PREFIX}.{i}.1.{part}"] = ours[f"stem.{i}.norm.{part}"]
     w, p, _ = map(torch.from_numpy, conjugate_pairs(8))
     for i in range(len(encoder.layers)):
-        own, theirs = f"layers.{i}", f"{LAYER}.{i}"
+        own, theirs = f"layers.{i}", f"{LAYER_PREFIX}.{i}"
         phase = torch.polar(torch.ones(4), torch.arange(4.0) + i)
         frozen = {"P": p * phase, "Q": p * phase.conj(), "B": p * phase * 2**0.5}
         c = torch.view_as_complex(ours[f"{own}.space.C"]) / phase
@@ -43,7 +43,7 @@ def their_state(encoder):
         state[f"{theirs}.output_linear.0.weight"] = ours[f"{own}.linear.weight"]
         state[f"{theirs}.output_linear.0.bias"] = ours[f"{own}.linear.bias"][:, None]
         for part in ("weight", "bias"):
-            state[f"{NORM}.{i}.{part}"] = ours[f"{own}.norm.{part}"]
+            state[f"{NORM_PREFIX}.{i}.{part}"] = ours[f"{own}.norm.{part}"]
     return state | {"head_ssl.proj.0.weight": torch.randn(WIDTH, WIDTH)}
 
 
@@ -125,7 +125,7 @@ def test_it_is_embedded_exported_and_fine_tuned(dataset, tmp_path):
     assert main(["finetune", *how, "train.lr_factors={stem: 0.01, context: 0.1}"]) == 0
     tuned = omnilead.load(tmp_path / "tuned")
     assert tuned.input.clip_mv == 3 and tuned.config["model"]["options"]["length"] == LENGTH
-    for name in NEEDED:
+    for name in NEEDED_PACKAGES:
         pytest.importorskip(name, reason="the extra `onnx` is not installed")
     onnx = tmp_path / "model.onnx"
     assert convert.main(["to-onnx", str(tmp_path / "tuned"), str(onnx)]) == 0 and onnx.exists()
@@ -138,17 +138,23 @@ def other(name, change):
     return harm
 
 
-FIRST = f"{LAYER}.0.{KERNEL}"
+FIRST = f"{LAYER_PREFIX}.0.{KERNEL}"
 HARMS = {
     "no network": (lambda state: state.clear(), "0 weights end in encoder.layers.0.0.weight"),
-    "missing": (lambda state: state.pop(f"{NORM}.1.bias"), f"1 missing: {NORM}.1.bias"),
+    "missing": (
+        lambda state: state.pop(f"{NORM_PREFIX}.1.bias"),
+        f"1 missing: {NORM_PREFIX}.1.bias",
+    ),
     "unknown": (
         lambda state: state.update({"predictor.extra": torch.ones(3)}),
         "1 unexpected: predictor.extra",
     ),
-    "another shape": (other(f"{NORM}.1.bias", lambda w: w[:5]), f"{NORM}.1.bias is [5], not [16]"),
+    "another shape": (
+        other(f"{NORM_PREFIX}.1.bias", lambda w: w[:5]),
+        f"{NORM_PREFIX}.1.bias is [5], not [16]",
+    ),
     "turned round": (
-        other(f"{LAYER}.1.output_linear.0.weight", lambda w: w.T),
+        other(f"{LAYER_PREFIX}.1.output_linear.0.weight", lambda w: w.T),
         "output_linear.0.weight is [16, 32], not [32, 16]",
     ),
     "another A": (other(f"{FIRST}.w", lambda w: w * 1.1), f"{FIRST}.w is not that of HiPPO-LegS"),

@@ -25,7 +25,7 @@ def exported(folder, out):
 
 
 def test_onnx_gives_the_same_numbers(saved_model, tmp_path, capsys):
-    for name in onnx_export.NEEDED:
+    for name in onnx_export.NEEDED_PACKAGES:
         pytest.importorskip(name, reason="the extra `onnx` is not installed")
     import onnx
 
@@ -73,11 +73,13 @@ def test_onnx_gives_the_same_numbers_of_a_head_that_sees_all_tokens(saved_model,
 
 def test_wrong_numbers_leave_no_file(saved_model, tmp_path, monkeypatch, capsys):
     folder, out = saved_model(), str(tmp_path / "a.onnx")
-    monkeypatch.setattr(onnx_export, "NEEDED", ())
+    monkeypatch.setattr(onnx_export, "NEEDED_PACKAGES", ())
     monkeypatch.setattr(onnx_export, "export", lambda model, path: path.write_text("weights"))
     for seen in (0.01, float("nan")):
         monkeypatch.setattr(
-            onnx_export, "difference", lambda *size, seen=seen: seen if size[-1] == 5000 else 0.0
+            onnx_export,
+            "largest_difference",
+            lambda *size, seen=seen: seen if size[-1] == 5000 else 0.0,
         )
         assert convert.main(["to-onnx", str(folder), out]) == 2
         assert "differs from PyTorch" in capsys.readouterr().err

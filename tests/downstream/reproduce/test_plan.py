@@ -10,12 +10,12 @@ import pytest
 from omnilead.downstream.reproduce import jobs
 from omnilead.downstream.reproduce.jobs import Job, WorkDir, write_json
 from omnilead.downstream.reproduce.paper import (
-    LEADS,
+    LEAD_COUNTS,
     TASKS,
     DatasetInfo,
     ReproductionScale,
     make_plan,
-    tables,
+    paper_tables,
 )
 from omnilead.downstream.tasks.config import FinetuneConfig
 from omnilead.engine.settings.files import CONFIGS
@@ -43,7 +43,7 @@ pretrain/w2v-1 pretrain/cmsc-1 pretrain/w2v_cmsc-1
 
 @cache
 def plan(*numbers, scale="paper", seeds=3, out="/out", **choice):
-    chosen = [tables()[number] for number in numbers]
+    chosen = [paper_tables()[number] for number in numbers]
     return make_plan(
         chosen, ReproductionScale.read(scale), DATA, WorkDir(Path(out)), seeds, **choice
     )
@@ -58,14 +58,14 @@ def latex(number):
     cells, row = {}, ""
     for name, task, texts in re.findall(line, sources[number - 1]):
         row = re.sub(r"\\textit\{(\w+)\}", r"\1", name) or row
-        for leads, text in zip(LEADS, texts.split("&"), strict=True):
+        for leads, text in zip(LEAD_COUNTS, texts.split("&"), strict=True):
             cells[row, task, leads] = text
     return cells
 
 
-@pytest.mark.parametrize("number", tables())
+@pytest.mark.parametrize("number", paper_tables())
 def test_the_numbers_are_those_of_the_paper(number):
-    table, cells = tables()[number], latex(number)
+    table, cells = paper_tables()[number], latex(number)
     assert list(dict.fromkeys(row for row, _, _ in cells)) == list(table.rows)
     assert len(cells) == 10 * len(table.rows)
     for (row, task, leads), text in cells.items():
@@ -138,7 +138,9 @@ def test_a_scale_leaves_methods_alone_and_fits_every_method(name):
     settings = ReproductionScale.read(name).settings
     assert {key.split(".")[0] for given in settings.values() for key in given} <= {"model", "train"}
     pretraining = settings["pretrain"] | {"data.datasets": ["D"]}
-    for method in {row.pretrain for table in tables().values() for row in table.rows.values()}:
+    for method in {
+        row.pretrain for table in paper_tables().values() for row in table.rows.values()
+    }:
         check_config(load_config(CONFIGS / "pretrain" / f"{method}.yaml", pretraining), 1)
     for task in TASKS.values():
         path = CONFIGS / "finetune" / f"{task}.yaml"
@@ -155,7 +157,7 @@ def test_jobs_that_are_done_tell_how_long_others_of_their_kind_take(tmp_path):
     folder.start(plan)
     assert jobs.expected_seconds(folder, plan) == {"a/1": 120, "a/2": 120, "b/1": 120}
     (tmp_path / "a/1/f").mkdir(parents=True)
-    write_json(folder.file(plan[0], "json"), {"seconds": 30.0})
+    write_json(folder.job_file(plan[0], "json"), {"seconds": 30.0})
     assert jobs.expected_seconds(folder, plan) == {"a/2": 30, "b/1": 120}
 
 

@@ -74,7 +74,7 @@ def lab(dataset, tmp_path, monkeypatch):
 
 def use_fake_jobs(fake, monkeypatch):
     program = str(Path(__file__).with_name("fake.py"))
-    monkeypatch.setattr(jobs, "OMNILEAD", (program, str(fake)))
+    monkeypatch.setattr(jobs, "RUN_OMNILEAD", (program, str(fake)))
     monkeypatch.setattr(jobs, "POLL_S", 0.02)
 
 
@@ -155,9 +155,9 @@ def test_two_commands_never_run_the_same_job_at_once(lab, monkeypatch):
     monkeypatch.setattr(jobs, "time", asleep)
     folder, stop = WorkDir(lab.out), lab.out / "stop"
     (lab.out / "jobs").mkdir(parents=True)
-    words = (*jobs.OMNILEAD, "pretrain", "--set", f'run="{lab.out}/pretrain/x"')
+    words = (*jobs.RUN_OMNILEAD, "pretrain", "--set", f'run="{lab.out}/pretrain/x"')
     job = Job("pretrain/x", words, (), "pretrain/x/model")
-    with open(folder.file(job, "lock"), "w") as held, jobs.on_this_machine(1) as executor:
+    with open(folder.job_file(job, "lock"), "w") as held, jobs.local_executor(1) as executor:
         fcntl.flock(held, fcntl.LOCK_EX)
         waiting = executor.submit(jobs.run_job, folder, job, words, stop)
         waits.wait()
@@ -176,7 +176,7 @@ def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     together = threading.Barrier(4)
-    with jobs.on_this_machine(4) as executor:
+    with jobs.local_executor(4) as executor:
         futures = [
             executor.submit(lambda: (together.wait(), jobs._environment())[1]) for _ in range(4)
         ]
@@ -196,7 +196,7 @@ def test_a_moved_dataset_goes_on_and_changed_configs_are_refused(
     (tmp_path / "moved").symlink_to(lab.data)
     lab.data = tmp_path / "moved"
     assert lab.main(rows=1) == 0 and lab.all_ran_once(8)
-    monkeypatch.setattr(paper, "basis", lambda *_: " changed")
+    monkeypatch.setattr(paper, "settings_checksum", lambda *_: " changed")
     capsys.readouterr()
     assert lab.main(rows=1) == 2
     err = capsys.readouterr().err
@@ -207,7 +207,7 @@ def test_a_moved_dataset_goes_on_and_changed_configs_are_refused(
 def test_a_folder_of_an_earlier_version_goes_on(lab, capsys):
     """Its commands named data and runs by --set; what it depended on is the same, or refused."""
     assert lab.main() == 0
-    place = lab.out / jobs.COMMANDS
+    place = lab.out / jobs.COMMANDS_FILE
     commands = json.loads(place.read_text())
     name = "pretrain/w2v-12"
     last = commands[name].split()[-1]

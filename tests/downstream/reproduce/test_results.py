@@ -9,7 +9,7 @@ from test_plan import DATA, latex, plan
 
 from omnilead.downstream.reproduce import results
 from omnilead.downstream.reproduce.jobs import write_json
-from omnilead.downstream.reproduce.paper import tables
+from omnilead.downstream.reproduce.paper import paper_tables
 
 GOLDEN = """
 | Methods |  | 12-lead | P-3-lead |
@@ -39,7 +39,7 @@ def test_a_table_of_unfinished_scores(tmp_path):
         score(folder, f"w2v-12/diagnosis-12-seed{seed}", value, auroc=value + 0.24)
     score(folder, "w2v_rlm-12/diagnosis-12-seed2", 0.615)
     failed = made.jobs["finetune/w2v_rlm-12/diagnosis-P-3-seed0"]
-    write_json(folder.file(failed, "json"), {"error": "no room"})
+    write_json(folder.job_file(failed, "json"), {"error": "no room"})
     results.write_tables(made)
     text = (tmp_path / "table-3.md").read_text()
     assert GOLDEN in text
@@ -65,16 +65,16 @@ def test_a_damaged_score_does_not_count(damaged, tmp_path):
     folder, made = started(tmp_path, 3, rows=("W2V",), leads=(12,), tasks=("Dx",))
     job = made.jobs["evaluate/w2v-12/diagnosis-12-seed0"]
     score(folder, "w2v-12/diagnosis-12-seed0", 0.5)
-    assert folder.done(job)
+    assert folder.is_done(job)
     (tmp_path / job.makes).write_text(damaged)
-    assert not folder.done(job)
-    assert not any(cell.scores for cell in results.table_cells(tables()[3], made))
+    assert not folder.is_done(job)
+    assert not any(cell.scores for cell in results.table_cells(paper_tables()[3], made))
 
 
 def test_the_protocol_names_differences_from_the_paper():
     def protocol(scale, seeds=3, **facts):
         made = plan(3, scale=scale, seeds=seeds, rows=("W2V",), leads=(12,), tasks=("Dx",))
-        return results.protocol(replace(made, data=replace(DATA, **facts)))
+        return results.protocol_text(replace(made, data=replace(DATA, **facts)))
 
     exact, small = protocol("paper"), protocol("small")
     assert exact.endswith("configurations: diagnosis: train.best challenge.")
@@ -86,11 +86,11 @@ def test_the_protocol_names_differences_from_the_paper():
     assert "1 seed of fine-tuning" in protocol("paper", seeds=1)
 
 
-@pytest.mark.parametrize("number", tables())
+@pytest.mark.parametrize("number", paper_tables())
 def test_bold_cells_are_the_papers(number, tmp_path):
     """With the paper's numbers as ours. Table 4 has two bold cells that are not its best."""
     papers_bold = {key for key, text in latex(number).items() if r"\bf" in text}
-    table, (folder, made) = tables()[number], started(tmp_path, number, seeds=1)
+    table, (folder, made) = paper_tables()[number], started(tmp_path, number, seeds=1)
     for (_, row, task, leads), (name,) in made.cells.items():
         printed = table.rows[row].printed[task][leads] or [0.0]
         score(folder, name.removeprefix("evaluate/"), printed[0])

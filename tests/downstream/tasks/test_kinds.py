@@ -7,7 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omnilead.downstream.tasks.kinds import KINDS, cox, sensitive, sensitive_points, thresholds
+from omnilead.downstream.tasks.kinds import (
+    KINDS,
+    best_thresholds,
+    cox_loss,
+    sensitive_points,
+    sensitivity_sentences,
+)
 
 NAN = float("nan")
 
@@ -38,20 +44,20 @@ def test_unknown_labels_have_no_loss_and_no_gradient(kind, reference):
 def test_a_sample_is_right_if_all_its_known_labels_are():
     logits_RK = torch.tensor([[2.0, -1.0, 3.0], [2.0, -1.0, 3.0], [-1.0, 4.0, 1.0]])
     y_RK = torch.tensor([[1.0, 0.0, NAN], [1.0, 1.0, NAN], [0.0, 1.0, 0.0]])
-    assert KINDS["multilabel"].right(logits_RK, y_RK).tolist() == [True, False, False]
-    assert KINDS["multiclass"].right(logits_RK, torch.eye(3)).tolist() == [False, False, False]
+    assert KINDS["multilabel"].are_right(logits_RK, y_RK).tolist() == [True, False, False]
+    assert KINDS["multiclass"].are_right(logits_RK, torch.eye(3)).tolist() == [False, False, False]
 
 
 def test_balanced_classes_weigh_the_same():
     y_NK = np.array([[1, 0], [0, 0], [0, NAN], [0, 1]])
     multilabel, multiclass = KINDS["multilabel"], KINDS["multiclass"]
-    w_NK = multilabel.weights(y_NK, multilabel.balanced(y_NK))
+    w_NK = multilabel.weights(y_NK, multilabel.balanced_weights(y_NK))
     for k, positive in ((0, [0]), (1, [3])):
         known = ~np.isnan(y_NK[:, k])
         assert w_NK[positive, k].sum() == pytest.approx(w_NK[known, k].sum() / 2)
         assert w_NK[known, k].mean() == pytest.approx(1)
     one_hot = np.eye(3)[[0, 0, 0, 1, 2, 2]]
-    w_N1 = multiclass.weights(one_hot, multiclass.balanced(one_hot))
+    w_N1 = multiclass.weights(one_hot, multiclass.balanced_weights(one_hot))
     assert [w_N1[one_hot[:, k] > 0].sum() for k in range(3)] == pytest.approx([2, 2, 2])
 
 
@@ -67,7 +73,7 @@ def test_thresholds_have_the_highest_f1():
         predicted, true = scores_NK[known, k] > threshold, y_NK[known, k] > 0
         return float(2 * (predicted & true).sum() / max(1, predicted.sum() + true.sum()))
 
-    found = thresholds(y_NK, scores_NK)
+    found = best_thresholds(y_NK, scores_NK)
     for k in (0, 1):
         assert f1(k, found[k]) == max(f1(k, t) for t in np.linspace(-0.005, 1.005, 102))
     assert found[2] == 0.5
@@ -83,7 +89,7 @@ def test_the_score_that_95_of_100_positives_reach(positives):
     points = sensitive_points(
         np.stack([y_N, no_negative_N], 1), np.stack([score_N] * 2, 1), ("AF", "SR")
     )
-    said = sensitive(points, ("AF", "SR"))
+    said = sensitivity_sentences(points, ("AF", "SR"))
     none = "no score with 95 % sensitivity for {}: that takes 20 positives and a negative"
     if positives < 20:
         assert said == [none.format("AF, SR")] and not points
@@ -110,7 +116,7 @@ def test_the_partial_likelihood_is_cox_and_breslows():
     y_R[[3, 17]] = np.nan
     risk_R = torch.from_numpy(rng.normal(size=40)).requires_grad_()
     hazard_R = np.exp(risk_R.detach().numpy())
-    found_R = cox(risk_R[:, None], torch.from_numpy(y_R)[:, None])[:, 0]
+    found_R = cox_loss(risk_R[:, None], torch.from_numpy(y_R)[:, None])[:, 0]
     events = np.flatnonzero(y_R > 0)
     for i in events:
         at_risk = np.abs(y_R) >= y_R[i]

@@ -103,7 +103,7 @@ def test_words_for_yes_and_no_are_alike_in_one_and_in_several_columns(words, col
 def test_the_patients_of_a_table_count_where_the_data_have_none(tables):
     """For the split and for intervals; a patient whom the dataset knows keeps its name."""
     plain = tables.read("record|v", zip(tables.records, cycle("01"), strict=False))
-    assert plain.unknown == (60, 180) and plain.units.startswith("patients (records")
+    assert plain.unknown == (60, 180) and plain.resampling_unit.startswith("patients (records")
     dataset = tables.dataset
     columns = ["source", "record", "patient"]
     rows = {row["record"]: row for row in dataset.table(columns).to_pylist()}

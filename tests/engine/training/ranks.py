@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.measure import reserved_port
+from benchmarks.measure import reserve_port
 from omnilead.__main__ import main
 from omnilead.downstream.reports import run_report
 from omnilead.engine.settings import commandline
@@ -66,7 +66,7 @@ RESERVED = []
 
 
 def free_port():
-    RESERVED.append(reserved_port())  # while this process lives
+    RESERVED.append(reserve_port())  # while this process lives
     return int(RESERVED[-1].getsockname()[1])
 
 
