@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .dataset import Dataset, flagged
+from .dataset import Dataset, DatasetFacts, flagged
 from .dataset.rejects import FLAGS, REPAIRED, rejects_of
 from .ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
 from .ecg.mean_beat import FEWEST, RATED, HeartRates, heart_rate
@@ -88,7 +88,7 @@ def dataset_figure(dataset: Dataset) -> "Figure":
     bars_tall = 0.9 + 0.22 * slots
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
     figure = new_figure((12.5, 6.6 + bars_tall), layout=layout)
-    title = f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}"
+    title = f"{len(dataset):,} crops of 10 s, plan {dataset.facts.plan}"
     style: Any = {"x": 0.012, "ha": "left", "fontsize": 13, "fontweight": "bold", "color": INK}
     figure.suptitle(title, **style, family=FONT, parse_math=False)
     parts: Any = figure.subfigures(3, 1, height_ratios=(4.2, 2.0, bars_tall))
@@ -254,16 +254,16 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
 def describe(dataset: Dataset) -> str:
     """Describe sources, roles (of the paper's databases: compared with it), and what was refused
     and why."""
-    meta = dataset.meta
+    facts = dataset.facts
     count = len(dataset.shards)
-    megabytes = sum(shard["bytes"] for shard in dataset.shards) / 1e6
+    megabytes = sum(shard.bytes for shard in dataset.shards) / 1e6
     shards = f"{count} tar shard{'s' * (count != 1)} of {megabytes:,.0f} MB in all"
-    zarr = ", zarr copy" if "zarr" in meta["formats"] else ""
+    zarr = ", zarr copy" if "zarr" in facts.formats else ""
     lines = [
         f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {shards}{zarr}",
-        f"plan {meta['plan']}, seed {meta['seed']}, fingerprint {dataset.fingerprint[:16]}",
+        f"plan {facts.plan}, seed {facts.seed}, fingerprint {facts.fingerprint[:16]}",
         "",
-        *_source_lines(meta),
+        *_source_lines(facts),
         "",
         *_role_lines(dataset),
         *_duplicate_lines(dataset),
@@ -284,30 +284,30 @@ def describe(dataset: Dataset) -> str:
     return "\n".join(lines)
 
 
-def _like_paper(meta: Mapping[str, Any]) -> bool:
+def _like_paper(facts: DatasetFacts) -> bool:
     """Whether the paper's databases are all there: for others its counts mean nothing."""
-    names = {real_source(source["name"]) for source in meta["sources"]}
-    return meta["plan"] != "all" and names >= PAPER_SETS.keys()
+    names = {real_source(source.name) for source in facts.sources}
+    return facts.plan != "all" and names >= PAPER_SETS.keys()
 
 
-def _source_lines(meta: Mapping[str, Any]) -> Iterator[str]:
-    like_paper = _like_paper(meta)
+def _source_lines(facts: DatasetFacts) -> Iterator[str]:
+    like_paper = _like_paper(facts)
     paper = f"{'the paper':>11}" if like_paper else ""
     counts = f"{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}"
     yield f"{'source':22}{'records':>10}{paper}{counts}  licence"
-    for source in meta["sources"]:
-        name, records = source["name"], source["records"]
+    for source in facts.sources:
+        name, records = source.name, source.records
         paper = f"{PAPER_SETS.get(real_source(name), 0):11,}" if like_paper else ""
-        counts = f"{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
-        dropped = f"{source['dropped_s']:10,.0f} s"
-        yield f"{name:22}{records['seen']:10,}{paper}{counts}{dropped}  {source['licence']}"
+        counts = f"{records['used']:10,}{records['refused']:9,}{source.crops:10,}"
+        dropped = f"{source.dropped_s:10,.0f} s"
+        yield f"{name:22}{records['seen']:10,}{paper}{counts}{dropped}  {source.licence}"
 
 
 def _role_lines(dataset: Dataset) -> Iterator[str]:
-    like_paper = _like_paper(dataset.meta)
+    like_paper = _like_paper(dataset.facts)
     paper = f"{'the paper':>11}" if like_paper else ""
     yield f"{'role':22}{'crops':>10}{'5 s parts':>11}{paper}"
-    if dataset.meta["plan"] == "paper-split":
+    if dataset.facts.plan == "paper-split":
         yield (
             "paper-split LEAKS: crops of one ECG are in train and test, as in the authors' code. "
             "For comparison only."
@@ -356,7 +356,7 @@ def _whose(without: pa.Table) -> str:
 
 def notes(dataset: Dataset) -> Iterator[str]:
     """Warnings about problems that would appear in later commands."""
-    if dataset.meta["plan"] != "all":
+    if dataset.facts.plan != "all":
         yield from _role_notes(dataset)
     missing: dict[str, list[str]] = {}
     for source, name, reason, _ in rejects_of(dataset):
@@ -374,7 +374,7 @@ def notes(dataset: Dataset) -> Iterator[str]:
         )
     if doubt := doubtful_patients(owners_of(dataset)):
         yield doubt
-    for flag in RoleSources.from_meta(dataset.meta).leave_out:
+    for flag in RoleSources.from_facts(dataset.facts).leave_out:
         if not (count := int(flagged(table, [flag]).sum())):
             continue
         why = f"they have the flag {flag} (--leave-out-flags)"
@@ -407,14 +407,14 @@ def _heart_rates(dataset: Dataset) -> HeartRates:
 
 
 def _role_notes(dataset: Dataset) -> Iterator[str]:
-    chosen, roles = RoleSources.from_meta(dataset.meta), dataset.meta["roles"]
+    chosen, roles = RoleSources.from_facts(dataset.facts), dataset.facts.roles
     empty = []
     for name in PAPER_ROLES:
         task, _, role = name.partition(" ")
         asked = getattr(chosen, task) != getattr(PAPER_SOURCES, task) or task == "pretrain"
-        if not asked and not _like_paper(dataset.meta):
+        if not asked and not _like_paper(dataset.facts):
             continue  # which databases have this role by default is no concern of other data
-        if not (role in roles[task] if role else roles[task]):
+        if not (role in getattr(roles, task) if role else getattr(roles, task)):
             empty.append(name)
     advice = {
         "pretrain": "--pretrain-sources names sources for pre-training",
@@ -428,7 +428,7 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
             text for role, text in advice.items() if any(name.startswith(role) for name in empty)
         ]
         yield f"no crop for {', '.join(empty)}: {'; '.join(fitting) or 'too few records'}"
-    names = [source["name"] for source in dataset.meta["sources"] if source["crops"]]
+    names = [source.name for source in dataset.facts.sources if source.crops]
     if left_out := [name for name in names if not chosen.pretrains(name)]:
         why = "not in the paper" if chosen.pretrain is None else "not in --pretrain-sources"
         yield (

@@ -244,7 +244,7 @@ def _shard(**options: Any) -> int:
     echo(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
     if strict:
         _check_refused(dataset)
-    asked = dataset.meta.get("left_out_patients", {"asked": 0, "found": 0})
+    asked = dataset.facts.left_out_patients
     return 1 if asked["found"] < asked["asked"] else 0
 
 

@@ -32,8 +32,10 @@ from .facts import REJECTS as REJECTS
 from .facts import SAMPLES as SAMPLES
 from .facts import SHARD_CROPS as SHARD_CROPS
 from .facts import STORE as STORE
-from .facts import Meta as Meta
+from .facts import DatasetFacts as DatasetFacts
+from .facts import FileFacts as FileFacts
 from .facts import RoleFacts as RoleFacts
+from .facts import ShardFacts as ShardFacts
 from .facts import fingerprint as fingerprint
 from .paths import Data as Data
 from .paths import dataset_paths as dataset_paths

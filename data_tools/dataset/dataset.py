@@ -44,7 +44,7 @@ from .facts import (
     STORE,
     WORDS,
     DatasetFacts,
-    Meta,
+    ShardFacts,
     fingerprint,
 )
 
@@ -158,11 +158,11 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        return str(self.meta["fingerprint"])
+        return self.facts.fingerprint
 
     @property
     def preprocessing_sha256(self) -> str:
-        return str(self.meta["preprocessing_sha256"])
+        return self.facts.preprocessing_sha256
 
     @property
     def minor(self) -> int:
@@ -170,8 +170,8 @@ class Dataset:
         return self.facts.format_minor
 
     @property
-    def shards(self) -> list[dict[str, Any]]:
-        return list(self.meta["shards"])
+    def shards(self) -> list[ShardFacts]:
+        return self.facts.shards
 
     @property
     def synthetic_crops(self) -> int:
@@ -221,7 +221,7 @@ class Dataset:
         ):
             return None
         key = blake2b(self._samples_bytes, key=NAME_KEY, digest_size=32)
-        key.update(json.dumps(self.shards).encode())
+        key.update(json.dumps(self.meta["shards"]).encode())
         return key.hexdigest().encode()
 
     @property
@@ -236,7 +236,7 @@ class Dataset:
             table = self._samples.read(columns)
         self._check(table)
         if "shard" in table.column_names and self.shards:
-            counts = [shard["crops"] for shard in self.shards]
+            counts = [shard.crops for shard in self.shards]
             numbers = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
             if not np.array_equal(table["shard"], numbers):
                 raise self._wrong(f"shard differs from the shards in {META}")
@@ -383,7 +383,7 @@ class Dataset:
 
     def read_at(self, row: int, shard: int, offset: int, crc: int | None) -> np.ndarray:
         """The crop of a row, whose address is known; its crc32c is checked unless it is None."""
-        name = STORE if shard < 0 else f"shards/{self.shards[shard]['name']}"
+        name = STORE if shard < 0 else f"shards/{self.shards[shard].name}"
         try:
             if shard < 0:
                 crop = np.empty(CROP_SHAPE, "<i2")
@@ -441,7 +441,7 @@ class Dataset:
         return Chunks(self.root, STORE, len(self))
 
 
-def _read_meta(root: Folder) -> Meta:
+def _read_meta(root: Folder) -> dict[str, Any]:
     """dataset.json, if it is one of version 1; else a DatasetError."""
     url = root.url
     try:
@@ -493,7 +493,7 @@ def _read_meta(root: Folder) -> Meta:
             f"formats {facts.formats}"
         )
         raise DatasetError(f"{url}/{META}: contradicts itself ({found}): restore the file")
-    return Meta(meta)
+    return dict(meta)
 
 
 def flagged(table: pa.Table, names: Sequence[str]) -> np.ndarray:

@@ -130,7 +130,7 @@ def web_dataset(dataset: Any, role: str, options: dict[str, Any]) -> Any:
     root = dataset.root
     if root.remote or not dataset.shards:
         raise DatasetError(f"{root.url}: webdataset reads tar shards on a disk: use torch()")
-    urls = [root.path(f"shards/{shard['name']}") for shard in dataset.shards]
+    urls = [root.path(f"shards/{shard.name}") for shard in dataset.shards]
     stream = webdataset.WebDataset(urls, **{"shardshuffle": False} | options)
     if role != "all":
         stream = stream.select(partial(_has_key, keys_of(dataset, role)))

@@ -9,7 +9,7 @@ from ..ecg.crops import IMPLAUSIBLE_AMPLITUDE
 from ..io.errors import DatasetError, ReadError, one_line
 from ..io.spreadsheet import as_csv, unquoted
 from .dataset import Dataset
-from .facts import META, REJECTS
+from .facts import REJECTS
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
 CROP_FLAGS = ("lead not measured", "flat lead", "saturated", "large", "zeros", "einthoven")
@@ -40,8 +40,6 @@ def rejects_csv(rejects: list[Reject]) -> bytes:
 def rejects_of(made: Dataset) -> list[Reject]:
     """The rows of a dataset's rejects.csv: (source, record, reason, detail)."""
     url, facts = made.root.url, made.facts.rejects
-    if not facts:
-        raise DatasetError(f"{url}/{META}: has no entry `rejects`: build the dataset again")
     try:
         data = made.root.read(REJECTS, facts.bytes)
         if hashlib.sha256(data).hexdigest() != facts.sha256:

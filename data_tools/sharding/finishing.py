@@ -27,7 +27,9 @@ from ..dataset import (
     SAMPLES,
     STORE,
     Dataset,
-    Meta,
+    DatasetFacts,
+    RoleFacts,
+    ShardFacts,
     fingerprint,
     flagged,
 )
@@ -225,14 +227,14 @@ def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) ->
 def _table_before(made: Dataset) -> pa.Table:
     """All rows of samples.parquet, with the name key in the metadata. A killed run may have replaced the
     file, and left what was there before."""
-    out, facts = made.root, made.meta["samples"]
+    out, facts = made.root, made.facts.samples
     if not out.exists(TABLE_BEFORE):
         key = made.name_key or b""
-        data = out.read(SAMPLES, facts["bytes"])
+        data = out.read(SAMPLES, facts.bytes)
         out.write(f"{TABLE_BEFORE}.key", key)
         out.write(TABLE_BEFORE, data)
     data = out.read(TABLE_BEFORE, 2**40)
-    if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+    if hashlib.sha256(data).hexdigest() != facts.sha256:
         raise DatasetError(
             f"{out.url}/{TABLE_BEFORE}: fails its sha256: restore {SAMPLES} and remove it"
         )
@@ -254,7 +256,7 @@ def write_tables(
     meta: dict[str, Any],
     rows: Iterable[pa.Table],
     rejects: list[Reject],
-    shards: list[dict[str, Any]],
+    shards: list[ShardFacts],
     roles: pa.Table,
     name_key: bytes | None = None,
 ) -> Dataset:
@@ -267,17 +269,17 @@ def write_tables(
     meta |= {
         "crops": len(roles),
         "sources": meta.pop("sources"),
-        "roles": role_counts(roles),
+        "roles": role_counts(roles).model_dump(),
         "formats": meta.pop("formats"),
         "samples": samples,
         "rejects": {"bytes": len(lines), "sha256": hashlib.sha256(lines).hexdigest()},
-        "shards": shards,
+        "shards": [shard.model_dump() for shard in shards],
     }
     if "leave_out_flags" in meta:
         meta["left_out"] = left_out
     out.write(REJECTS, lines)
     meta["fingerprint"] = fingerprint(meta)
-    write_card(out, Meta(meta), reason_counts(rejects), FLAGS)
+    write_card(out, DatasetFacts.model_validate(meta), reason_counts(rejects), FLAGS)
     out.write(META, (json.dumps(meta, indent=1) + "\n").encode())
     return Dataset.open(out.url)
 
@@ -298,15 +300,15 @@ def put_table_back(made: Dataset) -> None:
     out = made.root
     if out.exists(TABLE_BEFORE):
         before = out.read(TABLE_BEFORE, 2**40)
-        if hashlib.sha256(before).hexdigest() == made.meta["samples"]["sha256"]:
+        if hashlib.sha256(before).hexdigest() == made.facts.samples.sha256:
             out.write(SAMPLES, before)
 
 
-def _remove_leftovers(out: Folder, formats: list[str], shards: list[dict[str, Any]]) -> None:
+def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts]) -> None:
     """Remove what killed runs with other sources or options left."""
     if "tar" not in formats:
         out.remove("shards")
-    wanted = {shard["name"].removesuffix(".tar") for shard in shards}
+    wanted = {shard.name.removesuffix(".tar") for shard in shards}
     for name in list(out.names("shards")):
         shard_file = _SHARD_FILE.fullmatch(name)
         if shard_file and shard_file[1] not in wanted:
@@ -318,7 +320,7 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[dict[str, An
 class _Found(NamedTuple):
     """What the parts say together."""
 
-    shards: list[dict[str, Any]]  # for dataset.json
+    shards: list[ShardFacts]  # for dataset.json
     rejects: list[Reject]
     doubtful: np.ndarray  # bool [crops]: with a flag that leaves them out of pre-training
     left_out: list[list[Any]]  # as in _ShardWriter
@@ -333,7 +335,7 @@ def _facts_of_shards(parts: Parts, leave_out: tuple[str, ...]) -> _Found:
     numbers = [COLUMNS.empty_table().select(["start_s", "waveform"])]
     for part in parts:
         facts = part_facts(part)
-        shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
+        shards.append(ShardFacts.model_validate(facts))
         rejects += [tuple(reject) for reject in facts["rejects"]]
         left_out += facts["left_out"]
         doubtful.append(flagged(part, leave_out))
@@ -341,7 +343,7 @@ def _facts_of_shards(parts: Parts, leave_out: tuple[str, ...]) -> _Found:
     return _Found(shards, rejects, np.concatenate(doubtful), left_out, pa.concat_tables(numbers))
 
 
-def _write_zarr(parts: Parts, shards: list[dict[str, Any]], options: ShardOptions) -> None:
+def _write_zarr(parts: Parts, shards: list[ShardFacts], options: ShardOptions) -> None:
     crops = parts.columns(["shard", "offset", "crc32c"])
     shard_writers.write_zarr(
         crops, shards, parts.out, options.workers, options.cluster, options.quiet
@@ -529,9 +531,9 @@ def value_counts(column: pa.ChunkedArray) -> dict[str, int]:
     return dict(sorted((value["values"], value["counts"]) for value in values))
 
 
-def role_counts(table: pa.Table) -> dict[str, Any]:
-    return {
-        "pretrain": pc.sum(table["pretrain"], min_count=0).as_py(),
-        "dx": value_counts(table["dx_role"]),
-        "id": value_counts(table["id_role"]),
-    }
+def role_counts(table: pa.Table) -> RoleFacts:
+    return RoleFacts(
+        pretrain=pc.sum(table["pretrain"], min_count=0).as_py(),
+        dx=value_counts(table["dx_role"]),
+        id=value_counts(table["id_role"]),
+    )

@@ -11,7 +11,7 @@ that ten million records take a minute and a gigabyte.
 `all`          everything is for pre-training
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..dataset import DatasetFacts
 from ..ecg.constants import IMPLAUSIBLE
 from ..ecg.record import patient_source, real_source
 
@@ -71,12 +72,17 @@ class RoleSources:
         return meta
 
     @classmethod
-    def from_meta(cls, meta: Mapping[str, Any]) -> "RoleSources":
-        chosen = {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()}
-        # before there was a list: whether all flags are for pre-training
-        usual = () if meta.get("pretrain_implausible") else cls.leave_out
-        leave_out = tuple(meta.get("leave_out_flags", usual))
-        return cls(**chosen, id_share=meta.get("id_share", cls.id_share), leave_out=leave_out)
+    def from_facts(cls, facts: DatasetFacts) -> "RoleSources":
+        given: dict[str, Any] = {}
+        for task, sources in facts.role_sources.items():
+            given[task] = tuple(sources)
+        if facts.id_share is not None:
+            given["id_share"] = facts.id_share
+        if facts.leave_out_flags is not None:
+            given["leave_out"] = tuple(facts.leave_out_flags)
+        elif facts.pretrain_implausible:
+            given["leave_out"] = ()
+        return cls(**given)
 
 
 PAPER_SOURCES = RoleSources()

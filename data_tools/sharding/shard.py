@@ -230,7 +230,7 @@ def _already_finished(
     another recipe."""
     finished = Dataset.of_folder(out)
     url = finished.root.url
-    if finished.meta["recipe"] == recipe_hash(recipe):
+    if finished.facts.recipe == recipe_hash(recipe):
         if out.exists(".build"):
             put_table_back(finished)
             remove_traces(finished)
@@ -238,7 +238,7 @@ def _already_finished(
         return finished
     old = {name: finished.meta[name] for name in ROLE_SETTINGS if name in finished.meta}
     same = {name: value for name, value in recipe.items() if name not in ROLE_SETTINGS} | old
-    if finished.meta["recipe"] == recipe_hash(same):
+    if finished.facts.recipe == recipe_hash(same):
         tell(
             f"note: only roles differ from those of {url}: samples.parquet is written anew, no shard"
         )
@@ -250,8 +250,8 @@ def _already_finished(
 
 def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     """Which settings differ from those it was made with."""
-    formats = finished.meta["formats"]
-    left_out = RoleSources.from_meta(finished.meta).leave_out
+    formats = finished.facts.formats
+    left_out = RoleSources.from_facts(finished.facts).leave_out
     old = (
         {"shard_crops": SHARD_CROPS}
         | finished.meta

@@ -17,14 +17,14 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import google_crc32c
 import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from ..dataset import CROP_BYTES, SHARD_CROPS, STORE
+from ..dataset import CROP_BYTES, SHARD_CROPS, STORE, ShardFacts
 from ..dataset.zarr_reader import ABSENT, BLOSC, CRC, layout
 from ..io import cluster
 from ..io.errors import DatasetError, ReadError
@@ -127,7 +127,7 @@ def _index(lines: list[str]) -> str:
 
 def write_zarr(
     table: pa.Table,
-    shards: list[dict[str, Any]],
+    shards: list[ShardFacts],
     out: Folder,
     workers: int,
     dask: str | None,
@@ -142,7 +142,7 @@ def write_zarr(
             rows = range(start, min(start + SHARD_CROPS, len(table)))
             yield (
                 start // SHARD_CROPS,
-                [(f"shards/{shards[shard[i]]['name']}", int(offset[i]), int(crc[i])) for i in rows],
+                [(f"shards/{shards[shard[i]].name}", int(offset[i]), int(crc[i])) for i in rows],
             )
 
     expected = {f"{STORE}/zarr.json"} | {

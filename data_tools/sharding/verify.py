@@ -39,7 +39,7 @@ from ..dataset import (
 )
 from ..dataset.rejects import FLAGS, Reject, rejects_of
 from ..dataset.zarr_reader import decode, index_bytes
-from ..ecg.crops import CROP, HALF, MAX_UV, SPEC, crops_of, prepare_crop
+from ..ecg.crops import CROP, HALF, MAX_UV, crops_of, prepare_crop
 from ..ecg.pseudonyms import other_key, pseudonym
 from ..ecg.record import LEADS, EcgRecord, class_row, known_patient
 from ..ecg.resampling import FS_HZ
@@ -123,7 +123,7 @@ def verify(
     bar = {"total": len(dataset.shards), "unit": " shards", "desc": "shards", "disable": quiet}
     for of_shard in tqdm(checks, **bar):
         findings += of_shard
-    if "zarr" in dataset.meta["formats"]:
+    if "zarr" in dataset.facts.formats:
         findings += _check_zarr(dataset, fast, workers, quiet)
     if sources:
         findings += _compare_archive(
@@ -158,50 +158,47 @@ def pieces(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterator
 
 def _check_meta(dataset: Dataset, of_records: Records) -> Iterator[str]:
     """Check dataset.json against format version 1, the rows and the existing files."""
-    meta = dataset.meta
-    for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
-        if meta[name] != SPEC[name]:
-            yield f"{META}: {name} {meta[name]}, {SPEC[name]} expected"[:200]
-    if recipe_hash(meta["preprocessing"]) != meta["preprocessing_sha256"]:
+    facts = dataset.facts
+    if recipe_hash(facts.preprocessing) != facts.preprocessing_sha256:
         yield f"{META}: preprocessing fails its sha256"
     counts = source_counts(of_records)
-    for source in meta["sources"]:
-        records, (crops, used) = source["records"], counts.pop(source["name"], (0, 0))
-        if (source["crops"], records["used"], records["seen"]) != (
+    for source in facts.sources:
+        records, (crops, used) = source.records, counts.pop(source.name, (0, 0))
+        if (source.crops, records["used"], records["seen"]) != (
             crops,
             used,
             used + records["refused"],
         ):
             yield (
-                f"{META}: counts of {source['name']} differ from {SAMPLES}: {crops} crops of "
+                f"{META}: counts of {source.name} differ from {SAMPLES}: {crops} crops of "
                 f"{used} records"
             )
     yield from (f"{META}: {name} is missing in sources" for name in counts)
-    if role_counts(dataset.table(ROLES)) != meta["roles"]:
+    if role_counts(dataset.table(ROLES)) != facts.roles:
         yield f"{META}: counts per role differ from the rows"
     expected = {
         name
         for shard in dataset.shards
-        for name in (f"shards/{shard['name']}", index_name(shard["name"]))
+        for name in (f"shards/{shard.name}", index_name(shard.name))
     }
     strays = [name for name in dataset.root.names("shards") if name not in expected]
-    if "zarr" not in meta["formats"] and dataset.root.exists(f"{STORE}/zarr.json"):
+    if "zarr" not in facts.formats and dataset.root.exists(f"{STORE}/zarr.json"):
         strays.append(STORE)
     yield from _first([f"{name}: not a part of the dataset" for name in strays], "shards/")
 
 
 def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
-    seed = dataset.meta["seed"]
-    sources = RoleSources.from_meta(dataset.meta)
+    facts = dataset.facts
+    sources = RoleSources.from_facts(facts)
     doubtful = flagged(dataset.table(["flags"]), sources.leave_out)
     try:
-        again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources)
+        again = assign_roles(records, doubtful, facts.plan, facts.seed, sources)
     except DatasetError as error:
         yield f"{SAMPLES}: {error}"
     else:
         for column in ROLES:
             if wrong := _unequal(again[column], dataset.table([column])[column]):
-                yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {seed} gives"
+                yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {facts.seed} gives"
     for part in dataset.parts(["dx", "labels"]):
         labels = [class_row(tuple(dx)) for dx in part["dx"].to_pylist()]
         if labels != part["labels"].to_pylist():
@@ -220,21 +217,21 @@ def _unequal(values: pa.ChunkedArray, others: pa.ChunkedArray) -> int:
 def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     index, rows = rows_of
     shard = dataset.shards[index]
-    name = f"shards/{shard['name']}"
+    name = f"shards/{shard.name}"
     findings: list[str] = []
     try:
-        if len(rows) != shard["crops"]:
-            findings.append(f"{name}: {len(rows)} rows, {shard['crops']} crops in {META}")
+        if len(rows) != shard.crops:
+            findings.append(f"{name}: {len(rows)} rows, {shard.crops} crops in {META}")
         if fast:
-            findings += _check_size(dataset, name, shard["bytes"])
-            return [*findings, *_check_size(dataset, index_name(shard["name"]))]
-        data = dataset.root.view(name, shard["bytes"])
-        if len(data) != shard["bytes"]:
-            return [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
-        if hashlib.sha256(data).hexdigest() != shard["sha256"]:
+            findings += _check_size(dataset, name, shard.bytes)
+            return [*findings, *_check_size(dataset, index_name(shard.name))]
+        data = dataset.root.view(name, shard.bytes)
+        if len(data) != shard.bytes:
+            return [f"{name}: {len(data)} bytes, {shard.bytes} expected (truncated or replaced)"]
+        if hashlib.sha256(data).hexdigest() != shard.sha256:
             findings.append(f"{name}: fails its sha256")
         findings += _check_crops(name, data, rows)
-        findings += _check_index(dataset, index_name(shard["name"]), data, rows)
+        findings += _check_index(dataset, index_name(shard.name), data, rows)
         if not findings:
             findings += _check_members(name, data, rows)
     except ReadError as error:
@@ -456,7 +453,7 @@ def _compare_archive(
 ) -> list[str]:
     """Prepare every record of the archive again and compare samples and columns with the dataset,
     bit for bit."""
-    if other := other_key(dataset.meta["pseudonyms"], key):
+    if other := other_key(dataset.facts.pseudonyms, key):
         return [other]
     schema = pa.schema([COLUMNS.field(name) for name in ROW_COLUMNS])
     lines = [reject[:3] for reject in rejects if reject[2] not in FLAGS]

@@ -58,7 +58,6 @@ def refused_rows(task: TaskConfig, sheet: JoinedSheet, datasets: Sequence[Datase
     refused = {
         (source, record): None
         for dataset in datasets
-        if dataset.meta.get("rejects")
         for source, record, reason, _ in rejects_of(dataset)
         if reason not in FLAGS
     }

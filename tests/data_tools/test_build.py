@@ -44,7 +44,7 @@ def test_the_order_is_a_permutation_that_depends_on_the_seed(count):
 
 
 def shards(dataset):
-    return [f"{dataset.root.url}/shards/{entry['name']}" for entry in dataset.shards]
+    return [f"{dataset.root.url}/shards/{entry.name}" for entry in dataset.shards]
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset's own
@@ -357,7 +357,7 @@ def test_real_ecgs_are_read_bit_for_bit(real_ecgs, tmp_path):
 
 def test_shards_of_any_number_of_crops_hold_the_same_contents(small, tmp_path):
     whole, made = (build(small, tmp_path / f"{crops}", shard_crops=crops) for crops in (1024, 7))
-    assert {shard["crops"] for shard in made.shards[:-1]} == {7} and len(made.shards) > 2
+    assert {shard.crops for shard in made.shards[:-1]} == {7} and len(made.shards) > 2
     assert made.meta["shard_crops"] == 7 and "shard_crops" not in whole.meta
     same = [name for name in COLUMNS.names if name not in ("shard", "offset")]
     assert made.table(same).equals(whole.table(same)) and verify(made) == []

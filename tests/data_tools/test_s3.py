@@ -186,7 +186,7 @@ def uploads(s3):
 
 def test_each_shard_is_uploaded_once(s3, small):
     made = build(small, f"{BUCKET}/made")
-    assert uploads(s3) == Counter(shard["name"] for shard in made.shards)
+    assert uploads(s3) == Counter(shard.name for shard in made.shards)
     assert s3.count("GET", "tar$") == 0
 
 

@@ -424,7 +424,7 @@ def test_classes_are_numbered_by_patient(dataset):
 def other(dataset, archive, tmp_path_factory):
     """The same records with other roles."""
     out = str(tmp_path_factory.mktemp("other") / "seed1")
-    roles = RoleSources.from_meta(dataset.meta)
+    roles = RoleSources.from_facts(dataset.facts)
     return shard(
         open_sources(str(archive)), ShardOptions(out, seed=1, role_sources=roles, quiet=True)
     )
