@@ -19,9 +19,9 @@ from ..io.errors import DataError as DataError
 from ..io.errors import DatasetError as DatasetError
 from .dataset import Dataset as Dataset
 from .dataset import Ecg as Ecg
-from .dataset import flagged as flagged
+from .dataset import crop_hashes as crop_hashes
+from .dataset import flag_mask as flag_mask
 from .dataset import label_names as label_names
-from .dataset import waveform as waveform
 from .facts import CLASSES as CLASSES
 from .facts import COLUMNS as COLUMNS
 from .facts import FORMAT_MINOR as FORMAT_MINOR
@@ -38,6 +38,6 @@ from .facts import RoleFacts as RoleFacts
 from .facts import ShardFacts as ShardFacts
 from .facts import fingerprint as fingerprint
 from .paths import Data as Data
+from .paths import as_list as as_list
 from .paths import dataset_paths as dataset_paths
 from .paths import open_all as open_all
-from .paths import several as several

@@ -32,6 +32,7 @@ from ..io.errors import MISSING_FILE, ChunkError, DatasetError, ReadError, one_l
 from ..io.storage import Folder, dataset_folder
 from .facts import (
     CLASSES,
+    COLUMN_RANGES,
     COLUMNS,
     FORMAT_MINOR,
     FORMAT_VERSION,
@@ -39,10 +40,9 @@ from .facts import (
     META,
     NAME_KEY,
     NULLABLE,
-    RANGES,
+    ROLE_WORDS,
     SAMPLES,
     STORE,
-    WORDS,
     DatasetFacts,
     ShardFacts,
     fingerprint,
@@ -51,7 +51,7 @@ from .facts import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
+CACHED_ROW_GROUPS = 4  # row groups of samples.parquet, of 65,536 crops
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,20 +83,22 @@ class Ecg:
 
     def plot(self) -> "Figure":
         """Its twelve leads on ECG paper, to scale."""
-        from ..ecg.paper import caption_of, computed, ecg_figure
+        from ..ecg.paper import ecg_figure, patient_caption, rate_and_axis_text
 
         title = f"{self.source}/{self.record}, from {self.start_s:g} s"
-        caption = caption_of(self.age, self.sex, self.dx)
-        caption = f"{computed(self.signal_uv, self.halves, self.missing_leads)}. {caption}"
+        caption = patient_caption(self.age, self.sex, self.dx)
+        caption = (
+            f"{rate_and_axis_text(self.signal_uv, self.halves, self.missing_leads)}. {caption}"
+        )
         if self.flags:  # first, because a long caption is cut
             caption = f"flagged: {', '.join(self.flags)}. {caption}"
         return ecg_figure(self.signal_uv, self.halves, title, caption, self.missing_leads)
 
     def _repr_png_(self) -> bytes:
         """What a notebook shows of it."""
-        from ..ecg.paper import png_of
+        from ..ecg.paper import png_bytes
 
-        return png_of(self.plot())
+        return png_bytes(self.plot())
 
 
 @dataclass(frozen=True)
@@ -193,8 +195,9 @@ class Dataset:
         return public
 
     def is_public(self, part: pa.RecordBatch) -> np.ndarray:
-        """Whether the name of each crop's patient, or of its record if the patient is unknown, is no
-        secret: an archive that names no patients got their ids from a table of the user."""
+        """Returns a mask of the crops whose patient's name (or record's, if the patient is
+        unknown) is public. Archives that publish no patients got the ids from a user's table,
+        which is private."""
         name_patients = [
             name for name in self.public_sources if name.removeprefix(SYNTHETIC) in PUBLIC_PATIENTS
         ]
@@ -243,7 +246,8 @@ class Dataset:
         return table
 
     def _check(self, table: pa.Table | pa.RecordBatch) -> None:
-        """A DatasetError if a column has values that version 1 does not have: the file may be anyone's."""
+        """Raises a DatasetError if a column has values that version 1 does not allow: the file
+        may be anyone's."""
         for name in table.column_names:
             column = table[name]
             if name not in NULLABLE and column.null_count:
@@ -254,15 +258,15 @@ class Dataset:
                 raise self._wrong(f"{name} has text that is not UTF-8") from None
             if pa.types.is_nested(column.type) and pc.list_flatten(column).null_count:
                 raise self._wrong(f"{name} has a list with a missing value")
-            if name in RANGES:
-                low, high = RANGES[name]
+            if name in COLUMN_RANGES:
+                low, high = COLUMN_RANGES[name]
                 values = column.to_numpy()
                 if not ((values >= low) & (values <= high)).all():
                     raise self._wrong(f"{name} is not always from {low:g} to {high:g}")
-            if name in WORDS and not set(column.drop_null().unique().to_pylist()) <= set(
-                WORDS[name]
+            if name in ROLE_WORDS and not set(column.drop_null().unique().to_pylist()) <= set(
+                ROLE_WORDS[name]
             ):
-                raise self._wrong(f"{name} is not always one of {', '.join(WORDS[name])}")
+                raise self._wrong(f"{name} is not always one of {', '.join(ROLE_WORDS[name])}")
 
     def _wrong(self, why: str) -> DatasetError:
         return DatasetError(f"{self.root.url}/{SAMPLES}: {why}: build the dataset again")
@@ -294,7 +298,7 @@ class Dataset:
         columns = [name for name in COLUMNS.names if name in Ecg.__annotations__]
         fragment = self._samples.fragments[0]
 
-        @lru_cache(GROUPS_KEPT)
+        @lru_cache(CACHED_ROW_GROUPS)
         def read(group: int) -> pa.Table:
             with self._arrow_errors():
                 table = fragment.subset(row_group_ids=[group]).to_table(COLUMNS, columns)
@@ -323,7 +327,7 @@ class Dataset:
         return data
 
     def _check_columns(self, facts: pq.FileMetaData) -> None:
-        """A DatasetError if the table has another number of rows or a column of another type."""
+        """Raises a DatasetError if the number of rows or the type of a column is wrong."""
         file = f"{self.root.url}/{SAMPLES}"
         if facts.num_rows != len(self):
             raise DatasetError(
@@ -417,9 +421,9 @@ class Dataset:
 
     def keys(self, role: str) -> set[str]:
         """The names in the shards of the crops of a role: source-record-NNN."""
-        from .other_programs import keys_of
+        from .other_programs import sample_keys
 
-        return keys_of(self, role)
+        return sample_keys(self, role)
 
     def zarr(self) -> Any:
         """All crops as a zarr.Array; those of a role are at the rows that `select` returns."""
@@ -442,7 +446,7 @@ class Dataset:
 
 
 def _read_meta(root: Folder) -> dict[str, Any]:
-    """dataset.json, if it is one of version 1; else a DatasetError."""
+    """Returns the contents of dataset.json; raises a DatasetError if they are not of version 1."""
     url = root.url
     try:
         meta = json.loads(root.read(META, MAX_META))
@@ -496,7 +500,7 @@ def _read_meta(root: Folder) -> dict[str, Any]:
     return dict(meta)
 
 
-def flagged(table: pa.Table, names: Sequence[str]) -> np.ndarray:
+def flag_mask(table: pa.Table, names: Sequence[str]) -> np.ndarray:
     """A mask of the rows of samples.parquet that have one of these flags; `flat`: of any lead."""
     flags = table["flags"].combine_chunks()
     has_flag = np.zeros(len(table), bool)
@@ -510,7 +514,7 @@ def label_names(labels: list[bool]) -> list[str]:
     return [name for name, has in zip(CLASSES, labels, strict=True) if has]
 
 
-def waveform(crop: np.ndarray) -> tuple[int, int]:
+def crop_hashes(crop: np.ndarray) -> tuple[int, int]:
     """(crc32c of the crop, its waveform hash)."""
     limb, chest = crop[: len(LEADS) // 2], crop[len(LEADS) // 2 :]
     first = google_crc32c.value(limb)

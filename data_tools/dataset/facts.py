@@ -44,8 +44,13 @@ COLUMNS = pa.schema(
     ]
 )
 NULLABLE = ("patient", "dx_role", "id_role", "age", "sex")
-RANGES = {"offset": (-1, 2**62), "start_s": (0, 1e9), "halves": (1, 2), "fs_source_hz": (1e-3, 1e9)}
-WORDS = {  # of a column that holds no others
+COLUMN_RANGES = {
+    "offset": (-1, 2**62),
+    "start_s": (0, 1e9),
+    "halves": (1, 2),
+    "fs_source_hz": (1e-3, 1e9),
+}
+ROLE_WORDS = {  # of a column that holds no others
     "dx_role": ("train", "valid", "test"),
     "id_role": ("train", "valid", "gallery", "probe"),
 }

@@ -28,7 +28,7 @@ def write_card(
     import jinja2
     import yaml  # type: ignore[import-untyped]
 
-    texts = yaml.safe_load(_beside("data_card.yaml"))
+    texts = yaml.safe_load(_read_resource("data_card.yaml"))
     texts["licences"] = _licences(facts, texts)
     texts["citations"] = _citations(facts, texts)
     texts["title"] = f"12-lead ECGs of {', '.join(source.name for source in facts.sources)}"
@@ -41,24 +41,24 @@ def write_card(
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    templates.filters["plain"] = _plain
+    templates.filters["plain"] = _escape_cell
     listed = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-    template = templates.from_string(_beside("data_card.md"))
+    template = templates.from_string(_read_resource("data_card.md"))
     out.write(CARD, template.render(texts, facts=facts, reasons=listed, flags=flags).encode())
     out.write(CROISSANT, (json.dumps(_croissant(facts, texts), indent=1) + "\n").encode())
 
 
-def _beside(name: str) -> str:
+def _read_resource(name: str) -> str:
     return (files("omnilead.data_tools.sharding") / name).read_text("utf-8")
 
 
-def _plain(text: str) -> str:
-    """Anybody's text for a cell of a table."""
+def _escape_cell(text: str) -> str:
+    """Escapes untrusted text for a cell of a table."""
     return re.sub(r"([\\`\[\]|<>&*_])", r"\\\1", " ".join(text.split()))
 
 
 def _licences(facts: DatasetFacts, texts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What each licence of the dataset demands, and its sources."""
+    """Returns what each licence of the dataset demands, and the sources under it."""
     licences: dict[str, dict[str, Any]] = {}
     for source in facts.sources:
         licence = source.licence or "unknown"

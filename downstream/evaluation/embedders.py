@@ -75,7 +75,7 @@ def rows_to_compare(
     needs no training is last. Without LightGBM, no row is boosted."""
     if reader == "boosted" and not installed():
         raise ConfigError(Flag("--reader"), f" boosted: {INSTALL}")
-    beat = _measured(MEAN_BEAT, mean_beat.mean_beats, slice(12 * mean_beat.BEAT))
+    beat = _measured(MEAN_BEAT, mean_beat.mean_beats, slice(12 * mean_beat.BEAT_SAMPLES))
     measured = _measured(MEASURED, mean_beat.measurements)
     rows = _model_rows(models, measured, options, seed)
     rows = [row._replace(fit=READERS[reader]) for row in rows]

@@ -36,7 +36,7 @@ from omnilead.data_tools.ecg.crops import (
     Crop,
     amplitude_doubt,
     crop_count,
-    flags_of,
+    crop_flags,
     microvolts,
     prepare_crop,
     samples_at_500,
@@ -44,7 +44,7 @@ from omnilead.data_tools.ecg.crops import (
 from omnilead.data_tools.ecg.record import EcgRecord, unit_name
 from omnilead.data_tools.ecg.resampling import RATE_RANGE_HZ
 from omnilead.data_tools.io.errors import Flag, ReadError
-from omnilead.data_tools.io.plugins import plugin
+from omnilead.data_tools.io.plugins import load_plugin
 from omnilead.engine.data.config import CROP, FS_HZ
 from omnilead.engine.data.seen import unknown
 from omnilead.engine.model.config import validated
@@ -483,7 +483,7 @@ def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
             f", omnilead.load(..., code=True), or {give}",
         )
     with blaming(f"{folder / file}"):
-        return plugin(f"{folder / file}:{name}")
+        return load_plugin(f"{folder / file}:{name}")
 
 
 def readout_in(document: Mapping[str, Any], path: Path) -> Readout:
@@ -576,7 +576,7 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
         uv_BLT[: len(usable)],
         tuple(crop.start_s for crop in usable),
         tuple(crop.halves for crop in usable),
-        tuple(flags_of(record, crop) for crop in usable),
+        tuple(crop_flags(record, crop) for crop in usable),
         doubt,
     )
 

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omnilead.data_tools.io.plugins import plugin
+from omnilead.data_tools.io.plugins import load_plugin
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.encoders import ROWS, built_module, with_weights
 from omnilead.engine.settings.errors import ConfigError, blaming
@@ -74,7 +74,7 @@ def build_head(
     if it has `tokens = True`, to logits_RK."""
     with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
         head = with_weights(
-            built_module(kind or plugin(HEADS.get(spec, spec)), generator, width, outputs)
+            built_module(kind or load_plugin(HEADS.get(spec, spec)), generator, width, outputs)
         )
         inputs = torch.randn(ROWS, TOKENS, width)
         example = inputs if sees_tokens(head) else pool(inputs)

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pyarrow.compute as pc
 
-from omnilead.data_tools.ecg.record_names import SHOWN
+from omnilead.data_tools.ecg.record_names import NAMES_IN_MESSAGE
 from omnilead.engine.settings.errors import listed
 
 from .config import TaskConfig
@@ -76,7 +76,7 @@ def _may_be_one_name(name: str, other: str) -> bool:
 def _classes_without_0(task: TaskConfig, y_RK: Array) -> list[str]:
     negative = (y_RK == 0).sum(0)
     never = [name for name, records in zip(task.columns, negative, strict=True) if not records]
-    return [f"no record is 0 in {listed(never, SHOWN)}: {EMPTY}"] if never else []
+    return [f"no record is 0 in {listed(never, NAMES_IN_MESSAGE)}: {EMPTY}"] if never else []
 
 
 def _rare_classes(records_of: dict[str, int]) -> list[str]:
@@ -86,7 +86,7 @@ def _rare_classes(records_of: dict[str, int]) -> list[str]:
     if not rare:
         return []
     return [
-        f"fewer than {RARE} records are positive in {listed(rare, SHOWN)}: too few to learn or to "
+        f"fewer than {RARE} records are positive in {listed(rare, NAMES_IN_MESSAGE)}: too few to learn or to "
         "choose a threshold by"
     ]
 
@@ -122,12 +122,12 @@ def _counts(task: TaskConfig, y_RK: Array) -> str:
     elif KINDS[task.kind].of_classes:
         names = task.classes or task.columns
         most_first = sorted(zip(positive.tolist(), names, strict=True), reverse=True)
-        counts = listed([f"{name} {records:,}" for records, name in most_first], SHOWN)
+        counts = listed([f"{name} {records:,}" for records, name in most_first], NAMES_IN_MESSAGE)
     elif task.kind == "survival":
         counts = f"{positive[0]:,} with the event, {int((y_RK < 0).sum()):,} without"
     else:
         counts = f"{len(y_RK) - unknown:,} from {np.nanmin(y_RK):g} to {np.nanmax(y_RK):g}"
-    return f"{listed(task.columns, SHOWN)}: {task.kind}: {counts}, {unknown:,} unknown"
+    return f"{listed(task.columns, NAMES_IN_MESSAGE)}: {task.kind}: {counts}, {unknown:,} unknown"
 
 
 def _words_read(task: TaskConfig, sheet: JoinedSheet) -> list[str]:

@@ -23,7 +23,7 @@ from omnilead.data_tools.io.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.io.storage import LocalFolder, locked_by_another
 from omnilead.data_tools.sharding import finishing, plan
 from omnilead.data_tools.sharding import shard as building
-from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.finishing import read_rejects
 from omnilead.data_tools.sharding.plan import permutation
 from omnilead.data_tools.sharding.shards import member_header
 from omnilead.data_tools.sharding.verify import verify
@@ -162,7 +162,7 @@ def test_every_refused_record_has_its_row_and_its_path(layout, shell, tmp_path):
     words, _ = shell.run("shard", src, src, "--workers", 1, "--out", out)
     made = Dataset.open(str(out))
     used = set(made.column("record"))
-    refused = [detail for _, name, _, detail in rejects_of(made) if name not in used]
+    refused = [detail for _, name, _, detail in read_rejects(made) if name not in used]
     doubles = [f"{layout}/h/rec_{number}.hea" for number in (1, 2, 3)]
     paths = sorted(detail.partition(":")[0] for detail in refused)
     assert paths == sorted([*headers, *headers, *doubles, doubles[2]])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from handmade import ecg
 
-from omnilead.data_tools.dataset import Dataset, DatasetFacts, flagged
+from omnilead.data_tools.dataset import Dataset, DatasetFacts, flag_mask
 from omnilead.data_tools.sharding.roles import PAPER_SOURCES, RoleSources
 from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.detect import open_sources
@@ -95,7 +95,7 @@ def test_diagnosis_keeps_its_roles(plan, built, tmp_path):
         assert verify(made) == []
         table = made.table(["record", "dx_role", "id_role", "pretrain", "flags"])
         roles[flags] = table["dx_role"].to_pylist()
-        crops = flagged(table, ["einthoven", "flat"])
+        crops = flag_mask(table, ["einthoven", "flat"])
         assert crops.sum() == 4
         out_of_all = (made.column("pretrain") | table["id_role"].is_valid().to_numpy())[crops]
         assert out_of_all.any() == (flags == "none")

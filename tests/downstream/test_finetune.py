@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
 import omnilead
-from omnilead.data_tools.ecg.mean_beat import RHYTHM, measurements
+from omnilead.data_tools.ecg.mean_beat import RHYTHM_MEASUREMENTS, measurements
 from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.sharding.roles import RoleSources
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
@@ -587,7 +587,7 @@ def deaths(dataset, tmp_path):
         if name in risks:
             continue
         mv = dataset[row].signal_uv[:, :2500] / 1000
-        risks[name] = -8 * measurements(mv[None])[0, RHYTHM.index("RR mean")]
+        risks[name] = -8 * measurements(mv[None])[0, RHYTHM_MEASUREMENTS.index("RR mean")]
         died, seen = rng.exponential(np.exp([-risks[name], -3]))
         rows.append(f"{name},{min(died, seen)},{died <= seen:d},{splits[patients[row]]}")
     path = tmp_path / "deaths.csv"
