@@ -95,7 +95,7 @@ class Ecg:
         return ecg_figure(self.signal_uv, self.halves, title, caption, self.missing_leads)
 
     def _repr_png_(self) -> bytes:
-        """What a notebook shows of it."""
+        """Returns the PNG that a notebook shows."""
         from ..ecg.paper import png_bytes
 
         return png_bytes(self.plot())
@@ -229,7 +229,8 @@ class Dataset:
 
     @property
     def name_mark(self) -> str | None:
-        """Identifies the key of its pseudonyms, else its name_key, without disclosing it."""
+        """Identifies the key of the dataset's pseudonyms, else its name_key, without disclosing
+        the key."""
         return self.facts.pseudonyms or key_mark(self.name_key)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:

@@ -152,7 +152,7 @@ def _uv_per_step(record: EcgRecord) -> np.ndarray:
 
 
 def amplitude_doubt(signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | None = None) -> str:
-    """What is implausible about the amplitude of an ECG [leads, samples], NaN where it was not
+    """Says what is implausible about the amplitude of an ECG [leads, samples], NaN where it was not
     measured, in microvolts or in steps; "" if nothing is. Leads that never change do not count."""
     second = int(fs_hz)
     ranges = _ranges(
@@ -222,7 +222,7 @@ def _sample_flags(body: np.ndarray, missing: list[bool]) -> list[str]:
 
 
 def _has_zeros(body: np.ndarray, changing: list[int]) -> bool:
-    """Whether the leads that change are zero for ZEROS samples. So many include one whose number is a
+    """True if the leads that change are zero for ZERO_RUN samples in a row. So many include one whose number is a
     multiple of ZEROS; to look at these first saves time."""
     if body[:, ::ZERO_RUN][changing].any(axis=0).all():
         return False
@@ -260,7 +260,7 @@ def fill_crop(
 
 
 def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
-    """Whether the samples can be copied: 12 leads in order, 500 Hz, whole microvolts, no
+    """True if the samples can be copied: 12 leads in order, 500 Hz, whole microvolts, no
     baseline."""
     if (
         record.signal.dtype != np.int16

@@ -40,7 +40,7 @@ INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dc
 
 
 def rate_and_axis_text(signal_uv: np.ndarray, halves: int, missing: Collection[str]) -> str:
-    """Heart rate and electrical axis of a crop, or why there are none."""
+    """Returns the heart rate and electrical axis of a crop as text, or why there are none."""
     # 0.14 CPU-s, which the notes of `shard` need not wait for
     from .mean_beat import rate_and_axis
 

@@ -43,7 +43,7 @@ AGE_IN_YEARS = re.compile(
     r"\s*(\d{1,3}(?:[.,]\d{1,2})?)\s*(?:y|yrs?|years?)?\s*", re.ASCII | re.IGNORECASE
 )
 SEXES = {"m": "M", "male": "M", "f": "F", "female": "F", "w": "F"}
-# What files have for an age or a sex that they do not state
+# Words by which files say that age or sex is unknown
 UNKNOWN_WORDS = MAYBE_MISSING | {"", "un", "u", "o", "other", "unspecified"}
 # What spreadsheets and floating-point columns make of a long number: 1.23457E+10
 ROUNDED_NUMBER = re.compile(r"\d(?:[.,]\d+)?[eE]\+\d+")

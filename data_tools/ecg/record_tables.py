@@ -156,7 +156,8 @@ def _header(text: str, key: str, marks: Sequence[str]) -> _Header:
 
 
 def _read_csv(data: bytes, key: str, used: Sequence[str]) -> tuple[pa.Table, dict[bytes, str]]:
-    """The cells, and metadata: the columns whose decimal commas are points in them, and empty lines."""
+    """Returns the cells and metadata: which columns had decimal commas (read as points), and
+    where empty lines are."""
     text = decode_text(data)
     marks = [",", ";", "\t"]
     if separator := SEPARATOR_LINE.match(text):

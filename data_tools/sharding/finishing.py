@@ -286,7 +286,7 @@ def write_tables(
 
 
 def remove_traces(made: Dataset) -> Dataset:
-    """Removes what only an unfinished dataset has."""
+    """Removes the files that only an unfinished dataset has."""
     try:
         made.root.remove(".build")
     except OSError as error:
@@ -319,7 +319,7 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts])
 
 
 class _Found(NamedTuple):
-    """What the parts say together."""
+    """Holds the combined facts of all parts."""
 
     shards: list[ShardFacts]  # for dataset.json
     rejects: list[Reject]
@@ -354,7 +354,8 @@ def _write_zarr(parts: Parts, shards: list[ShardFacts], options: ShardOptions) -
 def _write_samples(
     out: Folder, rows: Iterable[pa.Table], leave_out: Iterable[str], name_key: bytes | None
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Write samples.parquet by row groups. -> also how many crops have each flag of `leave_out`.
+    """Writes samples.parquet by row groups. Returns its size and sha256, and how many crops have
+    each flag of `leave_out`.
     `name_key`: see Dataset.name_key."""
     left_out = dict.fromkeys(leave_out, 0)
     schema = COLUMNS.with_metadata({NAME_KEY: name_key}) if name_key else COLUMNS
@@ -439,7 +440,8 @@ def raise_no_record_error(out: Folder, rejects: list[Reject]) -> NoReturn:
 def source_facts(
     sources: list[dict[str, Any]], records: splits.Records, left_out: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """`left_out`: how many records of each source belong to patients who are left out."""
+    """Returns the sources' entries in dataset.json. `left_out`: records of left-out patients by
+    source."""
     counts = source_counts(records)
     facts = []
     for source in sources:

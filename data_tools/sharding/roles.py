@@ -133,8 +133,8 @@ class Records:
 
     @cached_property
     def group(self) -> np.ndarray:
-        """The group of each record: connected components, with edges between records of a patient
-        and between records with the same waveform."""
+        """Returns each record's group: connected components of records that share a patient or a
+        waveform."""
         from scipy.sparse import coo_array  # a fifth of a second, not for workers
         from scipy.sparse.csgraph import connected_components
 

@@ -51,8 +51,8 @@ def compare_records(
     dask: str | None,
     quiet: bool,
 ) -> Iterator[tuple[int, ReadError]]:
-    """The rows in `again` of records that differ from those in `first`, and why they are refused. `keys`,
-    `archives`: of all rows."""
+    """Yields rows in `again` whose records differ from those in `first`, with the reason for
+    refusal. `keys`, `archives`: one entry per row."""
 
     def places(rows: np.ndarray) -> Places:
         return list(

@@ -162,8 +162,8 @@ def _plan_and_build(
 
 
 def _copies_of_left_out(parts: Parts) -> dict[str, list[int]]:
-    """The waveforms of patients who are left out that shards have all the same, as those of others or of
-    nobody: by the names of the shards."""
+    """Returns shard name -> waveforms of left-out patients that the shard still contains under
+    another patient or none."""
     waveforms: set[int] = set()
     for facts in parts.facts():
         waveforms |= {left[3] for left in facts["left_out"]}
@@ -280,7 +280,8 @@ def _build(
     options: ShardOptions,
     copies: dict[str, list[int]],
 ) -> None:
-    """Build the missing shards. `copies`: by the names of shards, waveforms that they must not have."""
+    """Builds the missing shards. `copies`: shard name -> waveforms that the shard must not
+    contain."""
     written = set(out.names(".build"))  # by an interrupted run
     left = []
     for number, content in enumerate(contents):

@@ -503,7 +503,7 @@ def _archive_findings(
                 for record in records:
                     if record.missing:
                         missing.append(record.missing)
-                    # if another record of this name came first
+                    # another record of this name came first
                     if record.row >= 0 and seen[record.row]:
                         continue
                     if record.row >= 0:

@@ -153,7 +153,8 @@ class ArraySource(Source):
                 yield f"{part}#{row}"
 
     def notes(self) -> list[str]:
-        """What was understood, as nothing contradicts a wrong rate, or rows in another order."""
+        """States how the files were understood, because nothing would reveal a wrong rate or row
+        order."""
         facts = self.facts
         text = f"{self.root.url}: ECGs are read as [{', '.join(facts.layout)}]"
         with suppress(ReadError):  # `read` refuses it

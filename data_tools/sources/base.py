@@ -66,7 +66,7 @@ class Source(ABC):
     left_out = ""
     private = ""  # what in its records' names and ids tells who the patients are
     pseudonyms: str | None = None  # of a dataset: the mark of the key that made its names
-    # Of your own source: `read` and `header` may be called from several threads at once, as for s3://
+    # In your own source: True if `read` and `header` may be called from several threads at once, as for s3://
     thread_safe = False
 
     def __init__(self, root: Folder) -> None:
