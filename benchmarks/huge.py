@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.measure import Cases
-from omnilead.data_tools.dataset import CROP_BYTES, SHARD_CROPS, Dataset, flagged
+from omnilead.data_tools.dataset import CROP_BYTES, SHARD_CROPS, Dataset, flag_mask
 from omnilead.data_tools.ecg.crops import IMPLAUSIBLE
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord, Header, class_row
 from omnilead.data_tools.io.splitmix import mix
@@ -30,10 +30,10 @@ from omnilead.data_tools.sharding.finishing import (
     PART_COLUMNS,
     PlanFacts,
     ShardOptions,
-    as_parquet,
     assign_roles,
-    finish,
-    records_of,
+    finish_dataset,
+    parquet_bytes,
+    read_records,
 )
 from omnilead.data_tools.sharding.plan import make_plan
 from omnilead.data_tools.sharding.roles import PAPER_SOURCES
@@ -66,7 +66,7 @@ def make_huge_dataset(root: Path, crops: int) -> Dataset:
         digest = writer.sha256.hexdigest()
         facts = {"name": name, "crops": len(rows), "bytes": size, "sha256": digest}
         facts |= {"rejects": [], "left_out": []}
-        part = as_parquet(table(rows).replace_schema_metadata({"omnilead": json.dumps(facts)}))
+        part = parquet_bytes(table(rows).replace_schema_metadata({"omnilead": json.dumps(facts)}))
         place = root / "parts" / Path(part_name(name)).name
         place.write_bytes(part + hashlib.sha256(part).digest())
     return finish_build(root, root)
@@ -86,7 +86,9 @@ def finish_build(root: Path, out: Path) -> Dataset:
     ]
     recipe = {"plan": "paper", "seed": 0, "pseudonyms": None} | PAPER_SOURCES.to_meta("paper")
     options = ShardOptions(str(out), quiet=True)
-    return finish(PlanFacts(names, sources, [], None), LocalFolder(str(out)), recipe, options)
+    return finish_dataset(
+        PlanFacts(names, sources, [], None), LocalFolder(str(out)), recipe, options
+    )
 
 
 def source_and_name(row: int) -> tuple[str, str]:
@@ -249,8 +251,8 @@ def assign_all_roles(url: str) -> Job:
     yield 0
     while True:
         dataset = Dataset.open(url)
-        records = records_of(dataset.table)
-        doubtful = flagged(dataset.table(["flags"]), [IMPLAUSIBLE])
+        records = read_records(dataset.table)
+        doubtful = flag_mask(dataset.table(["flags"]), [IMPLAUSIBLE])
         assign_roles(records, doubtful, "paper", 0)
         del records
         yield 1

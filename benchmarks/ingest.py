@@ -110,4 +110,4 @@ def verify_dataset(dataset: Path) -> float:
     """Verifies a dataset; returns gigabytes of shards."""
     opened = Dataset.open(str(dataset))
     assert verify(opened) == []
-    return sum(entry["bytes"] for entry in opened.shards) / 1e9
+    return sum(entry.bytes for entry in opened.shards) / 1e9

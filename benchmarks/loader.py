@@ -149,7 +149,7 @@ def read_and_convert(dataset: Path, _: str, batch: int) -> Iterator[torch.Tensor
     float32 to a batch. The addresses are known; nothing is shuffled by rule, verified or masked."""
     opened = Dataset.open(str(dataset))
     shard, offset, _ = opened.addresses
-    files = [os.open(dataset / "shards" / entry["name"], os.O_RDONLY) for entry in opened.shards]
+    files = [os.open(dataset / "shards" / entry.name, os.O_RDONLY) for entry in opened.shards]
     crop, x_BLT = torch.empty(CROP_SHAPE, dtype=torch.int16), torch.empty(batch, *CROP_SHAPE)
     memory, places = [crop.numpy()], x_BLT.unbind()
     while True:

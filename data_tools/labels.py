@@ -12,7 +12,7 @@ from omnilead.data_tools.ecg.pseudonyms import read_key
 from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_data_command
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import Anonymous
-from omnilead.data_tools.io.terminal import interactive, say
+from omnilead.data_tools.io.terminal import is_interactive, say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def labels(
     from omnilead.data_tools.published_labels.tables import write_labels
 
     key = read_key(pseudonymize) if pseudonymize else None
-    for line in write_labels(archive, src, out, key, anonymous, not interactive()):
+    for line in write_labels(archive, src, out, key, anonymous, not is_interactive()):
         say(line)  # all tables are written even if the pipe is closed
     return 0
 

@@ -18,17 +18,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .dataset import Dataset, flagged
-from .dataset.rejects import FLAGS, REPAIRED, rejects_of
+from .dataset import Dataset, DatasetFacts, flag_mask
+from .dataset.rejects import FLAG_REASONS, REPAIR_REASONS, read_rejects
 from .ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
-from .ecg.mean_beat import FEWEST, RATED, HeartRates, heart_rate
-from .ecg.paper import DPI, FONT, GREY, INK, caption_of, new_figure
+from .ecg.mean_beat import MAX_RATED_ECGS, MIN_RATED_ECGS, HeartRates, heart_rate
+from .ecg.paper import DPI, FONT, GREY, INK, new_figure, patient_caption
 from .ecg.record import ABBREVIATIONS, LEADS, real_source
-from .ecg.record_tables import doubtful_patients
+from .ecg.record_tables import similar_ids_warning
 from .ecg.resampling import FS_HZ
 from .io.errors import MISSING_FILE, DatasetError
-from .io.storage import replaced
-from .sharding.finishing import owners_of, records_of, value_counts
+from .io.storage import replacing_file
+from .sharding.finishing import patient_of_crops, read_records, value_counts
 from .sharding.roles import PAPER_SOURCES, Records, RoleSources
 from .sources.base import missing_note
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EXAMPLES, EXAMPLE_LEADS = 6, ("I", "II", "V1", "V5")  # of a dataset's figure
-MEASURED = 100  # crops of which it has heart rates: each takes some hundredths of a second
+MEASURED_CROPS = 100  # crops of which it has heart rates: each takes some hundredths of a second
 # Differ in lightness, for any colour vision
 ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")
 
 # Flags that a few crops of a source may have; above this share, what to ask
-DOUBTS = {
+DOUBTFUL_FLAGS = {
     "saturated": (0.01, f"exceed {MAX_UV // 1000} mV: is its unit"),
     "zeros": (0, "are zero in all leads for half a second or more: is that"),
     "einthoven": (0.5, "have limb leads that contradict each other: are its leads and layout"),
@@ -88,7 +88,7 @@ def dataset_figure(dataset: Dataset) -> "Figure":
     bars_tall = 0.9 + 0.22 * slots
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
     figure = new_figure((12.5, 6.6 + bars_tall), layout=layout)
-    title = f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}"
+    title = f"{len(dataset):,} crops of 10 s, plan {dataset.facts.plan}"
     style: Any = {"x": 0.012, "ha": "left", "fontsize": 13, "fontweight": "bold", "color": INK}
     figure.suptitle(title, **style, family=FONT, parse_math=False)
     parts: Any = figure.subfigures(3, 1, height_ratios=(4.2, 2.0, bars_tall))
@@ -139,15 +139,16 @@ def draw_examples(figure: Any, dataset: Dataset) -> None:
             axes.plot(seconds, mv - np.median(mv) - 2 * place, color=INK, lw=0.6)
             axes.text(-0.3, -2 * place, lead, size=8, color=GREY, family=FONT, ha="right")
         axes.set(xlim=(-0.9, 10), ylim=(-2 * len(EXAMPLE_LEADS) + 0.5, 2.5))
-        about = caption_of(ecg.age, ecg.sex, ecg.dx)
+        about = patient_caption(ecg.age, ecg.sex, ecg.dx)
         words = f"crop {row}: {ecg.record}" + f", {about}" * bool(about)
         shown = words[:60] + "…" * (len(words) > 60)
         axes.set_title(shown, loc="left", size=9, color=INK, family=FONT, parse_math=False)
 
 
 def draw_histograms(figure: Any, dataset: Dataset, table: pa.Table) -> None:
-    """What betrays a wrong rate or unit: 60 instead of 30 beats a minute, 1,000 instead of 1 mV."""
-    rows = np.unique(np.linspace(0, len(dataset) - 1, MEASURED).astype(int))
+    """Draws what a wrong rate or unit would change: 60 instead of 30 beats a minute, 1,000
+    instead of 1 mV."""
+    rows = np.unique(np.linspace(0, len(dataset) - 1, MEASURED_CROPS).astype(int))
     rates, heights = [], []
     for row in rows.tolist():
         mv = dataset.read(row) / 1000
@@ -236,7 +237,7 @@ def picture_kind(path: Path) -> str:
     return kind
 
 
-def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
+def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
     """Write a figure in the format of the file's suffix, completely or not at all; the same figure
     gives the same bytes."""
     import matplotlib
@@ -247,33 +248,35 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
     # a user's setting savefig.bbox = tight would break the scale; without a salt, svg ids are
     # random
     style = matplotlib.rc_context({"savefig.bbox": None, "svg.hashsalt": "omnilead"})
-    with replaced(path) as temporary, style, temporary.open("wb") as file:
+    with replacing_file(path) as temporary, style, temporary.open("wb") as file:
         figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=undated.get(kind))
 
 
 def describe(dataset: Dataset) -> str:
     """Describe sources, roles (of the paper's databases: compared with it), and what was refused
     and why."""
-    meta = dataset.meta
+    facts = dataset.facts
     count = len(dataset.shards)
-    megabytes = sum(shard["bytes"] for shard in dataset.shards) / 1e6
+    megabytes = sum(shard.bytes for shard in dataset.shards) / 1e6
     shards = f"{count} tar shard{'s' * (count != 1)} of {megabytes:,.0f} MB in all"
-    zarr = ", zarr copy" if "zarr" in meta["formats"] else ""
+    zarr = ", zarr copy" if "zarr" in facts.formats else ""
     lines = [
         f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {shards}{zarr}",
-        f"plan {meta['plan']}, seed {meta['seed']}, fingerprint {dataset.fingerprint[:16]}",
+        f"plan {facts.plan}, seed {facts.seed}, fingerprint {facts.fingerprint[:16]}",
         "",
-        *_source_lines(meta),
+        *_source_lines(facts),
         "",
         *_role_lines(dataset),
         *_duplicate_lines(dataset),
         "",
     ]
-    rejects = rejects_of(dataset)
+    rejects = read_rejects(dataset)
     reasons = Counter(reason for _, _, reason, _ in rejects)
     example = {reason: f"{record} {detail}" for _, record, reason, detail in reversed(rejects)}
-    repaired = sum(count for reason, count in reasons.items() if reason in REPAIRED)
-    flagged_only = sum(count for reason, count in reasons.items() if reason in FLAGS) - repaired
+    repaired = sum(count for reason, count in reasons.items() if reason in REPAIR_REASONS)
+    flagged_only = (
+        sum(count for reason, count in reasons.items() if reason in FLAG_REASONS) - repaired
+    )
     refused = reasons.total() - repaired - flagged_only
     counts = f"{refused:,} refused, {repaired:,} repaired, {flagged_only:,} flagged"
     nothing = "nothing was refused, repaired or flagged"
@@ -284,30 +287,30 @@ def describe(dataset: Dataset) -> str:
     return "\n".join(lines)
 
 
-def _like_paper(meta: Mapping[str, Any]) -> bool:
-    """Whether the paper's databases are all there: for others its counts mean nothing."""
-    names = {real_source(source["name"]) for source in meta["sources"]}
-    return meta["plan"] != "all" and names >= PAPER_SETS.keys()
+def _has_paper_sets(facts: DatasetFacts) -> bool:
+    """True if all of the paper's databases are there: otherwise its counts mean nothing."""
+    names = {real_source(source.name) for source in facts.sources}
+    return facts.plan != "all" and names >= PAPER_SETS.keys()
 
 
-def _source_lines(meta: Mapping[str, Any]) -> Iterator[str]:
-    like_paper = _like_paper(meta)
+def _source_lines(facts: DatasetFacts) -> Iterator[str]:
+    like_paper = _has_paper_sets(facts)
     paper = f"{'the paper':>11}" if like_paper else ""
     counts = f"{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}"
     yield f"{'source':22}{'records':>10}{paper}{counts}  licence"
-    for source in meta["sources"]:
-        name, records = source["name"], source["records"]
+    for source in facts.sources:
+        name, records = source.name, source.records
         paper = f"{PAPER_SETS.get(real_source(name), 0):11,}" if like_paper else ""
-        counts = f"{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
-        dropped = f"{source['dropped_s']:10,.0f} s"
-        yield f"{name:22}{records['seen']:10,}{paper}{counts}{dropped}  {source['licence']}"
+        counts = f"{records['used']:10,}{records['refused']:9,}{source.crops:10,}"
+        dropped = f"{source.dropped_s:10,.0f} s"
+        yield f"{name:22}{records['seen']:10,}{paper}{counts}{dropped}  {source.licence}"
 
 
 def _role_lines(dataset: Dataset) -> Iterator[str]:
-    like_paper = _like_paper(dataset.meta)
+    like_paper = _has_paper_sets(dataset.facts)
     paper = f"{'the paper':>11}" if like_paper else ""
     yield f"{'role':22}{'crops':>10}{'5 s parts':>11}{paper}"
-    if dataset.meta["plan"] == "paper-split":
+    if dataset.facts.plan == "paper-split":
         yield (
             "paper-split LEAKS: crops of one ECG are in train and test, as in the authors' code. "
             "For comparison only."
@@ -324,7 +327,7 @@ def _role_lines(dataset: Dataset) -> Iterator[str]:
 
 
 def _duplicate_lines(dataset: Dataset) -> list[str]:
-    records = records_of(dataset.table)
+    records = read_records(dataset.table)
     _, waveform = np.unique(records.waveform, return_inverse=True)
     in_order = np.unique(np.stack([waveform, records.crop_record]), axis=1)
     records_with = np.bincount(in_order[0])
@@ -333,7 +336,10 @@ def _duplicate_lines(dataset: Dataset) -> list[str]:
         return []
     first = (np.cumsum(records_with) - records_with)[records_with > 1]  # in in_order[1]
     pairs = np.unique(in_order[1][np.stack([first, first + 1])], axis=1).T
-    shown = [" and ".join(sorted(_key(records, record) for record in pair)) for pair in pairs[:3]]
+    shown = [
+        " and ".join(sorted(_record_label(records, record) for record in pair))
+        for pair in pairs[:3]
+    ]
     more = ", ..." * (len(pairs) > len(shown))
     return [
         "",
@@ -342,24 +348,24 @@ def _duplicate_lines(dataset: Dataset) -> list[str]:
     ]
 
 
-def _key(records: Records, record: int) -> str:
+def _record_label(records: Records, record: int) -> str:
     """SOURCE/NAME"""
     return f"{records.source_names[records.source[record]]}/{records.names[record]}"
 
 
-def _whose(without: pa.Table) -> str:
+def _patients_advice(without: pa.Table) -> str:
     table = "FILE"
     if any(real_source(name) == "ptb-xl" for name in without["source"].unique().to_pylist()):
         table = "ptbxl_database.csv"
     return f"--patients {table} names them"
 
 
-def notes(dataset: Dataset) -> Iterator[str]:
+def dataset_notes(dataset: Dataset) -> Iterator[str]:
     """Warnings about problems that would appear in later commands."""
-    if dataset.meta["plan"] != "all":
+    if dataset.facts.plan != "all":
         yield from _role_notes(dataset)
     missing: dict[str, list[str]] = {}
-    for source, name, reason, _ in rejects_of(dataset):
+    for source, name, reason, _ in read_rejects(dataset):
         if reason == MISSING_FILE:
             missing.setdefault(source, []).append(name)
     for source, names in missing.items():
@@ -370,12 +376,12 @@ def notes(dataset: Dataset) -> Iterator[str]:
     if unknown := len(without.group_by(["source", "record"]).aggregate([])):
         yield (
             f"patients unknown for {unknown:,} of {records:,} records: split by record, scores may "
-            f"be too high; {_whose(without)}"
+            f"be too high; {_patients_advice(without)}"
         )
-    if doubt := doubtful_patients(owners_of(dataset)):
+    if doubt := similar_ids_warning(patient_of_crops(dataset)):
         yield doubt
-    for flag in RoleSources.from_meta(dataset.meta).leave_out:
-        if not (count := int(flagged(table, [flag]).sum())):
+    for flag in RoleSources.from_facts(dataset.facts).leave_out:
+        if not (count := int(flag_mask(table, [flag]).sum())):
             continue
         why = f"they have the flag {flag} (--leave-out-flags)"
         if flag == IMPLAUSIBLE:
@@ -385,8 +391,8 @@ def notes(dataset: Dataset) -> Iterator[str]:
             )
         yield f"{count:,} crop{'s' * (count > 1)} left out of pre-training: {why}"
     crops = value_counts(table["source"])
-    for flag, (share, what) in DOUBTS.items():
-        of_flagged = table["source"].filter(pa.array(flagged(table, [flag])))
+    for flag, (share, what) in DOUBTFUL_FLAGS.items():
+        of_flagged = table["source"].filter(pa.array(flag_mask(table, [flag])))
         for source, count in value_counts(of_flagged).items():
             if count > crops[source] * share:
                 yield f"{count:,} of {crops[source]:,} crops of {source} {what} right?"
@@ -397,24 +403,24 @@ def _heart_rates(dataset: Dataset) -> HeartRates:
     rates = HeartRates()
     table = dataset.table(["source", "start_s"])
     for source, count in value_counts(table["source"]).items():
-        if count < FEWEST:
+        if count < MIN_RATED_ECGS:
             continue
         is_first = pc.and_(pc.equal(table["source"], source), pc.equal(table["start_s"], 0))
-        for row in np.flatnonzero(is_first)[:RATED]:  # at random: crops are shuffled
+        for row in np.flatnonzero(is_first)[:MAX_RATED_ECGS]:  # at random: crops are shuffled
             with suppress(DatasetError):  # a damaged crop, which whoever reads it all will name
                 rates.add(source, dataset.read(row))
     return rates
 
 
 def _role_notes(dataset: Dataset) -> Iterator[str]:
-    chosen, roles = RoleSources.from_meta(dataset.meta), dataset.meta["roles"]
+    chosen, roles = RoleSources.from_facts(dataset.facts), dataset.facts.roles
     empty = []
     for name in PAPER_ROLES:
         task, _, role = name.partition(" ")
         asked = getattr(chosen, task) != getattr(PAPER_SOURCES, task) or task == "pretrain"
-        if not asked and not _like_paper(dataset.meta):
+        if not asked and not _has_paper_sets(dataset.facts):
             continue  # which databases have this role by default is no concern of other data
-        if not (role in roles[task] if role else roles[task]):
+        if not (role in getattr(roles, task) if role else getattr(roles, task)):
             empty.append(name)
     advice = {
         "pretrain": "--pretrain-sources names sources for pre-training",
@@ -428,7 +434,7 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
             text for role, text in advice.items() if any(name.startswith(role) for name in empty)
         ]
         yield f"no crop for {', '.join(empty)}: {'; '.join(fitting) or 'too few records'}"
-    names = [source["name"] for source in dataset.meta["sources"] if source["crops"]]
+    names = [source.name for source in dataset.facts.sources if source.crops]
     if left_out := [name for name in names if not chosen.pretrains(name)]:
         why = "not in the paper" if chosen.pretrain is None else "not in --pretrain-sources"
         yield (

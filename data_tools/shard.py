@@ -29,7 +29,7 @@ from omnilead.data_tools.io.shared_options import (
     Unit,
     Workers,
 )
-from omnilead.data_tools.io.terminal import echo, interactive
+from omnilead.data_tools.io.terminal import echo, is_interactive
 
 if TYPE_CHECKING:
     from omnilead.data_tools.dataset import Dataset
@@ -128,7 +128,7 @@ def shard(
         bool(key),
         {"fs_hz": fs_hz, "unit": unit, "leads": leads},
     )
-    dataset = _built(
+    dataset = _build_with_notes(
         opened,
         build.ShardOptions(
             os.fspath(out),
@@ -147,7 +147,7 @@ def shard(
             pseudonym_key=key,
             patients=patients,
             leave_out=LeaveOut.read(leave_out_patients, key) if leave_out_patients else None,
-            quiet=not interactive(),
+            quiet=not is_interactive(),
         ),
     )
     if strict:
@@ -155,23 +155,23 @@ def shard(
     return dataset
 
 
-def _built(opened: "list[Source]", options: "ShardOptions") -> "Dataset":
+def _build_with_notes(opened: "list[Source]", options: "ShardOptions") -> "Dataset":
     """The dataset, with notes before and after it is made."""
-    from omnilead.data_tools.plots import notes
+    from omnilead.data_tools.plots import dataset_notes
     from omnilead.data_tools.sharding import shard as build
     from omnilead.data_tools.sources import detect
 
     private = [] if options.pseudonym_key else _privacy_notes(opened)
-    notes_before = detect.tell_notes(_notes_of(opened) + private)
+    notes_before = detect.tell_notes(_source_notes(opened) + private)
     dataset = build.shard(opened, options)
-    notes_after = _notes_of(opened)  # some are known only afterwards
-    detect.tell_notes([*notes(dataset), *notes_after], notes_before)
+    notes_after = _source_notes(opened)  # some are known only afterwards
+    detect.tell_notes([*dataset_notes(dataset), *notes_after], notes_before)
     return dataset
 
 
 def _check_refused(dataset: "Dataset") -> None:
-    """With --strict, a refused record is an error."""
-    if refused := _refused(dataset):
+    """Raises an error for refused records, with --strict."""
+    if refused := _refused_count(dataset):
         url = dataset.root.url
         raise DataError(
             Flag("--strict"), f": {refused} records were refused: see {url}/rejects.csv"
@@ -212,7 +212,7 @@ def _role_sources(
     return RoleSources(**chosen, leave_out=tuple(leave_out))
 
 
-def _notes_of(sources: "list[Source]") -> list[str]:
+def _source_notes(sources: "list[Source]") -> list[str]:
     notes = []
     for source in sources:
         notes += [*source.notes(), source.left_out]
@@ -220,7 +220,7 @@ def _notes_of(sources: "list[Source]") -> list[str]:
 
 
 def _privacy_notes(sources: "list[Source]") -> list[str]:
-    """What in a dataset of these sources would tell who the patients are."""
+    """Warns about what could identify patients in a dataset of these sources."""
     notes = []
     for source in sources:
         if source.private:
@@ -229,7 +229,7 @@ def _privacy_notes(sources: "list[Source]") -> list[str]:
     return notes
 
 
-def _refused(dataset: "Dataset") -> int:
+def _refused_count(dataset: "Dataset") -> int:
     return sum(source.records["refused"] for source in dataset.facts.sources)
 
 
@@ -240,11 +240,11 @@ def _shard(**options: Any) -> int:
     strict = options.pop("strict")
     dataset = shard(**options)
     echo(describe(dataset))
-    refused = _refused(dataset)
+    refused = _refused_count(dataset)
     echo(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
     if strict:
         _check_refused(dataset)
-    asked = dataset.meta.get("left_out_patients", {"asked": 0, "found": 0})
+    asked = dataset.facts.left_out_patients
     return 1 if asked["found"] < asked["asked"] else 0
 
 

@@ -61,17 +61,17 @@ def show(
     for one in shown:
         figure = show_one(one, crop, anonymous, bool(png))
     if png:
-        plots.save(figure, png)
+        plots.save_figure(figure, png)
         echo(f"drawn: {png}")
     return 0
 
 
 def things_to_show(what: DatasetPaths) -> "list[str | Dataset]":
     """Records and datasets."""
-    from omnilead.data_tools.dataset import Dataset, dataset_paths, several
+    from omnilead.data_tools.dataset import Dataset, as_list, dataset_paths
 
     shown: list[str | Dataset] = []
-    for one in several(what):
+    for one in as_list(what):
         shown += [one] if isinstance(one, Dataset) else dataset_paths(one, "show")
     return shown
 
@@ -80,7 +80,7 @@ def show_one(what: "str | Dataset", crop: int | None, anonymous: bool, draw: boo
     """Prints what a record, a dataset or a crop of it is. Returns a figure if one is wanted."""
     from omnilead.data_tools import plots
     from omnilead.data_tools.dataset import Dataset
-    from omnilead.data_tools.ecg.paper import computed
+    from omnilead.data_tools.ecg.paper import rate_and_axis_text
 
     if isinstance(what, str):
         if Path(what).is_file() or what.endswith(".hea") or ".zip/" in what:
@@ -100,7 +100,7 @@ def show_one(what: "str | Dataset", crop: int | None, anonymous: bool, draw: boo
     for name, value in vars(ecg).items():
         if name != "signal_uv":
             echo(f"{name:15}{'' if value is None else value}")
-    rate_and_axis = computed(ecg.signal_uv, ecg.halves, ecg.missing_leads)
+    rate_and_axis = rate_and_axis_text(ecg.signal_uv, ecg.halves, ecg.missing_leads)
     echo(f"{'rate, axis':15}{rate_and_axis}")
     return ecg.plot() if draw else None
 
@@ -110,7 +110,7 @@ def record_figure(path: str, draw: bool = True) -> Any:
 
     from omnilead.data_tools.dataset import CROP_SHAPE
     from omnilead.data_tools.ecg.crops import HALF, prepare_crop
-    from omnilead.data_tools.ecg.paper import caption_of, computed, ecg_figure
+    from omnilead.data_tools.ecg.paper import ecg_figure, patient_caption, rate_and_axis_text
     from omnilead.data_tools.ecg.resampling import FS_HZ
     from omnilead.data_tools.sources.base import read_safely
     from omnilead.data_tools.sources.hospital_files import HospitalFiles
@@ -142,10 +142,10 @@ def record_figure(path: str, draw: bool = True) -> Any:
     if not draw:  # matplotlib takes half a second
         return None
     drawn_s = crop.halves * HALF / FS_HZ
-    rate_and_axis = computed(samples, crop.halves, crop.missing)
+    rate_and_axis = rate_and_axis_text(samples, crop.halves, crop.missing)
     echo(f"  {rate_and_axis}")
     part = f"first {drawn_s:g} of {seconds:.3g} s" if seconds > drawn_s else ""
-    sentences = [part, rate_and_axis, *warnings, caption_of(record.age, record.sex, record.dx)]
+    sentences = [part, rate_and_axis, *warnings, patient_caption(record.age, record.sex, record.dx)]
     caption = ". ".join(filter(None, sentences))
     return ecg_figure(samples, crop.halves, record.name, caption, crop.missing)
 

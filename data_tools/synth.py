@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from omnilead.data_tools.io.commands import parse_options, run_as_omnilead, run_data_command
 from omnilead.data_tools.io.options import Option
-from omnilead.data_tools.io.terminal import echo, interactive
+from omnilead.data_tools.io.terminal import echo, is_interactive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def synth(
     from omnilead.data_tools.synthetic.archive import synthesise
 
     return synthesise(
-        os.fspath(out), patients, two_sessions, seed, layout, workers, progress=interactive()
+        os.fspath(out), patients, two_sessions, seed, layout, workers, progress=is_interactive()
     )
 
 

@@ -27,7 +27,7 @@ from omnilead.data_tools.io.shared_options import (
     Unit,
     Workers,
 )
-from omnilead.data_tools.io.terminal import echo, interactive
+from omnilead.data_tools.io.terminal import echo, is_interactive
 
 if TYPE_CHECKING:
     from omnilead.data_tools.dataset import Dataset
@@ -95,7 +95,7 @@ def verify(
     arrays = {"fs_hz": fs_hz, "unit": unit, "leads": leads}
     sources = detect.open_archives(archive, source, anonymous, bool(key), arrays)
     detect.tell_notes([opened_source.left_out for opened_source in sources])
-    quiet = not interactive()
+    quiet = not is_interactive()
     left_out = LeaveOut.read(leave_out_patients, key) if leave_out_patients else None
     findings = []
     for opened in datasets:

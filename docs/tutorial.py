@@ -19,7 +19,7 @@ import numpy as np
 import omnilead
 from omnilead.__main__ import main
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.io.spreadsheet import as_csv
+from omnilead.data_tools.io.spreadsheet import csv_text
 
 PATIENTS, STEPS = 600, 150  # a hospital has thousands of patients; the paper trains for 200 epochs
 Path("tutorial").mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ later be shown ECGs with fewer leads.
 # %%
 first_crops = (ecg for ecg in dataset if ecg.start_s == 0)  # long records have several
 labels = [(ecg.source, ecg.record, int("NSR" not in ecg.labels)) for ecg in first_crops]
-Path("labels.csv").write_text(as_csv([("source", "record", "abnormal"), *labels]))
+Path("labels.csv").write_text(csv_text([("source", "record", "abnormal"), *labels]))
 settings = {"train.steps": STEPS, "augment.rlm": 0.5}
 tuned = omnilead.finetune(pretrained, data=dataset, labels="labels.csv", out="tuned", **settings)
 print(f"validation: {tuned.validation[-1]}")

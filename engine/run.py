@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from omnilead.data_tools.io.commands import run_command
 from omnilead.data_tools.io.errors import Flag, UserError, naming_arguments
-from omnilead.data_tools.io.options import Option, add_option, declare
-from omnilead.data_tools.io.terminal import Parser, is_memory, say, show
+from omnilead.data_tools.io.options import Option, add_option, declare_option
+from omnilead.data_tools.io.terminal import Parser, is_out_of_memory, say, show
 from omnilead.engine.settings.commandline import (
     local_run,
     note_for_torchrun,
@@ -203,7 +203,7 @@ def _make_parser(
     which = f" (default: {default})" if default else ""
     add("--config", metavar="NAME|F", help=f"a shipped config by its name, or a YAML file{which}")
     for word, (setting, annotation) in shortcuts.items():
-        add_option(parser, declare(word, annotation), f"; --set {setting}=...")
+        add_option(parser, declare_option(word, annotation), f"; --set {setting}=...")
     add(
         "--set",
         nargs="+",
@@ -279,7 +279,7 @@ def explain_training(error: Exception) -> UserError | None:
     files are wrong, 1 if the run failed."""
     if isinstance(error, UserError):
         return error
-    if is_memory(error):
+    if is_out_of_memory(error):
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         return TrainError(f"out of memory: {LESS_MEMORY} ({reason})")
     if isinstance(error, UnicodeEncodeError):  # torch accepts no such path

@@ -59,9 +59,9 @@ MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from omnilead.data_tools.io.commands import short_busy_loops
+    from omnilead.data_tools.io.commands import shorten_busy_loops
 
-    short_busy_loops()
+    shorten_busy_loops()
     found = getattr(importlib.import_module(MODULES[name]), name)
     if not isinstance(found, type):
         found = _in_python(found)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import omnilead
-from omnilead.data_tools.io.commands import short_busy_loops
+from omnilead.data_tools.io.commands import shorten_busy_loops
 from omnilead.data_tools.io.terminal import Parser, tell
 from omnilead.engine.settings.commandline import exit_process, handle_interrupts
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module = "omnilead.downstream.reports.why"  # data_tools knows no models
     if command in ("pretrain", "status") and (after := after_training()):
         handed["after"] = after
-    short_busy_loops()
+    shorten_busy_loops()
     code: int = importlib.import_module(module).main(given[1:], **handed)
     return code
 

@@ -27,7 +27,7 @@ from docs import house, pictures, settings
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS
-from omnilead.data_tools.sources.hospital_files import FORMATS
+from omnilead.data_tools.sources.hospital_files import HOSPITAL_FORMATS
 from omnilead.downstream.inference.trained_model import load
 from omnilead.downstream.tasks.config import FinetuneConfig
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validate
@@ -396,7 +396,7 @@ def test_every_page_is_in_the_site():
 
 def test_the_page_for_hospitals_names_every_format_and_command():
     text = (DOCS / "hospitals.md").read_text()
-    assert all(f"(`{name}`)" in text for name in FORMATS)
+    assert all(f"(`{name}`)" in text for name in HOSPITAL_FORMATS)
     assert set(re.findall(r"^    omnilead (\w+)", text, re.MULTILINE)) <= set(COMMANDS)
 
 

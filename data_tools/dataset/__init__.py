@@ -19,9 +19,9 @@ from ..io.errors import DataError as DataError
 from ..io.errors import DatasetError as DatasetError
 from .dataset import Dataset as Dataset
 from .dataset import Ecg as Ecg
-from .dataset import flagged as flagged
+from .dataset import crop_hashes as crop_hashes
+from .dataset import flag_mask as flag_mask
 from .dataset import label_names as label_names
-from .dataset import waveform as waveform
 from .facts import CLASSES as CLASSES
 from .facts import COLUMNS as COLUMNS
 from .facts import FORMAT_MINOR as FORMAT_MINOR
@@ -32,10 +32,12 @@ from .facts import REJECTS as REJECTS
 from .facts import SAMPLES as SAMPLES
 from .facts import SHARD_CROPS as SHARD_CROPS
 from .facts import STORE as STORE
-from .facts import Meta as Meta
+from .facts import DatasetFacts as DatasetFacts
+from .facts import FileFacts as FileFacts
 from .facts import RoleFacts as RoleFacts
+from .facts import ShardFacts as ShardFacts
 from .facts import fingerprint as fingerprint
 from .paths import Data as Data
+from .paths import as_list as as_list
 from .paths import dataset_paths as dataset_paths
 from .paths import open_all as open_all
-from .paths import several as several

@@ -39,6 +39,7 @@ from ..io.errors import (
 from ..io.storage import Folder, dataset_folder
 from .facts import (
     CLASSES,
+    COLUMN_RANGES,
     COLUMNS,
     FORMAT_MINOR,
     FORMAT_VERSION,
@@ -46,19 +47,18 @@ from .facts import (
     META,
     NAME_KEY,
     NULLABLE,
-    RANGES,
+    ROLE_WORDS,
     SAMPLES,
     STORE,
-    WORDS,
     DatasetFacts,
-    Meta,
+    ShardFacts,
     fingerprint,
 )
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
+CACHED_ROW_GROUPS = 4  # row groups of samples.parquet, of 65,536 crops
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,20 +90,22 @@ class Ecg:
 
     def plot(self) -> "Figure":
         """Its twelve leads on ECG paper, to scale."""
-        from ..ecg.paper import caption_of, computed, ecg_figure
+        from ..ecg.paper import ecg_figure, patient_caption, rate_and_axis_text
 
         title = f"{self.source}/{self.record}, from {self.start_s:g} s"
-        caption = caption_of(self.age, self.sex, self.dx)
-        caption = f"{computed(self.signal_uv, self.halves, self.missing_leads)}. {caption}"
+        caption = patient_caption(self.age, self.sex, self.dx)
+        caption = (
+            f"{rate_and_axis_text(self.signal_uv, self.halves, self.missing_leads)}. {caption}"
+        )
         if self.flags:  # first, because a long caption is cut
             caption = f"flagged: {', '.join(self.flags)}. {caption}"
         return ecg_figure(self.signal_uv, self.halves, title, caption, self.missing_leads)
 
     def _repr_png_(self) -> bytes:
-        """What a notebook shows of it."""
-        from ..ecg.paper import png_of
+        """Returns the PNG that a notebook shows."""
+        from ..ecg.paper import png_bytes
 
-        return png_of(self.plot())
+        return png_bytes(self.plot())
 
 
 @dataclass(frozen=True)
@@ -166,11 +168,11 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        return str(self.meta["fingerprint"])
+        return self.facts.fingerprint
 
     @property
     def preprocessing_sha256(self) -> str:
-        return str(self.meta["preprocessing_sha256"])
+        return self.facts.preprocessing_sha256
 
     @property
     def minor(self) -> int:
@@ -178,8 +180,8 @@ class Dataset:
         return self.facts.format_minor
 
     @property
-    def shards(self) -> list[dict[str, Any]]:
-        return list(self.meta["shards"])
+    def shards(self) -> list[ShardFacts]:
+        return self.facts.shards
 
     @property
     def synthetic_crops(self) -> int:
@@ -201,8 +203,9 @@ class Dataset:
         return public
 
     def is_public(self, part: pa.RecordBatch) -> np.ndarray:
-        """Whether the name of each crop's patient, or of its record if the patient is unknown, is no
-        secret: an archive that names no patients got their ids from a table of the user."""
+        """Returns a mask of the crops whose patient's name (or record's, if the patient is
+        unknown) is public. Archives that publish no patients got the ids from a user's table,
+        which is private."""
         name_patients = [
             name for name in self.public_sources if name.removeprefix(SYNTHETIC) in PUBLIC_PATIENTS
         ]
@@ -229,12 +232,13 @@ class Dataset:
         ):
             return None
         key = blake2b(self._samples_bytes, key=NAME_KEY, digest_size=32)
-        key.update(json.dumps(self.shards).encode())
+        key.update(json.dumps(self.meta["shards"]).encode())
         return key.hexdigest().encode()
 
     @property
     def name_mark(self) -> str | None:
-        """Identifies the key of its pseudonyms, else its name_key, without disclosing it."""
+        """Identifies the key of the dataset's pseudonyms, else its name_key, without disclosing
+        the key."""
         return self.facts.pseudonyms or key_mark(self.name_key)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
@@ -244,14 +248,15 @@ class Dataset:
             table = self._samples.read(columns)
         self._check(table)
         if "shard" in table.column_names and self.shards:
-            counts = [shard["crops"] for shard in self.shards]
+            counts = [shard.crops for shard in self.shards]
             numbers = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
             if not np.array_equal(table["shard"], numbers):
                 raise self._wrong(f"shard differs from the shards in {META}")
         return table
 
     def _check(self, table: pa.Table | pa.RecordBatch) -> None:
-        """A DatasetError if a column has values that version 1 does not have: the file may be anyone's."""
+        """Raises a DatasetError if a column has values that version 1 does not allow: the file
+        may be anyone's."""
         for name in table.column_names:
             column = table[name]
             if name not in NULLABLE and column.null_count:
@@ -262,15 +267,15 @@ class Dataset:
                 raise self._wrong(f"{name} has text that is not UTF-8") from None
             if pa.types.is_nested(column.type) and pc.list_flatten(column).null_count:
                 raise self._wrong(f"{name} has a list with a missing value")
-            if name in RANGES:
-                low, high = RANGES[name]
+            if name in COLUMN_RANGES:
+                low, high = COLUMN_RANGES[name]
                 values = column.to_numpy()
                 if not ((values >= low) & (values <= high)).all():
                     raise self._wrong(f"{name} is not always from {low:g} to {high:g}")
-            if name in WORDS and not set(column.drop_null().unique().to_pylist()) <= set(
-                WORDS[name]
+            if name in ROLE_WORDS and not set(column.drop_null().unique().to_pylist()) <= set(
+                ROLE_WORDS[name]
             ):
-                raise self._wrong(f"{name} is not always one of {', '.join(WORDS[name])}")
+                raise self._wrong(f"{name} is not always one of {', '.join(ROLE_WORDS[name])}")
 
     def _wrong(self, why: str) -> DatasetError:
         return DatasetError(f"{self.root.url}/{SAMPLES}: {why}: build the dataset again")
@@ -302,7 +307,7 @@ class Dataset:
         columns = [name for name in COLUMNS.names if name in Ecg.__annotations__]
         fragment = self._samples.fragments[0]
 
-        @lru_cache(GROUPS_KEPT)
+        @lru_cache(CACHED_ROW_GROUPS)
         def read(group: int) -> pa.Table:
             with self._arrow_errors():
                 table = fragment.subset(row_group_ids=[group]).to_table(COLUMNS, columns)
@@ -331,7 +336,7 @@ class Dataset:
         return data
 
     def _check_columns(self, facts: pq.FileMetaData) -> None:
-        """A DatasetError if the table has another number of rows or a column of another type."""
+        """Raises a DatasetError if the number of rows or the type of a column is wrong."""
         file = f"{self.root.url}/{SAMPLES}"
         if facts.num_rows != len(self):
             raise DatasetError(
@@ -391,7 +396,7 @@ class Dataset:
 
     def read_at(self, row: int, shard: int, offset: int, crc: int | None) -> np.ndarray:
         """The crop of a row, whose address is known; its crc32c is checked unless it is None."""
-        name = STORE if shard < 0 else f"shards/{self.shards[shard]['name']}"
+        name = STORE if shard < 0 else f"shards/{self.shards[shard].name}"
         try:
             if shard < 0:
                 crop = np.empty(CROP_SHAPE, "<i2")
@@ -425,9 +430,9 @@ class Dataset:
 
     def keys(self, role: str) -> set[str]:
         """The names in the shards of the crops of a role: source-record-NNN."""
-        from .other_programs import keys_of
+        from .other_programs import sample_keys
 
-        return keys_of(self, role)
+        return sample_keys(self, role)
 
     def zarr(self) -> Any:
         """All crops as a zarr.Array; those of a role are at the rows that `select` returns."""
@@ -449,8 +454,8 @@ class Dataset:
         return Chunks(self.root, STORE, len(self))
 
 
-def _read_meta(root: Folder) -> Meta:
-    """dataset.json, if it is one of version 1; else a DatasetError."""
+def _read_meta(root: Folder) -> dict[str, Any]:
+    """Returns the contents of dataset.json; raises a DatasetError if they are not of version 1."""
     url = root.url
     try:
         meta = json.loads(root.read(META, MAX_META))
@@ -501,10 +506,10 @@ def _read_meta(root: Folder) -> Meta:
             f"formats {facts.formats}"
         )
         raise DatasetError(f"{url}/{META}: contradicts itself ({found}): restore the file")
-    return Meta(meta)
+    return dict(meta)
 
 
-def flagged(table: pa.Table, names: Sequence[str]) -> np.ndarray:
+def flag_mask(table: pa.Table, names: Sequence[str]) -> np.ndarray:
     """A mask of the rows of samples.parquet that have one of these flags; `flat`: of any lead."""
     flags = table["flags"].combine_chunks()
     has_flag = np.zeros(len(table), bool)
@@ -518,7 +523,7 @@ def label_names(labels: list[bool]) -> list[str]:
     return [name for name, has in zip(CLASSES, labels, strict=True) if has]
 
 
-def waveform(crop: np.ndarray) -> tuple[int, int]:
+def crop_hashes(crop: np.ndarray) -> tuple[int, int]:
     """(crc32c of the crop, its waveform hash)."""
     limb, chest = crop[: len(LEADS) // 2], crop[len(LEADS) // 2 :]
     first = google_crc32c.value(limb)

@@ -8,7 +8,6 @@ import pyarrow as pa
 from pydantic import BaseModel, Field, NonNegativeInt, field_validator
 
 from ..ecg.constants import ABBREVIATIONS, LEADS
-from ..io.errors import DatasetError
 
 FORMAT_VERSION = 1
 # 2: roles stand in samples.parquet only, and a dataset has no versions
@@ -45,8 +44,13 @@ COLUMNS = pa.schema(
     ]
 )
 NULLABLE = ("patient", "dx_role", "id_role", "age", "sex")
-RANGES = {"offset": (-1, 2**62), "start_s": (0, 1e9), "halves": (1, 2), "fs_source_hz": (1e-3, 1e9)}
-WORDS = {  # of a column that holds no others
+COLUMN_RANGES = {
+    "offset": (-1, 2**62),
+    "start_s": (0, 1e9),
+    "halves": (1, 2),
+    "fs_source_hz": (1e-3, 1e9),
+}
+ROLE_WORDS = {  # of a column that holds no others
     "dx_role": ("train", "valid", "test"),
     "id_role": ("train", "valid", "gallery", "probe"),
 }
@@ -87,29 +91,34 @@ class RoleFacts(BaseModel, strict=True, frozen=True):
 
 
 class DatasetFacts(BaseModel, strict=True, frozen=True):
-    """The fields of dataset.json that readers rely on. Those with a default may be absent: not
-    every reader needs them."""
+    """What readers rely on in dataset.json. Entries with a default may be absent."""
 
+    fingerprint: str
     fs_hz: Literal[500]
     leads: list[str]
     uv_per_lsb: Annotated[float, Field(ge=1, le=1)]
     crop_samples: Literal[5000]
-    preprocessing: dict[str, Any] = {}
+    preprocessing: dict[str, Any]
+    preprocessing_sha256: str
+    recipe: str
     pseudonyms: str | None = None
     crops: Crops
     samples: FileFacts
-    rejects: FileFacts | None = None
+    rejects: FileFacts
     format_minor: int = 0
     shards: list[ShardFacts]
     formats: list[Literal["tar", "zarr"]]
-    seed: int = 0
+    seed: int
     shard_crops: Crops = SHARD_CROPS  # of all shards but the last
-    plan: Literal["paper", "all", "paper-split"] | None = None
-    id_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    plan: Literal["paper", "all", "paper-split"]
+    # as in RoleSources; None: its default
+    id_share: Annotated[float, Field(ge=0, le=1)] | None = None
     role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}
-    leave_out_flags: list[str] = []
-    roles: RoleFacts = RoleFacts()
-    sources: list[SourceFacts] = []
+    leave_out_flags: list[str] | None = None
+    pretrain_implausible: bool = False  # before there was leave_out_flags: no flag is left out
+    left_out_patients: dict[Literal["asked", "found"], NonNegativeInt] = {"asked": 0, "found": 0}
+    roles: RoleFacts
+    sources: list[SourceFacts]
 
     @field_validator("leads")
     @classmethod
@@ -117,13 +126,6 @@ class DatasetFacts(BaseModel, strict=True, frozen=True):
         if leads != list(LEADS):
             raise ValueError("not the leads of version 1, in their order")
         return leads
-
-
-class Meta(dict[str, Any]):
-    """The contents of dataset.json; a missing key raises a DatasetError that names it."""
-
-    def __missing__(self, name: str) -> Any:
-        raise DatasetError(f"{META}: {name} is missing: restore the file")
 
 
 def fingerprint(meta: dict[str, Any]) -> str:

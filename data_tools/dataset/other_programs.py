@@ -28,9 +28,9 @@ from ..ecg.record_tables import RESERVED, missing_words, read_table
 from ..io.errors import DataError, DatasetError, Flag, naming_arguments, one_line
 from ..io.terminal import tell
 
-ROLES: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
-ROLES |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}
-ROLES |= {f"id:{role}": ("id_role", role) for role in ("train", "valid", "gallery", "probe")}
+ROLE_OF_NAME: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
+ROLE_OF_NAME |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}
+ROLE_OF_NAME |= {f"id:{role}": ("id_role", role) for role in ("train", "valid", "gallery", "probe")}
 
 
 class Crops:
@@ -73,9 +73,9 @@ class Crops:
 
 def _column_of(role: str) -> tuple[str, Any]:
     """The column that has a role, and its value there."""
-    if role not in ROLES:
-        raise DataError(f"role={role}: no such role: choose from {', '.join(ROLES)}")
-    return ROLES[role]
+    if role not in ROLE_OF_NAME:
+        raise DataError(f"role={role}: no such role: choose from {', '.join(ROLE_OF_NAME)}")
+    return ROLE_OF_NAME[role]
 
 
 def _millivolts(crop: np.ndarray) -> np.ndarray:
@@ -97,7 +97,7 @@ def _own_labels(dataset: Any, names: Sequence[str]) -> np.ndarray:
 
 
 def _labels_in_table(dataset: Any, url: str) -> np.ndarray:
-    """[crops, K], a column for each of the table's that are not reserved."""
+    """Returns labels [crops, K]: one column for each column of the table that is not reserved."""
     cells = read_table(url)
     names = [name for name in cells.column_names if name not in RESERVED]
     for name in names:
@@ -130,14 +130,14 @@ def web_dataset(dataset: Any, role: str, options: dict[str, Any]) -> Any:
     root = dataset.root
     if root.remote or not dataset.shards:
         raise DatasetError(f"{root.url}: webdataset reads tar shards on a disk: use torch()")
-    urls = [root.path(f"shards/{shard['name']}") for shard in dataset.shards]
+    urls = [root.path(f"shards/{shard.name}") for shard in dataset.shards]
     stream = webdataset.WebDataset(urls, **{"shardshuffle": False} | options)
     if role != "all":
-        stream = stream.select(partial(_has_key, keys_of(dataset, role)))
-    return stream.map_dict(json=json.loads).map(_decoded)
+        stream = stream.select(partial(_has_key, sample_keys(dataset, role)))
+    return stream.map_dict(json=json.loads).map(_decode_sample)
 
 
-def keys_of(dataset: Any, role: str) -> set[str]:
+def sample_keys(dataset: Any, role: str) -> set[str]:
     """The names in the shards of the crops of a role, which stands in samples.parquet only."""
     column, value = _column_of(role)
     table = dataset.table(["source", "record", "start_s", *([column] if column else [])])
@@ -154,7 +154,7 @@ def _has_key(keys: set[str], sample: dict[str, Any]) -> bool:
     return sample["__key__"] in keys
 
 
-def _decoded(sample: dict[str, Any]) -> dict[str, Any]:
+def _decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
     if f"{google_crc32c.value(sample['ecg']):08x}" != sample["json"]["crc32c"]:
         raise DatasetError(f"{sample['__url__']}: {sample['__key__']} fails its crc32c")
     crop = np.frombuffer(sample["ecg"], "<i2").reshape(CROP_SHAPE)
@@ -174,8 +174,8 @@ def zarr_array(dataset: Any, store: str) -> Any:
 
 
 def features(columns: pa.Schema) -> Any:
-    """The datasets.Features of the shards: those that datasets infers from the first crops lack the
-    types of what these do not have."""
+    """Returns the datasets.Features of the shards. `datasets` would infer them from the first
+    crops, whose missing values have no type."""
     from datasets import Features
 
     text = pa.string()

@@ -13,10 +13,10 @@ from ..io.errors import DataError, Flag
 from .dataset import Dataset
 
 Data = str | os.PathLike[str] | Dataset
-LIST = ".txt"  # the ending of a file that lists datasets
+LIST_ENDING = ".txt"  # the ending of a file that lists datasets
 
 
-def several(data: Data | Sequence[Data]) -> list[Data]:
+def as_list(data: Data | Sequence[Data]) -> list[Data]:
     """The datasets of an argument that may be one or a sequence of them."""
     return [data] if isinstance(data, str | os.PathLike | Dataset) else list(data)
 
@@ -24,24 +24,24 @@ def several(data: Data | Sequence[Data]) -> list[Data]:
 def dataset_paths(data: Data | Sequence[Data], option: str = Flag("--data")) -> list[str]:
     """The path or address of each dataset. `option`: its name in messages."""
     paths = []
-    for one in several(data):
+    for one in as_list(data):
         if isinstance(one, Dataset):
             paths.append(one.root.url)
             continue
         path = os.fspath(one)
-        if path.endswith(LIST) and os.path.isfile(path):
-            paths += _listed(path, option)
+        if path.endswith(LIST_ENDING) and os.path.isfile(path):
+            paths += _read_list(path, option)
         else:
-            paths += _matching(path, option)
+            paths += _matching_folders(path, option)
     return paths
 
 
 def open_all(
     data: Data | Sequence[Data], anonymous: bool = False, option: str = Flag("--data")
 ) -> list[Dataset]:
-    """Opens them; a Dataset is used as it is."""
+    """Opens paths and addresses; a Dataset is returned as it is."""
     datasets = []
-    for one in several(data):
+    for one in as_list(data):
         if isinstance(one, Dataset):
             datasets.append(one)
         else:
@@ -49,7 +49,7 @@ def open_all(
     return datasets
 
 
-def _listed(file: str, option: str) -> list[str]:
+def _read_list(file: str, option: str) -> list[str]:
     """The paths in a file."""
     try:
         text = Path(file).read_text("utf-8-sig")
@@ -59,20 +59,20 @@ def _listed(file: str, option: str) -> list[str]:
     for line in map(str.strip, text.splitlines()):
         if line and not line.startswith("#"):
             place = line if "://" in line else os.path.join(os.path.dirname(file), line)
-            paths += _matching(place, option)
+            paths += _matching_folders(place, option)
     if not paths:
         raise DataError(option, f" {file}: lists no dataset: write one path a line")
     return paths
 
 
-def _matching(path: str, option: str) -> list[str]:
+def _matching_folders(path: str, option: str) -> list[str]:
     """The folders that match a pattern, sorted; `path` itself if it is none."""
     if "://" in path:
         if "*" in path:
             raise DataError(
                 option,
                 f" {path}: patterns are expanded on local disks only: name each dataset, or list "
-                f"them in a {LIST} file",
+                f"them in a {LIST_ENDING} file",
             )
         return [path]
     if not set(path) & set("*?[") or os.path.lexists(path):

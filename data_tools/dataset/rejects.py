@@ -7,14 +7,14 @@ from collections import Counter
 
 from ..ecg.crops import IMPLAUSIBLE_AMPLITUDE
 from ..io.errors import DatasetError, ReadError, one_line
-from ..io.spreadsheet import as_csv, unquoted
+from ..io.spreadsheet import csv_text, unquote_cell
 from .dataset import Dataset
-from .facts import META, REJECTS
+from .facts import REJECTS
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
-CROP_FLAGS = ("lead not measured", "flat lead", "saturated", "large", "zeros", "einthoven")
-FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
-    *CROP_FLAGS,
+CROP_FLAG_REASONS = ("lead not measured", "flat lead", "saturated", "large", "zeros", "einthoven")
+FLAG_REASONS = (  # reasons in rejects.csv for records that were used nevertheless
+    *CROP_FLAG_REASONS,
     "age not understood",
     "sex not understood",
     "checksum differs",
@@ -30,18 +30,16 @@ FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     "inverted lead",
 )
 # Of FLAGS: what was changed. A lead with a gap is made zero, a value that is too large cut off
-REPAIRED = ("lead not measured", "saturated", "inverted lead")
+REPAIR_REASONS = ("lead not measured", "saturated", "inverted lead")
 
 
 def rejects_csv(rejects: list[Reject]) -> bytes:
-    return as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
+    return csv_text([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
 
 
-def rejects_of(made: Dataset) -> list[Reject]:
+def read_rejects(made: Dataset) -> list[Reject]:
     """The rows of a dataset's rejects.csv: (source, record, reason, detail)."""
     url, facts = made.root.url, made.facts.rejects
-    if not facts:
-        raise DatasetError(f"{url}/{META}: has no entry `rejects`: build the dataset again")
     try:
         data = made.root.read(REJECTS, facts.bytes)
         if hashlib.sha256(data).hexdigest() != facts.sha256:
@@ -49,7 +47,7 @@ def rejects_of(made: Dataset) -> list[Reject]:
         _, *rows = csv.reader(io.StringIO(data.decode()))
         return [
             (source, record, reason, detail)
-            for source, record, reason, detail in (map(unquoted, row) for row in rows)
+            for source, record, reason, detail in (map(unquote_cell, row) for row in rows)
         ]
     except (ReadError, ValueError, csv.Error) as error:
         raise DatasetError(one_line(f"{url}/{REJECTS}: {error}: restore the file")) from None
@@ -60,9 +58,9 @@ def reason_counts(rejects: list[Reject]) -> Counter[str]:
     return Counter(reason for _, _, reason, _ in set(rejects))
 
 
-def most_common_reasons(rejects: list[Reject]) -> str:
-    """Why records were refused, each reason with the first file."""
-    refusals = [reject for reject in rejects if reject[2] not in FLAGS]
+def common_reasons_text(rejects: list[Reject]) -> str:
+    """Returns the most common reasons for refusals, each with its first file."""
+    refusals = [reject for reject in rejects if reject[2] not in FLAG_REASONS]
     examples = []
     for reason, _ in Counter(reason for _, _, reason, _ in refusals).most_common(3):
         detail = next(detail for _, _, why, detail in refusals if why == reason)

@@ -26,9 +26,9 @@ numcodecs.blosc.use_threads = (
 )
 BLOSC = numcodecs.blosc.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.blosc.BITSHUFFLE)
 BLOSC_HEADER, CRC = 16, 4
-MAX_CHUNK = BLOSC_HEADER + CROP_BYTES + CRC  # Blosc copies what it cannot compress
+MAX_CHUNK_BYTES = BLOSC_HEADER + CROP_BYTES + CRC  # Blosc copies what it cannot compress
 CACHED_INDEXES = 256  # 16 kB each
-MAX_META = 2**20
+MAX_ZARR_JSON = 2**20
 MAX_BLOCK = 2**20  # crops; gives an index of 16 MB
 # For others who read the copy: what it holds, and where the roles of its crops are
 ATTRIBUTES = {
@@ -49,14 +49,14 @@ class Chunks:
         self.store = store
         file = f"{root.url}/{store}/zarr.json"
         try:
-            self.meta = json.loads(root.read(f"{store}/zarr.json", MAX_META))
+            self.meta = json.loads(root.read(f"{store}/zarr.json", MAX_ZARR_JSON))
             grid = self.meta["chunk_grid"]["configuration"]
             self.block = int(grid["chunk_shape"][0])  # crops in one storage object
         except (ReadError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise DatasetError(
                 one_line(f"{file}: {type(error).__name__} {error}: restore the file")
             ) from None
-        self.layout = layout(crops, self.block)
+        self.layout = zarr_json(crops, self.block)
         names = self.layout.keys() - {"attributes"}  # users may add attributes
         wrong = [
             f"{name} is {self.meta.get(name)}"
@@ -76,15 +76,18 @@ class Chunks:
         """Read a row's samples into `crop`."""
         block, slot = divmod(row, self.block)
         start, length = self._index(block)[slot].tolist()
-        if not BLOSC_HEADER + CRC <= length <= MAX_CHUNK or start > MAX_CHUNK * self.block:
+        if (
+            not BLOSC_HEADER + CRC <= length <= MAX_CHUNK_BYTES
+            or start > MAX_CHUNK_BYTES * self.block
+        ):
             raise ChunkError(f"its index states {length} bytes at {start}")
-        decode(self.root.read_range(self.name(block), start, length), length, crop)
+        decode_chunk(self.root.read_range(self.name(block), start, length), length, crop)
 
     def index(self, block: int) -> np.ndarray:
         """(start, length) of each chunk of a storage object."""
         name, size = self.name(block), index_bytes(self.block)
         index = self.root.read_range(name, max(0, self.root.size(name) - size), size)
-        return np.frombuffer(_checked(index, size, "the file's index"), "<u8").reshape(
+        return np.frombuffer(_check_crc(index, size, "the file's index"), "<u8").reshape(
             self.block, 2
         )
 
@@ -93,8 +96,8 @@ def index_bytes(block: int) -> int:
     return 16 * block + CRC
 
 
-def decode(chunk: bytes, length: int, crop: np.ndarray) -> None:
-    packed = _checked(chunk, length, "its chunk")
+def decode_chunk(chunk: bytes, length: int, crop: np.ndarray) -> None:
+    packed = _check_crc(chunk, length, "its chunk")
     raw, whole = (int.from_bytes(packed[start : start + 4], "little") for start in (4, 12))
     if (raw, whole) != (CROP_BYTES, len(packed)):
         raise ChunkError(
@@ -106,7 +109,7 @@ def decode(chunk: bytes, length: int, crop: np.ndarray) -> None:
         raise ChunkError(f"its chunk cannot be decoded ({error})") from None
 
 
-def _checked(data: bytes, size: int, what: str) -> np.ndarray:
+def _check_crc(data: bytes, size: int, what: str) -> np.ndarray:
     """The data without its crc32c, which is checked."""
     if len(data) < size or size <= CRC:
         raise ChunkError(f"the file ends {size - len(data)} bytes too early")
@@ -116,7 +119,7 @@ def _checked(data: bytes, size: int, what: str) -> np.ndarray:
     return body
 
 
-def layout(crops: int, block: int) -> dict[str, Any]:
+def zarr_json(crops: int, block: int) -> dict[str, Any]:
     """The contents of zarr.json, in the order of zarr-python."""
     little, crc32c = {"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}
     packing = {"typesize": 2, "cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "blocksize": 0}

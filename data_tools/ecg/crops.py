@@ -28,11 +28,11 @@ from .constants import IMPLAUSIBLE as IMPLAUSIBLE
 from .record import LEADS, MV_PER_UNIT, EcgRecord, lead_rows, unit_name
 from .resampling import FS_HZ, KAISER_BETA, TAPS_PER_PHASE, rate_ratio, resample
 
-IN_ORDER = {lead: lead for lead in range(len(LEADS))}
+LEADS_IN_ORDER = {lead: lead for lead in range(len(LEADS))}
 MAX_UV = 32_767
 MAX_MV = 1e9  # clipping limit; larger values would overflow in the filter
 LARGE_UV, EINTHOVEN_UV = 20_000, 20
-ZEROS = 250  # samples in all leads; at most 2 in 3,585 ECGs of the Challenge's databases
+ZERO_RUN = 250  # samples in all leads; at most 2 in 3,585 ECGs of the Challenge's databases
 # Median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 PLAUSIBLE_UV = (100, 4000)
 IMPLAUSIBLE_AMPLITUDE = "implausible amplitude"  # what is said of such a record
@@ -89,7 +89,7 @@ def crop_count(samples: int, fs_hz: float) -> int:
     return full + (rest >= HALF)
 
 
-def crops_of(record: EcgRecord) -> int:
+def record_crop_count(record: EcgRecord) -> int:
     """The number of crops that a record may have."""
     if record.stored:
         return int(record.stored.count)
@@ -107,16 +107,18 @@ def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
     if record.stored:
         stored: Crop = record.stored.read(index, out)
         return stored
-    body, mask, flags = fill(record, index, out)
+    body, mask, flags = fill_crop(record, index, out)
     start_s, missing = index * CROP / FS_HZ, mask.tolist()
-    flags += _flags_in(body, missing)
+    flags += _sample_flags(body, missing)
     flat = sum(flag.startswith("flat:") for flag in flags)
     if flat + sum(missing) == len(LEADS):
-        raise ReadError("no valid lead", f"at {start_s:g} s: {_why_not_valid(record, mask, flat)}")
+        raise ReadError(
+            "no valid lead", f"at {start_s:g} s: {_no_valid_lead_reason(record, mask, flat)}"
+        )
     return Crop(start_s, body.shape[1] // HALF, tuple(compress(LEADS, missing)), tuple(flags))
 
 
-def _why_not_valid(record: EcgRecord, missing_L: np.ndarray, flat: int) -> str:
+def _no_valid_lead_reason(record: EcgRecord, missing_L: np.ndarray, flat: int) -> str:
     recorded = len(lead_rows(tuple(record.leads)))
     with_gaps = int(missing_L.sum()) - (len(LEADS) - recorded)
     reasons = []
@@ -129,7 +131,7 @@ def _why_not_valid(record: EcgRecord, missing_L: np.ndarray, flat: int) -> str:
     return ", ".join(reasons)
 
 
-def flags_of(record: EcgRecord, crop: Crop) -> tuple[str, ...]:
+def crop_flags(record: EcgRecord, crop: Crop) -> tuple[str, ...]:
     """The flags of a crop, and that of its record."""
     if any(reason == IMPLAUSIBLE_AMPLITUDE for reason, _ in record.warnings):
         return (*crop.flags, IMPLAUSIBLE)
@@ -150,7 +152,7 @@ def _uv_per_step(record: EcgRecord) -> np.ndarray:
 
 
 def amplitude_doubt(signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | None = None) -> str:
-    """What is implausible about the amplitude of an ECG [leads, samples], NaN where it was not
+    """Says what is implausible about the amplitude of an ECG [leads, samples], NaN where it was not
     measured, in microvolts or in steps; "" if nothing is. Leads that never change do not count."""
     second = int(fs_hz)
     ranges = _ranges(
@@ -192,7 +194,7 @@ def with_amplitude_doubt(record: EcgRecord) -> EcgRecord:
     return replace(record, warnings=(*record.warnings, warning))
 
 
-def _flags_in(body: np.ndarray, missing: list[bool]) -> list[str]:
+def _sample_flags(body: np.ndarray, missing: list[bool]) -> list[str]:
     low, high = (
         body.min(axis=1).tolist(),
         body.max(axis=1).tolist(),
@@ -220,16 +222,16 @@ def _flags_in(body: np.ndarray, missing: list[bool]) -> list[str]:
 
 
 def _has_zeros(body: np.ndarray, changing: list[int]) -> bool:
-    """Whether the leads that change are zero for ZEROS samples. So many include one whose number is a
+    """True if the leads that change are zero for ZERO_RUN samples in a row. So many include one whose number is a
     multiple of ZEROS; to look at these first saves time."""
-    if body[:, ::ZEROS][changing].any(axis=0).all():
+    if body[:, ::ZERO_RUN][changing].any(axis=0).all():
         return False
     signal = body[changing].any(axis=0)
     edges = np.flatnonzero(np.diff(signal, prepend=True, append=True))
-    return bool(np.diff(edges)[::2].max(initial=0) >= ZEROS)
+    return bool(np.diff(edges)[::2].max(initial=0) >= ZERO_RUN)
 
 
-def fill(
+def fill_crop(
     record: EcgRecord, index: int, out: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Write crop `index` into `out`. Returns the part of `out` with signal, a mask of the missing
@@ -258,7 +260,7 @@ def fill(
 
 
 def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
-    """Whether the samples can be copied: 12 leads in order, 500 Hz, whole microvolts, no
+    """True if the samples can be copied: 12 leads in order, 500 Hz, whole microvolts, no
     baseline."""
     if (
         record.signal.dtype != np.int16
@@ -266,7 +268,7 @@ def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
         or unit_name(record.unit) != "mV"
     ):
         return False
-    if len(record.leads) != len(LEADS) or rows != IN_ORDER:
+    if len(record.leads) != len(LEADS) or rows != LEADS_IN_ORDER:
         return False
     if record.invalid not in (None, -MAX_UV - 1):
         return False
@@ -287,7 +289,7 @@ def _convert(
     """Convert numbers of any type, lead order and rate, from only the samples that this crop
     needs."""
     leads, taken = list(rows), list(rows.values())
-    first, last, lead_in = _needed(record, start, body.shape[1])
+    first, last, lead_in = _source_range(record, start, body.shape[1])
     values, invalid = millivolts(record, taken, first, last)
     if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz counts as 500 Hz
         values = resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
@@ -304,8 +306,8 @@ def _convert(
 def millivolts(
     record: EcgRecord, taken: list[int], first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The samples first to last of these rows, 0 where they were not measured, and a mask of
-    those."""
+    """Returns samples first to last of these rows, 0 where not measured, and a mask of the
+    unmeasured ones."""
     shape = len(record.leads)
     gain = np.full(shape, record.gain, np.float64)
     baseline = np.full(shape, record.baseline, np.float64)
@@ -329,7 +331,7 @@ def millivolts(
     return values, invalid
 
 
-def _needed(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
+def _source_range(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
     """The source range for output samples [start, start + length), and how many outputs precede
     `start` after resampling it.
 

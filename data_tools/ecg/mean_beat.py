@@ -9,9 +9,9 @@ where the leads together change fastest, so a blank lead does no harm. The beat 
 before R to 0.45 s after it, filtered to 0.5 to 40 Hz, at 100 Hz.
 
 The mean beat has unit length over all leads: two ECGs are compared by cosine of their first
-12 * BEAT numbers. Its last 8 are RHYTHM: logarithms of the beat's size, of the mean, the variation
+12 * BEAT_SAMPLES numbers. Its last 8 are RHYTHM_MEASUREMENTS: logarithms of the beat's size, of the mean, the variation
 and the change of the RR intervals, and of what is left of each group of leads after subtracting
-the median beat. The measurements are RHYTHM and, for each lead, the heights of the waves.
+the median beat. The measurements are RHYTHM_MEASUREMENTS and, for each lead, the heights of the waves.
 """
 
 from collections.abc import Collection, Iterator
@@ -22,13 +22,13 @@ from scipy import fft
 from .constants import LEADS
 from .resampling import FS_HZ
 
-STEP = FS_HZ // 100
-BEFORE, AFTER = 25, 45  # samples at 100 Hz
-BEAT = BEFORE + AFTER
-SHIFT = 4  # samples at 100 Hz by which a beat may be moved onto the others
+DECIMATION = FS_HZ // 100
+BEFORE_R, AFTER_R = 25, 45  # samples at 100 Hz
+BEAT_SAMPLES = BEFORE_R + AFTER_R
+MAX_SHIFT = 4  # samples at 100 Hz by which a beat may be moved onto the others
 BAND_HZ = (0.5, 40.0)
 QRS_HZ = (5.0, 25.0)
-RHYTHM = (
+RHYTHM_MEASUREMENTS = (
     "beat size",
     "RR mean",
     "RR variation",
@@ -39,21 +39,21 @@ RHYTHM = (
     "residual V4 to V6",
 )
 # From R, in samples at 100 Hz
-BEFORE_QRS = slice(BEFORE - 8, BEFORE - 6)
-QRS = slice(BEFORE - 6, BEFORE + 8)
-ST = slice(BEFORE + 6, BEFORE + 10)
-T_WAVE = slice(BEFORE + 13, BEFORE + 40)
+BEFORE_QRS = slice(BEFORE_R - 8, BEFORE_R - 6)
+QRS = slice(BEFORE_R - 6, BEFORE_R + 8)
+ST = slice(BEFORE_R + 6, BEFORE_R + 10)
+T_WAVE = slice(BEFORE_R + 13, BEFORE_R + 40)
 WAVES = ("R", "S", "T", "T trough", "ST")
 # A QRS of less than 0.1 mV in all leads, or beats that differ by more than twice their own size, are
 # no beats: of 1,014 real ECGs the smallest had 0.7 mV, the most unlike 1.7; white noise has 2.9
-LEAST_MV, MOST_UNLIKE = 0.1, 2.0
-# Of the median heart rate of RATED ECGs, or of FEWEST, of one source. Resting adults have some 60 to 80,
+MIN_QRS_MV, MAX_UNLIKENESS = 0.1, 2.0
+# Of the median heart rate of MAX_RATED_ECGS ECGs of one source, or of MIN_RATED_ECGS. Resting adults have some 60 to 80,
 # athletes and patients on beta blockers 50 to 55, children of two 110. Half the true sampling rate gives
 # adults 30 to 48, twice the rate 113 to 150. Newborns have 140: they are asked about, too.
 # Of 20 ECGs each from PTB-XL and the Challenge's databases the medians were 59 to 104.
 PLAUSIBLE_RATES = 50, 110
-FEWEST, RATED = 20, 50
-MEASUREMENTS = (*RHYTHM, *(f"{wave} {lead}" for wave in WAVES for lead in LEADS))
+MIN_RATED_ECGS, MAX_RATED_ECGS = 20, 50
+MEASUREMENTS = (*RHYTHM_MEASUREMENTS, *(f"{wave} {lead}" for wave in WAVES for lead in LEADS))
 
 Array = np.ndarray
 
@@ -64,11 +64,13 @@ def mean_beats(x_RLT: Array) -> Array:
         beat_LT, rhythm = median_beat(x_LT)
         size = max(np.linalg.norm(beat_LT), 1e-12)
         rows.append(np.concatenate([(beat_LT / size).ravel(), rhythm]))
-    return np.array(rows, np.float32).reshape(len(x_RLT), 12 * BEAT + len(RHYTHM))
+    return np.array(rows, np.float32).reshape(
+        len(x_RLT), 12 * BEAT_SAMPLES + len(RHYTHM_MEASUREMENTS)
+    )
 
 
 def measurements(x_RLT: Array) -> Array:
-    """MEASUREMENTS of each ECG: RHYTHM, and the heights of the waves in millivolts."""
+    """MEASUREMENTS of each ECG: RHYTHM_MEASUREMENTS, and the heights of the waves in millivolts."""
     rows = []
     for x_LT in x_RLT:
         beat_LT, rhythm = median_beat(x_LT)
@@ -87,7 +89,7 @@ def rate_and_axis(x_LT: Array, missing: Collection[str] = ()) -> str:
     if len(peaks) < 3:
         return f"no heart rate or axis: {len(peaks)} beats found, 3 are needed"
     beat_LT, rhythm = median_beat(x_LT)
-    if not _are_alike(beat_LT, rhythm):
+    if not _beats_agree(beat_LT, rhythm):
         return "no heart rate or axis: no beats that are alike"
     return f"{_rate(peaks):.0f}/min, {_axis(beat_LT, missing)}"
 
@@ -95,7 +97,7 @@ def rate_and_axis(x_LT: Array, missing: Collection[str] = ()) -> str:
 def heart_rate(x_LT: Array) -> float | None:
     """The heart rate a minute; None if no beats are found that are alike. x_LT in millivolts."""
     peaks = r_peaks(x_LT)
-    if len(peaks) < 3 or not _are_alike(*median_beat(x_LT)):
+    if len(peaks) < 3 or not _beats_agree(*median_beat(x_LT)):
         return None
     return _rate(peaks)
 
@@ -109,14 +111,17 @@ class HeartRates:
     def add(self, source: str, uv_LT: Array) -> None:
         """`uv_LT`: an ECG of this source in microvolts, at 500 Hz."""
         rates = self.of_source.setdefault(source, [])
-        if len(rates) < RATED:
+        if len(rates) < MAX_RATED_ECGS:
             rates.append(heart_rate(uv_LT / np.float32(1000)))
 
     def doubts(self) -> Iterator[str]:
         low, high = PLAUSIBLE_RATES
         for source, rates in self.of_source.items():
             found = [rate for rate in rates if rate]
-            if len(found) >= FEWEST and not low <= (median := float(np.median(found))) <= high:
+            if (
+                len(found) >= MIN_RATED_ECGS
+                and not low <= (median := float(np.median(found))) <= high
+            ):
                 yield (
                     f"{source}: median heart rate {median:.0f} a minute in {len(found)} ECGs: is the "
                     "sampling rate right?"
@@ -127,11 +132,11 @@ def _rate(peaks: Array) -> float:
     return float(60 * FS_HZ / np.diff(peaks).mean())
 
 
-def _are_alike(beat_LT: Array, rhythm: Array) -> bool:
-    """Whether the median beat is that of a heart."""
+def _beats_agree(beat_LT: Array, rhythm: Array) -> bool:
+    """True if the median beat looks like a heartbeat: tall enough, and alike from beat to beat."""
     size = np.exp(rhythm[0])
     unlike = np.exp(rhythm[4:]).mean() * np.sqrt(beat_LT.size) / size
-    return bool(np.ptp(beat_LT[:, QRS], axis=1).max() >= LEAST_MV and unlike <= MOST_UNLIKE)
+    return bool(np.ptp(beat_LT[:, QRS], axis=1).max() >= MIN_QRS_MV and unlike <= MAX_UNLIKENESS)
 
 
 def _axis(beat_LT: Array, missing: Collection[str]) -> str:
@@ -141,7 +146,7 @@ def _axis(beat_LT: Array, missing: Collection[str]) -> str:
     qrs_LT = beat_LT[:, QRS] - beat_LT[:, BEFORE_QRS].mean(1, keepdims=True)
     net_L = qrs_LT.max(1) + qrs_LT.min(1)
     net_i, net_avf = net_L[LEADS.index("I")], net_L[LEADS.index("aVF")]
-    if np.hypot(net_i, net_avf) < LEAST_MV:
+    if np.hypot(net_i, net_avf) < MIN_QRS_MV:
         return "no axis: the QRS is as much up as down in I and aVF"
     # aVF is smaller than the limb leads by this factor
     degrees = np.degrees(np.arctan2(2 / np.sqrt(3) * net_avf, net_i))
@@ -150,20 +155,20 @@ def _axis(beat_LT: Array, missing: Collection[str]) -> str:
 
 def r_peaks(x_LT: Array) -> Array:
     """R peaks as sample indices, at least 0.3 s apart."""
-    return _peaks(*_filtered(x_LT, QRS_HZ))
+    return _peaks(*_filter_bands(x_LT, QRS_HZ))
 
 
 def median_beat(x_LT: Array) -> tuple[Array, Array]:
-    """The beat [L, BEAT], the mean of each lead subtracted, and RHYTHM."""
-    band_LT, qrs_LT = _filtered(x_LT, BAND_HZ, QRS_HZ)
-    band_LT = band_LT[:, ::STEP]
+    """The beat [L, BEAT_SAMPLES] without the mean of each lead, and RHYTHM_MEASUREMENTS."""
+    band_LT, qrs_LT = _filter_bands(x_LT, BAND_HZ, QRS_HZ)
+    band_LT = band_LT[:, ::DECIMATION]
     peaks = _peaks(qrs_LT)
-    whole = np.round(peaks / STEP).astype(int)
-    whole = whole[whole >= BEFORE + SHIFT]
-    whole = whole[whole < band_LT.shape[1] - AFTER - SHIFT]
+    whole = np.round(peaks / DECIMATION).astype(int)
+    whole = whole[whole >= BEFORE_R + MAX_SHIFT]
+    whole = whole[whole < band_LT.shape[1] - AFTER_R - MAX_SHIFT]
     if not len(whole):
         whole = np.array([band_LT.shape[1] // 2])
-    beats_BLT = _aligned(band_LT, whole)
+    beats_BLT = _align_beats(band_LT, whole)
     beat_LT = np.median(beats_BLT, 0)
     beat_LT -= beat_LT.mean(1, keepdims=True)
     size = np.linalg.norm(beat_LT)
@@ -177,7 +182,7 @@ def median_beat(x_LT: Array) -> tuple[Array, Array]:
     return beat_LT, np.log(np.maximum(rhythm, 1e-6))
 
 
-def _filtered(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:
+def _filter_bands(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:
     """Second-order Butterworth band-passes, forwards and backwards; half a second is mirrored at
     both ends."""
     pad = FS_HZ // 2
@@ -209,12 +214,12 @@ def _peaks(qrs_LT: Array) -> Array:
     return np.asarray(found)
 
 
-def _aligned(band_LT: Array, peaks: Array) -> Array:
+def _align_beats(band_LT: Array, peaks: Array) -> Array:
     """Beats [B, L, BEAT], each moved by up to SHIFT onto the median beat."""
-    offset = np.arange(-BEFORE, AFTER)
+    offset = np.arange(-BEFORE_R, AFTER_R)
     beats_LBT = band_LT[:, peaks[:, None] + offset]
     template_LT = np.median(beats_LBT, 1)
-    moves = np.arange(-SHIFT, SHIFT + 1)
+    moves = np.arange(-MAX_SHIFT, MAX_SHIFT + 1)
     likeness = []
     for move in moves:
         moved_LBT = band_LT[:, (peaks + move)[:, None] + offset]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .crops import HALF
-from .record import ABBREVIATIONS, CLASS_OF, LEADS
+from .record import ABBREVIATIONS, CLASS_OF_CODE, LEADS
 from .resampling import FS_HZ
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ FONT = "DejaVu Sans"  # comes with matplotlib, so figures look the same everywhe
 INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dcda", "#eeb0ad"
 
 
-def computed(signal_uv: np.ndarray, halves: int, missing: Collection[str]) -> str:
-    """Heart rate and electrical axis of a crop, or why there are none."""
+def rate_and_axis_text(signal_uv: np.ndarray, halves: int, missing: Collection[str]) -> str:
+    """Returns the heart rate and electrical axis of a crop as text, or why there are none."""
     # 0.14 CPU-s, which the notes of `shard` need not wait for
     from .mean_beat import rate_and_axis
 
@@ -99,7 +99,7 @@ def draw_ecg(
             break
     if gain != GAINS_MM_PER_MV[0]:
         notes.append(f"half gain: too tall for {GAINS_MM_PER_MV[0]:g} mm/mV")
-    if any(_leaves(trace, 0.0, PAPER_MM[1]) for trace in traces):
+    if any(_exceeds(trace, 0.0, PAPER_MM[1]) for trace in traces):
         notes.append("cut at the edge of the paper")
     if halves == 1:
         notes.append(f"{length_s:g} s long: its end is not the last column's")
@@ -145,12 +145,12 @@ def _draw_pulses(axes: "Axes", gain: float) -> None:
         axes.plot(x, pulse, color=INK, lw=0.9, solid_joinstyle="miter", label="calibration")
 
 
-def caption_of(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
-    names = [ABBREVIATIONS[CLASS_OF[code]] if code in CLASS_OF else code for code in dx]
+def patient_caption(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
+    names = [ABBREVIATIONS[CLASS_OF_CODE[code]] if code in CLASS_OF_CODE else code for code in dx]
     return ", ".join(filter(None, ["" if age is None else f"{age:.0f} years", sex, *names]))
 
 
-def _leaves(trace: np.ndarray, floor: float, ceiling: float) -> bool:
+def _exceeds(trace: np.ndarray, floor: float, ceiling: float) -> bool:
     y = trace[:, 1]
     return bool(np.any((y < floor) | (y > ceiling)))
 
@@ -158,7 +158,7 @@ def _leaves(trace: np.ndarray, floor: float, ceiling: float) -> bool:
 def _crosses_a_row(cell: _Cell, trace: np.ndarray) -> bool:
     """A trace may reach into the next row, but not cross its baseline."""
     edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)
-    return _leaves(trace, edges[cell.row + 2], edges[cell.row])
+    return _exceeds(trace, edges[cell.row + 2], edges[cell.row])
 
 
 def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
@@ -170,7 +170,9 @@ def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
         axes.plot([x, x], [y - 4, y + 4], color=INK, lw=0.7, label="separator")
     if trace is None:
         axes.plot([x, end_x], [y, y], color=GREY, lw=0.9, ls=(0, (5, 4)), label=f"missing {lead}")
-        write(axes, (x + end_x) / 2, y + 1.5, "missing", 9, color=GREY, style="italic", ha="center")
+        write_text(
+            axes, (x + end_x) / 2, y + 1.5, "missing", 9, color=GREY, style="italic", ha="center"
+        )
     else:
         axes.plot(
             trace[:, 0],
@@ -185,7 +187,7 @@ def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
         below = trace[trace[:, 0] < x + NAME_MM, 1]  # of the lead's name
         name_y = min(max(name_y, below.max(initial=y) + 2), PAPER_MM[1] - 5)
     # under the traces
-    write(axes, x + 1.2, name_y, lead, 10, weight="bold", label=f"name {lead}", zorder=2)
+    write_text(axes, x + 1.2, name_y, lead, 10, weight="bold", label=f"name {lead}", zorder=2)
 
 
 def draw_grid(axes: "Axes", step: float, colour: str, lw: float) -> None:
@@ -206,11 +208,11 @@ def new_figure(size: tuple[float, float], **options: Any) -> "Figure":
 
     figure = Figure(figsize=size, dpi=DPI, facecolor="white", **options)
     FigureCanvasAgg(figure)
-    figure._repr_png_ = partial(png_of, figure)  # type: ignore[attr-defined]
+    figure._repr_png_ = partial(png_bytes, figure)  # type: ignore[attr-defined]
     return figure
 
 
-def png_of(figure: "Figure") -> bytes:
+def png_bytes(figure: "Figure") -> bytes:
     """A figure as notebooks display it. An SVG of an ECG is more than twice as large."""
     file = BytesIO()
     figure.savefig(file, format="png", dpi=figure.dpi / 1.5)
@@ -222,7 +224,7 @@ def _margins(figure: "Figure", title: str, caption: str, scale: str, notes: str)
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     x, right, footer_y = left / page_w, (left + w) / page_w, (bottom - 5.5) / page_h
     caption = "\n".join(textwrap.wrap(caption, 125, max_lines=2))
-    write(
+    write_text(
         figure,
         x,
         (bottom + h + 12) / page_h,
@@ -230,14 +232,14 @@ def _margins(figure: "Figure", title: str, caption: str, scale: str, notes: str)
         13,
         weight="bold",
     )
-    write(
+    write_text(
         figure, x, (bottom + h + 9.5) / page_h, caption, 9, color=GREY, va="top", linespacing=1.25
     )
-    write(figure, x, footer_y, scale, 9.5, weight="bold" if "gain" in notes else "normal")
-    write(figure, right, footer_y, notes, 9, color=GREY, ha="right")
+    write_text(figure, x, footer_y, scale, 9.5, weight="bold" if "gain" in notes else "normal")
+    write_text(figure, right, footer_y, notes, 9, color=GREY, ha="right")
 
 
-def write(
+def write_text(
     where: "Figure | Axes",
     x: float,
     y: float,

@@ -52,8 +52,8 @@ def key_mark(key: bytes | None) -> str | None:
     return blake2b(b"omnilead pseudonyms", key=key, digest_size=8).hexdigest() if key else None
 
 
-def other_key(mark: str | None, key: bytes | None) -> str:
-    """What is wrong if a dataset with this mark was not made with the key."""
+def wrong_key_message(mark: str | None, key: bytes | None) -> str:
+    """Returns an error text if a dataset with this mark was not made with the key; else ""."""
     if key and not mark:
         return "the dataset's names are not pseudonyms: leave out --pseudonymize"
     if mark != key_mark(key):

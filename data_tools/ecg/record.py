@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from ..io.errors import ReadError
-from ..io.spreadsheet import as_number
+from ..io.spreadsheet import to_number
 from .constants import ABBREVIATIONS as ABBREVIATIONS
-from .constants import CLASSES as CLASSES
 from .constants import LEADS as LEADS
 from .constants import MAYBE_MISSING as MAYBE_MISSING
+from .constants import SCORED_CLASSES as SCORED_CLASSES
 from .constants import SYNTHETIC as SYNTHETIC
 from .constants import VENDORS as VENDORS
 
@@ -39,18 +39,18 @@ AGE_UNITS = {
     "hours": 1 / 8766,
 }  # in years
 # 45 Y, 45 years, 45,5
-YEARS = re.compile(
+AGE_IN_YEARS = re.compile(
     r"\s*(\d{1,3}(?:[.,]\d{1,2})?)\s*(?:y|yrs?|years?)?\s*", re.ASCII | re.IGNORECASE
 )
 SEXES = {"m": "M", "male": "M", "f": "F", "female": "F", "w": "F"}
-# What files have for an age or a sex that they do not state
-UNSTATED = MAYBE_MISSING | {"", "un", "u", "o", "other", "unspecified"}
+# Words by which files say that age or sex is unknown
+UNKNOWN_WORDS = MAYBE_MISSING | {"", "un", "u", "o", "other", "unspecified"}
 # What spreadsheets and floating-point columns make of a long number: 1.23457E+10
-ROUNDED = re.compile(r"\d(?:[.,]\d+)?[eE]\+\d+")
+ROUNDED_NUMBER = re.compile(r"\d(?:[.,]\d+)?[eE]\+\d+")
 # Before the names of synthetic records and patients, with the seed of `synth`: seeds share nobody
 SYNTHETIC_NAME = re.compile(r"syn\d+_", re.ASCII)
 MV_PER_UNIT = {"V": 1e3, "mV": 1.0, "uV": 1e-3, "nV": 1e-6}
-_UNITS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "nv": "nV"}
+_UNIT_SPELLINGS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "nv": "nV"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class EcgRecord:
                 "record field",
                 "name, source, patient, sex, leads and dx are text, age is Python's int or float",
             )
-        dx, others = only_codes(self.dx)
+        dx, others = snomed_codes(self.dx)
         object.__setattr__(self, "dx", dx)
         if others:
             warning = (
@@ -133,10 +133,10 @@ def plain_name(text: str) -> str:
     that is too long, or has other characters than letters, digits, _ and -, ends with a hash: two people
     must not become one."""
     text = re.sub(r"^(\d+)\.0+$", r"\1", unicodedata.normalize("NFC", text.strip()))
-    if ROUNDED.fullmatch(text):
+    if ROUNDED_NUMBER.fullmatch(text):
         raise ReadError("patient id", f"{text} lacks digits: save ids as text or whole numbers")
     stem = record_stem(f"{text}.")
-    return text if stem == text else hashed(stem, text)
+    return text if stem == text else hashed_name(stem, text)
 
 
 def known_patient(text: str | None) -> str | None:
@@ -145,7 +145,7 @@ def known_patient(text: str | None) -> str | None:
     return None if not text or text.lower() in MAYBE_MISSING else plain_name(text)
 
 
-def hashed(stem: str, text: str) -> str:
+def hashed_name(stem: str, text: str) -> str:
     """A unique name of letters, digits, _ and - for a text that has other characters or is too
     long."""
     digest = sha256(text.encode(errors="surrogatepass")).hexdigest()
@@ -164,13 +164,13 @@ def real_source(source: str) -> str:
 
 
 def synthetic_prefix(name: str) -> str:
-    """What the name of a synthetic record or patient begins with; "" of a real one."""
+    """Returns the prefix of a synthetic record's or patient's name; "" for a real one."""
     prefix = SYNTHETIC_NAME.match(name)
     return prefix[0] if prefix else ""
 
 
 def lead_name(text: str) -> str:
-    """In the spelling of LEADS if it is one of them."""
+    """Returns the name as spelled in LEADS if it is one of them, else unchanged."""
     return LEADS[LEAD_INDEX[text.upper()]] if text.upper() in LEAD_INDEX else text
 
 
@@ -178,7 +178,7 @@ def unit_name(text: str) -> str:
     """Normalise a unit: `mv`, `mV`, `MV` -> `mV`. Unknown units are refused; a guess could be wrong
     by a factor of 1,000."""
     try:
-        return _UNITS[text.strip().lower()]
+        return _UNIT_SPELLINGS[text.strip().lower()]
     except KeyError:
         raise ReadError("unknown unit", repr(text[:20])) from None
 
@@ -199,16 +199,16 @@ def lead_rows(names: tuple[str, ...]) -> Mapping[int, int]:
     return rows
 
 
-def changes(uv: np.ndarray) -> bool:
-    """Whether a lead ever changes; if not, it was not connected."""
+def is_changing(uv: np.ndarray) -> bool:
+    """True if a lead ever changes; a constant one was not connected."""
     return bool(np.fmax.reduce(uv, initial=-np.inf) != np.fmin.reduce(uv, initial=np.inf))
 
 
-def with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def add_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Add missing limb leads by Einthoven's and Goldberger's equations if I and II were
     measured."""
     i, ii = (signals.get(lead, np.zeros(0)) for lead in ("I", "II"))
-    if len(i) != len(ii) or not len(i) or not (changes(i) and changes(ii)):
+    if len(i) != len(ii) or not len(i) or not (is_changing(i) and is_changing(ii)):
         return signals
     return {"III": ii - i, "aVR": -(i + ii) / 2, "aVL": i - ii / 2, "aVF": ii - i / 2} | signals
 
@@ -216,8 +216,8 @@ def with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def clean_age(value: object) -> float | None:
     """Age in years, or None. Ages over 89 (PTB-XL writes 300) become 90, because they could
     identify a person."""
-    age = as_number(value)
-    if math.isnan(age) and (match := YEARS.fullmatch(str(value))):
+    age = to_number(value)
+    if math.isnan(age) and (match := AGE_IN_YEARS.fullmatch(str(value))):
         age = float(match[1].replace(",", "."))
     return min(age, 90.0) if 0 <= age <= 300 else None
 
@@ -226,12 +226,14 @@ def clean_sex(value: object) -> str | None:
     return SEXES.get(str(value).strip().lower())
 
 
-def not_understood(stated: Mapping[str, object], **read: object) -> tuple[tuple[str, str], ...]:
-    """Warnings of an age and a sex that a file states and that were not read."""
+def age_and_sex_warnings(
+    stated: Mapping[str, object], **read: object
+) -> tuple[tuple[str, str], ...]:
+    """Returns warnings for a stated age or sex that could not be parsed."""
     warnings = []
     for what, value in read.items():
         text = "" if stated.get(what) is None else str(stated[what]).strip()
-        if value is None and text.lower() not in UNSTATED:
+        if value is None and text.lower() not in UNKNOWN_WORDS:
             # Longer ones may be a year of birth or a name
             warnings.append(
                 (f"{what} not understood", text if len(text) < 4 else "over 3 characters")
@@ -240,16 +242,16 @@ def not_understood(stated: Mapping[str, object], **read: object) -> tuple[tuple[
 
 
 # SNOMED code -> index in CLASSES
-CLASS_OF = {code: i for i, (_, codes) in enumerate(CLASSES) for code in codes}
+CLASS_OF_CODE = {code: i for i, (_, codes) in enumerate(SCORED_CLASSES) for code in codes}
 
 
-def pairs(text: str) -> dict[str, str]:
+def parse_pairs(text: str) -> dict[str, str]:
     """`word value, word value, ...` as a dictionary."""
     return dict(pair.strip().split(maxsplit=1) for pair in text.split(","))
 
 
 # Words in `Dx:` of CPSC 2018's first release, and the codes that these records have today
-CPSC_WORDS = pairs("""
+CPSC_WORDS = parse_pairs("""
 Normal 426783006, AF 164889003, I-AVB 270492004, LBBB 164909002, RBBB 59118001, PAC 284470004,
 PVC 164884008, STD 429622005, STE 164931005
 """)
@@ -257,7 +259,7 @@ PVC 164884008, STD 429622005, STE 164931005
 # PTB-XL's SCP statements that name a scored class (NORM is a verdict, not a rhythm, so it has
 # none). PVC has an unscored code, because the Challenge files PTB-XL's PVCs under ventricular
 # ectopics
-SCP_CODES = pairs("""
+SCP_CODES = parse_pairs("""
 AFIB 164889003, AFLT 164890007, CLBBB 164909002, CRBBB 713427006, 1AVB 270492004, IRBBB 713426002,
 LAFB 445118002, LPR 164947007, LVOLT 251146004, LNGQT 111975006, IVCD 698252002, SR 426783006,
 PAC 284470004, SVARR 63593006, PACE 10370003, PVC 164884008, QWAVE 164917005, SARRH 427393009,
@@ -272,7 +274,7 @@ def parse_dx(text: str) -> tuple[str, ...]:
     return tuple(CPSC_WORDS.get(field, field) for field in fields)
 
 
-def only_codes(dx: Sequence[str]) -> tuple[tuple[str, ...], int]:
+def snomed_codes(dx: Sequence[str]) -> tuple[tuple[str, ...], int]:
     """Distinct SNOMED codes in order, and the number of other words: free text is counted, never
     copied."""
     codes = [word for word in dx if word.isascii() and word.isdigit() and len(word) <= 18]
@@ -282,5 +284,5 @@ def only_codes(dx: Sequence[str]) -> tuple[tuple[str, ...], int]:
 def class_row(dx: tuple[str, ...]) -> list[bool]:
     """26 booleans: a class is true if any of its equivalent codes is present. Unscored codes are
     ignored."""
-    present = {CLASS_OF.get(code) for code in dx}
-    return [i in present for i in range(len(CLASSES))]
+    present = {CLASS_OF_CODE.get(code) for code in dx}
+    return [i in present for i in range(len(SCORED_CLASSES))]

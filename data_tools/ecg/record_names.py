@@ -20,21 +20,21 @@ import pyarrow.compute as pc
 
 from ..io.errors import DataError
 
-SHOWN = 3  # names in a message
+NAMES_IN_MESSAGE = 3  # names in a message
 FIRST_ROW = 2  # of records, as spreadsheets number them: the header is row 1
 EMPTY_LINES = b"empty lines"  # in a table's metadata: the rows before which its file has one
-ENDING = r"\.[A-Za-z]\w{1,3}$"
+FILE_ENDING = r"\.[A-Za-z]\w{1,3}$"
 ODD_CHARACTERS = "[^A-Za-z0-9_-]+"  # a dataset has _ for them
 # File names of PTB-XL to record names of the Challenge
-PTBXL = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
+PTBXL_FILE_NAME = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
 # SOURCE/FIRST_REST or FIRST_REST
 FIRST_PART, WITHOUT_FIRST = "^((?:[^/]*/)?)[^/_]*_([^/]+)$", r"\1\2"
 SYNTHETIC_PART = r"(?:^|[/_])syn\d+_"
-WHOLE = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
-NUMBER = r"^[+-]?\d*[.,]\d+$"  # 1.5 is no name of 1_5
+WHOLE_FLOAT = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
+DECIMAL_NUMBER = r"^[+-]?\d*[.,]\d+$"  # 1.5 is no name of 1_5
 # How a row may name a record; others than EXACT are noted
 EXACT, CHARACTERS, FOLDERS, END = range(4)
-NOTES = {
+MATCH_NOTES = {
     CHARACTERS: "are matched with _ for the other characters of a file's name",
     FOLDERS: "are matched without their first folders",
     END: "are matched by the end of a name in the data, since no other ends so",
@@ -64,7 +64,7 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
     target_of_row = np.full(len(record), -1)
     way_of_row = np.full(len(record), EXACT)
     for way, spelling in _spellings(record):
-        target = index_in(_with_source(spelling, source), targets)
+        target = index_in(_prefix_source(spelling, source), targets)
         if way != EXACT:  # what a row names exactly is not offered to others
             target[np.isin(target, target_of_row[way_of_row == EXACT])] = -1
         new = (target_of_row < 0) & (target >= 0)
@@ -73,9 +73,9 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
             break
     left = np.flatnonzero(target_of_row < 0)
     if len(left):
-        ends = _with_source(_as_names(_paths(record)), source).take(pa.array(left))
+        ends = _prefix_source(_to_record_names(_record_paths(record)), source).take(pa.array(left))
         taken = np.unique(target_of_row[target_of_row >= 0])
-        target_of_row[left] = _by_end(url, cells, left, ends, targets, taken)
+        target_of_row[left] = _match_by_end(url, cells, left, ends, targets, taken)
         way_of_row[left] = END
     rows, missing = np.flatnonzero(target_of_row >= 0), np.flatnonzero(target_of_row < 0)
     _refuse_ambiguous(url, cells, rows, target_of_row[rows], keys, targets)
@@ -88,22 +88,22 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
 def _notes(
     record: pa.Array, targets: pa.Array, target_of_row: np.ndarray, way_of_row: np.ndarray
 ) -> Iterator[str]:
-    """What a user must know of the rows that name no record, or not exactly."""
+    """Yields notes on rows that name no record, or name one only approximately."""
     missing = np.flatnonzero(target_of_row < 0)
     if len(missing):
         yield (
             f"{count_and_first(missing, record)} of {len(record):,} records are not in the data"
-            + _lost_zeros(record.take(pa.array(missing)), targets)
+            + _lost_zeros_note(record.take(pa.array(missing)), targets)
         )
-    for way, how in NOTES.items():
+    for way, how in MATCH_NOTES.items():
         matched = np.flatnonzero((target_of_row >= 0) & (way_of_row == way))
         if len(matched):
             example = f"{record[int(matched[0])]} is {targets[int(target_of_row[matched[0]])]}"
             yield f"{count_and_first(matched, record)} of {len(record):,} records {how}: {example}"
 
 
-def _lost_zeros(absent: pa.Array, targets: pa.Array) -> str:
-    """Says if a name lacks zeros that spreadsheets take from numbers: 6304 for 06304."""
+def _lost_zeros_note(absent: pa.Array, targets: pa.Array) -> str:
+    """Returns a note if a name lost leading zeros in a spreadsheet (6304 for 06304); else ""."""
     numbers = absent.filter(pc.match_substring_regex(absent, "^[1-9]"))
     for names in (targets, pc.replace_substring_regex(targets, "^.*[/_]", "")):
         place = index_in(numbers, pc.replace_substring_regex(names, "^0+", ""))
@@ -116,26 +116,28 @@ def _lost_zeros(absent: pa.Array, targets: pa.Array) -> str:
 
 
 def _spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
-    """What a dataset may call the records of a table, the most exact first."""
+    """Yields the names that a dataset may use for the records of a table, most exact first."""
     yield EXACT, record
-    path = _paths(record)
-    yield EXACT, _as_names(path, odd_files=True)
-    yield CHARACTERS, _as_names(path)
+    path = _record_paths(record)
+    yield EXACT, _to_record_names(path, odd_files=True)
+    yield CHARACTERS, _to_record_names(path)
     while pc.any(pc.match_substring(path, "/")).as_py():
         path = pc.replace_substring_regex(path, "^[^/]*/", "")  # a folder above the archive
-        yield FOLDERS, _as_names(path)
-    yield EXACT, pc.replace_substring_regex(path, *PTBXL)
+        yield FOLDERS, _to_record_names(path)
+    yield EXACT, pc.replace_substring_regex(path, *PTBXL_FILE_NAME)
 
 
-def _paths(record: pa.Array) -> pa.Array:
+def _record_paths(record: pa.Array) -> pa.Array:
     """Without the ending, and with / between folders; null if it is a number. 7.0 is 7."""
-    record = pc.replace_substring_regex(record, WHOLE, r"\1")
-    path = pc.replace_substring(pc.replace_substring_regex(record, ENDING, ""), "\\", "/")
+    record = pc.replace_substring_regex(record, WHOLE_FLOAT, r"\1")
+    path = pc.replace_substring(pc.replace_substring_regex(record, FILE_ENDING, ""), "\\", "/")
     path = pc.replace_substring_regex(path, r"^(\./+)+", "")
-    return pc.if_else(pc.match_substring_regex(record, NUMBER), pa.scalar(None, path.type), path)
+    return pc.if_else(
+        pc.match_substring_regex(record, DECIMAL_NUMBER), pa.scalar(None, path.type), path
+    )
 
 
-def _as_names(path: pa.Array, odd_files: bool = False) -> pa.Array:
+def _to_record_names(path: pa.Array, odd_files: bool = False) -> pa.Array:
     """As sources.base.path_name: the folders, then the file; a hospital's files, but not all, have _
     for the odd characters of their own name, too."""
     folders = pc.replace_substring_regex(path, "/?[^/]*$", "")
@@ -147,11 +149,11 @@ def _as_names(path: pa.Array, odd_files: bool = False) -> pa.Array:
     return pc.if_else(pc.equal(folders, ""), file, joined)
 
 
-def _with_source(names: pa.Array, source: pa.Array | None) -> pa.Array:
+def _prefix_source(names: pa.Array, source: pa.Array | None) -> pa.Array:
     return names if source is None else pc.binary_join_element_wise(source, names, "/")
 
 
-def _by_end(
+def _match_by_end(
     url: str,
     cells: pa.Table,
     rows: np.ndarray,
@@ -166,7 +168,7 @@ def _by_end(
     is_synthetic = pc.match_substring_regex(targets, SYNTHETIC_PART)
     names = targets.filter(pc.invert(is_synthetic)).unique()
     distinct = ends.drop_null().unique()
-    end_of_pair, name_of_pair = _ends_of_names(distinct, names)
+    end_of_pair, name_of_pair = _pair_ends_with_names(distinct, names)
     names_of_end = np.bincount(end_of_pair, minlength=len(distinct))
     shared = np.flatnonzero(names_of_end > 1)
     if len(shared) and not len(taken):
@@ -184,7 +186,7 @@ def _by_end(
     return np.asarray(np.append(target_of_pair, -1)[pair_of_row])
 
 
-def _ends_of_names(ends: pa.Array, names: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+def _pair_ends_with_names(ends: pa.Array, names: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Pairs of indices: which of these ends is that of which name."""
     pairs = [np.empty((2, 0), int)]
     rest, name = names, np.arange(len(names))
@@ -209,8 +211,8 @@ def _refuse_ambiguous(
     """`rows` of the table name these targets."""
     record = cells["record"]
     if not len(rows):
-        in_table = ", ".join(map(str, record[:SHOWN].to_pylist()))
-        in_data = ", ".join(map(str, targets[:SHOWN].to_pylist()))
+        in_table = ", ".join(map(str, record[:NAMES_IN_MESSAGE].to_pylist()))
+        in_data = ", ".join(map(str, targets[:NAMES_IN_MESSAGE].to_pylist()))
         raise DataError(
             f"{url}: none of its {len(record):,} records is in the data: it names {in_table}, the "
             f"data {in_data}"
@@ -241,6 +243,6 @@ def index_in(values: pa.Array, among: pa.Array) -> np.ndarray:
 
 
 def count_and_first(positions: np.ndarray, names: pa.Array) -> str:
-    """How many, and the first of them."""
-    shown = ", ".join(map(str, names.take(pa.array(positions[:SHOWN])).to_pylist()))
-    return f"{len(positions):,} ({shown}{', ...' if len(positions) > SHOWN else ''})"
+    """Returns the number of positions and the names at the first few."""
+    shown = ", ".join(map(str, names.take(pa.array(positions[:NAMES_IN_MESSAGE])).to_pylist()))
+    return f"{len(positions):,} ({shown}{', ...' if len(positions) > NAMES_IN_MESSAGE else ''})"

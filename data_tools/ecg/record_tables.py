@@ -26,11 +26,11 @@ from pyarrow import csv as pa_csv
 from pyarrow import parquet
 
 from ..io.errors import DataError, ReadError, one_line
-from ..io.spreadsheet import QUOTED, unquoted
+from ..io.spreadsheet import QUOTED_FORMULA, unquote_cell
 from ..io.storage import missing_package
 from ..io.terminal import tell
 from .record import MAYBE_MISSING, known_patient
-from .record_names import EMPTY_LINES, SHOWN, WHOLE, match_records
+from .record_names import EMPTY_LINES, NAMES_IN_MESSAGE, WHOLE_FLOAT, match_records
 from .workbook import is_workbook, read_workbook, workbook_and_sheet
 
 RESERVED = ("record", "source", "patient", "fold", "split")
@@ -38,8 +38,8 @@ PTBXL_TABLE = {"filename_hr": "record", "patient_id": "patient"}  # of ptbxl_dat
 # 40,1 and also -0,5e-3, but neither 1,234,567 nor 1.234,5
 DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
 DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.", 1)
-WITH_COMMAS = b"decimal commas"  # in a table's metadata: the columns that had them
-OVER_89 = ("300", "300.0")
+DECIMAL_COMMA_COLUMNS = b"decimal commas"  # in a table's metadata: the columns that had them
+AGES_OVER_89 = ("300", "300.0")
 # How Excel writes the separator, in a line that it does not show
 SEPARATOR_LINE = re.compile(r"(?i)\"?sep=(.)\"?(?:\r\n|\r|\n)")
 EMPTY_LINE = re.compile(r"(?>\r\n|\r|\n){2}")
@@ -62,8 +62,10 @@ def read_cells(
         elif is_workbook(url) and data[:2] == b"PK":
             cells = read_workbook(data, sheet)
         else:
-            cells, metadata = _csv(data, key, used)
-        cells = as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
+            cells, metadata = _read_csv(data, key, used)
+        cells = cells_as_text(
+            cells.rename_columns([_normalize_column_name(column) for column in cells.column_names])
+        )
         _require_utf8(cells)
     except pa.ArrowMemoryError:
         raise
@@ -83,10 +85,10 @@ def read_cells(
     return cells.replace_schema_metadata(metadata) if metadata else cells
 
 
-def as_typed(cells: pa.Table, column: str, text: str) -> str:
-    """A cell of a table as its file has it: 40,1, which is read as 40.1."""
+def undo_decimal_point(cells: pa.Table, column: str, text: str) -> str:
+    """Returns a cell as its file spells it: 40,1 was read as 40.1."""
     metadata = cells.schema.metadata or {}
-    with_commas = json.loads(metadata.get(WITH_COMMAS, "[]"))
+    with_commas = json.loads(metadata.get(DECIMAL_COMMA_COLUMNS, "[]"))
     return re.sub(DECIMAL_POINT, r"\1,\2", text) if column in with_commas else text
 
 
@@ -107,7 +109,7 @@ def read_table(url: str, contents: str = "labels", used: Sequence[str] = ()) -> 
     if contents == "labels":
         for name in cells.column_names:
             if name.lower() == "age" and (not used or name in used):
-                of_old = pc.sum(pc.is_in(cells[name], pa.array(OVER_89)), min_count=0).as_py()
+                of_old = pc.sum(pc.is_in(cells[name], pa.array(AGES_OVER_89)), min_count=0).as_py()
                 _note_ages_of_300(url, name, of_old)
     if "patient" in names:  # as a dataset writes them
         coded = cells["patient"].combine_chunks().dictionary_encode()
@@ -143,19 +145,20 @@ def _header(text: str, key: str, marks: Sequence[str]) -> _Header:
         lines = io.StringIO(text, newline="")
         reader = csv.reader(lines, delimiter=mark)
         try:
-            names = [unquoted(cell) for cell in next(reader, [])]
+            names = [unquote_cell(cell) for cell in next(reader, [])]
         except csv.Error:
             raise DataError("the first line has a quote that is not closed") from None
         header = _Header(names, mark, reader.line_num, not lines.read(2**10).strip())
-        if len(names) > 1 and _name(key) in map(_name, names):
+        if len(names) > 1 and _normalize_column_name(key) in map(_normalize_column_name, names):
             return header
         headers.append(header)
     return max(headers, key=lambda header: len(header.names))
 
 
-def _csv(data: bytes, key: str, used: Sequence[str]) -> tuple[pa.Table, dict[bytes, str]]:
-    """The cells, and metadata: the columns whose decimal commas are points in them, and empty lines."""
-    text = decoded(data)
+def _read_csv(data: bytes, key: str, used: Sequence[str]) -> tuple[pa.Table, dict[bytes, str]]:
+    """Returns the cells and metadata: which columns had decimal commas (read as points), and
+    where empty lines are."""
+    text = decode_text(data)
     marks = [",", ";", "\t"]
     if separator := SEPARATOR_LINE.match(text):
         text, marks = text[separator.end() :], [separator[1]]
@@ -171,16 +174,20 @@ def _csv(data: bytes, key: str, used: Sequence[str]) -> tuple[pa.Table, dict[byt
     columns = []
     with_commas = []
     for name, column in zip(names, cells.columns, strict=True):
-        column = pc.replace_substring_regex(column, QUOTED, r"\1")
-        if mark != "," and _name(name) not in RESERVED and (not used or _name(name) in used):
+        column = pc.replace_substring_regex(column, QUOTED_FORMULA, r"\1")
+        if (
+            mark != ","
+            and _normalize_column_name(name) not in RESERVED
+            and (not used or _normalize_column_name(name) in used)
+        ):
             _require_one_mark(name, pc.drop_null(pc.unique(column)))
             if pc.any(pc.match_substring_regex(column, DECIMAL_COMMA)).as_py():
                 column = pc.replace_substring_regex(column, DECIMAL_COMMA, r"\1.\2")
-                with_commas.append(_name(name))
+                with_commas.append(_normalize_column_name(name))
         columns.append(column)
     metadata = {}
     if with_commas:
-        metadata[WITH_COMMAS] = json.dumps(with_commas)
+        metadata[DECIMAL_COMMA_COLUMNS] = json.dumps(with_commas)
     if EMPTY_LINE.search(text):
         metadata[EMPTY_LINES] = json.dumps(_empty_lines(text, mark))
     return pa.table(columns, names), metadata
@@ -219,7 +226,7 @@ def _require_one_mark(name: str, values: pa.Array) -> None:
         )
 
 
-def decoded(data: bytes) -> str:
+def decode_text(data: bytes) -> str:
     if data.startswith(b"PK"):
         raise DataError("it is a workbook or another archive: save the sheet as CSV UTF-8")
     utf16 = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))  # Excel's "Unicode text"
@@ -238,18 +245,18 @@ def _require_utf8(cells: pa.Table) -> None:
             raise DataError(f"the text of column {name!r} is not UTF-8: save it again") from None
 
 
-def _name(column: str) -> str:
+def _normalize_column_name(column: str) -> str:
     return column.strip().lower() if column.strip().lower() in RESERVED else column.strip()
 
 
-def as_text(cells: pa.Table) -> pa.Table:
+def cells_as_text(cells: pa.Table) -> pa.Table:
     """The cells as text; null where one is empty. A word such as NA is a text like any other."""
     columns = []
     for name, column in zip(cells.column_names, cells.columns, strict=True):
         text = pc.utf8_trim_whitespace(_text_of(column))
         text = pc.if_else(pc.equal(text, ""), None, text)
         if name == "index":
-            text = pc.replace_substring_regex(text, WHOLE, r"\1")
+            text = pc.replace_substring_regex(text, WHOLE_FLOAT, r"\1")
         columns.append(text)
     return pa.table(columns, cells.column_names)
 
@@ -268,7 +275,7 @@ def _text_of(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def missing_words(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Which cells hold a word, such as NA, that may mean that there is no value."""
+    """Returns a mask of the cells with a word, such as NA, that may mean a missing value."""
     words = pa.array(sorted(MAYBE_MISSING))
     return pc.fill_null(pc.is_in(pc.utf8_lower(column), words), False)
 
@@ -282,26 +289,26 @@ def read_patients(url: str) -> pa.Table:
     owners = cells["patient"]
     if "source" in cells.column_names:
         owners = pc.binary_join_element_wise(cells["source"], owners, "/")
-    if doubt := doubtful_patients(owners.combine_chunks()):
+    if doubt := similar_ids_warning(owners.combine_chunks()):
         tell(f"warning: {url}: {doubt}")
     return cells
 
 
-def doubtful_patients(owners: pa.Array) -> str:
+def similar_ids_warning(owners: pa.Array) -> str:
     """Says which ids may be spellings of one; "" if none. `owners`: PATIENT or SOURCE/PATIENT."""
-    groups = ids_alike(owners)
+    groups = similar_ids(owners)
     if not groups:
         return ""
-    shown = ", ".join(" and ".join(group) for group in groups[:SHOWN])
+    shown = ", ".join(" and ".join(group) for group in groups[:NAMES_IN_MESSAGE])
     return (
-        f"patients {shown}{', ...' * (len(groups) > SHOWN)} differ only in zeros or in case "
+        f"patients {shown}{', ...' * (len(groups) > NAMES_IN_MESSAGE)} differ only in zeros or in case "
         f"({len(groups):,} in all) and count as different people: if they are the same, write their "
         "ids alike"
     )
 
 
-def ids_alike(owners: pa.Array) -> list[list[str]]:
-    """Ids that differ only in leading zeros or in case, together."""
+def similar_ids(owners: pa.Array) -> list[list[str]]:
+    """Groups ids that differ only in leading zeros or in case."""
     ids = pc.drop_null(pc.unique(owners))
     folded = pc.replace_substring_regex(pc.utf8_lower(ids), r"^((?:.*/)?)0+(\d+)$", r"\1\2")
     code = folded.dictionary_encode().indices.to_numpy()

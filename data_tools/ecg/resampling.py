@@ -13,7 +13,7 @@ from ..io.errors import ReadError
 from .constants import FS_HZ as FS_HZ
 
 RATE_RANGE_HZ = (50.0, 2000.0)
-MAX_RATIO = 2000  # limit for `up` and `down`: the polyphase filter's length grows with them
+MAX_RATE_RATIO = 2000  # limit for `up` and `down`: the polyphase filter's length grows with them
 TAPS_PER_PHASE, KAISER_BETA = 10, 5.0
 
 
@@ -24,8 +24,10 @@ def rate_ratio(fs_hz: float) -> tuple[int, int]:
             "sampling rate", "{} Hz: {:g} to {:g} is read".format(fs_hz, *RATE_RANGE_HZ)
         )
     ratio = Fraction(FS_HZ) / Fraction(fs_hz).limit_denominator(100)
-    if max(ratio.numerator, ratio.denominator) > MAX_RATIO:
-        raise ReadError("sampling rate", f"{fs_hz} Hz has no ratio to 500 Hz within {MAX_RATIO}")
+    if max(ratio.numerator, ratio.denominator) > MAX_RATE_RATIO:
+        raise ReadError(
+            "sampling rate", f"{fs_hz} Hz has no ratio to 500 Hz within {MAX_RATE_RATIO}"
+        )
     return ratio.numerator, ratio.denominator
 
 

@@ -27,7 +27,7 @@ from .errors import Flag, StorageError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-ATTEMPTS = 5  # for a task that fails on a Dask worker: another worker may have more disk space
+DASK_ATTEMPTS = 5  # for a task that fails on a Dask worker: another worker may have more disk space
 CONNECT_S, WORKERS_S = 10, 60
 _starting_processes = threading.Lock()
 _pools: ContextVar[dict[int, ProcessPoolExecutor] | None] = ContextVar("pools", default=None)
@@ -41,13 +41,13 @@ def run(
 ) -> Iterator[Result]:
     queue = iter(tasks)
     if cluster:
-        return _on_dask(function, queue, cluster)
+        return _run_on_dask(function, queue, cluster)
     first = list(islice(queue, 2))
     if (
         workers <= 1 or len(first) < 2
     ):  # for a single task, starting processes would cost more than the task
         return map(function, chain(first, queue))
-    return _on_processes(function, chain(first, queue), workers)
+    return _run_on_processes(function, chain(first, queue), workers)
 
 
 def run_in_order(
@@ -59,20 +59,24 @@ def run_in_order(
     """As `run`, but results have the order of the tasks."""
     early: dict[int, Result] = {}
     due = 0
-    for number, result in run(partial(_numbered, function), enumerate(tasks), workers, cluster):
+    for number, result in run(
+        partial(_call_numbered, function), enumerate(tasks), workers, cluster
+    ):
         early[number] = result
         while due in early:
             yield early.pop(due)
             due += 1
 
 
-def _numbered(function: Callable[[Task], Result], task: tuple[int, Task]) -> tuple[int, Result]:
+def _call_numbered(
+    function: Callable[[Task], Result], task: tuple[int, Task]
+) -> tuple[int, Result]:
     number, argument = task
     return number, function(argument)
 
 
 @contextmanager
-def reused_processes() -> Iterator[None]:
+def reuse_processes() -> Iterator[None]:
     """In this block, calls of `run` share their processes: starting one takes a CPU-second."""
     pools: dict[int, ProcessPoolExecutor] = {}
     token = _pools.set(pools)
@@ -85,7 +89,7 @@ def reused_processes() -> Iterator[None]:
 
 
 @contextmanager
-def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
+def _process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     pools = _pools.get()
     if pools and workers in pools:
         yield pools[workers]
@@ -107,12 +111,12 @@ def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-def _on_processes(
+def _run_on_processes(
     function: Callable[[Task], Result], queue: Iterator[Task], workers: int
 ) -> Iterator[Result]:
     pending: set[Future[Result]] = set()
     needs_script = b"__main__" in pickle.dumps(function)  # a class that the user's script defines
-    with _processes(workers) as pool:
+    with _process_pool(workers) as pool:
 
         def submit(count: int) -> set[Future[Result]]:
             taken = list(islice(queue, count))
@@ -120,7 +124,7 @@ def _on_processes(
                 signal.SIG_BLOCK, {signal.SIGINT}
             )  # workers inherit it: no traceback
             try:
-                with nullcontext() if needs_script else _without_script():
+                with nullcontext() if needs_script else _hide_main_script():
                     return {pool.submit(function, task) for task in taken}
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -142,7 +146,7 @@ def _on_processes(
 
 
 @contextmanager
-def _without_script() -> Iterator[None]:
+def _hide_main_script() -> Iterator[None]:
     """In this block, a process that this thread starts does not import the script that Python was
     started with, of which it needs nothing: a script without `if __name__ == "__main__"` would run
     again, from its top, in each worker."""
@@ -184,17 +188,17 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _on_dask(
+def _run_on_dask(
     function: Callable[[Task], Result], queue: Iterator[Task], address: str
 ) -> Iterator[Result]:
-    with connected(address) as client:
+    with dask_client(address) as client:
         from distributed import as_completed
 
         window = max(16, 4 * sum(client.nthreads().values()))
 
         def submit(count: int) -> list[Any]:
             return [
-                client.submit(function, task, pure=False, retries=ATTEMPTS)
+                client.submit(function, task, pure=False, retries=DASK_ATTEMPTS)
                 for task in islice(queue, count)
             ]
 
@@ -206,7 +210,7 @@ def _on_dask(
 
 
 @contextmanager
-def connected(address: str) -> Iterator[Any]:
+def dask_client(address: str) -> Iterator[Any]:
     """A client of a Dask cluster with at least one worker. Dask's exceptions in the block become
     one-line StorageErrors."""
     try:

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .errors import DataError, UserError, mend_for
+from .errors import DataError, UserError, write_error_advice
 from .options import add_options
-from .terminal import OutputClosed, Parser, about_file, drop_output, is_memory, tell
+from .terminal import OutputClosed, Parser, drop_output, file_error_parts, is_out_of_memory, tell
 
 
 def parse_options(
@@ -41,8 +41,8 @@ def explain_failure(
     """The error for the user that stands for another one; None for a bug. `option` and `place`: where
     the command writes."""
     if isinstance(error, OSError):
-        about = about_file(error, option, place)
-        return DataError(*about, f": {mend_for(error)}" if about[0] == option else "")
+        about = file_error_parts(error, option, place)
+        return DataError(*about, f": {write_error_advice(error)}" if about[0] == option else "")
     return error if isinstance(error, UserError) else None
 
 
@@ -85,14 +85,14 @@ def run_data_command(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     def explain(error: Exception) -> UserError | None:
-        if is_memory(error):
+        if is_out_of_memory(error):
             return DataError("out of memory: lower --workers, or raise the limit (ulimit -v)")
         return explain_failure(error, option, place)
 
     return run_command(f"omnilead {name}", work, explain, resume)
 
 
-def short_busy_loops() -> None:
+def shorten_busy_loops() -> None:
     """Call before PyTorch is imported. Its threads wait for each other in long busy loops. With shorter
     ones `small` trains 1.3 to 2 times as fast on two cores that others use as well, and as fast on two
     that nobody else uses."""

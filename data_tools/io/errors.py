@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What fails with one of these is this machine, or the disk or network that it reads from: another try may
 # succeed
-MACHINE = {
-    *FULL,
+MACHINE_ERRNOS = {
+    *DISK_FULL_ERRNOS,
     *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
     *(
         errno.ETIMEDOUT,
@@ -27,7 +27,7 @@ MISSING_FILE = "missing file"  # a reason of ReadError
 
 
 # Options whose arguments have other names in Python
-ARGUMENTS = {"fs": "fs_hz", "lr": "train.lr"}
+PYTHON_NAMES = {"fs": "fs_hz", "lr": "train.lr"}
 
 
 class Flag(str):
@@ -39,7 +39,7 @@ class Flag(str):
         if self.startswith("--set "):
             return self.removeprefix("--set ")
         name = self.removeprefix("--")
-        return f"`{ARGUMENTS.get(name, name.replace('-', '_'))}`"
+        return f"`{PYTHON_NAMES.get(name, name.replace('-', '_'))}`"
 
 
 class UserError(Exception):
@@ -107,7 +107,7 @@ class ChunkError(DataError):
     """A damaged chunk of the zarr copy; the caller adds its name."""
 
 
-def failure_of_machine(error: BaseException | None) -> StorageError | None:
+def machine_error(error: BaseException | None) -> StorageError | None:
     """The error that stops a command, if this error, or one that caused it, says that the machine failed and
     not what it read; else None. A record that is refused for it would be lost."""
     if error is None or isinstance(error, StorageError):
@@ -115,12 +115,12 @@ def failure_of_machine(error: BaseException | None) -> StorageError | None:
     if isinstance(error, OSError):
         found = HDF5_ERRNO.search(str(error))  # h5py sets no errno
         number = error.errno or (int(found[1]) if found else 0)
-        if number in MACHINE:
+        if number in MACHINE_ERRNOS:
             place = f"{error.filename}: " if error.filename else ""
             return StorageError(
                 f"{place}{os.strerror(number)}: this machine failed, not the file: run the same command again"
             )
-    return failure_of_machine(error.__cause__ or error.__context__)
+    return machine_error(error.__cause__ or error.__context__)
 
 
 def printable(text: str) -> str:
@@ -143,11 +143,11 @@ def one_line(text: str, limit: int = 300) -> str:
     return " ".join(text.split())[:limit]
 
 
-def mend_for(
+def write_error_advice(
     error: OSError,
     full: str = "free disk space, or choose another",
     other: str = "not writable: choose another",
 ) -> str:
-    """What to do about a file that cannot be written, because the disk is full or for any other
-    reason."""
-    return full if error.errno in FULL else other
+    """Returns `full` if the disk is full, else `other`: what to do about a file that cannot be
+    written."""
+    return full if error.errno in DISK_FULL_ERRNOS else other

@@ -16,9 +16,12 @@ import numpy as np
 
 # Limits for one array in an .npz: a few compressed bytes can expand to any size. ECGs shrink to a
 # tenth at best, with padding to a hundredth
-MAX_BYTES = 2**32
-ANY_RATIO_BYTES, MAX_RATIO = 2**26, 200
-HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+MAX_ARRAY_BYTES = 2**32
+ANY_RATIO_BYTES, MAX_COMPRESSION = 2**26, 200
+HEADER_READERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 class ArrayError(ValueError):
@@ -53,9 +56,9 @@ def npz_array(path: Path, name: str) -> np.ndarray:
     with zipfile.ZipFile(path) as archive:
         member = name if name in archive.namelist() else f"{name}.npy"
         info = archive.getinfo(member)
-        packed = max(ANY_RATIO_BYTES, MAX_RATIO * info.compress_size)
+        packed = max(ANY_RATIO_BYTES, MAX_COMPRESSION * info.compress_size)
         with archive.open(info) as file:
-            _check_header(file, min(info.file_size, MAX_BYTES, packed))
+            _check_header(file, min(info.file_size, MAX_ARRAY_BYTES, packed))
         with archive.open(info) as file:
             values: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
     return values
@@ -63,9 +66,9 @@ def npz_array(path: Path, name: str) -> np.ndarray:
 
 def _check_header(file: Any, size: int) -> None:
     version = np.lib.format.read_magic(file)
-    if version not in HEADERS:
+    if version not in HEADER_READERS:
         raise ValueError(f"version {version} of the .npy format is not supported")
-    shape, _, kind = HEADERS[version](file)
+    shape, _, kind = HEADER_READERS[version](file)
     if min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize > size:
         raise ValueError(
             f"its header announces {list(shape)} {kind}, more than its {size} bytes can hold"

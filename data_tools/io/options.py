@@ -23,11 +23,11 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from .errors import DataError, Flag
-from .terminal import not_among
+from .terminal import invalid_choice_text
 
 
 class Option(NamedTuple):
-    """What a parameter's type does not say."""
+    """Holds what a parameter's type does not say."""
 
     help: str
     metavar: str | tuple[str, ...] | None = None
@@ -37,7 +37,7 @@ class Option(NamedTuple):
     high: float = math.inf
 
 
-class Declared(NamedTuple):
+class DeclaredOption(NamedTuple):
     """A parameter as a command takes it."""
 
     name: str  # in Python
@@ -60,7 +60,7 @@ class Declared(NamedTuple):
     def check(self, value: Any) -> None:
         """An ArgumentTypeError says what is wrong with a value."""
         if self.choices and value not in self.choices:
-            raise argparse.ArgumentTypeError(not_among(value, self.choices))
+            raise argparse.ArgumentTypeError(invalid_choice_text(value, self.choices))
         if self.kind not in (int, float):
             return
         low, high = self.option.low, self.option.high
@@ -75,15 +75,17 @@ class Declared(NamedTuple):
         raise argparse.ArgumentTypeError(f"{value!r}: must be {what}")
 
 
-def declared(function: Callable[..., Any]) -> Iterator[Declared]:
+def declared_options(function: Callable[..., Any]) -> Iterator[DeclaredOption]:
     for name, parameter in inspect.signature(function).parameters.items():
         if not hasattr(parameter.annotation, "__metadata__"):  # no option of the command
             continue
         flag = name if parameter.kind is not parameter.KEYWORD_ONLY else ""
-        yield declare(name, parameter.annotation, parameter.default, flag)
+        yield declare_option(name, parameter.annotation, parameter.default, flag)
 
 
-def declare(name: str, annotation: Any, default: Any = None, flag: str = "") -> Declared:
+def declare_option(
+    name: str, annotation: Any, default: Any = None, flag: str = ""
+) -> DeclaredOption:
     """An option by its annotation. `flag`: if the annotation has none and it is not --NAME."""
     option: Option = annotation.__metadata__[0]
     flag = option.flag or flag or f"--{name.replace('_', '-')}"
@@ -97,7 +99,7 @@ def declare(name: str, annotation: Any, default: Any = None, flag: str = "") -> 
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     if choices:
         kind = type(choices[0])
-    return Declared(name, flag, option, kind, several, size, choices, default)
+    return DeclaredOption(name, flag, option, kind, several, size, choices, default)
 
 
 def first_type(annotation: Any) -> Any:
@@ -106,11 +108,13 @@ def first_type(annotation: Any) -> Any:
 
 
 def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    for parameter in declared(function):
+    for parameter in declared_options(function):
         add_option(parser, parameter)
 
 
-def add_option(parser: argparse.ArgumentParser, parameter: Declared, more_help: str = "") -> None:
+def add_option(
+    parser: argparse.ArgumentParser, parameter: DeclaredOption, more_help: str = ""
+) -> None:
     settings: dict[str, Any] = {"help": parameter.option.help + more_help}
     required = parameter.option.required or parameter.default is inspect.Parameter.empty
     if parameter.flag.startswith("-"):
@@ -137,8 +141,8 @@ def add_option(parser: argparse.ArgumentParser, parameter: Declared, more_help: 
 def check_values(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Refuses what the command would refuse, with the same line."""
-    options = {parameter.name: parameter for parameter in declared(function)}
+    """Raises the error that the command would print for these arguments."""
+    options = {parameter.name: parameter for parameter in declared_options(function)}
     values = {**dict(zip(options, args, strict=False)), **kwargs}
     for name, value in values.items():
         parameter = options.get(name)

@@ -21,7 +21,7 @@ _modules: dict[
 ] = {}  # by file and sha256, so that a changed file is run again
 
 
-def plugin(spec: str, importable: bool = False) -> Any:
+def load_plugin(spec: str, importable: bool = False) -> Any:
     """The object named by `file.py:Name` or `module:Name`. `importable`: worker processes must be
     able to import it, too."""
     module, _, name = spec.rpartition(":")
@@ -47,7 +47,7 @@ def shadows_a_module(file_name: str) -> bool:
     return PathFinder.find_spec(name, installed) is not None
 
 
-def code_of(kind: type) -> bytes:
+def plugin_code(kind: type) -> bytes:
     """The file that defines a class of the user's, and the files beside it that it imports: what the class
     does depends on all of it."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
@@ -70,7 +70,7 @@ def code_of(kind: type) -> bytes:
     return b"\0".join(codes[path] for path in sorted(codes))
 
 
-def blame(error: BaseException) -> str:
+def error_with_line(error: BaseException) -> str:
     if isinstance(error, DataError):
         return str(error)
     files = {str(path) for path, _ in _modules}

@@ -12,14 +12,16 @@ Anonymous = Annotated[bool, Option("read public buckets without credentials")]
 # Any: or a Dataset itself, which takes longer to import than --help
 DatasetPath = str | os.PathLike[str] | Any
 DatasetPaths = Sequence[DatasetPath] | DatasetPath
-KINDS = (
+SOURCE_KINDS = (
     "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, ecg-arrhythmia, physionet2011, wfdb, "
     "hospital (any mix of the following), muse-xml, dicom, "
 )
-KINDS += "philips-xml, cardiosoft-xml, hl7-aecg, scp-ecg, edf, arrays (.npy, .npz, HDF5, zarr), "
-KINDS += "or your own file.py:Class (auto)"
+SOURCE_KINDS += (
+    "philips-xml, cardiosoft-xml, hl7-aecg, scp-ecg, edf, arrays (.npy, .npz, HDF5, zarr), "
+)
+SOURCE_KINDS += "or your own file.py:Class (auto)"
 Paths = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
-Format = Annotated[str, Option(f"format of SRC: {KINDS}", "KIND", "--source")]
+Format = Annotated[str, Option(f"format of SRC: {SOURCE_KINDS}", "KIND", "--source")]
 Patients = Annotated[
     str | None,
     Option(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
 M1, M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # Stafford's variant 13
 
 

@@ -32,17 +32,17 @@ from .errors import (
     Flag,
     ReadError,
     StorageError,
-    failure_of_machine,
-    mend_for,
+    machine_error,
     one_line,
     printable,
+    write_error_advice,
 )
 from .terminal import tell
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 RETRIES, FIRST_WAIT_S = 6, 0.2
-REQUESTS = 32  # concurrent requests per process
+CONCURRENT_REQUESTS = 32  # concurrent requests per process
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -50,10 +50,10 @@ def publish(temporary: Path, final: Path) -> None:
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, final)
-    sync(final.parent)
+    sync_folder(final.parent)
 
 
-def sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -62,7 +62,7 @@ def sync(folder: Path) -> None:
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replacing_file(path: Path) -> Iterator[Path]:
     """A temporary file that replaces `path` at the end of the block; after an error the old file
     stays."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
@@ -75,7 +75,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write or replace a file atomically; it is on the disk when this returns."""
-    with replaced(path) as temporary:
+    with replacing_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
@@ -102,7 +102,7 @@ def read_bytes(file: int, start: int, size: int) -> bytes:
 
 
 def write_at(file: int, data: bytes, start: int) -> None:
-    """Write all of it into an open file, however many system calls that takes."""
+    """Writes all bytes to an open file, in as many system calls as needed."""
     written = os.pwrite(file, data, start)
     while written < len(data):
         written += os.pwrite(file, memoryview(data)[written:], start + written)
@@ -137,7 +137,7 @@ class LocalFolder:
                 self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             )
         except OSError as error:
-            if failure := failure_of_machine(error):
+            if failure := machine_error(error):
                 raise failure from None
             link = ("not a regular file", f"{name}: a link, which is not followed")
             reasons = {errno.ENOENT: (MISSING_FILE, name), errno.ELOOP: link}
@@ -255,8 +255,8 @@ class LocalFolder:
 
 
 def temporary_path(folder: "Folder", name: str) -> Path:
-    """Unlike any other, because threads of a Dask worker share a process number, and so do the first
-    processes of two containers."""
+    """Returns a unique path. The process id would not do: threads of a Dask worker share it, and
+    so can processes in two containers."""
     return folder.workdir() / "tmp" / f"{os.path.basename(name)}.{uuid4().hex}"
 
 
@@ -265,7 +265,7 @@ def write_errors(url: str, name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        mend = mend_for(error, "free disk space, then run the same command again")
+        mend = write_error_advice(error, "free disk space, then run the same command again")
         raise StorageError(f"writing {name} in {url}: {error.strerror or error}: {mend}") from None
 
 
@@ -413,7 +413,7 @@ class RemoteFolder:
             paths: list[str] = self._retry(under, lambda: self.fs.find(self.path(under)))
         except FileNotFoundError:
             return
-        yield from sorted((name.removeprefix(root) for name in paths), key=local_order)
+        yield from sorted((name.removeprefix(root) for name in paths), key=local_sort_key)
 
     def links(self, under: str = "") -> Iterator[str]:
         return iter(())  # a bucket has none
@@ -445,7 +445,7 @@ class RemoteFolder:
         place = Path(tempfile.gettempdir(), f"omnilead-{os.getuid()}-{mark}")
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
-        _check_own(place)
+        _check_only_owner_enters(place)
         (place / "tmp").mkdir(exist_ok=True)
         return place
 
@@ -454,7 +454,7 @@ class RemoteFolder:
             self._retry(name, lambda: self.fs.rm(self.path(name), recursive=True))
 
 
-def _check_own(place: Path) -> None:
+def _check_only_owner_enters(place: Path) -> None:
     """A StorageError unless it is a folder that only this user can enter. Anybody can foresee the name
     of a folder in /tmp and put a link there, to a folder whose files would then be removed."""
     state = place.lstat()
@@ -492,7 +492,7 @@ def dataset_folder(url: str | os.PathLike[str], anonymous: bool = False) -> Fold
     return place
 
 
-def local_order(name: str) -> list[tuple[bool, str]]:
+def local_sort_key(name: str) -> list[tuple[bool, str]]:
     """Sort key for the order of LocalFolder.names: the files of a folder come before its
     subfolders."""
     *folders, file = name.split("/")
@@ -500,7 +500,7 @@ def local_order(name: str) -> list[tuple[bool, str]]:
 
 
 def prefetch(
-    call: Callable[[Item], T], items: Iterable[Item], threads: int = REQUESTS
+    call: Callable[[Item], T], items: Iterable[Item], threads: int = CONCURRENT_REQUESTS
 ) -> Generator[T, None, None]:
     """Yield call(item) for each item in order, with concurrent calls."""
     queue = iter(items)

@@ -27,11 +27,11 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from .errors import UserError as UserError
-from .errors import mend_for as mend_for
 from .errors import printable, printable_lines
+from .errors import write_error_advice as write_error_advice
 
 # "out of memory" as reported by torch, C++, Python's threads, the system and its dynamic loader
-MEMORY = (
+OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "can't allocate memory",
     "not enough memory",
@@ -67,13 +67,13 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
     def suggest(self, option: str, value: str) -> str:
-        """What to write instead of an unknown option, or nothing."""
+        """Returns what to write instead of an unknown option; "" if nothing is close."""
         near = difflib.get_close_matches(option, self._option_string_actions, 1)
         return near[0] if near else ""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, not_among(value, action.choices))
+            raise argparse.ArgumentError(action, invalid_choice_text(value, action.choices))
 
     def error(self, message: str) -> NoReturn:
         self.exit(
@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-def not_among(value: Any, choices: Iterable[Any]) -> str:
+def invalid_choice_text(value: Any, choices: Iterable[Any]) -> str:
     names = [str(choice) for choice in choices]
     if near := difflib.get_close_matches(str(value), names, 1):
         return f"invalid choice: {value!r}: did you mean {near[0]}?"
@@ -92,8 +92,8 @@ def not_among(value: Any, choices: Iterable[Any]) -> str:
 
 @cache
 def guard_streams() -> None:
-    """Call before printing: replaces a closed stream, and escapes characters that a stream cannot
-    encode."""
+    """Replaces closed streams and escapes characters that a stream cannot encode. Call it before
+    printing."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -102,7 +102,7 @@ def guard_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
     if logging.lastResort:
         logging.lastResort.setFormatter(PrintableFormatter())
-    sys.excepthook = _unhandled
+    sys.excepthook = _excepthook
     atexit.register(_flush)
 
 
@@ -111,7 +111,7 @@ class PrintableFormatter(logging.Formatter):
         return printable_lines(super().format(record))
 
 
-def _unhandled(
+def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Print no traceback if standard output cannot be written or its reader has closed the pipe."""
@@ -179,7 +179,7 @@ def tell(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def about_file(
+def file_error_parts(
     error: OSError, option: str, place: str | os.PathLike[str] | None
 ) -> tuple[str, ...]:
     """The file that cannot be read or written, and why, as parts of an error: `option` and `place`,
@@ -197,25 +197,25 @@ def about_file(
     return (f"{file or 'a file'}: {why}",)
 
 
-def interactive() -> bool:
-    """Whether to show progress bars: on a terminal or in a notebook."""
-    return sys.stderr.isatty() or in_notebook()
+def is_interactive() -> bool:
+    """True on a terminal or in a notebook, where progress bars are shown."""
+    return sys.stderr.isatty() or is_notebook()
 
 
-def in_notebook() -> bool:
+def is_notebook() -> bool:
     return "ipykernel" in sys.modules
 
 
-def is_memory(error: BaseException | None) -> bool:
-    """Whether this error, or one that caused it, means out of memory."""
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """True if this error, or one that caused it, means out of memory."""
     if error is None or isinstance(
         error, BlockingIOError
     ):  # a held lock has the same message as a thread that cannot start
         return False
     return (
         isinstance(error, MemoryError)
-        or any(words in str(error) for words in MEMORY)
-        or is_memory(error.__context__)
+        or any(words in str(error) for words in OUT_OF_MEMORY_TEXTS)
+        or is_out_of_memory(error.__context__)
     )
 
 

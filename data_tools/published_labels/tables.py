@@ -35,38 +35,38 @@ from tqdm import tqdm
 
 from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import (
-    CLASSES,
+    SCORED_CLASSES,
     SYNTHETIC,
     VENDORS,
     clean_age,
-    only_codes,
     parse_dx,
     record_stem,
+    snomed_codes,
     synthetic_prefix,
 )
-from ..ecg.record_names import PTBXL as PTBXL_NAME
+from ..ecg.record_names import PTBXL_FILE_NAME as PTBXL_NAME
 from ..ecg.record_names import row_number
 from ..ecg.record_tables import read_table as read_record_table
 from ..io.errors import DataError, ReadError, StorageError, one_line, printable
-from ..io.spreadsheet import as_number
+from ..io.spreadsheet import to_number
 from ..io.storage import Folder, dataset_folder, prefetch, write_errors, write_whole
-from ..sharding.finishing import as_parquet
-from ..sources.base import links_in, path_name, read_safely, read_table, shown_patient
-from ..sources.code15 import MAX_TABLE, TABLE
-from ..sources.wfdb import MAX_BYTES, own_name, parse_header
+from ..sharding.finishing import parquet_bytes
+from ..sources.base import dataset_patient, links_hint, path_name, read_safely, read_table
+from ..sources.code15 import EXAMS_CSV, MAX_EXAMS_CSV
+from ..sources.wfdb import MAX_HEADER_BYTES, parse_header, stated_name
 from ..sources.wfdb_archives import (
-    ACCEPTABLE,
-    TABLE_PLACES,
+    ACCEPTABLE_LIST,
+    PTBXL_CSV_PATHS,
     EcgArrhythmia,
     PhysioNet2011,
     PhysioNet2021,
     WfdbFolder,
     WfdbSource,
-    statements,
+    parse_statements,
 )
 from ..sources.zip_folder import archive_folder
 
-RENAMED = ("source", "record", "patient")
+NAME_COLUMNS = ("source", "record", "patient")
 UNKNOWN = -1  # in columns of 0 and 1; columns of measurements use NaN
 MAX_FILE = 2**30  # of measurements
 _RECORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -78,7 +78,7 @@ SUPERCLASSES = {
     "CD": "conduction disturbance",
     "HYP": "hypertrophy",
 }
-CODE15 = {
+CODE15_NAMES = {
     "1dAVb": "first degree AV block",
     "RBBB": "right bundle branch block",
     "LBBB": "left bundle branch block",
@@ -92,11 +92,11 @@ CODE15 = {
 # Meaning and values: int8 of 0, 1 and UNKNOWN, or floats
 Labels = dict[str, tuple[str, np.ndarray]]
 _SETS = ("diagnostic", "form", "rhythm")
-_CLASSES = {"subdiagnostic": "diagnostic_subclass", "superdiagnostic": "diagnostic_class"}
+_CLASS_COLUMNS = {"subdiagnostic": "diagnostic_subclass", "superdiagnostic": "diagnostic_class"}
 PATTERNS_VERSION = 1
-MEASUREMENTS = "machine_measurements.csv"
+MIMIC_MEASUREMENTS = "machine_measurements.csv"
 REPORTS = tuple(f"report_{i}" for i in range(18))
-NUMBERS = (
+INTERVAL_COLUMNS = (
     "rr_interval",
     "p_onset",
     "p_end",
@@ -107,7 +107,7 @@ NUMBERS = (
     "qrs_axis",
     "t_axis",
 )
-SPANS = {
+INTERVALS = {
     "RR": ("RR interval", "zero", "rr_interval"),
     "P": ("duration of the P wave", "p_onset", "p_end"),
     "PR": ("PR interval", "p_onset", "qrs_onset"),
@@ -116,7 +116,7 @@ SPANS = {
 }
 MAX_MS = 5000  # larger values (29999, 32767, 65535, ...) stand for "not measured"
 UNREAD = "UNREAD"  # code for "the program gave up"
-SOME = 1 << 63  # bit of records with at least one statement
+ANY_STATEMENT = 1 << 63  # bit of records with at least one statement
 
 with open(Path(__file__).with_name("mimic_statements.csv"), newline="", encoding="utf-8") as _file:
     CODES = {
@@ -153,7 +153,7 @@ def write_labels(
     pseudonyms."""
     place = dataset_folder(out)
     if archive == "table":
-        table = with_pseudonyms(url, key)
+        table = pseudonymize_labels(url, key)
     else:
         root, _ = archive_folder(url, anonymous)  # raises if there is no such folder
     if not place.remote:
@@ -167,8 +167,8 @@ def write_labels(
     )
     if archive == "table":
         name = posixpath.basename(url).rpartition(".")[0]
-        write(f"{name}.parquet", as_parquet(table))
-        copied = ", ".join(name for name in table.column_names if name not in RENAMED)
+        write(f"{name}.parquet", parquet_bytes(table))
+        copied = ", ".join(name for name in table.column_names if name not in NAME_COLUMNS)
         yield (
             f"{place.path(name)}.parquet: {len(table):,} records have their pseudonyms, right only where the "
             "table has the record's own name or its path in the archive, and not the end of a name or a "
@@ -177,8 +177,8 @@ def write_labels(
             f"they are, so make sure that they name nobody: {copied}"
         )
         return
-    for published in READERS[archive](root, quiet):
-        table, labels = _in_arrow(published, key)
+    for published in LABEL_READERS[archive](root, quiet):
+        table, labels = _to_arrow(published, key)
         if not labels:
             yield f"{published.name}: not written, because no record has such a label"
             continue
@@ -193,11 +193,11 @@ def write_labels(
             "labels": labels,
         }
         write(f"{published.name}.json", (json.dumps(facts, indent=1) + "\n").encode())
-        write(f"{published.name}.parquet", as_parquet(table))
+        write(f"{published.name}.parquet", parquet_bytes(table))
         yield f"{place.path(published.name)}.parquet: {len(table):,} records, {len(labels)} labels"
 
 
-def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
+def pseudonymize_labels(url: str, key: bytes | None) -> pa.Table:
     """A table of anyone's labels with the names that a dataset made with this key has. Without the
     dataset, names are not looked up as ecg.record_names does: they must be the record's own."""
     cells = read_record_table(url)
@@ -211,7 +211,7 @@ def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
             f"{url}: a pseudonym depends on the source: add a column `source`, such as muse-xml; "
             "`omnilead show DATASET` lists the sources of a dataset"
         )
-    rows = cells.select([name for name in RENAMED if name in cells.column_names]).to_pylist()
+    rows = cells.select([name for name in NAME_COLUMNS if name in cells.column_names]).to_pylist()
     for number, row in enumerate(rows):
         source, record = row["source"], row["record"]
         if not (source and record):
@@ -222,8 +222,8 @@ def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
         if source in VENDORS or source == WfdbFolder.name:
             name = path_name(record, name)
         row["record"] = pseudonym(key, "r", source, re.sub(*PTBXL_NAME, name))
-        row["patient"] = shown_patient(key, source, row.get("patient"))
-    for name in RENAMED:
+        row["patient"] = dataset_patient(key, source, row.get("patient"))
+    for name in NAME_COLUMNS:
         if name in cells.column_names:
             place = cells.column_names.index(name)
             cells = cells.set_column(
@@ -232,7 +232,7 @@ def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
     return cells.replace_schema_metadata()
 
 
-def _in_arrow(published: PublishedLabels, key: bytes | None) -> tuple[pa.Table, dict[str, Any]]:
+def _to_arrow(published: PublishedLabels, key: bytes | None) -> tuple[pa.Table, dict[str, Any]]:
     """The table without labels that no record has, and the meaning of the others."""
     if wrong := next((name for name in published.records if not _RECORD.fullmatch(name)), None):
         raise DataError(
@@ -263,7 +263,7 @@ def _in_arrow(published: PublishedLabels, key: bytes | None) -> tuple[pa.Table, 
     return pa.table(columns), labels
 
 
-def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
+def ptbxl_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     """The label sets of PTB-XL's benchmark (Strodthoff et al. 2020,
     doi:10.1109/JBHI.2020.3022989). As there, statements count at any likelihood, a set omits
     records without one of its labels, and labels are in alphabetical order."""
@@ -300,24 +300,24 @@ class _PtbXlTables(NamedTuple):
 
 
 def _ptbxl_tables(root: Folder) -> _PtbXlTables:
-    place = next(filter(root.exists, TABLE_PLACES), TABLE_PLACES[0])
+    place = next(filter(root.exists, PTBXL_CSV_PATHS), PTBXL_CSV_PATHS[0])
     read = (place, posixpath.join(posixpath.dirname(place), "scp_statements.csv"))
     if not root.exists(read[1]):
         raise StorageError(f"{root.url}: no {read[1]}: copy it from PTB-XL's release")
-    columns = ("", "description", *_SETS, *_CLASSES.values())
-    known = {row[""]: row for row in read_table(root, read[1], MAX_TABLE, columns)}
+    columns = ("", "description", *_SETS, *_CLASS_COLUMNS.values())
+    known = {row[""]: row for row in read_table(root, read[1], MAX_EXAMS_CSV, columns)}
     columns = ("ecg_id", "patient_id", "scp_codes", "strat_fold")
-    rows = list(read_table(root, place, MAX_TABLE, columns))
+    rows = list(read_table(root, place, MAX_EXAMS_CSV, columns))
     prefix = synthetic_prefix(rows[0]["patient_id"]) if rows else ""
     records = np.array([f"{prefix}HR{row['ecg_id'].removesuffix('.0'):0>5}" for row in rows])
-    fold = np.array([as_number(row["strat_fold"]) for row in rows])
+    fold = np.array([to_number(row["strat_fold"]) for row in rows])
     if not np.isin(fold, np.arange(1, 11)).all():
         raise StorageError(
             f"{root.url}/{place}: strat_fold is not 1 to 10 in every row: restore the file"
         )
     likelihood = np.full((len(rows), len(known)), np.nan, np.float32)
     for i, row in enumerate(rows):
-        likelihoods = statements(row["scp_codes"])
+        likelihoods = parse_statements(row["scp_codes"])
         likelihood[i] = [likelihoods.get(name, np.nan) for name in known]
     source = SYNTHETIC * bool(prefix) + "ptb-xl"
     return _PtbXlTables(read, known, source, records, fold, likelihood)
@@ -343,27 +343,29 @@ def _label_sets(known: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
     sets = {"all": {name: name for name in known}}
     for kind in _SETS:
         sets[kind] = {name: name for name, row in known.items() if _TRUTH.get(row[kind]) == 1}
-    for kind, column in _CLASSES.items():
+    for kind, column in _CLASS_COLUMNS.items():
         sets[kind] = {name: known[name][column] for name in sets["diagnostic"]}
     return sets
 
 
-def code15(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
+def code15_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     """The columns of exams.csv (Ribeiro et al. 2021, doi:10.5281/zenodo.4916206). No folds are
     published: split by patient."""
-    rows = list(read_table(root, TABLE, MAX_TABLE, ("exam_id", *CODE15, "age", "timey")))
+    rows = list(
+        read_table(root, EXAMS_CSV, MAX_EXAMS_CSV, ("exam_id", *CODE15_NAMES, "age", "timey"))
+    )
     records = [row["exam_id"] for row in rows]
     labels: Labels = {}
-    for name, means in CODE15.items():
+    for name, means in CODE15_NAMES.items():
         values = [_TRUTH.get(row[name].lower(), UNKNOWN) for row in rows]
         labels[name] = (means, np.array(values, np.int8))
     ages = np.array([clean_age(row["age"]) for row in rows], np.float32)
-    years = np.array([as_number(row["timey"]) for row in rows], np.float32)
+    years = np.array([to_number(row["timey"]) for row in rows], np.float32)
     labels["age"] = ("age in years, 90 for all over 89", ages)
     years = np.where(years > 0, years, np.nan).astype(np.float32)
     labels["timey"] = ("years to death or to the last contact, empty if not above 0", years)
     about = "CODE-15 %, labels of exams.csv"
-    yield PublishedLabels("code15", about, (TABLE,), "code15", records, labels)
+    yield PublishedLabels("code15", about, (EXAMS_CSV,), "code15", records, labels)
 
 
 def header_labels(
@@ -383,21 +385,25 @@ def header_labels(
             name, dx = header
             rows.setdefault((source.source_of(key), name), dx)
     if not rows:
-        raise StorageError(f"{root.url}: no readable header of {title}{links_in(root)}")
+        raise StorageError(f"{root.url}: no readable header of {title}{links_hint(root)}")
     sources, records = zip(*rows, strict=True)
     unread = len(keys) - len(rows)
     note = f" ({unread} of {len(keys)} headers are unreadable or duplicates)" if unread else ""
     about = title + ", {} of the headers" + note
     codes = list(map(frozenset, rows.values()))
     what = about.format("the 26 scored diagnoses")
-    labels = _coded(codes, CLASSES)
+    labels = _labels_of_codes(codes, SCORED_CLASSES)
     yield PublishedLabels(f"{source.name}-scored", what, (), sources, records, labels)
     what = about.format("all SNOMED CT codes")
-    labels = _coded(codes, [(code, (code,)) for code in sorted(frozenset().union(*codes))])
+    labels = _labels_of_codes(
+        codes, [(code, (code,)) for code in sorted(frozenset().union(*codes))]
+    )
     yield PublishedLabels(f"{source.name}-all", what, (), sources, records, labels)
 
 
-def _coded(diagnoses: list[frozenset[str]], kinds: Iterable[tuple[str, tuple[str, ...]]]) -> Labels:
+def _labels_of_codes(
+    diagnoses: list[frozenset[str]], kinds: Iterable[tuple[str, tuple[str, ...]]]
+) -> Labels:
     """A label for each of `kinds`: its name, and the codes of which a record must have one."""
     labels: Labels = {}
     for name, codes in kinds:
@@ -407,17 +413,17 @@ def _coded(diagnoses: list[frozenset[str]], kinds: Iterable[tuple[str, tuple[str
 
 
 def _diagnoses(root: Folder, key: str) -> tuple[str, tuple[str, ...]]:
-    header = parse_header(root.read(key, MAX_BYTES))
-    return own_name(header.name, key), only_codes(parse_dx(header.dx))[0]
+    header = parse_header(root.read(key, MAX_HEADER_BYTES))
+    return stated_name(header.name, key), snomed_codes(parse_dx(header.dx))[0]
 
 
-def physionet2011(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
+def physionet2011_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     """The lists of set-a. Nothing is known of an ECG that is in neither or in both."""
     place = PhysioNet2011(root).places()[0]
-    names = ("RECORDS", ACCEPTABLE, "RECORDS-unacceptable")
+    names = ("RECORDS", ACCEPTABLE_LIST, "RECORDS-unacceptable")
     read = tuple(posixpath.join(place, name) for name in names)
     try:
-        records, good, bad = (root.read(name, MAX_BYTES).decode().split() for name in read)
+        records, good, bad = (root.read(name, MAX_HEADER_BYTES).decode().split() for name in read)
     except (ReadError, UnicodeDecodeError) as error:
         raise StorageError(one_line(f"{root.url}: {error}: restore the file")) from None
     is_good, is_bad = np.isin(records, good), np.isin(records, bad)
@@ -429,19 +435,19 @@ def physionet2011(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     yield PublishedLabels("physionet2011", about, read, "physionet2011", records, labels)
 
 
-def mimic_iv_ecg(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
+def mimic_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     table = _mimic_table(root)
     studies = table["study_id"].to_numpy()
     codes = np.zeros((2, len(table)), np.uint64)
     for name in tqdm(REPORTS, unit=" columns", disable=quiet):
-        codes |= _codes_said(table[name].unify_dictionaries().combine_chunks())
+        codes |= _stated_codes(table[name].unify_dictionaries().combine_chunks())
     about = (
         f"MIMIC-IV-ECG, the carts' computer interpretations, pattern list {PATTERNS_VERSION}: 1 stated, 0 "
         "not, empty hedged"
     )
     has_statement = codes[0] != 0
     labels = _mimic_statements(codes[:, has_statement])
-    read, source = (MEASUREMENTS,), "mimic-iv-ecg"
+    read, source = (MIMIC_MEASUREMENTS,), "mimic-iv-ecg"
     yield PublishedLabels(
         "mimic-iv-ecg-statements", about, read, source, studies[has_statement], labels
     )
@@ -466,7 +472,7 @@ def _mimic_statements(codes: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
 
 def _mimic_intervals(table: pa.Table) -> dict[str, tuple[str, np.ndarray]]:
     x = {"zero": np.zeros(len(table), np.float32)}
-    for name in NUMBERS:
+    for name in INTERVAL_COLUMNS:
         values = table[name].to_numpy()
         largest = 180 if "axis" in name else MAX_MS
         x[name] = np.where(np.abs(values) <= largest, values, np.nan)
@@ -475,7 +481,7 @@ def _mimic_intervals(table: pa.Table) -> dict[str, tuple[str, np.ndarray]]:
     x["p_onset"] = x["p_onset"] + p_wave
     x["p_axis"] = x["p_axis"] + p_wave
     labels = {}
-    for name, (means, start, end) in SPANS.items():
+    for name, (means, start, end) in INTERVALS.items():
         span = x[end] - x[start]
         span = np.where(span > 0, span, np.nan)
         labels[name] = (f"{means} in ms", span.astype(np.float32))
@@ -491,20 +497,20 @@ def _mimic_table(root: Folder) -> pa.Table:
     kinds = {
         "study_id": pa.string(),
         **dict.fromkeys(REPORTS, words),
-        **dict.fromkeys(NUMBERS, pa.float32()),
+        **dict.fromkeys(INTERVAL_COLUMNS, pa.float32()),
     }
     parsing = pacsv.ParseOptions(newlines_in_values=True)
     converting = pacsv.ConvertOptions(column_types=kinds, include_columns=list(kinds))
     try:
-        data = pa.BufferReader(root.read(MEASUREMENTS, MAX_FILE))
+        data = pa.BufferReader(root.read(MIMIC_MEASUREMENTS, MAX_FILE))
         return pacsv.read_csv(data, parse_options=parsing, convert_options=converting)
     except (ReadError, pa.ArrowInvalid, pa.ArrowKeyError) as error:
         raise StorageError(
-            one_line(f"{root.url}: {MEASUREMENTS}: {error}: restore the file")
+            one_line(f"{root.url}: {MIMIC_MEASUREMENTS}: {error}: restore the file")
         ) from None
 
 
-def _codes_said(column: pa.DictionaryArray) -> np.ndarray:
+def _stated_codes(column: pa.DictionaryArray) -> np.ndarray:
     """Stated and hedged codes of each row as bits: uint64 [2, rows]."""
     of_texts = [
         statement_codes(text.decode(errors="replace")[:300])
@@ -518,9 +524,9 @@ def _codes_said(column: pa.DictionaryArray) -> np.ndarray:
 
 @lru_cache(maxsize=2**16)
 def statement_codes(text: str) -> tuple[int, int]:
-    """The codes that a statement names and the codes that it only hedges, as bits."""
+    """Returns (bits of the codes it asserts, bits of the codes it only calls possible)."""
     text = " ".join(text.lower().split())
-    stated, hedged = SOME if text else 0, 0
+    stated, hedged = ANY_STATEMENT if text else 0, 0
     for i, (_, pattern) in enumerate(CODES.values()):
         for mention in pattern.finditer(text):
             if _HEDGED.search(text[: mention.end()]) or _DOUBTED.match(text, mention.end()):
@@ -538,11 +544,11 @@ def remove_leftovers(place: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-READERS: dict[str, Callable[[Folder, bool], Iterator[PublishedLabels]]] = {
-    "ptbxl": ptbxl,
-    "code15": code15,
+LABEL_READERS: dict[str, Callable[[Folder, bool], Iterator[PublishedLabels]]] = {
+    "ptbxl": ptbxl_labels,
+    "code15": code15_labels,
     "physionet2021": partial(header_labels, PhysioNet2021, "PhysioNet/CinC Challenge 2021"),
     "ecg-arrhythmia": partial(header_labels, EcgArrhythmia, "ecg-arrhythmia"),
-    "physionet2011": physionet2011,
-    "mimic-iv-ecg": mimic_iv_ecg,
+    "physionet2011": physionet2011_labels,
+    "mimic-iv-ecg": mimic_labels,
 }

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from importlib.resources import files
 from typing import Any
 
-from ..dataset import COLUMNS, REJECTS, SAMPLES
+from ..dataset import COLUMNS, FORMAT_VERSION, REJECTS, SAMPLES, DatasetFacts, FileFacts, ShardFacts
 from ..ecg.constants import SYNTHETIC
 from ..io.storage import Folder
 
@@ -21,98 +21,98 @@ SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M"
 
 
 def write_card(
-    out: Folder, meta: dict[str, Any], reasons: Counter[str], flags: Collection[str]
+    out: Folder, facts: DatasetFacts, reasons: Counter[str], flags: Collection[str]
 ) -> None:
     """`reasons`: how many lines of rejects.csv have each; `flags`: those of records that were used
     nevertheless."""
     import jinja2
     import yaml  # type: ignore[import-untyped]
 
-    facts = yaml.safe_load(_beside("data_card.yaml"))
-    facts["licences"] = _licences(meta, facts)
-    facts["citations"] = _citations(meta, facts)
-    facts["title"] = f"12-lead ECGs of {', '.join(source['name'] for source in meta['sources'])}"
-    facts["description"] = _description(meta)
-    facts["privacy"] += " " + facts["pseudonyms" if meta["pseudonyms"] else "names"]
-    facts["size"] = SIZES[max(0, len(str(meta["crops"])) - 3)]
+    texts = yaml.safe_load(_read_resource("data_card.yaml"))
+    texts["licences"] = _licences(facts, texts)
+    texts["citations"] = _citations(facts, texts)
+    texts["title"] = f"12-lead ECGs of {', '.join(source.name for source in facts.sources)}"
+    texts["description"] = _description(facts)
+    texts["privacy"] += " " + texts["pseudonyms" if facts.pseudonyms else "names"]
+    texts["size"] = SIZES[max(0, len(str(facts.crops)) - 3)]
     templates = jinja2.Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    templates.filters["plain"] = _plain
+    templates.filters["plain"] = _escape_cell
     listed = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-    template = templates.from_string(_beside("data_card.md"))
-    out.write(CARD, template.render(facts, meta=meta, reasons=listed, flags=flags).encode())
-    out.write(CROISSANT, (json.dumps(_croissant(meta, facts), indent=1) + "\n").encode())
+    template = templates.from_string(_read_resource("data_card.md"))
+    out.write(CARD, template.render(texts, facts=facts, reasons=listed, flags=flags).encode())
+    out.write(CROISSANT, (json.dumps(_croissant(facts, texts), indent=1) + "\n").encode())
 
 
-def _beside(name: str) -> str:
+def _read_resource(name: str) -> str:
     return (files("omnilead.data_tools.sharding") / name).read_text("utf-8")
 
 
-def _plain(text: str) -> str:
-    """Anybody's text for a cell of a table."""
+def _escape_cell(text: str) -> str:
+    """Escapes untrusted text for a cell of a table."""
     return re.sub(r"([\\`\[\]|<>&*_])", r"\\\1", " ".join(text.split()))
 
 
-def _licences(meta: dict[str, Any], facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What each licence of the dataset demands, and its sources."""
+def _licences(facts: DatasetFacts, texts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns what each licence of the dataset demands, and the sources under it."""
     licences: dict[str, dict[str, Any]] = {}
-    for source in meta["sources"]:
-        licence = source["licence"] or "unknown"
-        known = facts["licences"].get(licence, facts["other_licence"])
-        licences.setdefault(licence, {**known, "sources": []})["sources"].append(source["name"])
+    for source in facts.sources:
+        licence = source.licence or "unknown"
+        known = texts["licences"].get(licence, texts["other_licence"])
+        licences.setdefault(licence, {**known, "sources": []})["sources"].append(source.name)
     return licences
 
 
-def _citations(meta: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+def _citations(facts: DatasetFacts, texts: dict[str, Any]) -> list[str]:
     citations = []
     homes = []
-    for source in meta["sources"]:
-        name = source["name"]
-        known = facts["references"].get(name)
+    for source in facts.sources:
+        name = source.name
+        known = texts["references"].get(name)
         if known:
             homes.append(known["home"])
             citations.append(f"{name}: {known['cite']}")
         elif not name.startswith(SYNTHETIC):
             citations.append(f"{name}: no reference is known; ask those who provided the files")
-    for host, reference in facts["hosts"].items():
+    for host, reference in texts["hosts"].items():
         if any(home.startswith(host) for home in homes):
             citations.append(reference)
     return citations
 
 
-def _description(meta: dict[str, Any]) -> str:
+def _description(facts: DatasetFacts) -> str:
     records = made_up = 0
-    for source in meta["sources"]:
-        records += source["records"]["used"]
-        if source["name"].startswith(SYNTHETIC):
-            made_up += source["crops"]
+    for source in facts.sources:
+        records += source.records["used"]
+        if source.name.startswith(SYNTHETIC):
+            made_up += source.crops
     text = (
-        f"{meta['crops']:,} crops of 10 s from {records:,} ECGs: int16 [12, 5000], "
-        f"{meta['uv_per_lsb']:g} µV a step, {meta['fs_hz']} Hz."
+        f"{facts.crops:,} crops of 10 s from {records:,} ECGs: int16 [12, 5000], "
+        f"{facts.uv_per_lsb:g} µV a step, {facts.fs_hz} Hz."
     )
     if made_up:
         text += f" {made_up:,} crops are synthetic: computed, of no patient."
     return text
 
 
-def _croissant(meta: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+def _croissant(facts: DatasetFacts, texts: dict[str, Any]) -> dict[str, Any]:
     distribution = [
-        _file_object(SAMPLES, "application/x-parquet", meta["samples"]),
-        _file_object(REJECTS, "text/csv", meta["rejects"]),
+        _file_object(SAMPLES, "application/x-parquet", facts.samples),
+        _file_object(REJECTS, "text/csv", facts.rejects),
     ]
     tars = []
-    for shard in meta["shards"]:
-        tar = _file_object(f"shards/{shard['name']}", "application/x-tar", shard)
+    for shard in facts.shards:
+        tar = _file_object(f"shards/{shard.name}", "application/x-tar", shard)
         distribution.append(tar)
         tars.append({"@id": tar["@id"]})
     if tars:
-        distribution += [{**member, "containedIn": tars} for member in facts["members"]]
-    if "zarr" in meta["formats"]:
-        distribution.append(facts["zarr"])
+        distribution += [{**member, "containedIn": tars} for member in texts["members"]]
+    if "zarr" in facts.formats:
+        distribution.append(texts["zarr"])
     fields = []
     for column in COLUMNS:
         kind, shape = column.type, {}
@@ -123,33 +123,33 @@ def _croissant(meta: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
             "@type": "cr:Field",
             "@id": f"crops/{column.name}",
             "name": column.name,
-            "description": facts["columns"][column.name],
-            "dataType": facts["types"][str(kind)],
+            "description": texts["columns"][column.name],
+            "dataType": texts["types"][str(kind)],
             "source": {"fileObject": {"@id": SAMPLES}, "extract": {"column": column.name}},
         }
         fields.append(field | shape)
     return {
-        "@context": facts["context"],
+        "@context": texts["context"],
         "@type": "sc:Dataset",
         "conformsTo": "http://mlcommons.org/croissant/1.1",
-        "name": facts["title"],
-        "description": facts["description"],
-        "version": f"{meta['format_version']}.0.0+{meta['fingerprint']}",
-        "license": [known["url"] or licence for licence, known in facts["licences"].items()],
-        "citeAs": "\n".join(facts["citations"]),
-        "rai:personalSensitiveInformation": facts["privacy"],
+        "name": texts["title"],
+        "description": texts["description"],
+        "version": f"{FORMAT_VERSION}.0.0+{facts.fingerprint}",
+        "license": [known["url"] or licence for licence, known in texts["licences"].items()],
+        "citeAs": "\n".join(texts["citations"]),
+        "rai:personalSensitiveInformation": texts["privacy"],
         "distribution": distribution,
         "recordSet": {"@type": "cr:RecordSet", "@id": "crops", "name": "crops", "field": fields},
     }
 
 
-def _file_object(name: str, encoding: str, facts: dict[str, Any]) -> dict[str, Any]:
+def _file_object(name: str, encoding: str, file: FileFacts | ShardFacts) -> dict[str, Any]:
     return {
         "@type": "cr:FileObject",
         "@id": name,
         "name": name,
         "contentUrl": name,
-        "contentSize": f"{facts['bytes']} B",
+        "contentSize": f"{file.bytes} B",
         "encodingFormat": encoding,
-        "sha256": facts["sha256"],
+        "sha256": file.sha256,
     }

@@ -27,17 +27,19 @@ from ..dataset import (
     SAMPLES,
     STORE,
     Dataset,
-    Meta,
+    DatasetFacts,
+    RoleFacts,
+    ShardFacts,
     fingerprint,
-    flagged,
+    flag_mask,
 )
 from ..dataset.rejects import (
-    FLAGS,
+    FLAG_REASONS,
     Reject,
-    most_common_reasons,
+    common_reasons_text,
+    read_rejects,
     reason_counts,
     rejects_csv,
-    rejects_of,
 )
 from ..ecg.crops import SPEC, SPEC_HASH
 from ..ecg.record import SYNTHETIC, patient_source
@@ -55,10 +57,10 @@ from .shards import part_name, shard_name
 DIGEST_BYTES = 32  # at the end of a part
 SYNTHETIC_LICENCE = "CC0-1.0"
 ROW_GROUP = 65_536
-ROLES = ["pretrain", "dx_role", "id_role"]
-PART_COLUMNS = pa.schema([field for field in COLUMNS if field.name not in ROLES])
+ROLE_COLUMNS = ["pretrain", "dx_role", "id_role"]
+PART_COLUMNS = pa.schema([field for field in COLUMNS if field.name not in ROLE_COLUMNS])
 TABLE_BEFORE = f".build/{SAMPLES}"  # while another one takes its place
-FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
+STORED_FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
 
@@ -93,11 +95,11 @@ def read_part(out: Folder, name: str) -> pa.Table:
 
 
 def write_part(out: Folder, table: pa.Table, facts: dict[str, Any]) -> None:
-    data = as_parquet(table.replace_schema_metadata({"omnilead": json.dumps(facts)}))
+    data = parquet_bytes(table.replace_schema_metadata({"omnilead": json.dumps(facts)}))
     out.write(part_name(facts["name"]), data + hashlib.sha256(data).digest())
 
 
-def as_parquet(table: pa.Table) -> bytes:
+def parquet_bytes(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP)
     return bytes(sink.getvalue())
@@ -150,12 +152,12 @@ class Parts:
 
 
 def part_facts(part: pa.Table) -> dict[str, Any]:
-    """What is said of a shard beside its rows."""
+    """Returns the facts of a shard that are stored beside its rows."""
     facts: dict[str, Any] = json.loads(part.schema.metadata[b"omnilead"])
     return facts
 
 
-def finish(
+def finish_dataset(
     planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
 ) -> Dataset:
     """The dataset of finished shards."""
@@ -163,29 +165,30 @@ def finish(
     found = _facts_of_shards(parts, options.role_sources.leave_out)
     shards, rejects = found.shards, found.rejects + planned.rejects
     if not len(found.doubtful):
-        return refuse_all(out, rejects)
-    records = records_of(partial(_columns, parts, found.numbers))
+        return raise_no_record_error(out, rejects)
+    records = read_records(partial(_columns, parts, found.numbers))
     sources = source_facts(planned.sources, records, _records_left_out(records, found.left_out))
     roles = assign_roles(records, found.doubtful, options.plan, options.seed, options.role_sources)
     del records
     if options.format != "tar":
         _write_zarr(parts, shards, options)
-    rows = with_roles(parts, roles)
+    rows = add_roles(parts, roles)
     if options.format == "zarr":
-        rows, shards = map(_without_shards, rows), []
-    meta = _settings(recipe) | {"sources": sources, "formats": FORMATS[options.format]}
+        rows, shards = map(_clear_addresses, rows), []
+    meta = _recipe_entries(recipe) | {"sources": sources, "formats": STORED_FORMATS[options.format]}
     if options.leave_out:
         rejects = options.leave_out.without_names(rejects)
-        meta["left_out_patients"] = _names_found(options.leave_out, found.left_out)
+        meta["left_out_patients"] = _left_out_counts(options.leave_out, found.left_out)
     made = write_tables(out, meta, rows, rejects, shards, roles, planned.name_key)
     if options.leave_out:
         people = {(who, person) for _, who, person, _ in found.left_out if who}
-        options.leave_out.tell(people, owners_of(made).unique().drop_null().to_pylist())
+        options.leave_out.tell(people, patient_of_crops(made).unique().drop_null().to_pylist())
     return remove_traces(made)
 
 
-def _names_found(leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]) -> dict[str, int]:
-    """For dataset.json: how many were to be left out, and how many of them were there."""
+def _left_out_counts(leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]) -> dict[str, int]:
+    """Returns, for dataset.json, how many patients were to be left out and how many of them were
+    found."""
     found = {who for _, who, _, _ in left_out if who}
     return {"asked": len(leave_out.names), "found": len(found)}
 
@@ -205,34 +208,34 @@ def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) ->
     is kept, for a run that goes on after a kill."""
     out = made.root
     table_before = _table_before(made)
-    records = records_of(table_before.select)
+    records = read_records(table_before.select)
     sources = options.role_sources
-    doubtful = flagged(table_before.select(["flags"]), sources.leave_out)
+    doubtful = flag_mask(table_before.select(["flags"]), sources.leave_out)
     roles = assign_roles(records, doubtful, options.plan, options.seed, sources)
-    rows = replaced(table_before, roles)
+    rows = replace_columns(table_before, roles)
     meta = {
         name: value
         for name, value in made.meta.items()
         if name not in ("id_share", "role_sources", "leave_out_flags", "left_out")
     }
-    meta |= _settings(recipe) | {"recipe": recipe_hash(recipe)}
+    meta |= _recipe_entries(recipe) | {"recipe": recipe_hash(recipe)}
     del meta["fingerprint"]
     key = table_before.schema.metadata[NAME_KEY]
-    made = write_tables(out, meta, [rows], rejects_of(made), made.shards, roles, key or None)
+    made = write_tables(out, meta, [rows], read_rejects(made), made.shards, roles, key or None)
     return remove_traces(made)
 
 
 def _table_before(made: Dataset) -> pa.Table:
     """All rows of samples.parquet, with the name key in the metadata. A killed run may have replaced the
     file, and left what was there before."""
-    out, facts = made.root, made.meta["samples"]
+    out, facts = made.root, made.facts.samples
     if not out.exists(TABLE_BEFORE):
         key = made.name_key or b""
-        data = out.read(SAMPLES, facts["bytes"])
+        data = out.read(SAMPLES, facts.bytes)
         out.write(f"{TABLE_BEFORE}.key", key)
         out.write(TABLE_BEFORE, data)
     data = out.read(TABLE_BEFORE, 2**40)
-    if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+    if hashlib.sha256(data).hexdigest() != facts.sha256:
         raise DatasetError(
             f"{out.url}/{TABLE_BEFORE}: fails its sha256: restore {SAMPLES} and remove it"
         )
@@ -254,7 +257,7 @@ def write_tables(
     meta: dict[str, Any],
     rows: Iterable[pa.Table],
     rejects: list[Reject],
-    shards: list[dict[str, Any]],
+    shards: list[ShardFacts],
     roles: pa.Table,
     name_key: bytes | None = None,
 ) -> Dataset:
@@ -267,23 +270,23 @@ def write_tables(
     meta |= {
         "crops": len(roles),
         "sources": meta.pop("sources"),
-        "roles": role_counts(roles),
+        "roles": role_counts(roles).model_dump(),
         "formats": meta.pop("formats"),
         "samples": samples,
         "rejects": {"bytes": len(lines), "sha256": hashlib.sha256(lines).hexdigest()},
-        "shards": shards,
+        "shards": [shard.model_dump() for shard in shards],
     }
     if "leave_out_flags" in meta:
         meta["left_out"] = left_out
     out.write(REJECTS, lines)
     meta["fingerprint"] = fingerprint(meta)
-    write_card(out, Meta(meta), reason_counts(rejects), FLAGS)
+    write_card(out, DatasetFacts.model_validate(meta), reason_counts(rejects), FLAG_REASONS)
     out.write(META, (json.dumps(meta, indent=1) + "\n").encode())
     return Dataset.open(out.url)
 
 
 def remove_traces(made: Dataset) -> Dataset:
-    """Removes what only an unfinished dataset has."""
+    """Removes the files that only an unfinished dataset has."""
     try:
         made.root.remove(".build")
     except OSError as error:
@@ -293,20 +296,20 @@ def remove_traces(made: Dataset) -> Dataset:
     return made
 
 
-def put_table_back(made: Dataset) -> None:
-    """A run that was killed while it gave other roles may have replaced samples.parquet."""
+def restore_table(made: Dataset) -> None:
+    """Restores samples.parquet if a run was killed while it wrote other roles."""
     out = made.root
     if out.exists(TABLE_BEFORE):
         before = out.read(TABLE_BEFORE, 2**40)
-        if hashlib.sha256(before).hexdigest() == made.meta["samples"]["sha256"]:
+        if hashlib.sha256(before).hexdigest() == made.facts.samples.sha256:
             out.write(SAMPLES, before)
 
 
-def _remove_leftovers(out: Folder, formats: list[str], shards: list[dict[str, Any]]) -> None:
-    """Remove what killed runs with other sources or options left."""
+def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts]) -> None:
+    """Removes files left by killed runs with other sources or options."""
     if "tar" not in formats:
         out.remove("shards")
-    wanted = {shard["name"].removesuffix(".tar") for shard in shards}
+    wanted = {shard.name.removesuffix(".tar") for shard in shards}
     for name in list(out.names("shards")):
         shard_file = _SHARD_FILE.fullmatch(name)
         if shard_file and shard_file[1] not in wanted:
@@ -316,9 +319,9 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[dict[str, An
 
 
 class _Found(NamedTuple):
-    """What the parts say together."""
+    """Holds the combined facts of all parts."""
 
-    shards: list[dict[str, Any]]  # for dataset.json
+    shards: list[ShardFacts]  # for dataset.json
     rejects: list[Reject]
     doubtful: np.ndarray  # bool [crops]: with a flag that leaves them out of pre-training
     left_out: list[list[Any]]  # as in _ShardWriter
@@ -333,15 +336,15 @@ def _facts_of_shards(parts: Parts, leave_out: tuple[str, ...]) -> _Found:
     numbers = [COLUMNS.empty_table().select(["start_s", "waveform"])]
     for part in parts:
         facts = part_facts(part)
-        shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
+        shards.append(ShardFacts.model_validate(facts))
         rejects += [tuple(reject) for reject in facts["rejects"]]
         left_out += facts["left_out"]
-        doubtful.append(flagged(part, leave_out))
+        doubtful.append(flag_mask(part, leave_out))
         numbers.append(part.select(["start_s", "waveform"]).replace_schema_metadata())
     return _Found(shards, rejects, np.concatenate(doubtful), left_out, pa.concat_tables(numbers))
 
 
-def _write_zarr(parts: Parts, shards: list[dict[str, Any]], options: ShardOptions) -> None:
+def _write_zarr(parts: Parts, shards: list[ShardFacts], options: ShardOptions) -> None:
     crops = parts.columns(["shard", "offset", "crc32c"])
     shard_writers.write_zarr(
         crops, shards, parts.out, options.workers, options.cluster, options.quiet
@@ -351,7 +354,8 @@ def _write_zarr(parts: Parts, shards: list[dict[str, Any]], options: ShardOption
 def _write_samples(
     out: Folder, rows: Iterable[pa.Table], leave_out: Iterable[str], name_key: bytes | None
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Write samples.parquet by row groups. -> also how many crops have each flag of `leave_out`.
+    """Writes samples.parquet by row groups. Returns its size and sha256, and how many crops have
+    each flag of `leave_out`.
     `name_key`: see Dataset.name_key."""
     left_out = dict.fromkeys(leave_out, 0)
     schema = COLUMNS.with_metadata({NAME_KEY: name_key}) if name_key else COLUMNS
@@ -362,7 +366,7 @@ def _write_samples(
                 for group in _row_groups(rows):
                     writer.write_table(group, ROW_GROUP)
                     for flag in left_out:
-                        left_out[flag] += int(flagged(group, [flag]).sum())
+                        left_out[flag] += int(flag_mask(group, [flag]).sum())
             size = temporary.stat().st_size
             with open(temporary, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -372,7 +376,7 @@ def _write_samples(
     return {"bytes": size, "sha256": digest}, left_out
 
 
-def with_roles(parts: Iterable[pa.Table], roles: pa.Table) -> Iterator[pa.Table]:
+def add_roles(parts: Iterable[pa.Table], roles: pa.Table) -> Iterator[pa.Table]:
     """The rows of shards, with their roles."""
     begin = 0
     for number, part in enumerate(parts):
@@ -380,12 +384,12 @@ def with_roles(parts: Iterable[pa.Table], roles: pa.Table) -> Iterator[pa.Table]
         begin += len(part)
         shard = pa.array(np.full(len(part), number, np.int32))
         columns = {name: part[name] for name in part.column_names} | {"shard": shard}
-        columns |= {name: of_part[name] for name in ROLES}
+        columns |= {name: of_part[name] for name in ROLE_COLUMNS}
         yield pa.table([columns[name] for name in COLUMNS.names], COLUMNS)
 
 
-def replaced(table: pa.Table, columns: pa.Table) -> pa.Table:
-    """With other values of some columns."""
+def replace_columns(table: pa.Table, columns: pa.Table) -> pa.Table:
+    """Returns the table with some columns replaced."""
     for name in columns.column_names:
         place = COLUMNS.get_field_index(name)
         table = table.set_column(place, COLUMNS.field(name), columns[name])
@@ -393,7 +397,7 @@ def replaced(table: pa.Table, columns: pa.Table) -> pa.Table:
 
 
 def _row_groups(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """ROW_GROUP at a time."""
+    """Regroups tables into ones of ROW_GROUP rows."""
     left = COLUMNS.empty_table()
     for table in rows:
         left = pa.concat_tables([left, table])
@@ -404,7 +408,7 @@ def _row_groups(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
         yield left
 
 
-def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
+def _recipe_entries(recipe: dict[str, Any]) -> dict[str, Any]:
     """The part of dataset.json that says how it was made."""
     meta: dict[str, Any] = {"format_version": FORMAT_VERSION}
     meta["format_minor"] = FORMAT_MINOR
@@ -418,24 +422,26 @@ def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
     return meta | {"recipe": recipe_hash(recipe), "pseudonyms": recipe["pseudonyms"]}
 
 
-def _without_shards(table: pa.Table) -> pa.Table:
-    """With zarr only, the row number is the address."""
+def _clear_addresses(table: pa.Table) -> pa.Table:
+    """Sets shard and offset to -1: with zarr only, the row number is the address."""
     absent = np.full(len(table), -1)
     columns = {name: pa.array(absent, COLUMNS.field(name).type) for name in ("shard", "offset")}
-    return replaced(table, pa.table(columns))
+    return replace_columns(table, pa.table(columns))
 
 
-def refuse_all(out: Folder, rejects: list[Reject]) -> NoReturn:
-    """If no record can be used. Names the most common reasons, each with its first file."""
+def raise_no_record_error(out: Folder, rejects: list[Reject]) -> NoReturn:
+    """Raises the error that no record can be used, with the most common reasons and a file for
+    each."""
     out.write(REJECTS, rejects_csv(rejects))
-    why = most_common_reasons(rejects) or "all are left out"
+    why = common_reasons_text(rejects) or "all are left out"
     raise StorageError(f"no record can be used: {why}: {out.url}/{REJECTS} lists all of them")
 
 
 def source_facts(
     sources: list[dict[str, Any]], records: splits.Records, left_out: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """`left_out`: how many records of each source belong to patients who are left out."""
+    """Returns the sources' entries in dataset.json. `left_out`: records of left-out patients by
+    source."""
     counts = source_counts(records)
     facts = []
     for source in sources:
@@ -461,14 +467,14 @@ def source_counts(records: splits.Records) -> dict[str, tuple[int, int]]:
     return dict(zip(records.source_names, zip(crops, used, strict=True), strict=True))
 
 
-def records_of(read: Callable[[list[str]], pa.Table]) -> splits.Records:
+def read_records(read: Callable[[list[str]], pa.Table]) -> splits.Records:
     """The records that rows of samples.parquet belong to. `read` reads some of its columns: all that
     are needed would not fit into a gigabyte for ten million rows."""
     table = read(["source", "record"])
     sources = table["source"].unique()
     codes = pc.index_in(table["source"], sources).to_numpy().astype(np.int16)
     labels = pc.binary_join_element_wise(table["source"], table["record"], "/")
-    crop_record = splits.numbered(labels)
+    crop_record = splits.number_texts(labels)
     del labels
     first = np.empty(crop_record.max(initial=-1) + 1, np.int32)
     first[crop_record[::-1]] = np.arange(len(table), dtype=np.int32)[::-1]
@@ -491,7 +497,7 @@ def records_of(read: Callable[[list[str]], pa.Table]) -> splits.Records:
     )
 
 
-def owners_of(made: Dataset) -> pa.Array:
+def patient_of_crops(made: Dataset) -> pa.Array:
     """SOURCE/PATIENT of each crop, with the source as of patients; null where unknown."""
     table = made.table(["source", "patient"])
     names = table["source"].unique()
@@ -515,12 +521,12 @@ def assign_roles(
 ) -> pa.Table:
     """The columns pretrain, dx_role and id_role. `doubtful`: the crops that are not for
     pre-training."""
-    roles = splits.assign(records, plan, seed, sources)
+    roles = splits.assign_crop_roles(records, plan, seed, sources)
     roles.leave_out(doubtful)
-    if plan != "paper-split" and (leaks := splits.leaks(records, roles)):
+    if plan != "paper-split" and (leaks := splits.describe_leaks(records, roles)):
         raise DatasetError(f"leakage between roles: {leaks[0]}")
     named = _role_names().take(pa.array(roles.dx)), _role_names().take(pa.array(roles.identity))
-    return pa.table([roles.pretrain, *named], ROLES)
+    return pa.table([roles.pretrain, *named], ROLE_COLUMNS)
 
 
 def value_counts(column: pa.ChunkedArray) -> dict[str, int]:
@@ -529,9 +535,9 @@ def value_counts(column: pa.ChunkedArray) -> dict[str, int]:
     return dict(sorted((value["values"], value["counts"]) for value in values))
 
 
-def role_counts(table: pa.Table) -> dict[str, Any]:
-    return {
-        "pretrain": pc.sum(table["pretrain"], min_count=0).as_py(),
-        "dx": value_counts(table["dx_role"]),
-        "id": value_counts(table["id_role"]),
-    }
+def role_counts(table: pa.Table) -> RoleFacts:
+    return RoleFacts(
+        pretrain=pc.sum(table["pretrain"], min_count=0).as_py(),
+        dx=value_counts(table["dx_role"]),
+        id=value_counts(table["id_role"]),
+    )

@@ -17,16 +17,16 @@ import pyarrow as pa
 from ..dataset.rejects import Reject
 from ..ecg.constants import VENDORS
 from ..ecg.record import patient_source
-from ..ecg.record_tables import decoded, ids_alike
+from ..ecg.record_tables import decode_text, similar_ids
 from ..io.errors import DataError, Flag, ReadError
-from ..io.spreadsheet import unquoted
+from ..io.spreadsheet import unquote_cell
 from ..io.terminal import tell
-from ..sources.base import shown_patient
+from ..sources.base import dataset_patient
 
 OPTION = Flag("--leave-out-patients")
-SHOWN = 20  # names in a message
-WORD = re.compile("[A-Za-z0-9_-]+")
-SHORTEST = 5  # characters of a patient that is searched in texts: 17 may be anything
+IDS_IN_MESSAGE = 20  # names in a message
+ID_WORD = re.compile("[A-Za-z0-9_-]+")
+MIN_ID_LENGTH = 5  # characters of a patient that is searched in texts: 17 may be anything
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class LeaveOut:
 
     @classmethod
     def read(cls, file: str, key: bytes | None) -> "LeaveOut":
-        """The first cell of each line, or that below `patient` or `patient_id`. A quote ends with its
-        line."""
+        """Reads the column `patient` or `patient_id`, else the first cell of each line. A quote
+        ends with its line."""
         try:
-            lines = list(filter(str.strip, decoded(Path(file).read_bytes()).splitlines()))
+            lines = list(filter(str.strip, decode_text(Path(file).read_bytes()).splitlines()))
             mark = next((sign for sign in ";\t" if sign in "".join(lines[:1])), ",")
             rows = []
             for line in lines:
                 row = next(csv.reader([line], delimiter=mark, skipinitialspace=True), [])
-                rows.append([unquoted(cell.strip()) for cell in row])
+                rows.append([unquote_cell(cell.strip()) for cell in row])
         except (DataError, csv.Error) as error:
             raise DataError(OPTION, f" {file}: {error}") from None
         header = [cell.lower() for cell in rows[0]] if rows else []
@@ -59,7 +59,7 @@ class LeaveOut:
 
     def who(self, source: str, patient: str | None) -> str | None:
         """The name in the file that means this patient, whose id is as the dataset shows it."""
-        return ids_of_source(self, patient_source(source)).get(patient) if patient else None
+        return shown_ids(self, patient_source(source)).get(patient) if patient else None
 
     def tell(self, found: Iterable[tuple[str, str]], owners: Iterable[str]) -> int:
         """Says whom it did not find, and who stays although an id is like one in the file. `found`: names in
@@ -70,38 +70,38 @@ class LeaveOut:
             people.setdefault(name, set()).add(person)
         missing = [name for name in self.names if name not in people]
         if missing:
-            shown = ", ".join(missing[:SHOWN]) + ", ..." * (len(missing) > SHOWN)
+            shown = ", ".join(missing[:IDS_IN_MESSAGE]) + ", ..." * (len(missing) > IDS_IN_MESSAGE)
             tell(f"note: {len(missing):,} of these patients are in none of the sources: {shown}")
         for name, several in people.items():
             if len(several) > 1:
                 persons = " and ".join(sorted(several))
                 tell(f"warning: patient {name} means several, all of whom are left out: {persons}")
         sources = {owner.partition("/")[0] for owner in owners}
-        asked = {f"{source}/{id}" for source in sources for id in ids_of_source(self, source)}
-        _name_those_alike(asked, set(owners))
+        asked = {f"{source}/{id}" for source in sources for id in shown_ids(self, source)}
+        _note_similar_ids(asked, set(owners))
         return len(missing)
 
     def without_names(self, rejects: list[Reject]) -> list[Reject]:
-        """The lines of rejects.csv in which none of them is named."""
+        """Returns the lines of rejects.csv that name none of these patients."""
         texts = set()
         for name in self.names:
             for text in (name, name.partition("/")[2]):
-                if len(text) >= SHORTEST:
+                if len(text) >= MIN_ID_LENGTH:
                     texts |= {text, normalize("NFC", text), normalize("NFD", text)}
         ends: dict[str, list[str]] = {}  # the texts by their last words
         for text in texts:
-            ends.setdefault(["", *WORD.findall(text)][-1], []).append(text)
+            ends.setdefault(["", *ID_WORD.findall(text)][-1], []).append(text)
         left = []
         for reject in rejects:
             line = f"{reject[1]} {reject[3]}"
-            words = "", *WORD.findall(line)
+            words = "", *ID_WORD.findall(line)
             if not any(text in line for word in words for text in ends.get(word, ())):
                 left.append(reject)
         return left
 
 
 @lru_cache(maxsize=64)
-def ids_of_source(leave_out: LeaveOut, source: str) -> dict[str, str]:
+def shown_ids(leave_out: LeaveOut, source: str) -> dict[str, str]:
     """The names in the file by the ids that a dataset shows for them. `source`: as of patients."""
     ids = {}
     for name in leave_out.names:
@@ -110,7 +110,7 @@ def ids_of_source(leave_out: LeaveOut, source: str) -> dict[str, str]:
         for who in (name, rest) if slash and namespace == source else (name,):
             for key in {None, leave_out.key}:
                 try:
-                    shown = shown_patient(key, source, who)
+                    shown = dataset_patient(key, source, who)
                 except ReadError:  # no id that a record can have
                     continue
                 if shown:
@@ -118,14 +118,14 @@ def ids_of_source(leave_out: LeaveOut, source: str) -> dict[str, str]:
     return ids
 
 
-def _name_those_alike(asked: set[str], stay: set[str]) -> None:
-    """Says who stays and has an id like that of one in the file."""
+def _note_similar_ids(asked: set[str], stay: set[str]) -> None:
+    """Notes which remaining patients have an id similar to one in the file."""
     alike = []
-    for group in ids_alike(pa.array(sorted(asked | stay), pa.string())):
+    for group in similar_ids(pa.array(sorted(asked | stay), pa.string())):
         if not asked.isdisjoint(group):
             alike += [person for person in group if person in stay]
     if alike:
-        shown = ", ".join(alike[:SHOWN]) + ", ..." * (len(alike) > SHOWN)
+        shown = ", ".join(alike[:IDS_IN_MESSAGE]) + ", ..." * (len(alike) > IDS_IN_MESSAGE)
         tell(
             f"warning: {len(alike):,} patients stay whose ids differ from those given only in zeros or "
             f"in case: {shown}: if they are the same people, give these ids, too"

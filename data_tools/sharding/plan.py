@@ -31,29 +31,29 @@ from ..ecg.record_tables import patients_of, read_patients
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
 from ..io.errors import MISSING_FILE, DataError, Flag, ReadError, StorageError, printable
-from ..io.plugins import code_of
-from ..io.splitmix import GOLDEN, mix
+from ..io.plugins import plugin_code
+from ..io.splitmix import GOLDEN_GAMMA, mix
 from ..io.storage import prefetch, write_errors
 from ..io.terminal import keep_freed_memory, tell
 from ..sources.base import (
     AbsentKey,
     Source,
-    is_ours,
-    links_in,
-    located,
+    detail_with_path,
+    is_builtin,
+    links_hint,
     read_header,
     read_safely,
 )
 from ..sources.dataset import StoredDataset
-from .same_records import OTHER_ECG, compare_records, hash_of, member_hashes
+from .same_records import RECORD_READ_ALREADY, compare_records, hash_words, member_hashes
 from .shards import MAX_NAME
 
 # archive, key, label, patient that a table names, crop of the record
 PlannedCrops = list[tuple[int, str, str, str | None, int]]
 SCAN_CHUNK = 2048
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
-NUMBERS = np.dtype(
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+PLANNING_NUMBERS = np.dtype(
     [
         ("archive", "i2"),  # index of the plan's sources
         ("crops", "i4"),
@@ -111,7 +111,7 @@ class Texts:
 @dataclass(frozen=True)
 class ShardPlan:
     sources: tuple[Source, ...]
-    # Of each usable record: its key in the archive, source/record, NUMBERS, and the patient that a
+    # Of each usable record: its key in the archive, source/record, PLANNING_NUMBERS, and the patient that a
     # table names. A record whose name came before has no crops.
     keys: Texts
     labels: Texts
@@ -181,7 +181,7 @@ class ShardPlan:
 Refused = tuple[int, str, Reject]  # archive, key in it, and why
 
 
-class _Scan(NamedTuple):
+class _ChunkHeaders(NamedTuple):
     """The headers of a chunk of keys."""
 
     # Of the usable records, as in ShardPlan
@@ -194,7 +194,7 @@ class _Scan(NamedTuple):
     with_patient: Counter[str]  # number of usable records by source
 
 
-class _Scanned:
+class _AllHeaders:
     """The headers of all keys."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class _Scanned:
         self.usable: Counter[tuple[int, str]] = Counter()
         self.with_patient: Counter[tuple[int, str]] = Counter()
 
-    def add(self, scan: _Scan) -> None:
+    def add(self, scan: _ChunkHeaders) -> None:
         self.keys.add(scan.keys)
         self.labels.add(scan.labels)
         self.numbers += scan.numbers.tobytes()
@@ -235,39 +235,41 @@ def make_plan(
     pseudonyms; `shard_crops`: None as usual."""
     sources = tuple(sources)
     people = read_patients(patients) if patients else None  # before hours of reading
-    scanned = _Scanned()
-    scans = cluster.run_in_order(partial(_scan, key), _chunks(sources), workers, dask)
+    scanned = _AllHeaders()
+    scans = cluster.run_in_order(partial(_scan_headers, key), _chunks(sources), workers, dask)
     with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
         for scan in scans:
             bar.update(scan.seen.total())
             scanned.add(scan)
     if not scanned.seen:
-        raise _no_records(sources)
+        raise _no_records_error(sources)
     if not people:
         _check_patients(sources, scanned)
     keys, labels = scanned.keys, scanned.labels
-    numbers = np.frombuffer(scanned.numbers, NUMBERS)
-    doubtful = _doubtful(np.frombuffer(scanned.members, np.uint64))
+    numbers = np.frombuffer(scanned.numbers, PLANNING_NUMBERS)
+    doubtful = _records_with_equal_hash(np.frombuffer(scanned.members, np.uint64))
     hidden = np.array([not source.pseudonyms and key is not None for source in sources])
     key_of_row = hidden[numbers["archive"][doubtful]]
-    first, again = _again(doubtful, labels.column(), key_of_row, key)
+    first, again = _repeated_names(doubtful, labels.column(), key_of_row, key)
     numbers["crops"][again] = 0
     refused, seen = scanned.refused, scanned.seen
     del scanned  # 16 bytes per record that are not needed further
     in_dataset = any(isinstance(source, StoredDataset) for source in sources)
-    refused = _not_missing(refused, labels.column(), seen, in_dataset)
+    refused = _drop_found_elsewhere(refused, labels.column(), seen, in_dataset)
     columns = keys.column(), labels.column()
-    refused += _read_already(sources, columns, numbers, (first, again), seen, workers, dask, quiet)
+    refused += _refuse_repeated_names(
+        sources, columns, numbers, (first, again), seen, workers, dask, quiet
+    )
     named: pa.Array = pa.nulls(labels.count)
     if patients and people and labels.count:
-        named = _named(patients, people, labels.column(), again)
+        named = _patients_from_table(patients, people, labels.column(), again)
     return ShardPlan(
         sources,
         keys,
         labels,
         numbers,
         named,
-        _tables(sources),
+        _hash_tables(sources),
         seed,
         shard_crops or SHARD_CROPS,
         dict(sorted(seen.items())),
@@ -275,9 +277,9 @@ def make_plan(
     )
 
 
-def _check_patients(sources: Sequence[Source], scanned: _Scanned) -> None:
-    """An error if a dataset knows the patients of a source, and none of its other records has one: by
-    chance, fewer than one in a hundred such archives would have none."""
+def _check_patients(sources: Sequence[Source], scanned: _AllHeaders) -> None:
+    """Raises an error if a dataset knows a source's patients, but none of the source's other
+    records has one: by chance, that would happen in fewer than one in a hundred archives."""
     for (archive, name), known in scanned.with_patient.items():
         if not isinstance(sources[archive], StoredDataset):
             continue
@@ -295,11 +297,11 @@ def _check_patients(sources: Sequence[Source], scanned: _Scanned) -> None:
                 )
 
 
-def _not_missing(
+def _drop_found_elsewhere(
     refused: list[Refused], labels: pa.Array, seen: Counter[str], in_dataset: bool
 ) -> list[Refused]:
-    """Without the records that a list names where they are not, but which are in another folder; nor,
-    `in_dataset`, those that lack a file, which a dataset among the sources may have."""
+    """Drops refusals of listed records that exist in another folder and, with `in_dataset`, of
+    records whose file is missing but which a dataset among the sources may have."""
     missing: list[Refused] = []
     left: list[Refused] = []
     for archive, key, reject in refused:
@@ -314,7 +316,7 @@ def _not_missing(
     return left
 
 
-def _read_already(
+def _refuse_repeated_names(
     sources: tuple[Source, ...],
     columns: tuple[pa.Array, pa.Array],
     numbers: np.ndarray,
@@ -324,8 +326,8 @@ def _read_already(
     dask: str | None,
     quiet: bool,
 ) -> Iterator[Refused]:
-    """The records whose name another one has, but for those that are the same ECG in a dataset: the first is
-    used. `columns`: keys and labels; `pairs`: the first and the other of each pair."""
+    """Refuses records whose name another record has, unless both are the same ECG in a dataset:
+    the first is used. `columns`: keys and labels; `pairs`: first and other record of each pair."""
     keys, labels = columns
     first, again = pairs
     archives = numbers["archive"]
@@ -342,8 +344,8 @@ def _read_already(
             seen[source] -= 1
             same += 1
             continue
-        error = why.get(row, ReadError(OTHER_ECG, f"another {name} came first"))
-        others += is_compared and error.reason == OTHER_ECG
+        error = why.get(row, ReadError(RECORD_READ_ALREADY, f"another {name} came first"))
+        others += is_compared and error.reason == RECORD_READ_ALREADY
         reject = source, name, error.reason, error.detail
         yield int(archives[row]), keys[row].as_py(), reject
     if same:
@@ -361,8 +363,10 @@ def _read_already(
         )
 
 
-def _named(url: str, people: pa.Table, labels: pa.Array, again: np.ndarray) -> pa.Array:
-    """The patient that a table names, of each record."""
+def _patients_from_table(
+    url: str, people: pa.Table, labels: pa.Array, again: np.ndarray
+) -> pa.Array:
+    """Returns each record's patient from the table."""
     first = np.delete(np.arange(len(labels)), again)
     patients = patients_of(url, people, labels.take(pa.array(first)).cast(pa.string()))
     rows = np.full(len(labels), len(patients))
@@ -370,32 +374,32 @@ def _named(url: str, people: pa.Table, labels: pa.Array, again: np.ndarray) -> p
     return patients.take(pa.array(rows, mask=rows == len(patients)))
 
 
-def _tables(sources: Iterable[Source]) -> str:
+def _hash_tables(sources: Iterable[Source]) -> str:
     tables = sha256()
     for source in sources:
         tables.update(sha256(source.tables()).digest())
-        if not is_ours(source):
-            tables.update(sha256(code_of(type(source))).digest())
+        if not is_builtin(source):
+            tables.update(sha256(plugin_code(type(source))).digest())
     return tables.hexdigest()
 
 
-def _no_records(sources: Iterable[Source]) -> StorageError:
-    places = (source.root.url + links_in(source.root) for source in sources)
+def _no_records_error(sources: Iterable[Source]) -> StorageError:
+    places = (source.root.url + links_hint(source.root) for source in sources)
     return StorageError(f"no records in {', '.join(places)}")
 
 
-def _doubtful(members: np.ndarray) -> np.ndarray:
-    """The records whose name in a tar others may have, as its hash is equal."""
+def _records_with_equal_hash(members: np.ndarray) -> np.ndarray:
+    """Returns the records whose name in a tar has the same hash as another's."""
     ordered = np.sort(members)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     return np.flatnonzero(pc.is_in(pa.array(members), pa.array(twice)))
 
 
-def _again(
+def _repeated_names(
     doubtful: np.ndarray, labels: pa.Array, hidden: np.ndarray, key: bytes | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The records whose name in a tar one before has: (the first of that name, the record). `hidden`: of
-    which of them the key will hide the name."""
+    """Returns (first record of that name, record) for records whose name in a tar is taken. `hidden`:
+    mask of the records whose name the key will hide."""
     shown = []
     for label, is_hidden in zip(labels.take(pa.array(doubtful)).to_pylist(), hidden, strict=True):
         source, _, name = label.partition("/")
@@ -413,7 +417,7 @@ def permutation(count: int, seed: int) -> np.ndarray:
     between versions."""
     x = np.arange(count, dtype=np.uint64)
     x += np.uint64(seed * 0xD1B54A32D192ED03 % 2**64)
-    x *= np.uint64(GOLDEN)
+    x *= np.uint64(GOLDEN_GAMMA)
     return np.argsort(mix(x), kind="stable")
 
 
@@ -424,7 +428,7 @@ def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, Source, list[str
             yield archive, source, chunk
 
 
-def _scan(secret: bytes | None, task: tuple[int, Source, list[str]]) -> _Scan:
+def _scan_headers(secret: bytes | None, task: tuple[int, Source, list[str]]) -> _ChunkHeaders:
     keep_freed_memory()
     archive, source, keys = task
     if source.pseudonyms:
@@ -444,7 +448,7 @@ def _scan(secret: bytes | None, task: tuple[int, Source, list[str]]) -> _Scan:
             name, filed = header.name, header.source
             try:
                 has_patient = known_patient(header.patient) is not None
-                numbers.append((archive, *_numbers(header)))
+                numbers.append((archive, *_planning_numbers(header)))
                 usable.append(key)
                 labels.append(f"{filed}/{name}")
                 seen[filed] += 1
@@ -455,32 +459,32 @@ def _scan(secret: bytes | None, task: tuple[int, Source, list[str]]) -> _Scan:
         seen[filed] += 1
         refused.append((archive, key, (filed, record_stem(name), error.reason, error.detail)))
     members = member_hashes((label.split("/") for label in labels), secret)
-    arrays = np.array(numbers, NUMBERS), members
-    return _Scan(usable, labels, *arrays, refused, seen, with_patient)
+    arrays = np.array(numbers, PLANNING_NUMBERS), members
+    return _ChunkHeaders(usable, labels, *arrays, refused, seen, with_patient)
 
 
-def _numbers(header: Header) -> tuple[int, ...]:
-    """The NUMBERS of a record besides its archive; a ReadError if it can have no place in a
+def _planning_numbers(header: Header) -> tuple[int, ...]:
+    """The PLANNING_NUMBERS of a record besides its archive; a ReadError if it can have no place in a
     shard."""
     crops = crop_count(header.samples, header.fs_hz)
     check_name(header.source, header.name, crops)
     if not crops:
         raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
     length_and_rate = f"{header.samples} {header.fs_hz}".encode()
-    fingerprint = hash_of(header.fingerprint + length_and_rate)
+    fingerprint = hash_words(header.fingerprint + length_and_rate)
     dropped = dropped_samples(header.samples, header.fs_hz)
-    return crops, dropped, fingerprint, hash_of(header.stamp)
+    return crops, dropped, fingerprint, hash_words(header.stamp)
 
 
 def check_name(source: str, name: str, crops: int) -> None:
-    """A ReadError if the crops of a record can have no names in a shard."""
-    if not (_NAME.fullmatch(name) and _NAME.fullmatch(source)):
+    """Raises a ReadError if the record's name cannot be used for its crops in a shard."""
+    if not (_SAFE_NAME.fullmatch(name) and _SAFE_NAME.fullmatch(source)):
         raise ReadError("record name", "letters, digits, _ and - only, 64 at most")
     if (length := len(f"{source}-{name}-{crops - 1:03d}.json")) > MAX_NAME:
         raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
 
 
-def hidden(
+def hide_detail(
     archive: Source, key: bytes | None, source: str, name: str, reason: str, detail: str
 ) -> Reject:
     """A line of rejects.csv. With pseudonyms it has no detail, which may have names of files."""
@@ -512,6 +516,8 @@ def _with_unique_names(
             name += " again"  # the same path in another archive
         taken.add((source, name))
         rejects.append(
-            hidden(sources[archive], secret, source, name, reason, located(path, detail))
+            hide_detail(
+                sources[archive], secret, source, name, reason, detail_with_path(path, detail)
+            )
         )
     return rejects

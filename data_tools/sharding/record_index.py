@@ -16,7 +16,7 @@ import pyarrow as pa
 from ..io.storage import write_errors
 from .same_records import member_hash
 
-ROWS, HASHES, ORDER = "rows.arrow", "hashes.npy", "order.npy"
+ROWS_FILE, HASHES_FILE, ORDER_FILE = "rows.arrow", "hashes.npy", "order.npy"
 
 
 class RecordIndex:
@@ -31,17 +31,17 @@ class RecordIndex:
         cls, place: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
     ) -> "RecordIndex":
         hashes = [np.empty(0, np.uint64)]
-        with write_errors(str(place), ROWS):
+        with write_errors(str(place), ROWS_FILE):
             place.mkdir()
-            with pa.ipc.new_file(str(place / ROWS), schema) as file:
+            with pa.ipc.new_file(str(place / ROWS_FILE), schema) as file:
                 for batch in batches:
                     file.write_batch(batch)
                     names = (batch[column].to_pylist() for column in ("source", "record"))
                     hashes.append(np.fromiter(map(member_hash, *names), np.uint64, len(batch)))
             of_rows = np.concatenate(hashes)
             order = np.argsort(of_rows, kind="stable")
-            np.save(place / HASHES, of_rows[order])
-            np.save(place / ORDER, order)
+            np.save(place / HASHES_FILE, of_rows[order])
+            np.save(place / ORDER_FILE, order)
         return cls(place)
 
     def row(self, number: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class RecordIndex:
         return [row for row in rows if (row["source"], row["record"]) == (source, name)]
 
     def has_member(self, source: str, name: str) -> bool:
-        """Whether a record has this name in a tar."""
+        """True if a record has this name in a tar."""
         hashed = np.uint64(member_hash(source, name))
         return bool(
             np.searchsorted(self._hashes, hashed, "right") > np.searchsorted(self._hashes, hashed)
@@ -74,18 +74,18 @@ class RecordIndex:
 
     @cached_property
     def _hashes(self) -> np.ndarray:
-        return np.asarray(np.load(self.place / HASHES, mmap_mode="r"))
+        return np.asarray(np.load(self.place / HASHES_FILE, mmap_mode="r"))
 
     @cached_property
     def _order(self) -> np.ndarray:
-        return np.asarray(np.load(self.place / ORDER, mmap_mode="r"))
+        return np.asarray(np.load(self.place / ORDER_FILE, mmap_mode="r"))
 
     @cached_property
     def _rows(self) -> tuple[list[dict[str, pa.Array]], np.ndarray]:
         """The columns of each batch, and the number of its first row. To get a column from a batch takes
         longer than to read a value in it."""
         columns, lengths = [], [0]
-        with pa.memory_map(str(self.place / ROWS)) as file:
+        with pa.memory_map(str(self.place / ROWS_FILE)) as file:
             batches = pa.ipc.open_file(file)
             for number in range(batches.num_record_batches):
                 batch = batches.get_batch(number)

@@ -11,7 +11,7 @@ that ten million records take a minute and a gigabyte.
 `all`          everything is for pre-training
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -21,14 +21,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..dataset import DatasetFacts
 from ..ecg.constants import IMPLAUSIBLE
 from ..ecg.record import patient_source, real_source
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
-PART = 65_536  # names that are Python objects at a time
+NAMES_PER_PART = 65_536  # names that are Python objects at a time
 HEAPS = 16  # in which names are compared, one after the other
-NOT_THE_PAPERS = (
+UNUSED_BY_PAPER = (
     "ptb",
     "st_petersburg_incart",
 )  # unused Challenge databases; one has 32 patients in 13,000 crops
@@ -40,17 +41,17 @@ class RoleSources:
 
     dx: tuple[str, ...] = ("cpsc_2018", "georgia")
     id: tuple[str, ...] = ("ptb-xl",)
-    pretrain: tuple[str, ...] | None = None  # None: all but NOT_THE_PAPERS
+    pretrain: tuple[str, ...] | None = None  # None: all but UNUSED_BY_PAPER
     id_share: float = 0.15  # largest share of a source's patients in gallery and probe
     # Crops with one of these flags are not for pre-training
     leave_out: tuple[str, ...] = (IMPLAUSIBLE,)
 
     def pretrains(self, source: str) -> bool:
-        """Whether a source is for pre-training; depends on this source only, so adding an archive
-        changes no other."""
+        """True if a source is for pre-training. Depends on this source only, so adding an
+        archive changes no other."""
         if self.pretrain is None:
-            return real_source(source) not in NOT_THE_PAPERS
-        return is_named(source, self.pretrain) or "all" in self.pretrain
+            return real_source(source) not in UNUSED_BY_PAPER
+        return has_source(source, self.pretrain) or "all" in self.pretrain
 
     def to_meta(self, plan: str) -> dict[str, Any]:
         """Entries for dataset.json: `id_share`, and whatever differs from the default. With the plan
@@ -71,19 +72,24 @@ class RoleSources:
         return meta
 
     @classmethod
-    def from_meta(cls, meta: Mapping[str, Any]) -> "RoleSources":
-        chosen = {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()}
-        # before there was a list: whether all flags are for pre-training
-        usual = () if meta.get("pretrain_implausible") else cls.leave_out
-        leave_out = tuple(meta.get("leave_out_flags", usual))
-        return cls(**chosen, id_share=meta.get("id_share", cls.id_share), leave_out=leave_out)
+    def from_facts(cls, facts: DatasetFacts) -> "RoleSources":
+        given: dict[str, Any] = {}
+        for task, sources in facts.role_sources.items():
+            given[task] = tuple(sources)
+        if facts.id_share is not None:
+            given["id_share"] = facts.id_share
+        if facts.leave_out_flags is not None:
+            given["leave_out"] = tuple(facts.leave_out_flags)
+        elif facts.pretrain_implausible:
+            given["leave_out"] = ()
+        return cls(**given)
 
 
 PAPER_SOURCES = RoleSources()
 
 
-def is_named(source: str, names: Container[str]) -> bool:
-    """Whether `names` has the source; a synthetic one has the roles of the one it imitates."""
+def has_source(source: str, names: Container[str]) -> bool:
+    """True if `names` has the source, or the one that a synthetic source imitates."""
     return source in names or real_source(source) in names
 
 
@@ -103,7 +109,7 @@ class Records:
     def is_from(self, *sources: str) -> np.ndarray:
         codes = []
         for code, name in enumerate(self.source_names):
-            if is_named(name, sources):
+            if has_source(name, sources):
                 codes.append(code)
         return np.isin(self.source, codes)
 
@@ -119,22 +125,22 @@ class Records:
         names = pa.array([patient_source(name) for name in self.source_names])
 
         def owned() -> Iterator[pa.Array]:
-            for part in parts(len(self.names)):
+            for part in part_slices(len(self.names)):
                 source = names.take(pa.array(self.source[part]))
                 yield pc.binary_join_element_wise(source, self.patients[part], "/")
 
-        return numbered(pa.chunked_array(owned(), pa.string()))
+        return number_texts(pa.chunked_array(owned(), pa.string()))
 
     @cached_property
     def group(self) -> np.ndarray:
-        """The group of each record: connected components, with edges between records of a patient
-        and between records with the same waveform."""
+        """Returns each record's group: connected components of records that share a patient or a
+        waveform."""
         from scipy.sparse import coo_array  # a fifth of a second, not for workers
         from scipy.sparse.csgraph import connected_components
 
         known = np.flatnonzero(self.owner >= 0)
-        owned, owned_too = _equal(self.owner[known])
-        crop, crop_too = _equal(self.waveform)
+        owned, owned_too = _link_equal_values(self.owner[known])
+        crop, crop_too = _link_equal_values(self.waveform)
         ends = (
             np.concatenate([known[owned], self.crop_record[crop]]).astype(np.int32),
             np.concatenate([known[owned_too], self.crop_record[crop_too]]).astype(np.int32),
@@ -148,16 +154,16 @@ class Records:
         return f"{self.source_names[self.source[record]]}/{self.names[record]}"
 
 
-def parts(count: int) -> Iterator[slice]:
-    for start in range(0, count, PART):
-        yield slice(start, start + PART)
+def part_slices(count: int) -> Iterator[slice]:
+    for start in range(0, count, NAMES_PER_PART):
+        yield slice(start, start + NAMES_PER_PART)
 
 
-def numbered(texts: pa.ChunkedArray) -> np.ndarray:
+def number_texts(texts: pa.ChunkedArray) -> np.ndarray:
     """A number for each text, the same for equal ones, counted from 0; -1 for null. Arrow's hash table
     of all of them would take 100 bytes a text: it gets those of one heap at a time."""
     heap = np.empty(len(texts), np.int8)
-    for part in parts(len(texts)):
+    for part in part_slices(len(texts)):
         heap[part] = [hash(text) % HEAPS for text in texts[part].to_pylist()]
     numbers = np.empty(len(texts), np.int32)
     count = 0
@@ -170,7 +176,7 @@ def numbered(texts: pa.ChunkedArray) -> np.ndarray:
     return numbers
 
 
-def _equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _link_equal_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Positions of equal values, as pairs that link all of them."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
@@ -178,7 +184,7 @@ def _equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order[same], order[same + 1]
 
 
-def _begins(ordered: np.ndarray) -> np.ndarray:
+def _run_starts(ordered: np.ndarray) -> np.ndarray:
     """Where each run of equal values begins."""
     return np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
 
@@ -198,7 +204,7 @@ class CropRoles:
         self.identity[crops & trained] = NONE
 
 
-def assign(
+def assign_crop_roles(
     records: Records, plan: str, seed: int, sources: RoleSources = PAPER_SOURCES
 ) -> CropRoles:
     crops = len(records.crop_record)
@@ -208,25 +214,25 @@ def assign(
         return _assign_by_crop(records, seed, sources)
     group = records.group
     in_dx = records.is_from(*sources.dx)
-    group_dx, group_identity = _drawn_roles(records, seed, in_dx)
-    identity, tested = _gallery_probe(records, seed, sources)
+    group_dx, group_identity = _draw_roles(records, seed, in_dx)
+    identity, tested = _draw_gallery_probe(records, seed, sources)
     kept_out, has_dx = np.zeros((2, len(group_dx)), bool)
     kept_out[group[tested]] = True  # groups that must stay out of all training
     has_dx[group[in_dx]] = True
     kept_out |= has_dx & (group_dx != TRAIN)
     crop_group = group[records.crop_record]
-    pretrain = ~kept_out[crop_group] & _pretrains(records, sources)[records.crop_record]
+    pretrain = ~kept_out[crop_group] & _pretrain_records(records, sources)[records.crop_record]
     dx = np.where(in_dx[records.crop_record], group_dx[crop_group], NONE)
     identity[pretrain] = group_identity[crop_group[pretrain]]
     return CropRoles(pretrain, dx.astype(np.int8), identity)
 
 
-def leaks(records: Records, roles: CropRoles) -> list[str]:
+def describe_leaks(records: Records, roles: CropRoles) -> list[str]:
     """Describe every kind of leakage of patients or waveforms between roles; empty for a clean
     split."""
     group = records.group[records.crop_record]
     sentences = []
-    for kind, leaking in _leaking(group, roles).items():
+    for kind, leaking in _leaking_groups(group, roles).items():
         if leaking.any():
             record = records.crop_record[np.flatnonzero(group == np.flatnonzero(leaking)[0])[0]]
             sentences.append(
@@ -236,8 +242,8 @@ def leaks(records: Records, roles: CropRoles) -> list[str]:
     return sentences
 
 
-def _leaking(group: np.ndarray, roles: CropRoles) -> dict[str, np.ndarray]:
-    """By kind of leakage, which groups have it. `group`: that of each crop."""
+def _leaking_groups(group: np.ndarray, roles: CropRoles) -> dict[str, np.ndarray]:
+    """Returns a mask of groups for each kind of leakage. `group`: the group of each crop."""
     size = int(group.max()) + 1 if len(group) else 0
 
     def has(mask: np.ndarray) -> np.ndarray:
@@ -264,7 +270,7 @@ def _train_valid_test(chance: np.ndarray) -> np.ndarray:
     return role
 
 
-def _pretrains(records: Records, sources: RoleSources) -> np.ndarray:
+def _pretrain_records(records: Records, sources: RoleSources) -> np.ndarray:
     return records.is_from(*filter(sources.pretrains, records.source_names))
 
 
@@ -281,15 +287,15 @@ def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
     return bits.astype(np.float64) * 2.0**-53
 
 
-def _uniforms(count: int, texts: Callable[[slice], Iterable[str]], key: str) -> np.ndarray:
+def _draw_in_parts(count: int, texts: Callable[[slice], Iterable[str]], key: str) -> np.ndarray:
     """One draw of keyed_uniform for each of so many texts, a part at a time."""
     draws = np.empty(count)
-    for part in parts(count):
+    for part in part_slices(count):
         draws[part] = keyed_uniform(texts(part), key)[:, 0]
     return draws
 
 
-def _drawn_roles(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _draw_roles(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The roles of each group in diagnosis and in training on identification: those that are drawn for
     its leader. The leader is a diagnosis record if there is one, so that duplicates from other
     sources do not change the draws."""
@@ -303,17 +309,17 @@ def _drawn_roles(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.nda
     count = len(records.names)
     rank = np.empty(count)
     dx, identity = np.empty(count, np.int8), np.empty(count, np.int8)
-    for part in parts(count):
+    for part in part_slices(count):
         draws = keyed_uniform(texts(part), f"roles {seed}", draws=3)
         rank[part] = draws[:, 0]
         dx[part] = _train_valid_test(draws[:, 1])
         identity[part] = np.where(draws[:, 2] < 0.8, TRAIN, VALID)
     order = np.lexsort((rank, ~in_dx, records.group))
-    leaders = order[_begins(records.group[order])]
+    leaders = order[_run_starts(records.group[order])]
     return dx[leaders], identity[leaders]
 
 
-def _gallery_probe(
+def _draw_gallery_probe(
     records: Records, seed: int, sources: RoleSources
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw two sessions per patient by keyed hash; the first crop of each goes to gallery and
@@ -323,19 +329,19 @@ def _gallery_probe(
     tested = np.zeros(len(records.names), bool)
     candidates = np.flatnonzero(records.is_from(*sources.id) & (records.owner >= 0))
     names = records.names.take(pa.array(candidates))
-    ranks = _uniforms(len(names), lambda part: names[part].to_pylist(), f"session {seed}")
+    ranks = _draw_in_parts(len(names), lambda part: names[part].to_pylist(), f"session {seed}")
     owner = records.owner[candidates]
     order = np.lexsort((records.source[candidates], ranks, owner))
     candidates = candidates[order]
     first_crop = _first_crops(records, candidates)
-    begins = _begins(owner[order])
+    begins = _run_starts(owner[order])
     sessions = np.diff(begins, append=len(candidates))
     first_session = np.repeat(begins, sessions)
     waveform = records.waveform[first_crop]
     later = np.flatnonzero(waveform != waveform[first_session])
-    probes = later[_begins(first_session[later])]
+    probes = later[_run_starts(first_session[later])]
     galleries = first_session[probes]
-    drawn = _tested_patients(records, candidates[begins], candidates[galleries], seed, sources)
+    drawn = _draw_tested_patients(records, candidates[begins], candidates[galleries], seed, sources)
     identity[first_crop[galleries[drawn]]] = GALLERY
     identity[first_crop[probes[drawn]]] = PROBE
     tested[candidates[galleries[drawn]]] = True
@@ -350,11 +356,11 @@ def _first_crops(records: Records, some: np.ndarray) -> np.ndarray:
     crops = np.flatnonzero(place[records.crop_record] >= 0)
     record = place[records.crop_record[crops]]
     order = np.lexsort((records.crop_start[crops], record))
-    first: np.ndarray = crops[order[_begins(record[order])]]
+    first: np.ndarray = crops[order[_run_starts(record[order])]]
     return first
 
 
-def _tested_patients(
+def _draw_tested_patients(
     records: Records, each: np.ndarray, twice: np.ndarray, seed: int, sources: RoleSources
 ) -> np.ndarray:
     """Of the patients with two sessions, a mask of those to test: all, if they are at most
@@ -372,7 +378,7 @@ def _tested_patients(
         for source, patient in zip(source_of[part], patients[part].to_pylist(), strict=True):
             yield f"{patient_source(records.source_names[source])}/{patient}"
 
-    chances = _uniforms(len(twice), texts, f"gallery {seed}")
+    chances = _draw_in_parts(len(twice), texts, f"gallery {seed}")
     kinds = len(records.source_names)
     most = sources.id_share * np.bincount(of_record[each], minlength=kinds)
     drawn: np.ndarray = np.ones(len(twice), bool)
@@ -384,8 +390,8 @@ def _tested_patients(
 
 
 def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRoles:
-    """As the authors' code does, unlike their paper: only diagnosis valid and test crops stay out
-    of pre-training."""
+    """Assigns roles as the authors' code does, unlike their paper: only diagnosis valid and test
+    crops stay out of pre-training."""
 
     def labels(numbers: np.ndarray) -> Iterator[str]:
         names = records.names.take(pa.array(numbers)).to_pylist()
@@ -398,13 +404,13 @@ def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRo
             yield f"{label}/{start:g}"
 
     every = np.arange(len(records.names))
-    chance = _uniforms(len(records.crop_record), crops, f"roles {seed}")
+    chance = _draw_in_parts(len(records.crop_record), crops, f"roles {seed}")
     dx = np.where(
         records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE
     ).astype(np.int8)
-    identity, _ = _gallery_probe(records, seed, sources)
-    record_chance = _uniforms(len(every), lambda part: labels(every[part]), f"identity {seed}")
-    pretrains = _pretrains(records, sources)
+    identity, _ = _draw_gallery_probe(records, seed, sources)
+    record_chance = _draw_in_parts(len(every), lambda part: labels(every[part]), f"identity {seed}")
+    pretrains = _pretrain_records(records, sources)
     trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(
         np.int8
     )[records.crop_record]

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from ..dataset import CROP_SHAPE, waveform
-from ..ecg.crops import crops_of, prepare_crop
+from ..dataset import CROP_SHAPE, crop_hashes
+from ..ecg.crops import prepare_crop, record_crop_count
 from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import EcgRecord
 from ..io import cluster
@@ -19,14 +19,14 @@ from ..io.terminal import keep_freed_memory
 from ..sources.base import Source, read_record, read_safely
 from ..sources.dataset import StoredDataset
 
-OTHER_ECG = "record read already"
-CHUNK = 512  # pairs that are compared in one task
+RECORD_READ_ALREADY = "record read already"
+RECORDS_PER_TASK = 512  # pairs that are compared in one task
 Places = list[tuple[int, str]]  # number of the archive, key in it
 
 
 def member_hash(source: str, name: str) -> int:
-    """Of a record's name in a tar, where a-b/c and a/b-c are the same."""
-    return hash_of(f"{source}-{name}".encode())
+    """Hashes a record's name in a tar, where a-b/c and a/b-c are the same."""
+    return hash_words(f"{source}-{name}".encode())
 
 
 def member_hashes(names: Iterable[Sequence[str]], key: bytes | None) -> np.ndarray:
@@ -37,7 +37,7 @@ def member_hashes(names: Iterable[Sequence[str]], key: bytes | None) -> np.ndarr
     return np.array(hashes, np.uint64)
 
 
-def hash_of(words: bytes) -> int:
+def hash_words(words: bytes) -> int:
     return int.from_bytes(blake2b(words, digest_size=8).digest())
 
 
@@ -51,8 +51,8 @@ def compare_records(
     dask: str | None,
     quiet: bool,
 ) -> Iterator[tuple[int, ReadError]]:
-    """The rows in `again` of records that differ from those in `first`, and why they are refused. `keys`,
-    `archives`: of all rows."""
+    """Yields rows in `again` whose records differ from those in `first`, with the reason for
+    refusal. `keys`, `archives`: one entry per row."""
 
     def places(rows: np.ndarray) -> Places:
         return list(
@@ -61,29 +61,31 @@ def compare_records(
 
     chunks = (
         (again[part], places(first[part]), places(again[part]))
-        for part in (slice(i, i + CHUNK) for i in range(0, len(again), CHUNK))
+        for part in (slice(i, i + RECORDS_PER_TASK) for i in range(0, len(again), RECORDS_PER_TASK))
     )
-    compared = cluster.run(partial(_unlike, sources), chunks, workers, dask)
+    compared = cluster.run(partial(_compare_chunk, sources), chunks, workers, dask)
     with tqdm(total=len(again), unit=" records", desc="comparing", disable=quiet) as bar:
         for count, unlike in compared:
             bar.update(count)
             yield from unlike
 
 
-def _unlike(
+def _compare_chunk(
     sources: tuple[Source, ...], task: tuple[np.ndarray, Places, Places]
 ) -> tuple[int, list[tuple[int, ReadError]]]:
     keep_freed_memory()
     rows, first, again = task
 
     def compare(pair: tuple[tuple[int, str], tuple[int, str]]) -> ReadError | None:
-        one, other = (_waveforms(sources[archive], key) for archive, key in pair)
+        one, other = (_waveform_sum(sources[archive], key) for archive, key in pair)
         if isinstance(other, ReadError):  # or only a table of the archive names it
             return None if other.reason == MISSING_FILE else other
         if one == other:
             return None
         archive, key = pair[1]
-        return ReadError(OTHER_ECG, f"another {sources[archive].name_for(key)} came first")
+        return ReadError(
+            RECORD_READ_ALREADY, f"another {sources[archive].name_for(key)} came first"
+        )
 
     remote = any(source.root.remote for source in sources)
     pairs = list(zip(first, again, strict=True))
@@ -92,31 +94,31 @@ def _unlike(
     return len(rows), unlike
 
 
-def _waveforms(source: Source, key: str) -> int | ReadError:
+def _waveform_sum(source: Source, key: str) -> int | ReadError:
     if isinstance(source, StoredDataset):
         return source.waveforms(key)
     record = read_safely(partial(read_record, source), key)
     if isinstance(record, ReadError):
         return record
     try:
-        return waveforms_of(record)
+        return waveform_sum(record)
     except ReadError as error:
         return error
 
 
-def waveforms_of(record: EcgRecord) -> int:
+def waveform_sum(record: EcgRecord) -> int:
     """The sum of the waveform hashes of the crops that a dataset has of a record; a ReadError if it has
     none."""
     total = used = 0
     refusal = ReadError("too short")
     crop = np.empty(CROP_SHAPE, "<i2")
-    for part in range(crops_of(record)):
+    for part in range(record_crop_count(record)):
         try:
             prepare_crop(record, part, crop)
         except ReadError as error:
             refusal = error
         else:
-            total += waveform(crop)[1]
+            total += crop_hashes(crop)[1]
             used += 1
     if not used:
         raise refusal

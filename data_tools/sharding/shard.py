@@ -30,11 +30,11 @@ from ..dataset import (
     REJECTS,
     SHARD_CROPS,
     Dataset,
+    crop_hashes,
     label_names,
-    waveform,
 )
 from ..dataset.rejects import Reject
-from ..ecg.crops import Crop, flags_of, prepare_crop
+from ..ecg.crops import Crop, crop_flags, prepare_crop
 from ..ecg.pseudonyms import key_mark, pseudonym
 from ..ecg.record import EcgRecord, class_row, patient_source
 from ..io import cluster
@@ -48,23 +48,23 @@ from ..io.storage import (
     write_errors,
 )
 from ..io.terminal import keep_freed_memory, tell
-from ..sources.base import Source, located, read_record, read_safely, shown_patient
+from ..sources.base import Source, dataset_patient, detail_with_path, read_record, read_safely
 from ..sources.dataset import StoredDataset
 from .finishing import (
     PART_COLUMNS,
     Parts,
     PlanFacts,
-    finish,
-    put_table_back,
+    finish_dataset,
+    raise_no_record_error,
     read_part,
     recipe_hash,
-    refuse_all,
     remove_traces,
+    restore_table,
     write_part,
     write_roles,
 )
 from .finishing import ShardOptions as ShardOptions
-from .plan import PlannedCrops, ShardPlan, hidden, make_plan
+from .plan import PlannedCrops, ShardPlan, hide_detail, make_plan
 from .roles import PAPER_SOURCES, RoleSources
 from .shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
@@ -95,7 +95,7 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
                     f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose another ",
                     Flag("--out"),
                 )
-    mark = _mark_of_pseudonyms(sources, options.pseudonym_key)
+    mark = _pseudonym_key_mark(sources, options.pseudonym_key)
     if any(source.root.url == out.url for source in sources):
         raise DataError(
             Flag("--out"),
@@ -104,12 +104,13 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
         )
     # A finished dataset may lie where nobody can write
     untouched = complete and not unfinished
-    with nullcontext() if untouched else locked(out):
+    with nullcontext() if untouched else lock_folder(out):
         return _plan_and_build(sources, options, mark, out, is_locked=not untouched)
 
 
-def _mark_of_pseudonyms(sources: list[Source], key: bytes | None) -> str | None:
-    """The mark of the key of which all names will be pseudonyms. Those of datasets may be some already."""
+def _pseudonym_key_mark(sources: list[Source], key: bytes | None) -> str | None:
+    """Returns the mark of the key under which all names become pseudonyms. Names in datasets may
+    already be pseudonyms."""
     mark = key_mark(key)
     marks = {source.pseudonyms for source in sources}
     if not key and len(marks) == 1 and all(isinstance(source, StoredDataset) for source in sources):
@@ -124,7 +125,7 @@ def _mark_of_pseudonyms(sources: list[Source], key: bytes | None) -> str | None:
     return mark
 
 
-@cluster.reused_processes()
+@cluster.reuse_processes()
 def _plan_and_build(
     sources: list[Source], options: ShardOptions, mark: str | None, out: Folder, is_locked: bool
 ) -> Dataset:
@@ -147,7 +148,7 @@ def _plan_and_build(
     if out.exists(META):
         return _already_finished(out, recipe, options, is_locked)
     if not plan.shards:
-        return refuse_all(out, plan.rejects)
+        return raise_no_record_error(out, plan.rejects)
     _build(plan, contents, out, options, {})
     planned = PlanFacts.of_plan(plan)
     if options.leave_out and (copies := _copies_of_left_out(Parts(out, planned.shards))):
@@ -157,12 +158,12 @@ def _plan_and_build(
         ]
         _build(plan, contents, out, options, copies)
     del plan  # a gigabyte of ten million records
-    return finish(planned, out, recipe, options)
+    return finish_dataset(planned, out, recipe, options)
 
 
 def _copies_of_left_out(parts: Parts) -> dict[str, list[int]]:
-    """The waveforms of patients who are left out that shards have all the same, as those of others or of
-    nobody: by the names of the shards."""
+    """Returns shard name -> waveforms of left-out patients that the shard still contains under
+    another patient or none."""
     waveforms: set[int] = set()
     for facts in parts.facts():
         waveforms |= {left[3] for left in facts["left_out"]}
@@ -174,9 +175,9 @@ def _copies_of_left_out(parts: Parts) -> dict[str, list[int]]:
 
 
 @contextmanager
-def locked(out: Folder) -> Iterator[None]:
+def lock_folder(out: Folder) -> Iterator[None]:
     """Let only one run write to a folder; it first removes the temporary files of killed runs."""
-    place, lock = _lock_of(out)
+    place, lock = _take_lock(out)
     with lock:
         for path in (place / "tmp").iterdir():
             path.unlink()
@@ -185,7 +186,7 @@ def locked(out: Folder) -> Iterator[None]:
             shutil.rmtree(place)
 
 
-def _lock_of(out: Folder) -> tuple[Path, IO[bytes]]:
+def _take_lock(out: Folder) -> tuple[Path, IO[bytes]]:
     """The folder for temporary files and the file in it that this run has locked. A run that ends in this
     moment removes both: then once more."""
     for _ in range(LOCK_TRIES):
@@ -204,7 +205,8 @@ def _lock_of(out: Folder) -> tuple[Path, IO[bytes]]:
 
 
 def _recipe(options: ShardOptions, identities: list[str], mark: str | None) -> dict[str, Any]:
-    """All that determines the bytes. `identities`: of the shards; `mark`: of the key of pseudonyms."""
+    """Returns everything that determines the dataset's bytes. `identities`: hashes of the
+    shards' contents; `mark`: of the key of pseudonyms."""
     recipe = {
         "plan": options.plan,
         "seed": options.seed,
@@ -230,28 +232,28 @@ def _already_finished(
     another recipe."""
     finished = Dataset.of_folder(out)
     url = finished.root.url
-    if finished.meta["recipe"] == recipe_hash(recipe):
+    if finished.facts.recipe == recipe_hash(recipe):
         if out.exists(".build"):
-            put_table_back(finished)
+            restore_table(finished)
             remove_traces(finished)
         tell(f"note: {url} is already finished: nothing was done")
         return finished
     old = {name: finished.meta[name] for name in ROLE_SETTINGS if name in finished.meta}
     same = {name: value for name, value in recipe.items() if name not in ROLE_SETTINGS} | old
-    if finished.meta["recipe"] == recipe_hash(same):
+    if finished.facts.recipe == recipe_hash(same):
         tell(
             f"note: only roles differ from those of {url}: samples.parquet is written anew, no shard"
         )
-        with nullcontext() if is_locked else locked(out):
+        with nullcontext() if is_locked else lock_folder(out):
             return write_roles(finished, recipe, options)
     what = _changed_settings(finished, recipe) or "from other input or options"
     raise DatasetError(f"{url} is already finished ({what}): choose another ", Flag("--out"))
 
 
 def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
-    """Which settings differ from those it was made with."""
-    formats = finished.meta["formats"]
-    left_out = RoleSources.from_meta(finished.meta).leave_out
+    """Says which settings differ from those of the finished dataset."""
+    formats = finished.facts.formats
+    left_out = RoleSources.from_facts(finished.facts).leave_out
     old = (
         {"shard_crops": SHARD_CROPS}
         | finished.meta
@@ -278,13 +280,14 @@ def _build(
     options: ShardOptions,
     copies: dict[str, list[int]],
 ) -> None:
-    """Build the missing shards. `copies`: by the names of shards, waveforms that they must not have."""
+    """Builds the missing shards. `copies`: shard name -> waveforms that the shard must not
+    contain."""
     written = set(out.names(".build"))  # by an interrupted run
     left = []
     for number, content in enumerate(contents):
         if part_name(shard_name(number)) in written:
             left.append((number, content))
-    checked = cluster.run(partial(_finished, out), left, options.workers, options.cluster)
+    checked = cluster.run(partial(_finished_shard, out), left, options.workers, options.cluster)
     quiet = options.quiet or not left
     finished = set(tqdm(checked, "checking finished shards", len(left), disable=quiet))
     missing = [number for number in range(len(contents)) if number not in finished]
@@ -306,7 +309,7 @@ def _build(
         pass
 
 
-def _finished(out: Folder, task: tuple[int, str]) -> int | None:
+def _finished_shard(out: Folder, task: tuple[int, str]) -> int | None:
     """The shard's number if an interrupted run has finished it. Its part is written last, so the
     shard was whole then; it is read again, because the disk may have damaged it since."""
     number, content = task
@@ -341,7 +344,7 @@ def build_shard(
             open(temporary, "wb", buffering=1 << 20) as file,
         ):
             writer = _ShardWriter(TarWriter(file), options, set(copies))
-            for source, path, label, part, record in _records(sources, crops):
+            for source, path, label, part, record in _read_in_shard_order(sources, crops):
                 writer.add(source, path, label, part, record)
             index = writer.tar.close().encode()
         out.publish(temporary, f"shards/{name}")
@@ -388,16 +391,16 @@ class _ShardWriter:
                 raise record
             notes += record.warnings if part == 0 else ()
             crop = prepare_crop(record, part, self.samples)
-            row = row_of(source, pseudonym(key, "r", source, name), record, crop, key)
-            row["crc32c"], row["waveform"] = waveform(self.samples)
+            row = table_row(source, pseudonym(key, "r", source, name), record, crop, key)
+            row["crc32c"], row["waveform"] = crop_hashes(self.samples)
         except ReadError as error:
-            notes.append((error.reason, located(archive.path_of(path), error.detail)))
-            self.rejects += [hidden(archive, key, source, name, *note) for note in notes]
+            notes.append((error.reason, detail_with_path(archive.path_of(path), error.detail)))
+            self.rejects += [hide_detail(archive, key, source, name, *note) for note in notes]
             return
         if self._is_left_out(row):
             return
-        for note in (*notes, *_flags(crop)):
-            self.rejects.append(hidden(archive, key, source, name, *note))
+        for note in (*notes, *_flag_lines(crop)):
+            self.rejects.append(hide_detail(archive, key, source, name, *note))
         self._write(row, part)
 
     def _is_left_out(self, row: dict[str, Any]) -> bool:
@@ -424,17 +427,17 @@ class _ShardWriter:
         self.rows.append(row)
 
 
-def row_of(
+def table_row(
     source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None
 ) -> dict[str, Any]:
     return {
         "source": source,
         "record": name,
-        "patient": shown_patient(key, source, record.patient),
+        "patient": dataset_patient(key, source, record.patient),
         "start_s": crop.start_s,
         "halves": crop.halves,
         "missing_leads": crop.missing,
-        "flags": flags_of(record, crop),
+        "flags": crop_flags(record, crop),
         "dx": record.dx,
         "labels": class_row(record.dx),
         "age": record.age,
@@ -443,7 +446,7 @@ def row_of(
     }
 
 
-def _flags(crop: Crop) -> Iterator[tuple[str, str]]:
+def _flag_lines(crop: Crop) -> Iterator[tuple[str, str]]:
     """(reason, detail) rows of rejects.csv for a usable but unusual crop."""
     when = f"at {crop.start_s:g} s"
     if crop.missing:
@@ -453,7 +456,7 @@ def _flags(crop: Crop) -> Iterator[tuple[str, str]]:
     yield from ((flag, when) for flag in crop.flags if not flag.startswith("flat:"))
 
 
-def _records(
+def _read_in_shard_order(
     sources: tuple[Source, ...], crops: PlannedCrops
 ) -> Iterator[tuple[Source, str, str, int, EcgRecord | ReadError]]:
     """(source, key, label, crop, record) in shard order; remote records are prefetched."""

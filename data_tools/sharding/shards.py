@@ -17,25 +17,27 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import google_crc32c
 import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from ..dataset import CROP_BYTES, SHARD_CROPS, STORE
-from ..dataset.zarr_reader import ABSENT, BLOSC, CRC, layout
+from ..dataset import CROP_BYTES, SHARD_CROPS, STORE, ShardFacts
+from ..dataset.zarr_reader import ABSENT, BLOSC, CRC, zarr_json
 from ..io import cluster
 from ..io.errors import DatasetError, ReadError
 from ..io.storage import Folder, prefetch
 
-BLOCK, MAX_NAME = 512, 99
+TAR_BLOCK, MAX_NAME = 512, 99
 MAX_INDEX = 2**26
 OCTAL = re.compile(b"[0-7]{11}")
 OWNER, TIME = b"0000644\0" + b"0000000\0" * 2, b"00000000000\0"
-REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
-CONSTANT_SUM = sum(OWNER + TIME + REST) + 8 * 32  # the checksum field itself counts as eight spaces
+HEADER_REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
+CONSTANT_SUM = (
+    sum(OWNER + TIME + HEADER_REST) + 8 * 32
+)  # the checksum field itself counts as eight spaces
 ZarrBlock = tuple[int, list[tuple[str, int, int]]]  # number; tar, offset and crc32c of each crop
 
 
@@ -62,7 +64,7 @@ def member_header(name: str, size: int) -> bytes:
         )
     octal = b"%011o\0" % size
     total = sum(raw) + sum(octal) + CONSTANT_SUM
-    return raw.ljust(100, b"\0") + OWNER + octal + TIME + b"%06o\0 " % total + REST
+    return raw.ljust(100, b"\0") + OWNER + octal + TIME + b"%06o\0 " % total + HEADER_REST
 
 
 class TarWriter:
@@ -77,19 +79,19 @@ class TarWriter:
         self._write(member_header(f"{key}.ecg", len(ecg)))
         offset = self.size
         self._write(ecg)
-        between = bytes(-len(ecg) % BLOCK) + member_header(f"{key}.json", len(text))
+        between = bytes(-len(ecg) % TAR_BLOCK) + member_header(f"{key}.json", len(text))
         self.index.append(
-            _line(
+            _index_line(
                 offset, len(ecg), f"{key}.ecg", self.size + len(between), len(text), f"{key}.json"
             )
         )
-        self._write(between + text + bytes(-len(text) % BLOCK))
+        self._write(between + text + bytes(-len(text) % TAR_BLOCK))
         return offset
 
     def close(self) -> str:
         """Write the end of the archive and return the text of its index."""
-        self._write(bytes(2 * BLOCK))
-        return _index(self.index)
+        self._write(bytes(2 * TAR_BLOCK))
+        return _index_text(self.index)
 
     def _write(self, data: bytes | memoryview) -> None:
         self.file.write(data)
@@ -97,37 +99,37 @@ class TarWriter:
         self.size += len(data)
 
 
-def index_of(shard: memoryview, offsets: Iterable[int]) -> str:
+def make_index(shard: memoryview, offsets: Iterable[int]) -> str:
     """Make the index of a finished shard from the headers of its members."""
     lines = []
     for offset in offsets:
-        ecg, size = member(shard, offset)
-        below = offset + size + -size % BLOCK + BLOCK
-        text, length = member(shard, below)
-        lines.append(_line(offset, size, ecg, below, length, text))
-    return _index(lines)
+        ecg, size = read_member(shard, offset)
+        below = offset + size + -size % TAR_BLOCK + TAR_BLOCK
+        text, length = read_member(shard, below)
+        lines.append(_index_line(offset, size, ecg, below, length, text))
+    return _index_text(lines)
 
 
-def member(shard: memoryview, offset: int) -> tuple[str, int]:
+def read_member(shard: memoryview, offset: int) -> tuple[str, int]:
     """Name and size of the member whose data starts at `offset`; a ValueError if there is none."""
-    header = bytes(shard[max(0, offset - BLOCK) : max(0, offset)])
+    header = bytes(shard[max(0, offset - TAR_BLOCK) : max(0, offset)])
     name, size = header[:100].rstrip(b"\0"), header[124:135]
     if not name.isascii() or not OCTAL.fullmatch(size):
         raise ValueError(f"no tar member at byte {offset}")
     return name.decode(), int(size, 8)
 
 
-def _line(offset: int, size: int, ecg: str, below: int, length: int, text: str) -> str:
+def _index_line(offset: int, size: int, ecg: str, below: int, length: int, text: str) -> str:
     return f"ecg {offset} {size} {ecg} json {below} {length} {text}\n"
 
 
-def _index(lines: list[str]) -> str:
+def _index_text(lines: list[str]) -> str:
     return f"v1.2 {len(lines)}\n" + "".join(lines)
 
 
 def write_zarr(
     table: pa.Table,
-    shards: list[dict[str, Any]],
+    shards: list[ShardFacts],
     out: Folder,
     workers: int,
     dask: str | None,
@@ -142,7 +144,7 @@ def write_zarr(
             rows = range(start, min(start + SHARD_CROPS, len(table)))
             yield (
                 start // SHARD_CROPS,
-                [(f"shards/{shards[shard[i]]['name']}", int(offset[i]), int(crc[i])) for i in rows],
+                [(f"shards/{shards[shard[i]].name}", int(offset[i]), int(crc[i])) for i in rows],
             )
 
     expected = {f"{STORE}/zarr.json"} | {
@@ -150,7 +152,9 @@ def write_zarr(
     }
     for name in set(out.names(STORE)) - expected:  # left by an interrupted run with other settings
         out.remove(name)
-    out.write(f"{STORE}/zarr.json", json.dumps(layout(len(table), SHARD_CROPS), indent=2).encode())
+    out.write(
+        f"{STORE}/zarr.json", json.dumps(zarr_json(len(table), SHARD_CROPS), indent=2).encode()
+    )
     with tqdm(total=len(table), unit=" crops", desc="zarr", disable=quiet) as bar:
         for written in cluster.run(
             partial(write_zarr_block, out, SHARD_CROPS), blocks(), workers, dask
@@ -176,13 +180,13 @@ def write_zarr_block(out: Folder, size: int, block: ZarrBlock) -> int:
                 f"{out.url}/{tar}: the crop at byte {offset} fails its crc32c: run again to "
                 "rebuild the file"
             )
-        return _with_crc(BLOSC.encode(np.frombuffer(ecg, "<i2")))
+        return _append_crc(BLOSC.encode(np.frombuffer(ecg, "<i2")))
 
     chunks = list(prefetch(packed, crops) if out.remote else map(packed, crops))
     index = np.full((size, 2), ABSENT, "<u8")
     lengths = np.array([len(chunk) for chunk in chunks])
     index[: len(chunks)] = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
-    data = b"".join([*chunks, _with_crc(index.tobytes())])
+    data = b"".join([*chunks, _append_crc(index.tobytes())])
     out.write(name, data)
     out.write(marker, mark + _sha256(data))
     return len(crops)
@@ -192,5 +196,5 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest().encode()
 
 
-def _with_crc(data: bytes) -> bytes:
+def _append_crc(data: bytes) -> bytes:
     return data + int(google_crc32c.value(data)).to_bytes(CRC, "little")

@@ -33,26 +33,26 @@ from ..dataset import (
     SAMPLES,
     STORE,
     Dataset,
-    flagged,
+    crop_hashes,
+    flag_mask,
     label_names,
-    waveform,
 )
-from ..dataset.rejects import FLAGS, Reject, rejects_of
-from ..dataset.zarr_reader import decode, index_bytes
-from ..ecg.crops import CROP, HALF, MAX_UV, SPEC, crops_of, prepare_crop
-from ..ecg.pseudonyms import other_key, pseudonym
+from ..dataset.rejects import FLAG_REASONS, Reject, read_rejects
+from ..dataset.zarr_reader import decode_chunk, index_bytes
+from ..ecg.crops import CROP, HALF, MAX_UV, prepare_crop, record_crop_count
+from ..ecg.pseudonyms import pseudonym, wrong_key_message
 from ..ecg.record import LEADS, EcgRecord, class_row, known_patient
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
 from ..io.errors import MISSING_FILE, ChunkError, DatasetError, ReadError, one_line
 from ..io.storage import prefetch
 from ..io.terminal import tell
-from ..sources.base import Source, missing_note, read_record, read_safely, shown_patient
+from ..sources.base import Source, dataset_patient, missing_note, read_record, read_safely
 from .finishing import (
-    ROLES,
+    ROLE_COLUMNS,
     assign_roles,
+    read_records,
     recipe_hash,
-    records_of,
     role_counts,
     source_counts,
 )
@@ -60,13 +60,13 @@ from .leave_out import LeaveOut
 from .plan import check_name, make_plan
 from .record_index import RecordIndex
 from .roles import Records, RoleSources
-from .same_records import waveforms_of
-from .shard import row_of
-from .shards import BLOCK, MAX_INDEX, index_name, index_of, member, member_header
+from .same_records import waveform_sum
+from .shard import table_row
+from .shards import MAX_INDEX, TAR_BLOCK, index_name, make_index, member_header, read_member
 
 MAX_FINDINGS = 20  # listed per shard, storage object or folder
-CHUNK = 512  # records of an archive that are compared in one task
-BATCH = 65_536  # rows of a table that are Python objects at a time
+RECORDS_PER_TASK = 512  # records of an archive that are compared in one task
+BATCH_ROWS = 65_536  # rows of a table that are Python objects at a time
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = (
     "patient",
@@ -80,17 +80,19 @@ ARCHIVE_COLUMNS = (
 )
 ROW_COLUMNS = ["source", "record", "start_s", "shard", "offset", "crc32c", *ARCHIVE_COLUMNS]
 TEXT = pa.large_string()
-NAMED = pa.schema({"source": TEXT, "record": TEXT, "patient": TEXT})
-REFUSED = pa.schema({"source": TEXT, "record": TEXT, "reason": TEXT})
+PATIENT_SCHEMA = pa.schema({"source": TEXT, "record": TEXT, "patient": TEXT})
+REFUSED_SCHEMA = pa.schema({"source": TEXT, "record": TEXT, "reason": TEXT})
 JSON_COLUMNS = [
-    name for name in COLUMNS.names if name not in ("shard", "offset", "crc32c", "waveform", *ROLES)
+    name
+    for name in COLUMNS.names
+    if name not in ("shard", "offset", "crc32c", "waveform", *ROLE_COLUMNS)
 ]
 Rows = tuple[
     int, pa.Table
 ]  # number of a shard or of a storage object of the zarr copy; its rows in order
 
 
-@cluster.reused_processes()
+@cluster.reuse_processes()
 def verify(
     dataset: Dataset,
     sources: list[Source] | None = None,
@@ -108,22 +110,22 @@ def verify(
     findings: list[str] = []
     rejects: list[Reject] = []
     try:
-        rejects = rejects_of(dataset)
+        rejects = read_rejects(dataset)
     except DatasetError as error:
         findings.append(str(error))
-    records = records_of(dataset.table)
+    records = read_records(dataset.table)
     findings += _check_meta(dataset, records)
     findings += _check_table(dataset, records)
     del records  # gigabytes at ten million crops
     begins = np.searchsorted(dataset.column("shard"), np.arange(len(dataset.shards) + 1))
     if dataset.shards and begins[-1] != len(dataset):
         return [*findings, f"{SAMPLES}: {len(dataset) - begins[-1]} rows of no shard in {META}"]
-    rows = enumerate(pieces(dataset, COLUMNS.names, begins))
+    rows = enumerate(split_rows(dataset, COLUMNS.names, begins))
     checks = cluster.run_in_order(partial(check_shard, dataset, fast), rows, workers)
     bar = {"total": len(dataset.shards), "unit": " shards", "desc": "shards", "disable": quiet}
     for of_shard in tqdm(checks, **bar):
         findings += of_shard
-    if "zarr" in dataset.meta["formats"]:
+    if "zarr" in dataset.facts.formats:
         findings += _check_zarr(dataset, fast, workers, quiet)
     if sources:
         findings += _compare_archive(
@@ -133,7 +135,7 @@ def verify(
 
 
 def _check_columns(dataset: Dataset) -> None:
-    """A DatasetError if samples.parquet is not a table of version 1."""
+    """Raises a DatasetError if samples.parquet is not a table of version 1."""
     if unknown := sorted(set(dataset.stored_columns) - set(COLUMNS.names)):
         names = ", ".join(unknown)
         raise DatasetError(f"{SAMPLES}: columns that version 1 does not have: {names}"[:200])
@@ -143,7 +145,7 @@ def _check_columns(dataset: Dataset) -> None:
         raise DatasetError(f"{SAMPLES}: start_s is not always a multiple of {CROP / FS_HZ:g} s")
 
 
-def pieces(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterator[pa.Table]:
+def split_rows(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterator[pa.Table]:
     """The rows from each of `begins` to the next."""
     batches = dataset.parts(columns)
     held = pa.schema([COLUMNS.field(name) for name in columns]).empty_table()
@@ -158,50 +160,47 @@ def pieces(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterator
 
 def _check_meta(dataset: Dataset, of_records: Records) -> Iterator[str]:
     """Check dataset.json against format version 1, the rows and the existing files."""
-    meta = dataset.meta
-    for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
-        if meta[name] != SPEC[name]:
-            yield f"{META}: {name} {meta[name]}, {SPEC[name]} expected"[:200]
-    if recipe_hash(meta["preprocessing"]) != meta["preprocessing_sha256"]:
+    facts = dataset.facts
+    if recipe_hash(facts.preprocessing) != facts.preprocessing_sha256:
         yield f"{META}: preprocessing fails its sha256"
     counts = source_counts(of_records)
-    for source in meta["sources"]:
-        records, (crops, used) = source["records"], counts.pop(source["name"], (0, 0))
-        if (source["crops"], records["used"], records["seen"]) != (
+    for source in facts.sources:
+        records, (crops, used) = source.records, counts.pop(source.name, (0, 0))
+        if (source.crops, records["used"], records["seen"]) != (
             crops,
             used,
             used + records["refused"],
         ):
             yield (
-                f"{META}: counts of {source['name']} differ from {SAMPLES}: {crops} crops of "
+                f"{META}: counts of {source.name} differ from {SAMPLES}: {crops} crops of "
                 f"{used} records"
             )
     yield from (f"{META}: {name} is missing in sources" for name in counts)
-    if role_counts(dataset.table(ROLES)) != meta["roles"]:
+    if role_counts(dataset.table(ROLE_COLUMNS)) != facts.roles:
         yield f"{META}: counts per role differ from the rows"
     expected = {
         name
         for shard in dataset.shards
-        for name in (f"shards/{shard['name']}", index_name(shard["name"]))
+        for name in (f"shards/{shard.name}", index_name(shard.name))
     }
     strays = [name for name in dataset.root.names("shards") if name not in expected]
-    if "zarr" not in meta["formats"] and dataset.root.exists(f"{STORE}/zarr.json"):
+    if "zarr" not in facts.formats and dataset.root.exists(f"{STORE}/zarr.json"):
         strays.append(STORE)
-    yield from _first([f"{name}: not a part of the dataset" for name in strays], "shards/")
+    yield from _first_findings([f"{name}: not a part of the dataset" for name in strays], "shards/")
 
 
 def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
-    seed = dataset.meta["seed"]
-    sources = RoleSources.from_meta(dataset.meta)
-    doubtful = flagged(dataset.table(["flags"]), sources.leave_out)
+    facts = dataset.facts
+    sources = RoleSources.from_facts(facts)
+    doubtful = flag_mask(dataset.table(["flags"]), sources.leave_out)
     try:
-        again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources)
+        again = assign_roles(records, doubtful, facts.plan, facts.seed, sources)
     except DatasetError as error:
         yield f"{SAMPLES}: {error}"
     else:
-        for column in ROLES:
-            if wrong := _unequal(again[column], dataset.table([column])[column]):
-                yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {seed} gives"
+        for column in ROLE_COLUMNS:
+            if wrong := _count_unequal(again[column], dataset.table([column])[column]):
+                yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {facts.seed} gives"
     for part in dataset.parts(["dx", "labels"]):
         labels = [class_row(tuple(dx)) for dx in part["dx"].to_pylist()]
         if labels != part["labels"].to_pylist():
@@ -209,8 +208,8 @@ def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
             return
 
 
-def _unequal(values: pa.ChunkedArray, others: pa.ChunkedArray) -> int:
-    """How many values differ; null equals null."""
+def _count_unequal(values: pa.ChunkedArray, others: pa.ChunkedArray) -> int:
+    """Counts the values that differ; null equals null."""
     differ = pc.fill_null(pc.not_equal(values, others), False)
     return int(
         pc.sum(pc.or_(differ, pc.xor(values.is_null(), others.is_null())), min_count=0).as_py()
@@ -220,21 +219,21 @@ def _unequal(values: pa.ChunkedArray, others: pa.ChunkedArray) -> int:
 def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     index, rows = rows_of
     shard = dataset.shards[index]
-    name = f"shards/{shard['name']}"
+    name = f"shards/{shard.name}"
     findings: list[str] = []
     try:
-        if len(rows) != shard["crops"]:
-            findings.append(f"{name}: {len(rows)} rows, {shard['crops']} crops in {META}")
+        if len(rows) != shard.crops:
+            findings.append(f"{name}: {len(rows)} rows, {shard.crops} crops in {META}")
         if fast:
-            findings += _check_size(dataset, name, shard["bytes"])
-            return [*findings, *_check_size(dataset, index_name(shard["name"]))]
-        data = dataset.root.view(name, shard["bytes"])
-        if len(data) != shard["bytes"]:
-            return [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
-        if hashlib.sha256(data).hexdigest() != shard["sha256"]:
+            findings += _check_size(dataset, name, shard.bytes)
+            return [*findings, *_check_size(dataset, index_name(shard.name))]
+        data = dataset.root.view(name, shard.bytes)
+        if len(data) != shard.bytes:
+            return [f"{name}: {len(data)} bytes, {shard.bytes} expected (truncated or replaced)"]
+        if hashlib.sha256(data).hexdigest() != shard.sha256:
             findings.append(f"{name}: fails its sha256")
         findings += _check_crops(name, data, rows)
-        findings += _check_index(dataset, index_name(shard["name"]), data, rows)
+        findings += _check_index(dataset, index_name(shard.name), data, rows)
         if not findings:
             findings += _check_members(name, data, rows)
     except ReadError as error:
@@ -242,7 +241,7 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         # A forged file with the right sha256
         findings.append(one_line(f"{name}: an invalid tar member: {error}"))
-    return _first(findings, name)
+    return _first_findings(findings, name)
 
 
 def _check_crops(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
@@ -253,7 +252,7 @@ def _check_crops(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
             yield f"{name}: crop {number} at byte {row['offset']} {finding}"
 
 
-def _first(findings: Iterable[str], what: str) -> list[str]:
+def _first_findings(findings: Iterable[str], what: str) -> list[str]:
     """The first findings about a file or folder, and how many more there are: a damaged disk can
     have thousands."""
     rest = iter(findings)
@@ -275,7 +274,7 @@ def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Ite
 
 def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
     """Check a crop's samples against its row."""
-    crc, hashed = waveform(crop)
+    crc, hashed = crop_hashes(crop)
     if crc != row["crc32c"]:
         yield "fails its crc32c"
         return
@@ -292,7 +291,7 @@ def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
 def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) -> list[str]:
     try:
         text = dataset.root.read(name, MAX_INDEX).decode()
-        expected = index_of(data, rows["offset"].to_pylist())
+        expected = make_index(data, rows["offset"].to_pylist())
     except (ReadError, ValueError) as error:
         return [f"{name}: {error}"]
     return [] if text == expected else [f"{name}: names, offsets or sizes differ from the shard"]
@@ -305,9 +304,12 @@ def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]
     for number, row in enumerate(rows.to_pylist()):
         key = f"{row['source']}-{row['record']}-{round(row['start_s'] * FS_HZ) // CROP:03d}"
         place = f"{name}: crop {number} ({key})"
-        start, text = end + BLOCK, end + BLOCK + CROP_BYTES + -CROP_BYTES % BLOCK + BLOCK
-        _, length = member(data, text)
-        headers = bytes(data[end:start]), bytes(data[text - BLOCK : text])
+        start, text = (
+            end + TAR_BLOCK,
+            end + TAR_BLOCK + CROP_BYTES + -CROP_BYTES % TAR_BLOCK + TAR_BLOCK,
+        )
+        _, length = read_member(data, text)
+        headers = bytes(data[end:start]), bytes(data[text - TAR_BLOCK : text])
         if row["offset"] != start or headers != (
             member_header(f"{key}.ecg", CROP_BYTES),
             member_header(f"{key}.json", length),
@@ -315,14 +317,14 @@ def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]
             yield f"{place}: another crop or another kind of tar member is in its place"
             return
         facts = json.loads(bytes(data[text : text + length]))
-        if differing := _differing(facts, row):
+        if differing := _differing_entries(facts, row):
             yield f"{place}: JSON and {SAMPLES} differ in {', '.join(differing)}"
-        end = text + length + -length % BLOCK
-    if bytes(data[end:]) != bytes(2 * BLOCK):
+        end = text + length + -length % TAR_BLOCK
+    if bytes(data[end:]) != bytes(2 * TAR_BLOCK):
         yield f"{name}: the end of the tar file does not follow its last crop"
 
 
-def _differing(facts: dict[str, Any], row: dict[str, Any]) -> list[str]:
+def _differing_entries(facts: dict[str, Any], row: dict[str, Any]) -> list[str]:
     """The names of the entries of a crop's JSON that differ from its row."""
     expected = {column: row[column] for column in JSON_COLUMNS}
     expected["label_names"] = label_names(row["labels"])
@@ -344,23 +346,25 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
     blocks = range(-(-len(dataset) // chunks.block))
     expected = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}
     files = set(dataset.root.names(STORE))
-    findings = _first(
+    findings = _first_findings(
         [f"{name}: not a part of the dataset" for name in sorted(files - expected)], STORE
     )
-    findings += _first([f"{name}: missing file" for name in sorted(expected - files)], STORE)
+    findings += _first_findings(
+        [f"{name}: missing file" for name in sorted(expected - files)], STORE
+    )
     begins = np.minimum(np.arange(len(blocks) + 1) * chunks.block, len(dataset))
     rows = (
         (i, piece)
-        for i, piece in enumerate(pieces(dataset, CONTENT_COLUMNS, begins))
+        for i, piece in enumerate(split_rows(dataset, CONTENT_COLUMNS, begins))
         if chunks.name(i) in files
     )
-    checks = cluster.run_in_order(partial(check_object, dataset, fast), rows, workers)
+    checks = cluster.run_in_order(partial(check_zarr_object, dataset, fast), rows, workers)
     for of_object in tqdm(checks, total=len(blocks), unit=" files", desc="zarr", disable=quiet):
         findings += of_object
     return findings
 
 
-def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
+def check_zarr_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     """Check a storage object of the zarr copy: its index and its chunks, one per crop."""
     number, rows = rows_of
     chunks, root, name = dataset.chunks, dataset.root, dataset.chunks.name(number)
@@ -383,11 +387,11 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     for i, ((start, length), row) in enumerate(zip(index, rows.to_pylist(), strict=False)):
         place = f"{name}: crop {number * chunks.block + i}"
         try:
-            decode(bytes(data[start : start + length]), length, crop)
+            decode_chunk(bytes(data[start : start + length]), length, crop)
             findings += [f"{place} {finding}" for finding in _check_crop(crop, row)]
         except ChunkError as error:
             findings.append(f"{place}: {error}")
-    return _first(findings, name)
+    return _first_findings(findings, name)
 
 
 class _Compared(NamedTuple):
@@ -425,7 +429,7 @@ class _Comparison:
         key = None if archive.pseudonyms else self.key
         name = pseudonym(key, "r", record.source, record.name)
         with suppress(ReadError):
-            patient = shown_patient(key, record.source, record.patient)
+            patient = dataset_patient(key, record.source, record.patient)
             if self.leave_out and self.leave_out.who(record.source, patient):
                 return _Compared()
         if rows := self.rows.find(record.source, name):
@@ -456,28 +460,34 @@ def _compare_archive(
 ) -> list[str]:
     """Prepare every record of the archive again and compare samples and columns with the dataset,
     bit for bit."""
-    if other := other_key(dataset.meta["pseudonyms"], key):
+    if other := wrong_key_message(dataset.facts.pseudonyms, key):
         return [other]
     schema = pa.schema([COLUMNS.field(name) for name in ROW_COLUMNS])
-    lines = [reject[:3] for reject in rejects if reject[2] not in FLAGS]
+    lines = [reject[:3] for reject in rejects if reject[2] not in FLAG_REASONS]
     refused = pa.Table.from_pylist(
-        [dict(zip(REFUSED.names, line, strict=True)) for line in lines], REFUSED
+        [dict(zip(REFUSED_SCHEMA.names, line, strict=True)) for line in lines], REFUSED_SCHEMA
     )
-    named = _named_patients(sources, patients, workers, quiet) if patients else NAMED.empty_table()
+    named = (
+        _read_patients(sources, patients, workers, quiet)
+        if patients
+        else PATIENT_SCHEMA.empty_table()
+    )
     with tempfile.TemporaryDirectory(prefix="omnilead-") as place:
         comparison = _Comparison(
             dataset,
             RecordIndex.write(Path(place, "rows"), schema, dataset.parts(ROW_COLUMNS)),
-            RecordIndex.write(Path(place, "refused"), REFUSED, refused.to_batches(BATCH)),
-            RecordIndex.write(Path(place, "named"), NAMED, named.to_batches(BATCH)),
+            RecordIndex.write(
+                Path(place, "refused"), REFUSED_SCHEMA, refused.to_batches(BATCH_ROWS)
+            ),
+            RecordIndex.write(Path(place, "named"), PATIENT_SCHEMA, named.to_batches(BATCH_ROWS)),
             leave_out,
             key,
         )
         seen = np.zeros(len(dataset), bool)  # first rows of records that are in the archive
         findings = _archive_findings(comparison, sources, seen, workers, quiet)
-        listed = _first(findings, "--archive")
+        listed = _first_findings(findings, "--archive")
         if not seen.any():  # whatever else it holds
-            return _absent(comparison.rows, seen, "all ", "is this the archive?")
+            return _absent_records(comparison.rows, seen, "all ", "is this the archive?")
         return listed
 
 
@@ -493,7 +503,7 @@ def _archive_findings(
                 for record in records:
                     if record.missing:
                         missing.append(record.missing)
-                    # if another record of this name came first
+                    # another record of this name came first
                     if record.row >= 0 and seen[record.row]:
                         continue
                     if record.row >= 0:
@@ -502,10 +512,10 @@ def _archive_findings(
         if missing:
             root = archive.root
             tell(f"note: {missing_note(root.url, missing, root.private)}")
-    yield from _absent(comparison.rows, seen, "", "pass all SRC of the dataset")
+    yield from _absent_records(comparison.rows, seen, "", "pass all SRC of the dataset")
 
 
-def _named_patients(sources: list[Source], url: str, workers: int, quiet: bool) -> pa.Table:
+def _read_patients(sources: list[Source], url: str, workers: int, quiet: bool) -> pa.Table:
     """The patients that a table names."""
     plan = make_plan(sources, 0, workers, quiet=quiet, patients=url)
     known = plan.patients.is_valid()
@@ -515,26 +525,26 @@ def _named_patients(sources: list[Source], url: str, workers: int, quiet: bool) 
         pc.replace_substring_regex(labels, "^[^/]*/", ""),
         plan.patients.filter(known).cast(TEXT),
     ]
-    return pa.table(columns, NAMED)
+    return pa.table(columns, PATIENT_SCHEMA)
 
 
 def _chunks(archive: Source) -> Iterator[tuple[Source, list[str]]]:
     keys = iter(archive.keys())
-    while chunk := list(islice(keys, CHUNK)):
+    while chunk := list(islice(keys, RECORDS_PER_TASK)):
         yield archive, chunk
 
 
 def _can_be_used(record: EcgRecord) -> bool:
     try:
-        check_name(record.source, record.name, crops_of(record))
+        check_name(record.source, record.name, record_crop_count(record))
         known_patient(record.patient)
-        waveforms_of(record)
+        waveform_sum(record)
         return True
     except ReadError:
         return False
 
 
-def _absent(rows: RecordIndex, seen: np.ndarray, how_many: str, mend: str) -> list[str]:
+def _absent_records(rows: RecordIndex, seen: np.ndarray, how_many: str, mend: str) -> list[str]:
     first_rows = rows.first_rows()
     absent = first_rows[~seen[first_rows]]
     if not len(absent):
@@ -557,13 +567,13 @@ def _compare_record(
     parts = {round(row["start_s"] * FS_HZ) // CROP: row for row in rows}
     crop = np.empty(CROP_SHAPE, "<i2")
     try:
-        count = crops_of(record)
+        count = record_crop_count(record)
     except ReadError:
         count = 0
     for part in sorted({*range(count), *parts}):
         place = f"{record.source}/{name} at {part * CROP / FS_HZ:g} s"
         try:
-            again = row_of(record.source, name, record, prepare_crop(record, part, crop), key)
+            again = table_row(record.source, name, record, prepare_crop(record, part, crop), key)
         except ReadError as error:
             if part in parts:
                 yield f"{place}: the archive has no such crop: {error}"

@@ -3,7 +3,7 @@
     open_array(folder("ROOT"), "ecg.hdf5", "tracings")     # has shape, dtype and [rows]
 
 Nothing is a pickle or runs code, no link to another file is followed, and no chunk takes more than
-MAX_CHUNK bytes when it is unpacked. Files that break these rules give a ReadError.
+MAX_ARRAY_CHUNK bytes when it is unpacked. Files that break these rules give a ReadError.
 """
 
 import json
@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from ..io.errors import DataError, ReadError, StorageError, failure_of_machine, one_line
+from ..io.errors import DataError, ReadError, StorageError, machine_error, one_line
 from ..io.npz import npz_array, npz_names, open_npy
 from ..io.storage import Folder
 from .zip_folder import is_in_zip
 
-ENDINGS = (".npy", ".npz", ".zarr", ".h5", ".hdf5")
-MAX_CHUNK = 64 * 2**20  # a chunk is always decompressed as a whole
-MAX_META = 2**20
+ARRAY_ENDINGS = (".npy", ".npz", ".zarr", ".h5", ".hdf5")
+MAX_ARRAY_CHUNK = 64 * 2**20  # a chunk is always decompressed as a whole
+MAX_ARRAY_META = 2**20
 LOCAL_ONLY = "copy arrays to a local disk first, and unpack those in a zip"
-ZARR_META = ("zarr.json", ".zarray")
+ZARR_META_FILES = ("zarr.json", ".zarray")
 # Codecs that only compute. Others may do anything: one of zarr's unpickles
 CODECS = {"blosc", "bytes", "crc32c", "gzip", "lz4", "sharding_indexed", "shuffle", "transpose"}
 CODECS |= {"zlib", "zstd"}
@@ -34,7 +34,7 @@ NO_CODECS = {"regular", "default", "v2"}  # grids and names of chunks, which zar
 
 
 def path_inside(root: Folder, name: str) -> Path:
-    """The path of what lies in the folder itself, not behind a link or `..`."""
+    """Returns a path inside the folder; refuses links and `..`."""
     if root.remote or is_in_zip(root, name):
         raise StorageError(f"{root.url}/{name}: {LOCAL_ONLY}")
     place = root.path(name)
@@ -51,7 +51,7 @@ def array_errors(part: str) -> Iterator[None]:
     except (DataError, MemoryError):
         raise
     except Exception as error:
-        if failure := failure_of_machine(error):
+        if failure := machine_error(error):
             raise failure from None
         raise ReadError("unreadable file", f"{part}: {one_line(str(error), 160)}") from None
 
@@ -121,7 +121,7 @@ def open_hdf5(file: Any, part: str, name: str) -> Any:
         raise ReadError("unexpected HDF5 shape", f"{part}: {name} is not a dataset")
     if member.is_virtual or member.external:
         raise ReadError("HDF5 points elsewhere", f"{part}: {name}")
-    if member.chunks and math.prod(member.chunks) * member.dtype.itemsize > MAX_CHUNK:
+    if member.chunks and math.prod(member.chunks) * member.dtype.itemsize > MAX_ARRAY_CHUNK:
         what = f"{part}: {member.name} {member.shape} in chunks of {member.chunks}"
         raise ReadError("unexpected HDF5 shape", what)
     return member
@@ -157,34 +157,34 @@ def _open_zarr(root: Folder, place: str) -> Any:
     import zarr
 
     path_inside(root, place)
-    for meta in ZARR_META:
+    for meta in ZARR_META_FILES:
         if root.exists(f"{place}/{meta}"):
-            facts = json.loads(root.read(f"{place}/{meta}", MAX_META))
-            if others := set(_named(facts)) - CODECS - NO_CODECS:
+            facts = json.loads(root.read(f"{place}/{meta}", MAX_ARRAY_META))
+            if others := set(_names_in(facts)) - CODECS - NO_CODECS:
                 raise ReadError("zarr codec", f"{place}: {', '.join(sorted(map(str, others)))}")
     if any(os.path.islink(root.path(name)) for name in root.names(place)):
         raise ReadError("zarr points elsewhere", f"{place}: has links")
     array = zarr.open_array(root.path(place), mode="r")
-    if math.prod(array.chunks) * array.dtype.itemsize > MAX_CHUNK:
+    if math.prod(array.chunks) * array.dtype.itemsize > MAX_ARRAY_CHUNK:
         raise ReadError("unexpected zarr shape", f"{place}: in chunks of {array.chunks}")
     return array
 
 
-def _named(meta: Any) -> Iterator[Any]:
+def _names_in(meta: Any) -> Iterator[Any]:
     """The names and ids in what zarr says of an array."""
     if isinstance(meta, list):
         for part in meta:
-            yield from _named(part)
+            yield from _names_in(part)
     elif isinstance(meta, dict):
         for key, value in meta.items():
             if key in ("name", "id"):
                 yield value
             elif key != "attributes":
-                yield from _named(value)
+                yield from _names_in(value)
 
 
-def without_padding(signal_LT: np.ndarray) -> np.ndarray:
-    """Without the zeros that all leads have at both ends."""
+def strip_padding(signal_LT: np.ndarray) -> np.ndarray:
+    """Removes samples at both ends that are zero in all leads."""
     measured = np.flatnonzero(np.any(signal_LT != 0, axis=0))
     if not len(measured):
         raise ReadError("no valid lead", "all zero")

@@ -33,39 +33,39 @@ from ..ecg.record import (
     SYNTHETIC,
     EcgRecord,
     Header,
+    age_and_sex_warnings,
     clean_age,
     clean_sex,
     lead_rows,
-    not_understood,
     record_stem,
     unit_name,
 )
-from ..ecg.record_tables import as_text, read_cells
+from ..ecg.record_tables import cells_as_text, read_cells
 from ..ecg.resampling import rate_ratio
 from ..io.errors import DataError, Flag, ReadError, one_line
-from ..io.spreadsheet import as_number
+from ..io.spreadsheet import to_number
 from ..io.storage import Folder
 from .array_files import (
-    ENDINGS,
+    ARRAY_ENDINGS,
     LOCAL_ONLY,
     array_errors,
     arrays_in,
     open_array,
     path_inside,
-    without_padding,
+    strip_padding,
 )
-from .base import Source, cached, path_name
+from .base import Source, path_name, threadsafe_cache
 from .zip_folder import is_in_zip
 
 YAML, MAX_YAML = "arrays.yaml", 2**16
-TABLES = (".csv", ".parquet")
-COLUMNS = {"record", "patient", "age", "sex", "index", "fs_hz"}
-NEEDED = {
+TABLE_ENDINGS = (".csv", ".parquet")
+TABLE_COLUMNS = {"record", "patient", "age", "sex", "index", "fs_hz"}
+REQUIRED_ENTRIES = {
     "fs_hz": "the sampling rate in Hz, or a column of the table",
     "unit": "mV, uV, V, or how many microvolts one step is",
     "leads": "12 (I II III aVR aVL aVF V1 to V6), or the names of all leads in order",
 }
-MAX_ECGS, MAX_SAMPLES, MAX_TABLE = 20_000_000, 2_000_000, 2**29
+MAX_ECGS, MAX_ARRAY_SAMPLES, MAX_ARRAY_TABLE = 20_000_000, 2_000_000, 2**29
 FIRST_SAMPLES = 64  # stand for the waveform in the plan
 NOT_MEASURED = -32_768  # in int16
 
@@ -101,14 +101,14 @@ class ArrayFacts(BaseModel):
 
     @property
     def columns(self) -> dict[str, str]:
-        named = self.model_dump(include=COLUMNS, exclude_defaults=True)
-        if not math.isnan(as_number(self.fs_hz)):
+        named = self.model_dump(include=TABLE_COLUMNS, exclude_defaults=True)
+        if not math.isnan(to_number(self.fs_hz)):
             del named["fs_hz"]
         return named
 
     @property
     def many(self) -> bool:
-        """Whether a file has many ECGs."""
+        """True if a file has many ECGs."""
         return "ecgs" in self.layout
 
 
@@ -128,10 +128,10 @@ class ArraySource(Source):
         try:
             self.facts = _read_facts(root, dict(options or {}))
             if self.facts.table:
-                _table(root, self.facts)
+                _read_table(root, self.facts)
             else:
                 for name in self.facts.columns.values():
-                    _texts(root, _parts(root, self.facts.file)[0], name, self.facts)
+                    _read_column(root, _array_files(root, self.facts.file)[0], name, self.facts)
         except DataError as error:
             why = error.reason if root.private and isinstance(error, ReadError) else error
             raise DataError(f"{root.url}: {why}") from None
@@ -144,21 +144,22 @@ class ArraySource(Source):
         return YAML in names
 
     def keys(self) -> Iterator[str]:
-        for part in _parts(self.root, self.facts.file):
+        for part in _array_files(self.root, self.facts.file):
             count = 1
             if self.facts.many:
                 with suppress(ReadError):  # `read` refuses its first key with the same error
-                    count = _count(self.root, part, self.facts)
+                    count = _count_ecgs(self.root, part, self.facts)
             for row in range(count):
                 yield f"{part}#{row}"
 
     def notes(self) -> list[str]:
-        """What was understood, as nothing contradicts a wrong rate, or rows in another order."""
+        """States how the files were understood, because nothing would reveal a wrong rate or row
+        order."""
         facts = self.facts
         text = f"{self.root.url}: ECGs are read as [{', '.join(facts.layout)}]"
         with suppress(ReadError):  # `read` refuses it
-            shape = _open(self.root, _parts(self.root, facts.file)[0], facts).shape
-            if (fs_hz := as_number(facts.fs_hz)) > 0:
+            shape = _open_array(self.root, _array_files(self.root, facts.file)[0], facts).shape
+            if (fs_hz := to_number(facts.fs_hz)) > 0:
                 length_s = shape[facts.layout.index("samples")] / fs_hz
                 text += f", {length_s:g} s long in the first file{', padded' * bool(facts.padding)}"
         if facts.table and facts.many and not facts.index:
@@ -168,8 +169,8 @@ class ArraySource(Source):
     def _unread_table(self) -> str:
         """A note on a table with the array's name that is not read; "" if there is none."""
         facts, root = self.facts, self.root
-        stem = _parts(root, facts.file)[0].rpartition(".")[0]
-        tables = [f"{stem}{ending}" for ending in TABLES if root.exists(f"{stem}{ending}")]
+        stem = _array_files(root, facts.file)[0].rpartition(".")[0]
+        tables = [f"{stem}{ending}" for ending in TABLE_ENDINGS if root.exists(f"{stem}{ending}")]
         if facts.table or not tables:
             return ""
         if root.private:
@@ -199,7 +200,7 @@ class ArraySource(Source):
         return f"{root.url}: {tables[0]} is not read: to use it, {mend}"
 
     def tables(self) -> bytes:
-        table = self.facts.table and self.root.read(self.facts.table, MAX_TABLE)
+        table = self.facts.table and self.root.read(self.facts.table, MAX_ARRAY_TABLE)
         return f"{self.facts} {table!r}".encode()
 
     def name_for(self, key: str) -> str:
@@ -232,7 +233,10 @@ class ArraySource(Source):
     def _ecg(self, key: str) -> EcgRecord:
         facts = self.facts
         part, _, row = key.rpartition("#")
-        values, cells = _open(self.root, part, facts), _cells(self.root, part, int(row), facts)
+        values, cells = (
+            _open_array(self.root, part, facts),
+            _ecg_cells(self.root, part, int(row), facts),
+        )
         index_of = {"ecgs": int(row), "1": 0}
         with array_errors(part):
             signal = np.asarray(
@@ -241,13 +245,13 @@ class ArraySource(Source):
         if facts.layout.index("samples") < facts.layout.index("leads"):
             signal = signal.T
         if facts.padding:
-            signal = without_padding(signal)
+            signal = strip_padding(signal)
         name = path_name(part, self.name_for(key))
         if facts.record:
             if not cells["record"]:
                 raise ReadError("record name", f"empty in {facts.record}")
             name = record_stem(cells["record"].replace("/", "_") + ".", longest=None)
-        fs_hz = as_number(cells.get("fs_hz", facts.fs_hz))
+        fs_hz = to_number(cells.get("fs_hz", facts.fs_hz))
         rate_ratio(fs_hz)  # refuses unsupported rates
         age, sex = clean_age(cells.get("age")), clean_sex(cells.get("sex"))
         return EcgRecord(
@@ -261,16 +265,16 @@ class ArraySource(Source):
             patient=cells.get("patient"),
             age=age,
             sex=sex,
-            warnings=not_understood(cells, age=age, sex=sex),
+            warnings=age_and_sex_warnings(cells, age=age, sex=sex),
         )
 
 
 def _mv_per_step(unit: str) -> float:
-    mv = as_number(unit) / 1000
+    mv = to_number(unit) / 1000
     if math.isnan(mv):
         mv = MV_PER_UNIT[unit_name(unit)]
     if not 0 < mv < math.inf:
-        raise DataError(f"unit: {unit}: write {NEEDED['unit']}")
+        raise DataError(f"unit: {unit}: write {REQUIRED_ENTRIES['unit']}")
     return mv
 
 
@@ -293,19 +297,19 @@ def _read_facts(root: Folder, words: Any) -> ArrayFacts:
             )
         words = _read_yaml(root)
     if "file" not in words:
-        files = [name for name in root.children() if name.endswith(ENDINGS)]
+        files = [name for name in root.children() if name.endswith(ARRAY_ENDINGS)]
         if len(files) != 1:
-            kinds = ", ".join(ENDINGS)
+            kinds = ", ".join(ARRAY_ENDINGS)
             raise DataError(f"{len(files)} files {kinds}: add file: NAME or a pattern to {YAML}")
         words["file"] = glob.escape(files[0])
-        if not described and not words.keys() >= NEEDED.keys():
-            raise DataError(*_shortest(root, files[0]))
+        if not described and not words.keys() >= REQUIRED_ENTRIES.keys():
+            raise DataError(*_shortest_yaml(root, files[0]))
     try:
         facts = ArrayFacts.model_validate(words)
     except ValidationError as error:
         first = error.errors()[0]
         word = str(first["loc"][0])
-        mend = NEEDED.get(word, f"not one of {', '.join(ArrayFacts.model_fields)}")
+        mend = REQUIRED_ENTRIES.get(word, f"not one of {', '.join(ArrayFacts.model_fields)}")
         raise DataError(f"{YAML}: {word}: {first['msg']}: {mend}") from None
     if facts.name.startswith(SYNTHETIC):
         raise DataError(
@@ -316,7 +320,7 @@ def _read_facts(root: Folder, words: Any) -> ArrayFacts:
     _mv_per_step(facts.unit)
     if "fs_hz" not in facts.columns:
         rate_ratio(float(facts.fs_hz))
-    return _completed(root, facts)
+    return _complete_facts(root, facts)
 
 
 def _read_yaml(root: Folder) -> dict[Any, Any]:
@@ -330,9 +334,9 @@ def _read_yaml(root: Folder) -> dict[Any, Any]:
     return words
 
 
-def _completed(root: Folder, facts: ArrayFacts) -> ArrayFacts:
-    """With the dataset and the layout of the first file, if only one is possible."""
-    part = _parts(root, facts.file)[0]
+def _complete_facts(root: Folder, facts: ArrayFacts) -> ArrayFacts:
+    """Fills in the dataset and the layout from the first file, if only one is possible."""
+    part = _array_files(root, facts.file)[0]
     if not facts.dataset:
         facts = facts.model_copy(update={"dataset": _only_array(root, part)})
     if not facts.layout:
@@ -358,7 +362,7 @@ def _only_array(root: Folder, part: str) -> str:
     return candidates[0]
 
 
-def _shortest(root: Folder, part: str) -> tuple[str, ...]:
+def _shortest_yaml(root: Folder, part: str) -> tuple[str, ...]:
     """What to write if nothing is said of a file, as parts of an error."""
     dataset = _only_array(root, part)
     values = open_array(root, part, dataset)
@@ -368,7 +372,7 @@ def _shortest(root: Folder, part: str) -> tuple[str, ...]:
         Flag("--source"),
         f" arrays needs {YAML} there; the shortest for {part}, {values.dtype} "
         f"{list(values.shape)}, is {{file: {part}, {inside}fs_hz: HZ, unit: UNIT, leads: {leads}}} "
-        f"with HZ {NEEDED['fs_hz']}, UNIT {NEEDED['unit']}; or give ",
+        f"with HZ {REQUIRED_ENTRIES['fs_hz']}, UNIT {REQUIRED_ENTRIES['unit']}; or give ",
         Flag("--fs"),
         " HZ ",
         Flag("--unit"),
@@ -400,7 +404,7 @@ def _layout(shape: tuple[int, ...], leads: int) -> tuple[str, ...]:
 # Files and tables
 
 
-def _parts(root: Folder, pattern: str) -> list[str]:
+def _array_files(root: Folder, pattern: str) -> list[str]:
     """The files, in alphabetical order."""
     parts = sorted(glob.glob(pattern, root_dir=root.url, recursive=True))
     if not parts:
@@ -409,9 +413,9 @@ def _parts(root: Folder, pattern: str) -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def _open(root: Folder, part: str, facts: ArrayFacts) -> Any:
+def _open_array(root: Folder, part: str, facts: ArrayFacts) -> Any:
     values = open_array(root, part, facts.dataset)
-    most = {"ecgs": MAX_ECGS, "samples": MAX_SAMPLES, "leads": len(facts.leads), "1": 1}
+    most = {"ecgs": MAX_ECGS, "samples": MAX_ARRAY_SAMPLES, "leads": len(facts.leads), "1": 1}
     shape = dict(zip(facts.layout, values.shape, strict=False))
     if (
         len(values.shape) != len(facts.layout)
@@ -425,15 +429,17 @@ def _open(root: Folder, part: str, facts: ArrayFacts) -> Any:
     return values
 
 
-def _count(root: Folder, part: str, facts: ArrayFacts) -> int:
+def _count_ecgs(root: Folder, part: str, facts: ArrayFacts) -> int:
     """The number of ECGs in a file."""
-    return int(_open(root, part, facts).shape[facts.layout.index("ecgs")]) if facts.many else 1
+    return (
+        int(_open_array(root, part, facts).shape[facts.layout.index("ecgs")]) if facts.many else 1
+    )
 
 
-@cached
-def _table(root: Folder, facts: ArrayFacts) -> ArrayTable:
+@threadsafe_cache
+def _read_table(root: Folder, facts: ArrayFacts) -> ArrayTable:
     path, columns = path_inside(root, facts.table), facts.columns
-    if path.stat().st_size > MAX_TABLE:
+    if path.stat().st_size > MAX_ARRAY_TABLE:
         raise ReadError("file too large", facts.table)
     if not columns:
         raise DataError(f"table: {facts.table}: add patient: and the name of its column")
@@ -441,17 +447,17 @@ def _table(root: Folder, facts: ArrayFacts) -> ArrayTable:
     if absent := set(columns.values()) - set(cells.column_names):
         there = ", ".join(cells.column_names[:20])
         raise DataError(f"{facts.table}: no column {', '.join(sorted(absent))}: it has {there}")
-    cells = as_text(pa.table([cells[name] for name in columns.values()], list(columns)))
+    cells = cells_as_text(pa.table([cells[name] for name in columns.values()], list(columns)))
     if not facts.many:
         if not facts.record:
             raise DataError("record: add it, and the column with the names of the files")
-        return ArrayTable(cells, _rows(cells["record"], facts.record))
-    parts = _parts(root, facts.file)
+        return ArrayTable(cells, _row_of_text(cells["record"], facts.record))
+    parts = _array_files(root, facts.file)
     if len(parts) > 1:
         raise DataError(
             f"table: describes one file of many ECGs, but {facts.file} is {len(parts):,}"
         )
-    total = _count(root, parts[0], facts)
+    total = _count_ecgs(root, parts[0], facts)
     if not facts.index:
         if len(cells) != total:
             raise DataError(
@@ -459,7 +465,7 @@ def _table(root: Folder, facts: ArrayFacts) -> ArrayTable:
                 "with the number of the ECG, from 0"
             )
         return ArrayTable(cells, None)
-    rows = _rows(cells["index"], facts.index)
+    rows = _row_of_text(cells["index"], facts.index)
     if others := rows.keys() - set(map(str, range(total))):
         raise DataError(
             f"index: {facts.index}: has {min(others)}, but {total:,} ECGs are counted from 0"
@@ -467,7 +473,7 @@ def _table(root: Folder, facts: ArrayFacts) -> ArrayTable:
     return ArrayTable(cells, rows)
 
 
-def _rows(column: pa.ChunkedArray, name: str) -> dict[str, int]:
+def _row_of_text(column: pa.ChunkedArray, name: str) -> dict[str, int]:
     keys = column.fill_null("").to_pylist()
     rows = {key: row for row, key in enumerate(keys)}
     if len(rows) < len(keys):
@@ -476,20 +482,22 @@ def _rows(column: pa.ChunkedArray, name: str) -> dict[str, int]:
 
 
 @lru_cache(maxsize=32)
-def _texts(root: Folder, part: str, name: str, facts: ArrayFacts) -> list[str]:
+def _read_column(root: Folder, part: str, name: str, facts: ArrayFacts) -> list[str]:
     """A column beside an array."""
-    values, count = open_array(root, part, name), _count(root, part, facts)
+    values, count = open_array(root, part, name), _count_ecgs(root, part, facts)
     if values.shape != (count,) or values.dtype.kind not in "iufbSU":
         what = f"{part}: {name} is {values.dtype} {list(values.shape)} for {count} ECGs"
         raise ReadError("unexpected array shape", what)
     return [cell.decode() if isinstance(cell, bytes) else str(cell) for cell in values[:].tolist()]
 
 
-def _cells(root: Folder, part: str, row: int, facts: ArrayFacts) -> dict[str, str | None]:
-    """What the table says of an ECG."""
+def _ecg_cells(root: Folder, part: str, row: int, facts: ArrayFacts) -> dict[str, str | None]:
+    """Returns the table's cells for an ECG."""
     if not facts.table:
-        return {role: _texts(root, part, name, facts)[row] for role, name in facts.columns.items()}
-    table, table_row = _table(root, facts), row
+        return {
+            role: _read_column(root, part, name, facts)[row] for role, name in facts.columns.items()
+        }
+    table, table_row = _read_table(root, facts), row
     if table.rows is not None:
         key = str(row) if facts.many else Path(part).stem
         if key not in table.rows:

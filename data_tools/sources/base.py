@@ -21,10 +21,10 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..ecg.crops import CROP, Crop, crop_count, flags_of, prepare_crop, with_amplitude_doubt
+from ..ecg.crops import CROP, Crop, crop_count, crop_flags, prepare_crop, with_amplitude_doubt
 from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import LEADS, EcgRecord, Header, known_patient, patient_source, record_stem
-from ..io.errors import MISSING_FILE, ReadError, StorageError, failure_of_machine, printable
+from ..io.errors import MISSING_FILE, ReadError, StorageError, machine_error, printable
 from ..io.storage import Folder
 from ..io.terminal import tell
 
@@ -66,7 +66,7 @@ class Source(ABC):
     left_out = ""
     private = ""  # what in its records' names and ids tells who the patients are
     pseudonyms: str | None = None  # of a dataset: the mark of the key that made its names
-    # Of your own source: `read` and `header` may be called from several threads at once, as for s3://
+    # In your own source: True if `read` and `header` may be called from several threads at once, as for s3://
     thread_safe = False
 
     def __init__(self, root: Folder) -> None:
@@ -81,8 +81,8 @@ class Source(ABC):
         """Read one record; raise a ReadError to refuse it."""
 
     def header(self, key: str) -> Header:
-        """What planning needs. Override this if the format can provide it without reading the
-        signal."""
+        """Returns what planning needs. Override this if the format can provide it without
+        reading the signal."""
         record = self.read(key)
         content = hashlib.blake2b(np.ascontiguousarray(record.signal).data, digest_size=8).digest()
         return Header(
@@ -96,11 +96,12 @@ class Source(ABC):
 
     @staticmethod
     def detect(names: set[str]) -> bool:
-        """Whether a folder that contains these names is such an archive."""
+        """True if a folder with these names is such an archive."""
         return False
 
     def has_records(self) -> bool:
-        """Whether a folder in which it was detected is such an archive: names may be others', too."""
+        """True if a detected folder really is such an archive: other archives can have the same
+        names."""
         return True
 
     def places(self) -> list[str]:
@@ -121,7 +122,7 @@ class Source(ABC):
         return record_stem(key)
 
     def path_of(self, key: str) -> str:
-        """Where a user finds a record."""
+        """Returns the path at which a user finds a record."""
         return key
 
     def tables(self) -> bytes:
@@ -150,7 +151,7 @@ def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
     except (StorageError, MemoryError):
         raise
     except Exception as error:  # a user's parser failed on a broken file
-        if failure := failure_of_machine(error):
+        if failure := machine_error(error):
             raise failure from None
         return ReadError("unreadable record", type(error).__name__)
 
@@ -159,7 +160,7 @@ def read_record(source: Source, key: str) -> EcgRecord:
     """What `source.read` returns, with a warning if its amplitude is implausible. A user's own source may fill
     one buffer for every record, so its signal is copied, and it is called from one thread at a time unless it
     says that it is `thread_safe`."""
-    if is_ours(source):
+    if is_builtin(source):
         return with_amplitude_doubt(source.read(key))
     with nullcontext() if source.thread_safe else _ONE_THREAD:
         record = source.read(key)
@@ -170,11 +171,11 @@ def read_record(source: Source, key: str) -> EcgRecord:
 
 def read_header(source: Source, key: str) -> Header:
     """What `source.header` returns, which may call `read`."""
-    with nullcontext() if is_ours(source) or source.thread_safe else _ONE_THREAD:
+    with nullcontext() if is_builtin(source) or source.thread_safe else _ONE_THREAD:
         return source.header(key)
 
 
-def is_ours(source: Source) -> bool:
+def is_builtin(source: Source) -> bool:
     return type(source).__module__.startswith(__name__.rpartition(".")[0])
 
 
@@ -191,12 +192,12 @@ class Prepared(NamedTuple):
     fs_hz: float  # at which it was recorded
 
 
-def prepared(source: Source, key: str) -> Prepared | ReadError:
+def prepare_record(source: Source, key: str) -> Prepared | ReadError:
     """Read and prepare one record directly from its archive, without a dataset."""
-    return read_safely(partial(_prepare, source), key)
+    return read_safely(partial(_prepare_record, source), key)
 
 
-def _prepare(source: Source, key: str) -> Prepared:
+def _prepare_record(source: Source, key: str) -> Prepared:
     record = read_record(source, key)
     count = crop_count(record.signal.shape[1], record.fs_hz)
     if not count:
@@ -211,19 +212,19 @@ def _prepare(source: Source, key: str) -> Prepared:
                 raise
     starts, halves = tuple(crop.start_s for crop in crops), tuple(crop.halves for crop in crops)
     name = record.source or source.source_of(key)
-    flags = tuple(flags_of(record, crop) for crop in crops)
+    flags = tuple(crop_flags(record, crop) for crop in crops)
     patient = known_patient(record.patient)
     samples = samples[: len(crops)]
     return Prepared(name, record.name, patient, samples, starts, halves, flags, record.fs_hz)
 
 
-def pseudonymised(key: bytes | None, ecg: Prepared) -> Prepared:
-    """With the names that a dataset made with this key has."""
+def pseudonymize_record(key: bytes | None, ecg: Prepared) -> Prepared:
+    """Returns the record with the names that a dataset made with this key has."""
     record = pseudonym(key, "r", ecg.source, ecg.record)
-    return ecg._replace(record=record, patient=shown_patient(key, ecg.source, ecg.patient))
+    return ecg._replace(record=record, patient=dataset_patient(key, ecg.source, ecg.patient))
 
 
-def shown_patient(key: bytes | None, source: str, patient: str | None) -> str | None:
+def dataset_patient(key: bytes | None, source: str, patient: str | None) -> str | None:
     """A patient's id in a dataset; None if it is unknown."""
     name = known_patient(patient)
     return pseudonym(key, "p", patient_source(source), name) if name else None
@@ -239,7 +240,7 @@ def path_name(key: str, stem: str) -> str:
     return name
 
 
-def located(key: str, detail: str) -> str:
+def detail_with_path(key: str, detail: str) -> str:
     """The detail of a refusal, starting with the record's path."""
     path = printable(key)
     if detail.startswith(
@@ -249,7 +250,7 @@ def located(key: str, detail: str) -> str:
     return f"{path}: {detail}" if detail else path
 
 
-def with_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
+def headers_and_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
     """Header files, and signal files without a header, which will be refused; `names` must be
     sorted by folder."""
     for _, folder in groupby(names, posixpath.dirname):
@@ -321,7 +322,7 @@ def read_table(
         raise StorageError(f"{root.url}/{name}: line {reader.line_num}: {error}") from None
 
 
-def cached(function: Callable[P, T]) -> Callable[P, T]:
+def threadsafe_cache(function: Callable[P, T]) -> Callable[P, T]:
     """lru_cache for threads: if several need a table at once, one fetches it and the others
     wait."""
     remembered, lock = lru_cache(maxsize=4)(function), threading.Lock()
@@ -335,7 +336,7 @@ def cached(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def links_in(place: Folder) -> str:
+def links_hint(place: Folder) -> str:
     """A hint for the error message when nothing was found in an archive."""
     names = () if place.remote else place.names()
     link = next(

@@ -11,22 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from ..ecg.record import EcgRecord, Header, clean_age, pairs
-from ..io.errors import ReadError, StorageError, failure_of_machine
+from ..ecg.record import EcgRecord, Header, clean_age, parse_pairs
+from ..io.errors import ReadError, StorageError, machine_error
 from ..io.storage import Folder
-from .array_files import array_errors, open_hdf5, open_hdf5_file, without_padding
-from .base import Source, absent_key, cached, read_table
+from .array_files import array_errors, open_hdf5, open_hdf5_file, strip_padding
+from .base import Source, absent_key, read_table, threadsafe_cache
 
-TABLE, MAX_TABLE, FS_HZ = "exams.csv", 512 * 2**20, 400.0
-LEADS = ("DI", "DII", "DIII", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4", "V5", "V6")
-LABELS = pairs("""
+EXAMS_CSV, MAX_EXAMS_CSV, CODE15_FS_HZ = "exams.csv", 512 * 2**20, 400.0
+CODE15_LEADS = ("DI", "DII", "DIII", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4", "V5", "V6")
+CODE_OF_LABEL = parse_pairs("""
 1dAVb 270492004, RBBB 59118001, LBBB 164909002, SB 426177001, ST 427084000, AF 164889003
 """)
 MAX_EXAMS = 1_000_000  # per part; the release has 20,001
-UNIT_SAMPLE = 200
+UNIT_SAMPLE_EXAMS = 200
 # steps per mV for the units of known copies, and the range of the median ECG's largest peak-to-peak
 # amplitude
-UNITS = {"V": 1e-3, "mV": 1.0, "0.1 mV": 10.0, "uV": 1e3}
+STEPS_PER_MV = {"V": 1e-3, "mV": 1.0, "0.1 mV": 10.0, "uV": 1e3}
 TYPICAL_MV = (0.6, 6.0)
 
 
@@ -36,13 +36,13 @@ class Code15(Source):
 
     @staticmethod
     def detect(names: set[str]) -> bool:
-        return TABLE in names and any(name.endswith(".hdf5") for name in names)
+        return EXAMS_CSV in names and any(name.endswith(".hdf5") for name in names)
 
     def keys(self) -> Iterator[str]:
         there: set[str] = set()
-        for part in _parts(self.root):
+        for part in _part_files(self.root):
             try:
-                exams = _open(self.root, part)[1]
+                exams = _open_part(self.root, part)[1]
             except ReadError:
                 yield part  # one key for the whole part, which `read` refuses with the same error
                 continue
@@ -51,10 +51,10 @@ class Code15(Source):
                 yield f"{part.removesuffix('.hdf5')}#{row}"
         for exam in _exams(self.root):
             if exam not in there:
-                yield absent_key(exam, TABLE)
+                yield absent_key(exam, EXAMS_CSV)
 
     def tables(self) -> bytes:
-        return self.root.read(TABLE, MAX_TABLE)
+        return self.root.read(EXAMS_CSV, MAX_EXAMS_CSV)
 
     def header(self, key: str) -> Header:
         """Read the tracing, because its length depends on the padding."""
@@ -63,14 +63,14 @@ class Code15(Source):
             record.name,
             self.name,
             record.signal.shape[1],
-            FS_HZ,
+            CODE15_FS_HZ,
             record.signal[:, :64].tobytes()[:512],
             patient=record.patient,
         )
 
     def read(self, key: str) -> EcgRecord:
         part, _, row = key.partition("#")
-        tracings, exams = _open(self.root, f"{part.removesuffix('.hdf5')}.hdf5")
+        tracings, exams = _open_part(self.root, f"{part.removesuffix('.hdf5')}.hdf5")
         exam = str(int(exams[int(row)]))
         table = _exams(self.root)
         if exam not in table:
@@ -78,17 +78,17 @@ class Code15(Source):
         try:
             tracing = tracings[int(row)]
         except OSError as error:
-            if failure := failure_of_machine(error):
+            if failure := machine_error(error):
                 raise failure from None
             raise ReadError("unreadable file", f"{part}: {error}"[:100]) from None
-        signal = without_padding(tracing.T)
+        signal = strip_padding(tracing.T)
         patient, age, sex, dx = table[exam]
         gain = _steps_per_mv(self.root)
         return EcgRecord(
             exam,
             signal,
-            FS_HZ,
-            LEADS,
+            CODE15_FS_HZ,
+            CODE15_LEADS,
             "mV",
             gain,
             source=self.name,
@@ -99,12 +99,12 @@ class Code15(Source):
         )
 
     def notes(self) -> list[str]:
-        unit = next(name for name, gain in UNITS.items() if gain == _steps_per_mv(self.root))
-        why = f"estimated from {UNIT_SAMPLE} ECGs"
+        unit = next(name for name, gain in STEPS_PER_MV.items() if gain == _steps_per_mv(self.root))
+        why = f"estimated from {UNIT_SAMPLE_EXAMS} ECGs"
         return [f"{self.root.url}: the unit of the tracings is {unit}, {why}"]
 
 
-def _parts(root: Folder) -> list[str]:
+def _part_files(root: Folder) -> list[str]:
     parts = sorted(name for name in root.children() if name.endswith(".hdf5"))
     if not parts:
         raise StorageError(f"{root.url}: no .hdf5 in it")
@@ -112,7 +112,7 @@ def _parts(root: Folder) -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def _open(root: Folder, part: str) -> tuple[Any, np.ndarray]:
+def _open_part(root: Folder, part: str) -> tuple[Any, np.ndarray]:
     """Return the tracings and their exam ids."""
     with array_errors(part):
         file = open_hdf5_file(root, part)
@@ -131,7 +131,7 @@ def _check_shapes(part: str, tracings: Any, exams: Any) -> None:
         )
 
 
-@cached
+@threadsafe_cache
 def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None, tuple[str, ...]]]:
     """Map exam_id to patient, age, sex and diagnoses. Death and follow-up times are never read."""
     return {
@@ -139,42 +139,45 @@ def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None
             row["patient_id"] or None,
             clean_age(row["age"]),
             {"true": "M", "false": "F"}.get(row["is_male"].lower()),
-            tuple(code for name, code in LABELS.items() if row[name].lower() == "true"),
+            tuple(code for name, code in CODE_OF_LABEL.items() if row[name].lower() == "true"),
         )
         for row in read_table(
-            root, TABLE, MAX_TABLE, ("exam_id", "patient_id", "age", "is_male", *LABELS)
+            root,
+            EXAMS_CSV,
+            MAX_EXAMS_CSV,
+            ("exam_id", "patient_id", "age", "is_male", *CODE_OF_LABEL),
         )
     }
 
 
-@cached
+@threadsafe_cache
 def _steps_per_mv(root: Folder) -> float:
     """The unit in which the largest lead of the median ECG has 0.6 to 6 mV peak to peak."""
     sizes: list[float] = []
     refused: list[ReadError] = []
-    parts = _parts(root)
+    parts = _part_files(root)
     for part in parts:
         try:
-            tracings, _ = _open(root, part)
+            tracings, _ = _open_part(root, part)
         except ReadError as error:
             refused.append(error)
             continue
-        for row in range(0, len(tracings), max(1, len(tracings) // UNIT_SAMPLE)):
+        for row in range(0, len(tracings), max(1, len(tracings) // UNIT_SAMPLE_EXAMS)):
             try:
                 size = float(np.ptp(tracings[row], axis=0).max())
             except OSError:  # a damaged chunk; its exam is refused when it is read
                 continue
             if np.isfinite(size) and size > 0:
                 sizes.append(size)
-        if len(sizes) >= UNIT_SAMPLE:
+        if len(sizes) >= UNIT_SAMPLE_EXAMS:
             break
     if len(refused) == len(parts):
         raise StorageError(f"{root.url}: no part can be read ({refused[0]})")
     median = float(np.median(sizes)) if sizes else 0.0
-    for gain in UNITS.values():
+    for gain in STEPS_PER_MV.values():
         if TYPICAL_MV[0] <= median / gain < TYPICAL_MV[1]:
             return gain
     raise StorageError(
         f"{root.url}: median tracing of {median:.3g}, not an ECG's amplitude in any of "
-        f"{', '.join(UNITS)}"
+        f"{', '.join(STEPS_PER_MV)}"
     )

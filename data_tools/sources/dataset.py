@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..dataset import Dataset, DatasetError
-from ..dataset.rejects import CROP_FLAGS, FLAGS, rejects_of
+from ..dataset.rejects import CROP_FLAG_REASONS, FLAG_REASONS, read_rejects
 from ..ecg.constants import IMPLAUSIBLE, LEADS
 from ..ecg.crops import CROP, HALF, IMPLAUSIBLE_AMPLITUDE, Crop
 from ..ecg.record import EcgRecord, Header
@@ -26,9 +26,18 @@ from ..io.errors import ReadError, StorageError
 from ..io.storage import Folder
 from .base import Source
 
-OF_RECORD = ("patient", "age", "sex", "dx", "fs_source_hz")
-OF_CROP = ("shard", "offset", "crc32c", "waveform", "start_s", "halves", "missing_leads", "flags")
-TAKEN = 65_536  # rows that are Python objects at a time
+RECORD_COLUMNS = ("patient", "age", "sex", "dx", "fs_source_hz")
+CROP_COLUMNS = (
+    "shard",
+    "offset",
+    "crc32c",
+    "waveform",
+    "start_s",
+    "halves",
+    "missing_leads",
+    "flags",
+)
+BATCH_ROWS = 65_536  # rows that are Python objects at a time
 
 
 class StoredDataset(Source):
@@ -42,37 +51,37 @@ class StoredDataset(Source):
     def keys(self) -> Iterator[str]:
         """By the names of the records. A crop has its address, or in a zarr copy its row."""
         dataset = open_dataset(self.root)
-        table = dataset.table(["source", "record", *OF_RECORD, *OF_CROP])
+        table = dataset.table(["source", "record", *RECORD_COLUMNS, *CROP_COLUMNS])
         table = table.append_column("row", pa.array(np.arange(len(table))))
         table = table.filter(pc.equal(table["source"], self.name))
         order = pc.sort_indices(table, [("record", "ascending"), ("start_s", "ascending")])
-        rows = (row for part in _parts(order) for row in table.take(part).to_pylist())
+        rows = (row for part in _index_batches(order) for row in table.take(part).to_pylist())
         warnings = self._warnings(dataset)
         for name, of_record in groupby(rows, lambda row: row["record"]):
             crops = list(of_record)
-            facts = [crops[0][column] for column in OF_RECORD]
-            places = [[crop[column] for column in (*OF_CROP, "row")] for crop in crops]
+            facts = [crops[0][column] for column in RECORD_COLUMNS]
+            places = [[crop[column] for column in (*CROP_COLUMNS, "row")] for crop in crops]
             yield f"{name} {json.dumps([facts, places, warnings.get(name, [])])}"
 
     def _warnings(self, dataset: Dataset) -> dict[str, list[tuple[str, str]]]:
         """What rejects.csv says of records that are used: what it says of crops is found again."""
         warnings: dict[str, list[tuple[str, str]]] = {}
-        for source, record, reason, detail in rejects_of(dataset):
-            if source == self.name and reason in FLAGS and reason not in CROP_FLAGS:
+        for source, record, reason, detail in read_rejects(dataset):
+            if source == self.name and reason in FLAG_REASONS and reason not in CROP_FLAG_REASONS:
                 warnings.setdefault(record, []).append((reason, detail))
         return warnings
 
     def header(self, key: str) -> Header:
-        name, record, crops, _ = _parsed(key)
+        name, record, crops, _ = _parse_key(key)
         last = crops[-1]
         samples = round(last["start_s"] * FS_HZ) + last["halves"] * HALF
         sums = json.dumps([[crop["start_s"], crop["crc32c"], crop["flags"]] for crop in crops])
-        facts = json.dumps([record[column] for column in OF_RECORD])
+        facts = json.dumps([record[column] for column in RECORD_COLUMNS])
         mark = f"{sums} {facts}".encode()
         return Header(name, self.name, samples, float(FS_HZ), mark, patient=record["patient"])
 
     def read(self, key: str) -> EcgRecord:
-        name, record, crops, warnings = _parsed(key)
+        name, record, crops, warnings = _parse_key(key)
         implausible = any(IMPLAUSIBLE in crop["flags"] for crop in crops)
         if implausible and not any(reason == IMPLAUSIBLE_AMPLITUDE for reason, _ in warnings):
             warnings.append([IMPLAUSIBLE_AMPLITUDE, ""])
@@ -98,7 +107,7 @@ class StoredDataset(Source):
 
     def waveforms(self, key: str) -> int:
         """The sum of the waveform hashes of a record's crops, by which it is compared with another."""
-        waveforms: list[int] = [crop["waveform"] for crop in _parsed(key)[2]]
+        waveforms: list[int] = [crop["waveform"] for crop in _parse_key(key)[2]]
         return sum(waveforms) % 2**64
 
     def notes(self) -> list[str]:
@@ -143,18 +152,18 @@ def dataset_sources(root: Folder) -> list[Source]:
 
 @lru_cache(maxsize=4)
 def open_dataset(root: Folder) -> Dataset:
-    """Also of an earlier format: only its tables and samples are read."""
+    """Opens a dataset, also of an earlier format: only its tables and samples are read."""
     return Dataset.of_folder(root, earlier_format=True)
 
 
-def _parts(order: pa.Array) -> Iterator[pa.Array]:
-    for start in range(0, len(order), TAKEN):
-        yield order.slice(start, TAKEN)
+def _index_batches(order: pa.Array) -> Iterator[pa.Array]:
+    for start in range(0, len(order), BATCH_ROWS):
+        yield order.slice(start, BATCH_ROWS)
 
 
-def _parsed(key: str) -> tuple[str, dict[str, Any], list[dict[str, Any]], list[list[str]]]:
+def _parse_key(key: str) -> tuple[str, dict[str, Any], list[dict[str, Any]], list[list[str]]]:
     """The record's name, what is known of it, its crops in their order, and warnings."""
     name, _, text = key.partition(" ")
     facts, places, warnings = json.loads(text)
-    crops = [dict(zip((*OF_CROP, "row"), place, strict=True)) for place in places]
-    return name, dict(zip(OF_RECORD, facts, strict=True)), crops, warnings
+    crops = [dict(zip((*CROP_COLUMNS, "row"), place, strict=True)) for place in places]
+    return name, dict(zip(RECORD_COLUMNS, facts, strict=True)), crops, warnings

@@ -15,7 +15,7 @@ from typing import Any
 from ..dataset import META
 from ..ecg.pseudonyms import key_mark, read_key
 from ..io.errors import DataError, Flag, ReadError, StorageError
-from ..io.plugins import blame, plugin
+from ..io.plugins import error_with_line, load_plugin
 from ..io.shared_options import Paths
 from ..io.storage import Folder, folder
 from ..io.terminal import tell
@@ -24,16 +24,16 @@ from .base import (
     AbsentKey,
     Prepared,
     Source,
-    links_in,
+    links_hint,
     missing_note,
-    prepared,
-    pseudonymised,
+    prepare_record,
+    pseudonymize_record,
 )
 from .code15 import Code15
 from .dataset import dataset_sources
-from .hospital_files import ENDINGS, FORMATS, HospitalFiles
+from .hospital_files import HOSPITAL_ENDINGS, HOSPITAL_FORMATS, HospitalFiles
 from .wfdb_archives import (
-    PLACES,
+    DATABASE_FOLDERS,
     EcgArrhythmia,
     MimicIvEcg,
     PhysioNet2011,
@@ -53,8 +53,8 @@ __all__ = [
     "key_mark",
     "missing_note",
     "open_sources",
-    "prepared",
-    "pseudonymised",
+    "prepare_record",
+    "pseudonymize_record",
     "read_key",
 ]
 
@@ -68,7 +68,7 @@ ARCHIVES: dict[str, type[Source]] = {
     "wfdb": WfdbFolder,
     "arrays": ArraySource,
 }
-TEXTS = (".txt", ".csv", ".tsv", ".asc")
+TEXT_ENDINGS = (".txt", ".csv", ".tsv", ".asc")
 
 
 class UnknownArchive(StorageError):
@@ -80,7 +80,7 @@ def open_archives(
 ) -> list[Source]:
     """`private`: no message names a file. `arrays`: their fs_hz, unit and leads, if the user states
     them."""
-    urls = paths(archives)
+    urls = as_paths(archives)
     stated = {name: value for name, value in arrays.items() if value is not None}
     if stated and kind != "arrays":
         raise DataError(
@@ -99,7 +99,7 @@ def open_archives(
     return sources
 
 
-def paths(paths: Paths) -> list[str]:
+def as_paths(paths: Paths) -> list[str]:
     if isinstance(paths, str | os.PathLike):
         return [os.fspath(paths)]
     return [os.fspath(path) for path in paths]
@@ -130,7 +130,7 @@ def open_sources(
     if kind == "auto" and META in names:
         return dataset_sources(root)
     if kind == "auto":
-        sources = _detected(root, names, anonymous)
+        sources = _detect_below(root, names, anonymous)
         left = LeftOut(root, sources, besides)
         read = tuple(dict.fromkeys(source.name for source in sources))
         if left.wfdb:
@@ -141,7 +141,7 @@ def open_sources(
         if sources:
             sources[0].left_out = left.sentence(archives=read)
     else:
-        sources = [ArraySource(root, arrays) if kind == "arrays" else _of_kind(root, kind)]
+        sources = [ArraySource(root, arrays) if kind == "arrays" else _open_kind(root, kind)]
         # A reader of files looks at all of them; what one of the user's own reads, only he knows
         if ":" in kind or isinstance(sources[0], HospitalFiles):
             sources[0].left_out = LeftOut(root, [], besides).sentence()
@@ -150,8 +150,8 @@ def open_sources(
     if sources:
         return sources
     some = "" if private else f" ({', '.join(names[:5])}, ...)"
-    found, more = f"{root.url}: no known archive{some}{links_in(root)}", ""
-    if any(name.lower().endswith(TEXTS) for name in names):
+    found, more = f"{root.url}: no known archive{some}{links_hint(root)}", ""
+    if any(name.lower().endswith(TEXT_ENDINGS) for name in names):
         more = (
             "; texts do not state their rate, leads and unit: save them as .npy (--source arrays), or "
             "read them with a file.py:Class of your own (docs/own_format.md)"
@@ -159,12 +159,12 @@ def open_sources(
     raise UnknownArchive(f"{found}: set its format with ", Flag("--source"), more)
 
 
-def _of_kind(root: Folder, kind: str) -> Source:
+def _open_kind(root: Folder, kind: str) -> Source:
     if ":" in kind:
         try:  # so that worker processes can import it, too
-            reader = plugin(kind, importable=True)
+            reader = load_plugin(kind, importable=True)
         except Exception as error:  # a user's module may raise anything on import
-            raise DataError(Flag("--source"), f" {kind}: {blame(error)}") from None
+            raise DataError(Flag("--source"), f" {kind}: {error_with_line(error)}") from None
         if not (isinstance(reader, type) and issubclass(reader, Source)):
             raise DataError(
                 Flag("--source"), f" {kind}: not a subclass of data_tools.sources.Source"
@@ -177,35 +177,38 @@ def _of_kind(root: Folder, kind: str) -> Source:
         return ARCHIVES[kind](root)
     if kind == HospitalFiles.name:
         return HospitalFiles(root)
-    if kind in FORMATS:
+    if kind in HOSPITAL_FORMATS:
         return HospitalFiles(root, kind)
-    known = [*ARCHIVES, HospitalFiles.name, *FORMATS]
+    known = [*ARCHIVES, HospitalFiles.name, *HOSPITAL_FORMATS]
     raise DataError(
         Flag("--source"), f" {kind}: not auto, {', '.join(known)} or your own file.py:Class"
     )
 
 
-def _detected(root: Folder, names: Sequence[str], anonymous: bool) -> list[Source]:
+def _detect_below(root: Folder, names: Sequence[str], anonymous: bool) -> list[Source]:
     """The archives in a folder and in its subfolders. If there is none, the folder's WFDB
     records."""
-    sources = _archives(root, names)
+    sources = _detect_archives(root, names)
     read = places_read(root, sources)
     for name in names:
         if name in read or (root.remote and looks_like_file(name)):
             continue
         below = folder_below(root, name, anonymous)
         with suppress(StorageError):  # not a folder, or one that may not be listed
-            sources += _archives(below, below.children())
+            sources += _detect_archives(below, below.children())
     if sources:
         return sources
     challenge = PhysioNet2021(root)
-    if root.url.rsplit("/", 1)[-1].removesuffix(".zip") in PLACES and challenge.has_records():
+    if (
+        root.url.rsplit("/", 1)[-1].removesuffix(".zip") in DATABASE_FOLDERS
+        and challenge.has_records()
+    ):
         return [challenge]
     plain = WfdbFolder(root)
     return [plain] if next(plain.keys(), None) else []
 
 
-def _archives(place: Folder, names: Sequence[str]) -> list[Source]:
+def _detect_archives(place: Folder, names: Sequence[str]) -> list[Source]:
     archives = [archive(place) for archive in ARCHIVES.values() if archive.detect(set(names))]
     return [source for source in archives if source.has_records()]
 
@@ -221,7 +224,7 @@ def places_read(root: Folder, sources: Sequence[Source]) -> set[str]:
 
 
 class LeftOut:
-    """What lies below a folder and is read by none of its archives.
+    """Finds what lies below a folder and is read by none of its archives.
 
     The folders that an archive reads are not searched: MIMIC-IV-ECG's has 800,000 subfolders."""
 
@@ -254,7 +257,7 @@ class LeftOut:
                 continue
             if any(place_read.startswith(f"{path}/") for place_read in self.read):
                 self._search(path)
-            elif name.lower().endswith((".hea", *ENDINGS)):
+            elif name.lower().endswith((".hea", *HOSPITAL_ENDINGS)):
                 self._add(path, [path])
             elif not (self.root.remote and looks_like_file(name)):
                 self._add_folder(path)
@@ -286,7 +289,7 @@ class LeftOut:
                 self.wfdb.append(name)
             elif name.lower().endswith(".hea"):
                 self.capitals.append(name)
-            elif name.lower().endswith(ENDINGS):
+            elif name.lower().endswith(HOSPITAL_ENDINGS):
                 self.vendors.append(name)
 
     def sentence(self, kind: str = "", archives: Sequence[str] = ()) -> str:
@@ -319,7 +322,7 @@ class LeftOut:
 
     def _others(self) -> list[str]:
         if self.places == [""]:
-            return [name for name in self.root.names() if name.lower().endswith(ENDINGS)]
+            return [name for name in self.root.names() if name.lower().endswith(HOSPITAL_ENDINGS)]
         return [*self.wfdb, *self.vendors]
 
     def _named(self, folders: Sequence[str]) -> str:
@@ -329,6 +332,7 @@ class LeftOut:
 
 
 def looks_like_file(name: str) -> bool:
-    """Whether an object storage need not be asked what is in it: table.csv, but not v1.0."""
+    """True if the name is a file's (table.csv, but not v1.0), so that object storage need not be
+    asked."""
     ending = name.rpartition(".")[2]
     return ending != name and not ending.isdigit()

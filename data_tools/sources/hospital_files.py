@@ -1,4 +1,4 @@
-"""Files exported by hospitals: one ECG per file, in any mix of the FORMATS below and in any
+"""Files exported by hospitals: one ECG per file, in any mix of the HOSPITAL_FORMATS below and in any
 folders.
 
 The format is detected from a file's content. Only the signals of the twelve leads and the patient's
@@ -20,14 +20,14 @@ from ..ecg.crops import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt
 from ..ecg.record import (
     EcgRecord,
     Header,
-    changes,
+    add_limb_leads,
+    age_and_sex_warnings,
     clean_age,
     clean_sex,
-    hashed,
-    not_understood,
+    hashed_name,
+    is_changing,
     plain_name,
     record_stem,
-    with_limb_leads,
 )
 from ..ecg.resampling import rate_ratio
 from ..io.errors import ReadError
@@ -36,7 +36,7 @@ from .base import Source, path_name
 from .hospital import aecg, cardiosoft_xml, dicom, edf, muse_xml, philips_xml, scp
 from .hospital.base import Format, root_tag
 
-FORMATS: dict[str, Format] = {
+HOSPITAL_FORMATS: dict[str, Format] = {
     "muse-xml": muse_xml.FORMAT,
     "dicom": dicom.FORMAT,
     "philips-xml": philips_xml.FORMAT,
@@ -46,14 +46,20 @@ FORMATS: dict[str, Format] = {
     "edf": edf.FORMAT,
 }
 HEAD_BYTES = 4096  # enough to detect the format
-MAX_BYTES = max(reader.max_bytes for reader in FORMATS.values())
-ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # files with these endings must be readable
+MAX_HOSPITAL_BYTES = max(reader.max_bytes for reader in HOSPITAL_FORMATS.values())
+HOSPITAL_ENDINGS = (
+    ".xml",
+    ".dcm",
+    ".scp",
+    ".ecg",
+    ".edf",
+)  # files with these endings must be readable
 # What anonymised files have instead of a patient's id
-_NOBODY = (
+_ANONYMOUS_IDS = (
     "anonymous, anonymized, anonymised, anon, unknown, none, null, n/a, na, 0, -, ., ?, unk, noid, "
     "no id, unidentified, test, not available"
 )
-NOBODY = set(_NOBODY.split(", "))
+ANONYMOUS_IDS = set(_ANONYMOUS_IDS.split(", "))
 
 
 class HospitalFiles(Source):
@@ -63,7 +69,7 @@ class HospitalFiles(Source):
     skipped: Mapping[str, int] = {}
 
     def __init__(self, root: Folder, only: str = "", within: tuple[str, ...] | None = None) -> None:
-        """`only`: one of FORMATS; files of others are then left out. `within`: only what is in these
+        """`only`: one of HOSPITAL_FORMATS; files of others are then left out. `within`: only what is in these
         folders (or is one of these files) and belongs to no WFDB record, because another source
         reads these."""
         super().__init__(root)
@@ -86,15 +92,15 @@ class HospitalFiles(Source):
             yield from self.root.names()
             return
         for place in self.within:
-            if place.lower().endswith(ENDINGS):
+            if place.lower().endswith(HOSPITAL_ENDINGS):
                 yield place
                 continue
             for _, names in groupby(self.root.names(place), posixpath.dirname):
-                yield from _of_no_record(list(names))
+                yield from _drop_wfdb_files(list(names))
 
     def _look(self, key: str) -> tuple[str, bool]:
-        """Whether a file counts as a record, which is then read or refused."""
-        return key, (not self.only and key.lower().endswith(ENDINGS)) or bool(
+        """Returns (key, True if the file counts as a record, which is then read or refused)."""
+        return key, (not self.only and key.lower().endswith(HOSPITAL_ENDINGS)) or bool(
             self._format_of_file(key)
         )
 
@@ -108,8 +114,8 @@ class HospitalFiles(Source):
         head, name = data[:HEAD_BYTES], key.rpartition("/")[2]
         known = (
             kind
-            for kind in ([self.only] if self.only else FORMATS)
-            if FORMATS[kind].looks_like(head, name)
+            for kind in ([self.only] if self.only else HOSPITAL_FORMATS)
+            if HOSPITAL_FORMATS[kind].looks_like(head, name)
         )
         return next(known, "")
 
@@ -117,11 +123,13 @@ class HospitalFiles(Source):
         """A name from the file's path. A DICOM file's name is often a UID without an ending, in
         folders named by UIDs. A name that would lose letters, brackets or its end gets a hash,
         or different files could have the same name."""
-        stem = record_stem(key if key.lower().endswith(ENDINGS) else f"{key}.", longest=None)
+        stem = record_stem(
+            key if key.lower().endswith(HOSPITAL_ENDINGS) else f"{key}.", longest=None
+        )
         if key.isascii() and not set("[]{}") & set(key):
             with suppress(ReadError):  # too long
                 return path_name(key, stem)
-        return hashed(stem, key)
+        return hashed_name(stem, key)
 
     def source_of(self, key: str) -> str:
         return self._format_of_file(key) or self.name
@@ -138,7 +146,7 @@ class HospitalFiles(Source):
         return [f"{self.root.url}: {files} {'were' if count > 1 else 'was'} left out{shown}"]
 
     def header(self, key: str) -> Header:
-        data = self.root.read(key, MAX_BYTES)
+        data = self.root.read(key, MAX_HOSPITAL_BYTES)
         record = self._decoded(key, data)
         return Header(
             record.name,
@@ -150,7 +158,7 @@ class HospitalFiles(Source):
         )
 
     def read(self, key: str) -> EcgRecord:
-        return self._decoded(key, self.root.read(key, MAX_BYTES))
+        return self._decoded(key, self.root.read(key, MAX_HOSPITAL_BYTES))
 
     def _decoded(self, key: str, data: bytes) -> EcgRecord:
         if not (kind := self._format(data, key)):
@@ -159,14 +167,18 @@ class HospitalFiles(Source):
             root = root_tag(data[:HEAD_BYTES])
             raise ReadError(
                 "unknown format",
-                (f"its root is {root[:40]}: " if root else "") + f"none of {', '.join(FORMATS)}",
+                (f"its root is {root[:40]}: " if root else "")
+                + f"none of {', '.join(HOSPITAL_FORMATS)}",
             )
-        if len(data) > FORMATS[kind].max_bytes:
+        if len(data) > HOSPITAL_FORMATS[kind].max_bytes:
             raise ReadError(
-                "file too large", f"{len(data)} bytes of {kind}, {FORMATS[kind].max_bytes} at most"
+                "file too large",
+                f"{len(data)} bytes of {kind}, {HOSPITAL_FORMATS[kind].max_bytes} at most",
             )
-        decoded = FORMATS[kind].decode(data)
-        signals = with_limb_leads({lead: uv for lead, uv in decoded.signals.items() if changes(uv)})
+        decoded = HOSPITAL_FORMATS[kind].decode(data)
+        signals = add_limb_leads(
+            {lead: uv for lead, uv in decoded.signals.items() if is_changing(uv)}
+        )
         if len({len(uv) for uv in signals.values()}) != 1:
             raise ReadError(
                 "sample count",
@@ -176,7 +188,7 @@ class HospitalFiles(Source):
         rate_ratio(fs_hz)  # refuses unsupported rates
         age = None if isinstance(decoded.age, str) else clean_age(decoded.age)
         sex = clean_sex(decoded.sex)
-        unread = not_understood({"age": decoded.age, "sex": decoded.sex}, age=age, sex=sex)
+        unread = age_and_sex_warnings({"age": decoded.age, "sex": decoded.sex}, age=age, sex=sex)
         warnings = (*decoded.warnings, *unread)
         if doubt := amplitude_doubt(leads, fs_hz):
             doubt += ": is the scale in the file right?"
@@ -195,18 +207,18 @@ class HospitalFiles(Source):
         )
 
 
-def _of_no_record(names: Sequence[str]) -> Iterator[str]:
+def _drop_wfdb_files(names: Sequence[str]) -> Iterator[str]:
     """The files of a folder without its WFDB headers and what lies beside these under the same
     name: of 10^5 records none is opened only to see that it is no DICOM file."""
     headers = {name.removesuffix(".hea") for name in names if name.endswith(".hea")}
     for name in names:
-        if name.lower().endswith(ENDINGS) or posixpath.splitext(name)[0] not in headers:
+        if name.lower().endswith(HOSPITAL_ENDINGS) or posixpath.splitext(name)[0] not in headers:
             yield name
 
 
 def _patient(text: str | None) -> str | None:
     """A patient's id; None if it says nothing, or all anonymised files would be of one patient."""
     text = (text or "").strip()
-    if not text or text.lower() in NOBODY or len(set(text)) < 2 <= len(text):
+    if not text or text.lower() in ANONYMOUS_IDS or len(set(text)) < 2 <= len(text):
         return None
     return plain_name(text)

@@ -22,18 +22,18 @@ from ..ecg.record import (
     LEAD_INDEX,
     MV_PER_UNIT,
     EcgRecord,
+    age_and_sex_warnings,
     clean_age,
     clean_sex,
-    not_understood,
     parse_dx,
     unit_name,
 )
 from ..ecg.resampling import RATE_RANGE_HZ
-from ..io.errors import ReadError, failure_of_machine
-from ..io.spreadsheet import as_number
+from ..io.errors import ReadError, machine_error
+from ..io.spreadsheet import to_number
 from ..io.storage import Folder
 
-MAX_BYTES, MAX_LINE, MAX_SIGNALS, MAX_SAMPLES = 65_536, 512, 64, 2_000_000
+MAX_HEADER_BYTES, MAX_LINE, MAX_SIGNALS, MAX_WFDB_SAMPLES = 65_536, 512, 64, 2_000_000
 GAIN_RANGE = (1e-3, 1e9)  # steps per mV
 # format -> n; the value -2**n means not measured
 INVALID_BITS = {
@@ -51,7 +51,7 @@ INVALID_BITS = {
     524: 23,
 }
 # format -> (bytes, samples) of its smallest unit, to compute a file's size; FLAC has none
-UNITS = {
+FORMAT_UNITS = {
     8: (1, 1),
     16: (2, 1),
     24: (3, 1),
@@ -63,7 +63,7 @@ UNITS = {
     310: (4, 3),
     311: (4, 3),
 }
-FLAC = (508, 516, 524)
+FLAC_FORMATS = (508, 516, 524)
 MAX_FALLBACK_VALUES = 8_000_000  # because wfdb converts to int64
 
 _COMMENT = re.compile(r"#\s{0,8}(Age|Sex|Dx)\s{0,8}:(.*)", re.IGNORECASE)
@@ -98,7 +98,7 @@ class WfdbHeader:
     warnings: tuple[tuple[str, str], ...] = ()  # about the comments
 
 
-def peek(data: bytes) -> tuple[str, int, float, int]:
+def peek_header(data: bytes) -> tuple[str, int, float, int]:
     """(name, signals, fs_hz, samples) from the record line only: enough for planning, at a fifth of
     the cost."""
     for line in _lines(data):
@@ -108,7 +108,7 @@ def peek(data: bytes) -> tuple[str, int, float, int]:
 
 
 def _lines(data: bytes) -> Iterator[str]:
-    if len(data) > MAX_BYTES:
+    if len(data) > MAX_HEADER_BYTES:
         raise ReadError("header too large", f"{len(data)} bytes")
     return map(str.strip, data.decode("utf-8", "replace").splitlines())
 
@@ -144,7 +144,7 @@ def parse_header(data: bytes) -> WfdbHeader:
         age,
         sex,
         comments.get("dx", ""),
-        not_understood(comments, age=age, sex=sex),
+        age_and_sex_warnings(comments, age=age, sex=sex),
     )
 
 
@@ -166,7 +166,7 @@ def _record_line(line: str) -> tuple[str, int, float, int]:
         fields[0].removesuffix(".mat"),
         n_signals,
         fs_hz,
-        _integer(fields[3], "sample count", MAX_SAMPLES),
+        _integer(fields[3], "sample count", MAX_WFDB_SAMPLES),
     )
 
 
@@ -244,13 +244,13 @@ def _integer(text: str, what: str, high: int) -> int:
 
 def _number(text: str, what: str, low: float, high: float) -> float:
     """Python also accepts underscores and digits of other scripts, WFDB does not."""
-    value = as_number(text) if text.isascii() and "_" not in text else math.nan
+    value = to_number(text) if text.isascii() and "_" not in text else math.nan
     if not low <= value <= high:  # NaN fails too
         raise ReadError(what, f"{text[:40]}: {low:g} to {high:g} is read")
     return value
 
 
-def own_name(name: str, key: str) -> str:
+def stated_name(name: str, key: str) -> str:
     """The name in the header. It must be the file's name: a renamed copy could count as another
     patient's ECG."""
     stem = posixpath.basename(key).removesuffix(".hea")
@@ -266,7 +266,7 @@ def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: s
         raise ReadError("mixed signal formats", ", ".join(map(str, header.formats)))
     if header.formats[0] == 16 and len(set(header.files)) == 1 and len(set(header.offsets)) == 1:
         signal = _read_format_16(root, posixpath.join(place, header.files[0]), header)
-        warnings = _compare(header, signal)
+        warnings = _checksum_warnings(header, signal)
     else:
         signal, warnings = _read_with_wfdb(root, place, header), []
     bits = INVALID_BITS.get(header.formats[0])
@@ -303,7 +303,7 @@ def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
     return np.ascontiguousarray(interleaved.T)  # later steps work lead by lead
 
 
-def _compare(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
+def _checksum_warnings(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
     sums = np.add.reduce(signal, axis=1, dtype=np.int16).astype(
         np.int64
     )  # overflows as the format's checksum does
@@ -323,7 +323,7 @@ def _compare(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
     ]
 
 
-def _checked(root: Folder, place: str, file: str, header: WfdbHeader) -> bytes:
+def _read_checked(root: Folder, place: str, file: str, header: WfdbHeader) -> bytes:
     """Read a file and check its size against format and length: `wfdb` itself accepts longer files,
     and MATLAB files."""
     code = header.formats[0]
@@ -332,12 +332,12 @@ def _checked(root: Folder, place: str, file: str, header: WfdbHeader) -> bytes:
     }
     if file.lower().endswith(".mat"):
         raise ReadError("not the expected MATLAB file", f"format {code}, offsets {sorted(offsets)}")
-    if len(offsets) > 1 or code not in (*UNITS, *FLAC):
+    if len(offsets) > 1 or code not in (*FORMAT_UNITS, *FLAC_FORMATS):
         raise ReadError("signal format", f"{code}, offsets {sorted(offsets)}")
-    if code in FLAC:
+    if code in FLAC_FORMATS:
         return root.read(posixpath.join(place, file), 8 * MAX_FALLBACK_VALUES)
     values = header.samples * header.files.count(file)
-    unit, per_unit = UNITS[code]
+    unit, per_unit = FORMAT_UNITS[code]
     smallest = -(-values * unit // per_unit)  # the last unit may be incomplete
     largest = -(-values // per_unit) * unit
     data = root.read(posixpath.join(place, file), max(offsets) + largest)
@@ -359,7 +359,7 @@ def _read_with_wfdb(root: Folder, place: str, header: WfdbHeader) -> np.ndarray:
         )
     with tempfile.TemporaryDirectory() as scratch:
         for file in dict.fromkeys(header.files):
-            Path(scratch, file).write_bytes(_checked(root, place, file, header))
+            Path(scratch, file).write_bytes(_read_checked(root, place, file, header))
         lines = [f"x {len(header.leads)} {header.fs_hz} {header.samples}"]
         columns = header.files, header.formats, header.offsets, header.initials, header.checksums
         for i, (file, code, offset, first, checksum) in enumerate(zip(*columns, strict=True)):
@@ -371,7 +371,7 @@ def _read_with_wfdb(root: Folder, place: str, header: WfdbHeader) -> np.ndarray:
         try:
             record = wfdb.rdrecord(str(Path(scratch, "x")), physical=False)
         except Exception as error:  # a broken file may raise anything
-            if failure := failure_of_machine(error):
+            if failure := machine_error(error):
                 raise failure from None
             raise ReadError(
                 "wfdb cannot read it", f"format {header.formats[0]}: {type(error).__name__}"

@@ -25,12 +25,12 @@ from ..ecg.record import (
     SYNTHETIC,
     EcgRecord,
     Header,
+    add_limb_leads,
     clean_age,
     lead_rows,
     real_source,
     record_stem,
     synthetic_prefix,
-    with_limb_leads,
 )
 from ..io.errors import ReadError
 from ..io.storage import Folder
@@ -39,18 +39,18 @@ from .base import (
     Source,
     absent_key,
     absent_records,
-    cached,
+    headers_and_orphans,
     path_name,
     read_table,
-    with_orphans,
+    threadsafe_cache,
 )
-from .wfdb import MAX_BYTES, WfdbHeader, own_name, parse_header, peek, read_record
+from .wfdb import MAX_HEADER_BYTES, WfdbHeader, parse_header, peek_header, read_record, stated_name
 
-FOLDERS = ("records500", "records100")
-TABLE, MAX_TABLE = "ptbxl_database.csv", 256 * 2**20
+PTBXL_FOLDERS = ("records500", "records100")
+PTBXL_CSV, MAX_PTBXL_CSV = "ptbxl_database.csv", 256 * 2**20
 # Characters of scp_codes; limited because the parser in literal_eval recurses
 MAX_STATEMENTS = 4096
-DATABASES = (
+CHALLENGE_DATABASES = (
     "chapman_shaoxing",
     "cpsc_2018",
     "cpsc_2018_extra",
@@ -60,10 +60,17 @@ DATABASES = (
     "ptb-xl",
     "st_petersburg_incart",
 )
-PLACES = {SYNTHETIC + name for name in DATABASES} | set(DATABASES)  # folders of databases
-TABLE_PLACES = (TABLE, f"ptb-xl/{TABLE}", f"training/{TABLE}", f"training/ptb-xl/{TABLE}")
-LIST, MAX_LIST = "record_list.csv", 512 * 2**20
-ACCEPTABLE = "RECORDS-acceptable"
+DATABASE_FOLDERS = {SYNTHETIC + name for name in CHALLENGE_DATABASES} | set(
+    CHALLENGE_DATABASES
+)  # folders of databases
+PTBXL_CSV_PATHS = (
+    PTBXL_CSV,
+    f"ptb-xl/{PTBXL_CSV}",
+    f"training/{PTBXL_CSV}",
+    f"training/ptb-xl/{PTBXL_CSV}",
+)
+MIMIC_LIST, MAX_MIMIC_LIST = "record_list.csv", 512 * 2**20
+ACCEPTABLE_LIST = "RECORDS-acceptable"
 _PATH = re.compile(r"files/p\d{4}/p(\d{8})/s(\d+)/\2", re.ASCII)
 
 
@@ -81,7 +88,9 @@ class WfdbSource(Source):
         else:
             lists.append(RECORDS)
         for place in places:
-            yield from with_orphans(_noting_lists(self.root.names(place), lists), self.suffix)
+            yield from headers_and_orphans(
+                _collect_lists(self.root.names(place), lists), self.suffix
+            )
         yield from absent_records(self.root, lists, (".hea", self.suffix), within)
 
     def record_name(self, key: str, stem: str) -> str:
@@ -103,10 +112,10 @@ class WfdbSource(Source):
 
     def header(self, key: str) -> Header:
         data = self._text(key)
-        name, _, fs_hz, samples = peek(data)
+        name, _, fs_hz, samples = peek_header(data)
         stamp = self.root.stamp(key.removesuffix(".hea") + self.suffix)
         content = hashlib.blake2b(data, digest_size=8).digest()
-        name = self.record_name(key, own_name(name, key))
+        name = self.record_name(key, stated_name(name, key))
         return Header(
             name,
             self.source_of(key),
@@ -120,13 +129,13 @@ class WfdbSource(Source):
     def read(self, key: str) -> EcgRecord:
         header = parse_header(self._text(key))
         self.check(header)
-        name = self.record_name(key, own_name(header.name, key))
+        name = self.record_name(key, stated_name(header.name, key))
         return self.enrich(read_record(self.root, key, header, name, self.source_of(key)), key)
 
     def _text(self, key: str) -> bytes:
         if not key.endswith(".hea"):
             raise ReadError("no header", key.rsplit("/", 1)[-1])
-        return self.root.read(key, MAX_BYTES)
+        return self.root.read(key, MAX_HEADER_BYTES)
 
     def check(self, header: WfdbHeader) -> None:
         """Require twelve leads in one file with the record's name, as in all large archives."""
@@ -137,7 +146,7 @@ class WfdbSource(Source):
             raise ReadError("signal file name", f"{header.files[0]} for {header.name}")
 
 
-def _noting_lists(names: Iterator[str], lists: list[str]) -> Iterator[str]:
+def _collect_lists(names: Iterator[str], lists: list[str]) -> Iterator[str]:
     """The names; those of RECORDS files are added to `lists`."""
     for name in names:
         if posixpath.basename(name) == RECORDS:
@@ -158,31 +167,31 @@ class PtbXl(WfdbSource):
 
     @staticmethod
     def detect(names: set[str]) -> bool:
-        return TABLE in names and bool(names & set(FOLDERS))
+        return PTBXL_CSV in names and bool(names & set(PTBXL_FOLDERS))
 
     def keys(self) -> Iterator[str]:
-        absent = dict(_rows(self.root, TABLE))
-        for key in with_orphans(self.root.names(self._folder()), ".dat"):
+        absent = dict(_ptbxl_rows(self.root, PTBXL_CSV))
+        for key in headers_and_orphans(self.root.names(self._folder()), ".dat"):
             absent.pop(ecg_id(self.name_for(key)), None)
             yield key
         for number, row in absent.items():
-            yield absent_key(self._path(number, row), TABLE)
+            yield absent_key(self._path(number, row), PTBXL_CSV)
 
     def _path(self, number: str, row: dict[str, str]) -> str:
-        """Where the release has the header of an ecg_id."""
+        """Returns the path of an ecg_id's header."""
         name = f"{synthetic_prefix(row['patient_id'])}{number:0>5}"
         thousand = f"{number[:-3]:0>2}000"
-        ending = "hr" if self._folder() == FOLDERS[0] else "lr"
+        ending = "hr" if self._folder() == PTBXL_FOLDERS[0] else "lr"
         return f"{self._folder()}/{thousand}/{name}_{ending}.hea"
 
     def places(self) -> list[str]:
-        return list(FOLDERS)  # also that of the same ECGs at the other rate
+        return list(PTBXL_FOLDERS)  # also that of the same ECGs at the other rate
 
     def _folder(self) -> str:
-        return next(filter(self.root.exists, FOLDERS), FOLDERS[0])
+        return next(filter(self.root.exists, PTBXL_FOLDERS), PTBXL_FOLDERS[0])
 
     def notes(self) -> list[str]:
-        if self._folder() == FOLDERS[0]:
+        if self._folder() == PTBXL_FOLDERS[0]:
             return []
         what = (
             "no records500, so records100 is read: 100 Hz, resampled to 500 Hz, with nothing "
@@ -191,7 +200,7 @@ class PtbXl(WfdbSource):
         return [f"{self.root.url}: {what}"]
 
     def tables(self) -> bytes:
-        return self.root.read(TABLE, MAX_TABLE)
+        return self.root.read(PTBXL_CSV, MAX_PTBXL_CSV)
 
     def source_of(self, key: str) -> str:
         return SYNTHETIC * bool(synthetic_prefix(record_stem(key))) + self.name
@@ -204,20 +213,22 @@ class PtbXl(WfdbSource):
         return f"{prefix}HR{int(number):05d}"
 
     def patient(self, name: str, key: str) -> str | None:
-        row = _rows(self.root, TABLE).get(ecg_id(name))
+        row = _ptbxl_rows(self.root, PTBXL_CSV).get(ecg_id(name))
         return patient_id(row["patient_id"]) if row else None
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
-        row = _rows(self.root, TABLE).get(ecg_id(record.name))
+        row = _ptbxl_rows(self.root, PTBXL_CSV).get(ecg_id(record.name))
         if row is None:
-            return dataclasses.replace(record, warnings=(*record.warnings, (f"not in {TABLE}", "")))
+            return dataclasses.replace(
+                record, warnings=(*record.warnings, (f"not in {PTBXL_CSV}", ""))
+            )
         sex = {"0": "M", "1": "F"}.get(row["sex"].split(".")[0])
         patient, age = patient_id(row["patient_id"]), clean_age(row["age"])
         return dataclasses.replace(record, patient=patient, age=age, sex=sex, dx=_diagnoses(row))
 
 
 def ecg_id(record: str) -> str:
-    """As in ptbxl_database.csv: 11 of HR00011; "" if the name is of another form."""
+    """Returns the ecg_id in ptbxl_database.csv: 11 for HR00011; "" if the name has another form."""
     name = record.removeprefix(synthetic_prefix(record))
     return name.removeprefix("HR").lstrip("0") if name.startswith("HR") else ""
 
@@ -229,7 +240,7 @@ def patient_id(text: str) -> str | None:
     return text if number.isascii() and number.isdigit() else None
 
 
-def statements(scp_codes: str) -> dict[str, float]:
+def parse_statements(scp_codes: str) -> dict[str, float]:
     """Parse a cell with a Python dict of {statement: likelihood in per cent}; a likelihood that is
     not a number becomes 0."""
     try:
@@ -245,17 +256,17 @@ def statements(scp_codes: str) -> dict[str, float]:
 
 
 def _diagnoses(row: dict[str, str]) -> tuple[str, ...]:
-    codes = [SCP_CODES.get(name) for name in statements(row["scp_codes"])]
+    codes = [SCP_CODES.get(name) for name in parse_statements(row["scp_codes"])]
     codes.append(HEART_AXIS_CODES.get(row["heart_axis"]))
     return tuple(dict.fromkeys(code for code in codes if code))
 
 
-@cached
-def _rows(root: Folder, place: str) -> dict[str, dict[str, str]]:
+@threadsafe_cache
+def _ptbxl_rows(root: Folder, place: str) -> dict[str, dict[str, str]]:
     """The six columns that are used, by ecg_id; others (dates, reports, names of staff) are never
     read."""
     columns = ("ecg_id", "patient_id", "age", "sex", "scp_codes", "heart_axis")
-    rows = read_table(root, place, MAX_TABLE, columns)
+    rows = read_table(root, place, MAX_PTBXL_CSV, columns)
     return {row["ecg_id"].split(".")[0]: row for row in rows}
 
 
@@ -268,11 +279,11 @@ class PhysioNet2021(WfdbSource):
     name = "physionet2021"
     licence = "CC-BY-4.0"
     suffix = ".mat"
-    folders = frozenset({"training", *PLACES})
+    folders = frozenset({"training", *DATABASE_FOLDERS})
 
     @staticmethod
     def detect(names: set[str]) -> bool:
-        return "training" in names or bool(names & PLACES - {"ptb-xl"})
+        return "training" in names or bool(names & DATABASE_FOLDERS - {"ptb-xl"})
 
     def places(self) -> list[str]:
         """Only database folders, if there are any: other archives (PTB-XL's release) may be in the
@@ -281,17 +292,18 @@ class PhysioNet2021(WfdbSource):
         places = (
             ["training"]
             if "training" in names
-            else [name for name in names if name in PLACES] or [""]
+            else [name for name in names if name in DATABASE_FOLDERS] or [""]
         )
         return [
             name
             for name in places
             if name != "ptb-xl"
-            or not any(self.root.exists(f"ptb-xl/{folder}") for folder in FOLDERS)
+            or not any(self.root.exists(f"ptb-xl/{folder}") for folder in PTBXL_FOLDERS)
         ]
 
     def has_records(self) -> bool:
-        """Whether there are headers with signals in .mat: other archives' folders have the same names."""
+        """True if there are headers with signals in .mat: other archives' folders have the same
+        names."""
         endings = set()
         for place in self.places():
             for name in self.root.names(place):
@@ -306,33 +318,35 @@ class PhysioNet2021(WfdbSource):
     def patient(self, name: str, key: str) -> str | None:
         if real_source(self.source_of(key)) != "ptb-xl":
             return None
-        return _patients(self.root).get(ecg_id(name))
+        return _ptbxl_patients(self.root).get(ecg_id(name))
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         number = ecg_id(record.name)
         if real_source(record.source) != "ptb-xl" or not number:
             return record
-        known = _patients(self.root)
+        known = _ptbxl_patients(self.root)
         if known and number not in known:
-            return dataclasses.replace(record, warnings=(*record.warnings, (f"not in {TABLE}", "")))
+            return dataclasses.replace(
+                record, warnings=(*record.warnings, (f"not in {PTBXL_CSV}", ""))
+            )
         return dataclasses.replace(record, patient=known.get(number))
 
     def tables(self) -> bytes:
-        return repr(sorted(_patients(self.root).items())).encode()
+        return repr(sorted(_ptbxl_patients(self.root).items())).encode()
 
 
 @lru_cache(maxsize=256)  # a folder has a thousand records
 def _database(url: str, place: str) -> str | None:
     """The database of a folder. The root may itself be a database or one of its folders."""
     parts = [*url.replace(".zip", "").split("/")[-2:], *place.split("/")]
-    return next((part for part in reversed(parts) if part in PLACES), None)
+    return next((part for part in reversed(parts) if part in DATABASE_FOLDERS), None)
 
 
-@cached
-def _patients(root: Folder) -> dict[str, str | None]:
+@threadsafe_cache
+def _ptbxl_patients(root: Folder) -> dict[str, str | None]:
     """Map ecg_id to patient, None if the row has none."""
-    place = next(filter(root.exists, TABLE_PLACES), "")
-    rows = _rows(root, place) if place else {}
+    place = next(filter(root.exists, PTBXL_CSV_PATHS), "")
+    rows = _ptbxl_rows(root, place) if place else {}
     return {number: patient_id(row["patient_id"]) for number, row in rows.items()}
 
 
@@ -368,14 +382,14 @@ class PhysioNet2011(WfdbSource):
 
     @staticmethod
     def detect(names: set[str]) -> bool:
-        return bool(names & {ACCEPTABLE, "set-a"})
+        return bool(names & {ACCEPTABLE_LIST, "set-a"})
 
     def places(self) -> list[str]:
         return [name for name in self.root.children() if name in ("set-a", "set-b")] or [""]
 
     def has_records(self) -> bool:
-        """Whether there is the list: other Challenges have a set-a, too."""
-        return self.root.exists(posixpath.join(self.places()[0], ACCEPTABLE))
+        """True if the list exists: other Challenges have a set-a, too."""
+        return self.root.exists(posixpath.join(self.places()[0], ACCEPTABLE_LIST))
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         """An unknown age is 0 there."""
@@ -391,20 +405,20 @@ class MimicIvEcg(WfdbSource):
 
     @staticmethod
     def detect(names: set[str]) -> bool:
-        return {LIST, "files"} <= names
+        return {MIMIC_LIST, "files"} <= names
 
     def keys(self) -> Iterator[str]:
         """The rows of the list, or the files if there is no list. Rows whose subject contradicts
         the path are refused later."""
-        if not self.root.exists(LIST):
+        if not self.root.exists(MIMIC_LIST):
             yield from super().keys()
             return
-        for row in read_table(self.root, LIST, MAX_LIST, ("subject_id", "path")):
+        for row in read_table(self.root, MIMIC_LIST, MAX_MIMIC_LIST, ("subject_id", "path")):
             match = _PATH.fullmatch(row["path"])
             yield (
                 f"{row['path']}.hea"
                 if match and match[1] == row["subject_id"]
-                else f"{LIST}: {row['path']}.hea"
+                else f"{MIMIC_LIST}: {row['path']}.hea"
             )
 
     def places(self) -> list[str]:
@@ -412,7 +426,7 @@ class MimicIvEcg(WfdbSource):
 
     def links(self) -> Iterator[str]:
         """None if there is the list, by which links are followed."""
-        return iter(()) if self.root.exists(LIST) else super().links()
+        return iter(()) if self.root.exists(MIMIC_LIST) else super().links()
 
     def patient(self, name: str, key: str) -> str | None:
         match = _PATH.fullmatch(key.removesuffix(".hea"))
@@ -422,7 +436,7 @@ class MimicIvEcg(WfdbSource):
         return dataclasses.replace(record, patient=self.patient(record.name, key))
 
     def header(self, key: str) -> Header:
-        if key.startswith(LIST):
+        if key.startswith(MIMIC_LIST):
             raise ReadError("patient contradicts the path", key.rsplit("/", 1)[-1][:40])
         return super().header(key)
 
@@ -443,7 +457,7 @@ class WfdbFolder(WfdbSource):
         lists: list[str] = []
         has_headers = False
         names = chain.from_iterable(map(self._names, self.within))
-        for name in _noting_lists(names, lists):
+        for name in _collect_lists(names, lists):
             if name.endswith(".hea"):
                 has_headers = True
                 yield name
@@ -477,7 +491,7 @@ class WfdbFolder(WfdbSource):
         mv, invalid = millivolts(record, list(rows.values()), 0, record.signal.shape[1])
         mv[invalid] = np.nan
         measured = {LEADS[lead]: mv[row] for row, lead in enumerate(rows)}
-        signals = with_limb_leads(measured)
+        signals = add_limb_leads(measured)
         return dataclasses.replace(
             record,
             signal=np.array([*signals.values()]),

@@ -28,26 +28,26 @@ import numpy as np
 from deflate import DeflateError, crc32, deflate_decompress  # twice as fast as zlib
 
 from ..io.errors import MISSING_FILE, ReadError, StorageError
-from ..io.npz import ANY_RATIO_BYTES, MAX_RATIO
-from ..io.storage import Folder, LocalFolder, folder, local_order, prefetch
+from ..io.npz import ANY_RATIO_BYTES, MAX_COMPRESSION
+from ..io.storage import Folder, LocalFolder, folder, local_sort_key, prefetch
 from ..io.terminal import tell
 
 MAX_MEMBERS, MAX_DIRECTORY = 10_000_000, 2**31
 DIRECTORIES_HELD = 1024
-PART = 2**24  # bytes of a directory in one request
-FIELD = 2**16  # bytes of a name, extra field or comment
+REQUEST_BYTES = 2**24  # bytes of a directory in one request
+MAX_FIELD = 2**16  # bytes of a name, extra field or comment
 # Without signatures, versions and times. An entry: system, flags, method, CRC-32, bytes packed and
 # unpacked, lengths of name, extra field and comment, Unix mode, place. A member: method, lengths of
 # name and extra field. The end of the directory: numbers of disks and entries, length, place
 ENTRY, HEADER = struct.Struct("<4xxB2x2H4x3L3H6xHL"), struct.Struct("<4s4xH16x2H")
-END, END64 = struct.Struct("<4x4H2LH"), struct.Struct("<16x2L4Q")
+END_RECORD, END_RECORD_64 = struct.Struct("<4x4H2LH"), struct.Struct("<16x2L4Q")
 IN_EXTRA = 2**32 - 1  # instead of a number that needs more bits
 STORED, DEFLATED = 0, 8
 LINK, ENCRYPTED = -1, -2
 UTF8, UNIX = 1 << 11, 3
 DAMAGED = "its directory is damaged or split: download it again"
 # A record that lacks one of these is refused anyway
-RECORDS = (b".hea", b".dat", b".mat")
+RECORD_ENDINGS = (b".hea", b".dat", b".mat")
 MAX_CHECKED = 256
 _LOCK = threading.Lock()
 
@@ -159,9 +159,9 @@ class ZipFolder(LocalFolder):
         if member is None:
             raise ReadError(MISSING_FILE, name)
         is_whole = member.size <= limit
-        _check(member, name, limit if not cut else member.size)
+        _check_member(member, name, limit if not cut else member.size)
         most = member.packed if is_whole else limit
-        data = zipped.packed(member, name, HEADER.size + 2 * FIELD + most)
+        data = zipped.packed(member, name, HEADER.size + 2 * MAX_FIELD + most)
         try:
             if member.method == DEFLATED and is_whole:
                 data = memoryview(deflate_decompress(data, member.size))
@@ -196,7 +196,7 @@ class ZipFolder(LocalFolder):
         else:
             files = self._zip_files()
             others = (name for name in self.base.names() if name not in files)
-            yield from heapq.merge(others, *map(self.names, self.zips), key=local_order)
+            yield from heapq.merge(others, *map(self.names, self.zips), key=local_sort_key)
 
     def links(self, under: str = "") -> Iterator[str]:
         """In a zip, links whose names are like folders': it does not say where they lead."""
@@ -227,7 +227,7 @@ class ZipFolder(LocalFolder):
     size = read_range = write = publish = workdir = remove = _refuse
 
 
-def _check(member: Member, name: str, limit: int) -> None:
+def _check_member(member: Member, name: str, limit: int) -> None:
     if member.method == LINK:
         raise ReadError("not a regular file", f"{name}: a link, which is not followed")
     if member.method == ENCRYPTED:
@@ -238,7 +238,7 @@ def _check(member: Member, name: str, limit: int) -> None:
         )
     if member.size > limit:
         raise ReadError("file too large", f"{name}: {member.size} bytes")
-    if member.size > max(ANY_RATIO_BYTES, MAX_RATIO * member.packed):
+    if member.size > max(ANY_RATIO_BYTES, MAX_COMPRESSION * member.packed):
         raise ReadError("zip compression", f"{name}: {member.size} bytes in {member.packed}")
 
 
@@ -250,13 +250,13 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
     place = f"a zip in {base.url} (unzip -tq finds it)" if base.private else base.path(file)
     try:
         count, begin, end = _find_directory(base, file)
-        parts = range(begin, end, PART)
+        parts = range(begin, end, REQUEST_BYTES)
         read = prefetch(
-            lambda start: base.read_range(file, start, min(PART, end - start)), parts, 4
+            lambda start: base.read_range(file, start, min(REQUEST_BYTES, end - start)), parts, 4
         )
         index = _parse(b"".join(read), count, begin)
         # Nobody would miss a table
-        names = (_path(key) for key in index.keys if not key.endswith(RECORDS))
+        names = (_path(key) for key in index.keys if not key.endswith(RECORD_ENDINGS))
         for name in islice(names, MAX_CHECKED):
             if (member := index.find(name)) and member.method >= 0:
                 Zip(base, file, version).packed(member, name, 2**13)
@@ -272,20 +272,20 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
 def _find_directory(base: Folder, file: str) -> tuple[int, int, int]:
     """The number of its entries, its begin and its end."""
     size = base.size(file)
-    first = max(0, size - FIELD - END64.size)
+    first = max(0, size - MAX_FIELD - END_RECORD_64.size)
     tail = base.read_range(file, first, size - first)
     position = tail.rfind(b"PK\5\6")
     if position < 0:
         raise ReadError("not a zip, or its end is missing: download it again")
     end = first + position
-    disk, start, here, count, length, begin, comment = END.unpack_from(tail, position)
-    if position + END.size + comment != len(tail):
+    disk, start, here, count, length, begin, comment = END_RECORD.unpack_from(tail, position)
+    if position + END_RECORD.size + comment != len(tail):
         raise ReadError(DAMAGED)
     if tail[max(0, position - 20) : position].startswith(
         b"PK\6\7"
     ):  # leads to one with larger numbers
         (end,) = struct.unpack_from("<Q", tail, position - 12)
-        numbers = END64.unpack(base.read_range(file, end, END64.size))
+        numbers = END_RECORD_64.unpack(base.read_range(file, end, END_RECORD_64.size))
         disk, start, here, count, length, begin = numbers
     if disk or start or here != count or begin + length != end:
         raise ReadError(DAMAGED)
@@ -305,7 +305,9 @@ def _parse(data: bytes, count: int, end: int) -> ZipIndex:
         position += ENTRY.size + length
         name = data[position - length : position]
         if IN_EXTRA in (size, packed, begin):
-            size, packed, begin = _widened((size, packed, begin), data[position : position + extra])
+            size, packed, begin = _zip64_numbers(
+                (size, packed, begin), data[position : position + extra]
+            )
         position += extra + comment
         unicode = flags & UTF8 or system == UNIX or name.isascii()  # as unzip has it
         path = name.decode("utf-8" if unicode else "cp437", "surrogateescape")
@@ -321,10 +323,10 @@ def _parse(data: bytes, count: int, end: int) -> ZipIndex:
         numbers.extend((begin, least, packed, size, crc, method, crc32(name)))
     if position != len(data) or not keys:
         raise ReadError(DAMAGED)
-    return _index(keys, np.frombuffer(numbers, np.int64).reshape(len(keys), -1), end)
+    return _build_index(keys, np.frombuffer(numbers, np.int64).reshape(len(keys), -1), end)
 
 
-def _widened(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
+def _zip64_numbers(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
     """Bytes unpacked, bytes packed and place, with those that are in the extra field."""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
@@ -335,7 +337,7 @@ def _widened(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
     return numbers
 
 
-def _index(keys: list[bytes], members: np.ndarray, end: int) -> ZipIndex:
+def _build_index(keys: list[bytes], members: np.ndarray, end: int) -> ZipIndex:
     """A member ends where the next one begins. Those of a bomb share their data."""
     by_place = np.argsort(members[:, 0])
     ends = np.append(members[by_place[1:], 0], end)

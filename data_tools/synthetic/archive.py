@@ -32,17 +32,17 @@ from ..io.errors import DataError
 from . import challenge, ptbxl
 from .challenge import DATABASES, damage
 from .ecg import simulate
-from .patients import BLOCK, Findings, SyntheticPatients, draw_patients
+from .patients import BLOCK_PATIENTS, Findings, SyntheticPatients, draw_patients
 
 LAYOUTS = ("physionet2021", "ptbxl")
 # In version 1, two sessions were less alike than real ones, and all patients had two; in version 2,
 # databases, records and patients had the names of real ones
 VERSION = 3
-TWO_SESSIONS = 0.11  # share of PTB-XL's patients, as in the real PTB-XL
+TWO_SESSIONS_SHARE = 0.11  # share of PTB-XL's patients, as in the real PTB-XL
 # Share of the other patients, for each of the two databases that do not have 500 Hz
 SMALL_SHARE = 0.01
 # Probability that a finding is missed, and, per record, that a wrong one is added
-LABEL_FLIP = 0.03
+LABEL_FLIP_SHARE = 0.03
 # Last part of a generator's key; continues the numbers in synthetic.patients
 CLINIC = 4
 LENGTH = 5
@@ -63,7 +63,7 @@ class Block:
     ids: list[dict[int, int]]  # for each session: {patient of the block: record}
 
 
-def allocate(patients: int) -> dict[str, int]:
+def patients_per_database(patients: int) -> dict[str, int]:
     """Distribute `patients` with one recording each over the seven databases other than PTB-XL, in
     the real proportions."""
     share = max(1, round(SMALL_SHARE * patients)) if patients >= 50 else 0
@@ -87,8 +87,11 @@ def allocate(patients: int) -> dict[str, int]:
     return counts | small
 
 
-def plan(
-    patients: int, two_sessions: float = TWO_SESSIONS, seed: int = 0, layout: str = "physionet2021"
+def plan_blocks(
+    patients: int,
+    two_sessions: float = TWO_SESSIONS_SHARE,
+    seed: int = 0,
+    layout: str = "physionet2021",
 ) -> list[Block]:
     """Plan which records to make. With more `patients`, earlier records stay the same, except
     for the ids of the last block; a larger share of `two_sessions` only adds second sessions."""
@@ -101,7 +104,7 @@ def plan(
         raise DataError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
     counts = {"ptb-xl": patients}
     if layout == "physionet2021":
-        counts |= allocate(patients)
+        counts |= patients_per_database(patients)
     blocks: list[Block] = []
     for number, (name, database) in enumerate(DATABASES.items()):
         share = two_sessions if name == "ptb-xl" else 0.0
@@ -125,13 +128,13 @@ def _blocks(name: str, key: tuple[int, int], patients: int, two_sessions: float)
     again = 0  # number of second sessions so far
     for length, dur_s in enumerate(seconds):
         records = np.flatnonzero(drawn == length).tolist()
-        for first in range(0, len(records), BLOCK):
-            chosen = records[first : first + BLOCK]
-            block_key = (*key, length, first // BLOCK)
+        for first in range(0, len(records), BLOCK_PATIENTS):
+            chosen = records[first : first + BLOCK_PATIENTS]
+            block_key = (*key, length, first // BLOCK_PATIENTS)
             start = database.first + again
             ids = [{i: start + record for i, record in enumerate(chosen)}]
             if name == "ptb-xl":
-                chance = np.random.default_rng([*block_key, TWICE]).random(BLOCK)
+                chance = np.random.default_rng([*block_key, TWICE]).random(BLOCK_PATIENTS)
                 twice = np.flatnonzero(chance[: len(chosen)] < two_sessions).tolist()
                 after = start + chosen[-1] + 1
                 ids.append({i: after + n for n, i in enumerate(twice)})
@@ -147,8 +150,12 @@ def _diagnoses(
     added."""
     rng = np.random.default_rng([*key, READER])
     names = [name for name in ABBREVIATIONS if name not in (*without, *_NEVER)]
-    missed = (rng.random((len(names), BLOCK)) < LABEL_FLIP)[:, who]
-    wrong = np.where(rng.random(BLOCK) < LABEL_FLIP, rng.integers(0, len(names), BLOCK), -1)[who]
+    missed = (rng.random((len(names), BLOCK_PATIENTS)) < LABEL_FLIP_SHARE)[:, who]
+    wrong = np.where(
+        rng.random(BLOCK_PATIENTS) < LABEL_FLIP_SHARE,
+        rng.integers(0, len(names), BLOCK_PATIENTS),
+        -1,
+    )[who]
     return [
         [
             name
@@ -178,7 +185,7 @@ def sessions_of(block: Block) -> Iterator[Session]:
         made = simulate(
             patients, key, who, block.samples, database.fs_hz, database.mains_hz, without
         )
-        u = np.random.default_rng([*key, CLINIC]).random((BLOCK, 12))[who]
+        u = np.random.default_rng([*key, CLINIC]).random((BLOCK_PATIENTS, 12))[who]
         for digital, numbers in zip(made.digital, u, strict=True):
             damage(digital, block.database, numbers)
         yield Session(patients, made.digital, _diagnoses(key, who, made.present, without), u)
@@ -195,11 +202,11 @@ def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[st
             female = bool(session.patients.female[patient])
             digital, classes, u = session.digital[i], session.diagnoses[i], session.u[i]
             if layout == "ptbxl":
-                ptbxl.write_ptbxl_record(out / ptbxl.place_of(prefix, record), digital)
+                ptbxl.write_ptbxl_record(out / ptbxl.record_path(prefix, record), digital)
             else:
-                path = out / challenge.place_of(name, prefix, record)
-                codes = challenge.codes_of(name, classes)
-                comments = challenge.comments_of(name, age, female, codes, u)
+                path = out / challenge.record_path(name, prefix, record)
+                codes = challenge.dx_codes(name, classes)
+                comments = challenge.header_comments(name, age, female, codes, u)
                 challenge.write_challenge_record(path, DATABASES[name], digital, comments)
             if name == "ptb-xl":
                 patient_id = 10_001 + block.first_patient + patient
@@ -211,7 +218,7 @@ def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[st
 def synthesise(
     out: str | Path,
     patients: int,
-    two_sessions: float = TWO_SESSIONS,
+    two_sessions: float = TWO_SESSIONS_SHARE,
     seed: int = 0,
     layout: str = "physionet2021",
     workers: int = 1,
@@ -226,7 +233,7 @@ def synthesise(
     """
     if "://" in str(out):
         raise DataError(f"{out}: archives are made on a local disk: choose a folder")
-    out, blocks = Path(out), plan(patients, two_sessions, seed, layout)
+    out, blocks = Path(out), plan_blocks(patients, two_sessions, seed, layout)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} is not empty: choose a new folder, or delete this one first")
     out.mkdir(parents=True, exist_ok=True)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ..ecg.record import CLASSES, HEART_AXIS_CODES, LEADS, SCP_CODES, SYNTHETIC
+from ..ecg.record import HEART_AXIS_CODES, LEADS, SCORED_CLASSES, SCP_CODES, SYNTHETIC
 from .ptbxl import SCP_OF_CLASS
 from .wfdb_files import write_record
 
 FOLDER_RECORDS = 1000
-FLAT = 0.003  # probability of flat chest leads
-INVALID = 0.003  # probability of unmeasured samples in a Ningbo record
+FLAT_SHARE = 0.003  # probability of flat chest leads
+INVALID_SHARE = 0.003  # probability of unmeasured samples in a Ningbo record
 NOT_MEASURED = -32768  # in WFDB
 # Codes of diagnoses that are not scored
 UNSCORED = ("428750005", "164873001", "55827005", "164865005", "425623009", "251238007", "6180003")
@@ -64,22 +64,24 @@ DATABASES = {
 def damage(digital: np.ndarray, database: str, u: np.ndarray) -> None:
     """Damage one record [samples, 12] in place: disconnected electrodes, unmeasured samples. `u`:
     its random numbers."""
-    if u[0] < FLAT:
+    if u[0] < FLAT_SHARE:
         digital[:, 6 + int(u[1] * 6) :] = 0
-    if database == "ningbo" and u[2] < INVALID:
+    if database == "ningbo" and u[2] < INVALID_SHARE:
         start = int(u[3] * len(digital) * 0.99)
         digital[start : start + 1 + int(u[4] * 20), 6 + int(u[5] * 6)] = NOT_MEASURED
 
 
-def codes_of(database: str, names: list[str]) -> list[str]:
+def dx_codes(database: str, names: list[str]) -> list[str]:
     """The Dx codes that this database uses for these classes."""
-    code_of = {name: codes[0] for name, codes in CLASSES} | dict(DATABASES[database].codes)
+    code_of = {name: codes[0] for name, codes in SCORED_CLASSES} | dict(DATABASES[database].codes)
     if database == "ptb-xl":
         code_of |= {name: SCP_CODES[scp] for name, scp in SCP_OF_CLASS.items()} | HEART_AXIS_CODES
     return [code_of[name] for name in names] or [UNSCORED[0]]  # every header has a diagnosis
 
 
-def comments_of(name: str, age: int, female: bool, codes: list[str], u: np.ndarray) -> list[str]:
+def header_comments(
+    name: str, age: int, female: bool, codes: list[str], u: np.ndarray
+) -> list[str]:
     """Age, Sex, Dx, Rx, Hx, Sx. As in real headers, outside PTB-XL some are unknown and some Dx are
     malformed."""
     years, sex = str(age), "Female" if female else "Male"
@@ -98,7 +100,7 @@ def comments_of(name: str, age: int, female: bool, codes: list[str], u: np.ndarr
     return [mark + row for row in rows]
 
 
-def place_of(database: str, prefix: str, record: int) -> str:
+def record_path(database: str, prefix: str, record: int) -> str:
     """The path of a record's files without their ending. `prefix`: of all names of this seed."""
     facts = DATABASES[database]
     folder = (record - facts.first) // FOLDER_RECORDS + 1

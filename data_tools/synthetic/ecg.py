@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .patients import (
-    BLOCK,
+    BLOCK_PATIENTS,
     DISEASE,
     KERNELS,
     NOISE,
@@ -103,7 +103,7 @@ def _rates(session: _Session, has: Findings) -> tuple[np.ndarray, np.ndarray]:
         drawn = rng.between(low, high, 1)
         rate_bpm = np.where(has[name], drawn, rate_bpm)
     flutter_hz = rng.between(4.3, 5.4, 1)
-    conducted = rng.integers(2, 5, (BLOCK, 1))
+    conducted = rng.integers(2, 5, (BLOCK_PATIENTS, 1))
     rate_bpm = np.where(has["AFL"], 60 * flutter_hz / conducted, rate_bpm)
     return rate_bpm, flutter_hz
 
@@ -135,7 +135,7 @@ def _rhythm(session: _Session, dur_s: float) -> _Rhythm:
 def _fibrillating_s(rng: BlockDraws, mean_s: np.ndarray, beats: int) -> np.ndarray:
     """RR intervals without any order; the coefficient of variation is 0.22."""
     shape = 1 / 0.22**2
-    factor = rng.gamma(shape, 1 / shape, (BLOCK, beats))
+    factor = rng.gamma(shape, 1 / shape, (BLOCK_PATIENTS, beats))
     factor = np.clip(factor, 0.45, 2.2)
     rr_s: np.ndarray = mean_s * factor
     return rr_s.clip(min=0.30)
@@ -146,8 +146,8 @@ def _premature(
 ) -> np.ndarray:
     """Make every n-th beat premature, and the next late, in the RR intervals of patients with
     ectopy. Returns the kinds of all beats."""
-    first = rng.integers(2, 5, (BLOCK, 1))
-    every = rng.integers(2, 7, (BLOCK, 1))
+    first = rng.integers(2, 5, (BLOCK_PATIENTS, 1))
+    every = rng.integers(2, 7, (BLOCK_PATIENTS, 1))
     turn = (beats >= first) & ((beats - first) % every == 0)
     early = turn & (has["PAC"] | has["PVC"])
     ectopic = np.where(has["PVC"], _VENTRICULAR, _ATRIAL)
@@ -209,11 +209,11 @@ def _rotation(angles_rad: np.ndarray) -> np.ndarray:
     return np.stack(matrix, 1).reshape(-1, 3, 3).astype(np.float32)
 
 
-def _about_z(angle_rad: np.ndarray) -> np.ndarray:
+def _rotation_about_z(angle_rad: np.ndarray) -> np.ndarray:
     return _rotation(np.outer(angle_rad, [0, 0, 1]))
 
 
-def _add(wave: np.ndarray, mask: np.ndarray, vector: np.ndarray, bell: np.ndarray) -> None:
+def _add_bell(wave: np.ndarray, mask: np.ndarray, vector: np.ndarray, bell: np.ndarray) -> None:
     """Add vector [BLOCK, 3] x bell [(BLOCK,) window] to the wave of the patients in the mask."""
     wave[mask] += (vector[:, :, None] * bell[..., None, :])[mask]
 
@@ -254,8 +254,8 @@ def _bundle_branches(
     opposite = -0.33 * vector
     qrs[wide] *= 0.12
     t[wide] *= 0.15
-    _add(qrs, wide, vector, slow)
-    _add(t, wide, opposite, broad_t)
+    _add_bell(qrs, wide, vector, slow)
+    _add_bell(t, wide, opposite, broad_t)
 
     vector = toward(-0.55, 0.05, -0.75, (0.08, 0.05, 0.10))
     centre_s = own.between(0.058, 0.075)
@@ -263,14 +263,14 @@ def _bundle_branches(
     late = _gauss(window_s, centre_s, width_s)
     forward = 0.8 * vector
     opposite = -0.22 * vector
-    _add(qrs, has["RBBB"], forward, late)
-    _add(t, has["RBBB"], opposite, broad_t)
+    _add_bell(qrs, has["RBBB"], forward, late)
+    _add_bell(t, has["RBBB"], opposite, broad_t)
 
     vector = toward(-0.27, 0.03, -0.35, (0.05, 0.05, 0.07))
     centre_s = own.between(0.038, 0.044)
     width_s = own.between(0.008, 0.010)
     late = _gauss(window_s, centre_s, width_s)
-    _add(qrs, has["IRBBB"], vector, late)
+    _add_bell(qrs, has["IRBBB"], vector, late)
 
 
 def _shape_findings(session: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
@@ -281,20 +281,20 @@ def _shape_findings(session: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
     toward = _Toward(own, qrs)
     _bundle_branches(session, toward, window_s, qrs, t)
 
-    is_inferior = own.random((BLOCK, 1)) < 0.5
+    is_inferior = own.random((BLOCK_PATIENTS, 1)) < 0.5
     inferior = toward(-0.03, -0.6, 0)
     anterior = toward(-0.3, 0, 0.6)
     vector = np.where(is_inferior, inferior, anterior)
     size = own.between(0.7, 1.1, 1)
     vector = vector * size
     bell = _gauss(window_s, -0.022, 0.011)
-    _add(qrs, has["QAb"], vector.astype(np.float32), bell)
+    _add_bell(qrs, has["QAb"], vector.astype(np.float32), bell)
     vector = toward(-0.25, 0, 0.62)
     bell = _gauss(window_s, -0.008, 0.013)
-    _add(qrs, has["PRWP"], vector, bell)
+    _add_bell(qrs, has["PRWP"], vector, bell)
     vector = toward(-0.18, 0.3, 0)
     bell = _gauss(window_s, -0.026, 0.007)
-    _add(qrs, has["LAnFB"], vector, bell)
+    _add_bell(qrs, has["LAnFB"], vector, bell)
 
     low = has["LQRSV"]
     small = own.between(0.22, 0.36)
@@ -318,13 +318,15 @@ def _turn_axis(session: _Session, qrs: np.ndarray) -> np.ndarray:
     left = own.between(-75, -33)
     right = own.between(98, 150)
     target_deg = np.where(has["LAD"], left, right)
-    turn = _about_z(np.deg2rad(target_deg) - now)
+    turn = _rotation_about_z(np.deg2rad(target_deg) - now)
     turned = turn @ qrs
     deviates = has["LAD"] | has["RAD"]
     return np.where(deviates[:, None, None], turned, qrs)
 
 
-def _place(beat: np.ndarray, wave: np.ndarray, name: str, centre_s: np.ndarray, fs_hz: int) -> None:
+def _add_wave(
+    beat: np.ndarray, wave: np.ndarray, name: str, centre_s: np.ndarray, fs_hz: int
+) -> None:
     """Add each patient's wave to their beat [BLOCK, 3, beat], `centre_s` after R."""
     wave_start_s, _ = _SPAN_S[name]
     beat_start_s, _ = _SPAN_S["beat"]
@@ -359,15 +361,15 @@ def _conducted_waves(session: _Session) -> tuple[np.ndarray, np.ndarray, np.ndar
     turn = _rotation(session.patients.tilt_rad + wobble_rad)
     qrs = _turn_axis(session, turn @ qrs)
     paced = has["PR"][:, None, None]
-    qrs += paced * _spike(session.fs_hz)
+    qrs += paced * _pacemaker_spike(session.fs_hz)
     p = turn @ waves["P"]
     without_p = has["AF"] | has["AFL"] | has["PR"] | has["Brady"]
     p[without_p] = 0
     return p, qrs, turn @ t, top_mv
 
 
-def _spike(fs_hz: int) -> np.ndarray:
-    """A pacemaker's: float32 [3, window]."""
+def _pacemaker_spike(fs_hz: int) -> np.ndarray:
+    """Returns a pacemaker's spike: float32 [3, window]."""
     window_s = _window("QRS", fs_hz)
     is_spike = np.abs(window_s + 0.042) < 0.0025
     direction = np.array([1.1, -0.85, 0.6])
@@ -379,16 +381,16 @@ def _beats(session: _Session, mean_s: np.ndarray) -> np.ndarray:
     beat], mV."""
     p, qrs, t, top_mv = _conducted_waves(session)
     turned_deg = session.own.between(60, 120)
-    turn = _about_z(np.deg2rad(turned_deg))
+    turn = _rotation_about_z(np.deg2rad(turned_deg))
     ectopic_p = turn @ p
     pr_s, t_peak_s = _intervals_s(session, mean_s)
-    beats = np.zeros((BLOCK, 3, 3, len(_window("beat", session.fs_hz))), np.float32)
-    at_r = np.zeros(BLOCK)
+    beats = np.zeros((BLOCK_PATIENTS, 3, 3, len(_window("beat", session.fs_hz))), np.float32)
+    at_r = np.zeros(BLOCK_PATIENTS)
     for kind, atrial in ((_NORMAL, p), (_ATRIAL, ectopic_p)):
         beat = beats[:, kind]
-        _place(beat, atrial, "P", 0.02 - pr_s, session.fs_hz)
-        _place(beat, qrs, "QRS", at_r, session.fs_hz)
-        _place(beat, t, "T", t_peak_s, session.fs_hz)
+        _add_wave(beat, atrial, "P", 0.02 - pr_s, session.fs_hz)
+        _add_wave(beat, qrs, "QRS", at_r, session.fs_hz)
+        _add_wave(beat, t, "T", t_peak_s, session.fs_hz)
 
     focus = session.patients.ectopic * top_mv[:, None]
     focus = focus.astype(np.float32)[:, :, None]
@@ -401,8 +403,8 @@ def _beats(session: _Session, mean_s: np.ndarray) -> np.ndarray:
     wide_qrs = 1.25 * focus * bell
     opposite_t = -0.4 * focus * broad_t
     beat = beats[:, _VENTRICULAR]
-    _place(beat, wide_qrs, "QRS", at_r, session.fs_hz)
-    _place(beat, opposite_t, "T", at_r + 0.30, session.fs_hz)
+    _add_wave(beat, wide_qrs, "QRS", at_r, session.fs_hz)
+    _add_wave(beat, opposite_t, "T", at_r + 0.30, session.fs_hz)
     return beats
 
 
@@ -488,20 +490,20 @@ def _disturbance(rng: BlockDraws, mains_hz: int, knots: int) -> _Disturbance:
     gain_mv = height_mv[:, None] * factor
     slowest_hz = [0.05, 0.15, 0.35]
     fastest_hz = [0.15, 0.35, 0.6]
-    slow_hz = rng.uniform(slowest_hz, fastest_hz, (BLOCK, 3))
-    mains = np.full((BLOCK, 1), float(mains_hz))
+    slow_hz = rng.uniform(slowest_hz, fastest_hz, (BLOCK_PATIENTS, 3))
+    mains = np.full((BLOCK_PATIENTS, 1), float(mains_hz))
     freq_hz = np.concatenate([slow_hz, mains], 1)
     noise_mv = rng.between(0.003, 0.018, 1)
     factor = np.exp(0.3 * rng.gauss(8))
     noise_mv = noise_mv * factor
     course = rng.gauss(2, knots)
     course = NOISE_COURSE * course.astype(np.float32)
-    has_burst = rng.random(BLOCK) < 0.05
+    has_burst = rng.random(BLOCK_PATIENTS) < 0.05
     burst = np.log(rng.between(2, 5))
     burst = np.where(has_burst, burst, 0)
-    knot = rng.integers(0, knots, BLOCK)
-    course[np.arange(BLOCK), 1, knot] += burst
-    phase = rng.random((BLOCK, 4))
+    knot = rng.integers(0, knots, BLOCK_PATIENTS)
+    course[np.arange(BLOCK_PATIENTS), 1, knot] += burst
+    phase = rng.random((BLOCK_PATIENTS, 4))
     return _Disturbance(gain_mv, freq_hz, phase, noise_mv, course)
 
 
@@ -516,7 +518,7 @@ class _Recorder:
         self.beats = _beats(session, self.rhythm.mean_s)
         knots = max(2, round(dur_s / KNOT_S) + 1)
         self.disturbance = _disturbance(session.rng, mains_hz, knots)
-        self.atrial = session.rng.random((BLOCK, 5))
+        self.atrial = session.rng.random((BLOCK_PATIENTS, 5))
         field = np.concatenate([session.field, self.disturbance.gain_mv], 2)
         field *= 1000
         noise_uv = 1000 * self.disturbance.noise_mv
@@ -524,7 +526,7 @@ class _Recorder:
         self.noise_uv = noise_uv.astype(np.float32)
         self.samples = samples
         self.t_s = np.arange(samples) / session.fs_hz
-        self.hats = _hats(knots, samples)
+        self.hats = _hat_functions(knots, samples)
         # `sources` (3 axes, 3 slow waves, mains) starts one beat's width before the record
         self.width = self.beats.shape[-1]
         start_s, _ = _SPAN_S["beat"]
@@ -605,7 +607,7 @@ def simulate(
     return Recordings(digital, present, 60 / mean_s)
 
 
-def _hats(knots: int, samples: int) -> np.ndarray:
+def _hat_functions(knots: int, samples: int) -> np.ndarray:
     """Hat functions, float32 [knots, samples]: `values @ hats` interpolates linearly between the
     values."""
     place = np.linspace(0, knots - 1, samples)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..ecg.constants import ABBREVIATIONS
 
-BLOCK = 64  # patients that share one generator
+BLOCK_PATIENTS = 64  # patients that share one generator
 # The last part of a generator's key: what it is for
 PATIENT = 1
 SESSION = 2
@@ -73,7 +73,7 @@ DOWER = np.array(_DOWER.split(), np.float64).reshape(8, 3)
 
 # Shares of patients. Tables in VARYING give the usual finding; a session has it with the
 # probability in KEPT, else a new draw
-RHYTHM = {
+RHYTHM_SHARES = {
     "NSR": 0.45,
     "SB": 0.13,
     "STach": 0.12,
@@ -82,7 +82,7 @@ RHYTHM = {
     "AFL": 0.07,
     "Brady": 0.03,
 }
-CONDUCTION = {
+CONDUCTION_SHARES = {
     "": 0.61,
     "IAVB": 0.08,
     "LBBB": 0.06,
@@ -91,13 +91,13 @@ CONDUCTION = {
     "NSIVCB": 0.05,
     "LAnFB": 0.06,
 }
-AXIS = {"": 0.86, "LAD": 0.10, "RAD": 0.04}
-CHRONIC = {"": 0.80, "LQRSV": 0.07, "QAb": 0.07, "PRWP": 0.06}
-REPOLARISATION = {"": 0.70, "TInv": 0.10, "TAb": 0.11, "LQT": 0.09}
-ECTOPY = {"": 0.82, "PAC": 0.09, "PVC": 0.09}
-PACED = 0.04
-VARYING = {"rhythm": RHYTHM, "ectopy": ECTOPY, "ST-T": REPOLARISATION}
-KEPT = {"rhythm": 0.8, "ectopy": 0.7, "ST-T": 0.7}
+AXIS_SHARES = {"": 0.86, "LAD": 0.10, "RAD": 0.04}
+CHRONIC_SHARES = {"": 0.80, "LQRSV": 0.07, "QAb": 0.07, "PRWP": 0.06}
+REPOLARISATION_SHARES = {"": 0.70, "TInv": 0.10, "TAb": 0.11, "LQT": 0.09}
+ECTOPY_SHARES = {"": 0.82, "PAC": 0.09, "PVC": 0.09}
+PACED_SHARE = 0.04
+VARYING = {"rhythm": RHYTHM_SHARES, "ectopy": ECTOPY_SHARES, "ST-T": REPOLARISATION_SHARES}
+KEPT_SHARE = {"rhythm": 0.8, "ectopy": 0.7, "ST-T": 0.7}
 
 
 class Spread(NamedTuple):  # standard deviations between patients
@@ -127,10 +127,10 @@ class BlockDraws(np.random.Generator):
         super().__init__(np.random.PCG64(key))
 
     def between(self, low: float, high: float, *shape: int) -> np.ndarray:
-        return self.uniform(low, high, (BLOCK, *shape))
+        return self.uniform(low, high, (BLOCK_PATIENTS, *shape))
 
     def gauss(self, *shape: int) -> np.ndarray:
-        return self.normal(size=(BLOCK, *shape))
+        return self.normal(size=(BLOCK_PATIENTS, *shape))
 
 
 class Shape(NamedTuple):  # a patient's changes to a wave's kernels: [patients, kernels]
@@ -188,7 +188,7 @@ def _choose(rng: BlockDraws, table: dict[str, float], without: Names) -> np.ndar
     names = np.array(list(table))
     weight = np.array(list(table.values()))
     weight[np.isin(names, without)] = 0
-    chosen = rng.choice(len(table), BLOCK, p=weight / weight.sum())
+    chosen = rng.choice(len(table), BLOCK_PATIENTS, p=weight / weight.sum())
     return names[chosen]
 
 
@@ -205,18 +205,22 @@ def _draw_shape(rng: BlockDraws, wave: str) -> Shape:
 def _draw_chronic(rng: BlockDraws, without: Names) -> Findings:
     """The findings that a patient has in every session. Where one hides another, the patient has
     only the first."""
-    paced = rng.random(BLOCK) < PACED
-    conduction = _choose(rng, CONDUCTION, without)
+    paced = rng.random(BLOCK_PATIENTS) < PACED_SHARE
+    conduction = _choose(rng, CONDUCTION_SHARES, without)
     conduction = np.where(paced, "", conduction)
-    axis = _choose(rng, AXIS, without)
+    axis = _choose(rng, AXIS_SHARES, without)
     axis = np.where(conduction == "LAnFB", "LAD", axis)
     hidden = paced | (conduction == "LBBB")
     axis = np.where(hidden, "", axis)
-    other = _choose(rng, CHRONIC, without)
+    other = _choose(rng, CHRONIC_SHARES, without)
     hidden = paced | np.isin(conduction, ("LBBB", "RBBB"))
     other = np.where(hidden, "", other)
     chronic = {"PR": paced}
-    for table, drawn in ((CONDUCTION, conduction), (AXIS, axis), (CHRONIC, other)):
+    for table, drawn in (
+        (CONDUCTION_SHARES, conduction),
+        (AXIS_SHARES, axis),
+        (CHRONIC_SHARES, other),
+    ):
         for name in table:
             if name:
                 chronic[name] = drawn == name
@@ -250,7 +254,7 @@ def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
         chronic=chronic,
         usual=usual,
         age=np.clip(60 + 17 * rng.gauss(), 18, 95).astype(int),
-        female=rng.random(BLOCK) < 0.48,
+        female=rng.random(BLOCK_PATIENTS) < 0.48,
     )
 
 
@@ -260,13 +264,13 @@ def draw_findings(rng: BlockDraws, patients: SyntheticPatients, without: Names) 
     anew = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}
     today = {}
     for kind in VARYING:
-        kept = rng.random(BLOCK) < KEPT[kind]
+        kept = rng.random(BLOCK_PATIENTS) < KEPT_SHARE[kind]
         today[kind] = np.where(kept, patients.usual[kind], anew[kind])
-    has = {name: np.zeros(BLOCK, bool) for name in ABBREVIATIONS}
+    has = {name: np.zeros(BLOCK_PATIENTS, bool) for name in ABBREVIATIONS}
     for name, mask in patients.chronic.items():
         has[name] = mask.copy()
     rhythm = np.where(has["PR"], "", today["rhythm"])
-    for name in RHYTHM:
+    for name in RHYTHM_SHARES:
         has[name] = rhythm == name
     sinus = np.isin(rhythm, ("NSR", "SB", "STach"))
     has["PAC"] = (today["ectopy"] == "PAC") & sinus
@@ -274,7 +278,7 @@ def draw_findings(rng: BlockDraws, patients: SyntheticPatients, without: Names) 
     has["IAVB"] &= sinus | has["SA"]
     hidden = has["PR"] | has["LBBB"] | has["RBBB"] | has["AFL"]
     st_t = np.where(hidden, "", today["ST-T"])
-    for name in REPOLARISATION:
+    for name in REPOLARISATION_SHARES:
         if name:
             has[name] = st_t == name
     return has

@@ -21,7 +21,7 @@ from zlib import crc32
 
 import numpy as np
 
-from omnilead.data_tools.io.terminal import interactive, tell
+from omnilead.data_tools.io.terminal import is_interactive, tell
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import Facts
 
@@ -112,7 +112,7 @@ def scores_of_rows(rows: Sequence[ComparedRow], options: BenchOptions, plan: Ben
             for key, scored in row_scores(row, leads, plan, options.out / "parts", clock).items():
                 scores[row.name, *key] = scored
             clock.count(len(row.draws))
-        if not interactive():  # there are no progress bars
+        if not is_interactive():  # there are no progress bars
             tell(f"bench: {number} of {len(rows)} done: {row.name}")
     return scores
 

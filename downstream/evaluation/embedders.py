@@ -75,7 +75,9 @@ def rows_to_compare(
     `reader`: what is fitted on the models' embeddings. `seed`: of the first random weights."""
     if reader == "boosted" and not has_lightgbm():
         raise ConfigError(Flag("--reader"), f" boosted: {INSTALL_LIGHTGBM}")
-    beat = _measurement_embedder(MEAN_BEAT_ROW, mean_beat.mean_beats, slice(12 * mean_beat.BEAT))
+    beat = _measurement_embedder(
+        MEAN_BEAT_ROW, mean_beat.mean_beats, slice(12 * mean_beat.BEAT_SAMPLES)
+    )
     measured = _measurement_embedder(MEASUREMENTS_ROW, mean_beat.measurements)
     rows = _model_rows(models, measured, options, seed)
     rows = [row._replace(fit=READERS[reader]) for row in rows]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnilead.data_tools.dataset import Data, Dataset, several
+from omnilead.data_tools.dataset import Data, Dataset, as_list
 from omnilead.data_tools.ecg.workbook import is_workbook, table_name, workbook_and_sheet
 from omnilead.engine.data.datasets import Datasets, open_together
 from omnilead.engine.data.leakage import describe_overlap, refuse_leak
@@ -412,7 +412,7 @@ def datasets_text(data: Data | Sequence[Data]) -> str:
     """The datasets as text, for a command line or a table."""
     return " ".join(
         one.root.url if isinstance(one, Dataset) else shlex.quote(os.fspath(one))
-        for one in several(data)
+        for one in as_list(data)
     )
 
 

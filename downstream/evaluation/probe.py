@@ -27,7 +27,7 @@ from sklearn.model_selection import GroupKFold
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from omnilead.data_tools.io.cluster import reused_processes, run_in_order
+from omnilead.data_tools.io.cluster import reuse_processes, run_in_order
 
 from ..tasks.kinds import KINDS, event_loss
 from ..tasks.metrics import Array
@@ -114,7 +114,7 @@ def fitting_in_processes() -> Iterator[None]:
     again."""
     token = _in_processes.set(True)
     try:
-        with reused_processes():
+        with reuse_processes():
             yield
     finally:
         _in_processes.reset(token)

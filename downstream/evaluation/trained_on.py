@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import COLUMNS, Dataset
-from omnilead.data_tools.io.spreadsheet import as_csv
+from omnilead.data_tools.io.spreadsheet import csv_text
 from omnilead.engine.data.seen import (
     USES,
     CropUses,
@@ -151,4 +151,4 @@ def _write_csv(out: Path, tables: Sequence[pa.Table]) -> None:
         use = pa.array(["", *USES]).take(pc.add(table[name], 1))
         table = table.set_column(column, name, use)
     rows = zip(*table.to_pydict().values(), strict=True)
-    write_result(out, as_csv([table.column_names, *rows]), "--out")
+    write_result(out, csv_text([table.column_names, *rows]), "--out")

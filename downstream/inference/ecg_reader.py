@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
-from omnilead.data_tools.dataset import META, Dataset, waveform
+from omnilead.data_tools.dataset import META, Dataset, crop_hashes
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.mean_beat import HeartRates
 from omnilead.data_tools.io.npz import ArrayError, npz_array, npz_names, open_npy
@@ -44,11 +44,11 @@ from omnilead.data_tools.sources.detect import (
     key_mark,
     missing_note,
     open_sources,
-    prepared,
-    pseudonymised,
+    prepare_record,
+    pseudonymize_record,
     read_key,
 )
-from omnilead.data_tools.sources.hospital_files import ENDINGS, HospitalFiles
+from omnilead.data_tools.sources.hospital_files import HOSPITAL_ENDINGS, HospitalFiles
 from omnilead.engine.data.batches import CropBatch, dataset_batches
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.settings.errors import ConfigError, Flag
@@ -269,7 +269,7 @@ class RecordSource:
             self.rates_hz.add(record.fs_hz)
             self.heart_rates.add(record.source, record.crops_uv[0])
             for crop_uv in record.crops_uv:
-                self.crops_read.extend((number, waveform(crop_uv)[1]))
+                self.crops_read.extend((number, crop_hashes(crop_uv)[1]))
             for crop in range(len(record.halves)):
                 yield number, record, crop
 
@@ -413,7 +413,7 @@ def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordT
         exists = Path(url).exists()
         if url.endswith(ARRAY_SUFFIXES) and exists:
             yield from array_records(Path(url), options, model_input)
-        elif url.lower().endswith((".hea", *ENDINGS)):
+        elif url.lower().endswith((".hea", *HOSPITAL_ENDINGS)):
             folder, _, key = (url if "/" in url else f"./{url}").rpartition("/")
             kind = "wfdb" if url.endswith(".hea") else "hospital"
             source = open_sources(folder or "/", kind, options.anonymous)[0]
@@ -435,7 +435,7 @@ def pseudonym_mark(keyfile: str) -> str:
 
 
 def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
-    """Each crop's record, as in Prepared, and waveform (data_tools.dataset.waveform)."""
+    """Each crop's record, as in Prepared, and waveform (data_tools.dataset.crop_hashes)."""
     crops: list[dict[str, Any]] = []
     skipped = 0
     key = read_key(options.pseudonymize) if options.pseudonymize else None
@@ -445,8 +445,8 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
             skip(options, record.name, ecg, record.of_folder)
             skipped += 1
             continue
-        names = pseudonymised(key, ecg)._asdict()
-        crops += [names | {"waveform": waveform(crop)[1]} for crop in ecg.crops_uv]
+        names = pseudonymize_record(key, ecg)._asdict()
+        crops += [names | {"waveform": crop_hashes(crop)[1]} for crop in ecg.crops_uv]
     if not crops:
         raise ConfigError(Flag("--data"), f" {options.data[0]}: no ECG can be read: give others")
     if skipped > SKIPS_SHOWN:
@@ -503,7 +503,7 @@ def _tell_notes(notes: Iterable[str]) -> None:
 
 
 def _source_record(source: Source, key: str, name: str, stamp: bytes) -> RecordToRead:
-    read = partial(prepared, source, key)
+    read = partial(prepare_record, source, key)
     return RecordToRead(name, stamp, read, source.name_for(key), source.private)
 
 
@@ -583,7 +583,7 @@ def record_source(
             return skip(options, record.name, ecg, record.of_folder)
         if labels[record.label] > 1:
             ecg = ecg._replace(record=record.name)
-        return pseudonymised(key, ecg)
+        return pseudonymize_record(key, ecg)
 
     paths = [None if key else record.name for record in records]
     return RecordSource(paths, read, options.batch, options.workers)

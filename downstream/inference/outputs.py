@@ -36,9 +36,9 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools.dataset import DataError
 from omnilead.data_tools.ecg.constants import IMPLAUSIBLE
-from omnilead.data_tools.io.spreadsheet import as_csv, without_formulas
-from omnilead.data_tools.io.storage import locked_by_another, sync, write_whole
-from omnilead.data_tools.io.terminal import interactive
+from omnilead.data_tools.io.spreadsheet import csv_text, quote_formulas
+from omnilead.data_tools.io.storage import locked_by_another, sync_folder, write_whole
+from omnilead.data_tools.io.terminal import is_interactive
 from omnilead.engine.data.batches import CropBatch, predict
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.commandline import RESUMABLE
@@ -384,7 +384,7 @@ class ParquetParts:
             write_whole(job_record(self.out), json.dumps(record))
         write_skipped(self.out, skipped)
         os.replace(joined, self.out)
-        sync(self.out.parent)
+        sync_folder(self.out.parent)
         self.rows, self.counts = counts.rows, counts
         return []
 
@@ -405,8 +405,8 @@ def _writer(path: Path, schema: pa.Schema, as_csv: bool) -> Iterator[Callable[[p
         with pq.ParquetWriter(path, schema) as writer:
             yield writer.write_table
         return
-    with csv.CSVWriter(path, without_formulas(schema.empty_table()).schema) as writer:
-        yield lambda table: writer.write_table(without_formulas(table))
+    with csv.CSVWriter(path, quote_formulas(schema.empty_table()).schema) as writer:
+        yield lambda table: writer.write_table(quote_formulas(table))
 
 
 def skipped_file(out: Path) -> Path:
@@ -429,7 +429,7 @@ def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
     if skipped:
         if place.exists() and not is_own:
             raise OutputError(f"{place}: is of another program: move it{RESUMABLE}")
-        write_whole(place, as_csv([Skipped._fields, *skipped]))
+        write_whole(place, csv_text([Skipped._fields, *skipped]))
     elif is_own:  # left by an earlier file of this name
         place.unlink(missing_ok=True)
 
@@ -488,6 +488,6 @@ def progress_bar(total: int, unit: str, done: int = 0, rank: int = 0) -> "tqdm[N
         total=total,
         initial=done,
         unit=unit,
-        disable=rank > 0 or not interactive(),
+        disable=rank > 0 or not is_interactive(),
         dynamic_ncols=True,
     )

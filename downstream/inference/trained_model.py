@@ -36,7 +36,7 @@ from omnilead.data_tools.ecg.crops import (
     Crop,
     amplitude_doubt,
     crop_count,
-    flags_of,
+    crop_flags,
     microvolts,
     prepare_crop,
     samples_at_500,
@@ -44,7 +44,7 @@ from omnilead.data_tools.ecg.crops import (
 from omnilead.data_tools.ecg.record import EcgRecord, unit_name
 from omnilead.data_tools.ecg.resampling import RATE_RANGE_HZ
 from omnilead.data_tools.io.errors import Flag, ReadError
-from omnilead.data_tools.io.plugins import plugin
+from omnilead.data_tools.io.plugins import load_plugin
 from omnilead.engine.data.config import CROP, FS_HZ
 from omnilead.engine.data.seen import unknown_record
 from omnilead.engine.model.config import validate
@@ -489,7 +489,7 @@ def class_in_folder(folder: Path, spec: str, code: bool, part: str) -> Any:
             f", omnilead.load(..., code=True), or {give}",
         )
     with blaming(f"{folder / file}"):
-        return plugin(f"{folder / file}:{name}")
+        return load_plugin(f"{folder / file}:{name}")
 
 
 def readout_of_document(document: Mapping[str, Any], path: Path) -> Readout:
@@ -582,7 +582,7 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
         uv_BLT[: len(usable)],
         tuple(crop.start_s for crop in usable),
         tuple(crop.halves for crop in usable),
-        tuple(flags_of(record, crop) for crop in usable),
+        tuple(crop_flags(record, crop) for crop in usable),
         doubt,
     )
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from omnilead.data_tools.io.spreadsheet import as_csv
+from omnilead.data_tools.io.spreadsheet import csv_text
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.engine.settings.metrics import METRIC_OF
 
@@ -62,7 +62,7 @@ def write_comparison(document: Row, out: Path) -> None:
         lines.append([*_row_key(gap), *names, gap["difference"], *gap["interval"], ""])
     draw_comparison(document).savefig(image := io.BytesIO(), format="png", dpi=150)
     write_whole(out / "bench.md", markdown(document))
-    write_whole(out / "bench.csv", as_csv(lines))
+    write_whole(out / "bench.csv", csv_text(lines))
     write_whole(out / "bench.png", image.getvalue())
     write_whole(out / "bench.json", json.dumps(document, indent=1) + "\n")
 

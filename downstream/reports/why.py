@@ -104,12 +104,12 @@ def draw_why(
     ecg = read_ecg(setup, what, crop)
     explanation = explain(setup, ecg, output)
     title = f"{why}: {explanation.score:.3g} in {ecg.name}"
-    rate_and_axis = paper.computed(ecg.uv_LT, ecg.halves, ecg.missing)
+    rate_and_axis = paper.rate_and_axis_text(ecg.uv_LT, ecg.halves, ecg.missing)
     figure = paper.ecg_figure(
         ecg.uv_LT, ecg.halves, title, f"{WHY_NOTE} {rate_and_axis}", ecg.missing
     )
     colour_leads(figure, explanation.added)
-    plots.save(figure, png)
+    plots.save_figure(figure, png)
     return show(f"{title}\n{rate_and_axis}\n{lead_table(explanation)}drawn: {png}\n")
 
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from omnilead.data_tools.io.cluster import connected
+from omnilead.data_tools.io.cluster import dask_client
 from omnilead.data_tools.io.storage import locked_by_another, write_whole
 from omnilead.data_tools.io.terminal import echo, say, tell
 from omnilead.engine.settings.errors import ConfigError
@@ -194,7 +194,7 @@ def open_workers(jobs: int, cluster: str = "") -> Iterator[tuple[Executor, Calla
     """Opens a Dask cluster, or `jobs` threads of this machine. Yields an executor, and a function
     that returns how many workers there are."""
     if cluster:
-        with connected(cluster) as client:
+        with dask_client(cluster) as client:
             yield client.get_executor(pure=False), lambda: sum(client.nthreads().values())
     else:
         with local_executor(jobs) as executor:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from itertools import product
 from typing import NamedTuple
 
-from omnilead.data_tools.io.spreadsheet import as_csv
+from omnilead.data_tools.io.spreadsheet import csv_text
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import echo
 
@@ -61,7 +61,7 @@ def write_tables(plan: PaperPlan) -> None:
         }
         write_json(path.with_suffix(".json"), document)
         lines = [cell._replace(scores=" ".join(map(repr, cell.scores))) for cell in cells]
-        write_whole(path.with_suffix(".csv"), as_csv([Cell._fields, *lines]))
+        write_whole(path.with_suffix(".csv"), csv_text([Cell._fields, *lines]))
         write_whole(path.with_suffix(".md"), table_markdown(table, cells, text))
 
 

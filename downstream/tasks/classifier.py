@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omnilead.data_tools.io.plugins import plugin
+from omnilead.data_tools.io.plugins import load_plugin
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.encoders import EXAMINED_ROWS, build_module, require_weights
 from omnilead.engine.settings.errors import ConfigError, blaming
@@ -94,7 +94,7 @@ def build_head(
     maps c_RD, or c_RND if it has `tokens = True`, to logits_RK."""
     setting = f"task.head={spec}" + (f", task.head_options={options}" if options else "")
     with blaming(f"{setting}, {width} wide, {outputs} outputs"):
-        made = kind or plugin(HEADS.get(spec, spec))
+        made = kind or load_plugin(HEADS.get(spec, spec))
         head = require_weights(build_module(made, generator, width, outputs, **options))
         inputs = torch.randn(EXAMINED_ROWS, TOKENS, width)
         example = inputs if sees_tokens(head) else pool(inputs)

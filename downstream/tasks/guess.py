@@ -17,8 +17,8 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.ecg.record_names import SHOWN
-from omnilead.data_tools.ecg.record_tables import as_typed
+from omnilead.data_tools.ecg.record_names import NAMES_IN_MESSAGE
+from omnilead.data_tools.ecg.record_tables import undo_decimal_point
 from omnilead.engine.settings.errors import ConfigError, Flag, first_names
 
 from .config import TaskConfig, TaskKind
@@ -55,7 +55,7 @@ class LabelColumn(NamedTuple):
         return not are_numbers(self.values)
 
     def quote_value(self, value: str) -> str:
-        return repr(as_typed(self.sheet, self.name, value)[:SHOWN_LETTERS])
+        return repr(undo_decimal_point(self.sheet, self.name, value)[:SHOWN_LETTERS])
 
 
 def guess_kind(task: TaskConfig) -> TaskConfig:
@@ -207,7 +207,7 @@ def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
     others = [column.quote_value(value) for value in rows_of if value.lower() not in BOOLEANS]
     raise ConfigError(
         f"{sheet}: column {column.name!r} holds {first_names(values, MOST_NUMERIC_CLASSES)}: does "
-        f"{first_names(others, SHOWN)} mean unknown? Then leave these cells empty. If it is a class, "
+        f"{first_names(others, NAMES_IN_MESSAGE)} mean unknown? Then leave these cells empty. If it is a class, "
         "choose the kind: ",
         Flag("--kind"),
         " multiclass (in a YAML task: kind)",

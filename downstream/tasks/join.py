@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.ecg.record_names import SHOWN, count_and_first, match_records
-from omnilead.data_tools.ecg.record_tables import as_text
+from omnilead.data_tools.ecg.record_names import NAMES_IN_MESSAGE, count_and_first, match_records
+from omnilead.data_tools.ecg.record_tables import cells_as_text
 from omnilead.data_tools.io.errors import DataError, Flag
 from omnilead.engine.settings.errors import ConfigError
 
@@ -75,7 +75,7 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
     name = url
     remarks = [f"{url}: {note}" for note in matches.notes]
     if matches.mostly_missing:
-        examples = ", ".join(data.names[:SHOWN].to_pylist())
+        examples = ", ".join(data.names[:NAMES_IN_MESSAGE].to_pylist())
         name = f"{remarks[0]}, which has {examples}, ...: check that the table belongs to the data"
         remarks[0] += _pseudonym_hint(url, datasets)
     without_row = np.flatnonzero(matches.row < 0)
@@ -115,7 +115,7 @@ def join_own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> JoinedShe
         )
     cells = pa.concat_tables([dataset.table(["record", *task.columns]) for dataset in datasets])
     rows = split_by_dataset(np.arange(len(cells)), datasets)
-    return JoinedSheet(datasets[0].root.url, as_text(cells), rows, [])
+    return JoinedSheet(datasets[0].root.url, cells_as_text(cells), rows, [])
 
 
 class DataRecords(NamedTuple):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.ecg.record_tables import doubtful_patients
+from omnilead.data_tools.ecg.record_tables import similar_ids_warning
 from omnilead.engine.data.patients import all_owners, owner_ids, patient_source
 
 from .join import JoinedSheet, record_of_crop
@@ -27,7 +27,7 @@ class People(NamedTuple):
     def doubtful_ids_remark(self, labelled_N: Array) -> list[str]:
         """A remark if ids of labelled patients may be two spellings of one."""
         patients = np.unique(self.owner_N[labelled_N & self.known_N])
-        doubt = doubtful_patients(self.names.take(pa.array(patients)))
+        doubt = similar_ids_warning(self.names.take(pa.array(patients)))
         return [doubt] if doubt else []
 
     def records_without_patient(

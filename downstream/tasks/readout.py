@@ -25,7 +25,7 @@ from torch import Tensor
 
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.mean_beat import (
-    BEAT,
+    BEAT_SAMPLES,
     MEASUREMENTS,
     mean_beats,
     measurements,
@@ -44,7 +44,7 @@ WIDTHS: dict[str, Callable[[int], int]] = {
     "std": lambda width: width,
     "beats": lambda width: len(BEATS_S) * width,
     "rhythm": lambda width: len(MEASUREMENTS),
-    "waveform": lambda width: len(LEADS) * BEAT,
+    "waveform": lambda width: len(LEADS) * BEAT_SAMPLES,
 }
 
 
@@ -94,7 +94,7 @@ def read_out(
         else:
             measured = measurements(signal)
             if part == "waveform":
-                measured = mean_beats(signal)[:, : len(LEADS) * BEAT]
+                measured = mean_beats(signal)[:, : len(LEADS) * BEAT_SAMPLES]
             vectors.append(torch.from_numpy(measured).to(c_RND.device))
     return torch.cat(vectors, 1)
 

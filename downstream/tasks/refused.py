@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.dataset.rejects import FLAGS, rejects_of
-from omnilead.data_tools.ecg.record_names import SHOWN, match_records
+from omnilead.data_tools.dataset.rejects import FLAG_REASONS, read_rejects
+from omnilead.data_tools.ecg.record_names import NAMES_IN_MESSAGE, match_records
 from omnilead.data_tools.io.errors import DataError
 from omnilead.engine.settings.errors import first_names
 
@@ -49,7 +49,7 @@ def remarks_on_refused(
     if not said:
         return []
     return [
-        f"{task.labels}: {first_names(said, SHOWN)}: no score counts them; rejects.csv of the data says why"
+        f"{task.labels}: {first_names(said, NAMES_IN_MESSAGE)}: no score counts them; rejects.csv of the data says why"
     ]
 
 
@@ -58,9 +58,8 @@ def refused_rows(task: TaskConfig, sheet: JoinedSheet, datasets: Sequence[Datase
     refused = {
         (source, record): None
         for dataset in datasets
-        if dataset.meta.get("rejects")
-        for source, record, reason, _ in rejects_of(dataset)
-        if reason not in FLAGS
+        for source, record, reason, _ in read_rejects(dataset)
+        if reason not in FLAG_REASONS
     }
     left = np.setdiff1d(np.arange(len(sheet.cells)), sheet.used_rows)
     if not refused or not len(left):

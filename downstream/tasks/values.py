@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import index_in
-from omnilead.data_tools.ecg.record_tables import as_typed, missing_words
+from omnilead.data_tools.ecg.record_tables import missing_words, undo_decimal_point
 from omnilead.engine.settings.errors import ConfigError, Flag, first_names
 
 from .config import TaskConfig, TaskKind
@@ -52,7 +52,7 @@ def _is_positive(task: TaskConfig, sheet: JoinedSheet) -> Array:
     (name,) = task.columns
     column = sheet.cells[name].combine_chunks()
     values = column.drop_null().unique().to_pylist()
-    typed = {as_typed(sheet.cells, name, value): value for value in values}
+    typed = {undo_decimal_point(sheet.cells, name, value): value for value in values}
     positive = task.positive if task.positive in values else typed.get(task.positive)
     if positive is None:
         raise ConfigError(
@@ -152,5 +152,5 @@ def _column_values(kind: TaskKind, sheet: JoinedSheet, name: str) -> Array:
 
 def _describe_cell(sheet: JoinedSheet, column: str, row: int) -> str:
     record, text = sheet.cells["record"][row], str(sheet.cells[column][row])
-    text = as_typed(sheet.cells, column, text)
+    text = undo_decimal_point(sheet.cells, column, text)
     return f"{sheet.name}: column {column!r} of record {record}: {text[:40]!r}"

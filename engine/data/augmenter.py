@@ -25,7 +25,7 @@ import torch
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS
-from omnilead.data_tools.io.plugins import plugin
+from omnilead.data_tools.io.plugins import load_plugin
 
 from ..settings import counter
 from ..settings.counter import RandomStream
@@ -246,7 +246,7 @@ class ExtraAugmentation:
         for name, options in named_functions:
             setting = f"augment.extra={name}{f' with {options}' if options else ''}"
             with blaming(setting):
-                self.functions.append((setting, partial(plugin(name), **options)))
+                self.functions.append((setting, partial(load_plugin(name), **options)))
 
     def __call__(self, x_BSLT: torch.Tensor, places: Places, step: int) -> torch.Tensor:
         seed = int(counter.bits(self.seed, RandomStream.EXTRA, step, self.rank)) >> 1

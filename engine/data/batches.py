@@ -101,7 +101,7 @@ def dataset_batches(
             order = [
                 (0, shard) for shard in shards[np.flatnonzero(np.diff(shards, prepend=-1))].tolist()
             ]
-            size = {key: int(dataset.shards[key[1]]["bytes"]) for key in order}
+            size = {key: dataset.shards[key[1]].bytes for key in order}
             if len(shards) * CROP_BYTES < SPARSE_SHARE * sum(size.values()):
                 yield from _single_crops(dataset, batches, on_corrupt)
                 return

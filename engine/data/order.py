@@ -124,7 +124,7 @@ class DatasetRows:
         place: int = 0,
     ) -> "DatasetRows":
         """The selected rows of the `place`-th dataset."""
-        name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
+        name, crops = dataset.root.url, [shard.crops for shard in dataset.shards]
         if not crops:  # only zarr
             starts = range(0, len(dataset), SHARD_CROPS)
             crops = [min(SHARD_CROPS, len(dataset) - start) for start in starts]

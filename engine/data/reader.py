@@ -137,7 +137,7 @@ class _Source:
         if not len(dataset):
             raise DatasetError(f"{self.url}: the dataset has no crops")
         self.staged = staged and source == "tar"
-        self.names = [f"shards/{shard['name']}" for shard in dataset.shards]
+        self.names = [f"shards/{shard.name}" for shard in dataset.shards]
         self.shard, self.offset, self.crc = dataset.addresses
         self.checked = np.zeros(len(dataset), bool)
         self.chunks = dataset.chunks if source == "zarr" else None

@@ -206,7 +206,7 @@ class Staging:
         """Verify a file that an earlier run left before its first use."""
         if key not in self._verified:
             with open(os.dup(lock), "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != self._shards[key]["sha256"]:
+                if hashlib.file_digest(file, "sha256").hexdigest() != self._shards[key].sha256:
                     self._file(key).unlink(missing_ok=True)
                     os.close(lock)
                     return False
@@ -234,7 +234,7 @@ class Staging:
     def _download(self, key: Key, lock: int) -> None:
         """Download to the locked partial file and rename it if its checksum is right; try twice."""
         partial, size = self._file(key).with_suffix(".partial"), self._bytes(key)
-        name, root = f"shards/{self._shards[key]['name']}", self.datasets[key[0]].root
+        name, root = f"shards/{self._shards[key].name}", self.datasets[key[0]].root
         try:
             for _ in range(2):
                 sha256 = hashlib.sha256()
@@ -248,7 +248,7 @@ class Staging:
                         break
                     sha256.update(part)
                     write_at(lock, part, start)
-                if not missing and sha256.hexdigest() == self._shards[key]["sha256"]:
+                if not missing and sha256.hexdigest() == self._shards[key].sha256:
                     os.fsync(lock)
                     # without it, a listing could see neither name, or both
                     with self._cache_lock():
@@ -314,13 +314,13 @@ class Staging:
             yield
 
     def _file(self, key: Key) -> Path:
-        return self.cache / f"{self._shards[key]['sha256']}.tar"
+        return self.cache / f"{self._shards[key].sha256}.tar"
 
     def _bytes(self, key: Key) -> int:
-        return int(self._shards[key]["bytes"])
+        return self._shards[key].bytes
 
     def _name(self, key: Key) -> str:
-        return f"{self.datasets[key[0]].root.url}/shards/{self._shards[key]['name']}"
+        return f"{self.datasets[key[0]].root.url}/shards/{self._shards[key].name}"
 
 
 def _open_locked(path: Path, flags: int, operation: int) -> int | None:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.dataset import COLUMNS, Dataset, flagged
+from omnilead.data_tools.dataset import COLUMNS, Dataset, flag_mask
 from omnilead.data_tools.ecg.constants import CROP_FLAGS, MAYBE_MISSING
 
 from ..settings.errors import ConfigError
@@ -137,7 +137,7 @@ class _Rows:
             raise ValueError(f"no column {name!r}, only {', '.join(column_names)}")
         if name in FLAG_COLUMNS:
             flag = name.removeprefix("flags.")
-            return pa.array(flagged(self.dataset.table(["flags"]), [flag]))
+            return pa.array(flag_mask(self.dataset.table(["flags"]), [flag]))
         table = self.cells if name in of_labels else self.dataset.table([name])
         column = table[name].combine_chunks()
         if pa.types.is_floating(column.type):  # a plug-in may have stored NaN for an unknown age

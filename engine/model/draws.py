@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omnilead.data_tools.io.splitmix import GOLDEN, M1, M2
+from omnilead.data_tools.io.splitmix import GOLDEN_GAMMA, M1, M2
 
 from ..settings.counter import Counter, bits
 from .config import ModelConfig, max_masked, max_spans
@@ -200,7 +200,7 @@ def random_hash(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) ->
     return _mix((start + counter) * _STEP)
 
 
-_STEP = GOLDEN - 2**64
+_STEP = GOLDEN_GAMMA - 2**64
 _STEP_INVERSE = pow(_STEP, -1, 2**64) - 2**64  # modulo 2**64
 _M1, _M2 = M1 - 2**64, M2 - 2**64
 

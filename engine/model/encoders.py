@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
-from omnilead.data_tools.io.plugins import plugin
+from omnilead.data_tools.io.plugins import load_plugin
 
 from ..data.config import HALF
 from ..settings.errors import ConfigError, blaming
@@ -72,7 +72,7 @@ def build_encoder(
         f"model.encoder={config.encoder}, model.options={config.options}, {config.leads} leads"
     ):
         encoder = build_module(
-            kind or plugin(ENCODERS.get(config.encoder, config.encoder)),
+            kind or load_plugin(ENCODERS.get(config.encoder, config.encoder)),
             generator,
             leads=config.leads,
             **config.options,
@@ -84,7 +84,7 @@ def options_with_defaults(config: ModelConfig) -> dict[str, Any]:
     """model.options, for a shipped encoder with its defaults filled in."""
     if not config.encoder or config.encoder not in ENCODERS:
         return config.options
-    parameters = inspect.signature(plugin(ENCODERS[config.encoder])).parameters
+    parameters = inspect.signature(load_plugin(ENCODERS[config.encoder])).parameters
     options = {name: one.default for name, one in parameters.items() if name != "leads"}
     options |= config.options
     # a tuple is a list in a file
@@ -114,7 +114,7 @@ def build_objective(
 ) -> nn.Module:
     """Build `objective.method`: a shipped class, or your own Class(encoder, **objective.options)."""
     with blaming(f"objective.method={config.method}, objective.options={config.options}"):
-        kind = plugin(OBJECTIVES.get(config.method, config.method))
+        kind = load_plugin(OBJECTIVES.get(config.method, config.method))
         objective = build_module(kind, generator, encoder, **config.options)
         if set(objective.parameters()) & set(encoder.parameters()):
             raise ConfigError("keeps the encoder: use the one that forward is given")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from omnilead.data_tools.ecg.resampling import MAX_RATIO, RATE_RANGE_HZ, rate_ratio
+from omnilead.data_tools.ecg.resampling import MAX_RATE_RATIO, RATE_RANGE_HZ, rate_ratio
 from omnilead.data_tools.io.errors import ReadError
 
 from ..data.config import CROP, FS_HZ, HALF
@@ -87,7 +87,7 @@ def check_signals(fs_hz: Any, band_hz: Any, section: str = "") -> None:
         bounds = " to ".join(map("{:g}".format, RATE_RANGE_HZ))
         raise ConfigError(
             f"{section}fs_hz={fs_hz!r}: must be {bounds}, and its ratio to {FS_HZ:g} one of whole "
-            f"numbers up to {MAX_RATIO}"
+            f"numbers up to {MAX_RATE_RATIO}"
         ) from None
     if band_hz is None:
         return

@@ -25,11 +25,17 @@ from typing import Any, NoReturn
 import yaml  # type: ignore[import-untyped]
 
 from omnilead.data_tools.io.commands import run_command
-from omnilead.data_tools.io.errors import DataError, Flag, UserError, mend_for
+from omnilead.data_tools.io.errors import DataError, Flag, UserError, write_error_advice
 from omnilead.data_tools.io.options import add_options
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import Parser as Parser
-from omnilead.data_tools.io.terminal import about_file, guard_streams, is_memory, show, tell
+from omnilead.data_tools.io.terminal import (
+    file_error_parts,
+    guard_streams,
+    is_out_of_memory,
+    show,
+    tell,
+)
 
 from .errors import ConfigError, OutputError
 from .files import find_config, merge
@@ -249,7 +255,9 @@ def writing(place: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(flag, f" {place}: {error.strerror or error}: {mend_for(error)}") from None
+        raise OutputError(
+            flag, f" {place}: {error.strerror or error}: {write_error_advice(error)}"
+        ) from None
 
 
 def write_result(place: Path, text: str, flag: str) -> None:
@@ -332,7 +340,7 @@ def file_error(
 ) -> UserError:
     """The error for the user about a file that could not be read or written. `flag` and `out`: where
     the command writes."""
-    about = about_file(error, flag, out)
+    about = file_error_parts(error, flag, out)
     if error.errno in PERMANENT:
         return DataError(*about)
     return OutputError(*about, RESUMABLE if out else "")
@@ -391,7 +399,7 @@ def handle_interrupts(name: str) -> None:
             # Python would end itself by SIGINT: 130 in a shell, but -2 for a program that started
             # it
             exit_process(130)
-        elif is_memory(error):
+        elif is_out_of_memory(error):
             tell(f"{name}: out of memory: raise the limit (ulimit -v), or free some")
         else:
             sys.__excepthook__(kind, error, trace)

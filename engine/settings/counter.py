@@ -19,7 +19,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from omnilead.data_tools.io.splitmix import GOLDEN, mix
+from omnilead.data_tools.io.splitmix import GOLDEN_GAMMA, mix
 
 # 2**64 / golden ratio, odd: multiples of it are spread over all 64 bits
 # makes the result depend on the order of the counters: word k adds (k + 1) times this
@@ -60,7 +60,7 @@ def bits(seed: Counter, *counters: Counter) -> np.ndarray:
     values = (seed, *counters)
     state = np.zeros(1, np.uint64)  # one element, not a scalar: numpy scalars warn on overflow
     for k, value in enumerate(values, 1):
-        word = _word(value) * GOLDEN + (k * _WORD & _ALL_BITS)
+        word = _word(value) * GOLDEN_GAMMA + (k * _WORD & _ALL_BITS)
         # xor, not addition: with addition, crops with neighbouring states would draw the same
         # numbers, shifted
         state = mix(state ^ word)
@@ -171,4 +171,4 @@ def _feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np
 def _round(x: np.ndarray, key: np.ndarray) -> np.ndarray:
     """The round function of the network: 53 bits of a hash, so that sums do not overflow before the
     modulus."""
-    return np.asarray(mix(x * GOLDEN ^ key) >> 11)
+    return np.asarray(mix(x * GOLDEN_GAMMA ^ key) >> 11)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from omnilead.data_tools.io.errors import Flag as Flag
-from omnilead.data_tools.io.plugins import blame
+from omnilead.data_tools.io.plugins import error_with_line
 from omnilead.data_tools.io.terminal import UserError
 
 Kind = TypeVar("Kind")
@@ -81,5 +81,5 @@ def blaming(setting: str, hint: str = "") -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{setting}: {error if isinstance(error, ConfigError) else blame(error)}{hint}"
+            f"{setting}: {error if isinstance(error, ConfigError) else error_with_line(error)}{hint}"
         ) from None

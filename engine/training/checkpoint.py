@@ -40,8 +40,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from omnilead.data_tools.io.storage import sync, write_whole
-from omnilead.data_tools.io.terminal import UserError, is_memory, mend_for
+from omnilead.data_tools.io.storage import sync_folder, write_whole
+from omnilead.data_tools.io.terminal import UserError, is_out_of_memory, write_error_advice
 
 from .checkpoint_files import (
     BEST,
@@ -225,7 +225,7 @@ def _writing(path: Path) -> Iterator[None]:
         )
         mend = "free disk space"
         if isinstance(error, OSError):
-            mend = mend_for(error, mend, "make it writable")
+            mend = write_error_advice(error, mend, "make it writable")
         raise WriteError(
             f"{path}: {str(error).splitlines()[0]}: {mend} and start again; {last}"
         ) from error
@@ -258,7 +258,7 @@ def _publish(path: Path, state: str, manifest: dict[str, Any], keep: int) -> Non
     write_whole(path / STATE, state)
     manifest[STATE] = _size_and_checksum(state)
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
-    sync(path)
+    sync_folder(path)
     # first: a run resumes after `latest`, and would not write it
     _point_to_best(root, path, json.loads(state))
     write_whole(root / LATEST, path.name)
@@ -334,7 +334,7 @@ def reading(path: Path) -> Iterator[None]:
         with weights_only():
             yield
     except Exception as error:
-        if isinstance(error, WriteError) or is_memory(error) or lost_a_rank(error):
+        if isinstance(error, WriteError) or is_out_of_memory(error) or lost_a_rank(error):
             raise
         reason = " ".join(f"cannot be read: {type(error).__name__}: {error}".split())[:200]
         if isinstance(error, pickle.UnpicklingError):

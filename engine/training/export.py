@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.data_tools.io.terminal import mend_for
+from omnilead.data_tools.io.terminal import write_error_advice
 
 from ..data import seen
 from ..model import folder
@@ -163,7 +163,7 @@ def write_export(run: RunFolder, export: Export, task: type[TrainingTask], card:
     try:
         folder.write_model(run.model, weights, document, signals, card, code, record)
     except OSError as error:
-        mend = mend_for(error, "free disk space", "make it writable")
+        mend = write_error_advice(error, "free disk space", "make it writable")
         raise WriteError(
             f"{run.model}: {error.strerror}: {mend}, then {folder.export_command(run.path)}"
         ) from error

@@ -34,7 +34,7 @@ import yaml  # type: ignore[import-untyped]
 from tqdm.auto import tqdm
 
 from omnilead.data_tools.io.storage import write_whole
-from omnilead.data_tools.io.terminal import in_notebook, say
+from omnilead.data_tools.io.terminal import is_notebook, say
 
 from ..settings.run_files import FACTS, METRICS, PROMETHEUS, VALID, VALIDATION
 from .config import RunConfig, TrainConfig
@@ -110,7 +110,7 @@ class RunLogger:
         move_repeated_lines(run / VALIDATION, validated)
         self.files = {name: open(run / name, "a", buffering=1) for name in (METRICS, VALIDATION)}  # noqa: SIM115
         self.bar = (
-            tqdm(total=total, initial=step, unit=" steps", desc=run.name) if in_notebook() else None
+            tqdm(total=total, initial=step, unit=" steps", desc=run.name) if is_notebook() else None
         )
 
     def log(self, row: Row) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from omnilead.data_tools.dataset import COLUMNS, Dataset, Meta
+from omnilead.data_tools.dataset import COLUMNS, Dataset
 from omnilead.data_tools.ecg.constants import CROP, FS_HZ, LEADS
 from omnilead.data_tools.io.storage import LocalFolder
 
@@ -54,10 +54,18 @@ def pretend_dataset(crops: int, batch_crops: int) -> PretendedDataset:
         "leads": list(LEADS),
         "uv_per_lsb": 1.0,
         "crop_samples": CROP,
+        "preprocessing": {},
+        "preprocessing_sha256": no_sum,
+        "recipe": no_sum,
+        "seed": 0,
+        "plan": "all",
+        "roles": {},
+        "sources": [],
         "crops": rows,
+        "rejects": {"bytes": 0, "sha256": no_sum},
         "samples": {"bytes": 0, "sha256": no_sum},
         "shards": [{"name": "00000.tar", "crops": rows, "bytes": 0, "sha256": no_sum}],
         "formats": ["tar"],
         "fingerprint": no_sum,
     }
-    return PretendedDataset(LocalFolder(f"{crops:,} crops"), Meta(meta))
+    return PretendedDataset(LocalFolder(f"{crops:,} crops"), meta)

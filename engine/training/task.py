@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.io.plugins import plugin
+from omnilead.data_tools.io.plugins import load_plugin
 
 from ..data.loader import Batch
 from ..data.order import Selection
@@ -174,7 +174,7 @@ def describe_encoder(config: ModelConfig) -> str:
     about = (
         "with its code in this folder"
         if plugin_file(config.encoder)
-        else inspect.getdoc(plugin(ENCODERS[config.encoder]))
+        else inspect.getdoc(load_plugin(ENCODERS[config.encoder]))
     )
     options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
     return f"Encoder `{portable_spec(config.encoder)}`, {about}. Options: {options}."

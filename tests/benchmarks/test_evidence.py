@@ -35,7 +35,7 @@ def test_every_command_of_a_shipped_plan_is_one_that_its_program_takes(path, gol
         program, command, *words = job.command
         args = parse(command, words) if program == "omnilead" else None
         if command == "synth":
-            synth.plan(args.patients, args.two_sessions, args.seed, args.layout)
+            synth.plan_blocks(args.patients, args.two_sessions, args.seed, args.layout)
         if command in ("pretrain", "finetune") and not job.name.startswith("real-"):
             settings = [*args.set, f"data.datasets=[{args.data[0]}]", f"run={args.out}"]
             if command == "pretrain":

@@ -9,7 +9,7 @@ import numpy as np
 
 from omnilead.data_tools.dataset import fingerprint
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.finishing import read_rejects
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
 
@@ -115,7 +115,7 @@ def crops_of(dataset):
 
 def rejected(dataset):
     """Record and reason of every line of rejects.csv."""
-    return [(record, reason) for _, record, reason, _ in rejects_of(dataset)]
+    return [(record, reason) for _, record, reason, _ in read_rejects(dataset)]
 
 
 def everything_in(dataset):

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.errors import ReadError
-from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.finishing import read_rejects
 from omnilead.data_tools.sources.hospital.base import Decoded
-from omnilead.data_tools.sources.hospital_files import FORMATS
+from omnilead.data_tools.sources.hospital_files import HOSPITAL_FORMATS
 from tests.tables import tabulated
 
 SECRET = "Quijote SECRET"  # a name
@@ -36,7 +36,7 @@ def leads_uv(samples=2500):
 def decoded(kind, data):
     """Any exception but a ReadError fails the test."""
     try:
-        return FORMATS[kind].decode(data.encode() if isinstance(data, str) else data)
+        return HOSPITAL_FORMATS[kind].decode(data.encode() if isinstance(data, str) else data)
     except ReadError as error:
         return error
 
@@ -53,7 +53,7 @@ def check_truth(found, truth):
 def check_ecgdatakit(kind, path):
     """Another project reads the same microvolts."""
     kit = pytest.importorskip("ecgdatakit", reason="needs ecgdatakit, of the group test")
-    found = FORMATS[kind].decode(path.read_bytes())
+    found = HOSPITAL_FORMATS[kind].decode(path.read_bytes())
     theirs = {lead.label: lead for lead in kit.FileParser.parse(path, units="uV").leads}
     for lead, uv in found.signals.items():
         np.testing.assert_allclose(theirs[lead].samples[: len(uv)], uv)
@@ -101,7 +101,7 @@ def check_private(place, kind, content, age=None, sex=None):
         place / "keyed", place / "out with key", plan="all", pseudonym_key=bytes(32)
     )
     assert len(keyed) == len(plain)
-    assert len(rejects_of(keyed)) == len(rejects_of(plain)) >= 1
+    assert len(read_rejects(keyed)) == len(read_rejects(plain)) >= 1
     assert found_in(everything_in(plain), SECRETS) == []
     assert found_in(everything_in(keyed), (*SECRETS, PATIENT)) == []
 

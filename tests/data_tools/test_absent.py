@@ -12,7 +12,7 @@ from twins import EXAMS, write_code15, write_mimic, write_ptbxl, write_quality
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.errors import MISSING_FILE, DataError, ReadError
-from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.finishing import read_rejects
 from omnilead.data_tools.sources.base import absent_key, read_safely
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.downstream import predict
@@ -108,7 +108,7 @@ def test_rows_without_a_file_are_counted_named_and_listed(write, tmp_path, shell
     counts = {"seen": there + len(absent), "used": there, "refused": len(absent)}
     assert (facts["name"], facts["records"]) == (source, counts)
     listed = {
-        (of, name): detail for of, name, why, detail in rejects_of(made) if why == MISSING_FILE
+        (of, name): detail for of, name, why, detail in read_rejects(made) if why == MISSING_FILE
     }
     assert set(listed.values()) == set(absent.values())
     if source != "wfdb":

@@ -15,8 +15,8 @@ from hospital_cases import (
 )
 
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.sharding.verify import FLAGS
-from omnilead.data_tools.sources.hospital.aecg import MISSING
+from omnilead.data_tools.sharding.verify import FLAG_REASONS
+from omnilead.data_tools.sources.hospital.aecg import NOT_MEASURED
 
 KIND = "hl7-aecg"
 TRUTH = leads_uv()
@@ -105,7 +105,7 @@ def test_leads_derived_from_easi_are_not_read_as_measured():
 
 
 def test_origins_are_added_and_unmeasured_samples_are_nan():
-    text = aecg(TIME + lead("I", f"3 {MISSING} 7") + lead("V3", " "))
+    text = aecg(TIME + lead("I", f"3 {NOT_MEASURED} 7") + lead("V3", " "))
     found = decoded(KIND, text.replace('value="0" unit="uV"', 'value="0.1" unit="mV"'))
     right = {"I": [107.5, np.nan, 117.5], "V3": []}
     assert not check_truth(found, right).warnings
@@ -114,7 +114,7 @@ def test_origins_are_added_and_unmeasured_samples_are_nan():
 def test_further_waveforms_give_a_warning():
     found = check_truth(decoded(KIND, aecg(more=series(TIME + lead("I")))), TRUTH)
     assert found.warnings == (("further waveforms", "the first of 2 sequence sets was read"),)
-    assert found.warnings[0][0] in FLAGS
+    assert found.warnings[0][0] in FLAG_REASONS
 
 
 @pytest.mark.parametrize(

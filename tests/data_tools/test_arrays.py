@@ -23,7 +23,7 @@ from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.io.errors import DataError, ReadError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.shard import shard
-from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.finishing import read_rejects
 from omnilead.data_tools.sources.arrays import ArrayFacts, ArraySource
 from omnilead.data_tools.sources.detect import open_sources
 from tests.tables import tabulated
@@ -164,7 +164,7 @@ def test_an_age_or_a_sex_that_is_not_understood_is_reported(tmp_path):
     place = write(tmp_path / "a", MV, FACTS + TABLE)
     (place / "t.csv").write_text(PEOPLE.replace(",41,", ",forty-one,").replace(",F", ",x"))
     made = shard(place, out=tmp_path / "out", pretrain_sources=["all"], workers=1)
-    said = {reason: detail for *_, reason, detail in rejects_of(made)}
+    said = {reason: detail for *_, reason, detail in read_rejects(made)}
     assert said["age not understood"] == "over 3 characters" and said["sex not understood"] == "x"
 
 
@@ -506,7 +506,7 @@ def test_an_ecg_with_a_missing_chunk_is_refused(tmp_path, zarr_format, cut):
     lost = {"e_2", "e_3"} if cut == "ecgs" else {"e_2"}
     assert rejected(made) == [(record, "missing chunk") for record in sorted(lost)]
     assert {record for _, record in crops_of(made)} == {f"e_{row}" for row in range(N)} - lost
-    assert f"e.zarr/{name}: " in rejects_of(made)[0][3]
+    assert f"e.zarr/{name}: " in read_rejects(made)[0][3]
 
 
 def test_a_missing_chunk_of_shards_and_of_columns_is_no_zero(tmp_path):

@@ -23,7 +23,7 @@ from omnilead.data_tools.io.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.io.storage import LocalFolder, locked_by_another
 from omnilead.data_tools.sharding import finishing, plan
 from omnilead.data_tools.sharding import shard as building
-from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.finishing import read_rejects
 from omnilead.data_tools.sharding.plan import permutation
 from omnilead.data_tools.sharding.shards import member_header
 from omnilead.data_tools.sharding.verify import verify
@@ -44,7 +44,7 @@ def test_the_order_is_a_permutation_that_depends_on_the_seed(count):
 
 
 def shards(dataset):
-    return [f"{dataset.root.url}/shards/{entry['name']}" for entry in dataset.shards]
+    return [f"{dataset.root.url}/shards/{entry.name}" for entry in dataset.shards]
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset's own
@@ -162,7 +162,7 @@ def test_every_refused_record_has_its_row_and_its_path(layout, shell, tmp_path):
     words, _ = shell.run("shard", src, src, "--workers", 1, "--out", out)
     made = Dataset.open(str(out))
     used = set(made.column("record"))
-    refused = [detail for _, name, _, detail in rejects_of(made) if name not in used]
+    refused = [detail for _, name, _, detail in read_rejects(made) if name not in used]
     doubles = [f"{layout}/h/rec_{number}.hea" for number in (1, 2, 3)]
     paths = sorted(detail.partition(":")[0] for detail in refused)
     assert paths == sorted([*headers, *headers, *doubles, doubles[2]])
@@ -357,7 +357,7 @@ def test_real_ecgs_are_read_bit_for_bit(real_ecgs, tmp_path):
 
 def test_shards_of_any_number_of_crops_hold_the_same_contents(small, tmp_path):
     whole, made = (build(small, tmp_path / f"{crops}", shard_crops=crops) for crops in (1024, 7))
-    assert {shard["crops"] for shard in made.shards[:-1]} == {7} and len(made.shards) > 2
+    assert {shard.crops for shard in made.shards[:-1]} == {7} and len(made.shards) > 2
     assert made.meta["shard_crops"] == 7 and "shard_crops" not in whole.meta
     same = [name for name in COLUMNS.names if name not in ("shard", "offset")]
     assert made.table(same).equals(whole.table(same)) and verify(made) == []

@@ -17,10 +17,10 @@ from hospital_cases import (
 
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.storage import folder
-from omnilead.data_tools.sharding.verify import FLAGS
-from omnilead.data_tools.sources.base import prepared
+from omnilead.data_tools.sharding.verify import FLAG_REASONS
+from omnilead.data_tools.sources.base import prepare_record
 from omnilead.data_tools.sources.hospital.cardiosoft_xml import MAX_LEADS, NOT_MEASURED
-from omnilead.data_tools.sources.hospital_files import FORMATS, HospitalFiles
+from omnilead.data_tools.sources.hospital_files import HOSPITAL_FORMATS, HospitalFiles
 
 KIND = "cardiosoft-xml"
 TRUTH = leads_uv()
@@ -78,7 +78,7 @@ def test_the_strip_is_read_with_its_own_rate_and_resolution():
 def test_a_full_disclosure_is_left_out_and_said():
     found = check_truth(decoded(KIND, cardiosoft(more=FULL)), TRUTH)
     assert found.warnings == (("further waveforms", "the full disclosure was not read"),)
-    assert found.warnings[0][0] in FLAGS
+    assert found.warnings[0][0] in FLAG_REASONS
     alone = str(decoded(KIND, cardiosoft("", more=FULL)))
     assert alone.startswith("rhythm waveform: only a full disclosure, which is not read: export")
 
@@ -101,7 +101,7 @@ def test_the_first_strip_of_several_is_read(form):
 def test_leads_by_number_are_ignored(tmp_path):
     three = {name: TRUTH[lead] for name, lead in (("I", "I"), ("2", "II"), ("3", "III"))}
     write_files(tmp_path, {"one.xml": cardiosoft(strip(three))})
-    crop = prepared(HospitalFiles(folder(tmp_path)), "one.xml").crops_uv[0]
+    crop = prepare_record(HospitalFiles(folder(tmp_path)), "one.xml").crops_uv[0]
     np.testing.assert_array_equal(crop[0, :2500], TRUTH["I"])
     assert not crop[1:].any()
 
@@ -199,12 +199,14 @@ def test_decimal_commas_in_samples_are_noticed():
 def test_leads_of_different_lengths_are_refused_if_no_count_is_stated(tmp_path):
     uneven = cardiosoft(strip(TRUTH | {"V6": TRUTH["V6"][:-1]}))
     write_files(tmp_path, {"one.xml": uneven.replace("ChannelSampleCountTotal", "Other")})
-    assert str(prepared(HospitalFiles(folder(tmp_path)), "one.xml")).startswith("sample count: ")
+    assert str(prepare_record(HospitalFiles(folder(tmp_path)), "one.xml")).startswith(
+        "sample count: "
+    )
 
 
 def test_a_long_full_disclosure_fits():
     long = FULL.replace("0,1,2,", "-120,\n\t" * 700_000)
-    assert 2**22 < len(long) < FORMATS[KIND].max_bytes
+    assert 2**22 < len(long) < HOSPITAL_FORMATS[KIND].max_bytes
     check_truth(decoded(KIND, cardiosoft(more=long)), TRUTH)
 
 

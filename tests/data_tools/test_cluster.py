@@ -67,9 +67,9 @@ def test_a_build_starts_its_processes_once_and_keeps_its_lock_until_they_end(
             with pytest.raises(RuntimeError, match="after shutdown"):
                 pools[0].submit(len, "")
 
-    executor, locked = cluster.ProcessPoolExecutor, building.locked
+    executor, locked = cluster.ProcessPoolExecutor, building.lock_folder
     monkeypatch.setattr(cluster, "ProcessPoolExecutor", counted)
-    monkeypatch.setattr(building, "locked", locked_until_they_ended)
+    monkeypatch.setattr(building, "lock_folder", locked_until_they_ended)
     build(small, tmp_path / "out", format="both", workers=2)
     assert files(tmp_path / "out") == right
     assert len(pools) == 1
@@ -168,7 +168,7 @@ def fatal(archive, out, victim="", **settings):
     Path(f"{archive}.fatal").write_text(f"{crops[1][1]} {victim}")
     options = ShardOptions(str(out), format="both", quiet=True, **settings)
     # Else the recipe names the code of this source, and the bytes differ from the right ones
-    with mock.patch.object(plan, "is_ours", return_value=True):
+    with mock.patch.object(plan, "is_builtin", return_value=True):
         shard(open_sources(str(archive), "fatal:Fatal"), options)
 
 
@@ -197,7 +197,7 @@ def test_finished_shards_are_kept_if_a_process_dies(small, right, tmp_path):
 
 @pytest.mark.usefixtures("forked")
 def test_processes_find_the_same_in_an_archive(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "CHUNK", 2)
+    monkeypatch.setattr(checks, "RECORDS_PER_TASK", 2)
     archive = Path(shutil.copytree(small, tmp_path / "archive"))
     made = build(archive, tmp_path / "out")
     first, *others = sorted(archive.rglob("*.hea"))
@@ -213,7 +213,7 @@ def test_processes_find_the_same_in_an_archive(small, tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("forked")
 def test_a_process_that_dies_ends_the_comparison(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "CHUNK", 2)
+    monkeypatch.setattr(checks, "RECORDS_PER_TASK", 2)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     archive = Path(shutil.copytree(small, tmp_path / "archive"))
     made = build(archive, tmp_path / "out")
@@ -254,7 +254,7 @@ def test_a_client_that_failed_is_gone_before_the_next_one_starts(monkeypatch):
     for _ in range(2):
         with (
             pytest.raises(StorageError, match="no scheduler answers"),
-            cluster.connected("tcp://127.0.0.1:1"),
+            cluster.dask_client("tcp://127.0.0.1:1"),
         ):
             pass
     gc.collect()

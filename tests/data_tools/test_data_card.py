@@ -15,7 +15,7 @@ from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sharding.data_card import CARD, CROISSANT, write_card
-from omnilead.data_tools.sharding.finishing import FLAGS, rejects_of
+from omnilead.data_tools.sharding.finishing import FLAG_REASONS, read_rejects
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import Source
@@ -103,7 +103,7 @@ def test_every_role_refusal_and_flag_is_in_a_table_that_stands(made):
         f"identification: {name}": str(n) for name, n in counts.items()
     }.items() <= roles.items()
     rows = cells(section(card, "Refused, repaired, flagged"))[2:]
-    reasons = Counter(reason for _, _, reason, _ in rejects_of(made))
+    reasons = Counter(reason for _, _, reason, _ in read_rejects(made))
     assert sum(int(row[2]) for row in rows) == reasons.total() > 1
     assert {row[1] for row in rows} == {"no"}
     assert "<script>" not in re.sub(r"\\.", "", card)
@@ -113,17 +113,22 @@ def test_every_role_refusal_and_flag_is_in_a_table_that_stands(made):
 def test_flags_are_told_from_refusals(small, tmp_path):
     made = build(small, tmp_path, plan="all")
     reasons = Counter({"flat lead": 2, "gain": 1000} | {f"reason {i}": 1 for i in range(50)})
-    write_card(made.root, made.meta, reasons, FLAGS)
+    write_card(made.root, made.facts, reasons, FLAG_REASONS)
     rows = cells(section(card_of(made), "Refused, repaired, flagged"))[2:]
     assert rows[:3] == [["gain", "no", "1,000"], ["flat lead", "yes", "2"], ["reason 0", "no", "1"]]
     assert rows[50:] == [["2 other reasons", "", ""]]
-    write_card(made.root, made.meta, Counter(), FLAGS)
+    write_card(made.root, made.facts, Counter(), FLAG_REASONS)
     assert "Nothing was refused" in section(card_of(made), "Refused, repaired, flagged")
 
 
 def test_an_empty_licence_is_an_unknown_one(made, tmp_path):
-    sources = [source | {"licence": ""} for source in made.meta["sources"]]
-    write_card(folder(tmp_path), made.meta | {"sources": sources}, Counter(), FLAGS)
+    sources = [source.model_copy(update={"licence": ""}) for source in made.facts.sources]
+    write_card(
+        folder(tmp_path),
+        made.facts.model_copy(update={"sources": sources}),
+        Counter(),
+        FLAG_REASONS,
+    )
     card = (tmp_path / CARD).read_text()
     assert {row[1] for row in cells(section(card, "Sources and licences"))[2:]} == {"unknown"}
     assert card.count("no permission") == 1
@@ -150,7 +155,12 @@ def test_hugging_face_can_read_the_front_matter(made, tmp_path):
         (43_101, "10K<n<100K"),
         (10**7, "10M<n<100M"),
     ):
-        write_card(folder(tmp_path), made.meta | {"crops": crops}, Counter(), FLAGS)
+        write_card(
+            folder(tmp_path),
+            made.facts.model_copy(update={"crops": crops}),
+            Counter(),
+            FLAG_REASONS,
+        )
         front = yaml.safe_load((tmp_path / CARD).read_text().split("---\n")[1])
         assert front["size_categories"] == [size]
 
@@ -185,7 +195,7 @@ def test_mlcroissant_reads_the_twin(form, sources, tmp_path):
         assert one.content_size == f"{len(content[one.content_url])} B"
     tables = {"samples.parquet", "rejects.csv"}
     assert {one.content_url for one in objects} == tables | {
-        f"shards/{one['name']}" for one in made.shards
+        f"shards/{one.name}" for one in made.shards
     }
     sets = {one.id for one in twin.metadata.distribution} - {one.id for one in objects}
     assert sets == {"tar": {"ecg", "json"}, "zarr": {"zarr"}, "both": {"ecg", "json", "zarr"}}[form]

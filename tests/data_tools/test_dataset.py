@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.io.spreadsheet import as_csv, unquoted, without_formulas
+from omnilead.data_tools.io.spreadsheet import csv_text, quote_formulas, unquote_cell
 
 FORMULAS = ["=1+1", "+1+1|x", "-2+3+cmd", "@SUM(A1)", "\t=1", "-", "+-5", "'=1", "''-5", "\r=1"]
 KEPT = ["-5", "-0.25", "+1e-3", "-0.2 0.3", "-inf", "a=1", "", "'", "georgia"]
@@ -19,15 +19,15 @@ KEPT = ["-5", "-0.25", "+1e-3", "-0.2 0.3", "-inf", "a=1", "", "'", "georgia"]
 @pytest.mark.parametrize("cell", FORMULAS + KEPT)
 def test_formulas_are_quoted_and_numbers_are_not(cell):
     quoted = f"'{cell}" if cell in FORMULAS else cell
-    text = io.StringIO(as_csv([(cell, -0.5)]), newline="")
+    text = io.StringIO(csv_text([(cell, -0.5)]), newline="")
     assert list(csv.reader(text)) == [[quoted, "-0.5"]]
-    assert unquoted(quoted) == cell
-    table = without_formulas(pa.table({cell: [cell, None], "number": [-0.5, 1]}))
+    assert unquote_cell(quoted) == cell
+    table = quote_formulas(pa.table({cell: [cell, None], "number": [-0.5, 1]}))
     assert table.to_pydict() == {quoted: [quoted, None], "number": [-0.5, 1]}
 
 
 def test_a_carriage_return_does_not_start_a_new_line():
-    assert as_csv([("a\r=1", "\r=1")]) == '"a\r=1","\'\r=1"\n'
+    assert csv_text([("a\r=1", "\r=1")]) == '"a\r=1","\'\r=1"\n'
 
 
 def test_a_dataset_is_a_sequence_of_ecgs(dataset):

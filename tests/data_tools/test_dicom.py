@@ -20,9 +20,9 @@ from hospital_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.dataset.rejects import FLAGS, rejects_of
+from omnilead.data_tools.dataset.rejects import FLAG_REASONS, read_rejects
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.sources.hospital.dicom import MAX_DEPTH
+from omnilead.data_tools.sources.hospital.dicom import MAX_DICOM_DEPTH
 
 pydicom = pytest.importorskip("pydicom")
 KIND = "dicom"
@@ -223,7 +223,7 @@ def test_channels_that_state_that_they_are_unusable_are_left_out(status):
     word = status.rpartition("\\")[2].upper()
     (warning,) = same(of(channels), kept).warnings
     assert warning == ("channel status", f"left out: V2 {word}, V3 {word}")
-    assert warning[0] in FLAGS
+    assert warning[0] in FLAG_REASONS
     refused = str(decoded(KIND, each(x003a0205_CS=status)))
     assert refused.startswith(f"channel status: I {word}, II {word}")
 
@@ -246,7 +246,7 @@ def test_an_age_that_is_not_understood_is_reported(tmp_path):
     (tmp_path / "ecgs").mkdir()
     (tmp_path / "ecgs" / "A.dcm").write_bytes(file(x00101010_AS="61", x00100040_CS="X"))
     made = build(tmp_path / "ecgs", tmp_path / "out", plan="all")
-    said = {reason: detail for *_, reason, detail in rejects_of(made)}
+    said = {reason: detail for *_, reason, detail in read_rejects(made)}
     assert said["age not understood"] == "61" and said["sex not understood"] == "X"
     assert np.isnan(made.column("age")[0])
 
@@ -301,7 +301,7 @@ test_invalid_files_are_refused_with_a_reason = refuses(
             file(open_ends=True, x0040b020_SQ=[{}] * 60_000),
             UNENDED,
         ],
-        f"malformed DICOM: over {MAX_DEPTH} nested sequences": [
+        f"malformed DICOM: over {MAX_DICOM_DEPTH} nested sequences": [
             file(x0040b020_SQ=nested(40), open_ends=True)
         ],
     },

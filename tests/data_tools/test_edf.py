@@ -25,7 +25,7 @@ from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.detect import open_sources
-from omnilead.data_tools.sources.hospital.edf import MAX_BYTES, decode
+from omnilead.data_tools.sources.hospital.edf import MAX_EDF_BYTES, decode
 
 KIND = "edf"
 X = leads_uv(5000)
@@ -164,7 +164,7 @@ def test_names_stay_out_of_a_dataset(tmp_path):
 def test_a_dataset_holds_the_microvolts_and_no_holter_recording(tmp_path):
     leads = {"ECG -I": -X["I"]} | {lead: X[lead] for lead in LEADS[1:]}
     src = write_files(tmp_path / "src", {"one.edf": edf(leads), "holter.edf": b""})
-    os.truncate(src / "holter.edf", MAX_BYTES * 9)
+    os.truncate(src / "holter.edf", MAX_EDF_BYTES * 9)
     made = build(src, tmp_path / "out", plan="all")
     assert rejected(made) == [("holter", "file too large"), ("one", "inverted lead")]
     np.testing.assert_array_equal(made.read(0), list(X.values()))

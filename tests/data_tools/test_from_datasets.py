@@ -13,7 +13,7 @@ from handmade import as_earlier_format, build, ecg, files, flip, write_challenge
 from listed import Listed, broken_at, dies_at_once, listed
 
 from omnilead.data_tools.dataset import META, SAMPLES, Dataset
-from omnilead.data_tools.dataset.rejects import FLAGS, rejects_of
+from omnilead.data_tools.dataset.rejects import FLAG_REASONS, read_rejects
 from omnilead.data_tools.ecg.pseudonyms import key_mark, pseudonym
 from omnilead.data_tools.ecg.record import Header
 from omnilead.data_tools.io.errors import DataError, DatasetError, StorageError
@@ -41,7 +41,9 @@ def test_a_dataset_from_another_has_the_same_crops_and_rows(stored, small, tmp_p
     assert rows_of(again) == rows_of(made) and verify(again) == []
     assert verify(again, open_sources(str(small))) == []
     assert verify(again, open_sources(made.root.url)) == []
-    assert rejects_of(again) == rejects_of(made) and again.meta["sources"] == made.meta["sources"]
+    assert (
+        read_rejects(again) == read_rejects(made) and again.meta["sources"] == made.meta["sources"]
+    )
     for row in range(len(again)):
         again.read(row)  # after its crc32c
 
@@ -65,10 +67,10 @@ def test_what_a_record_was_warned_of_stays(tmp_path, monkeypatch):
     made = listed(tmp_path / "old", a=("mine", "one", 1))
     monkeypatch.setattr(Listed, "read", read)
     again = listed(tmp_path / "new", [made])
-    assert rejects_of(again) == rejects_of(made) != []
+    assert read_rejects(again) == read_rejects(made) != []
     assert rows_of(again) == rows_of(made) and "implausible" in again[0].flags
     bare = listed(tmp_path / "bare", [made], {"pseudonym_key": KEY})
-    assert {detail for *_, detail in rejects_of(bare)} == {""}
+    assert {detail for *_, detail in read_rejects(bare)} == {""}
 
 
 @pytest.mark.parametrize("key", [None, KEY])
@@ -89,7 +91,7 @@ def test_what_is_refused_is_named_as_in_the_dataset(key, tmp_path, monkeypatch):
     name = pseudonym(key, "r", "mine", "a")
     for options in ({}, how):
         grown = listed(tmp_path / f"new {bool(options)}", [made, other], options)
-        of_gap, of_other = (line for line in rejects_of(grown) if line[2] not in FLAGS)
+        of_gap, of_other = (line for line in read_rejects(grown) if line[2] not in FLAG_REASONS)
         assert of_gap[:3] == ("mine", name, "no valid lead")
         assert of_gap[3] == ("" if key else "a: at 10 s")
         assert of_other[:3] == ("mine", f"{name} again", "record read already")
@@ -234,8 +236,8 @@ def test_another_ecg_of_a_known_name_is_refused_and_said(key, tmp_path, capsys):
         pseudonym(key, "r", "mine", "a again" if not key else "a"),
         "record read already",
     )
-    assert [one[:3] for one in rejects_of(grown)] == [line]
-    assert len(rejects_of(grown)) == 1 and len(grown) == 3 and verify(grown) == []
+    assert [one[:3] for one in read_rejects(grown)] == [line]
+    assert len(read_rejects(grown)) == 1 and len(grown) == 3 and verify(grown) == []
     (facts,) = grown.meta["sources"]
     assert facts["records"] == {"seen": 4, "used": 3, "refused": 1}
 
@@ -251,7 +253,7 @@ def test_another_ecg_in_a_folder(tmp_path, shell):
         out = tmp_path / f"with_{place}"
         shell.run("shard", tmp_path / "first", tmp_path / place, "--out", out, "--workers", 2)
         made = Dataset.open(str(out))
-        (line,) = rejects_of(made)
+        (line,) = read_rejects(made)
         assert line[1].startswith("x/") and line[2] == reason, line
         assert rows_of(made) == rows_of(Dataset.open(str(tmp_path / "first")))
         shell.run("verify", out, "--archive", tmp_path / "one", "--workers", 1)
@@ -269,7 +271,7 @@ def test_a_refused_record_is_added_once_it_can_be_read(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Listed, "read", broken_at("r0", "r2", "r3"))
         grown = listed(tmp_path / "new", [made], **records)
-    assert sorted(grown.column("record")) == sorted(records) and rejects_of(grown) == []
+    assert sorted(grown.column("record")) == sorted(records) and read_rejects(grown) == []
     (facts,) = grown.meta["sources"]
     assert facts["records"] == {"seen": 4, "used": 4, "refused": 0}
     assert verify(grown, [Listed(**records)]) == []
@@ -304,7 +306,7 @@ def test_several_licences_are_said(tmp_path, monkeypatch, capsys):
 
 def test_a_build_from_a_dataset_that_is_killed_goes_on(old, more, tmp_path, monkeypatch):
     right = Path(build_of(tmp_path / "right", old, more))
-    for name in ("_build", "finish"):
+    for name in ("_build", "finish_dataset"):
         with monkeypatch.context() as patch:
             patch.setattr(f"omnilead.data_tools.sharding.shard.{name}", dies_at_once)
             with pytest.raises(KeyboardInterrupt):
@@ -339,4 +341,8 @@ def test_another_process_reads_the_same(old, tmp_path):
     assert done.returncode == 0, done.stderr
     assert rows_of(Dataset.open(str(out))) == rows_of(Dataset.open(str(old)))
     meta = json.loads((out / META).read_text())
-    assert meta["shard_crops"] == 4 and (out / SAMPLES).is_file() and RoleSources.from_meta(meta)
+    assert (
+        meta["shard_crops"] == 4
+        and (out / SAMPLES).is_file()
+        and RoleSources.from_facts(Dataset.open(str(out)).facts)
+    )

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from handmade import write_challenge
 
-from omnilead.data_tools.dataset import flagged
+from omnilead.data_tools.dataset import flag_mask
 from omnilead.data_tools.ecg.crops import IMPLAUSIBLE, SPEC_HASH
-from omnilead.data_tools.sharding.finishing import assign_roles, records_of
+from omnilead.data_tools.sharding.finishing import assign_roles, read_records
 from omnilead.data_tools.sharding.roles import RoleSources, keyed_uniform
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
@@ -100,8 +100,8 @@ def test_roles_never_change(plan, seed, everybody, default, made):
         (RoleSources(pretrain=("all",), id_share=1.0), everybody),
         (RoleSources(), default),
     ):
-        doubtful = flagged(made.table(["flags"]), [IMPLAUSIBLE])
-        given = assign_roles(records_of(made.table), doubtful, plan, seed, sources)
+        doubtful = flag_mask(made.table(["flags"]), [IMPLAUSIBLE])
+        given = assign_roles(read_records(made.table), doubtful, plan, seed, sources)
         assert digest(json.dumps(given.to_pylist())) == roles
 
 

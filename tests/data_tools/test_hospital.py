@@ -26,12 +26,12 @@ from omnilead.data_tools.ecg.record import VENDORS
 from omnilead.data_tools.io import storage
 from omnilead.data_tools.io.errors import ReadError, StorageError
 from omnilead.data_tools.io.storage import folder
-from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.finishing import read_rejects
 from omnilead.data_tools.sharding.roles import RoleSources
 from omnilead.data_tools.show import record_figure
-from omnilead.data_tools.sources.base import prepared
+from omnilead.data_tools.sources.base import prepare_record
 from omnilead.data_tools.sources.detect import open_sources
-from omnilead.data_tools.sources.hospital_files import FORMATS, HospitalFiles
+from omnilead.data_tools.sources.hospital_files import HOSPITAL_FORMATS, HospitalFiles
 from omnilead.engine.data.patients import patient_ids
 
 SHARED = Path(__file__).parents[3] / "shared" / "formats"
@@ -74,7 +74,7 @@ scp_contec_truncated.scp         scp-ecg       6  32767   800.0  -              
 def test_real_files_give_the_microvolts_that_independent_decoders_found(line):
     file, kind, *facts = line.split()
     head, right = (SHARED / file).read_bytes()[:4096], np.load(SHARED / f"{file}.npz")
-    assert [name for name, one in FORMATS.items() if one.looks_like(head, file)] == [kind]
+    assert [name for name, one in HOSPITAL_FORMATS.items() if one.looks_like(head, file)] == [kind]
     record = HospitalFiles(folder(SHARED)).read(file)
     leads, samples = record.signal.shape
     notes = " ".join(reason for reason, _ in record.warnings)
@@ -90,7 +90,7 @@ def test_real_files_give_the_microvolts_that_independent_decoders_found(line):
 @needs_shared
 def test_a_real_file_with_13_samples_is_refused():
     source = HospitalFiles(folder(SHARED))
-    assert str(prepared(source, "bad_aecg_no_waveform.xml")) == "too short: 0.026 s"
+    assert str(prepare_record(source, "bad_aecg_no_waveform.xml")) == "too short: 0.026 s"
 
 
 @needs_shared
@@ -115,7 +115,7 @@ def mixed(root):
         "a/other.xml": "<html/>",
         "cut.dcm": BASE[:9000],
         "a/DICOMDIR": BASE,
-        "a/IM1": BASE.ljust(FORMATS["dicom"].max_bytes + 1),
+        "a/IM1": BASE.ljust(HOSPITAL_FORMATS["dicom"].max_bytes + 1),
     }
     return write_files(root, files)
 
@@ -130,8 +130,8 @@ def test_a_mixed_folder(tmp_path, shell):
     named = f"a_b_{UID.replace('.', '_')}"
     dicoms = {("dicom", name) for name in ("two", named, f"{named}9")}
     assert set(crops_of(made)) == dicoms | {("muse-xml", "a_one")}
-    none_of = f"a/other.xml: its root is html: none of {', '.join(FORMATS)}"
-    assert sorted(rejects_of(made)) == [
+    none_of = f"a/other.xml: its root is html: none of {', '.join(HOSPITAL_FORMATS)}"
+    assert sorted(read_rejects(made)) == [
         ("dicom", "a_IM1", "file too large", f"a/IM1: {2**24 + 1} bytes"),
         ("dicom", "cut", "malformed DICOM", "cut.dcm: cut off"),
         ("hospital", "a_other", "unknown format", none_of),
@@ -231,7 +231,9 @@ def test_show_draws_one_file(tmp_path, capsys, monkeypatch):
     refusal = "notes.dat would be refused: unknown format: none of muse-xml, dicom"
     assert refusal in capsys.readouterr().err
     broken = mock.Mock(side_effect=TypeError("of a bug"))
-    monkeypatch.setitem(FORMATS, "dicom", FORMATS["dicom"]._replace(decode=broken))
+    monkeypatch.setitem(
+        HOSPITAL_FORMATS, "dicom", HOSPITAL_FORMATS["dicom"]._replace(decode=broken)
+    )
     assert main(["show", f"{tmp_path}/two.DCM"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "two.DCM would be refused: unreadable record: TypeError" in line
@@ -255,7 +257,7 @@ def test_names_that_lose_letters_or_are_cut_stay_different(tmp_path):
     for seed, name in enumerate(others[:2]):
         write_files(tmp_path, {name: muse({lead: uv + 10 * seed for lead, uv in STORED.items()})})
     made = build(tmp_path, tmp_path / "out", plan="all")
-    assert not rejects_of(made)
+    assert not read_rejects(made)
     assert len(set(made.column("record"))) == 2
 
 
@@ -321,7 +323,7 @@ def test_a_constant_lead_was_not_measured_and_nothing_is_computed_from_it(tmp_pa
 
 
 def test_a_large_file_is_not_parsed(tmp_path):
-    content = "<RestingECG>" + " " * FORMATS["muse-xml"].max_bytes
+    content = "<RestingECG>" + " " * HOSPITAL_FORMATS["muse-xml"].max_bytes
     with pytest.raises(ReadError, match="file too large"):
         read_one(tmp_path, "one.xml", content)
 
@@ -342,7 +344,7 @@ def test_a_patient_has_one_role_whatever_the_format(tmp_path, key):
 
 
 def test_the_sources_that_share_patients_are_the_formats():
-    assert set(VENDORS) == set(FORMATS)
+    assert set(VENDORS) == set(HOSPITAL_FORMATS)
     assert VENDORS[0] == "muse-xml"  # whose pseudonyms all of them have
 
 
@@ -379,7 +381,7 @@ def test_hostile_xml_is_refused_in_every_format(kind, text, reason):
 def test_no_bytes_make_a_format_fail(data, name):
     """Looking at a file never raises, and decoding it raises a ReadError only."""
     begins = {"dicom": BASE[:140], "scp-ecg": b"0       ", "edf": b"0       "}
-    for kind, one in FORMATS.items():
+    for kind, one in HOSPITAL_FORMATS.items():
         head = b"" if len(data) % 2 else begins.get(kind, b"<RestingECG>")
         one.looks_like(head + data, name)
         assert isinstance(decoded(kind, head + data), ReadError)

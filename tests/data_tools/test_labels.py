@@ -25,9 +25,9 @@ from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.io import storage
 from omnilead.data_tools.published_labels.tables import (
-    CODE15,
+    CODE15_NAMES,
     CODES,
-    NUMBERS,
+    INTERVAL_COLUMNS,
     REPORTS,
     statement_codes,
 )
@@ -41,7 +41,7 @@ from tests.tables import tabulated
 
 SHARED = Path(__file__).parents[3] / "shared"
 MIMIC_COLUMNS = " ".join(
-    ["subject_id study_id cart_id ecg_time", *REPORTS, "bandwidth filtering", *NUMBERS]
+    ["subject_id study_id cart_id ecg_time", *REPORTS, "bandwidth filtering", *INTERVAL_COLUMNS]
 )
 
 
@@ -150,7 +150,7 @@ def test_the_shipped_tasks_read_the_labels(labels, tmp_path):
         splits = read_task(task, [dataset]).split[0].tolist()
         for split, record in zip(splits, dataset.column("record"), strict=True):
             assert split == (max(1, table[record]["fold"] - 7) if record in table else 0)
-    assert set(load_task("code15").columns) <= set(CODE15)
+    assert set(load_task("code15").columns) <= set(CODE15_NAMES)
 
 
 def test_code15_labels_are_right(labels, tmp_path):
@@ -268,7 +268,7 @@ def test_statements_give_the_right_codes(row):
 
 def mimic_row(study, *reports, **numbers):
     said = dict.fromkeys(REPORTS, "") | dict(zip(REPORTS, reports, strict=False))
-    plain = dict(zip(NUMBERS, (800, 40, 128, 170, 258, 518, 81, 77, 65), strict=True))
+    plain = dict(zip(INTERVAL_COLUMNS, (800, 40, 128, 170, 258, 518, 81, 77, 65), strict=True))
     return {"study_id": study} | said | plain | numbers
 
 
@@ -334,7 +334,7 @@ def test_labels_have_the_datasets_names(name, key_file, shell, tmp_path):
 
 NO_STATEMENT = ",description,diagnostic,form,rhythm,diagnostic_class,diagnostic_subclass\n"
 EXAM = ",".join(CODE15_COLUMNS.split()) + "\na b" + 14 * ","
-MEASURED = ",".join(["study_id", *REPORTS, *NUMBERS]) + "\n1" + 27 * ",soon"
+MEASURED = ",".join(["study_id", *REPORTS, *INTERVAL_COLUMNS]) + "\n1" + 27 * ",soon"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from handmade import ecg
 
-from omnilead.data_tools.dataset import Dataset, flagged
+from omnilead.data_tools.dataset import Dataset, DatasetFacts, flag_mask
 from omnilead.data_tools.sharding.roles import PAPER_SOURCES, RoleSources
 from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.detect import open_sources
@@ -95,7 +95,7 @@ def test_diagnosis_keeps_its_roles(plan, built, tmp_path):
         assert verify(made) == []
         table = made.table(["record", "dx_role", "id_role", "pretrain", "flags"])
         roles[flags] = table["dx_role"].to_pylist()
-        crops = flagged(table, ["einthoven", "flat"])
+        crops = flag_mask(table, ["einthoven", "flat"])
         assert crops.sum() == 4
         out_of_all = (made.column("pretrain") | table["id_role"].is_valid().to_numpy())[crops]
         assert out_of_all.any() == (flags == "none")
@@ -112,11 +112,15 @@ def test_an_unknown_flag_and_the_old_option_are_one_line(archive, tmp_path, shel
         assert said in shell.error(*command, *option)
 
 
-def test_datasets_of_the_old_option_keep_their_roles():
-    assert RoleSources.from_meta({"pretrain_implausible": True}).leave_out == ()
-    assert RoleSources.from_meta({}) == PAPER_SOURCES
+def test_datasets_of_the_old_option_keep_their_roles(built, tmp_path):
+    meta = built(tmp_path / "out")[0].meta
+
+    def stated(entries):
+        return RoleSources.from_facts(DatasetFacts.model_validate(meta | entries))
+
+    assert stated({}) == PAPER_SOURCES
+    assert stated({"pretrain_implausible": True}).leave_out == ()
     for chosen in (PAPER_SOURCES, RoleSources(leave_out=("flat",), id_share=0.5, dx=("a",))):
         for plan in ("paper", "paper-split"):
-            meta = json.loads(json.dumps(chosen.to_meta(plan)))
-            assert RoleSources.from_meta(meta) == chosen
+            assert stated(json.loads(json.dumps(chosen.to_meta(plan)))) == chosen
     assert RoleSources(leave_out=()).to_meta("all") == {"leave_out_flags": []}

@@ -9,12 +9,12 @@ from handmade import build, ecg, files, write_challenge
 from listed import Listed, listed, without
 
 from omnilead.data_tools.dataset import REJECTS, Dataset
-from omnilead.data_tools.dataset.rejects import rejects_of
+from omnilead.data_tools.dataset.rejects import read_rejects
 from omnilead.data_tools.ecg.pseudonyms import pseudonym
 from omnilead.data_tools.io.errors import DataError, ReadError, StorageError
 from omnilead.data_tools.sharding.leave_out import LeaveOut
 from omnilead.data_tools.sharding.verify import verify
-from omnilead.data_tools.sources.base import shown_patient
+from omnilead.data_tools.sources.base import dataset_patient
 from omnilead.data_tools.sources.detect import open_sources
 
 pytestmark = pytest.mark.usefixtures("small_shards")
@@ -147,13 +147,15 @@ def test_ids_of_other_characters_are_different_people(key, tmp_path):
     assert len(set(made.column("patient"))) == len(ids)
     assert verify(made, [Listed(**records)], key=key) == []
     left = without(made, tmp_path / "new", "12.3", "arrays/8/9", ids[-1], key=key)
-    assert {*left.column("patient")} == {shown_patient(key, "arrays", ids[i]) for i in (1, 2, 3, 5)}
+    assert {*left.column("patient")} == {
+        dataset_patient(key, "arrays", ids[i]) for i in (1, 2, 3, 5)
+    }
 
 
 @pytest.mark.parametrize("who", ["who111", "who 1.1"])
 def test_no_line_of_rejects_names_them(who, tmp_path, monkeypatch):
     """Of their records, of files that could not be read, or of others."""
-    read, note = Listed.read, ("SOP class", f"{shown_patient(None, '', who)}/x of {who}")
+    read, note = Listed.read, ("SOP class", f"{dataset_patient(None, '', who)}/x of {who}")
 
     def reads(source, name):
         if name == "bad":
@@ -163,11 +165,11 @@ def test_no_line_of_rejects_names_them(who, tmp_path, monkeypatch):
     monkeypatch.setattr(Listed, "read", reads)
     records = {"a": ("mine", who, 1), "b": ("mine", "two", 2), "bad": ("mine", who, 3)}
     made = listed(tmp_path / "out", **records)
-    assert len(rejects_of(made)) == 3
-    assert rejects_of(without(made, tmp_path / "new", f"mine/{who}")) == []
+    assert len(read_rejects(made)) == 3
+    assert read_rejects(without(made, tmp_path / "new", f"mine/{who}")) == []
     (tmp_path / "w").write_text(f"mine/{who}")
     leave_out = LeaveOut.read(str(tmp_path / "w"), None)
-    assert rejects_of(listed(tmp_path / "again", (), {"leave_out": leave_out}, **records)) == []
+    assert read_rejects(listed(tmp_path / "again", (), {"leave_out": leave_out}, **records)) == []
 
 
 @pytest.mark.parametrize(

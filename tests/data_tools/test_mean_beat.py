@@ -8,8 +8,8 @@ import pytest
 from omnilead.data_tools.ecg.constants import CROP_SHAPE, LEADS
 from omnilead.data_tools.ecg.crops import prepare_crop
 from omnilead.data_tools.ecg.mean_beat import (
-    BEAT,
-    BEFORE,
+    BEAT_SAMPLES,
+    BEFORE_R,
     HeartRates,
     mean_beats,
     r_peaks,
@@ -19,7 +19,7 @@ from omnilead.data_tools.sources.hospital_files import HospitalFiles
 from omnilead.data_tools.sources.zip_folder import folder_or_zip
 from omnilead.data_tools.synthetic import archive as synth
 from omnilead.data_tools.synthetic.ecg import simulate
-from omnilead.data_tools.synthetic.patients import BLOCK, RHYTHM, draw_patients
+from omnilead.data_tools.synthetic.patients import BLOCK_PATIENTS, RHYTHM_SHARES, draw_patients
 
 T_S = np.arange(5000) / 500
 FILES = Path(__file__).parents[3] / "shared" / "formats"
@@ -44,17 +44,17 @@ def test_peaks_are_where_the_beats_are(leads):
 
 def test_beats_depend_on_shape_but_not_on_size_or_noise():
     found = mean_beats(np.stack([ecg(), ecg(noise=40), 2 * ecg(), ecg()[::-1]]))
-    shapes, (size, _, twice, _) = found[:, : 12 * BEAT], found[:, 12 * BEAT]
+    shapes, (size, _, twice, _) = found[:, : 12 * BEAT_SAMPLES], found[:, 12 * BEAT_SAMPLES]
     np.testing.assert_allclose(np.linalg.norm(shapes, axis=1), 1, atol=1e-5)
     _, noisy, large, other = shapes @ shapes[0]
     assert noisy > 0.95 and large > 0.9999 and other < 0.7
-    assert abs(np.abs(shapes[0].reshape(12, BEAT)).max(0).argmax() - BEFORE) <= 1
+    assert abs(np.abs(shapes[0].reshape(12, BEAT_SAMPLES)).max(0).argmax() - BEFORE_R) <= 1
     assert twice - size == pytest.approx(np.log(2), abs=1e-3)
 
 
 def test_intervals():
     irregular = np.cumsum(np.tile([0.6, 1.0], 6)) - 0.3
-    same, mixed = mean_beats(np.stack([ecg(), ecg(irregular)]))[:, 12 * BEAT :]
+    same, mixed = mean_beats(np.stack([ecg(), ecg(irregular)]))[:, 12 * BEAT_SAMPLES :]
     assert same[1] == pytest.approx(np.log(0.8), abs=0.01) and same[2] < np.log(0.04)
     assert mixed[1] == pytest.approx(np.log(0.8), abs=0.03)
     assert mixed[2] == pytest.approx(np.log(0.02 + 0.25), abs=0.1)
@@ -139,7 +139,7 @@ def test_leads_and_records_without_a_beat_are_finite():
     unusual = np.stack([np.zeros((12, 5000)), ecg(leads=1), ecg(REGULAR[:1])])
     assert np.isfinite(mean_beats(unusual)).all()
     for n in (0, 2):
-        assert mean_beats(np.zeros((n, 12, 2500))).shape == (n, 12 * BEAT + 8)
+        assert mean_beats(np.zeros((n, 12, 2500))).shape == (n, 12 * BEAT_SAMPLES + 8)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def sessions():
         patients = draw_patients((11, block))
         for session in range(2):
             key = (11, block, session)
-            made[key] = simulate(patients, key, range(BLOCK), 5000, 500, 50)
+            made[key] = simulate(patients, key, range(BLOCK_PATIENTS), 5000, 500, 50)
     return made
 
 
@@ -194,11 +194,11 @@ def test_normal_ecgs_look_normal(sessions):
 def test_two_sessions_are_as_alike_as_real_ones():
     """448 patients against the figures of real PTB-XL patients with two sessions."""
     beats, diagnoses = ([], []), ([], [])  # type: ignore[var-annotated]
-    for block in synth.plan(448, 1.0, 0, "ptbxl"):
+    for block in synth.plan_blocks(448, 1.0, 0, "ptbxl"):
         for session, (_, digital, names, _) in enumerate(synth.sessions_of(block)):
-            beats[session].append(mean_beats(digital.transpose(0, 2, 1))[:, : 12 * BEAT])
+            beats[session].append(mean_beats(digital.transpose(0, 2, 1))[:, : 12 * BEAT_SAMPLES])
             diagnoses[session].extend(set(one) for one in names)
-    pairs, rhythms = list(zip(*diagnoses, strict=True)), {*RHYTHM, "PR"}
+    pairs, rhythms = list(zip(*diagnoses, strict=True)), {*RHYTHM_SHARES, "PR"}
     same_rhythm = np.mean([before & rhythms == after & rhythms for before, after in pairs])
     same = np.mean([before == after for before, after in pairs])
     assert abs(same_rhythm - 0.68) < 0.12 and abs(same - 0.44) < 0.12

@@ -22,7 +22,7 @@ from hospital_cases import (
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder
-from omnilead.data_tools.sources.base import prepared
+from omnilead.data_tools.sources.base import prepare_record
 from omnilead.data_tools.sources.hospital.base import Decoded
 from omnilead.data_tools.sources.hospital.muse_xml import _COUNTS
 from omnilead.data_tools.sources.hospital_files import HospitalFiles
@@ -77,7 +77,7 @@ def read(text):
 
 
 def prepared_in(place, text):
-    return prepared(HospitalFiles(folder(write_files(place, {"one.xml": text}))), "one.xml")
+    return prepare_record(HospitalFiles(folder(write_files(place, {"one.xml": text}))), "one.xml")
 
 
 def test_missing_leads_are_computed(tmp_path):

@@ -11,12 +11,14 @@ import pytest
 from handmade import build, flip
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.dataset.other_programs import ROLES
+from omnilead.data_tools.dataset.other_programs import ROLE_OF_NAME
 from omnilead.data_tools.io.errors import DataError, DatasetError
 
 # webdataset leaves its files to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-GIVEN = [role for role in ROLES if role not in ("dx:test",)]  # the small dataset may have none
+GIVEN = [
+    role for role in ROLE_OF_NAME if role not in ("dx:test",)
+]  # the small dataset may have none
 
 
 def rows_of(dataset, role):

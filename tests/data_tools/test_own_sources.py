@@ -13,7 +13,7 @@ from listed import Listed, listed
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
-from omnilead.data_tools.io.errors import StorageError, failure_of_machine
+from omnilead.data_tools.io.errors import StorageError, machine_error
 from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sharding.verify import verify
@@ -168,9 +168,9 @@ def test_a_changed_reader_is_not_the_same_reader(changed, tmp_path, shell):
 
 
 def test_which_errors_are_the_machines():
-    assert failure_of_machine(ValueError("no header")) is None
-    assert failure_of_machine(PermissionError(errno.EACCES, "no")) is None
-    assert failure_of_machine(OSError("Can't read data (errno = 5, error message = 'I/O')"))
+    assert machine_error(ValueError("no header")) is None
+    assert machine_error(PermissionError(errno.EACCES, "no")) is None
+    assert machine_error(OSError("Can't read data (errno = 5, error message = 'I/O')"))
     wrapped = ValueError("a library's own")
     wrapped.__context__ = OSError(errno.ENOSPC, "full")
-    assert failure_of_machine(wrapped)
+    assert machine_error(wrapped)

@@ -11,7 +11,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.mean_beat import heart_rate
 from omnilead.data_tools.ecg.paper import ROWS_Y_MM, TRACE_X_MM, ecg_figure
 from omnilead.data_tools.ecg.record import ABBREVIATIONS, LEADS
-from omnilead.data_tools.plots import save
+from omnilead.data_tools.plots import save_figure
 
 RAMP = np.tile(np.linspace(-1000, 1000, 5000), (12, 1))
 
@@ -188,8 +188,8 @@ def test_a_notebook_shows_a_crop_on_paper(dataset):
 def test_save_is_deterministic_and_leaves_nothing_else(suffix, start, tmp_path):
     first, second = (tmp_path / f"{name}.{suffix}" for name in "ab")
     second.write_bytes(b"old")
-    save(ecg_figure(square_waves(), 1, title="t"), first)
-    save(ecg_figure(square_waves(), 1, title="t"), second)
+    save_figure(ecg_figure(square_waves(), 1, title="t"), first)
+    save_figure(ecg_figure(square_waves(), 1, title="t"), second)
     assert first.read_bytes() == second.read_bytes()
     assert first.read_bytes().startswith(start)
     assert sorted(tmp_path.iterdir()) == [first, second]

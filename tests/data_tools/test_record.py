@@ -2,12 +2,20 @@
 
 import pytest
 
-from omnilead.data_tools.ecg.record import ABBREVIATIONS, CLASSES, class_row, only_codes, parse_dx
+from omnilead.data_tools.ecg.record import (
+    ABBREVIATIONS,
+    SCORED_CLASSES,
+    class_row,
+    parse_dx,
+    snomed_codes,
+)
 
 
 def test_each_code_belongs_to_exactly_one_class():
-    assert len(CLASSES) == len(class_row(())) == 26 and not any(class_row(("164931005", "1")))
-    for index, (_, codes) in enumerate(CLASSES):
+    assert len(SCORED_CLASSES) == len(class_row(())) == 26 and not any(
+        class_row(("164931005", "1"))
+    )
+    for index, (_, codes) in enumerate(SCORED_CLASSES):
         for code in codes:
             assert [i for i, holds in enumerate(class_row(("9", code))) if holds] == [index]
     both = class_row(("59118001", "713427006", "426783006"))  # two names of one class, and another
@@ -25,4 +33,4 @@ def test_each_code_belongs_to_exactly_one_class():
     ],
 )
 def test_free_text_diagnoses_are_counted_and_not_copied(text, codes, dropped):
-    assert only_codes(parse_dx(text)) == (codes, dropped)
+    assert snomed_codes(parse_dx(text)) == (codes, dropped)

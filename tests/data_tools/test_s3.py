@@ -22,7 +22,7 @@ from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sharding import plan
 from omnilead.data_tools.sharding import shards as shard_writers
 from omnilead.data_tools.sharding.leave_out import LeaveOut
-from omnilead.data_tools.sharding.shard import ShardOptions, locked, shard
+from omnilead.data_tools.sharding.shard import ShardOptions, lock_folder, shard
 from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources import wfdb_archives
 from omnilead.data_tools.sources.detect import open_sources
@@ -93,8 +93,8 @@ def another_client(s3):
 
 
 def forget_tables():
-    wfdb_archives._patients.cache_clear()
-    wfdb_archives._rows.cache_clear()
+    wfdb_archives._ptbxl_patients.cache_clear()
+    wfdb_archives._ptbxl_rows.cache_clear()
 
 
 def forget():
@@ -186,7 +186,7 @@ def uploads(s3):
 
 def test_each_shard_is_uploaded_once(s3, small):
     made = build(small, f"{BUCKET}/made")
-    assert uploads(s3) == Counter(shard["name"] for shard in made.shards)
+    assert uploads(s3) == Counter(shard.name for shard in made.shards)
     assert s3.count("GET", "tar$") == 0
 
 
@@ -340,7 +340,7 @@ def test_the_working_folder_is_nobody_elses(tmp_path, monkeypatch):
     def refused(why):
         with (
             pytest.raises(StorageError, match=f"{why}.*: remove it, or set TMPDIR") as caught,
-            locked(place),
+            lock_folder(place),
         ):
             raise AssertionError
         assert str(ours) in str(caught.value) and (victim / "tmp" / "thesis").exists()

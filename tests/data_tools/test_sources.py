@@ -33,14 +33,14 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder
-from omnilead.data_tools.sharding.finishing import rejects_of
+from omnilead.data_tools.sharding.finishing import read_rejects
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources import Source
 from omnilead.data_tools.sources.code15 import Code15
 from omnilead.data_tools.sources.detect import AbsentKey, open_sources
 from omnilead.data_tools.sources.wfdb_archives import (
-    TABLE_PLACES,
+    PTBXL_CSV_PATHS,
     MimicIvEcg,
     PhysioNet2011,
     PhysioNet2021,
@@ -84,7 +84,7 @@ def test_challenge_records_are_read_correctly(challenge):
     assert records["I0001"].fs_hz == 257
 
 
-@pytest.mark.parametrize("place", TABLE_PLACES)
+@pytest.mark.parametrize("place", PTBXL_CSV_PATHS)
 def test_patients_of_the_challenge_come_from_ptbxls_table(challenge, place):
     patients = {11: "15709.0", 21837.0: 8, 1: 9, 12: ""}
     rows = [{"ecg_id": number, "patient_id": patient} for number, patient in patients.items()]
@@ -137,7 +137,7 @@ def test_ecg_arrhythmias_records_are_those_of_the_challenge(tmp_path, shell):
     np.testing.assert_array_equal(crops["ningbo", "JS10647"][0]["x"], ecg(seed=3))
     assert crops["ningbo", "JS10647"][0]["dx"] == ["426177001"]
     assert {source["licence"] for source in made.meta["sources"]} == {"CC-BY-4.0"}
-    assert [(reason, detail) for _, _, reason, detail in rejects_of(made)] == [
+    assert [(reason, detail) for _, _, reason, detail in read_rejects(made)] == [
         ("sample count", "WFDBRecords/01/019/JS01052.hea: 500000/mV"),
         ("record read already", "WFDBRecords/01/010/JS00001.hea: another JS00001 came first"),
     ]
@@ -240,7 +240,9 @@ def test_records100_alone_is_ptbxl(kind, tmp_path, shell):
     said = shell.shard(src, out, "--source", kind, "--id-share", 1)
     assert "no records500, so records100 is read" in said
     if kind == "auto":
-        assert ("one", "unknown format") in {row[1:3] for row in rejects_of(Dataset.open(str(out)))}
+        assert ("one", "unknown format") in {
+            row[1:3] for row in read_rejects(Dataset.open(str(out)))
+        }
     else:
         assert "leaves out 1 file that looks like an ECG (one.dcm)" in said
     made = Dataset.open(str(out))
@@ -387,7 +389,9 @@ def test_the_custom_source_in_the_readme_works(tmp_path, shell):
     for rows in crops.values():
         right = crop(EcgRecord("x", x / 1000.0, 250.0, LEADS))
         np.testing.assert_array_equal(rows[0]["x"], right)
-    assert rejects_of(made) == [("clinic", "broken", "unreadable record", "broken.csv: ValueError")]
+    assert read_rejects(made) == [
+        ("clinic", "broken", "unreadable record", "broken.csv: ValueError")
+    ]
 
 
 class Named(Source):
@@ -409,7 +413,7 @@ def test_invalid_record_names_are_refused_and_diagnoses_without_a_code_are_dropp
         ("a-b", "c"): ["164889003"],
         ("s" * 40, "r" * 49): ["426783006"],
     }
-    flag, *lines = sorted(rejects_of(made), key=lambda line: line[2])
+    flag, *lines = sorted(read_rejects(made), key=lambda line: line[2])
     assert flag[:3] == ("a-b", "c", "diagnosis without a code")
     assert flag[3].startswith("2 ")
     assert lines == [

@@ -14,9 +14,9 @@ from omnilead.data_tools.sharding.roles import (
     VALID,
     Records,
     RoleSources,
-    assign,
-    leaks,
-    numbered,
+    assign_crop_roles,
+    describe_leaks,
+    number_texts,
 )
 
 SOURCES = ("cpsc_2018", "georgia", "ningbo", "ptb-xl")
@@ -70,14 +70,14 @@ def part(records, keep):
 @pytest.mark.parametrize("seed", range(6))
 def test_no_patient_or_waveform_has_two_roles(seed):
     records = archive(600, seed, duplicates=80)
-    roles = assign(records, "paper", seed)
-    assert leaks(records, roles) == []
-    assert (roles.dx != assign(records, "paper", seed + 1).dx).any()
+    roles = assign_crop_roles(records, "paper", seed)
+    assert describe_leaks(records, roles) == []
+    assert (roles.dx != assign_crop_roles(records, "paper", seed + 1).dx).any()
 
 
 def test_the_roles_have_the_shares_of_the_paper():
     records = archive(12_000)
-    roles = assign(records, "paper", 0)
+    roles = assign_crop_roles(records, "paper", 0)
     in_dx = records.is_from("cpsc_2018", "georgia")[records.crop_record]
     trained = np.isin(roles.identity, (TRAIN, VALID))
     assert ((roles.dx != 0) == in_dx).all() and (trained <= roles.pretrain).all()
@@ -88,7 +88,7 @@ def test_the_roles_have_the_shares_of_the_paper():
 
 def test_gallery_and_probe_have_one_crop_of_two_sessions_of_each_patient_with_two():
     records = archive(600)
-    roles = assign(records, "paper", 0, EVERYBODY)
+    roles = assign_crop_roles(records, "paper", 0, EVERYBODY)
     patients = np.array(records.patients.to_pylist(), dtype=object)
     patient_of = patients[records.crop_record]
     for patient in set(patients.tolist()) - {None}:
@@ -108,8 +108,8 @@ def patients(total, returning):
 def drawn(patient_of, **sources):
     """The patients in gallery and probe, if these are the sessions of PTB-XL."""
     records = records_of(["ptb-xl"] * len(patient_of), patient_of)
-    roles = assign(records, "paper", 0, RoleSources(**sources))
-    assert leaks(records, roles) == []
+    roles = assign_crop_roles(records, "paper", 0, RoleSources(**sources))
+    assert describe_leaks(records, roles) == []
     names = np.array(patient_of)
     gallery, probe = (names[roles.identity == role].tolist() for role in (GALLERY, PROBE))
     assert sorted(gallery) == sorted(probe) and len(set(gallery)) == len(gallery)
@@ -140,7 +140,7 @@ def test_new_patients_move_no_patient_between_training_and_test():
 def test_the_share_is_computed_for_each_source():
     few, many = patients(500, 50), patients(400, 400)
     both = records_of(["clinic"] * len(few) + ["ptb-xl"] * len(many), few + many)
-    roles = assign(both, "paper", 0, RoleSources(id=("clinic", "ptb-xl")))
+    roles = assign_crop_roles(both, "paper", 0, RoleSources(id=("clinic", "ptb-xl")))
     of = [np.sum((roles.identity == GALLERY) & both.is_from(name)) for name in both.source_names]
     assert of == [50, len(drawn(many))]
 
@@ -152,7 +152,7 @@ def test_ptb_and_incart_are_for_pretraining_only_if_named():
     of = records_of([name for name in names for _ in range(10)])
 
     def trained(plan="paper", **sources):
-        roles = assign(of, plan, 0, RoleSources(dx=(), **sources))
+        roles = assign_crop_roles(of, plan, 0, RoleSources(dx=(), **sources))
         assert ((roles.identity != 0) == roles.pretrain).all()
         return {names[i] for i in of.source[roles.pretrain]}
 
@@ -171,7 +171,7 @@ def test_ptb_and_incart_are_for_pretraining_only_if_named():
 )
 def test_two_sessions_are_two_waveforms_of_a_patient_of_one_source(sources, waveform, tested):
     whose = RoleSources(id=("ningbo", "ptb-xl"), id_share=1.0)
-    roles = assign(records_of(sources, ["7", "7"], waveform), "paper", 0, whose)
+    roles = assign_crop_roles(records_of(sources, ["7", "7"], waveform), "paper", 0, whose)
     assert (set(roles.identity.tolist()) == {GALLERY, PROBE}) == tested
     assert np.isin(roles.identity, (GALLERY, PROBE)).any() == tested
 
@@ -181,7 +181,10 @@ def test_adding_data_changes_no_role(seed):
     """Single-session records keep every role when a fifth more of other records comes."""
     full = archive(1000, seed)
     old = np.random.default_rng(seed).random(1000) < 0.8
-    before, after = assign(part(full, old), "paper", 0), assign(full, "paper", 0)
+    before, after = (
+        assign_crop_roles(part(full, old), "paper", 0),
+        assign_crop_roles(full, "paper", 0),
+    )
     kept = old[full.crop_record]
     # A patient's second session makes a gallery of the first: by definition
     lonely = ~full.is_from("ptb-xl")[full.crop_record]
@@ -192,16 +195,16 @@ def test_adding_data_changes_no_role(seed):
 
 def test_a_duplicate_from_another_source_does_not_move_a_diagnosis_record():
     for seed in range(40):
-        one = assign(records_of(["cpsc_2018"], waveform=[1]), "paper", seed)
-        two = assign(records_of(["cpsc_2018", "ningbo"], waveform=[1, 1]), "paper", seed)
+        one = assign_crop_roles(records_of(["cpsc_2018"], waveform=[1]), "paper", seed)
+        two = assign_crop_roles(records_of(["cpsc_2018", "ningbo"], waveform=[1, 1]), "paper", seed)
         assert one.dx[0] == two.dx[0]
         assert two.pretrain[0] == two.pretrain[1] == (one.dx[0] == TRAIN)
 
 
 def test_every_kind_of_leakage_is_found():
     records = archive(300, 1)
-    clean = assign(records, "paper", 0)
-    assert leaks(records, clean) == []
+    clean = assign_crop_roles(records, "paper", 0)
+    assert describe_leaks(records, clean) == []
     from_dx = records.is_from("cpsc_2018")[records.crop_record]
     inside = from_dx & (records.crop_start > 0)  # crops with one of the same record before them
     second = np.flatnonzero(inside)[0]
@@ -215,13 +218,15 @@ def test_every_kind_of_leakage_is_found():
     ):
         changed = getattr(clean, field).copy()
         changed[crop + 1 - len(values) : crop + 1] = values
-        assert finding in " ".join(leaks(records, dataclasses.replace(clean, **{field: changed})))
+        assert finding in " ".join(
+            describe_leaks(records, dataclasses.replace(clean, **{field: changed}))
+        )
 
 
 def test_paper_split_leaks_like_the_authors_code():
     records = archive(2000)
-    leaking = assign(records, "paper-split", 0)
-    assert any("two of diagnosis" in finding for finding in leaks(records, leaking))
+    leaking = assign_crop_roles(records, "paper-split", 0)
+    assert any("two of diagnosis" in finding for finding in describe_leaks(records, leaking))
     in_dx = records.is_from("cpsc_2018", "georgia")[records.crop_record]
     trained = np.isin(leaking.identity, (TRAIN, VALID))
     tested = np.isin(leaking.identity, (GALLERY, PROBE))
@@ -231,7 +236,7 @@ def test_paper_split_leaks_like_the_authors_code():
 
 
 def test_all_uses_everything_for_pretraining():
-    everything = assign(archive(2000), "all", 0)
+    everything = assign_crop_roles(archive(2000), "all", 0)
     assert everything.pretrain.all()
     assert not everything.dx.any() and not everything.identity.any()
 
@@ -239,7 +244,7 @@ def test_all_uses_everything_for_pretraining():
 def test_equal_texts_have_equal_numbers():
     """Also in other chunks; a text that is missing has none."""
     words = [f"w{i % 700}" if i % 5 else None for i in range(3000)]
-    numbers = numbered(pa.chunked_array([words[:100], words[100:2000], words[2000:]]))
+    numbers = number_texts(pa.chunked_array([words[:100], words[100:2000], words[2000:]]))
     known = np.array([word is not None for word in words])
     assert (numbers[~known] == -1).all()
     pairs = set(zip(np.array(words)[known], numbers[known].tolist(), strict=True))

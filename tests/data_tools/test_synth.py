@@ -14,7 +14,7 @@ from handmade import files
 
 from omnilead.data_tools.ecg.record import (
     ABBREVIATIONS,
-    CLASS_OF,
+    CLASS_OF_CODE,
     HEART_AXIS_CODES,
     LEADS,
     SCP_CODES,
@@ -24,7 +24,7 @@ from omnilead.data_tools.published_labels.tables import write_labels
 from omnilead.data_tools.shard import shard
 from omnilead.data_tools.synthetic import archive as synth
 from omnilead.data_tools.synthetic.ecg import simulate, twelve_leads
-from omnilead.data_tools.synthetic.patients import BLOCK, draw_patients
+from omnilead.data_tools.synthetic.patients import BLOCK_PATIENTS, draw_patients
 
 PATIENTS, TWICE = 150, 13  # two sessions: 11 % are expected
 
@@ -33,7 +33,7 @@ PATIENTS, TWICE = 150, 13  # two sessions: 11 % are expected
 def challenge(tmp_path_factory):
     out = tmp_path_factory.mktemp("challenge") / "archive"
     counts = synth.synthesise(out, PATIENTS, seed=5, progress=False)
-    assert counts == synth.allocate(PATIENTS) | {"ptb-xl": PATIENTS + TWICE}
+    assert counts == synth.patients_per_database(PATIENTS) | {"ptb-xl": PATIENTS + TWICE}
     return out
 
 
@@ -102,7 +102,10 @@ def test_nothing_made_from_a_synthetic_archive_can_pass_for_real(challenge, ptbx
 
 
 def test_a_larger_archive_keeps_the_patients_of_a_smaller_one():
-    blocks = [synth.plan(10, 0, 5, "ptbxl")[0], synth.plan(PATIENTS, 1, 5, "ptbxl")[0]]
+    blocks = [
+        synth.plan_blocks(10, 0, 5, "ptbxl")[0],
+        synth.plan_blocks(PATIENTS, 1, 5, "ptbxl")[0],
+    ]
     few, many = (next(synth.sessions_of(block)) for block in blocks)
     assert few[1].shape == (10, 5000, 12)
     assert np.array_equal(few[1], many[1][:10])
@@ -175,14 +178,16 @@ def test_a_few_records_are_damaged_as_real_ones():
 
 def test_all_classes_occur_and_labels_are_noisy(challenge):
     codes = [comments(header)["Dx"].split(",") for header in headers(challenge)]
-    stated = [{CLASS_OF[code] for code in row if code in CLASS_OF} for row in codes]
+    stated = [{CLASS_OF_CODE[code] for code in row if code in CLASS_OF_CODE} for row in codes]
     assert np.mean([bool(classes) for classes in stated]) > 0.9
     assert len(set().union(*stated)) == 24
     shown, wrong, right = set(), 0, 0
     for block in range(4):
         patients, key = draw_patients((11, block)), (11, block, 0)
-        made = simulate(patients, key, range(BLOCK), 5000, 500, 50)
-        for i, written in enumerate(synth._diagnoses(key, list(range(BLOCK)), made.present, ())):
+        made = simulate(patients, key, range(BLOCK_PATIENTS), 5000, 500, 50)
+        for i, written in enumerate(
+            synth._diagnoses(key, list(range(BLOCK_PATIENTS)), made.present, ())
+        ):
             present = {name for name, mask in made.present.items() if mask[i]}
             shown |= present
             wrong += len(present ^ set(written))
@@ -216,4 +221,4 @@ def test_invalid_arguments_are_refused(options, words, tmp_path):
 
 @pytest.mark.parametrize("patients", [7, 66_000])
 def test_every_patient_is_in_one_database(patients):
-    assert sum(synth.allocate(patients).values()) == patients
+    assert sum(synth.patients_per_database(patients).values()) == patients

@@ -196,8 +196,6 @@ preprocessing.filter   | "band"  | preprocessing fails
 sources.0.crops        | 99      | counts of
 sources.0.records.seen | 1000000 | counts of
 sources.0.name         | "mine"  | missing in sources
-plan                   |         | plan is missing
-rejects                |         | has no entry `rejects`
 roles.pretrain         | 1       | counts per role
 """)
 DAMAGES += [(stated(name, value), words) for name, value, words in FACTS]
@@ -335,6 +333,9 @@ formats                | ["hdf5"]
 preprocessing          | 3
 pseudonyms             | 3
 rejects                | 3
+rejects                |
+plan                   |
+recipe                 |
 seed                   | "x"
 plan                   | "mine"
 roles                  | []

@@ -12,7 +12,7 @@ from omnilead.__main__ import main
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder
-from omnilead.data_tools.sources.base import prepared
+from omnilead.data_tools.sources.base import prepare_record
 from omnilead.data_tools.sources.wfdb import parse_header, read_record
 from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
 
@@ -157,5 +157,5 @@ def test_amplitudes_that_no_heart_has_are_noted(factor, form, doubtful, leads, t
         baseline=[0] * len(leads),
         write_dir=str(tmp_path),
     )
-    ecg = prepared(WfdbFolder(folder(tmp_path)), "r.hea")
+    ecg = prepare_record(WfdbFolder(folder(tmp_path)), "r.hea")
     assert [("implausible" in flags) for flags in ecg.flags] == [doubtful]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.ecg.record import LEADS, only_codes, parse_dx
+from omnilead.data_tools.ecg.record import LEADS, parse_dx, snomed_codes
 from omnilead.data_tools.io.errors import ReadError
-from omnilead.data_tools.sources.wfdb import MAX_SAMPLES, WfdbHeader, parse_header, peek
+from omnilead.data_tools.sources.wfdb import MAX_WFDB_SAMPLES, WfdbHeader, parse_header, peek_header
 from tests.tables import tabulated
 from tests.waiting import bounded_work
 
@@ -95,7 +95,7 @@ def parsed(data):
 )
 def test_comments_give_age_sex_and_dx(said, comments):
     found = parsed(header(comments))
-    codes = ",".join(only_codes(parse_dx(found.dx))[0])
+    codes = ",".join(snomed_codes(parse_dx(found.dx))[0])
     assert said == f"{found.age or '-'} {found.sex or '-'} {codes or '-'}"
 
 
@@ -343,10 +343,10 @@ def test_a_damaged_header_is_refused_or_read_as_written(data):
     found = parse(data)
     if isinstance(found, WfdbHeader):
         assert as_read(found) == plain_reading(data)
-        assert peek(data) == (found.name, len(found.leads), found.fs_hz, found.samples)
+        assert peek_header(data) == (found.name, len(found.leads), found.fs_hz, found.samples)
         assert all(math.isfinite(gain) and gain > 0 for gain in found.gains)
         assert 50 <= found.fs_hz <= 2000
-        assert 1 <= found.samples <= MAX_SAMPLES
+        assert 1 <= found.samples <= MAX_WFDB_SAMPLES
         lines = data.decode("utf-8", "replace").splitlines()
         assert any(line.rstrip().endswith(found.dx) for line in lines)
 

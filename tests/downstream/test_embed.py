@@ -312,7 +312,7 @@ def ranks(arguments, folder, numbers, world):
 def test_a_corrupt_crop_stops_or_is_skipped(dataset, crops, embedded, tmp_path):
     url = shutil.copytree(dataset.root.url, tmp_path / "copy")
     shard, offset, _ = (int(column[5]) for column in dataset.addresses)
-    with (url / "shards" / dataset.shards[shard]["name"]).open("r+b") as file:
+    with (url / "shards" / dataset.shards[shard].name).open("r+b") as file:
         file.seek(offset + 100)
         file.write(b"\x55\xaa\x55\xaa")
     with pytest.raises(DataError, match="crop 5 at byte"):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
 import omnilead
-from omnilead.data_tools.ecg.mean_beat import RHYTHM, measurements
+from omnilead.data_tools.ecg.mean_beat import RHYTHM_MEASUREMENTS, measurements
 from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.sharding.roles import RoleSources
 from omnilead.data_tools.sharding.shard import ShardOptions, shard
@@ -470,7 +470,7 @@ def test_classes_are_numbered_by_patient(dataset):
 def other(dataset, archive, tmp_path_factory):
     """The same records with other roles."""
     out = str(tmp_path_factory.mktemp("other") / "seed1")
-    roles = RoleSources.from_meta(dataset.meta)
+    roles = RoleSources.from_facts(dataset.facts)
     return shard(
         open_sources(str(archive)), ShardOptions(out, seed=1, role_sources=roles, quiet=True)
     )
@@ -633,7 +633,7 @@ def deaths(dataset, tmp_path):
         if name in risks:
             continue
         mv = dataset[row].signal_uv[:, :2500] / 1000
-        risks[name] = -8 * measurements(mv[None])[0, RHYTHM.index("RR mean")]
+        risks[name] = -8 * measurements(mv[None])[0, RHYTHM_MEASUREMENTS.index("RR mean")]
         died, seen = rng.exponential(np.exp([-risks[name], -3]))
         rows.append(f"{name},{min(died, seen)},{died <= seen:d},{splits[patients[row]]}")
     path = tmp_path / "deaths.csv"

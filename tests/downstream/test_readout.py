@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 import omnilead
 from omnilead.data_tools.ecg.constants import LEADS
-from omnilead.data_tools.ecg.mean_beat import MEASUREMENTS, RHYTHM, measurements
+from omnilead.data_tools.ecg.mean_beat import MEASUREMENTS, RHYTHM_MEASUREMENTS, measurements
 from omnilead.downstream.inference.commands import prepare_model
 from omnilead.downstream.interop.onnx import to_onnx
 from omnilead.downstream.tasks.readout import BEATS_S, parse_readout, read_out, width_of
@@ -50,7 +50,7 @@ def test_measurements_of_the_signal():
         wave = found[f"R {lead}"] if peak > 0 else found[f"S {lead}"]
         assert wave == pytest.approx(peak, abs=0.15 * abs(peak) + 0.1)
     assert found["RR mean"] == pytest.approx(np.log(0.8), abs=0.01)
-    heights = slice(len(RHYTHM), None)
+    heights = slice(len(RHYTHM_MEASUREMENTS), None)
     np.testing.assert_allclose(twice[heights], 2 * one[heights], rtol=1e-4)
     hidden = MV[:1].copy()
     hidden[:, 1:] = 0

@@ -11,16 +11,16 @@ import numpy as np
 
 from ...ecg.record import AGE_UNITS, LEADS, MV_PER_UNIT, unit_name
 from ...io.errors import ReadError
-from ...io.spreadsheet import as_number
-from .base import MAX_BYTES, Decoded, Format, age_of, root_tag, tree
+from ...io.spreadsheet import to_number
+from .base import MAX_XML_BYTES, Decoded, Format, age_in_years, parse_xml, root_tag
 
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-YEARS = dict(zip(("a", "mo", "wk", "d", "h"), AGE_UNITS.values(), strict=True))
+SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+YEARS_PER_UCUM_UNIT = dict(zip(("a", "mo", "wk", "d", "h"), AGE_UNITS.values(), strict=True))
 AGE_CODES = ("21612-7", "30525-0")  # LOINC: reported age, age
-CODES = {
+LEAD_OF_CODE = {
     f"MDC_ECG_LEAD_{name}": lead for lead in LEADS for name in (lead, lead.upper())
 }  # not dI: derived from EASI leads
-MISSING = -32768  # value that some devices write for samples that were not measured
+NOT_MEASURED = -32768  # value that some devices write for samples that were not measured
 _SUBJECT = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
 _SEX = "administrativeGenderCode"
 _SKIPPED = frozenset(
@@ -37,7 +37,7 @@ _SKIPPED = frozenset(
 
 
 def decode(data: bytes) -> Decoded:
-    root = tree(data, _SKIPPED)
+    root = parse_xml(data, _SKIPPED)
     if root.tag != "AnnotatedECG":
         raise ReadError("unknown format", f"not aECG: its root is {root.tag[:40]}")
     series = [
@@ -53,7 +53,7 @@ def decode(data: bytes) -> Decoded:
         code = _attribute(sequence, "code", "code")
         if code.startswith("TIME_"):
             rates.add(_rate_hz(sequence))
-        elif lead := CODES.get(code):
+        elif lead := LEAD_OF_CODE.get(code):
             if lead in signals:
                 raise ReadError("duplicated lead", lead)
             signals[lead] = _microvolts(sequence, lead)
@@ -67,7 +67,7 @@ def decode(data: bytes) -> Decoded:
     return Decoded(signals, rates.pop(), patient or None, _age(root), sex, tuple(notes))
 
 
-FORMAT = Format(lambda head, name: root_tag(head) == "AnnotatedECG", decode, MAX_BYTES)
+FORMAT = Format(lambda head, name: root_tag(head) == "AnnotatedECG", decode, MAX_XML_BYTES)
 
 
 def _attribute(element: Element, path: str, name: str) -> str:
@@ -77,38 +77,41 @@ def _attribute(element: Element, path: str, name: str) -> str:
 
 def _quantity(sequence: Element, tag: str) -> tuple[float, str]:
     """A value and its unit; NaN if the value is not a number."""
-    return as_number(_attribute(sequence, f"value/{tag}", "value")), _attribute(
+    return to_number(_attribute(sequence, f"value/{tag}", "value")), _attribute(
         sequence, f"value/{tag}", "unit"
     )
 
 
 def _rate_hz(sequence: Element) -> float:
     step, unit = _quantity(sequence, "increment")
-    if unit not in SECONDS or not 1e-9 < step < np.inf:
+    if unit not in SECONDS_PER_UNIT or not 1e-9 < step < np.inf:
         raise ReadError("sampling rate", f"increment of {step:g} {unit[:10] or 'without a unit'}")
-    return round(1 / (step * SECONDS[unit]), 6)
+    return round(1 / (step * SECONDS_PER_UNIT[unit]), 6)
 
 
 def _microvolts(sequence: Element, lead: str) -> np.ndarray:
     origin, origin_unit = _quantity(sequence, "origin")
     scale, unit = _quantity(sequence, "scale")
     if np.isfinite(origin) and scale > 0:
-        step, offset = scale * _uv(unit), origin * _uv(origin_unit) if origin else 0.0
+        step, offset = (
+            scale * _microvolts_per_unit(unit),
+            origin * _microvolts_per_unit(origin_unit) if origin else 0.0,
+        )
         if step <= 1000 and abs(offset) <= 1e6:
-            digits = _digits(sequence.findtext("value/digits", ""), lead)
+            digits = _parse_integers(sequence.findtext("value/digits", ""), lead)
             uv = digits * step + offset
-            uv[digits == MISSING] = np.nan
+            uv[digits == NOT_MEASURED] = np.nan
             return uv
     raise ReadError(
         "gain", f"lead {lead}: scale {scale:g} {unit[:10]}, origin {origin:g} {origin_unit[:10]}"
     )
 
 
-def _uv(unit: str) -> float:
+def _microvolts_per_unit(unit: str) -> float:
     return MV_PER_UNIT[unit_name(unit)] * 1000
 
 
-def _digits(text: str, lead: str) -> np.ndarray:
+def _parse_integers(text: str, lead: str) -> np.ndarray:
     """Parse whole numbers. A lone `-` and `5-3`, which numpy reads as 0 and as two numbers, are
     refused."""
     data = f" {text} ".encode()
@@ -128,7 +131,7 @@ def _age(root: Element) -> float | str | None:
     for stated in root.iterfind("controlVariable/relatedObservation"):
         if _attribute(stated, "code", "code") in AGE_CODES:
             number, unit = (_attribute(stated, "value", name) for name in ("value", "unit"))
-            age = age_of(number, unit, YEARS)
+            age = age_in_years(number, unit, YEARS_PER_UCUM_UNIT)
             if isinstance(age, float) and age >= 0:
                 break
     return age

@@ -16,7 +16,7 @@ from xml.parsers import expat
 import numpy as np
 
 from ...io.errors import ReadError
-from ...io.spreadsheet import as_number
+from ...io.spreadsheet import to_number
 
 
 class Decoded(NamedTuple):
@@ -30,9 +30,9 @@ class Decoded(NamedTuple):
     warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail)
 
 
-def age_of(number: str, unit: str, years: Mapping[str, float]) -> float | str:
-    """In years; what the file states, if that is no age."""
-    age = as_number(number) * years.get(unit, math.nan)
+def age_in_years(number: str, unit: str, years: Mapping[str, float]) -> float | str:
+    """Returns the age in years, or the file's text if it is no age."""
+    age = to_number(number) * years.get(unit, math.nan)
     return f"{number} {unit}" if number and math.isnan(age) else age
 
 
@@ -45,13 +45,13 @@ class Format(NamedTuple):
 
 
 # A 10 s ECG has 0.2 to 0.5 MB and some hundred elements
-MAX_BYTES = 4 * 2**20
+MAX_XML_BYTES = 4 * 2**20
 MAX_DEPTH = 32
 MAX_ELEMENTS = 20_000
 _UTF16 = (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")
 
 
-def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
+def parse_xml(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
     """The root element, without elements named in `skipped`. A file named in a DOCTYPE is not
     read; entities and default attributes, which could take a thousand times the memory of the
     file, are refused."""
@@ -73,7 +73,9 @@ def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
         else:
             builder.start(
                 local,
-                {_local(name): value for name, value in attributes.items()} if attributes else {},
+                {_local_name(name): value for name, value in attributes.items()}
+                if attributes
+                else {},
             )
 
     def end(tag: str) -> None:
@@ -114,13 +116,13 @@ def root_tag(head: bytes) -> str:
         end = b"-->" if text.startswith(b"<!--", place) else b">"
         if text[place + 1 : place + 2] not in (b"?", b"!"):
             name = text[place + 1 : place + 80].replace(b"/", b" ").replace(b">", b" ").split()
-            return _local(name[0].decode("ascii", "replace")) if name else ""
+            return _local_name(name[0].decode("ascii", "replace")) if name else ""
         if (place := text.find(end, place)) < 0:
             return ""
     return ""
 
 
-def from_base64(text: str, where: str = "") -> bytes:
+def decode_base64(text: str, where: str = "") -> bytes:
     """`where`: what a refusal begins with."""
     try:
         return binascii.a2b_base64("".join(text.split()), strict_mode=True)
@@ -128,5 +130,5 @@ def from_base64(text: str, where: str = "") -> bytes:
         raise ReadError("base64", f"{where}{error}") from None
 
 
-def _local(name: str) -> str:
+def _local_name(name: str) -> str:
     return name.rpartition(":")[2]

@@ -13,10 +13,10 @@ import numpy as np
 
 from ...ecg.record import AGE_UNITS, lead_name
 from ...io.errors import ReadError
-from ...io.spreadsheet import as_number
-from .base import Decoded, Format, age_of, root_tag, tree
+from ...io.spreadsheet import to_number
+from .base import Decoded, Format, age_in_years, parse_xml, root_tag
 
-MAX_BYTES = 12 * 2**20  # of which a full disclosure of minutes takes most
+MAX_CARDIOSOFT_BYTES = 12 * 2**20  # of which a full disclosure of minutes takes most
 MAX_LEADS = 64
 NOT_MEASURED = -32768
 _SKIPPED = frozenset(
@@ -26,7 +26,7 @@ Fields = dict[str, Element]
 
 
 def decode(data: bytes) -> Decoded:
-    root = tree(data, _SKIPPED)
+    root = parse_xml(data, _SKIPPED)
     if root.tag != "CardiologyXML":
         raise ReadError("unknown format", f"not CardioSoft XML: its root is {root.tag[:40]}")
     strips = []
@@ -48,13 +48,13 @@ def decode(data: bytes) -> Decoded:
         _signals(strip, fields),
         _quantity(fields, "SampleRate", "Hz", "sampling rate"),
         _text(person, "PID"),
-        age_of(_text(person, "Age"), _unit(person, "Age").lower() or "years", AGE_UNITS),
+        age_in_years(_text(person, "Age"), _unit(person, "Age").lower() or "years", AGE_UNITS),
         _text(person, "Gender"),
         tuple(warnings),
     )
 
 
-FORMAT = Format(lambda head, name: root_tag(head) == "CardiologyXML", decode, MAX_BYTES)
+FORMAT = Format(lambda head, name: root_tag(head) == "CardiologyXML", decode, MAX_CARDIOSOFT_BYTES)
 
 
 def _signals(strip: Element, fields: Fields) -> dict[str, np.ndarray]:
@@ -89,14 +89,14 @@ def _quantity(fields: Fields, name: str, unit: str, reason: str) -> float:
     text, stated = _text(fields, name), _unit(fields, name)
     if stated.lower() != unit.lower():
         raise ReadError("unknown unit", f"{name} in {stated[:20]!r}, only {unit} is read")
-    number = as_number(text)
+    number = to_number(text)
     if not 0 < number < np.inf:
         raise ReadError(reason, f"{name}: {text[:20]!r} is no positive number with a point")
     return number
 
 
 def _check_count(fields: Fields, name: str, counted: int, reason: str) -> None:
-    if name in fields and as_number(_text(fields, name)) != counted:
+    if name in fields and to_number(_text(fields, name)) != counted:
         stated = _text(fields, name)[:20]
         raise ReadError(reason, f"{counted} found, {name} states {stated!r}: export the ECG again")
 

@@ -22,14 +22,14 @@ import numpy as np
 from ...ecg.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, unit_name
 from ...ecg.resampling import rate_ratio
 from ...io.errors import ReadError
-from ...io.spreadsheet import as_number
+from ...io.spreadsheet import to_number
 from .base import Decoded, Format
 
 # A 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
 MAX_S = 600
-MAX_BYTES = 16 * 2**20
-MAX_ELEMENTS = 50_000
-MAX_DEPTH = 12
+MAX_DICOM_BYTES = 16 * 2**20
+MAX_DICOM_ELEMENTS = 50_000
+MAX_DICOM_DEPTH = 12
 SYNTAXES = {
     "1.2.840.10008.1.2": False,
     "1.2.840.10008.1.2.1": True,
@@ -53,7 +53,7 @@ UNUSABLE = (
     "INVALID",
     "UNCALIBRATED",
 )  # statuses of channels that are left out
-YEARS = dict(zip("YMWD", AGE_UNITS.values(), strict=False))
+YEARS_PER_LETTER = dict(zip("YMWD", AGE_UNITS.values(), strict=False))
 # Tags of the elements that are read
 _SYNTAX, _CLASS, _PATIENT, _SEX, _AGE = 0x00020010, 0x00080016, 0x00100020, 0x00100040, 0x00101010
 _CODE = 0x00080100
@@ -112,7 +112,7 @@ def decode(data: bytes) -> Decoded:
     if not groups:
         what = next((words for tag, words in _OTHER.items() if tag in file), "")
         raise ReadError("no waveform", what or f"SOP class {kind or 'unknown'}")
-    chosen, unusable = _rhythm(groups)
+    chosen, unusable = _rhythm_groups(groups)
     signals: dict[str, np.ndarray] = {}
     for group in chosen:
         signals |= group.signals()
@@ -127,7 +127,7 @@ def decode(data: bytes) -> Decoded:
     return Decoded(signals, chosen[0].fs_hz, *person, tuple(notes))
 
 
-def _rhythm(groups: list["_Group"]) -> tuple[list["_Group"], str]:
+def _rhythm_groups(groups: list["_Group"]) -> tuple[list["_Group"], str]:
     """The groups of one time with the most ECG leads, and their unusable channels."""
     by_time: dict[tuple[float, ...], list[_Group]] = {}
     for group in groups:
@@ -154,19 +154,21 @@ def _rhythm(groups: list["_Group"]) -> tuple[list["_Group"], str]:
 
 def _age_years(text: str) -> float | str:
     """From 063Y, 011M, ..."""
-    if len(text) != 4 or not text[:3].isdecimal() or text[3] not in YEARS:
+    if len(text) != 4 or not text[:3].isdecimal() or text[3] not in YEARS_PER_LETTER:
         return text
-    return int(text[:3]) * YEARS[text[3]]
+    return int(text[:3]) * YEARS_PER_LETTER[text[3]]
 
 
 FORMAT = Format(
-    lambda head, name: head[128:132] == b"DICM" and name.upper() != "DICOMDIR", decode, MAX_BYTES
+    lambda head, name: head[128:132] == b"DICM" and name.upper() != "DICOMDIR",
+    decode,
+    MAX_DICOM_BYTES,
 )
 
 
 class _Reader:
     def __init__(self, data: bytes, stop: int, typed: bool) -> None:
-        self.data, self.stop, self.typed, self.left = data, stop, typed, MAX_ELEMENTS
+        self.data, self.stop, self.typed, self.left = data, stop, typed, MAX_DICOM_ELEMENTS
 
     def elements(self, position: int, end: int, depth: int = 0) -> tuple[Elements, int]:
         """The wanted elements from `at` to `end`, or to the end of an item of unknown length,
@@ -176,14 +178,15 @@ class _Reader:
         value: Any
         data, typed, start = self.data, self.typed, position
         self.left -= 1
-        if depth > MAX_DEPTH or self.left < 0:
+        if depth > MAX_DICOM_DEPTH or self.left < 0:
             raise ReadError(
-                "malformed DICOM", f"over {MAX_DEPTH} nested sequences, or {MAX_ELEMENTS} elements"
+                "malformed DICOM",
+                f"over {MAX_DICOM_DEPTH} nested sequences, or {MAX_DICOM_ELEMENTS} elements",
             )
         while position + 8 <= end:
             self.left -= 1
             if self.left < 0:
-                raise ReadError("malformed DICOM", f"over {MAX_ELEMENTS} elements")
+                raise ReadError("malformed DICOM", f"over {MAX_DICOM_ELEMENTS} elements")
             group, element, kind, size = _TYPED(data, position)
             tag = group << 16 | element
             if depth == 0 and (tag >= self.stop or _WAVEFORMS in by_tag):
@@ -250,7 +253,7 @@ class _Group:
 
     def __init__(self, fields: Elements) -> None:
         self.fields, self.channels = fields, fields.get(_CHANNEL, [])
-        self.samples, self.fs_hz = _whole(fields, _SAMPLES), _number(fields, _RATE)
+        self.samples, self.fs_hz = _whole_number(fields, _SAMPLES), _number(fields, _RATE)
         self.time = (self.fs_hz, self.samples, _number(fields, _OFFSET, 0.0))
         self.derived = _text(fields, _ORIGIN) == "DERIVED" or any(
             word in _text(fields, _LABEL).upper() for word in ("MEDIAN", "BEAT")
@@ -282,13 +285,13 @@ class _Group:
 
     def _microvolts(self) -> np.ndarray:
         """The samples of the leads, NaN where they were not measured."""
-        bits, form = _whole(self.fields, _BITS), _text(self.fields, _FORM)
+        bits, form = _whole_number(self.fields, _BITS), _text(self.fields, _FORM)
         data = self.fields.get(_DATA, b"")
         if (form, bits) not in TYPES:
             raise ReadError("sample format", f"{form[:8]!r} of {bits} bits")
         count = len(self.channels)
         size = count * self.samples * bits // 8
-        stated = _whole(self.fields, _CHANNELS)
+        stated = _whole_number(self.fields, _CHANNELS)
         if stated != count or not isinstance(data, bytes) or len(data) != size + size % 2:
             raise ReadError(
                 "sample count", f"{len(data)} bytes for {count} channels of {self.samples} samples"
@@ -296,7 +299,7 @@ class _Group:
         rows = list(self.leads.values())
         steps = np.frombuffer(data[:size], TYPES[form, bits]).reshape(self.samples, count)
         steps = np.ascontiguousarray(steps.T[rows])
-        scales = np.array([_microvolts(self.channels[row]) for row in rows])
+        scales = np.array([_scale_and_offset_uv(self.channels[row]) for row in rows])
         values: np.ndarray = steps * scales[:, :1] + scales[:, 1:]
         padding = _bytes(self.fields, _PADDING)[: bits // 8].ljust(bits // 8, b"\0")
         absent = {-(2 ** (bits - 1)), int(np.frombuffer(padding, steps.dtype)[0])}
@@ -322,7 +325,7 @@ def _lead(channel: Elements) -> str | None:
     return SCP_LEADS.get(code.removeprefix(scheme).lstrip("0")) if code.startswith(scheme) else None
 
 
-def _microvolts(channel: Elements) -> tuple[float, float]:
+def _scale_and_offset_uv(channel: Elements) -> tuple[float, float]:
     """Microvolts per step, and the microvolts of sample value 0."""
     unit = unit_name(_text(next(iter(channel.get(_UNITS, [])), {}), _CODE))
     gain = _number(channel, _GAIN) * _number(channel, _CORRECTION, 1.0)
@@ -344,7 +347,7 @@ def _uid(fields: Elements, tag: int) -> str:
     return text if text.replace(".", "").isdecimal() else ""
 
 
-def _whole(fields: Elements, tag: int) -> int:
+def _whole_number(fields: Elements, tag: int) -> int:
     return int.from_bytes(_bytes(fields, tag), "little")
 
 
@@ -359,4 +362,4 @@ def _bytes(fields: Elements, tag: int) -> bytes:
 
 
 def _number(fields: Elements, tag: int, default: float = math.nan) -> float:
-    return as_number(_text(fields, tag) or default)
+    return to_number(_text(fields, tag) or default)

@@ -17,10 +17,10 @@ from ...ecg.resampling import rate_ratio
 from ...io.errors import ReadError
 from .base import Decoded, Format
 
-MAX_BYTES = 12 * 2**20
+MAX_EDF_BYTES = 12 * 2**20
 # Names and widths of the signal fields; each field is stored for all signals in turn. Fields
 # without a name are not read
-FIELDS = (
+HEADER_FIELDS = (
     ("label", 16),
     ("", 80),
     ("unit", 8),
@@ -44,8 +44,8 @@ def decode(data: bytes) -> Decoded:
     if data[:1] == b"\xff":
         raise ReadError("BDF", "samples of 24 bits are not read: convert the file to EDF")
     signals = _header(data)
-    sizes = [_whole(size, "samples of a record", 1) for size in signals["samples"]]
-    records = _whole(_text(data[236:244]), "records", 1)
+    sizes = [_whole_number(size, "samples of a record", 1) for size in signals["samples"]]
+    records = _whole_number(_text(data[236:244]), "records", 1)
     duration_s = _number(_text(data[244:252]), "duration of a record")
     header = 256 * (len(sizes) + 1)
     expected = header + 2 * records * sum(sizes)
@@ -97,7 +97,7 @@ MAGIC = (b"0       ", b"\xffBIOSEMI")
 FORMAT = Format(
     lambda head, name: head[:8] in MAGIC or name.lower().endswith((".edf", ".bdf")),
     decode,
-    MAX_BYTES,
+    MAX_EDF_BYTES,
 )
 
 
@@ -107,11 +107,11 @@ def _header(data: bytes) -> dict[str, list[str]]:
         raise ReadError("unknown format", "not EDF: it does not begin with version 0")
     if data[192:197] == b"EDF+D":
         raise ReadError("EDF+D", "a recording with gaps is not read: cut it into EDF+C")
-    count = _whole(_text(data[252:256]), "number of signals", 1)
-    if _whole(_text(data[184:192]), "header size", 1) != 256 * (count + 1):
+    count = _whole_number(_text(data[252:256]), "number of signals", 1)
+    if _whole_number(_text(data[184:192]), "header size", 1) != 256 * (count + 1):
         raise ReadError("header size", f"not that of {count} signals")
     place, fields = 256, {}
-    for name, width in FIELDS:
+    for name, width in HEADER_FIELDS:
         if name:
             fields[name] = [
                 _text(data[place + row * width : place + (row + 1) * width]) for row in range(count)
@@ -140,7 +140,7 @@ def _number(text: str, name: str) -> float:
     return value
 
 
-def _whole(text: str, name: str, least: int) -> int:
+def _whole_number(text: str, name: str, least: int) -> int:
     if (value := _number(text, name)) < least or value % 1:
         raise ReadError("header", f"{name}: {text!r}, a whole number from {least} is read")
     return int(value)

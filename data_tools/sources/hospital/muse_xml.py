@@ -12,8 +12,8 @@ import numpy as np
 
 from ...ecg.record import AGE_UNITS, lead_name
 from ...io.errors import ReadError
-from ...io.spreadsheet import as_number
-from .base import MAX_BYTES, Decoded, Format, age_of, from_base64, root_tag, tree
+from ...io.spreadsheet import to_number
+from .base import MAX_XML_BYTES, Decoded, Format, age_in_years, decode_base64, parse_xml, root_tag
 
 MAX_LEADS = 64
 # Fields that could shift or scale the samples, and the only value that is accepted
@@ -30,7 +30,7 @@ Fields = dict[str, str]
 
 
 def decode(data: bytes) -> Decoded:
-    root = tree(data)
+    root = parse_xml(data)
     if root.tag != "RestingECG":
         raise ReadError("unknown format", f"not MUSE XML: its root is {root.tag[:40]}")
     waveforms = root.findall("Waveform")
@@ -56,17 +56,19 @@ def decode(data: bytes) -> Decoded:
             raise ReadError("duplicated lead", name[:10])
         signals[name] = _samples(lead, name)
     person = next(map(_fields, root.iterfind("PatientDemographics")), {})
-    age = age_of(person.get("PatientAge", ""), person.get("AgeUnits", "years").lower(), AGE_UNITS)
+    age = age_in_years(
+        person.get("PatientAge", ""), person.get("AgeUnits", "years").lower(), AGE_UNITS
+    )
     return Decoded(
         {name: uv for name, uv in signals.items() if uv is not None},
-        as_number(fields.get("SampleBase")),
+        to_number(fields.get("SampleBase")),
         person.get("PatientID"),
         age,
         person.get("Gender"),
     )
 
 
-FORMAT = Format(lambda head, name: root_tag(head) == "RestingECG", decode, MAX_BYTES)
+FORMAT = Format(lambda head, name: root_tag(head) == "RestingECG", decode, MAX_XML_BYTES)
 
 
 def _fields(element: Element) -> Fields:
@@ -89,14 +91,14 @@ def _samples(fields: Fields, name: str) -> np.ndarray | None:
     _check(fields, _LEAD)
     if "LeadAmplitudeUnits" not in fields:
         raise ReadError("unknown unit", f"lead {name[:10]} states none")
-    if not 0 < (uv_per_step := as_number(fields.get("LeadAmplitudeUnitsPerBit"))) <= 1000:
+    if not 0 < (uv_per_step := to_number(fields.get("LeadAmplitudeUnitsPerBit"))) <= 1000:
         raise ReadError(
             "gain",
             f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step",
         )
-    data = from_base64(fields.get("WaveFormData", ""), f"lead {name[:10]}: ")
+    data = decode_base64(fields.get("WaveFormData", ""), f"lead {name[:10]}: ")
     for field, value in zip(_COUNTS, (len(data), len(data) // 2, zlib.crc32(data)), strict=True):
-        if field in fields and as_number(fields[field]) != value:
+        if field in fields and to_number(fields[field]) != value:
             raise ReadError(field, f"lead {name[:10]}: {value} found, {fields[field][:20]} stated")
     if len(data) % 2:
         raise ReadError("sample count", f"lead {name[:10]}: an odd number of bytes")

@@ -15,16 +15,16 @@ import numpy as np
 
 from ...ecg.record import AGE_UNITS, LEADS, lead_name
 from ...io.errors import ReadError
-from ...io.spreadsheet import as_number
-from .base import MAX_BYTES, Decoded, Format, from_base64, root_tag, tree
+from ...io.spreadsheet import to_number
+from .base import MAX_XML_BYTES, Decoded, Format, decode_base64, parse_xml, root_tag
 
-MAX_LEADS, MAX_SAMPLES = 32, 30_000
+MAX_PHILIPS_LEADS, MAX_PHILIPS_SAMPLES = 32, 30_000
 ECG_S = 10
 PULSE_S = (10.6, 10.7, 10.9, 11)  # zeros from 10.6 s, pulse from 10.7 to 10.9 s, zeros to 11 s
 PULSE_UV = 1000
 # LZW with 10-bit codes
-STRINGS = 767  # learnt
-END = 1023  # the code that ends a lead
+MAX_LZW_STRINGS = 767  # learnt
+END_CODE = 1023  # the code that ends a lead
 # Fields that could shift, scale or hide the samples, and the only value that is accepted
 _EXPECTED = {
     "dataencoding": "base64",
@@ -51,11 +51,11 @@ _SKIPPED = frozenset(
 )
 _PERSON = "patient/generalpatientdata"
 _LETTERS = [chr(byte) for byte in range(256)]
-Stated = dict[str, list[str]]
+StatedFields = dict[str, list[str]]
 
 
 def decode(data: bytes) -> Decoded:
-    root = tree(data, _SKIPPED)
+    root = parse_xml(data, _SKIPPED)
     if root.tag != "restingecgdata":
         raise ReadError("unknown format", f"not Philips XML: its root is {root.tag[:40]}")
     version = root.findtext("documentinfo/documentversion", "").strip()
@@ -64,14 +64,16 @@ def decode(data: bytes) -> Decoded:
     waveforms = root.findall("waveforms/parsedwaveforms")
     if len(waveforms) != 1:
         raise ReadError("rhythm waveform", f"{len(waveforms)} of them, 1 is read")
-    stated = _stated(waveforms[0], root)
+    stated = _stated_fields(waveforms[0], root)
     names, fs_hz = _lead_names(stated), _number(stated, "samplingrate")
-    packed = from_base64(waveforms[0].text or "")
+    packed = decode_base64(waveforms[0].text or "")
     samples = _number(stated, "durationperchannel") * fs_hz / 1000
-    if not 3 <= samples <= MAX_SAMPLES or samples % 1:
+    if not 3 <= samples <= MAX_PHILIPS_SAMPLES or samples % 1:
         raise ReadError("sample count", f"{samples:g} a lead")
-    leads = _with_limb_leads(dict(zip(names, _xli(packed, len(names), int(samples)), strict=True)))
-    height = _pulse(leads, fs_hz)
+    leads = _add_limb_leads(
+        dict(zip(names, _decode_xli(packed, len(names), int(samples)), strict=True))
+    )
+    height = _pulse_height(leads, fs_hz)
     uv_per_step = _uv_per_step(stated, height)
     signals = {}
     for name, counts in leads.items():
@@ -89,7 +91,7 @@ def _person(root: Element, tag: str) -> str:
     return root.findtext(f"{_PERSON}/{tag}", "").strip()
 
 
-def _uv_per_step(stated: Stated, height: int) -> float:
+def _uv_per_step(stated: StatedFields, height: int) -> float:
     """The resolution that the file states, or by the height of its calibration pulse, which must
     agree."""
     is_stated = "resolution" in stated or not height
@@ -102,13 +104,13 @@ def _uv_per_step(stated: Stated, height: int) -> float:
     return uv_per_step
 
 
-FORMAT = Format(lambda head, name: root_tag(head) == "restingecgdata", decode, MAX_BYTES)
+FORMAT = Format(lambda head, name: root_tag(head) == "restingecgdata", decode, MAX_XML_BYTES)
 
 
-def _stated(waveform: Element, root: Element) -> Stated:
+def _stated_fields(waveform: Element, root: Element) -> StatedFields:
     """The file's description of its samples, by the field names of version 1.04; some fields are
     stated twice."""
-    stated: Stated = {}
+    stated: StatedFields = {}
     characteristics = root.iterfind("dataacquisition/signalcharacteristics/*")
     for name, text in (
         *waveform.items(),
@@ -122,16 +124,16 @@ def _stated(waveform: Element, root: Element) -> Stated:
     return stated
 
 
-def _number(stated: Stated, name: str) -> float:
+def _number(stated: StatedFields, name: str) -> float:
     texts = stated.get(name, [])
-    numbers = set(map(as_number, texts))
+    numbers = set(map(to_number, texts))
     if len(numbers) != 1 or not math.isfinite(sum(numbers)):
         reason = {"samplingrate": "sampling rate", "resolution": "gain"}.get(name, "sample count")
         raise ReadError(reason, f"{name}: {' and '.join(texts)[:40] or 'not stated'}")
     return numbers.pop()
 
 
-def _lead_names(stated: Stated) -> list[str]:
+def _lead_names(stated: StatedFields) -> list[str]:
     """Lead names in the file's order; the twelve leads get the spelling of LEADS. Version 1.03
     states no names."""
     labels, kind = stated.get("leadlabels", [""])[0].split(), stated.get("acquisitiontype", [""])[0]
@@ -141,14 +143,14 @@ def _lead_names(stated: Stated) -> list[str]:
     count = _number(
         stated, "numberofleads" if "numberofleads" in stated else "numberchannelsallocated"
     )
-    if not 0 < len(names) == count <= MAX_LEADS:
+    if not 0 < len(names) == count <= MAX_PHILIPS_LEADS:
         raise ReadError("signal count", f"{count:g} leads, of which {len(names)} are named")
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ReadError("duplicated lead", twice[:10])
     return names
 
 
-def _xli(packed: bytes, leads: int, samples: int) -> list[np.ndarray]:
+def _decode_xli(packed: bytes, leads: int, samples: int) -> list[np.ndarray]:
     """The samples of each named lead; a file may have more leads than it names."""
     chunks, starts, place = [], [], 0
     for _ in range(leads):
@@ -159,15 +161,17 @@ def _xli(packed: bytes, leads: int, samples: int) -> list[np.ndarray]:
             raise ReadError("signal count", f"lead {len(chunks)} of {leads} is cut off")
         place += 8 + size
     return [
-        _samples(codes, start, samples) for codes, start in zip(_codes(chunks), starts, strict=True)
+        _decode_lead(codes, start, samples)
+        for codes, start in zip(_unpack_codes(chunks), starts, strict=True)
     ]
 
 
-def _samples(codes: np.ndarray, start: int, samples: int) -> np.ndarray:
+def _decode_lead(codes: np.ndarray, start: int, samples: int) -> np.ndarray:
     """Decode a lead. LZW gives the high bytes, then the low bytes, of the first two samples and of
     the second differences."""
     planes = np.frombuffer(
-        _lzw(codes[: (codes == END).argmax()].tolist(), 2 * samples).encode("latin-1"), np.uint8
+        _decode_lzw(codes[: (codes == END_CODE).argmax()].tolist(), 2 * samples).encode("latin-1"),
+        np.uint8,
     )
     steps = (planes[:samples].astype(np.int16) << 8 | planes[samples:]).astype(np.int64)
     second = np.concatenate((steps[:1], steps[1:2] - 2 * steps[0], [-start], 64 - steps[2:-1]))
@@ -177,7 +181,7 @@ def _samples(codes: np.ndarray, start: int, samples: int) -> np.ndarray:
     return counts
 
 
-def _codes(chunks: list[bytes]) -> np.ndarray:
+def _unpack_codes(chunks: list[bytes]) -> np.ndarray:
     """Unpack 4 codes from every 5 bytes: uint16 [chunks, codes]; END follows each chunk's last
     code."""
     width = max(map(len, chunks)) // 5 * 5 + 10
@@ -190,13 +194,13 @@ def _codes(chunks: list[bytes]) -> np.ndarray:
     return np.stack(codes, axis=1).reshape(len(chunks), -1)
 
 
-def _lzw(codes: list[int], size: int) -> str:
+def _decode_lzw(codes: list[int], size: int) -> str:
     """Decompress LZW to one letter per byte. A learnt string is the previous string plus the first
     letter of the next one."""
     first, strings = _LETTERS.copy(), _LETTERS.copy()
     try:
         string = strings[codes[0]]
-        for code in codes[1 : STRINGS + 1]:
+        for code in codes[1 : MAX_LZW_STRINGS + 1]:
             first.append(string[0])
             strings.append(string + first[code])
             string = strings[code]
@@ -208,7 +212,7 @@ def _lzw(codes: list[int], size: int) -> str:
     return text
 
 
-def _with_limb_leads(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _add_limb_leads(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Compute III, aVR, aVL and aVF from I, II and the stored residuals."""
     derived = [name for name in LEADS[2:6] if name in stored]
     if missing := [name for name in ("I", "II", "III") if name not in stored and derived]:
@@ -226,7 +230,7 @@ def _with_limb_leads(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return stored | {name: expected[name] - stored[name] for name in derived}
 
 
-def _pulse(leads: dict[str, np.ndarray], fs_hz: float) -> int:
+def _pulse_height(leads: dict[str, np.ndarray], fs_hz: float) -> int:
     """The height of the calibration pulse, or 0 if no lead has one. Leads that are always 0 were
     off and are ignored."""
     before, start, stop, end = (round(second * fs_hz) for second in PULSE_S)

@@ -16,13 +16,13 @@ from ...ecg.record import AGE_UNITS, SCP_LEADS
 from ...io.errors import ReadError
 from .base import Decoded, Format
 
-MAX_BYTES = 4 * 2**20  # twelve leads of 64 KiB, the limit of a lead's length field, are 0.8 MB
-MAX_SAMPLES = 2**19
-FULL = (2**16 - 2, 2**16 - 1)  # stated length of a lead that is too long for the field
-YEARS = dict(enumerate(AGE_UNITS.values(), 1))
+MAX_SCP_BYTES = 4 * 2**20  # twelve leads of 64 KiB, the limit of a lead's length field, are 0.8 MB
+MAX_SCP_SAMPLES = 2**19
+OVERFLOW_LENGTHS = (2**16 - 2, 2**16 - 1)  # stated length of a lead that is too long for the field
+YEARS_PER_UNIT_CODE = dict(enumerate(AGE_UNITS.values(), 1))
 PATIENT_ID, AGE, SEX, END = 2, 4, 8, 255  # tags of section 1
 DEFAULT_TABLE = 19999
-HOPS = 4  # the Huffman decoder's loop advances 2**HOPS numbers at a time
+JUMP_DOUBLINGS = 4  # the Huffman decoder's loop advances 2**HOPS numbers at a time
 # The default table by the next ten bits: n ones, a zero and a sign bit mean n or -n; nine ones
 # precede an 8- or 16-bit number
 _ONES = np.array([10 - (1023 ^ bits).bit_length() for bits in range(1024)])
@@ -39,7 +39,9 @@ def decode(data: bytes) -> Decoded:
 
 
 FORMAT = Format(
-    lambda head, name: head[16:22] == b"SCPECG" or name.lower().endswith(".scp"), decode, MAX_BYTES
+    lambda head, name: head[16:22] == b"SCPECG" or name.lower().endswith(".scp"),
+    decode,
+    MAX_SCP_BYTES,
 )
 
 
@@ -82,7 +84,7 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
         )
     nanovolts, interval_us, order = _coding(sections)
     leads, warnings = _leads(sections, order)
-    signals = _on_one_axis(
+    signals = _align_in_time(
         {lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in leads.items()}
     )
     nominal_hz = float(round(1e6 / interval_us))
@@ -133,22 +135,27 @@ def _leads(
         if len(coded) < size:
             raise ReadError("truncated file", lead)
         samples = last - first + 1
-        is_cut = size in FULL and size < 2 * samples <= 2 * MAX_SAMPLES
+        is_cut = size in OVERFLOW_LENGTHS and size < 2 * samples <= 2 * MAX_SCP_SAMPLES
         if is_cut and 2 not in sections:
             warnings["shorter than stated"] = (
                 f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold"
             )
             samples = size // 2
-        coded_leads[lead] = first, _sums(_steps(lead, coded, samples, 2 in sections), order)
+        coded_leads[lead] = (
+            first,
+            _undo_differences(_decode_steps(lead, coded, samples, 2 in sections), order),
+        )
     return coded_leads, warnings
 
 
-def _steps(lead: str, coded: bytes, samples: int, is_coded: bool) -> np.ndarray:
+def _decode_steps(lead: str, coded: bytes, samples: int, is_coded: bool) -> np.ndarray:
     is_wrong = not is_coded and len(coded) != 2 * samples
-    if is_wrong or not 0 < samples <= MAX_SAMPLES:
+    if is_wrong or not 0 < samples <= MAX_SCP_SAMPLES:
         detail = f"lead {lead}: {samples} stated, {len(coded)} bytes found"
         raise ReadError("sample count", detail)
-    return huffman(coded, samples) if is_coded else np.frombuffer(coded, "<i2").astype(np.int64)
+    return (
+        decode_huffman(coded, samples) if is_coded else np.frombuffer(coded, "<i2").astype(np.int64)
+    )
 
 
 def _person(section: bytes) -> tuple[str | None, float | None, str | None]:
@@ -163,18 +170,18 @@ def _person(section: bytes) -> tuple[str | None, float | None, str | None]:
     sex = {b"\1": "M", b"\2": "F"}.get(fields.get(SEX, b"")[:1])
     return (
         fields.get(PATIENT_ID, b"").split(b"\0")[0].decode("latin-1"),
-        age * YEARS[unit] if unit in YEARS else None,
+        age * YEARS_PER_UNIT_CODE[unit] if unit in YEARS_PER_UNIT_CODE else None,
         sex,
     )
 
 
-def huffman(coded: bytes, count: int) -> np.ndarray:
+def decode_huffman(coded: bytes, count: int) -> np.ndarray:
     """Decode `count` numbers in the default table's code."""
     octets = np.frombuffer(coded + bytes(6), np.uint8).astype(np.int32)
     words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]  # 24 bits starting at every byte
     shifts = np.arange(14, 6, -1, dtype=np.int32)
     windows = (words[:, None] >> shifts & 1023).ravel()  # 10 bits starting at every bit
-    starts = _starts(windows, count)
+    starts = _code_starts(windows, count)
     codes = windows.take(starts)
     spare = 8 * len(coded) - int(starts[-1] + _LENGTHS[codes[-1]])
     if not 0 <= spare < 16:  # a lead has an even number of bytes
@@ -190,7 +197,7 @@ def huffman(coded: bytes, count: int) -> np.ndarray:
     return values
 
 
-def _starts(windows: np.ndarray, count: int) -> np.ndarray:
+def _code_starts(windows: np.ndarray, count: int) -> np.ndarray:
     """The bits at which the numbers begin.
 
     The position of a number depends on all numbers before it. So the jump to the next number is
@@ -198,12 +205,12 @@ def _starts(windows: np.ndarray, count: int) -> np.ndarray:
     4, 8 and 16 numbers: the loop finds only every 16th start."""
     jump = np.arange(len(windows)) + _LENGTHS.take(windows)
     jumps = [np.minimum(jump, len(windows) - 1)]
-    for _ in range(HOPS):
+    for _ in range(JUMP_DOUBLINGS):
         jumps.append(jumps[-1].take(jumps[-1]))
     far = jumps.pop().data
     place = 0
     every = []
-    for _ in range(-(-count >> HOPS)):
+    for _ in range(-(-count >> JUMP_DOUBLINGS)):
         every.append(place)
         place = far[place]
     starts = np.array(every)[:, None]
@@ -212,7 +219,7 @@ def _starts(windows: np.ndarray, count: int) -> np.ndarray:
     return starts.ravel()[:count]
 
 
-def _sums(steps: np.ndarray, order: int) -> np.ndarray:
+def _undo_differences(steps: np.ndarray, order: int) -> np.ndarray:
     """Undo differences of this order; the first samples are stored undifferenced."""
     if order == 2:
         steps[1:2] -= steps[:1]
@@ -223,12 +230,12 @@ def _sums(steps: np.ndarray, order: int) -> np.ndarray:
     return steps
 
 
-def _on_one_axis(leads: dict[str, tuple[int, np.ndarray]]) -> dict[str, np.ndarray]:
+def _align_in_time(leads: dict[str, tuple[int, np.ndarray]]) -> dict[str, np.ndarray]:
     """Place {lead: (first sample, signal)} on one time axis; the signals get the same length."""
     begin = min((first for first, _ in leads.values()), default=0)
     length = max((first + len(uv) for first, uv in leads.values()), default=0) - begin
-    if length > MAX_SAMPLES:
-        raise ReadError("sample count", f"leads over {length} samples, {MAX_SAMPLES} at most")
+    if length > MAX_SCP_SAMPLES:
+        raise ReadError("sample count", f"leads over {length} samples, {MAX_SCP_SAMPLES} at most")
     signals = {lead: np.full(length, np.nan) for lead in leads}
     for lead, (first, uv) in leads.items():
         signals[lead][first - begin : first - begin + len(uv)] = uv

@@ -116,7 +116,7 @@ def test_nan_outputs_of_a_model_are_refused(head, saved_model, tmp_path, refused
 def damaged(data, row, place):
     shutil.copytree(data.root.url, place)
     number, offset, _ = (int(column[row]) for column in data.addresses)
-    path = place / "shards" / str(data.shards[number]["name"])
+    path = place / "shards" / str(data.shards[number].name)
     content = bytearray(path.read_bytes())
     content[offset + 100] ^= 1
     path.write_bytes(content)

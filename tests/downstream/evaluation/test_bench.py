@@ -187,7 +187,7 @@ def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys)
     damaged = max(again["out"].rglob("*.npz"), key=lambda path: path.stat().st_size)
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-100])
-    monkeypatch.setattr(bench, "interactive", lambda: True)
+    monkeypatch.setattr(bench, "is_interactive", lambda: True)
     omnilead.bench(models, tasks=TASKS, **again)
     assert len(made) == 1 and damaged.read_bytes() == content
     assert (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.ecg.record import ABBREVIATIONS, CLASSES
+from omnilead.data_tools.ecg.record import ABBREVIATIONS, SCORED_CLASSES
 from omnilead.downstream.tasks import metrics
 from omnilead.downstream.tasks.metrics import (
     Classification,
@@ -50,7 +50,7 @@ def test_the_weights_are_the_challenges_in_the_datasets_order():
     content = FILE.read_bytes()
     assert hashlib.sha256(content).hexdigest() == SHA256
     head, *table = csv.reader(content.decode().splitlines())
-    assert [tuple(row[0].split("|")) for row in table] == [codes for _, codes in CLASSES]
+    assert [tuple(row[0].split("|")) for row in table] == [codes for _, codes in SCORED_CLASSES]
     assert head[1:] == [row[0] for row in table]
     assert (
         metrics.challenge_weights() / metrics.WEIGHT_UNIT

@@ -202,7 +202,7 @@ def test_crops_of_a_remote_dataset(sparse, dataset, monkeypatch):
     assert (halves == dataset.column("halves")[rows]).all()
     assert (uv == np.stack([dataset.read(row) for row in rows])).all()
     shard, offset, _ = (int(column[rows[4]]) for column in remote.addresses)
-    name = f"{place}/shards/{remote.shards[shard]['name']}"
+    name = f"{place}/shards/{remote.shards[shard].name}"
     content = files.cat(name)
     files.pipe(name, content[:offset] + flip(content[offset:]))
     with pytest.raises(DatasetError):

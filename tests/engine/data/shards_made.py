@@ -17,9 +17,10 @@ from omnilead.data_tools.dataset import (
     CROP_SHAPE,
     FORMAT_MINOR,
     Dataset,
+    ShardFacts,
     fingerprint,
 )
-from omnilead.data_tools.ecg.crops import SPEC
+from omnilead.data_tools.ecg.crops import SPEC, SPEC_HASH
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sharding import shards as shard_writers
 from omnilead.data_tools.sharding.shards import TarWriter
@@ -49,16 +50,26 @@ def make_dataset(root, shards, crops=4, seed=0, zarr=False, distinct=None):
     table = table.cast(pa.schema([COLUMNS.field(name) for name in table.column_names]))
     pq.write_table(table, root / "samples.parquet")
     if zarr:
-        shard_writers.write_zarr(table, entries, folder(root), 1, None, True)
+        shard_writers.write_zarr(
+            table, [ShardFacts(**entry) for entry in entries], folder(root), 1, None, True
+        )
     samples = (root / "samples.parquet").read_bytes()
     meta = {
         "format_version": 1,
         "format_minor": FORMAT_MINOR,
         **{name: SPEC[name] for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples")},
+        "preprocessing": SPEC,
+        "preprocessing_sha256": SPEC_HASH,
+        "recipe": "",
+        "seed": 0,
+        "plan": "all",
+        "roles": {},
+        "sources": [],
         "crops": len(rows),
         "formats": ["tar", "zarr"] if zarr else ["tar"],
         "shards": entries,
         "samples": {"bytes": len(samples), "sha256": hashlib.sha256(samples).hexdigest()},
+        "rejects": {"bytes": 0, "sha256": hashlib.sha256().hexdigest()},
     }
     document = json.dumps(meta | {"fingerprint": fingerprint(meta)})
     folder(root).write("dataset.json", document.encode())
@@ -88,7 +99,7 @@ def read(reader, rows, datasets=None):
 
 def tar_path(dataset, row):
     shard, offset, _ = dataset.addresses
-    return Path(dataset.root.url, "shards", dataset.shards[shard[row]]["name"]), int(offset[row])
+    return Path(dataset.root.url, "shards", dataset.shards[shard[row]].name), int(offset[row])
 
 
 def take_all(ahead, yielded, dataset):

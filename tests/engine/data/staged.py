@@ -54,7 +54,7 @@ def path_of(staging, shard):
 
 
 def room(dataset, shards):
-    return int(shards * dataset.shards[0]["bytes"])
+    return int(shards * dataset.shards[0].bytes)
 
 
 def cached(cache):
@@ -65,7 +65,7 @@ def cached(cache):
 
 
 def right(path, dataset, shard):
-    source = Path(dataset.root.url, "shards", dataset.shards[shard]["name"])
+    source = Path(dataset.root.url, "shards", dataset.shards[shard].name)
     return Path(path).read_bytes() == source.read_bytes()
 
 

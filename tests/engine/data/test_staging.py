@@ -68,7 +68,7 @@ def test_the_least_recently_used_shard_is_evicted_first(ten, tmp_path, staged):
     staging = staged(ten, 3)
     for shard in (0, 1, 2, 0, 5):
         path_of(staging, shard)
-    left = {ten.shards[shard]["sha256"] for shard in (0, 2, 5)}
+    left = {ten.shards[shard].sha256 for shard in (0, 2, 5)}
     assert {path.stem for path in tmp_path.glob("*.tar")} == left
 
 

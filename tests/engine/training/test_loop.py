@@ -357,7 +357,7 @@ def test_a_rank_with_bad_crops_names_them(dataset, tmp_path):
     order = Order((DatasetRows.select(damaged, training_selection(config)),), 8)
     row = int(order.rank_places(3, 1, 2).row[0])  # of rank 1, in the fourth step
     shard, offset, _ = damaged.addresses
-    with open(tmp_path / "damaged" / "shards" / damaged.shards[shard[row]]["name"], "r+b") as file:
+    with open(tmp_path / "damaged" / "shards" / damaged.shards[shard[row]].name, "r+b") as file:
         file.seek(offset[row])
         file.write(bytes(200))
     for name, world, said in (
