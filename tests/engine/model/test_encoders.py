@@ -272,7 +272,9 @@ def test_predictive_coding_needs_a_causal_encoder():
         ):
             Pretrainer(causal, replace(objective, options=options))
     model = Pretrainer(causal, replace(objective, options={"steps": 156}))
-    with pytest.raises(ConfigError, match=r"objective\.method=cpc: steps=156: must be less than the 156 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"objective\.method=cpc: steps=156: must be less than the 156 tokens"
+    ):
         examine_objective(model, torch.float32)
     model = Pretrainer(causal, replace(objective, options={"steps": 155}))
     assert examine_objective(model, torch.float32) == ["loss_global"]
