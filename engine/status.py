@@ -193,7 +193,7 @@ def explain_failure(error: Exception) -> UserError | None:
 
 def _write_report(run: str, after: AfterTraining | None) -> None:
     if not after:
-        raise ConfigError("--html: reports are made by omnilead.downstream, which is not here")
+        raise ConfigError("--html: reports are made by omnilead.downstream, which is not installed")
     if "://" in run:
         raise ConfigError(f"{run}: --html writes into a run's folder: give its working folder")
     say(str(after.write_report(Path(run))))

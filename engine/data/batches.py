@@ -41,11 +41,11 @@ def start_download(x: torch.Tensor) -> Callable[[], np.ndarray]:
     host, copied = x.to("cpu", non_blocking=True), torch.cuda.Event()  # to pinned memory
     copied.record(torch.cuda.current_stream(x.device))
 
-    def numbers() -> np.ndarray:
+    def wait() -> np.ndarray:
         copied.synchronize()
         return host.numpy()
 
-    return numbers
+    return wait
 
 
 class CropBatch(NamedTuple):

@@ -272,7 +272,7 @@ class CropReader:
         source, rows = self._sources[d], rows[positions]
         if rows.min() < 0 or rows.max() >= len(source.checked):
             raise IndexError(
-                f"{source.url}: rows {rows.min()} to {rows.max()} of {len(source.checked)}"
+                f"{source.url}: rows {rows.min()} to {rows.max()}: it has {len(source.checked)} crops"
             )
         crc = source.crc[rows].astype(np.int64)
         if self.check == "never":

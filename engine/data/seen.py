@@ -138,7 +138,7 @@ def read_record(path: Path) -> pa.Table:
     try:
         seen = pq.ParquetFile(path).read(use_threads=False)
         if seen.schema != SEEN_SCHEMA or any(column.null_count for column in seen.columns):
-            raise ValueError("its columns are others")
+            raise ValueError("it has other columns")
         if not np.isin(seen["use"].to_numpy(), range(len(USES))).all():
             raise ValueError("a use is unknown")
         key_marks(seen)

@@ -51,7 +51,7 @@ def where_mask(dataset: Dataset, where: str, cells: pa.Table | None = None) -> n
             raise ValueError(f"has more than {MAX_CHARACTERS} characters")
         truth = _Rows(dataset, cells).value(_parse(where.strip()))
         if not isinstance(truth, pa.BooleanArray):
-            raise ValueError(f"is not true or false of each crop: {HOW_TO_WRITE}")
+            raise ValueError(f"is not true or false for each crop: {HOW_TO_WRITE}")
     except (SyntaxError, ValueError, OverflowError, RecursionError, pa.ArrowException) as error:
         why = str(error).partition("\n")[0]
         if isinstance(error, SyntaxError):

@@ -65,7 +65,7 @@ class PredictiveCoding(nn.Module):
         z_RNF, _ = encoder.features(x_BSLT.flatten(0, 1))
         c_RND = encoder.context(z_RNF, None)
         if (steps := len(self.maps)) >= (tokens := z_RNF.shape[1]):
-            raise ConfigError(f"steps={steps}: of {tokens} tokens: use fewer than them")
+            raise ConfigError(f"steps={steps}: must be less than the {tokens} tokens of a window")
         losses = []
         for ahead, linear in enumerate(self.maps, 1):
             # Of the first n tokens, which predict the one that many ahead
@@ -94,7 +94,7 @@ class SampledCoding(nn.Module):
         c_RND = encoder.context(z_RNF, None)
         if self.ahead >= (tokens := z_RNF.shape[1]):
             raise ConfigError(
-                f"ahead={self.ahead}: of {tokens} tokens: use a longer input.window_s or fewer ahead"
+                f"ahead={self.ahead}: must be less than the {tokens} tokens of a window: lower it, or raise input.window_s"
             )
         predicted_RnF = self.map(c_RND[:, : -self.ahead])
         drawn_RnK = draw_candidates(keys_BS.flatten(), tokens, self.ahead, self.negatives)

@@ -121,7 +121,7 @@ def _no_other_writer(parent: Path) -> Iterator[bool]:
     lock folders."""
     try:
         descriptor = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)
-    except PermissionError:  # to list it; it may be writable
+    except PermissionError:  # listing is forbidden, but writing may be allowed
         yield False
         return
     try:

@@ -129,7 +129,7 @@ def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """hidden_RN: the tokens that the encoder does not see. weight_RN: the number of blocks that
     contain each token."""
     if tokens < FEWEST_TOKENS:
-        raise ConfigError(f"{tokens} tokens: needs windows of at least {FEWEST_TOKENS}")
+        raise ConfigError(f"{tokens} tokens in a window: needs at least {FEWEST_TOKENS}")
     random_RX = random_integers(keys_R, ModelStream.BLOCKS, 2 * (1 + BLOCKS)) & 0xFFFFFF
     long_R2, short_RX = (random_RX.float() * 2.0**-24).split([2, 2 * BLOCKS], 1)
     context_RN1 = inside_blocks(long_R2, CONTEXT_SHARES, tokens)

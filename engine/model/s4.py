@@ -357,10 +357,10 @@ def check_options(
     if states < 2 or states % 2:
         raise ConfigError(f"states={states}: must be even: they are conjugate pairs")
     if states > MAX_STATES:
-        raise ConfigError(f"states={states}: at most {MAX_STATES}: more lose their digits")
+        raise ConfigError(f"states={states}: at most {MAX_STATES}: more would lose precision")
     if len(kernels) != len(strides) or not kernels or min(*kernels, *strides) < 1:
         raise ConfigError(
-            f"kernels={list(kernels)}, strides={list(strides)}: give one of each for a convolution"
+            f"kernels={list(kernels)}, strides={list(strides)}: give a kernel and a stride for each convolution"
         )
     if norm not in NORMS:
         raise ConfigError(f"norm={norm!r}: use {', '.join(NORMS)}")

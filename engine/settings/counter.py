@@ -108,8 +108,8 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
     arguments broadcast."""
     shape = np.broadcast_shapes(np.shape(i), np.shape(n), np.shape(key))
     x = np.broadcast_to(i, shape).reshape(-1)
-    size = _flat(np.asarray(n), shape)
-    keys = _flat(bits(key), shape)
+    size = _flatten(np.asarray(n), shape)
+    keys = _flatten(bits(key), shape)
     if x.size and (size.min() < 1 or size.max() > MAX_SIZE or x.min() < 0 or (x >= size).any()):
         raise ValueError(
             f"permute: element {x.max()} of {size.min()}: 0 <= element < size <= 2**40 must hold"
@@ -125,7 +125,7 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
     return out.astype(np.int64).reshape(shape)
 
 
-def _flat(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _flatten(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """The value, flattened: one element for all, or one each."""
     if value.size == 1:
         return value.reshape(1)

@@ -80,6 +80,5 @@ def blaming(setting: str, hint: str = "") -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{setting}: {error if isinstance(error, ConfigError) else error_with_line(error)}{hint}"
-        ) from None
+        reason = error if isinstance(error, UserError) else error_with_line(error)
+        raise ConfigError(f"{setting}: ", reason, hint) from None

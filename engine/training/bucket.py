@@ -43,7 +43,7 @@ class Bucket:
         self.place = RemoteFolder(url.rstrip("/"))
         # the same for every start on this machine
         self.working_folder = self.place.workdir() / "run" / Path(url).name
-        self.reachable = True  # the last upload did not fail
+        self.reachable = True  # False after an upload that failed
 
     def fetch(self) -> None:
         place, run = self.place, self.working_folder
@@ -188,7 +188,7 @@ class Bucket:
                 )
             )
         changed = [name for name in manifest if manifest[name] != before.get(name)]
-        if changed == [STATE]:  # amended: the new manifest lists the old file as well
+        if changed == [STATE]:  # by Writer.amend: the new manifest also lists the old file
             changed = [MANIFEST, STATE]
         elif changed:
             self.place.remove(f"{remote_folder}/{MANIFEST}")

@@ -308,7 +308,7 @@ class Config(RunConfig):
             ),
             (
                 self.windows * self.input.window_s > CROP_S,
-                f"objective.windows={self.windows}: a crop has no so many windows of "
+                f"objective.windows={self.windows}: a crop has fewer windows of "
                 f"{self.input.window_s:g} s: it has {CROP_S:g} s",
             ),
             (

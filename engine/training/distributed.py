@@ -60,7 +60,7 @@ def started_ranks(config: TrainConfig) -> Iterator[Ranks]:
     """A context for training with all ranks. It leaves the process as it was, so that it can train
     again."""
     with process_state_restored():
-        ranks = start(config.timeout_s, config.deterministic)
+        ranks = start_ranks(config.timeout_s, config.deterministic)
         try:
             yield ranks
         except BaseException:
@@ -70,7 +70,7 @@ def started_ranks(config: TrainConfig) -> Iterator[Ranks]:
         close_groups()
 
 
-def start(timeout_s: float, deterministic: bool = False) -> Ranks:
+def start_ranks(timeout_s: float, deterministic: bool = False) -> Ranks:
     rank, world, local = launched_ranks()
     # DeepSpeed reads them
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)})

@@ -100,18 +100,19 @@ def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, D
         places_last = list(map(str, json.loads((run / FACTS).read_text())["dataset_paths"]))
     places_then = state.get("dataset_paths", [])  # not in checkpoints of earlier versions
     found: dict[str, tuple[str, Dataset]] = {}  # by fingerprint
-    faults = [f"{', '.join(config.data.datasets)}: not the data of this run"]
+    first_error: tuple[object, ...] = ()
     for place in dict.fromkeys([*config.data.datasets, *places_then, *places_last]):
         if found.keys() >= set(state["datasets"]):
             break
         try:
             dataset = Dataset.open(place, config.data.anonymous)
         except (DataError, OSError) as error:
-            faults.append(str(error))
+            first_error = first_error or ("; ", error)
         else:
             found.setdefault(dataset.fingerprint, (place, dataset))
     if not found.keys() >= set(state["datasets"]):
-        raise ConfigError("; ".join(faults[:2]))
+        datasets = ", ".join(config.data.datasets)
+        raise ConfigError(f"{datasets}: not the data of this run", *first_error)
     return dict(found[fingerprint] for fingerprint in state["datasets"])
 
 

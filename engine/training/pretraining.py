@@ -359,7 +359,7 @@ def attribute_remarks(config: Config, inputs: PretrainInputs) -> list[str]:
         known_share = np.isfinite(labels_N2[:, ATTRIBUTES.index(name)]).mean()
         if not known_share:
             raise ConfigError(
-                f"objective.attributes: {name} is known of no real ECG here: leave it out"
+                f"objective.attributes: no real ECG here has a known {name}: leave it out"
             )
         remarks.append(f"{name} is known of {known_share:.1%} of the crops")
     return remarks

@@ -51,7 +51,7 @@ class TrainingTask(ABC):
     selection: Selection  # the crops to train on
     flops_per_crop: float
     input: Input  # how the model sees an ECG
-    windows: int  # of each crop: LoaderConfig.windows
+    windows: int  # windows of each crop in a step: LoaderConfig.windows
     remarks: Sequence[str]  # printed at the start
     code: Mapping[str, bytes]  # plugged-in files by name, for RUN/code and RUN/model
     kept_files: Mapping[str, bytes]  # other files by name, for RUN

@@ -8,7 +8,7 @@ import torch
 
 from omnilead.downstream.tasks.config import FinetuneConfig
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.errors import ConfigError, Flag, blaming
 from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.settings.resuming import changeable_settings
 from omnilead.engine.training.config import (
@@ -313,3 +313,11 @@ def test_the_settings_that_may_change_when_a_run_is_resumed():
     }
     assert changeable_settings(Config) == of_both
     assert changeable_settings(FinetuneConfig) == of_both | {"code", "task.labels"}
+
+
+def test_an_error_in_code_of_a_plugin_still_names_arguments():
+    with pytest.raises(ConfigError) as error, blaming("model.encoder=a.py:Net"):
+        raise ConfigError("use ", Flag("--code"))
+    assert str(error.value) == "model.encoder=a.py:Net: use --code"
+    error.value.in_python = True
+    assert str(error.value) == "model.encoder=a.py:Net: use `code`"

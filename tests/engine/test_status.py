@@ -126,7 +126,7 @@ def test_the_report_is_one_page(run, capsys):
     (run / "report.html").unlink()
     assert main(["status", str(run), "--html"]) == 2 and (run / "report.html").is_file()
     for arguments, handed, says in (
-        ([str(run), "--html"], None, "omnilead.downstream, which is not here"),
+        ([str(run), "--html"], None, "omnilead.downstream, which is not installed"),
         (["s3://bucket/run", "--html"], AFTER, "give its working folder"),
     ):
         assert status.main(arguments, handed) == 2

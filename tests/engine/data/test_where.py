@@ -84,9 +84,9 @@ flags                                   | no column 'flags'
 age.real                                | no column 'age.real'
 age >=                                  | not understood at character
 age > 1; age                            | not understood at character 8
-age                                     | not true or false of each crop: write, for example
-1 < 2                                   | not true or false of each crop
-True                                    | not true or false of each crop
+age                                     | not true or false for each crop: write, for example
+1 < 2                                   | not true or false for each crop
+True                                    | not true or false for each crop
 not sex                                 | invert
 sex > 3                                 | Failed to parse string: 'F'
 age > 99999999999999999999999           | too large

@@ -49,7 +49,7 @@ def test_blocks_have_the_lengths_and_places_of_the_recipe():
     assert 0.03 < float(unhidden.float().mean()) < 0.07  # 7.5 %, less what is predicted
     weight_N = weight_RN.float().mean(0)
     assert_close(weight_N, weight_N.flip(0), rtol=0, atol=0.1)  # no end is favoured
-    with pytest.raises(ConfigError, match="19 tokens: needs windows of at least 20"):
+    with pytest.raises(ConfigError, match="19 tokens in a window: needs at least 20"):
         draw_blocks(row_of_keys(1), 19)
 
 

@@ -40,7 +40,7 @@ def test_a_rank_names_its_gpu(world, monkeypatch):
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     with distributed.process_state_restored():
-        distributed.start(1.0)
+        distributed.start_ranks(1.0)
     assert joined.call_args.args == ("nccl",)
     assert joined.call_args.kwargs["device_id"] == torch.device("cuda", 0)
 

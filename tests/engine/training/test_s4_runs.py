@@ -145,7 +145,7 @@ def test_a_weight_moves_by_its_share(dataset, tmp_path):
             {"train": {"lr_factors": {"stem": 0}}},
             "train.lr_factors.stem=0: input should be greater",
         ),
-        ({"objective": {"windows": 5}}, "objective.windows=5: a crop has no so many windows"),
+        ({"objective": {"windows": 5}}, "objective.windows=5: a crop has fewer windows"),
         ({"input": {"clip_mv": 0}}, "input.clip_mv=0: input should be greater than 0"),
     ],
 )
