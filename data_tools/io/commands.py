@@ -19,13 +19,13 @@ def parse_options(
     about: str | None, name: str, function: Callable[..., Any], arguments: Sequence[str] | None
 ) -> dict[str, Any]:
     """The arguments for `function`, which declares the options. `about`: the module's docstring,
-    whose first paragraph is the description and whose first indented line is the example."""
+    whose first paragraph is the description and whose first indented lines are the examples."""
     paragraphs = (about or "").split("\n\n")
-    example = next(part for part in paragraphs if part.startswith("    "))
+    examples = next(part for part in paragraphs if part.startswith("    ")).splitlines()
     parser = Parser(
         f"omnilead {name}",
         description=paragraphs[0].removesuffix("."),
-        epilog=f"example: {' '.join(example.split())}",
+        epilog=f"example: {'; '.join(line.strip() for line in examples)}",
     )
     add_options(parser, function)
     return vars(parser.parse_args(arguments))

@@ -486,6 +486,8 @@ def _compare_archive(
         seen = np.zeros(len(dataset), bool)  # first rows of records that are in the archive
         findings = _archive_findings(comparison, sources, seen, workers, quiet)
         listed = _first_findings(findings, "--archive")
+        if not patients and any(finding.endswith("differs in patient") for finding in listed):
+            listed.append("--archive: if `shard` was given --patients, give them here, too")
         if not seen.any():  # whatever else it holds
             return _absent_records(comparison.rows, seen, "all ", "is this the archive?")
         return listed

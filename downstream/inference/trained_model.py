@@ -277,8 +277,8 @@ class TrainedModel(nn.Module):
             return ""
         trained = "was not trained" if masked == 0 else "is not known to have been trained"
         return (
-            f"the model {trained} with missing leads: measure it with `omnilead evaluate --leads`, "
-            "or fine-tune it with augment.rlm=0.5"
+            f"the model, or its head, {trained} with missing leads: measure it with `omnilead evaluate "
+            "--leads`; `omnilead fit --leads`, or fine-tuning with augment.rlm=0.5, adapts it"
         )
 
     def tokens(self, x_RLT: Tensor) -> Tensor:

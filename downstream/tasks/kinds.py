@@ -472,7 +472,7 @@ def sensitivity_sentences(points: Mapping[str, Sequence[float]], classes: Names)
     sentences = []
     for name, (lowest, specificity) in points.items():
         sentences.append(
-            f"{name}: 95 % sensitivity from {lowest:.4f} on, specificity {specificity:.2f}"
+            f"{name}: 95 % sensitivity with {lowest:.4f} for the threshold, specificity {specificity:.2f}"
         )
     if without := [name for name in classes if name not in points]:
         sentences.append(

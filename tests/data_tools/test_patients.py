@@ -73,6 +73,7 @@ def test_a_plain_folder_gets_its_patients_from_a_table(kind, made_with, plain, t
     assert verify(out, archive=plain, patients=str(table)) == []
     findings = verify(out, archive=plain)
     assert len(findings) > 1 and all("differs in patient" in one for one in findings[:20])
+    assert findings[-1] == "--archive: if `shard` was given --patients, give them here, too"
     other = write_who(tmp_path / "other", [("00000_00001_hr", "B")])
     with pytest.raises(DataError, match="is already finished"):
         made_with(other)

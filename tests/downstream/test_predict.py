@@ -213,7 +213,7 @@ def test_missing_leads_are_named(rlm, doubt, tmp_path, capsys):
     np.savez(tmp_path / "ecgs.npz", whole=mv_LT, lacks=lacks)
     command = ["--model", str(model), "--data", str(tmp_path / "ecgs.npz"), "--fs", "500"]
     doubt = (
-        f"the model {doubt} with missing leads: measure it with `omnilead evaluate --leads`"
+        f"the model, or its head, {doubt} with missing leads: measure it with `omnilead evaluate --leads`"
         if doubt
         else ""
     )

@@ -248,7 +248,7 @@ def test_the_score_that_finds_95_of_100_records_is_of_validation(role):
     records = [f"r{i // 2}" for i in range(80)]
     head = HeadInfo("af", "binary", ("AF",), (0.5,))
     result = results.TaskResult(y_N1, score_N1, records, records, {"role": role}, head=head)
-    line = "AF: 95 % sensitivity from 0.6250 on, specificity 1.00"
+    line = "AF: 95 % sensitivity with 0.6250 for the threshold, specificity 1.00"
     assert (line in result.remarks) == (role == "valid")
 
 

@@ -72,7 +72,10 @@ def test_it_says_how_good_it_is_and_other_columns_change_nothing(
     low, high = found["intervals"]["auroc"]
     assert f"AUROC {found['metrics']['auroc']:.3f} ({low:.3f} to {high:.3f})" in score
     lowest, specificity = found["sensitive"]["ill"]
-    assert point == f"ill: 95 % sensitivity from {lowest:.4f} on, specificity {specificity:.2f}"
+    assert (
+        point
+        == f"ill: 95 % sensitivity with {lowest:.4f} for the threshold, specificity {specificity:.2f}"
+    )
     assert f"omnilead evaluate --model {out} --data {data} --labels {sheet}" in test
     assert "ill: binary: " in notes and "nein is 0, ja is 1" in notes
     assert not list(tmp_path.glob("*.parts"))
@@ -144,9 +147,7 @@ def test_what_a_fold_cannot_learn_is_not_tested(encoder, dataset, tmp_path):
         )
         assert f"not tested, since a fold had too few labels: {list(columns)[1]}" in found.sentences
         head = load(out).head_info
-        assert (
-            head.classes == (*columns,) and head.cross_validated.left_out_text == (*columns,)[1:2]
-        )
+        assert head.classes == (*columns,) and head.cross_validated.left_out == (*columns,)[1:2]
     even, ill = found.sentences[-3:-1]
     scores = found.scores["classes"]
     assert scores["even"]["positives"] == classes["even"][split == "train"].sum()

@@ -97,7 +97,7 @@ def test_the_score_that_95_of_100_positives_reach(positives):
     line, without = said
     assert without == none.format("SR")
     name, threshold, specificity = re.fullmatch(
-        r"(\w+): 95 % sensitivity from ([\d.]+) on, specificity ([\d.]+)", line
+        r"(\w+): 95 % sensitivity with ([\d.]+) for the threshold, specificity ([\d.]+)", line
     ).groups()
     assert name == "AF" and [*points] == ["AF"]
     assert points["AF"] == pytest.approx([float(threshold), float(specificity)], abs=0.005)
