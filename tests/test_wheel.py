@@ -20,11 +20,11 @@ import sys
 from pathlib import Path
 import omnilead.data_tools.dataset, omnilead.engine
 from omnilead.engine.settings.files import CONFIGS
-from omnilead.downstream.reproduce.paper import ReproductionScale, tables
+from omnilead.downstream.reproduce.paper import ReproductionScale, paper_tables
 places = [Path(module.__file__) for module in (omnilead, omnilead.data_tools, omnilead.engine)] + [CONFIGS]
 assert all(place.is_relative_to(sys.prefix) for place in places), places
 assert not any(Path(entry).is_relative_to(sys.argv[1]) and ".venv" not in entry for entry in sys.path), sys.path
-assert len(tables()) == 4 and ReproductionScale.read("smoke").settings["pretrain"]["train.steps"] == 10
+assert len(paper_tables()) == 4 and ReproductionScale.read("smoke").settings["pretrain"]["train.steps"] == 10
 print(len(list(CONFIGS.rglob("*.yaml"))))
 """
 # Commands, one after the other, in one process: each would import PyTorch again

@@ -146,7 +146,9 @@ def test_a_batch_is_launched_before_waiting_for_the_previous_one(
         return wait
 
     monkeypatch.setattr(predicting, "start_download", download)
-    prepare = SimpleNamespace(windows=lambda uv_BLT, _: uv_BLT.float(), count=lambda halves: halves)
+    prepare = SimpleNamespace(
+        windows=lambda uv_BLT, _: uv_BLT.float(), count_windows=lambda halves: halves
+    )
     model = SimpleNamespace(device=torch.device("cpu"), input=prepare)
     output = vector_output(model, lambda x_RLT: x_RLT[:, 0, :4], 4)
     made = dict(part_tables(Source(), output, prepare, [0, 1, 2], "crop"))

@@ -55,7 +55,7 @@ def test_onnx_gives_the_same_numbers(saved_model, tmp_path, capsys):
 
 
 def test_onnx_gives_the_same_numbers_of_a_head_that_sees_all_tokens(saved_model, tmp_path):
-    for name in onnx_export.NEEDED:
+    for name in onnx_export.NEEDED_PACKAGES:
         pytest.importorskip(name, reason="the extra `onnx` is not installed")
     import onnxruntime
 

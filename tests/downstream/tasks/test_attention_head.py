@@ -86,7 +86,7 @@ def test_a_frozen_encoder_is_left_as_it_is_and_has_no_backward_pass():
             optimizer.zero_grad()
         flops[frozen] = counter.get_total_flops()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            tokens = model.encoded(x_BSLT.flatten(0, 1))
+            tokens = model.encode(x_BSLT.flatten(0, 1))
         forward = counter.get_total_flops()
         with FlopCounterMode(display=False) as counter:
             model.head(tokens).sum().backward()

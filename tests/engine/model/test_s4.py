@@ -259,8 +259,8 @@ def test_a_step_is_one_graph():
 {"states": 7}                | states=7: must be even: they are conjugate pairs
 {"states": 64}               | states=64: at most 16
 {"norm": "none"}             | norm='none': use layer, batch, group
-{"kernels": [3]}             | kernels=[3], strides=[2, 1, 1, 1]: give one of each
-{"strides": [2, 1, 1, 0]}    | strides=[2, 1, 1, 0]: give one of each
+{"kernels": [3]}             | kernels=[3], strides=[2, 1, 1, 1]: give a kernel and a stride for each convolution
+{"strides": [2, 1, 1, 0]}    | strides=[2, 1, 1, 0]: give a kernel and a stride for each convolution
 {"dropout": 1.0}             | dropout=1.0: must be
 {"width": 12, "norm": "group"} | width=12: must be a multiple of 8
 {"depth": 2}                 | unexpected keyword argument 'depth'

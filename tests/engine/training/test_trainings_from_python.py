@@ -109,7 +109,7 @@ def test_several_in_one_process_equal_those_of_separate_ones(training, dataset, 
 
 
 def test_a_notebook_shows_a_bar(training, monkeypatch):
-    monkeypatch.setattr("omnilead.engine.training.loggers.in_notebook", lambda: True)
+    monkeypatch.setattr("omnilead.engine.training.loggers.is_notebook", lambda: True)
     output = training(train__steps=2).good()
     assert "\nstep 1/2" not in output and "2/2" in output and "loss" in output
 
