@@ -278,8 +278,8 @@ def prepare_ours(run: StepRun) -> Callable[[], None]:
 
 
 def optimizer(model: nn.Module, precision: str) -> Callable[[], None]:
-    """Returns a function that computes the gradient norm and runs AdamW; for bf16, on float32
-    masters of a model that becomes bf16."""
+    """Returns a function that computes the gradient norm and runs AdamW. For bf16 it converts the
+    model, and AdamW updates float32 copies of the weights."""
     weights = masters = list(model.parameters())
     if precision == "bf16":
         masters = [nn.Parameter(p.detach().clone()) for p in weights]

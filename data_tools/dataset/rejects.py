@@ -29,7 +29,7 @@ FLAG_REASONS = (  # reasons in rejects.csv for records that were used neverthele
     "no calibration pulse",
     "inverted lead",
 )
-# Of FLAGS: what was changed. A lead with a gap is made zero, a value that is too large cut off
+# Those FLAGS for which samples were changed. A lead with a gap is made zero, a value that is too large cut off
 REPAIR_REASONS = ("lead not measured", "saturated", "inverted lead")
 
 

@@ -32,7 +32,7 @@ PUBLIC = {
     "ptb-xl": "CC-BY-4.0",
     "st_petersburg_incart": "CC-BY-4.0",
 }
-# Those of them that name their patients; in the others, an id is from a table of the user's own
+# Archives that name their patients; in the others, an id is from a table of the user's own
 PUBLIC_PATIENTS = ("code15", "mimic-iv-ecg", "ptb-xl")
 
 # The flag of the crops of a record whose source warns of an implausible amplitude

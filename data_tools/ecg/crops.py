@@ -146,7 +146,7 @@ def microvolts(record: EcgRecord) -> np.ndarray:
 
 
 def _uv_per_step(record: EcgRecord) -> np.ndarray:
-    """Of each lead, as a column; or of all."""
+    """Returns microvolts per step: a column with a number for each lead, or one number for all."""
     per_mv = np.asarray(record.gain, np.float64).reshape(-1, 1)
     return np.asarray(1000 * MV_PER_UNIT[unit_name(record.unit)] / per_mv)
 
@@ -187,7 +187,7 @@ def with_amplitude_doubt(record: EcgRecord) -> EcgRecord:
                 uv_per_step = np.broadcast_to(_uv_per_step(record), (len(record.leads), 1))
                 doubt = amplitude_doubt(record.signal[rows], record.fs_hz, uv_per_step[rows])
     except (ReadError, ArithmeticError, TypeError, ValueError):
-        return record  # of a user's own source: refused where it is converted, which says why
+        return record  # converting it will fail and say why
     if not doubt:
         return record
     warning = IMPLAUSIBLE_AMPLITUDE, f"{doubt}: are unit and gain right?"
@@ -278,7 +278,7 @@ def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
 
 
 def _is_all(value: tuple[float, ...] | float, expected: float) -> bool:
-    if isinstance(value, tuple):  # numpy takes 1.5 us of each crop for it
+    if isinstance(value, tuple):  # for a tuple numpy is slower by 1.5 us a crop
         return value == (expected,) * len(value)
     return bool(np.equal(value, expected).all())
 

@@ -47,10 +47,10 @@ WAVES = ("R", "S", "T", "T trough", "ST")
 # A QRS of less than 0.1 mV in all leads, or beats that differ by more than twice their own size, are
 # no beats: of 1,014 real ECGs the smallest had 0.7 mV, the most unlike 1.7; white noise has 2.9
 MIN_QRS_MV, MAX_UNLIKENESS = 0.1, 2.0
-# Of the median heart rate of MAX_RATED_ECGS ECGs of one source, or of MIN_RATED_ECGS. Resting adults have some 60 to 80,
+# Limits for the median heart rate of MIN_RATED_ECGS to MAX_RATED_ECGS ECGs of one source. Resting adults have some 60 to 80,
 # athletes and patients on beta blockers 50 to 55, children of two 110. Half the true sampling rate gives
 # adults 30 to 48, twice the rate 113 to 150. Newborns have 140: they are asked about, too.
-# Of 20 ECGs each from PTB-XL and the Challenge's databases the medians were 59 to 104.
+# 20 ECGs each of PTB-XL and of the Challenge's databases had medians of 59 to 104.
 PLAUSIBLE_RATES = 50, 110
 MIN_RATED_ECGS, MAX_RATED_ECGS = 20, 50
 MEASUREMENTS = (*RHYTHM_MEASUREMENTS, *(f"{wave} {lead}" for wave in WAVES for lead in LEADS))

@@ -1,4 +1,4 @@
-"""What the commands of this wing share: their parser, and errors as one line and an exit code.
+"""What data commands share: their parser, and errors as one line and an exit code.
 
 options = parse_options(__doc__, "shard", shard, arguments)
 return run_data_command("shard", lambda: work(**options), "--out", options["out"], resume=": run it again")
@@ -81,7 +81,7 @@ def run_data_command(
     place: str | os.PathLike[str] | None = None,
     resume: str = "",
 ) -> int:
-    """Runs the work of a command of this wing. `option` and `place`: where it writes."""
+    """Runs a data command and returns its exit code. `option` names the output `place` in errors."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     def explain(error: Exception) -> UserError | None:

@@ -378,7 +378,7 @@ def header_labels(
     read = partial(read_safely, partial(_diagnoses, root))
     headers = prefetch(read, keys) if root.remote else map(read, keys)
     headers = tqdm(headers, total=len(keys), unit=" headers", disable=quiet)
-    # Of records with the same name the first counts, as in a dataset
+    # If records have the same name, the first counts, as in a dataset
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
     for key, header in zip(keys, headers, strict=True):
         if not isinstance(header, ReadError):

@@ -263,7 +263,7 @@ def write_tables(
 ) -> Dataset:
     """Write what is not in the shards, dataset.json last. `meta`: what it says besides; `name_key`: that of
     the dataset that this one was made from."""
-    # Of a finished dataset, other programs read whatever lies in shards/
+    # Other programs read whatever lies in shards/ of a finished dataset
     _remove_leftovers(out, meta["formats"], shards)
     samples, left_out = _write_samples(out, rows, meta.get("leave_out_flags", ()), name_key)
     lines = rejects_csv(rejects)

@@ -70,7 +70,7 @@ class PlannedShard(NamedTuple):
     identity: (
         str  # shards with the same identity have the same bytes, wherever the archive is stored
     )
-    content: str  # also changes if the archive's files are modified
+    content: str  # a hash that, unlike `identity`, changes with the archive's files
 
 
 class Texts:
@@ -111,7 +111,7 @@ class Texts:
 @dataclass(frozen=True)
 class ShardPlan:
     sources: tuple[Source, ...]
-    # Of each usable record: its key in the archive, source/record, PLANNING_NUMBERS, and the patient that a
+    # For each usable record: its key in the archive, source/record, PLANNING_NUMBERS, and the patient that a
     # table names. A record whose name came before has no crops.
     keys: Texts
     labels: Texts
@@ -184,7 +184,7 @@ Refused = tuple[int, str, Reject]  # archive, key in it, and why
 class _ChunkHeaders(NamedTuple):
     """The headers of a chunk of keys."""
 
-    # Of the usable records, as in ShardPlan
+    # Usable records only, as in ShardPlan
     keys: list[str]
     labels: list[str]
     numbers: np.ndarray

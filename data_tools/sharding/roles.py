@@ -363,7 +363,7 @@ def _first_crops(records: Records, some: np.ndarray) -> np.ndarray:
 def _draw_tested_patients(
     records: Records, each: np.ndarray, twice: np.ndarray, seed: int, sources: RoleSources
 ) -> np.ndarray:
-    """Of the patients with two sessions, a mask of those to test: all, if they are at most
+    """Returns a mask of the patients with two sessions that are tested: all, if they are at most
     `id_share` of their source's patients, as in the real PTB-XL (2,127 of 18,885). Otherwise those
     whose hash is below 1/2, 1/4, ...: the first limit that is low enough. `each`, `twice`: a record of
     each patient, and of each with two sessions.

@@ -1,4 +1,4 @@
-"""Whether two records of the same name are the same ECG, of which one is in a dataset."""
+"""Tells if a record is the same ECG as a dataset's record of that name."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial

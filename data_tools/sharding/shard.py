@@ -374,8 +374,8 @@ class _ShardWriter:
         self.tar, self.options, self.copies = tar, options, copies
         self.rows: list[dict[str, Any]] = []
         self.rejects: list[Reject] = []
-        # Of the crops of patients who are left out: source/record as in a dataset, the patient as in the file
-        # and as in a dataset, and the waveform. They lie in the part until the build ends
+        # The crops of patients who are left out: (source/record as in a dataset, patient as in the file, patient as
+        # in a dataset, waveform). They lie in the part until the build ends
         self.left_out: list[tuple[str, str, str, int]] = []
         self.samples = np.empty(CROP_SHAPE, "<i2")
 

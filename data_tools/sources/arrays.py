@@ -208,7 +208,7 @@ class ArraySource(Source):
         return f"{record_stem(part)}_{row}" if self.facts.many else record_stem(part)
 
     def header(self, key: str) -> Header:
-        """Of a .npy file, only the first samples are read."""
+        """Reads only the first samples of a .npy file."""
         record = self._ecg(key)
         content = record.signal[:, :FIRST_SAMPLES].tobytes()
         stamp = self.root.stamp(key.rpartition("#")[0])
@@ -363,7 +363,7 @@ def _only_array(root: Folder, part: str) -> str:
 
 
 def _shortest_yaml(root: Folder, part: str) -> tuple[str, ...]:
-    """What to write if nothing is said of a file, as parts of an error."""
+    """Returns the least that arrays.yaml must say, as parts of an error."""
     dataset = _only_array(root, part)
     values = open_array(root, part, dataset)
     leads = "12" if 12 in values.shape else "[I, II, ...]"

@@ -100,7 +100,7 @@ def _model_rows(
     models: Sequence[str], measured: Embedder, options: EmbedOptions, seed: int
 ) -> list[ComparedRow]:
     rows: dict[str, ComparedRow] = {}
-    random_of: dict[str, str] = {}  # by architecture, the name of its row of random weights
+    random_of: dict[str, str] = {}  # architecture -> name of the row of its random weights
     for text in models:
         name, folder = name_and_folder(text)
         if name in rows or name in (RANDOM_ROW, MEAN_BEAT_ROW, MEASUREMENTS_ROW, BOOSTED_ROW):

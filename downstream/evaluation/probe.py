@@ -32,7 +32,7 @@ from omnilead.data_tools.io.cluster import reuse_processes, run_in_order
 from ..tasks.kinds import KINDS, event_loss
 from ..tasks.metrics import Array
 
-# Of the L2 penalty per feature; strongest first, because each fit starts from the last solution
+# L2 penalties per feature, the strongest first, because each fit starts from the last solution
 PENALTY_STRENGTHS = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
 SOLVER_STEPS = 1000  # at most
 LOGISTIC_TOLERANCE = (

@@ -40,7 +40,7 @@ CROP_SCHEMA = pa.schema([COLUMNS.field(name) for name in (*ID_COLUMNS, "waveform
 class TrainedOn(NamedTuple):
     step: Any
     seen: pa.Table  # engine.data.seen
-    # Of a run: its datasets, and how often each crop was drawn, by the dataset's fingerprint
+    # If it is a run: its datasets, and how often each crop was drawn, by the dataset's fingerprint
     datasets: Sequence[str]
     times: dict[str, np.ndarray]
 

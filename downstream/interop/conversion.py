@@ -412,7 +412,7 @@ class StandIn:
 
     def __new__(cls, *args: Any) -> "StandIn":
         stand_in = object.__new__(cls)
-        # Of an enum: its value
+        # The value, if it is an enum
         stand_in.__dict__["content"] = args[0] if len(args) == 1 else f"<{cls.__name__}>"
         return stand_in
 

@@ -62,7 +62,7 @@ class AttentionHead(nn.Module):
             )
         self.heads = heads
         self.query = nn.Parameter(torch.randn(width) / math.sqrt(width))
-        # Of queries, keys and values, drawn as in nn.Linear
+        # The maps to queries, keys and values, drawn as in nn.Linear
         maps_3DD = torch.empty(3, width, width).uniform_(-1, 1) / math.sqrt(width)
         self.maps = nn.Parameter(maps_3DD)
         self.linear = nn.Linear(width, outputs, bias=False)

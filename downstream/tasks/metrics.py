@@ -52,8 +52,8 @@ TOO_FEW_NOTE = (
     "AUROC and other metrics of classes and events"
 )
 NORMAL_CURVE = NormalDist()
-# Of shares of resamples below the value, and of the acceleration: with values that few resamples reach
-# an interval would otherwise shrink to an end of theirs
+# Limits for the share of resamples below the value, and for the acceleration: beyond them few resamples
+# are left, and an interval would shrink to their lowest or highest
 BIAS_LIMITS = (0.1, 0.9)
 MOST_ACCELERATION = 0.25
 SIMILARITY_BLOCK = 2**23  # similarities at a time, 64 MB

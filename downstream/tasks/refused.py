@@ -54,7 +54,7 @@ def remarks_on_refused(
 
 
 def refused_rows(task: TaskConfig, sheet: JoinedSheet, datasets: Sequence[Dataset]) -> Array:
-    """The rows of the sheet that name a refused record, and none that is in the data."""
+    """Returns the rows of the sheet whose record was refused and is in no dataset."""
     refused = {
         (source, record): None
         for dataset in datasets

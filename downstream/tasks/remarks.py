@@ -100,7 +100,7 @@ def _remarks_on_rare_classes(records_of: dict[str, int]) -> list[str]:
 
 
 def _remarks_on_codes(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
-    """Remarks on numbers such as -9 or 999, apart from all others."""
+    """Remarks on numbers far from all others, such as -9 or 999, which may mean "unknown"."""
     remarks = []
     for name in task.columns:
         values = pc.unique(sheet.cells[name]).drop_null().to_pylist()

@@ -38,8 +38,8 @@ from .config import FS_HZ, HALF, MV_PER_UV, Views
 from .order import Places
 from .torch_ops import TorchOps
 
-# Of the crops on which an augmentation of the user's is tried: those that stay when the others change. A
-# crop that is moved, or rows that are exchanged or averaged, meet one of the other kind
+# A user's augmentation is tried on these crops, and again with the False ones changed: the True ones must
+# come out the same. If it mixes crops, a True one meets a False one
 UNCHANGED_B = (False, True, True, False, True, False, False, True)
 TOLERANCE_MV = 1e-6  # a GPU may add in another order
 Tensors = dict[str, torch.Tensor]

@@ -38,7 +38,7 @@ from .stage_timer import StageTimer
 from .staging import Staging
 
 CROPS_PER_PLAN = 1024  # planned at a time, to share the overhead of numpy calls
-# Of LoaderConfig: what determines a batch
+# The settings of LoaderConfig that determine a batch
 RECIPE_SETTINGS = ("batch_crops", "seed", "views", "block_shards", "weights", "augment", "windows")
 State = dict[str, Any]
 log = logging.getLogger(__name__)

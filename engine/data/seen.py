@@ -46,7 +46,7 @@ SEEN_SCHEMA = pa.schema(
         ("hash", pa.int64()),  # ascending
         ("patient", pa.bool_()),  # else a waveform
         ("use", pa.int8()),  # index of USES
-        # Of a name that may not be public, hashed openly by an earlier version: not for publication
+        # The name may not be public, and an earlier version hashed it without a key: not for publication
         ("guessable", pa.bool_()),
     ]
 )

@@ -68,7 +68,7 @@ class PredictiveCoding(nn.Module):
             raise ConfigError(f"steps={steps}: must be less than the {tokens} tokens of a window")
         losses = []
         for ahead, linear in enumerate(self.maps, 1):
-            # Of the first n tokens, which predict the one that many ahead
+            # Each of the first n tokens predicts the token `ahead` of it
             predicted_RnF = linear(c_RND[:, :-ahead])
             with torch.autocast(z_RNF.device.type, enabled=False):
                 s_RnN = (

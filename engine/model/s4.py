@@ -56,14 +56,14 @@ def hippo_legs(states: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def conjugate_pairs(states: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the authors' basis, in which A + P P^T is diagonal: one eigenvalue of each pair [n / 2], P
-    there [n / 2], which is positive, as their eigenvectors are turned so; and [n, n], C in it (real
-    and imaginary part of each pair) to C in LegS's."""
+    """Returns the authors' basis, in which A + P P^T is diagonal: one eigenvalue of each pair [n / 2];
+    P in this basis [n / 2], made positive by turning the eigenvectors; and the map [n, n] from C in
+    it (real and imaginary part of each pair) to C in LegS's."""
     a_nn, b_n = hippo_legs(states)
     p_n = b_n / math.sqrt(2)
     skew_nn = a_nn + np.outer(p_n, p_n) + np.eye(states) / 2
     frequencies, vectors = np.linalg.eigh(-1j * skew_nn)
-    kept = slice(None, states // 2 - 1, -1)  # positive, the highest first
+    kept = slice(None, states // 2 - 1, -1)  # the positive frequencies, the highest first
     vectors, along = vectors[:, kept], p_n @ vectors[:, kept].conj()
     vectors = vectors * along / np.abs(along)
     to_legs_nn = 2 * np.stack([vectors.real.T, vectors.imag.T], 1).reshape(states, states)

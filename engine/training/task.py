@@ -54,7 +54,7 @@ class TrainingTask(ABC):
     windows: int  # windows of each crop in a step: LoaderConfig.windows
     remarks: Sequence[str]  # printed at the start
     code: Mapping[str, bytes]  # plugged-in files by name, for RUN/code and RUN/model
-    kept_files: Mapping[str, bytes]  # other files by name, for RUN
+    kept_files: Mapping[str, bytes]  # files other than code, by name, that are written to RUN
 
     @classmethod
     @abstractmethod

@@ -34,7 +34,7 @@ from .run_folder import RunFolder
 from .task import TrainingTask
 
 LONG_RUN_S = 600  # of a run on a CPU, from which on its duration is estimated
-# Of a matrix product's rate. Measured on two cores: 0.55 to 0.6 at the paper's size, in float32 and
+# A training's share of the rate of a matrix product. Measured on two cores: 0.55 to 0.6 at the paper's size, in float32 and
 # in bfloat16; 0.24 for configs/pretrain/small.yaml
 SHARE_OF_PEAK = 0.5
 COMPILE_DEFAULTS = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
