@@ -486,8 +486,6 @@ def _compare_archive(
         seen = np.zeros(len(dataset), bool)  # first rows of records that are in the archive
         findings = _archive_findings(comparison, sources, seen, workers, quiet)
         listed = _first_findings(findings, "--archive")
-        if not patients and any(finding.endswith("differs in patient") for finding in listed):
-            listed.append("--archive: if `shard` was given --patients, give them here, too")
         if not seen.any():  # whatever else it holds
             return _absent_records(comparison.rows, seen, "all ", "is this the archive?")
         return listed
@@ -601,4 +599,9 @@ def _compare_record(
         if again["age"] is not None:
             again["age"] = float(np.float32(again["age"]))  # rounded as in the table
         if differing := [column for column in ARCHIVE_COLUMNS if again[column] != row[column]]:
-            yield f"{place}: the archive differs in {', '.join(differing)}"
+            hint = ""
+            if "patient" in differing and not again["patient"]:
+                hint = (
+                    ", which it does not name: if `shard` was given --patients, give them here, too"
+                )
+            yield f"{place}: the archive differs in {', '.join(differing)}{hint}"
