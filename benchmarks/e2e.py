@@ -79,7 +79,7 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
         run = replace(base, run=f"{base.run}-{name}", settings=settings)
         cases[f"{name}: {base.model}, {base.batch} crops"] = (compare, (run,))
     facts = {"device": base.device, "model": base.model, "batch": base.batch, "steps": base.steps}
-    return describe_input(dataset, **facts, precision=auto_precision()), cases
+    return describe_input(dataset, **facts, precision=precision()), cases
 
 
 def compare(run: LoopRun) -> Result:
@@ -117,7 +117,7 @@ def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
         f"run={run.run}",
         f"data.datasets={json.dumps([run.dataset])}",
         f"train.batch_crops={run.batch * int(os.environ.get('WORLD_SIZE', 1))}",
-        f"train.precision={auto_precision()}",
+        f"train.precision={precision()}",
         "train.epochs=null",
         "train.schedule=fixed",
         "train.validate_every=0",
@@ -163,9 +163,7 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
         step.synchronize(run.device)
 
     if "bare" in run.sides:
-        step_run = step.StepRun(
-            step.OURS, auto_precision(), run.batch, run.model, device=run.device
-        )
+        step_run = step.StepRun(step.OURS, precision(), run.batch, run.model, device=run.device)
         advance = step.prepare_ours(replace(step_run, compiled=COMPILE_DEFAULTS[run.device]))
     sides: Any = {
         "bare": bare,
@@ -187,7 +185,7 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
     }
 
 
-def auto_precision() -> str:
+def precision() -> str:
     """Returns what `train.precision: auto` means on this machine."""
     from omnilead.engine.training.config import has_bf16
 

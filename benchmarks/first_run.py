@@ -24,7 +24,7 @@ from typing import Any
 
 import omnilead
 from benchmarks import program_parser
-from benchmarks.e2e import LoopRun, auto_precision, pretrain
+from benchmarks.e2e import LoopRun, precision, pretrain
 from benchmarks.measure import CaseError, call_fresh, make_dataset, say
 from benchmarks.run import machine_facts
 from omnilead.data_tools.sharding.roles import RoleSources
@@ -142,7 +142,7 @@ def train(run: LoopRun, seconds: float) -> Found:
         tasks=["diagnosis"],
         out=f"{run.run}-bench",
         device=run.device,
-        precision=auto_precision(),
+        precision=precision(),
     )
     scores = [{key: row[key] for key in ("model", "metrics")} for row in compared["rows"]]
     return {"first": read_metrics(run)[0], "last": read_metrics(run)[-1], "scores": scores}

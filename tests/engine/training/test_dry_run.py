@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn import BatchNorm1d, SyncBatchNorm
 
 from omnilead.downstream import finetune
 from omnilead.engine import pretrain
@@ -16,7 +17,7 @@ from omnilead.engine.training.dry_run import activation_bytes, as_on_a_gpu, kept
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.read_settings import read_settings
 from omnilead.engine.training.run_folder import open_datasets
-from omnilead.engine.training.train import recompute_layers
+from omnilead.engine.training.train import batch_norm_remarks, recompute_layers
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["model.conv=[[8,4],[8,4],[8,4]]", "model.width=16", "model.layers=2", "model.heads=2"]
@@ -92,6 +93,12 @@ def test_what_a_planner_may_not_see_by_himself(config, settings, says, capsys):
     how = ["--config", config, "--dry-run", "8", "--crops", "1e6", "--hourly", "3"]
     assert pretrain.main([*how, "--set", "train.log_every=10", *settings]) == 0
     assert re.search(says, capsys.readouterr().out)
+
+
+def test_batch_norm_is_doubted_on_several_ranks():
+    own, synchronized = (torch.nn.Sequential(kind(4)) for kind in (BatchNorm1d, SyncBatchNorm))
+    assert "batch norm on 2 ranks" in batch_norm_remarks(own, 2)[0]
+    assert batch_norm_remarks(own, 1) == batch_norm_remarks(synchronized, 2) == []
 
 
 def test_the_estimate_is_what_was_measured(capsys):
