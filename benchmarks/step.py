@@ -255,19 +255,20 @@ def synchronize(device: str) -> None:
 
 
 def prepare_ours(run: StepRun) -> Callable[[], None]:
-    config, device = run.config, torch.device(run.device)
-    model = Pretrainer(config, config_of(run.model).objective).to(device).train()
+    whole, config, device = config_of(run.model), run.config, torch.device(run.device)
+    model = Pretrainer(config, whole.objective).to(device).train()
     optimize = optimizer(model, run.precision)
     options = {"options": {"triton.mix_order_reduction": False}} if run.sums else {}
     compile_model(model, run.compiled, **options)
-    x_BSLT = torch.randn(run.batch, 2, config.leads, SAMPLES, device=device).to(dtype_of(run))
+    shape = run.batch, whole.windows, config.leads, whole.input.samples
+    x_BSLT = torch.randn(shape, device=device).to(dtype_of(run))
     ids_B = torch.arange(run.batch, device=device)
     updates = count()
 
     def advance() -> None:
         update = next(updates)
         # as in the loop: nothing waits
-        keys_BS = to_device(row_keys(1, update, np.arange(run.batch)), device)
+        keys_BS = to_device(row_keys(1, update, np.arange(run.batch), whole.windows), device)
         tau = torch.tensor(temperature(config, update)).to(device, non_blocking=True)
         with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):
             loss = model(x_BSLT, keys_BS, tau, ids_B)["loss"]

@@ -42,6 +42,7 @@ from ..settings.errors import ConfigError
 from .encoder import Dropout
 
 CHUNK_TOKENS = 32  # tokens. On a CPU 16 takes 1.2 times as long, 64 as long or 1.2 times, 128 twice
+GPU_CHUNK_TOKENS = 4  # tokens; see engine.model.s4_kernels
 DT_RANGE = 0.001, 0.1
 NORMS = ("layer", "batch", "group")
 GROUPS = 8  # of the stem's group norm
@@ -75,7 +76,8 @@ class Discrete:
 
     def __init__(self, dt_D: Tensor, states: int) -> None:
         a_nn, b_n = hippo_legs(states)
-        eigenvalues_n, vectors_nn = np.linalg.eig(a_nn)
+        # numpy 2.5 gives real ones as complex numbers
+        eigenvalues_n, vectors_nn = (values.real for values in np.linalg.eig(a_nn))
         self.vectors_nn = torch.from_numpy(vectors_nn).to(dt_D.device)
         self.inverse_nn = torch.from_numpy(np.linalg.inv(vectors_nn)).to(dt_D.device)
         half_Dn = dt_D[:, None] / 2 * torch.from_numpy(eigenvalues_n).to(dt_D.device)
@@ -157,18 +159,27 @@ class StateSpace(nn.Module):
         y_RND = self.filter_by(u_RND, self.C[0], self.D)
         if len(self.C) == 1:
             return y_RND
-        following_RND = F.pad(u_RND.flip(1), (0, 0, 1, 0))[:, :-1]
+        following_RND = F.pad(u_RND[:, 1:].flip(1), (0, 0, 1, 0))
         return y_RND + self.filter_by(following_RND, self.C[1], torch.zeros_like(self.D)).flip(1)
 
     def filter_by(self, u_RND: Tensor, c_Dh2: Tensor, d_D: Tensor) -> Tensor:
-        tokens, chunk, dtype = u_RND.shape[1], self.chunk, u_RND.dtype
+        tokens, dtype = u_RND.shape[1], u_RND.dtype
+        chunk = GPU_CHUNK_TOKENS if u_RND.is_cuda else self.chunk
         with torch.autocast(u_RND.device.type, enabled=False):
             c_D1n = c_Dh2.float().flatten(1)[:, None] @ self.read_Dnn
-            kernel_DT = (self.driven_DTn * c_D1n).sum(2)
+            driven_DTn = self.driven_DTn[:, :chunk]
+            kernel_DT = (driven_DTn * c_D1n).sum(2)
             first_D1 = kernel_DT[:, :1] + d_D.float()[:, None]
             kernel_DT = torch.cat([first_D1, kernel_DT[:, 1:]], 1)
-            out_DTn = (c_D1n @ self.powers_DnX).view(-1, chunk, self.states)
-            y_RND: Tensor = ChunkedConvolution.apply(
+            powers_DnTn = self.powers_DnX.unflatten(2, (self.chunk, -1))[:, :, :chunk]
+            out_DTn = (c_D1n @ powers_DnTn.flatten(2)).view(-1, chunk, self.states)
+            if u_RND.is_cuda:
+                step_Dnn = powers_DnTn[:, :, -1].contiguous()
+                y_RND: Tensor = ChunksInRegisters.apply(
+                    u_RND, kernel_DT, out_DTn, driven_DTn.flip(1), step_Dnn
+                )
+                return y_RND
+            y_RND = ChunkedConvolution.apply(
                 F.pad(u_RND, (0, 0, 0, -tokens % chunk)),
                 toeplitz(kernel_DT).to(dtype),
                 out_DTn.transpose(1, 2).to(dtype),
@@ -235,6 +246,59 @@ class ChunkedConvolution(torch.autograd.Function):
         return grad_u_RND, grad_k_DTT, grad_out_DnT, None, None
 
 
+class ChunksInRegisters(torch.autograd.Function):
+    """The same on a GPU, in few tokens a chunk (engine.model.s4_kernels)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, u_RND: Tensor, k_DT: Tensor, out_DTn: Tensor, left_DTn: Tensor, step_Dnn: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(u_RND, k_DT, out_DTn, left_DTn, step_Dnn)
+        y_RND: Tensor = filter_chunks(u_RND, k_DT, out_DTn, left_DTn, step_Dnn, False)
+        return y_RND
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        u_RND, k_DT, out_DTn, left_DTn, step_Dnn = ctx.saved_tensors
+        reverse = left_DTn.flip(1), out_DTn.flip(1)
+        grad_u_RND = filter_chunks(grads[0], k_DT, *reverse, step_Dnn, True)
+        return grad_u_RND, *weight_gradients(u_RND, grads[0], left_DTn, step_Dnn), None, None
+
+
+# Operations of torch, which its compiler calls without looking into them; Triton comes with a torch
+# that is made for GPUs
+@torch.library.custom_op("omnilead::s4_filter", mutates_args=())
+def filter_chunks(
+    u_RND: Tensor, k_DT: Tensor, out_DTn: Tensor, left_DTn: Tensor, step_Dnn: Tensor, back: bool
+) -> Tensor:
+    from . import s4_kernels
+
+    u_RND, k_DT, out_DTn = u_RND.contiguous(), k_DT.contiguous(), out_DTn.contiguous()
+    return s4_kernels.filter_chunks(
+        u_RND, k_DT, out_DTn, left_DTn.contiguous(), step_Dnn.contiguous(), back
+    )
+
+
+@torch.library.custom_op("omnilead::s4_weight_gradients", mutates_args=())
+def weight_gradients(
+    u_RND: Tensor, g_RND: Tensor, left_DTn: Tensor, step_Dnn: Tensor
+) -> tuple[Tensor, Tensor]:
+    from . import s4_kernels
+
+    u_RND, g_RND = u_RND.contiguous(), g_RND.contiguous()
+    return s4_kernels.weight_gradients(u_RND, g_RND, left_DTn.contiguous(), step_Dnn.contiguous())
+
+
+@filter_chunks.register_fake
+def _(u_RND: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(u_RND, memory_format=torch.contiguous_format)
+
+
+@weight_gradients.register_fake
+def _(u_RND: Tensor, g_RND: Tensor, left_DTn: Tensor, step_Dnn: Tensor) -> tuple[Tensor, Tensor]:
+    return left_DTn.new_empty(left_DTn.shape[:2]), left_DTn.new_empty(left_DTn.shape)
+
+
 class ChannelDropout(Dropout):
     """Drops channels of a row, for all its tokens."""
 
@@ -274,8 +338,12 @@ class StemBlock(nn.Module):
 
     def forward(self, x_RTC: Tensor) -> Tensor:
         edge = (self.kernel - 1) // 2
-        patches_RNCK = F.pad(x_RTC, (0, 0, edge, edge)).unfold(1, self.kernel, self.stride)
-        y_RND = F.linear(patches_RNCK.flatten(2), self.weight.flatten(1))
+        if self.kernel == self.stride == 1:  # else the compiler copies the gradient of the patches
+            patches_RNX = x_RTC
+        else:
+            patches_RNCK = F.pad(x_RTC, (0, 0, edge, edge)).unfold(1, self.kernel, self.stride)
+            patches_RNX = patches_RNCK.flatten(2)
+        y_RND = F.linear(patches_RNX, self.weight.flatten(1))
         if isinstance(self.norm, nn.BatchNorm1d):
             y_RND = self.norm(y_RND.flatten(0, 1)).view_as(y_RND)
         elif isinstance(self.norm, nn.GroupNorm):

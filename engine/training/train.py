@@ -19,6 +19,7 @@ from torch import nn
 from omnilead.data_tools.io.terminal import say
 
 from ..data.loader import Loader
+from ..model.config import OBJECTIVES
 from ..model.encoder import Encoder, attention_backend
 from ..settings.errors import ConfigError, Flag
 from ..settings.files import flatten
@@ -221,8 +222,8 @@ def recompute_layers(model: Any) -> None:
 
 def compile_model(model: Any, parts: str, **options: Any) -> None:
     """`layers`: compiles the transformer layers (identical, so only once) and other parts with
-    many small operations; of a plugged-in encoder, the whole. `step`: compiles forward and loss
-    as one graph."""
+    many small operations; of another encoder, the whole, with CPC's or JEPA's loss. `step`: compiles
+    forward and loss as one graph."""
     # torch's own; TF32 is off on purpose; dynamo reads .grad, not this code
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
@@ -234,6 +235,15 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
     encoder = model.encoder
     for part in encoder.layers if isinstance(encoder, Encoder) else [encoder]:
         part.compile(**options)
+    plugin = getattr(model, "plugin", None)
+    if (
+        plugin is not None
+        and not isinstance(encoder, Encoder)
+        and model.objective.method in OBJECTIVES
+    ):
+        # With the encoder: 1.3 times as fast as apart (S4 and CPC on an H200)
+        plugin.compile(**options)
+        return
     methods = [(encoder, "features"), (encoder, "first_layer_input")]
     if not isinstance(encoder, Encoder):  # an objective may call these alone
         methods.append((encoder, "context"))

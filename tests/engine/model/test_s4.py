@@ -2,6 +2,8 @@
 
 import json
 import math
+import warnings
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.s4 import S4, StateSpace, hippo_legs
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.config import load_config
+from omnilead.engine.training.train import compile_model
 from tests.tables import tabulated
 
 REFERENCE = Path(__file__).parents[3].parent / "shared" / "parity" / "ecg_cpc_small"
@@ -251,6 +254,63 @@ def test_a_step_is_one_graph():
     torch._dynamo.reset()  # other tests count what is compiled
     assert_close(*losses)
     assert_close(*gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["eager", "layers"])
+@pytest.mark.parametrize("recipe", ["s4_cpc", "s4_jepa"])
+def test_a_gpu_computes_what_a_cpu_does_and_never_waits(recipe, how):
+    config, losses, grads = load_config(recipe), [], []
+    options = config.model.options | {"width": 48, "layers": 2, "dropout": 0.0}
+    for device in ("cpu", "cuda"):
+        model_config = replace(config.model, options=options)
+        model = Pretrainer(
+            model_config, config.objective, generator=torch.Generator().manual_seed(0)
+        ).to(device)
+        compile_model(model, how if device == "cuda" else "eager")
+        given = waves(4, config.input.samples).to(device), keys(4).to(device)
+        out = model(*given)
+        out["loss"].backward()
+        losses.append({name: value.detach().cpu() for name, value in out.items()})
+        grads.append([p.grad.cpu() for p in model.parameters()])
+        if device == "cuda":
+            with no_waiting():
+                model(*given)["loss"].backward()
+    assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    for expected, got in zip(*grads, strict=True):
+        assert_close(got, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@contextmanager
+def no_waiting():
+    """Waiting for the GPU is an error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("states", "width", "tokens"), [(8, 512, 313), (4, 130, 1), (16, 7, 65)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_recurrence_on_a_gpu_is_the_convolution(dtype, states, width, tokens, bidirectional):
+    """In bfloat16 to its rounding, and twice the same."""
+    torch.manual_seed(0)
+    space, u_RND = StateSpace(width, states, 300, bidirectional), torch.randn(3, tokens, width)
+    grad_RND, results = torch.randn_like(u_RND), []
+    for device, kind in (("cpu", torch.float32), ("cuda", dtype), ("cuda", dtype)):
+        space, given = space.to(device, kind), u_RND.to(device, kind).requires_grad_()
+        y_RND = space(given)
+        found = torch.autograd.grad(y_RND, [given, space.C, space.D], grad_RND.to(device, kind))
+        results.append([part.detach().cpu().float() for part in (y_RND, *found)])
+    assert_close(results[1], results[2], rtol=0, atol=0)
+    limit = 5e-6 if dtype == torch.float32 else 2e-2
+    for got, expected in zip(results[1], results[0], strict=True):
+        assert_near(got, expected, limit)
 
 
 @pytest.mark.parametrize(

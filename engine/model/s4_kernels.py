@@ -1,0 +1,203 @@
+"""The products of chunks of S4 (engine.model.s4) on a GPU, in Triton: a thread keeps the states of one
+channel of one row in registers and goes from chunk to chunk, so that u is read and y is written once.
+
+    y_i = sum over j <= i of k_(i-j) u_j + out_i s        within a chunk
+    s   = step s + sum over j of left_j u_j               from chunk to chunk
+
+The gradient of u is the same from the last chunk to the first, with `step` transposed, `out` and `left`
+exchanged, and tokens of a chunk in reverse. That of k and `out` repeats the chunks instead of keeping
+their states; each row's sum is its own, and they are added in one order, so results are deterministic.
+`step` is lower triangular in LegS's basis, which saves half of its multiplications.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHANNELS = 128  # of a program, a thread each
+CHUNKS_AHEAD = 2  # chunks that are read before the first of them is used
+
+
+@triton.jit
+def load_all(place, exists, count: tl.constexpr):
+    """`count` numbers for each channel."""
+    numbers = ()
+    for i in tl.static_range(count):
+        numbers = numbers + (tl.load(place + i, exists, 0.0),)
+    return numbers
+
+
+@triton.jit
+def zeros(count: tl.constexpr, channels: tl.constexpr):
+    numbers = ()
+    for _ in tl.static_range(count):
+        numbers = numbers + (tl.zeros([channels], tl.float32),)
+    return numbers
+
+
+@triton.jit
+def next_state(s, step, left, u, chunk: tl.constexpr, states: tl.constexpr, back: tl.constexpr):
+    sums = ()
+    for i in tl.static_range(states):
+        total = left[i] * u[0]
+        for j in tl.static_range(1, chunk):
+            total += left[j * states + i] * u[j]
+        for j in tl.static_range(states):
+            if back:
+                if j >= i:
+                    total += step[j * states + i] * s[j]
+            elif j <= i:
+                total += step[i * states + j] * s[j]
+        sums = sums + (total,)
+    return sums
+
+
+@triton.jit
+def filter_kernel(
+    u,
+    y,
+    k,
+    out,
+    left,
+    step,
+    width,
+    tokens: tl.constexpr,
+    chunk: tl.constexpr,
+    states: tl.constexpr,
+    back: tl.constexpr,
+    channels: tl.constexpr,
+    ahead: tl.constexpr,
+):
+    """`back`: the gradient of u, from that of y."""
+    row, d = tl.program_id(0), tl.program_id(1) * channels + tl.arange(0, channels)
+    exists = d < width
+    k_T = load_all(k + d * chunk, exists, chunk)
+    out_Tn = load_all(out + d * chunk * states, exists, chunk * states)
+    left_Tn = load_all(left + d * chunk * states, exists, chunk * states)
+    step_nn = load_all(step + d * states * states, exists, states * states)
+    s = zeros(states, channels)
+    base = row.to(tl.int64) * tokens * width + d
+    count: tl.constexpr = (tokens + chunk - 1) // chunk
+    for first in range(0, count, ahead):
+        inputs = ()
+        for c in tl.static_range(ahead):
+            for i in tl.static_range(chunk):
+                t = (count - first - c) * chunk - 1 - i if back else (first + c) * chunk + i
+                value = tl.load(u + base + t * width, exists & (t >= 0) & (t < tokens), 0.0)
+                inputs = inputs + (value.to(tl.float32),)
+        for c in tl.static_range(ahead):
+            u_T = inputs[c * chunk : (c + 1) * chunk]
+            for i in tl.static_range(chunk):
+                t = (count - first - c) * chunk - 1 - i if back else (first + c) * chunk + i
+                total = k_T[0] * u_T[i]
+                for j in tl.static_range(i):
+                    total += k_T[i - j] * u_T[j]
+                for n in tl.static_range(states):
+                    total += out_Tn[i * states + n] * s[n]
+                place = y + base + t * width
+                tl.store(place, total.to(y.dtype.element_ty), exists & (t >= 0) & (t < tokens))
+            s = next_state(s, step_nn, left_Tn, u_T, chunk, states, back)
+
+
+@triton.jit
+def gradient_kernel(
+    u,
+    g,
+    k_gradient,
+    out_gradient,
+    left,
+    step,
+    width,
+    tokens: tl.constexpr,
+    chunk: tl.constexpr,
+    states: tl.constexpr,
+    channels: tl.constexpr,
+    ahead: tl.constexpr,
+):
+    """The gradients of k and `out` for each row."""
+    row, d = tl.program_id(0), tl.program_id(1) * channels + tl.arange(0, channels)
+    exists = d < width
+    left_Tn = load_all(left + d * chunk * states, exists, chunk * states)
+    step_nn = load_all(step + d * states * states, exists, states * states)
+    s = zeros(states, channels)
+    k_T, out_Tn = zeros(chunk, channels), zeros(chunk * states, channels)
+    base = row.to(tl.int64) * tokens * width + d
+    count: tl.constexpr = (tokens + chunk - 1) // chunk
+    for first in range(0, count, ahead):
+        inputs, grads = (), ()
+        for i in tl.static_range(ahead * chunk):
+            t = first * chunk + i
+            inputs = inputs + (
+                tl.load(u + base + t * width, exists & (t < tokens), 0.0).to(tl.float32),
+            )
+            grads = grads + (
+                tl.load(g + base + t * width, exists & (t < tokens), 0.0).to(tl.float32),
+            )
+        for c in tl.static_range(ahead):
+            u_T, g_T = inputs[c * chunk : (c + 1) * chunk], grads[c * chunk : (c + 1) * chunk]
+            k_sums, out_sums = (), ()
+            for lag in tl.static_range(chunk):
+                total = k_T[lag]
+                for j in tl.static_range(chunk - lag):
+                    total += g_T[j + lag] * u_T[j]
+                k_sums = k_sums + (total,)
+            for i in tl.static_range(chunk):
+                for n in tl.static_range(states):
+                    out_sums = out_sums + (out_Tn[i * states + n] + g_T[i] * s[n],)
+            k_T, out_Tn = k_sums, out_sums
+            s = next_state(s, step_nn, left_Tn, u_T, chunk, states, False)
+    place = row.to(tl.int64) * width + d
+    for i in tl.static_range(chunk):
+        tl.store(k_gradient + place * chunk + i, k_T[i], exists)
+    for i in tl.static_range(chunk * states):
+        tl.store(out_gradient + place * chunk * states + i, out_Tn[i], exists)
+
+
+def filter_chunks(
+    u_RND: Tensor, k_DT: Tensor, out_DTn: Tensor, left_DTn: Tensor, step_Dnn: Tensor, back: bool
+) -> Tensor:
+    """y of u. `back`: with the tokens of a chunk in reverse in `out` and `left`."""
+    rows, tokens, width = u_RND.shape
+    y_RND = torch.empty_like(u_RND)
+    filter_kernel[rows, triton.cdiv(width, CHANNELS)](
+        u_RND,
+        y_RND,
+        k_DT,
+        out_DTn,
+        left_DTn,
+        step_Dnn,
+        width,
+        tokens,
+        *out_DTn.shape[1:],
+        back,
+        CHANNELS,
+        CHUNKS_AHEAD,
+        num_warps=CHANNELS // 32,
+    )
+    return y_RND
+
+
+def weight_gradients(
+    u_RND: Tensor, g_RND: Tensor, left_DTn: Tensor, step_Dnn: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of k_DT and out_DTn, if that of y is g."""
+    (rows, tokens, width), (_, chunk, states) = u_RND.shape, left_DTn.shape
+    k_RDT = torch.empty(rows, width, chunk, device=u_RND.device)
+    out_RDTn = torch.empty(rows, width, chunk, states, device=u_RND.device)
+    gradient_kernel[rows, triton.cdiv(width, CHANNELS)](
+        u_RND,
+        g_RND,
+        k_RDT,
+        out_RDTn,
+        left_DTn,
+        step_Dnn,
+        width,
+        tokens,
+        chunk,
+        states,
+        CHANNELS,
+        CHUNKS_AHEAD,
+        num_warps=CHANNELS // 32,
+    )
+    return k_RDT.sum(0), out_RDTn.sum(0)
