@@ -55,9 +55,6 @@ SMALL_BATCH = 128  # crops: four steps of so many fit a GPU together
 LOSS_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
 # other settings of our step on a GPU, at the first batch size: the default's own is measured once
 VARIANTS: tuple[dict[str, str], ...] = (
-    # torch's compiler sums a layer norm's gradient over rows and over columns in one kernel; in torch
-    # 2.11 on an H100 that kernel moved 0.35 to 0.5 TB/s of 3, and took a quarter of the step
-    {"sums": "separate"},
     {"compiled": "step"},
     {"attention": "cudnn"},  # which of them torch prefers depends on its version and the GPU
     {"attention": "flash"},
@@ -83,7 +80,6 @@ class StepRun:
     kernels: str = "auto"
     compiled: str = "eager"
     attention: str = ""  # one of ATTENTION; "": as torch chooses
-    sums: str = ""  # "separate": row and column sums are never compiled into one kernel
     device: str = "cpu"
     threads: int = 2
     steps: int = 2
@@ -94,7 +90,6 @@ class StepRun:
         variants += [f"{self.kernels} kernels"] if self.kernels != "auto" else []
         variants += [f"{self.compiled} compiled"] if self.compiled != "eager" else []
         variants += [f"{self.attention} attention"] if self.attention else []
-        variants += [f"{self.sums} sums"] if self.sums else []
         variants += [f"{self.batch} crops"] if self.batch else []
         return f"{self.side}: {', '.join(variants)}"
 
@@ -258,8 +253,7 @@ def prepare_ours(run: StepRun) -> Callable[[], None]:
     whole, config, device = config_of(run.model), run.config, torch.device(run.device)
     model = Pretrainer(config, whole.objective).to(device).train()
     optimize = optimizer(model, run.precision)
-    options = {"options": {"triton.mix_order_reduction": False}} if run.sums else {}
-    compile_model(model, run.compiled, **options)
+    compile_model(model, run.compiled)
     shape = run.batch, whole.windows, config.leads, whole.input.samples
     x_BSLT = torch.randn(shape, device=device).to(dtype_of(run))
     ids_B = torch.arange(run.batch, device=device)

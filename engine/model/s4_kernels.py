@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHANNELS = 128  # of a program, a thread each
-CHUNKS_AHEAD = 2  # chunks that are read before the first of them is used
+CHUNKS_AHEAD = 4  # chunks that are read before the first of them is used
 
 
 @triton.jit

@@ -446,16 +446,14 @@ def nearest_settings(key: str, kind: type[BaseModel]) -> list[str]:
     return difflib.get_close_matches(key, list(flatten(kind().model_dump())), 1, 0.5)
 
 
-def deepspeed_json(
-    config: RunConfig, world: int, universal: bool = False, clips: bool = False
-) -> dict[str, Any]:
+def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration: ZeRO and communication from the file, everything else from the
-    settings. `clips`: DeepSpeed, not the optimizer, measures, clips and skips gradients."""
+    settings."""
     settings = _deepspeed_file(config).model_dump(exclude_unset=True)
     zero: dict[str, Any] = settings.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
     if zero["stage"] in (1, 2):
         # the optimizer computes it without waiting for the device
-        zero["compute_grad_norm"] = clips
+        zero["compute_grad_norm"] = False
     elif zero["stage"] == 3:
         zero["sub_group_size"] = 10**12  # one call of the optimizer per step
     micro, accumulation = micro_batch(config, world)
@@ -463,9 +461,9 @@ def deepspeed_json(
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "zero_optimization": zero,
-        "bf16": {"enabled": config.train.precision == "bf16", "check_grad_overflow": clips},
+        "bf16": {"enabled": config.train.precision == "bf16", "check_grad_overflow": False},
         # DeepSpeed's default is 1; the optimizer clips, by train.clip_norm
-        "gradient_clipping": config.train.clip_norm if clips else 0.0,
+        "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**62,
         "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per step

@@ -194,7 +194,6 @@ class Loop:
         # the same dropout after a resume
         torch.manual_seed(int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1)
         arguments = self.task.arguments(batch, step, self.total)
-        calls = self.adam.calls
         reports: list[dict[str, Tensor]] = []
         count = -(-len(batch.places) // self.micro)
         for start in range(0, len(batch.places), self.micro):
@@ -205,8 +204,6 @@ class Loop:
             self.engine.backward(losses["loss"])
             self.engine.step()
             reports.append({name: value.detach() for name, value in losses.items()})
-        if self.adam.calls == calls:
-            self.adam.count_skipped()
         self.task.after_step(self.engine.module)
         self.progress.step += 1
         self.recent.append((step, batch.places))
@@ -240,7 +237,6 @@ class Loop:
             )
         if warning := self.task.warning(values):
             say(f"warning: {warning}")
-        norm = self.engine.get_global_grad_norm() if self.adam.by_engine else self.adam.norm
         progress, speed = self.progress, self.loader.meter.snapshot()
         crops_per_s = speed["crops_per_s"] * self.ranks.world
         self.logger.log(
@@ -252,7 +248,7 @@ class Loop:
                 "crops_seen": progress.crops_seen,
                 "epoch": progress.crops_seen / self.loader.order.crops_per_epoch,
                 "lr": lr_at(self.config.train, progress.step - 1, self.total),
-                "grad_norm": float(norm),
+                "grad_norm": float(self.adam.norm),
                 "skipped_steps": int(self.adam.skipped),
                 "memory_gb": memory_gb(self.ranks.device),
                 "crops_per_s": crops_per_s,

@@ -11,9 +11,9 @@ DeepSpeed calls `step` once gradients are averaged. With ZeRO each rank holds a 
 kernels take the clipping factor and the decision to skip as tensors (`grad_scale`, `found_inf`,
 made for loss scaling): a skipped step leaves weights, moments and step count unchanged.
 
-`groups` of weights may have shares of the learning rate (`lr_groups`). ZeRO updates one group after the other, so
-with several of them DeepSpeed itself measures the norm of all, clips and skips (`by_engine`), which
-waits for the device.
+`groups` of weights may have shares of the learning rate (`lr_groups`). ZeRO hands over one group
+after the other; the first call of a step measures the norm of all, with the gradients that are still
+`pending`. DeepSpeed's own measurement waits for the device in each step.
 
 Schedules. fixed: as the authors pre-train. warmup_cosine: linear from start_factor to 1 over the
 first `warmup` of all steps, then half a cosine to end_factor. tri_stage (fairseq): linear, constant
@@ -21,7 +21,7 @@ over `hold`, then exponential to end_factor.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,19 +47,25 @@ class GuardedAdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__([{"params": weights} for _, weights in groups], fused=True, **options)
         self.shares = [share for share, _ in groups]
-        self.by_engine = partitioned and len(groups) > 1
-        self.clip_norm = 0.0 if self.by_engine else clip_norm
-        self.partitioned = partitioned and not self.by_engine
+        self.clip_norm, self.partitioned = clip_norm, partitioned
+        self.calls, self.calls_per_step = 0, len(groups) if partitioned else 1
+        # The gradients of groups whose call comes later in the same step
+        self.pending: Callable[[], list[Tensor]] = list
         device = self.param_groups[0]["params"][0].device
         self.norm, self.skipped, self.in_a_row = (torch.zeros((), device=device) for _ in range(3))
-        self.calls = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.calls % self.calls_per_step == 0:
+            self._measure()
         self.calls += 1
-        grads = [
-            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
+        super().step()
+
+    def _measure(self) -> None:
+        """Computes the norm of all gradients, how they are clipped, and whether to skip the step."""
+        weights = (p for group in self.param_groups for p in group["params"])
+        grads = [p.grad for p in weights if p.grad is not None]
+        grads += [grad.float() for grad in self.pending()]
         if self.norm.is_cpu:
             # There torch adds up squares one after the other: with 1 million of them the norm is off
             # by 2.5e-5, with half as many, of one of two ranks, by 1.1e-5
@@ -69,20 +75,11 @@ class GuardedAdamW(torch.optim.AdamW):
         if self.partitioned and dist.get_world_size() > 1:
             dist.all_reduce(square)
         self.norm = square.sqrt()
-        nonfinite = (~torch.isfinite(self.norm)).float()
+        self.found_inf = (~torch.isfinite(self.norm)).float()
         if self.clip_norm:
             self.grad_scale = ((self.norm + 1e-6) / self.clip_norm).clamp(min=1)
-        self.found_inf = nonfinite
-        super().step()
-        self._count(nonfinite)
-
-    def count_skipped(self) -> None:
-        """Counts a step that DeepSpeed itself skipped (`by_engine`), on all ranks."""
-        self._count(torch.ones_like(self.skipped))
-
-    def _count(self, nonfinite: Tensor) -> None:
-        self.skipped = self.skipped + nonfinite
-        self.in_a_row = (self.in_a_row + 1) * nonfinite
+        self.skipped = self.skipped + self.found_inf
+        self.in_a_row = (self.in_a_row + 1) * self.found_inf
 
 
 def lr_groups(model: nn.Module, factors: Mapping[str, float]) -> Groups:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from omnilead.data_tools.io.terminal import say
 
@@ -188,7 +188,7 @@ def initialize_deepspeed(task: TrainingTask, universal: bool) -> tuple[Any, Guar
         eps=t.eps,
         weight_decay=t.weight_decay,
     )
-    settings = deepspeed_json(config, ranks.world, universal, adam.by_engine)
+    settings = deepspeed_json(config, ranks.world, universal)
     try:
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
     except Exception as error:
@@ -199,7 +199,9 @@ def initialize_deepspeed(task: TrainingTask, universal: bool) -> tuple[Any, Guar
             f"train.deepspeed={t.deepspeed!r}: DeepSpeed refuses it: {error}"[:300]
         ) from None
     distributed.require_function(engine, "checkpoint_engine.save", ["state_dict", "path"])
-    if stage == 3 and not adam.by_engine:
+    if adam.calls_per_step > 1:
+        adam.pending = lambda: pending_gradients(engine.optimizer, adam)
+    if stage == 3:
         distributed.require_function(engine, "optimizer._get_norm_groups", [])
         # Its own look at the norm waits for the device in each step; the optimizer's does not
         engine.optimizer._get_norm_groups = lambda: [torch.zeros(())]
@@ -209,6 +211,19 @@ def initialize_deepspeed(task: TrainingTask, universal: bool) -> tuple[Any, Guar
         model, t.compile or ("eager" if stage == 3 else COMPILE_DEFAULTS[ranks.device.type])
     )
     return engine, adam
+
+
+def pending_gradients(zero: Any, adam: GuardedAdamW) -> list[Tensor]:
+    """The gradients of groups that ZeRO has not handed to the optimizer, at the first call of a
+    step."""
+    kept = getattr(zero, "averaged_gradients", {})
+    groups = [grads for grads in kept.values() if grads is not None]
+    if len(groups) != adam.calls_per_step - 1:
+        raise ConfigError(
+            "train.lr_factors: needs all gradients at once, and DeepSpeed keeps them elsewhere: leave "
+            "it out, or offload_optimizer in train.deepspeed, or use deepspeed 0.19.8"
+        )
+    return [grad for grads in groups for grad in grads]
 
 
 def recompute_layers(model: Any) -> None:

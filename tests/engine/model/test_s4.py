@@ -177,6 +177,16 @@ def encoder_of(**options):
     return build_encoder(config, generator=torch.Generator().manual_seed(0)), config
 
 
+def test_a_numpy_that_gives_complex_eigenvalues(monkeypatch):
+    """numpy 2.5 does, also of real ones."""
+    real = np.linalg.eig
+    expected = StateSpace(3, 4, 40)
+    monkeypatch.setattr(np.linalg, "eig", lambda a: [part.astype(complex) for part in real(a)])
+    space = StateSpace(3, 4, 40)
+    space.load_state_dict(expected.state_dict())
+    assert_close(dict(space.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("norm", ["batch", "layer", "group"])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_who_sees_what(norm, bidirectional):

@@ -304,9 +304,11 @@ def test_a_step_whose_validation_is_repeated_may_be_the_best(dataset, tmp_path):
     assert state["best"]["step"] == 2 and state["best"]["thresholds"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("stage", "factors"), [(0, {}), (1, {}), (3, {}), (1, {"stem": 0.1}), (3, {"stem": 0.1})]
+)
 def test_non_finite_steps_are_skipped_and_too_many_end_the_run(
-    stage, training, tmp_path, monkeypatch
+    stage, factors, training, tmp_path, monkeypatch
 ):
     forward, calls = Pretrainer.forward, count(1)
 
@@ -319,6 +321,7 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(
 
     monkeypatch.setattr(Pretrainer, "forward", poisoned)
     how = {"train__zero_stage": stage, "train__max_nonfinite": 5, "train__steps": 30}
+    how |= {"train__lr_factors": factors}
     ended = training(**how)
     run = tmp_path / "run"
     assert column(run, "skipped_steps") == [0, 0, 1, 2, 2, 2, 2, 3, 4, 5, 6, 7]

@@ -71,7 +71,7 @@ def test_a_run_resumes_bit_for_bit_and_embeds(config, dataset, tmp_path):
 
 def test_ranks_share_what_has_other_rates(dataset, tmp_path):
     how = {"train__steps": 3, "model__options": {"norm": "layer", "dropout": 0.0} | OPTIONS}
-    for name, world, stage in (("one", 1, 1), ("two", 2, 2), ("three", 2, 3)):
+    for name, world, stage in (("one", 1, 0), ("part", 1, 1), ("two", 2, 2), ("three", 2, 3)):
         train = partial(shipped, tmp_path, dataset, "s4_cpc", name, world, train__zero_stage=stage)
         train(**how).good()
         for key in ("loss", "grad_norm"):
