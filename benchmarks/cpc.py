@@ -5,7 +5,7 @@ and a re-creation of the authors'.
                of spectra
     loss       a target and 128 negatives copied for each token, in one array
 
-They take turns with matrix products, the peak rate of a core. Timing starts only if both sides give
+Our encoder alone (embedding) takes its turn, too, and matrix products, the peak rate of a core. Timing starts only if both sides give
 the same loss and gradients for the same weights and draws; tests/benchmarks/test_cpc.py holds the
 re-creation against the authors' numbers. Windows are noise. On a GPU ours is measured alone: it is
 compiled.
@@ -47,6 +47,7 @@ from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 
 CONFIG_NAME = "ecg_cpc"
 RECREATION = "re-creation of ECG-CPC's step"
+EMBEDDING = "omnilead, embedding"
 # windows; the re-creation copies 226 MB for each
 WINDOWS = {"cpu": 16, "cuda": 1024}
 GRADIENT_TOLERANCE = 1e-4
@@ -142,7 +143,7 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
         raise CaseError(f"the two sides differ by {difference:.1e}: nothing was timed")
     batch, steps = options.batch or WINDOWS[device], options.steps or STEPS_PER_REPEAT[device]
     cases: Cases = {}
-    sides = (OURS,) if device == "cuda" else (RECREATION, OURS)
+    sides = (OURS, EMBEDDING) if device == "cuda" else (RECREATION, OURS, EMBEDDING)
     for side, precision in ((side, p) for p in ("fp32", "bf16") for side in sides):
         if (side, precision) != (RECREATION, "bf16"):  # the authors train in float32
             run = CpcRun(side, precision, batch, steps, device)
@@ -194,7 +195,12 @@ def step(run: CpcRun) -> Iterator[Any]:
     torch.manual_seed(1)
     if run.device == "cpu":
         keep_freed_memory()  # for both sides
-    advance = prepare_authors(run) if run.side == RECREATION else prepare_ours(run)
+    prepare_side = {
+        RECREATION: prepare_authors,
+        OURS: prepare_ours,
+        EMBEDDING: prepare_embedding,
+    }
+    advance = prepare_side[run.side](run)
     advance()
     yield
     while True:
@@ -217,6 +223,18 @@ def prepare_ours(run: CpcRun) -> Callable[[], None]:
         keys_BS = torch.from_numpy(row_keys(1, next(updates), np.arange(run.batch), 1))
         model(x_BSLT, keys_BS.to(run.device, non_blocking=True))["loss"].backward()
         optimize()
+
+    return advance
+
+
+def prepare_embedding(run: CpcRun) -> Callable[[], None]:
+    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    encoder = build_pretrainer().encoder.to(run.device, dtype).eval()
+    x_RLT = torch.randn(run.batch, 12, 600, device=run.device).to(dtype)
+
+    @torch.inference_mode()
+    def advance() -> None:
+        encoder(x_RLT)
 
     return advance
 

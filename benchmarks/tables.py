@@ -129,16 +129,19 @@ def step_blocks(part: Part) -> Iterator[str]:
 def cpc_blocks(part: Part) -> Iterator[str]:
     """Renders steps of ECG-CPC. Ratios are to the re-creation, which is in float32."""
     results, figure, rows = part["results"], main_rate(part), []
+    step_gflop = part["input"]["gflop_per_crop"]
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
     authors = [value for name, value in speed.items() if name.startswith("re-creation")]
     for name, result in results.items():
         product = speed.get(f"matrix product: {name.split(': ')[1].split(',')[0]}")
-        is_step = not name.startswith("matrix product")
-        unit = "" if is_step else " GFLOP"
+        is_product, is_forward = name.startswith("matrix product"), "embedding" in name
+        unit = " GFLOP" if is_product else ""
         cells = [name, median_text(figure)(result) + unit, range_text(figure)(result)]
-        share = 100 * speed[name] * part["input"]["gflop_per_crop"] / product if product else nan
-        cells.append(f"{share:.0f} %" if is_step and product else "")
-        cells.append(f"{speed[name] / authors[0]:.2f}x" if is_step and authors else "")
+        gflop = step_gflop / 3 if is_forward else step_gflop
+        share = 100 * speed[name] * gflop / product if product else nan
+        cells.append("" if is_product or not product else f"{share:.0f} %")
+        is_step = authors and not is_product and not is_forward
+        cells.append(f"{speed[name] / authors[0]:.2f}x" if is_step else "")
         rows.append([*cells, f"{result.get('gpu_peak_mb', result['peak_mb']) / 1024:.1f} GB"])
     head = (
         "windows per CPU-second | lowest to highest | MFU | against the re-creation | peak memory"

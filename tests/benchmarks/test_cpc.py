@@ -34,7 +34,9 @@ def test_the_re_creation_gives_the_authors_numbers():
             assert float(theirs.detach()) == pytest.approx(float(results[name]), rel=1e-6)
 
 
-@pytest.mark.parametrize(("side", "precision"), [(cpc.OURS, "bf16"), (cpc.RECREATION, "fp32")])
+@pytest.mark.parametrize(
+    ("side", "precision"), [(cpc.OURS, "bf16"), (cpc.RECREATION, "fp32"), (cpc.EMBEDDING, "bf16")]
+)
 def test_a_step_of_either_side(side, precision, monkeypatch):
     small = cpc.build_pretrainer
     monkeypatch.setattr(cpc, "build_pretrainer", lambda **options: small(width=16, **options))
@@ -49,7 +51,9 @@ def test_the_cases(tmp_path, monkeypatch):
     assert list(cases) == [
         "re-creation of ECG-CPC's step: fp32, 4 windows",
         "omnilead: fp32, 4 windows",
+        "omnilead, embedding: fp32, 4 windows",
         "omnilead: bf16, 4 windows",
+        "omnilead, embedding: bf16, 4 windows",
         "matrix product: fp32",
         "matrix product: bf16",
     ]
