@@ -37,7 +37,7 @@ def test_all_commands_run_from_synth_to_a_figure(shell, tmp_path):
  | required
 shard nowhere | --out
 shard nowhere --out x | nowhere
-shard SRC --out x --workers 0 | --workers: 0: must be a whole number of at least 1
+shard SRC --out x --workers 0 | --workers: 0:
 shard SRC --out x --seed -1 | --seed
 shard SRC --out x --plan mine | paper-split
 shard SRC --out x --source no_such_module:Thing | no_such_module

@@ -123,7 +123,7 @@ def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
     assert half.head.weight.equal(model.head.weight)  # rounded, it would lose the standardisation
     assert "was not trained with missing leads" in model.missing_leads_doubt()
     for out, says in (
-        ("B", "B: exists: choose another folder"),
+        ("B", "B: exists"),
         ("A/config.json/B", "no folder can be made in"),
     ):
         with pytest.raises(ConfigError, match=f"--out .*{says}"):

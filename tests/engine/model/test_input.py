@@ -168,7 +168,7 @@ def test_two_views_of_five_seconds_become_shorter(dataset):
         ({"fs_hz": 100.0, "band_hz": [0.5, 50.0]}, "input.band_hz=(0.5, 50.0): give [LOW, HIGH]"),
         ({"band_hz": [40.0, 0.5]}, "input.band_hz=(40.0, 0.5): give [LOW, HIGH]"),
         ({"scale": "unit"}, "input.scale='unit': input should be 'millivolt', 'zscore' or"),
-        ({"window_s": 0.02}, "model.conv: a token is 16 samples, the input 10"),
+        ({"window_s": 0.02}, "model.conv"),
     ],
 )
 def test_refused_inputs(config, says):

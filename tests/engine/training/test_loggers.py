@@ -165,7 +165,7 @@ def test_a_service_that_does_not_start_or_is_missing_is_one_line(
         logger(tmp_path / "run", config("wandb"))
     monkeypatch.setattr(tracking, "is_installed", lambda name: False)
     says = training("new", train__track=["mlflow"]).one_line()
-    assert "mlflow is not installed: pip install 'omnilead[track]'" in says
+    assert "mlflow is not installed" in says
     assert not (tmp_path / "new").exists()
 
 
