@@ -278,9 +278,10 @@ def filter_chunks(
     from . import s4_kernels
 
     u_RND, k_DT, out_DTn = u_RND.contiguous(), k_DT.contiguous(), out_DTn.contiguous()
-    return s4_kernels.filter_chunks(
-        u_RND, k_DT, out_DTn, left_DTn.contiguous(), step_Dnn.contiguous(), back
-    )
+    with torch.cuda.device_of(u_RND):  # Triton runs on the current device
+        return s4_kernels.filter_chunks(
+            u_RND, k_DT, out_DTn, left_DTn.contiguous(), step_Dnn.contiguous(), back
+        )
 
 
 @torch.library.custom_op("omnilead::s4_weight_gradients", mutates_args=())
@@ -290,7 +291,10 @@ def weight_gradients(
     from . import s4_kernels
 
     u_RND, g_RND = u_RND.contiguous(), g_RND.contiguous()
-    return s4_kernels.weight_gradients(u_RND, g_RND, left_DTn.contiguous(), step_Dnn.contiguous())
+    with torch.cuda.device_of(u_RND):
+        return s4_kernels.weight_gradients(
+            u_RND, g_RND, left_DTn.contiguous(), step_Dnn.contiguous()
+        )
 
 
 @filter_chunks.register_fake
