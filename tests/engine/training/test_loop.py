@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+import traceback
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,6 +29,7 @@ from ranks import (
     tuning,
     wait,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.downstream.finetuning.task import FinetuneTask
@@ -110,6 +112,35 @@ def test_gradient_accumulation_equals_one_large_batch(training, tmp_path):
     for part in ("loss", "loss_local", "loss_features", "grad_norm"):
         one, four = (column(tmp_path / name, part) for name in ("one", "four"))
         np.testing.assert_allclose(four, one, rtol=2e-5)
+
+
+class ReadNumbers(TorchDispatchMode):
+    """Prints from where a number of a tensor is read: on a GPU, that waits for it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            where = [f"{frame.name} in {frame.filename}" for frame in traceback.extract_stack()]
+            print("a number is read:", *where[-8:-1], sep="\n", flush=True)
+        return func(*args, **(kwargs or {}))
+
+
+def print_numbers_read():
+    step = Loop._step
+
+    def watched(loop, batch):
+        with ReadNumbers():
+            return step(loop, batch)
+
+    Loop._step = watched
+
+
+@pytest.mark.parametrize("factors", [{}, {"stem": 0.1}])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_reads_no_number(stage, factors, training):
+    """ZeRO 3 reads the zero that it is given for the norm, which is on the CPU."""
+    how = {"train__zero_stage": stage, "train__lr_factors": factors, "train__precision": "bf16"}
+    said = training(before=print_numbers_read, train__steps=3, **how).good()
+    assert "a number is read" not in said, said
 
 
 @pytest.mark.gpu
