@@ -21,7 +21,8 @@ The sum over l is made of products for each channel, a chunk of T tokens at a ti
     s_(c+1) = A'^T s_c + v_c                 the state before each chunk, in float32
     y_i += C A'^(i+1) s_c                    what the chunks before add
 
-which is the same for any T. The authors have a kernel as long as the input and multiply spectra. What
+which is the same for any T. On a GPU chunks have two tokens, and the states never leave the registers
+(engine.model.s4_kernels). The authors have a kernel as long as the input and multiply spectra. What
 they store of C is C (1 - A'^L), L tokens long, in the basis where A + P P^T is diagonal and states are
 conjugate pairs, of which one is kept. So is ours, for AdamW to move it as it moves theirs.
 
@@ -178,7 +179,8 @@ class StateSpace(nn.Module):
     def chunk_weights(
         self, c_Dh2: Tensor, d_D: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """k_DT, with D in k_0; C A'^(i+1) [D, T, n]; A'^(T-1-j) B' [D, T, n]; A'^T [D, n, n]."""
+        """Returns what the products of a chunk need: k_DT; out_DTn, C A'^(i+1); left_DTn, A'^(T-1-j) B';
+        step_Dnn, A'^T."""
         c_D1n = c_Dh2.float().flatten(1)[:, None] @ self.read_Dnn
         driven_DTn = self.driven_DTn[:, :chunk]
         k_DT = (driven_DTn * c_D1n).sum(2)
