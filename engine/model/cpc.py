@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..settings.errors import ConfigError
 from .draws import ModelStream, count_negatives, random_integers
@@ -101,8 +102,6 @@ class SampledCoding(nn.Module):
         return sampled_loss(predicted_RnF, z_RNF, drawn_RnK, self.ahead)
 
 
-ALIGNED = 8  # tokens: products of other sizes take twice as long on an H200
-
 FORMS = {"all": PredictiveCoding, "sampled": SampledCoding}
 
 
@@ -120,7 +119,8 @@ def draw_candidates(keys_R: Tensor, tokens: int, ahead: int, negatives: int) -> 
 
 
 class Float32Product(torch.autograd.Function):
-    """a b^T in float32, of two in bfloat16, on a GPU: ten times as fast as a product of float32."""
+    """a b^T in float32, of two in bfloat16, on a GPU: ten times as fast as a product of float32. Its
+    gradient is rounded to bfloat16, as everywhere else in such a model."""
 
     @staticmethod
     def forward(ctx: Any, a_RnF: Tensor, b_RNF: Tensor) -> Tensor:
@@ -131,10 +131,14 @@ class Float32Product(torch.autograd.Function):
         return s_RnN[:, : ctx.sizes[0], : ctx.sizes[1]]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (a_RnF, b_RNF), (n, tokens) = ctx.saved_tensors, ctx.sizes
         g_RnN = F.pad(grads[0], (0, -tokens % ALIGNED, 0, -n % ALIGNED)).to(a_RnF.dtype)
         return (g_RnN @ b_RNF)[:, :n], (g_RnN.transpose(1, 2) @ a_RnF)[:, :tokens]
+
+
+ALIGNED = 8  # tokens: products of other sizes take twice as long on an H200
 
 
 def pad_tokens(x_RND: Tensor) -> Tensor:
@@ -150,8 +154,8 @@ def sampled_loss(predicted_RnF: Tensor, z_RNF: Tensor, drawn_RnK: Tensor, ahead:
             s_RnN = predicted_RnF.float() @ z_RNF.float().transpose(1, 2)
     times_RnN = count_negatives(drawn_RnK, z_RNF.shape[1])
     times_RnN.diagonal(ahead, 1, 2).fill_(1.0)
-    # Weighted by hand: the logarithm of a count of 0 is slow on a CPU. Who is no candidate may be
-    # above the largest one, and then exp would be infinite
+    # Weighted by hand: the logarithm of a count of 0 is slow on a CPU. Tokens that are no
+    # candidates may score above the largest candidate: the clamp keeps their exp finite
     drawn_RnN = s_RnN.detach().masked_fill(times_RnN == 0, -torch.inf)
     largest_Rn1 = drawn_RnN.amax(2, keepdim=True)
     share_RnN = times_RnN * (s_RnN - largest_Rn1).clamp(max=0).exp()

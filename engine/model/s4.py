@@ -21,10 +21,12 @@ The sum over l is made of products for each channel, a chunk of T tokens at a ti
     s_(c+1) = A'^T s_c + v_c                 the state before each chunk, in float32
     y_i += C A'^(i+1) s_c                    what the chunks before add
 
-which is the same for any T. On a GPU chunks have two tokens, and the states never leave the registers
-(engine.model.s4_kernels). The authors have a kernel as long as the input and multiply spectra. What
-they store of C is C (1 - A'^L), L tokens long, in the basis where A + P P^T is diagonal and states are
-conjugate pairs, of which one is kept. So is ours, for AdamW to move it as it moves theirs.
+which is the same for any T. In code: k_l, out_i = C A'^(i+1), left_j = A'^(T-1-j) B', step = A'^T. A CPU
+takes chunks of 32 tokens, as matrix products; a GPU chunks of 2, with the states in registers
+(engine.model.s4_kernels). The authors have a kernel as long as the input and multiply spectra. They
+train C (1 - A'^L), L tokens long, as complex numbers in the basis where A + P P^T is diagonal and states
+are conjugate pairs, and keep one of each pair. We store the same numbers, so that AdamW takes the same
+steps.
 
 Source: arXiv 2111.00396 (S4), 2509.25095 (ECG-CPC), 2605.12241; AI4HealthUOL/ecg-fm-benchmarking. Shapes:
 engine.model.config; C chunks, T tokens of a chunk, n states.
@@ -32,12 +34,16 @@ engine.model.config; C chunks, T tokens of a chunk, n states.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from omnilead.data_tools.io.terminal import tell
 
 from ..settings.errors import ConfigError
 from .encoder import Dropout
@@ -103,7 +109,7 @@ class StateSpace(nn.Module):
     log_dt: Tensor
     read_Dnn: Tensor
     driven_DTn: Tensor
-    powers_DnX: Tensor
+    powers_DnTn: Tensor
 
     def __init__(self, width: int, states: int, length: int, bidirectional: bool = False) -> None:
         super().__init__()
@@ -122,19 +128,19 @@ class StateSpace(nn.Module):
 
     def freeze(self) -> None:
         """Computes the buffers that depend on dt alone."""
+        self.in_registers = self.D.is_cuda and kernels_compile()
         if self.log_dt.is_meta:
             return
         discrete = Discrete(self.log_dt.double().exp(), self.states)
         to_legs_nn = torch.from_numpy(conjugate_pairs(self.states)[2]).to(self.log_dt.device)
         powers_DTnn = discrete.powers(0, self.chunk + 1)
         driven_DTn = (powers_DTnn[:, :-1] @ discrete.b_Dn[:, None, :, None])[..., 0]
-        later_DnTn = powers_DTnn[:, 1:].transpose(1, 2)
         true_from_stored = discrete.matrices(1 / (1 - discrete.poles_Dn**self.length))
         frozen = {
             # C as it is stored -> C of LegS's states
             "read_Dnn": to_legs_nn @ true_from_stored,
             "driven_DTn": driven_DTn,  # A'^l B'
-            "powers_DnX": later_DnTn.flatten(2),  # A'^(i+1)
+            "powers_DnTn": powers_DTnn[:, 1:].transpose(1, 2),  # A'^(i+1)
         }
         for name, values in frozen.items():
             self.register_buffer(name, values.float().contiguous(), persistent=False)
@@ -150,6 +156,7 @@ class StateSpace(nn.Module):
         for name, values in frozen.items():
             assert values is not None
             self._buffers[name] = values.to(self.D.device)
+        self.in_registers = self.D.is_cuda and kernels_compile()
         return self
 
     def forward(self, u_RND: Tensor) -> Tensor:
@@ -162,7 +169,7 @@ class StateSpace(nn.Module):
     def filter_by(self, u_RND: Tensor, c_Dh2: Tensor, d_D: Tensor) -> Tensor:
         tokens, dtype = u_RND.shape[1], u_RND.dtype
         with torch.autocast(u_RND.device.type, enabled=False):
-            if u_RND.is_cuda:
+            if self.in_registers:
                 weights = self.chunk_weights(c_Dh2, d_D, GPU_CHUNK_TOKENS)
                 y_RND: Tensor = ChunksInRegisters.apply(u_RND, *weights)
                 return y_RND
@@ -183,21 +190,15 @@ class StateSpace(nn.Module):
         step_Dnn, A'^T."""
         c_D1n = c_Dh2.float().flatten(1)[:, None] @ self.read_Dnn
         driven_DTn = self.driven_DTn[:, :chunk]
-        k_DT = (driven_DTn * c_D1n).sum(2)
-        first_D1 = k_DT[:, :1] + d_D.float()[:, None]
-        powers_DnTn = self.powers_DnX.unflatten(2, (self.chunk, -1))[:, :, :chunk]
+        k_DT = (driven_DTn * c_D1n).sum(2) + F.pad(d_D.float()[:, None], (0, chunk - 1))
+        powers_DnTn = self.powers_DnTn[:, :, :chunk]
         out_DTn = (c_D1n @ powers_DnTn.flatten(2)).view(-1, chunk, self.states)
-        return (
-            torch.cat([first_D1, k_DT[:, 1:]], 1),
-            out_DTn,
-            driven_DTn.flip(1),
-            powers_DnTn[:, :, -1],
-        )
+        return k_DT, out_DTn, driven_DTn.flip(1), powers_DnTn[:, :, -1]
 
 
 def toeplitz(kernel_DT: Tensor) -> Tensor:
-    """[D, T, T], from the right: k_(i-j) at (j, i), 0 below. Rows of 2T numbers are read in rows of
-    2T - 1, each of which begins one later."""
+    """[D, T, T] such that a row u times it is K u: k_(i-j) at (j, i), 0 if i < j. Rows of 2T numbers
+    are read at a stride of 2T - 1, which shifts each by one."""
     channels, chunk = kernel_DT.shape
     rows_DT2T = F.pad(kernel_DT, (0, chunk))[:, None].expand(-1, chunk, -1)
     skewed_DX = rows_DT2T.reshape(channels, -1)[:, : chunk * (2 * chunk - 1)]
@@ -235,6 +236,7 @@ class ChunkedConvolution(torch.autograd.Function):
         return y_DXT.flatten(1).t().contiguous().view_as(u_RND)
 
     @staticmethod
+    @once_differentiable  # what is saved does not know how it depends on the inputs
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         u_DXT, s_DXn, k_DTT, out_DnT, left_DTn, step_Dnn = ctx.saved_tensors
         grad_RND = grads[0]
@@ -253,7 +255,7 @@ class ChunkedConvolution(torch.autograd.Function):
 
 
 class ChunksInRegisters(torch.autograd.Function):
-    """The same on a GPU, in few tokens a chunk (engine.model.s4_kernels)."""
+    """The same sum on a GPU, in chunks of two tokens (engine.model.s4_kernels)."""
 
     @staticmethod
     def forward(
@@ -271,19 +273,15 @@ class ChunksInRegisters(torch.autograd.Function):
         return grad_u_RND, *weight_gradients(u_RND, grads[0], left_DTn, step_Dnn), None, None
 
 
-# Operations of torch, which its compiler calls without looking into them; Triton comes with a torch
-# that is made for GPUs
+# torch.compile calls these as black boxes. Triton is imported inside: torch for CPUs comes without it
 @torch.library.custom_op("omnilead::s4_filter", mutates_args=())
 def filter_chunks(
     u_RND: Tensor, k_DT: Tensor, out_DTn: Tensor, left_DTn: Tensor, step_Dnn: Tensor, back: bool
 ) -> Tensor:
     from . import s4_kernels
 
-    u_RND, k_DT, out_DTn = u_RND.contiguous(), k_DT.contiguous(), out_DTn.contiguous()
     with torch.cuda.device_of(u_RND):  # Triton runs on the current device
-        return s4_kernels.filter_chunks(
-            u_RND, k_DT, out_DTn, left_DTn.contiguous(), step_Dnn.contiguous(), back
-        )
+        return s4_kernels.filter_chunks(u_RND, k_DT, out_DTn, left_DTn, step_Dnn, back)
 
 
 @torch.library.custom_op("omnilead::s4_weight_gradients", mutates_args=())
@@ -292,11 +290,8 @@ def weight_gradients(
 ) -> tuple[Tensor, Tensor]:
     from . import s4_kernels
 
-    u_RND, g_RND = u_RND.contiguous(), g_RND.contiguous()
     with torch.cuda.device_of(u_RND):
-        return s4_kernels.weight_gradients(
-            u_RND, g_RND, left_DTn.contiguous(), step_Dnn.contiguous()
-        )
+        return s4_kernels.weight_gradients(u_RND, g_RND, left_DTn, step_Dnn)
 
 
 @filter_chunks.register_fake
@@ -307,6 +302,21 @@ def _(u_RND: Tensor, *_: Any) -> Tensor:
 @weight_gradients.register_fake
 def _(u_RND: Tensor, g_RND: Tensor, left_DTn: Tensor, step_Dnn: Tensor) -> tuple[Tensor, Tensor]:
     return left_DTn.new_empty(left_DTn.shape[:2]), left_DTn.new_empty(left_DTn.shape)
+
+
+@cache
+def kernels_compile() -> bool:
+    """False if Triton cannot compile for this GPU, after a line that says why."""
+    try:
+        u_RND, weights = torch.zeros(1, 1, 1, device="cuda"), torch.zeros(1, 2, 2, device="cuda")
+        filter_chunks(u_RND, weights[..., 0], weights, weights, weights, False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        tell(
+            f"S4 runs slower: Triton does not compile for this GPU: {reason}: install gcc and python3-dev"
+        )
+        return False
+    return True
 
 
 class ChannelDropout(Dropout):

@@ -4,10 +4,13 @@ channel of one row in registers and goes from chunk to chunk, so that u is read 
     y_i = sum over j <= i of k_(i-j) u_j + out_i s        within a chunk
     s   = step s + sum over j of left_j u_j               from chunk to chunk
 
-The gradient of u is the same from the last chunk to the first, with `step` transposed, `out` and `left`
-exchanged, and tokens of a chunk in reverse. That of k and `out` repeats the chunks instead of keeping
-their states; each row's sum is its own, and they are added in one order, so results are deterministic.
-`step` is lower triangular in LegS's basis, which saves half of its multiplications.
+    grad_u_j = sum over i >= j of k_(i-j) g_i + left_j r  backward, from the last chunk to the first
+    r        = step^T r + sum over i of out_i g_i
+
+So the gradient of u is the same kernel, with `out` and `left` exchanged and their tokens reversed. The
+kernel for the gradients of k and `out` computes s again instead of storing it, and writes a sum for each
+row; torch adds the rows, without atomics, so two runs agree bit for bit. `step` is lower triangular in
+LegS's basis, which saves half of its multiplications.
 """
 
 import torch
@@ -62,14 +65,14 @@ def filter_kernel(
     left,
     step,
     width,
-    tokens: tl.constexpr,
+    tokens,
     chunk: tl.constexpr,
     states: tl.constexpr,
     back: tl.constexpr,
     channels: tl.constexpr,
     ahead: tl.constexpr,
 ):
-    """`back`: the gradient of u, from that of y."""
+    """With `back`, `u` holds the gradient of y, and `y` receives that of u."""
     row, d = tl.program_id(0), tl.program_id(1) * channels + tl.arange(0, channels)
     exists = d < width
     k_T = load_all(k + d * chunk, exists, chunk)
@@ -78,13 +81,14 @@ def filter_kernel(
     step_nn = load_all(step + d * states * states, exists, states * states)
     s = zeros(states, channels)
     base = row.to(tl.int64) * tokens * width + d
-    count: tl.constexpr = (tokens + chunk - 1) // chunk
+    count = tl.cdiv(tokens, chunk)
     for first in range(0, count, ahead):
         inputs = ()
         for c in tl.static_range(ahead):
             for i in tl.static_range(chunk):
                 t = (count - first - c) * chunk - 1 - i if back else (first + c) * chunk + i
-                value = tl.load(u + base + t * width, exists & (t >= 0) & (t < tokens), 0.0)
+                at = base + tl.cast(t, tl.int64) * width
+                value = tl.load(u + at, exists & (t >= 0) & (t < tokens), 0.0)
                 inputs = inputs + (value.to(tl.float32),)
         for c in tl.static_range(ahead):
             u_T = inputs[c * chunk : (c + 1) * chunk]
@@ -95,8 +99,8 @@ def filter_kernel(
                     total += k_T[i - j] * u_T[j]
                 for n in tl.static_range(states):
                     total += out_Tn[i * states + n] * s[n]
-                place = y + base + t * width
-                tl.store(place, total.to(y.dtype.element_ty), exists & (t >= 0) & (t < tokens))
+                at = base + tl.cast(t, tl.int64) * width
+                tl.store(y + at, total.to(y.dtype.element_ty), exists & (t >= 0) & (t < tokens))
             s = next_state(s, step_nn, left_Tn, u_T, chunk, states, back)
 
 
@@ -109,7 +113,7 @@ def gradient_kernel(
     left,
     step,
     width,
-    tokens: tl.constexpr,
+    tokens,
     chunk: tl.constexpr,
     states: tl.constexpr,
     channels: tl.constexpr,
@@ -123,17 +127,14 @@ def gradient_kernel(
     s = zeros(states, channels)
     k_T, out_Tn = zeros(chunk, channels), zeros(chunk * states, channels)
     base = row.to(tl.int64) * tokens * width + d
-    count: tl.constexpr = (tokens + chunk - 1) // chunk
+    count = tl.cdiv(tokens, chunk)
     for first in range(0, count, ahead):
         inputs, grads = (), ()
         for i in tl.static_range(ahead * chunk):
             t = first * chunk + i
-            inputs = inputs + (
-                tl.load(u + base + t * width, exists & (t < tokens), 0.0).to(tl.float32),
-            )
-            grads = grads + (
-                tl.load(g + base + t * width, exists & (t < tokens), 0.0).to(tl.float32),
-            )
+            at, there = base + tl.cast(t, tl.int64) * width, exists & (t < tokens)
+            inputs = inputs + (tl.load(u + at, there, 0.0).to(tl.float32),)
+            grads = grads + (tl.load(g + at, there, 0.0).to(tl.float32),)
         for c in tl.static_range(ahead):
             u_T, g_T = inputs[c * chunk : (c + 1) * chunk], grads[c * chunk : (c + 1) * chunk]
             k_sums, out_sums = (), ()
@@ -159,14 +160,15 @@ def filter_chunks(
 ) -> Tensor:
     """y of u. `back`: with the tokens of a chunk in reverse in `out` and `left`."""
     rows, tokens, width = u_RND.shape
+    u_RND = u_RND.contiguous()
     y_RND = torch.empty_like(u_RND)
     filter_kernel[rows, triton.cdiv(width, CHANNELS)](
         u_RND,
         y_RND,
-        k_DT,
-        out_DTn,
-        left_DTn,
-        step_Dnn,
+        k_DT.contiguous(),
+        out_DTn.contiguous(),
+        left_DTn.contiguous(),
+        step_Dnn.contiguous(),
         width,
         tokens,
         *out_DTn.shape[1:],
@@ -186,12 +188,12 @@ def weight_gradients(
     k_RDT = torch.empty(rows, width, chunk, device=u_RND.device)
     out_RDTn = torch.empty(rows, width, chunk, states, device=u_RND.device)
     gradient_kernel[rows, triton.cdiv(width, CHANNELS)](
-        u_RND,
-        g_RND,
+        u_RND.contiguous(),
+        g_RND.contiguous(),
         k_RDT,
         out_RDTn,
-        left_DTn,
-        step_Dnn,
+        left_DTn.contiguous(),
+        step_Dnn.contiguous(),
         width,
         tokens,
         chunk,

@@ -11,9 +11,9 @@ DeepSpeed calls `step` once gradients are averaged. With ZeRO each rank holds a 
 kernels take the clipping factor and the decision to skip as tensors (`grad_scale`, `found_inf`,
 made for loss scaling): a skipped step leaves weights, moments and step count unchanged.
 
-`groups` of weights may have shares of the learning rate (`lr_groups`). ZeRO hands over one group
-after the other; the first call of a step measures the norm of all, with the gradients that are still
-`pending`. DeepSpeed's own measurement waits for the device in each step.
+`groups` of weights may have shares of the learning rate (`lr_groups`). With ZeRO, DeepSpeed calls
+`step` once for each group. The first call clips for all, so it also needs the gradients of groups not
+handed over yet: `pending`. DeepSpeed's own measurement of the norm waits for the device.
 
 Schedules. fixed: as the authors pre-train. warmup_cosine: linear from start_factor to 1 over the
 first `warmup` of all steps, then half a cosine to end_factor. tri_stage (fairseq): linear, constant

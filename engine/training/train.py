@@ -237,8 +237,8 @@ def recompute_layers(model: Any) -> None:
 
 def compile_model(model: Any, parts: str, **options: Any) -> None:
     """`layers`: compiles the transformer layers (identical, so only once) and other parts with
-    many small operations; of another encoder, the whole, with CPC's or JEPA's loss. `step`: compiles
-    forward and loss as one graph."""
+    many small operations. Other encoders are compiled whole, and CPC and JEPA with them, as one graph.
+    `step`: compiles forward and loss as one graph."""
     # torch's own; TF32 is off on purpose; dynamo reads .grad, not this code
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
@@ -258,7 +258,8 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
     ):
         # With the encoder: 1.3 times as fast as apart (S4 and CPC on an H200)
         plugin.compile(**options)
-        return
+        if model.local is None and model.attributes is None:
+            return
     methods = [(encoder, "features"), (encoder, "first_layer_input")]
     if not isinstance(encoder, Encoder):  # an objective may call these alone
         methods.append((encoder, "context"))

@@ -6,6 +6,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from omnilead.downstream.interop.ecg_cpc import from_theirs
+from omnilead.engine.model import s4
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
-from omnilead.engine.model.cpc import sampled_loss
+from omnilead.engine.model.cpc import Float32Product, sampled_loss
 from omnilead.engine.model.encoders import build_encoder, encoder_flops, examine, has_dropout
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.s4 import S4, StateSpace, hippo_legs
@@ -266,6 +268,55 @@ def test_a_step_is_one_graph():
     assert_close(*gradients)
 
 
+def test_without_a_compiler_for_its_kernels_a_gpu_takes_products(monkeypatch, capsys):
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
+    for error, works in ((RuntimeError("Failed to find\nC compiler"), False), (None, True)):
+        s4.kernels_compile.cache_clear()
+        monkeypatch.setattr(s4, "filter_chunks", mock.Mock(side_effect=error))
+        assert [s4.kernels_compile(), s4.kernels_compile()] == [works, works]
+    s4.kernels_compile.cache_clear()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "S4 runs slower" in line and "Failed to find C compiler: install gcc" in line
+
+
+@pytest.mark.parametrize("attributes", [{}, {"age": 1.0}])
+def test_predictive_coding_is_compiled_with_its_encoder(attributes):
+    """What else needs the encoder has it compiled, too."""
+    config = ModelConfig(encoder="s4", options=SMALL)
+    model = Pretrainer(config, replace(CPC, attributes=attributes))
+    compile_model(model, "layers", backend="eager")
+    assert model.plugin._compiled_call_impl
+    assert ("context" in vars(model.encoder)) == bool(attributes)
+
+
+def test_a_gradient_of_a_gradient_is_an_error():
+    """It would be wrong."""
+    space = StateSpace(3, 4, 40)
+    loss = space(torch.randn(1, 5, 3)).square().sum()
+    (grad,) = torch.autograd.grad(loss, space.C, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_products_of_any_number_of_tokens_are_padded(monkeypatch):
+    """As on a GPU, where sizes of 8 are twice as fast."""
+    bmm, sizes = torch.bmm, []
+
+    def product(a, b, out_dtype=None):
+        sizes.append((a.shape[1], b.shape[2]))
+        return bmm(a.to(out_dtype), b.to(out_dtype))
+
+    monkeypatch.setattr(torch, "bmm", product)
+    a, b = (torch.randn(2, n, 4).bfloat16().requires_grad_() for n in (3, 10))
+    s, expected = Float32Product.apply(a, b), a.float() @ b.float().transpose(1, 2)
+    assert s.dtype == torch.float32 and sizes == [(8, 16)]
+    assert_close(s, expected)
+    grad = torch.randn(2, 3, 10)
+    found, wanted = (torch.autograd.grad(x, [a, b], grad) for x in (s, expected))
+    assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["eager", "layers"])
 @pytest.mark.parametrize("recipe", ["s4_cpc", "s4_jepa"])
@@ -314,6 +365,7 @@ def test_the_recurrence_on_a_gpu_is_the_convolution(dtype, states, width, tokens
     grad_RND, results = torch.randn_like(u_RND), []
     for device, kind in (("cpu", torch.float32), ("cuda", dtype), ("cuda", dtype)):
         space, given = space.to(device, kind), u_RND.to(device, kind).requires_grad_()
+        assert space.in_registers == (device == "cuda")
         y_RND = space(given)
         found = torch.autograd.grad(y_RND, [given, space.C, space.D], grad_RND.to(device, kind))
         results.append([part.detach().cpu().float() for part in (y_RND, *found)])
