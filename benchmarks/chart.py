@@ -86,7 +86,7 @@ RATIO_NOTE = (
 Rates = dict[str, dict[str, float]]  # program -> machine -> rate, of the machines that measured it
 
 
-def rates_of(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part]]:
+def rates_and_parts(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part]]:
     """Returns the rates, and the part that each machine's come from: the last of `parts`, oldest
     first, that has our case and one other."""
     ours, *others = panel.programs.values()
@@ -109,7 +109,7 @@ def rates_of(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part
 def ratio_blocks(parts: Sequence[Part]) -> Iterator[str]:
     """Yields blocks of RESULTS.md: how many times as fast omnilead is, by machine; none without
     records."""
-    measured = [(panel, *rates_of(panel, parts)) for panel in PANELS]
+    measured = [(panel, *rates_and_parts(panel, parts)) for panel in PANELS]
     measured = [(panel, rates, sources) for panel, rates, sources in measured if sources]
     if measured:
         yield "### Times as fast as others, per CPU-second"
@@ -134,7 +134,7 @@ def draw_chart(parts: Sequence[Part]) -> str:
     machines: list[str] = []
     y = 34
     for panel in PANELS:
-        rates, sources = rates_of(panel, parts)
+        rates, sources = rates_and_parts(panel, parts)
         machines = list(reversed(sources))
         lines.append(f'<text class="h" x="18" y="{y}">{escape(panel.title)}</text>')
         y += 14

@@ -5,10 +5,10 @@ and a re-creation of the authors'.
                of spectra
     loss       a target and 128 negatives copied for each token, in one array
 
-Our encoder alone (embedding) takes its turn, too, and matrix products, the peak rate of a core. Timing starts only if both sides give
-the same loss and gradients for the same weights and draws; tests/benchmarks/test_cpc.py holds the
-re-creation against the authors' numbers. Windows are noise. On a GPU ours is measured alone: it is
-compiled.
+Our encoder alone (embedding) is timed, too, and matrix products show the peak rate of a core. Timing
+starts only if both sides give the same loss and gradients for the same weights and draws;
+tests/benchmarks/test_cpc.py compares the re-creation with the authors' numbers. Windows are noise. On
+a GPU our step is measured alone: it is compiled.
 
 Source: AI4HealthUOL/ecg-fm-benchmarking and ecg-pretraining-strategies.
 """

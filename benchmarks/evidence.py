@@ -33,7 +33,7 @@ from omnilead.downstream.reproduce.jobs import (
     Job,
     WorkDir,
     job_of_step,
-    open_workers,
+    open_executor_and_slots,
     read_json,
     run_jobs,
     show_plan,
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return show_plan(folder, jobs, options.jobs)
     folder.start(jobs)
-    with open_workers(options.jobs) as (executor, slots):
+    with open_executor_and_slots(options.jobs) as (executor, slots):
         code = run_jobs(folder, jobs, executor, slots)
     write_record(folder, tree, options.plan)
     return code

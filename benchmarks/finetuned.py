@@ -34,8 +34,8 @@ from omnilead.downstream.evaluation.identification import identify
 from omnilead.downstream.evaluation.results import (
     CHALLENGE_CHOSEN,
     EvalOptions,
-    average_by_record,
     find_task,
+    labels_scores_patients_by_record,
     nan_to_none,
     score_task,
 )
@@ -145,7 +145,7 @@ def score_run(run: Path, dataset: Dataset, options: argparse.Namespace) -> Score
         }
         return facts, {"accuracy": hits @ weight_NB / weight_NB.sum(0)}
     halves = score_task(model, Datasets((dataset,)), task, eval_options)
-    y_NK, scores_NK, people = average_by_record(
+    y_NK, scores_NK, people = labels_scores_patients_by_record(
         halves.labels_NK, halves.scores_NK, halves.records_N, halves.patients_N
     )
     weight_NB, samples = bootstrap_weights(np.array(people)), dict[str, Array]()

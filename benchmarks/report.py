@@ -96,7 +96,7 @@ def check(part: Part) -> None:
     list(part_blocks(part))
     if (
         part["benchmark"] != "evidence"
-        and (repeats := tables.repeat_range(part)[0]) < LEAST_REPEATS
+        and (repeats := tables.fewest_and_most_repeats(part)[0]) < LEAST_REPEATS
     ):
         raise ValueError(f"{repeats} repeats show no spread: at least {LEAST_REPEATS} are needed")
 
@@ -163,7 +163,7 @@ class Target(NamedTuple):
         return value <= self.bound if self.at_most else value >= self.bound
 
 
-def inverse_median(figure: str) -> Callable[[str, dict[str, Result]], float]:
+def inverse_median_getter(figure: str) -> Callable[[str, dict[str, Result]], float]:
     return lambda name, results: 1 / float(results[name][figure]["median"])
 
 
@@ -171,7 +171,7 @@ def peak_memory(name: str, results: dict[str, Result]) -> float:
     return float(results[name]["peak_mb"])
 
 
-def median_of(figure: str) -> Callable[[str, dict[str, Result]], float]:
+def median_getter(figure: str) -> Callable[[str, dict[str, Result]], float]:
     return lambda name, results: float(results[name][figure]["median"])
 
 
@@ -181,7 +181,7 @@ TIMES_STEP = "times the re-creation of fairseq-signals' in fp32"
 TAR_CASE = "^ingest: omnilead, tar$"
 # fmt: off
 TARGETS = (
-    Target("records to tar shards a CPU-second, one worker", "ingest", TAR_CASE, median_of("per_cpu_s"), 2000),
+    Target("records to tar shards a CPU-second, one worker", "ingest", TAR_CASE, median_getter("per_cpu_s"), 2000),
     Target("records to tar shards, times the re-creation of fairseq-signals' preprocessing",
         "ingest", TAR_CASE, times_recreation, 10),
     Target(f"lead masking, torch, one thread, {TIMES_LOADER}",
@@ -191,36 +191,36 @@ TARGETS = (
     Target(f"noise, torch, one thread, {TIMES_LOADER}",
         "loader", rf"^physio\S*{ONE_THREAD}", times_recreation, 15, "cpu"),
     Target("crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
-        "loader", r"^RLM: (torch|dali) to cuda, batch (256|1024)$", median_of("per_s"), 27_000,
+        "loader", r"^RLM: (torch|dali) to cuda, batch (256|1024)$", median_getter("per_s"), 27_000,
         "cuda"),
     Target(f"the paper's model in bf16, {TIMES_STEP}",
         "step", "^omnilead: (autocast|bf16), .*crops$", times_step, 3, "cpu"),
     Target(f"the paper's model in fp32, {TIMES_STEP}",
         "step", "^omnilead: fp32, .*crops$", times_step, 1.1, "cpu"),
     Target("crops a second through the paper's model (the target is for an H200)",
-        "step", "^omnilead: ", median_of("per_s"), 2700, "cuda"),
+        "step", "^omnilead: ", median_getter("per_s"), 2700, "cuda"),
     Target("overhead of the loader and the loop over the bare step, %",
-        "e2e", "", median_of("overhead_pct"), 3, at_most=True),
-    Target("overhead of the loop alone, %", "e2e", "", median_of("loop_pct"), 2, at_most=True),
-    Target("stall, % of the time", "e2e", "", median_of("stall_pct"), 1, at_most=True),
+        "e2e", "", median_getter("overhead_pct"), 3, at_most=True),
+    Target("overhead of the loop alone, %", "e2e", "", median_getter("loop_pct"), 2, at_most=True),
+    Target("stall, % of the time", "e2e", "", median_getter("stall_pct"), 1, at_most=True),
     Target("ECGs of 500 Hz to embeddings, % of the encoder's own speed",
-        "embed", "^(tar|WFDB|arrays, 500 Hz):", median_of("share_pct"), 90),
+        "embed", "^(tar|WFDB|arrays, 500 Hz):", median_getter("share_pct"), 90),
     Target("seconds from the command to the first step",
-        "start", "^first step", median_of("seconds"), 20, "cpu", at_most=True),
+        "start", "^first step", median_getter("seconds"), 20, "cpu", at_most=True),
     Target("10,000,000 crops: seconds to a rank's first batch",
-        "scaling", "^open", inverse_median("per_s"), 10, at_most=True),
+        "scaling", "^open", inverse_median_getter("per_s"), 10, at_most=True),
     Target("10,000,000 crops: a rank's memory, MB", "scaling", "^open", peak_memory, 1000, at_most=True),
     Target("10,000,000 crops: CPU-seconds to hold patients out",
-        "scaling", "^all.*hold_out$", inverse_median("per_cpu_s"), 5, at_most=True),
+        "scaling", "^all.*hold_out$", inverse_median_getter("per_cpu_s"), 5, at_most=True),
     Target("10,000,000 crops: CPU-seconds to look for leakage across two datasets",
-        "scaling", "^all.*leakage", inverse_median("per_cpu_s"), 10, at_most=True),
+        "scaling", "^all.*leakage", inverse_median_getter("per_cpu_s"), 10, at_most=True),
     Target("10,000,000 crops: memory of planning, roles, finishing and verify's tables, MB",
         "scaling", "^all.*(planning|roles|finishing|tables)$", peak_memory, 1500, at_most=True),
 )
 # fmt: on
 
 
-def deciding_case(part: Part, target: Target) -> tuple[str, float]:
+def deciding_case_and_figure(part: Part, target: Target) -> tuple[str, float]:
     """Returns the case that counts and its figure; "" and NaN if the part does not have it. The
     worst case counts; for a step, whose cases are ways to do the same thing, the best."""
     applies = target.benchmark == part["benchmark"] and target.device in ("", device_of(part))
@@ -245,7 +245,7 @@ def targets_table(parts: Sequence[Part]) -> str:
         heads = [target.what, f"at {'most' if target.at_most else 'least'} {target.bound:,g}"]
         seen_machines = set()
         for part in newest_first:
-            case, value = deciding_case(part, target)
+            case, value = deciding_case_and_figure(part, target)
             device_and_machine = device_of(part), machine(part)
             if case and device_and_machine not in seen_machines:
                 seen_machines.add(device_and_machine)

@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.minutes = options.minutes or 15
         if options.minutes:
             measure.deadline = began + 60 * options.minutes
-        path, record = find_record(options)
+        path, record = find_path_and_record(options)
     except (ConfigError, OSError, ValueError) as error:
         print(f"benchmarks.run: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -206,7 +206,7 @@ def save(record: Part, path: Path) -> None:
     write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
-def find_record(options: argparse.Namespace) -> tuple[Path, Part]:
+def find_path_and_record(options: argparse.Namespace) -> tuple[Path, Part]:
     """Returns the record to continue: --out, or today's if it is of the same command, machine and
     revision and something is missing; else a new one, named -2, -3, ...: records are never
     overwritten."""

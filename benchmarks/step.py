@@ -321,7 +321,9 @@ def prepare_authors(run: StepRun) -> Callable[[], None]:
     return advance
 
 
-def both_sides(config: ModelConfig, pairs: int, device: str = "cpu") -> tuple[Pretrainer, Any]:
+def model_and_losses(
+    config: ModelConfig, pairs: int, device: str = "cpu"
+) -> tuple[Pretrainer, Any]:
     """Returns a model without dropout, and two functions that give its loss for the same batch and
     draws: ours and the authors'."""
     none: dict[str, Any] = dict.fromkeys(DROPOUTS.split(), 0.0)
@@ -354,5 +356,5 @@ def loss_difference(run: StepRun) -> float:
     set_up(run)
     torch.backends.cudnn.allow_tf32 = False
     with torch.no_grad():
-        _, (our_loss, authors_loss) = both_sides(run.config, 2, run.device)
+        _, (our_loss, authors_loss) = model_and_losses(run.config, 2, run.device)
         return abs(float(our_loss() / authors_loss()) - 1)

@@ -51,8 +51,12 @@ def rate_blocks(part: Part) -> Iterator[str]:
     for name, result in part["results"].items():
         times = times_recreation(name, part["results"])
         unit = " GB" if name.startswith("verify") else ""
-        cells = [name, median_text("per_cpu_s")(result) + unit, range_text("per_cpu_s")(result)]
-        cells += [median_text("per_s")(result) + unit, "" if isnan(times) else f"{times:.1f}x"]
+        cells = [
+            name,
+            median_formatter("per_cpu_s")(result) + unit,
+            range_formatter("per_cpu_s")(result),
+        ]
+        cells += [median_formatter("per_s")(result) + unit, "" if isnan(times) else f"{times:.1f}x"]
         rows.append([*cells, f"{result['peak_mb']:.0f} MB"])
     head = "per CPU-second | lowest to highest | per second | against the peer | peak memory"
     yield markdown_table(f"| | {head} |", rows)
@@ -112,9 +116,13 @@ def step_blocks(part: Part) -> Iterator[str]:
                 for baseline, ratio in ratios.items()
                 if not isnan(ratio)
             ]
-        cells = [name, median_text("per_s")(result) + unit, number_text(per_cpu(result)) + unit]
+        cells = [
+            name,
+            median_formatter("per_s")(result) + unit,
+            number_text(per_cpu(result)) + unit,
+        ]
         memory = result.get("gpu_peak_mb", result["peak_mb"]) / 1024
-        cells += [range_text(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"]
+        cells += [range_formatter(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"]
         rows.append(cells + ([result.get("attention", "")] if traced else []))
     head = "crops per second | per CPU-second | lowest to highest | MFU | against the re-creation"
     head += " | peak memory | attention" if traced else " | peak memory"
@@ -136,7 +144,7 @@ def cpc_blocks(part: Part) -> Iterator[str]:
         product = speed.get(f"matrix product: {name.split(': ')[1].split(',')[0]}")
         is_product, is_forward = name.startswith("matrix product"), "embedding" in name
         unit = " GFLOP" if is_product else ""
-        cells = [name, median_text(figure)(result) + unit, range_text(figure)(result)]
+        cells = [name, median_formatter(figure)(result) + unit, range_formatter(figure)(result)]
         gflop = step_gflop / 3 if is_forward else step_gflop
         share = 100 * speed[name] * gflop / product if product else nan
         cells.append("" if is_product or not product else f"{share:.0f} %")
@@ -160,16 +168,16 @@ def times_step(
 
 
 def loop_blocks(part: Part) -> Iterator[str]:
-    has_intervals = repeat_range(part)[0] >= LEAST_FOR_INTERVAL
+    has_intervals = fewest_and_most_repeats(part)[0] >= LEAST_FOR_INTERVAL
     columns: Columns = {
         "backend": lambda result: result["backend"],
-        "crops per second": median_text("per_s"),
-        "per CPU-second": median_text("per_cpu_s"),
-        "bare step": median_text(f"bare_{main_rate(part)}"),
-        "overhead": percent_text("overhead_pct"),
-        "95 % interval" if has_intervals else "lowest to highest": range_text("overhead_pct"),
-        "loader's part": percent_text("loader_pct"),
-        "stall": percent_text("stall_pct"),
+        "crops per second": median_formatter("per_s"),
+        "per CPU-second": median_formatter("per_cpu_s"),
+        "bare step": median_formatter(f"bare_{main_rate(part)}"),
+        "overhead": percent_formatter("overhead_pct"),
+        "95 % interval" if has_intervals else "lowest to highest": range_formatter("overhead_pct"),
+        "loader's part": percent_formatter("loader_pct"),
+        "stall": percent_formatter("stall_pct"),
         "checkpoint": lambda result: f"{result['checkpoint_s']:.2f} s",
         "written": lambda result: f"{result.get('written_s', result['checkpoint_s']):.2f} s",
     }
@@ -178,19 +186,22 @@ def loop_blocks(part: Part) -> Iterator[str]:
 
 def embed_blocks(part: Part) -> Iterator[str]:
     columns = {
-        "crops per second": median_text("per_s"),
-        "per CPU-second": median_text("per_cpu_s"),
-        "encoder alone": median_text("bare_per_s"),
-        "encoder alone per CPU-second": median_text("bare_per_cpu_s"),
-        "share of its speed": percent_text("share_pct"),
-        "lowest to highest": range_text("share_pct"),
+        "crops per second": median_formatter("per_s"),
+        "per CPU-second": median_formatter("per_cpu_s"),
+        "encoder alone": median_formatter("bare_per_s"),
+        "encoder alone per CPU-second": median_formatter("bare_per_cpu_s"),
+        "share of its speed": percent_formatter("share_pct"),
+        "lowest to highest": range_formatter("share_pct"),
     }
     yield case_table(part["results"], columns)
 
 
 def start_blocks(part: Part) -> Iterator[str]:
-    columns = {"seconds": median_text("seconds"), "lowest to highest": range_text("seconds")}
-    yield case_table(part["results"], columns | {"CPU-seconds": median_text("cpu_seconds")})
+    columns = {
+        "seconds": median_formatter("seconds"),
+        "lowest to highest": range_formatter("seconds"),
+    }
+    yield case_table(part["results"], columns | {"CPU-seconds": median_formatter("cpu_seconds")})
 
 
 def scaling_blocks(part: Part) -> Iterator[str]:
@@ -239,8 +250,8 @@ def scaling_blocks(part: Part) -> Iterator[str]:
             )
             cells = [
                 name,
-                median_text("per_s")(result),
-                range_text("per_s")(result),
+                median_formatter("per_s")(result),
+                range_formatter("per_s")(result),
                 f"{100 * efficiency:.0f} %",
             ]
             efficiency = per_cpu(result) / per_cpu(single_rank)
@@ -358,11 +369,11 @@ def per_cpu(result: Result) -> float:
     return float(result["per_cpu_s"]["median"])
 
 
-def median_text(figure: str) -> Callable[[Result], str]:
+def median_formatter(figure: str) -> Callable[[Result], str]:
     return lambda result: number_text(result[figure]["median"])
 
 
-def range_text(figure: str) -> Callable[[Result], str]:
+def range_formatter(figure: str) -> Callable[[Result], str]:
     return lambda result: (
         f"{number_text(result[figure]['low'])} to {number_text(result[figure]['high'])}"
     )
@@ -373,7 +384,7 @@ def growth_exponent(values: Sequence[float]) -> str:
     return f"{log10(values[-1] / values[-2]):.2f}"
 
 
-def percent_text(figure: str) -> Callable[[Result], str]:
+def percent_formatter(figure: str) -> Callable[[Result], str]:
     return lambda result: f"{result[figure]['median']:.1f} %"
 
 
@@ -381,7 +392,7 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def repeat_range(part: Part) -> tuple[int, int]:
+def fewest_and_most_repeats(part: Part) -> tuple[int, int]:
     """Returns the fewest and the most repeats of a case."""
     usual = part["config"].get("repeats") or 0
     repeats = [int(result.get("repeats", usual)) for result in part["results"].values()]
@@ -407,7 +418,7 @@ def measurement_note(part: Part) -> str:
     inputs = facts["archive"]
     for unit in ("records", "crops", "threads"):
         inputs += f", {facts[unit]:,} {unit}" if unit in facts else ""
-    repeats = " to ".join(dict.fromkeys(map(str, repeat_range(part))))
+    repeats = " to ".join(dict.fromkeys(map(str, fewest_and_most_repeats(part))))
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
     load = f"load {hardware['load_before']:.1f} before"
     text = (

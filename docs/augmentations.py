@@ -77,14 +77,14 @@ def draw_figure(ecg: Array, title: str) -> Figure:
     page.text(0.05, 0.957, legend, size=9.5, color=GREY)
     _draw_noise(page, halves)
     grid = page.add_gridspec(1, 4, left=0.05, right=0.99, top=0.455, bottom=0.025, wspace=0.14)
-    masked, p = apply_augmentation(halves, AugmentConfig())
+    masked, p = augmented_halves_and_params(halves, AugmentConfig())
     first, second = p["keep"].sum(axis=(2, 3))[0]
     axes = page.add_subplot(grid[0, :2])
     _draw_leads(axes, np.hstack(halves[0]), np.hstack(masked[0]), MASK)
     left = f"{first} of 12 leads left in the first half, {second} in the second"
     _title(axes, "Random lead masking", left)
     axes.axvline(5, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
-    views, _ = apply_augmentation(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
+    views, _ = augmented_halves_and_params(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
     for i, view in enumerate(views[0]):
         axes = page.add_subplot(grid[0, 2 + i])
         _draw_leads(axes, halves[0, 0], view, VIEW)
@@ -97,7 +97,7 @@ def _draw_noise(page: Figure, halves: Array) -> None:
     place = {"left": 0.05, "right": 0.99, "top": 0.92, "bottom": 0.525}
     panels: Any = page.add_gridspec(3, 4, **place, hspace=0.46, wspace=0.06).subplots(sharey=True)
     for axes, noise in zip(panels.flat, [*SETS, *PAPER_NOISE, *AUTHORS_NOISE], strict=True):
-        after, p = apply_augmentation(halves, AugmentConfig(rlm=0, noise=noise))
+        after, p = augmented_halves_and_params(halves, AugmentConfig(rlm=0, noise=noise))
         _draw_lead(axes, halves[0, 0, LEAD], after[0, 0, LEAD], noise)
         if noise in SETS:
             _title(axes, noise or "Original", SETS[noise])
@@ -107,7 +107,7 @@ def _draw_noise(page: Figure, halves: Array) -> None:
             _title(axes, title, _describe(kind, p))
 
 
-def apply_augmentation(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
+def augmented_halves_and_params(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
     p = draw_parameters(config.stages, Random(SEED, np.zeros(1, int), np.zeros(1, int)))
     given = {name: torch.from_numpy(values) for name, values in p.items()}
     x_BSLT = torch.from_numpy(halves.copy())  # augment works in place

@@ -26,7 +26,7 @@ from docs.augmentations import (
     VIEW,
     _draw_leads,
     _title,
-    apply_augmentation,
+    augmented_halves_and_params,
 )
 from omnilead.__main__ import main as run_command
 from omnilead.data_tools.dataset import Dataset, Ecg
@@ -65,7 +65,7 @@ CSS = (
 
 def main(out: Path) -> None:
     with TemporaryDirectory() as folder:
-        dataset, row, model = make_example(Path(folder))
+        dataset, row, model = make_dataset_row_and_model(Path(folder))
         ecg = dataset[row]
         halves = np.hsplit(ecg.signal_mv.astype(np.float32), 2)
         halves_BSLT = np.ascontiguousarray(np.stack(halves)[None])
@@ -87,7 +87,7 @@ def run(*words: str) -> None:
         raise SystemExit(f"omnilead {' '.join(words)} failed")
 
 
-def make_example(folder: Path) -> tuple[Dataset, int, Any]:
+def make_dataset_row_and_model(folder: Path) -> tuple[Dataset, int, Any]:
     """Returns a synthetic dataset, the row of the ECG that is drawn, and `small` with a linear
     classifier."""
     archive, dataset, labels = folder / "archive", folder / "dataset", folder / "labels"
@@ -125,7 +125,7 @@ def views(halves_BSLT: Array) -> Figure:
         "3KG": (AugmentConfig(rlm=0, threekg=ThreeKG()), "dipole turned and stretched", VIEW),
     }
     for axes, (name, (config, what, colour)) in zip(panels, configs.items(), strict=True):
-        after, _ = apply_augmentation(halves_BSLT, config)
+        after, _ = augmented_halves_and_params(halves_BSLT, config)
         _draw_leads(axes, halves_BSLT[0, 0], after[0, 0], colour)
         _title(axes, name, what)
     return page
@@ -135,7 +135,7 @@ def wings(
     ecg: Ecg, halves_BSLT: Array, crc32c: str, embedding: Array, prediction: dict[str, float]
 ) -> str:
     """Draws the wings as SVG."""
-    masked, draws = apply_augmentation(halves_BSLT, AugmentConfig())
+    masked, draws = augmented_halves_and_params(halves_BSLT, AugmentConfig())
     hidden = ~draws["keep"][0, 0, :, 0].astype(bool)
     height = TOP * 2 + ROW * len(WINGS)
     name = "One ECG as a crop in a shard, a view with hidden leads, an embedding and a prediction"

@@ -126,10 +126,10 @@ def bench(
     # imported late, so that --help does not wait for PyTorch
     from omnilead.downstream.evaluation import bench as comparison
     from omnilead.downstream.evaluation.embedders import EmbedOptions
-    from omnilead.downstream.evaluation.plan import BenchOptions, tables_as_tasks
+    from omnilead.downstream.evaluation.plan import BenchOptions, labels_and_tasks
     from omnilead.downstream.reports.bench_report import write_comparison
 
-    labels, tasks = tables_as_tasks(labels, tuple(tasks))
+    labels, tasks = labels_and_tasks(labels, tuple(tasks))
     options = BenchOptions(
         models=tuple(models),
         data=data,

@@ -42,7 +42,7 @@ from .embedders import BOOSTED_ROW, ComparedRow, rows_to_compare
 from .plan import IDENTIFICATION, BenchOptions, BenchPlan, ProbedTask, datasets_text, plan_bench
 from .probe import Fit, ProbeData, ProbeJob, fit_process_count, run_probe_jobs
 from .records import ShownLeads, train_test_rows
-from .results import EvalOptions, leakage_notes, nan_to_none, shown_input
+from .results import EvalOptions, input_and_warnings, leakage_notes, nan_to_none
 from .vectors import Embedder, Vectors, cached_vectors
 
 # Rows of comparisons that agree in all of these can be in one table
@@ -264,7 +264,7 @@ def comparison_notes(
         notes += [f"{name}: {note}" for note in task.remarks]
     models = {row.name: row.model for row in rows if row.random and row.model}
     for name, leads, data in product(models, plan.shown.leads, plan.rows):
-        warned = shown_input(models[name], data, EvalOptions(leads=leads))[1]
+        warned = input_and_warnings(models[name], data, EvalOptions(leads=leads))[1]
         notes += [f"{name}: {note}" for note in warned]
     for data in plan.rows:
         notes += plan.shown.left_out_notes(data)

@@ -21,7 +21,7 @@ from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Flag
 from omnilead.engine.settings.leads import ALL_LEADS
 
-from ..inference.commands import prepare_model
+from ..inference.commands import load_model_and_precision
 from ..inference.trained_model import TrainedModel
 from ..tasks import readout as readouts
 from ..tasks.metrics import Array
@@ -142,7 +142,9 @@ def name_and_folder(text: str) -> tuple[str, str]:
 
 def embedder_of(name: str, folder: str, options: EmbedOptions) -> Embedder:
     """Loads the model in this folder, with the read-out of the options."""
-    model, precision = prepare_model(folder, options.device, options.precision, options.code)
+    model, precision = load_model_and_precision(
+        folder, options.device, options.precision, options.code
+    )
     batch = options.batch or (256 if model.device.type == "cuda" else 16)
     embedder = Embedder(name, "", model.input, model, model, batch, precision=precision)
     return with_readout(embedder, token_parts(model, options.readout))

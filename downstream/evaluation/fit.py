@@ -30,7 +30,7 @@ from .heads import (
 )
 from .plan import datasets_text, labels_to_probe, refuse_leak_between, task_of_table
 from .records import FIT_SPLITS, ShownLeads, probed_records
-from .results import EvalOptions, leakage_notes, shown_input
+from .results import EvalOptions, input_and_warnings, leakage_notes
 from .vectors import require_cache
 
 CLASSES_SHOWN = 12  # if there is one more, it is shown as well
@@ -62,7 +62,7 @@ def fit(options: FitOptions) -> tuple[Facts, list[str]]:
     """Fits a head and writes it. Returns its `cross_validated` scores, and sentences for the
     user."""
     refuse_ranks("a head is")
-    head, labels = fit_task(
+    head, labels = fit_head_and_read_labels(
         task_of_table(options.labels, options.columns, options.kind, options.positive), options
     )
     cross_validated = head.document.get("cross_validated", {})
@@ -80,7 +80,7 @@ def fit(options: FitOptions) -> tuple[Facts, list[str]]:
     return cross_validated, sentences
 
 
-def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
+def fit_head_and_read_labels(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
     """Fits a head for any task, writes it with the model, and tells notes on the data."""
     out = Path(options.out)
     require_new_folder(out, Flag("--out"))
@@ -89,7 +89,7 @@ def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
     data = open_together(options.data, options.anonymous)
     embedder = embedder_of(options.model, options.model, options.embedding)
     model = full_precision_model(embedder, options.model, options.embedding.code)
-    notes = shown_input(model, data, EvalOptions(leads=options.leads))[1]
+    notes = input_and_warnings(model, data, EvalOptions(leads=options.leads))[1]
     shown = ShownLeads(embedder.input, (options.leads,))
     labels = labels_to_probe(data, task, FIT_SPLITS)
     refuse_leak_between(data, labels)

@@ -105,7 +105,7 @@ def fit_head(
     )
     x_ND, record_N = train.means([vectors]), np.arange(len(train.y_NK))
     if options.reader == "boosted":  # fitted on windows, since a model scores windows
-        x_ND, record_N = train.windows(vectors)
+        x_ND, record_N = train.windows_and_records(vectors)
     data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], labels.task.kind)
     fit = READERS[options.reader]
     probe = fit(data)

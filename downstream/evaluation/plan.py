@@ -196,7 +196,7 @@ def is_table(name: str) -> bool:
     return name.endswith(TABLE_SUFFIXES) or is_workbook(name)
 
 
-def tables_as_tasks(
+def labels_and_tasks(
     labels: str | Sequence[str], tasks: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]]:
     """Returns --labels and --tasks; each of several label tables is a task."""

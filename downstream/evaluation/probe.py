@@ -120,7 +120,7 @@ def fitting_in_processes() -> Iterator[None]:
         _in_processes.reset(token)
 
 
-def standardise(data: ProbeData) -> tuple[ProbeData, Array, Array]:
+def standardised_data_and_scaling(data: ProbeData) -> tuple[ProbeData, Array, Array]:
     """Returns the data with standardised values, their center and scale; classes and risks stay."""
     outputs = data.y_NK.shape[1]
     if not KINDS[data.kind].has_scale:
@@ -132,10 +132,10 @@ def standardise(data: ProbeData) -> tuple[ProbeData, Array, Array]:
 def fit_linear_probe(data: ProbeData) -> Probe:
     """Fits with the penalty whose error is least on patients held out of the training rows; with a
     single patient, with the strongest."""
-    data, center_K, scale_K = standardise(data)
+    data, center_K, scale_K = standardised_data_and_scaling(data)
     kind = KINDS[data.kind]
     errors, tried = np.zeros(len(PENALTY_STRENGTHS)), len(PENALTY_STRENGTHS)
-    for train_rows, held_out in penalty_folds(data.patient_N):
+    for train_rows, held_out in train_and_held_out_rows(data.patient_N):
         least = np.inf
         for number, probe in enumerate(
             _fit_each_penalty(data.take(train_rows), PENALTY_STRENGTHS[:tried])
@@ -152,7 +152,7 @@ def fit_linear_probe(data: ProbeData) -> Probe:
     return probe._replace(center_K=center_K, scale_K=scale_K)
 
 
-def penalty_folds(patient_N: Array) -> Iterator[tuple[Array, Array]]:
+def train_and_held_out_rows(patient_N: Array) -> Iterator[tuple[Array, Array]]:
     """Yields (training rows, held-out rows) for each fold of the patients; of many rows, for
     one."""
     count = min(DEFAULT_FOLDS, len(np.unique(patient_N)))
@@ -191,7 +191,7 @@ def solve_logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterato
             y_N, positives, n = y_N[known_N], y_N[known_N].sum(), known_N.sum()
             if 0 < positives < n:
                 known_ND = x_ND if known_N.all() else x_ND[known_N]
-                weights_KD[k], bias_K[k] = _minimise_logistic(
+                weights_KD[k], bias_K[k] = _logistic_weights_and_bias(
                     known_ND, y_N, alpha / n, weights_KD[k], bias_K[k]
                 )
             else:
@@ -199,12 +199,12 @@ def solve_logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterato
         yield weights_KD, bias_K
 
 
-def _minimise_logistic(
+def _logistic_weights_and_bias(
     x_ND: Array, y_N: Array, penalty: float, weights_D: Array, bias: float
 ) -> tuple[Array, float]:
     """Returns the solution, starting from these weights."""
 
-    def objective(w_D1: Array) -> tuple[float, Array]:
+    def loss_and_gradient(w_D1: Array) -> tuple[float, Array]:
         w_D, logit_N = w_D1[:-1], x_ND @ w_D1[:-1] + w_D1[-1]
         error_N = (expit(logit_N) - y_N) / len(y_N)
         loss = (np.logaddexp(0, logit_N) - y_N * logit_N).mean()
@@ -218,7 +218,7 @@ def _minimise_logistic(
         "gtol": LOGISTIC_TOLERANCE,
     }
     start_D1 = np.append(weights_D, bias)
-    w_D1 = minimize(objective, start_D1, jac=True, method="L-BFGS-B", options=limits).x
+    w_D1 = minimize(loss_and_gradient, start_D1, jac=True, method="L-BFGS-B", options=limits).x
     return w_D1[:-1], w_D1[-1]
 
 
@@ -258,14 +258,18 @@ def solve_cox(x_ND: Array, y_N1: Array, alphas: Sequence[float]) -> Iterator[Wei
     weights_D = np.zeros(x_ND.shape[1])
     for alpha in alphas:
 
-        def objective(w_D: Array, penalty: float = alpha / events / 2) -> tuple[float, Array]:
+        def loss_and_gradient(
+            w_D: Array, penalty: float = alpha / events / 2
+        ) -> tuple[float, Array]:
             w_D1 = torch.tensor(w_D[:, None], requires_grad=True)
             value = event_loss(x @ w_D1, y) + penalty * w_D1.square().sum()
             (gradient_D1,) = torch.autograd.grad(value, w_D1)
             return value.item(), gradient_D1[:, 0].numpy()
 
         limits = {"maxiter": SOLVER_STEPS, "ftol": 1e-10, "gtol": 1e-6}
-        weights_D = minimize(objective, weights_D, jac=True, method="L-BFGS-B", options=limits).x
+        weights_D = minimize(
+            loss_and_gradient, weights_D, jac=True, method="L-BFGS-B", options=limits
+        ).x
         yield weights_D[None], np.zeros(1)
 
 

@@ -50,7 +50,7 @@ class ProbedRecords(NamedTuple):
         count_N = np.add.reduceat(vectors.windows_B, self.begins)
         return np.asarray(sum_ND / count_N[:, None])
 
-    def windows(self, vectors: Vectors) -> tuple[Array, Array]:
+    def windows_and_records(self, vectors: Vectors) -> tuple[Array, Array]:
         """Embeddings of all windows, and the record of each."""
         _, windows_B, c_BSD = vectors.take(self.rows)
         there_BS = np.arange(c_BSD.shape[1]) < windows_B[:, None]

@@ -130,12 +130,16 @@ class TaskResult:
         return groups
 
     def _score_records(self, rows: Array, resamples: int) -> Facts:
-        return score_arrays(*self.average_records(rows), resamples, self.head)
+        return score_arrays(*self.record_labels_scores_patients(rows), resamples, self.head)
 
-    def average_records(self, rows: Array | slice = slice(None)) -> tuple[Array, Array, list[Any]]:
+    def record_labels_scores_patients(
+        self, rows: Array | slice = slice(None)
+    ) -> tuple[Array, Array, list[Any]]:
         """Labels, mean scores and patients of the records in these rows."""
         records, patients = np.asarray(self.records_N)[rows], np.asarray(self.patients_N)[rows]
-        return average_by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
+        return labels_scores_patients_by_record(
+            self.labels_NK[rows], self.scores_NK[rows], records, patients
+        )
 
     @cached_property
     def errors_NK(self) -> Array:
@@ -169,7 +173,7 @@ class TaskResult:
         is_few = has_few_patients(self.head.kind, labels, self.patients_N)
         without = ""
         if self.facts.get("role") == "valid" and self.head.thresholds:
-            points = sensitive_points(*self.average_records()[:2], self.head.classes)
+            points = sensitive_points(*self.record_labels_scores_patients()[:2], self.head.classes)
             if points or not is_few:
                 remarks += sensitivity_sentences(points, self.head.classes)
             else:
@@ -238,7 +242,7 @@ def score_arrays(
         if is_few or np.isclose(low, high):  # resamples that agree do not make a score certain
             intervals[name] = exact[name]
     if KINDS[head.kind].has_classes:
-        metrics["calibration_error"] = calibration_curve(labels, scores)[-1]
+        metrics["calibration_error"] = calibration_curve(labels, scores).error
     for name, threshold in zip(head.classes, head.thresholds, strict=False):
         summary["classes"][name]["threshold"] = threshold
     return {
@@ -250,7 +254,7 @@ def score_arrays(
     }
 
 
-def average_by_record(
+def labels_scores_patients_by_record(
     labels: Array, scores: Array, records: Any, patients: Any
 ) -> tuple[Array, Array, list[Any]]:
     """Labels, mean scores and patients of the records, ordered by name."""
@@ -276,16 +280,16 @@ def score_task(
 ) -> TaskResult:
     """Scores a fine-tuned model on the labelled crops of a split."""
     head = head_for_task(model, task)
-    model_input, notes = shown_input(model, data, options)
+    model_input, notes = input_and_warnings(model, data, options)
     if head.sentences:
         notes.append(f"The model: {'; '.join(head.sentences)}.")
     labels = read_task(task, data.all)
     require_classes(model, labels)
     labelled = labelled_rows(labels, data, options.role)
-    (rows,), left_out = crops_with_leads(data, model_input, labelled)
+    (rows,), left_out = crops_with_leads_and_note(data, model_input, labelled)
     notes += rates_note(model, data, rows)
     output = vector_output(model, model.scores, len(model.classes))
-    scores_RK, crop_R = outputs_of(output, data, rows, model_input, options)
+    scores_RK, crop_R = outputs_and_positions(output, data, rows, model_input, options)
     columns = [model.classes.index(name) for name in labels.classes]
     scored_head = with_thresholds(head, labels, columns)
     if scored_head.chosen:
@@ -503,7 +507,7 @@ def require_rows(rows: Array, data: Datasets, criterion: str, source: str) -> No
         raise ConfigError(f"{data.name}: no crop has {criterion}: {reason}")
 
 
-def shown_input(
+def input_and_warnings(
     model: TrainedModel, data: Datasets, options: EvalOptions
 ) -> tuple[Input, list[str]]:
     """Returns the model's input, and warnings about the data."""
@@ -528,7 +532,7 @@ def shown_input(
     return model_input, notes
 
 
-def crops_with_leads(
+def crops_with_leads_and_note(
     data: Datasets, model_input: Input, *sides: Array
 ) -> tuple[list[Array], list[str]]:
     """The crops that have a window in which at least one of the model's leads was recorded, and a
@@ -581,7 +585,7 @@ def windows_text(facts: Mapping[str, Any]) -> str:
     return f"windows of {window_s:g} s" if window_s else "halves of 5 s"
 
 
-def outputs_of(
+def outputs_and_positions(
     output: Output,
     data: Datasets,
     rows: Array,

@@ -59,7 +59,7 @@ from omnilead.engine.training.task import (
 )
 from omnilead.engine.training.validation import eval_mode, predict_on_ranks
 
-from ..tasks.classifier import Classifier, layer_groups
+from ..tasks.classifier import Classifier, lr_shares_and_weights
 from ..tasks.config import FinetuneConfig
 from ..tasks.kinds import KINDS, Kind, Targets, best_thresholds, listed_classes
 from ..tasks.labels import DX_ROLES_HINT, TaskLabels, read_task
@@ -172,7 +172,7 @@ class FinetuneTask(TrainingTask):
         if is_model(config.start):
             kept[SEEN] = to_bytes(start.seen)
         code = read_plugins(config.plugin_settings, config.run, start.code)
-        encoder, flops_per_crop = own_encoder(config, architecture, start, model_input)
+        encoder, flops_per_crop = own_encoder_and_flops(config, architecture, start, model_input)
         return cls(
             config=config,
             datasets=datasets,
@@ -276,7 +276,7 @@ class FinetuneTask(TrainingTask):
 
     def groups(self, model: Any) -> Groups:
         decay = self.config.encoder.layer_decay
-        return layer_groups(model, decay) if decay < 1 else super().groups(model)
+        return lr_shares_and_weights(model, decay) if decay < 1 else super().groups(model)
 
     @torch.no_grad()
     def _begin_at_means(self, model: Classifier) -> None:
@@ -355,7 +355,7 @@ class FinetuneTask(TrainingTask):
         logits_RK = out_BSD[exists_BS]  # each window is a sample, as halves are in the paper
         y_RK = np.repeat(self.held_out.y, windows_N, axis=0)
         targets_RK = torch.from_numpy(self.targets.standardise(y_RK))
-        loss_RK, known_RK = self.kind.cell_losses(logits_RK, targets_RK)
+        loss_RK, known_RK = self.kind.cell_losses_and_known(logits_RK, targets_RK)
         scores_RK = self.targets.to_label_scale(self.kind.scores(logits_RK).numpy())
         if self.kind.has_thresholds:
             self.thresholds = best_thresholds(y_RK, scores_RK)
@@ -451,7 +451,7 @@ class FinetuneTask(TrainingTask):
         return weights
 
 
-def own_encoder(
+def own_encoder_and_flops(
     config: FinetuneConfig, architecture: ModelConfig, start: Start, model_input: Input
 ) -> tuple[nn.Module | None, float]:
     """Returns an encoder that is not the authors', if any, and the FLOPs of a crop."""

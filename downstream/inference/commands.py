@@ -204,7 +204,7 @@ def prepare(
     code: bool = False,
     **options: Any,
 ) -> Setup:
-    """Loads the model and completes the options: see EcgOptions and `prepare_model`."""
+    """Loads the model and completes the options: see EcgOptions and `load_model_and_precision`."""
     several = [data] if isinstance(data, str | os.PathLike) else data
     urls = tuple(os.fspath(url) for url in several)
     chosen = {name: value for name, value in options.items() if value is not None}
@@ -218,7 +218,7 @@ def prepare(
             Flag("--data"),
             " names none: leave them out",
         )
-    loaded, precision = prepare_model(model, device, precision, code)
+    loaded, precision = load_model_and_precision(model, device, precision, code)
     on_gpu, cores = loaded.device.type == "cuda", cores_per_rank()
     complete = replace(
         asked,
@@ -247,7 +247,7 @@ def select_device(name: str) -> torch.device:
     return device
 
 
-def prepare_model(
+def load_model_and_precision(
     path: File, device: str = "auto", precision: str = "auto", code: bool = False
 ) -> tuple[TrainedModel, str]:
     """Loads a model on its device; returns the precision that it computes in, too. "auto": a GPU if

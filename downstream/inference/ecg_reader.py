@@ -164,7 +164,7 @@ class DatasetSource:
         self.table = table.append_column(PATH, pa.nulls(len(dataset), pa.string()))
         self.record = np.arange(len(rows))
         if per == "record":
-            rows, self.record = self._by_record(rows)
+            rows, self.record = self._sorted_rows_and_records(rows)
         # A part begins where a record begins
         first = np.flatnonzero(np.diff(self.record, prepend=-1))
         wanted = np.arange(0, len(rows), batch * PART_BATCHES)
@@ -182,7 +182,7 @@ class DatasetSource:
         waveform_N = self.dataset.column("waveform")[self.rows]
         return Waveforms(_record_numbers(self.table)[self.rows], waveform_N)
 
-    def _by_record(self, rows: Array) -> tuple[Array, Array]:
+    def _sorted_rows_and_records(self, rows: Array) -> tuple[Array, Array]:
         """The rows sorted by record, and the number of each one's record."""
         order = [(name, "ascending") for name in ("source", "record", "start_s")]
         table = self.table.take(rows).sort_by(order)

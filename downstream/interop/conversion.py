@@ -66,14 +66,14 @@ from .fairseq import (
     MAX_TEXT,
     Settings,
     Weights,
-    from_theirs,
+    fairseq_settings,
     norm_spelling,
     output_count,
     read_model_config,
     read_setting,
     shapes_of,
-    their_settings,
-    to_theirs,
+    weights_from_fairseq,
+    weights_to_fairseq,
 )
 from .hub import front_matter
 
@@ -104,8 +104,8 @@ def from_fairseq(
     state = float_tensors(content.get("model"), checkpoint)
     config = read_model_config(cfg["model"])
     # Cloned, as safetensors refuses tied tensors
-    weights = {name: w.clone() for name, w in from_theirs(state, config).items()}
-    preprocessing, notes = _read_preprocessing(cfg, config, scale, fs_hz)
+    weights = {name: w.clone() for name, w in weights_from_fairseq(state, config).items()}
+    preprocessing, notes = _preprocessing_and_notes(cfg, config, scale, fs_hz)
     document: Settings = {
         "model": asdict(config),
         "fairseq": {
@@ -149,7 +149,7 @@ def preprocessing_document(
     }
 
 
-def _read_preprocessing(
+def _preprocessing_and_notes(
     cfg: Settings, config: ModelConfig, scale: str, fs_hz: float | None
 ) -> tuple[Settings, list[str]]:
     """Returns the input that the checkpoint's settings describe; arguments take precedence."""
@@ -311,15 +311,17 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
     model_input = None if origin else Input.from_document(preprocessing, config.leads)
     if model_input:
-        require_their_input(run, model_input, preprocessing)
+        require_fairseq_input(run, model_input, preprocessing)
     try:
-        their_weights = to_theirs(state, config, origin.get("spelling", "parametrizations"))
+        their_weights = weights_to_fairseq(
+            state, config, origin.get("spelling", "parametrizations")
+        )
         weights = {
             name: their_weights.pop(name) for name in origin.get("order") or list(their_weights)
         }
         if their_weights:
             raise LookupError(f"order lacks {next(iter(their_weights))}")
-        cfg = origin.get("cfg") or their_settings(
+        cfg = origin.get("cfg") or fairseq_settings(
             config, model_input.seen_leads if model_input else ALL_LEADS
         )
         history = origin.get("optimizer_history") or []
@@ -343,7 +345,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
     write_whole(out, content.getvalue())
 
 
-def require_their_input(run: str | Path, model_input: Input, preprocessing: Settings) -> None:
+def require_fairseq_input(run: str | Path, model_input: Input, preprocessing: Settings) -> None:
     """Raises ConfigError for signals that fairseq-signals would not make."""
     if not model_input.is_plain:
         raise ConfigError(
@@ -526,7 +528,9 @@ def from_torch(
     module = build_encoder(config, generator=torch.Generator().manual_seed(0))
     examine(module, config, samples=x_RLT.shape[2])
     fresh_RD = mean_embedding(module, x_RLT)
-    names, left = match_weights(path, module.state_dict(), file_weights, prefix, renamed)
+    names, left = matching_names_and_remark(
+        path, module.state_dict(), file_weights, prefix, renamed
+    )
     load_tensors(path, module, {name: file_weights[their] for name, their in names.items()})
     c_RD = mean_embedding(module, x_RLT)
     if agree(c_RD, fresh_RD):
@@ -595,7 +599,7 @@ def read_tensors(path: Path) -> Weights:
     return tensors
 
 
-def match_weights(
+def matching_names_and_remark(
     path: Path,
     encoder_weights: Weights,
     file_weights: Weights,

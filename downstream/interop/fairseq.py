@@ -1,7 +1,7 @@
 """Convert weights and settings from and to fairseq-signals, exactly.
 
-    from_theirs(state, config)     our state_dict
-    to_theirs(state, config)       the authors'
+    weights_from_fairseq(state, config)     our state_dict
+    weights_to_fairseq(state, config)       the authors'
     read_model_config(cfg)         ModelConfig
 
 Only names, concatenation and the order of axes change: every number keeps its bits. Source: state
@@ -110,7 +110,7 @@ def output_count(state: Weights) -> int:
     return len(head) if head is not None and head.ndim else int(is_theirs)
 
 
-def their_names(
+def fairseq_names(
     config: ModelConfig, spelled: str = "parametrizations", classifier: bool = False
 ) -> dict[str, list[str]]:
     """Our name -> the authors' names: several if ours is their concatenation."""
@@ -168,7 +168,7 @@ def meta_weights(config: ModelConfig, state: Weights) -> Weights:
         return encoder
 
 
-def from_theirs(state: Weights, config: ModelConfig) -> Weights:
+def weights_from_fairseq(state: Weights, config: ModelConfig) -> Weights:
     spelled, our_weights = norm_spelling(state), meta_weights(config, state)
     _require_shapes(state, _rename_weights(our_weights, config, spelled))
     converted = {}
@@ -180,14 +180,16 @@ def from_theirs(state: Weights, config: ModelConfig) -> Weights:
     return converted
 
 
-def to_theirs(state: Weights, config: ModelConfig, spelled: str = "parametrizations") -> Weights:
+def weights_to_fairseq(
+    state: Weights, config: ModelConfig, spelled: str = "parametrizations"
+) -> Weights:
     _require_shapes(state, meta_weights(config, state))
     return _rename_weights(state, config, spelled)
 
 
 def _names_in_state(state: Weights, config: ModelConfig, spelled: str) -> dict[str, list[str]]:
     """The names of the weights in `state`."""
-    table = their_names(config, spelled, output_count(state) > 0)
+    table = fairseq_names(config, spelled, output_count(state) > 0)
     return {name: parts for name, parts in table.items() if name in state}
 
 
@@ -289,7 +291,7 @@ def _parse_blocks(value: Any) -> list[tuple[int, int]]:
     return [(width, kernel) for width, kernel, _ in layers]
 
 
-def their_settings(config: ModelConfig, seen: tuple[int, ...] = ALL_LEADS) -> Settings:
+def fairseq_settings(config: ModelConfig, seen: tuple[int, ...] = ALL_LEADS) -> Settings:
     """The part of the authors' configuration that is needed to build one of our models: cfg.model,
     cfg.task, cfg.criterion. `seen`: the leads that it was trained on."""
     model = {"_name": "wav2vec2_cmsc", "apply_mask": True, "encoder_layerdrop": 0.0}

@@ -23,7 +23,7 @@ from ..evaluation.identification import IdentificationResult
 from ..evaluation.results import TaskResult, nan_to_none, sentence_to_report, windows_text
 from ..inference.trained_model import HeadInfo
 from ..tasks.kinds import KINDS
-from ..tasks.metrics import TOO_FEW_NOTE, Array, kaplan_meier, predict_classes
+from ..tasks.metrics import TOO_FEW_NOTE, Array, kaplan_meier_curve, predict_classes
 from . import charts
 from .page import Picture, metric_title, number_text, readable_items, render_page, to_picture
 
@@ -77,7 +77,7 @@ def task_content(result: TaskResult, data: Datasets | None, halves: bool) -> dic
         windows_text(result.facts),
         sentence_to_report(nan_to_none({"record": record})),
     )
-    y_NK, scores_NK, _ = result.average_records()
+    y_NK, scores_NK, _ = result.record_labels_scores_patients()
     y_NK = np.asarray(y_NK, float)
     by = "By class" if KINDS[head.kind].has_classes else "By column"
     tables = {}
@@ -271,7 +271,7 @@ def survival_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str,
     for third, name in enumerate(("lowest risks", "middle", "highest risks")):
         y_G = y_N[third_N == third]
         if len(y_G):  # none if all risks are equal
-            lines[name] = kaplan_meier(y_G)
+            lines[name] = kaplan_meier_curve(y_G)
             table.append([name, *(f"{(np.abs(y_G) >= tick).sum():,}" for tick in ticks)])
     curve = charts.share_curves("Without the event, by thirds of the risk", unit, lines)
     return {

@@ -67,7 +67,7 @@ class StepLog:
         """The values of a key; NaN for what is not a number."""
         return np.array([number_or_nan(row.get(key)) for row in self.rows])
 
-    def curve(self, key: str) -> tuple[Array, Array]:
+    def steps_and_values(self, key: str) -> tuple[Array, Array]:
         """Steps and values where the key is a finite number."""
         values = self.column(key)
         is_finite = np.isfinite(values)
@@ -85,7 +85,7 @@ class StepLog:
         )
 
     def last_value(self, key: str) -> float:
-        return float(np.append(math.nan, self.curve(key)[1])[-1])
+        return float(np.append(math.nan, self.steps_and_values(key)[1])[-1])
 
     def value_at(self, key: str, step: float | None) -> float:
         return float(np.append(self.column(key)[self.steps == step], math.nan)[0])
@@ -168,7 +168,7 @@ def changed_settings(log: RunLog) -> list[tuple[str, str]]:
 def warning_lines(log: RunLog, best: float | None) -> Iterator[str]:
     metrics = log.metrics
     logged = sum(row.get("loss") is not None for row in metrics.rows)
-    if broken := logged - len(metrics.curve("loss")[0]):
+    if broken := logged - len(metrics.steps_and_values("loss")[0]):
         yield f"The loss was not finite in {broken} of {logged} logged steps."
     if (skipped := metrics.last_value("skipped_steps")) > 0:
         yield f"{skipped:.0f} steps were skipped because the loss or a gradient was not finite."
@@ -179,7 +179,7 @@ def warning_lines(log: RunLog, best: float | None) -> Iterator[str]:
         )
     if metrics.unreadable:
         yield f"{metrics.unreadable} lines of {METRICS} could not be read."
-    name, sign = selection_metric(log)
+    name, sign = selection_metric_and_sign(log)
     if not sign:
         yield f"run.json: best={name[:40]!r} is no known metric: no best step is marked."
     before, after = log.held_out.value_at(name, 0), log.held_out.value_at(name, best)
@@ -210,7 +210,7 @@ def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
     if not log.task:
         step = float(held_out.steps[-1]) if held_out.rows else None
     if math.isfinite(loss := metrics.recent_mean("loss")):
-        first = metrics.curve("loss")[1][0]
+        first = metrics.steps_and_values("loss")[1][0]
         entries = min(RECENT_STEPS, len(metrics.rows))
         yield [
             "Training loss",
@@ -249,7 +249,7 @@ def score_row(log: RunLog, metric: Metric, step: float | None) -> list[str] | No
     return [metric_title(key), number_text(value, percent), detail]
 
 
-def selection_metric(log: RunLog) -> tuple[str, int]:
+def selection_metric_and_sign(log: RunLog) -> tuple[str, int]:
     """Returns the metric that chooses the best step, and 1 if higher is better, -1 if lower is, 0
     if that is not known. A damaged run.json does not name it."""
     name = str(log.fact("best") or "loss")
@@ -260,8 +260,8 @@ def selection_metric(log: RunLog) -> tuple[str, int]:
 
 def best_step(log: RunLog) -> float | None:
     """The first best step, chosen as in training: never the untrained model."""
-    name, sign = selection_metric(log)
-    steps, values = log.held_out.curve(name)
+    name, sign = selection_metric_and_sign(log)
+    steps, values = log.held_out.steps_and_values(name)
     steps, values = steps[steps > 0], values[steps > 0]
     return float(steps[(sign * values).argmax()]) if sign and len(steps) else None
 
@@ -269,7 +269,7 @@ def best_step(log: RunLog) -> float | None:
 def training_result(log: RunLog) -> dict[str, Any]:
     """Returns how a fine-tuning ended: its best validation, whether validation has stopped
     improving, and the curve. Empty before the end, or if nothing was validated."""
-    (name, sign), best = selection_metric(log), best_step(log)
+    (name, sign), best = selection_metric_and_sign(log), best_step(log)
     if best is None or not log.task:
         return {}
     value, since = log.held_out.value_at(name, best), int((log.held_out.steps > best).sum())
@@ -285,7 +285,9 @@ def training_result(log: RunLog) -> dict[str, Any]:
     text = f"converged: best {name} {value:.4f} at step {best:,.0f}, {after}"
     if not converged:
         text = f"not {text}"
-    curve = [[int(step), score] for step, score in zip(*log.held_out.curve(name), strict=True)]
+    curve = [
+        [int(step), score] for step, score in zip(*log.held_out.steps_and_values(name), strict=True)
+    ]
     return {
         "metric": name,
         "higher_is_better": sign > 0,
@@ -301,20 +303,23 @@ def training_result(log: RunLog) -> dict[str, Any]:
 def curve_pictures(log: RunLog, best: float | None) -> Iterator[Picture]:
     """Draws what was logged more than once: the loss, the held-out score and the speed."""
     training, held_out = log.metrics, log.held_out
-    losses = {"training": training.curve("loss"), "held out": held_out.curve("loss")}
+    losses = {
+        "training": training.steps_and_values("loss"),
+        "held out": held_out.steps_and_values("loss"),
+    }
     lines = {name: line for name, line in losses.items() if len(line[0]) > 1}
     if lines:
         yield curves_over_steps("Loss", lines, best=best if log.task else None)
-    name, sign = selection_metric(log)
+    name, sign = selection_metric_and_sign(log)
     if name == "loss" or not sign:
         name = IDENTIFICATION_METRIC
-    score = held_out.curve(name)
+    score = held_out.steps_and_values(name)
     if len(score[0]) > 1:
         chance = number_or_nan(log.fact("chance", VALID + name))
         marked = None if name == IDENTIFICATION_METRIC else best
         lines = {"held out": score}
         yield curves_over_steps(metric_title(name), lines, METRIC_OF[name].percent, chance, marked)
-    speed = training.curve("crops_per_s")
+    speed = training.steps_and_values("crops_per_s")
     if len(speed[0]) > 1:
         yield curves_over_steps("Crops per second", {"training": speed})
 

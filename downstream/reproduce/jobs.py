@@ -3,7 +3,7 @@ machine or on a Dask cluster. What is done is not done again.
 
     folder = WorkDir(Path("DIR"))
     folder.start(plan)                                     # refuses results of other commands
-    with open_workers(4) as (executor, slots):
+    with open_executor_and_slots(4) as (executor, slots):
         code = run_jobs(folder, plan, executor, slots)
 
 DIR/jobs/JOB.out .err .json     output of a job; the seconds it took, or why it failed
@@ -190,7 +190,9 @@ def show_plan(folder: WorkDir, jobs: Collection[Job], at_once: int) -> int:
 
 
 @contextmanager
-def open_workers(jobs: int, cluster: str = "") -> Iterator[tuple[Executor, Callable[[], int]]]:
+def open_executor_and_slots(
+    jobs: int, cluster: str = ""
+) -> Iterator[tuple[Executor, Callable[[], int]]]:
     """Opens a Dask cluster, or `jobs` threads of this machine. Yields an executor, and a function
     that returns how many workers there are."""
     if cluster:
@@ -234,7 +236,7 @@ def run_jobs(
     failed: dict[str, str] = {}
     done = {job.name for job in jobs} - {job.name for job in waiting}
     say(forecast(jobs, expected_seconds(folder, jobs), slots()))
-    with _stop_file(folder) as (stop, signals):
+    with _stop_file_and_signals(folder) as (stop, signals):
         while True:
             ready = [job for job in waiting if done.issuperset(job.needs)]
             for job in ready[: 0 if stop.exists() else max(0, slots() - len(running))]:
@@ -270,7 +272,7 @@ def _report_end(folder: WorkDir, job: Job, future: Future[str], number: str) -> 
 
 
 @contextmanager
-def _stop_file(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
+def _stop_file_and_signals(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
     """A path that exists after SIGTERM or Ctrl-C, and these signals. Unlike them, it reaches
     workers on other machines."""
     signals: list[int] = []

@@ -14,7 +14,7 @@ from omnilead.data_tools.io.spreadsheet import csv_text
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import echo
 
-from ..tasks.metrics import mean_over_seeds
+from ..tasks.metrics import mean_and_half_width
 from .jobs import Job, read_json, write_json
 from .paper import LEAD_COUNTS, TASKS, PaperPlan, Row, Table
 
@@ -105,7 +105,7 @@ def make_cell(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) ->
 
 def mean_and_interval(values: Iterable[float | None]) -> tuple[float | None, float | None]:
     known_values = [value for value in values if value is not None]
-    mean, half = mean_over_seeds(known_values) if known_values else (None, None)
+    mean, half = mean_and_half_width(known_values) if known_values else (None, None)
     return mean, half if len(known_values) > 1 else None
 
 

@@ -84,7 +84,7 @@ def accept_earlier_commands(plan: PaperPlan) -> None:
         write_json(path, commands)
 
 
-def read_start_file(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
+def read_scale_and_data(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
     path = folder.path / START_FILE
     tree = read_json(path)
     tree.pop("settings", None)  # read again from the scale's file

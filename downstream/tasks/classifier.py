@@ -160,7 +160,7 @@ class Classifier(nn.Module):
         kind, halves = KINDS[self.task.kind], x_BSLT.shape[1]
         labels_R, present_R = labels.repeat_interleave(halves, 0), present_BS.flatten().float()
         if self.task.kind == "identity":
-            loss_R, right_R = self._identity_loss(
+            loss_R, right_R = self._identity_losses_and_hits(
                 c_RD, labels_R, self.task.margin if margin is None else margin
             )
             share_R = torch.ones_like(present_R)
@@ -171,7 +171,7 @@ class Classifier(nn.Module):
                 labels_R[present_R == 0] = torch.nan
                 gathered = map(all_gather, (logits_RK, labels_R, present_R))
                 logits_RK, labels_R, present_R = gathered
-            loss_R, share_R = kind.loss(logits_RK, labels_R, weights_RK)
+            loss_R, share_R = kind.loss_and_known_share(logits_RK, labels_R, weights_RK)
             right_R = kind.are_right(logits_RK, labels_R)
         # Counts are averaged over ranks, so that the mean of the ranks' losses is the loss of the
         # global batch
@@ -200,7 +200,7 @@ class Classifier(nn.Module):
         logits: Tensor = self.head(c_RD.to(next(self.head.parameters()).dtype)).float()
         return logits
 
-    def _identity_loss(
+    def _identity_losses_and_hits(
         self, c_RD: Tensor, label_R: Tensor, margin: float | Tensor
     ) -> tuple[Tensor, Tensor]:
         cosine_RC, fixed = cosines(c_RD, self.head.weight), self.task.scale
@@ -209,7 +209,9 @@ class Classifier(nn.Module):
         return F.cross_entropy(logits_RC, label_R, reduction="none"), cosine_RC.argmax(1) == label_R
 
 
-def layer_groups(model: Classifier, decay: float) -> list[tuple[float, list[nn.Parameter]]]:
+def lr_shares_and_weights(
+    model: Classifier, decay: float
+) -> list[tuple[float, list[nn.Parameter]]]:
     """Returns trained weights in groups, each with its share of the learning rate: decay ** (L - i)
     for layer i of L, 1 for the head. The layers are the modules in the encoder's list `layers` or
     `blocks` (stages of the ResNet), if it has one, else its top-level modules; what is not in them

@@ -26,7 +26,7 @@ from .sheet import (
     BOOLEANS,
     SURVIVAL_COLUMNS,
     are_numbers,
-    columns_hint,
+    columns_hint_parts,
     has_plus,
     label_columns,
     may_be_missing,
@@ -127,12 +127,12 @@ def _refuse_a_mixture(sheet: str, columns: Sequence[LabelColumn]) -> None:
     cure: tuple[str, ...]
     if not texts:
         or_else = "; or choose the kind: ", Flag("--kind"), " regression"
-        cure = "leave it out: ", *columns_hint(alike), *or_else
+        cure = "leave it out: ", *columns_hint_parts(alike), *or_else
     elif not alike:
         choose = "for texts as classes, choose one column: "
-        cure = choose, *columns_hint(texts[:1]), "; else write 0 and 1"
+        cure = choose, *columns_hint_parts(texts[:1]), "; else write 0 and 1"
     else:
-        cure = "leave it out: ", *columns_hint(alike)
+        cure = "leave it out: ", *columns_hint_parts(alike)
     raise ConfigError(f"{sheet}: column {odd.name!r} {what}: ", *cure)
 
 

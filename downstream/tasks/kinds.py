@@ -2,7 +2,7 @@
 logits of R samples for K outputs.
 
 kind = KINDS["multilabel"]
-loss_R, share_R = kind.loss(logits_RK, y_RK)      # unknown labels (NaN) are ignored
+loss_R, share_R = kind.loss_and_known_share(logits_RK, y_RK)      # unknown labels (NaN) are ignored
 kind.scores(logits_RK)                            # probabilities; for regression and survival, the logits
 kind.targets(y, train_NK, classes, "my.csv", False)       # ConfigError if the labels cannot be learnt
 
@@ -73,17 +73,17 @@ class Kind(ABC):
         return "scale" in self.head_numbers
 
     @abstractmethod
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the loss of each label, and which labels are known: [R, K], for multiclass [R,
         1]."""
 
-    def loss(
+    def loss_and_known_share(
         self, logits_RK: Tensor, y_RK: Tensor, weights_RK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns for each sample: the summed loss of its known labels divided by the number of all
         labels, and the share that is known. The sum of the first divided by the sum of the second
         is the mean over known labels."""
-        loss_RK, known_RK = self.cell_losses(logits_RK, y_RK)
+        loss_RK, known_RK = self.cell_losses_and_known(logits_RK, y_RK)
         if weights_RK is not None:
             loss_RK = loss_RK * weights_RK
         loss_R = (loss_RK * known_RK).sum(1) / loss_RK.shape[1]
@@ -213,7 +213,7 @@ class BinaryKind(_ClassKind):
     one_column = True
     head_numbers = ("thresholds",)
 
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         known_RK = ~y_RK.isnan()
         y_RK = y_RK.nan_to_num()
         loss_RK = F.binary_cross_entropy_with_logits(logits_RK, y_RK, reduction="none")
@@ -253,7 +253,7 @@ class MulticlassKind(_ClassKind):
     one_column = True
     exclusive = True
 
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         known_R1 = ~y_RK[:, :1].isnan()
         loss_R = F.cross_entropy(logits_RK, y_RK.nan_to_num(), reduction="none")
         return loss_R[:, None], known_R1
@@ -300,7 +300,7 @@ class RegressionKind(Kind):
     has_positives = False
     head_numbers = ("center", "scale")
 
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         known_RK = ~y_RK.isnan()
         loss_RK = F.smooth_l1_loss(logits_RK, y_RK.nan_to_num(), reduction="none")
         return loss_RK, known_RK
@@ -334,7 +334,7 @@ class SurvivalKind(Kind):
     has_classes = False
     why_share_is_too_small = "no event in one of them"
 
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         return cox_loss(logits_RK, y_RK), y_RK > 0
 
     def targets_of_known(
@@ -367,7 +367,7 @@ class IdentityKind(Kind):
     name: ClassVar[TaskKind] = "identity"
     meaning = "which ECGs are of the same patient"
 
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError("patients are learnt by ArcFace, not from labels")
 
     def targets(

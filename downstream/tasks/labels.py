@@ -31,7 +31,7 @@ from .refused import remarks_on_refused
 from .remarks import remarks_on_labels
 from .sheet import SURVIVAL_COLUMNS, label_columns
 from .splits import SPLITS, TEST, split_by_role, split_crops
-from .values import label_values
+from .values import task_outputs_and_values
 
 DX_ROLES_HINT = "shard --dx-sources names the sources whose records have diagnosis roles"
 
@@ -152,7 +152,7 @@ def _labels_of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabel
     if is_identity:
         return TaskLabels(task, (), patients, split, remarks, patients=patients)
     y = [dataset.labels.astype(np.float32) for dataset in datasets]
-    unknown = people.records_without_patient(datasets, labelled_N)
+    unknown = people.unknown_patient_and_record_counts(datasets, labelled_N)
     remarks = [*unknown_patients_remark(unknown), *remarks]
     return TaskLabels(task, CLASSES, y, split, remarks, patients=patients, unknown=unknown)
 
@@ -165,13 +165,13 @@ def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str
     if task.kind != "multiclass" or task.classes:
         sheet = sheet.without_words(task.columns, task.classes)
     sheet = sheet.without_words(sheet.fold_columns)
-    task, classes, y_RK = label_values(task, sheet)
+    task, classes, y_RK = task_outputs_and_values(task, sheet)
     y = _y_of_crops(y_RK, sheet)
     labelled_N = _labelled_crops(task, sheet, y)
     people = people_of_sheet(sheet, datasets)
     splits = split_crops(task, sheet, datasets, labelled_N, people)
     split_N = np.where(labelled_N, splits.split_N, 0).astype(np.int8)
-    unknown = people.records_without_patient(datasets, labelled_N)
+    unknown = people.unknown_patient_and_record_counts(datasets, labelled_N)
     remarks = [
         *(*sheet.remarks, *splits.remarks, *unknown_patients_remark(unknown)),
         *(*people.doubtful_ids_remark(labelled_N), *remarks_on_labels(task, sheet, y_RK)),

@@ -4,7 +4,7 @@
     challenge_score(labels, outputs)                  the PhysioNet/CinC Challenge 2021's score, of [n, 26] zeros and ones
     statistic_of("binary", y_N1, scores_N1).summary() the measures, and figures for each class
     identification_scores(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
-    mean, half = mean_over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
+    mean, half = mean_and_half_width([0.701, 0.695, 0.704])    a 95 % t interval
     low, high = bootstrap_interval(statistic_of("binary", y_N1, scores_N1), patients, 1000)    95 %, by resampling patients
     if has_few_patients(kind, labels_NK, patients):       where a bootstrap says nothing: of two positives it can be 1 to 1
         intervals |= exact_intervals(metrics, labels_NK, patients)       # exact ones, or NaN
@@ -20,12 +20,12 @@ Axes: N rows, K classes, P gallery entries, Q probes, D width of an embedding.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
 from itertools import pairwise
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -109,10 +109,13 @@ def challenge_score(labels: Array, outputs: Array) -> float:
 
 def challenge_statistic(labels: Array, outputs: Array) -> Callable[[Array], float]:
     """A function of row weights that returns the challenge_score of these rows."""
-    return partial(_challenge_of_credits, *challenge_credits(*as_bools(labels, outputs)))
+    return partial(
+        _challenge_of_credits,
+        *challenge_credits_and_norms(*bool_labels_and_outputs(labels, outputs)),
+    )
 
 
-def challenge_credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
+def challenge_credits_and_norms(labels: Array, outputs: Array) -> tuple[Array, Array]:
     """[3, N] each, predicting outputs, labels or "normal": credit in eightieths, number of classes
     labelled or predicted."""
     normal = np.zeros_like(labels)
@@ -138,7 +141,9 @@ def _challenge_of_credits(credit_3N: Array, norm_3N: Array, weight_N: Array) -> 
     return float((observed - inactive) / (correct - inactive))
 
 
-def as_bools(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple[Array, Array]:
+def bool_labels_and_outputs(
+    labels: Array, outputs: Array, classes: int = len(CLASSES)
+) -> tuple[Array, Array]:
     """Returns both as bool arrays of one shape [n, classes]."""
     arrays = []
     for name, values in (("labels", labels), ("outputs", outputs)):
@@ -157,7 +162,7 @@ def as_bools(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tupl
     return y, p
 
 
-def rank_scores(score_N: Array) -> tuple[Array, Array]:
+def order_and_run_ends(score_N: Array) -> tuple[Array, Array]:
     """Rows by descending score, and the position of the last of each run of equal scores."""
     order = np.argsort(-score_N)
     score = score_N[order]
@@ -172,7 +177,7 @@ class Ranking:
     def __init__(self, y_N: Array, score_N: Array) -> None:
         """y is 0, 1 or NaN: unknown, and ignored."""
         known_rows = np.flatnonzero(~np.isnan(y_N))
-        order, last = rank_scores(score_N[known_rows])
+        order, last = order_and_run_ends(score_N[known_rows])
         self.order = known_rows[order]
         self.positive = np.flatnonzero(y_N[self.order] > 0)
         runs = np.unique(np.searchsorted(last, self.positive))
@@ -263,7 +268,7 @@ class Classification(Statistic):
     ) -> None:
         y_NK, scores = np.asarray(labels, np.float64), np.asarray(scores)
         self.known = ~np.isnan(y_NK)
-        self.labels, outputs = as_bools(np.nan_to_num(y_NK), outputs, len(classes))
+        self.labels, outputs = bool_labels_and_outputs(np.nan_to_num(y_NK), outputs, len(classes))
         if scores.dtype.kind != "f":
             scores = scores.astype(float)
         if scores.shape != y_NK.shape:
@@ -277,7 +282,7 @@ class Classification(Statistic):
         self.once_N = np.ones(len(y_NK), np.int64)
         if self.classes == CLASSES and self.known.all():
             self.names = ("challenge", *self.names)
-            self.credits = challenge_credits(self.labels, self.outputs)
+            self.credits = challenge_credits_and_norms(self.labels, self.outputs)
         self.rated_N = self.known.any(1)
         wrong_NK = self.labels != self.outputs
         self.right_N = self.rated_N & ~wrong_NK.any(1)
@@ -434,7 +439,7 @@ class Concordance(Regression):
         }
 
 
-def kaplan_meier(y_N: Array) -> tuple[Array, Array]:
+def kaplan_meier_curve(y_N: Array) -> tuple[Array, Array]:
     """The corners of the curve from time 0 to the last contact: times, and shares without the
     event. `y_N`: times, negative if censored."""
     times, events = np.unique(y_N[y_N > 0], return_counts=True)
@@ -475,7 +480,7 @@ def identification_scores(
     names = np.concatenate([np.asarray(gallery_ids), np.asarray(probe_ids)])
     ids = np.unique(names, return_inverse=True)[1]
     gallery_patients, probe_patients = ids[: len(gallery)], ids[len(gallery) :]
-    blocks = _compare_blocks(gallery, gallery_patients, probes, probe_patients)
+    blocks = _similarity_counts_by_block(gallery, gallery_patients, probes, probe_patients)
     better, tied, right, best, same, other = map(np.concatenate, zip(*blocks, strict=True))
     within_QR = _hit_probabilities(better, tied, right, min(len(gallery), 50))
     entries_Q = np.bincount(gallery_patients, minlength=ids.max() + 1)[probe_patients]
@@ -518,12 +523,12 @@ def unit_vectors(x_ND: Array) -> Array:
     return np.asarray(x_ND / np.where(length > 0, length, 1))
 
 
-def _compare_blocks(
+def _similarity_counts_by_block(
     gallery: Array, gallery_patients: Array, probes: Array, probe_patients: Array
-) -> Any:
-    """For each block of probes: how many entries are more similar than the patient's best one,
-    how many as similar, how many of those are the patient's, how many share the first place; the
-    highest similarity to the same patient and to others."""
+) -> Iterator[tuple[Array, ...]]:
+    """Yields six arrays for each block of probes. Four count gallery entries: those more similar
+    than the patient's best one, those as similar, those of these that are the patient's, those that
+    share the first place. Two are the highest similarity to the same patient and to others."""
     step = max(1, SIMILARITY_BLOCK // len(gallery))
     for start in range(0, len(probes), step):
         similarity = probes[start : start + step] @ gallery.T
@@ -557,9 +562,17 @@ def _hit_probabilities(better: Array, tied: Array, right: Array, ranks: int) -> 
     return np.stack(probabilities, 1)
 
 
-def calibration_curve(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
-    """For each bin of probabilities, over all classes: mean, share of positives (NaN if it has
-    fewer than FEW rows) and count; then the expected calibration error of all."""
+class Calibration(NamedTuple):
+    """How well probabilities agree with labels, by bin of probabilities over all classes."""
+
+    mean: Array  # probability
+    share: Array  # of positives; NaN in bins with fewer than FEW_PATIENTS rows
+    examples: Array  # their number
+    error: float  # the expected calibration error of all bins
+
+
+def calibration_curve(labels: Array, scores: Array) -> Calibration:
+    """Bins the known labels by their probability."""
     is_known = ~np.isnan(labels.astype(float))
     p, y = scores[is_known].astype(float), labels[is_known]
     bin_of = np.minimum((p * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
@@ -573,10 +586,10 @@ def calibration_curve(labels: Array, scores: Array) -> tuple[Array, Array, Array
     for b in range(CALIBRATION_BINS):
         if len(np.unique(row_of[bin_of == b])) < FEW_PATIENTS:
             true[b] = np.nan
-    return mean, true, count, float(error)
+    return Calibration(mean, true, count, float(error))
 
 
-def mean_over_seeds(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
     """Mean, and half the width of the 95 % t interval: NaN for one value."""
     array = np.asarray(values, float)
     if not array.size or not np.isfinite(array).all():

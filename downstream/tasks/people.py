@@ -30,7 +30,7 @@ class People(NamedTuple):
         doubt = similar_ids_warning(self.names.take(pa.array(patients)))
         return [doubt] if doubt else []
 
-    def records_without_patient(
+    def unknown_patient_and_record_counts(
         self, datasets: Sequence[Dataset], labelled_N: Array
     ) -> tuple[int, int]:
         """How many labelled records have no patient, and how many there are."""
@@ -65,7 +65,7 @@ def people_of_sheet(sheet: JoinedSheet, datasets: Sequence[Dataset]) -> People:
 
 
 def unknown_patients_remark(unknown: Sequence[int]) -> list[str]:
-    """A remark on records without a patient. `unknown`: records_without_patient."""
+    """A remark on records without a patient. `unknown`: unknown_patient_and_record_counts."""
     without, records = unknown
     if not without:
         return []

@@ -74,7 +74,7 @@ def label_columns(task: TaskConfig, sheet: str, cells: pa.Table) -> tuple[str, .
     return task.columns or available
 
 
-def columns_hint(columns: Sequence[str]) -> tuple[str, str]:
+def columns_hint_parts(columns: Sequence[str]) -> tuple[str, str]:
     """Says what to type for these label columns, as parts of an error; commands with several tasks
     have no --columns."""
     in_yaml = f"or columns: [{', '.join(columns)}] in a YAML task"

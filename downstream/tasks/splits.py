@@ -60,7 +60,7 @@ def split_crops(
             "task.split=8:1:1"
         )
     if how == "column":
-        split_N, folds = _split_by_column(task, sheet, columns[0], labelled_N, people)
+        split_N, folds = _splits_and_folds(task, sheet, columns[0], labelled_N, people)
     else:
         folds = {}
         # patients whom data.hold_out holds out come first, and are in test
@@ -98,7 +98,7 @@ def _without_copies(split_N: Array, datasets: Sequence[Dataset], labelled_N: Arr
     return split_N
 
 
-def _split_by_column(
+def _splits_and_folds(
     task: TaskConfig, sheet: JoinedSheet, column: str, labelled_N: Array, people: People
 ) -> tuple[Array, Any]:
     """Returns the split of each crop, and task.folds; ConfigError if a patient is in two folds."""
@@ -121,7 +121,7 @@ def _split_by_column(
     value_of_row = pc.fill_null(cells.indices, empty).to_numpy(zero_copy_only=False)
     value_N = np.append(value_of_row, empty)[np.concatenate(sheet.row_of_crop)]
     counts_N = labelled_N & (value_N != empty)
-    patient, two = _patient_in_two_folds(
+    patient, two = _patient_and_two_folds(
         people.owner_N[counts_N], value_N[counts_N], (len(people.names), empty)
     )
     if two:
@@ -132,7 +132,7 @@ def _split_by_column(
     return np.append(split_of_value, 0)[value_N], folds
 
 
-def _patient_in_two_folds(
+def _patient_and_two_folds(
     patient_N: Array, fold_N: Array, shape: tuple[int, int]
 ) -> tuple[int, list[int]]:
     """The first patient with several folds, and two of these."""

@@ -1,6 +1,6 @@
 """What a model has to output for each row of a sheet: numbers from its cells.
 
-task, outputs, y_RK = label_values(task, sheet)     # float32 [rows, K], NaN where unknown
+task, outputs, y_RK = task_outputs_and_values(task, sheet)     # float32 [rows, K], NaN where unknown
 
 Multiclass is one-hot; times of survival are negative if censored.
 """
@@ -20,12 +20,14 @@ from omnilead.engine.settings.errors import ConfigError, Flag, first_names
 from .config import TaskConfig, TaskKind
 from .join import JoinedSheet
 from .kinds import KINDS, Array
-from .sheet import BOOLEANS, MAX_VALUES, are_numbers, columns_hint, quote_words, sort_values
+from .sheet import BOOLEANS, MAX_VALUES, are_numbers, columns_hint_parts, quote_words, sort_values
 
 SHOWN_CLASSES = 10  # more are not typed out in a message
 
 
-def label_values(task: TaskConfig, sheet: JoinedSheet) -> tuple[TaskConfig, tuple[str, ...], Array]:
+def task_outputs_and_values(
+    task: TaskConfig, sheet: JoinedSheet
+) -> tuple[TaskConfig, tuple[str, ...], Array]:
     """Returns the task with its classes, the names of the K outputs, and the values [rows, K]."""
     if task.positive and task.kind != "binary":
         raise ConfigError(
@@ -34,7 +36,7 @@ def label_values(task: TaskConfig, sheet: JoinedSheet) -> tuple[TaskConfig, tupl
     if KINDS[task.kind].one_column and len(task.columns) != 1:
         raise ConfigError(
             f"{sheet.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: "
-            f"{columns_hint(['NAME'])}"
+            f"{columns_hint_parts(['NAME'])}"
         )
     if task.positive:
         return task, (f"{task.columns[0]}={task.positive}",), _is_positive(task, sheet)
@@ -119,7 +121,7 @@ def _signed_times(task: TaskConfig, sheet: JoinedSheet) -> Array:
         raise ConfigError(
             f"{sheet.name}: a survival task has two columns, the time and whether the event "
             f"happened then, not {', '.join(task.columns)}: "
-            f"{columns_hint(['TIME', 'EVENT'])}"
+            f"{columns_hint_parts(['TIME', 'EVENT'])}"
         )
     time, event = task.columns
     time_R = _column_values("survival", sheet, time)

@@ -37,7 +37,7 @@ def test_figures_of_readme_come_from_the_records():
     product = step["results"]["matrix product: bf16"]["per_s"]["median"]
     share = case * step["input"]["gflop_per_crop"] / product
     assert f"{case:,.0f} ECGs a second (bf16), {100 * share:.0f} % of what" in text
-    rates, _ = chart.rates_of(chart.PANELS[0], parts)
+    rates, _ = chart.rates_and_parts(chart.PANELS[0], parts)
     faster = sorted(
         rates["memory-mapped .npy"][name] / rate for name, rate in rates["omnilead"].items()
     )
@@ -113,7 +113,10 @@ def test_which_record_counts(tmp_path):
     on_gpu = parts[0] | {"config": {"device": "cuda"}}
     newest = {("scaling", "cpu"): parts[-1], ("scaling", "cuda"): on_gpu}
     assert report.newest([*parts, on_gpu]) == newest
-    answers = [any(report.deciding_case(part, bar)[0] for bar in report.TARGETS) for part in parts]
+    answers = [
+        any(report.deciding_case_and_figure(part, bar)[0] for bar in report.TARGETS)
+        for part in parts
+    ]
     assert answers == [True, False, False, True, True, True, True]
 
 

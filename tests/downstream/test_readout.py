@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 import omnilead
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.mean_beat import MEASUREMENTS, RHYTHM_MEASUREMENTS, measurements
-from omnilead.downstream.inference.commands import prepare_model
+from omnilead.downstream.inference.commands import load_model_and_precision
 from omnilead.downstream.interop.onnx import to_onnx
 from omnilead.downstream.tasks.readout import BEATS_S, parse_readout, read_out, width_of
 from omnilead.engine.settings.errors import ConfigError, OutputError
@@ -119,7 +119,7 @@ def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
     save_probed(**given, task=task, out=tmp_path / "B")
     model = omnilead.load(tmp_path / "B")
     assert model.readout == ("mean", "rhythm", "std") and model.head_info.task == task
-    half, _ = prepare_model(str(tmp_path / "B"), precision="bf16")
+    half, _ = load_model_and_precision(str(tmp_path / "B"), precision="bf16")
     assert half.head.weight.equal(model.head.weight)  # rounded, it would lose the standardisation
     assert "was not trained with missing leads" in model.missing_leads_doubt()
     for out, says in (

@@ -24,7 +24,11 @@ from omnilead.downstream.evaluation import bench, differences, embedders, plan
 from omnilead.downstream.evaluation import vectors as vectors_of
 from omnilead.downstream.evaluation.differences import ROW_KEYS, bootstrap_weights
 from omnilead.downstream.evaluation.identification import crops_to_identify
-from omnilead.downstream.evaluation.probe import ProbeData, fit_linear_probe, penalty_folds
+from omnilead.downstream.evaluation.probe import (
+    ProbeData,
+    fit_linear_probe,
+    train_and_held_out_rows,
+)
 from omnilead.downstream.evaluation.records import (
     ProbedRecords,
     ShownLeads,
@@ -474,7 +478,7 @@ def test_a_patient_and_the_copies_of_an_ecg_are_in_one_fold():
         assign_folds(group, 6)
     everybody = ProbedRecords(np.arange(10), begins, np.zeros((8, 1)), np.arange(8))
     dataset.column = lambda name: np.arange(10)
-    for number, (_, held) in enumerate(penalty_folds(np.arange(8))):
+    for number, (_, held) in enumerate(train_and_held_out_rows(np.arange(8))):
         assert (assign_folds(fold_groups(Datasets((dataset,)), everybody), 5)[held] == number).all()
 
 

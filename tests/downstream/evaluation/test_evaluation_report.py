@@ -10,7 +10,7 @@ from pages import words
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.downstream.evaluate import score_lines
 from omnilead.downstream.evaluation.identification import IdentificationResult
-from omnilead.downstream.evaluation.results import TaskResult, average_by_record
+from omnilead.downstream.evaluation.results import TaskResult, labels_scores_patients_by_record
 from omnilead.downstream.inference.trained_model import CrossValidation, HeadInfo
 from omnilead.downstream.reports import bench_report, evaluation_report
 from omnilead.downstream.tasks.metrics import calibration_curve
@@ -131,7 +131,7 @@ def test_a_record_is_the_mean_of_its_halves():
     labels, scores = usual(6).labels_NK, usual(6).scores_NK
     order = [3, 0, 5, 2, 1, 4]
     names, patients = (np.repeat([*text], 2)[order] for text in ("abc", "xyz"))
-    y, p, found = average_by_record(labels[order], scores[order], names, patients)
+    y, p, found = labels_scores_patients_by_record(labels[order], scores[order], names, patients)
     np.testing.assert_allclose(p, scores.reshape(3, 2, 26).mean(1))
     assert (y == labels[::2]).all() and found == [*"xyz"]
 

@@ -34,7 +34,7 @@ def test_unknown_labels_have_no_loss_and_no_gradient(kind, reference):
     if kind != "multiclass":
         y_RK[0, 2] = NAN
         known = ~y_RK.isnan()
-    loss_R, share_R = KINDS[kind].loss(logits_RK, y_RK)
+    loss_R, share_R = KINDS[kind].loss_and_known_share(logits_RK, y_RK)
     mean = loss_R.sum() / share_R.sum()
     torch.testing.assert_close(mean, reference(logits_RK[known], y_RK[known]))
     (grad_RK,) = torch.autograd.grad(mean, logits_RK)
@@ -122,7 +122,9 @@ def test_the_partial_likelihood_is_cox_and_breslows():
         at_risk = np.abs(y_R) >= y_R[i]
         share = hazard_R[i] / hazard_R[at_risk].sum()
         assert found_R[i].item() == pytest.approx(-np.log(share * at_risk.sum()), abs=1e-12)
-    loss_R, share_R = KINDS["survival"].loss(risk_R[:, None], torch.from_numpy(y_R)[:, None])
+    loss_R, share_R = KINDS["survival"].loss_and_known_share(
+        risk_R[:, None], torch.from_numpy(y_R)[:, None]
+    )
     assert share_R.numpy().tolist() == (y_R > 0).tolist() and not loss_R[~share_R.bool()].any()
     (gradient_R,) = torch.autograd.grad(loss_R.sum(), risk_R)
     expected_R = -(y_R > 0).astype(float)
