@@ -38,7 +38,7 @@ class AuthorsDraws(NamedTuple):
     gumbel_noise: Tensor  # [R * M * G, V]
 
 
-def draws_of(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draws:
+def convert_draws(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draws:
     """Converts the authors' draws to our format."""
     mask_RN = torch.from_numpy(arrays["mask_indices"])
     rows, masked = len(mask_RN), int(mask_RN.sum(1)[0])
@@ -72,12 +72,12 @@ class AuthorsStep(nn.Module):
         unmasked = F.dropout(features.clone(), config.feature_dropout, self.training)
         x = F.dropout(self.encoder.project(features), config.input_dropout, self.training)
         if draws is None:
-            draws = draw(config, weights.negatives, rows, x.shape[1], x.device)
+            draws = make_draws(config, weights.negatives, rows, x.shape[1], x.device)
         mask = torch.from_numpy(draws.mask_indices).to(x.device)
         x[mask] = self.encoder.mask_embedding.to(x.dtype)
         y = unmasked[mask].view(rows, -1, config.feature_width)
         x = self.transform(x)
-        y, prob_perplexity = self.quantize(y, tau, draws.gumbel_noise)
+        y, prob_perplexity = self.quantize_with_perplexity(y, tau, draws.gumbel_noise)
         y = self.local.target(y)
         negatives = gather_negatives(y, draws.neg_idxs)
         contexts = self.local.context(x[mask].view(rows, -1, config.width))
@@ -86,7 +86,7 @@ class AuthorsStep(nn.Module):
         masked, codes = int(mask.sum().item()), config.codebooks * config.codes
         loss = loss + weights.diversity * (codes - prob_perplexity) / codes * masked
         loss = loss + weights.features * features_pen * masked
-        contrast = cmsc(x, patient_id, weights.temperature)
+        contrast = cmsc_loss(x, patient_id, weights.temperature)
         return loss + weights.contrast * contrast * masked, masked
 
     def convolve(self, x: Tensor) -> Tensor:
@@ -129,7 +129,9 @@ class AuthorsStep(nn.Module):
         last = (config.attention_dropout, out.weight, out.bias)
         return F.multi_head_attention_forward(x, x, x, *shape, *last, **options, **weights)[0]
 
-    def quantize(self, x: Tensor, tau: float, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_with_perplexity(
+        self, x: Tensor, tau: float, noise: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Multiplies one-hot vectors by the codebook, [R * M, G * V, width / G] numbers, and sums
         over V."""
         rows, masked, width = x.shape
@@ -180,7 +182,7 @@ def local_loss(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target, reduction="sum")
 
 
-def cmsc(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
+def cmsc_loss(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
     """CMSC: first halves against second halves in both directions; positives are pairs of the same
     patient."""
     x = x.float()
@@ -193,7 +195,7 @@ def cmsc(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
     return loss / 2
 
 
-def draw(
+def make_draws(
     config: ModelConfig, negatives: int, rows: int, tokens: int, device: torch.device
 ) -> AuthorsDraws:
     """Draws masks in numpy and negatives in torch on the host, noise on the model's device."""

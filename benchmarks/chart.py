@@ -9,7 +9,7 @@ from html import escape
 from typing import NamedTuple
 
 from benchmarks.measure import Part
-from benchmarks.tables import device_of, machine, markdown_table, per_cpu
+from benchmarks.tables import device_of, machine_name, markdown_table, per_cpu
 
 PAGE_WIDTH, LABEL_WIDTH, NUMBER_WIDTH = (
     760,
@@ -94,8 +94,8 @@ def rates_and_parts(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[st
     for part in parts:
         known = part["results"].keys() if part["benchmark"] == panel.benchmark else ()
         if device_of(part) == "cpu" and ours in known and not known.isdisjoint(others[:1]):
-            sources.pop(machine(part), None)
-            sources[machine(part)] = part
+            sources.pop(machine_name(part), None)
+            sources[machine_name(part)] = part
     rates: Rates = {}
     for program, case in panel.programs.items():
         rates[program] = {

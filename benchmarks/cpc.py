@@ -32,8 +32,8 @@ from benchmarks.step import (
     PRODUCT,
     STEPS_PER_REPEAT,
     StepRun,
-    optimizer,
-    product,
+    make_optimizer_step,
+    repeat_products,
     synchronize,
 )
 from omnilead.data_tools.io.terminal import keep_freed_memory
@@ -74,9 +74,9 @@ class AuthorsStep(nn.Module):
         self.encoder: Any = model.encoder
         self.head: Any = model.plugin
         self.poles: Any
-        self.poles, self.p, _ = map(torch.from_numpy, conjugate_pairs(self.space(0).states))
+        self.poles, self.p, _ = map(torch.from_numpy, conjugate_pairs(self.state_space(0).states))
 
-    def space(self, layer: int) -> StateSpace:
+    def state_space(self, layer: int) -> StateSpace:
         space: StateSpace = self.encoder.layers[layer].space
         return space
 
@@ -87,7 +87,7 @@ class AuthorsStep(nn.Module):
         z_RND = x_RLT.transpose(1, 2)
         x_RND = z_RND
         for layer in self.encoder.layers:
-            y_RDN = self.filtered(layer.space, x_RND.transpose(1, 2))
+            y_RDN = self.filter_signal(layer.space, x_RND.transpose(1, 2))
             y_RDN = F.dropout1d(F.gelu(y_RDN), layer.dropout.p, self.training)
             y_RDN = torch.einsum("rdn,ed->ren", y_RDN, layer.linear.weight)
             y_RDN = F.glu(y_RDN + layer.linear.bias[:, None], 1)
@@ -96,7 +96,7 @@ class AuthorsStep(nn.Module):
         ahead = self.head.ahead
         return contrastive_loss(self.head.map(x_RND)[:, :-ahead], z_RND, idx_RnK)
 
-    def filtered(self, space: StateSpace, u_RDN: Tensor) -> Tensor:
+    def filter_signal(self, space: StateSpace, u_RDN: Tensor) -> Tensor:
         tokens = u_RDN.shape[2]
         spectrum = torch.fft.rfft(u_RDN, 2 * tokens) * torch.fft.rfft(
             self.kernel(space)[:, :tokens], 2 * tokens
@@ -135,7 +135,7 @@ def contrastive_loss(predicted_RnF: Tensor, z_RNF: Tensor, idx_RnK: Tensor) -> T
     return F.cross_entropy(logits, targets, reduction="sum") / rows
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     device = options.device
     say("checking that both sides give the same loss and gradients")
     difference = call_fresh(largest_difference)
@@ -147,10 +147,10 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     for side, precision in ((side, p) for p in ("fp32", "bf16") for side in sides):
         if (side, precision) != (RECREATION, "bf16"):  # the authors train in float32
             run = CpcRun(side, precision, batch, steps, device)
-            cases[run.name] = (step, (run,))
+            cases[run.name] = (repeat_steps, (run,))
     for precision in ("fp32", "bf16"):
         run = StepRun(PRODUCT, precision, device=device, threads=1)
-        cases[run.name] = (product, (run,))
+        cases[run.name] = (repeat_products, (run,))
     config: Config = load_config(CONFIG_NAME)
     encoder = build_encoder(config.model)
     flops = encoder_flops(encoder, config.model, False, config.input.samples, windows=1)
@@ -189,7 +189,7 @@ def largest_difference() -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
-def step(run: CpcRun) -> Iterator[Any]:
+def repeat_steps(run: CpcRun) -> Iterator[Any]:
     """Yields once when warm, then the number of windows trained on, repeatedly."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -212,7 +212,7 @@ def step(run: CpcRun) -> Iterator[Any]:
 
 def prepare_ours(run: CpcRun) -> Callable[[], None]:
     model = build_pretrainer().to(run.device).train()
-    optimize = optimizer(model, run.precision)
+    optimize = make_optimizer_step(model, run.precision)
     dtype = next(model.parameters()).dtype
     cast_statistics(model, dtype)
     compile_model(model, COMPILE_DEFAULTS[run.device])

@@ -32,9 +32,9 @@ from benchmarks.measure import (
     describe_input,
     interval,
     make_dataset,
+    median_and_range,
     percentages,
     rates,
-    spread,
     take_turns,
     time_work,
 )
@@ -73,7 +73,7 @@ def loop_run(options: argparse.Namespace, work: Path) -> LoopRun:
     return LoopRun(dataset, run, device, model, batch, steps, options.repeats)
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     dataset = make_dataset(work, options.records or 600, format="both")
     base = loop_run(options, work)
     models = [base.model, *([] if options.model else OTHER_MODELS[base.device])]
@@ -210,7 +210,9 @@ def rates_and_percentages(measured: Result, device: str) -> Result:
         "overhead_pct": above("loaded", "bare"),
         "loop_pct": above("held", "bare"),
         "loader_pct": above("loaded", "held"),
-        "stall_pct": spread(100 * row["waited_s"] / row["wall_s"] for row in rows["loaded"]),
+        "stall_pct": median_and_range(
+            100 * row["waited_s"] / row["wall_s"] for row in rows["loaded"]
+        ),
         "repeats": len(rows["loaded"]),
         **measured,
     }

@@ -18,9 +18,9 @@ from benchmarks.measure import (
     Result,
     describe_input,
     make_dataset,
+    median_and_range,
     percentages,
     rates,
-    spread,
     take_turns,
 )
 
@@ -33,7 +33,7 @@ INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     """Makes the same crops as an archive, as a dataset and as arrays of millivolts."""
     import numpy as np
 
@@ -96,6 +96,6 @@ def compare(work: Path, options: Any, crops: int, turns: int) -> Result:
     return {
         **rates(rows["command"]),
         **rates(rows["alone"], "bare_"),
-        "share_pct": spread(percentages(rows["alone"], rows["command"], device)),
+        "share_pct": median_and_range(percentages(rows["alone"], rows["command"], device)),
         "repeats": turns,
     }

@@ -24,7 +24,7 @@ from omnilead.data_tools.sources.detect import open_sources
 from omnilead.data_tools.synthetic import archive as synth
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     """Makes an archive of records at 500 Hz."""
     archive = work / "archive"
     patients = (options.records or 2000) // 2

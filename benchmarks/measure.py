@@ -41,7 +41,7 @@ Outcome = tuple[str, Result, str]  # a case, its result, and else why it was lef
 OUT_OF_TIME = "stopped: out of time"  # the deadline
 OVER_TIME = "stopped: over its time limit"  # limit_s
 BUG_PREFIX = "bug: "  # how the reason of an error begins that is none of EXPECTED
-LEAST_REPEATS = 3  # needed for a spread
+LEAST_REPEATS = 3  # needed for a median_and_range
 LEAST_FOR_INTERVAL = 6  # values needed for a 95 % interval
 EXIT_S = 10  # time for a process to exit after it answered
 deadline = inf  # in time.monotonic: nothing is measured after it
@@ -216,7 +216,7 @@ def cpu_s() -> float:
     return total_s
 
 
-def spread(values: Iterable[float]) -> dict[str, float]:
+def median_and_range(values: Iterable[float]) -> dict[str, float]:
     values = list(values)
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
@@ -233,8 +233,10 @@ def interval(values: Iterable[float]) -> dict[str, float]:
 def rates(rows: Rows, prefix: str = "") -> Result:
     """Returns units per second and per CPU-second."""
     return {
-        f"{prefix}per_s": spread(row["units"] / row["wall_s"] for row in rows),
-        f"{prefix}per_cpu_s": spread(row["units"] / max(row["cpu_s"], 1e-9) for row in rows),
+        f"{prefix}per_s": median_and_range(row["units"] / row["wall_s"] for row in rows),
+        f"{prefix}per_cpu_s": median_and_range(
+            row["units"] / max(row["cpu_s"], 1e-9) for row in rows
+        ),
     }
 
 

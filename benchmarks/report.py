@@ -25,7 +25,7 @@ from benchmarks.measure import LEAST_REPEATS, Part, Result
 from benchmarks.tables import (
     TEN_MILLION,
     device_of,
-    machine,
+    machine_name,
     markdown_table,
     times_library,
     times_recreation,
@@ -65,7 +65,7 @@ class RecordError(Exception):
     """Says in one line why a record cannot be published."""
 
 
-def load(path: Path) -> list[Part]:
+def load_parts(path: Path) -> list[Part]:
     """Returns the parts of a record, each with the facts that they share."""
     try:
         record: dict[str, Any] = json.loads(path.read_text())
@@ -79,7 +79,7 @@ def load(path: Path) -> list[Part]:
                 if name.startswith(prefix):
                     left_out[name.removeprefix(prefix)] = reason
             part = shared | {"left_out": left_out} | part_of_record
-            check(part)
+            check_part(part)
             parts.append(part)
         if not parts:
             raise ValueError("it has no parts")
@@ -89,7 +89,7 @@ def load(path: Path) -> list[Part]:
     return parts
 
 
-def check(part: Part) -> None:
+def check_part(part: Part) -> None:
     """Raises anything if the part lacks what its table needs."""
     if part["format"] != 1 or device_of(part) not in ("cpu", "cuda") or not part["results"]:
         raise ValueError("unknown format or device, or no results")
@@ -103,22 +103,22 @@ def check(part: Part) -> None:
 
 def all_parts(results: Path = RESULTS) -> list[Part]:
     """Returns all parts of all records, the newest last."""
-    parts = [part for path in sorted(results.glob("*.json")) for part in load(path)]
+    parts = [part for path in sorted(results.glob("*.json")) for part in load_parts(path)]
     return sorted(parts, key=sort_key)
 
 
-def newest(parts: Iterable[Part]) -> Parts:
+def newest_parts(parts: Iterable[Part]) -> Parts:
     """Returns the newest part of each benchmark and device; of the evidence, the newest of each
     result."""
-    newest_parts: Parts = {}
+    newest_of_key: Parts = {}
     for part in parts:
         key = part["benchmark"], device_of(part)
-        if part["benchmark"] == "evidence" and key in newest_parts:
+        if part["benchmark"] == "evidence" and key in newest_of_key:
             part = part | {
-                "results": part["results"] | results_only_in_older(part, newest_parts[key])
+                "results": part["results"] | results_only_in_older(part, newest_of_key[key])
             }
-        newest_parts[key] = part
-    return newest_parts
+        newest_of_key[key] = part
+    return newest_of_key
 
 
 def results_only_in_older(part: Part, older: Part) -> dict[str, Result]:
@@ -128,7 +128,7 @@ def results_only_in_older(part: Part, older: Part) -> dict[str, Result]:
         if name not in part["results"]:
             notes = list(document["notes"])
             if not any(note.startswith("From evidence_") for note in notes):
-                note = f"From {older['file']}, {older['date'][:10]}, {machine(older)}."
+                note = f"From {older['file']}, {older['date'][:10]}, {machine_name(older)}."
                 if outside := older["input"].get("made_outside"):
                     note += f" Made outside the plan: {', '.join(outside)}."
                 notes.append(note)
@@ -246,12 +246,12 @@ def targets_table(parts: Sequence[Part]) -> str:
         seen_machines = set()
         for part in newest_first:
             case, value = deciding_case_and_figure(part, target)
-            device_and_machine = device_of(part), machine(part)
+            device_and_machine = device_of(part), machine_name(part)
             if case and device_and_machine not in seen_machines:
                 seen_machines.add(device_and_machine)
                 figure = f"{value:,.4g}" if target.is_met(value) else f"**missed: {value:,.4g}**"
                 link = f"[{case}](results/{part['file']})"
-                rows.append([*heads, figure, machine(part), link])
+                rows.append([*heads, figure, machine_name(part), link])
                 heads = ["", ""]
         if heads[0]:
             rows.append([*heads, "not measured", "", ""])
@@ -272,7 +272,7 @@ def results_page(parts: Sequence[Part]) -> str:
     ]
     for benchmark in tables.TABLES:
         for device in ("cuda", "cpu"):
-            if part := newest(parts).get((benchmark, device)):
+            if part := newest_parts(parts).get((benchmark, device)):
                 blocks += part_blocks(part)
                 if benchmark == "evidence":
                     blocks.append(f"![evidence](results/{picture_name(part)})")
@@ -282,7 +282,9 @@ def results_page(parts: Sequence[Part]) -> str:
 def part_blocks(part: Part) -> Iterator[str]:
     heading, make = tables.TABLES[part["benchmark"]]
     tuned = "; fine-tuned models" * ("fine-tuned" in part["results"])
-    yield f"### {heading}{tuned}" + (f", on {machine(part)}" if device_of(part) == "cuda" else "")
+    yield f"### {heading}{tuned}" + (
+        f", on {machine_name(part)}" if device_of(part) == "cuda" else ""
+    )
     yield from make(part)
     yield tables.measurement_note(part)
 
@@ -395,7 +397,7 @@ def main() -> int:
     EVIDENCE_PAGE.write_text(evidence_page())
     CHART.write_text(chart.draw_chart(parts))
     figures = {"fold10.png": share_chart(official_fold())}
-    latest = newest(parts)
+    latest = newest_parts(parts)
     for part in latest.values():
         if part["benchmark"] == "evidence":
             figures[picture_name(part)] = share_chart(part)

@@ -150,7 +150,7 @@ def run_part(
         left_out.pop(name, None)
         with tempfile.TemporaryDirectory(prefix="omnilead-bench-") as work:
             program = importlib.import_module(f"benchmarks.{name}")
-            part["input"], all_cases = program.prepare(Path(work), options)
+            part["input"], all_cases = program.prepare_input_and_cases(Path(work), options)
             part["config"] = config
             chosen_cases = [case for case in all_cases if re.search(options.only or "", case)]
             if not chosen_cases:

@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure
-from benchmarks.authors_step import AuthorsStep, draw, draws_of
+from benchmarks.authors_step import AuthorsStep, convert_draws, make_draws
 from benchmarks.measure import CaseError, Cases, Result, call_fresh, measure_case, say
 from omnilead.data_tools.io.terminal import keep_freed_memory
 from omnilead.engine.data.augmenter import to_device
@@ -109,7 +109,7 @@ def config_of(model: str) -> Config:
     return load_config(str(find_config(config_name(model), "pretrain", "--model")))
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     device, model = options.device, options.model or "paper"
     steps = options.steps or STEPS_PER_REPEAT[device]
     base = StepRun(
@@ -135,7 +135,7 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     }
     cases: Cases = {}
     for run in chosen:
-        cases[run.name] = (product if run.side == PRODUCT else step, (run,))
+        cases[run.name] = (repeat_products if run.side == PRODUCT else repeat_steps, (run,))
     return facts, cases
 
 
@@ -148,7 +148,7 @@ def fill_compile_caches(runs: Sequence[StepRun]) -> None:
 
     def fill(run: StepRun) -> None:
         try:
-            call_fresh(measure_case, step, (run,), 0, seconds=end - time.monotonic())
+            call_fresh(measure_case, repeat_steps, (run,), 0, seconds=end - time.monotonic())
         except CaseError as error:
             say(f"{run.name}: not compiled before it is measured: {error}")
 
@@ -178,7 +178,7 @@ def runs_to_compare(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
     return list(dict.fromkeys(chosen))
 
 
-def step(run: StepRun) -> Iterator[Any]:
+def repeat_steps(run: StepRun) -> Iterator[Any]:
     """Yields what computes the attention when warm, then the number of crops trained on,
     repeatedly."""
     set_up(run)
@@ -220,7 +220,7 @@ def detect_attention(advance: Callable[[], None]) -> str:
     return " and ".join(sorted({match[1] for match in matches if match})) or "unfused"
 
 
-def product(run: StepRun) -> Iterator[float]:
+def repeat_products(run: StepRun) -> Iterator[float]:
     """Yields GFLOP of square matrix products."""
     set_up(run)
     size, dtype = PRODUCT_SIZE[run.device], dtype_of(run)
@@ -252,7 +252,7 @@ def synchronize(device: str) -> None:
 def prepare_ours(run: StepRun) -> Callable[[], None]:
     whole, config, device = config_of(run.model), run.config, torch.device(run.device)
     model = Pretrainer(config, whole.objective).to(device).train()
-    optimize = optimizer(model, run.precision)
+    optimize = make_optimizer_step(model, run.precision)
     compile_model(model, run.compiled)
     shape = run.batch, whole.windows, config.leads, whole.input.samples
     x_BSLT = torch.randn(shape, device=device).to(dtype_of(run))
@@ -272,7 +272,7 @@ def prepare_ours(run: StepRun) -> Callable[[], None]:
     return advance
 
 
-def optimizer(model: nn.Module, precision: str) -> Callable[[], None]:
+def make_optimizer_step(model: nn.Module, precision: str) -> Callable[[], None]:
     """Returns a function that computes the gradient norm and runs AdamW. For bf16 it converts the
     model, and AdamW updates float32 copies of the weights."""
     weights = masters = list(model.parameters())
@@ -332,8 +332,8 @@ def model_and_losses(
     x_BSLT = torch.randn(pairs, 2, config.leads, SAMPLES).to(device)
     ids_B = torch.arange(pairs, device=device)
     rows, tokens, host = 2 * pairs, config.tokens(SAMPLES), torch.device("cpu")
-    authors_draws = draw(config, AUTHORS_OBJECTIVE.negatives, rows, tokens, host)
-    our_draws = draws_of(
+    authors_draws = make_draws(config, AUTHORS_OBJECTIVE.negatives, rows, tokens, host)
+    our_draws = convert_draws(
         {name: np.asarray(value) for name, value in authors_draws._asdict().items()}, config
     )
     our_draws = Draws(*(x if x is None else x.to(device) for x in our_draws))

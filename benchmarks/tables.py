@@ -257,7 +257,7 @@ def scaling_blocks(part: Part) -> Iterator[str]:
             efficiency = per_cpu(result) / per_cpu(single_rank)
             rows.append([*cells, number_text(per_cpu(result)), f"{100 * efficiency:.0f} %"])
         head = "crops per second | lowest to highest | efficiency | per CPU-second | efficiency"
-        yield markdown_table(f"| on this machine | {head} |", rows)
+        yield markdown_table(f"| on this machine_name | {head} |", rows)
 
 
 def evidence_blocks(part: Part) -> Iterator[str]:
@@ -267,7 +267,7 @@ def evidence_blocks(part: Part) -> Iterator[str]:
         if where == BY_CROPS:
             yield "![AUROC against crops seen in pre-training](results/crops.png)"
             continue
-        text = bench_report.markdown(document).strip()
+        text = bench_report.comparison_markdown(document).strip()
         text = text.replace("\n## ", f"\n#### {where}: ")
         yield text.partition("\n")[2].strip()
     yield from notes_on_old_rows(part)
@@ -354,7 +354,7 @@ def device_of(part: Part) -> str:
     return str(part["config"].get("device", "cpu"))
 
 
-def machine(part: Part) -> str:
+def machine_name(part: Part) -> str:
     hardware = part["hardware"]
     return str(hardware["gpus"][0]["name"] if device_of(part) == "cuda" else hardware["cpu"])
 
@@ -400,11 +400,11 @@ def fewest_and_most_repeats(part: Part) -> tuple[int, int]:
 
 
 def measurement_note(part: Part) -> str:
-    """Says how a table was measured: machine, date, input, repeats and versions."""
+    """Says how a table was measured: machine_name, date, input, repeats and versions."""
     hardware, facts = part["hardware"], part["input"]
     machine_text = f"{hardware['cpu']}, {hardware['cores']} cores"
     machine_text = (
-        f"{machine(part)}, {machine_text}"
+        f"{machine_name(part)}, {machine_text}"
         if device_of(part) == "cuda"
         else f"{machine_text} shared with others"
     )

@@ -55,7 +55,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if page not in done and page != "docs/tutorial.py":
             files.append(File.generated(config, site_path(page), abs_src_path=str(ROOT / page)))
         done.add(page)
-    page_text, notebook = tutorial((ROOT / "docs/tutorial.py").read_text())
+    page_text, notebook = page_and_notebook((ROOT / "docs/tutorial.py").read_text())
     files.append(File.generated(config, "tutorial.md", content=page_text))
     files.append(File.generated(config, "tutorial.ipynb", content=notebook))
     return files
@@ -76,7 +76,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     elif here in WIDE_PAGES:
         page.meta["hide"] = ["toc"]
 
-    def changed(found: re.Match[str]) -> str:
+    def site_link(found: re.Match[str]) -> str:
         words, link, anchor = found.groups(default="")
         if link not in paths:
             return found[0]
@@ -85,10 +85,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = os.path.relpath(site_path(paths[link]), os.path.dirname(here) or ".")
         return f"[{words}]({target}{anchor})"
 
-    return LINK.sub(changed, NOT_IN_SITE.sub("", markdown))
+    return LINK.sub(site_link, NOT_IN_SITE.sub("", markdown))
 
 
-def tutorial(script: str) -> tuple[str, str]:
+def page_and_notebook(script: str) -> tuple[str, str]:
     """Returns a script with cells as a page, and as a notebook."""
     page, cells = [], []
     for number, cell in enumerate(CELL.split(script)[1:]):

@@ -72,17 +72,19 @@ def main(out: Path) -> None:
         prediction = model.predict(ecg.signal_mv, fs_hz=500, leads=LEADS, unit="mV")
         embedding = np.asarray(model.embed(ecg.signal_mv, fs_hz=500, leads=LEADS, unit="mV"))
         crc32c = f"{dataset.column('crc32c')[row]:08x}"
-        (out / "wings.svg").write_text(wings(ecg, halves_BSLT, crc32c, embedding, prediction))
+        (out / "wings.svg").write_text(draw_wings(ecg, halves_BSLT, crc32c, embedding, prediction))
         save_png(ecg.plot(), out / "ecg.png")
         with matplotlib.rc_context(FIGURE_STYLE):
-            save_png(views(halves_BSLT), out / "views.png")
+            save_png(draw_views(halves_BSLT), out / "views.png")
         why = Path(folder, "why.png")
         crop = ["--crop", str(row), "--model", str(Path(folder, "model"))]
-        run("show", str(Path(folder, "dataset")), *crop, "--why", SHOWN_CLASS, "--png", str(why))
+        run_omnilead(
+            "show", str(Path(folder, "dataset")), *crop, "--why", SHOWN_CLASS, "--png", str(why)
+        )
         save_small(Image.open(why), out / "why.png")
 
 
-def run(*words: str) -> None:
+def run_omnilead(*words: str) -> None:
     if run_command(words):
         raise SystemExit(f"omnilead {' '.join(words)} failed")
 
@@ -91,9 +93,9 @@ def make_dataset_row_and_model(folder: Path) -> tuple[Dataset, int, Any]:
     """Returns a synthetic dataset, the row of the ECG that is drawn, and `small` with a linear
     classifier."""
     archive, dataset, labels = folder / "archive", folder / "dataset", folder / "labels"
-    run("synth", str(archive), "--patients", "600", "--seed", "3")
-    run("shard", str(archive), "--out", str(dataset), "--plan", "all", "--workers", "1")
-    run("labels", "physionet2021", str(archive), "--out", str(labels))
+    run_omnilead("synth", str(archive), "--patients", "600", "--seed", "3")
+    run_omnilead("shard", str(archive), "--out", str(dataset), "--plan", "all", "--workers", "1")
+    run_omnilead("labels", "physionet2021", str(archive), "--out", str(labels))
     table = labels / "physionet2021-scored.parquet"
     omnilead.fit(data=dataset, labels=table, columns=CLASSES, out=folder / "model")
     opened = Dataset.open(str(dataset))
@@ -114,7 +116,7 @@ def save_small(image: Image.Image, path: Path) -> None:
     rgb.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
-def views(halves_BSLT: Array) -> Figure:
+def draw_views(halves_BSLT: Array) -> Figure:
     """Draws the first 5 s as they are and under three augmentations."""
     page = Figure(figsize=(12, 4.6), facecolor="white", layout="constrained")
     panels: Any = page.subplots(1, 4)
@@ -131,7 +133,7 @@ def views(halves_BSLT: Array) -> Figure:
     return page
 
 
-def wings(
+def draw_wings(
     ecg: Ecg, halves_BSLT: Array, crc32c: str, embedding: Array, prediction: dict[str, float]
 ) -> str:
     """Draws the wings as SVG."""
@@ -145,9 +147,9 @@ def wings(
         f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
     ]
     drawings = (
-        (paper(ecg.signal_mv), stack(ecg.signal_mv)),
-        (leads(masked[0, 0], hidden), encoder()),
-        (cells(embedding), bars(prediction)),
+        (draw_paper(ecg.signal_mv), draw_stack(ecg.signal_mv)),
+        (draw_leads(masked[0, 0], hidden), draw_encoder()),
+        (draw_cells(embedding), draw_bars(prediction)),
     )
     captions = (
         ("an ECG as it was recorded", f"a crop in a shard, crc32c {crc32c}"),
@@ -177,7 +179,7 @@ def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start")
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def trace(
+def draw_trace(
     mv_T: Array, x: float, y: float, width: float, px_per_mv: float, kind: str = "ecg"
 ) -> str:
     """Draws a lead as a path: the highest or lowest of each few samples, so that no spike is
@@ -189,7 +191,7 @@ def trace(
     return f'<path class="{kind}" d="M{"L".join(points)}"/>'
 
 
-def paper(signal_LT: Array) -> str:
+def draw_paper(signal_LT: Array) -> str:
     grid = "".join(f"M{x} 0v{TALL}" for x in range(12, DRAWN, 12))
     grid += "".join(f"M0 {y}h{DRAWN}" for y in range(12, TALL, 12))
     lines = [
@@ -197,12 +199,12 @@ def paper(signal_LT: Array) -> str:
     ]
     for place, lead in enumerate(("II", "V1")):
         mv_T = signal_LT[LEADS.index(lead), :HALF]
-        lines.append(trace(mv_T, 22, 32 + 36 * place, DRAWN - 26, 20))
+        lines.append(draw_trace(mv_T, 22, 32 + 36 * place, DRAWN - 26, 20))
         lines.append(_text(4, 26 + 36 * place, lead, "s"))
     return "".join(lines)
 
 
-def stack(signal_LT: Array) -> str:
+def draw_stack(signal_LT: Array) -> str:
     """Draws a crop in front of others."""
     behind = [
         f'<rect class="box" x="{shift}" y="{8 - shift}" width="{DRAWN - 16}" height="{TALL - 8}" rx="3"/>'
@@ -210,21 +212,23 @@ def stack(signal_LT: Array) -> str:
     ]
     return (
         "".join(behind)
-        + f'<g transform="translate(0 8)">{leads(signal_LT, np.zeros(12, bool), TALL - 8, DRAWN - 16)}</g>'
+        + f'<g transform="translate(0 8)">{draw_leads(signal_LT, np.zeros(12, bool), TALL - 8, DRAWN - 16)}</g>'
     )
 
 
-def leads(signal_LT: Array, hidden_L: Array, height: float = TALL, width: float = DRAWN) -> str:
+def draw_leads(
+    signal_LT: Array, hidden_L: Array, height: float = TALL, width: float = DRAWN
+) -> str:
     """Draws twelve leads, one below the other; hidden ones are grey lines."""
     step = height / 12
     lines = []
     for lead in range(12):
         kind = "hidden" if hidden_L[lead] else "ecg"
-        lines.append(trace(signal_LT[lead, :HALF], 4, step * (lead + 0.6), width - 8, 5, kind))
+        lines.append(draw_trace(signal_LT[lead, :HALF], 4, step * (lead + 0.6), width - 8, 5, kind))
     return "".join(lines)
 
 
-def encoder() -> str:
+def draw_encoder() -> str:
     """Draws convolutions, ever shorter, and layers of a transformer."""
     parts: list[tuple[float, float, int, int]]
     parts = [(22 * place, 7 * place, 14, TALL - 14 * place) for place in range(4)]
@@ -235,7 +239,7 @@ def encoder() -> str:
     )
 
 
-def cells(embedding_E: Array) -> str:
+def draw_cells(embedding_E: Array) -> str:
     """Draws each number as a square, the larger the stronger: orange above its median, blue
     below."""
     columns = 27
@@ -250,7 +254,7 @@ def cells(embedding_E: Array) -> str:
     return "".join(squares)
 
 
-def bars(prediction: dict[str, float]) -> str:
+def draw_bars(prediction: dict[str, float]) -> str:
     lines = []
     for place, (name, probability) in enumerate(prediction.items()):
         y = 8 + 26 * place

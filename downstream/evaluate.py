@@ -108,7 +108,7 @@ def evaluate(
     from omnilead.engine.training.distributed import join_ranks
 
     files = ResultFiles(Path(json) if json else None, Path(report) if report else None)
-    files.check()
+    files.require_writable()
     run, table = os.fspath(model), os.fspath(labels)
     options = EvalOptions(role, leads, batch, run, files.halves_file)
     with process_group():
@@ -117,7 +117,7 @@ def evaluate(
         trained = load(run, code).to(select_device(device))
         if not table and task == "auto":
             table = labels_of_run(run)
-        result = score(trained, datasets, task, table, options)
+        result = score_model(trained, datasets, task, table, options)
     if launched_ranks()[0]:
         return None
     document = result.document()
@@ -142,7 +142,7 @@ def process_group() -> Iterator[None]:
         close_groups()
 
 
-def score(
+def score_model(
     model: "TrainedModel", data: "Datasets", task: str, labels: str, options: "EvalOptions"
 ) -> "TaskResult | IdentificationResult":
     """Returns the model's scores in the named task (auto: its own), with these labels."""
@@ -167,7 +167,7 @@ class ResultFiles(NamedTuple):
         first = self.json or self.page
         return Path(f"{first}.halves.parquet") if first else None
 
-    def check(self) -> None:
+    def require_writable(self) -> None:
         """Raises ConfigError if the files cannot be written."""
         if self.json:
             require_writable(self.json, Flag("--json"))
@@ -204,7 +204,7 @@ class ResultFiles(NamedTuple):
         if self.page:
             from omnilead.downstream.reports import evaluation_report
 
-            page = evaluation_report.build(result, data, halves)
+            page = evaluation_report.report_page(result, data, halves)
             write_result(self.page, page, Flag("--report"))
         if self.halves_file:
             for number in range(len(data.all)):

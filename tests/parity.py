@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.authors_step import draws_of
+from benchmarks.authors_step import convert_draws
 from omnilead.data_tools.io.npz import npz_array, npz_names
 from omnilead.data_tools.io.terminal import echo, tell
 from omnilead.downstream.interop.fairseq import (
@@ -161,7 +161,7 @@ class Runner:
         self.case, self.arrays = case, case.arrays[mode]
         self.model = Pretrainer(case.config, case.objective).train(mode == "train")
         self.model.load_state_dict(weights_from_fairseq(case.state, case.config))
-        self.draws = draws_of(self.arrays, case.config)
+        self.draws = convert_draws(self.arrays, case.config)
         self.x_BSLT = torch.from_numpy(self.arrays["source"]).unflatten(0, (-1, 2))
         self.ids_B = torch.from_numpy(self.arrays["patient_id"])[::2]
         self.tau = torch.tensor(float(self.arrays.get("temp", 1)))

@@ -111,7 +111,7 @@ def scores_of_rows(rows: Sequence[ComparedRow], options: BenchOptions, plan: Ben
         for leads in options.leads:
             for key, scored in row_scores(row, leads, plan, options.out / "parts", clock).items():
                 scores[row.name, *key] = scored
-            clock.count(len(row.draws))
+            clock.count_parts(len(row.draws))
         if not is_interactive():  # there are no progress bars
             tell(f"bench: {number} of {len(rows)} done: {row.name}")
     return scores
@@ -139,15 +139,15 @@ class TimeEstimate:
         self.has_fitted = True
         took_s = monotonic() - self.fits_began
         part_s = self.fits_began - self.began + took_s * self.fits / fit_process_count()
-        self.tell(f"the first of {self.fits} fits took {took_s:.0f} s", part_s * self.parts)
+        self.tell_once(f"the first of {self.fits} fits took {took_s:.0f} s", part_s * self.parts)
 
-    def count(self, done: int) -> None:
+    def count_parts(self, done: int) -> None:
         self.done += done
         took_s = monotonic() - self.began
         what = f"{self.done} of {self.parts} parts took {took_s:.0f} s"
-        self.tell(what, took_s * self.parts / self.done)
+        self.tell_once(what, took_s * self.parts / self.done)
 
-    def tell(self, what: str, all_s: float) -> None:
+    def tell_once(self, what: str, all_s: float) -> None:
         minutes = round(all_s / 60)
         if minutes and not self.has_told:
             self.has_told = True
@@ -178,10 +178,10 @@ def row_scores(
             of_draws, crc32(row.name.encode())
         )  # every row resamples its own draws
         if name in plan.tasks:
-            facts = plan.tasks[name].facts(share, means)
+            facts = plan.tasks[name].scored_facts(share, means)
             is_few = share in plan.tasks[name].few_shares
         elif plan.identities:
-            facts, is_few = plan.identities.facts, False
+            facts, is_few = plan.identities.counts, False
         if len(row.draws) > 1:
             means_of_draws = [mean_over_classes(samples) for samples in of_draws]
             facts["each"] = {

@@ -69,7 +69,7 @@ def fit_boosted_trees(data: ProbeData) -> Probe:
             trees_and_outputs += [
                 (tree, number) for tree, _ in _fit_trees_and_outputs(x_ND[known_N], y_N, data.kind)
             ]
-    trees = convert_trees(trees_and_outputs, outputs).check(x_ND.shape[1])
+    trees = convert_trees(trees_and_outputs, outputs).require_valid(x_ND.shape[1])
     return Probe(data.kind, trees, center_K, scale_K)
 
 

@@ -161,7 +161,7 @@ def head_document(labels: TaskLabels, probe: Probe) -> Facts:
     """Returns `head` for config.json."""
     kind = KINDS[probe.kind]
     document: Facts = {"task": labels.task.name, "kind": probe.kind, "unit": labels.task.unit}
-    document |= labels.facts
+    document |= labels.resume_facts
     document["definition"] = {**document["definition"], "head": ""}
     if isinstance(probe.head, Trees):
         document["trees"] = [len(probe.head.feature), len(probe.head.root)]

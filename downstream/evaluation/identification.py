@@ -137,7 +137,7 @@ def identify(model: TrainedModel, data: Datasets, options: EvalOptions) -> Ident
     """Identifies patients by the model and by random weights, in one pass over the crops."""
     model_input, notes = input_and_warnings(model, data, options)
     width = model.encoder.width
-    output = vector_output(model, with_random_weights(model), 2 * width)
+    output = vector_output(model, joined_embedding_function(model), 2 * width)
     pairs_of = pair_halves_of_crops if options.role == "valid" else pair_crops_of_patients
     pairs = pairs_of(output, data, model_input, options)
     patients = np.concatenate(patient_ids(data.all))
@@ -152,15 +152,15 @@ def identify(model: TrainedModel, data: Datasets, options: EvalOptions) -> Ident
     )
 
 
-def with_random_weights(model: TrainedModel) -> Callable[[Tensor], Tensor]:
+def joined_embedding_function(model: TrainedModel) -> Callable[[Tensor], Tensor]:
     """Returns a function from windows to the model's embeddings, joined to those by random weights
     of its architecture."""
     untrained = model.untrained()
 
-    def with_untrained(x_RLT: Tensor) -> Tensor:
+    def embed_with_both(x_RLT: Tensor) -> Tensor:
         return torch.cat([model.pooled(x_RLT), untrained.pooled(x_RLT)], 1)
 
-    return with_untrained
+    return embed_with_both
 
 
 def pair_halves_of_crops(
@@ -210,7 +210,7 @@ class Identities(NamedTuple):
     weight_NB: Array  # bootstrap weights of the probes
 
     @property
-    def facts(self) -> Facts:
+    def counts(self) -> Facts:
         patients = np.unique(self.patient_B[self.probe])
         return {"n": len(self.probe), "patients": len(patients), "gallery": len(self.gallery)}
 

@@ -117,7 +117,7 @@ class ProbedTask(NamedTuple):
     def has_small_test(self) -> bool:
         return len(self.test.y_NK) < FEW_TESTED
 
-    def facts(self, share: float, samples: Samples) -> Facts:
+    def scored_facts(self, share: float, samples: Samples) -> Facts:
         """Returns counts, and the values of each class, for bench.json."""
         draws, used_K = self.draws[share], self.used_outputs[share]
         names, people = np.array(self.labels.classes), np.unique(self.test.patient_N)

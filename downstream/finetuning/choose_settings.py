@@ -39,7 +39,7 @@ def read_settings(
         return load_config(config, overrides, FinetuneConfig)
     tree = apply_overrides({}, overrides)
     first = build_config(tree, FinetuneConfig).train
-    tree = with_task(tree)
+    tree = add_task_settings(tree)
     length_given = bool({"steps", "epochs"} & first.model_fields_set)
     length: dict[str, int] = {} if length_given else {"epochs": MAX_EPOCHS}
     _, world, _ = launched_ranks()
@@ -51,7 +51,7 @@ def read_settings(
     # Imports PyTorch, which takes seconds: a wrong setting or path is reported before
     from ..tasks.guess import guess_kind
     from ..tasks.labels import read_task
-    from .start import read_start, with_windows
+    from .start import drop_short_crops, read_start
 
     task = wanted.task
     guessed = bool(task.labels) and "kind" not in tree["task"]
@@ -59,7 +59,7 @@ def read_settings(
         task = guess_kind(task)
     start = read_start(wanted.start, wanted.code)
     labels = read_task(task, datasets, wanted.data.where)
-    crops = len(with_windows(labels, datasets, start.input).y_of("train"))
+    crops = len(drop_short_crops(labels, datasets, start.input).y_of("train"))
     batch = choose_batch(first, crops, world)
     chosen = choose_training(wanted, start.model, batch, max(1, crops // batch))
     if length_given:
@@ -112,7 +112,7 @@ def saved_choices(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
     return {name: train[name] for name in chosen if name in train}
 
 
-def with_task(tree: Facts) -> Facts:
+def add_task_settings(tree: Facts) -> Facts:
     """Adds the settings of the task that task.name or task.labels names."""
     task = tree.get("task", {})
     if name := task.pop("name", None):

@@ -134,7 +134,7 @@ def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
     return chosen
 
 
-def unrounded(config: FinetuneConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_exact_weights(config: FinetuneConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """`weights` with those of a frozen encoder as `start` has them: training in bf16 rounds them."""
     kept = f"start={config.start}: the exported encoder is rounded to bf16, since the start"
     try:
@@ -157,7 +157,9 @@ def is_rounded(found: Tensor | None, exact: Tensor) -> bool:
     return torch.allclose(found.double(), exact.double(), rtol=2**-8, atol=0, equal_nan=True)
 
 
-def with_windows(labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input) -> TaskLabels:
+def drop_short_crops(
+    labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input
+) -> TaskLabels:
     """Drops crops that are shorter than the model's window."""
     split, without = [], 0
     for dataset, split_N in zip(datasets, labels.split, strict=True):

@@ -35,9 +35,9 @@ from .outputs import (
     Counts,
     Output,
     ParquetParts,
-    has_skipped,
-    job_of,
+    has_skipped_file,
     make_parts,
+    read_job,
     skipped_file,
     whole_table,
 )
@@ -92,7 +92,7 @@ def predict(
     place = Path(out) if out else None
     if place and place.suffix not in (".csv", ".parquet"):
         raise ConfigError(Flag("--out"), f" {out}: must end in .csv or .parquet")
-    if place and place.suffix == ".csv" and place.exists() and job_of(place) is None:
+    if place and place.suffix == ".csv" and place.exists() and read_job(place) is None:
         raise ConfigError(
             Flag("--out"), f" {out}: already exists: remove it, or choose another ", Flag("--out")
         )
@@ -119,8 +119,8 @@ def _make_table(
             return _write_file(setup, output, opened, out)
         source = opened.source()
         table = whole_table(source, output, setup.input, setup.options.per)
-        counts = Counts().plus(table, sum(map(len, source.skipped.values())))
-        for doubt in _doubts(setup, output, source, counts):
+        counts = Counts().add_table(table, sum(map(len, source.skipped.values())))
+        for doubt in _table_doubts(setup, output, source, counts):
             warnings.warn(doubt, stacklevel=5)  # at the call of omnilead.embed or predict
         return table
     except OSError as error:
@@ -157,9 +157,9 @@ def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> 
     if parts.rows is None:
         message = "" if begun or rank else f"{out}: is complete already\n"
         return Written(out, None, message)
-    for doubt in _doubts(setup, output, source, parts.counts):
+    for doubt in _table_doubts(setup, output, source, parts.counts):
         tell(f"note: {out}: {doubt}")
-    if has_skipped(out):
+    if has_skipped_file(out):
         tell(f"note: {skipped_file(out)}: which ECGs were skipped, and why")
     if output.sentences:
         more = "; ..., see config.json" if len(output.sentences) > SENTENCES_SHOWN else ""
@@ -168,7 +168,9 @@ def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> 
     return Written(out, parts.rows, message)
 
 
-def _doubts(setup: Setup, output: Output, source: CropSource, counts: Counts) -> Iterator[str]:
+def _table_doubts(
+    setup: Setup, output: Output, source: CropSource, counts: Counts
+) -> Iterator[str]:
     """Yields what the user of a table must know."""
     of_rows = f"of {counts.rows:,} rows"
     if counts.lacking and (why := setup.model.missing_leads_doubt()):

@@ -104,7 +104,7 @@ class EcgOptions:
         default_factory=count, compare=False
     )  # numbers what is left out
 
-    def skips(self, of_folder: bool = False) -> bool:
+    def skips_unreadable(self, of_folder: bool = False) -> bool:
         """True if unreadable data are left out. `of_folder`: in a file that the user did not
         name."""
         return self.on_corrupt == "skip" or (self.on_corrupt == "auto" and of_folder)
@@ -343,10 +343,12 @@ def dataset_of(options: EcgOptions) -> Dataset | None:
     return None
 
 
-def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False) -> Skipped:
+def skip_or_stop(
+    options: EcgOptions, name: str, reason: object, of_folder: bool = False
+) -> Skipped:
     if options.pseudonymize and isinstance(reason, ReadError):
         name, reason = "a record", reason.reason  # names and details may tell who it is
-    if not options.skips(of_folder):
+    if not options.skips_unreadable(of_folder):
         raise DataError(
             f"{name}: ",
             reason,
@@ -386,14 +388,16 @@ def dataset_source(
         names = pc.binary_join_element_wise(*table.columns, "/")
         without, others = names.filter(pa.array(blank)), names.filter(pa.array(~blank))
         lost = without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist()
-        left_out = [skip(options, f"{url}: {name}", model_input.missing_text) for name in lost]
+        left_out = [
+            skip_or_stop(options, f"{url}: {name}", model_input.missing_text) for name in lost
+        ]
     return DatasetSource(
         dataset,
         rows[~blank],
         options.batch,
         options.per,
         left_out,
-        on_corrupt="skip" if options.skips() else "stop",
+        on_corrupt="skip" if options.skips_unreadable() else "stop",
         threads=options.workers,
         pin=options.pin,
     )
@@ -442,7 +446,7 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
     for record in records_to_read(options, Input(ALL_LEADS, ALL_LEADS)):
         ecg = record.read()
         if isinstance(ecg, ReadError):
-            skip(options, record.name, ecg, record.of_folder)
+            skip_or_stop(options, record.name, ecg, record.of_folder)
             skipped += 1
             continue
         names = pseudonymize_record(key, ecg)._asdict()
@@ -580,7 +584,7 @@ def record_source(
         if isinstance(ecg, Prepared):
             ecg = drop_unusable_crops(ecg, model_input)
         if isinstance(ecg, ReadError):
-            return skip(options, record.name, ecg, record.of_folder)
+            return skip_or_stop(options, record.name, ecg, record.of_folder)
         if labels[record.label] > 1:
             ecg = ecg._replace(record=record.name)
         return pseudonymize_record(key, ecg)

@@ -66,7 +66,7 @@ class Counts(NamedTuple):
     implausible: int = 0
     refused: int = 0
 
-    def plus(self, table: pa.Table, refused: int) -> "Counts":
+    def add_table(self, table: pa.Table, refused: int) -> "Counts":
         lacking = implausible = 0
         if MISSING in table.column_names:
             lacking = len(table) - table[MISSING].null_count
@@ -94,7 +94,7 @@ def embedding_output(model: TrainedModel, readout: str = "") -> Output:
     """Returns the output for embeddings. `readout`: downstream.tasks.readout; "": the model's
     own."""
     parts = model.readout_of(readout)
-    output = vector_output(model, partial(model.read, readout=parts), model.width_of(parts))
+    output = vector_output(model, partial(model.read, readout=parts), model.readout_width(parts))
     return output if parts == (PAPER,) else output._replace(job={"readout": "+".join(parts)})
 
 
@@ -261,7 +261,7 @@ class ParquetParts:
         if not self.finished:
             self._open()
             return
-        self._require_same(job_of(out), out)
+        self._require_same(read_job(out), out)
         if rank == 0 and out.suffix != CSV:
             self.rows = pq.read_metadata(out).num_rows
 
@@ -278,7 +278,7 @@ class ParquetParts:
             if locked_by_another(self._lock, str(self.out)):
                 raise OutputError(f"{self.out}: another process is writing it")
             for path in self.folder.glob("*.parquet"):
-                before = job_of(path)
+                before = read_job(path)
                 if before is not None:
                     self._require_same(before, self.folder)
             refused.pop_all()  # the lock is held until the end
@@ -359,7 +359,7 @@ class ParquetParts:
         # also unlike that of ranks of another number, who may join at the same time
         joined = self.folder / f"whole-{self.rank}-of-{self.world}-{os.getpid()}"
         counts = Counts()
-        with _writer(joined, schema, self.out.suffix == CSV) as write:
+        with _table_writer(joined, schema, self.out.suffix == CSV) as write:
             for number in range(count):
                 table = self._read(number, schema)
                 if table is None:
@@ -369,7 +369,7 @@ class ParquetParts:
                     pq.read_schema(self._path(number)).metadata.get(SKIPPED_KEY, b"[]")
                 )
                 skipped += (Skipped(*ecg) for ecg in of_part)
-                counts = counts.plus(table, len(of_part))
+                counts = counts.add_table(table, len(of_part))
                 if len(table):
                     write(table.replace_schema_metadata(schema.metadata))
         if missing:
@@ -381,7 +381,7 @@ class ParquetParts:
             os.fsync(file.fileno())
         if self.out.suffix == CSV:
             record = {"job": self.job, "bytes": joined.stat().st_size}
-            write_whole(job_record(self.out), json.dumps(record))
+            write_whole(job_record_path(self.out), json.dumps(record))
         write_skipped(self.out, skipped)
         os.replace(joined, self.out)
         sync_folder(self.out.parent)
@@ -399,7 +399,9 @@ class ParquetParts:
 
 
 @contextmanager
-def _writer(path: Path, schema: pa.Schema, as_csv: bool) -> Iterator[Callable[[pa.Table], None]]:
+def _table_writer(
+    path: Path, schema: pa.Schema, as_csv: bool
+) -> Iterator[Callable[[pa.Table], None]]:
     """Appends tables to a file: in parquet, one row group each."""
     if not as_csv:
         with pq.ParquetWriter(path, schema) as writer:
@@ -414,7 +416,7 @@ def skipped_file(out: Path) -> Path:
     return out.with_name(f"{out.name}.skipped.csv")
 
 
-def has_skipped(out: Path) -> bool:
+def has_skipped_file(out: Path) -> bool:
     """True if there is such a file, written by this program."""
     try:
         with open(skipped_file(out), "rb") as file:
@@ -425,7 +427,7 @@ def has_skipped(out: Path) -> bool:
 
 def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
     place = skipped_file(out)
-    is_own = has_skipped(out)
+    is_own = has_skipped_file(out)
     if skipped:
         if place.exists() and not is_own:
             raise OutputError(f"{place}: is of another program: move it{RESUMABLE}")
@@ -434,17 +436,17 @@ def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
         place.unlink(missing_ok=True)
 
 
-def job_record(out: Path) -> Path:
+def job_record_path(out: Path) -> Path:
     """The file that says which job has written a CSV file."""
     return out.with_name(f".{out.name}.job")
 
 
-def job_of(path: Path) -> Any:
+def read_job(path: Path) -> Any:
     """The job in a file's metadata, or in the record of a CSV file; None if there is none, or it is
     damaged, or of an earlier file of this name."""
     try:
         if path.suffix == CSV:
-            record = json.loads(job_record(path).read_text())
+            record = json.loads(job_record_path(path).read_text())
             return record["job"] if record["bytes"] == path.stat().st_size else None
         return json.loads((pq.read_schema(path).metadata or {}).get(JOB_KEY, b"null"))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):

@@ -74,7 +74,7 @@ from omnilead.engine.settings.run_files import number_or_nan
 from ..tasks.classifier import build_head, sees_tokens
 from ..tasks.config import TaskKind
 from ..tasks.kinds import KINDS, sensitivity_sentences
-from ..tasks.readout import PAPER, Readout, measures_signal, parse_readout, read_out, width_of
+from ..tasks.readout import PAPER, Readout, measures_signal, parse_readout, read_out, readout_width
 from .trees import Trees
 
 # Limits for a typical lead's median and peak, and for its peak from below; hearts peak at 0.1 to 10
@@ -224,7 +224,7 @@ class TrainedModel(nn.Module):
     def __repr__(self) -> str:
         """What goes in and what comes out, in place of PyTorch's list of layers."""
         signals, head = self.input, self.head_info
-        does = f"makes an embedding of {self.width_of(self.readout)} numbers"
+        does = f"makes an embedding of {self.readout_width(self.readout)} numbers"
         if head and head.classes:
             names = first_names(head.classes, CLASSES_IN_REPR)
             unit = f" in {head.unit}" if head.unit else ""
@@ -246,8 +246,8 @@ class TrainedModel(nn.Module):
             )
         return parts
 
-    def width_of(self, readout: Readout) -> int:
-        return width_of(readout, self.encoder.width)
+    def readout_width(self, readout: Readout) -> int:
+        return readout_width(readout, self.encoder.width)
 
     @property
     def device(self) -> torch.device:
@@ -344,7 +344,7 @@ class TrainedModel(nn.Module):
         is refused. Warns of an amplitude that is not an ECG's.
         """
         parts = self.readout_of(readout)
-        forward, width = partial(self.read, readout=parts), self.width_of(parts)
+        forward, width = partial(self.read, readout=parts), self.readout_width(parts)
         ecgs = self._cut_crops(signal, fs_hz, leads, unit)
         for warning in _amplitude_warnings(ecgs, unit):
             warnings.warn(warning, stacklevel=3)  # the second frame is torch's decorator
@@ -444,7 +444,7 @@ def load(
         kind = encoder or class_in_folder(folder, config.encoder, code, "encoder")
         with torch.device("cpu" if config.encoder else "meta"):
             own: Any = build_encoder(config, kind=kind)
-            top = _build_head(head_info, width_of(readout, own.width))
+            top = _build_head(head_info, readout_width(readout, own.width))
         if head_info and (spec := str(head_info.definition.get("head") or "")):
             kind = head or class_in_folder(folder, spec, code, "head")
             options = head_info.definition.get("head_options") or {}
@@ -452,7 +452,7 @@ def load(
         _load_weights(folder / WEIGHTS, own, top)
         if isinstance(top, Trees):
             with blaming(str(folder / WEIGHTS)):
-                top.check(width_of(readout, own.width))
+                top.require_valid(readout_width(readout, own.width))
         try:
             model = TrainedModel(own, top, document, preprocessing, digest)
         except ConfigError as error:

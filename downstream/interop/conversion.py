@@ -124,7 +124,7 @@ def from_fairseq(
             "--classes LIST|FILE"
         )
     parameters = sum(w.numel() for w in weights.values())
-    card = _card(checkpoint.name, config, preprocessing, names, parameters)
+    card = _model_card(checkpoint.name, config, preprocessing, names, parameters)
     write_model(out, weights, document, preprocessing, front_matter({}, card))
     return notes
 
@@ -153,10 +153,10 @@ def _preprocessing_and_notes(
     cfg: Settings, config: ModelConfig, scale: str, fs_hz: float | None
 ) -> tuple[Settings, list[str]]:
     """Returns the input that the checkpoint's settings describe; arguments take precedence."""
-    task, notes = _section(cfg, "task"), []
+    task, notes = _settings_section(cfg, "task"), []
     # A fine-tuned checkpoint keeps the settings of its pre-training among those of its model
-    model = _section(cfg["model"], "args") or _section(cfg["model"], "w2v_args")
-    stated = task.get("sample_rate") or _section(model, "task").get("sample_rate")
+    model = _settings_section(cfg["model"], "args") or _settings_section(cfg["model"], "w2v_args")
+    stated = task.get("sample_rate") or _settings_section(model, "task").get("sample_rate")
     if fs_hz is None:
         fs_hz = stated or 500
         if not stated:
@@ -203,7 +203,7 @@ def _parse_leads(loaded: Any) -> list[int]:
     return list(leads_in_order([LEADS[n] if isinstance(n, int) else n for n in listed]))
 
 
-def _section(settings: Settings, name: str) -> Settings:
+def _settings_section(settings: Settings, name: str) -> Settings:
     section = settings.get(name)
     return section if isinstance(section, dict) else {}
 
@@ -211,7 +211,7 @@ def _section(settings: Settings, name: str) -> Settings:
 def _guess_scale(cfg: Settings) -> str:
     """Returns the scale of the input. ECG-FM was trained on z-scored files, which only their paths
     reveal."""
-    task = _section(cfg, "task")
+    task = _settings_section(cfg, "task")
     model_and_task = {**cfg["model"], **task}
     if model_and_task.get("filter"):
         raise _unconvertible(
@@ -271,7 +271,7 @@ def _read_names(file: str) -> list[str]:
 def _head_document(cfg: Settings, names: list[str]) -> Settings:
     """Returns `head` of config.json, inferred from the loss that the checkpoint was trained
     with."""
-    criterion = _section(cfg, "criterion") or {"_name": cfg.get("criterion")}
+    criterion = _settings_section(cfg, "criterion") or {"_name": cfg.get("criterion")}
     loss, threshold = str(criterion.get("_name")), criterion.get("threshold")
     head: Settings = {"task": "classification", "classes": names}
     if "mse" in loss:
@@ -358,7 +358,7 @@ def require_fairseq_input(run: str | Path, model_input: Input, preprocessing: Se
         raise ConfigError(f"{leads}, but it was trained on some: fairseq-signals cannot say so")
 
 
-def _card(
+def _model_card(
     name: str,
     config: ModelConfig,
     preprocessing: Settings,

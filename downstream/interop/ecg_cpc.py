@@ -63,7 +63,7 @@ def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
         "clip_mv": CLIP_MV
     }
     parameters = sum(w.numel() for name, w in weights.items() if "running" not in name)
-    card = front_matter({}, _card(checkpoint.name, options, preprocessing, parameters))
+    card = front_matter({}, _model_card(checkpoint.name, options, preprocessing, parameters))
     encoder = {f"encoder.{name}": w for name, w in weights.items()}
     write_model(out, encoder, {"model": asdict(config)}, preprocessing, card)
     notes = [f"assumed ECG-CPC's input, which it does not state: {describe_signals(preprocessing)}"]
@@ -72,7 +72,7 @@ def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
     return notes
 
 
-def _card(
+def _model_card(
     name: str, options: dict[str, Any], preprocessing: dict[str, Any], parameters: int
 ) -> str:
     return f"""# {name}, converted from ECG-CPC

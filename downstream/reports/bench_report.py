@@ -61,7 +61,7 @@ def write_comparison(document: Row, out: Path) -> None:
         names = gap["metric"], gap["against"]
         lines.append([*_row_key(gap), *names, gap["difference"], *gap["interval"], ""])
     draw_comparison(document).savefig(image := io.BytesIO(), format="png", dpi=150)
-    write_whole(out / "bench.md", markdown(document))
+    write_whole(out / "bench.md", comparison_markdown(document))
     write_whole(out / "bench.csv", csv_text(lines))
     write_whole(out / "bench.png", image.getvalue())
     write_whole(out / "bench.json", json.dumps(document, indent=1) + "\n")
@@ -76,7 +76,7 @@ def rows_by_panel(document: Row) -> dict[tuple[str, str], list[Row]]:
     return rows_of_panels
 
 
-def markdown(document: Row) -> str:
+def comparison_markdown(document: Row) -> str:
     several = any("each" in row for row in document["rows"])
     title, intervals = f"Frozen embeddings: {document['data']}", INTERVAL_NOTE
     if all("each" in row for row in document["rows"]):
@@ -94,12 +94,12 @@ def markdown(document: Row) -> str:
             cells = [f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)]
             text.append(f"| {' | '.join(cells)} |")
     text += ["", *(f"- {note}" for note in document["notes"])]
-    if verdict := verdict_of(document):
+    if verdict := verdict_sentences(document):
         text += ["", *verdict]
     return "\n".join(text).rstrip() + "\n"
 
 
-def verdict_of(document: Row) -> list[str]:
+def verdict_sentences(document: Row) -> list[str]:
     """A sentence for each task and set of leads: whether the first model and the best of the others
     can be told apart, by the first metric, on the largest share of labels."""
     first = next(iter(document["models"]))

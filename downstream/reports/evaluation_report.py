@@ -1,7 +1,7 @@
 """The HTML report of an evaluation: how good the model is, and where it is wrong.
 
-    html = build(TaskResult(labels_NK, scores_NK, records, patients, facts), dataset)      # of any kind but identity
-    html = build(IdentificationResult(gallery_PD, gallery_ids, probe_QD, probe_ids, facts))
+    html = report_page(TaskResult(labels_NK, scores_NK, records, patients, facts), dataset)      # of any kind but identity
+    html = report_page(IdentificationResult(gallery_PD, gallery_ids, probe_QD, probe_ids, facts))
 
 `facts`: the model, the data, the role and the leads. `dataset`: used to draw the ECGs with the
 largest errors.
@@ -40,7 +40,7 @@ COUNT_TITLES = {
 Table = list[list[str]]
 
 
-def build(
+def report_page(
     result: TaskResult | IdentificationResult, data: Datasets | None = None, halves: bool = False
 ) -> str:
     """Returns the page. `halves`: with the scores of single windows, too."""

@@ -124,7 +124,7 @@ class RunLog:
         return str(self.fact("config", "task", "name") or "")
 
 
-def build(run: Path) -> str:
+def report_page(run: Path) -> str:
     log = RunLog(run)
     best = best_step(log)
     return render_page(
@@ -329,5 +329,5 @@ def write_report(run: Path) -> Path:
     if ended := training_result(RunLog(run)):
         write_whole(run / RESULT_FILE, json.dumps(ended, indent=1) + "\n")
         say(ended["text"])
-    write_whole(run / REPORT, build(run))
+    write_whole(run / REPORT, report_page(run))
     return run / REPORT

@@ -38,7 +38,7 @@ from omnilead.engine.settings.leads import ALL_LEADS
 
 from .config import TaskConfig
 from .kinds import KINDS
-from .readout import PAPER, Readout, read_out, width_of
+from .readout import PAPER, Readout, read_out, readout_width
 
 HEADS = {"attention": "omnilead.downstream.tasks.classifier:AttentionHead"}
 TOKENS = 7  # of the batch that examines a head
@@ -134,7 +134,7 @@ class Classifier(nn.Module):
         if task.kind == "identity" and task.scale == "learned":
             first = math.sqrt(2) * math.log(max(outputs - 1, 2))  # as in AdaCos (Zhang et al. 2019)
             self.log_scale = nn.Parameter(torch.tensor([math.log(first) / SCALE_SPEED]))
-        self.head = nn.Linear(width_of(readout, width), outputs, bias=task.kind != "identity")
+        self.head = nn.Linear(readout_width(readout, width), outputs, bias=task.kind != "identity")
         nn.init.xavier_uniform_(self.head.weight, generator=generator)
         if self.head.bias is not None:
             nn.init.zeros_(self.head.bias)

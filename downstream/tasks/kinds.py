@@ -116,7 +116,7 @@ class Kind(ABC):
         known_NK = ~np.isnan(y_NK)
         return float(np.square(scores_NK - y_NK)[known_NK].sum() / max(known_NK.sum(), 1))
 
-    def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
+    def label_weights(self, y_NK: Array, balanced_2K: Array) -> Array:
         """The weight of each label [N, K]; for multiclass [N, 1]."""
         negative_K, positive_K = balanced_2K
         return np.asarray(np.where(y_NK > 0, positive_K, negative_K))
@@ -139,12 +139,12 @@ class Kind(ABC):
     ) -> Targets:
         """Returns `targets`; some label is known in each column."""
 
-    def chance_in_training(self, targets: Targets) -> dict[str, float]:
+    def chance_metrics_in_training(self, targets: Targets) -> dict[str, float]:
         """Training metrics of a model that guesses."""
         return {}
 
     @abstractmethod
-    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+    def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         """Validation metrics of a model that knows only how frequent labels are: `y` held-out
         labels, of crops with so many windows."""
 
@@ -198,7 +198,7 @@ class _ClassKind(Kind):
         """The number of groups into which each label divides the samples."""
         return 2
 
-    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+    def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         known_NK = windows_N[:, None] * ~np.isnan(y)
         share_K = (known_NK * (y > 0)).sum(0) / np.maximum(known_NK.sum(0), 1)
         return {"auroc": 0.5} | self.chance_of_shares(share_K)
@@ -274,7 +274,7 @@ class MulticlassKind(_ClassKind):
     def group_count(self, y_NK: Array) -> int:
         return int(y_NK.shape[1])
 
-    def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
+    def label_weights(self, y_NK: Array, balanced_2K: Array) -> Array:
         _, positive_K = balanced_2K
         of_class_N1 = np.nansum(y_NK * positive_K, axis=1, keepdims=True)
         return np.asarray(of_class_N1, np.float32)
@@ -319,7 +319,7 @@ class RegressionKind(Kind):
         targets.y = [targets.standardise(y_NK) for y_NK in y]
         return targets
 
-    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+    def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         error = float(np.nanmean(np.abs(y - targets.center_K)))
         return {"mae": error, "r2": 0.0}
 
@@ -345,7 +345,7 @@ class SurvivalKind(Kind):
             raise ConfigError(f"{labels}: the training split has no event: nothing to learn")
         return Targets(y, 1, remarks=[f"{events:,} training crops with the event"])
 
-    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+    def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         return {"c_index": 0.5}
 
     def why_no_best_step(self, y: Array) -> str:
@@ -386,10 +386,10 @@ class IdentityKind(Kind):
         remark = f"{len(trained):,} patients to tell apart"
         return Targets(numbers, len(trained), remarks=[remark])
 
-    def chance_in_training(self, targets: Targets) -> dict[str, float]:
+    def chance_metrics_in_training(self, targets: Targets) -> dict[str, float]:
         return {"accuracy": 1 / targets.outputs}
 
-    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+    def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         _, counts = np.unique(y, return_counts=True)
         share = counts / counts.sum()
         return {"identification_accuracy": float(share @ share)}

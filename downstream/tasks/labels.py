@@ -2,7 +2,7 @@
 
     labels = read_task(TaskConfig("rhythm", "multiclass", labels="rhythm.csv"), [Dataset.open("DATASET")])
     labels.y[0], labels.classes         # float32 [crops, K], NaN where unknown; names of the K columns
-    labels.rows(0, "train")             # crops of the first dataset in the training split that have a known label
+    labels.rows_of_dataset(0, "train")             # crops of the first dataset in the training split that have a known label
 
 A sheet of labels is read (sheet.py), its rows are joined to crops (join.py), its cells become numbers
 (values.py), and its records are split by patient (people.py, splits.py); remarks.py and refused.py say what was found.
@@ -53,7 +53,7 @@ class TaskLabels:
     row_of_crop: list[Array] = field(default_factory=list)  # by dataset, in `table`; -1: none
     left_out: str = ""  # how many crops of train and valid data.where leaves out
 
-    def rows(self, dataset: int, split: str) -> Array:
+    def rows_of_dataset(self, dataset: int, split: str) -> Array:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
 
     def all_rows(self, split: str) -> Array:
@@ -71,7 +71,7 @@ class TaskLabels:
 
     def y_of(self, split: str) -> Array:
         """The labels of all crops of a split."""
-        return np.concatenate([y[self.rows(n, split)] for n, y in enumerate(self.y)])
+        return np.concatenate([y[self.rows_of_dataset(n, split)] for n, y in enumerate(self.y)])
 
     @property
     def role(self) -> str:
@@ -95,7 +95,7 @@ class TaskLabels:
         return "records" if without == records else "patients (records where they are unknown)"
 
     @property
-    def facts(self) -> Facts:
+    def resume_facts(self) -> Facts:
         """Facts that must not change when a training is resumed, as JSON."""
         task = replace(self.task, labels=self.task.labels.rpartition("/")[2])
         digest = ""

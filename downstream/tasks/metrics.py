@@ -482,7 +482,7 @@ def identification_scores(
     gallery_patients, probe_patients = ids[: len(gallery)], ids[len(gallery) :]
     blocks = _similarity_counts_by_block(gallery, gallery_patients, probes, probe_patients)
     better, tied, right, best, same, other = map(np.concatenate, zip(*blocks, strict=True))
-    within_QR = _hit_probabilities(better, tied, right, min(len(gallery), 50))
+    within_QR = _probability_within_rank(better, tied, right, min(len(gallery), 50))
     entries_Q = np.bincount(gallery_patients, minlength=ids.max() + 1)[probe_patients]
     cmc = within_QR.mean(0)
     return {
@@ -547,7 +547,7 @@ def _similarity_counts_by_block(
         )
 
 
-def _hit_probabilities(better: Array, tied: Array, right: Array, ranks: int) -> Array:
+def _probability_within_rank(better: Array, tied: Array, right: Array, ranks: int) -> Array:
     """[Q, ranks]: the probability that the patient is among the first r, with ties in random
     order."""
     missed = np.ones(len(better))

@@ -1,7 +1,7 @@
 """Read-outs: what an embedding keeps of an encoder's tokens and of the signal.
 
     readout = parse_readout("mean+std+rhythm")
-    width_of(readout, 128)                     # how many numbers that is, for an encoder of width 128
+    readout_width(readout, 128)                     # how many numbers that is, for an encoder of width 128
     read_out(readout, c_RND, x_RLT, leads)     # [R, width] float32; x_RLT: these leads in millivolts at 500 Hz
 
 A read-out names one or more parts, joined by +:
@@ -63,7 +63,7 @@ def measures_signal(readout: Readout) -> bool:
     return not {"rhythm", "beats", "waveform"}.isdisjoint(readout)
 
 
-def width_of(readout: Readout, width: int) -> int:
+def readout_width(readout: Readout, width: int) -> int:
     return sum(WIDTHS[part](width) for part in readout)
 
 
@@ -72,7 +72,7 @@ def mean_slice(readout: Readout, width: int) -> slice:
     mean."""
     if "mean" not in readout:
         return slice(None)
-    before = width_of(readout[: readout.index("mean")], width)
+    before = readout_width(readout[: readout.index("mean")], width)
     return slice(before, before + width)
 
 

@@ -40,14 +40,14 @@ def test_the_re_creation_gives_the_authors_numbers():
 def test_a_step_of_either_side(side, precision, monkeypatch):
     small = cpc.build_pretrainer
     monkeypatch.setattr(cpc, "build_pretrainer", lambda **options: small(width=16, **options))
-    steps = cpc.step(cpc.CpcRun(side, precision, batch=2, steps=2))
+    steps = cpc.repeat_steps(cpc.CpcRun(side, precision, batch=2, steps=2))
     next(steps)
     assert next(steps) == 4
 
 
 def test_the_cases(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "deadline", math.inf)  # of other tests
-    facts, cases = cpc.prepare(tmp_path, run.parse(["cpc", "--batch", "4"]))
+    facts, cases = cpc.prepare_input_and_cases(tmp_path, run.parse(["cpc", "--batch", "4"]))
     assert list(cases) == [
         "re-creation of ECG-CPC's step: fp32, 4 windows",
         "omnilead: fp32, 4 windows",

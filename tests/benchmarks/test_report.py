@@ -14,7 +14,7 @@ SUITE = Path(__file__).with_name("golden").joinpath("suite.json").read_text()  #
 
 def loaded(folder, text):
     (folder / "suite.json").write_text(text)
-    return report.load(folder / "suite.json")
+    return report.load_parts(folder / "suite.json")
 
 
 def test_pages_match_the_records():
@@ -31,7 +31,7 @@ def test_figures_of_readme_come_from_the_records():
         report.all_parts(),
         " ".join(ROOT.joinpath("README.md").read_text().split()),
     )
-    newest = report.newest(parts)
+    newest = report.newest_parts(parts)
     step = newest["step", "cuda"]
     case = step["results"]["omnilead: bf16, layers compiled, 512 crops"]["per_s"]["median"]
     product = step["results"]["matrix product: bf16"]["per_s"]["median"]
@@ -81,7 +81,7 @@ def test_pictures_are_of_the_models(golden, tmp_path):
 
 
 def test_the_line_of_boosted_features_has_the_labels_of_the_curves():
-    curves = report.newest(report.all_parts())["evidence", "cpu"]["results"][tables.BY_CROPS]
+    curves = report.newest_parts(report.all_parts())["evidence", "cpu"]["results"][tables.BY_CROPS]
     labels = []
     for document in curves, json.loads(report.BOOSTED.read_text()):
         rows = document["rows"]
@@ -112,7 +112,7 @@ def test_which_record_counts(tmp_path):
     assert ranks == sorted(set(ranks)) and not scaling["alone"]
     on_gpu = parts[0] | {"config": {"device": "cuda"}}
     newest = {("scaling", "cpu"): parts[-1], ("scaling", "cuda"): on_gpu}
-    assert report.newest([*parts, on_gpu]) == newest
+    assert report.newest_parts([*parts, on_gpu]) == newest
     answers = [
         any(report.deciding_case_and_figure(part, bar)[0] for bar in report.TARGETS)
         for part in parts
@@ -147,7 +147,7 @@ def test_of_the_evidence_the_newest_of_each_result_is_shown():
         parts.append(
             part | {"results": {name: {"notes": [], "made": day} for name in names.split()}}
         )
-    (found,) = report.newest(parts).values()
+    (found,) = report.newest_parts(parts).values()
     note = "From evidence_0.json, 2999-01-00, A CPU. Made outside the plan: archive."
     assert found["results"] == {
         "real": {"notes": [], "made": 2},

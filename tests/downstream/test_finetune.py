@@ -419,7 +419,7 @@ def test_class_vectors_initialised_with_means(base, dataset, tmp_path):
     model = task.model(torch.Generator().manual_seed(0))
     assert isinstance(model, Classifier) and model.training
     encoder = model.encoder.eval()
-    y, rows_ = task.targets.y[0], task.labels.rows(0, "train")
+    y, rows_ = task.targets.y[0], task.labels.rows_of_dataset(0, "train")
     unit = {int(k): [] for k in np.unique(y[rows_])}  # type: ignore[var-annotated]
     for row in rows_:
         for half in range(dataset.column("halves")[row]):
@@ -604,8 +604,8 @@ def test_a_users_own_label_table(
     assert head["definition"]["labels"] == "mine.csv"
     assert figure in rows(run, "validation.jsonl")[1] and "loss" in rows(run)[0]
     known = read_task(TaskConfig(kind=kind, labels=str(table), columns=(column,)), [dataset])
-    assert state["labels"]["sha256"] == known.facts["sha256"]
-    assert len(known.rows(0, "train")) < len(dataset)
+    assert state["labels"]["sha256"] == known.resume_facts["sha256"]
+    assert len(known.rows_of_dataset(0, "train")) < len(dataset)
     kept = read_table(str(run / LABELS))
     assert kept.equals(read_table(str(table)).select(["record", column]))  # no other column
     if kind == "regression":
@@ -647,7 +647,7 @@ def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, t
     (path, risks), data, probed = deaths, dataset.root.url, tmp_path / "probed"
     save_probed(base, data, path, probed, readout="mean+rhythm")
     labels = read_task(TaskConfig(kind="survival", labels=str(path)), [dataset])
-    tested = dict.fromkeys(dataset.column("record")[labels.rows(0, "test")])
+    tested = dict.fromkeys(dataset.column("record")[labels.rows_of_dataset(0, "test")])
     y = dict(zip(dataset.column("record"), labels.y[0], strict=True))
     times, true = np.stack([y[name] for name in tested]), [[risks[name]] for name in tested]
     known = measure("survival", times, np.array(true))["c_index"]

@@ -13,7 +13,7 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.mean_beat import MEASUREMENTS, RHYTHM_MEASUREMENTS, measurements
 from omnilead.downstream.inference.commands import load_model_and_precision
 from omnilead.downstream.interop.onnx import to_onnx
-from omnilead.downstream.tasks.readout import BEATS_S, parse_readout, read_out, width_of
+from omnilead.downstream.tasks.readout import BEATS_S, parse_readout, read_out, readout_width
 from omnilead.engine.settings.errors import ConfigError, OutputError
 from tests.conftest import save_model, save_probed
 from tests.data_tools.test_mean_beat import REGULAR, ecg
@@ -67,7 +67,7 @@ def test_every_door_gives_the_same_numbers(dataset, tmp_path):
     table, other = omnilead.embed(**given), pq.read_table(out)
     width = model.encoder.width
     assert table.schema.field("embedding").type.list_size == width + len(MEASUREMENTS)
-    assert other.schema.field("embedding").type.list_size == width_of(
+    assert other.schema.field("embedding").type.list_size == readout_width(
         parse_readout(ALL_PARTS), width
     )
     first = dataset.read(int(table["row"][0].as_py()))[:, :2500]

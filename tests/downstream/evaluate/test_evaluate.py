@@ -208,7 +208,7 @@ def test_exclusive_classes_equal_a_loop(data, tables, saved_model, evaluated):
     table = str(tables / "rhythm.csv")
     task = TaskConfig("rhythm", "multiclass", labels=table, classes=tuple(NAMES))
     labels = read_task(task, [data])
-    rows = labels.rows(0, "test")
+    rows = labels.rows_of_dataset(0, "test")
     x, crops = halves_of(data, rows)
     p, y = omnilead.load(folder).logits(x).softmax(1).numpy(), labels.y[0][crops]
     assert document["metrics"]["accuracy"] == pytest.approx((p.argmax(1) == y.argmax(1)).mean())
@@ -229,7 +229,7 @@ def test_unknown_labels_thresholds_and_a_class_without_positives(
     folder, table = saved_model(head=BEATS), tables / "beats.csv"
     document = evaluated(folder, "--labels", table, "--role", "valid")
     labels = read_task(TaskConfig("beats", labels=str(table)), [data])
-    x, crops = halves_of(data, labels.rows(0, "valid"))
+    x, crops = halves_of(data, labels.rows_of_dataset(0, "valid"))
     p, y = omnilead.load(folder).scores(x).numpy(), labels.y[0][crops]
     known = ~np.isnan(y[:, 0])
     classes = document["classes"]

@@ -401,7 +401,10 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     for share, of_classes in bench.samples_of_probes(
         task, vectors, vectors, fit_linear_probe, bench.TimeEstimate(1, 1)
     ).items():
-        facts, samples = task.facts(share, of_classes), differences.mean_over_classes(of_classes)
+        facts, samples = (
+            task.scored_facts(share, of_classes),
+            differences.mean_over_classes(of_classes),
+        )
         direct, known = [], y[:, used[share]]
         for at in draws[share]:
             probe = fit_linear_probe(ProbeData(x[at], known[at], at // 2, "multilabel"))

@@ -121,7 +121,7 @@ def test_any_numbers_are_drawn(name, dataset, golden):
     result = RESULTS[name]
     if name in DRAWN:
         result = replace(result, crops_N=np.repeat(np.arange(60), 2))
-    page = words(evaluation_report.build(result, dataset))
+    page = words(evaluation_report.report_page(result, dataset))
     document = json.loads(json.dumps(result.document(), allow_nan=False))
     assert document["score"] == next(iter(document["metrics"].values()))
     golden(f"{name}.txt", "\n".join([*score_lines({"dataset": "", **document}), page]))
@@ -216,7 +216,7 @@ def test_a_comparison_ends_with_a_verdict(ends, difference, metric, said):
         "differences": [{**gap, "interval": list(ends)}],
         "notes": ["A note."],
     }
-    text = bench_report.markdown(document)
+    text = bench_report.comparison_markdown(document)
     assert text.endswith(f"- A note.\n\nmine: ill, 12 leads: {said} on 363 ECGs.\n")
 
 

@@ -13,7 +13,7 @@ from omnilead.data_tools.dataset import Dataset, DatasetError
 from omnilead.downstream.inference.ecg_reader import CROP_COLUMNS, Skipped, SourceCrops
 from omnilead.downstream.inference.outputs import (
     ParquetParts,
-    has_skipped,
+    has_skipped_file,
     make_parts,
     part_tables,
     vector_output,
@@ -219,14 +219,14 @@ def test_a_list_of_what_was_skipped_replaces_none_but_its_own(tmp_path):
     out, place, skipped = tmp_path / "F.csv", tmp_path / "F.csv.skipped.csv", [Skipped("a", "b")]
     write_skipped(out, skipped)
     write_skipped(tmp_path / "F.parquet", [])
-    assert place.read_text() == "path,reason\na,b\n" and has_skipped(out)
+    assert place.read_text() == "path,reason\na,b\n" and has_skipped_file(out)
     write_skipped(out, [])
     assert not place.exists()
     place.write_text("path,why\n")
     write_skipped(out, [])
     with pytest.raises(OutputError, match=r"F\.csv\.skipped\.csv: is of another program: move it"):
         write_skipped(out, skipped)
-    assert place.read_text() == "path,why\n" and not has_skipped(out)
+    assert place.read_text() == "path,why\n" and not has_skipped_file(out)
 
 
 def test_parts_that_an_earlier_version_began_without_a_column_are_refused(tmp_path):

@@ -51,13 +51,13 @@ def test_a_sample_is_right_if_all_its_known_labels_are():
 def test_balanced_classes_weigh_the_same():
     y_NK = np.array([[1, 0], [0, 0], [0, NAN], [0, 1]])
     multilabel, multiclass = KINDS["multilabel"], KINDS["multiclass"]
-    w_NK = multilabel.weights(y_NK, multilabel.balanced_weights(y_NK))
+    w_NK = multilabel.label_weights(y_NK, multilabel.balanced_weights(y_NK))
     for k, positive in ((0, [0]), (1, [3])):
         known = ~np.isnan(y_NK[:, k])
         assert w_NK[positive, k].sum() == pytest.approx(w_NK[known, k].sum() / 2)
         assert w_NK[known, k].mean() == pytest.approx(1)
     one_hot = np.eye(3)[[0, 0, 0, 1, 2, 2]]
-    w_N1 = multiclass.weights(one_hot, multiclass.balanced_weights(one_hot))
+    w_N1 = multiclass.label_weights(one_hot, multiclass.balanced_weights(one_hot))
     assert [w_N1[one_hot[:, k] > 0].sum() for k in range(3)] == pytest.approx([2, 2, 2])
 
 
