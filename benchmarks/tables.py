@@ -257,7 +257,7 @@ def scaling_blocks(part: Part) -> Iterator[str]:
             efficiency = per_cpu(result) / per_cpu(single_rank)
             rows.append([*cells, number_text(per_cpu(result)), f"{100 * efficiency:.0f} %"])
         head = "crops per second | lowest to highest | efficiency | per CPU-second | efficiency"
-        yield markdown_table(f"| on this machine_name | {head} |", rows)
+        yield markdown_table(f"| on this machine | {head} |", rows)
 
 
 def evidence_blocks(part: Part) -> Iterator[str]:
@@ -400,7 +400,7 @@ def fewest_and_most_repeats(part: Part) -> tuple[int, int]:
 
 
 def measurement_note(part: Part) -> str:
-    """Says how a table was measured: machine_name, date, input, repeats and versions."""
+    """Says how a table was measured: machine, date, input, repeats and versions."""
     hardware, facts = part["hardware"], part["input"]
     machine_text = f"{hardware['cpu']}, {hardware['cores']} cores"
     machine_text = (

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from tests.test_house import MODULES, dotted, imports
-from tests.test_house import room_of as wing_and_room
+from tests.test_house import room as wing_and_room
 
 COLOURS = {"data_tools": "#dbe7f3", "engine": "#e6f0dd", "downstream": "#f6e9d7"}
 DOCS = Path(__file__).parent
@@ -23,8 +23,8 @@ def room_of(module: str) -> str:
     return "/".join(wing_and_room(module))
 
 
-def floor_of_rooms(below: dict[str, set[str]]) -> dict[str, int]:
-    """Returns the floor of each room_of: as low as what it imports allows."""
+def floor_by_room(below: dict[str, set[str]]) -> dict[str, int]:
+    """Returns the floor of each room: as low as what it imports allows."""
     level = dict.fromkeys(below, 0)
     for _ in below:
         level = {
@@ -46,12 +46,12 @@ def main(out: Path) -> None:
     )
     counts = Counter((user, used) for user, used in pairs if user != used)
     below = {name: {used for user, used in counts if user == name} for name in members}
-    level = floor_of_rooms(below)
+    level = floor_by_room(below)
     rows = [
         [name for name in members if level[name] == floor]
         for floor in range(max(level.values()) + 1)
     ]
-    # What a room_of also reaches through another one needs no arrow of its own.
+    # A room needs no arrow to what it also reaches through another room
     arrows = {
         name: used - {far for near in used for far in _all_below(near, below)}
         for name, used in below.items()

@@ -35,8 +35,8 @@ def task_outputs_and_values(
         )
     if KINDS[task.kind].one_column and len(task.columns) != 1:
         raise ConfigError(
-            f"{sheet.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: "
-            f"{columns_hint_parts(['NAME'])}"
+            f"{sheet.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: ",
+            *columns_hint_parts(["NAME"]),
         )
     if task.positive:
         return task, (f"{task.columns[0]}={task.positive}",), _is_positive(task, sheet)
@@ -120,8 +120,8 @@ def _signed_times(task: TaskConfig, sheet: JoinedSheet) -> Array:
     if len(task.columns) != 2:
         raise ConfigError(
             f"{sheet.name}: a survival task has two columns, the time and whether the event "
-            f"happened then, not {', '.join(task.columns)}: "
-            f"{columns_hint_parts(['TIME', 'EVENT'])}"
+            f"happened then, not {', '.join(task.columns)}: ",
+            *columns_hint_parts(["TIME", "EVENT"]),
         )
     time, event = task.columns
     time_R = _column_values("survival", sheet, time)

@@ -242,7 +242,7 @@ split 'tset': write train                            | record,v,split / {0},1,tr
 'v' of record .*: '2' is not 0 or 1                  | record,v / {0},2
 'v' of record .*: '41,5' is not 0 or 1               | record;v / {0};41,5 / {1};0
 no record has a known label in v                     | record,v / {0}, / {1},nan
-has one column, not v, w                             | record,v,w / {0},1,1
+one column, not v, w: --columns NAME, or columns: \[NAME\] in a YAML task | record,v,w / {0},1,1
 has no column of labels, only 'record', 'fold': add  | record,fold / {0},1
 columns are name, v: a column `record` must name .*: rename the one that does | name,v / {0},1
 columns are id, ef, af: a column `record` must name  | id;ef;af / {0};40,5;1 / {1};38,0;0
@@ -251,7 +251,7 @@ cannot be read as CSV or parquet                     | record,v / {0},1 / {1},1,
 'v' of record .*: 'high' is not a number             | record,v / {0},high           | kind="regression"
 'v' of record .*: 'inf' is not a number              | record,v / {0},inf            | kind="regression"
 'v' of record .*: 'C' is not one of its classes A, B | record,v / {0},C | kind="multiclass", classes=("A", "B")
-two columns, the time and .*, not v                  | record,v / {0},1              | kind="survival", columns=("v",)
+two columns, the time and .*, not v: --columns TIME EVENT, or columns: \[TIME, EVENT\] in | record,v / {0},1              | kind="survival", columns=("v",)
 no column 'time': its label columns are v            | record,v / {0},1              | kind="survival"
 'time' of record .*: '0' is not a number above 0     | record,time,event / {0},0,1   | kind="survival"
 'time' of record .*: '1e-60' is not a number above 0 | record,time,event / {0},1e-60,1 | kind="survival"
