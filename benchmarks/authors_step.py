@@ -93,7 +93,7 @@ class AuthorsStep(nn.Module):
         for block in self.encoder.conv.blocks:
             weight = block.weight.unflatten(1, (block.kernel, -1)).transpose(1, 2)
             x = F.conv1d(x, weight, stride=block.kernel)
-            if (norm := block.norm) is not None:  # in float32
+            if (norm := block.norm) is not None:  # norms run in float32
                 scale, shift = norm.weight.float(), norm.bias.float()
                 x = F.group_norm(x.float(), x.shape[1], scale, shift, norm.eps).type_as(x)
             x = F.gelu(x)
@@ -104,7 +104,7 @@ class AuthorsStep(nn.Module):
         padding, groups = self.config.position_kernel // 2, position.groups
         y = x.transpose(1, 2)
         y = F.conv1d(y, position.weight(), position.bias, padding=padding, groups=groups)
-        x = x + F.gelu(y[:, :, :tokens]).transpose(1, 2)  # an even kernel gives one more
+        x = x + F.gelu(y[:, :, :tokens]).transpose(1, 2)  # an even kernel gives one token more
         x = self.dropout(self.encoder.norm(x))
         x = x.transpose(0, 1)  # B x T x C -> T x B x C
         for layer in self.encoder.layers:
@@ -138,7 +138,7 @@ class AuthorsStep(nn.Module):
         tokens, groups, codes = rows * masked, self.config.codebooks, self.config.codes
         x = self.local.quantizer.logits(x.reshape(-1, width)).view(tokens * groups, codes)
         hard = torch.zeros_like(x).scatter_(-1, x.max(-1)[1].view(-1, 1), 1.0)
-        # of the codes, which the authors log
+        # the perplexity of the codes, which the authors log
         perplexity(hard.view(tokens, groups, codes).float().mean(0))
         soft = torch.softmax(x.view(tokens, groups, codes).float(), -1)
         x = gumbel_softmax(x.float(), tau, noise).type_as(x).view(tokens, -1)

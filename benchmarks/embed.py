@@ -80,7 +80,7 @@ def compare(work: Path, options: Any, crops: int, turns: int) -> Result:
     device, batch, out = options["device"], options["batch"], work / "out.parquet"
     torch.set_num_threads(2)
     prepared = commands.load_model_and_precision(work / "model", device)
-    commands.load_model_and_precision = lambda *_: prepared  # the command's own
+    commands.load_model_and_precision = lambda *_: prepared  # use it instead of the command's own
     x_RLT = torch.randn(2 * batch, 12, 2500, device=device)
 
     @torch.inference_mode()

@@ -76,7 +76,7 @@ def checks(options: argparse.Namespace) -> Iterator[Check]:
     place = options.dir.absolute()
     yield "install", 120, machine_facts
     if not (place / "dataset" / "dataset.json").exists():
-        # all are pre-trained on, except patients with two sessions, whom the probe needs
+        # pre-train on all but patients with two sessions, whom the probe needs
         everyone = RoleSources(pretrain=("all",), id_share=1.0)
         make_dataset(place, options.crops, plan="paper", role_sources=everyone)
     run = LoopRun(str(place / "dataset"), "", options.device, options.model, options.batch)
@@ -127,7 +127,7 @@ def train(run: LoopRun, seconds: float) -> Found:
     def until_stopped(loop: Loop, *_: Any) -> bool:
         end = time.monotonic() + seconds
 
-        def step() -> None:  # after each, the first included
+        def step() -> None:  # called after each step, the first included
             loop.terminated |= time.monotonic() > end  # as SIGTERM does
 
         return original(loop, argparse.Namespace(step=step))

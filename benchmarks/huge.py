@@ -81,7 +81,7 @@ def finish_build(root: Path, out: Path) -> Dataset:
     for part in parts:
         os.link(part, out / ".build" / part.name)
     names = [f"{part.stem}.tar" for part in parts]
-    seen = len(parts) * SHARD_CROPS  # at least as many as are used
+    seen = len(parts) * SHARD_CROPS  # at least as many records as are used
     sources = [
         {"name": name, "licence": "unknown", "seen": seen, "dropped_s": 0.0}
         for name in PREFIX_OF_SOURCE

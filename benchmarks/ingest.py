@@ -29,7 +29,7 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
     archive = work / "archive"
     patients = (options.records or 2000) // 2
     synth.synthesise(archive, patients=patients, two_sessions=0, seed=11, progress=False)
-    for name in ("synthetic-st_petersburg_incart", "synthetic-ptb"):  # have other rates
+    for name in ("synthetic-st_petersburg_incart", "synthetic-ptb"):  # records at other rates
         shutil.rmtree(archive / "training" / name)
     dataset = shard_archive(archive, work / "dataset")
     cases: Cases = {

@@ -36,9 +36,11 @@ from omnilead.data_tools.io.terminal import keep_freed_memory
 # our noise of a stage, and the authors'; each is followed by random lead masking of half the leads
 NOISE_OF_STAGE = {"RLM": ("", ()), "physio3+RLM": ("physio3", ("powerline", "emg", "wander"))}
 BACKENDS = {"torch": "torch", "dali": "dali on the CPU"}
-BATCHES = {"cpu": (256,), "cuda": (256, 1024, 64)}  # of lead masking; noise has the first
+# batch sizes of lead masking; noise is measured with the first
+BATCHES = {"cpu": (256,), "cuda": (256, 1024, 64)}
 THREADS = {"cpu": 1, "cuda": 4}
-CROP_MB = 5 * 0.12 + 0.48  # in a tar shard and four other formats, and as two float64 .mat files
+# disk space of a crop in a tar shard and four other formats, and as two float64 .mat files
+CROP_MB = 5 * 0.12 + 0.48
 PREFETCHED_BATCHES = 4  # batches that the stages prefetch
 # limit for reaching the second epoch: in a slower case, checksums take little of the time
 WARM_UP_LIMIT_S = 6.0
@@ -80,7 +82,7 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
         )
     for name, (write, _) in LIBRARIES.items():
         place = work / name
-        with suppress(CaseError):  # its case will say so
+        with suppress(CaseError):  # the library's case will say so
             call_fresh(write, folder, place)
         arguments = (library_batches, place, name, len(dataset), 256, seconds)
         cases[f"RLM: {name} in a DataLoader"] = (count_from_other_loader, arguments)
@@ -231,7 +233,7 @@ def endless_batches(data: Any, batch: int, **options: Any) -> Iterator[Any]:
 def library_batches(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
     """Yields batches of one of LIBRARIES."""
     data, crop_of = LIBRARIES[name][1](place)
-    shuffle = not isinstance(data, torch.utils.data.IterableDataset)  # which shuffle themselves
+    shuffle = not isinstance(data, torch.utils.data.IterableDataset)  # they shuffle themselves
     return endless_batches(data, batch, shuffle=shuffle, collate_fn=MaskedHalves(batch, crop_of))
 
 

@@ -34,17 +34,17 @@ from omnilead.engine.settings.errors import ConfigError
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 Cases = dict[str, Case]
 Result = dict[str, Any]
-Part = dict[str, Any]  # of a record: a benchmark's config, input and results
+Part = dict[str, Any]  # a part of a record: a benchmark's config, input and results
 Rows = Sequence[Mapping[str, float]]  # units, wall_s, cpu_s of each repeat
 Outcome = tuple[str, Result, str]  # a case, its result, and else why it was left out
 
-OUT_OF_TIME = "stopped: out of time"  # the deadline
-OVER_TIME = "stopped: over its time limit"  # limit_s
-BUG_PREFIX = "bug: "  # how the reason of an error begins that is none of EXPECTED
+OUT_OF_TIME = "stopped: out of time"  # said after the deadline
+OVER_TIME = "stopped: over its time limit"  # said if a process reaches limit_s
+BUG_PREFIX = "bug: "  # begins the reason of an error that is not expected
 LEAST_REPEATS = 3  # needed for a spread
 LEAST_FOR_INTERVAL = 6  # values needed for a 95 % interval
 EXIT_S = 10  # time for a process to exit after it answered
-deadline = inf  # in time.monotonic: nothing is measured after it
+deadline = inf  # a time of time.monotonic, after which nothing is measured
 limit_s = inf  # time limit of one process
 
 
@@ -66,7 +66,7 @@ def run_cases(cases: Cases, repeats: int, at_once: bool = False) -> Iterator[Out
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for turn in range(1 if at_once else repeats):
         for name, (function, arguments) in cases.items():
-            if name not in samples:  # it failed, or measured itself
+            if name not in samples:  # the case failed, or measured itself
                 continue
             say(name if at_once else f"{name} ({turn + 1} of {repeats})")
             count = repeats if at_once else 1
@@ -75,7 +75,7 @@ def run_cases(cases: Cases, repeats: int, at_once: bool = False) -> Iterator[Out
                 answer = call_fresh(measure_case, function, arguments, count, rows=samples[name])
             except CaseError as error:
                 answer, reason = None, str(error)
-            if answer:  # it measured itself
+            if answer:  # the case measured itself
                 del samples[name]
                 yield name, answer, ""
                 continue

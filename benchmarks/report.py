@@ -38,7 +38,7 @@ RESULTS_PAGE, EVIDENCE_PAGE = (
     ROOT / "benchmarks" / "RESULTS.md",
     ROOT / "benchmarks" / "EVIDENCE.md",
 )
-CHART = RESULTS / "speed.svg"  # in README
+CHART = RESULTS / "speed.svg"  # a picture in README
 OFFICIAL_FOLD = RESULTS / "sources" / "fold10.json"
 BOOSTED = RESULTS / "sources" / "folds_8_to_10_981_labels.json"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
@@ -58,7 +58,7 @@ BASELINE_LINES = {
     "mean beat": ":",
     "random weights": "--",
 }  # line styles of the baselines
-Parts = dict[tuple[str, str], Part]  # by benchmark and device
+Parts = dict[tuple[str, str], Part]  # (benchmark, device) -> part
 
 
 class RecordError(Exception):
@@ -150,7 +150,7 @@ def is_smaller_job(config: Part) -> bool:
 
 
 class Target(NamedTuple):
-    what: str  # the description
+    what: str  # description of the target
     benchmark: str
     cases: str  # regular expression for the names of cases
     # (case, results of all cases) -> figure, or NaN

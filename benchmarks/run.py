@@ -45,7 +45,8 @@ PACKAGES = (
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
 BENCHMARKS = ("ingest", "loader", "step", "cpc", "e2e", "embed", "start", "scaling", "suite")
 CPU_ONLY = ("ingest", "scaling")
-CPU_REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}  # on a CPU; others have 3
+# Repeats on a CPU; other benchmarks have 3
+CPU_REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}
 GPU_REPEATS = 5
 LIMIT_S = {"cpu": 600.0, "cuda": 200.0}  # time limit of one process in a suite
 LEAST_S = 15  # a suite starts nothing with less time left
@@ -64,7 +65,7 @@ SUITES = {  # commands, with fewer cases than when run alone
         "start",
         "scaling --steps 4 --repeats 3 --huge 1000000",
     ),
-    "cuda": (  # in order of value
+    "cuda": (  # the most valuable first
         f"step --only '{FIRST_STEPS}'",
         "e2e --steps 10 --only tar",
         "loader --records 24000 --seconds 1",
@@ -223,7 +224,8 @@ def find_path_and_record(options: argparse.Namespace) -> tuple[Path, Part]:
         same = ("benchmark", "config", "versions", "git")
         with suppress(ValueError, LookupError, TypeError):  # a damaged record is not continued
             old = json.loads(path.read_text())
-            old["parts"], old["left_out"], old["complete"], old["took_s"]  # a whole record has them
+            # KeyError unless the record is whole
+            old["parts"], old["left_out"], old["complete"], old["took_s"]
             if all(old[key] == new[key] for key in same) and (options.out or old["left_out"]):
                 return path, old
     raise ConfigError(
@@ -290,7 +292,7 @@ def machine_facts() -> Part:
             installed[package] = version(package)
     short = gpus[0]["name"] if gpus else " ".join(name.split()[:2])
     git = {"commit": os.environ.get("OMNILEAD_REVISION", "unknown"), "dirty": None}
-    if commit := command_output("git", "rev-parse", "HEAD"):  # else a copy without git
+    if commit := command_output("git", "rev-parse", "HEAD"):  # empty in a copy without git
         changes = command_output("git", "status", "--porcelain", "--untracked-files=no")
         git = {"commit": commit, "dirty": bool(changes)}
     if git["commit"] == "unknown":

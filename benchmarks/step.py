@@ -47,11 +47,11 @@ from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's has 512
-STEPS_PER_REPEAT = {"cpu": 2, "cuda": 20}  # per repeat
+STEPS_PER_REPEAT = {"cpu": 2, "cuda": 20}  # steps in a repeat
 WARM_UP = {"cpu": 1, "cuda": 3}
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
-SMALL_BATCH = 128  # crops: four steps of so many fit a GPU together
-# between the two losses in float32: GPU kernels sum in other orders
+SMALL_BATCH = 128  # crops: four steps of this size fit a GPU together
+# largest difference of the two losses in float32: GPU kernels sum in other orders
 LOSS_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
 # other settings of our step on a GPU, at the first batch size: the default's own is measured once
 VARIANTS: tuple[dict[str, str], ...] = (
@@ -65,7 +65,7 @@ ATTENTION = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTE
 # an operation of torch's by which it can be seen what computed the attention
 ATTENTION_EVENT = re.compile(r"aten::_scaled_dot_product_(?:attention_)?([a-z]+)(?!.*_backward)")
 SAMPLES = 2500
-COMPILE_LIMIT_S = 150  # to fill the compile caches
+COMPILE_LIMIT_S = 150  # time to fill the compile caches
 ADAM: Any = {"lr": 5e-5, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01}
 AUTHORS_OBJECTIVE = ObjectiveConfig(form="authors", gathered=False)
 DROPOUTS = "dropout attention_dropout activation_dropout input_dropout feature_dropout"
@@ -241,7 +241,7 @@ def set_up(run: StepRun) -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     if run.device == "cpu":
-        keep_freed_memory()  # for both sides; the loader does this where it augments
+        keep_freed_memory()  # for both sides; a loader that augments does this, too
 
 
 def synchronize(device: str) -> None:
@@ -261,7 +261,7 @@ def prepare_ours(run: StepRun) -> Callable[[], None]:
 
     def advance() -> None:
         update = next(updates)
-        # as in the loop: nothing waits
+        # as in the loop, nothing waits for the GPU
         keys_BS = to_device(row_keys(1, update, np.arange(run.batch), whole.windows), device)
         tau = torch.tensor(temperature(config, update)).to(device, non_blocking=True)
         with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):

@@ -25,7 +25,7 @@ PERCENTILE_NOTE = (
     "These intervals are plain percentiles of the resamples, as `omnilead bench` took them then: those of "
     "AUPRC sit too high. The records do not have what it takes to correct them."
 )
-BY_CROPS = "real, by crops"  # a result of the evidence that has a figure instead of a table
+BY_CROPS = "real, by crops"  # result of the evidence that is drawn, not tabulated
 
 
 TEN_MILLION = 10_000_000
@@ -65,7 +65,7 @@ def rate_blocks(part: Part) -> Iterator[str]:
 def times_recreation(name: str, results: dict[str, Result]) -> float:
     """Returns the speed per CPU-second, relative to the fastest re-creation of its kind (the name
     before the colon); NaN if there is none."""
-    kind = name.split(":")[0].removeprefix("authors_")  # of older records
+    kind = name.split(":")[0].removeprefix("authors_")  # older records name re-creations this way
     peers = [
         other for other in results if re.match(rf"{re.escape(kind)}: (re-creation|wfdb)", other)
     ]
@@ -233,7 +233,7 @@ def scaling_blocks(part: Part) -> Iterator[str]:
         counts = " | ".join(f"{largest // share:,}" for share in SHARE_OF_SIZE.values())
         head = f"CPU-seconds of {counts} crops | exponent | peak MB of {counts} crops | exponent"
         yield markdown_table(f"| the last tenfold gives the exponents | {head} |", rows)
-    if "shuffle_quality" in part:  # in older records
+    if "shuffle_quality" in part:  # older records only
         columns = {
             "correlation of position and row": lambda facts: f"{facts['correlation']:.4f}",
             "shards per batch": lambda facts: f"{facts['shards_per_batch']:.1f}",

@@ -60,7 +60,7 @@ def option_table(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
-        if action.help == argparse.SUPPRESS:  # for a launcher, not for people
+        if action.help == argparse.SUPPRESS:  # options for launchers, not for people
             continue
         text = escape_markdown(" ".join((action.help or "").split()) % {"default": action.default})
         if action.choices:

@@ -1,4 +1,4 @@
-"""What MkDocs makes of this repository, whose pages are also read where they lie: README.md is the
+"""Prepares the repository's pages, which are also read where they lie, for MkDocs: README.md is the
 front page; pages and files outside docs/ that others link to are in project/; docs/tutorial.py is a
 page and a notebook.
 """
@@ -72,7 +72,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     paths = linked_files(source)
     page.meta["search"] = {"exclude": here.endswith(NOT_SEARCHED)}
     if here == "index.md":
-        page.meta["hide"] = ["navigation"]  # which has only this page
+        page.meta["hide"] = ["navigation"]  # it would list this page only
     elif here in WIDE_PAGES:
         page.meta["hide"] = ["toc"]
 
@@ -80,7 +80,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         words, link, anchor = found.groups(default="")
         if link not in paths:
             return found[0]
-        if (ROOT / paths[link]).is_dir():  # which has no page
+        if (ROOT / paths[link]).is_dir():  # a folder has no page
             return words
         target = os.path.relpath(site_path(paths[link]), os.path.dirname(here) or ".")
         return f"[{words}]({target}{anchor})"

@@ -37,13 +37,14 @@ from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.config import HALF
 
 DOCS = Path(__file__).parent
-CLASSES = ("AF", "RBBB", "LBBB")  # of the synthetic archive, which a linear classifier is fitted to
+# classes of the synthetic archive that a linear classifier is fitted to
+CLASSES = ("AF", "RBBB", "LBBB")
 RECORD, SHOWN_CLASS = "syn3_HR00024", "RBBB"
 PX_PER_INCH, COLOURS = 84, 48  # of a .png, which README shows at half its width
 
 # The picture of the wings, in pixels
 WIDTH, ROW, TOP = 760, 132, 12
-LEFT_X, RIGHT_X, DRAWN, TALL = 206, 514, 228, 84  # of the two drawings of a wing
+LEFT_X, RIGHT_X, DRAWN, TALL = 206, 514, 228, 84  # place and size of the two drawings of a wing
 WINGS = (
     ("data_tools", "an archive becomes", "checked shards", "shard"),
     ("engine", "shards train", "an encoder", "pretrain"),

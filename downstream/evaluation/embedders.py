@@ -38,7 +38,7 @@ RANDOM_DRAWS = 5  # draws of random weights: their scores differ by as much as 0
 
 @dataclass(frozen=True)
 class EmbedOptions:
-    """How models are loaded and read out."""
+    """Options for loading models and reading them out."""
 
     readout: str = ""  # parts joined by +; "": the model's own
     batch: int | None = None  # crops encoded at a time; None: 16, on a GPU 256
@@ -60,7 +60,7 @@ class ComparedRow(NamedTuple):
 
     @property
     def model(self) -> TrainedModel | None:
-        """None for a baseline."""
+        """The model of the row; None for a baseline."""
         if self.name == self.random:
             return None
         models = [embedder.model for draw in self.draws for embedder in draw if embedder.model]

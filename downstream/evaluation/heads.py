@@ -40,11 +40,11 @@ from .records import ProbedRecords, assign_folds, fold_groups
 from .results import nan_to_none
 from .vectors import Embedder, cached_vectors
 
-NOT_TESTED = -1  # instead of a fold
+NOT_TESTED = -1  # stands where a record has no fold
 
 
 class HeadOptions(NamedTuple):
-    """How a head is fitted."""
+    """Options for fitting a head."""
 
     reader: str = "linear"
     readout: str = ""  # "": the model's own
@@ -57,11 +57,11 @@ class HeadOptions(NamedTuple):
 class Head(NamedTuple):
     probe: Probe
     readout: Readout
-    leads: str  # fitted on these leads
-    seen: pa.Table  # what it was fitted on (engine.data.seen)
+    leads: str  # the leads that the head was fitted on
+    seen: pa.Table  # the data that the head was fitted on (engine.data.seen)
     document: Facts  # `head` in config.json
-    people: str  # how many ECGs of how many patients it was fitted on
-    sentences: list[str]  # how good it is
+    people: str  # such as: 120 ECGs of 80 patients
+    sentences: list[str]  # for the user: how good the head is
 
     @property
     def description(self) -> str:
@@ -97,7 +97,7 @@ def fit_head(
     parts: Path,
 ) -> Head:
     """Fits a head on all of `train` and cross-validates it. `parts`: folder for embeddings."""
-    fold_N = fold_of_records(datasets, train, options)  # first: it refuses a wrong number
+    fold_N = fold_of_records(datasets, train, options)  # refuses a wrong number of folds at once
     readout = readout_of_head(embedder, options)
     # The model will measure rhythm itself, in its own leads
     vectors = cached_vectors(
@@ -228,7 +228,8 @@ def cross_validation(
 
 
 def patients_text(patient_N: Array) -> str:
-    """For example: 120 ECGs of 80 patients. Odd ids are patients (TaskLabels.patients)."""
+    """Counts ECGs and patients, such as "120 ECGs of 80 patients". Odd ids are patients
+    (TaskLabels.patients)."""
     known_N = patient_N % 2 == 1
     patients, unknown = len(np.unique(patient_N[known_N])), int((~known_N).sum())
     if not unknown:

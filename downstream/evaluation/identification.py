@@ -59,7 +59,7 @@ class IdentificationResult:
     @cached_property
     def interval(self) -> list[float]:
         hits, people = self.scores["hits"], len(set(self.probe_ids))
-        if people > 1 and hits.mean() in (0, 1):  # resamples would all agree
+        if people > 1 and hits.mean() in (0, 1):  # all resamples would agree
             return exact_interval(int(hits[0]) * people, people)
 
         def accuracy(weight_Q: Array) -> Any:

@@ -1,4 +1,4 @@
-"""What models are compared on: the tasks, with the records and labels of their probes, and the
+"""Plans a comparison of models: its tasks, with the records and labels of their probes, and the
 crops of identification.
 
     plan = plan_bench(BenchOptions(...), shown)  # ConfigError if a task does not suit the data
@@ -64,9 +64,9 @@ class BenchOptions:
     kind: TaskKind | None = None
     positive: str = ""
     test_labels: str = ""
-    leads: tuple[str, ...] = ("12",)  # each once
-    fit_leads: str = ""  # "": those that are tested
-    shares: tuple[float, ...] = (1.0,)  # ascending, each once
+    leads: tuple[str, ...] = ("12",)  # without repeats
+    fit_leads: str = ""  # "": the leads of the test
+    shares: tuple[float, ...] = (1.0,)  # ascending, without repeats
     folds: int | None = None
     reader: str = "linear"
     seed: int = 0
@@ -81,7 +81,7 @@ class BenchOptions:
 class ProbeSplits(NamedTuple):
     """The splits that a probe uses, by name."""
 
-    needed: Sequence[str]  # one of them must have labels
+    needed: Sequence[str]  # at least one of these splits must have labels
     fitted: Sequence[str]
     tested: Sequence[str]
 
@@ -109,7 +109,7 @@ class ProbedTask(NamedTuple):
 
     @property
     def fit_count(self) -> int:
-        """How many probes are fitted for a model."""
+        """The number of probes that are fitted for a model."""
         draws = (draw for of_share in self.draws.values() for draw in of_share)
         return sum(len(train_test_rows(draw, self.fold_N)) for draw in draws)
 
@@ -128,7 +128,7 @@ class ProbedTask(NamedTuple):
                 per_class[metric] = dict(zip(used, value_KB[:, 0].tolist(), strict=True))
         return {
             "n": len(self.test.y_NK),
-            "patients": len(people) if (people & 1).all() else None,  # some are unknown
+            "patients": len(people) if (people & 1).all() else None,  # None if some are unknown
             "labelled": len(train_test_rows(draws[0], self.fold_N)[0][0]),
             "draws": len(draws),
             "classes": len(used),
@@ -138,7 +138,7 @@ class ProbedTask(NamedTuple):
 
 
 class BenchPlan(NamedTuple):
-    """What every model is scored on."""
+    """The data and tasks that every model is scored on."""
 
     fitted: Datasets
     tested: Datasets
@@ -151,7 +151,7 @@ class BenchPlan(NamedTuple):
     def rows(self) -> dict[Datasets, Array]:
         """{datasets: crops to embed}"""
         none = np.zeros(0, np.int64)
-        rows = {self.fitted: [none], self.tested: [none]}  # may be one key
+        rows = {self.fitted: [none], self.tested: [none]}  # the two may be the same
         for task in self.tasks.values():
             rows[self.fitted].append(task.train.rows)
             rows[self.tested].append(task.test.rows)
@@ -259,7 +259,7 @@ def task_to_probe(
     task = _task_of_word(word, options)
     splits = CROSS_VALIDATION_SPLITS if options.folds else TRAIN_TEST_SPLITS
     if options.folds and task.labels and task.split != "roles":
-        task = replace(task, split="8:1:1")  # nobody is left out, as by a column `split` with gaps
+        task = replace(task, split="8:1:1")  # a column `split` with gaps would leave records out
     test_labels = labels = labels_to_probe(fitted, task, splits.needed)
     if tested is not fitted:
         url = find_label_table(options.test_labels, word) or task.labels

@@ -35,13 +35,12 @@ from ..tasks.metrics import Array
 # L2 penalties per feature, the strongest first, because each fit starts from the last solution
 PENALTY_STRENGTHS = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
 SOLVER_STEPS = 1000  # at most
-LOGISTIC_TOLERANCE = (
-    1e-3  # of logistic regression: a tenth of it changes no fourth digit of a score
-)
-DEFAULT_FOLDS = 5  # in cross-validation
+LOGISTIC_TOLERANCE = 1e-3  # a tenth of this changes no score in the fourth digit
+DEFAULT_FOLDS = 5  # of cross-validation
 MOST_JOB_BYTES = 2**27  # size of the embeddings that a job may send to a process
-MANY_ROWS = 5000  # rows: of more, one fold is enough
-STOP_IF_WORSE_BY = 0.02  # than the least error of a fold: weaker penalties are then not tried
+MANY_ROWS = 5000  # with more rows than this, one fold is enough
+# If an error exceeds a fold's least by this share, weaker penalties are not tried
+STOP_IF_WORSE_BY = 0.02
 ABSENT_CLASS_LOGIT = -20.0  # the logit of an exclusive class without examples
 
 
@@ -231,7 +230,7 @@ def solve_softmax(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator
         weights_KD = np.zeros((y_NK.shape[1], x_ND.shape[1]))
         bias_K = np.full(y_NK.shape[1], ABSENT_CLASS_LOGIT)
         bias_K[present] = 0
-        if len(present) == 2:  # scikit-learn has the second's weights alone
+        if len(present) == 2:  # scikit-learn keeps the weights of the second class only
             model.set_params(C=1 / alpha).fit(x_ND, class_N)
             weights_KD[present[1]], bias_K[present[1]] = model.coef_[0], model.intercept_[0]
         elif len(present) > 2:
@@ -244,7 +243,7 @@ def solve_ridge(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[W
     known_NK = ~np.isnan(y_NK)
     for alpha in alphas:
         weights_KD, bias_K = np.zeros((y_NK.shape[1], x_ND.shape[1])), np.zeros(y_NK.shape[1])
-        for known_N in np.unique(known_NK.T, axis=0):  # columns that are known in the same rows
+        for known_N in np.unique(known_NK.T, axis=0):  # columns with the same known rows
             same_K = (known_N == known_NK.T).all(1)
             if known_N.any():
                 model = Ridge(alpha).fit(x_ND[known_N], y_NK[known_N][:, same_K])

@@ -30,7 +30,7 @@ from ..tasks.metrics import Array
 from .vectors import Vectors
 
 FIT_SPLITS = ("train", "valid")  # splits that a probe is fitted on
-LABEL_DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
+LABEL_DRAWS = 5  # for shares up to 0.1; larger shares have fewer draws
 
 
 class ProbedRecords(NamedTuple):
@@ -63,7 +63,7 @@ class ShownLeads:
     """The leads that models are shown. Only crops with something of every set of leads are used, so
     that all rows of a comparison score the same ECGs."""
 
-    input: Input  # with the longest window of all models
+    input: Input  # the input with the longest window of all models
     leads: tuple[str, ...]  # sets of leads, each of which is shown by itself
 
     def usable(self, data: Datasets) -> Array:
@@ -102,8 +102,8 @@ def probed_records(
 
 
 def draws_of_share(patient_N: Array, share: float) -> Iterator[Array]:
-    """For each draw, the rows of a share of the patients. A smaller share is a subset of a larger
-    one."""
+    """Yields the rows of a share of the patients for each draw. A smaller share is a subset of a
+    larger one."""
     patients = np.unique(patient_N)
     count = max(1, round(share * len(patients)))
     for draw in range(max(1, min(LABEL_DRAWS, int(0.5 / share)))):

@@ -62,7 +62,7 @@ from .differences import RESAMPLES
 GROUP_RESAMPLES = 200
 AGE_EDGES = (18, 40, 60, 80)  # years
 AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
-FEW_TESTED = 100  # ECGs: the interval of an AUROC is often wider than 0.2
+FEW_TESTED = 100  # with fewer ECGs, the interval of an AUROC is often wider than 0.2
 CHALLENGE_CHOSEN = "challenge_chosen"
 CHALLENGE_NOTE = (
     f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
@@ -73,12 +73,12 @@ DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLAS
 
 @dataclass(frozen=True)
 class EvalOptions:
-    role: str = "test"  # or valid
+    role: str = "test"  # split to score: test or valid
     leads: str = (
         ""  # as for engine.settings.leads.parse_leads; "": all that the model was trained on
     )
     batch: int = 32  # crops encoded at a time
-    name: str = "model"  # in the results
+    name: str = "model"  # names the model in the results
     # File for the model's outputs, made in parts, so that a killed evaluation can resume
     halves_file: Path | None = None
 
@@ -113,13 +113,13 @@ class TaskResult:
 
     @cached_property
     def groups(self) -> dict[str, Facts]:
-        """By age, sex and source: n, patients, positives of each class, metrics and intervals of
-        the records."""
+        """Counts, positives of each class, metrics and intervals of the records, by age, sex and
+        source."""
         groups: dict[str, Facts] = {}
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
                 rows = np.flatnonzero(values_N == value)
-                scores = self.record  # so that the same number has one interval
+                scores = self.record  # the same number must have one interval
                 if len(rows) < len(values_N):
                     scores = self._score_records(rows, min(self.resamples, GROUP_RESAMPLES))
                 group = {key: scores[key] for key in ("n", "patients", "metrics", "intervals")}

@@ -42,7 +42,7 @@ class Embedder(NamedTuple):
     digest: str
     input: Input
     forward: Callable[[Tensor], Tensor]
-    model: TrainedModel | None = None  # None: measured in the signal
+    model: TrainedModel | None = None  # None: a measurement of the signal
     batch: int = 64
     identity_dims: slice = slice(None)  # the dimensions by which patients are identified
     precision: str = ""
@@ -56,7 +56,7 @@ class Embedder(NamedTuple):
 class Vectors(NamedTuple):
     row_B: Array  # crops, ascending
     windows_B: Array  # how many windows each crop has; halves, unless a model has other windows
-    c_BSD: Array  # zeros where there is no such window
+    c_BSD: Array  # zeros where a crop lacks a window
 
     def take(self, rows: Array) -> "Vectors":
         positions = np.searchsorted(self.row_B, rows)

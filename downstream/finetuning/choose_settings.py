@@ -24,9 +24,10 @@ from omnilead.engine.training.run_folder import open_datasets
 from ..tasks.config import FinetuneConfig
 
 MAX_BATCH, MAX_EPOCHS, MAX_STEPS, MAX_VALIDATE_EVERY = 64, 40, 20_000, 500  # at most
-PATIENCE = 10  # validations
-LR_AT_PROBE = 1e-4  # of a model that begins at a probe
-LR, LR_WIDTH = 1e-3, 0.064  # of the authors' architecture: LR_WIDTH / width, at most LR
+PATIENCE = 10  # validations without improvement
+LR_AT_PROBE = 1e-4  # learning rate of a model that begins at a probe
+# The learning rate of the authors' architecture is LR_WIDTH / width, at most LR
+LR, LR_WIDTH = 1e-3, 0.064
 
 
 def read_settings(

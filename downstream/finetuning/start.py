@@ -34,12 +34,12 @@ class Start(NamedTuple):
     """The model that fine-tuning starts from."""
 
     model: ModelConfig
-    input: Input  # its windows, rate, band and scale, which fine-tuning keeps
+    input: Input  # windows, rate, band and scale: fine-tuning keeps them
     name: str
-    code: dict[str, bytes]  # its plugged-in files
-    seen: pa.Table = NOTHING_SEEN  # what it was trained on
-    weights: dict[str, Tensor] | None = None  # of its encoder; None: random
-    kind: type[nn.Module] | None = None  # of its encoder; None: as `model` names it
+    code: dict[str, bytes]  # {name: content} of plugged-in files
+    seen: pa.Table = NOTHING_SEEN  # the data that the model was trained on
+    weights: dict[str, Tensor] | None = None  # the encoder's weights; None: random
+    kind: type[nn.Module] | None = None  # the encoder's class; None: as `model` names it
     head: inference.HeadInfo | None = None
     head_weights: dict[str, Tensor] = {}  # noqa: RUF012 - never changed
     readout: Readout = (PAPER,)

@@ -145,12 +145,12 @@ class FinetuneTask(TrainingTask):
     label_facts: Facts
     start: Start
     architecture: ModelConfig
-    weights: dict[str, Tensor] | None  # that the encoder begins with; None: random
-    halves: list[Array]  # of each crop of each dataset
+    weights: dict[str, Tensor] | None  # the encoder's first weights; None: random
+    halves: list[Array]  # which halves each crop has, by dataset
     targets: Targets
     readout: Readout
     held_out: HeldOut
-    encoder: nn.Module | None  # one that is not the authors'
+    encoder: nn.Module | None  # None: the authors' encoder
     thresholds: list[float] = field(default_factory=list)  # from the last validation
 
     @classmethod
@@ -221,7 +221,7 @@ class FinetuneTask(TrainingTask):
         its architecture."""
         model = self.architecture
         architecture = asdict(model) | {"encoder": portable_spec(model.encoder)}
-        if not model.causal:  # runs begun before there was a choice lack it
+        if not model.causal:  # runs of earlier versions lack this setting
             del architecture["causal"]
         facts: Facts = super().resume_facts()
         facts["finetuning"] = {"architecture": architecture, "start": self.start.name}
@@ -236,7 +236,7 @@ class FinetuneTask(TrainingTask):
         facts = json.loads(json.dumps(facts))  # as a checkpoint returns it
         if not self.input.is_plain:
             facts["input"] = self.input.signals
-        if self.kind.name == "survival":  # who is compared with whom
+        if self.kind.name == "survival":  # its loss compares the patients of a micro-batch
             candidates = micro_batch(self.config, self.ranks.world)[0] * self.ranks.world
             facts["train.micro_batch x ranks"] = candidates
         return facts
@@ -540,9 +540,9 @@ def training_selection(
 
 
 def split_remark(labels: TaskLabels) -> str:
-    """For example: rhythm is multiclass (each ECG has exactly one of them): AF, SR. Crops of 10 s:
-    800 to learn from, 100 to choose the best step by, 100 for the test, which training never
-    sees"""
+    """Says what is learnt, and from how many crops. For example: rhythm is multiclass (each ECG has
+    exactly one of them): AF, SR. Crops of 10 s: 800 to learn from, 100 to choose the best step by,
+    100 for the test, which training never sees"""
     counts = {}
     for split in SPLITS[1:]:
         counts[split] = sum(len(labels.rows_of_dataset(n, split)) for n in range(len(labels.y)))

@@ -43,8 +43,8 @@ from .outputs import (
 )
 from .trained_model import TrainedModel, load
 
-PARTS_NAMED = 8  # numbers in a message
-SENTENCES_SHOWN = 4  # sentences about a model
+PARTS_NAMED = 8  # numbers that a message lists
+SENTENCES_SHOWN = 4  # sentences that a message has about a model
 
 
 class Written(NamedTuple):
@@ -106,7 +106,7 @@ def _make_table(
     out: Path | None,
     options: dict[str, Any],
 ) -> pa.Table | Written:
-    launched_ranks()  # refuses what no launcher sets, before the model is loaded
+    launched_ranks()  # refuses wrong environment variables before the model is loaded
     if out:
         require_writable(out, Flag("--out"))
     else:
@@ -121,7 +121,7 @@ def _make_table(
         table = whole_table(source, output, setup.input, setup.options.per)
         counts = Counts().add_table(table, sum(map(len, source.skipped.values())))
         for doubt in _table_doubts(setup, output, source, counts):
-            warnings.warn(doubt, stacklevel=5)  # at the call of omnilead.embed or predict
+            warnings.warn(doubt, stacklevel=5)  # points at the call of omnilead.embed or predict
         return table
     except OSError as error:
         raise file_error(error, out) from None

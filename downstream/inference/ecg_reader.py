@@ -61,7 +61,7 @@ from .trained_model import crops
 
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16
-SKIPS_SHOWN = 5  # a folder of other files may have 10^5
+SKIPS_SHOWN = 5  # a folder may have 100,000 files that are no ECGs
 RecordCrop = tuple[int, Prepared, int]  # the number of a record, the record, and which of its crops
 # A column: a crop's flags as in a dataset, such as einthoven,implausible; null: none
 FLAGS = "flags"
@@ -86,7 +86,7 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class EcgOptions:
-    """Which ECGs are read, and how."""
+    """Options: the ECGs to read, and how to read them."""
 
     data: tuple[str, ...]  # a dataset; or folders, records, arrays, hospital files
     per: Per = "crop"
@@ -102,7 +102,7 @@ class EcgOptions:
     pin: bool = False  # batches in pinned memory, from which a GPU copies without waiting
     skip_numbers: Iterator[int] = field(
         default_factory=count, compare=False
-    )  # numbers what is left out
+    )  # counts the ECGs that are left out
 
     def skips_unreadable(self, of_folder: bool = False) -> bool:
         """True if unreadable data are left out. `of_folder`: in a file that the user did not
@@ -120,7 +120,7 @@ class SourceCrops(NamedTuple):
 
 
 class Waveforms(NamedTuple):
-    """For each crop: the number of its ECG, and its waveform as in a dataset."""
+    """The number of each crop's ECG, and its waveform as in a dataset."""
 
     ecg_N: Array
     waveform_N: Array
@@ -230,7 +230,7 @@ class RecordSource:
         self.paths, self.read, self.batch, self.workers = paths, read, batch, workers
         self.parts = -(-len(paths) // (batch * PART_BATCHES))
         self.skipped: dict[int, list[Skipped]] = {}
-        self.rates_hz: set[float] = set()  # rates of what was read
+        self.rates_hz: set[float] = set()  # recording rates of the ECGs read so far
         self.heart_rates = HeartRates()
         self.crops_read = array("Q")  # for each crop: the number of its ECG, its waveform
 
@@ -291,9 +291,9 @@ CropSource = DatasetSource | RecordSource
 
 
 class OpenedData(NamedTuple):
-    identity: dict[str, Any]  # what distinguishes these ECGs from others, as plain JSON
+    identity: dict[str, Any]  # JSON that tells these ECGs from others
     source: Callable[[], CropSource]
-    private: str = ""  # what in the table tells who the patients are
+    private: str = ""  # says what in the table identifies patients
 
 
 def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
@@ -325,7 +325,7 @@ def dataset_of(options: EcgOptions) -> Dataset | None:
         try:
             dataset = Dataset.open(url, options.anonymous)
         except DataError:
-            if remote:  # it may be an archive
+            if remote:  # a remote folder may be an archive
                 continue
             raise
         if len(options.data) > 1:
@@ -356,7 +356,7 @@ def skip_or_stop(
             Flag("--on-corrupt"),
             " skip)",
         )
-    number = next(options.skip_numbers)  # which several threads may call
+    number = next(options.skip_numbers)  # atomic: several threads skip records
     line = f"skipped: {name}: {reason}"
     if number == SKIPS_SHOWN:
         line = "skipped: more, which are only counted"
@@ -405,11 +405,11 @@ def dataset_source(
 
 class RecordToRead(NamedTuple):
     name: str
-    stamp: bytes  # changes with the content
+    stamp: bytes  # digest that changes with the content
     read: Callable[[], Prepared | ReadError]
     label: str  # its name without folders and odd characters, for the table; if not unique, `name`
-    private: str = ""  # what in its table row tells who the patient is
-    of_folder: bool = False  # the user has named its folder only
+    private: str = ""  # says what in its row identifies the patient
+    of_folder: bool = False  # the user named its folder, not the file
 
 
 def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
@@ -439,7 +439,8 @@ def pseudonym_mark(keyfile: str) -> str:
 
 
 def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
-    """Each crop's record, as in Prepared, and waveform (data_tools.dataset.crop_hashes)."""
+    """Returns the record of each crop, as in Prepared, and its waveform
+    (data_tools.dataset.crop_hashes)."""
     crops: list[dict[str, Any]] = []
     skipped = 0
     key = read_key(options.pseudonymize) if options.pseudonymize else None

@@ -51,7 +51,7 @@ from .ecg_reader import CROP_COLUMNS, FLAGS, PATH, CropSource, Per, Skipped
 from .trained_model import NOT_FINITE, TrainedModel
 
 CSV = ".csv"
-EMBEDDING = "embedding"  # a column
+EMBEDDING = "embedding"  # name of a column
 # a column of predictions: leads that the model uses but did not get, such as II,V1; null: none
 MISSING = "missing_leads"
 JOB_KEY = b"omnilead"  # in a parquet file's metadata: the job
@@ -59,7 +59,7 @@ SKIPPED_KEY = b"omnilead.skipped"  # in a part's metadata: its records that coul
 
 
 class Counts(NamedTuple):
-    """How many rows of a table are doubtful, and how many records could not be read."""
+    """Counts of the doubtful rows of a table, and of the records that could not be read."""
 
     rows: int = 0
     lacking: int = 0  # rows that lack leads which the model uses
@@ -84,10 +84,10 @@ class Output(NamedTuple):
     forward: Callable[[Tensor], Tensor]
     schema: pa.Schema  # COLUMNS, perhaps MISSING and PATH, and those that `columns` makes
     columns: Callable[[Array], list[pa.Array]]
-    what: str  # for messages
-    job: Facts  # what distinguishes it from embeddings
-    sentences: Sequence[str] = ()  # what its user must know of the model
-    scores: bool = False  # outputs of the model's head
+    what: str  # names the outputs in messages
+    job: Facts  # settings that tell this output from embeddings
+    sentences: Sequence[str] = ()  # notes on the model for the user
+    scores: bool = False  # True if these are scores of the model's head
 
 
 def embedding_output(model: TrainedModel, readout: str = "") -> Output:
@@ -252,11 +252,11 @@ class ParquetParts:
 
     def __init__(self, out: Path, job: Facts, rank: int = 0, world: int = 1) -> None:
         self.out, self.rank, self.world = out, rank, world
-        self.job = json.loads(json.dumps(job))  # as it is read back
+        self.job = json.loads(json.dumps(job))  # with lists for tuples, as JSON is read back
         self.folder = out.with_name(f"{out.name}.parts")
         self.finished = out.exists()
         self.rows: int | None = None  # rows of `out`, on the rank that has joined its parts
-        self.counts = Counts()  # on the same rank
+        self.counts = Counts()  # complete on the same rank
         self._lock: Any = None
         if not self.finished:
             self._open()
@@ -432,7 +432,7 @@ def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
         if place.exists() and not is_own:
             raise OutputError(f"{place}: is of another program: move it{RESUMABLE}")
         write_whole(place, csv_text([Skipped._fields, *skipped]))
-    elif is_own:  # left by an earlier file of this name
+    elif is_own:  # it describes an earlier file of this name
         place.unlink(missing_ok=True)
 
 

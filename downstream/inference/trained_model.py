@@ -89,7 +89,7 @@ ModuleClass = type[nn.Module] | None
 Count = Annotated[int, Field(ge=1, le=2**24)]  # bounded, as config.json may be anyone's
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
-Leads = str | Iterable[str]  # their names, as for engine.settings.leads.leads_in_order
+Leads = str | Iterable[str]  # names of leads, as for engine.settings.leads.leads_in_order
 
 
 STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -97,11 +97,11 @@ STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 @dataclass(frozen=True, config=STRICT)
 class CrossValidation:
-    """How good a head was on the ECGs that it was fitted on, each scored by one that was fitted
-    without its patient: `head.cross_validated` in config.json."""
+    """Scores of a head in cross-validation, `head.cross_validated` in config.json: each ECG is
+    scored by a head that was fitted without its patient."""
 
     folds: Count
-    n: Count  # ECGs
+    n: Count  # number of ECGs
     metrics: dict[Name, float | None]
     intervals: dict[Name, tuple[float | None, float | None]]  # 95 %, over patients
     # By class: the score that 95 % of the positives reach, and the specificity there
@@ -120,7 +120,7 @@ class HeadInfo:
     thresholds: tuple[Share, ...] = ()
     # [K] chosen on validation data, for the Challenge's classes (`thresholds`: 0.5)
     chosen: tuple[Share, ...] = ()
-    unit: str = ""  # for regression; for survival, of the times
+    unit: str = ""  # of values (regression) or times (survival)
     center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
     scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
     trees: tuple[Count, Count] | None = None  # how many nodes and trees, of a boosted head
@@ -199,7 +199,7 @@ class TrainedModel(nn.Module):
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
-        self.seen = unknown_record()  # what it was trained on (engine.data.seen)
+        self.seen = unknown_record()  # the data that it was trained on (engine.data.seen)
         self.readout = self.readout_of(config.get("readout", PAPER))
         self.eval()
 
@@ -222,7 +222,7 @@ class TrainedModel(nn.Module):
         )
 
     def __repr__(self) -> str:
-        """What goes in and what comes out, in place of PyTorch's list of layers."""
+        """Describes input and output, in place of PyTorch's list of layers."""
         signals, head = self.input, self.head_info
         does = f"makes an embedding of {self.readout_width(self.readout)} numbers"
         if head and head.classes:
@@ -256,7 +256,7 @@ class TrainedModel(nn.Module):
 
     @property
     def history(self) -> Facts:
-        """What config.json says about its training."""
+        """The facts about its training in config.json."""
         trained = self.config.get("trained")
         return trained if isinstance(trained, dict) else {}
 
@@ -307,7 +307,7 @@ class TrainedModel(nn.Module):
             )
         c = c_RND
         if isinstance(self.head, Trees) and not c_RND.isfinite().all():
-            raise ConfigError(NOT_FINITE)  # trees would take NaN for what was not measured
+            raise ConfigError(NOT_FINITE)  # trees would take NaN for a value that was not measured
         if not sees_tokens(self.head):
             c = read_out(self.readout, c_RND, x_RLT, self.input.leads)
         y: Tensor = self.head(c.to(next(self.head.parameters()).dtype))
@@ -415,7 +415,7 @@ def _amplitude_warnings(ecgs: Sequence["EcgCrops"], unit: str) -> Iterator[str]:
 
 
 def _concerned_text(concerns: Sequence[object]) -> str:
-    """How many of all ECGs a warning concerns, if not all. `concerns`: what is wrong with each."""
+    """Says how many ECGs a warning concerns, if not all. `concerns`: each ECG's fault, if any."""
     if all(concerns):
         return ""
     return f" in {sum(map(bool, concerns)):,} of {len(concerns):,} ECGs"
@@ -544,7 +544,7 @@ class EcgCrops(NamedTuple):
     uv_BLT: np.ndarray  # int16 [B, 12, 5000]; 0 where nothing was measured
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
-    flags: tuple[tuple[str, ...], ...]  # as of a dataset's crops
+    flags: tuple[tuple[str, ...], ...]  # as for a dataset's crops
     doubt: str  # data_tools.ecg.crops.amplitude_doubt
 
 

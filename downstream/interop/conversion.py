@@ -77,7 +77,7 @@ from .fairseq import (
 )
 from .hub import front_matter
 
-# In the paths of z-scored training signals
+# Paths of z-scored training signals contain one of these
 ZSCORED_NAMES = ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm")
 
 
@@ -391,7 +391,7 @@ def read_checkpoint(path: Path) -> Settings:
     zipped = zipfile.is_zipfile(path)
     try:
         with warnings.catch_warnings(), safe_globals(stand_ins(path) if zipped else []):
-            warnings.simplefilter("ignore")  # about types in old checkpoints
+            warnings.simplefilter("ignore")  # torch warns of types in old checkpoints
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except (ConfigError, PermissionError):
         raise
@@ -414,7 +414,7 @@ class StandIn:
 
     def __new__(cls, *args: Any) -> "StandIn":
         stand_in = object.__new__(cls)
-        # The value, if it is an enum
+        # An enum is pickled as its value
         stand_in.__dict__["content"] = args[0] if len(args) == 1 else f"<{cls.__name__}>"
         return stand_in
 

@@ -24,7 +24,7 @@ from omnilead.engine.settings.metrics import METRIC_OF
 from ..evaluation.differences import ROW_KEYS
 
 METRIC_LABELS = {metric.name: metric.label for metric in METRIC_OF.values() if metric.in_bench}
-METRIC_LABELS["accuracy"] = "accuracy, cosine"  # in identification
+METRIC_LABELS["accuracy"] = "accuracy, cosine"  # of patient identification
 RESAMPLED_OVER = (
     "over test patients, over the seeds or draws of a row and, at small shares, over the drawn "
     "labelled patients; the gallery, and labelled patients drawn only once, are held fixed"
@@ -34,7 +34,7 @@ TUNED_INTERVAL_NOTE = (
     "In brackets: 95 % intervals over test patients and seeds. Differences use the same resamples."
 )
 INK = "#111111"
-MARKS = "o^sDv"  # for the shares of labels
+MARKS = "o^sDv"  # one for each share of labels
 DOT_STYLE: Any = {"ls": "", "color": INK, "markerfacecolor": "white"}
 BENCH_STYLE: Any = {
     "font.size": 9,
@@ -120,7 +120,7 @@ def verdict_sentences(document: Row) -> list[str]:
                 for row in rows
                 if row["leads"] == leads
                 and (row["share"] or 0) == share
-                and row["model"] != document["models"][first]  # its random weights
+                and row["model"] != document["models"][first]  # not its own random weights
                 and (*_row_key(row), metric) in gaps
             ]
             if others:
@@ -149,7 +149,7 @@ def _verdict_sentence(gap: Row, first: str, best: Row, metric: str) -> str:
 
 
 def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) -> list[list[str]]:
-    """Each model's score, and its differences from its random weights and from the first model."""
+    """Lists each model's score, and its differences from random weights and from the first model."""
     gaps = {(*_row_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
     first = next(iter(document["models"]))
     head = ["leads", "share", "model", METRIC_LABELS[metric]]

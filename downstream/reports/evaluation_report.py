@@ -27,7 +27,7 @@ from ..tasks.metrics import TOO_FEW_NOTE, Array, kaplan_meier_curve, predict_cla
 from . import charts
 from .page import Picture, metric_title, number_text, readable_items, render_page, to_picture
 
-CLASSES_DRAWN = 6  # with counts and curves, the most frequent
+CLASSES_DRAWN = 6  # the most frequent classes have counts and curves
 WORST_ECGS = 12  # ECGs drawn
 NO_INTERVAL = "no interval"
 NO_INTERVAL_NOTE = f"{TOO_FEW_NOTE} have no interval, nor has a score on which all resamples agree."
@@ -84,7 +84,7 @@ def task_content(result: TaskResult, data: Datasets | None, halves: bool) -> dic
     if len(record["classes"]) > 1:
         tables[by] = class_table(record["classes"])
     for name, groups in result.groups.items():
-        if len(groups) < 2:  # the scores of all
+        if len(groups) < 2:  # one group repeats the scores of all
             continue
         tables[f"By {name}"] = group_table(name, groups, next(iter(record["intervals"])))
     without = any(NO_INTERVAL in row for table in tables.values() for row in table)
@@ -207,7 +207,7 @@ def decision_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str,
 
 
 def operating_points(head: HeadInfo) -> dict[str, dict[str, float]]:
-    """By name, the score above which each class is predicted."""
+    """{name of the point: {class: score above which it is predicted}}"""
     points = {}
     if head.thresholds:
         points["threshold"] = dict(zip(head.classes, head.thresholds, strict=True))
@@ -239,7 +239,7 @@ def share_text(part: int, rest: int) -> str:
 
 
 def confusion_table(head: HeadInfo, y_NK: Array, scores_NK: Array) -> Table:
-    """How many records of each class (row) were predicted as each (column)."""
+    """Counts the records of each class (row) that were predicted as each class (column)."""
     is_known = ~np.isnan(y_NK).any(1)
     counts_KK = (y_NK[is_known] == 1).T.astype(int) @ predict_classes(
         "multiclass", scores_NK[is_known]

@@ -92,7 +92,7 @@ class StepLog:
 
 
 class RunLog:
-    """What a run has logged: `metrics`, `held_out`, and `facts` from run.json."""
+    """The logs of a run: `metrics`, `held_out`, and `facts` from run.json."""
 
     def __init__(self, run: Path) -> None:
         if not (run / METRICS).is_file():

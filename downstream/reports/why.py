@@ -1,4 +1,4 @@
-"""What each lead adds to what a model says of an ECG, written on the ECG.
+"""Draw an ECG with what each lead adds to a model's answer.
 
     omnilead show A.hea --model MODEL --why AF --png why.png         also hospital files, .npy --fs 500
     omnilead show DATASET --crop 7 --model MODEL --why AF --png why.png

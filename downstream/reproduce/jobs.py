@@ -62,8 +62,8 @@ class Job:
     command: tuple[str, ...]  # omnilead ..., or python ...
     needs: tuple[str, ...]  # names of jobs to run before
     makes: str  # the path below DIR that exists once the job is done
-    minutes: float = 0  # expected
-    basis: str = ""  # checksum of what its result depends on besides the command
+    minutes: float = 0  # expected duration
+    basis: str = ""  # checksum of settings that its command does not show
 
     @property
     def kind(self) -> str:
@@ -252,7 +252,7 @@ def run_jobs(
                     on_done(job)
                 elif why != STOPPED:
                     failed[job.name] = why
-    for name, why in failed.items():  # again, where the user looks
+    for name, why in failed.items():  # repeated at the end, where the user looks
         tell(f"{name} failed: {why}")
     return 130 if signal.SIGINT in signals else int(bool(failed))
 
@@ -292,7 +292,7 @@ def _stop_file_and_signals(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
 
 
 def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
-    """On a worker: runs `python WORDS`. Returns "" if the job is done, else why not."""
+    """Runs `python WORDS` on a worker. Returns "" if the job is done, else why not."""
     with open(folder.job_file(job, "lock"), "w") as lock:
         while locked_by_another(lock, str(folder.path)) and not stop.exists():
             time.sleep(POLL_S)

@@ -42,7 +42,7 @@ class Cell(NamedTuple):
     paper_mean: float | None
     paper_interval: float | None
     scores: list[float] | str  # text in the csv
-    auroc: float | None  # for Dx.; the paper does not print it
+    auroc: float | None  # for Dx only; the paper does not print it
     auroc_interval: float | None
 
 

@@ -1,4 +1,4 @@
-"""What `omnilead reproduce` starts with: the dataset, and the folder DIR."""
+"""Opens the dataset and the folder DIR for `omnilead reproduce`."""
 
 from dataclasses import asdict
 from pathlib import Path

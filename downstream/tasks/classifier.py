@@ -41,7 +41,7 @@ from .kinds import KINDS
 from .readout import PAPER, Readout, read_out, readout_width
 
 HEADS = {"attention": "omnilead.downstream.tasks.classifier:AttentionHead"}
-TOKENS = 7  # of the batch that examines a head
+TOKENS = 7  # tokens of the batch that probes a new head
 COSINE_CLIP = 1e-6  # keeps the cosine away from +-1, where the sine's slope is unbounded
 SCALE_SPEED = 10  # the logarithm of a learned scale moves so many times faster than a weight
 
@@ -51,7 +51,7 @@ class AttentionHead(nn.Module):
 
     Source: AI4HealthUOL/ecg-fm-benchmarking, where frozen encoders are compared with it."""
 
-    tokens = True  # it takes c_RND instead of c_RD
+    tokens = True  # the head takes c_RND instead of c_RD
 
     def __init__(self, width: int, outputs: int, heads: int = 16) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Classifier(nn.Module):
         labels: Tensor | None = None,
         present_BS: Tensor | None = None,
         weights_BK: Tensor | None = None,
-        margin: Tensor | None = None,  # for identity, if it is not task.margin yet
+        margin: Tensor | None = None,  # ArcFace's margin while it grows to task.margin
     ) -> dict[str, Tensor] | Tensor:
         """Returns the losses; without labels, the pooled encodings c_RD. labels: float [B, K], NaN
         where unknown; for identity int64 [B]. Both halves of a crop have its labels. present_BS: 0

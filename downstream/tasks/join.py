@@ -1,4 +1,4 @@
-"""Which row of a sheet of labels belongs to which crop of the datasets.
+"""Finds the row of a sheet of labels for each crop of the datasets.
 
 sheet = join_sheet(TaskConfig(labels="my.csv"), [dataset])
 sheet.cells["af"], sheet.row_of_crop[0]     # texts by row; the row of each of the dataset's crops, or -1
@@ -27,7 +27,7 @@ DATASET_COLUMNS = ("age", "sex")  # a dataset's own columns
 
 
 class JoinedSheet(NamedTuple):
-    # in messages; also says so if few of its records are in the data, the likely cause of any error
+    # for messages; says so if few of its records are in the data, the likely cause of any error
     name: str
     cells: pa.Table  # text; null: unknown
     row_of_crop: list[Array]  # by dataset; -1: none

@@ -28,13 +28,13 @@ from .config import TaskKind
 
 Array = np.ndarray
 Names = Sequence[str]
-LEAST_POSITIVES = 20  # with fewer positives, one of them is more than 5 %
+LEAST_POSITIVES = 20  # with fewer positives, a single one is more than 5 %
 EMPTY_CELL_NOTE = "an empty cell is unknown: write 0 where a label is absent"
 
 
 @dataclass
 class Targets:
-    """What a model learns to output."""
+    """The outputs that a model learns."""
 
     y: list[Array]  # by dataset; of regression standardised; of identity: classes
     outputs: int
@@ -47,7 +47,7 @@ class Targets:
         return np.asarray((y_NK - self.center_K) / self.scale_K, np.float32)
 
     def to_label_scale(self, scores_RK: Array) -> Array:
-        """From the model's scale to that of the labels."""
+        """Converts scores from the model's scale to that of the labels."""
         return np.asarray(scores_RK * self.scale_K + self.center_K)
 
 
@@ -59,7 +59,7 @@ class Kind(ABC):
     exclusive: ClassVar[bool] = False  # an ECG has one of the classes
     has_positives: ClassVar[bool] = True  # labels above 0 are examples of a class, or events
     why_share_is_too_small = (
-        "no class has positives and negatives in both"  # why a probe learns nothing
+        "no class has positives and negatives in both"  # the reason why a probe learns nothing
     )
     # Numbers of a model's head that have one entry for each output
     head_numbers: ClassVar[tuple[str, ...]] = ()
@@ -434,7 +434,7 @@ def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
 
 
 def best_thresholds(y_NK: Array, scores_NK: Array) -> list[float]:
-    """For each class, the threshold with the highest F1; 0.5 if it has no positives."""
+    """Returns the threshold with the highest F1 of each class; 0.5 if it has no positives."""
     return list(map(_best_threshold, y_NK.T, scores_NK.T))
 
 

@@ -88,7 +88,7 @@ class TaskLabels:
 
     @property
     def resampling_unit(self) -> str:
-        """What is resampled for an interval."""
+        """The unit that intervals resample: patients, or else records."""
         without, records = self.unknown
         if not without:
             return "patients"

@@ -46,7 +46,7 @@ CHALLENGE_WEIGHTS_FILE = "challenge_weights.csv"
 WEIGHT_UNIT = 80  # weights are multiples of 1/80
 THRESHOLD = 0.5
 CALIBRATION_BINS = 10  # bins of probabilities, equally wide
-FEW_PATIENTS = 10  # patients with the class, or without it
+FEW_PATIENTS = 10  # a class needs as many with it, and without it
 TOO_FEW_NOTE = (
     f"No class has {FEW_PATIENTS} patients with it and {FEW_PATIENTS} without it, or fewer than {FEW_PATIENTS} had the event: "
     "AUROC and other metrics of classes and events"
@@ -185,7 +185,7 @@ class Ranking:
         stop = last[runs] + 1
         self.first_positive = np.searchsorted(self.positive, first)
         edges = np.unique([0, *first, *stop])
-        self.edges = edges[edges < len(order)]  # between which the weights are summed
+        self.edges = edges[edges < len(order)]  # weights are summed between edges
         self.first = np.searchsorted(edges, first)
         self.stop = np.searchsorted(edges, stop)
 
@@ -235,7 +235,7 @@ class Statistic(ABC):
     """Computes MEASURES for any row weights."""
 
     names: Names
-    once_N: Array  # weights: each row counts once
+    once_N: Array  # ones: weights that count each row once
 
     def __call__(self, weight_N: Array) -> Array:
         """The metrics `names`, where row i counts weight_N[i] times."""
@@ -401,7 +401,7 @@ class Concordance(Regression):
     def __init__(self, values: Array, predictions: Array, classes: Names) -> None:
         super().__init__(values, predictions, classes)
         y = self.values[:, 0]  # unknown: 0, so never longer than another
-        rows = np.lexsort((y > 0, -np.abs(y)))  # longest first; of equal times, the censored
+        rows = np.lexsort((y > 0, -np.abs(y)))  # longest first, at equal times the censored
         _, first, same = np.unique(
             y[rows],
             return_index=True,
@@ -451,7 +451,7 @@ def kaplan_meier_curve(y_N: Array) -> tuple[Array, Array]:
 
 
 def values_by_class(classes: Names, columns: Mapping[str, Array]) -> dict[str, Facts]:
-    """By class, each column's value."""
+    """{class: {column: its value}}"""
     table: dict[str, Facts] = {}
     for k, name in enumerate(classes):
         table[name] = {column: values_K[k].item() for column, values_K in columns.items()}
@@ -596,7 +596,7 @@ def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
         raise MetricError(f"{list(array)}: an interval needs finite numbers")
     if len(array) == 1:
         return float(array[0]), np.nan
-    from scipy import stats  # most of a second, which most commands need not wait
+    from scipy import stats  # slow to import, and most commands do not need it
 
     width = stats.t.ppf(0.975, len(array) - 1)
     half = width * array.std(ddof=1) / np.sqrt(len(array))

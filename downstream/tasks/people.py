@@ -1,4 +1,4 @@
-"""Who must be in one split: the patients, or where they are unknown the records."""
+"""Finds the crops that must be in one split: those of a patient or, if unknown, of a record."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class People(NamedTuple):
     known_N: Array  # True if the owner is a patient
 
     def ids(self, datasets: Sequence[Dataset]) -> list[Array]:
-        """By dataset, int64 [crops]: odd for patients."""
+        """Returns the id of each crop's owner, by dataset, int64 [crops]: odd for patients."""
         return owner_ids(datasets, self.owner_N, self.known_N)
 
     def doubtful_ids_remark(self, labelled_N: Array) -> list[str]:
@@ -33,7 +33,7 @@ class People(NamedTuple):
     def unknown_patient_and_record_counts(
         self, datasets: Sequence[Dataset], labelled_N: Array
     ) -> tuple[int, int]:
-        """How many labelled records have no patient, and how many there are."""
+        """Counts the labelled records without a patient, and all labelled records."""
         record_N = record_of_crop(datasets)
         without_N = labelled_N & ~self.known_N
         return len(np.unique(record_N[without_N])), len(np.unique(record_N[labelled_N]))

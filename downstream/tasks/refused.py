@@ -76,7 +76,7 @@ def refused_rows(task: TaskConfig, sheet: JoinedSheet, datasets: Sequence[Datase
 def _class_and_label_counts(
     task: TaskConfig, sheet: JoinedSheet, classes: Sequence[str], y_RK: Array, rows: Array
 ) -> tuple[Counter[str], int]:
-    """How many of these rows are of each class, and how many have a label."""
+    """Counts these rows by class, and those with a label."""
     if task.kind == "multiclass":  # a class may be of refused records alone
         cells = sheet.cells[task.columns[0]].take(pa.array(rows)).drop_null().to_pylist()
         return Counter(cells), len(cells)

@@ -16,8 +16,8 @@ from .join import JoinedSheet
 from .kinds import EMPTY_CELL_NOTE, KINDS, Array
 from .sheet import BOOLEANS, are_numbers
 
-UNREMARKABLE_WORDS = ("0", "0.0", "false", "1", "1.0", "true")  # not worth a remark
-RARE_RECORDS = 5  # fewer examples of a class teach it badly, or are a slip of the pen
+UNREMARKABLE_WORDS = ("0", "0.0", "false", "1", "1.0", "true")  # words that need no remark
+RARE_RECORDS = 5  # a class with fewer is learnt badly, or is a typing error
 CODE_OF_UNKNOWN = re.compile("-1|-?9+")
 
 

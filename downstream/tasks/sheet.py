@@ -41,7 +41,7 @@ NO_AND_YES = {
 BOOLEANS: dict[str, int] = {}
 for _no, _yes in NO_AND_YES.values():
     BOOLEANS |= dict.fromkeys(_no.split(), 0) | dict.fromkeys(_yes.split(), 1)
-ROW_NUMBERS = re.compile(r"|Unnamed: \d+")  # names that pandas gives to a column of them
+ROW_NUMBERS = re.compile(r"|Unnamed: \d+")  # names that pandas gives to a column of row numbers
 MAX_VALUES = 100  # classes of multiclass, and folds
 
 

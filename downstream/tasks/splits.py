@@ -1,5 +1,5 @@
-"""Which split each crop belongs to: by a column of the sheet, drawn by patient, or by the datasets'
-roles."""
+"""Assigns each crop to a split: by a column of the sheet, by the datasets' roles, or at random by
+patient."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from .kinds import Array
 from .people import People
 from .sheet import MAX_VALUES, sort_values
 
-SPLITS = ("", "train", "valid", "test")  # by their numbers
+SPLITS = ("", "train", "valid", "test")  # the index is the split's number
 TRAIN, VALID, TEST = 1, 2, 3
 SPLIT_OF = {
     "": 0,

@@ -1,4 +1,4 @@
-"""What a model has to output for each row of a sheet: numbers from its cells.
+"""Converts the cells of each row of a sheet to the numbers that a model has to output.
 
 task, outputs, y_RK = task_outputs_and_values(task, sheet)     # float32 [rows, K], NaN where unknown
 
@@ -22,7 +22,7 @@ from .join import JoinedSheet
 from .kinds import KINDS, Array
 from .sheet import BOOLEANS, MAX_VALUES, are_numbers, columns_hint_parts, quote_words, sort_values
 
-SHOWN_CLASSES = 10  # more are not typed out in a message
+SHOWN_CLASSES = 10  # a message types out no more classes
 
 
 def task_outputs_and_values(

@@ -251,7 +251,7 @@ cannot be read as CSV or parquet                     | record,v / {0},1 / {1},1,
 'v' of record .*: 'high' is not a number             | record,v / {0},high           | kind="regression"
 'v' of record .*: 'inf' is not a number              | record,v / {0},inf            | kind="regression"
 'v' of record .*: 'C' is not one of its classes A, B | record,v / {0},C | kind="multiclass", classes=("A", "B")
-two columns, the time and .*, not v: --columns TIME EVENT, or columns: \[TIME, EVENT\] in | record,v / {0},1              | kind="survival", columns=("v",)
+two columns, .*, not v: --columns TIME EVENT, or .*\[TIME, EVENT\] | record,v / {0},1 | kind="survival", columns=("v",)
 no column 'time': its label columns are v            | record,v / {0},1              | kind="survival"
 'time' of record .*: '0' is not a number above 0     | record,time,event / {0},0,1   | kind="survival"
 'time' of record .*: '1e-60' is not a number above 0 | record,time,event / {0},1e-60,1 | kind="survival"
