@@ -99,11 +99,11 @@ class AuthorsStep(nn.Module):
     def filter_signal(self, space: StateSpace, u_RDN: Tensor) -> Tensor:
         tokens = u_RDN.shape[2]
         spectrum = torch.fft.rfft(u_RDN, 2 * tokens) * torch.fft.rfft(
-            self.kernel(space)[:, :tokens], 2 * tokens
+            self.convolution_kernel(space)[:, :tokens], 2 * tokens
         )
         return torch.fft.irfft(spectrum, 2 * tokens)[..., :tokens] + space.D[:, None] * u_RDN
 
-    def kernel(self, space: StateSpace) -> Tensor:
+    def convolution_kernel(self, space: StateSpace) -> Tensor:
         """Returns the kernel [D, L], by Cauchy sums and the rank-1 correction."""
         angle = torch.arange(space.length // 2 + 1) * (-2 * math.pi / space.length)
         omega = torch.polar(torch.ones_like(angle), angle)
@@ -113,12 +113,14 @@ class AuthorsStep(nn.Module):
         c_Dh = torch.view_as_complex(space.C[0])
         w_Dh1 = (self.poles.to(torch.complex64) * dt_D1)[..., None]
 
-        def cauchy(v_Dh: Tensor) -> Tensor:
+        def cauchy_sum(v_Dh: Tensor) -> Tensor:
             v_Dh1 = v_Dh.expand(len(dt_D1), -1)[..., None]
             return dt_D1 * (v_Dh1 / (z - w_Dh1) + v_Dh1.conj() / (z - w_Dh1.conj())).sum(1)
 
         b = p * 2**0.5
-        k = cauchy(b * c_Dh) - cauchy(b * p.conj()) * cauchy(p * c_Dh) / (1 + cauchy(p * p.conj()))
+        k = cauchy_sum(b * c_Dh) - cauchy_sum(b * p.conj()) * cauchy_sum(p * c_Dh) / (
+            1 + cauchy_sum(p * p.conj())
+        )
         return torch.fft.irfft(k * 2 / (1 + omega), space.length)
 
 
@@ -211,6 +213,7 @@ def repeat_steps(run: CpcRun) -> Iterator[Any]:
 
 
 def prepare_ours(run: CpcRun) -> Callable[[], None]:
+    """Returns a function that runs one training step of ours."""
     model = build_pretrainer().to(run.device).train()
     optimize = make_optimizer_step(model, run.precision)
     dtype = next(model.parameters()).dtype
@@ -228,6 +231,7 @@ def prepare_ours(run: CpcRun) -> Callable[[], None]:
 
 
 def prepare_embedding(run: CpcRun) -> Callable[[], None]:
+    """Returns a function that encodes one batch."""
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     encoder = build_pretrainer().encoder.to(run.device, dtype).eval()
     x_RLT = torch.randn(run.batch, 12, 600, device=run.device).to(dtype)
@@ -240,6 +244,7 @@ def prepare_embedding(run: CpcRun) -> Callable[[], None]:
 
 
 def prepare_authors(run: CpcRun) -> Callable[[], None]:
+    """Returns a function that runs one step of the re-creation."""
     model = AuthorsStep(build_pretrainer()).train()
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
     x_RLT = torch.randn(run.batch, 12, 600)

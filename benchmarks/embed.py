@@ -51,7 +51,7 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
             "batch": batch,
         } | input_options
         arguments = (work, embed_options, len(dataset), options.repeats)
-        cases[f"{kind}: {name}, {batch} crops"] = (compare, arguments)
+        cases[f"{kind}: {name}, {batch} crops"] = (compare_with_encoder, arguments)
     return describe_input(dataset, device=device, model=name), cases
 
 
@@ -71,7 +71,7 @@ def write_untrained(folder: Path, model: str) -> None:
     write_model(folder, weights, {"model": asdict(config.model)}, signal)
 
 
-def compare(work: Path, options: Any, crops: int, turns: int) -> Result:
+def compare_with_encoder(work: Path, options: Any, crops: int, turns: int) -> Result:
     """Runs the encoder and the command in turns."""
     import torch
 
@@ -86,7 +86,7 @@ def compare(work: Path, options: Any, crops: int, turns: int) -> Result:
     @torch.inference_mode()
     def bare() -> None:
         for start in range(0, crops, batch):
-            prepared[0].pooled(x_RLT[: 2 * (crops - start)]).cpu()
+            prepared[0].pool_tokens(x_RLT[: 2 * (crops - start)]).cpu()
 
     def command() -> None:
         out.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ import torch
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
 
 SAMPLES = CROP_SHAPE[0] * CROP_SHAPE[1]
+# A collection of stored crops, and a function that converts an item to a tensor
 ItemsAndConverter = tuple[Any, Callable[[Any], torch.Tensor]]
 
 

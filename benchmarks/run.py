@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("benchmarks.run: interrupted: run it again", file=sys.stderr)
         return 130
     record["took_s"] = before + round(time.monotonic() - began)
-    return publish(record, path)
+    return publish_record(record, path)
 
 
 def suite_parts(options: argparse.Namespace) -> list[argparse.Namespace]:
@@ -170,8 +170,8 @@ def run_part(
                     left_out[f"{name}: {case}"] = reason
                 if part["results"] and part not in record["parts"]:
                     record["parts"].append(part)
-                with suppress(OSError):  # publish() reports it at the end
-                    save(record, path)
+                with suppress(OSError):  # publish_record() reports it at the end
+                    save_record(record, path)
             if part["results"].keys() >= set(chosen_cases):
                 record["complete"].append(config)
     except measure.EXPECTED_ERRORS as error:
@@ -179,7 +179,7 @@ def run_part(
         say(f"{name}: left out: {error}")
 
 
-def publish(record: Part, path: Path) -> int:
+def publish_record(record: Part, path: Path) -> int:
     from benchmarks.tables import TABLES
 
     for part in record["parts"]:
@@ -192,7 +192,7 @@ def publish(record: Part, path: Path) -> int:
         print("benchmarks.run: nothing was measured", file=sys.stderr)
         return 1
     try:
-        save(record, path)
+        save_record(record, path)
     except OSError as error:  # no measurement is lost to a full disk
         print(json.dumps(record, indent=1))
         text = f"{path}: {error.strerror or error}: the record is printed above"
@@ -203,7 +203,7 @@ def publish(record: Part, path: Path) -> int:
     return int(wrong)
 
 
-def save(record: Part, path: Path) -> None:
+def save_record(record: Part, path: Path) -> None:
     write_whole(path, json.dumps(record, indent=1) + "\n")
 
 

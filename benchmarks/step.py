@@ -146,7 +146,7 @@ def fill_compile_caches(runs: Sequence[StepRun]) -> None:
     GPU together: two steps of 512 crops take 111 GB."""
     end = min(time.monotonic() + COMPILE_LIMIT_S, measure.deadline)
 
-    def fill(run: StepRun) -> None:
+    def compile_one(run: StepRun) -> None:
         try:
             call_fresh(measure_case, repeat_steps, (run,), 0, seconds=end - time.monotonic())
         except CaseError as error:
@@ -155,9 +155,9 @@ def fill_compile_caches(runs: Sequence[StepRun]) -> None:
     compiled = [run for run in runs if run.compiled != "eager"]
     for run in compiled:
         if run.batch > SMALL_BATCH:
-            fill(run)
+            compile_one(run)
     with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4))) as pool:
-        list(pool.map(fill, [run for run in compiled if run.batch <= SMALL_BATCH]))
+        list(pool.map(compile_one, [run for run in compiled if run.batch <= SMALL_BATCH]))
 
 
 def runs_to_compare(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
@@ -250,6 +250,7 @@ def synchronize(device: str) -> None:
 
 
 def prepare_ours(run: StepRun) -> Callable[[], None]:
+    """Returns a function that runs one training step of ours."""
     whole, config, device = config_of(run.model), run.config, torch.device(run.device)
     model = Pretrainer(config, whole.objective).to(device).train()
     optimize = make_optimizer_step(model, run.precision)
@@ -296,6 +297,7 @@ def make_optimizer_step(model: nn.Module, precision: str) -> Callable[[], None]:
 
 
 def prepare_authors(run: StepRun) -> Callable[[], None]:
+    """Returns a function that runs one step of the re-creation."""
     # torch's default, as the authors leave it; our programs turn it off
     torch.backends.cudnn.allow_tf32 = True
     config = run.config

@@ -58,7 +58,7 @@ CLASSES_PRINTED = 12  # printed on the terminal
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(evaluate, "evaluate", __doc__, arguments)
 
-    def run() -> int:
+    def run_evaluate() -> int:
         document = evaluate(**options)
         if document is None:
             return 0  # the first rank tells the scores
@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return show(f"{text}{options['report']}\n" if options["report"] else text)
 
     flag = "--json" if options["json"] else "--report"
-    return run_on_ranks("omnilead evaluate", run, options["json"] or options["report"], flag)
+    return run_on_ranks(
+        "omnilead evaluate", run_evaluate, options["json"] or options["report"], flag
+    )
 
 
 def evaluate(
@@ -121,7 +123,7 @@ def evaluate(
     if launched_ranks()[0]:
         return None
     document = result.document()
-    files.write(document, result, datasets, halves)
+    files.write_scores(document, result, datasets, halves)
     return document
 
 
@@ -190,7 +192,7 @@ class ResultFiles(NamedTuple):
                 " F, next to which they keep the outputs",
             )
 
-    def write(
+    def write_scores(
         self,
         document: Facts,
         result: "TaskResult | IdentificationResult",

@@ -36,8 +36,8 @@ from omnilead.engine.settings.files import File
 
 def main(arguments: Sequence[str] | None = None) -> int:
     typed = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse_options(seen, "seen", __doc__, model_first(typed))
-    return run_on_ranks("omnilead seen", lambda: seen(**options), options["out"])
+    options = parse_options(print_seen, "seen", __doc__, model_first(typed))
+    return run_on_ranks("omnilead seen", lambda: print_seen(**options), options["out"])
 
 
 def model_first(arguments: Sequence[str]) -> list[str]:
@@ -48,7 +48,7 @@ def model_first(arguments: Sequence[str]) -> list[str]:
     return [named.model, *others] if named.model else list(arguments)
 
 
-def seen(
+def print_seen(
     model: Annotated[
         str, Option("a run, a model folder, small, s3://... or hf://org/name", "RUN|MODEL")
     ],

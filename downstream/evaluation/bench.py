@@ -36,7 +36,7 @@ from .differences import (
     metrics_by_class,
     metrics_by_fold,
     rows_and_differences,
-    widen,
+    widen_spread,
 )
 from .embedders import BOOSTED_ROW, ComparedRow, rows_to_compare
 from .plan import IDENTIFICATION, BenchOptions, BenchPlan, ProbedTask, datasets_text, plan_bench
@@ -78,7 +78,7 @@ def readouts_of(rows: Sequence[ComparedRow], readout: str) -> dict[str, str]:
     readouts = {}
     for row in rows:
         if row.model:
-            readouts[row.name] = "+".join(row.model.readout_of(readout))
+            readouts[row.name] = "+".join(row.model.suitable_readout(readout))
     return readouts
 
 
@@ -203,7 +203,7 @@ def samples_of_draw(
     fit, test = (plan.fitted, plan.fit_leads or lead), (plan.tested, lead)
     vectors = {}
     for data, leads in dict.fromkeys([fit, test] if plan.tasks else [test]):
-        rows = plan.rows[data]
+        rows = plan.rows_to_embed[data]
         vectors[data, leads] = [
             cached_vectors(embedder, data, rows, leads, folder) for embedder in embedders
         ]
@@ -226,8 +226,10 @@ def samples_of_probes(
     clock: TimeEstimate,
 ) -> dict[float, Samples]:
     """Metrics [K, B] by share, averaged over the draws of the share."""
-    data = ProbeData(task.train.means(fitted), task.train.y_NK, task.train.patient_N, task.kind)
-    test_ND = task.test.means(tested)
+    data = ProbeData(
+        task.train.mean_embeddings(fitted), task.train.y_NK, task.train.patient_N, task.kind
+    )
+    test_ND = task.test.mean_embeddings(tested)
     jobs = (
         ProbeJob(fit, data.take(rows), task.used_outputs[share], test_ND[scored])
         for share in reversed(task.draws)  # the largest takes longest, so it begins first
@@ -249,7 +251,7 @@ def samples_of_probes(
                 fold_samples = metrics_by_fold(
                     task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N
                 )
-                of_draws.append(widen(fold_samples, task.fold_N))
+                of_draws.append(widen_spread(fold_samples, task.fold_N))
         samples_by_share[share] = average_draws(of_draws)
     return {share: samples_by_share[share] for share in task.draws}
 
@@ -263,10 +265,10 @@ def comparison_notes(
     for name, task in plan.tasks.items():
         notes += [f"{name}: {note}" for note in task.remarks]
     models = {row.name: row.model for row in rows if row.random and row.model}
-    for name, leads, data in product(models, plan.shown.leads, plan.rows):
+    for name, leads, data in product(models, plan.shown.leads, plan.rows_to_embed):
         warned = input_and_warnings(models[name], data, EvalOptions(leads=leads))[1]
         notes += [f"{name}: {note}" for note in warned]
-    for data in plan.rows:
+    for data in plan.rows_to_embed:
         notes += plan.shown.left_out_notes(data)
     # Which models have seen the patients that they are tested on
     tested = {name: (task.test.rows, task.patient_B) for name, task in plan.tasks.items()}

@@ -91,7 +91,7 @@ def metrics_by_fold(
         return samples | {name: sums[name] / counts[name] for name in ranks}
 
 
-def widen(samples: Samples, fold_N: Array) -> Samples:
+def widen_spread(samples: Samples, fold_N: Array) -> Samples:
     """Widens the spread of the resamples by sqrt(1 + K / (K - 1)), as in the corrected t test of
     Nadeau and Bengio (2003): the probes of K folds share most of their ECGs, so their errors go
     together, which resampling test patients misses. Without it, intervals of 95 % held the AUROC on

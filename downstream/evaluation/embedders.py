@@ -112,7 +112,7 @@ def _model_rows(
         random = f"{RANDOM_ROW} of {name}" if random_of else RANDOM_ROW
         random = random_of.setdefault(architecture, random)
         # The measurements are the same for all models: computed once
-        readout = embedder.trained_model.readout_of(options.readout)
+        readout = embedder.trained_model.suitable_readout(options.readout)
         rhythm = [measured] if "rhythm" in readout else []
         rows[name] = ComparedRow(name, [[embedder, *rhythm]], random)
         if random not in rows:
@@ -173,12 +173,12 @@ def _random_embedder(embedder: Embedder, architecture: str, readout: str, seed: 
 
 @lru_cache(maxsize=1)  # the paper's model takes 0.4 GB, so one draw at a time
 def _random_model(model: TrainedModel, seed: int) -> TrainedModel:
-    return model.untrained(seed)
+    return model.with_random_weights(seed)
 
 
 def token_parts(model: TrainedModel, readout: str) -> Readout:
     """Returns the read-out without `rhythm`, which has nothing of the model."""
-    parts = tuple(part for part in model.readout_of(readout) if part != "rhythm")
+    parts = tuple(part for part in model.suitable_readout(readout) if part != "rhythm")
     if not parts:
         raise ConfigError(
             Flag("--readout"), " rhythm: it has nothing of a model: add mean, std or beats"
@@ -209,6 +209,6 @@ def architecture_key(embedder: Embedder, readout: str) -> str:
     model = embedder.trained_model
     config = config_of(model.config)
     parts = [getattr(config, name) for name in config.architecture_settings]
-    of_model = model.readout_of(readout)
+    of_model = model.suitable_readout(readout)
     code = sorted(model.code.items())
     return repr([parts, model.input, code, embedder.precision, of_model, _code_digest(of_model)])

@@ -31,7 +31,7 @@ from .differences import (
     mean_over_classes,
     metrics_by_fold,
     score_interval,
-    widen,
+    widen_spread,
 )
 from .embedders import READERS, name_and_folder, with_readout
 from .plan import scorable_outputs
@@ -103,7 +103,7 @@ def fit_head(
     vectors = cached_vectors(
         with_readout(embedder, readout), datasets, train.rows, options.leads, parts
     )
-    x_ND, record_N = train.means([vectors]), np.arange(len(train.y_NK))
+    x_ND, record_N = train.mean_embeddings([vectors]), np.arange(len(train.y_NK))
     if options.reader == "boosted":  # fitted on windows, since a model scores windows
         x_ND, record_N = train.windows_and_records(vectors)
     data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], labels.task.kind)
@@ -150,10 +150,10 @@ def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptio
 def readout_of_head(embedder: Embedder, options: HeadOptions) -> Readout:
     """Returns the head's read-out: boosted trees also get the measurements and the mean beat."""
     model = embedder.trained_model
-    readout = model.readout_of(options.readout)
+    readout = model.suitable_readout(options.readout)
     if options.reader == "boosted":
         more_parts = [part for part in ("rhythm", "waveform") if part not in readout]
-        readout = model.readout_of("+".join([*readout, *more_parts]))
+        readout = model.suitable_readout("+".join([*readout, *more_parts]))
     return readout
 
 
@@ -198,7 +198,7 @@ def cross_validation(
     y_NK, patient_N = train.y_NK[tested_N][:, used_K], train.patient_N[tested_N]
     fold_N = fold_N[tested_N]
     scores_NK, kind = scores_NK[tested_N], labels.task.kind
-    samples = widen(
+    samples = widen_spread(
         metrics_by_fold(kind, y_NK, scores_NK, bootstrap_weights(patient_N), fold_N), fold_N
     )
     metrics, intervals = {}, {}

@@ -57,7 +57,7 @@ class IdentificationResult:
         )
 
     @cached_property
-    def interval(self) -> list[float]:
+    def accuracy_interval(self) -> list[float]:
         hits, people = self.scores["hits"], len(set(self.probe_ids))
         if people > 1 and hits.mean() in (0, 1):  # all resamples would agree
             return exact_interval(int(hits[0]) * people, people)
@@ -92,10 +92,10 @@ class IdentificationResult:
     def document(self) -> Facts:
         scores = self.scores
         metrics = {name: scores[name] for name in ("accuracy", "top5", "chance", "ties")}
-        intervals = {"accuracy": self.interval}
+        intervals = {"accuracy": self.accuracy_interval}
         if self.untrained:
             metrics["random_weights"] = self.untrained.scores["accuracy"]
-            intervals["random_weights"] = self.untrained.interval
+            intervals["random_weights"] = self.untrained.accuracy_interval
         document = {
             "task": "identification",
             **self.facts,
@@ -153,12 +153,12 @@ def identify(model: TrainedModel, data: Datasets, options: EvalOptions) -> Ident
 
 
 def joined_embedding_function(model: TrainedModel) -> Callable[[Tensor], Tensor]:
-    """Returns a function from windows to the model's embeddings, joined to those by random weights
-    of its architecture."""
-    untrained = model.untrained()
+    """Returns a function that maps windows to the model's embeddings, joined to those by random
+    weights of its architecture."""
+    untrained = model.with_random_weights()
 
     def embed_with_both(x_RLT: Tensor) -> Tensor:
-        return torch.cat([model.pooled(x_RLT), untrained.pooled(x_RLT)], 1)
+        return torch.cat([model.pool_tokens(x_RLT), untrained.pool_tokens(x_RLT)], 1)
 
     return embed_with_both
 

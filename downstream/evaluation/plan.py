@@ -3,7 +3,7 @@ crops of identification.
 
     plan = plan_bench(BenchOptions(...), shown)  # ConfigError if a task does not suit the data
     plan.tasks["sex"].train                     # ProbedRecords
-    plan.rows[plan.tested]                      # crops that every model embeds
+    plan.rows_to_embed[plan.tested]                      # crops that every model embeds
 """
 
 import os
@@ -148,7 +148,7 @@ class BenchPlan(NamedTuple):
     fit_leads: str  # shown while a probe is fitted; "": those that are shown in the test
 
     @property
-    def rows(self) -> dict[Datasets, Array]:
+    def rows_to_embed(self) -> dict[Datasets, Array]:
         """{datasets: crops to embed}"""
         none = np.zeros(0, np.int64)
         rows = {self.fitted: [none], self.tested: [none]}  # the two may be the same
@@ -186,7 +186,7 @@ def plan_bench(options: BenchOptions, shown: ShownLeads) -> BenchPlan:
             )
         tasks[name] = task
     identities = (
-        crops_to_identify(tested, shown.usable(tested)) if IDENTIFICATION in words else None
+        crops_to_identify(tested, shown.usable_crops(tested)) if IDENTIFICATION in words else None
     )
     return BenchPlan(fitted, tested, tasks, identities, shown, options.fit_leads)
 

@@ -2,7 +2,7 @@
 
     shown = ShownLeads(model.input, ("12", "1"))
     train = probed_records(data, labels, FITTED, shown)
-    train.means([vectors])                                  # an embedding for each record
+    train.mean_embeddings([vectors])                                  # an embedding for each record
     fold_N = assign_folds(fold_groups(data, train), 5)
     for rows, scored in train_test_rows(rows, fold_N): ...             # what one probe is fitted on, and what it scores
 
@@ -41,7 +41,7 @@ class ProbedRecords(NamedTuple):
     y_NK: Array
     patient_N: Array
 
-    def means(self, embeddings: Sequence[Vectors]) -> Array:
+    def mean_embeddings(self, embeddings: Sequence[Vectors]) -> Array:
         """Mean embedding of each record, over all its windows; those of several embedders joined."""
         return np.hstack([self._mean(vectors.take(self.rows)) for vectors in embeddings])
 
@@ -66,7 +66,7 @@ class ShownLeads:
     input: Input  # the input with the longest window of all models
     leads: tuple[str, ...]  # sets of leads, each of which is shown by itself
 
-    def usable(self, data: Datasets) -> Array:
+    def usable_crops(self, data: Datasets) -> Array:
         """bool [crops]: every set of leads has a recorded lead, and every model a window."""
         inputs = [replace(self.input, seen_leads=parse_leads(leads)) for leads in self.leads]
         return np.asarray(
@@ -75,7 +75,7 @@ class ShownLeads:
 
     def left_out_notes(self, data: Datasets) -> list[str]:
         """A note on the crops that are not usable, if there are any."""
-        lost = int((~self.usable(data)).sum())
+        lost = int((~self.usable_crops(data)).sum())
         if not lost:
             return []
         return [
@@ -89,7 +89,7 @@ def probed_records(
 ) -> ProbedRecords:
     """The labelled records of these splits; ConfigError if there are none."""
     rows = np.concatenate([labels.all_rows(split) for split in splits])
-    rows = rows[shown.usable(data)[rows]]
+    rows = rows[shown.usable_crops(data)[rows]]
     if not len(rows):
         raise ConfigError(
             f"{labels.name or data.name}: no record of {data.name} is in the split {splits[0]}"

@@ -102,24 +102,24 @@ class TaskResult:
     resampling_unit: str = "patients"  # what intervals resample: TaskLabels.resampling_unit
 
     @cached_property
-    def half(self) -> Facts:
+    def half_scores(self) -> Facts:
         return score_arrays(
             self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head
         )
 
     @cached_property
-    def record(self) -> Facts:
+    def record_scores(self) -> Facts:
         return self._score_records(np.arange(len(self.labels_NK)), self.resamples)
 
     @cached_property
-    def groups(self) -> dict[str, Facts]:
+    def group_scores(self) -> dict[str, Facts]:
         """Counts, positives of each class, metrics and intervals of the records, by age, sex and
         source."""
         groups: dict[str, Facts] = {}
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
                 rows = np.flatnonzero(values_N == value)
-                scores = self.record  # the same number must have one interval
+                scores = self.record_scores  # the same number must have one interval
                 if len(rows) < len(values_N):
                     scores = self._score_records(rows, min(self.resamples, GROUP_RESAMPLES))
                 group = {key: scores[key] for key in ("n", "patients", "metrics", "intervals")}
@@ -158,7 +158,7 @@ class TaskResult:
 
     @property
     def remarks(self) -> list[str]:
-        remarks, half, labels = list(self.notes), self.half, np.asarray(self.labels_NK)
+        remarks, half, labels = list(self.notes), self.half_scores, np.asarray(self.labels_NK)
         if absent := half.get("without_positives"):
             remarks.append(
                 f"{len(absent)} of {len(self.head.classes)} classes have no positives: "
@@ -189,8 +189,8 @@ class TaskResult:
     def _without_interval(self) -> list[str]:
         same = [
             name
-            for name, ends in self.record["intervals"].items()
-            if np.isnan(ends[0]) and np.isfinite(self.record["metrics"][name])
+            for name, ends in self.record_scores["intervals"].items()
+            if np.isnan(ends[0]) and np.isfinite(self.record_scores["metrics"][name])
         ]
         return [f"All resamples agree on {', '.join(same)}, which has no interval then."] * bool(
             same
@@ -205,10 +205,10 @@ class TaskResult:
             "value_unit": head.unit,
             **self.facts,
             "unit": "half",
-            **self.half,
-            "score": next(iter(self.half["metrics"].values())),
-            "record": {"unit": "record", **self.record},
-            "groups": self.groups,
+            **self.half_scores,
+            "score": next(iter(self.half_scores["metrics"].values())),
+            "record": {"unit": "record", **self.record_scores},
+            "groups": self.group_scores,
             "remarks": self.remarks,
         }
         return dict(nan_to_none(document))

@@ -160,7 +160,7 @@ class FinetuneTask(TrainingTask):
         best = best_metric(config.train.best, validation_metrics(all_labels))
         start = read_start(config.start, config.code)
         labels = drop_short_crops(all_labels, datasets, start.input)
-        architecture = config.tuned(start.model)
+        architecture = config.tuned_architecture(start.model)
         weights = select_leads(start, config) if start.weights else None
         model_input = replace(
             start.input, leads=config.augment.output_leads, seen_leads=config.augment.seen_leads

@@ -112,7 +112,7 @@ def _make_table(
     else:
         refuse_ranks("a table in memory is")
     try:
-        setup = prepare(model, data, **options)
+        setup = load_setup(model, data, **options)
         output = output_of(setup.model)
         opened = open_data(setup.options, setup.input)
         if out:
@@ -193,11 +193,11 @@ def _table_doubts(
                 "those of new ones"
             )
     if counts.refused:
-        records = f"{source.count(range(source.parts)):,} records"
+        records = f"{source.count_units(range(source.parts)):,} records"
         yield f"without {counts.refused:,} of {records}, which cannot be read"
 
 
-def prepare(
+def load_setup(
     model: File,
     data: File | Sequence[File],
     *,

@@ -2,7 +2,7 @@
 parts of equal batches.
 
     opened = open_data(EcgOptions(("DATASET",)), model.input)
-    for batch in opened.source().batches([0, 2], progress):    # CropBatch, of these parts
+    for batch in opened.source().read_batches([0, 2], progress):    # CropBatch, of these parts
         ...
 
 A part is always the same PART_BATCHES batches, so results do not depend on where a run was
@@ -57,7 +57,7 @@ from omnilead.engine.settings.launcher import launched_ranks
 from omnilead.engine.settings.leads import ALL_LEADS, leads_in_order
 
 from ..tasks.kinds import Array
-from .trained_model import crops
+from .trained_model import cut_crops
 
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16
@@ -189,10 +189,10 @@ class DatasetSource:
         numbers = _record_numbers(table)
         return table["row"].to_numpy(), np.cumsum(np.diff(numbers, prepend=0) != 0)
 
-    def count(self, parts: Iterable[int]) -> int:
+    def count_units(self, parts: Iterable[int]) -> int:
         return sum(int(self.begins[part + 1] - self.begins[part]) for part in parts)
 
-    def batches(
+    def read_batches(
         self, parts: Sequence[int], progress: Callable[[int], Any]
     ) -> Generator[CropBatch, None, None]:
         rows: list[Array] = []
@@ -240,28 +240,28 @@ class RecordSource:
         crops = np.array(self.crops_read, np.uint64).reshape(-1, 2)
         return Waveforms(crops[:, 0], crops[:, 1])
 
-    def _numbers(self, part: int) -> range:
+    def _record_range(self, part: int) -> range:
         size = self.batch * PART_BATCHES
         return range(len(self.paths))[part * size : (part + 1) * size]
 
-    def count(self, parts: Iterable[int]) -> int:
-        return sum(len(self._numbers(part)) for part in parts)
+    def count_units(self, parts: Iterable[int]) -> int:
+        return sum(len(self._record_range(part)) for part in parts)
 
-    def batches(
+    def read_batches(
         self, parts: Sequence[int], progress: Callable[[int], Any]
     ) -> Generator[CropBatch, None, None]:
-        numbers = (number for part in parts for number in self._numbers(part))
+        numbers = (number for part in parts for number in self._record_range(part))
         with closing(prefetch(self.read, numbers, self.workers)) as records:
             for part in parts:
-                crops = self._crops(part, records, progress)
+                crops = self._read_crops(part, records, progress)
                 while chunk := list(islice(crops, self.batch)):
                     yield _make_batch(part, chunk, self.paths)
 
-    def _crops(
+    def _read_crops(
         self, part: int, records: Iterator[Prepared | Skipped], progress: Callable[[int], Any]
     ) -> Iterator[RecordCrop]:
         self.skipped[part] = []
-        for number, record in zip(self._numbers(part), records, strict=False):
+        for number, record in zip(self._record_range(part), records, strict=False):
             progress(1)
             if isinstance(record, Skipped):
                 self.skipped[part].append(record)
@@ -567,7 +567,7 @@ def _read_array(ecg: EcgArray, options: EcgOptions, model_input: Input) -> Prepa
             transposed = f" and {columns} columns: transpose it to [leads, samples], and"
             middle = transposed if rows > columns else f", not {len(leads)}:"
             return ReadError(f"has {rows:,} rows{middle} name its rows with --leads")
-        cut = crops(values, options.fs_hz, leads, options.unit, model_input)
+        cut = cut_crops(values, options.fs_hz, leads, options.unit, model_input)
         return Prepared("array", ecg.label, None, *cut[:4], options.fs_hz)
     except (ArrayError, SignalError, OSError) as error:
         return ReadError(str(error))

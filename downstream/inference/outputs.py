@@ -93,7 +93,7 @@ class Output(NamedTuple):
 def embedding_output(model: TrainedModel, readout: str = "") -> Output:
     """Returns the output for embeddings. `readout`: downstream.tasks.readout; "": the model's
     own."""
-    parts = model.readout_of(readout)
+    parts = model.suitable_readout(readout)
     output = vector_output(model, partial(model.read, readout=parts), model.readout_width(parts))
     return output if parts == (PAPER,) else output._replace(job={"readout": "+".join(parts)})
 
@@ -160,7 +160,7 @@ def part_tables(
     """Yields the table of each part."""
     empty = set(parts)
 
-    def prepare(uv_BLT: Tensor, halves_B: Array) -> Tensor:
+    def prepare_windows(uv_BLT: Tensor, halves_B: Array) -> Tensor:
         x_RLT = model_input.windows(uv_BLT, halves_B)  # normalised over the whole crop
         if per != "first":
             return x_RLT
@@ -168,11 +168,11 @@ def part_tables(
         first_B = torch.from_numpy(np.cumsum(count_B) - count_B)
         return x_RLT.index_select(0, first_B.to(x_RLT.device))
 
-    with closing(source.batches(parts, progress)) as batches:
+    with closing(source.read_batches(parts, progress)) as batches:
         crops: Iterable[CropBatch] = batches
         if MISSING in output.schema.names:
             crops = note_missing_leads(batches, output.model.input, model_input)
-        outputs = predict(crops, prepare, output.forward, output.model.device)
+        outputs = predict(crops, prepare_windows, output.forward, output.model.device)
         for part, group in groupby(outputs, key=lambda batch: batch[0].crops.part):
             empty.remove(part)
             yield part, _part_table(list(group), output, per)
@@ -259,13 +259,13 @@ class ParquetParts:
         self.counts = Counts()  # complete on the same rank
         self._lock: Any = None
         if not self.finished:
-            self._open()
+            self._lock_folder()
             return
         self._require_same(read_job(out), out)
         if rank == 0 and out.suffix != CSV:
             self.rows = pq.read_metadata(out).num_rows
 
-    def _open(self) -> None:
+    def _lock_folder(self) -> None:
         """Locks the folder for this rank, and refuses parts of another job."""
         if self.folder.is_file():
             raise ConfigError(
@@ -288,9 +288,9 @@ class ParquetParts:
         for name in sorted(self.job.keys() | before.keys()):
             was, now = before.get(name), self.job.get(name)
             if was != now:
-                self._refuse(place, f"{name} was {str(was)[:60]}, now {str(now)[:60]}")
+                self._refuse_file(place, f"{name} was {str(was)[:60]}, now {str(now)[:60]}")
 
-    def _refuse(self, place: Path, why: str) -> None:
+    def _refuse_file(self, place: Path, why: str) -> None:
         raise ConfigError(f"{place}: of another job: {why}: remove it, or choose another file")
 
     def require_columns(self, names: Sequence[str]) -> None:
@@ -302,16 +302,18 @@ class ParquetParts:
                 continue
             for name in set(names) ^ set(before):
                 what = "without" if name in names else "with"
-                self._refuse(self.folder, f"its parts are {what} a column {name}")
+                self._refuse_file(self.folder, f"its parts are {what} a column {name}")
 
-    def _read(self, number: int, schema: pa.Schema | None = None) -> pa.Table | None:
+    def _read_part(self, number: int, schema: pa.Schema | None = None) -> pa.Table | None:
         """A part's table; None if it is missing or damaged."""
         try:
-            return pq.read_table(self._path(number), schema=schema, page_checksum_verification=True)
+            return pq.read_table(
+                self._part_path(number), schema=schema, page_checksum_verification=True
+            )
         except (pa.ArrowException, OSError):
             return None
 
-    def _path(self, number: int) -> Path:
+    def _part_path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.parquet"
 
     def own_parts(self, count: int) -> range:
@@ -320,24 +322,26 @@ class ParquetParts:
 
     def missing_parts(self, count: int) -> list[int]:
         """This rank's parts that are still missing or damaged."""
-        numbers = [number for number in self.own_parts(count) if self._read(number) is None]
+        numbers = [number for number in self.own_parts(count) if self._read_part(number) is None]
         # Checked last: another rank removes the parts only after this file exists
         self.finished = self.out.exists()
         return [] if self.finished else numbers
 
-    def write(self, number: int, table: pa.Table, skipped: Sequence[Skipped] = ()) -> None:
+    def write_part(self, number: int, table: pa.Table, skipped: Sequence[Skipped] = ()) -> None:
         buffer = io.BytesIO()
         facts = {JOB_KEY: json.dumps(self.job), SKIPPED_KEY: json.dumps(skipped)}
         table = table.replace_schema_metadata(facts)
         pq.write_table(table, buffer, write_page_checksum=True)
         try:
-            write_whole(self._path(number), buffer.getvalue())
+            write_whole(self._part_path(number), buffer.getvalue())
         except FileNotFoundError:  # ranks of another number have joined all parts and removed them
             self.finished = self.out.exists()
             if not self.finished:
                 raise
 
-    def join(self, count: int, schema: pa.Schema, left_out: Sequence[Skipped] = ()) -> list[int]:
+    def join_parts(
+        self, count: int, schema: pa.Schema, left_out: Sequence[Skipped] = ()
+    ) -> list[int]:
         """Joins all parts into one file, atomically. Returns the missing parts, which are other
         ranks'. Ranks that finish together may all join: they write the same bytes. `left_out`: what
         is in no part."""
@@ -345,15 +349,15 @@ class ParquetParts:
         try:
             if not self.out.exists():
                 facts = schema.with_metadata({JOB_KEY: json.dumps(self.job)})
-                missing = self._join(count, facts, list(left_out))
+                missing = self._join_into_file(count, facts, list(left_out))
         except FileNotFoundError:  # another rank has joined the parts and removed them
             if not self.out.exists():
                 raise
         return [] if self.out.exists() else missing
 
-    def _join(self, count: int, schema: pa.Schema, skipped: list[Skipped]) -> list[int]:
+    def _join_into_file(self, count: int, schema: pa.Schema, skipped: list[Skipped]) -> list[int]:
         files = set(os.listdir(self.folder))
-        missing = [number for number in range(count) if self._path(number).name not in files]
+        missing = [number for number in range(count) if self._part_path(number).name not in files]
         if missing:
             return missing
         # also unlike that of ranks of another number, who may join at the same time
@@ -361,12 +365,12 @@ class ParquetParts:
         counts = Counts()
         with _table_writer(joined, schema, self.out.suffix == CSV) as write:
             for number in range(count):
-                table = self._read(number, schema)
+                table = self._read_part(number, schema)
                 if table is None:
                     missing.append(number)
                     continue
                 of_part = json.loads(
-                    pq.read_schema(self._path(number)).metadata.get(SKIPPED_KEY, b"[]")
+                    pq.read_schema(self._part_path(number)).metadata.get(SKIPPED_KEY, b"[]")
                 )
                 skipped += (Skipped(*ecg) for ecg in of_part)
                 counts = counts.add_table(table, len(of_part))
@@ -460,19 +464,19 @@ def make_parts(
     parts."""
     parts.require_columns(output.schema.names)
     missing = parts.missing_parts(source.parts)
-    total = source.count(parts.own_parts(source.parts))
-    with progress_bar(total, source.unit, total - source.count(missing), parts.rank) as bar:
+    total = source.count_units(parts.own_parts(source.parts))
+    with progress_bar(total, source.unit, total - source.count_units(missing), parts.rank) as bar:
         for number, table in part_tables(source, output, model_input, missing, per, bar.update):
-            parts.write(number, table, source.skipped.get(number, ()))
+            parts.write_part(number, table, source.skipped.get(number, ()))
             if parts.finished:
                 break
-    return parts.join(source.parts, output.schema, source.left_out)
+    return parts.join_parts(source.parts, output.schema, source.left_out)
 
 
 def whole_table(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
     """The table of all parts, in memory."""
     numbers = range(source.parts)
-    with progress_bar(source.count(numbers), source.unit) as bar:
+    with progress_bar(source.count_units(numbers), source.unit) as bar:
         parts = part_tables(source, output, model_input, numbers, per, bar.update)
         table = pa.concat_tables(table for _, table in parts)
     refused = sum(map(len, source.skipped.values()))

@@ -5,7 +5,7 @@
     model.predict(signal, fs_hz=250, leads=["II", "V1"])            # after fine-tuning: {"AF": 0.93, ...} or {"age": 61.2}
     model.classes, model.thresholds, model.unit                     # the meaning of predictions: model.head_info
     model(x_RLT), model.logits(x_RLT), model.scores(x_RLT)          # for segments that are already preprocessed (model.input)
-    crops(signal_LT, 250, "II,V1", "mV", model.input)               # int16 [B, 12, 5000], their start times, halves and flags
+    cut_crops(signal_LT, 250, "II,V1", "mV", model.input)           # int16 [B, 12, 5000], their start times, halves and flags
 
 An ECG in memory is cut by `data_tools.ecg.crops`, like a dataset, so a record has the same embedding
 from either source.
@@ -200,7 +200,7 @@ class TrainedModel(nn.Module):
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
         self.seen = unknown_record()  # the data that it was trained on (engine.data.seen)
-        self.readout = self.readout_of(config.get("readout", PAPER))
+        self.readout = self.suitable_readout(config.get("readout", PAPER))
         self.eval()
 
     def note_on_rates(self, rates_hz: Iterable[float]) -> str:
@@ -236,7 +236,7 @@ class TrainedModel(nn.Module):
             f"({SCALES[signals.scale]}); it converts other rates and units"
         )
 
-    def readout_of(self, text: str) -> Readout:
+    def suitable_readout(self, text: str) -> Readout:
         """The parts of a read-out that suits this model; "": the model's own."""
         parts = parse_readout(text) if text else self.readout
         if measures_signal(parts) and not self.input.is_plain:
@@ -260,7 +260,7 @@ class TrainedModel(nn.Module):
         trained = self.config.get("trained")
         return trained if isinstance(trained, dict) else {}
 
-    def untrained(self, seed: int = 0) -> "TrainedModel":
+    def with_random_weights(self, seed: int = 0) -> "TrainedModel":
         """Returns a model of the same architecture with random weights, without a head."""
         config = config_of(self.config)
         kind = type(self.encoder) if config.encoder else None
@@ -285,7 +285,7 @@ class TrainedModel(nn.Module):
         c_RND: Tensor = self.encoder(x_RLT.to(next(self.encoder.parameters()).dtype))
         return c_RND
 
-    def pooled(self, x_RLT: Tensor) -> Tensor:
+    def pool_tokens(self, x_RLT: Tensor) -> Tensor:
         """c_RD, float32: the mean over tokens, as in the paper."""
         return self.read(x_RLT, (PAPER,))
 
@@ -294,7 +294,7 @@ class TrainedModel(nn.Module):
         return read_out(readout, self.tokens(x_RLT), x_RLT, self.input.leads)
 
     def forward(self, x_RLT: Tensor) -> Tensor:
-        return self.pooled(x_RLT)
+        return self.pool_tokens(x_RLT)
 
     def logits(self, x_RLT: Tensor) -> Tensor:
         return self.logits_of(self.tokens(x_RLT), x_RLT)
@@ -321,7 +321,7 @@ class TrainedModel(nn.Module):
 
     def segments(self, signal: Any, fs_hz: float, leads: Leads, unit: str = "mV") -> Tensor:
         """The model's input x_RLT for one ECG [L, T]."""
-        return self._segments_of(crops(signal, fs_hz, leads, unit, self.input))
+        return self._segments_of(cut_crops(signal, fs_hz, leads, unit, self.input))
 
     def _segments_of(self, ecg: "EcgCrops") -> Tensor:
         halves_B = np.array(ecg.halves)
@@ -343,7 +343,7 @@ class TrainedModel(nn.Module):
         masking has prepared the model. NaN (in int16 -32768) means not measured. `crops` lists what
         is refused. Warns of an amplitude that is not an ECG's.
         """
-        parts = self.readout_of(readout)
+        parts = self.suitable_readout(readout)
         forward, width = partial(self.read, readout=parts), self.readout_width(parts)
         ecgs = self._cut_crops(signal, fs_hz, leads, unit)
         for warning in _amplitude_warnings(ecgs, unit):
@@ -372,7 +372,7 @@ class TrainedModel(nn.Module):
         ecgs = []
         for i, record in enumerate(signal if _is_batch(signal) else [signal]):
             try:
-                ecgs.append(crops(record, fs_hz, leads, unit, self.input))
+                ecgs.append(cut_crops(record, fs_hz, leads, unit, self.input))
             except SignalError as error:
                 if _is_batch(signal):
                     raise SignalError(f"signal[{i}]: {error}") from None
@@ -548,7 +548,7 @@ class EcgCrops(NamedTuple):
     doubt: str  # data_tools.ecg.crops.amplitude_doubt
 
 
-def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> EcgCrops:
+def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> EcgCrops:
     """Cut one ECG [L, T] into crops from its start, as for a dataset: a remainder of 5 s or more
     is a crop with one half, less is dropped. An ECG shorter than 5 s is refused. A lead with NaN
     (in int16 -32768, in a masked array a masked sample) is zero in that whole crop. Crops

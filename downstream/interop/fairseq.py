@@ -116,26 +116,26 @@ def fairseq_names(
     """Our name -> the authors' names: several if ours is their concatenation."""
     table: dict[str, list[str]] = {}
 
-    def add(ours: str, *theirs: str) -> None:
+    def add_names(ours: str, *theirs: str) -> None:
         """A module with a weight and a bias."""
         for kind in ("weight", "bias"):
             table[f"{ours}.{kind}"] = [f"{their}.{kind}" for their in theirs]
 
-    add("encoder.feature_norm", "layer_norm")
-    add("encoder.norm", "encoder.layer_norm")
+    add_names("encoder.feature_norm", "layer_norm")
+    add_names("encoder.norm", "encoder.layer_norm")
     if config.feature_width != config.width:
-        add("encoder.project", "post_extract_proj")
+        add_names("encoder.project", "post_extract_proj")
     for i in range(len(config.conv)):
         block, their = f"encoder.conv.blocks.{i}", f"feature_extractor.conv_layers.{i}"
         table[f"{block}.weight"] = [f"{their}.0.weight"]
         if config.conv_norm == "layer":
-            add(f"{block}.norm", f"{their}.2.1")
+            add_names(f"{block}.norm", f"{their}.2.1")
         elif i == 0:
-            add(f"{block}.norm", f"{their}.2")
+            add_names(f"{block}.norm", f"{their}.2")
     for i in range(config.layers):
         layer = f"encoder.layers.{i}"
         for ours, theirs in LAYER_MODULES.items():
-            add(f"{layer}.{ours}", *(f"{layer}.{their}" for their in theirs))
+            add_names(f"{layer}.{ours}", *(f"{layer}.{their}" for their in theirs))
     gain, direction = NORM_KEYS[spelled]
     for name, their in (("gain", gain), ("direction", direction), ("bias", "bias")):
         table[f"encoder.position.{name}"] = [f"conv_pos.pos_conv.0.{their}"]
@@ -143,11 +143,11 @@ def fairseq_names(
     if classifier:
         for parts in table.values():
             parts[:] = [f"encoder.{part}" for part in parts]
-        add("head", "proj")
+        add_names("head", "proj")
         return table
-    add("local.quantizer.logits", "quantizer.weight_proj")
-    add("local.target", "project_q")
-    add("local.context", "final_proj")
+    add_names("local.quantizer.logits", "quantizer.weight_proj")
+    add_names("local.target", "project_q")
+    add_names("local.context", "final_proj")
     table["local.quantizer.codebook"] = ["quantizer.vars"]
     return table
 

@@ -77,7 +77,7 @@ def curves_over_steps(
 @styled
 def curves_of_class(title: str, label_N: Array, score_N: Array) -> Picture:
     """Draws ROC, precision and recall, and calibration; dotted: chance, or perfect calibration."""
-    auroc, auprc = Ranking(label_N, score_N).areas(np.ones((len(label_N), 1)))[:, 0]
+    auroc, auprc = Ranking(label_N, score_N).auroc_and_auprc(np.ones((len(label_N), 1)))[:, 0]
     fallout, sensitivity, _ = roc_curve(label_N, score_N, drop_intermediate=False)
     precision, found, _ = precision_recall_curve(label_N, score_N)
     mean, share, _, error = calibration_curve(label_N[:, None], score_N[:, None])

@@ -72,7 +72,7 @@ def interval_text(ends: Sequence[float], percent: bool = False) -> str:
 
 
 def task_content(result: TaskResult, data: Datasets | None, halves: bool) -> dict[str, Any]:
-    half, record, head = result.half, result.record, result.head
+    half, record, head = result.half_scores, result.record_scores, result.head
     windows, sentence = (
         windows_text(result.facts),
         sentence_to_report(nan_to_none({"record": record})),
@@ -83,7 +83,7 @@ def task_content(result: TaskResult, data: Datasets | None, halves: bool) -> dic
     tables = {}
     if len(record["classes"]) > 1:
         tables[by] = class_table(record["classes"])
-    for name, groups in result.groups.items():
+    for name, groups in result.group_scores.items():
         if len(groups) < 2:  # one group repeats the scores of all
             continue
         tables[f"By {name}"] = group_table(name, groups, next(iter(record["intervals"])))
@@ -313,10 +313,14 @@ def identification_content(result: IdentificationResult) -> dict[str, Any]:
     scores, random = result.scores, result.untrained
     table = [["", "", "95 % interval"]]
     table.append(
-        ["Accuracy", number_text(scores["accuracy"], True), interval_text(result.interval, True)]
+        [
+            "Accuracy",
+            number_text(scores["accuracy"], True),
+            interval_text(result.accuracy_interval, True),
+        ]
     )
     if random:
-        ends = interval_text(random.interval, True)
+        ends = interval_text(random.accuracy_interval, True)
         table.append(
             ["Accuracy of random weights", number_text(random.scores["accuracy"], True), ends]
         )

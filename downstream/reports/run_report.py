@@ -77,7 +77,7 @@ class StepLog:
         values = self.column(key)[-RECENT_STEPS:]
         return float(values[np.isfinite(values)].mean()) if np.isfinite(values).any() else math.nan
 
-    def median(self, key: str) -> float:
+    def median_after_warm_up(self, key: str) -> float:
         """The median without the first row, which includes the warm-up, if there are others."""
         values = self.column(key)[min(1, len(self.rows) - 1) :]
         return (
@@ -172,7 +172,7 @@ def warning_lines(log: RunLog, best: float | None) -> Iterator[str]:
         yield f"The loss was not finite in {broken} of {logged} logged steps."
     if (skipped := metrics.last_value("skipped_steps")) > 0:
         yield f"{skipped:.0f} steps were skipped because the loss or a gradient was not finite."
-    if (wait := metrics.median("data_wait_pct")) > 5 and len(metrics.rows) > 1:
+    if (wait := metrics.median_after_warm_up("data_wait_pct")) > 5 and len(metrics.rows) > 1:
         yield (
             f"Training waited for data {wait:.0f} % of the time: raise pipeline.threads or choose "
             "another pipeline.backend."
@@ -225,11 +225,11 @@ def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
     if ended := training_result(log):
         since = f"{ended['validations_since']} validations since the best"
         yield ["Converged", "yes" if ended["converged"] else "no", since]
-    if math.isfinite(rate := metrics.median("crops_per_s")):
+    if math.isfinite(rate := metrics.median_after_warm_up("crops_per_s")):
         yield ["Crops per second", f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", ""]
-    if (wait := metrics.median("data_wait_pct")) >= 0:
+    if (wait := metrics.median_after_warm_up("data_wait_pct")) >= 0:
         yield ["Waiting for data", f"{wait:.1f} %", "of the time of training"]
-    if math.isfinite(used := metrics.median("mfu")):
+    if math.isfinite(used := metrics.median_after_warm_up("mfu")):
         yield ["MFU", f"{used:.1%}", "of the device's peak"]
 
 

@@ -76,7 +76,7 @@ def reproduce(
     if dry_run:
         return show_plan(folder, plan.jobs.values(), jobs)
 
-    def update(job: Job) -> None:
+    def update_tables(job: Job) -> None:
         if job.kind == "evaluate":
             write_tables(plan)
 
@@ -84,9 +84,9 @@ def reproduce(
     if not collect_only:
         start.begin_folder(plan)
         write_tables(plan)
-        if folder.unfinished(plan.jobs.values()):
+        if folder.unfinished_jobs(plan.jobs.values()):
             with open_executor_and_slots(jobs, cluster) as (executor, slots):
-                code = run_jobs(folder, plan.jobs.values(), executor, slots, update)
+                code = run_jobs(folder, plan.jobs.values(), executor, slots, update_tables)
     write_tables(plan)
     show_tables(plan)
     return code

@@ -70,7 +70,7 @@ class Job:
         return self.name.partition("/")[0]
 
     @property
-    def arguments(self) -> tuple[str, ...]:
+    def python_arguments(self) -> tuple[str, ...]:
         """The command after `python`."""
         program, *words = self.command
         return (*RUN_OMNILEAD, *words) if program == "omnilead" else tuple(words)
@@ -113,7 +113,7 @@ class WorkDir:
         tree = read_json(path)
         return bool(tree) and tree.get("score", 0) is not None
 
-    def unfinished(self, jobs: Iterable[Job]) -> list[Job]:
+    def unfinished_jobs(self, jobs: Iterable[Job]) -> list[Job]:
         return [job for job in jobs if not self.is_done(job)]
 
     def start(self, jobs: Collection[Job], places: Mapping[str, str] | None = None) -> None:
@@ -166,13 +166,13 @@ def expected_seconds(folder: WorkDir, jobs: Collection[Job]) -> dict[str, float]
             took[job.kind] += seconds
             minutes[job.kind] += job.minutes
     expected = {}
-    for job in folder.unfinished(jobs):
+    for job in folder.unfinished_jobs(jobs):
         pace = took[job.kind] / minutes[job.kind] if minutes[job.kind] else 60
         expected[job.name] = job.minutes * pace
     return expected
 
 
-def forecast(jobs: Collection[Job], expected: Mapping[str, float], at_once: int) -> str:
+def forecast_text(jobs: Collection[Job], expected: Mapping[str, float], at_once: int) -> str:
     left = [job for job in jobs if job.name in expected]
     kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(job.kind for job in left).items())
     text = f"{len(left)} of {len(jobs)} jobs left{f' ({kinds})' if kinds else ''}: about "
@@ -185,7 +185,7 @@ def show_plan(folder: WorkDir, jobs: Collection[Job], at_once: int) -> int:
     for job in jobs:
         state = f"about {duration_text(expected[job.name])}" if job.name in expected else "done"
         echo(f"# {job.name}: {state}\n{shlex.join(job.command)}")
-    echo(f"# {forecast(jobs, expected, at_once)}")
+    echo(f"# {forecast_text(jobs, expected, at_once)}")
     return 0
 
 
@@ -231,17 +231,17 @@ def run_jobs(
     """Runs up to slots() jobs at a time, in their order, until none is left that can run, or SIGTERM
     or Ctrl-C stops them. A job that needs a failed one does not run. Returns the exit code: 130
     after Ctrl-C, 1 if a job failed."""
-    waiting = folder.unfinished(jobs)
+    waiting = folder.unfinished_jobs(jobs)
     running: dict[Future[str], Job] = {}
     failed: dict[str, str] = {}
     done = {job.name for job in jobs} - {job.name for job in waiting}
-    say(forecast(jobs, expected_seconds(folder, jobs), slots()))
+    say(forecast_text(jobs, expected_seconds(folder, jobs), slots()))
     with _stop_file_and_signals(folder) as (stop, signals):
         while True:
             ready = [job for job in waiting if done.issuperset(job.needs)]
             for job in ready[: 0 if stop.exists() else max(0, slots() - len(running))]:
                 waiting.remove(job)
-                running[executor.submit(run_job, folder, job, job.arguments, stop)] = job
+                running[executor.submit(run_job, folder, job, job.python_arguments, stop)] = job
             if not running:
                 break
             for future in wait(running, POLL_S * 5, FIRST_COMPLETED).done:

@@ -58,7 +58,7 @@ class Table:
     bold: str  # best: of a column; gain: better than the row `against`
     rows: Mapping[str, Row]
 
-    def column(self, leads: int) -> str:
+    def column_title(self, leads: int) -> str:
         return f"{'P-' if self.padded and leads < 12 else ''}{leads}-lead"
 
 
@@ -134,7 +134,7 @@ class DatasetInfo:
     split: str  # how roles were assigned: paper, paper-split, all
     roles: Mapping[str, Any]  # number of crops of each role, as in dataset.json
 
-    def count(self, group: str, role: str = "") -> int:
+    def count_crops(self, group: str, role: str = "") -> int:
         counts = self.roles.get(group, 0)
         return int(counts if isinstance(counts, int) else counts.get(role, 0))
 
@@ -163,7 +163,7 @@ class PaperPlan:
             start, steps = f"starts/random-{channels}.yaml", steps[1:]
             tree = load_config(row.pretrain, pretraining, Config).tree()
             self.starts[start] = {key: tree[key] for key in tree if key not in ("run", "data")}
-        column = table.column(leads).removesuffix("-lead")
+        column = table.column_title(leads).removesuffix("-lead")
         words = {
             "out": shlex.quote(str(self.folder.path)),
             "data": shlex.quote(self.data.path),

@@ -40,7 +40,7 @@ def open_dataset(url: str) -> DatasetInfo:
         path, dataset.fingerprint, str(dataset.facts.plan), dataset.facts.roles.model_dump()
     )
     for role, mend in NEEDED_ROLES.items():
-        if data.count(*role.split()):
+        if data.count_crops(*role.split()):
             continue
         if data.split != "paper":
             mend = f"it was built with --plan {data.split}: use --plan paper"

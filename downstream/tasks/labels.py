@@ -147,7 +147,7 @@ def _labels_of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabel
     split = split_by_role(datasets, "id_role" if is_identity else "dx_role")
     labelled_N = np.concatenate(split) > 0
     people = people_of(datasets)
-    patients = people.ids(datasets)
+    patients = people.owner_ids_by_dataset(datasets)
     remarks = people.doubtful_ids_remark(labelled_N)
     if is_identity:
         return TaskLabels(task, (), patients, split, remarks, patients=patients)
@@ -186,7 +186,7 @@ def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str
         remarks,
         sheet.name,
         _used_columns(task, sheet, where) if task.labels else None,
-        people.ids(datasets),
+        people.owner_ids_by_dataset(datasets),
         unknown,
         sheet.row_of_crop,
     )

@@ -189,7 +189,7 @@ class Ranking:
         self.first = np.searchsorted(edges, first)
         self.stop = np.searchsorted(edges, stop)
 
-    def areas(self, weight_NB: Array) -> Array:
+    def auroc_and_auprc(self, weight_NB: Array) -> Array:
         """AUROC and AUPRC [2, B] for B weightings. NaN without positives; without negatives AUROC
         is NaN and AUPRC 1."""
         if not len(self.positive):
@@ -215,7 +215,7 @@ class Ranking:
 def weighted_measures(y_N: Array, score_N: Array, weight_NB: Array) -> dict[str, Array]:
     """The metrics [B] of a class that compare models, for B weightings of the rows at once. The
     areas are NaN without positives or negatives."""
-    auroc_B, auprc_B = Ranking(y_N, score_N).areas(weight_NB)
+    auroc_B, auprc_B = Ranking(y_N, score_N).auroc_and_auprc(weight_NB)
     auprc_B[np.isnan(auroc_B)] = np.nan
     sums_2N = np.stack([squared_errors(y_N, score_N), ~np.isnan(y_N)], dtype=np.float32)
     error_B, known_B = sums_2N @ weight_NB
@@ -310,7 +310,7 @@ class Classification(Statistic):
         """Returns auroc, auprc, f_measure, sensitivity, specificity, brier. NaN where the
         denominator is zero."""
         weight_N1 = weight_N[:, None]
-        areas = [ranking.areas(weight_N1) for ranking in self.rankings]
+        areas = [ranking.auroc_and_auprc(weight_N1) for ranking in self.rankings]
         auroc_K, auprc_K = np.concatenate(areas, 1)
         sums_5K = (weight_N @ self.cells_NX).reshape(5, -1)
         true_K, predicted_K, positives_K, known_K, error_K = sums_5K

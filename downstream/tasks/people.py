@@ -20,7 +20,7 @@ class People(NamedTuple):
     owner_N: Array  # index in `names` of the owner of each crop of all datasets
     known_N: Array  # True if the owner is a patient
 
-    def ids(self, datasets: Sequence[Dataset]) -> list[Array]:
+    def owner_ids_by_dataset(self, datasets: Sequence[Dataset]) -> list[Array]:
         """Returns the id of each crop's owner, by dataset, int64 [crops]: odd for patients."""
         return owner_ids(datasets, self.owner_N, self.known_N)
 

@@ -128,7 +128,7 @@ def test_evaluate_agrees_with_the_runs_validation(
     assert first["step"] == 0 and json.loads((run / "run.json").read_text())["best"] == figure
     assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}"
     assert json.loads((run / "result.json").read_text())["converged"] is False
-    assert f"<figcaption>{metric_title(figure)}</figcaption>" in run_report.build(run)
+    assert f"<figcaption>{metric_title(figure)}</figcaption>" in run_report.report_page(run)
     model, before = omnilead.load(run), omnilead.load(base)
     assert model.config["head"]["task"] == task and (model.head is not None) == diagnoses
     old, new = before.encoder.state_dict(), model.encoder.state_dict()
@@ -357,7 +357,7 @@ def test_fewer_channels_are_the_same_as_zeros(base):
     for padded, x in ((True, torch.zeros_like(x_RLT).index_copy(1, there, few)), (False, few)):
         augment = {"leads": "I,II,V2", "padded": padded, "rlm": 0.0}
         config = build_config({"start": str(base), "augment": augment}, FinetuneConfig)
-        encoder = Encoder(config.tuned(begin.model), mask=False).eval()
+        encoder = Encoder(config.tuned_architecture(begin.model), mask=False).eval()
         encoder.load_state_dict(select_leads(begin, config))
         outputs.append(encoder(x))
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
@@ -438,7 +438,7 @@ def test_class_vectors_initialised_with_means(base, dataset, tmp_path):
 @pytest.mark.parametrize("task", ["diagnosis", "identification"])
 def test_missing_halves_are_ignored(task):
     small = build_config({"model": {"width": 16, "layers": 1, "heads": 2, "ffn": 16}}).model
-    encoder = Encoder(FinetuneConfig(start="x").tuned(small), mask=False)
+    encoder = Encoder(FinetuneConfig(start="x").tuned_architecture(small), mask=False)
     seeded = torch.Generator().manual_seed(0)
     initialise(encoder, seeded)
     model = Classifier(encoder, TaskConfig(kind=KINDS[task]), 26, seeded).eval()

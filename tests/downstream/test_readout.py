@@ -96,9 +96,9 @@ def test_unknown_parts_are_refused(text):
 def test_a_normalised_input_has_no_amplitudes(tmp_path):
     save_model(tmp_path / "A", preprocessing={"scale": "zscore"})
     model = omnilead.load(tmp_path / "A")
-    assert model.readout_of("mean+std") == ("mean", "std")
+    assert model.suitable_readout("mean+std") == ("mean", "std")
     with pytest.raises(ConfigError, match="need a model whose input is in millivolts at 500 Hz"):
-        model.readout_of("rhythm")
+        model.suitable_readout("rhythm")
 
 
 def test_the_shipped_model_is_complete():

@@ -91,7 +91,7 @@ def test_identification_equals_a_loop_over_gallery_crops(data, pretrained, evalu
     document, model = evaluated(pretrained), omnilead.load(pretrained)
     patient = data.column("patient")
     gallery, probe = data.select(identity="gallery"), data.select(identity="probe")
-    first = [model.pooled(halves_of(data, rows)[0][::2]) for rows in (gallery, probe)]
+    first = [model.pool_tokens(halves_of(data, rows)[0][::2]) for rows in (gallery, probe)]
     assert document["score"] == pytest.approx(accuracy(*first, patient[gallery], patient[probe]))
     assert [document[name] for name in ("n", "gallery", "one_sided")] == [100, 100, 0]
     assert document["metrics"]["ties"] == 0
@@ -122,7 +122,7 @@ def test_identification_in_validation_compares_the_halves_of_a_crop(data, saved_
     assert sum("while the head was fitted on ECGs of 100 Hz" in x for x in document["remarks"]) == 1
     rows = data.select(identity="valid")
     rows = rows[data.column("halves")[rows] == 2]
-    c = omnilead.load(folder).pooled(halves_of(data, rows)[0])
+    c = omnilead.load(folder).pool_tokens(halves_of(data, rows)[0])
     patient = patient_ids([data])[0][rows]
     assert document["score"] == pytest.approx(accuracy(c[::2], c[1::2], patient, patient))
     assert document["n"] == document["gallery"] == len(rows)
@@ -150,7 +150,9 @@ def test_the_first_half_of_a_normalised_crop(data, saved_model, evaluated):
 
     patient = data.column("patient")
     sides = [data.select(identity=role) for role in ("gallery", "probe")]
-    first, asked = (model.pooled(torch.stack([scaled(row)[0] for row in side])) for side in sides)
+    first, asked = (
+        model.pool_tokens(torch.stack([scaled(row)[0] for row in side])) for side in sides
+    )
     by_hand = accuracy(first, asked, *(patient[side] for side in sides))
     assert evaluated(folder)["score"] == pytest.approx(by_hand)
     gallery = identification.identify(model, Datasets((data,)), results.EvalOptions()).gallery_PD

@@ -189,7 +189,7 @@ def test_one_score_has_one_interval():
     """Where a group has all records, as where there is one source: that of the whole."""
     result = of_kind("binary", ["AF"], unknown=0)
     result = replace(result, groups_N={"source": np.repeat("mine", 120)}, resamples=400)
-    assert result.groups["source"]["mine"]["intervals"] == result.record["intervals"]
+    assert result.group_scores["source"]["mine"]["intervals"] == result.record_scores["intervals"]
 
 
 @pytest.mark.parametrize(

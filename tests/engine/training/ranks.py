@@ -81,7 +81,7 @@ def train(arguments, before=None):
 
 def without_charts(arguments, before):
     """In a process of its own."""
-    run_report.build = drawn_nothing
+    run_report.report_page = drawn_nothing
     return train(arguments, before)
 
 
