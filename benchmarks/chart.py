@@ -9,7 +9,7 @@ from html import escape
 from typing import NamedTuple
 
 from benchmarks.measure import Part
-from benchmarks.tables import device_of, machine_name, markdown_table, per_cpu
+from benchmarks.tables import device_of, machine_name, markdown_table, per_cpu_rate
 
 PAGE_WIDTH, LABEL_WIDTH, NUMBER_WIDTH = (
     760,
@@ -99,7 +99,7 @@ def rates_and_parts(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[st
     rates: Rates = {}
     for program, case in panel.programs.items():
         rates[program] = {
-            name: per_cpu(part["results"][case])
+            name: per_cpu_rate(part["results"][case])
             for name, part in reversed(sources.items())
             if case in part["results"]
         }
@@ -147,7 +147,7 @@ def draw_chart(parts: Sequence[Part]) -> str:
                 width = (
                     (PAGE_WIDTH - LABEL_WIDTH - NUMBER_WIDTH) * by_machine.get(name, 0) / longest
                 )
-                lines.append(_bar(f"{kind}{place}", y, width))
+                lines.append(_bar_svg(f"{kind}{place}", y, width))
                 said = f"{by_machine[name]:{panel.form}}" if name in by_machine else "not measured"
                 x_said = LABEL_WIDTH + width + 6
                 lines.append(
@@ -171,5 +171,5 @@ def draw_chart(parts: Sequence[Part]) -> str:
     return "\n".join([head, frame, *lines, "</svg>", ""])
 
 
-def _bar(kind: str, y: int, width: float) -> str:
+def _bar_svg(kind: str, y: int, width: float) -> str:
     return f'<rect class="{kind}" x="{LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT - 3}"/>'

@@ -135,7 +135,7 @@ def crop_table(rows: np.ndarray) -> pa.Table:
     return pa.Table.from_pydict(columns, schema=PART_COLUMNS)
 
 
-class Headers(Source):
+class NoiseArchive(Source):
     """An archive of noise."""
 
     name = "headers"
@@ -232,7 +232,7 @@ def hash_seen_crops(url: str) -> Job:
 def plan_shards(records: int) -> Job:
     yield 0
     while True:
-        shard_plan = make_plan([Headers(range(records))], seed=0)
+        shard_plan = make_plan([NoiseArchive(range(records))], seed=0)
         for _ in shard_plan.planned(range(shard_plan.shards)):
             pass
         del shard_plan

@@ -20,7 +20,7 @@ SAMPLES = CROP_SHAPE[0] * CROP_SHAPE[1]
 ItemsAndConverter = tuple[Any, Callable[[Any], torch.Tensor]]
 
 
-def crops_of(dataset: Path) -> Iterator[np.ndarray]:
+def read_crops(dataset: Path) -> Iterator[np.ndarray]:
     opened = Dataset.open(str(dataset))
     return map(opened.read, range(len(opened)))
 
@@ -31,7 +31,7 @@ def crop_from_bytes(name: str, item: Any) -> torch.Tensor:
 
 def write_npy(dataset: Path, place: Path) -> None:
     with place.open("wb") as file:
-        np.save(file, np.stack(list(crops_of(dataset))))
+        np.save(file, np.stack(list(read_crops(dataset))))
 
 
 def open_npy(place: Path) -> ItemsAndConverter:
@@ -44,7 +44,7 @@ def write_hugging_face(dataset: Path, place: Path) -> None:
     from datasets.arrow_writer import ArrowWriter
 
     with ArrowWriter(path=str(place), features=Features(ecg=Value("binary"))) as writer:
-        for crop in crops_of(dataset):
+        for crop in read_crops(dataset):
             writer.write({"ecg": crop.tobytes()})
         writer.finalize()
 
@@ -55,7 +55,7 @@ def open_hugging_face(place: Path) -> ItemsAndConverter:
     return datasets.Dataset.from_file(str(place)), partial(crop_from_bytes, "ecg")
 
 
-def samples_of(dataset: str, row: int) -> torch.Tensor:
+def read_samples(dataset: str, row: int) -> torch.Tensor:
     return torch.from_numpy(Dataset.open(dataset).read(row).flatten())
 
 
@@ -65,7 +65,7 @@ def write_litdata(dataset: Path, place: Path) -> None:
     import litdata
 
     litdata.optimize(
-        partial(samples_of, str(dataset)),
+        partial(read_samples, str(dataset)),
         list(range(len(Dataset.open(str(dataset))))),
         str(place),
         chunk_bytes="64MB",
@@ -87,7 +87,7 @@ def write_mosaicml(dataset: Path, place: Path) -> None:
     from streaming import MDSWriter
 
     with MDSWriter(out=str(place), columns={"ecg": "ndarray:int16:12,5000"}) as writer:
-        for crop in crops_of(dataset):
+        for crop in read_crops(dataset):
             writer.write({"ecg": crop})
 
 

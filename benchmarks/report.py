@@ -27,9 +27,9 @@ from benchmarks.tables import (
     device_of,
     machine_name,
     markdown_table,
-    times_library,
-    times_recreation,
-    times_step,
+    speed_against_library,
+    speed_against_recreation,
+    step_speed_against_recreation,
 )
 from omnilead.downstream.reports import bench_report
 
@@ -183,20 +183,20 @@ TAR_CASE = "^ingest: omnilead, tar$"
 TARGETS = (
     Target("records to tar shards a CPU-second, one worker", "ingest", TAR_CASE, median_getter("per_cpu_s"), 2000),
     Target("records to tar shards, times the re-creation of fairseq-signals' preprocessing",
-        "ingest", TAR_CASE, times_recreation, 10),
+        "ingest", TAR_CASE, speed_against_recreation, 10),
     Target(f"lead masking, torch, one thread, {TIMES_LOADER}",
-        "loader", f"^RLM{ONE_THREAD}", times_recreation, 10, "cpu"),
+        "loader", f"^RLM{ONE_THREAD}", speed_against_recreation, 10, "cpu"),
     Target("lead masking, torch, one thread, times the fastest of other libraries",
-        "loader", f"^RLM{ONE_THREAD}", times_library, 2.5, "cpu"),
+        "loader", f"^RLM{ONE_THREAD}", speed_against_library, 2.5, "cpu"),
     Target(f"noise, torch, one thread, {TIMES_LOADER}",
-        "loader", rf"^physio\S*{ONE_THREAD}", times_recreation, 15, "cpu"),
+        "loader", rf"^physio\S*{ONE_THREAD}", speed_against_recreation, 15, "cpu"),
     Target("crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
         "loader", r"^RLM: (torch|dali) to cuda, batch (256|1024)$", median_getter("per_s"), 27_000,
         "cuda"),
     Target(f"the paper's model in bf16, {TIMES_STEP}",
-        "step", "^omnilead: (autocast|bf16), .*crops$", times_step, 3, "cpu"),
+        "step", "^omnilead: (autocast|bf16), .*crops$", step_speed_against_recreation, 3, "cpu"),
     Target(f"the paper's model in fp32, {TIMES_STEP}",
-        "step", "^omnilead: fp32, .*crops$", times_step, 1.1, "cpu"),
+        "step", "^omnilead: fp32, .*crops$", step_speed_against_recreation, 1.1, "cpu"),
     Target("crops a second through the paper's model (the target is for an H200)",
         "step", "^omnilead: ", median_getter("per_s"), 2700, "cuda"),
     Target("overhead of the loader and the loop over the bare step, %",
@@ -289,7 +289,7 @@ def part_blocks(part: Part) -> Iterator[str]:
     yield tables.measurement_note(part)
 
 
-def official_fold() -> Part:
+def read_official_fold() -> Part:
     """Reads what `omnilead bench` wrote about PTB-XL's official test fold."""
     return {"results": {"real": json.loads(OFFICIAL_FOLD.read_text())}}
 
@@ -297,7 +297,7 @@ def official_fold() -> Part:
 def evidence_page() -> str:
     """Returns EVIDENCE.md with the table of PTB-XL's official test fold."""
     before, _, rest = EVIDENCE_PAGE.read_text().partition(BEGIN)
-    table = tables.headline_table(official_fold())
+    table = tables.headline_table(read_official_fold())
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
 
 
@@ -396,7 +396,7 @@ def main() -> int:
     RESULTS_PAGE.write_text(results_page(parts))
     EVIDENCE_PAGE.write_text(evidence_page())
     CHART.write_text(chart.draw_chart(parts))
-    figures = {"fold10.png": share_chart(official_fold())}
+    figures = {"fold10.png": share_chart(read_official_fold())}
     latest = newest_parts(parts)
     for part in latest.values():
         if part["benchmark"] == "evidence":

@@ -49,7 +49,7 @@ def rate_blocks(part: Part) -> Iterator[str]:
     """Renders rates; memory is that of the case's main process."""
     rows = []
     for name, result in part["results"].items():
-        times = times_recreation(name, part["results"])
+        times = speed_against_recreation(name, part["results"])
         unit = " GB" if name.startswith("verify") else ""
         cells = [
             name,
@@ -62,7 +62,7 @@ def rate_blocks(part: Part) -> Iterator[str]:
     yield markdown_table(f"| | {head} |", rows)
 
 
-def times_recreation(name: str, results: dict[str, Result]) -> float:
+def speed_against_recreation(name: str, results: dict[str, Result]) -> float:
     """Returns the speed per CPU-second, relative to the fastest re-creation of its kind (the name
     before the colon); NaN if there is none."""
     kind = name.split(":")[0].removeprefix("authors_")  # older records name re-creations this way
@@ -71,16 +71,16 @@ def times_recreation(name: str, results: dict[str, Result]) -> float:
     ]
     if not peers or name in peers:
         return nan
-    return per_cpu(results[name]) / max(per_cpu(results[peer]) for peer in peers)
+    return per_cpu_rate(results[name]) / max(per_cpu_rate(results[peer]) for peer in peers)
 
 
-def times_library(name: str, results: dict[str, Result]) -> float:
+def speed_against_library(name: str, results: dict[str, Result]) -> float:
     """Returns the speed per CPU-second, relative to the fastest other library's with lead masking;
     NaN if there is none."""
     library_rates = [
-        per_cpu(results[other]) for other in results if other.endswith(" in a DataLoader")
+        per_cpu_rate(results[other]) for other in results if other.endswith(" in a DataLoader")
     ]
-    return per_cpu(results[name]) / max(library_rates, default=nan)
+    return per_cpu_rate(results[name]) / max(library_rates, default=nan)
 
 
 def loader_blocks(part: Part) -> Iterator[str]:
@@ -97,7 +97,7 @@ def loader_blocks(part: Part) -> Iterator[str]:
 def step_blocks(part: Part) -> Iterator[str]:
     """Renders steps. Ratios are to the re-creation with the same number of crops. Older records do
     not say what computed the attention."""
-    results, figure, rows = part["results"], main_rate(part), []
+    results, figure, rows = part["results"], main_rate_key(part), []
     traced = any("attention" in result for result in results.values())
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
     baselines = ("fp32", "autocast") if figure == "per_s" else ("fp32",)
@@ -109,7 +109,8 @@ def step_blocks(part: Part) -> Iterator[str]:
             share = 100 * speed[name] * part["input"]["gflop_per_crop"] / (product or 1)
             unit, mfu = "", f"{share:.0f} %" if product else ""
             ratios = {
-                baseline: times_step(name, results, baseline, figure) for baseline in baselines
+                baseline: step_speed_against_recreation(name, results, baseline, figure)
+                for baseline in baselines
             }
             times = [
                 f"{ratio:.2f}x ({baseline})"
@@ -119,7 +120,7 @@ def step_blocks(part: Part) -> Iterator[str]:
         cells = [
             name,
             median_formatter("per_s")(result) + unit,
-            number_text(per_cpu(result)) + unit,
+            number_text(per_cpu_rate(result)) + unit,
         ]
         memory = result.get("gpu_peak_mb", result["peak_mb"]) / 1024
         cells += [range_formatter(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"]
@@ -136,7 +137,7 @@ def step_blocks(part: Part) -> Iterator[str]:
 
 def cpc_blocks(part: Part) -> Iterator[str]:
     """Renders steps of ECG-CPC. Ratios are to the re-creation, which is in float32."""
-    results, figure, rows = part["results"], main_rate(part), []
+    results, figure, rows = part["results"], main_rate_key(part), []
     step_gflop = part["input"]["gflop_per_crop"]
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
     authors = [value for name, value in speed.items() if name.startswith("re-creation")]
@@ -158,7 +159,7 @@ def cpc_blocks(part: Part) -> Iterator[str]:
     yield "MFU: of the encoder's FLOPs alone, as a share of the matrix product's rate."
 
 
-def times_step(
+def step_speed_against_recreation(
     name: str, results: dict[str, Result], baseline: str = "fp32", figure: str = "per_cpu_s"
 ) -> float:
     """Returns the speed, relative to the re-creation with the same number of crops; NaN without
@@ -173,7 +174,7 @@ def loop_blocks(part: Part) -> Iterator[str]:
         "backend": lambda result: result["backend"],
         "crops per second": median_formatter("per_s"),
         "per CPU-second": median_formatter("per_cpu_s"),
-        "bare step": median_formatter(f"bare_{main_rate(part)}"),
+        "bare step": median_formatter(f"bare_{main_rate_key(part)}"),
         "overhead": percent_formatter("overhead_pct"),
         "95 % interval" if has_intervals else "lowest to highest": range_formatter("overhead_pct"),
         "loader's part": percent_formatter("loader_pct"),
@@ -217,7 +218,7 @@ def scaling_blocks(part: Part) -> Iterator[str]:
         size, _, job = name.partition(": ")
         if size == list(SHARE_OF_SIZE)[-1]:
             of_sizes = [results.get(f"{size}: {job}") for size in SHARE_OF_SIZE]
-            cpu_s = [1 / per_cpu(result) if result else nan for result in of_sizes]
+            cpu_s = [1 / per_cpu_rate(result) if result else nan for result in of_sizes]
             mb = [result["peak_mb"] if result else nan for result in of_sizes]
             rows.append(
                 [
@@ -254,8 +255,8 @@ def scaling_blocks(part: Part) -> Iterator[str]:
                 range_formatter("per_s")(result),
                 f"{100 * efficiency:.0f} %",
             ]
-            efficiency = per_cpu(result) / per_cpu(single_rank)
-            rows.append([*cells, number_text(per_cpu(result)), f"{100 * efficiency:.0f} %"])
+            efficiency = per_cpu_rate(result) / per_cpu_rate(single_rank)
+            rows.append([*cells, number_text(per_cpu_rate(result)), f"{100 * efficiency:.0f} %"])
         head = "crops per second | lowest to highest | efficiency | per CPU-second | efficiency"
         yield markdown_table(f"| on this machine | {head} |", rows)
 
@@ -359,13 +360,13 @@ def machine_name(part: Part) -> str:
     return str(hardware["gpus"][0]["name"] if device_of(part) == "cuda" else hardware["cpu"])
 
 
-def main_rate(part: Part) -> str:
+def main_rate_key(part: Part) -> str:
     """Returns the rate that counts: per second on a GPU, which is not shared, else per
     CPU-second."""
     return "per_s" if device_of(part) == "cuda" else "per_cpu_s"
 
 
-def per_cpu(result: Result) -> float:
+def per_cpu_rate(result: Result) -> float:
     return float(result["per_cpu_s"]["median"])
 
 

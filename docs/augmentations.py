@@ -82,13 +82,15 @@ def draw_figure(ecg: Array, title: str) -> Figure:
     axes = page.add_subplot(grid[0, :2])
     _draw_leads(axes, np.hstack(halves[0]), np.hstack(masked[0]), MASK)
     left = f"{first} of 12 leads left in the first half, {second} in the second"
-    _title(axes, "Random lead masking", left)
+    _draw_title(axes, "Random lead masking", left)
     axes.axvline(5, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
     views, _ = augmented_halves_and_params(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
     for i, view in enumerate(views[0]):
         axes = page.add_subplot(grid[0, 2 + i])
         _draw_leads(axes, halves[0, 0], view, VIEW)
-        _title(axes, f"3KG, view {i + 1}", "dipole turned and stretched, half of each lead zeroed")
+        _draw_title(
+            axes, f"3KG, view {i + 1}", "dipole turned and stretched, half of each lead zeroed"
+        )
     return page
 
 
@@ -100,11 +102,11 @@ def _draw_noise(page: Figure, halves: Array) -> None:
         after, p = augmented_halves_and_params(halves, AugmentConfig(rlm=0, noise=noise))
         _draw_lead(axes, halves[0, 0, LEAD], after[0, 0, LEAD], noise)
         if noise in SETS:
-            _title(axes, noise or "Original", SETS[noise])
+            _draw_title(axes, noise or "Original", SETS[noise])
         else:
             kind = noise.removeprefix("authors_")
             title = TITLES[kind] + ", authors' code" * (noise in AUTHORS_NOISE)
-            _title(axes, title, _describe(kind, p))
+            _draw_title(axes, title, _params_text(kind, p))
 
 
 def augmented_halves_and_params(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
@@ -115,7 +117,7 @@ def augmented_halves_and_params(halves: Array, config: AugmentConfig) -> tuple[A
     return augment(x_BSLT, given, config.stages, ops).numpy(), p
 
 
-def _describe(kind: str, p: Params) -> str:
+def _params_text(kind: str, p: Params) -> str:
     """Names the parameters of one kind of noise, as drawn for the lead shown."""
     drawn = {
         name.removeprefix(f"{kind}_"): values[0, 0, LEAD % values.shape[2]]
@@ -158,7 +160,7 @@ def _draw_leads(axes: Axes, before: Array, after: Array, colour: str) -> None:
     axes.xaxis.set_major_locator(MultipleLocator(1))
 
 
-def _title(axes: Axes, title: str, subtitle: str) -> None:
+def _draw_title(axes: Axes, title: str, subtitle: str) -> None:
     axes.set_title(title, loc="left", pad=15, fontsize=10, color=INK, weight="bold")
     axes.annotate(
         subtitle, (0, 1), (0, 4), "axes fraction", "offset points", fontsize=8, color=GREY

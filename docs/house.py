@@ -53,14 +53,14 @@ def main(out: Path) -> None:
     ]
     # A room needs no arrow to what it also reaches through another room
     arrows = {
-        name: used - {far for near in used for far in _all_below(near, below)}
+        name: used - {far for near in used for far in _rooms_below(near, below)}
         for name, used in below.items()
     }
     draw_house(out, [row for row in rows if row], members, arrows)
 
 
-def _all_below(name: str, below: dict[str, set[str]]) -> set[str]:
-    return below[name].union(*(_all_below(other, below) for other in below[name]))
+def _rooms_below(name: str, below: dict[str, set[str]]) -> set[str]:
+    return below[name].union(*(_rooms_below(other, below) for other in below[name]))
 
 
 def draw_house(

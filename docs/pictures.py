@@ -163,20 +163,20 @@ def draw_wings(
         middle = y + 18 + TALL / 2
         lines += [
             f'<rect class="w{place}" x="8" y="{y + 4}" width="{WIDTH - 16}" height="{ROW - 8}" rx="6"/>',
-            _text(22, y + 48, title, "t"),
-            _text(22, y + 72, first),
-            _text(22, y + 91, second),
+            _text_svg(22, y + 48, title, "t"),
+            _text_svg(22, y + 72, first),
+            _text_svg(22, y + 91, second),
             f'<g transform="translate({LEFT_X} {y + 14})">{left}</g>',
             f'<g transform="translate({RIGHT_X} {y + 14})">{right}</g>',
-            _text(LEFT_X, y + 116, captions[place][0], "s"),
-            _text(RIGHT_X, y + 116, captions[place][1], "s"),
-            _text((LEFT_X + DRAWN + RIGHT_X) / 2, middle - 10, command, "c", "middle"),
+            _text_svg(LEFT_X, y + 116, captions[place][0], "s"),
+            _text_svg(RIGHT_X, y + 116, captions[place][1], "s"),
+            _text_svg((LEFT_X + DRAWN + RIGHT_X) / 2, middle - 10, command, "c", "middle"),
             f'<path class="arrow" d="M{LEFT_X + DRAWN + 12} {middle}h{RIGHT_X - LEFT_X - DRAWN - 26}m-7 -5l7 5l-7 5"/>',
         ]
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+def _text_svg(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
@@ -201,7 +201,7 @@ def draw_paper(signal_LT: Array) -> str:
     for place, lead in enumerate(("II", "V1")):
         mv_T = signal_LT[LEADS.index(lead), :HALF]
         lines.append(draw_trace(mv_T, 22, 32 + 36 * place, DRAWN - 26, 20))
-        lines.append(_text(4, 26 + 36 * place, lead, "s"))
+        lines.append(_text_svg(4, 26 + 36 * place, lead, "s"))
     return "".join(lines)
 
 
@@ -259,11 +259,11 @@ def draw_bars(prediction: dict[str, float]) -> str:
     lines = []
     for place, (name, probability) in enumerate(prediction.items()):
         y = 8 + 26 * place
-        lines.append(_text(0, y + 14, name))
+        lines.append(_text_svg(0, y + 14, name))
         lines.append(
             f'<rect class="down" x="50" y="{y + 2}" width="{max(1, 130 * probability):.1f}" height="14"/>'
         )
-        lines.append(_text(56 + 130 * probability, y + 14, f"{probability:.2f}", "s"))
+        lines.append(_text_svg(56 + 130 * probability, y + 14, f"{probability:.2f}", "s"))
     return "".join(lines)
 
 

@@ -118,7 +118,7 @@ def evaluate(
         join_ranks()
         trained = load(run, code).to(select_device(device))
         if not table and task == "auto":
-            table = labels_of_run(run)
+            table = label_table_of_run(run)
         result = score_model(trained, datasets, task, table, options)
     if launched_ranks()[0]:
         return None
@@ -213,7 +213,7 @@ class ResultFiles(NamedTuple):
                 Path(str(halves_file_of_dataset(self.halves_file, number))).unlink(missing_ok=True)
 
 
-def labels_of_run(model: str) -> str:
+def label_table_of_run(model: str) -> str:
     """The label table that RUN keeps from its training; "" if there is none. The path or address
     that a model names is never opened, because the model may come from anyone."""
     table = Path(model, LABELS)

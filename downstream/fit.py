@@ -114,7 +114,7 @@ def fit(
         anonymous=anonymous,
         embedding=EmbedOptions(readout, batch, device, precision, code),
     )
-    scores, sentences = fitting.fit(options)
+    scores, sentences = fitting.fit_scores_and_sentences(options)
     return FittedModel(Path(out), scores, sentences)
 
 

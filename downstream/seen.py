@@ -36,11 +36,11 @@ from omnilead.engine.settings.files import File
 
 def main(arguments: Sequence[str] | None = None) -> int:
     typed = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse_options(print_seen, "seen", __doc__, model_first(typed))
+    options = parse_options(print_seen, "seen", __doc__, with_model_first(typed))
     return run_on_ranks("omnilead seen", lambda: print_seen(**options), options["out"])
 
 
-def model_first(arguments: Sequence[str]) -> list[str]:
+def with_model_first(arguments: Sequence[str]) -> list[str]:
     """The arguments with `--model MODEL`, as other commands have it, as MODEL."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", nargs="?")

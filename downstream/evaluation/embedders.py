@@ -147,7 +147,7 @@ def embedder_of(name: str, folder: str, options: EmbedOptions) -> Embedder:
     )
     batch = options.batch or (256 if model.device.type == "cuda" else 16)
     embedder = Embedder(name, "", model.input, model, model, batch, precision=precision)
-    return with_readout(embedder, token_parts(model, options.readout))
+    return with_readout(embedder, readout_of_tokens(model, options.readout))
 
 
 def with_readout(embedder: Embedder, readout: Readout) -> Embedder:
@@ -163,7 +163,7 @@ def with_readout(embedder: Embedder, readout: Readout) -> Embedder:
 def _random_embedder(embedder: Embedder, architecture: str, readout: str, seed: int) -> Embedder:
     """Random weights of the architecture of a model, read out in the same way."""
     model = embedder.trained_model
-    parts = token_parts(model, readout)
+    parts = readout_of_tokens(model, readout)
 
     def forward(x_RLT: Tensor) -> Tensor:
         return _random_model(model, seed).read(x_RLT, parts)
@@ -176,7 +176,7 @@ def _random_model(model: TrainedModel, seed: int) -> TrainedModel:
     return model.with_random_weights(seed)
 
 
-def token_parts(model: TrainedModel, readout: str) -> Readout:
+def readout_of_tokens(model: TrainedModel, readout: str) -> Readout:
     """Returns the read-out without `rhythm`, which has nothing of the model."""
     parts = tuple(part for part in model.suitable_readout(readout) if part != "rhythm")
     if not parts:

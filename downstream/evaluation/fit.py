@@ -1,6 +1,6 @@
 """Fits a head on a frozen model and writes both: what `omnilead fit` does.
 
-scores, sentences = fit(FitOptions("DATASET", "MODEL", labels="my.csv"))       # of cross-validation
+scores, sentences = fit_scores_and_sentences(FitOptions("DATASET", "MODEL", labels="my.csv"))  # of cross-validation
 """
 
 import shlex
@@ -58,7 +58,7 @@ class FitOptions:
         return HeadOptions(self.reader, self.embedding.readout, self.leads, self.folds or 0)
 
 
-def fit(options: FitOptions) -> tuple[Facts, list[str]]:
+def fit_scores_and_sentences(options: FitOptions) -> tuple[Facts, list[str]]:
     """Fits a head and writes it. Returns its `cross_validated` scores, and sentences for the
     user."""
     refuse_ranks("a head is")

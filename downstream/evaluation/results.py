@@ -43,7 +43,7 @@ from ..inference.outputs import (
 )
 from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from ..tasks.config import TaskConfig
-from ..tasks.join import names_in_several
+from ..tasks.join import records_in_several_datasets
 from ..tasks.kinds import KINDS, LEAST_POSITIVES, sensitive_points, sensitivity_sentences
 from ..tasks.labels import DX_ROLES_HINT, TaskLabels, read_task
 from ..tasks.metrics import (
@@ -183,10 +183,10 @@ class TaskResult:
         elif is_few:
             remarks.append(f"{TOO_FEW_NOTE} have no interval, or an exact one{without}.")
         else:
-            remarks += self._without_interval()
+            remarks += self._scores_without_interval()
         return remarks
 
-    def _without_interval(self) -> list[str]:
+    def _scores_without_interval(self) -> list[str]:
         same = [
             name
             for name, ends in self.record_scores["intervals"].items()
@@ -436,7 +436,7 @@ def record_names(data: Datasets, rows: Array) -> list[str]:
     """The record of each crop. A name that several datasets have is followed by the dataset's."""
     table = data.table(["source", "record"]).take(rows).to_pydict()
     names = [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
-    shared = set(names_in_several(data.all))
+    shared = set(records_in_several_datasets(data.all))
     if not shared:
         return names
     urls = [dataset.root.url for dataset in data.all]

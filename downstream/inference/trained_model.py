@@ -555,7 +555,7 @@ def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input)
     without a measured lead, or with only flat leads, are left out."""
     indices = leads_in_order(leads)
     wanted.require_leads(indices)
-    values, names = _as_array(signal), tuple(LEADS[lead] for lead in indices)
+    values, names = _signal_array(signal), tuple(LEADS[lead] for lead in indices)
     if values.ndim == 2 and len(values) != len(names) == values.shape[1]:
         raise SignalError(
             f"has {len(values):,} rows and {len(names)} columns: transpose it to [leads, samples]"
@@ -563,7 +563,7 @@ def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input)
     invalid = NOT_MEASURED if values.dtype == np.int16 else None  # as loadmat returns it
     try:
         record = EcgRecord("", values, float(fs_hz), names, unit_name(str(unit)), invalid=invalid)
-        count = _crops_with_windows(record, wanted)
+        count = _count_crops_with_windows(record, wanted)
     except (ReadError, TypeError, ValueError) as error:
         needed = "[leads, samples] in V, mV or uV at {:g} to {:g} Hz".format(*RATE_RANGE_HZ)
         raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
@@ -603,7 +603,7 @@ def _usable_crops(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Itera
             yield crop
 
 
-def _crops_with_windows(record: EcgRecord, wanted: Input) -> int:
+def _count_crops_with_windows(record: EcgRecord, wanted: Input) -> int:
     samples = samples_at_500(record.signal.shape[1], record.fs_hz)
     count = samples // CROP
     if wanted.needed_s == HALF_S:
@@ -616,7 +616,7 @@ def _crops_with_windows(record: EcgRecord, wanted: Input) -> int:
     return count
 
 
-def _as_array(signal: Any) -> np.ndarray:
+def _signal_array(signal: Any) -> np.ndarray:
     if isinstance(signal, Tensor):
         signal = signal.detach().cpu()
         signal = (signal.double() if signal.is_floating_point() else signal).numpy()

@@ -309,7 +309,7 @@ def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
         ):
             child = subprocess.Popen(
                 [sys.executable, "-ISc", CHILD_CODE, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                env=_environment(), start_new_session=True, pass_fds=[lock.fileno()],
+                env=_child_environment(), start_new_session=True, pass_fds=[lock.fileno()],
             )  # fmt: skip
         while child.poll() is None and not stop.exists():
             time.sleep(POLL_S)
@@ -330,7 +330,7 @@ def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
     return f"exit code {code}"
 
 
-def _environment() -> dict[str, str]:
+def _child_environment() -> dict[str, str]:
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": paths} | getattr(THREAD_LOCAL, "environment", {})
 

@@ -85,7 +85,9 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
             f"{url}: has no row for {count_and_first(without_row, data.keys)} of {all_records}"
         )
     rows = split_by_dataset(matches.row[data.key_of_crop], datasets)
-    is_shared = np.asarray(pc.is_in(data.keys, pa.array(names_in_several(datasets), pa.string())))
+    is_shared = np.asarray(
+        pc.is_in(data.keys, pa.array(records_in_several_datasets(datasets), pa.string()))
+    )
     shared = np.flatnonzero(is_shared & (matches.row >= 0))
     if len(shared):
         remarks.append(
@@ -146,7 +148,7 @@ def record_of_crop(datasets: Sequence[Dataset]) -> Array:
     return np.concatenate(numbers_of_datasets)
 
 
-def names_in_several(datasets: Sequence[Dataset]) -> list[str]:
+def records_in_several_datasets(datasets: Sequence[Dataset]) -> list[str]:
     """The records, as source/record, that more than one of the datasets has."""
     if len(datasets) < 2:
         return []

@@ -201,10 +201,10 @@ class _ClassKind(Kind):
     def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         known_NK = windows_N[:, None] * ~np.isnan(y)
         share_K = (known_NK * (y > 0)).sum(0) / np.maximum(known_NK.sum(0), 1)
-        return {"auroc": 0.5} | self.chance_of_shares(share_K)
+        return {"auroc": 0.5} | self.chance_metrics_of_shares(share_K)
 
     @abstractmethod
-    def chance_of_shares(self, share_K: Array) -> dict[str, float]: ...
+    def chance_metrics_of_shares(self, share_K: Array) -> dict[str, float]: ...
 
 
 class BinaryKind(_ClassKind):
@@ -222,7 +222,7 @@ class BinaryKind(_ClassKind):
     def scores(self, logits_RK: Tensor) -> Tensor:
         return logits_RK.sigmoid()
 
-    def chance_of_shares(self, share_K: Array) -> dict[str, float]:
+    def chance_metrics_of_shares(self, share_K: Array) -> dict[str, float]:
         if not share_K.any():
             return {}
         return {"auprc": float(share_K[share_K > 0].mean())}
@@ -279,7 +279,7 @@ class MulticlassKind(_ClassKind):
         of_class_N1 = np.nansum(y_NK * positive_K, axis=1, keepdims=True)
         return np.asarray(of_class_N1, np.float32)
 
-    def chance_of_shares(self, share_K: Array) -> dict[str, float]:
+    def chance_metrics_of_shares(self, share_K: Array) -> dict[str, float]:
         return {"accuracy": float(share_K.max())}
 
     def output_fields(self, classes: Names, unit: str) -> list[tuple[str, pa.DataType]]:

@@ -39,9 +39,9 @@ def task_outputs_and_values(
             *columns_hint_parts(["NAME"]),
         )
     if task.positive:
-        return task, (f"{task.columns[0]}={task.positive}",), _is_positive(task, sheet)
+        return task, (f"{task.columns[0]}={task.positive}",), _positive_column(task, sheet)
     if task.kind == "multiclass":
-        task = replace(task, classes=task.classes or _classes_of(task, sheet))
+        task = replace(task, classes=task.classes or _classes_in_data(task, sheet))
         return task, task.classes, _one_hot(task, sheet)
     if task.kind == "survival":
         return task, ("risk",), _signed_times(task, sheet)
@@ -49,7 +49,7 @@ def task_outputs_and_values(
     return task, task.columns, np.stack(y, axis=1)
 
 
-def _is_positive(task: TaskConfig, sheet: JoinedSheet) -> Array:
+def _positive_column(task: TaskConfig, sheet: JoinedSheet) -> Array:
     """[rows, 1]: 1 where the cell is task.positive, 0 where it is another, NaN where it is empty."""
     (name,) = task.columns
     column = sheet.cells[name].combine_chunks()
@@ -65,7 +65,7 @@ def _is_positive(task: TaskConfig, sheet: JoinedSheet) -> Array:
     return np.asarray(y_R.to_numpy(zero_copy_only=False))[:, None]
 
 
-def _classes_of(task: TaskConfig, sheet: JoinedSheet) -> tuple[str, ...]:
+def _classes_in_data(task: TaskConfig, sheet: JoinedSheet) -> tuple[str, ...]:
     """The values of records that are in the data, sorted."""
     (name,) = task.columns
     cells = sheet.cells[name].combine_chunks().take(pa.array(sheet.used_rows))

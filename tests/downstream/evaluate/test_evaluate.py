@@ -15,7 +15,7 @@ import omnilead
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.record_tables import read_table
-from omnilead.downstream.evaluate import labels_of_run, main
+from omnilead.downstream.evaluate import label_table_of_run, main
 from omnilead.downstream.evaluation import identification, results
 from omnilead.downstream.inference.trained_model import HeadInfo
 from omnilead.downstream.tasks import metrics
@@ -302,7 +302,7 @@ def test_labels_that_a_model_names_are_not_opened(
     monkeypatch.undo()
     kept.unlink()
     parquet.write_table(read_table(places[0]), kept)  # as training leaves it
-    assert labels_of_run(str(run)) == str(kept) and labels_of_run(f"{run}/model") == ""
+    assert label_table_of_run(str(run)) == str(kept) and label_table_of_run(f"{run}/model") == ""
     own, given = (evaluated(run, *how) for how in ((), ("--labels", places[0])))
     assert own == json.loads(json.dumps(given).replace(places[0], str(kept)))
     assert given["labels"] == places[0]
