@@ -185,7 +185,7 @@ class FairseqLike(torch.utils.data.Dataset[torch.Tensor]):
         for path in self.files[2 * index : 2 * index + 2]:
             feats = torch.from_numpy(loadmat(path)["feats"].astype(np.float64))
             for name in self.noise:
-                feats = feats + torch.from_numpy(NOISE[name](feats.shape))
+                feats = feats + torch.from_numpy(NOISE_FUNCTIONS[name](feats.shape))
             segments.append(feats.float() * (torch.rand(12) >= 0.5)[:, None])
         return torch.stack(segments)
 
@@ -208,7 +208,7 @@ def _wander(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.normal(1, 0.5, (shape[0], 1)) * noise
 
 
-NOISE = {"powerline": _powerline, "emg": _emg, "wander": _wander}
+NOISE_FUNCTIONS = {"powerline": _powerline, "emg": _emg, "wander": _wander}
 
 
 def _collate(pairs: list[torch.Tensor]) -> dict[str, torch.Tensor]:

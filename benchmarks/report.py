@@ -38,9 +38,9 @@ RESULTS_PAGE, EVIDENCE_PAGE = (
     ROOT / "benchmarks" / "RESULTS.md",
     ROOT / "benchmarks" / "EVIDENCE.md",
 )
-CHART = RESULTS / "speed.svg"  # a picture in README
-OFFICIAL_FOLD = RESULTS / "sources" / "fold10.json"
-BOOSTED = RESULTS / "sources" / "folds_8_to_10_981_labels.json"
+CHART_PATH = RESULTS / "speed.svg"  # a picture in README
+OFFICIAL_FOLD_RESULTS = RESULTS / "sources" / "fold10.json"
+BOOSTED_RESULTS = RESULTS / "sources" / "folds_8_to_10_981_labels.json"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
 RECORD_FACTS = ("format", "date", "git", "hardware", "versions")
 CROP_TICKS = (40, 80, 160, 320, 640, 1280, 2560)  # ticks in thousands
@@ -291,7 +291,7 @@ def part_blocks(part: Part) -> Iterator[str]:
 
 def read_official_fold() -> Part:
     """Reads what `omnilead bench` wrote about PTB-XL's official test fold."""
-    return {"results": {"real": json.loads(OFFICIAL_FOLD.read_text())}}
+    return {"results": {"real": json.loads(OFFICIAL_FOLD_RESULTS.read_text())}}
 
 
 def evidence_page() -> str:
@@ -395,14 +395,14 @@ def main() -> int:
         return 2
     RESULTS_PAGE.write_text(results_page(parts))
     EVIDENCE_PAGE.write_text(evidence_page())
-    CHART.write_text(chart.draw_chart(parts))
+    CHART_PATH.write_text(chart.draw_chart(parts))
     figures = {"fold10.png": share_chart(read_official_fold())}
     latest = newest_parts(parts)
     for part in latest.values():
         if part["benchmark"] == "evidence":
             figures[picture_name(part)] = share_chart(part)
             if document := part["results"].get(tables.BY_CROPS):
-                rows = json.loads(BOOSTED.read_text())["rows"]
+                rows = json.loads(BOOSTED_RESULTS.read_text())["rows"]
                 document["rows"] += [row for row in rows if row["model"] == "boosted features"]
                 speed = latest["e2e", "cpu"]["results"][COST_CASE]["per_cpu_s"]["median"]
                 figures["crops.png"] = crop_curves(document, speed)

@@ -61,7 +61,7 @@ VARIANTS: tuple[dict[str, str], ...] = (
     {"kernels": "plain"},  # the library's grouped convolution for the positions, against blocks
     {"compiled": "eager"},
 )
-ATTENTION = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+ATTENTION_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # an operation of torch's by which it can be seen what computed the attention
 ATTENTION_EVENT = re.compile(r"aten::_scaled_dot_product_(?:attention_)?([a-z]+)(?!.*_backward)")
 SAMPLES = 2500
@@ -79,7 +79,7 @@ class StepRun:
     model: str = "paper"
     kernels: str = "auto"
     compiled: str = "eager"
-    attention: str = ""  # one of ATTENTION; "": as torch chooses
+    attention: str = ""  # one of ATTENTION_BACKENDS; "": as torch chooses
     device: str = "cpu"
     threads: int = 2
     steps: int = 2
@@ -196,13 +196,13 @@ def repeat_steps(run: StepRun) -> Iterator[Any]:
 
 @contextmanager
 def force_attention(name: str) -> Iterator[None]:
-    """Makes torch use one of ATTENTION. CaseError if it cannot on this device."""
+    """Makes torch use one of ATTENTION_BACKENDS. CaseError if it cannot on this device."""
     if not name:
         yield
         return
     try:
         # The cache's keys say nothing of this choice: code compiled for another one would run.
-        with functorch.patch(enable_autograd_cache=False), sdpa_kernel(ATTENTION[name]):
+        with functorch.patch(enable_autograd_cache=False), sdpa_kernel(ATTENTION_BACKENDS[name]):
             yield
     except RuntimeError as error:
         if re.search("No available kernel|No viable backend", str(error)):

@@ -15,7 +15,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s:]+)(#[^)]*)?\)")
-CELL = re.compile(r"^# %%.*\n", re.MULTILINE)
+CELL_START = re.compile(r"^# %%.*\n", re.MULTILINE)
 NOT_IN_SITE = re.compile(r"<!-- not in the site -->.*?\n\n", re.DOTALL)
 WIDE_PAGES = (
     "deviations.md",
@@ -91,7 +91,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def page_and_notebook(script: str) -> tuple[str, str]:
     """Returns a script with cells as a page, and as a notebook."""
     page, cells = [], []
-    for number, cell in enumerate(CELL.split(script)[1:]):
+    for number, cell in enumerate(CELL_START.split(script)[1:]):
         text = cell.strip()
         is_text = text.startswith('"""')
         text = text.strip('"').strip() if is_text else text

@@ -50,7 +50,7 @@ WINGS = (
     ("engine", "shards train", "an encoder", "pretrain"),
     ("downstream", "the encoder answers", "for any ECG", "predict"),
 )
-CSS = (
+WINGS_STYLE = (
     "text{font:15px system-ui,sans-serif;fill:#1f2328}.t{font-size:19px;font-weight:600}"
     ".s{font-size:13px;fill:#59636e}.c{font:600 14px ui-monospace,monospace;fill:#0b62a8}"
     ".page{fill:#fff;stroke:#d1d9e0}.w0{fill:#eef4fb}.w1{fill:#eff6ea}.w2{fill:#fbf3e6}"
@@ -144,7 +144,7 @@ def draw_wings(
     name = "One ECG as a crop in a shard, a view with hidden leads, an embedding and a prediction"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{name}"><style>{CSS}</style>',
+        f'aria-label="{name}"><style>{WINGS_STYLE}</style>',
         f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
     ]
     drawings = (

@@ -44,8 +44,8 @@ TYPE_WORDS = {
     "string": "text",
     "null": "null",
 }
-HUGE = 10_000  # a bound that only keeps nonsense out is not shown
-BOUNDS = {
+HUGE_BOUND = 10_000  # a bound that only keeps nonsense out is not shown
+BOUND_WORDS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
     "maximum": "at most",
@@ -94,8 +94,8 @@ def allowed_values(schema: dict[str, Any]) -> str:
             words,
             *(
                 f"{name} {schema[key]:g}"
-                for key, name in BOUNDS.items()
-                if abs(schema.get(key, HUGE)) < HUGE
+                for key, name in BOUND_WORDS.items()
+                if abs(schema.get(key, HUGE_BOUND)) < HUGE_BOUND
             ),
         ]
     )

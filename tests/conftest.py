@@ -199,7 +199,7 @@ def save_probed(model, data, task, out, readout="", leads="12", reader="linear")
     """Writes the model that `omnilead fit` writes; its task may also be one of the dataset's own
     labels. `task`: a table, or a name."""
     from omnilead.downstream.evaluation.embedders import EmbedOptions
-    from omnilead.downstream.evaluation.fit import FitOptions, fit_head_and_read_labels
+    from omnilead.downstream.evaluation.fit import FitOptions, fit_task
     from omnilead.downstream.evaluation.plan import task_of_table
     from omnilead.downstream.evaluation.results import load_task
 
@@ -212,4 +212,4 @@ def save_probed(model, data, task, out, readout="", leads="12", reader="linear")
         embedding=EmbedOptions(readout),
     )
     of_table = str(task).endswith(".csv")
-    fit_head_and_read_labels(task_of_table(str(task)) if of_table else load_task(task), options)
+    fit_task(task_of_table(str(task)) if of_table else load_task(task), options)

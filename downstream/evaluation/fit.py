@@ -62,7 +62,7 @@ def fit_scores_and_sentences(options: FitOptions) -> tuple[Facts, list[str]]:
     """Fits a head and writes it. Returns its `cross_validated` scores, and sentences for the
     user."""
     refuse_ranks("a head is")
-    head, labels = fit_head_and_read_labels(
+    head, labels = fit_task(
         task_of_table(options.labels, options.columns, options.kind, options.positive), options
     )
     cross_validated = head.document.get("cross_validated", {})
@@ -80,8 +80,9 @@ def fit_scores_and_sentences(options: FitOptions) -> tuple[Facts, list[str]]:
     return cross_validated, sentences
 
 
-def fit_head_and_read_labels(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
-    """Fits a head for any task, writes it with the model, and tells notes on the data."""
+def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
+    """Fits a head for any task, writes it with the model, and tells notes on the data. Returns the
+    head and its labels."""
     out = Path(options.out)
     require_new_folder(out, Flag("--out"))
     parts = out.with_name(f"{out.name}.parts")  # kept after an interruption

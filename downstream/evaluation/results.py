@@ -85,8 +85,8 @@ class EvalOptions:
 
 @dataclass(frozen=True, eq=False)
 class TaskResult:
-    """The labels and scores of each half of 5 s. `record`: metrics of the records, whose scores are
-    means over their halves."""
+    """The labels and scores of each half of 5 s. `record_scores`: metrics of the records,
+    whose scores are means over their halves."""
 
     # 0, 1 or NaN (unknown); for regression, values; for survival, times, negative if censored
     labels_NK: Array

@@ -43,7 +43,7 @@ from .outputs import (
 )
 from .trained_model import TrainedModel, load
 
-PARTS_NAMED = 8  # numbers that a message lists
+PARTS_LISTED = 8  # numbers that a message lists
 SENTENCES_SHOWN = 4  # sentences that a message has about a model
 
 
@@ -151,7 +151,7 @@ def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> 
     if left and world == 1:
         raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
-        numbers = first_names(left, PARTS_NAMED)
+        numbers = first_names(left, PARTS_LISTED)
         doing = f"others compute parts {numbers} (none runs? start the same command again)"
         return Written(out, None, f"rank {rank} of {world}: done; {doing}\n")
     if parts.rows is None:

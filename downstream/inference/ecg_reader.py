@@ -134,10 +134,10 @@ def _record_numbers(table: pa.Table) -> Array:
 
 
 class DatasetSource:
-    """Crops of a dataset. A source has `parts`, `count` (units in some of them), `batches`, which
-    calls `progress` with the number of units read, `skipped`, what was left out of each part that
-    was read, `left_out`, what is in no part, `rates_hz`, at which its ECGs were recorded, the
-    `heart_rates` of those read, and `waveforms`."""
+    """Crops of a dataset. Every source has the same members: `parts`, their number;
+    `count_units`, in some of them; `read_batches`, which calls `progress` with the number of units
+    read; `skipped`, the ECGs left out of each part that was read; `left_out`, those in no part;
+    `rates_hz`, the recording rates; `heart_rates` of the ECGs read; and `waveforms`."""
 
     unit = " crops"
     skipped: Mapping[int, list[Skipped]] = {}  # crops are skipped one by one, where they are read

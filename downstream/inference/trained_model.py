@@ -340,8 +340,8 @@ class TrainedModel(nn.Module):
         over its segments (of 5 s, or the model's window). readout: "mean", "mean+std+rhythm", ...; "": the model's own.
 
         leads: the names of the rows, in any order; other leads are zeros, for which random lead
-        masking has prepared the model. NaN (in int16 -32768) means not measured. `crops` lists what
-        is refused. Warns of an amplitude that is not an ECG's.
+        masking has prepared the model. NaN (in int16 -32768) means not measured. `cut_crops` says
+        what is refused. Warns of an amplitude that is not an ECG's.
         """
         parts = self.suitable_readout(readout)
         forward, width = partial(self.read, readout=parts), self.readout_width(parts)

@@ -46,7 +46,7 @@ from omnilead.engine.training.task import TrainingTask
 PATH_OR_BUCKET = re.compile(
     r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+"
 )
-TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
+HUB_TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
 CARD_TEMPLATE = """# {title}
 
 {parameters:,} parameters.
@@ -72,7 +72,7 @@ PREDICT_EXAMPLE = """    answers = model.predict(signal, fs_hz=500, leads=["I", 
 def front_matter(facts: Facts, card: str = "") -> str:
     """Add the YAML front matter for Hugging Face to a model card; front matter that `card` already
     has is kept."""
-    before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(TAGS)}, card
+    before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(HUB_TAGS)}, card
     if card.startswith("---\n") and "\n---\n" in card:
         head, _, body = card.removeprefix("---\n").partition("\n---\n")
         before = parse_yaml(head, CARD) or {}

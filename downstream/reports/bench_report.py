@@ -33,9 +33,9 @@ INTERVAL_NOTE = f"In brackets: 95 % intervals {RESAMPLED_OVER}. Differences use 
 TUNED_INTERVAL_NOTE = (
     "In brackets: 95 % intervals over test patients and seeds. Differences use the same resamples."
 )
-INK = "#111111"
-MARKS = "o^sDv"  # one for each share of labels
-DOT_STYLE: Any = {"ls": "", "color": INK, "markerfacecolor": "white"}
+BENCH_INK = "#111111"
+SHARE_MARKS = "o^sDv"  # one for each share of labels
+DOT_STYLE: Any = {"ls": "", "color": BENCH_INK, "markerfacecolor": "white"}
 BENCH_STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -204,7 +204,7 @@ def draw_comparison(document: Row) -> Figure:
     by_panel = rows_by_panel(document)
     columns = list(dict.fromkeys(row["leads"] for row in document["rows"]))
     shares = sorted({row["share"] for row in document["rows"]} - {None})
-    marks = dict(zip(shares, cycle(MARKS), strict=False))
+    marks = dict(zip(shares, cycle(SHARE_MARKS), strict=False))
     models = []  # by line of panels, in the order of the comparison
     for rows in by_panel.values():
         models_drawn = {row["model"] for row in rows}
@@ -260,7 +260,7 @@ def _draw_panel(
             y += 0.7 * ((list(marks).index(share) + 0.5) / len(marks) - 0.5)
         low, high = row["intervals"][metric]
         if low is not None:
-            axes.plot([low, high], [y, y], color=INK, lw=1)
+            axes.plot([low, high], [y, y], color=BENCH_INK, lw=1)
             intervals = "line: 95 % interval"
         axes.plot([value], [y], marker=marks.get(share, "o"), **DOT_STYLE)
     for edge in range(1, len(names)):

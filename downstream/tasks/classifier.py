@@ -41,7 +41,7 @@ from .kinds import KINDS
 from .readout import PAPER, Readout, read_out, readout_width
 
 HEADS = {"attention": "omnilead.downstream.tasks.classifier:AttentionHead"}
-TOKENS = 7  # tokens of the batch that probes a new head
+HEAD_PROBE_TOKENS = 7  # tokens of the batch that probes a new head
 COSINE_CLIP = 1e-6  # keeps the cosine away from +-1, where the sine's slope is unbounded
 SCALE_SPEED = 10  # the logarithm of a learned scale moves so many times faster than a weight
 
@@ -96,7 +96,7 @@ def build_head(
     with blaming(f"{setting}, {width} wide, {outputs} outputs"):
         made = kind or load_plugin(HEADS.get(spec, spec))
         head = require_weights(build_module(made, generator, width, outputs, **options))
-        inputs = torch.randn(EXAMINED_ROWS, TOKENS, width)
+        inputs = torch.randn(EXAMINED_ROWS, HEAD_PROBE_TOKENS, width)
         example = inputs if sees_tokens(head) else pool(inputs)
         y = copy.deepcopy(head).eval()(example)
         if list(y.shape) != [EXAMINED_ROWS, outputs] or not y.isfinite().all():

@@ -39,7 +39,7 @@ from omnilead.engine.settings.leads import ALL_LEADS
 PAPER = "mean"
 Readout = tuple[str, ...]  # the parts of a read-out
 BEATS_S = np.linspace(-0.3, 0.5, 9)  # from P to the end of T
-WIDTHS: dict[str, Callable[[int], int]] = {
+WIDTH_OF_PART: dict[str, Callable[[int], int]] = {
     "mean": lambda width: width,
     "std": lambda width: width,
     "beats": lambda width: len(BEATS_S) * width,
@@ -51,10 +51,10 @@ WIDTHS: dict[str, Callable[[int], int]] = {
 def parse_readout(text: str) -> Readout:
     """Returns the parts of a read-out."""
     parts = tuple(text.split("+"))
-    unknown = [part for part in parts if part not in WIDTHS]
+    unknown = [part for part in parts if part not in WIDTH_OF_PART]
     if unknown or len(set(parts)) < len(parts):
         raise ConfigError(
-            f"readout={text[:60]!r}: join different parts by +, out of {', '.join(WIDTHS)}"
+            f"readout={text[:60]!r}: join different parts by +, out of {', '.join(WIDTH_OF_PART)}"
         )
     return parts
 
@@ -64,7 +64,7 @@ def measures_signal(readout: Readout) -> bool:
 
 
 def readout_width(readout: Readout, width: int) -> int:
-    return sum(WIDTHS[part](width) for part in readout)
+    return sum(WIDTH_OF_PART[part](width) for part in readout)
 
 
 def mean_slice(readout: Readout, width: int) -> slice:

@@ -21,7 +21,7 @@ def test_pages_match_the_records():
     parts = report.all_parts()
     assert report.EVIDENCE_PAGE.read_text() == report.evidence_page()
     assert report.RESULTS_PAGE.read_text() == report.results_page(parts)
-    assert report.CHART.read_text() == chart.draw_chart(parts)
+    assert report.CHART_PATH.read_text() == chart.draw_chart(parts)
     linked = re.findall(r"\]\(([^)#:]+)[)#]", report.RESULTS_PAGE.read_text())
     assert len(linked) > 10 and all((report.RESULTS_PAGE.parent / link).exists() for link in linked)
 
@@ -83,7 +83,7 @@ def test_pictures_are_of_the_models(golden, tmp_path):
 def test_the_line_of_boosted_features_has_the_labels_of_the_curves():
     curves = report.newest_parts(report.all_parts())["evidence", "cpu"]["results"][tables.BY_CROPS]
     labels = []
-    for document in curves, json.loads(report.BOOSTED.read_text()):
+    for document in curves, json.loads(report.BOOSTED_RESULTS.read_text()):
         rows = document["rows"]
         labels.append({(row["leads"], row["share"], row["labelled"], row["n"]) for row in rows})
     assert labels[0] == labels[1]

@@ -108,7 +108,7 @@ def test_nothing_is_timed_while_the_sides_disagree(tiny, monkeypatch):
 
 
 ASKED = [pytest.param("cpu", "flash")]
-ASKED += [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in step.ATTENTION]
+ASKED += [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in step.ATTENTION_BACKENDS]
 
 
 @pytest.mark.parametrize(("device", "name"), ASKED)
