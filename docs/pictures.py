@@ -25,7 +25,7 @@ from docs.augmentations import (
     PAPER,
     VIEW,
     _draw_leads,
-    _title,
+    _draw_title,
     augmented_halves_and_params,
 )
 from omnilead.__main__ import main as run_command
@@ -130,7 +130,7 @@ def draw_views(halves_BSLT: Array) -> Figure:
     for axes, (name, (config, what, colour)) in zip(panels, configs.items(), strict=True):
         after, _ = augmented_halves_and_params(halves_BSLT, config)
         _draw_leads(axes, halves_BSLT[0, 0], after[0, 0], colour)
-        _title(axes, name, what)
+        _draw_title(axes, name, what)
     return page
 
 

@@ -23,7 +23,7 @@ def last_line(run):
 
 
 def test_the_loop_is_measured_against_the_bare_step(dataset, tiny, tmp_path):
-    measured = call_fresh(e2e.compare, loop_run(dataset, tiny, tmp_path))
+    measured = call_fresh(e2e.compare_sides, loop_run(dataset, tiny, tmp_path))
     assert measured["backend"] == "torch" and measured["repeats"] == 3
     # held and loaded, two steps a turn, a warm-up and three turns
     assert last_line(tmp_path / "run")["step"] == 2 * 2 * (1 + 3)
