@@ -87,8 +87,8 @@ Rates = dict[str, dict[str, float]]  # program -> machine -> rate, of the machin
 
 
 def rates_and_parts(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part]]:
-    """Returns the rates, and the part that each machine's come from: the last of `parts`, oldest
-    first, that has our case and one other."""
+    """Returns the rates, and the part of each machine that they come from: the last of `parts`,
+    oldest first, that has our case and at least one other."""
     ours, *others = panel.programs.values()
     sources: dict[str, Part] = {}
     for part in parts:

@@ -94,8 +94,8 @@ def call_fresh(
     rows: list[dict[str, float]] | None = None,
 ) -> Any:
     """Calls function(*arguments) in a fresh process; CaseError gives the reason of a failure in one
-    line. The process and its children are killed after `seconds`, after `limit_s` and at the
-    deadline. What the function gives to `send`, if there are `rows`, is added to them at once."""
+    line. The process and its children are killed after `seconds`, after `limit_s` or at the
+    deadline. With `rows`, what the function passes to `send` is appended to them at once."""
     left = deadline - time.monotonic()
     wait_s, late = min((left, OUT_OF_TIME), (min(seconds, limit_s), OVER_TIME))
     if wait_s <= 0:
@@ -223,8 +223,8 @@ def median_and_range(values: Iterable[float]) -> dict[str, float]:
 
 def interval(values: Iterable[float]) -> dict[str, float]:
     """Returns the median and its distribution-free 95 % interval, between two of the values (the
-    number of values below the true median is binomial). For fewer than INTERVAL_FROM values, the
-    lowest and highest."""
+    number of values below the true median is binomial). For fewer than LEAST_FOR_INTERVAL values,
+    the lowest and highest."""
     values = sorted(values)
     cut = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
     return {"median": statistics.median(values), "low": values[cut], "high": values[-1 - cut]}

@@ -286,8 +286,8 @@ def task_to_probe(
 
 
 def labels_to_test(tested: Datasets, task: TaskConfig, labels: TaskLabels, url: str) -> TaskLabels:
-    """Reads the labels of another dataset than the fitted one: outputs of the same names, in a
-    split of its own."""
+    """Reads the labels of another dataset than the fitted one, for outputs of the same names, with
+    a split of its own."""
     columns, classes = labels.task.columns, labels.task.classes
     return read_task(replace(task, columns=columns, classes=classes, labels=url), tested.all)
 
@@ -308,8 +308,8 @@ def leak_remarks(
 
 
 def refuse_leak_between(data: Datasets, labels: TaskLabels) -> None:
-    """Raises ConfigError if a record, patient or waveform is fitted on in one dataset and in test
-    of another: datasets that were made separately may have such roles."""
+    """Raises ConfigError if a record, patient or waveform is fitted on in one dataset and tested in
+    another, as may happen if the datasets were made separately."""
     trained = data.rows_by_dataset(
         np.sort(np.concatenate([labels.all_rows(name) for name in FIT_SPLITS]))
     )

@@ -94,8 +94,8 @@ class ProbeJob(NamedTuple):
 
 
 def run_probe_jobs(jobs: Iterable[ProbeJob]) -> Iterator[Array]:
-    """Yields the scores of each job. In `fitting_in_processes`, as many processes fit as PyTorch
-    has threads. The first job must be the largest."""
+    """Yields the scores of each job. Inside `fitting_in_processes`, as many processes fit as
+    PyTorch has threads. The first job must be the largest."""
     queue = iter(jobs)
     first = next(queue)
     is_small = first.data.x_ND.nbytes + first.test_ND.nbytes <= MOST_JOB_BYTES
@@ -152,8 +152,8 @@ def fit_linear_probe(data: ProbeData) -> Probe:
 
 
 def train_and_held_out_rows(patient_N: Array) -> Iterator[tuple[Array, Array]]:
-    """Yields (training rows, held-out rows) for each fold of the patients; of many rows, for
-    one."""
+    """Yields (training rows, held-out rows) for each fold of the patients; for one fold if there
+    are many rows."""
     count = min(DEFAULT_FOLDS, len(np.unique(patient_N)))
     if count < 2:
         return
@@ -178,9 +178,9 @@ def _fit_each_penalty(data: ProbeData, strengths: Sequence[float]) -> Iterator[P
 
 
 def solve_logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
-    """Minimises the summed loss of the known labels + alpha / 2 * squared weights, as scikit-learn's
-    LogisticRegression does, which takes two to four times as long. A class without positives or without
-    negatives gets its rate."""
+    """Minimises the summed loss of the known labels + alpha / 2 * squared weights. scikit-learn's
+    LogisticRegression gives the same, but takes two to four times as long. A class without
+    positives or without negatives gets its rate."""
     x_ND = x_ND.astype(np.float64)
     weights_KD, bias_K = np.zeros((y_NK.shape[1], x_ND.shape[1])), np.zeros(y_NK.shape[1])
     for alpha in alphas:

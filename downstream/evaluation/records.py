@@ -42,7 +42,8 @@ class ProbedRecords(NamedTuple):
     patient_N: Array
 
     def mean_embeddings(self, embeddings: Sequence[Vectors]) -> Array:
-        """Mean embedding of each record, over all its windows; those of several embedders joined."""
+        """Returns the mean embedding of each record over its windows; those of several embedders
+        are joined."""
         return np.hstack([self._mean(vectors.take(self.rows)) for vectors in embeddings])
 
     def _mean(self, vectors: Vectors) -> Array:
@@ -67,7 +68,8 @@ class ShownLeads:
     leads: tuple[str, ...]  # sets of leads, each of which is shown by itself
 
     def usable_crops(self, data: Datasets) -> Array:
-        """bool [crops]: every set of leads has a recorded lead, and every model a window."""
+        """bool [crops]: True if every set of leads has a recorded lead, and every model a
+        window."""
         inputs = [replace(self.input, seen_leads=parse_leads(leads)) for leads in self.leads]
         return np.asarray(
             np.all([data.concatenate(model_input.usable_crops) for model_input in inputs], axis=0)
@@ -120,8 +122,8 @@ def train_test_rows(rows: Array, fold_N: Array | None) -> list[tuple[Array, Any]
 
 
 def fold_groups(data: Datasets, records: ProbedRecords) -> Array:
-    """The group of each record. Records of a patient are one group, and so are records with the
-    same waveform, since an ECG may be there under two names. A group is named by one of its
+    """Returns the group of each record. Records of one patient are one group, and so are records
+    with the same waveform, since an ECG may occur under two names. A group is named by one of its
     patients."""
     crops = len(records.rows)
     record_B = np.repeat(np.arange(len(records.y_NK)), np.diff(records.begins, append=crops))

@@ -83,7 +83,7 @@ def choose_batch(train: TrainConfig, crops: int, world: int) -> int:
 
 
 def choose_training(wanted: FinetuneConfig, model: ModelConfig, batch: int, epoch: int) -> Facts:
-    """Settings for a data set that is `epoch` batches long."""
+    """Chooses settings for a data set that is `epoch` batches long."""
     rate, precision = LR, "auto"
     if wanted.task.head == "start":
         rate, precision = LR_AT_PROBE, "fp32"

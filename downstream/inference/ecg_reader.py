@@ -595,8 +595,8 @@ def record_source(
 
 
 def drop_unusable_crops(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
-    """Leaves out crops in which all leads that the model uses are zero, that is, not recorded, and
-    those without a window."""
+    """Drops crops without a window, and crops in which all leads that the model uses are zero, that
+    is, not recorded."""
     measured_B = ecg.crops_uv[:, list(model_input.seen_leads)].any(axis=(1, 2))
     there = np.flatnonzero(measured_B & (model_input.count_windows(ecg.halves) > 0)).tolist()
     if len(there) == len(ecg.halves):

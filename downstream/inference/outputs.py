@@ -342,9 +342,9 @@ class ParquetParts:
     def join_parts(
         self, count: int, schema: pa.Schema, left_out: Sequence[Skipped] = ()
     ) -> list[int]:
-        """Joins all parts into one file, atomically. Returns the missing parts, which are other
-        ranks'. Ranks that finish together may all join: they write the same bytes. `left_out`: what
-        is in no part."""
+        """Joins all parts into one file, atomically. Returns the numbers of missing parts, which
+        other ranks compute. Ranks that finish together may all join: they write the same bytes.
+        `left_out`: ECGs that are in no part."""
         missing: list[int] = []
         try:
             if not self.out.exists():

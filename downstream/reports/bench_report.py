@@ -100,8 +100,8 @@ def comparison_markdown(document: Row) -> str:
 
 
 def verdict_sentences(document: Row) -> list[str]:
-    """A sentence for each task and set of leads: whether the first model and the best of the others
-    can be told apart, by the first metric, on the largest share of labels."""
+    """Says for each task and set of leads whether the first model can be told apart from the best
+    of the others, by the first metric, on the largest share of labels."""
     first = next(iter(document["models"]))
     gaps = {
         (*_row_key(gap), gap["metric"]): gap

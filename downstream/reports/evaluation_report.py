@@ -158,7 +158,7 @@ def class_table(classes: Mapping[str, Facts]) -> Table:
 
 
 def group_table(name: str, groups: Mapping[str, Facts], score: str) -> Table:
-    """The score of each group; positives: of the rarest and of the most frequent class."""
+    """Lists the score of each group, and the positives of its rarest and most frequent class."""
     table = [
         [
             name.capitalize(),

@@ -78,7 +78,8 @@ class StepLog:
         return float(values[np.isfinite(values)].mean()) if np.isfinite(values).any() else math.nan
 
     def median_after_warm_up(self, key: str) -> float:
-        """The median without the first row, which includes the warm-up, if there are others."""
+        """Returns the median without the first row, which includes the warm-up, if there are
+        others."""
         values = self.column(key)[min(1, len(self.rows) - 1) :]
         return (
             float(np.median(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
@@ -234,7 +235,7 @@ def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
 
 
 def score_row(log: RunLog, metric: Metric, step: float | None) -> list[str] | None:
-    """A held-out score, else the recent one of training, beside that of guessing."""
+    """Returns a held-out score, or else the recent training score, beside that of guessing."""
     key, percent = metric.name, metric.percent
     value, prefix, detail = log.held_out.value_at(key, step), VALID, "held out"
     if not math.isfinite(value):

@@ -79,9 +79,9 @@ class Job:
 def job_of_step(
     step: Mapping[str, Any], words: Mapping[str, Any], earlier: Iterable[str], out: Path
 ) -> Job:
-    """Returns the job of a step in a plan's YAML: a command, and what it makes in the folder NAME
-    below DIR, or below DIR itself if that begins with /. `words` fill its braces. It needs those of
-    the earlier jobs whose folders its command names."""
+    """Returns the job of a step in a plan's YAML: a command, and the path that it makes in the
+    folder NAME below DIR, or below DIR itself if the path begins with /. `words` replace the names
+    in braces. The job needs the earlier jobs whose folders its command names."""
     name, makes = step["name"].format_map(words), step["makes"].format_map(words)
     command = tuple(shlex.split(step["run"].format_map(words)))
     read = set()
@@ -157,8 +157,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def expected_seconds(folder: WorkDir, jobs: Collection[Job]) -> dict[str, float]:
-    """{job: seconds} for the jobs that are left: as planned, times what finished jobs of the kind
-    took of their plan."""
+    """{job: seconds} for the jobs that are left: the planned time, times the ratio of actual to
+    planned time of finished jobs of the kind."""
     took, minutes = defaultdict[str, float](float), defaultdict[str, float](float)
     for job in jobs:
         seconds = folder.read_note(job, "seconds")
@@ -273,8 +273,8 @@ def _report_end(folder: WorkDir, job: Job, future: Future[str], number: str) -> 
 
 @contextmanager
 def _stop_file_and_signals(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
-    """A path that exists after SIGTERM or Ctrl-C, and these signals. Unlike them, it reaches
-    workers on other machines."""
+    """Yields a path that exists after SIGTERM or Ctrl-C, and the signals received. The file, unlike
+    a signal, reaches workers on other machines."""
     signals: list[int] = []
     stop = folder.path / "jobs" / f"stop-{socket.gethostname()}-{os.getpid()}"
 

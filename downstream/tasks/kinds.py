@@ -80,9 +80,9 @@ class Kind(ABC):
     def loss_and_known_share(
         self, logits_RK: Tensor, y_RK: Tensor, weights_RK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns for each sample: the summed loss of its known labels divided by the number of all
-        labels, and the share that is known. The sum of the first divided by the sum of the second
-        is the mean over known labels."""
+        """Returns two numbers for each sample: the summed loss of its known labels divided by the
+        number of all labels, and the share of known labels. The sum of the first divided by the sum
+        of the second is the mean over known labels."""
         loss_RK, known_RK = self.cell_losses_and_known(logits_RK, y_RK)
         if weights_RK is not None:
             loss_RK = loss_RK * weights_RK
@@ -140,13 +140,13 @@ class Kind(ABC):
         """Returns `targets`; some label is known in each column."""
 
     def chance_metrics_in_training(self, targets: Targets) -> dict[str, float]:
-        """Training metrics of a model that guesses."""
+        """Returns training metrics of a model that guesses."""
         return {}
 
     @abstractmethod
     def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
-        """Validation metrics of a model that knows only how frequent labels are: `y` held-out
-        labels, of crops with so many windows."""
+        """Returns validation metrics of a model that knows only how frequent labels are. `y`:
+        held-out labels; `windows_N`: how many windows each crop has."""
 
     def why_no_best_step(self, y: Array) -> str:
         """Says why held-out labels tell no step from another; "" if they do."""
@@ -413,12 +413,12 @@ def listed_classes(classes: Names, these_K: Any) -> str:
 
 
 def cox_loss(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
-    """Minus the logarithm of the partial likelihood (Cox 1972) of each row if it had the event:
-    of its hazard as a share of that of all rows not yet censored or gone, times their number, so
-    that equal risks cost 0 in a batch of any size.
+    """Returns each row's loss as if it had the event: minus the logarithm of the partial likelihood
+    (Cox 1972), which is the row's share of the hazard of all rows still at risk. It is scaled by
+    their number, so equal risks cost 0 in a batch of any size.
 
-    Tied times as by Breslow: the halves of a crop always tie, and Efron's correction would take
-    them for two patients."""
+    Ties are handled as by Breslow: the halves of a crop always tie, and Efron's correction would
+    count them as two patients."""
     risk_R = risk_R1[:, 0]
     time_R = y_R1[:, 0].abs().nan_to_num()  # unknown: 0, so never at risk
     order = time_R.argsort(descending=True)
@@ -456,8 +456,8 @@ def _best_threshold(y_N: Array, score_N: Array) -> float:
 
 
 def sensitive_points(y_NK: Array, scores_NK: Array, classes: Names) -> dict[str, list[float]]:
-    """By class: the score that 95 % of its positives reach, and the specificity there; without
-    classes of too few positives."""
+    """{class: (score that 95 % of its positives reach, specificity at that score)}. Classes with
+    too few positives are left out."""
     points = {}
     for name, y_N, score_N in zip(classes, y_NK.T, scores_NK.T, strict=True):
         positive, negative = np.sort(score_N[y_N > 0]), score_N[y_N == 0]

@@ -57,7 +57,7 @@ class TaskLabels:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
 
     def all_rows(self, split: str) -> Array:
-        """The crops of a split, in all datasets, whose crops are numbered one after the other."""
+        """Returns the crops of a split in all datasets, whose crops are numbered consecutively."""
         return np.flatnonzero(np.concatenate(self.split) == SPLITS.index(split))
 
     @cached_property
@@ -75,8 +75,8 @@ class TaskLabels:
 
     @property
     def role(self) -> str:
-        """The role, as an argument of Dataset.select, that alone decides the split; "" if labels or
-        folds do."""
+        """The role, as an argument of Dataset.select, if it alone decides the split; "" if labels
+        or folds do."""
         if self.task.labels or self.task.columns or self.task.split not in ("auto", "roles"):
             return ""
         return "identity" if self.task.kind == "identity" else "dx"

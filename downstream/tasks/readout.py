@@ -68,7 +68,7 @@ def readout_width(readout: Readout, width: int) -> int:
 
 
 def mean_slice(readout: Readout, width: int) -> slice:
-    """The slice of the mean over tokens, by which patients are identified; all if there is no
+    """Returns the slice of the mean over tokens, which identifies patients; all if there is no
     mean."""
     if "mean" not in readout:
         return slice(None)
