@@ -183,8 +183,8 @@ def local_loss(logits: Tensor) -> Tensor:
 
 
 def cmsc_loss(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
-    """CMSC: first halves against second halves in both directions; positives are pairs of the same
-    patient."""
+    """Returns CMSC's loss: first halves against second halves in both directions; positives are
+    pairs of the same patient."""
     x = x.float()
     pooled = x.sum(1) / (x != 0).sum(1)
     pooled = pooled / pooled.detach().norm(dim=1, keepdim=True)
@@ -211,8 +211,8 @@ def make_draws(
 
 
 def compute_mask_indices(config: ModelConfig, rows: int, tokens: int) -> np.ndarray:
-    """Draw span starts without replacement, their number rounded once per batch; then trim each row
-    to the smallest count."""
+    """Draws span starts without replacement, their number rounded once per batch; then trims each
+    row to the smallest count."""
     spans = max(2, int(config.mask_share * tokens / config.mask_span + np.random.rand()))
     chosen = []
     for _ in range(rows):

@@ -214,8 +214,8 @@ class ResultFiles(NamedTuple):
 
 
 def label_table_of_run(model: str) -> str:
-    """The label table that RUN keeps from its training; "" if there is none. The path or address
-    that a model names is never opened, because the model may come from anyone."""
+    """Returns the label table that RUN keeps from its training; "" if there is none. The path or
+    address that a model names is never opened, because the model may come from anyone."""
     table = Path(model, LABELS)
     return str(table) if table.is_file() and not table.is_symlink() else ""
 

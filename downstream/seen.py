@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_model_first(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--model MODEL`, as other commands have it, as MODEL."""
+    """Converts `--model MODEL`, as other commands have it, to the argument MODEL."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", nargs="?")
     named, others = parser.parse_known_args(arguments)

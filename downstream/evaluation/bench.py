@@ -157,7 +157,7 @@ class TimeEstimate:
 
 
 def longest_input(rows: Sequence[ComparedRow]) -> Input:
-    """The input with the longest window."""
+    """Returns the input with the longest window."""
     inputs = [embedder.input for row in rows for draw in row.draws for embedder in draw]
     return max(inputs, key=lambda model_input: model_input.window_s)
 
@@ -199,7 +199,7 @@ def samples_of_draw(
     folder: Path,
     clock: TimeEstimate,
 ) -> dict[tuple[str, Any], Samples]:
-    """Metrics [K, B] of joined embedders, by task and share."""
+    """Returns metrics [K, B] of joined embedders, by task and share."""
     fit, test = (plan.fitted, plan.fit_leads or lead), (plan.tested, lead)
     vectors = {}
     for data, leads in dict.fromkeys([fit, test] if plan.tasks else [test]):
@@ -225,7 +225,7 @@ def samples_of_probes(
     fit: Fit,
     clock: TimeEstimate,
 ) -> dict[float, Samples]:
-    """Metrics [K, B] by share, averaged over the draws of the share."""
+    """Returns metrics [K, B] by share, averaged over the draws of the share."""
     data = ProbeData(
         task.train.mean_embeddings(fitted), task.train.y_NK, task.train.patient_N, task.kind
     )

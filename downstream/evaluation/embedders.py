@@ -125,7 +125,7 @@ def _model_rows(
 
 
 def name_and_folder(text: str) -> tuple[str, str]:
-    """The name of a model and its folder, from NAME=FOLDER or FOLDER."""
+    """Returns the name of a model and its folder, from NAME=FOLDER or FOLDER."""
     name, equals, folder = text.partition("=")
     if not equals or "/" in name or Path(text).exists():
         name, folder = "", text
@@ -161,7 +161,7 @@ def with_readout(embedder: Embedder, readout: Readout) -> Embedder:
 
 
 def _random_embedder(embedder: Embedder, architecture: str, readout: str, seed: int) -> Embedder:
-    """Random weights of the architecture of a model, read out in the same way."""
+    """Returns random weights of the architecture of a model, read out in the same way."""
     model = embedder.trained_model
     parts = readout_of_tokens(model, readout)
 
@@ -197,7 +197,8 @@ def _measurement_embedder(
 
 
 def _code_digest(readout: Readout) -> str:
-    """Digest of the code that measures the signal; "" if the read-out measures nothing."""
+    """Returns a digest of the code that measures the signal; "" if the read-out measures
+    nothing."""
     if not measures_signal(readout):
         return ""
     files = [Path(str(module.__file__)) for module in (mean_beat, readouts)]

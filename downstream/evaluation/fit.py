@@ -108,7 +108,8 @@ def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
 
 
 def class_lines(classes: Facts) -> list[str]:
-    """A line with the AUROC of each class, the most frequent first; none for a single class."""
+    """Returns a line with the AUROC of each class, the most frequent first; none for a single
+    class."""
     if len(classes) < 2:
         return []
     frequent = sorted(classes, key=lambda name: -classes[name]["positives"])

@@ -136,7 +136,8 @@ def seen_table(datasets: Datasets, rows: Array) -> pa.Table:
 
 
 def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptions) -> Array:
-    """The fold of each record; NOT_TESTED for most of many records, and for all of one patient."""
+    """Returns the fold of each record; NOT_TESTED for most of many records, and for all of one
+    patient."""
     group_N = fold_groups(datasets, train)
     count = options.folds or min(DEFAULT_FOLDS, len(np.unique(group_N)))
     if count < 2:
@@ -175,8 +176,8 @@ def head_document(labels: TaskLabels, probe: Probe) -> Facts:
 def held_out_scores(
     fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: Array
 ) -> Array:
-    """The mean score of each record's rows for the outputs `used_K`, by a probe of all records of other
-    folds; 0 for records that are not tested."""
+    """Returns the mean score of each record's rows for the outputs `used_K`, by a probe of all
+    records of other folds; 0 for records that are not tested."""
     sums_NK = np.zeros((len(fold_N), used_K.sum()))
     folds = np.unique(fold_N[fold_N != NOT_TESTED])
     held_FR = [fold_N[record_N] == fold for fold in folds]
@@ -256,7 +257,7 @@ def write_head(head: Head, model: TrainedModel, out: Path) -> None:
 
 
 def full_precision_model(embedder: Embedder, folder: str, code: bool) -> TrainedModel:
-    """The model with the weights of its file: bf16 rounds them."""
+    """Returns the model with the weights of its file, which bf16 would round."""
     if embedder.model and embedder.precision != "bf16":
         return embedder.model
     return load(name_and_folder(folder)[1], code)

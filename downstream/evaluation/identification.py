@@ -232,7 +232,7 @@ def crops_to_identify(tested: Datasets, measured_B: Array) -> Identities:
 
 
 def gallery_and_probe_rows(data: Datasets, among: Array | None = None) -> list[Array]:
-    """The gallery and the probe crops; ConfigError if there are none."""
+    """Returns the gallery and the probe crops; ConfigError if there are none."""
     sides = []
     for role in ("gallery", "probe"):
         rows = data.select(role)

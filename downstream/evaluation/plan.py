@@ -215,7 +215,8 @@ def labels_and_tasks(
 
 
 def task_words(options: BenchOptions) -> Sequence[str]:
-    """The tasks, as they were typed; ConfigError if there is none, or an option has no use."""
+    """Returns the tasks as they were typed; ConfigError if there is none, or an option has no
+    use."""
     words = options.tasks
     if not words and is_table(options.labels):
         words = (options.labels,)
@@ -295,7 +296,7 @@ def labels_to_test(tested: Datasets, task: TaskConfig, labels: TaskLabels, url: 
 def leak_remarks(
     fitted: Datasets, train: ProbedRecords, tested: Datasets, test: ProbedRecords
 ) -> list[str]:
-    """A remark if another dataset's test has patients or ECGs of the fitted records."""
+    """Remarks if another dataset's test has patients or ECGs of the fitted records."""
     if tested is fitted:
         return []
     trained, held = fitted.rows_by_dataset(np.sort(train.rows)), tested.rows_by_dataset(test.rows)
@@ -344,7 +345,7 @@ def scorable_outputs(
     draws: Sequence[Array],
     fold_N: Array | None,
 ) -> Array:
-    """bool [K]: the outputs whose labels vary in test and wherever a probe is fitted."""
+    """bool [K]: True for outputs whose labels vary in test and wherever a probe is fitted."""
     used_K = KINDS[name].varying_outputs(test.y_NK)
     for draw in draws:
         for rows, _ in train_test_rows(draw, fold_N):
@@ -381,7 +382,7 @@ def require_varying_labels(labels: TaskLabels, splits: Sequence[str], data: Data
 def task_of_table(
     url: str, columns: Sequence[str] = (), kind: TaskKind | None = None, positive: str = ""
 ) -> TaskConfig:
-    """The task of a label table; its kind is guessed if it is None."""
+    """Returns the task of a label table; its kind is guessed if it is None."""
     name = table_name(url)[:64]
     task = TaskConfig(name, labels=url, columns=tuple(columns), positive=positive)
     return replace(task, kind=kind) if kind else guess_kind(task)
@@ -409,7 +410,7 @@ def _task_of_word(word: str, options: BenchOptions) -> TaskConfig:
 
 
 def datasets_text(data: Data | Sequence[Data]) -> str:
-    """The datasets as text, for a command line or a table."""
+    """Returns the datasets as text, for a command line or a table."""
     return " ".join(
         one.root.url if isinstance(one, Dataset) else shlex.quote(os.fspath(one))
         for one in as_list(data)

@@ -52,7 +52,7 @@ class ProbedRecords(NamedTuple):
         return np.asarray(sum_ND / count_N[:, None])
 
     def windows_and_records(self, vectors: Vectors) -> tuple[Array, Array]:
-        """Embeddings of all windows, and the record of each."""
+        """Returns the embeddings of all windows, and the record of each."""
         _, windows_B, c_BSD = vectors.take(self.rows)
         there_BS = np.arange(c_BSD.shape[1]) < windows_B[:, None]
         record_B = np.searchsorted(self.begins, np.arange(len(self.rows)), "right") - 1
@@ -76,7 +76,7 @@ class ShownLeads:
         )
 
     def left_out_notes(self, data: Datasets) -> list[str]:
-        """A note on the crops that are not usable, if there are any."""
+        """Notes how many crops are not usable, if there are any."""
         lost = int((~self.usable_crops(data)).sum())
         if not lost:
             return []
@@ -89,7 +89,7 @@ class ShownLeads:
 def probed_records(
     data: Datasets, labels: TaskLabels, splits: Sequence[str], shown: ShownLeads
 ) -> ProbedRecords:
-    """The labelled records of these splits; ConfigError if there are none."""
+    """Returns the labelled records of these splits; ConfigError if there are none."""
     rows = np.concatenate([labels.all_rows(split) for split in splits])
     rows = rows[shown.usable_crops(data)[rows]]
     if not len(rows):
@@ -140,7 +140,7 @@ def fold_groups(data: Datasets, records: ProbedRecords) -> Array:
 
 
 def assign_folds(group_N: Array, count: int) -> Array:
-    """The fold of each record."""
+    """Returns the fold of each record."""
     groups = len(np.unique(group_N))
     if count > groups:
         raise ConfigError(

@@ -135,7 +135,7 @@ class TaskResult:
     def record_labels_scores_patients(
         self, rows: Array | slice = slice(None)
     ) -> tuple[Array, Array, list[Any]]:
-        """Labels, mean scores and patients of the records in these rows."""
+        """Returns labels, mean scores and patients of the records in these rows."""
         records, patients = np.asarray(self.records_N)[rows], np.asarray(self.patients_N)[rows]
         return labels_scores_patients_by_record(
             self.labels_NK[rows], self.scores_NK[rows], records, patients
@@ -257,7 +257,7 @@ def score_arrays(
 def labels_scores_patients_by_record(
     labels: Array, scores: Array, records: Any, patients: Any
 ) -> tuple[Array, Array, list[Any]]:
-    """Labels, mean scores and patients of the records, ordered by name."""
+    """Returns labels, mean scores and patients of the records, ordered by name."""
     _, first, record_N, halves = np.unique(
         np.asarray(records), return_index=True, return_inverse=True, return_counts=True
     )
@@ -407,7 +407,8 @@ def leakage_notes(
 
 
 def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role: str) -> list[str]:
-    """A note if more of the label table could be scored: the model has not seen its data."""
+    """Returns a note if more of the label table could be scored, because the model has not seen
+    those ECGs."""
     known_crops, scored = int((~np.isnan(labels.all_y).all(1)).sum()), len(labels.all_rows(role))
     if not labels.task.labels or known_crops <= scored:
         return []
@@ -433,7 +434,8 @@ def few_scored_note(data: Datasets, rows: Array, labels: TaskLabels) -> list[str
 
 
 def record_names(data: Datasets, rows: Array) -> list[str]:
-    """The record of each crop. A name that several datasets have is followed by the dataset's."""
+    """Returns the record of each crop. A name that several datasets have is followed by the
+    dataset's."""
     table = data.table(["source", "record"]).take(rows).to_pydict()
     names = [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
     shared = set(records_in_several_datasets(data.all))
@@ -448,7 +450,7 @@ def record_names(data: Datasets, rows: Array) -> list[str]:
 
 
 def subgroups_of(data: Datasets, rows: Array) -> dict[str, Array]:
-    """Age band, sex and source of each row."""
+    """Returns the age band, sex and source of each row."""
     table = data.table(["age", "sex", "source"]).take(rows).to_pydict()
     age = np.array(table["age"], float)
     band = np.where(np.isnan(age), -1, np.digitize(age, AGE_EDGES))
@@ -460,7 +462,7 @@ def subgroups_of(data: Datasets, rows: Array) -> dict[str, Array]:
 
 
 def load_task(name: str) -> TaskConfig:
-    """The task with this name in configs/tasks, or in a YAML file."""
+    """Reads the task with this name in configs/tasks, or in a YAML file."""
     path = find_config(name, "tasks", Flag("--task"))
     section = read_yaml(path, "tasks").get("task")
     if not isinstance(section, dict):
@@ -535,8 +537,8 @@ def input_and_warnings(
 def crops_with_leads_and_note(
     data: Datasets, model_input: Input, *sides: Array
 ) -> tuple[list[Array], list[str]]:
-    """The crops that have a window in which at least one of the model's leads was recorded, and a
-    note on the others."""
+    """Returns the crops that have a window in which at least one of the model's leads was recorded,
+    and a note on the others."""
     blank = ~data.concatenate(model_input.usable_crops)
     if any(blank[rows].all() for rows in sides):
         raise ConfigError(
@@ -593,8 +595,8 @@ def outputs_and_positions(
     options: EvalOptions,
     per: Per = "half",
 ) -> tuple[Array, Array]:
-    """Outputs [R, D] of the windows of these crops, which ascend, and the position in `rows` of each.
-    Ranks share the parts."""
+    """Returns the outputs [R, D] of the windows of these crops, which ascend, and the position in
+    `rows` of each. Ranks share the parts."""
     windows = 1
     if per == "half":
         windows = model_input.count_windows(data.column("halves")[rows])
@@ -612,7 +614,7 @@ def outputs_and_positions(
 
 
 def halves_file_of_dataset(first: Path | None, number: int) -> Path | None:
-    """The file that keeps the outputs for a dataset; None if none does."""
+    """Returns the file that keeps the outputs for a dataset; None if none does."""
     return first.with_name(f"{first.name}.{number}") if first and number else first
 
 

@@ -118,7 +118,8 @@ def _crops_and_times(dataset: Dataset, trained: TrainedOn) -> tuple[pa.Table, np
 
 
 def _records_table(crops: pa.Table, uses: CropUses, times: np.ndarray | None) -> pa.Table:
-    """A row for each record: the last use of a waveform and of the owner (-1: none), times."""
+    """Returns a row for each record: the last use of its waveforms and of its owner (-1: none), and
+    times."""
     times_drawn = pa.nulls(len(crops), pa.int64()) if times is None else pa.array(times)
     columns = [*(crops[name] for name in ID_COLUMNS), uses.waveform, uses.owner, times_drawn]
     table = pa.table(columns, [*ID_COLUMNS, "waveform", "owner", "times"])

@@ -135,7 +135,8 @@ def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
 
 
 def with_exact_weights(config: FinetuneConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`weights` with those of a frozen encoder as `start` has them: training in bf16 rounds them."""
+    """Returns `weights`, where those of a frozen encoder are as in `start`: training in bf16 rounds
+    them."""
     kept = f"start={config.start}: the exported encoder is rounded to bf16, since the start"
     try:
         start = read_start(config.start, config.code)

@@ -325,7 +325,7 @@ class FinetuneTask(TrainingTask):
         )
 
     def _existing_windows(self, halves_B: Array) -> Array:
-        """bool [B, S]: the windows that crops have."""
+        """bool [B, S]: True for windows that crops have."""
         return np.asarray(
             np.arange(self.input.count_windows()) < self.input.count_windows(halves_B)[:, None]
         )
@@ -520,7 +520,7 @@ def validation_metrics(labels: TaskLabels) -> tuple[str, ...]:
 def training_selection(
     labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input
 ) -> Selection:
-    """The crops that are trained on."""
+    """Returns the crops to train on."""
     rows = [labels.rows_of_dataset(n, "train") for n in range(len(datasets))]
     for dataset, some in zip(datasets, rows, strict=True):
         if not len(some):

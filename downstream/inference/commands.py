@@ -234,8 +234,8 @@ def load_setup(
 
 
 def select_device(name: str) -> torch.device:
-    """The device for --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. Ranks use a
-    machine's GPUs in turn."""
+    """Returns the device for --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. Ranks
+    use a machine's GPUs in turn."""
     try:
         device = torch.device(
             ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

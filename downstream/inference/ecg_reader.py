@@ -127,7 +127,7 @@ class Waveforms(NamedTuple):
 
 
 def _record_numbers(table: pa.Table) -> Array:
-    """The number of each row's record, in the order in which they first come."""
+    """Numbers the records of rows in the order of their first rows."""
     names = pc.binary_join_element_wise(table["source"], table["record"], "\t")
     numbers: Array = names.combine_chunks().dictionary_encode().indices.to_numpy()
     return numbers
@@ -183,7 +183,7 @@ class DatasetSource:
         return Waveforms(_record_numbers(self.table)[self.rows], waveform_N)
 
     def _sorted_rows_and_records(self, rows: Array) -> tuple[Array, Array]:
-        """The rows sorted by record, and the number of each one's record."""
+        """Returns the rows sorted by record, and the number of each row's record."""
         order = [(name, "ascending") for name in ("source", "record", "start_s")]
         table = self.table.take(rows).sort_by(order)
         numbers = _record_numbers(table)
@@ -317,7 +317,7 @@ def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
 
 
 def dataset_of(options: EcgOptions) -> Dataset | None:
-    """The dataset that `data` names; None if it names files."""
+    """Returns the dataset that `data` names; None if it names files."""
     for url in options.data:
         remote = "://" in url
         if not remote and not Path(url, META).is_file():
@@ -434,7 +434,7 @@ def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordT
 
 
 def pseudonym_mark(keyfile: str) -> str:
-    """The mark of this key, as in the dataset.json of a dataset with its pseudonyms."""
+    """Returns the mark of this key, as in the dataset.json of a dataset with its pseudonyms."""
     return str(key_mark(read_key(keyfile)))
 
 
@@ -460,7 +460,7 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
 
 
 def array_files(url: str) -> list[Path]:
-    """The .npy and .npz files at a path: the file itself, or those in a folder."""
+    """Returns the .npy and .npz files at a path: the file itself, or those in a folder."""
     if url.endswith(ARRAY_SUFFIXES):
         return [Path(url)]
     paths = Path(url).rglob("*")

@@ -109,7 +109,7 @@ def vector_output(model: TrainedModel, forward: Callable[[Tensor], Tensor], widt
 
 
 def embedding_matrix(table: pa.Table) -> Array:
-    """The vectors of a table, one row each."""
+    """Returns the vectors of a table, one row each."""
     return np.asarray(
         table[EMBEDDING].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
     )
@@ -221,13 +221,14 @@ def _part_table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per
 
 
 def _window_starts(rows: pa.Table, crop_H: Array, model_input: Input) -> pa.Array:
-    """The start of each window in seconds, later than that of its crop."""
+    """Returns the start of each window in seconds; a crop's second window starts later than the
+    crop."""
     window_H = np.arange(len(crop_H)) - np.searchsorted(crop_H, crop_H)
     return pa.array(rows["start_s"].to_numpy() + window_H * model_input.window_s)
 
 
 def _joined_flags(flags_B: pa.ChunkedArray, crop_H: Array, first_N: Array) -> pa.Array:
-    """The flags of all crops of each row."""
+    """Returns the flags of all crops of each row."""
     if flags_B.null_count == len(flags_B):
         return pa.nulls(len(first_N), pa.string())
     joined = []
@@ -240,7 +241,7 @@ def _joined_flags(flags_B: pa.ChunkedArray, crop_H: Array, first_N: Array) -> pa
 def _missing_leads(
     batches: list[tuple[CropBatch, Array]], crop_H: Array, first_N: Array
 ) -> pa.Array:
-    """The names of the leads that are missing in any crop of a row."""
+    """Returns the names of the leads that are missing in any crop of a row."""
     missing_BL = np.concatenate([batch.crops.missing_BL for batch, _ in batches])
     missing_NL = np.logical_or.reduceat(missing_BL[crop_H], first_N)
     names = [describe_leads(np.flatnonzero(missing_L)) or None for missing_L in missing_NL]
@@ -305,7 +306,7 @@ class ParquetParts:
                 self._refuse_file(self.folder, f"its parts are {what} a column {name}")
 
     def _read_part(self, number: int, schema: pa.Schema | None = None) -> pa.Table | None:
-        """A part's table; None if it is missing or damaged."""
+        """Reads a part's table; None if it is missing or damaged."""
         try:
             return pq.read_table(
                 self._part_path(number), schema=schema, page_checksum_verification=True
@@ -317,11 +318,11 @@ class ParquetParts:
         return self.folder / f"{number:06d}.parquet"
 
     def own_parts(self, count: int) -> range:
-        """This rank's parts, out of `count`."""
+        """Returns this rank's parts, out of `count`."""
         return range(self.rank, count, self.world)
 
     def missing_parts(self, count: int) -> list[int]:
-        """This rank's parts that are still missing or damaged."""
+        """Returns this rank's parts that are still missing or damaged."""
         numbers = [number for number in self.own_parts(count) if self._read_part(number) is None]
         # Checked last: another rank removes the parts only after this file exists
         self.finished = self.out.exists()
@@ -416,7 +417,7 @@ def _table_writer(
 
 
 def skipped_file(out: Path) -> Path:
-    """The file beside `out` that lists what was skipped."""
+    """Returns the path beside `out` that lists what was skipped."""
     return out.with_name(f"{out.name}.skipped.csv")
 
 
@@ -441,13 +442,13 @@ def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
 
 
 def job_record_path(out: Path) -> Path:
-    """The file that says which job has written a CSV file."""
+    """Returns the path of the file that says which job has written a CSV file."""
     return out.with_name(f".{out.name}.job")
 
 
 def read_job(path: Path) -> Any:
-    """The job in a file's metadata, or in the record of a CSV file; None if there is none, or it is
-    damaged, or of an earlier file of this name."""
+    """Reads the job from a file's metadata, or from the record of a CSV file; None if it is
+    missing, damaged, or of an earlier file of this name."""
     try:
         if path.suffix == CSV:
             record = json.loads(job_record_path(path).read_text())
@@ -474,7 +475,7 @@ def make_parts(
 
 
 def whole_table(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
-    """The table of all parts, in memory."""
+    """Returns the table of all parts, in memory."""
     numbers = range(source.parts)
     with progress_bar(source.count_units(numbers), source.unit) as bar:
         parts = part_tables(source, output, model_input, numbers, per, bar.update)

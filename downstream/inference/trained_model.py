@@ -204,8 +204,8 @@ class TrainedModel(nn.Module):
         self.eval()
 
     def note_on_rates(self, rates_hz: Iterable[float]) -> str:
-        """A note if ECGs were recorded so much slower or faster than those that the head was fitted
-        on that it may matter; else ""."""
+        """Returns a note if ECGs were recorded so much slower or faster than those that the head
+        was fitted on that it may matter; else ""."""
         if not (self.head_info and self.head_info.source_hz):
             return ""
         widest = min(ENOUGH_HZ, self.input.fs_hz, 2 * (self.input.band_hz or (0, ENOUGH_HZ))[1])
@@ -237,7 +237,7 @@ class TrainedModel(nn.Module):
         )
 
     def suitable_readout(self, text: str) -> Readout:
-        """The parts of a read-out that suits this model; "": the model's own."""
+        """Returns the parts of a read-out that suits this model; "": the model's own."""
         parts = parse_readout(text) if text else self.readout
         if measures_signal(parts) and not self.input.is_plain:
             raise ConfigError(
@@ -269,8 +269,8 @@ class TrainedModel(nn.Module):
         return model.to(self.device, next(self.parameters()).dtype)
 
     def missing_leads_doubt(self) -> str:
-        """Why its predictions are doubtful if some of its leads are missing; "" if it was trained
-        with random lead masking."""
+        """Says why predictions are doubtful if some of the model's leads are missing; "" if it was
+        trained with random lead masking."""
         # Unknown for models of other programs and of older versions
         masked = number_or_nan(self.history.get("rlm"))
         if masked > 0:
@@ -286,7 +286,7 @@ class TrainedModel(nn.Module):
         return c_RND
 
     def pool_tokens(self, x_RLT: Tensor) -> Tensor:
-        """c_RD, float32: the mean over tokens, as in the paper."""
+        """Returns c_RD, float32: the mean over tokens, as in the paper."""
         return self.read(x_RLT, (PAPER,))
 
     def read(self, x_RLT: Tensor, readout: Readout) -> Tensor:
@@ -367,7 +367,7 @@ class TrainedModel(nn.Module):
         return answers if _is_batch(signal) else answers[0]
 
     def _cut_crops(self, signal: Any, fs_hz: float, leads: Leads, unit: str) -> list["EcgCrops"]:
-        """The crops of each ECG, one or several."""
+        """Returns the crops of each ECG, one or several."""
         leads = leads if isinstance(leads, str) else tuple(leads)
         ecgs = []
         for i, record in enumerate(signal if _is_batch(signal) else [signal]):
@@ -380,7 +380,7 @@ class TrainedModel(nn.Module):
         return ecgs
 
     def _missing_lead_warnings(self, ecgs: Sequence["EcgCrops"]) -> Iterator[str]:
-        """A warning if leads that the model uses were not measured in a crop."""
+        """Yields a warning if leads that the model uses were not measured in a crop."""
         missing = []
         for ecg in ecgs:
             measured_L = np.asarray(ecg.uv_BLT.any(axis=2).all(axis=0))
@@ -408,7 +408,7 @@ def _is_batch(signal: Any) -> bool:
 
 
 def _amplitude_warnings(ecgs: Sequence["EcgCrops"], unit: str) -> Iterator[str]:
-    """A warning if the amplitude of one of these is not an ECG's."""
+    """Yields a warning if the amplitude of one of these is not an ECG's."""
     if doubts := [ecg.doubt for ecg in ecgs if ecg.doubt]:
         where = _concerned_text([ecg.doubt for ecg in ecgs])
         yield f"{IMPLAUSIBLE_AMPLITUDE}{where}: {doubts[0]}: is unit={unit!r} right?"
@@ -470,7 +470,7 @@ def _build_head(head: HeadInfo | None, width: int) -> nn.Module | None:
 
 
 def class_in_folder(folder: Path, spec: str, code: bool, part: str) -> Any:
-    """The class in a model folder; None if `spec` is built into omnilead. Code runs only if
+    """Returns the class in a model folder; None if `spec` is built into omnilead. Code runs only if
     asked."""
     file, _, name = spec.rpartition(":")
     if not file:
@@ -511,7 +511,7 @@ def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo 
 
 
 def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> None:
-    """Load all weights from the file."""
+    """Loads all weights from the file."""
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {}

@@ -559,7 +559,7 @@ def from_torch(
 
 
 def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
-    """Write a model folder that gives this embedding without any other file of the user's."""
+    """Writes a model folder that gives this embedding without any other file of the user's."""
     # -E: PYTHONPATH may name the user's modules
     place = Path(sys.modules["omnilead"].__path__[0]).parent
     command = [sys.executable, "-E", "-P", "-c", EMBED_ALONE, str(place)]
@@ -577,7 +577,7 @@ def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
 
 
 def read_tensors(path: Path) -> Weights:
-    """All tensors of a file, with dotted names if it has dictionaries in dictionaries."""
+    """Reads all tensors of a file; nested dictionaries give dotted names."""
     if path.suffix == ".safetensors":
         with blaming(str(path)):
             return load_file(path)
@@ -658,7 +658,7 @@ def load_tensors(path: Path, encoder: nn.Module, weights: Weights) -> None:
 
 
 def fixed_input(preprocessing: Settings) -> Tensor:
-    """x_RLT: two rows of noise, as long as a model's input."""
+    """Returns x_RLT: two rows of noise, as long as a model's input."""
     model_input = Input.from_document(preprocessing, len(preprocessing["leads"]))
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2, len(model_input.leads), model_input.samples, generator=generator)

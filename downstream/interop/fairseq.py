@@ -103,7 +103,7 @@ def norm_spelling(state: Weights) -> str:
 
 
 def output_count(state: Weights) -> int:
-    """Number of outputs of a classifier, the authors' or ours; 0 if the model is only
+    """Returns the number of outputs of a classifier, the authors' or ours; 0 if the model is only
     pre-trained."""
     is_theirs = any(name.startswith("encoder.feature_extractor.") for name in state)
     head = state.get("proj.weight" if is_theirs else "head.weight")
@@ -113,11 +113,11 @@ def output_count(state: Weights) -> int:
 def fairseq_names(
     config: ModelConfig, spelled: str = "parametrizations", classifier: bool = False
 ) -> dict[str, list[str]]:
-    """Our name -> the authors' names: several if ours is their concatenation."""
+    """{our name: the authors' names}; several if ours is their concatenation."""
     table: dict[str, list[str]] = {}
 
     def add_names(ours: str, *theirs: str) -> None:
-        """A module with a weight and a bias."""
+        """Adds the names of a module with a weight and a bias."""
         for kind in ("weight", "bias"):
             table[f"{ours}.{kind}"] = [f"{their}.{kind}" for their in theirs]
 
@@ -188,7 +188,7 @@ def weights_to_fairseq(
 
 
 def _names_in_state(state: Weights, config: ModelConfig, spelled: str) -> dict[str, list[str]]:
-    """The names of the weights in `state`."""
+    """Returns the names of the weights in `state`."""
     table = fairseq_names(config, spelled, output_count(state) > 0)
     return {name: parts for name, parts in table.items() if name in state}
 
@@ -292,8 +292,8 @@ def _parse_blocks(value: Any) -> list[tuple[int, int]]:
 
 
 def fairseq_settings(config: ModelConfig, seen: tuple[int, ...] = ALL_LEADS) -> Settings:
-    """The part of the authors' configuration that is needed to build one of our models: cfg.model,
-    cfg.task, cfg.criterion. `seen`: the leads that it was trained on."""
+    """Returns the part of the authors' configuration that is needed to build one of our models:
+    cfg.model, cfg.task, cfg.criterion. `seen`: the leads that it was trained on."""
     model = {"_name": "wav2vec2_cmsc", "apply_mask": True, "encoder_layerdrop": 0.0}
     model |= {
         theirs: getattr(config, ours) for ours, (theirs, _) in SETTING_NAMES.items()

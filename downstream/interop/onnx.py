@@ -61,7 +61,7 @@ class ExportedModel(nn.Module):
 
 
 def to_onnx(model: TrainedModel, out: Path) -> float:
-    """Write the file. Returns the largest difference between onnxruntime and PyTorch (relative if
+    """Writes the file. Returns the largest difference between onnxruntime and PyTorch (relative if
     numbers are above 1)."""
     missing = [name for name in NEEDED_PACKAGES if find_spec(name) is None]
     if missing:

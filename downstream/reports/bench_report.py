@@ -68,7 +68,7 @@ def write_comparison(document: Row, out: Path) -> None:
 
 
 def rows_by_panel(document: Row) -> dict[tuple[str, str], list[Row]]:
-    """Rows by task and metric."""
+    """Groups rows by task and metric."""
     rows_of_panels: dict[tuple[str, str], list[Row]] = {}
     for row in document["rows"]:
         for metric in [name for name in row["metrics"] if name in METRIC_LABELS]:

@@ -261,7 +261,8 @@ def agreement_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str
 
 
 def survival_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
-    """Kaplan-Meier curves of the records in thirds of the predicted risk, and how many are at risk."""
+    """Draws Kaplan-Meier curves of the records in thirds of the predicted risk, and counts how many
+    are at risk."""
     is_known = ~np.isnan(y_NK[:, 0])
     y_N, risk_N = y_NK[is_known, 0], scores_NK[is_known, 0]
     third_N = np.searchsorted(np.quantile(risk_N, (1 / 3, 2 / 3)), risk_N)
@@ -294,7 +295,7 @@ def draw_ecg(result: TaskResult, data: Datasets, row: int) -> Picture:
 
 
 def error_text(result: TaskResult, row: int) -> str:
-    """The largest error, in words."""
+    """Says how large the largest error is."""
     head, names = result.head, result.head.classes
     y_K, score_K = np.asarray(result.labels_NK, float)[row], result.scores_NK[row]
     if head.kind == "multiclass":

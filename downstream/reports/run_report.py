@@ -64,11 +64,11 @@ class StepLog:
         self.steps = self.column("step")
 
     def column(self, key: str) -> Array:
-        """The values of a key; NaN for what is not a number."""
+        """Returns the values of a key; NaN for what is not a number."""
         return np.array([number_or_nan(row.get(key)) for row in self.rows])
 
     def steps_and_values(self, key: str) -> tuple[Array, Array]:
-        """Steps and values where the key is a finite number."""
+        """Returns the steps at which the key is a finite number, and its values there."""
         values = self.column(key)
         is_finite = np.isfinite(values)
         return self.steps[is_finite], values[is_finite]
@@ -113,7 +113,7 @@ class RunLog:
             self.remarks.append(f"run.json cannot be read: {' '.join(str(error).split())}")
 
     def fact(self, *keys: str) -> Any:
-        """A value from run.json; None if it is missing."""
+        """Returns a value from run.json; None if it is missing."""
         value = self.facts
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -157,7 +157,7 @@ def progress_texts(log: RunLog) -> Iterator[str]:
 
 
 def changed_settings(log: RunLog) -> list[tuple[str, str]]:
-    """The settings that differ from the defaults; config.yaml has all."""
+    """Returns the settings that differ from the defaults; config.yaml has all."""
     config = log.fact("config")
     if not isinstance(config, dict):
         return []
@@ -205,7 +205,7 @@ def validation_note(log: RunLog) -> str:
 
 
 def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
-    """The main figures of the exported step, held-out ones rather than training ones."""
+    """Yields the main figures of the exported step, held-out ones rather than training ones."""
     metrics, held_out = log.metrics, log.held_out
     step = best
     if not log.task:
@@ -260,7 +260,7 @@ def selection_metric_and_sign(log: RunLog) -> tuple[str, int]:
 
 
 def best_step(log: RunLog) -> float | None:
-    """The first best step, chosen as in training: never the untrained model."""
+    """Returns the first best step, chosen as in training: never the untrained model."""
     name, sign = selection_metric_and_sign(log)
     steps, values = log.held_out.steps_and_values(name)
     steps, values = steps[steps > 0], values[steps > 0]

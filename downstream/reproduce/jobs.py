@@ -101,7 +101,8 @@ class WorkDir:
         return self.path / "jobs" / f"{job.name.replace('/', '_')}.{suffix}"
 
     def read_note(self, job: Job, key: str) -> Any:
-        """The seconds that a job took, or the error of its last attempt; None if there is none."""
+        """Returns the seconds that a job took, or the error of its last attempt; None if there is
+        none."""
         return read_json(self.job_file(job, "json")).get(key)
 
     def is_done(self, job: Job) -> bool:
@@ -144,7 +145,7 @@ class WorkDir:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if it is missing or holds something else."""
+    """Reads the JSON object in a file; empty if the file is missing or holds something else."""
     try:
         tree = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -122,7 +122,7 @@ class ReproductionScale:
 
 
 def as_options(settings: Settings) -> str:
-    """The settings as --set options; JSON is also YAML."""
+    """Returns the settings as --set options; JSON is also YAML."""
     pairs = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     return " ".join(f"--set {shlex.quote(pair)}" for pair in pairs)
 
@@ -213,6 +213,6 @@ def make_plan(
 
 
 def settings_checksum(folder: str, name: str, start: Settings | None = None) -> str:
-    """A checksum of the settings that a training's command does not show."""
+    """Returns a checksum of the settings that a training's command does not show."""
     text = json.dumps([read_yaml(CONFIGS / folder / f"{name}.yaml"), start])
     return f" {zlib.crc32(text.encode()):08x}"

@@ -108,7 +108,7 @@ def _pseudonym_hint(url: str, datasets: Sequence[Dataset]) -> str:
 
 
 def join_own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> JoinedSheet:
-    """The datasets' own columns, a row for each crop."""
+    """Returns the datasets' own columns, a row for each crop."""
     if unknown := [name for name in task.columns if name not in DATASET_COLUMNS]:
         raise ConfigError(
             f"task.columns: {unknown[0]!r} is not in the dataset, which has age and sex: name a "
@@ -139,7 +139,8 @@ def data_records(datasets: Sequence[Dataset]) -> DataRecords:
 
 
 def record_of_crop(datasets: Sequence[Dataset]) -> Array:
-    """The number of each crop's record; records of two datasets are two, whatever they are called."""
+    """Numbers the record of each crop; records of two datasets are two, whatever they are
+    called."""
     numbers_of_datasets, count = [], 0
     for dataset in datasets:
         records = data_records([dataset])
@@ -149,7 +150,7 @@ def record_of_crop(datasets: Sequence[Dataset]) -> Array:
 
 
 def records_in_several_datasets(datasets: Sequence[Dataset]) -> list[str]:
-    """The records, as source/record, that more than one of the datasets has."""
+    """Returns the records, as source/record, that more than one of the datasets has."""
     if len(datasets) < 2:
         return []
     keys = pa.chunked_array([data_records([dataset]).keys for dataset in datasets])

@@ -90,7 +90,7 @@ class Kind(ABC):
         return loss_R, known_RK.float().mean(1)
 
     def are_right(self, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
-        """bool [R]: all known labels of a sample are predicted."""
+        """bool [R]: True if all known labels of a sample are predicted."""
         predicted_RK = logits_RK > 0
         positive_RK = y_RK > 0
         right_RK = (predicted_RK == positive_RK) | y_RK.isnan()
@@ -117,7 +117,7 @@ class Kind(ABC):
         return float(np.square(scores_NK - y_NK)[known_NK].sum() / max(known_NK.sum(), 1))
 
     def label_weights(self, y_NK: Array, balanced_2K: Array) -> Array:
-        """The weight of each label [N, K]; for multiclass [N, 1]."""
+        """Returns the weight of each label [N, K]; for multiclass [N, 1]."""
         negative_K, positive_K = balanced_2K
         return np.asarray(np.where(y_NK > 0, positive_K, negative_K))
 
@@ -195,7 +195,7 @@ class _ClassKind(Kind):
         return np.asarray(known_K / self.group_count(y_NK) / counts_2K, np.float32)
 
     def group_count(self, y_NK: Array) -> int:
-        """The number of groups into which each label divides the samples."""
+        """Counts the groups into which each label divides the samples."""
         return 2
 
     def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
@@ -428,7 +428,7 @@ def cox_loss(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
 
 
 def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
-    """The mean loss of the events; 0 if there is none."""
+    """Returns the mean loss of the events; 0 if there is none."""
     event_N1 = y_N1 > 0
     return (cox_loss(risk_N1, y_N1) * event_N1).sum() / event_N1.sum().clamp_min(1)
 

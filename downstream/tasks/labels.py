@@ -70,7 +70,7 @@ class TaskLabels:
         return np.concatenate(self.patients)
 
     def y_of(self, split: str) -> Array:
-        """The labels of all crops of a split."""
+        """Returns the labels of all crops of a split."""
         return np.concatenate([y[self.rows_of_dataset(n, split)] for n, y in enumerate(self.y)])
 
     @property
@@ -124,7 +124,7 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset], where: str = "") ->
 
 
 def _labels_of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
-    """The paper's tasks: labels and splits are in the dataset."""
+    """Reads the labels and splits of the paper's tasks from the dataset."""
     is_identity = task.kind == "identity"
     if is_identity and (task.labels or task.columns):
         raise ConfigError(

@@ -83,8 +83,8 @@ def predict_classes(kind: str, scores: Array, thresholds: Floats = None) -> Arra
 def measure(
     kind: str, y_NK: Array, scores_NK: Array, thresholds: Floats = None, classes: Names = ()
 ) -> dict[str, float]:
-    """MEASURES of `kind`. Scores are probabilities or, for regression, values; y is 0, 1 or NaN
-    (unknown), or a value."""
+    """Returns the MEASURES of `kind`. Scores are probabilities or, for regression, values; y is 0,
+    1 or NaN (unknown), or a value."""
     return statistic_of(kind, y_NK, scores_NK, thresholds, classes).measures()
 
 
@@ -108,7 +108,7 @@ def challenge_score(labels: Array, outputs: Array) -> float:
 
 
 def challenge_statistic(labels: Array, outputs: Array) -> Callable[[Array], float]:
-    """A function of row weights that returns the challenge_score of these rows."""
+    """Returns a function of row weights that gives the challenge_score of these rows."""
     return partial(
         _challenge_of_credits,
         *challenge_credits_and_norms(*bool_labels_and_outputs(labels, outputs)),
@@ -191,8 +191,8 @@ class Ranking:
         self.stop = np.searchsorted(edges, stop)
 
     def auroc_and_auprc(self, weight_NB: Array) -> Array:
-        """AUROC and AUPRC [2, B] for B weightings. NaN without positives; without negatives AUROC
-        is NaN and AUPRC 1."""
+        """Returns AUROC and AUPRC [2, B] for B weightings. NaN without positives; without negatives
+        AUROC is NaN and AUPRC 1."""
         if not len(self.positive):
             return np.full((2, weight_NB.shape[1]), np.nan)
         weight_NB = weight_NB[self.order]
@@ -214,8 +214,8 @@ class Ranking:
 
 
 def weighted_measures(y_N: Array, score_N: Array, weight_NB: Array) -> dict[str, Array]:
-    """The metrics [B] of a class that compare models, for B weightings of the rows at once. The
-    areas are NaN without positives or negatives."""
+    """Returns the metrics [B] of a class that compare models, for B weightings of the rows at once.
+    The areas are NaN without positives or negatives."""
     auroc_B, auprc_B = Ranking(y_N, score_N).auroc_and_auprc(weight_NB)
     auprc_B[np.isnan(auroc_B)] = np.nan
     sums_2N = np.stack([squared_errors(y_N, score_N), ~np.isnan(y_N)], dtype=np.float32)
@@ -655,7 +655,7 @@ def bca_interval(value_B: Array) -> Array:
 
 
 def _group_numbers(groups: Sequence[Any] | Array) -> Array:
-    """The groups as numbers from 0."""
+    """Numbers the groups from 0."""
     return np.unique(np.asarray(groups), return_inverse=True)[1]
 
 

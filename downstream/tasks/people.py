@@ -25,7 +25,7 @@ class People(NamedTuple):
         return owner_ids(datasets, self.owner_N, self.known_N)
 
     def doubtful_ids_remark(self, labelled_N: Array) -> list[str]:
-        """A remark if ids of labelled patients may be two spellings of one."""
+        """Remarks if ids of labelled patients may be two spellings of one."""
         patients = np.unique(self.owner_N[labelled_N & self.known_N])
         doubt = similar_ids_warning(self.names.take(pa.array(patients)))
         return [doubt] if doubt else []
@@ -65,7 +65,7 @@ def people_of_sheet(sheet: JoinedSheet, datasets: Sequence[Dataset]) -> People:
 
 
 def unknown_patients_remark(unknown: Sequence[int]) -> list[str]:
-    """A remark on records without a patient. `unknown`: unknown_patient_and_record_counts."""
+    """Remarks on records without a patient. `unknown`: see unknown_patient_and_record_counts."""
     without, records = unknown
     if not without:
         return []

@@ -87,7 +87,7 @@ def has_plus(cells: pa.Table, columns: Sequence[str]) -> bool:
 
 
 def may_be_missing(column: pa.ChunkedArray, minus_is_no: bool) -> pa.ChunkedArray:
-    """bool: cells with a word, such as NA, that may mean that there is no value."""
+    """bool: True for cells with a word, such as NA, that may mean that there is no value."""
     is_word = missing_words(column)
     if minus_is_no:
         is_word = pc.and_not(is_word, pc.fill_null(pc.equal(column, "-"), False))

@@ -81,7 +81,7 @@ def split_by_role(datasets: Sequence[Dataset], role: str) -> list[Array]:
 
 
 def _numbers_of_splits(names: pa.ChunkedArray) -> Array:
-    """The number of each split; 0 for an empty name, -1 for an unknown one."""
+    """Returns the number of each split; 0 for an empty name, -1 for an unknown one."""
     place = index_in(pc.utf8_lower(pc.fill_null(names, "")), pa.array(SPLIT_OF))
     return np.asarray(np.array([*SPLIT_OF.values(), -1], np.int8)[place])
 
@@ -135,7 +135,7 @@ def _splits_and_folds(
 def _patient_and_two_folds(
     patient_N: Array, fold_N: Array, shape: tuple[int, int]
 ) -> tuple[int, list[int]]:
-    """The first patient with several folds, and two of these."""
+    """Returns the first patient with several folds, and two of these."""
     is_in = np.zeros(shape, bool)
     is_in[patient_N, fold_N] = True
     patient = int((is_in.sum(1) > 1).argmax())
@@ -155,7 +155,7 @@ def _default_folds(sheet: str, values: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _splits_of_folds(folds: Any, values: list[str]) -> Array:
-    """The split of each value; 0 where task.folds does not name it."""
+    """Returns the split of each value; 0 where task.folds does not name it."""
     split_of: dict[str, int] = {}
     for split, names in folds.items():
         split_of |= dict.fromkeys(names, SPLIT_OF[split])

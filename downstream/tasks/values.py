@@ -66,7 +66,7 @@ def _positive_column(task: TaskConfig, sheet: JoinedSheet) -> Array:
 
 
 def _classes_in_data(task: TaskConfig, sheet: JoinedSheet) -> tuple[str, ...]:
-    """The values of records that are in the data, sorted."""
+    """Returns the values of records that are in the data, sorted."""
     (name,) = task.columns
     cells = sheet.cells[name].combine_chunks().take(pa.array(sheet.used_rows))
     classes = sort_values(pc.drop_null(cells).unique().to_pylist())
