@@ -120,10 +120,10 @@ class Source:
     unit, parts = " crops", 3
     table = pa.table([pa.nulls(1, kind) for kind in CROP_COLUMNS.values()], list(CROP_COLUMNS))
 
-    def count(self, parts):
+    def count_units(self, parts):
         return len(list(parts))
 
-    def batches(self, parts, progress):
+    def read_batches(self, parts, progress):
         for n in range(3):
             yield CropBatch(
                 np.full((1, 12, 5000), n, np.int16),

@@ -127,7 +127,7 @@ def run(tmp, arguments, world=1, before=None, **env):
         mock.patch.dict(os.environ),
         mock.patch.object(gc, "collect"),  # of all that the tests have imported
         mock.patch.object(importlib.metadata, "version", VERSION),
-        mock.patch.object(run_report, "build", drawn_nothing),
+        mock.patch.object(run_report, "report_page", drawn_nothing),
     ):
         code = train(arguments)
     return Ended([code], (tmp / "out.txt").read_text())
