@@ -38,7 +38,7 @@ class AuthorsDraws(NamedTuple):
     gumbel_noise: Tensor  # [R * M * G, V]
 
 
-def draws_of(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draws:
+def convert_draws(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draws:
     """Converts the authors' draws to our format."""
     mask_RN = torch.from_numpy(arrays["mask_indices"])
     rows, masked = len(mask_RN), int(mask_RN.sum(1)[0])
@@ -72,12 +72,12 @@ class AuthorsStep(nn.Module):
         unmasked = F.dropout(features.clone(), config.feature_dropout, self.training)
         x = F.dropout(self.encoder.project(features), config.input_dropout, self.training)
         if draws is None:
-            draws = draw(config, weights.negatives, rows, x.shape[1], x.device)
+            draws = make_draws(config, weights.negatives, rows, x.shape[1], x.device)
         mask = torch.from_numpy(draws.mask_indices).to(x.device)
         x[mask] = self.encoder.mask_embedding.to(x.dtype)
         y = unmasked[mask].view(rows, -1, config.feature_width)
         x = self.transform(x)
-        y, prob_perplexity = self.quantize(y, tau, draws.gumbel_noise)
+        y, prob_perplexity = self.quantize_with_perplexity(y, tau, draws.gumbel_noise)
         y = self.local.target(y)
         negatives = gather_negatives(y, draws.neg_idxs)
         contexts = self.local.context(x[mask].view(rows, -1, config.width))
@@ -86,14 +86,14 @@ class AuthorsStep(nn.Module):
         masked, codes = int(mask.sum().item()), config.codebooks * config.codes
         loss = loss + weights.diversity * (codes - prob_perplexity) / codes * masked
         loss = loss + weights.features * features_pen * masked
-        contrast = cmsc(x, patient_id, weights.temperature)
+        contrast = cmsc_loss(x, patient_id, weights.temperature)
         return loss + weights.contrast * contrast * masked, masked
 
     def convolve(self, x: Tensor) -> Tensor:
         for block in self.encoder.conv.blocks:
             weight = block.weight.unflatten(1, (block.kernel, -1)).transpose(1, 2)
             x = F.conv1d(x, weight, stride=block.kernel)
-            if (norm := block.norm) is not None:  # in float32
+            if (norm := block.norm) is not None:  # norms run in float32
                 scale, shift = norm.weight.float(), norm.bias.float()
                 x = F.group_norm(x.float(), x.shape[1], scale, shift, norm.eps).type_as(x)
             x = F.gelu(x)
@@ -104,7 +104,7 @@ class AuthorsStep(nn.Module):
         padding, groups = self.config.position_kernel // 2, position.groups
         y = x.transpose(1, 2)
         y = F.conv1d(y, position.weight(), position.bias, padding=padding, groups=groups)
-        x = x + F.gelu(y[:, :, :tokens]).transpose(1, 2)  # an even kernel gives one more
+        x = x + F.gelu(y[:, :, :tokens]).transpose(1, 2)  # an even kernel gives one token more
         x = self.dropout(self.encoder.norm(x))
         x = x.transpose(0, 1)  # B x T x C -> T x B x C
         for layer in self.encoder.layers:
@@ -129,14 +129,16 @@ class AuthorsStep(nn.Module):
         last = (config.attention_dropout, out.weight, out.bias)
         return F.multi_head_attention_forward(x, x, x, *shape, *last, **options, **weights)[0]
 
-    def quantize(self, x: Tensor, tau: float, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_with_perplexity(
+        self, x: Tensor, tau: float, noise: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Multiplies one-hot vectors by the codebook, [R * M, G * V, width / G] numbers, and sums
         over V."""
         rows, masked, width = x.shape
         tokens, groups, codes = rows * masked, self.config.codebooks, self.config.codes
         x = self.local.quantizer.logits(x.reshape(-1, width)).view(tokens * groups, codes)
         hard = torch.zeros_like(x).scatter_(-1, x.max(-1)[1].view(-1, 1), 1.0)
-        # of the codes, which the authors log
+        # the perplexity of the codes, which the authors log
         perplexity(hard.view(tokens, groups, codes).float().mean(0))
         soft = torch.softmax(x.view(tokens, groups, codes).float(), -1)
         x = gumbel_softmax(x.float(), tau, noise).type_as(x).view(tokens, -1)
@@ -180,9 +182,9 @@ def local_loss(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target, reduction="sum")
 
 
-def cmsc(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
-    """CMSC: first halves against second halves in both directions; positives are pairs of the same
-    patient."""
+def cmsc_loss(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
+    """Returns CMSC's loss: first halves against second halves in both directions; positives are
+    pairs of the same patient."""
     x = x.float()
     pooled = x.sum(1) / (x != 0).sum(1)
     pooled = pooled / pooled.detach().norm(dim=1, keepdim=True)
@@ -193,7 +195,7 @@ def cmsc(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
     return loss / 2
 
 
-def draw(
+def make_draws(
     config: ModelConfig, negatives: int, rows: int, tokens: int, device: torch.device
 ) -> AuthorsDraws:
     """Draws masks in numpy and negatives in torch on the host, noise on the model's device."""
@@ -209,8 +211,8 @@ def draw(
 
 
 def compute_mask_indices(config: ModelConfig, rows: int, tokens: int) -> np.ndarray:
-    """Draw span starts without replacement, their number rounded once per batch; then trim each row
-    to the smallest count."""
+    """Draws span starts without replacement, their number rounded once per batch; then trims each
+    row to the smallest count."""
     spans = max(2, int(config.mask_share * tokens / config.mask_span + np.random.rand()))
     chosen = []
     for _ in range(rows):

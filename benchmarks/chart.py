@@ -9,7 +9,7 @@ from html import escape
 from typing import NamedTuple
 
 from benchmarks.measure import Part
-from benchmarks.tables import device_of, machine, markdown_table, per_cpu
+from benchmarks.tables import device_of, machine_name, markdown_table, per_cpu_rate
 
 PAGE_WIDTH, LABEL_WIDTH, NUMBER_WIDTH = (
     760,
@@ -86,20 +86,20 @@ RATIO_NOTE = (
 Rates = dict[str, dict[str, float]]  # program -> machine -> rate, of the machines that measured it
 
 
-def rates_of(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part]]:
-    """Returns the rates, and the part that each machine's come from: the last of `parts`, oldest
-    first, that has our case and one other."""
+def rates_and_parts(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part]]:
+    """Returns the rates, and the part of each machine that they come from: the last of `parts`,
+    oldest first, that has our case and at least one other."""
     ours, *others = panel.programs.values()
     sources: dict[str, Part] = {}
     for part in parts:
         known = part["results"].keys() if part["benchmark"] == panel.benchmark else ()
         if device_of(part) == "cpu" and ours in known and not known.isdisjoint(others[:1]):
-            sources.pop(machine(part), None)
-            sources[machine(part)] = part
+            sources.pop(machine_name(part), None)
+            sources[machine_name(part)] = part
     rates: Rates = {}
     for program, case in panel.programs.items():
         rates[program] = {
-            name: per_cpu(part["results"][case])
+            name: per_cpu_rate(part["results"][case])
             for name, part in reversed(sources.items())
             if case in part["results"]
         }
@@ -109,7 +109,7 @@ def rates_of(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part
 def ratio_blocks(parts: Sequence[Part]) -> Iterator[str]:
     """Yields blocks of RESULTS.md: how many times as fast omnilead is, by machine; none without
     records."""
-    measured = [(panel, *rates_of(panel, parts)) for panel in PANELS]
+    measured = [(panel, *rates_and_parts(panel, parts)) for panel in PANELS]
     measured = [(panel, rates, sources) for panel, rates, sources in measured if sources]
     if measured:
         yield "### Times as fast as others, per CPU-second"
@@ -134,7 +134,7 @@ def draw_chart(parts: Sequence[Part]) -> str:
     machines: list[str] = []
     y = 34
     for panel in PANELS:
-        rates, sources = rates_of(panel, parts)
+        rates, sources = rates_and_parts(panel, parts)
         machines = list(reversed(sources))
         lines.append(f'<text class="h" x="18" y="{y}">{escape(panel.title)}</text>')
         y += 14
@@ -147,7 +147,7 @@ def draw_chart(parts: Sequence[Part]) -> str:
                 width = (
                     (PAGE_WIDTH - LABEL_WIDTH - NUMBER_WIDTH) * by_machine.get(name, 0) / longest
                 )
-                lines.append(_bar(f"{kind}{place}", y, width))
+                lines.append(_bar_svg(f"{kind}{place}", y, width))
                 said = f"{by_machine[name]:{panel.form}}" if name in by_machine else "not measured"
                 x_said = LABEL_WIDTH + width + 6
                 lines.append(
@@ -171,5 +171,5 @@ def draw_chart(parts: Sequence[Part]) -> str:
     return "\n".join([head, frame, *lines, "</svg>", ""])
 
 
-def _bar(kind: str, y: int, width: float) -> str:
+def _bar_svg(kind: str, y: int, width: float) -> str:
     return f'<rect class="{kind}" x="{LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT - 3}"/>'

@@ -5,10 +5,10 @@ and a re-creation of the authors'.
                of spectra
     loss       a target and 128 negatives copied for each token, in one array
 
-Our encoder alone (embedding) takes its turn, too, and matrix products, the peak rate of a core.
-Timing starts only if both sides give the same loss and gradients for the same weights and draws;
-tests/benchmarks/test_cpc.py holds the re-creation against the authors' numbers. Windows are noise.
-On a GPU ours is measured alone: it is compiled.
+Our encoder alone (embedding) is timed, too, and matrix products show the peak rate of a core. Timing
+starts only if both sides give the same loss and gradients for the same weights and draws;
+tests/benchmarks/test_cpc.py compares the re-creation with the authors' numbers. Windows are noise. On
+a GPU our step is measured alone: it is compiled.
 
 Source: AI4HealthUOL/ecg-fm-benchmarking and ecg-pretraining-strategies.
 """
@@ -32,8 +32,8 @@ from benchmarks.step import (
     PRODUCT,
     STEPS_PER_REPEAT,
     StepRun,
-    optimizer,
-    product,
+    make_optimizer_step,
+    repeat_products,
     synchronize,
 )
 from omnilead.data_tools.io.terminal import keep_freed_memory
@@ -74,9 +74,9 @@ class AuthorsStep(nn.Module):
         self.encoder: Any = model.encoder
         self.head: Any = model.plugin
         self.poles: Any
-        self.poles, self.p, _ = map(torch.from_numpy, conjugate_pairs(self.space(0).states))
+        self.poles, self.p, _ = map(torch.from_numpy, conjugate_pairs(self.state_space(0).states))
 
-    def space(self, layer: int) -> StateSpace:
+    def state_space(self, layer: int) -> StateSpace:
         space: StateSpace = self.encoder.layers[layer].space
         return space
 
@@ -87,7 +87,7 @@ class AuthorsStep(nn.Module):
         z_RND = x_RLT.transpose(1, 2)
         x_RND = z_RND
         for layer in self.encoder.layers:
-            y_RDN = self.filtered(layer.space, x_RND.transpose(1, 2))
+            y_RDN = self.filter_signal(layer.space, x_RND.transpose(1, 2))
             y_RDN = F.dropout1d(F.gelu(y_RDN), layer.dropout.p, self.training)
             y_RDN = torch.einsum("rdn,ed->ren", y_RDN, layer.linear.weight)
             y_RDN = F.glu(y_RDN + layer.linear.bias[:, None], 1)
@@ -96,14 +96,14 @@ class AuthorsStep(nn.Module):
         ahead = self.head.ahead
         return contrastive_loss(self.head.map(x_RND)[:, :-ahead], z_RND, idx_RnK)
 
-    def filtered(self, space: StateSpace, u_RDN: Tensor) -> Tensor:
+    def filter_signal(self, space: StateSpace, u_RDN: Tensor) -> Tensor:
         tokens = u_RDN.shape[2]
         spectrum = torch.fft.rfft(u_RDN, 2 * tokens) * torch.fft.rfft(
-            self.kernel(space)[:, :tokens], 2 * tokens
+            self.convolution_kernel(space)[:, :tokens], 2 * tokens
         )
         return torch.fft.irfft(spectrum, 2 * tokens)[..., :tokens] + space.D[:, None] * u_RDN
 
-    def kernel(self, space: StateSpace) -> Tensor:
+    def convolution_kernel(self, space: StateSpace) -> Tensor:
         """Returns the kernel [D, L], by Cauchy sums and the rank-1 correction."""
         angle = torch.arange(space.length // 2 + 1) * (-2 * math.pi / space.length)
         omega = torch.polar(torch.ones_like(angle), angle)
@@ -113,12 +113,14 @@ class AuthorsStep(nn.Module):
         c_Dh = torch.view_as_complex(space.C[0])
         w_Dh1 = (self.poles.to(torch.complex64) * dt_D1)[..., None]
 
-        def cauchy(v_Dh: Tensor) -> Tensor:
+        def cauchy_sum(v_Dh: Tensor) -> Tensor:
             v_Dh1 = v_Dh.expand(len(dt_D1), -1)[..., None]
             return dt_D1 * (v_Dh1 / (z - w_Dh1) + v_Dh1.conj() / (z - w_Dh1.conj())).sum(1)
 
         b = p * 2**0.5
-        k = cauchy(b * c_Dh) - cauchy(b * p.conj()) * cauchy(p * c_Dh) / (1 + cauchy(p * p.conj()))
+        k = cauchy_sum(b * c_Dh) - cauchy_sum(b * p.conj()) * cauchy_sum(p * c_Dh) / (
+            1 + cauchy_sum(p * p.conj())
+        )
         return torch.fft.irfft(k * 2 / (1 + omega), space.length)
 
 
@@ -135,7 +137,7 @@ def contrastive_loss(predicted_RnF: Tensor, z_RNF: Tensor, idx_RnK: Tensor) -> T
     return F.cross_entropy(logits, targets, reduction="sum") / rows
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     device = options.device
     say("checking that both sides give the same loss and gradients")
     difference = call_fresh(largest_difference)
@@ -147,10 +149,10 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     for side, precision in ((side, p) for p in ("fp32", "bf16") for side in sides):
         if (side, precision) != (RECREATION, "bf16"):  # the authors train in float32
             run = CpcRun(side, precision, batch, steps, device)
-            cases[run.name] = (step, (run,))
+            cases[run.name] = (repeat_steps, (run,))
     for precision in ("fp32", "bf16"):
         run = StepRun(PRODUCT, precision, device=device, threads=1)
-        cases[run.name] = (product, (run,))
+        cases[run.name] = (repeat_products, (run,))
     config: Config = load_config(CONFIG_NAME)
     encoder = build_encoder(config.model)
     flops = encoder_flops(encoder, config.model, False, config.input.samples, windows=1)
@@ -189,7 +191,7 @@ def largest_difference() -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
-def step(run: CpcRun) -> Iterator[Any]:
+def repeat_steps(run: CpcRun) -> Iterator[Any]:
     """Yields once when warm, then the number of windows trained on, repeatedly."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -211,8 +213,9 @@ def step(run: CpcRun) -> Iterator[Any]:
 
 
 def prepare_ours(run: CpcRun) -> Callable[[], None]:
+    """Returns a function that runs one training step of ours."""
     model = build_pretrainer().to(run.device).train()
-    optimize = optimizer(model, run.precision)
+    optimize = make_optimizer_step(model, run.precision)
     dtype = next(model.parameters()).dtype
     cast_statistics(model, dtype)
     compile_model(model, COMPILE_DEFAULTS[run.device])
@@ -228,6 +231,7 @@ def prepare_ours(run: CpcRun) -> Callable[[], None]:
 
 
 def prepare_embedding(run: CpcRun) -> Callable[[], None]:
+    """Returns a function that encodes one batch."""
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     encoder = build_pretrainer().encoder.to(run.device, dtype).eval()
     x_RLT = torch.randn(run.batch, 12, 600, device=run.device).to(dtype)
@@ -240,6 +244,7 @@ def prepare_embedding(run: CpcRun) -> Callable[[], None]:
 
 
 def prepare_authors(run: CpcRun) -> Callable[[], None]:
+    """Returns a function that runs one step of the re-creation."""
     model = AuthorsStep(build_pretrainer()).train()
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
     x_RLT = torch.randn(run.batch, 12, 600)

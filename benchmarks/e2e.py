@@ -32,9 +32,9 @@ from benchmarks.measure import (
     describe_input,
     interval,
     make_dataset,
+    median_and_range,
     percentages,
     rates,
-    spread,
     take_turns,
     time_work,
 )
@@ -73,7 +73,7 @@ def loop_run(options: argparse.Namespace, work: Path) -> LoopRun:
     return LoopRun(dataset, run, device, model, batch, steps, options.repeats)
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     dataset = make_dataset(work, options.records or 600, format="both")
     base = loop_run(options, work)
     models = [base.model, *([] if options.model else OTHER_MODELS[base.device])]
@@ -81,13 +81,13 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     for model in models:
         for name, settings in DATA_SOURCES.items():
             run = replace(base, run=f"{base.run}-{name}-{model}", model=model, settings=settings)
-            cases[f"{name}: {model}, {base.batch} crops"] = (compare, (run,))
+            cases[f"{name}: {model}, {base.batch} crops"] = (compare_sides, (run,))
     model = " and ".join(models)
     facts = {"device": base.device, "model": model, "batch": base.batch, "steps": base.steps}
     return describe_input(dataset, **facts, precision=precision()), cases
 
 
-def compare(run: LoopRun) -> Result:
+def compare_sides(run: LoopRun) -> Result:
     return rates_and_percentages(loop_turns(run), run.device)
 
 
@@ -155,14 +155,14 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
         waits.append(time.perf_counter() - asked_at_s)
         return batch
 
-    def steps(next_batch: Callable[[Any], Any]) -> dict[str, float]:
+    def run_steps(next_batch: Callable[[Any], Any]) -> dict[str, float]:
         waits.clear()
         loop._next_batch, loop.total = next_batch, loop.progress.step + run.steps
         train(loop)
         step.synchronize(run.device)
         return {"waited_s": sum(waits)}
 
-    def bare() -> None:
+    def run_bare_steps() -> None:
         for _ in range(run.steps):
             advance()
         step.synchronize(run.device)
@@ -171,9 +171,9 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
         step_run = step.StepRun(step.OURS, precision(), run.batch, run.model, device=run.device)
         advance = step.prepare_ours(replace(step_run, compiled=COMPILE_DEFAULTS[run.device]))
     sides: Any = {
-        "bare": bare,
-        "held": lambda: steps(lambda _: (held_batch, state)),
-        "loaded": lambda: steps(load_timed),
+        "bare": run_bare_steps,
+        "held": lambda: run_steps(lambda _: (held_batch, state)),
+        "loaded": lambda: run_steps(load_timed),
     }
     run_sides = {name: sides[name] for name in run.sides}
     rows = take_turns(run_sides, run.turns, run.steps * run.batch)
@@ -201,16 +201,18 @@ def rates_and_percentages(measured: Result, device: str) -> Result:
     """Computes rates, and percentages from adjacent turns."""
     rows = measured.pop("rows")
 
-    def above(side: str, other: str) -> dict[str, float]:
+    def percent_above(side: str, other: str) -> dict[str, float]:
         return interval(p - 100 for p in percentages(rows[side], rows[other], device))
 
     return {
         **rates(rows["loaded"]),
         **rates(rows["bare"], "bare_"),
-        "overhead_pct": above("loaded", "bare"),
-        "loop_pct": above("held", "bare"),
-        "loader_pct": above("loaded", "held"),
-        "stall_pct": spread(100 * row["waited_s"] / row["wall_s"] for row in rows["loaded"]),
+        "overhead_pct": percent_above("loaded", "bare"),
+        "loop_pct": percent_above("held", "bare"),
+        "loader_pct": percent_above("loaded", "held"),
+        "stall_pct": median_and_range(
+            100 * row["waited_s"] / row["wall_s"] for row in rows["loaded"]
+        ),
         "repeats": len(rows["loaded"]),
         **measured,
     }

@@ -18,9 +18,9 @@ from benchmarks.measure import (
     Result,
     describe_input,
     make_dataset,
+    median_and_range,
     percentages,
     rates,
-    spread,
     take_turns,
 )
 
@@ -33,7 +33,7 @@ INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     """Makes the same crops as an archive, as a dataset and as arrays of millivolts."""
     import numpy as np
 
@@ -51,7 +51,7 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
             "batch": batch,
         } | input_options
         arguments = (work, embed_options, len(dataset), options.repeats)
-        cases[f"{kind}: {name}, {batch} crops"] = (compare, arguments)
+        cases[f"{kind}: {name}, {batch} crops"] = (compare_with_encoder, arguments)
     return describe_input(dataset, device=device, model=name), cases
 
 
@@ -71,7 +71,7 @@ def write_untrained(folder: Path, model: str) -> None:
     write_model(folder, weights, {"model": asdict(config.model)}, signal)
 
 
-def compare(work: Path, options: Any, crops: int, turns: int) -> Result:
+def compare_with_encoder(work: Path, options: Any, crops: int, turns: int) -> Result:
     """Runs the encoder and the command in turns."""
     import torch
 
@@ -79,14 +79,14 @@ def compare(work: Path, options: Any, crops: int, turns: int) -> Result:
 
     device, batch, out = options["device"], options["batch"], work / "out.parquet"
     torch.set_num_threads(2)
-    prepared = commands.prepare_model(work / "model", device)
-    commands.prepare_model = lambda *_: prepared  # the command's own
+    prepared = commands.load_model_and_precision(work / "model", device)
+    commands.load_model_and_precision = lambda *_: prepared  # use it instead of the command's own
     x_RLT = torch.randn(2 * batch, 12, 2500, device=device)
 
     @torch.inference_mode()
     def bare() -> None:
         for start in range(0, crops, batch):
-            prepared[0].pooled(x_RLT[: 2 * (crops - start)]).cpu()
+            prepared[0].pool_tokens(x_RLT[: 2 * (crops - start)]).cpu()
 
     def command() -> None:
         out.unlink(missing_ok=True)
@@ -96,6 +96,6 @@ def compare(work: Path, options: Any, crops: int, turns: int) -> Result:
     return {
         **rates(rows["command"]),
         **rates(rows["alone"], "bare_"),
-        "share_pct": spread(percentages(rows["alone"], rows["command"], device)),
+        "share_pct": median_and_range(percentages(rows["alone"], rows["command"], device)),
         "repeats": turns,
     }

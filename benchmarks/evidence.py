@@ -33,7 +33,7 @@ from omnilead.downstream.reproduce.jobs import (
     Job,
     WorkDir,
     job_of_step,
-    open_workers,
+    open_executor_and_slots,
     read_json,
     run_jobs,
     show_plan,
@@ -63,17 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--jobs", type=positive_integer, default=1, metavar="N", help="steps at a time (1)")
     add("--dry-run", action="store_true", help="print every command, and run nothing")
     options = parser.parse_args(arguments)
-    return run_on_ranks("benchmarks.evidence", lambda: run(options))
+    return run_on_ranks("benchmarks.evidence", lambda: run_plan(options))
 
 
-def run(options: argparse.Namespace) -> int:
+def run_plan(options: argparse.Namespace) -> int:
     folder = WorkDir(options.out.absolute())
     tree = read_yaml(find_config(options.plan, "evidence", "PLAN"))
     jobs = drop_absent_real_steps(read_plan(tree, folder.path, options.only), folder)
     if options.dry_run:
         return show_plan(folder, jobs, options.jobs)
     folder.start(jobs)
-    with open_workers(options.jobs) as (executor, slots):
+    with open_executor_and_slots(options.jobs) as (executor, slots):
         code = run_jobs(folder, jobs, executor, slots)
     write_record(folder, tree, options.plan)
     return code
@@ -162,7 +162,7 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     outside = [step.name for step in done if not folder.job_file(step, "json").exists()]
     record["input"] = {"archive": f"plan {plan}", "made_outside": outside}
     write_json(place / "evidence.json", record)
-    (part,) = report.load(place / "evidence.json")
+    (part,) = report.load_parts(place / "evidence.json")
     blocks = [tables.headline_table(part), *report.part_blocks(part)]
     write_whole(place / "evidence.md", "\n\n".join(blocks) + "\n")
     if {"synthetic", "real"} & results.keys():

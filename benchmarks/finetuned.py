@@ -34,8 +34,8 @@ from omnilead.downstream.evaluation.identification import identify
 from omnilead.downstream.evaluation.results import (
     CHALLENGE_CHOSEN,
     EvalOptions,
-    average_by_record,
     find_task,
+    labels_scores_patients_by_record,
     nan_to_none,
     score_task,
 )
@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    return run_on_ranks("benchmarks.finetuned", lambda: score(options))
+    return run_on_ranks("benchmarks.finetuned", lambda: score_runs(options))
 
 
-def score(options: argparse.Namespace) -> int:
+def score_runs(options: argparse.Namespace) -> int:
     dataset, starts, scores = Dataset.open(options.data), dict[str, dict[str, Path]](), Scores()
     prefix = f"{options.task}-{options.leads}-"
     for name, run in runs_named(options.runs, prefix).items():
@@ -93,7 +93,8 @@ def score(options: argparse.Namespace) -> int:
         facts = scored[-1][0] | {"each": figures}
         scores[start, options.task, options.leads, None] = facts, samples
         notes += [
-            f"{options.task}, leads {options.leads}, {start}: {remark}." for remark in remarks(runs)
+            f"{options.task}, leads {options.leads}, {start}: {remark}."
+            for remark in training_remarks(runs)
         ]
     models = {
         name: RANDOM_START if RANDOM_START in names and name != RANDOM_START else ""
@@ -110,7 +111,7 @@ def score(options: argparse.Namespace) -> int:
     return 0
 
 
-def remarks(runs: Sequence[Path]) -> Iterator[str]:
+def training_remarks(runs: Sequence[Path]) -> Iterator[str]:
     """Yields why these runs may be worse than they could be: their training was too short, or the
     best learning rate was not tried."""
     ended = [json.loads((run / "result.json").read_text()) for run in runs]
@@ -145,7 +146,7 @@ def score_run(run: Path, dataset: Dataset, options: argparse.Namespace) -> Score
         }
         return facts, {"accuracy": hits @ weight_NB / weight_NB.sum(0)}
     halves = score_task(model, Datasets((dataset,)), task, eval_options)
-    y_NK, scores_NK, people = average_by_record(
+    y_NK, scores_NK, people = labels_scores_patients_by_record(
         halves.labels_NK, halves.scores_NK, halves.records_N, halves.patients_N
     )
     weight_NB, samples = bootstrap_weights(np.array(people)), dict[str, Array]()

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = options.dir / "first_run.json"
     results: dict[str, Found] = read_json(place)
     commit = machine_facts()["git"]["commit"]
-    for name, limit_s, check in checks(options):
+    for name, limit_s, check in checks_to_run(options):
         before = results.get(name, {"error": "missing"})
         done = "error" not in before and before.get("commit") == commit
         if done or not re.search(options.only, name):
@@ -72,11 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any("error" in result for result in results.values()))
 
 
-def checks(options: argparse.Namespace) -> Iterator[Check]:
+def checks_to_run(options: argparse.Namespace) -> Iterator[Check]:
     place = options.dir.absolute()
     yield "install", 120, machine_facts
     if not (place / "dataset" / "dataset.json").exists():
-        # all are pre-trained on, except patients with two sessions, whom the probe needs
+        # pre-train on all but patients with two sessions, whom the probe needs
         everyone = RoleSources(pretrain=("all",), id_share=1.0)
         make_dataset(place, options.crops, plan="paper", role_sources=everyone)
     run = LoopRun(str(place / "dataset"), "", options.device, options.model, options.batch)
@@ -127,10 +127,10 @@ def train(run: LoopRun, seconds: float) -> Found:
     def until_stopped(loop: Loop, *_: Any) -> bool:
         end = time.monotonic() + seconds
 
-        def step() -> None:  # after each, the first included
+        def stop_after_time() -> None:  # called after each step, the first included
             loop.terminated |= time.monotonic() > end  # as SIGTERM does
 
-        return original(loop, argparse.Namespace(step=step))
+        return original(loop, argparse.Namespace(step=stop_after_time))
 
     original, Loop.train = Loop.train, until_stopped  # type: ignore[method-assign]
     pretrain(run, "train.steps=1000000", "train.log_every=10", "train.validate_every=250")

@@ -1,7 +1,7 @@
 """Ten million crops: the jobs that go over all of them, each in a process of its own.
 
     dataset = make_huge_dataset(Path("huge"), 10_000_000)
-    cases = jobs(dataset)                       # for benchmarks.measure.run_cases
+    cases = cases_of_jobs(dataset)                       # for benchmarks.measure.run_cases
 
 The tables are complete: parts as a build leaves them, roles, samples.parquet. The 9,766 shards, but
 for the first, are sparse files of zeros, so that reading is real while the 1.2 TB take no space on
@@ -66,7 +66,9 @@ def make_huge_dataset(root: Path, crops: int) -> Dataset:
         digest = writer.sha256.hexdigest()
         facts = {"name": name, "crops": len(rows), "bytes": size, "sha256": digest}
         facts |= {"rejects": [], "left_out": []}
-        part = parquet_bytes(table(rows).replace_schema_metadata({"omnilead": json.dumps(facts)}))
+        part = parquet_bytes(
+            crop_table(rows).replace_schema_metadata({"omnilead": json.dumps(facts)})
+        )
         place = root / "parts" / Path(part_name(name)).name
         place.write_bytes(part + hashlib.sha256(part).digest())
     return finish_build(root, root)
@@ -79,7 +81,7 @@ def finish_build(root: Path, out: Path) -> Dataset:
     for part in parts:
         os.link(part, out / ".build" / part.name)
     names = [f"{part.stem}.tar" for part in parts]
-    seen = len(parts) * SHARD_CROPS  # at least as many as are used
+    seen = len(parts) * SHARD_CROPS  # at least as many records as are used
     sources = [
         {"name": name, "licence": "unknown", "seen": seen, "dropped_s": 0.0}
         for name in PREFIX_OF_SOURCE
@@ -101,7 +103,7 @@ def patient_of(source: str, row: int) -> str | None:
     return f"p{row // 8:08d}" if source == "ptb-xl" else None
 
 
-def table(rows: np.ndarray) -> pa.Table:
+def crop_table(rows: np.ndarray) -> pa.Table:
     """Returns rows as a part has them; a record has one crop, and patients of PTB-XL have two
     records."""
     count = len(rows)
@@ -133,7 +135,7 @@ def table(rows: np.ndarray) -> pa.Table:
     return pa.Table.from_pydict(columns, schema=PART_COLUMNS)
 
 
-class Headers(Source):
+class NoiseArchive(Source):
     """An archive of noise."""
 
     name = "headers"
@@ -160,7 +162,7 @@ class Headers(Source):
         return Header(name, source, 5000, 500.0, key.encode(), key.encode(), patient)
 
 
-def jobs(dataset: Dataset) -> Cases:
+def cases_of_jobs(dataset: Dataset) -> Cases:
     url = dataset.root.url
     return {
         "data.hold_out": (hold_out, (url,)),
@@ -230,7 +232,7 @@ def hash_seen_crops(url: str) -> Job:
 def plan_shards(records: int) -> Job:
     yield 0
     while True:
-        shard_plan = make_plan([Headers(range(records))], seed=0)
+        shard_plan = make_plan([NoiseArchive(range(records))], seed=0)
         for _ in shard_plan.planned(range(shard_plan.shards)):
             pass
         del shard_plan

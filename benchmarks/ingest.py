@@ -24,28 +24,28 @@ from omnilead.data_tools.sources.detect import open_sources
 from omnilead.data_tools.synthetic import archive as synth
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     """Makes an archive of records at 500 Hz."""
     archive = work / "archive"
     patients = (options.records or 2000) // 2
     synth.synthesise(archive, patients=patients, two_sessions=0, seed=11, progress=False)
-    for name in ("synthetic-st_petersburg_incart", "synthetic-ptb"):  # have other rates
+    for name in ("synthetic-st_petersburg_incart", "synthetic-ptb"):  # records at other rates
         shutil.rmtree(archive / "training" / name)
     dataset = shard_archive(archive, work / "dataset")
     cases: Cases = {
-        "read: omnilead": (repeat, (read_omnilead, archive)),
-        "read: wfdb.rdrecord": (repeat, (read_wfdb, archive)),
-        "ingest: omnilead, tar": (repeat, (ingest, archive)),
+        "read: omnilead": (repeat_work, (read_omnilead, archive)),
+        "read: wfdb.rdrecord": (repeat_work, (read_wfdb, archive)),
+        "ingest: omnilead, tar": (repeat_work, (ingest, archive)),
         "ingest: re-creation of fairseq-signals' preprocessing": (
-            repeat,
+            repeat_work,
             (ingest_like_fairseq, archive),
         ),
-        "verify: tar": (repeat, (verify_dataset, work / "dataset")),
+        "verify: tar": (repeat_work, (verify_dataset, work / "dataset")),
     }
     return describe_input(dataset, records=len(record_paths(archive))), cases
 
 
-def repeat(work: Callable[[Path], float], place: Path) -> Iterator[float]:
+def repeat_work(work: Callable[[Path], float], place: Path) -> Iterator[float]:
     while True:
         yield work(place)
 

@@ -16,24 +16,25 @@ import torch
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
 
 SAMPLES = CROP_SHAPE[0] * CROP_SHAPE[1]
-Opened = tuple[Any, Callable[[Any], torch.Tensor]]
+# A collection of stored crops, and a function that converts an item to a tensor
+ItemsAndConverter = tuple[Any, Callable[[Any], torch.Tensor]]
 
 
-def crops_of(dataset: Path) -> Iterator[np.ndarray]:
+def read_crops(dataset: Path) -> Iterator[np.ndarray]:
     opened = Dataset.open(str(dataset))
     return map(opened.read, range(len(opened)))
 
 
-def from_bytes(name: str, item: Any) -> torch.Tensor:
+def crop_from_bytes(name: str, item: Any) -> torch.Tensor:
     return torch.frombuffer(item[name], dtype=torch.int16)
 
 
 def write_npy(dataset: Path, place: Path) -> None:
     with place.open("wb") as file:
-        np.save(file, np.stack(list(crops_of(dataset))))
+        np.save(file, np.stack(list(read_crops(dataset))))
 
 
-def read_npy(place: Path) -> Opened:
+def open_npy(place: Path) -> ItemsAndConverter:
     return np.load(place, mmap_mode="r"), torch.from_numpy
 
 
@@ -43,18 +44,18 @@ def write_hugging_face(dataset: Path, place: Path) -> None:
     from datasets.arrow_writer import ArrowWriter
 
     with ArrowWriter(path=str(place), features=Features(ecg=Value("binary"))) as writer:
-        for crop in crops_of(dataset):
+        for crop in read_crops(dataset):
             writer.write({"ecg": crop.tobytes()})
         writer.finalize()
 
 
-def read_hugging_face(place: Path) -> Opened:
+def open_hugging_face(place: Path) -> ItemsAndConverter:
     import datasets
 
-    return datasets.Dataset.from_file(str(place)), partial(from_bytes, "ecg")
+    return datasets.Dataset.from_file(str(place)), partial(crop_from_bytes, "ecg")
 
 
-def samples_of(dataset: str, row: int) -> torch.Tensor:
+def read_samples(dataset: str, row: int) -> torch.Tensor:
     return torch.from_numpy(Dataset.open(dataset).read(row).flatten())
 
 
@@ -64,7 +65,7 @@ def write_litdata(dataset: Path, place: Path) -> None:
     import litdata
 
     litdata.optimize(
-        partial(samples_of, str(dataset)),
+        partial(read_samples, str(dataset)),
         list(range(len(Dataset.open(str(dataset))))),
         str(place),
         chunk_bytes="64MB",
@@ -74,7 +75,7 @@ def write_litdata(dataset: Path, place: Path) -> None:
     )
 
 
-def read_litdata(place: Path) -> Opened:
+def open_litdata(place: Path) -> ItemsAndConverter:
     import litdata
 
     blocks = litdata.TokensLoader(SAMPLES)
@@ -86,11 +87,11 @@ def write_mosaicml(dataset: Path, place: Path) -> None:
     from streaming import MDSWriter
 
     with MDSWriter(out=str(place), columns={"ecg": "ndarray:int16:12,5000"}) as writer:
-        for crop in crops_of(dataset):
+        for crop in read_crops(dataset):
             writer.write({"ecg": crop})
 
 
-def read_mosaicml(place: Path) -> Opened:
+def open_mosaicml(place: Path) -> ItemsAndConverter:
     from streaming import StreamingDataset
 
     data = StreamingDataset(local=str(place), shuffle=True, batch_size=256)
@@ -102,19 +103,19 @@ def write_nothing(dataset: Path, place: Path) -> None:
     place.symlink_to(dataset / "shards")
 
 
-def read_webdataset(place: Path) -> Opened:
+def open_webdataset(place: Path) -> ItemsAndConverter:
     """Reads with webdataset's usual shuffle buffer."""
     import webdataset
 
     shards = sorted(map(str, place.glob("*.tar")))
     stream = webdataset.WebDataset(shards, shardshuffle=100, seed=0).shuffle(1000)
-    return stream, partial(from_bytes, "ecg")
+    return stream, partial(crop_from_bytes, "ecg")
 
 
 LIBRARIES = {
-    "memory-mapped .npy": (write_npy, read_npy),
-    "Hugging Face datasets": (write_hugging_face, read_hugging_face),
-    "litdata": (write_litdata, read_litdata),
-    "mosaicml-streaming": (write_mosaicml, read_mosaicml),
-    "webdataset": (write_nothing, read_webdataset),
+    "memory-mapped .npy": (write_npy, open_npy),
+    "Hugging Face datasets": (write_hugging_face, open_hugging_face),
+    "litdata": (write_litdata, open_litdata),
+    "mosaicml-streaming": (write_mosaicml, open_mosaicml),
+    "webdataset": (write_nothing, open_webdataset),
 }

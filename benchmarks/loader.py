@@ -7,7 +7,7 @@ to a training step. Our loader verifies each crc32c in the first epoch, which is
 loaders verify nothing, and are not measured to a GPU. Each library stores the int16 crops in its own
 format, in the fastest way that was found, and hands them one by one to the same conversion.
 
-`fairseq_like` is our re-creation of fairseq-signals' path (one float64 .mat file per 5 s segment,
+`fairseq_like_batches` is our re-creation of fairseq-signals' path (one float64 .mat file per 5 s segment,
 scipy.io.loadmat, numpy augmentation of one segment at a time, a padding mask of the data's shape);
 it is not their code.
 """
@@ -28,7 +28,7 @@ import torch
 from scipy.io import loadmat  # not in __getitem__, where every worker would spend time on it
 
 from benchmarks.ingest import write_segment
-from benchmarks.libraries import LIBRARIES, read_npy, write_npy
+from benchmarks.libraries import LIBRARIES, open_npy, write_npy
 from benchmarks.measure import CaseError, Cases, Result, call_fresh, describe_input, make_dataset
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
 from omnilead.data_tools.io.terminal import keep_freed_memory
@@ -36,9 +36,11 @@ from omnilead.data_tools.io.terminal import keep_freed_memory
 # our noise of a stage, and the authors'; each is followed by random lead masking of half the leads
 NOISE_OF_STAGE = {"RLM": ("", ()), "physio3+RLM": ("physio3", ("powerline", "emg", "wander"))}
 BACKENDS = {"torch": "torch", "dali": "dali on the CPU"}
-BATCHES = {"cpu": (256,), "cuda": (256, 1024, 64)}  # of lead masking; noise has the first
+# batch sizes of lead masking; noise is measured with the first
+BATCHES = {"cpu": (256,), "cuda": (256, 1024, 64)}
 THREADS = {"cpu": 1, "cuda": 4}
-CROP_MB = 5 * 0.12 + 0.48  # in a tar shard and four other formats, and as two float64 .mat files
+# disk space of a crop in a tar shard and four other formats, and as two float64 .mat files
+CROP_MB = 5 * 0.12 + 0.48
 PREFETCHED_BATCHES = 4  # batches that the stages prefetch
 # limit for reaching the second epoch: in a slower case, checksums take little of the time
 WARM_UP_LIMIT_S = 6.0
@@ -46,7 +48,7 @@ HALF_SAMPLES = 2500
 LOWER_LIMIT_CASE = "RLM: the least: reading and converting, in any order, without masks"
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     records, seconds, device = options.records or 10_000, options.seconds or 3, options.device
     free, needed = psutil.virtual_memory().available / 1e6, 1.2 * CROP_MB * records
     if free < needed:
@@ -62,11 +64,11 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
             for backend, name in BACKENDS.items():
                 name = f"{backend} to cuda" if device == "cuda" else name
                 case_arguments = (folder, stage, backend, batch, threads, seconds, device)
-                cases[f"{stage}: {name}, batch {batch}"] = (our_loader, case_arguments)
+                cases[f"{stage}: {name}, batch {batch}"] = (count_from_our_loader, case_arguments)
     if device == "cuda":
         return describe_input(dataset, threads=threads), cases
     cases[LOWER_LIMIT_CASE] = (
-        other_loader,
+        count_from_other_loader,
         (read_and_convert, folder, "", len(dataset), 256, seconds),
     )
     segments.mkdir()
@@ -74,16 +76,19 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
         write_halves(dataset, row, segments)
     for stage in NOISE_OF_STAGE:
         name = f"{stage}: re-creation of fairseq-signals' loader, 0 workers"
-        cases[name] = (other_loader, (fairseq_like, segments, stage, len(dataset), 64, seconds))
+        cases[name] = (
+            count_from_other_loader,
+            (fairseq_like_batches, segments, stage, len(dataset), 64, seconds),
+        )
     for name, (write, _) in LIBRARIES.items():
         place = work / name
-        with suppress(CaseError):  # its case will say so
+        with suppress(CaseError):  # the library's case will say so
             call_fresh(write, folder, place)
-        arguments = (batches_of, place, name, len(dataset), 256, seconds)
-        cases[f"RLM: {name} in a DataLoader"] = (other_loader, arguments)
+        arguments = (library_batches, place, name, len(dataset), 256, seconds)
+        cases[f"RLM: {name} in a DataLoader"] = (count_from_other_loader, arguments)
         if write is write_npy:
-            arguments = (npy_by_batch, *arguments[1:])
-            cases[f"RLM: {name}, converted by batch"] = (other_loader, arguments)
+            arguments = (npy_batches, *arguments[1:])
+            cases[f"RLM: {name}, converted by batch"] = (count_from_other_loader, arguments)
     for _ in range(2):  # the kernel marks a page as active at the second read
         for path in work.rglob("*.*"):
             path.read_bytes()
@@ -96,7 +101,9 @@ def write_halves(dataset: Dataset, row: int, segments: Path) -> None:
         write_segment(segments / f"{row:06d}_{half}.mat", mv, row)
 
 
-def crops_loaded(stream: Iterator[Any], batch: int, crops: int, seconds: float) -> Iterator[float]:
+def count_loaded_crops(
+    stream: Iterator[Any], batch: int, crops: int, seconds: float
+) -> Iterator[float]:
     """Yields how many crops were loaded in `seconds`, after the first epoch."""
     first, end = crops // batch + PREFETCHED_BATCHES, time.perf_counter() + WARM_UP_LIMIT_S
     for _ in islice(stream, first):
@@ -119,7 +126,7 @@ def limit_to_one_thread() -> None:
     keep_freed_memory()
 
 
-def our_loader(
+def count_from_our_loader(
     dataset: Path, stage: str, backend: str, batch: int, threads: int, seconds: float, device: str
 ) -> Iterator[float]:
     from omnilead.engine.data.augmentations import AugmentConfig
@@ -132,16 +139,16 @@ def our_loader(
     opened = Dataset.open(str(dataset))
     loader = Loader(config, (opened,), torch.device(device), reuse_batches=True)  # as in training
     try:
-        yield from crops_loaded(iter(loader), batch, len(opened), seconds)
+        yield from count_loaded_crops(iter(loader), batch, len(opened), seconds)
     finally:
         loader.close()
 
 
-def other_loader(
+def count_from_other_loader(
     make: Any, place: Path, name: str, crops: int, batch: int, seconds: float
 ) -> Iterator[float]:
     limit_to_one_thread()
-    yield from crops_loaded(make(place, name, batch), batch, crops, seconds)
+    yield from count_loaded_crops(make(place, name, batch), batch, crops, seconds)
 
 
 def read_and_convert(dataset: Path, _: str, batch: int) -> Iterator[torch.Tensor]:
@@ -159,7 +166,7 @@ def read_and_convert(dataset: Path, _: str, batch: int) -> Iterator[torch.Tensor
         yield x_BLT
 
 
-def fairseq_like(segments: Path, stage: str, batch: int) -> Iterator[Any]:
+def fairseq_like_batches(segments: Path, stage: str, batch: int) -> Iterator[Any]:
     data = FairseqLike(sorted(segments.iterdir()), NOISE_OF_STAGE[stage][1])
     return endless_batches(data, batch, shuffle=True, collate_fn=_collate)
 
@@ -178,7 +185,7 @@ class FairseqLike(torch.utils.data.Dataset[torch.Tensor]):
         for path in self.files[2 * index : 2 * index + 2]:
             feats = torch.from_numpy(loadmat(path)["feats"].astype(np.float64))
             for name in self.noise:
-                feats = feats + torch.from_numpy(NOISE[name](feats.shape))
+                feats = feats + torch.from_numpy(NOISE_FUNCTIONS[name](feats.shape))
             segments.append(feats.float() * (torch.rand(12) >= 0.5)[:, None])
         return torch.stack(segments)
 
@@ -201,7 +208,7 @@ def _wander(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.normal(1, 0.5, (shape[0], 1)) * noise
 
 
-NOISE = {"powerline": _powerline, "emg": _emg, "wander": _wander}
+NOISE_FUNCTIONS = {"powerline": _powerline, "emg": _emg, "wander": _wander}
 
 
 def _collate(pairs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -223,16 +230,16 @@ def endless_batches(data: Any, batch: int, **options: Any) -> Iterator[Any]:
             raise CaseError(f"too few crops for a batch of {batch}: use more --records")
 
 
-def batches_of(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
+def library_batches(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
     """Yields batches of one of LIBRARIES."""
     data, crop_of = LIBRARIES[name][1](place)
-    shuffle = not isinstance(data, torch.utils.data.IterableDataset)  # which shuffle themselves
+    shuffle = not isinstance(data, torch.utils.data.IterableDataset)  # they shuffle themselves
     return endless_batches(data, batch, shuffle=shuffle, collate_fn=MaskedHalves(batch, crop_of))
 
 
-def npy_by_batch(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
+def npy_batches(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
     """Loads as is usual: the DataLoader stacks crops, then torch converts the batch."""
-    data, _ = read_npy(place)
+    data, _ = open_npy(place)
     return map(_halves_with_rlm, endless_batches(data, batch, shuffle=True))
 
 

@@ -34,17 +34,17 @@ from omnilead.engine.settings.errors import ConfigError
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 Cases = dict[str, Case]
 Result = dict[str, Any]
-Part = dict[str, Any]  # of a record: a benchmark's config, input and results
+Part = dict[str, Any]  # a part of a record: a benchmark's config, input and results
 Rows = Sequence[Mapping[str, float]]  # units, wall_s, cpu_s of each repeat
 Outcome = tuple[str, Result, str]  # a case, its result, and else why it was left out
 
-OUT_OF_TIME = "stopped: out of time"  # the deadline
-OVER_TIME = "stopped: over its time limit"  # limit_s
-BUG_PREFIX = "bug: "  # how the reason of an error begins that is none of EXPECTED
+OUT_OF_TIME = "stopped: out of time"  # said after the deadline
+OVER_TIME = "stopped: over its time limit"  # said if a process reaches limit_s
+BUG_PREFIX = "bug: "  # begins the reason of an error that is not expected
 LEAST_REPEATS = 3  # needed for a spread
 LEAST_FOR_INTERVAL = 6  # values needed for a 95 % interval
 EXIT_S = 10  # time for a process to exit after it answered
-deadline = inf  # in time.monotonic: nothing is measured after it
+deadline = inf  # a time of time.monotonic, after which nothing is measured
 limit_s = inf  # time limit of one process
 
 
@@ -66,7 +66,7 @@ def run_cases(cases: Cases, repeats: int, at_once: bool = False) -> Iterator[Out
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for turn in range(1 if at_once else repeats):
         for name, (function, arguments) in cases.items():
-            if name not in samples:  # it failed, or measured itself
+            if name not in samples:  # the case failed, or measured itself
                 continue
             say(name if at_once else f"{name} ({turn + 1} of {repeats})")
             count = repeats if at_once else 1
@@ -75,7 +75,7 @@ def run_cases(cases: Cases, repeats: int, at_once: bool = False) -> Iterator[Out
                 answer = call_fresh(measure_case, function, arguments, count, rows=samples[name])
             except CaseError as error:
                 answer, reason = None, str(error)
-            if answer:  # it measured itself
+            if answer:  # the case measured itself
                 del samples[name]
                 yield name, answer, ""
                 continue
@@ -94,8 +94,8 @@ def call_fresh(
     rows: list[dict[str, float]] | None = None,
 ) -> Any:
     """Calls function(*arguments) in a fresh process; CaseError gives the reason of a failure in one
-    line. The process and its children are killed after `seconds`, after `limit_s` and at the
-    deadline. What the function gives to `send`, if there are `rows`, is added to them at once."""
+    line. The process and its children are killed after `seconds`, after `limit_s` or at the
+    deadline. With `rows`, what the function passes to `send` is appended to them at once."""
     left = deadline - time.monotonic()
     wait_s, late = min((left, OUT_OF_TIME), (min(seconds, limit_s), OVER_TIME))
     if wait_s <= 0:
@@ -216,15 +216,15 @@ def cpu_s() -> float:
     return total_s
 
 
-def spread(values: Iterable[float]) -> dict[str, float]:
+def median_and_range(values: Iterable[float]) -> dict[str, float]:
     values = list(values)
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def interval(values: Iterable[float]) -> dict[str, float]:
     """Returns the median and its distribution-free 95 % interval, between two of the values (the
-    number of values below the true median is binomial). For fewer than INTERVAL_FROM values, the
-    lowest and highest."""
+    number of values below the true median is binomial). For fewer than LEAST_FOR_INTERVAL values,
+    the lowest and highest."""
     values = sorted(values)
     cut = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
     return {"median": statistics.median(values), "low": values[cut], "high": values[-1 - cut]}
@@ -233,8 +233,10 @@ def interval(values: Iterable[float]) -> dict[str, float]:
 def rates(rows: Rows, prefix: str = "") -> Result:
     """Returns units per second and per CPU-second."""
     return {
-        f"{prefix}per_s": spread(row["units"] / row["wall_s"] for row in rows),
-        f"{prefix}per_cpu_s": spread(row["units"] / max(row["cpu_s"], 1e-9) for row in rows),
+        f"{prefix}per_s": median_and_range(row["units"] / row["wall_s"] for row in rows),
+        f"{prefix}per_cpu_s": median_and_range(
+            row["units"] / max(row["cpu_s"], 1e-9) for row in rows
+        ),
     }
 
 

@@ -25,11 +25,11 @@ from benchmarks.measure import LEAST_REPEATS, Part, Result
 from benchmarks.tables import (
     TEN_MILLION,
     device_of,
-    machine,
+    machine_name,
     markdown_table,
-    times_library,
-    times_recreation,
-    times_step,
+    speed_against_library,
+    speed_against_recreation,
+    step_speed_against_recreation,
 )
 from omnilead.downstream.reports import bench_report
 
@@ -38,9 +38,9 @@ RESULTS_PAGE, EVIDENCE_PAGE = (
     ROOT / "benchmarks" / "RESULTS.md",
     ROOT / "benchmarks" / "EVIDENCE.md",
 )
-CHART = RESULTS / "speed.svg"  # in README
-OFFICIAL_FOLD = RESULTS / "sources" / "fold10.json"
-BOOSTED = RESULTS / "sources" / "folds_8_to_10_981_labels.json"
+CHART_PATH = RESULTS / "speed.svg"  # a picture in README
+OFFICIAL_FOLD_RESULTS = RESULTS / "sources" / "fold10.json"
+BOOSTED_RESULTS = RESULTS / "sources" / "folds_8_to_10_981_labels.json"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
 RECORD_FACTS = ("format", "date", "git", "hardware", "versions")
 CROP_TICKS = (40, 80, 160, 320, 640, 1280, 2560)  # ticks in thousands
@@ -58,14 +58,14 @@ BASELINE_LINES = {
     "mean beat": ":",
     "random weights": "--",
 }  # line styles of the baselines
-Parts = dict[tuple[str, str], Part]  # by benchmark and device
+Parts = dict[tuple[str, str], Part]  # (benchmark, device) -> part
 
 
 class RecordError(Exception):
     """Says in one line why a record cannot be published."""
 
 
-def load(path: Path) -> list[Part]:
+def load_parts(path: Path) -> list[Part]:
     """Returns the parts of a record, each with the facts that they share."""
     try:
         record: dict[str, Any] = json.loads(path.read_text())
@@ -79,7 +79,7 @@ def load(path: Path) -> list[Part]:
                 if name.startswith(prefix):
                     left_out[name.removeprefix(prefix)] = reason
             part = shared | {"left_out": left_out} | part_of_record
-            check(part)
+            check_part(part)
             parts.append(part)
         if not parts:
             raise ValueError("it has no parts")
@@ -89,36 +89,36 @@ def load(path: Path) -> list[Part]:
     return parts
 
 
-def check(part: Part) -> None:
+def check_part(part: Part) -> None:
     """Raises anything if the part lacks what its table needs."""
     if part["format"] != 1 or device_of(part) not in ("cpu", "cuda") or not part["results"]:
         raise ValueError("unknown format or device, or no results")
     list(part_blocks(part))
     if (
         part["benchmark"] != "evidence"
-        and (repeats := tables.repeat_range(part)[0]) < LEAST_REPEATS
+        and (repeats := tables.fewest_and_most_repeats(part)[0]) < LEAST_REPEATS
     ):
         raise ValueError(f"{repeats} repeats show no spread: at least {LEAST_REPEATS} are needed")
 
 
 def all_parts(results: Path = RESULTS) -> list[Part]:
     """Returns all parts of all records, the newest last."""
-    parts = [part for path in sorted(results.glob("*.json")) for part in load(path)]
+    parts = [part for path in sorted(results.glob("*.json")) for part in load_parts(path)]
     return sorted(parts, key=sort_key)
 
 
-def newest(parts: Iterable[Part]) -> Parts:
+def newest_parts(parts: Iterable[Part]) -> Parts:
     """Returns the newest part of each benchmark and device; of the evidence, the newest of each
     result."""
-    newest_parts: Parts = {}
+    newest_of_key: Parts = {}
     for part in parts:
         key = part["benchmark"], device_of(part)
-        if part["benchmark"] == "evidence" and key in newest_parts:
+        if part["benchmark"] == "evidence" and key in newest_of_key:
             part = part | {
-                "results": part["results"] | results_only_in_older(part, newest_parts[key])
+                "results": part["results"] | results_only_in_older(part, newest_of_key[key])
             }
-        newest_parts[key] = part
-    return newest_parts
+        newest_of_key[key] = part
+    return newest_of_key
 
 
 def results_only_in_older(part: Part, older: Part) -> dict[str, Result]:
@@ -128,7 +128,7 @@ def results_only_in_older(part: Part, older: Part) -> dict[str, Result]:
         if name not in part["results"]:
             notes = list(document["notes"])
             if not any(note.startswith("From evidence_") for note in notes):
-                note = f"From {older['file']}, {older['date'][:10]}, {machine(older)}."
+                note = f"From {older['file']}, {older['date'][:10]}, {machine_name(older)}."
                 if outside := older["input"].get("made_outside"):
                     note += f" Made outside the plan: {', '.join(outside)}."
                 notes.append(note)
@@ -150,7 +150,7 @@ def is_smaller_job(config: Part) -> bool:
 
 
 class Target(NamedTuple):
-    what: str  # the description
+    what: str  # description of the target
     benchmark: str
     cases: str  # regular expression for the names of cases
     # (case, results of all cases) -> figure, or NaN
@@ -163,7 +163,7 @@ class Target(NamedTuple):
         return value <= self.bound if self.at_most else value >= self.bound
 
 
-def inverse_median(figure: str) -> Callable[[str, dict[str, Result]], float]:
+def inverse_median_getter(figure: str) -> Callable[[str, dict[str, Result]], float]:
     return lambda name, results: 1 / float(results[name][figure]["median"])
 
 
@@ -171,7 +171,7 @@ def peak_memory(name: str, results: dict[str, Result]) -> float:
     return float(results[name]["peak_mb"])
 
 
-def median_of(figure: str) -> Callable[[str, dict[str, Result]], float]:
+def median_getter(figure: str) -> Callable[[str, dict[str, Result]], float]:
     return lambda name, results: float(results[name][figure]["median"])
 
 
@@ -181,46 +181,46 @@ TIMES_STEP = "times the re-creation of fairseq-signals' in fp32"
 TAR_CASE = "^ingest: omnilead, tar$"
 # fmt: off
 TARGETS = (
-    Target("records to tar shards a CPU-second, one worker", "ingest", TAR_CASE, median_of("per_cpu_s"), 2000),
+    Target("records to tar shards a CPU-second, one worker", "ingest", TAR_CASE, median_getter("per_cpu_s"), 2000),
     Target("records to tar shards, times the re-creation of fairseq-signals' preprocessing",
-        "ingest", TAR_CASE, times_recreation, 10),
+        "ingest", TAR_CASE, speed_against_recreation, 10),
     Target(f"lead masking, torch, one thread, {TIMES_LOADER}",
-        "loader", f"^RLM{ONE_THREAD}", times_recreation, 10, "cpu"),
+        "loader", f"^RLM{ONE_THREAD}", speed_against_recreation, 10, "cpu"),
     Target("lead masking, torch, one thread, times the fastest of other libraries",
-        "loader", f"^RLM{ONE_THREAD}", times_library, 2.5, "cpu"),
+        "loader", f"^RLM{ONE_THREAD}", speed_against_library, 2.5, "cpu"),
     Target(f"noise, torch, one thread, {TIMES_LOADER}",
-        "loader", rf"^physio\S*{ONE_THREAD}", times_recreation, 15, "cpu"),
+        "loader", rf"^physio\S*{ONE_THREAD}", speed_against_recreation, 15, "cpu"),
     Target("crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
-        "loader", r"^RLM: (torch|dali) to cuda, batch (256|1024)$", median_of("per_s"), 27_000,
+        "loader", r"^RLM: (torch|dali) to cuda, batch (256|1024)$", median_getter("per_s"), 27_000,
         "cuda"),
     Target(f"the paper's model in bf16, {TIMES_STEP}",
-        "step", "^omnilead: (autocast|bf16), .*crops$", times_step, 3, "cpu"),
+        "step", "^omnilead: (autocast|bf16), .*crops$", step_speed_against_recreation, 3, "cpu"),
     Target(f"the paper's model in fp32, {TIMES_STEP}",
-        "step", "^omnilead: fp32, .*crops$", times_step, 1.1, "cpu"),
+        "step", "^omnilead: fp32, .*crops$", step_speed_against_recreation, 1.1, "cpu"),
     Target("crops a second through the paper's model (the target is for an H200)",
-        "step", "^omnilead: ", median_of("per_s"), 2700, "cuda"),
+        "step", "^omnilead: ", median_getter("per_s"), 2700, "cuda"),
     Target("overhead of the loader and the loop over the bare step, %",
-        "e2e", "", median_of("overhead_pct"), 3, at_most=True),
-    Target("overhead of the loop alone, %", "e2e", "", median_of("loop_pct"), 2, at_most=True),
-    Target("stall, % of the time", "e2e", "", median_of("stall_pct"), 1, at_most=True),
+        "e2e", "", median_getter("overhead_pct"), 3, at_most=True),
+    Target("overhead of the loop alone, %", "e2e", "", median_getter("loop_pct"), 2, at_most=True),
+    Target("stall, % of the time", "e2e", "", median_getter("stall_pct"), 1, at_most=True),
     Target("ECGs of 500 Hz to embeddings, % of the encoder's own speed",
-        "embed", "^(tar|WFDB|arrays, 500 Hz):", median_of("share_pct"), 90),
+        "embed", "^(tar|WFDB|arrays, 500 Hz):", median_getter("share_pct"), 90),
     Target("seconds from the command to the first step",
-        "start", "^first step", median_of("seconds"), 20, "cpu", at_most=True),
+        "start", "^first step", median_getter("seconds"), 20, "cpu", at_most=True),
     Target("10,000,000 crops: seconds to a rank's first batch",
-        "scaling", "^open", inverse_median("per_s"), 10, at_most=True),
+        "scaling", "^open", inverse_median_getter("per_s"), 10, at_most=True),
     Target("10,000,000 crops: a rank's memory, MB", "scaling", "^open", peak_memory, 1000, at_most=True),
     Target("10,000,000 crops: CPU-seconds to hold patients out",
-        "scaling", "^all.*hold_out$", inverse_median("per_cpu_s"), 5, at_most=True),
+        "scaling", "^all.*hold_out$", inverse_median_getter("per_cpu_s"), 5, at_most=True),
     Target("10,000,000 crops: CPU-seconds to look for leakage across two datasets",
-        "scaling", "^all.*leakage", inverse_median("per_cpu_s"), 10, at_most=True),
+        "scaling", "^all.*leakage", inverse_median_getter("per_cpu_s"), 10, at_most=True),
     Target("10,000,000 crops: memory of planning, roles, finishing and verify's tables, MB",
         "scaling", "^all.*(planning|roles|finishing|tables)$", peak_memory, 1500, at_most=True),
 )
 # fmt: on
 
 
-def deciding_case(part: Part, target: Target) -> tuple[str, float]:
+def deciding_case_and_figure(part: Part, target: Target) -> tuple[str, float]:
     """Returns the case that counts and its figure; "" and NaN if the part does not have it. The
     worst case counts; for a step, whose cases are ways to do the same thing, the best."""
     applies = target.benchmark == part["benchmark"] and target.device in ("", device_of(part))
@@ -245,13 +245,13 @@ def targets_table(parts: Sequence[Part]) -> str:
         heads = [target.what, f"at {'most' if target.at_most else 'least'} {target.bound:,g}"]
         seen_machines = set()
         for part in newest_first:
-            case, value = deciding_case(part, target)
-            device_and_machine = device_of(part), machine(part)
+            case, value = deciding_case_and_figure(part, target)
+            device_and_machine = device_of(part), machine_name(part)
             if case and device_and_machine not in seen_machines:
                 seen_machines.add(device_and_machine)
                 figure = f"{value:,.4g}" if target.is_met(value) else f"**missed: {value:,.4g}**"
                 link = f"[{case}](results/{part['file']})"
-                rows.append([*heads, figure, machine(part), link])
+                rows.append([*heads, figure, machine_name(part), link])
                 heads = ["", ""]
         if heads[0]:
             rows.append([*heads, "not measured", "", ""])
@@ -272,7 +272,7 @@ def results_page(parts: Sequence[Part]) -> str:
     ]
     for benchmark in tables.TABLES:
         for device in ("cuda", "cpu"):
-            if part := newest(parts).get((benchmark, device)):
+            if part := newest_parts(parts).get((benchmark, device)):
                 blocks += part_blocks(part)
                 if benchmark == "evidence":
                     blocks.append(f"![evidence](results/{picture_name(part)})")
@@ -282,20 +282,22 @@ def results_page(parts: Sequence[Part]) -> str:
 def part_blocks(part: Part) -> Iterator[str]:
     heading, make = tables.TABLES[part["benchmark"]]
     tuned = "; fine-tuned models" * ("fine-tuned" in part["results"])
-    yield f"### {heading}{tuned}" + (f", on {machine(part)}" if device_of(part) == "cuda" else "")
+    yield f"### {heading}{tuned}" + (
+        f", on {machine_name(part)}" if device_of(part) == "cuda" else ""
+    )
     yield from make(part)
     yield tables.measurement_note(part)
 
 
-def official_fold() -> Part:
+def read_official_fold() -> Part:
     """Reads what `omnilead bench` wrote about PTB-XL's official test fold."""
-    return {"results": {"real": json.loads(OFFICIAL_FOLD.read_text())}}
+    return {"results": {"real": json.loads(OFFICIAL_FOLD_RESULTS.read_text())}}
 
 
 def evidence_page() -> str:
     """Returns EVIDENCE.md with the table of PTB-XL's official test fold."""
     before, _, rest = EVIDENCE_PAGE.read_text().partition(BEGIN)
-    table = tables.headline_table(official_fold())
+    table = tables.headline_table(read_official_fold())
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
 
 
@@ -393,14 +395,14 @@ def main() -> int:
         return 2
     RESULTS_PAGE.write_text(results_page(parts))
     EVIDENCE_PAGE.write_text(evidence_page())
-    CHART.write_text(chart.draw_chart(parts))
-    figures = {"fold10.png": share_chart(official_fold())}
-    latest = newest(parts)
+    CHART_PATH.write_text(chart.draw_chart(parts))
+    figures = {"fold10.png": share_chart(read_official_fold())}
+    latest = newest_parts(parts)
     for part in latest.values():
         if part["benchmark"] == "evidence":
             figures[picture_name(part)] = share_chart(part)
             if document := part["results"].get(tables.BY_CROPS):
-                rows = json.loads(BOOSTED.read_text())["rows"]
+                rows = json.loads(BOOSTED_RESULTS.read_text())["rows"]
                 document["rows"] += [row for row in rows if row["model"] == "boosted features"]
                 speed = latest["e2e", "cpu"]["results"][COST_CASE]["per_cpu_s"]["median"]
                 figures["crops.png"] = crop_curves(document, speed)

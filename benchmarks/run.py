@@ -45,7 +45,8 @@ PACKAGES = (
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
 BENCHMARKS = ("ingest", "loader", "step", "cpc", "e2e", "embed", "start", "scaling", "suite")
 CPU_ONLY = ("ingest", "scaling")
-CPU_REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}  # on a CPU; others have 3
+# Repeats on a CPU; other benchmarks have 3
+CPU_REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}
 GPU_REPEATS = 5
 LIMIT_S = {"cpu": 600.0, "cuda": 200.0}  # time limit of one process in a suite
 LEAST_S = 15  # a suite starts nothing with less time left
@@ -64,7 +65,7 @@ SUITES = {  # commands, with fewer cases than when run alone
         "start",
         "scaling --steps 4 --repeats 3 --huge 1000000",
     ),
-    "cuda": (  # in order of value
+    "cuda": (  # the most valuable first
         f"step --only '{FIRST_STEPS}'",
         "e2e --steps 10 --only tar",
         "loader --records 24000 --seconds 1",
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.minutes = options.minutes or 15
         if options.minutes:
             measure.deadline = began + 60 * options.minutes
-        path, record = find_record(options)
+        path, record = find_path_and_record(options)
     except (ConfigError, OSError, ValueError) as error:
         print(f"benchmarks.run: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("benchmarks.run: interrupted: run it again", file=sys.stderr)
         return 130
     record["took_s"] = before + round(time.monotonic() - began)
-    return publish(record, path)
+    return publish_record(record, path)
 
 
 def suite_parts(options: argparse.Namespace) -> list[argparse.Namespace]:
@@ -150,7 +151,7 @@ def run_part(
         left_out.pop(name, None)
         with tempfile.TemporaryDirectory(prefix="omnilead-bench-") as work:
             program = importlib.import_module(f"benchmarks.{name}")
-            part["input"], all_cases = program.prepare(Path(work), options)
+            part["input"], all_cases = program.prepare_input_and_cases(Path(work), options)
             part["config"] = config
             chosen_cases = [case for case in all_cases if re.search(options.only or "", case)]
             if not chosen_cases:
@@ -169,8 +170,8 @@ def run_part(
                     left_out[f"{name}: {case}"] = reason
                 if part["results"] and part not in record["parts"]:
                     record["parts"].append(part)
-                with suppress(OSError):  # publish() reports it at the end
-                    save(record, path)
+                with suppress(OSError):  # publish_record() reports it at the end
+                    save_record(record, path)
             if part["results"].keys() >= set(chosen_cases):
                 record["complete"].append(config)
     except measure.EXPECTED_ERRORS as error:
@@ -178,7 +179,7 @@ def run_part(
         say(f"{name}: left out: {error}")
 
 
-def publish(record: Part, path: Path) -> int:
+def publish_record(record: Part, path: Path) -> int:
     from benchmarks.tables import TABLES
 
     for part in record["parts"]:
@@ -191,7 +192,7 @@ def publish(record: Part, path: Path) -> int:
         print("benchmarks.run: nothing was measured", file=sys.stderr)
         return 1
     try:
-        save(record, path)
+        save_record(record, path)
     except OSError as error:  # no measurement is lost to a full disk
         print(json.dumps(record, indent=1))
         text = f"{path}: {error.strerror or error}: the record is printed above"
@@ -202,11 +203,11 @@ def publish(record: Part, path: Path) -> int:
     return int(wrong)
 
 
-def save(record: Part, path: Path) -> None:
+def save_record(record: Part, path: Path) -> None:
     write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
-def find_record(options: argparse.Namespace) -> tuple[Path, Part]:
+def find_path_and_record(options: argparse.Namespace) -> tuple[Path, Part]:
     """Returns the record to continue: --out, or today's if it is of the same command, machine and
     revision and something is missing; else a new one, named -2, -3, ...: records are never
     overwritten."""
@@ -223,7 +224,8 @@ def find_record(options: argparse.Namespace) -> tuple[Path, Part]:
         same = ("benchmark", "config", "versions", "git")
         with suppress(ValueError, LookupError, TypeError):  # a damaged record is not continued
             old = json.loads(path.read_text())
-            old["parts"], old["left_out"], old["complete"], old["took_s"]  # a whole record has them
+            # KeyError unless the record is whole
+            old["parts"], old["left_out"], old["complete"], old["took_s"]
             if all(old[key] == new[key] for key in same) and (options.out or old["left_out"]):
                 return path, old
     raise ConfigError(
@@ -290,7 +292,7 @@ def machine_facts() -> Part:
             installed[package] = version(package)
     short = gpus[0]["name"] if gpus else " ".join(name.split()[:2])
     git = {"commit": os.environ.get("OMNILEAD_REVISION", "unknown"), "dirty": None}
-    if commit := command_output("git", "rev-parse", "HEAD"):  # else a copy without git
+    if commit := command_output("git", "rev-parse", "HEAD"):  # empty in a copy without git
         changes = command_output("git", "status", "--porcelain", "--untracked-files=no")
         git = {"commit": commit, "dirty": bool(changes)}
     if git["commit"] == "unknown":

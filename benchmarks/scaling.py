@@ -17,8 +17,8 @@ from benchmarks.measure import (
     call_fresh,
     describe_input,
     make_dataset,
+    median_and_range,
     reserve_port,
-    spread,
 )
 from benchmarks.tables import SHARE_OF_SIZE, TEN_MILLION
 from omnilead.data_tools.dataset import Dataset
@@ -26,26 +26,26 @@ from omnilead.data_tools.dataset import Dataset
 RANK_LIMIT_S = 300  # a rank whose neighbour failed would wait for ever
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     crops = options.huge or TEN_MILLION
     jobs: Cases = {}
     for size, share in SHARE_OF_SIZE.items():
         dataset = huge.make_huge_dataset(work / f"{share}", crops // share)
-        for name, case in huge.jobs(dataset).items():
+        for name, case in huge.cases_of_jobs(dataset).items():
             jobs[f"{size}: {name}"] = case
     small = make_dataset(work, 200)
     facts = {"archive": "zeros", "ranks_archive": "synthetic", "ranks_dataset": small.fingerprint}
     loop = e2e.loop_run(options, work)
     cases: Cases = {
-        "open to first batch: one rank of 8, batch 512": (first_batch, (dataset.root.url,)),
+        "open to first batch: one rank of 8, batch 512": (time_first_batch, (dataset.root.url,)),
         **jobs,
-        "1 ranks": (ranks, (loop, 1)),
-        "2 ranks": (ranks, (loop, 2)),
+        "1 ranks": (run_ranks, (loop, 1)),
+        "2 ranks": (run_ranks, (loop, 2)),
     }
     return describe_input(dataset) | facts, cases
 
 
-def first_batch(dataset: str) -> Iterator[float]:
+def time_first_batch(dataset: str) -> Iterator[float]:
     """Opens the dataset and loads one batch. The unit is 1 start: per_s is 1 / the seconds to the
     first batch."""
     import torch
@@ -70,23 +70,23 @@ def first_batch(dataset: str) -> Iterator[float]:
         yield 1.0
 
 
-def ranks(run: e2e.LoopRun, world: int) -> Result:
+def run_ranks(run: e2e.LoopRun, world: int) -> Result:
     """Runs the training loop in `world` processes with one thread each and the same batch size."""
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
     run = replace(run, run=f"{run.run}-{world}", sides=("loaded",), threads=1)
 
-    def measured(rank: int) -> Any:
+    def turns_of_rank(rank: int) -> Any:
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         rank_run = replace(run, environment=environment)
         return call_fresh(e2e.loop_turns, rank_run, seconds=RANK_LIMIT_S)["rows"]["loaded"]
 
     with reserve_port() as port, ThreadPoolExecutor(world) as pool:
         common["MASTER_PORT"] = str(port.getsockname()[1])
-        turns = list(zip(*pool.map(measured, range(world)), strict=True))
+        turns = list(zip(*pool.map(turns_of_rank, range(world)), strict=True))
     crops = world * run.steps * run.batch
     return {
-        "per_s": spread(crops / max(row["wall_s"] for row in turn) for turn in turns),
-        "per_cpu_s": spread(crops / sum(row["cpu_s"] for row in turn) for turn in turns),
+        "per_s": median_and_range(crops / max(row["wall_s"] for row in turn) for turn in turns),
+        "per_cpu_s": median_and_range(crops / sum(row["cpu_s"] for row in turn) for turn in turns),
         "model": run.model,
         "batch": run.batch,
         "repeats": run.turns,

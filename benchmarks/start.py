@@ -17,7 +17,14 @@ from pathlib import Path
 import psutil
 
 from benchmarks import ROOT
-from benchmarks.measure import CaseError, Cases, Result, describe_input, make_dataset, spread
+from benchmarks.measure import (
+    CaseError,
+    Cases,
+    Result,
+    describe_input,
+    make_dataset,
+    median_and_range,
+)
 
 QUICK_START_CROPS = 300  # about as many as the quick start makes if there is no dataset
 LAUNCHERS = {
@@ -26,7 +33,7 @@ LAUNCHERS = {
 }
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     dataset = make_dataset(work, QUICK_START_CROPS)
     cases: Cases = {}
     for name, launcher in LAUNCHERS.items():
@@ -36,12 +43,16 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
 
 
 def repeat_start(command: Sequence[str], work: Path, repeats: int) -> Result:
-    runs = [start(command, work) for _ in range(repeats + 1)][1:]
+    runs = [wall_and_cpu_s_of_start(command, work) for _ in range(repeats + 1)][1:]
     seconds, cpu_seconds = zip(*runs, strict=True)
-    return {"seconds": spread(seconds), "cpu_seconds": spread(cpu_seconds), "repeats": repeats}
+    return {
+        "seconds": median_and_range(seconds),
+        "cpu_seconds": median_and_range(cpu_seconds),
+        "repeats": repeats,
+    }
 
 
-def start(command: Sequence[str], work: Path) -> tuple[float, float]:
+def wall_and_cpu_s_of_start(command: Sequence[str], work: Path) -> tuple[float, float]:
     """Returns seconds and CPU-seconds to the first line of metrics.jsonl."""
     run, first, began = work / "run", None, time.perf_counter()
     metrics = run / "metrics.jsonl"

@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure
-from benchmarks.authors_step import AuthorsStep, draw, draws_of
+from benchmarks.authors_step import AuthorsStep, convert_draws, make_draws
 from benchmarks.measure import CaseError, Cases, Result, call_fresh, measure_case, say
 from omnilead.data_tools.io.terminal import keep_freed_memory
 from omnilead.engine.data.augmenter import to_device
@@ -47,11 +47,11 @@ from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's has 512
-STEPS_PER_REPEAT = {"cpu": 2, "cuda": 20}  # per repeat
+STEPS_PER_REPEAT = {"cpu": 2, "cuda": 20}  # steps in a repeat
 WARM_UP = {"cpu": 1, "cuda": 3}
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
-SMALL_BATCH = 128  # crops: four steps of so many fit a GPU together
-# between the two losses in float32: GPU kernels sum in other orders
+SMALL_BATCH = 128  # crops: four steps of this size fit a GPU together
+# largest difference of the two losses in float32: GPU kernels sum in other orders
 LOSS_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
 # other settings of our step on a GPU, at the first batch size: the default's own is measured once
 VARIANTS: tuple[dict[str, str], ...] = (
@@ -61,11 +61,11 @@ VARIANTS: tuple[dict[str, str], ...] = (
     {"kernels": "plain"},  # the library's grouped convolution for the positions, against blocks
     {"compiled": "eager"},
 )
-ATTENTION = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+ATTENTION_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # an operation of torch's by which it can be seen what computed the attention
 ATTENTION_EVENT = re.compile(r"aten::_scaled_dot_product_(?:attention_)?([a-z]+)(?!.*_backward)")
 SAMPLES = 2500
-COMPILE_LIMIT_S = 150  # to fill the compile caches
+COMPILE_LIMIT_S = 150  # time to fill the compile caches
 ADAM: Any = {"lr": 5e-5, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01}
 AUTHORS_OBJECTIVE = ObjectiveConfig(form="authors", gathered=False)
 DROPOUTS = "dropout attention_dropout activation_dropout input_dropout feature_dropout"
@@ -79,7 +79,7 @@ class StepRun:
     model: str = "paper"
     kernels: str = "auto"
     compiled: str = "eager"
-    attention: str = ""  # one of ATTENTION; "": as torch chooses
+    attention: str = ""  # one of ATTENTION_BACKENDS; "": as torch chooses
     device: str = "cpu"
     threads: int = 2
     steps: int = 2
@@ -109,7 +109,7 @@ def config_of(model: str) -> Config:
     return load_config(str(find_config(config_name(model), "pretrain", "--model")))
 
 
-def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
+def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     device, model = options.device, options.model or "paper"
     steps = options.steps or STEPS_PER_REPEAT[device]
     base = StepRun(
@@ -135,7 +135,7 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     }
     cases: Cases = {}
     for run in chosen:
-        cases[run.name] = (product if run.side == PRODUCT else step, (run,))
+        cases[run.name] = (repeat_products if run.side == PRODUCT else repeat_steps, (run,))
     return facts, cases
 
 
@@ -146,18 +146,18 @@ def fill_compile_caches(runs: Sequence[StepRun]) -> None:
     GPU together: two steps of 512 crops take 111 GB."""
     end = min(time.monotonic() + COMPILE_LIMIT_S, measure.deadline)
 
-    def fill(run: StepRun) -> None:
+    def compile_one(run: StepRun) -> None:
         try:
-            call_fresh(measure_case, step, (run,), 0, seconds=end - time.monotonic())
+            call_fresh(measure_case, repeat_steps, (run,), 0, seconds=end - time.monotonic())
         except CaseError as error:
             say(f"{run.name}: not compiled before it is measured: {error}")
 
     compiled = [run for run in runs if run.compiled != "eager"]
     for run in compiled:
         if run.batch > SMALL_BATCH:
-            fill(run)
+            compile_one(run)
     with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4))) as pool:
-        list(pool.map(fill, [run for run in compiled if run.batch <= SMALL_BATCH]))
+        list(pool.map(compile_one, [run for run in compiled if run.batch <= SMALL_BATCH]))
 
 
 def runs_to_compare(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
@@ -178,7 +178,7 @@ def runs_to_compare(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
     return list(dict.fromkeys(chosen))
 
 
-def step(run: StepRun) -> Iterator[Any]:
+def repeat_steps(run: StepRun) -> Iterator[Any]:
     """Yields what computes the attention when warm, then the number of crops trained on,
     repeatedly."""
     set_up(run)
@@ -196,13 +196,13 @@ def step(run: StepRun) -> Iterator[Any]:
 
 @contextmanager
 def force_attention(name: str) -> Iterator[None]:
-    """Makes torch use one of ATTENTION. CaseError if it cannot on this device."""
+    """Makes torch use one of ATTENTION_BACKENDS. CaseError if it cannot on this device."""
     if not name:
         yield
         return
     try:
         # The cache's keys say nothing of this choice: code compiled for another one would run.
-        with functorch.patch(enable_autograd_cache=False), sdpa_kernel(ATTENTION[name]):
+        with functorch.patch(enable_autograd_cache=False), sdpa_kernel(ATTENTION_BACKENDS[name]):
             yield
     except RuntimeError as error:
         if re.search("No available kernel|No viable backend", str(error)):
@@ -220,7 +220,7 @@ def detect_attention(advance: Callable[[], None]) -> str:
     return " and ".join(sorted({match[1] for match in matches if match})) or "unfused"
 
 
-def product(run: StepRun) -> Iterator[float]:
+def repeat_products(run: StepRun) -> Iterator[float]:
     """Yields GFLOP of square matrix products."""
     set_up(run)
     size, dtype = PRODUCT_SIZE[run.device], dtype_of(run)
@@ -241,7 +241,7 @@ def set_up(run: StepRun) -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     if run.device == "cpu":
-        keep_freed_memory()  # for both sides; the loader does this where it augments
+        keep_freed_memory()  # for both sides; a loader that augments does this, too
 
 
 def synchronize(device: str) -> None:
@@ -250,9 +250,10 @@ def synchronize(device: str) -> None:
 
 
 def prepare_ours(run: StepRun) -> Callable[[], None]:
+    """Returns a function that runs one training step of ours."""
     whole, config, device = config_of(run.model), run.config, torch.device(run.device)
     model = Pretrainer(config, whole.objective).to(device).train()
-    optimize = optimizer(model, run.precision)
+    optimize = make_optimizer_step(model, run.precision)
     compile_model(model, run.compiled)
     shape = run.batch, whole.windows, config.leads, whole.input.samples
     x_BSLT = torch.randn(shape, device=device).to(dtype_of(run))
@@ -261,7 +262,7 @@ def prepare_ours(run: StepRun) -> Callable[[], None]:
 
     def advance() -> None:
         update = next(updates)
-        # as in the loop: nothing waits
+        # as in the loop, nothing waits for the GPU
         keys_BS = to_device(row_keys(1, update, np.arange(run.batch), whole.windows), device)
         tau = torch.tensor(temperature(config, update)).to(device, non_blocking=True)
         with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):
@@ -272,7 +273,7 @@ def prepare_ours(run: StepRun) -> Callable[[], None]:
     return advance
 
 
-def optimizer(model: nn.Module, precision: str) -> Callable[[], None]:
+def make_optimizer_step(model: nn.Module, precision: str) -> Callable[[], None]:
     """Returns a function that computes the gradient norm and runs AdamW. For bf16 it converts the
     model, and AdamW updates float32 copies of the weights."""
     weights = masters = list(model.parameters())
@@ -296,6 +297,7 @@ def optimizer(model: nn.Module, precision: str) -> Callable[[], None]:
 
 
 def prepare_authors(run: StepRun) -> Callable[[], None]:
+    """Returns a function that runs one step of the re-creation."""
     # torch's default, as the authors leave it; our programs turn it off
     torch.backends.cudnn.allow_tf32 = True
     config = run.config
@@ -321,7 +323,9 @@ def prepare_authors(run: StepRun) -> Callable[[], None]:
     return advance
 
 
-def both_sides(config: ModelConfig, pairs: int, device: str = "cpu") -> tuple[Pretrainer, Any]:
+def model_and_losses(
+    config: ModelConfig, pairs: int, device: str = "cpu"
+) -> tuple[Pretrainer, Any]:
     """Returns a model without dropout, and two functions that give its loss for the same batch and
     draws: ours and the authors'."""
     none: dict[str, Any] = dict.fromkeys(DROPOUTS.split(), 0.0)
@@ -330,8 +334,8 @@ def both_sides(config: ModelConfig, pairs: int, device: str = "cpu") -> tuple[Pr
     x_BSLT = torch.randn(pairs, 2, config.leads, SAMPLES).to(device)
     ids_B = torch.arange(pairs, device=device)
     rows, tokens, host = 2 * pairs, config.tokens(SAMPLES), torch.device("cpu")
-    authors_draws = draw(config, AUTHORS_OBJECTIVE.negatives, rows, tokens, host)
-    our_draws = draws_of(
+    authors_draws = make_draws(config, AUTHORS_OBJECTIVE.negatives, rows, tokens, host)
+    our_draws = convert_draws(
         {name: np.asarray(value) for name, value in authors_draws._asdict().items()}, config
     )
     our_draws = Draws(*(x if x is None else x.to(device) for x in our_draws))
@@ -354,5 +358,5 @@ def loss_difference(run: StepRun) -> float:
     set_up(run)
     torch.backends.cudnn.allow_tf32 = False
     with torch.no_grad():
-        _, (our_loss, authors_loss) = both_sides(run.config, 2, run.device)
+        _, (our_loss, authors_loss) = model_and_losses(run.config, 2, run.device)
         return abs(float(our_loss() / authors_loss()) - 1)

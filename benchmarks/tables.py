@@ -25,7 +25,7 @@ PERCENTILE_NOTE = (
     "These intervals are plain percentiles of the resamples, as `omnilead bench` took them then: those of "
     "AUPRC sit too high. The records do not have what it takes to correct them."
 )
-BY_CROPS = "real, by crops"  # a result of the evidence that has a figure instead of a table
+BY_CROPS = "real, by crops"  # result of the evidence that is drawn, not tabulated
 
 
 TEN_MILLION = 10_000_000
@@ -49,34 +49,38 @@ def rate_blocks(part: Part) -> Iterator[str]:
     """Renders rates; memory is that of the case's main process."""
     rows = []
     for name, result in part["results"].items():
-        times = times_recreation(name, part["results"])
+        times = speed_against_recreation(name, part["results"])
         unit = " GB" if name.startswith("verify") else ""
-        cells = [name, median_text("per_cpu_s")(result) + unit, range_text("per_cpu_s")(result)]
-        cells += [median_text("per_s")(result) + unit, "" if isnan(times) else f"{times:.1f}x"]
+        cells = [
+            name,
+            median_formatter("per_cpu_s")(result) + unit,
+            range_formatter("per_cpu_s")(result),
+        ]
+        cells += [median_formatter("per_s")(result) + unit, "" if isnan(times) else f"{times:.1f}x"]
         rows.append([*cells, f"{result['peak_mb']:.0f} MB"])
     head = "per CPU-second | lowest to highest | per second | against the peer | peak memory"
     yield markdown_table(f"| | {head} |", rows)
 
 
-def times_recreation(name: str, results: dict[str, Result]) -> float:
+def speed_against_recreation(name: str, results: dict[str, Result]) -> float:
     """Returns the speed per CPU-second, relative to the fastest re-creation of its kind (the name
     before the colon); NaN if there is none."""
-    kind = name.split(":")[0].removeprefix("authors_")  # of older records
+    kind = name.split(":")[0].removeprefix("authors_")  # older records name re-creations this way
     peers = [
         other for other in results if re.match(rf"{re.escape(kind)}: (re-creation|wfdb)", other)
     ]
     if not peers or name in peers:
         return nan
-    return per_cpu(results[name]) / max(per_cpu(results[peer]) for peer in peers)
+    return per_cpu_rate(results[name]) / max(per_cpu_rate(results[peer]) for peer in peers)
 
 
-def times_library(name: str, results: dict[str, Result]) -> float:
+def speed_against_library(name: str, results: dict[str, Result]) -> float:
     """Returns the speed per CPU-second, relative to the fastest other library's with lead masking;
     NaN if there is none."""
     library_rates = [
-        per_cpu(results[other]) for other in results if other.endswith(" in a DataLoader")
+        per_cpu_rate(results[other]) for other in results if other.endswith(" in a DataLoader")
     ]
-    return per_cpu(results[name]) / max(library_rates, default=nan)
+    return per_cpu_rate(results[name]) / max(library_rates, default=nan)
 
 
 def loader_blocks(part: Part) -> Iterator[str]:
@@ -93,7 +97,7 @@ def loader_blocks(part: Part) -> Iterator[str]:
 def step_blocks(part: Part) -> Iterator[str]:
     """Renders steps. Ratios are to the re-creation with the same number of crops. Older records do
     not say what computed the attention."""
-    results, figure, rows = part["results"], main_rate(part), []
+    results, figure, rows = part["results"], main_rate_key(part), []
     traced = any("attention" in result for result in results.values())
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
     baselines = ("fp32", "autocast") if figure == "per_s" else ("fp32",)
@@ -105,16 +109,21 @@ def step_blocks(part: Part) -> Iterator[str]:
             share = 100 * speed[name] * part["input"]["gflop_per_crop"] / (product or 1)
             unit, mfu = "", f"{share:.0f} %" if product else ""
             ratios = {
-                baseline: times_step(name, results, baseline, figure) for baseline in baselines
+                baseline: step_speed_against_recreation(name, results, baseline, figure)
+                for baseline in baselines
             }
             times = [
                 f"{ratio:.2f}x ({baseline})"
                 for baseline, ratio in ratios.items()
                 if not isnan(ratio)
             ]
-        cells = [name, median_text("per_s")(result) + unit, number_text(per_cpu(result)) + unit]
+        cells = [
+            name,
+            median_formatter("per_s")(result) + unit,
+            number_text(per_cpu_rate(result)) + unit,
+        ]
         memory = result.get("gpu_peak_mb", result["peak_mb"]) / 1024
-        cells += [range_text(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"]
+        cells += [range_formatter(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"]
         rows.append(cells + ([result.get("attention", "")] if traced else []))
     head = "crops per second | per CPU-second | lowest to highest | MFU | against the re-creation"
     head += " | peak memory | attention" if traced else " | peak memory"
@@ -128,7 +137,7 @@ def step_blocks(part: Part) -> Iterator[str]:
 
 def cpc_blocks(part: Part) -> Iterator[str]:
     """Renders steps of ECG-CPC. Ratios are to the re-creation, which is in float32."""
-    results, figure, rows = part["results"], main_rate(part), []
+    results, figure, rows = part["results"], main_rate_key(part), []
     step_gflop = part["input"]["gflop_per_crop"]
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
     authors = [value for name, value in speed.items() if name.startswith("re-creation")]
@@ -136,7 +145,7 @@ def cpc_blocks(part: Part) -> Iterator[str]:
         product = speed.get(f"matrix product: {name.split(': ')[1].split(',')[0]}")
         is_product, is_forward = name.startswith("matrix product"), "embedding" in name
         unit = " GFLOP" if is_product else ""
-        cells = [name, median_text(figure)(result) + unit, range_text(figure)(result)]
+        cells = [name, median_formatter(figure)(result) + unit, range_formatter(figure)(result)]
         gflop = step_gflop / 3 if is_forward else step_gflop
         share = 100 * speed[name] * gflop / product if product else nan
         cells.append("" if is_product or not product else f"{share:.0f} %")
@@ -150,7 +159,7 @@ def cpc_blocks(part: Part) -> Iterator[str]:
     yield "MFU: of the encoder's FLOPs alone, as a share of the matrix product's rate."
 
 
-def times_step(
+def step_speed_against_recreation(
     name: str, results: dict[str, Result], baseline: str = "fp32", figure: str = "per_cpu_s"
 ) -> float:
     """Returns the speed, relative to the re-creation with the same number of crops; NaN without
@@ -160,16 +169,16 @@ def times_step(
 
 
 def loop_blocks(part: Part) -> Iterator[str]:
-    has_intervals = repeat_range(part)[0] >= LEAST_FOR_INTERVAL
+    has_intervals = fewest_and_most_repeats(part)[0] >= LEAST_FOR_INTERVAL
     columns: Columns = {
         "backend": lambda result: result["backend"],
-        "crops per second": median_text("per_s"),
-        "per CPU-second": median_text("per_cpu_s"),
-        "bare step": median_text(f"bare_{main_rate(part)}"),
-        "overhead": percent_text("overhead_pct"),
-        "95 % interval" if has_intervals else "lowest to highest": range_text("overhead_pct"),
-        "loader's part": percent_text("loader_pct"),
-        "stall": percent_text("stall_pct"),
+        "crops per second": median_formatter("per_s"),
+        "per CPU-second": median_formatter("per_cpu_s"),
+        "bare step": median_formatter(f"bare_{main_rate_key(part)}"),
+        "overhead": percent_formatter("overhead_pct"),
+        "95 % interval" if has_intervals else "lowest to highest": range_formatter("overhead_pct"),
+        "loader's part": percent_formatter("loader_pct"),
+        "stall": percent_formatter("stall_pct"),
         "checkpoint": lambda result: f"{result['checkpoint_s']:.2f} s",
         "written": lambda result: f"{result.get('written_s', result['checkpoint_s']):.2f} s",
     }
@@ -178,19 +187,22 @@ def loop_blocks(part: Part) -> Iterator[str]:
 
 def embed_blocks(part: Part) -> Iterator[str]:
     columns = {
-        "crops per second": median_text("per_s"),
-        "per CPU-second": median_text("per_cpu_s"),
-        "encoder alone": median_text("bare_per_s"),
-        "encoder alone per CPU-second": median_text("bare_per_cpu_s"),
-        "share of its speed": percent_text("share_pct"),
-        "lowest to highest": range_text("share_pct"),
+        "crops per second": median_formatter("per_s"),
+        "per CPU-second": median_formatter("per_cpu_s"),
+        "encoder alone": median_formatter("bare_per_s"),
+        "encoder alone per CPU-second": median_formatter("bare_per_cpu_s"),
+        "share of its speed": percent_formatter("share_pct"),
+        "lowest to highest": range_formatter("share_pct"),
     }
     yield case_table(part["results"], columns)
 
 
 def start_blocks(part: Part) -> Iterator[str]:
-    columns = {"seconds": median_text("seconds"), "lowest to highest": range_text("seconds")}
-    yield case_table(part["results"], columns | {"CPU-seconds": median_text("cpu_seconds")})
+    columns = {
+        "seconds": median_formatter("seconds"),
+        "lowest to highest": range_formatter("seconds"),
+    }
+    yield case_table(part["results"], columns | {"CPU-seconds": median_formatter("cpu_seconds")})
 
 
 def scaling_blocks(part: Part) -> Iterator[str]:
@@ -206,7 +218,7 @@ def scaling_blocks(part: Part) -> Iterator[str]:
         size, _, job = name.partition(": ")
         if size == list(SHARE_OF_SIZE)[-1]:
             of_sizes = [results.get(f"{size}: {job}") for size in SHARE_OF_SIZE]
-            cpu_s = [1 / per_cpu(result) if result else nan for result in of_sizes]
+            cpu_s = [1 / per_cpu_rate(result) if result else nan for result in of_sizes]
             mb = [result["peak_mb"] if result else nan for result in of_sizes]
             rows.append(
                 [
@@ -222,7 +234,7 @@ def scaling_blocks(part: Part) -> Iterator[str]:
         counts = " | ".join(f"{largest // share:,}" for share in SHARE_OF_SIZE.values())
         head = f"CPU-seconds of {counts} crops | exponent | peak MB of {counts} crops | exponent"
         yield markdown_table(f"| the last tenfold gives the exponents | {head} |", rows)
-    if "shuffle_quality" in part:  # in older records
+    if "shuffle_quality" in part:  # older records only
         columns = {
             "correlation of position and row": lambda facts: f"{facts['correlation']:.4f}",
             "shards per batch": lambda facts: f"{facts['shards_per_batch']:.1f}",
@@ -239,12 +251,12 @@ def scaling_blocks(part: Part) -> Iterator[str]:
             )
             cells = [
                 name,
-                median_text("per_s")(result),
-                range_text("per_s")(result),
+                median_formatter("per_s")(result),
+                range_formatter("per_s")(result),
                 f"{100 * efficiency:.0f} %",
             ]
-            efficiency = per_cpu(result) / per_cpu(single_rank)
-            rows.append([*cells, number_text(per_cpu(result)), f"{100 * efficiency:.0f} %"])
+            efficiency = per_cpu_rate(result) / per_cpu_rate(single_rank)
+            rows.append([*cells, number_text(per_cpu_rate(result)), f"{100 * efficiency:.0f} %"])
         head = "crops per second | lowest to highest | efficiency | per CPU-second | efficiency"
         yield markdown_table(f"| on this machine | {head} |", rows)
 
@@ -256,7 +268,7 @@ def evidence_blocks(part: Part) -> Iterator[str]:
         if where == BY_CROPS:
             yield "![AUROC against crops seen in pre-training](results/crops.png)"
             continue
-        text = bench_report.markdown(document).strip()
+        text = bench_report.comparison_markdown(document).strip()
         text = text.replace("\n## ", f"\n#### {where}: ")
         yield text.partition("\n")[2].strip()
     yield from notes_on_old_rows(part)
@@ -343,26 +355,26 @@ def device_of(part: Part) -> str:
     return str(part["config"].get("device", "cpu"))
 
 
-def machine(part: Part) -> str:
+def machine_name(part: Part) -> str:
     hardware = part["hardware"]
     return str(hardware["gpus"][0]["name"] if device_of(part) == "cuda" else hardware["cpu"])
 
 
-def main_rate(part: Part) -> str:
+def main_rate_key(part: Part) -> str:
     """Returns the rate that counts: per second on a GPU, which is not shared, else per
     CPU-second."""
     return "per_s" if device_of(part) == "cuda" else "per_cpu_s"
 
 
-def per_cpu(result: Result) -> float:
+def per_cpu_rate(result: Result) -> float:
     return float(result["per_cpu_s"]["median"])
 
 
-def median_text(figure: str) -> Callable[[Result], str]:
+def median_formatter(figure: str) -> Callable[[Result], str]:
     return lambda result: number_text(result[figure]["median"])
 
 
-def range_text(figure: str) -> Callable[[Result], str]:
+def range_formatter(figure: str) -> Callable[[Result], str]:
     return lambda result: (
         f"{number_text(result[figure]['low'])} to {number_text(result[figure]['high'])}"
     )
@@ -373,7 +385,7 @@ def growth_exponent(values: Sequence[float]) -> str:
     return f"{log10(values[-1] / values[-2]):.2f}"
 
 
-def percent_text(figure: str) -> Callable[[Result], str]:
+def percent_formatter(figure: str) -> Callable[[Result], str]:
     return lambda result: f"{result[figure]['median']:.1f} %"
 
 
@@ -381,7 +393,7 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def repeat_range(part: Part) -> tuple[int, int]:
+def fewest_and_most_repeats(part: Part) -> tuple[int, int]:
     """Returns the fewest and the most repeats of a case."""
     usual = part["config"].get("repeats") or 0
     repeats = [int(result.get("repeats", usual)) for result in part["results"].values()]
@@ -393,7 +405,7 @@ def measurement_note(part: Part) -> str:
     hardware, facts = part["hardware"], part["input"]
     machine_text = f"{hardware['cpu']}, {hardware['cores']} cores"
     machine_text = (
-        f"{machine(part)}, {machine_text}"
+        f"{machine_name(part)}, {machine_text}"
         if device_of(part) == "cuda"
         else f"{machine_text} shared with others"
     )
@@ -407,7 +419,7 @@ def measurement_note(part: Part) -> str:
     inputs = facts["archive"]
     for unit in ("records", "crops", "threads"):
         inputs += f", {facts[unit]:,} {unit}" if unit in facts else ""
-    repeats = " to ".join(dict.fromkeys(map(str, repeat_range(part))))
+    repeats = " to ".join(dict.fromkeys(map(str, fewest_and_most_repeats(part))))
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
     load = f"load {hardware['load_before']:.1f} before"
     text = (

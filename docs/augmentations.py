@@ -49,20 +49,20 @@ FIGURE_STYLE: Any = {
     "grid.color": "#ececf0",
     "grid.linewidth": 0.6,
 }
-TITLES = {
+NOISE_TITLES = {
     "powerline": "Powerline",
     "emg": "Electromyographic",
     "wander": "Baseline wander",
     "shift": "Baseline shift",
 }
-SETS = {
+NOISE_SETS = {
     "": "",
     "physio3": "powerline, EMG and wander",
     "physio4": "all four",
     "authors_physio4": "all four, limb leads again from I and II",
 }
-SEED = 464  # chosen because all its draws have medium size
-LEAD = 1  # lead II, in the upper rows
+FIGURE_SEED = 464  # chosen because all its draws have medium size
+DRAWN_LEAD = 1  # lead II, in the upper rows
 
 
 def draw_figure(ecg: Array, title: str) -> Figure:
@@ -71,24 +71,26 @@ def draw_figure(ecg: Array, title: str) -> Figure:
     page = Figure(figsize=(13.5, 13), dpi=120, facecolor="white")
     page.text(0.05, 0.975, title, size=14, weight="bold", color=INK)
     legend = (
-        f"Grey: before. Colour: after. Upper rows: lead {LEADS[LEAD]} of the first half, mV over "
-        f"s. Seed {SEED}."
+        f"Grey: before. Colour: after. Upper rows: lead {LEADS[DRAWN_LEAD]} of the first half, mV over "
+        f"s. Seed {FIGURE_SEED}."
     )
     page.text(0.05, 0.957, legend, size=9.5, color=GREY)
     _draw_noise(page, halves)
     grid = page.add_gridspec(1, 4, left=0.05, right=0.99, top=0.455, bottom=0.025, wspace=0.14)
-    masked, p = apply_augmentation(halves, AugmentConfig())
+    masked, p = augmented_halves_and_params(halves, AugmentConfig())
     first, second = p["keep"].sum(axis=(2, 3))[0]
     axes = page.add_subplot(grid[0, :2])
     _draw_leads(axes, np.hstack(halves[0]), np.hstack(masked[0]), MASK)
     left = f"{first} of 12 leads left in the first half, {second} in the second"
-    _title(axes, "Random lead masking", left)
+    _draw_title(axes, "Random lead masking", left)
     axes.axvline(5, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
-    views, _ = apply_augmentation(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
+    views, _ = augmented_halves_and_params(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
     for i, view in enumerate(views[0]):
         axes = page.add_subplot(grid[0, 2 + i])
         _draw_leads(axes, halves[0, 0], view, VIEW)
-        _title(axes, f"3KG, view {i + 1}", "dipole turned and stretched, half of each lead zeroed")
+        _draw_title(
+            axes, f"3KG, view {i + 1}", "dipole turned and stretched, half of each lead zeroed"
+        )
     return page
 
 
@@ -96,29 +98,29 @@ def _draw_noise(page: Figure, halves: Array) -> None:
     """Draws a panel for each kind of noise."""
     place = {"left": 0.05, "right": 0.99, "top": 0.92, "bottom": 0.525}
     panels: Any = page.add_gridspec(3, 4, **place, hspace=0.46, wspace=0.06).subplots(sharey=True)
-    for axes, noise in zip(panels.flat, [*SETS, *PAPER_NOISE, *AUTHORS_NOISE], strict=True):
-        after, p = apply_augmentation(halves, AugmentConfig(rlm=0, noise=noise))
-        _draw_lead(axes, halves[0, 0, LEAD], after[0, 0, LEAD], noise)
-        if noise in SETS:
-            _title(axes, noise or "Original", SETS[noise])
+    for axes, noise in zip(panels.flat, [*NOISE_SETS, *PAPER_NOISE, *AUTHORS_NOISE], strict=True):
+        after, p = augmented_halves_and_params(halves, AugmentConfig(rlm=0, noise=noise))
+        _draw_lead(axes, halves[0, 0, DRAWN_LEAD], after[0, 0, DRAWN_LEAD], noise)
+        if noise in NOISE_SETS:
+            _draw_title(axes, noise or "Original", NOISE_SETS[noise])
         else:
             kind = noise.removeprefix("authors_")
-            title = TITLES[kind] + ", authors' code" * (noise in AUTHORS_NOISE)
-            _title(axes, title, _describe(kind, p))
+            title = NOISE_TITLES[kind] + ", authors' code" * (noise in AUTHORS_NOISE)
+            _draw_title(axes, title, _params_text(kind, p))
 
 
-def apply_augmentation(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
-    p = draw_parameters(config.stages, Random(SEED, np.zeros(1, int), np.zeros(1, int)))
+def augmented_halves_and_params(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
+    p = draw_parameters(config.stages, Random(FIGURE_SEED, np.zeros(1, int), np.zeros(1, int)))
     given = {name: torch.from_numpy(values) for name, values in p.items()}
     x_BSLT = torch.from_numpy(halves.copy())  # augment works in place
-    ops = TorchOps(HALF, FS_HZ, x_BSLT.device, SEED)
+    ops = TorchOps(HALF, FS_HZ, x_BSLT.device, FIGURE_SEED)
     return augment(x_BSLT, given, config.stages, ops).numpy(), p
 
 
-def _describe(kind: str, p: Params) -> str:
+def _params_text(kind: str, p: Params) -> str:
     """Names the parameters of one kind of noise, as drawn for the lead shown."""
     drawn = {
-        name.removeprefix(f"{kind}_"): values[0, 0, LEAD % values.shape[2]]
+        name.removeprefix(f"{kind}_"): values[0, 0, DRAWN_LEAD % values.shape[2]]
         for name, values in p.items()
     }
     a = " ".join(f"{value:.2f}" for value in drawn["amplitude"])
@@ -158,7 +160,7 @@ def _draw_leads(axes: Axes, before: Array, after: Array, colour: str) -> None:
     axes.xaxis.set_major_locator(MultipleLocator(1))
 
 
-def _title(axes: Axes, title: str, subtitle: str) -> None:
+def _draw_title(axes: Axes, title: str, subtitle: str) -> None:
     axes.set_title(title, loc="left", pad=15, fontsize=10, color=INK, weight="bold")
     axes.annotate(
         subtitle, (0, 1), (0, 4), "axes fraction", "offset points", fontsize=8, color=GREY

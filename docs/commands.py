@@ -43,7 +43,7 @@ def escape_markdown(text: str) -> str:
     return "`".join(parts)
 
 
-def usage(action: argparse.Action) -> str:
+def option_usage(action: argparse.Action) -> str:
     """Returns an option or an argument with its value; no bar, which would end a cell."""
     value = str(action.metavar or action.dest.upper()).replace("|", " or ")
     words = [*action.option_strings[-1:]]
@@ -60,14 +60,14 @@ def option_table(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
-        if action.help == argparse.SUPPRESS:  # for a launcher, not for people
+        if action.help == argparse.SUPPRESS:  # options for launchers, not for people
             continue
         text = escape_markdown(" ".join((action.help or "").split()) % {"default": action.default})
         if action.choices:
             text += " *(" + ", ".join(f"`{choice}`" for choice in action.choices) + ")*"
         if action.required and action.option_strings:
             text += " **needed**"
-        yield f"| {usage(action)} | {text} |"
+        yield f"| {option_usage(action)} | {text} |"
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -76,11 +76,11 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
     return {name: one for group in groups for name, one in group.choices.items()}
 
 
-def sections(name: str, parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
+def command_sections(name: str, parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
     yield f"{level} {name}\n"
     yield "\n\n".join(description_blocks(parser)) + "\n"
     for verb, one in subparsers(parser).items():
-        yield from sections(f"{name} {verb}", one, level + "#")
+        yield from command_sections(f"{name} {verb}", one, level + "#")
     if not subparsers(parser):
         yield "\n".join(option_table(parser)) + "\n"
 
@@ -89,7 +89,7 @@ def page_text() -> str:
     lines: list[str] = []
     for name in COMMANDS:
         parser = parser_of(name)
-        lines += sections(name, parser, "##")
+        lines += command_sections(name, parser, "##")
     return INTRO + "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What MkDocs makes of this repository, whose pages are also read where they lie: README.md is the
+"""Prepares the repository's pages, which are also read where they lie, for MkDocs: README.md is the
 front page; pages and files outside docs/ that others link to are in project/; docs/tutorial.py is a
 page and a notebook.
 """
@@ -15,7 +15,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s:]+)(#[^)]*)?\)")
-CELL = re.compile(r"^# %%.*\n", re.MULTILINE)
+CELL_START = re.compile(r"^# %%.*\n", re.MULTILINE)
 NOT_IN_SITE = re.compile(r"<!-- not in the site -->.*?\n\n", re.DOTALL)
 WIDE_PAGES = (
     "deviations.md",
@@ -55,7 +55,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if page not in done and page != "docs/tutorial.py":
             files.append(File.generated(config, site_path(page), abs_src_path=str(ROOT / page)))
         done.add(page)
-    page_text, notebook = tutorial((ROOT / "docs/tutorial.py").read_text())
+    page_text, notebook = page_and_notebook((ROOT / "docs/tutorial.py").read_text())
     files.append(File.generated(config, "tutorial.md", content=page_text))
     files.append(File.generated(config, "tutorial.ipynb", content=notebook))
     return files
@@ -72,26 +72,26 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     paths = linked_files(source)
     page.meta["search"] = {"exclude": here.endswith(NOT_SEARCHED)}
     if here == "index.md":
-        page.meta["hide"] = ["navigation"]  # which has only this page
+        page.meta["hide"] = ["navigation"]  # it would list this page only
     elif here in WIDE_PAGES:
         page.meta["hide"] = ["toc"]
 
-    def changed(found: re.Match[str]) -> str:
+    def site_link(found: re.Match[str]) -> str:
         words, link, anchor = found.groups(default="")
         if link not in paths:
             return found[0]
-        if (ROOT / paths[link]).is_dir():  # which has no page
+        if (ROOT / paths[link]).is_dir():  # a folder has no page
             return words
         target = os.path.relpath(site_path(paths[link]), os.path.dirname(here) or ".")
         return f"[{words}]({target}{anchor})"
 
-    return LINK.sub(changed, NOT_IN_SITE.sub("", markdown))
+    return LINK.sub(site_link, NOT_IN_SITE.sub("", markdown))
 
 
-def tutorial(script: str) -> tuple[str, str]:
+def page_and_notebook(script: str) -> tuple[str, str]:
     """Returns a script with cells as a page, and as a notebook."""
     page, cells = [], []
-    for number, cell in enumerate(CELL.split(script)[1:]):
+    for number, cell in enumerate(CELL_START.split(script)[1:]):
         text = cell.strip()
         is_text = text.startswith('"""')
         text = text.strip('"').strip() if is_text else text

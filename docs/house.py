@@ -19,11 +19,11 @@ DOCS = Path(__file__).parent
 ROW, COLUMNS, WIDTH, GAP = 0.19, 3, 4.2, 0.5  # inches
 
 
-def room(module: str) -> str:
+def room_of(module: str) -> str:
     return "/".join(wing_and_room(module))
 
 
-def floors(below: dict[str, set[str]]) -> dict[str, int]:
+def floor_by_room(below: dict[str, set[str]]) -> dict[str, int]:
     """Returns the floor of each room: as low as what it imports allows."""
     level = dict.fromkeys(below, 0)
     for _ in below:
@@ -37,33 +37,33 @@ def main(out: Path) -> None:
     members: dict[str, list[str]] = {}
     names = {dotted(path) for path in MODULES if path.stem not in ("__init__", "__main__")}
     for name in sorted(names):
-        members.setdefault(room(name), []).append(name.rpartition(".")[2])
+        members.setdefault(room_of(name), []).append(name.rpartition(".")[2])
     pairs = (
-        (room(dotted(path)), room(target))
+        (room_of(dotted(path)), room_of(target))
         for path in MODULES
         for target in imports(path)
         if target in names
     )
     counts = Counter((user, used) for user, used in pairs if user != used)
     below = {name: {used for user, used in counts if user == name} for name in members}
-    level = floors(below)
+    level = floor_by_room(below)
     rows = [
         [name for name in members if level[name] == floor]
         for floor in range(max(level.values()) + 1)
     ]
-    # What a room also reaches through another one needs no arrow of its own.
+    # A room needs no arrow to what it also reaches through another room
     arrows = {
-        name: used - {far for near in used for far in _all_below(near, below)}
+        name: used - {far for near in used for far in _rooms_below(near, below)}
         for name, used in below.items()
     }
-    draw(out, [row for row in rows if row], members, arrows)
+    draw_house(out, [row for row in rows if row], members, arrows)
 
 
-def _all_below(name: str, below: dict[str, set[str]]) -> set[str]:
-    return below[name].union(*(_all_below(other, below) for other in below[name]))
+def _rooms_below(name: str, below: dict[str, set[str]]) -> set[str]:
+    return below[name].union(*(_rooms_below(other, below) for other in below[name]))
 
 
-def draw(
+def draw_house(
     out: Path, rows: list[list[str]], members: dict[str, list[str]], arrows: dict[str, set[str]]
 ) -> None:
     matplotlib.rcParams["svg.fonttype"], matplotlib.rcParams["svg.hashsalt"] = "none", "house"

@@ -25,8 +25,8 @@ from docs.augmentations import (
     PAPER,
     VIEW,
     _draw_leads,
-    _title,
-    apply_augmentation,
+    _draw_title,
+    augmented_halves_and_params,
 )
 from omnilead.__main__ import main as run_command
 from omnilead.data_tools.dataset import Dataset, Ecg
@@ -37,19 +37,20 @@ from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.config import HALF
 
 DOCS = Path(__file__).parent
-CLASSES = ("AF", "RBBB", "LBBB")  # of the synthetic archive, which a linear classifier is fitted to
+# classes of the synthetic archive that a linear classifier is fitted to
+CLASSES = ("AF", "RBBB", "LBBB")
 RECORD, SHOWN_CLASS = "syn3_HR00024", "RBBB"
 PX_PER_INCH, COLOURS = 84, 48  # of a .png, which README shows at half its width
 
 # The picture of the wings, in pixels
 WIDTH, ROW, TOP = 760, 132, 12
-LEFT_X, RIGHT_X, DRAWN, TALL = 206, 514, 228, 84  # of the two drawings of a wing
+LEFT_X, RIGHT_X, DRAWN, TALL = 206, 514, 228, 84  # place and size of the two drawings of a wing
 WINGS = (
     ("data_tools", "an archive becomes", "checked shards", "shard"),
     ("engine", "shards train", "an encoder", "pretrain"),
     ("downstream", "the encoder answers", "for any ECG", "predict"),
 )
-CSS = (
+WINGS_STYLE = (
     "text{font:15px system-ui,sans-serif;fill:#1f2328}.t{font-size:19px;font-weight:600}"
     ".s{font-size:13px;fill:#59636e}.c{font:600 14px ui-monospace,monospace;fill:#0b62a8}"
     ".page{fill:#fff;stroke:#d1d9e0}.w0{fill:#eef4fb}.w1{fill:#eff6ea}.w2{fill:#fbf3e6}"
@@ -65,35 +66,37 @@ CSS = (
 
 def main(out: Path) -> None:
     with TemporaryDirectory() as folder:
-        dataset, row, model = make_example(Path(folder))
+        dataset, row, model = make_dataset_row_and_model(Path(folder))
         ecg = dataset[row]
         halves = np.hsplit(ecg.signal_mv.astype(np.float32), 2)
         halves_BSLT = np.ascontiguousarray(np.stack(halves)[None])
         prediction = model.predict(ecg.signal_mv, fs_hz=500, leads=LEADS, unit="mV")
         embedding = np.asarray(model.embed(ecg.signal_mv, fs_hz=500, leads=LEADS, unit="mV"))
         crc32c = f"{dataset.column('crc32c')[row]:08x}"
-        (out / "wings.svg").write_text(wings(ecg, halves_BSLT, crc32c, embedding, prediction))
+        (out / "wings.svg").write_text(draw_wings(ecg, halves_BSLT, crc32c, embedding, prediction))
         save_png(ecg.plot(), out / "ecg.png")
         with matplotlib.rc_context(FIGURE_STYLE):
-            save_png(views(halves_BSLT), out / "views.png")
+            save_png(draw_views(halves_BSLT), out / "views.png")
         why = Path(folder, "why.png")
         crop = ["--crop", str(row), "--model", str(Path(folder, "model"))]
-        run("show", str(Path(folder, "dataset")), *crop, "--why", SHOWN_CLASS, "--png", str(why))
+        run_omnilead(
+            "show", str(Path(folder, "dataset")), *crop, "--why", SHOWN_CLASS, "--png", str(why)
+        )
         save_small(Image.open(why), out / "why.png")
 
 
-def run(*words: str) -> None:
+def run_omnilead(*words: str) -> None:
     if run_command(words):
         raise SystemExit(f"omnilead {' '.join(words)} failed")
 
 
-def make_example(folder: Path) -> tuple[Dataset, int, Any]:
+def make_dataset_row_and_model(folder: Path) -> tuple[Dataset, int, Any]:
     """Returns a synthetic dataset, the row of the ECG that is drawn, and `small` with a linear
     classifier."""
     archive, dataset, labels = folder / "archive", folder / "dataset", folder / "labels"
-    run("synth", str(archive), "--patients", "600", "--seed", "3")
-    run("shard", str(archive), "--out", str(dataset), "--plan", "all", "--workers", "1")
-    run("labels", "physionet2021", str(archive), "--out", str(labels))
+    run_omnilead("synth", str(archive), "--patients", "600", "--seed", "3")
+    run_omnilead("shard", str(archive), "--out", str(dataset), "--plan", "all", "--workers", "1")
+    run_omnilead("labels", "physionet2021", str(archive), "--out", str(labels))
     table = labels / "physionet2021-scored.parquet"
     omnilead.fit(data=dataset, labels=table, columns=CLASSES, out=folder / "model")
     opened = Dataset.open(str(dataset))
@@ -114,7 +117,7 @@ def save_small(image: Image.Image, path: Path) -> None:
     rgb.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
-def views(halves_BSLT: Array) -> Figure:
+def draw_views(halves_BSLT: Array) -> Figure:
     """Draws the first 5 s as they are and under three augmentations."""
     page = Figure(figsize=(12, 4.6), facecolor="white", layout="constrained")
     panels: Any = page.subplots(1, 4)
@@ -125,29 +128,29 @@ def views(halves_BSLT: Array) -> Figure:
         "3KG": (AugmentConfig(rlm=0, threekg=ThreeKG()), "dipole turned and stretched", VIEW),
     }
     for axes, (name, (config, what, colour)) in zip(panels, configs.items(), strict=True):
-        after, _ = apply_augmentation(halves_BSLT, config)
+        after, _ = augmented_halves_and_params(halves_BSLT, config)
         _draw_leads(axes, halves_BSLT[0, 0], after[0, 0], colour)
-        _title(axes, name, what)
+        _draw_title(axes, name, what)
     return page
 
 
-def wings(
+def draw_wings(
     ecg: Ecg, halves_BSLT: Array, crc32c: str, embedding: Array, prediction: dict[str, float]
 ) -> str:
     """Draws the wings as SVG."""
-    masked, draws = apply_augmentation(halves_BSLT, AugmentConfig())
+    masked, draws = augmented_halves_and_params(halves_BSLT, AugmentConfig())
     hidden = ~draws["keep"][0, 0, :, 0].astype(bool)
     height = TOP * 2 + ROW * len(WINGS)
     name = "One ECG as a crop in a shard, a view with hidden leads, an embedding and a prediction"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{name}"><style>{CSS}</style>',
+        f'aria-label="{name}"><style>{WINGS_STYLE}</style>',
         f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
     ]
     drawings = (
-        (paper(ecg.signal_mv), stack(ecg.signal_mv)),
-        (leads(masked[0, 0], hidden), encoder()),
-        (cells(embedding), bars(prediction)),
+        (draw_paper(ecg.signal_mv), draw_stack(ecg.signal_mv)),
+        (draw_leads(masked[0, 0], hidden), draw_encoder()),
+        (draw_cells(embedding), draw_bars(prediction)),
     )
     captions = (
         ("an ECG as it was recorded", f"a crop in a shard, crc32c {crc32c}"),
@@ -160,24 +163,24 @@ def wings(
         middle = y + 18 + TALL / 2
         lines += [
             f'<rect class="w{place}" x="8" y="{y + 4}" width="{WIDTH - 16}" height="{ROW - 8}" rx="6"/>',
-            _text(22, y + 48, title, "t"),
-            _text(22, y + 72, first),
-            _text(22, y + 91, second),
+            _text_svg(22, y + 48, title, "t"),
+            _text_svg(22, y + 72, first),
+            _text_svg(22, y + 91, second),
             f'<g transform="translate({LEFT_X} {y + 14})">{left}</g>',
             f'<g transform="translate({RIGHT_X} {y + 14})">{right}</g>',
-            _text(LEFT_X, y + 116, captions[place][0], "s"),
-            _text(RIGHT_X, y + 116, captions[place][1], "s"),
-            _text((LEFT_X + DRAWN + RIGHT_X) / 2, middle - 10, command, "c", "middle"),
+            _text_svg(LEFT_X, y + 116, captions[place][0], "s"),
+            _text_svg(RIGHT_X, y + 116, captions[place][1], "s"),
+            _text_svg((LEFT_X + DRAWN + RIGHT_X) / 2, middle - 10, command, "c", "middle"),
             f'<path class="arrow" d="M{LEFT_X + DRAWN + 12} {middle}h{RIGHT_X - LEFT_X - DRAWN - 26}m-7 -5l7 5l-7 5"/>',
         ]
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+def _text_svg(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def trace(
+def draw_trace(
     mv_T: Array, x: float, y: float, width: float, px_per_mv: float, kind: str = "ecg"
 ) -> str:
     """Draws a lead as a path: the highest or lowest of each few samples, so that no spike is
@@ -189,7 +192,7 @@ def trace(
     return f'<path class="{kind}" d="M{"L".join(points)}"/>'
 
 
-def paper(signal_LT: Array) -> str:
+def draw_paper(signal_LT: Array) -> str:
     grid = "".join(f"M{x} 0v{TALL}" for x in range(12, DRAWN, 12))
     grid += "".join(f"M0 {y}h{DRAWN}" for y in range(12, TALL, 12))
     lines = [
@@ -197,12 +200,12 @@ def paper(signal_LT: Array) -> str:
     ]
     for place, lead in enumerate(("II", "V1")):
         mv_T = signal_LT[LEADS.index(lead), :HALF]
-        lines.append(trace(mv_T, 22, 32 + 36 * place, DRAWN - 26, 20))
-        lines.append(_text(4, 26 + 36 * place, lead, "s"))
+        lines.append(draw_trace(mv_T, 22, 32 + 36 * place, DRAWN - 26, 20))
+        lines.append(_text_svg(4, 26 + 36 * place, lead, "s"))
     return "".join(lines)
 
 
-def stack(signal_LT: Array) -> str:
+def draw_stack(signal_LT: Array) -> str:
     """Draws a crop in front of others."""
     behind = [
         f'<rect class="box" x="{shift}" y="{8 - shift}" width="{DRAWN - 16}" height="{TALL - 8}" rx="3"/>'
@@ -210,21 +213,23 @@ def stack(signal_LT: Array) -> str:
     ]
     return (
         "".join(behind)
-        + f'<g transform="translate(0 8)">{leads(signal_LT, np.zeros(12, bool), TALL - 8, DRAWN - 16)}</g>'
+        + f'<g transform="translate(0 8)">{draw_leads(signal_LT, np.zeros(12, bool), TALL - 8, DRAWN - 16)}</g>'
     )
 
 
-def leads(signal_LT: Array, hidden_L: Array, height: float = TALL, width: float = DRAWN) -> str:
+def draw_leads(
+    signal_LT: Array, hidden_L: Array, height: float = TALL, width: float = DRAWN
+) -> str:
     """Draws twelve leads, one below the other; hidden ones are grey lines."""
     step = height / 12
     lines = []
     for lead in range(12):
         kind = "hidden" if hidden_L[lead] else "ecg"
-        lines.append(trace(signal_LT[lead, :HALF], 4, step * (lead + 0.6), width - 8, 5, kind))
+        lines.append(draw_trace(signal_LT[lead, :HALF], 4, step * (lead + 0.6), width - 8, 5, kind))
     return "".join(lines)
 
 
-def encoder() -> str:
+def draw_encoder() -> str:
     """Draws convolutions, ever shorter, and layers of a transformer."""
     parts: list[tuple[float, float, int, int]]
     parts = [(22 * place, 7 * place, 14, TALL - 14 * place) for place in range(4)]
@@ -235,7 +240,7 @@ def encoder() -> str:
     )
 
 
-def cells(embedding_E: Array) -> str:
+def draw_cells(embedding_E: Array) -> str:
     """Draws each number as a square, the larger the stronger: orange above its median, blue
     below."""
     columns = 27
@@ -250,15 +255,15 @@ def cells(embedding_E: Array) -> str:
     return "".join(squares)
 
 
-def bars(prediction: dict[str, float]) -> str:
+def draw_bars(prediction: dict[str, float]) -> str:
     lines = []
     for place, (name, probability) in enumerate(prediction.items()):
         y = 8 + 26 * place
-        lines.append(_text(0, y + 14, name))
+        lines.append(_text_svg(0, y + 14, name))
         lines.append(
             f'<rect class="down" x="50" y="{y + 2}" width="{max(1, 130 * probability):.1f}" height="14"/>'
         )
-        lines.append(_text(56 + 130 * probability, y + 14, f"{probability:.2f}", "s"))
+        lines.append(_text_svg(56 + 130 * probability, y + 14, f"{probability:.2f}", "s"))
     return "".join(lines)
 
 

@@ -44,8 +44,8 @@ TYPE_WORDS = {
     "string": "text",
     "null": "null",
 }
-HUGE = 10_000  # a bound that only keeps nonsense out is not shown
-BOUNDS = {
+HUGE_BOUND = 10_000  # a bound that only keeps nonsense out is not shown
+BOUND_WORDS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
     "maximum": "at most",
@@ -94,20 +94,22 @@ def allowed_values(schema: dict[str, Any]) -> str:
             words,
             *(
                 f"{name} {schema[key]:g}"
-                for key, name in BOUNDS.items()
-                if abs(schema.get(key, HUGE)) < HUGE
+                for key, name in BOUND_WORDS.items()
+                if abs(schema.get(key, HUGE_BOUND)) < HUGE_BOUND
             ),
         ]
     )
 
 
-def rows_of(kind: type[RunConfig], known: set[type]) -> Iterator[tuple[str, str]]:
+def setting_rows(kind: type[RunConfig], known: set[type]) -> Iterator[tuple[str, str]]:
     """Yields each setting with its row, of sections that are not `known` yet, and adds these to
     `known`."""
     schema = kind.model_json_schema()
     defaults = flatten(kind().tree())
 
-    def rows(prefix: str, section: type, of: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    def rows_of_section(
+        prefix: str, section: type, of: dict[str, Any]
+    ) -> Iterator[tuple[str, str]]:
         meaning = field_comments(section)
         for name, one in of["properties"].items():
             key, reference = (
@@ -126,9 +128,9 @@ def rows_of(kind: type[RunConfig], known: set[type]) -> Iterator[tuple[str, str]
             below = next(part for part in (hint, *get_args(hint)) if isinstance(part, type))
             if prefix or below not in known:
                 known.add(below)
-                yield from rows(f"{key}.", below, inside)
+                yield from rows_of_section(f"{key}.", below, inside)
 
-    yield from rows("", kind, schema)
+    yield from rows_of_section("", kind, schema)
 
 
 def page_text() -> str:
@@ -148,7 +150,7 @@ def page_text() -> str:
                 else ""
             )
         groups: dict[str, list[str]] = {}
-        for key, row in rows_of(kind, known):
+        for key, row in setting_rows(kind, known):
             section, dot, _ = key.partition(".")
             groups.setdefault(section if dot else "", []).append(row)
         for section, rows in groups.items():

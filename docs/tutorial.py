@@ -27,7 +27,7 @@ os.chdir("tutorial")
 
 
 def run(command: str) -> None:
-    """The same as in a shell, but without a process of its own."""
+    """Runs a command as a shell does, but in this process."""
     print(f"\n$ {command}")
     if code := main(shlex.split(command)[1:]):
         raise SystemExit(code)

@@ -1,5 +1,6 @@
-"""What the engine is handed for the end of a training: a model card, RUN/report.html and the loading of
-the model. Each function imports its module when it is called: they import PyTorch and matplotlib."""
+"""Functions that the engine calls at the end of a training: they write a model card and
+RUN/report.html, and load the model. Each imports its module when it is called, because PyTorch and
+matplotlib import slowly."""
 
 from pathlib import Path
 from typing import Any

@@ -126,10 +126,10 @@ def bench(
     # imported late, so that --help does not wait for PyTorch
     from omnilead.downstream.evaluation import bench as comparison
     from omnilead.downstream.evaluation.embedders import EmbedOptions
-    from omnilead.downstream.evaluation.plan import BenchOptions, tables_as_tasks
+    from omnilead.downstream.evaluation.plan import BenchOptions, labels_and_tasks
     from omnilead.downstream.reports.bench_report import write_comparison
 
-    labels, tasks = tables_as_tasks(labels, tuple(tasks))
+    labels, tasks = labels_and_tasks(labels, tuple(tasks))
     options = BenchOptions(
         models=tuple(models),
         data=data,
@@ -160,14 +160,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one_blas_thread()
     from omnilead.downstream.evaluation.probe import fitting_in_processes
 
-    def run() -> int:
+    def run_bench() -> int:
         with fitting_in_processes():
             bench(**options)
         out = Path(options["out"])
         text = (out / "bench.md").read_text()
         return show(f"{text}\n{out}: bench.md, bench.csv, bench.json, bench.png\n")
 
-    return run_on_ranks("omnilead bench", run, options["out"])
+    return run_on_ranks("omnilead bench", run_bench, options["out"])
 
 
 if __name__ == "__main__":

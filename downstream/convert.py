@@ -179,13 +179,13 @@ def require_local(source: str) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     action, options = parse_action("convert", __doc__, ACTIONS, arguments)
 
-    def work() -> int:
+    def run_action() -> int:
         for note in action(**options):
             tell(f"note: {options['source']}: {note}")
         echo(options["out"])
         return 0
 
-    return run_command("omnilead convert", work, partial(explain_error, out=options["out"]))
+    return run_command("omnilead convert", run_action, partial(explain_error, out=options["out"]))
 
 
 def explain_error(error: Exception, out: str) -> UserError | None:

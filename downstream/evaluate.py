@@ -58,7 +58,7 @@ CLASSES_PRINTED = 12  # printed on the terminal
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(evaluate, "evaluate", __doc__, arguments)
 
-    def run() -> int:
+    def run_evaluate() -> int:
         document = evaluate(**options)
         if document is None:
             return 0  # the first rank tells the scores
@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return show(f"{text}{options['report']}\n" if options["report"] else text)
 
     flag = "--json" if options["json"] else "--report"
-    return run_on_ranks("omnilead evaluate", run, options["json"] or options["report"], flag)
+    return run_on_ranks(
+        "omnilead evaluate", run_evaluate, options["json"] or options["report"], flag
+    )
 
 
 def evaluate(
@@ -108,7 +110,7 @@ def evaluate(
     from omnilead.engine.training.distributed import join_ranks
 
     files = ResultFiles(Path(json) if json else None, Path(report) if report else None)
-    files.check()
+    files.require_writable()
     run, table = os.fspath(model), os.fspath(labels)
     options = EvalOptions(role, leads, batch, run, files.halves_file)
     with process_group():
@@ -116,12 +118,12 @@ def evaluate(
         join_ranks()
         trained = load(run, code).to(select_device(device))
         if not table and task == "auto":
-            table = labels_of_run(run)
-        result = score(trained, datasets, task, table, options)
+            table = label_table_of_run(run)
+        result = score_model(trained, datasets, task, table, options)
     if launched_ranks()[0]:
         return None
     document = result.document()
-    files.write(document, result, datasets, halves)
+    files.write_scores(document, result, datasets, halves)
     return document
 
 
@@ -142,7 +144,7 @@ def process_group() -> Iterator[None]:
         close_groups()
 
 
-def score(
+def score_model(
     model: "TrainedModel", data: "Datasets", task: str, labels: str, options: "EvalOptions"
 ) -> "TaskResult | IdentificationResult":
     """Returns the model's scores in the named task (auto: its own), with these labels."""
@@ -167,7 +169,7 @@ class ResultFiles(NamedTuple):
         first = self.json or self.page
         return Path(f"{first}.halves.parquet") if first else None
 
-    def check(self) -> None:
+    def require_writable(self) -> None:
         """Raises ConfigError if the files cannot be written."""
         if self.json:
             require_writable(self.json, Flag("--json"))
@@ -190,7 +192,7 @@ class ResultFiles(NamedTuple):
                 " F, next to which they keep the outputs",
             )
 
-    def write(
+    def write_scores(
         self,
         document: Facts,
         result: "TaskResult | IdentificationResult",
@@ -204,16 +206,16 @@ class ResultFiles(NamedTuple):
         if self.page:
             from omnilead.downstream.reports import evaluation_report
 
-            page = evaluation_report.build(result, data, halves)
+            page = evaluation_report.report_page(result, data, halves)
             write_result(self.page, page, Flag("--report"))
         if self.halves_file:
             for number in range(len(data.all)):
                 Path(str(halves_file_of_dataset(self.halves_file, number))).unlink(missing_ok=True)
 
 
-def labels_of_run(model: str) -> str:
-    """The label table that RUN keeps from its training; "" if there is none. The path or address
-    that a model names is never opened, because the model may come from anyone."""
+def label_table_of_run(model: str) -> str:
+    """Returns the label table that RUN keeps from its training; "" if there is none. The path or
+    address that a model names is never opened, because the model may come from anyone."""
     table = Path(model, LABELS)
     return str(table) if table.is_file() and not table.is_symlink() else ""
 

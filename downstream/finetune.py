@@ -65,13 +65,13 @@ FINETUNE_SHORTCUTS: Shortcuts = {
 }
 
 
-def finetune_task() -> "type[FinetuneTask]":
+def finetune_task_class() -> "type[FinetuneTask]":
     from omnilead.downstream.finetuning.task import FinetuneTask
 
     return FinetuneTask
 
 
-def finetune_settings() -> "tuple[type[FinetuneConfig], Callable[..., FinetuneConfig]]":
+def config_class_and_reader() -> "tuple[type[FinetuneConfig], Callable[..., FinetuneConfig]]":
     from omnilead.downstream.finetuning.choose_settings import read_settings
     from omnilead.downstream.tasks.config import FinetuneConfig
 
@@ -109,7 +109,7 @@ def finetune(
     settings |= {f"task.{name}": value for name, value in of_task.items() if value is not None}
     settings["start"] = start
     return run_from_python(
-        train_run, finetune_task, finetune_settings, config, data, out, settings, AFTER
+        train_run, finetune_task_class, config_class_and_reader, config, data, out, settings, AFTER
     )
 
 
@@ -118,8 +118,8 @@ main = partial(
     "finetune",
     __doc__,
     train_run,
-    finetune_task,
-    finetune_settings,
+    finetune_task_class,
+    config_class_and_reader,
     None,
     {**SHORTCUTS, **FINETUNE_SHORTCUTS},
     after=AFTER,

@@ -114,7 +114,7 @@ def fit(
         anonymous=anonymous,
         embedding=EmbedOptions(readout, batch, device, precision, code),
     )
-    scores, sentences = fitting.fit(options)
+    scores, sentences = fitting.fit_scores_and_sentences(options)
     return FittedModel(Path(out), scores, sentences)
 
 
@@ -122,10 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(fit, "fit", __doc__, arguments)
     one_blas_thread()
 
-    def run() -> int:
+    def run_fit() -> int:
         return show(f"{fit(**options).report}\n")
 
-    return run_on_ranks("omnilead fit", run, options["out"])
+    return run_on_ranks("omnilead fit", run_fit, options["out"])
 
 
 if __name__ == "__main__":

@@ -56,12 +56,12 @@ ACTIONS: Actions = {
 def main(arguments: Sequence[str] | None = None) -> int:
     action, options = parse_action("hub", __doc__, ACTIONS, arguments)
 
-    def work() -> int:
+    def run_action() -> int:
         action(**options)
         return 0
 
     explain = partial(explain_failure, option="OUT", place=options.get("out"))
-    return run_command("omnilead hub", work, explain, ": run the same command again")
+    return run_command("omnilead hub", run_action, explain, ": run the same command again")
 
 
 if __name__ == "__main__":

@@ -36,19 +36,19 @@ from omnilead.engine.settings.files import File
 
 def main(arguments: Sequence[str] | None = None) -> int:
     typed = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse_options(seen, "seen", __doc__, model_first(typed))
-    return run_on_ranks("omnilead seen", lambda: seen(**options), options["out"])
+    options = parse_options(print_seen, "seen", __doc__, with_model_first(typed))
+    return run_on_ranks("omnilead seen", lambda: print_seen(**options), options["out"])
 
 
-def model_first(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--model MODEL`, as other commands have it, as MODEL."""
+def with_model_first(arguments: Sequence[str]) -> list[str]:
+    """Converts `--model MODEL`, as other commands have it, to the argument MODEL."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", nargs="?")
     named, others = parser.parse_known_args(arguments)
     return [named.model, *others] if named.model else list(arguments)
 
 
-def seen(
+def print_seen(
     model: Annotated[
         str, Option("a run, a model folder, small, s3://... or hf://org/name", "RUN|MODEL")
     ],

@@ -33,16 +33,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.authors_step import draws_of
+from benchmarks.authors_step import convert_draws
 from omnilead.data_tools.io.npz import npz_array, npz_names
 from omnilead.data_tools.io.terminal import echo, tell
 from omnilead.downstream.interop.fairseq import (
     Settings,
     Weights,
-    from_theirs,
     norm_spelling,
     read_model_config,
-    to_theirs,
+    weights_from_fairseq,
+    weights_to_fairseq,
 )
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -160,8 +160,8 @@ class Runner:
     def __init__(self, case: ReferenceCase, mode: str) -> None:
         self.case, self.arrays = case, case.arrays[mode]
         self.model = Pretrainer(case.config, case.objective).train(mode == "train")
-        self.model.load_state_dict(from_theirs(case.state, case.config))
-        self.draws = draws_of(self.arrays, case.config)
+        self.model.load_state_dict(weights_from_fairseq(case.state, case.config))
+        self.draws = convert_draws(self.arrays, case.config)
         self.x_BSLT = torch.from_numpy(self.arrays["source"]).unflatten(0, (-1, 2))
         self.ids_B = torch.from_numpy(self.arrays["patient_id"])[::2]
         self.tau = torch.tensor(float(self.arrays.get("temp", 1)))
@@ -283,7 +283,7 @@ def compare_gradients(
     gradients = {}
     for name, p in model.named_parameters():
         gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
-    ours = to_theirs(gradients, case.config, norm_spelling(case.state))
+    ours = weights_to_fairseq(gradients, case.config, norm_spelling(case.state))
     scale = max(float(g.abs().max()) for g in case.gradients.values())
     for name, reference in case.gradients.items():
         error = difference(ours[name], reference)
@@ -303,7 +303,7 @@ def compare_steps(case: ReferenceCase, runner: Runner, label: str) -> Iterator[C
         adam.param_groups[0]["eps"] = case.adam["eps"] / math.sqrt(correction)
         adam.step()
     weights = {name: p.detach() for name, p in runner.model.named_parameters()}
-    ours = to_theirs(weights, case.config, norm_spelling(case.state))
+    ours = weights_to_fairseq(weights, case.config, norm_spelling(case.state))
     changed, wrong = 0.0, 0.0
     for name, reference in case.after.items():
         error = difference(ours[name], reference)

@@ -458,7 +458,7 @@ def test_the_picture_of_the_house_does_not_depend_on_the_order_of_sets(tmp_path)
     below = ["engine/a", "engine/b"]
     members = {name: ["module"] for name in (*below, "engine/c")}
     for name, used in (("one.svg", below), ("two.svg", below[::-1])):
-        house.draw(tmp_path / name, [below, ["engine/c"]], members, {"engine/c": used})
+        house.draw_house(tmp_path / name, [below, ["engine/c"]], members, {"engine/c": used})
     assert (tmp_path / "one.svg").read_text() == (tmp_path / "two.svg").read_text()
 
 
@@ -467,7 +467,7 @@ def test_the_picture_of_the_wings_is_of_the_ecg_that_is_given(dataset):
     drawn = []
     for row in (0, 1):
         answers = dataset[row], halves_BSLT, "0badcafe", np.arange(324.0), {"AF": 0.25}
-        drawn.append(pictures.wings(*answers))
+        drawn.append(pictures.draw_wings(*answers))
         words = [text.text for text in ElementTree.fromstring(drawn[-1]).iter() if text.text]
         assert {*ROOMS, "AF", "0.25", "a crop in a shard, crc32c 0badcafe"} <= set(words)
     assert drawn[0] != drawn[1]

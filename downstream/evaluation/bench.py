@@ -36,13 +36,13 @@ from .differences import (
     metrics_by_class,
     metrics_by_fold,
     rows_and_differences,
-    widen,
+    widen_spread,
 )
 from .embedders import BOOSTED_ROW, ComparedRow, rows_to_compare
 from .plan import IDENTIFICATION, BenchOptions, BenchPlan, ProbedTask, datasets_text, plan_bench
 from .probe import Fit, ProbeData, ProbeJob, fit_process_count, run_probe_jobs
 from .records import ShownLeads, train_test_rows
-from .results import EvalOptions, leakage_notes, nan_to_none, shown_input
+from .results import EvalOptions, input_and_warnings, leakage_notes, nan_to_none
 from .vectors import Embedder, Vectors, cached_vectors
 
 # Rows of comparisons that agree in all of these can be in one table
@@ -78,7 +78,7 @@ def readouts_of(rows: Sequence[ComparedRow], readout: str) -> dict[str, str]:
     readouts = {}
     for row in rows:
         if row.model:
-            readouts[row.name] = "+".join(row.model.readout_of(readout))
+            readouts[row.name] = "+".join(row.model.suitable_readout(readout))
     return readouts
 
 
@@ -111,7 +111,7 @@ def scores_of_rows(rows: Sequence[ComparedRow], options: BenchOptions, plan: Ben
         for leads in options.leads:
             for key, scored in row_scores(row, leads, plan, options.out / "parts", clock).items():
                 scores[row.name, *key] = scored
-            clock.count(len(row.draws))
+            clock.count_parts(len(row.draws))
         if not is_interactive():  # there are no progress bars
             tell(f"bench: {number} of {len(rows)} done: {row.name}")
     return scores
@@ -139,15 +139,15 @@ class TimeEstimate:
         self.has_fitted = True
         took_s = monotonic() - self.fits_began
         part_s = self.fits_began - self.began + took_s * self.fits / fit_process_count()
-        self.tell(f"the first of {self.fits} fits took {took_s:.0f} s", part_s * self.parts)
+        self.tell_once(f"the first of {self.fits} fits took {took_s:.0f} s", part_s * self.parts)
 
-    def count(self, done: int) -> None:
+    def count_parts(self, done: int) -> None:
         self.done += done
         took_s = monotonic() - self.began
         what = f"{self.done} of {self.parts} parts took {took_s:.0f} s"
-        self.tell(what, took_s * self.parts / self.done)
+        self.tell_once(what, took_s * self.parts / self.done)
 
-    def tell(self, what: str, all_s: float) -> None:
+    def tell_once(self, what: str, all_s: float) -> None:
         minutes = round(all_s / 60)
         if minutes and not self.has_told:
             self.has_told = True
@@ -157,7 +157,7 @@ class TimeEstimate:
 
 
 def longest_input(rows: Sequence[ComparedRow]) -> Input:
-    """The input with the longest window."""
+    """Returns the input with the longest window."""
     inputs = [embedder.input for row in rows for draw in row.draws for embedder in draw]
     return max(inputs, key=lambda model_input: model_input.window_s)
 
@@ -178,10 +178,10 @@ def row_scores(
             of_draws, crc32(row.name.encode())
         )  # every row resamples its own draws
         if name in plan.tasks:
-            facts = plan.tasks[name].facts(share, means)
+            facts = plan.tasks[name].scored_facts(share, means)
             is_few = share in plan.tasks[name].few_shares
         elif plan.identities:
-            facts, is_few = plan.identities.facts, False
+            facts, is_few = plan.identities.counts, False
         if len(row.draws) > 1:
             means_of_draws = [mean_over_classes(samples) for samples in of_draws]
             facts["each"] = {
@@ -199,11 +199,11 @@ def samples_of_draw(
     folder: Path,
     clock: TimeEstimate,
 ) -> dict[tuple[str, Any], Samples]:
-    """Metrics [K, B] of joined embedders, by task and share."""
+    """Returns metrics [K, B] of joined embedders, by task and share."""
     fit, test = (plan.fitted, plan.fit_leads or lead), (plan.tested, lead)
     vectors = {}
     for data, leads in dict.fromkeys([fit, test] if plan.tasks else [test]):
-        rows = plan.rows[data]
+        rows = plan.rows_to_embed[data]
         vectors[data, leads] = [
             cached_vectors(embedder, data, rows, leads, folder) for embedder in embedders
         ]
@@ -225,9 +225,11 @@ def samples_of_probes(
     fit: Fit,
     clock: TimeEstimate,
 ) -> dict[float, Samples]:
-    """Metrics [K, B] by share, averaged over the draws of the share."""
-    data = ProbeData(task.train.means(fitted), task.train.y_NK, task.train.patient_N, task.kind)
-    test_ND = task.test.means(tested)
+    """Returns metrics [K, B] by share, averaged over the draws of the share."""
+    data = ProbeData(
+        task.train.mean_embeddings(fitted), task.train.y_NK, task.train.patient_N, task.kind
+    )
+    test_ND = task.test.mean_embeddings(tested)
     jobs = (
         ProbeJob(fit, data.take(rows), task.used_outputs[share], test_ND[scored])
         for share in reversed(task.draws)  # the largest takes longest, so it begins first
@@ -249,7 +251,7 @@ def samples_of_probes(
                 fold_samples = metrics_by_fold(
                     task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N
                 )
-                of_draws.append(widen(fold_samples, task.fold_N))
+                of_draws.append(widen_spread(fold_samples, task.fold_N))
         samples_by_share[share] = average_draws(of_draws)
     return {share: samples_by_share[share] for share in task.draws}
 
@@ -263,10 +265,10 @@ def comparison_notes(
     for name, task in plan.tasks.items():
         notes += [f"{name}: {note}" for note in task.remarks]
     models = {row.name: row.model for row in rows if row.random and row.model}
-    for name, leads, data in product(models, plan.shown.leads, plan.rows):
-        warned = shown_input(models[name], data, EvalOptions(leads=leads))[1]
+    for name, leads, data in product(models, plan.shown.leads, plan.rows_to_embed):
+        warned = input_and_warnings(models[name], data, EvalOptions(leads=leads))[1]
         notes += [f"{name}: {note}" for note in warned]
-    for data in plan.rows:
+    for data in plan.rows_to_embed:
         notes += plan.shown.left_out_notes(data)
     # Which models have seen the patients that they are tested on
     tested = {name: (task.test.rows, task.patient_B) for name, task in plan.tasks.items()}

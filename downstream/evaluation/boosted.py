@@ -21,7 +21,7 @@ from omnilead.engine.settings.errors import Facts
 from ..inference.trees import Trees
 from ..tasks.kinds import KINDS, event_loss
 from ..tasks.metrics import Array
-from .probe import Probe, ProbeData, standardise
+from .probe import Probe, ProbeData, standardised_data_and_scaling
 
 ROUNDS = 400
 LIGHTGBM_SETTINGS = {
@@ -46,14 +46,16 @@ def has_lightgbm() -> bool:
 
 def fit_boosted_trees(data: ProbeData) -> Probe:
     """Fits trees for each output; for exclusive classes, all together."""
-    data, center_K, scale_K = standardise(data)
+    data, center_K, scale_K = standardised_data_and_scaling(data)
     trees_and_outputs: list[tuple[Node, int]] = []  # trees, and their outputs
     x_ND, outputs = data.x_ND.astype(np.float32), data.y_NK.shape[1]
     x_ND[x_ND == 0] = np.nan
     if KINDS[data.kind].exclusive:
         known_N = ~np.isnan(data.y_NK).any(1)
         y_N = data.y_NK[known_N].argmax(1)
-        trees_and_outputs += _trees(x_ND[known_N], y_N, "multiclass", num_class=outputs)
+        trees_and_outputs += _fit_trees_and_outputs(
+            x_ND[known_N], y_N, "multiclass", num_class=outputs
+        )
     else:
         for number, y_N in enumerate(data.y_NK.T):
             known_N = ~np.isnan(y_N)
@@ -65,13 +67,15 @@ def fit_boosted_trees(data: ProbeData) -> Probe:
                     trees_and_outputs.append(({"leaf_value": np.log(rate / (1 - rate))}, number))
                     continue
             trees_and_outputs += [
-                (tree, number) for tree, _ in _trees(x_ND[known_N], y_N, data.kind)
+                (tree, number) for tree, _ in _fit_trees_and_outputs(x_ND[known_N], y_N, data.kind)
             ]
-    trees = convert_trees(trees_and_outputs, outputs).check(x_ND.shape[1])
+    trees = convert_trees(trees_and_outputs, outputs).require_valid(x_ND.shape[1])
     return Probe(data.kind, trees, center_K, scale_K)
 
 
-def _trees(x_ND: Array, y_N: Array, kind: str, **more_settings: Any) -> list[tuple[Node, int]]:
+def _fit_trees_and_outputs(
+    x_ND: Array, y_N: Array, kind: str, **more_settings: Any
+) -> list[tuple[Node, int]]:
     """Fits with LightGBM. Returns (tree, number of its class) in their order."""
     import lightgbm
 
@@ -87,7 +91,7 @@ def _trees(x_ND: Array, y_N: Array, kind: str, **more_settings: Any) -> list[tup
     ]
 
 
-def _cox_gradients(risk_N: Array, data: Any) -> tuple[Array, Array]:
+def _cox_gradient_and_hessian(risk_N: Array, data: Any) -> tuple[Array, Array]:
     """Returns the gradient and the diagonal of the Hessian of the loss of the events."""
     risk_N1 = torch.tensor(risk_N[:, None], requires_grad=True)
     y_N1 = torch.from_numpy(data.get_label()[:, None].astype(np.float64))
@@ -103,7 +107,7 @@ OBJECTIVES: Facts = {
     "multilabel": "binary",
     "multiclass": "multiclass",
     "regression": "regression",
-    "survival": _cox_gradients,
+    "survival": _cox_gradient_and_hessian,
 }
 
 

@@ -29,8 +29,8 @@ Scores = dict[tuple[Any, ...], Scored]  # by KEYS
 
 
 def bootstrap_weights(group_N: Array) -> Array:
-    """[N, B]: how often each row counts: once in the first column, then as drawn in bootstraps of
-    the groups (NaN if there is one group)."""
+    """Returns weights [N, B]: how often each row counts. It counts once in the first column, and as
+    drawn in bootstraps of the groups in the others (NaN if there is one group)."""
     groups, group_N = np.unique(group_N, return_inverse=True)
     n, rng = len(groups), np.random.default_rng(0)
     columns_BG: list[Array] = [np.ones(n)]
@@ -41,8 +41,9 @@ def bootstrap_weights(group_N: Array) -> Array:
 
 
 def average_draws(draws: Sequence[Samples], seed: int = 1) -> Samples:
-    """Averages over draws of labels or of random weights. Each resample draws from them again, one
-    fewer, so that its means vary as means of all draws do (Rao and Wu 1988)."""
+    """Averages over draws of labels or of random weights. Each resample also draws from them, one
+    fewer than there are, so that its means vary as much as the mean of all draws does (Rao and Wu
+    1988)."""
     n, fewer = len(draws), max(1, len(draws) - 1)
     weight_BR = np.random.default_rng(seed).multinomial(fewer, np.full(n, 1 / n), RESAMPLES) / fewer
     weight_RB = np.vstack([np.full(n, 1 / n), weight_BR]).T
@@ -55,7 +56,7 @@ def average_draws(draws: Sequence[Samples], seed: int = 1) -> Samples:
 
 
 def metrics_by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:
-    """Metrics [K, B]; for regression their means over K, [1, B]."""
+    """Returns metrics [K, B]; for regression their means over K, [1, B]."""
     if not KINDS[kind].has_classes:
         statistic = statistic_of(kind, y_NK, scores_NK)
         values_MB = np.stack([statistic(weight_N) for weight_N in weight_NB.T], 1)
@@ -68,10 +69,10 @@ def metrics_by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array)
 def metrics_by_fold(
     kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array, fold_N: Array
 ) -> Samples:
-    """Metrics [K, B] of cross-validation. The scores of two folds are of two probes, so only values
-    and probabilities are on one scale: where ECGs are ranked, each is ranked in its own fold alone,
-    and a fold counts by its pairs of an ECG with the class and one without it (survival: by its
-    events, unless none can be compared)."""
+    """Returns metrics [K, B] of cross-validation. Each fold has a probe of its own, so scores of
+    two folds can be compared only if they are values or probabilities. Metrics that rank ECGs
+    therefore rank them within each fold, and weight a fold by its pairs of an ECG with the class
+    and one without (survival: by its events, unless none can be compared)."""
     samples = metrics_by_class(kind, y_NK, scores_NK, weight_NB)
     ranks = [name for name in RANKING_METRICS if name in samples]
     sums = {name: np.zeros_like(samples[name]) for name in ranks}
@@ -91,11 +92,11 @@ def metrics_by_fold(
         return samples | {name: sums[name] / counts[name] for name in ranks}
 
 
-def widen(samples: Samples, fold_N: Array) -> Samples:
+def widen_spread(samples: Samples, fold_N: Array) -> Samples:
     """Widens the spread of the resamples by sqrt(1 + K / (K - 1)), as in the corrected t test of
-    Nadeau and Bengio (2003): the probes of K folds share most of their ECGs, so their errors go
-    together, which resampling test patients misses. Without it, intervals of 95 % held the AUROC on
-    1,300 other ECGs in 33 of 40 draws of 360 of PTB-XL; with it, in all."""
+    Nadeau and Bengio (2003). The probes of K folds share most of their ECGs, so their errors are
+    correlated, which resampling test patients does not show. Without it, 95 % intervals covered the
+    AUROC on 1,300 other ECGs in 33 of 40 draws of 360 ECGs of PTB-XL; with it, in all."""
     folds, wider = len(np.unique(fold_N)), {}
     factor = np.sqrt(1 + folds / (folds - 1)) if folds > 1 else 1.0
     for name, value_KB in samples.items():
@@ -146,9 +147,9 @@ def rows_and_differences(scores: Scores, random: Mapping[str, str]) -> Facts:
 
 
 def score_interval(value_B: Array, people: int = 0) -> list[float]:
-    """Returns the 95 % interval of a score. A share of `people` that is 0 or 1, which resamples
-    never change, gets Clopper and Pearson's. NaN if all resamples agree, unless on 0, which is how
-    much a model differs from itself."""
+    """Returns the 95 % interval of a score. Clopper and Pearson's if it is a share of `people` and
+    is 0 or 1, which resamples never change. NaN if all resamples agree, unless on 0: a model does
+    not differ from itself."""
     if people > 1 and np.isclose(value_B[0], (0, 1)).any():
         return exact_interval(round(value_B[0]) * people, people)
     ends: list[float] = bca_interval(value_B).tolist()

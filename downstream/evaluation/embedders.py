@@ -21,7 +21,7 @@ from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Flag
 from omnilead.engine.settings.leads import ALL_LEADS
 
-from ..inference.commands import prepare_model
+from ..inference.commands import load_model_and_precision
 from ..inference.trained_model import TrainedModel
 from ..tasks import readout as readouts
 from ..tasks.metrics import Array
@@ -38,7 +38,7 @@ RANDOM_DRAWS = 5  # draws of random weights: their scores differ by as much as 0
 
 @dataclass(frozen=True)
 class EmbedOptions:
-    """How models are loaded and read out."""
+    """Options for loading models and reading them out."""
 
     readout: str = ""  # parts joined by +; "": the model's own
     batch: int | None = None  # crops encoded at a time; None: 16, on a GPU 256
@@ -60,7 +60,7 @@ class ComparedRow(NamedTuple):
 
     @property
     def model(self) -> TrainedModel | None:
-        """None for a baseline."""
+        """The model of the row; None for a baseline."""
         if self.name == self.random:
             return None
         models = [embedder.model for draw in self.draws for embedder in draw if embedder.model]
@@ -112,7 +112,7 @@ def _model_rows(
         random = f"{RANDOM_ROW} of {name}" if random_of else RANDOM_ROW
         random = random_of.setdefault(architecture, random)
         # The measurements are the same for all models: computed once
-        readout = embedder.trained_model.readout_of(options.readout)
+        readout = embedder.trained_model.suitable_readout(options.readout)
         rhythm = [measured] if "rhythm" in readout else []
         rows[name] = ComparedRow(name, [[embedder, *rhythm]], random)
         if random not in rows:
@@ -125,7 +125,7 @@ def _model_rows(
 
 
 def name_and_folder(text: str) -> tuple[str, str]:
-    """The name of a model and its folder, from NAME=FOLDER or FOLDER."""
+    """Returns the name of a model and its folder, from NAME=FOLDER or FOLDER."""
     name, equals, folder = text.partition("=")
     if not equals or "/" in name or Path(text).exists():
         name, folder = "", text
@@ -142,10 +142,12 @@ def name_and_folder(text: str) -> tuple[str, str]:
 
 def embedder_of(name: str, folder: str, options: EmbedOptions) -> Embedder:
     """Loads the model in this folder, with the read-out of the options."""
-    model, precision = prepare_model(folder, options.device, options.precision, options.code)
+    model, precision = load_model_and_precision(
+        folder, options.device, options.precision, options.code
+    )
     batch = options.batch or (256 if model.device.type == "cuda" else 16)
     embedder = Embedder(name, "", model.input, model, model, batch, precision=precision)
-    return with_readout(embedder, token_parts(model, options.readout))
+    return with_readout(embedder, readout_of_tokens(model, options.readout))
 
 
 def with_readout(embedder: Embedder, readout: Readout) -> Embedder:
@@ -159,9 +161,9 @@ def with_readout(embedder: Embedder, readout: Readout) -> Embedder:
 
 
 def _random_embedder(embedder: Embedder, architecture: str, readout: str, seed: int) -> Embedder:
-    """Random weights of the architecture of a model, read out in the same way."""
+    """Returns random weights of the architecture of a model, read out in the same way."""
     model = embedder.trained_model
-    parts = token_parts(model, readout)
+    parts = readout_of_tokens(model, readout)
 
     def forward(x_RLT: Tensor) -> Tensor:
         return _random_model(model, seed).read(x_RLT, parts)
@@ -171,12 +173,12 @@ def _random_embedder(embedder: Embedder, architecture: str, readout: str, seed: 
 
 @lru_cache(maxsize=1)  # the paper's model takes 0.4 GB, so one draw at a time
 def _random_model(model: TrainedModel, seed: int) -> TrainedModel:
-    return model.untrained(seed)
+    return model.with_random_weights(seed)
 
 
-def token_parts(model: TrainedModel, readout: str) -> Readout:
+def readout_of_tokens(model: TrainedModel, readout: str) -> Readout:
     """Returns the read-out without `rhythm`, which has nothing of the model."""
-    parts = tuple(part for part in model.readout_of(readout) if part != "rhythm")
+    parts = tuple(part for part in model.suitable_readout(readout) if part != "rhythm")
     if not parts:
         raise ConfigError(
             Flag("--readout"), " rhythm: it has nothing of a model: add mean, std or beats"
@@ -195,7 +197,8 @@ def _measurement_embedder(
 
 
 def _code_digest(readout: Readout) -> str:
-    """Digest of the code that measures the signal; "" if the read-out measures nothing."""
+    """Returns a digest of the code that measures the signal; "" if the read-out measures
+    nothing."""
     if not measures_signal(readout):
         return ""
     files = [Path(str(module.__file__)) for module in (mean_beat, readouts)]
@@ -207,6 +210,6 @@ def architecture_key(embedder: Embedder, readout: str) -> str:
     model = embedder.trained_model
     config = config_of(model.config)
     parts = [getattr(config, name) for name in config.architecture_settings]
-    of_model = model.readout_of(readout)
+    of_model = model.suitable_readout(readout)
     code = sorted(model.code.items())
     return repr([parts, model.input, code, embedder.precision, of_model, _code_digest(of_model)])

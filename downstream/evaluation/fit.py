@@ -1,6 +1,6 @@
 """Fits a head on a frozen model and writes both: what `omnilead fit` does.
 
-scores, sentences = fit(FitOptions("DATASET", "MODEL", labels="my.csv"))       # of cross-validation
+scores, sentences = fit_scores_and_sentences(FitOptions("DATASET", "MODEL", labels="my.csv"))  # of cross-validation
 """
 
 import shlex
@@ -30,7 +30,7 @@ from .heads import (
 )
 from .plan import datasets_text, labels_to_probe, refuse_leak_between, task_of_table
 from .records import FIT_SPLITS, ShownLeads, probed_records
-from .results import EvalOptions, leakage_notes, shown_input
+from .results import EvalOptions, input_and_warnings, leakage_notes
 from .vectors import require_cache
 
 CLASSES_SHOWN = 12  # if there is one more, it is shown as well
@@ -58,7 +58,7 @@ class FitOptions:
         return HeadOptions(self.reader, self.embedding.readout, self.leads, self.folds or 0)
 
 
-def fit(options: FitOptions) -> tuple[Facts, list[str]]:
+def fit_scores_and_sentences(options: FitOptions) -> tuple[Facts, list[str]]:
     """Fits a head and writes it. Returns its `cross_validated` scores, and sentences for the
     user."""
     refuse_ranks("a head is")
@@ -81,7 +81,8 @@ def fit(options: FitOptions) -> tuple[Facts, list[str]]:
 
 
 def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
-    """Fits a head for any task, writes it with the model, and tells notes on the data."""
+    """Fits a head for any task, writes it with the model, and tells notes on the data. Returns the
+    head and its labels."""
     out = Path(options.out)
     require_new_folder(out, Flag("--out"))
     parts = out.with_name(f"{out.name}.parts")  # kept after an interruption
@@ -89,7 +90,7 @@ def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
     data = open_together(options.data, options.anonymous)
     embedder = embedder_of(options.model, options.model, options.embedding)
     model = full_precision_model(embedder, options.model, options.embedding.code)
-    notes = shown_input(model, data, EvalOptions(leads=options.leads))[1]
+    notes = input_and_warnings(model, data, EvalOptions(leads=options.leads))[1]
     shown = ShownLeads(embedder.input, (options.leads,))
     labels = labels_to_probe(data, task, FIT_SPLITS)
     refuse_leak_between(data, labels)
@@ -107,7 +108,8 @@ def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
 
 
 def class_lines(classes: Facts) -> list[str]:
-    """A line with the AUROC of each class, the most frequent first; none for a single class."""
+    """Returns a line with the AUROC of each class, the most frequent first; none for a single
+    class."""
     if len(classes) < 2:
         return []
     frequent = sorted(classes, key=lambda name: -classes[name]["positives"])

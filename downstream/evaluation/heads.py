@@ -31,7 +31,7 @@ from .differences import (
     mean_over_classes,
     metrics_by_fold,
     score_interval,
-    widen,
+    widen_spread,
 )
 from .embedders import READERS, name_and_folder, with_readout
 from .plan import scorable_outputs
@@ -40,11 +40,11 @@ from .records import ProbedRecords, assign_folds, fold_groups
 from .results import nan_to_none
 from .vectors import Embedder, cached_vectors
 
-NOT_TESTED = -1  # instead of a fold
+NOT_TESTED = -1  # stands where a record has no fold
 
 
 class HeadOptions(NamedTuple):
-    """How a head is fitted."""
+    """Options for fitting a head."""
 
     reader: str = "linear"
     readout: str = ""  # "": the model's own
@@ -57,11 +57,11 @@ class HeadOptions(NamedTuple):
 class Head(NamedTuple):
     probe: Probe
     readout: Readout
-    leads: str  # fitted on these leads
-    seen: pa.Table  # what it was fitted on (engine.data.seen)
+    leads: str  # the leads that the head was fitted on
+    seen: pa.Table  # the data that the head was fitted on (engine.data.seen)
     document: Facts  # `head` in config.json
-    people: str  # how many ECGs of how many patients it was fitted on
-    sentences: list[str]  # how good it is
+    people: str  # such as: 120 ECGs of 80 patients
+    sentences: list[str]  # for the user: how good the head is
 
     @property
     def description(self) -> str:
@@ -97,15 +97,15 @@ def fit_head(
     parts: Path,
 ) -> Head:
     """Fits a head on all of `train` and cross-validates it. `parts`: folder for embeddings."""
-    fold_N = fold_of_records(datasets, train, options)  # first: it refuses a wrong number
+    fold_N = fold_of_records(datasets, train, options)  # refuses a wrong number of folds at once
     readout = readout_of_head(embedder, options)
     # The model will measure rhythm itself, in its own leads
     vectors = cached_vectors(
         with_readout(embedder, readout), datasets, train.rows, options.leads, parts
     )
-    x_ND, record_N = train.means([vectors]), np.arange(len(train.y_NK))
+    x_ND, record_N = train.mean_embeddings([vectors]), np.arange(len(train.y_NK))
     if options.reader == "boosted":  # fitted on windows, since a model scores windows
-        x_ND, record_N = train.windows(vectors)
+        x_ND, record_N = train.windows_and_records(vectors)
     data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], labels.task.kind)
     fit = READERS[options.reader]
     probe = fit(data)
@@ -136,7 +136,8 @@ def seen_table(datasets: Datasets, rows: Array) -> pa.Table:
 
 
 def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptions) -> Array:
-    """The fold of each record; NOT_TESTED for most of many records, and for all of one patient."""
+    """Returns the fold of each record; NOT_TESTED for most of many records, and for all of one
+    patient."""
     group_N = fold_groups(datasets, train)
     count = options.folds or min(DEFAULT_FOLDS, len(np.unique(group_N)))
     if count < 2:
@@ -150,10 +151,10 @@ def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptio
 def readout_of_head(embedder: Embedder, options: HeadOptions) -> Readout:
     """Returns the head's read-out: boosted trees also get the measurements and the mean beat."""
     model = embedder.trained_model
-    readout = model.readout_of(options.readout)
+    readout = model.suitable_readout(options.readout)
     if options.reader == "boosted":
         more_parts = [part for part in ("rhythm", "waveform") if part not in readout]
-        readout = model.readout_of("+".join([*readout, *more_parts]))
+        readout = model.suitable_readout("+".join([*readout, *more_parts]))
     return readout
 
 
@@ -161,7 +162,7 @@ def head_document(labels: TaskLabels, probe: Probe) -> Facts:
     """Returns `head` for config.json."""
     kind = KINDS[probe.kind]
     document: Facts = {"task": labels.task.name, "kind": probe.kind, "unit": labels.task.unit}
-    document |= labels.facts
+    document |= labels.resume_facts
     document["definition"] = {**document["definition"], "head": ""}
     if isinstance(probe.head, Trees):
         document["trees"] = [len(probe.head.feature), len(probe.head.root)]
@@ -175,8 +176,8 @@ def head_document(labels: TaskLabels, probe: Probe) -> Facts:
 def held_out_scores(
     fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: Array
 ) -> Array:
-    """The mean score of each record's rows for the outputs `used_K`, by a probe of all records of other
-    folds; 0 for records that are not tested."""
+    """Returns the mean score of each record's rows for the outputs `used_K`, by a probe of all
+    records of other folds; 0 for records that are not tested."""
     sums_NK = np.zeros((len(fold_N), used_K.sum()))
     folds = np.unique(fold_N[fold_N != NOT_TESTED])
     held_FR = [fold_N[record_N] == fold for fold in folds]
@@ -198,7 +199,7 @@ def cross_validation(
     y_NK, patient_N = train.y_NK[tested_N][:, used_K], train.patient_N[tested_N]
     fold_N = fold_N[tested_N]
     scores_NK, kind = scores_NK[tested_N], labels.task.kind
-    samples = widen(
+    samples = widen_spread(
         metrics_by_fold(kind, y_NK, scores_NK, bootstrap_weights(patient_N), fold_N), fold_N
     )
     metrics, intervals = {}, {}
@@ -228,7 +229,8 @@ def cross_validation(
 
 
 def patients_text(patient_N: Array) -> str:
-    """For example: 120 ECGs of 80 patients. Odd ids are patients (TaskLabels.patients)."""
+    """Counts ECGs and patients, such as "120 ECGs of 80 patients". Odd ids are patients
+    (TaskLabels.patients)."""
     known_N = patient_N % 2 == 1
     patients, unknown = len(np.unique(patient_N[known_N])), int((~known_N).sum())
     if not unknown:
@@ -255,7 +257,7 @@ def write_head(head: Head, model: TrainedModel, out: Path) -> None:
 
 
 def full_precision_model(embedder: Embedder, folder: str, code: bool) -> TrainedModel:
-    """The model with the weights of its file: bf16 rounds them."""
+    """Returns the model with the weights of its file, which bf16 would round."""
     if embedder.model and embedder.precision != "bf16":
         return embedder.model
     return load(name_and_folder(folder)[1], code)

@@ -26,14 +26,14 @@ from ..tasks.metrics import Array, bootstrap_interval, exact_interval, identific
 from .differences import RESAMPLES, Samples, bootstrap_weights
 from .results import (
     EvalOptions,
-    crops_with_leads,
+    crops_with_leads_and_note,
     evaluation_facts,
+    input_and_warnings,
     leakage_notes,
     nan_to_none,
-    outputs_of,
+    outputs_and_positions,
     rates_note,
     require_rows,
-    shown_input,
 )
 from .vectors import Vectors
 
@@ -57,9 +57,9 @@ class IdentificationResult:
         )
 
     @cached_property
-    def interval(self) -> list[float]:
+    def accuracy_interval(self) -> list[float]:
         hits, people = self.scores["hits"], len(set(self.probe_ids))
-        if people > 1 and hits.mean() in (0, 1):  # resamples would all agree
+        if people > 1 and hits.mean() in (0, 1):  # all resamples would agree
             return exact_interval(int(hits[0]) * people, people)
 
         def accuracy(weight_Q: Array) -> Any:
@@ -92,10 +92,10 @@ class IdentificationResult:
     def document(self) -> Facts:
         scores = self.scores
         metrics = {name: scores[name] for name in ("accuracy", "top5", "chance", "ties")}
-        intervals = {"accuracy": self.interval}
+        intervals = {"accuracy": self.accuracy_interval}
         if self.untrained:
             metrics["random_weights"] = self.untrained.scores["accuracy"]
-            intervals["random_weights"] = self.untrained.interval
+            intervals["random_weights"] = self.untrained.accuracy_interval
         document = {
             "task": "identification",
             **self.facts,
@@ -135,10 +135,10 @@ class Pairs(NamedTuple):
 
 def identify(model: TrainedModel, data: Datasets, options: EvalOptions) -> IdentificationResult:
     """Identifies patients by the model and by random weights, in one pass over the crops."""
-    model_input, notes = shown_input(model, data, options)
+    model_input, notes = input_and_warnings(model, data, options)
     width = model.encoder.width
-    output = vector_output(model, with_random_weights(model), 2 * width)
-    pairs_of = halves_of_crops if options.role == "valid" else gallery_and_probes
+    output = vector_output(model, joined_embedding_function(model), 2 * width)
+    pairs_of = pair_halves_of_crops if options.role == "valid" else pair_crops_of_patients
     pairs = pairs_of(output, data, model_input, options)
     patients = np.concatenate(patient_ids(data.all))
     if model.head_info and model.head_info.kind == "identity":
@@ -152,36 +152,36 @@ def identify(model: TrainedModel, data: Datasets, options: EvalOptions) -> Ident
     )
 
 
-def with_random_weights(model: TrainedModel) -> Callable[[Tensor], Tensor]:
-    """Returns a function from windows to the model's embeddings, joined to those by random weights
-    of its architecture."""
-    untrained = model.untrained()
+def joined_embedding_function(model: TrainedModel) -> Callable[[Tensor], Tensor]:
+    """Returns a function that maps windows to the model's embeddings, joined to those by random
+    weights of its architecture."""
+    untrained = model.with_random_weights()
 
-    def with_untrained(x_RLT: Tensor) -> Tensor:
-        return torch.cat([model.pooled(x_RLT), untrained.pooled(x_RLT)], 1)
+    def embed_with_both(x_RLT: Tensor) -> Tensor:
+        return torch.cat([model.pool_tokens(x_RLT), untrained.pool_tokens(x_RLT)], 1)
 
-    return with_untrained
+    return embed_with_both
 
 
-def halves_of_crops(
+def pair_halves_of_crops(
     output: Output, data: Datasets, model_input: Input, options: EvalOptions
 ) -> Pairs:
     """Pairs the first window of each crop with the second."""
     rows = _crops_with_two_windows(data, model_input)
-    (rows,), left_out = crops_with_leads(data, model_input, rows)
-    c_RD, _ = outputs_of(output, data, rows, model_input, options)
+    (rows,), left_out = crops_with_leads_and_note(data, model_input, rows)
+    c_RD, _ = outputs_and_positions(output, data, rows, model_input, options)
     windows = model_input.count_windows()
     return Pairs(rows, rows, c_RD[::windows], rows, c_RD[1::windows], left_out)
 
 
-def gallery_and_probes(
+def pair_crops_of_patients(
     output: Output, data: Datasets, model_input: Input, options: EvalOptions
 ) -> Pairs:
     """Pairs a crop of each patient with another one."""
-    sides = identity_rows(data)
-    (gallery, probe), left_out = crops_with_leads(data, model_input, *sides)
+    sides = gallery_and_probe_rows(data)
+    (gallery, probe), left_out = crops_with_leads_and_note(data, model_input, *sides)
     rows = np.union1d(gallery, probe)
-    c_BD, _ = outputs_of(output, data, rows, model_input, options, "first")
+    c_BD, _ = outputs_and_positions(output, data, rows, model_input, options, "first")
     gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
     return Pairs(rows, gallery, gallery_PD, probe, probe_QD, left_out)
 
@@ -210,7 +210,7 @@ class Identities(NamedTuple):
     weight_NB: Array  # bootstrap weights of the probes
 
     @property
-    def facts(self) -> Facts:
+    def counts(self) -> Facts:
         patients = np.unique(self.patient_B[self.probe])
         return {"n": len(self.probe), "patients": len(patients), "gallery": len(self.gallery)}
 
@@ -226,13 +226,13 @@ class Identities(NamedTuple):
 
 def crops_to_identify(tested: Datasets, measured_B: Array) -> Identities:
     """Returns the gallery and the probes among `measured_B`: the crops that every model can see."""
-    gallery, probe = identity_rows(tested, np.flatnonzero(measured_B))
+    gallery, probe = gallery_and_probe_rows(tested, np.flatnonzero(measured_B))
     patient_B = np.concatenate(patient_ids(tested.all))
     return Identities(gallery, probe, patient_B, bootstrap_weights(patient_B[probe]))
 
 
-def identity_rows(data: Datasets, among: Array | None = None) -> list[Array]:
-    """The gallery and the probe crops; ConfigError if there are none."""
+def gallery_and_probe_rows(data: Datasets, among: Array | None = None) -> list[Array]:
+    """Returns the gallery and the probe crops; ConfigError if there are none."""
     sides = []
     for role in ("gallery", "probe"):
         rows = data.select(role)

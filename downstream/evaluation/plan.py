@@ -1,9 +1,9 @@
-"""What models are compared on: the tasks, with the records and labels of their probes, and the
+"""Plans a comparison of models: its tasks, with the records and labels of their probes, and the
 crops of identification.
 
     plan = plan_bench(BenchOptions(...), shown)  # ConfigError if a task does not suit the data
     plan.tasks["sex"].train                     # ProbedRecords
-    plan.rows[plan.tested]                      # crops that every model embeds
+    plan.rows_to_embed[plan.tested]                      # crops that every model embeds
 """
 
 import os
@@ -64,9 +64,9 @@ class BenchOptions:
     kind: TaskKind | None = None
     positive: str = ""
     test_labels: str = ""
-    leads: tuple[str, ...] = ("12",)  # each once
-    fit_leads: str = ""  # "": those that are tested
-    shares: tuple[float, ...] = (1.0,)  # ascending, each once
+    leads: tuple[str, ...] = ("12",)  # without repeats
+    fit_leads: str = ""  # "": the leads of the test
+    shares: tuple[float, ...] = (1.0,)  # ascending, without repeats
     folds: int | None = None
     reader: str = "linear"
     seed: int = 0
@@ -81,7 +81,7 @@ class BenchOptions:
 class ProbeSplits(NamedTuple):
     """The splits that a probe uses, by name."""
 
-    needed: Sequence[str]  # one of them must have labels
+    needed: Sequence[str]  # at least one of these splits must have labels
     fitted: Sequence[str]
     tested: Sequence[str]
 
@@ -109,7 +109,7 @@ class ProbedTask(NamedTuple):
 
     @property
     def fit_count(self) -> int:
-        """How many probes are fitted for a model."""
+        """The number of probes that are fitted for a model."""
         draws = (draw for of_share in self.draws.values() for draw in of_share)
         return sum(len(train_test_rows(draw, self.fold_N)) for draw in draws)
 
@@ -117,7 +117,7 @@ class ProbedTask(NamedTuple):
     def has_small_test(self) -> bool:
         return len(self.test.y_NK) < FEW_TESTED
 
-    def facts(self, share: float, samples: Samples) -> Facts:
+    def scored_facts(self, share: float, samples: Samples) -> Facts:
         """Returns counts, and the values of each class, for bench.json."""
         draws, used_K = self.draws[share], self.used_outputs[share]
         names, people = np.array(self.labels.classes), np.unique(self.test.patient_N)
@@ -128,7 +128,7 @@ class ProbedTask(NamedTuple):
                 per_class[metric] = dict(zip(used, value_KB[:, 0].tolist(), strict=True))
         return {
             "n": len(self.test.y_NK),
-            "patients": len(people) if (people & 1).all() else None,  # some are unknown
+            "patients": len(people) if (people & 1).all() else None,  # None if some are unknown
             "labelled": len(train_test_rows(draws[0], self.fold_N)[0][0]),
             "draws": len(draws),
             "classes": len(used),
@@ -138,7 +138,7 @@ class ProbedTask(NamedTuple):
 
 
 class BenchPlan(NamedTuple):
-    """What every model is scored on."""
+    """The data and tasks that every model is scored on."""
 
     fitted: Datasets
     tested: Datasets
@@ -148,10 +148,10 @@ class BenchPlan(NamedTuple):
     fit_leads: str  # shown while a probe is fitted; "": those that are shown in the test
 
     @property
-    def rows(self) -> dict[Datasets, Array]:
+    def rows_to_embed(self) -> dict[Datasets, Array]:
         """{datasets: crops to embed}"""
         none = np.zeros(0, np.int64)
-        rows = {self.fitted: [none], self.tested: [none]}  # may be one key
+        rows = {self.fitted: [none], self.tested: [none]}  # the two may be the same
         for task in self.tasks.values():
             rows[self.fitted].append(task.train.rows)
             rows[self.tested].append(task.test.rows)
@@ -186,7 +186,7 @@ def plan_bench(options: BenchOptions, shown: ShownLeads) -> BenchPlan:
             )
         tasks[name] = task
     identities = (
-        crops_to_identify(tested, shown.usable(tested)) if IDENTIFICATION in words else None
+        crops_to_identify(tested, shown.usable_crops(tested)) if IDENTIFICATION in words else None
     )
     return BenchPlan(fitted, tested, tasks, identities, shown, options.fit_leads)
 
@@ -196,7 +196,7 @@ def is_table(name: str) -> bool:
     return name.endswith(TABLE_SUFFIXES) or is_workbook(name)
 
 
-def tables_as_tasks(
+def labels_and_tasks(
     labels: str | Sequence[str], tasks: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]]:
     """Returns --labels and --tasks; each of several label tables is a task."""
@@ -215,7 +215,8 @@ def tables_as_tasks(
 
 
 def task_words(options: BenchOptions) -> Sequence[str]:
-    """The tasks, as they were typed; ConfigError if there is none, or an option has no use."""
+    """Returns the tasks as they were typed; ConfigError if there is none, or an option has no
+    use."""
     words = options.tasks
     if not words and is_table(options.labels):
         words = (options.labels,)
@@ -259,7 +260,7 @@ def task_to_probe(
     task = _task_of_word(word, options)
     splits = CROSS_VALIDATION_SPLITS if options.folds else TRAIN_TEST_SPLITS
     if options.folds and task.labels and task.split != "roles":
-        task = replace(task, split="8:1:1")  # nobody is left out, as by a column `split` with gaps
+        task = replace(task, split="8:1:1")  # a column `split` with gaps would leave records out
     test_labels = labels = labels_to_probe(fitted, task, splits.needed)
     if tested is not fitted:
         url = find_label_table(options.test_labels, word) or task.labels
@@ -286,8 +287,8 @@ def task_to_probe(
 
 
 def labels_to_test(tested: Datasets, task: TaskConfig, labels: TaskLabels, url: str) -> TaskLabels:
-    """Reads the labels of another dataset than the fitted one: outputs of the same names, in a
-    split of its own."""
+    """Reads the labels of another dataset than the fitted one, for outputs of the same names, with
+    a split of its own."""
     columns, classes = labels.task.columns, labels.task.classes
     return read_task(replace(task, columns=columns, classes=classes, labels=url), tested.all)
 
@@ -295,7 +296,7 @@ def labels_to_test(tested: Datasets, task: TaskConfig, labels: TaskLabels, url: 
 def leak_remarks(
     fitted: Datasets, train: ProbedRecords, tested: Datasets, test: ProbedRecords
 ) -> list[str]:
-    """A remark if another dataset's test has patients or ECGs of the fitted records."""
+    """Remarks if another dataset's test has patients or ECGs of the fitted records."""
     if tested is fitted:
         return []
     trained, held = fitted.rows_by_dataset(np.sort(train.rows)), tested.rows_by_dataset(test.rows)
@@ -308,8 +309,8 @@ def leak_remarks(
 
 
 def refuse_leak_between(data: Datasets, labels: TaskLabels) -> None:
-    """Raises ConfigError if a record, patient or waveform is fitted on in one dataset and in test
-    of another: datasets that were made separately may have such roles."""
+    """Raises ConfigError if a record, patient or waveform is fitted on in one dataset and tested in
+    another, as may happen if the datasets were made separately."""
     trained = data.rows_by_dataset(
         np.sort(np.concatenate([labels.all_rows(name) for name in FIT_SPLITS]))
     )
@@ -344,7 +345,7 @@ def scorable_outputs(
     draws: Sequence[Array],
     fold_N: Array | None,
 ) -> Array:
-    """bool [K]: the outputs whose labels vary in test and wherever a probe is fitted."""
+    """bool [K]: True for outputs whose labels vary in test and wherever a probe is fitted."""
     used_K = KINDS[name].varying_outputs(test.y_NK)
     for draw in draws:
         for rows, _ in train_test_rows(draw, fold_N):
@@ -381,7 +382,7 @@ def require_varying_labels(labels: TaskLabels, splits: Sequence[str], data: Data
 def task_of_table(
     url: str, columns: Sequence[str] = (), kind: TaskKind | None = None, positive: str = ""
 ) -> TaskConfig:
-    """The task of a label table; its kind is guessed if it is None."""
+    """Returns the task of a label table; its kind is guessed if it is None."""
     name = table_name(url)[:64]
     task = TaskConfig(name, labels=url, columns=tuple(columns), positive=positive)
     return replace(task, kind=kind) if kind else guess_kind(task)
@@ -409,7 +410,7 @@ def _task_of_word(word: str, options: BenchOptions) -> TaskConfig:
 
 
 def datasets_text(data: Data | Sequence[Data]) -> str:
-    """The datasets as text, for a command line or a table."""
+    """Returns the datasets as text, for a command line or a table."""
     return " ".join(
         one.root.url if isinstance(one, Dataset) else shlex.quote(os.fspath(one))
         for one in as_list(data)

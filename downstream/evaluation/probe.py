@@ -35,13 +35,12 @@ from ..tasks.metrics import Array
 # L2 penalties per feature, the strongest first, because each fit starts from the last solution
 PENALTY_STRENGTHS = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
 SOLVER_STEPS = 1000  # at most
-LOGISTIC_TOLERANCE = (
-    1e-3  # of logistic regression: a tenth of it changes no fourth digit of a score
-)
-DEFAULT_FOLDS = 5  # in cross-validation
+LOGISTIC_TOLERANCE = 1e-3  # a tenth of this changes no score in the fourth digit
+DEFAULT_FOLDS = 5  # of cross-validation
 MOST_JOB_BYTES = 2**27  # size of the embeddings that a job may send to a process
-MANY_ROWS = 5000  # rows: of more, one fold is enough
-STOP_IF_WORSE_BY = 0.02  # than the least error of a fold: weaker penalties are then not tried
+MANY_ROWS = 5000  # with more rows than this, one fold is enough
+# If an error exceeds a fold's least by this share, weaker penalties are not tried
+STOP_IF_WORSE_BY = 0.02
 ABSENT_CLASS_LOGIT = -20.0  # the logit of an exclusive class without examples
 
 
@@ -95,8 +94,8 @@ class ProbeJob(NamedTuple):
 
 
 def run_probe_jobs(jobs: Iterable[ProbeJob]) -> Iterator[Array]:
-    """Yields the scores of each job. In `fitting_in_processes`, as many processes fit as PyTorch
-    has threads. The first job must be the largest."""
+    """Yields the scores of each job. Inside `fitting_in_processes`, as many processes fit as
+    PyTorch has threads. The first job must be the largest."""
     queue = iter(jobs)
     first = next(queue)
     is_small = first.data.x_ND.nbytes + first.test_ND.nbytes <= MOST_JOB_BYTES
@@ -120,7 +119,7 @@ def fitting_in_processes() -> Iterator[None]:
         _in_processes.reset(token)
 
 
-def standardise(data: ProbeData) -> tuple[ProbeData, Array, Array]:
+def standardised_data_and_scaling(data: ProbeData) -> tuple[ProbeData, Array, Array]:
     """Returns the data with standardised values, their center and scale; classes and risks stay."""
     outputs = data.y_NK.shape[1]
     if not KINDS[data.kind].has_scale:
@@ -132,10 +131,10 @@ def standardise(data: ProbeData) -> tuple[ProbeData, Array, Array]:
 def fit_linear_probe(data: ProbeData) -> Probe:
     """Fits with the penalty whose error is least on patients held out of the training rows; with a
     single patient, with the strongest."""
-    data, center_K, scale_K = standardise(data)
+    data, center_K, scale_K = standardised_data_and_scaling(data)
     kind = KINDS[data.kind]
     errors, tried = np.zeros(len(PENALTY_STRENGTHS)), len(PENALTY_STRENGTHS)
-    for train_rows, held_out in penalty_folds(data.patient_N):
+    for train_rows, held_out in train_and_held_out_rows(data.patient_N):
         least = np.inf
         for number, probe in enumerate(
             _fit_each_penalty(data.take(train_rows), PENALTY_STRENGTHS[:tried])
@@ -152,9 +151,9 @@ def fit_linear_probe(data: ProbeData) -> Probe:
     return probe._replace(center_K=center_K, scale_K=scale_K)
 
 
-def penalty_folds(patient_N: Array) -> Iterator[tuple[Array, Array]]:
-    """Yields (training rows, held-out rows) for each fold of the patients; of many rows, for
-    one."""
+def train_and_held_out_rows(patient_N: Array) -> Iterator[tuple[Array, Array]]:
+    """Yields (training rows, held-out rows) for each fold of the patients; for one fold if there
+    are many rows."""
     count = min(DEFAULT_FOLDS, len(np.unique(patient_N)))
     if count < 2:
         return
@@ -179,9 +178,9 @@ def _fit_each_penalty(data: ProbeData, strengths: Sequence[float]) -> Iterator[P
 
 
 def solve_logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
-    """Minimises the summed loss of the known labels + alpha / 2 * squared weights, as scikit-learn's
-    LogisticRegression does, which takes two to four times as long. A class without positives or without
-    negatives gets its rate."""
+    """Minimises the summed loss of the known labels + alpha / 2 * squared weights. scikit-learn's
+    LogisticRegression gives the same, but takes two to four times as long. A class without
+    positives or without negatives gets its rate."""
     x_ND = x_ND.astype(np.float64)
     weights_KD, bias_K = np.zeros((y_NK.shape[1], x_ND.shape[1])), np.zeros(y_NK.shape[1])
     for alpha in alphas:
@@ -191,7 +190,7 @@ def solve_logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterato
             y_N, positives, n = y_N[known_N], y_N[known_N].sum(), known_N.sum()
             if 0 < positives < n:
                 known_ND = x_ND if known_N.all() else x_ND[known_N]
-                weights_KD[k], bias_K[k] = _minimise_logistic(
+                weights_KD[k], bias_K[k] = _logistic_weights_and_bias(
                     known_ND, y_N, alpha / n, weights_KD[k], bias_K[k]
                 )
             else:
@@ -199,12 +198,12 @@ def solve_logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterato
         yield weights_KD, bias_K
 
 
-def _minimise_logistic(
+def _logistic_weights_and_bias(
     x_ND: Array, y_N: Array, penalty: float, weights_D: Array, bias: float
 ) -> tuple[Array, float]:
     """Returns the solution, starting from these weights."""
 
-    def objective(w_D1: Array) -> tuple[float, Array]:
+    def loss_and_gradient(w_D1: Array) -> tuple[float, Array]:
         w_D, logit_N = w_D1[:-1], x_ND @ w_D1[:-1] + w_D1[-1]
         error_N = (expit(logit_N) - y_N) / len(y_N)
         loss = (np.logaddexp(0, logit_N) - y_N * logit_N).mean()
@@ -218,7 +217,7 @@ def _minimise_logistic(
         "gtol": LOGISTIC_TOLERANCE,
     }
     start_D1 = np.append(weights_D, bias)
-    w_D1 = minimize(objective, start_D1, jac=True, method="L-BFGS-B", options=limits).x
+    w_D1 = minimize(loss_and_gradient, start_D1, jac=True, method="L-BFGS-B", options=limits).x
     return w_D1[:-1], w_D1[-1]
 
 
@@ -231,7 +230,7 @@ def solve_softmax(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator
         weights_KD = np.zeros((y_NK.shape[1], x_ND.shape[1]))
         bias_K = np.full(y_NK.shape[1], ABSENT_CLASS_LOGIT)
         bias_K[present] = 0
-        if len(present) == 2:  # scikit-learn has the second's weights alone
+        if len(present) == 2:  # scikit-learn keeps the weights of the second class only
             model.set_params(C=1 / alpha).fit(x_ND, class_N)
             weights_KD[present[1]], bias_K[present[1]] = model.coef_[0], model.intercept_[0]
         elif len(present) > 2:
@@ -244,7 +243,7 @@ def solve_ridge(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[W
     known_NK = ~np.isnan(y_NK)
     for alpha in alphas:
         weights_KD, bias_K = np.zeros((y_NK.shape[1], x_ND.shape[1])), np.zeros(y_NK.shape[1])
-        for known_N in np.unique(known_NK.T, axis=0):  # columns that are known in the same rows
+        for known_N in np.unique(known_NK.T, axis=0):  # columns with the same known rows
             same_K = (known_N == known_NK.T).all(1)
             if known_N.any():
                 model = Ridge(alpha).fit(x_ND[known_N], y_NK[known_N][:, same_K])
@@ -258,14 +257,18 @@ def solve_cox(x_ND: Array, y_N1: Array, alphas: Sequence[float]) -> Iterator[Wei
     weights_D = np.zeros(x_ND.shape[1])
     for alpha in alphas:
 
-        def objective(w_D: Array, penalty: float = alpha / events / 2) -> tuple[float, Array]:
+        def loss_and_gradient(
+            w_D: Array, penalty: float = alpha / events / 2
+        ) -> tuple[float, Array]:
             w_D1 = torch.tensor(w_D[:, None], requires_grad=True)
             value = event_loss(x @ w_D1, y) + penalty * w_D1.square().sum()
             (gradient_D1,) = torch.autograd.grad(value, w_D1)
             return value.item(), gradient_D1[:, 0].numpy()
 
         limits = {"maxiter": SOLVER_STEPS, "ftol": 1e-10, "gtol": 1e-6}
-        weights_D = minimize(objective, weights_D, jac=True, method="L-BFGS-B", options=limits).x
+        weights_D = minimize(
+            loss_and_gradient, weights_D, jac=True, method="L-BFGS-B", options=limits
+        ).x
         yield weights_D[None], np.zeros(1)
 
 

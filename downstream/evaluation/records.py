@@ -2,7 +2,7 @@
 
     shown = ShownLeads(model.input, ("12", "1"))
     train = probed_records(data, labels, FITTED, shown)
-    train.means([vectors])                                  # an embedding for each record
+    train.mean_embeddings([vectors])                                  # an embedding for each record
     fold_N = assign_folds(fold_groups(data, train), 5)
     for rows, scored in train_test_rows(rows, fold_N): ...             # what one probe is fitted on, and what it scores
 
@@ -30,7 +30,7 @@ from ..tasks.metrics import Array
 from .vectors import Vectors
 
 FIT_SPLITS = ("train", "valid")  # splits that a probe is fitted on
-LABEL_DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
+LABEL_DRAWS = 5  # for shares up to 0.1; larger shares have fewer draws
 
 
 class ProbedRecords(NamedTuple):
@@ -41,8 +41,9 @@ class ProbedRecords(NamedTuple):
     y_NK: Array
     patient_N: Array
 
-    def means(self, embeddings: Sequence[Vectors]) -> Array:
-        """Mean embedding of each record, over all its windows; those of several embedders joined."""
+    def mean_embeddings(self, embeddings: Sequence[Vectors]) -> Array:
+        """Returns the mean embedding of each record over its windows; those of several embedders
+        are joined."""
         return np.hstack([self._mean(vectors.take(self.rows)) for vectors in embeddings])
 
     def _mean(self, vectors: Vectors) -> Array:
@@ -50,8 +51,8 @@ class ProbedRecords(NamedTuple):
         count_N = np.add.reduceat(vectors.windows_B, self.begins)
         return np.asarray(sum_ND / count_N[:, None])
 
-    def windows(self, vectors: Vectors) -> tuple[Array, Array]:
-        """Embeddings of all windows, and the record of each."""
+    def windows_and_records(self, vectors: Vectors) -> tuple[Array, Array]:
+        """Returns the embeddings of all windows, and the record of each."""
         _, windows_B, c_BSD = vectors.take(self.rows)
         there_BS = np.arange(c_BSD.shape[1]) < windows_B[:, None]
         record_B = np.searchsorted(self.begins, np.arange(len(self.rows)), "right") - 1
@@ -63,19 +64,20 @@ class ShownLeads:
     """The leads that models are shown. Only crops with something of every set of leads are used, so
     that all rows of a comparison score the same ECGs."""
 
-    input: Input  # with the longest window of all models
+    input: Input  # the input with the longest window of all models
     leads: tuple[str, ...]  # sets of leads, each of which is shown by itself
 
-    def usable(self, data: Datasets) -> Array:
-        """bool [crops]: every set of leads has a recorded lead, and every model a window."""
+    def usable_crops(self, data: Datasets) -> Array:
+        """bool [crops]: True if every set of leads has a recorded lead, and every model a
+        window."""
         inputs = [replace(self.input, seen_leads=parse_leads(leads)) for leads in self.leads]
         return np.asarray(
             np.all([data.concatenate(model_input.usable_crops) for model_input in inputs], axis=0)
         )
 
     def left_out_notes(self, data: Datasets) -> list[str]:
-        """A note on the crops that are not usable, if there are any."""
-        lost = int((~self.usable(data)).sum())
+        """Notes how many crops are not usable, if there are any."""
+        lost = int((~self.usable_crops(data)).sum())
         if not lost:
             return []
         return [
@@ -87,9 +89,9 @@ class ShownLeads:
 def probed_records(
     data: Datasets, labels: TaskLabels, splits: Sequence[str], shown: ShownLeads
 ) -> ProbedRecords:
-    """The labelled records of these splits; ConfigError if there are none."""
+    """Returns the labelled records of these splits; ConfigError if there are none."""
     rows = np.concatenate([labels.all_rows(split) for split in splits])
-    rows = rows[shown.usable(data)[rows]]
+    rows = rows[shown.usable_crops(data)[rows]]
     if not len(rows):
         raise ConfigError(
             f"{labels.name or data.name}: no record of {data.name} is in the split {splits[0]}"
@@ -102,8 +104,8 @@ def probed_records(
 
 
 def draws_of_share(patient_N: Array, share: float) -> Iterator[Array]:
-    """For each draw, the rows of a share of the patients. A smaller share is a subset of a larger
-    one."""
+    """Yields the rows of a share of the patients for each draw. A smaller share is a subset of a
+    larger one."""
     patients = np.unique(patient_N)
     count = max(1, round(share * len(patients)))
     for draw in range(max(1, min(LABEL_DRAWS, int(0.5 / share)))):
@@ -120,8 +122,8 @@ def train_test_rows(rows: Array, fold_N: Array | None) -> list[tuple[Array, Any]
 
 
 def fold_groups(data: Datasets, records: ProbedRecords) -> Array:
-    """The group of each record. Records of a patient are one group, and so are records with the
-    same waveform, since an ECG may be there under two names. A group is named by one of its
+    """Returns the group of each record. Records of one patient are one group, and so are records
+    with the same waveform, since an ECG may occur under two names. A group is named by one of its
     patients."""
     crops = len(records.rows)
     record_B = np.repeat(np.arange(len(records.y_NK)), np.diff(records.begins, append=crops))
@@ -138,7 +140,7 @@ def fold_groups(data: Datasets, records: ProbedRecords) -> Array:
 
 
 def assign_folds(group_N: Array, count: int) -> Array:
-    """The fold of each record."""
+    """Returns the fold of each record."""
     groups = len(np.unique(group_N))
     if count > groups:
         raise ConfigError(

@@ -43,7 +43,7 @@ from ..inference.outputs import (
 )
 from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from ..tasks.config import TaskConfig
-from ..tasks.join import names_in_several
+from ..tasks.join import records_in_several_datasets
 from ..tasks.kinds import KINDS, LEAST_POSITIVES, sensitive_points, sensitivity_sentences
 from ..tasks.labels import DX_ROLES_HINT, TaskLabels, read_task
 from ..tasks.metrics import (
@@ -62,7 +62,7 @@ from .differences import RESAMPLES
 GROUP_RESAMPLES = 200
 AGE_EDGES = (18, 40, 60, 80)  # years
 AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
-FEW_TESTED = 100  # ECGs: the interval of an AUROC is often wider than 0.2
+FEW_TESTED = 100  # with fewer ECGs, the interval of an AUROC is often wider than 0.2
 CHALLENGE_CHOSEN = "challenge_chosen"
 CHALLENGE_NOTE = (
     f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
@@ -73,20 +73,20 @@ DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLAS
 
 @dataclass(frozen=True)
 class EvalOptions:
-    role: str = "test"  # or valid
+    role: str = "test"  # split to score: test or valid
     leads: str = (
         ""  # as for engine.settings.leads.parse_leads; "": all that the model was trained on
     )
     batch: int = 32  # crops encoded at a time
-    name: str = "model"  # in the results
+    name: str = "model"  # names the model in the results
     # File for the model's outputs, made in parts, so that a killed evaluation can resume
     halves_file: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class TaskResult:
-    """The labels and scores of each half of 5 s. `record`: metrics of the records, whose scores are
-    means over their halves."""
+    """The labels and scores of each half of 5 s. `record_scores`: metrics of the records,
+    whose scores are means over their halves."""
 
     # 0, 1 or NaN (unknown); for regression, values; for survival, times, negative if censored
     labels_NK: Array
@@ -102,24 +102,24 @@ class TaskResult:
     resampling_unit: str = "patients"  # what intervals resample: TaskLabels.resampling_unit
 
     @cached_property
-    def half(self) -> Facts:
+    def half_scores(self) -> Facts:
         return score_arrays(
             self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head
         )
 
     @cached_property
-    def record(self) -> Facts:
+    def record_scores(self) -> Facts:
         return self._score_records(np.arange(len(self.labels_NK)), self.resamples)
 
     @cached_property
-    def groups(self) -> dict[str, Facts]:
-        """By age, sex and source: n, patients, positives of each class, metrics and intervals of
-        the records."""
+    def group_scores(self) -> dict[str, Facts]:
+        """Counts, positives of each class, metrics and intervals of the records, by age, sex and
+        source."""
         groups: dict[str, Facts] = {}
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
                 rows = np.flatnonzero(values_N == value)
-                scores = self.record  # so that the same number has one interval
+                scores = self.record_scores  # the same number must have one interval
                 if len(rows) < len(values_N):
                     scores = self._score_records(rows, min(self.resamples, GROUP_RESAMPLES))
                 group = {key: scores[key] for key in ("n", "patients", "metrics", "intervals")}
@@ -130,12 +130,16 @@ class TaskResult:
         return groups
 
     def _score_records(self, rows: Array, resamples: int) -> Facts:
-        return score_arrays(*self.average_records(rows), resamples, self.head)
+        return score_arrays(*self.record_labels_scores_patients(rows), resamples, self.head)
 
-    def average_records(self, rows: Array | slice = slice(None)) -> tuple[Array, Array, list[Any]]:
-        """Labels, mean scores and patients of the records in these rows."""
+    def record_labels_scores_patients(
+        self, rows: Array | slice = slice(None)
+    ) -> tuple[Array, Array, list[Any]]:
+        """Returns labels, mean scores and patients of the records in these rows."""
         records, patients = np.asarray(self.records_N)[rows], np.asarray(self.patients_N)[rows]
-        return average_by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
+        return labels_scores_patients_by_record(
+            self.labels_NK[rows], self.scores_NK[rows], records, patients
+        )
 
     @cached_property
     def errors_NK(self) -> Array:
@@ -154,7 +158,7 @@ class TaskResult:
 
     @property
     def remarks(self) -> list[str]:
-        remarks, half, labels = list(self.notes), self.half, np.asarray(self.labels_NK)
+        remarks, half, labels = list(self.notes), self.half_scores, np.asarray(self.labels_NK)
         if absent := half.get("without_positives"):
             remarks.append(
                 f"{len(absent)} of {len(self.head.classes)} classes have no positives: "
@@ -169,7 +173,7 @@ class TaskResult:
         is_few = has_few_patients(self.head.kind, labels, self.patients_N)
         without = ""
         if self.facts.get("role") == "valid" and self.head.thresholds:
-            points = sensitive_points(*self.average_records()[:2], self.head.classes)
+            points = sensitive_points(*self.record_labels_scores_patients()[:2], self.head.classes)
             if points or not is_few:
                 remarks += sensitivity_sentences(points, self.head.classes)
             else:
@@ -179,14 +183,14 @@ class TaskResult:
         elif is_few:
             remarks.append(f"{TOO_FEW_NOTE} have no interval, or an exact one{without}.")
         else:
-            remarks += self._without_interval()
+            remarks += self._scores_without_interval()
         return remarks
 
-    def _without_interval(self) -> list[str]:
+    def _scores_without_interval(self) -> list[str]:
         same = [
             name
-            for name, ends in self.record["intervals"].items()
-            if np.isnan(ends[0]) and np.isfinite(self.record["metrics"][name])
+            for name, ends in self.record_scores["intervals"].items()
+            if np.isnan(ends[0]) and np.isfinite(self.record_scores["metrics"][name])
         ]
         return [f"All resamples agree on {', '.join(same)}, which has no interval then."] * bool(
             same
@@ -201,10 +205,10 @@ class TaskResult:
             "value_unit": head.unit,
             **self.facts,
             "unit": "half",
-            **self.half,
-            "score": next(iter(self.half["metrics"].values())),
-            "record": {"unit": "record", **self.record},
-            "groups": self.groups,
+            **self.half_scores,
+            "score": next(iter(self.half_scores["metrics"].values())),
+            "record": {"unit": "record", **self.record_scores},
+            "groups": self.group_scores,
             "remarks": self.remarks,
         }
         return dict(nan_to_none(document))
@@ -238,7 +242,7 @@ def score_arrays(
         if is_few or np.isclose(low, high):  # resamples that agree do not make a score certain
             intervals[name] = exact[name]
     if KINDS[head.kind].has_classes:
-        metrics["calibration_error"] = calibration_curve(labels, scores)[-1]
+        metrics["calibration_error"] = calibration_curve(labels, scores).error
     for name, threshold in zip(head.classes, head.thresholds, strict=False):
         summary["classes"][name]["threshold"] = threshold
     return {
@@ -250,10 +254,10 @@ def score_arrays(
     }
 
 
-def average_by_record(
+def labels_scores_patients_by_record(
     labels: Array, scores: Array, records: Any, patients: Any
 ) -> tuple[Array, Array, list[Any]]:
-    """Labels, mean scores and patients of the records, ordered by name."""
+    """Returns labels, mean scores and patients of the records, ordered by name."""
     _, first, record_N, halves = np.unique(
         np.asarray(records), return_index=True, return_inverse=True, return_counts=True
     )
@@ -276,16 +280,16 @@ def score_task(
 ) -> TaskResult:
     """Scores a fine-tuned model on the labelled crops of a split."""
     head = head_for_task(model, task)
-    model_input, notes = shown_input(model, data, options)
+    model_input, notes = input_and_warnings(model, data, options)
     if head.sentences:
         notes.append(f"The model: {'; '.join(head.sentences)}.")
     labels = read_task(task, data.all)
     require_classes(model, labels)
     labelled = labelled_rows(labels, data, options.role)
-    (rows,), left_out = crops_with_leads(data, model_input, labelled)
+    (rows,), left_out = crops_with_leads_and_note(data, model_input, labelled)
     notes += rates_note(model, data, rows)
     output = vector_output(model, model.scores, len(model.classes))
-    scores_RK, crop_R = outputs_of(output, data, rows, model_input, options)
+    scores_RK, crop_R = outputs_and_positions(output, data, rows, model_input, options)
     columns = [model.classes.index(name) for name in labels.classes]
     scored_head = with_thresholds(head, labels, columns)
     if scored_head.chosen:
@@ -403,7 +407,8 @@ def leakage_notes(
 
 
 def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role: str) -> list[str]:
-    """A note if more of the label table could be scored: the model has not seen its data."""
+    """Returns a note if more of the label table could be scored, because the model has not seen
+    those ECGs."""
     known_crops, scored = int((~np.isnan(labels.all_y).all(1)).sum()), len(labels.all_rows(role))
     if not labels.task.labels or known_crops <= scored:
         return []
@@ -429,10 +434,11 @@ def few_scored_note(data: Datasets, rows: Array, labels: TaskLabels) -> list[str
 
 
 def record_names(data: Datasets, rows: Array) -> list[str]:
-    """The record of each crop. A name that several datasets have is followed by the dataset's."""
+    """Returns the record of each crop. A name that several datasets have is followed by the
+    dataset's."""
     table = data.table(["source", "record"]).take(rows).to_pydict()
     names = [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
-    shared = set(names_in_several(data.all))
+    shared = set(records_in_several_datasets(data.all))
     if not shared:
         return names
     urls = [dataset.root.url for dataset in data.all]
@@ -444,7 +450,7 @@ def record_names(data: Datasets, rows: Array) -> list[str]:
 
 
 def subgroups_of(data: Datasets, rows: Array) -> dict[str, Array]:
-    """Age band, sex and source of each row."""
+    """Returns the age band, sex and source of each row."""
     table = data.table(["age", "sex", "source"]).take(rows).to_pydict()
     age = np.array(table["age"], float)
     band = np.where(np.isnan(age), -1, np.digitize(age, AGE_EDGES))
@@ -456,7 +462,7 @@ def subgroups_of(data: Datasets, rows: Array) -> dict[str, Array]:
 
 
 def load_task(name: str) -> TaskConfig:
-    """The task with this name in configs/tasks, or in a YAML file."""
+    """Reads the task with this name in configs/tasks, or in a YAML file."""
     path = find_config(name, "tasks", Flag("--task"))
     section = read_yaml(path, "tasks").get("task")
     if not isinstance(section, dict):
@@ -503,7 +509,7 @@ def require_rows(rows: Array, data: Datasets, criterion: str, source: str) -> No
         raise ConfigError(f"{data.name}: no crop has {criterion}: {reason}")
 
 
-def shown_input(
+def input_and_warnings(
     model: TrainedModel, data: Datasets, options: EvalOptions
 ) -> tuple[Input, list[str]]:
     """Returns the model's input, and warnings about the data."""
@@ -528,11 +534,11 @@ def shown_input(
     return model_input, notes
 
 
-def crops_with_leads(
+def crops_with_leads_and_note(
     data: Datasets, model_input: Input, *sides: Array
 ) -> tuple[list[Array], list[str]]:
-    """The crops that have a window in which at least one of the model's leads was recorded, and a
-    note on the others."""
+    """Returns the crops that have a window in which at least one of the model's leads was recorded,
+    and a note on the others."""
     blank = ~data.concatenate(model_input.usable_crops)
     if any(blank[rows].all() for rows in sides):
         raise ConfigError(
@@ -581,7 +587,7 @@ def windows_text(facts: Mapping[str, Any]) -> str:
     return f"windows of {window_s:g} s" if window_s else "halves of 5 s"
 
 
-def outputs_of(
+def outputs_and_positions(
     output: Output,
     data: Datasets,
     rows: Array,
@@ -589,8 +595,8 @@ def outputs_of(
     options: EvalOptions,
     per: Per = "half",
 ) -> tuple[Array, Array]:
-    """Outputs [R, D] of the windows of these crops, which ascend, and the position in `rows` of each.
-    Ranks share the parts."""
+    """Returns the outputs [R, D] of the windows of these crops, which ascend, and the position in
+    `rows` of each. Ranks share the parts."""
     windows = 1
     if per == "half":
         windows = model_input.count_windows(data.column("halves")[rows])
@@ -608,7 +614,7 @@ def outputs_of(
 
 
 def halves_file_of_dataset(first: Path | None, number: int) -> Path | None:
-    """The file that keeps the outputs for a dataset; None if none does."""
+    """Returns the file that keeps the outputs for a dataset; None if none does."""
     return first.with_name(f"{first.name}.{number}") if first and number else first
 
 

@@ -55,7 +55,7 @@ def report_lines(
     """Yields lines for the terminal. `data`: datasets and files (default: those of a run); `out`: a
     CSV file to write; `pseudonymize`: a key file, for files."""
     trained = read_trained_on(model)
-    yield from _summary(model, trained)
+    yield from _summary_lines(model, trained)
     options = EcgOptions((), anonymous=anonymous, pseudonymize=pseudonymize)
     opened = {url: dataset_of(replace(options, data=(url,))) for url in data or trained.datasets}
     # The key of one dataset also finds its patients in others and in files
@@ -99,7 +99,7 @@ def read_trained_on(model: str) -> TrainedOn:
     return TrainedOn(state["step"], known.seen, datasets, known.times_drawn)
 
 
-def _summary(model: str, trained: TrainedOn) -> Iterator[str]:
+def _summary_lines(model: str, trained: TrainedOn) -> Iterator[str]:
     is_patient = trained.seen["patient"].to_numpy()
     is_unknown = trained.seen["hash"].to_numpy() < 0
     has_seen = "is known to have" if is_unknown.any() else "has"
@@ -118,7 +118,8 @@ def _crops_and_times(dataset: Dataset, trained: TrainedOn) -> tuple[pa.Table, np
 
 
 def _records_table(crops: pa.Table, uses: CropUses, times: np.ndarray | None) -> pa.Table:
-    """A row for each record: the last use of a waveform and of the owner (-1: none), times."""
+    """Returns a row for each record: the last use of its waveforms and of its owner (-1: none), and
+    times."""
     times_drawn = pa.nulls(len(crops), pa.int64()) if times is None else pa.array(times)
     columns = [*(crops[name] for name in ID_COLUMNS), uses.waveform, uses.owner, times_drawn]
     table = pa.table(columns, [*ID_COLUMNS, "waveform", "owner", "times"])

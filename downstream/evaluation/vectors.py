@@ -42,7 +42,7 @@ class Embedder(NamedTuple):
     digest: str
     input: Input
     forward: Callable[[Tensor], Tensor]
-    model: TrainedModel | None = None  # None: measured in the signal
+    model: TrainedModel | None = None  # None: a measurement of the signal
     batch: int = 64
     identity_dims: slice = slice(None)  # the dimensions by which patients are identified
     precision: str = ""
@@ -56,7 +56,7 @@ class Embedder(NamedTuple):
 class Vectors(NamedTuple):
     row_B: Array  # crops, ascending
     windows_B: Array  # how many windows each crop has; halves, unless a model has other windows
-    c_BSD: Array  # zeros where there is no such window
+    c_BSD: Array  # zeros where a crop lacks a window
 
     def take(self, rows: Array) -> "Vectors":
         positions = np.searchsorted(self.row_B, rows)
@@ -76,7 +76,7 @@ def cached_vectors(
         if len(rows_of_dataset):
             part = _cached_vectors_of(embedder, dataset, rows_of_dataset, leads, folder)
             parts.append(part._replace(row_B=part.row_B + begin))
-    return concatenate(parts)
+    return concatenate_vectors(parts)
 
 
 def _cached_vectors_of(
@@ -87,7 +87,7 @@ def _cached_vectors_of(
     folder = folder / sha256(job.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
     saved = list(_saved_vectors(folder))
-    missing = np.setdiff1d(rows, concatenate(saved).row_B) if saved else rows
+    missing = np.setdiff1d(rows, concatenate_vectors(saved).row_B) if saved else rows
     with progress_bar(len(missing), f" crops, {embedder.name}, leads {leads}") as bar:
         for start in range(0, len(missing), CROPS_PER_FILE):
             block = missing[start : start + CROPS_PER_FILE]
@@ -98,7 +98,7 @@ def _cached_vectors_of(
             np.savez(buffer, **part._asdict())
             write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
             saved.append(part)
-    vectors = concatenate(saved)
+    vectors = concatenate_vectors(saved)
     first = np.unique(vectors.row_B, return_index=True)[1]
     return Vectors(*(array[first] for array in vectors)).take(rows)
 
@@ -133,10 +133,10 @@ def _embed(
         c_BSD[np.arange(windows) < windows_B[:, None]] = y_RD
         parts.append(Vectors(batch.crops, windows_B, c_BSD))
         bar.update(len(batch.crops))
-    return concatenate(parts)
+    return concatenate_vectors(parts)
 
 
-def concatenate(parts: Sequence[Vectors]) -> Vectors:
+def concatenate_vectors(parts: Sequence[Vectors]) -> Vectors:
     return Vectors(*map(np.concatenate, zip(*parts, strict=True)))
 
 

@@ -24,9 +24,10 @@ from omnilead.engine.training.run_folder import open_datasets
 from ..tasks.config import FinetuneConfig
 
 MAX_BATCH, MAX_EPOCHS, MAX_STEPS, MAX_VALIDATE_EVERY = 64, 40, 20_000, 500  # at most
-PATIENCE = 10  # validations
-LR_AT_PROBE = 1e-4  # of a model that begins at a probe
-LR, LR_WIDTH = 1e-3, 0.064  # of the authors' architecture: LR_WIDTH / width, at most LR
+PATIENCE = 10  # validations without improvement
+LR_AT_PROBE = 1e-4  # learning rate of a model that begins at a probe
+# The learning rate of the authors' architecture is LR_WIDTH / width, at most LR
+LR, LR_WIDTH = 1e-3, 0.064
 
 
 def read_settings(
@@ -39,7 +40,7 @@ def read_settings(
         return load_config(config, overrides, FinetuneConfig)
     tree = apply_overrides({}, overrides)
     first = build_config(tree, FinetuneConfig).train
-    tree = with_task(tree)
+    tree = add_task_settings(tree)
     length_given = bool({"steps", "epochs"} & first.model_fields_set)
     length: dict[str, int] = {} if length_given else {"epochs": MAX_EPOCHS}
     _, world, _ = launched_ranks()
@@ -51,7 +52,7 @@ def read_settings(
     # Imports PyTorch, which takes seconds: a wrong setting or path is reported before
     from ..tasks.guess import guess_kind
     from ..tasks.labels import read_task
-    from .start import read_start, with_windows
+    from .start import drop_short_crops, read_start
 
     task = wanted.task
     guessed = bool(task.labels) and "kind" not in tree["task"]
@@ -59,7 +60,7 @@ def read_settings(
         task = guess_kind(task)
     start = read_start(wanted.start, wanted.code)
     labels = read_task(task, datasets, wanted.data.where)
-    crops = len(with_windows(labels, datasets, start.input).y_of("train"))
+    crops = len(drop_short_crops(labels, datasets, start.input).y_of("train"))
     batch = choose_batch(first, crops, world)
     chosen = choose_training(wanted, start.model, batch, max(1, crops // batch))
     if length_given:
@@ -82,7 +83,7 @@ def choose_batch(train: TrainConfig, crops: int, world: int) -> int:
 
 
 def choose_training(wanted: FinetuneConfig, model: ModelConfig, batch: int, epoch: int) -> Facts:
-    """Settings for a data set that is `epoch` batches long."""
+    """Chooses settings for a data set that is `epoch` batches long."""
     rate, precision = LR, "auto"
     if wanted.task.head == "start":
         rate, precision = LR_AT_PROBE, "fp32"
@@ -112,7 +113,7 @@ def saved_choices(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
     return {name: train[name] for name in chosen if name in train}
 
 
-def with_task(tree: Facts) -> Facts:
+def add_task_settings(tree: Facts) -> Facts:
     """Adds the settings of the task that task.name or task.labels names."""
     task = tree.get("task", {})
     if name := task.pop("name", None):

@@ -34,12 +34,12 @@ class Start(NamedTuple):
     """The model that fine-tuning starts from."""
 
     model: ModelConfig
-    input: Input  # its windows, rate, band and scale, which fine-tuning keeps
+    input: Input  # windows, rate, band and scale: fine-tuning keeps them
     name: str
-    code: dict[str, bytes]  # its plugged-in files
-    seen: pa.Table = NOTHING_SEEN  # what it was trained on
-    weights: dict[str, Tensor] | None = None  # of its encoder; None: random
-    kind: type[nn.Module] | None = None  # of its encoder; None: as `model` names it
+    code: dict[str, bytes]  # {name: content} of plugged-in files
+    seen: pa.Table = NOTHING_SEEN  # the data that the model was trained on
+    weights: dict[str, Tensor] | None = None  # the encoder's weights; None: random
+    kind: type[nn.Module] | None = None  # the encoder's class; None: as `model` names it
     head: inference.HeadInfo | None = None
     head_weights: dict[str, Tensor] = {}  # noqa: RUF012 - never changed
     readout: Readout = (PAPER,)
@@ -134,8 +134,9 @@ def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
     return chosen
 
 
-def unrounded(config: FinetuneConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`weights` with those of a frozen encoder as `start` has them: training in bf16 rounds them."""
+def with_exact_weights(config: FinetuneConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns `weights`, where those of a frozen encoder are as in `start`: training in bf16 rounds
+    them."""
     kept = f"start={config.start}: the exported encoder is rounded to bf16, since the start"
     try:
         start = read_start(config.start, config.code)
@@ -157,7 +158,9 @@ def is_rounded(found: Tensor | None, exact: Tensor) -> bool:
     return torch.allclose(found.double(), exact.double(), rtol=2**-8, atol=0, equal_nan=True)
 
 
-def with_windows(labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input) -> TaskLabels:
+def drop_short_crops(
+    labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input
+) -> TaskLabels:
     """Drops crops that are shorter than the model's window."""
     split, without = [], 0
     for dataset, split_N in zip(datasets, labels.split, strict=True):

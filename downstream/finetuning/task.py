@@ -59,7 +59,7 @@ from omnilead.engine.training.task import (
 )
 from omnilead.engine.training.validation import eval_mode, predict_on_ranks
 
-from ..tasks.classifier import Classifier, layer_groups
+from ..tasks.classifier import Classifier, lr_shares_and_weights
 from ..tasks.config import FinetuneConfig
 from ..tasks.kinds import KINDS, Kind, Targets, best_thresholds, listed_classes
 from ..tasks.labels import DX_ROLES_HINT, TaskLabels, read_task
@@ -67,7 +67,14 @@ from ..tasks.metrics import MEASURES, Array, identification_scores, measure
 from ..tasks.people import unknown_patients_remark
 from ..tasks.readout import PAPER, Readout
 from ..tasks.splits import SPLITS, TRAIN
-from .start import Start, read_start, readout_for, select_leads, unrounded, with_windows
+from .start import (
+    Start,
+    drop_short_crops,
+    read_start,
+    readout_for,
+    select_leads,
+    with_exact_weights,
+)
 
 LABELS_MAY_CHANGE = ("labels.unknown_patients", "labels.center", "labels.scale")  # facts
 
@@ -80,7 +87,7 @@ def make_targets(labels: TaskLabels) -> Targets:
     return kind.targets(labels.y, labels.y_of("train"), labels.classes, name, balanced)
 
 
-def labels_of(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabels:
+def read_labels(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     labels = read_task(config.task, datasets, config.data.where)
     columns = labels.table.column_names if labels.table else []
     if config.task.folds and ("fold" not in columns or not labels.task.folds):
@@ -91,10 +98,12 @@ def labels_of(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabels
     return labels
 
 
-def checked_labels(config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> TaskLabels:
+def read_checked_labels(
+    config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks
+) -> TaskLabels:
     """Reads the labels, and refuses leakage between datasets, whose roles were drawn separately.
     Called by all ranks."""
-    labels = labels_of(config, datasets)
+    labels = read_labels(config, datasets)
     if labels.is_split_by_role:
         trained, held_out = [], []
         for split_N in labels.split:
@@ -136,22 +145,22 @@ class FinetuneTask(TrainingTask):
     label_facts: Facts
     start: Start
     architecture: ModelConfig
-    weights: dict[str, Tensor] | None  # that the encoder begins with; None: random
-    halves: list[Array]  # of each crop of each dataset
+    weights: dict[str, Tensor] | None  # the encoder's first weights; None: random
+    halves: list[Array]  # which halves each crop has, by dataset
     targets: Targets
     readout: Readout
     held_out: HeldOut
-    encoder: nn.Module | None  # one that is not the authors'
+    encoder: nn.Module | None  # None: the authors' encoder
     thresholds: list[float] = field(default_factory=list)  # from the last validation
 
     @classmethod
     def prepare(cls, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
         kind = KINDS[config.task.kind]
-        all_labels = checked_labels(config, datasets, ranks)
+        all_labels = read_checked_labels(config, datasets, ranks)
         best = best_metric(config.train.best, validation_metrics(all_labels))
         start = read_start(config.start, config.code)
-        labels = with_windows(all_labels, datasets, start.input)
-        architecture = config.tuned(start.model)
+        labels = drop_short_crops(all_labels, datasets, start.input)
+        architecture = config.tuned_architecture(start.model)
         weights = select_leads(start, config) if start.weights else None
         model_input = replace(
             start.input, leads=config.augment.output_leads, seen_leads=config.augment.seen_leads
@@ -172,7 +181,7 @@ class FinetuneTask(TrainingTask):
         if is_model(config.start):
             kept[SEEN] = to_bytes(start.seen)
         code = read_plugins(config.plugin_settings, config.run, start.code)
-        encoder, flops_per_crop = own_encoder(config, architecture, start, model_input)
+        encoder, flops_per_crop = own_encoder_and_flops(config, architecture, start, model_input)
         return cls(
             config=config,
             datasets=datasets,
@@ -187,7 +196,7 @@ class FinetuneTask(TrainingTask):
             kept_files=kept,
             kind=kind,
             labels=labels,
-            label_facts=all_labels.facts,
+            label_facts=all_labels.resume_facts,
             start=start,
             architecture=architecture,
             weights=weights,
@@ -212,7 +221,7 @@ class FinetuneTask(TrainingTask):
         its architecture."""
         model = self.architecture
         architecture = asdict(model) | {"encoder": portable_spec(model.encoder)}
-        if not model.causal:  # runs begun before there was a choice lack it
+        if not model.causal:  # runs of earlier versions lack this setting
             del architecture["causal"]
         facts: Facts = super().resume_facts()
         facts["finetuning"] = {"architecture": architecture, "start": self.start.name}
@@ -227,7 +236,7 @@ class FinetuneTask(TrainingTask):
         facts = json.loads(json.dumps(facts))  # as a checkpoint returns it
         if not self.input.is_plain:
             facts["input"] = self.input.signals
-        if self.kind.name == "survival":  # who is compared with whom
+        if self.kind.name == "survival":  # its loss compares the patients of a micro-batch
             candidates = micro_batch(self.config, self.ranks.world)[0] * self.ranks.world
             facts["train.micro_batch x ranks"] = candidates
         return facts
@@ -242,12 +251,15 @@ class FinetuneTask(TrainingTask):
             differs.append("dropout is off")
         if augmentations := self.config.augment.descriptions:
             differs.append(f"signals are not augmented ({', '.join(augmentations)})")
-        return {"chance": self._chance() if self.held_out.crops else {}, "validation": differs}
+        return {
+            "chance": self._chance_metrics() if self.held_out.crops else {},
+            "validation": differs,
+        }
 
-    def _chance(self) -> dict[str, float]:
+    def _chance_metrics(self) -> dict[str, float]:
         held_out = self.held_out
-        chance = self.kind.chance_in_training(self.targets)
-        of_held_out = self.kind.chance(held_out.y, held_out.windows_N, self.targets)
+        chance = self.kind.chance_metrics_in_training(self.targets)
+        of_held_out = self.kind.chance_metrics(held_out.y, held_out.windows_N, self.targets)
         return chance | {f"{VALID}{name}": value for name, value in of_held_out.items()}
 
     def model(self, generator: torch.Generator) -> nn.Module:
@@ -276,7 +288,7 @@ class FinetuneTask(TrainingTask):
 
     def groups(self, model: Any) -> Groups:
         decay = self.config.encoder.layer_decay
-        return layer_groups(model, decay) if decay < 1 else super().groups(model)
+        return lr_shares_and_weights(model, decay) if decay < 1 else super().groups(model)
 
     @torch.no_grad()
     def _begin_at_means(self, model: Classifier) -> None:
@@ -285,12 +297,12 @@ class FinetuneTask(TrainingTask):
         encoder = model.encoder.eval()
         crops, exists, classes = [], [], []
         for n, y in enumerate(self.targets.y):
-            rows = self.labels.rows(n, "train")
+            rows = self.labels.rows_of_dataset(n, "train")
             crops += [(self.datasets[n], row) for row in rows.tolist()]
-            exists += self._exist(self.halves[n][rows]).ravel().tolist()
+            exists += self._existing_windows(self.halves[n][rows]).ravel().tolist()
             classes += y[rows].repeat(self.input.count_windows()).tolist()
 
-        c_RD = self._on_ranks(crops, lambda x_RLT: pool(encoder(x_RLT.float())))
+        c_RD = self._outputs_on_ranks(crops, lambda x_RLT: pool(encoder(x_RLT.float())))
         exists_R = torch.tensor(exists)
         unit_RD = F.normalize(c_RD[exists_R], dim=-1)
         sum_CD = torch.zeros(model.head.weight.shape)
@@ -298,7 +310,7 @@ class FinetuneTask(TrainingTask):
         model.head.weight.copy_(F.normalize(sum_CD, dim=-1))
         model.train()
 
-    def _on_ranks(
+    def _outputs_on_ranks(
         self, crops: list[tuple[Dataset, int]], forward: Any, between: Between = lambda: None
     ) -> Tensor:
         """Outputs for all windows that a crop may have."""
@@ -312,8 +324,8 @@ class FinetuneTask(TrainingTask):
             between=between,
         )
 
-    def _exist(self, halves_B: Array) -> Array:
-        """bool [B, S]: the windows that crops have."""
+    def _existing_windows(self, halves_B: Array) -> Array:
+        """bool [B, S]: True for windows that crops have."""
         return np.asarray(
             np.arange(self.input.count_windows()) < self.input.count_windows(halves_B)[:, None]
         )
@@ -331,10 +343,10 @@ class FinetuneTask(TrainingTask):
         """x_BSLT, labels, which windows exist, weights of the labels, margin of ArcFace."""
         task, device = self.config.task, batch.x_BSLT.device
         y = batch.places.take(self.targets.y)
-        exists_BS = self._exist(batch.places.take(self.halves)).astype(np.float32)
+        exists_BS = self._existing_windows(batch.places.take(self.halves)).astype(np.float32)
         weights_BK = margin = None
         if self.targets.balanced_2K is not None:
-            weights_BK = to_device(self.kind.weights(y, self.targets.balanced_2K), device)
+            weights_BK = to_device(self.kind.label_weights(y, self.targets.balanced_2K), device)
         if self.identifies:
             share = min(1.0, step / (task.margin_warmup * total)) if task.margin_warmup else 1.0
             margin = torch.tensor(share * task.margin, dtype=torch.float64)
@@ -344,7 +356,7 @@ class FinetuneTask(TrainingTask):
     def validate(self, engine: Any, between: Between) -> dict[str, float]:
         if not self.held_out.crops:
             return {}
-        out_BSD = self._outputs(engine, len(self.held_out.crops), between)
+        out_BSD = self._held_out_outputs(engine, len(self.held_out.crops), between)
         if self.identifies:  # the second window of each crop among all first ones
             ids: Any = self.held_out.y
             first_BD, second_BD = out_BSD[:, :2].numpy().swapaxes(0, 1)
@@ -355,7 +367,7 @@ class FinetuneTask(TrainingTask):
         logits_RK = out_BSD[exists_BS]  # each window is a sample, as halves are in the paper
         y_RK = np.repeat(self.held_out.y, windows_N, axis=0)
         targets_RK = torch.from_numpy(self.targets.standardise(y_RK))
-        loss_RK, known_RK = self.kind.cell_losses(logits_RK, targets_RK)
+        loss_RK, known_RK = self.kind.cell_losses_and_known(logits_RK, targets_RK)
         scores_RK = self.targets.to_label_scale(self.kind.scores(logits_RK).numpy())
         if self.kind.has_thresholds:
             self.thresholds = best_thresholds(y_RK, scores_RK)
@@ -365,7 +377,7 @@ class FinetuneTask(TrainingTask):
     def chosen_values(self) -> Facts:
         return {"thresholds": self.thresholds} if self.thresholds else {}
 
-    def _outputs(self, engine: Any, crops: int, between: Between = lambda: None) -> Tensor:
+    def _held_out_outputs(self, engine: Any, crops: int, between: Between = lambda: None) -> Tensor:
         """Logits (diagnosis) or embeddings of the first held-out crops, on the CPU."""
         count = int(self.input.count_windows())
 
@@ -376,7 +388,7 @@ class FinetuneTask(TrainingTask):
 
         some = self.held_out.crops[:crops]
         with eval_mode(engine):
-            out_RD = self._on_ranks(some, forward, between)
+            out_RD = self._outputs_on_ranks(some, forward, between)
         return out_RD.view(-1, count, out_RD.shape[1])
 
     @staticmethod
@@ -431,7 +443,7 @@ class FinetuneTask(TrainingTask):
             )
         architecture = validate(ModelConfig, state["finetuning"]["architecture"], "model")
         model_input = Input.from_document(preprocessing_of(config, state), architecture.leads)
-        labels = with_windows(labels_of(config, datasets), datasets, model_input)
+        labels = drop_short_crops(read_labels(config, datasets), datasets, model_input)
         order = crop_order(
             config.loader, datasets, training_selection(labels, datasets, model_input)
         )
@@ -447,11 +459,11 @@ class FinetuneTask(TrainingTask):
         if config.task.kind == "identity":
             return {name: w for name, w in weights.items() if name.startswith("encoder.")}
         if config.encoder.frozen and config.train.precision != "fp32":
-            return unrounded(config, weights)
+            return with_exact_weights(config, weights)
         return weights
 
 
-def own_encoder(
+def own_encoder_and_flops(
     config: FinetuneConfig, architecture: ModelConfig, start: Start, model_input: Input
 ) -> tuple[nn.Module | None, float]:
     """Returns an encoder that is not the authors', if any, and the FLOPs of a crop."""
@@ -474,7 +486,7 @@ def held_out_crops(
     needed = 2 if config.task.kind == "identity" else 1
     crops, y, windows = [], [], []
     for n, dataset in enumerate(datasets):
-        rows = labels.rows(n, "valid")
+        rows = labels.rows_of_dataset(n, "valid")
         windows_N = model_input.count_windows(halves[n][rows])
         rows = rows[windows_N >= needed]
         crops += [(dataset, row) for row in rows.tolist()]
@@ -508,8 +520,8 @@ def validation_metrics(labels: TaskLabels) -> tuple[str, ...]:
 def training_selection(
     labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input
 ) -> Selection:
-    """The crops that are trained on."""
-    rows = [labels.rows(n, "train") for n in range(len(datasets))]
+    """Returns the crops to train on."""
+    rows = [labels.rows_of_dataset(n, "train") for n in range(len(datasets))]
     for dataset, some in zip(datasets, rows, strict=True):
         if not len(some):
             what = "a known label in the training split"
@@ -528,12 +540,12 @@ def training_selection(
 
 
 def split_remark(labels: TaskLabels) -> str:
-    """For example: rhythm is multiclass (each ECG has exactly one of them): AF, SR. Crops of 10 s:
-    800 to learn from, 100 to choose the best step by, 100 for the test, which training never
-    sees"""
+    """Says what is learnt, and from how many crops. For example: rhythm is multiclass (each ECG has
+    exactly one of them): AF, SR. Crops of 10 s: 800 to learn from, 100 to choose the best step by,
+    100 for the test, which training never sees"""
     counts = {}
     for split in SPLITS[1:]:
-        counts[split] = sum(len(labels.rows(n, split)) for n in range(len(labels.y)))
+        counts[split] = sum(len(labels.rows_of_dataset(n, split)) for n in range(len(labels.y)))
     what = f"{labels.task.name} is {labels.task.kind} ({KINDS[labels.task.kind].meaning})"
     if 0 < len(labels.classes) <= 10:
         what += f": {', '.join(labels.classes)}"

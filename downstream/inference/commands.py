@@ -35,16 +35,16 @@ from .outputs import (
     Counts,
     Output,
     ParquetParts,
-    has_skipped,
-    job_of,
+    has_skipped_file,
     make_parts,
+    read_job,
     skipped_file,
     whole_table,
 )
 from .trained_model import TrainedModel, load
 
-PARTS_NAMED = 8  # numbers in a message
-SENTENCES_SHOWN = 4  # sentences about a model
+PARTS_LISTED = 8  # numbers that a message lists
+SENTENCES_SHOWN = 4  # sentences that a message has about a model
 
 
 class Written(NamedTuple):
@@ -92,7 +92,7 @@ def predict(
     place = Path(out) if out else None
     if place and place.suffix not in (".csv", ".parquet"):
         raise ConfigError(Flag("--out"), f" {out}: must end in .csv or .parquet")
-    if place and place.suffix == ".csv" and place.exists() and job_of(place) is None:
+    if place and place.suffix == ".csv" and place.exists() and read_job(place) is None:
         raise ConfigError(
             Flag("--out"), f" {out}: already exists: remove it, or choose another ", Flag("--out")
         )
@@ -106,22 +106,22 @@ def _make_table(
     out: Path | None,
     options: dict[str, Any],
 ) -> pa.Table | Written:
-    launched_ranks()  # refuses what no launcher sets, before the model is loaded
+    launched_ranks()  # refuses wrong environment variables before the model is loaded
     if out:
         require_writable(out, Flag("--out"))
     else:
         refuse_ranks("a table in memory is")
     try:
-        setup = prepare(model, data, **options)
+        setup = load_setup(model, data, **options)
         output = output_of(setup.model)
         opened = open_data(setup.options, setup.input)
         if out:
             return _write_file(setup, output, opened, out)
         source = opened.source()
         table = whole_table(source, output, setup.input, setup.options.per)
-        counts = Counts().plus(table, sum(map(len, source.skipped.values())))
-        for doubt in _doubts(setup, output, source, counts):
-            warnings.warn(doubt, stacklevel=5)  # at the call of omnilead.embed or predict
+        counts = Counts().add_table(table, sum(map(len, source.skipped.values())))
+        for doubt in _table_doubts(setup, output, source, counts):
+            warnings.warn(doubt, stacklevel=5)  # points at the call of omnilead.embed or predict
         return table
     except OSError as error:
         raise file_error(error, out) from None
@@ -151,15 +151,15 @@ def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> 
     if left and world == 1:
         raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
-        numbers = first_names(left, PARTS_NAMED)
+        numbers = first_names(left, PARTS_LISTED)
         doing = f"others compute parts {numbers} (none runs? start the same command again)"
         return Written(out, None, f"rank {rank} of {world}: done; {doing}\n")
     if parts.rows is None:
         message = "" if begun or rank else f"{out}: is complete already\n"
         return Written(out, None, message)
-    for doubt in _doubts(setup, output, source, parts.counts):
+    for doubt in _table_doubts(setup, output, source, parts.counts):
         tell(f"note: {out}: {doubt}")
-    if has_skipped(out):
+    if has_skipped_file(out):
         tell(f"note: {skipped_file(out)}: which ECGs were skipped, and why")
     if output.sentences:
         more = "; ..., see config.json" if len(output.sentences) > SENTENCES_SHOWN else ""
@@ -168,7 +168,9 @@ def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> 
     return Written(out, parts.rows, message)
 
 
-def _doubts(setup: Setup, output: Output, source: CropSource, counts: Counts) -> Iterator[str]:
+def _table_doubts(
+    setup: Setup, output: Output, source: CropSource, counts: Counts
+) -> Iterator[str]:
     """Yields what the user of a table must know."""
     of_rows = f"of {counts.rows:,} rows"
     if counts.lacking and (why := setup.model.missing_leads_doubt()):
@@ -191,11 +193,11 @@ def _doubts(setup: Setup, output: Output, source: CropSource, counts: Counts) ->
                 "those of new ones"
             )
     if counts.refused:
-        records = f"{source.count(range(source.parts)):,} records"
+        records = f"{source.count_units(range(source.parts)):,} records"
         yield f"without {counts.refused:,} of {records}, which cannot be read"
 
 
-def prepare(
+def load_setup(
     model: File,
     data: File | Sequence[File],
     *,
@@ -204,7 +206,7 @@ def prepare(
     code: bool = False,
     **options: Any,
 ) -> Setup:
-    """Loads the model and completes the options: see EcgOptions and `prepare_model`."""
+    """Loads the model and completes the options: see EcgOptions and `load_model_and_precision`."""
     several = [data] if isinstance(data, str | os.PathLike) else data
     urls = tuple(os.fspath(url) for url in several)
     chosen = {name: value for name, value in options.items() if value is not None}
@@ -218,7 +220,7 @@ def prepare(
             Flag("--data"),
             " names none: leave them out",
         )
-    loaded, precision = prepare_model(model, device, precision, code)
+    loaded, precision = load_model_and_precision(model, device, precision, code)
     on_gpu, cores = loaded.device.type == "cuda", cores_per_rank()
     complete = replace(
         asked,
@@ -232,8 +234,8 @@ def prepare(
 
 
 def select_device(name: str) -> torch.device:
-    """The device for --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. Ranks use a
-    machine's GPUs in turn."""
+    """Returns the device for --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. Ranks
+    use a machine's GPUs in turn."""
     try:
         device = torch.device(
             ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
@@ -247,7 +249,7 @@ def select_device(name: str) -> torch.device:
     return device
 
 
-def prepare_model(
+def load_model_and_precision(
     path: File, device: str = "auto", precision: str = "auto", code: bool = False
 ) -> tuple[TrainedModel, str]:
     """Loads a model on its device; returns the precision that it computes in, too. "auto": a GPU if

@@ -2,7 +2,7 @@
 parts of equal batches.
 
     opened = open_data(EcgOptions(("DATASET",)), model.input)
-    for batch in opened.source().batches([0, 2], progress):    # CropBatch, of these parts
+    for batch in opened.source().read_batches([0, 2], progress):    # CropBatch, of these parts
         ...
 
 A part is always the same PART_BATCHES batches, so results do not depend on where a run was
@@ -57,11 +57,11 @@ from omnilead.engine.settings.launcher import launched_ranks
 from omnilead.engine.settings.leads import ALL_LEADS, leads_in_order
 
 from ..tasks.kinds import Array
-from .trained_model import crops
+from .trained_model import cut_crops
 
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16
-SKIPS_SHOWN = 5  # a folder of other files may have 10^5
+SKIPS_SHOWN = 5  # a folder may have 100,000 files that are no ECGs
 RecordCrop = tuple[int, Prepared, int]  # the number of a record, the record, and which of its crops
 # A column: a crop's flags as in a dataset, such as einthoven,implausible; null: none
 FLAGS = "flags"
@@ -86,7 +86,7 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class EcgOptions:
-    """Which ECGs are read, and how."""
+    """Options: the ECGs to read, and how to read them."""
 
     data: tuple[str, ...]  # a dataset; or folders, records, arrays, hospital files
     per: Per = "crop"
@@ -102,9 +102,9 @@ class EcgOptions:
     pin: bool = False  # batches in pinned memory, from which a GPU copies without waiting
     skip_numbers: Iterator[int] = field(
         default_factory=count, compare=False
-    )  # numbers what is left out
+    )  # counts the ECGs that are left out
 
-    def skips(self, of_folder: bool = False) -> bool:
+    def skips_unreadable(self, of_folder: bool = False) -> bool:
         """True if unreadable data are left out. `of_folder`: in a file that the user did not
         name."""
         return self.on_corrupt == "skip" or (self.on_corrupt == "auto" and of_folder)
@@ -120,24 +120,24 @@ class SourceCrops(NamedTuple):
 
 
 class Waveforms(NamedTuple):
-    """For each crop: the number of its ECG, and its waveform as in a dataset."""
+    """The number of each crop's ECG, and its waveform as in a dataset."""
 
     ecg_N: Array
     waveform_N: Array
 
 
 def _record_numbers(table: pa.Table) -> Array:
-    """The number of each row's record, in the order in which they first come."""
+    """Numbers the records of rows in the order of their first rows."""
     names = pc.binary_join_element_wise(table["source"], table["record"], "\t")
     numbers: Array = names.combine_chunks().dictionary_encode().indices.to_numpy()
     return numbers
 
 
 class DatasetSource:
-    """Crops of a dataset. A source has `parts`, `count` (units in some of them), `batches`, which
-    calls `progress` with the number of units read, `skipped`, what was left out of each part that
-    was read, `left_out`, what is in no part, `rates_hz`, at which its ECGs were recorded, the
-    `heart_rates` of those read, and `waveforms`."""
+    """Crops of a dataset. Every source has the same members: `parts`, their number;
+    `count_units`, in some of them; `read_batches`, which calls `progress` with the number of units
+    read; `skipped`, the ECGs left out of each part that was read; `left_out`, those in no part;
+    `rates_hz`, the recording rates; `heart_rates` of the ECGs read; and `waveforms`."""
 
     unit = " crops"
     skipped: Mapping[int, list[Skipped]] = {}  # crops are skipped one by one, where they are read
@@ -164,7 +164,7 @@ class DatasetSource:
         self.table = table.append_column(PATH, pa.nulls(len(dataset), pa.string()))
         self.record = np.arange(len(rows))
         if per == "record":
-            rows, self.record = self._by_record(rows)
+            rows, self.record = self._sorted_rows_and_records(rows)
         # A part begins where a record begins
         first = np.flatnonzero(np.diff(self.record, prepend=-1))
         wanted = np.arange(0, len(rows), batch * PART_BATCHES)
@@ -182,17 +182,17 @@ class DatasetSource:
         waveform_N = self.dataset.column("waveform")[self.rows]
         return Waveforms(_record_numbers(self.table)[self.rows], waveform_N)
 
-    def _by_record(self, rows: Array) -> tuple[Array, Array]:
-        """The rows sorted by record, and the number of each one's record."""
+    def _sorted_rows_and_records(self, rows: Array) -> tuple[Array, Array]:
+        """Returns the rows sorted by record, and the number of each row's record."""
         order = [(name, "ascending") for name in ("source", "record", "start_s")]
         table = self.table.take(rows).sort_by(order)
         numbers = _record_numbers(table)
         return table["row"].to_numpy(), np.cumsum(np.diff(numbers, prepend=0) != 0)
 
-    def count(self, parts: Iterable[int]) -> int:
+    def count_units(self, parts: Iterable[int]) -> int:
         return sum(int(self.begins[part + 1] - self.begins[part]) for part in parts)
 
-    def batches(
+    def read_batches(
         self, parts: Sequence[int], progress: Callable[[int], Any]
     ) -> Generator[CropBatch, None, None]:
         rows: list[Array] = []
@@ -230,7 +230,7 @@ class RecordSource:
         self.paths, self.read, self.batch, self.workers = paths, read, batch, workers
         self.parts = -(-len(paths) // (batch * PART_BATCHES))
         self.skipped: dict[int, list[Skipped]] = {}
-        self.rates_hz: set[float] = set()  # rates of what was read
+        self.rates_hz: set[float] = set()  # recording rates of the ECGs read so far
         self.heart_rates = HeartRates()
         self.crops_read = array("Q")  # for each crop: the number of its ECG, its waveform
 
@@ -240,28 +240,28 @@ class RecordSource:
         crops = np.array(self.crops_read, np.uint64).reshape(-1, 2)
         return Waveforms(crops[:, 0], crops[:, 1])
 
-    def _numbers(self, part: int) -> range:
+    def _record_range(self, part: int) -> range:
         size = self.batch * PART_BATCHES
         return range(len(self.paths))[part * size : (part + 1) * size]
 
-    def count(self, parts: Iterable[int]) -> int:
-        return sum(len(self._numbers(part)) for part in parts)
+    def count_units(self, parts: Iterable[int]) -> int:
+        return sum(len(self._record_range(part)) for part in parts)
 
-    def batches(
+    def read_batches(
         self, parts: Sequence[int], progress: Callable[[int], Any]
     ) -> Generator[CropBatch, None, None]:
-        numbers = (number for part in parts for number in self._numbers(part))
+        numbers = (number for part in parts for number in self._record_range(part))
         with closing(prefetch(self.read, numbers, self.workers)) as records:
             for part in parts:
-                crops = self._crops(part, records, progress)
+                crops = self._read_crops(part, records, progress)
                 while chunk := list(islice(crops, self.batch)):
                     yield _make_batch(part, chunk, self.paths)
 
-    def _crops(
+    def _read_crops(
         self, part: int, records: Iterator[Prepared | Skipped], progress: Callable[[int], Any]
     ) -> Iterator[RecordCrop]:
         self.skipped[part] = []
-        for number, record in zip(self._numbers(part), records, strict=False):
+        for number, record in zip(self._record_range(part), records, strict=False):
             progress(1)
             if isinstance(record, Skipped):
                 self.skipped[part].append(record)
@@ -291,9 +291,9 @@ CropSource = DatasetSource | RecordSource
 
 
 class OpenedData(NamedTuple):
-    identity: dict[str, Any]  # what distinguishes these ECGs from others, as plain JSON
+    identity: dict[str, Any]  # JSON that tells these ECGs from others
     source: Callable[[], CropSource]
-    private: str = ""  # what in the table tells who the patients are
+    private: str = ""  # says what in the table identifies patients
 
 
 def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
@@ -317,7 +317,7 @@ def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
 
 
 def dataset_of(options: EcgOptions) -> Dataset | None:
-    """The dataset that `data` names; None if it names files."""
+    """Returns the dataset that `data` names; None if it names files."""
     for url in options.data:
         remote = "://" in url
         if not remote and not Path(url, META).is_file():
@@ -325,7 +325,7 @@ def dataset_of(options: EcgOptions) -> Dataset | None:
         try:
             dataset = Dataset.open(url, options.anonymous)
         except DataError:
-            if remote:  # it may be an archive
+            if remote:  # a remote folder may be an archive
                 continue
             raise
         if len(options.data) > 1:
@@ -343,10 +343,12 @@ def dataset_of(options: EcgOptions) -> Dataset | None:
     return None
 
 
-def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False) -> Skipped:
+def skip_or_stop(
+    options: EcgOptions, name: str, reason: object, of_folder: bool = False
+) -> Skipped:
     if options.pseudonymize and isinstance(reason, ReadError):
         name, reason = "a record", reason.reason  # names and details may tell who it is
-    if not options.skips(of_folder):
+    if not options.skips_unreadable(of_folder):
         raise DataError(
             f"{name}: ",
             reason,
@@ -354,7 +356,7 @@ def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False
             Flag("--on-corrupt"),
             " skip)",
         )
-    number = next(options.skip_numbers)  # which several threads may call
+    number = next(options.skip_numbers)  # atomic: several threads skip records
     line = f"skipped: {name}: {reason}"
     if number == SKIPS_SHOWN:
         line = "skipped: more, which are only counted"
@@ -386,14 +388,16 @@ def dataset_source(
         names = pc.binary_join_element_wise(*table.columns, "/")
         without, others = names.filter(pa.array(blank)), names.filter(pa.array(~blank))
         lost = without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist()
-        left_out = [skip(options, f"{url}: {name}", model_input.missing_text) for name in lost]
+        left_out = [
+            skip_or_stop(options, f"{url}: {name}", model_input.missing_text) for name in lost
+        ]
     return DatasetSource(
         dataset,
         rows[~blank],
         options.batch,
         options.per,
         left_out,
-        on_corrupt="skip" if options.skips() else "stop",
+        on_corrupt="skip" if options.skips_unreadable() else "stop",
         threads=options.workers,
         pin=options.pin,
     )
@@ -401,11 +405,11 @@ def dataset_source(
 
 class RecordToRead(NamedTuple):
     name: str
-    stamp: bytes  # changes with the content
+    stamp: bytes  # digest that changes with the content
     read: Callable[[], Prepared | ReadError]
     label: str  # its name without folders and odd characters, for the table; if not unique, `name`
-    private: str = ""  # what in its table row tells who the patient is
-    of_folder: bool = False  # the user has named its folder only
+    private: str = ""  # says what in its row identifies the patient
+    of_folder: bool = False  # the user named its folder, not the file
 
 
 def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
@@ -430,19 +434,20 @@ def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordT
 
 
 def pseudonym_mark(keyfile: str) -> str:
-    """The mark of this key, as in the dataset.json of a dataset with its pseudonyms."""
+    """Returns the mark of this key, as in the dataset.json of a dataset with its pseudonyms."""
     return str(key_mark(read_key(keyfile)))
 
 
 def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
-    """Each crop's record, as in Prepared, and waveform (data_tools.dataset.crop_hashes)."""
+    """Returns the record of each crop, as in Prepared, and its waveform
+    (data_tools.dataset.crop_hashes)."""
     crops: list[dict[str, Any]] = []
     skipped = 0
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     for record in records_to_read(options, Input(ALL_LEADS, ALL_LEADS)):
         ecg = record.read()
         if isinstance(ecg, ReadError):
-            skip(options, record.name, ecg, record.of_folder)
+            skip_or_stop(options, record.name, ecg, record.of_folder)
             skipped += 1
             continue
         names = pseudonymize_record(key, ecg)._asdict()
@@ -455,7 +460,7 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
 
 
 def array_files(url: str) -> list[Path]:
-    """The .npy and .npz files at a path: the file itself, or those in a folder."""
+    """Returns the .npy and .npz files at a path: the file itself, or those in a folder."""
     if url.endswith(ARRAY_SUFFIXES):
         return [Path(url)]
     paths = Path(url).rglob("*")
@@ -562,7 +567,7 @@ def _read_array(ecg: EcgArray, options: EcgOptions, model_input: Input) -> Prepa
             transposed = f" and {columns} columns: transpose it to [leads, samples], and"
             middle = transposed if rows > columns else f", not {len(leads)}:"
             return ReadError(f"has {rows:,} rows{middle} name its rows with --leads")
-        cut = crops(values, options.fs_hz, leads, options.unit, model_input)
+        cut = cut_crops(values, options.fs_hz, leads, options.unit, model_input)
         return Prepared("array", ecg.label, None, *cut[:4], options.fs_hz)
     except (ArrayError, SignalError, OSError) as error:
         return ReadError(str(error))
@@ -580,7 +585,7 @@ def record_source(
         if isinstance(ecg, Prepared):
             ecg = drop_unusable_crops(ecg, model_input)
         if isinstance(ecg, ReadError):
-            return skip(options, record.name, ecg, record.of_folder)
+            return skip_or_stop(options, record.name, ecg, record.of_folder)
         if labels[record.label] > 1:
             ecg = ecg._replace(record=record.name)
         return pseudonymize_record(key, ecg)
@@ -590,8 +595,8 @@ def record_source(
 
 
 def drop_unusable_crops(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
-    """Leaves out crops in which all leads that the model uses are zero, that is, not recorded, and
-    those without a window."""
+    """Drops crops without a window, and crops in which all leads that the model uses are zero, that
+    is, not recorded."""
     measured_B = ecg.crops_uv[:, list(model_input.seen_leads)].any(axis=(1, 2))
     there = np.flatnonzero(measured_B & (model_input.count_windows(ecg.halves) > 0)).tolist()
     if len(there) == len(ecg.halves):

@@ -51,7 +51,7 @@ from .ecg_reader import CROP_COLUMNS, FLAGS, PATH, CropSource, Per, Skipped
 from .trained_model import NOT_FINITE, TrainedModel
 
 CSV = ".csv"
-EMBEDDING = "embedding"  # a column
+EMBEDDING = "embedding"  # name of a column
 # a column of predictions: leads that the model uses but did not get, such as II,V1; null: none
 MISSING = "missing_leads"
 JOB_KEY = b"omnilead"  # in a parquet file's metadata: the job
@@ -59,14 +59,14 @@ SKIPPED_KEY = b"omnilead.skipped"  # in a part's metadata: its records that coul
 
 
 class Counts(NamedTuple):
-    """How many rows of a table are doubtful, and how many records could not be read."""
+    """Counts of the doubtful rows of a table, and of the records that could not be read."""
 
     rows: int = 0
     lacking: int = 0  # rows that lack leads which the model uses
     implausible: int = 0
     refused: int = 0
 
-    def plus(self, table: pa.Table, refused: int) -> "Counts":
+    def add_table(self, table: pa.Table, refused: int) -> "Counts":
         lacking = implausible = 0
         if MISSING in table.column_names:
             lacking = len(table) - table[MISSING].null_count
@@ -84,17 +84,17 @@ class Output(NamedTuple):
     forward: Callable[[Tensor], Tensor]
     schema: pa.Schema  # COLUMNS, perhaps MISSING and PATH, and those that `columns` makes
     columns: Callable[[Array], list[pa.Array]]
-    what: str  # for messages
-    job: Facts  # what distinguishes it from embeddings
-    sentences: Sequence[str] = ()  # what its user must know of the model
-    scores: bool = False  # outputs of the model's head
+    what: str  # names the outputs in messages
+    job: Facts  # settings that tell this output from embeddings
+    sentences: Sequence[str] = ()  # notes on the model for the user
+    scores: bool = False  # True if these are scores of the model's head
 
 
 def embedding_output(model: TrainedModel, readout: str = "") -> Output:
     """Returns the output for embeddings. `readout`: downstream.tasks.readout; "": the model's
     own."""
-    parts = model.readout_of(readout)
-    output = vector_output(model, partial(model.read, readout=parts), model.width_of(parts))
+    parts = model.suitable_readout(readout)
+    output = vector_output(model, partial(model.read, readout=parts), model.readout_width(parts))
     return output if parts == (PAPER,) else output._replace(job={"readout": "+".join(parts)})
 
 
@@ -109,7 +109,7 @@ def vector_output(model: TrainedModel, forward: Callable[[Tensor], Tensor], widt
 
 
 def embedding_matrix(table: pa.Table) -> Array:
-    """The vectors of a table, one row each."""
+    """Returns the vectors of a table, one row each."""
     return np.asarray(
         table[EMBEDDING].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
     )
@@ -160,7 +160,7 @@ def part_tables(
     """Yields the table of each part."""
     empty = set(parts)
 
-    def prepare(uv_BLT: Tensor, halves_B: Array) -> Tensor:
+    def prepare_windows(uv_BLT: Tensor, halves_B: Array) -> Tensor:
         x_RLT = model_input.windows(uv_BLT, halves_B)  # normalised over the whole crop
         if per != "first":
             return x_RLT
@@ -168,11 +168,11 @@ def part_tables(
         first_B = torch.from_numpy(np.cumsum(count_B) - count_B)
         return x_RLT.index_select(0, first_B.to(x_RLT.device))
 
-    with closing(source.batches(parts, progress)) as batches:
+    with closing(source.read_batches(parts, progress)) as batches:
         crops: Iterable[CropBatch] = batches
         if MISSING in output.schema.names:
             crops = note_missing_leads(batches, output.model.input, model_input)
-        outputs = predict(crops, prepare, output.forward, output.model.device)
+        outputs = predict(crops, prepare_windows, output.forward, output.model.device)
         for part, group in groupby(outputs, key=lambda batch: batch[0].crops.part):
             empty.remove(part)
             yield part, _part_table(list(group), output, per)
@@ -221,13 +221,14 @@ def _part_table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per
 
 
 def _window_starts(rows: pa.Table, crop_H: Array, model_input: Input) -> pa.Array:
-    """The start of each window in seconds, later than that of its crop."""
+    """Returns the start of each window in seconds; a crop's second window starts later than the
+    crop."""
     window_H = np.arange(len(crop_H)) - np.searchsorted(crop_H, crop_H)
     return pa.array(rows["start_s"].to_numpy() + window_H * model_input.window_s)
 
 
 def _joined_flags(flags_B: pa.ChunkedArray, crop_H: Array, first_N: Array) -> pa.Array:
-    """The flags of all crops of each row."""
+    """Returns the flags of all crops of each row."""
     if flags_B.null_count == len(flags_B):
         return pa.nulls(len(first_N), pa.string())
     joined = []
@@ -240,7 +241,7 @@ def _joined_flags(flags_B: pa.ChunkedArray, crop_H: Array, first_N: Array) -> pa
 def _missing_leads(
     batches: list[tuple[CropBatch, Array]], crop_H: Array, first_N: Array
 ) -> pa.Array:
-    """The names of the leads that are missing in any crop of a row."""
+    """Returns the names of the leads that are missing in any crop of a row."""
     missing_BL = np.concatenate([batch.crops.missing_BL for batch, _ in batches])
     missing_NL = np.logical_or.reduceat(missing_BL[crop_H], first_N)
     names = [describe_leads(np.flatnonzero(missing_L)) or None for missing_L in missing_NL]
@@ -252,20 +253,20 @@ class ParquetParts:
 
     def __init__(self, out: Path, job: Facts, rank: int = 0, world: int = 1) -> None:
         self.out, self.rank, self.world = out, rank, world
-        self.job = json.loads(json.dumps(job))  # as it is read back
+        self.job = json.loads(json.dumps(job))  # with lists for tuples, as JSON is read back
         self.folder = out.with_name(f"{out.name}.parts")
         self.finished = out.exists()
         self.rows: int | None = None  # rows of `out`, on the rank that has joined its parts
-        self.counts = Counts()  # on the same rank
+        self.counts = Counts()  # complete on the same rank
         self._lock: Any = None
         if not self.finished:
-            self._open()
+            self._lock_folder()
             return
-        self._require_same(job_of(out), out)
+        self._require_same(read_job(out), out)
         if rank == 0 and out.suffix != CSV:
             self.rows = pq.read_metadata(out).num_rows
 
-    def _open(self) -> None:
+    def _lock_folder(self) -> None:
         """Locks the folder for this rank, and refuses parts of another job."""
         if self.folder.is_file():
             raise ConfigError(
@@ -278,7 +279,7 @@ class ParquetParts:
             if locked_by_another(self._lock, str(self.out)):
                 raise OutputError(f"{self.out}: another process is writing it")
             for path in self.folder.glob("*.parquet"):
-                before = job_of(path)
+                before = read_job(path)
                 if before is not None:
                     self._require_same(before, self.folder)
             refused.pop_all()  # the lock is held until the end
@@ -288,9 +289,9 @@ class ParquetParts:
         for name in sorted(self.job.keys() | before.keys()):
             was, now = before.get(name), self.job.get(name)
             if was != now:
-                self._refuse(place, f"{name} was {str(was)[:60]}, now {str(now)[:60]}")
+                self._refuse_file(place, f"{name} was {str(was)[:60]}, now {str(now)[:60]}")
 
-    def _refuse(self, place: Path, why: str) -> None:
+    def _refuse_file(self, place: Path, why: str) -> None:
         raise ConfigError(f"{place}: of another job: {why}: remove it, or choose another file")
 
     def require_columns(self, names: Sequence[str]) -> None:
@@ -302,74 +303,78 @@ class ParquetParts:
                 continue
             for name in set(names) ^ set(before):
                 what = "without" if name in names else "with"
-                self._refuse(self.folder, f"its parts are {what} a column {name}")
+                self._refuse_file(self.folder, f"its parts are {what} a column {name}")
 
-    def _read(self, number: int, schema: pa.Schema | None = None) -> pa.Table | None:
-        """A part's table; None if it is missing or damaged."""
+    def _read_part(self, number: int, schema: pa.Schema | None = None) -> pa.Table | None:
+        """Reads a part's table; None if it is missing or damaged."""
         try:
-            return pq.read_table(self._path(number), schema=schema, page_checksum_verification=True)
+            return pq.read_table(
+                self._part_path(number), schema=schema, page_checksum_verification=True
+            )
         except (pa.ArrowException, OSError):
             return None
 
-    def _path(self, number: int) -> Path:
+    def _part_path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.parquet"
 
     def own_parts(self, count: int) -> range:
-        """This rank's parts, out of `count`."""
+        """Returns this rank's parts, out of `count`."""
         return range(self.rank, count, self.world)
 
     def missing_parts(self, count: int) -> list[int]:
-        """This rank's parts that are still missing or damaged."""
-        numbers = [number for number in self.own_parts(count) if self._read(number) is None]
+        """Returns this rank's parts that are still missing or damaged."""
+        numbers = [number for number in self.own_parts(count) if self._read_part(number) is None]
         # Checked last: another rank removes the parts only after this file exists
         self.finished = self.out.exists()
         return [] if self.finished else numbers
 
-    def write(self, number: int, table: pa.Table, skipped: Sequence[Skipped] = ()) -> None:
+    def write_part(self, number: int, table: pa.Table, skipped: Sequence[Skipped] = ()) -> None:
         buffer = io.BytesIO()
         facts = {JOB_KEY: json.dumps(self.job), SKIPPED_KEY: json.dumps(skipped)}
         table = table.replace_schema_metadata(facts)
         pq.write_table(table, buffer, write_page_checksum=True)
         try:
-            write_whole(self._path(number), buffer.getvalue())
+            write_whole(self._part_path(number), buffer.getvalue())
         except FileNotFoundError:  # ranks of another number have joined all parts and removed them
             self.finished = self.out.exists()
             if not self.finished:
                 raise
 
-    def join(self, count: int, schema: pa.Schema, left_out: Sequence[Skipped] = ()) -> list[int]:
-        """Joins all parts into one file, atomically. Returns the missing parts, which are other
-        ranks'. Ranks that finish together may all join: they write the same bytes. `left_out`: what
-        is in no part."""
+    def join_parts(
+        self, count: int, schema: pa.Schema, left_out: Sequence[Skipped] = ()
+    ) -> list[int]:
+        """Joins all parts into one file, atomically. Returns the numbers of missing parts, which
+        other ranks compute. Ranks that finish together may all join: they write the same bytes.
+        `left_out`: ECGs that are in no part."""
         missing: list[int] = []
         try:
             if not self.out.exists():
                 facts = schema.with_metadata({JOB_KEY: json.dumps(self.job)})
-                missing = self._join(count, facts, list(left_out))
+                missing = self._join_into_file(count, facts, list(left_out))
         except FileNotFoundError:  # another rank has joined the parts and removed them
             if not self.out.exists():
                 raise
         return [] if self.out.exists() else missing
 
-    def _join(self, count: int, schema: pa.Schema, skipped: list[Skipped]) -> list[int]:
+    def _join_into_file(self, count: int, schema: pa.Schema, skipped: list[Skipped]) -> list[int]:
         files = set(os.listdir(self.folder))
-        missing = [number for number in range(count) if self._path(number).name not in files]
+        missing = [number for number in range(count) if self._part_path(number).name not in files]
         if missing:
             return missing
         # also unlike that of ranks of another number, who may join at the same time
         joined = self.folder / f"whole-{self.rank}-of-{self.world}-{os.getpid()}"
         counts = Counts()
-        with _writer(joined, schema, self.out.suffix == CSV) as write:
+        with _table_writer(joined, schema, self.out.suffix == CSV) as write:
             for number in range(count):
-                table = self._read(number, schema)
+                table = self._read_part(number, schema)
                 if table is None:
                     missing.append(number)
                     continue
                 of_part = json.loads(
-                    pq.read_schema(self._path(number)).metadata.get(SKIPPED_KEY, b"[]")
+                    pq.read_schema(self._part_path(number)).metadata.get(SKIPPED_KEY, b"[]")
                 )
                 skipped += (Skipped(*ecg) for ecg in of_part)
-                counts = counts.plus(table, len(of_part))
+                counts = counts.add_table(table, len(of_part))
                 if len(table):
                     write(table.replace_schema_metadata(schema.metadata))
         if missing:
@@ -381,7 +386,7 @@ class ParquetParts:
             os.fsync(file.fileno())
         if self.out.suffix == CSV:
             record = {"job": self.job, "bytes": joined.stat().st_size}
-            write_whole(job_record(self.out), json.dumps(record))
+            write_whole(job_record_path(self.out), json.dumps(record))
         write_skipped(self.out, skipped)
         os.replace(joined, self.out)
         sync_folder(self.out.parent)
@@ -399,7 +404,9 @@ class ParquetParts:
 
 
 @contextmanager
-def _writer(path: Path, schema: pa.Schema, as_csv: bool) -> Iterator[Callable[[pa.Table], None]]:
+def _table_writer(
+    path: Path, schema: pa.Schema, as_csv: bool
+) -> Iterator[Callable[[pa.Table], None]]:
     """Appends tables to a file: in parquet, one row group each."""
     if not as_csv:
         with pq.ParquetWriter(path, schema) as writer:
@@ -410,11 +417,11 @@ def _writer(path: Path, schema: pa.Schema, as_csv: bool) -> Iterator[Callable[[p
 
 
 def skipped_file(out: Path) -> Path:
-    """The file beside `out` that lists what was skipped."""
+    """Returns the path beside `out` that lists what was skipped."""
     return out.with_name(f"{out.name}.skipped.csv")
 
 
-def has_skipped(out: Path) -> bool:
+def has_skipped_file(out: Path) -> bool:
     """True if there is such a file, written by this program."""
     try:
         with open(skipped_file(out), "rb") as file:
@@ -425,26 +432,26 @@ def has_skipped(out: Path) -> bool:
 
 def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
     place = skipped_file(out)
-    is_own = has_skipped(out)
+    is_own = has_skipped_file(out)
     if skipped:
         if place.exists() and not is_own:
             raise OutputError(f"{place}: is of another program: move it{RESUMABLE}")
         write_whole(place, csv_text([Skipped._fields, *skipped]))
-    elif is_own:  # left by an earlier file of this name
+    elif is_own:  # it describes an earlier file of this name
         place.unlink(missing_ok=True)
 
 
-def job_record(out: Path) -> Path:
-    """The file that says which job has written a CSV file."""
+def job_record_path(out: Path) -> Path:
+    """Returns the path of the file that says which job has written a CSV file."""
     return out.with_name(f".{out.name}.job")
 
 
-def job_of(path: Path) -> Any:
-    """The job in a file's metadata, or in the record of a CSV file; None if there is none, or it is
-    damaged, or of an earlier file of this name."""
+def read_job(path: Path) -> Any:
+    """Reads the job from a file's metadata, or from the record of a CSV file; None if it is
+    missing, damaged, or of an earlier file of this name."""
     try:
         if path.suffix == CSV:
-            record = json.loads(job_record(path).read_text())
+            record = json.loads(job_record_path(path).read_text())
             return record["job"] if record["bytes"] == path.stat().st_size else None
         return json.loads((pq.read_schema(path).metadata or {}).get(JOB_KEY, b"null"))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
@@ -458,19 +465,19 @@ def make_parts(
     parts."""
     parts.require_columns(output.schema.names)
     missing = parts.missing_parts(source.parts)
-    total = source.count(parts.own_parts(source.parts))
-    with progress_bar(total, source.unit, total - source.count(missing), parts.rank) as bar:
+    total = source.count_units(parts.own_parts(source.parts))
+    with progress_bar(total, source.unit, total - source.count_units(missing), parts.rank) as bar:
         for number, table in part_tables(source, output, model_input, missing, per, bar.update):
-            parts.write(number, table, source.skipped.get(number, ()))
+            parts.write_part(number, table, source.skipped.get(number, ()))
             if parts.finished:
                 break
-    return parts.join(source.parts, output.schema, source.left_out)
+    return parts.join_parts(source.parts, output.schema, source.left_out)
 
 
 def whole_table(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
-    """The table of all parts, in memory."""
+    """Returns the table of all parts, in memory."""
     numbers = range(source.parts)
-    with progress_bar(source.count(numbers), source.unit) as bar:
+    with progress_bar(source.count_units(numbers), source.unit) as bar:
         parts = part_tables(source, output, model_input, numbers, per, bar.update)
         table = pa.concat_tables(table for _, table in parts)
     refused = sum(map(len, source.skipped.values()))

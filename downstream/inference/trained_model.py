@@ -5,7 +5,7 @@
     model.predict(signal, fs_hz=250, leads=["II", "V1"])            # after fine-tuning: {"AF": 0.93, ...} or {"age": 61.2}
     model.classes, model.thresholds, model.unit                     # the meaning of predictions: model.head_info
     model(x_RLT), model.logits(x_RLT), model.scores(x_RLT)          # for segments that are already preprocessed (model.input)
-    crops(signal_LT, 250, "II,V1", "mV", model.input)               # int16 [B, 12, 5000], their start times, halves and flags
+    cut_crops(signal_LT, 250, "II,V1", "mV", model.input)           # int16 [B, 12, 5000], their start times, halves and flags
 
 An ECG in memory is cut by `data_tools.ecg.crops`, like a dataset, so a record has the same embedding
 from either source.
@@ -74,7 +74,7 @@ from omnilead.engine.settings.run_files import number_or_nan
 from ..tasks.classifier import build_head, sees_tokens
 from ..tasks.config import TaskKind
 from ..tasks.kinds import KINDS, sensitivity_sentences
-from ..tasks.readout import PAPER, Readout, measures_signal, parse_readout, read_out, width_of
+from ..tasks.readout import PAPER, Readout, measures_signal, parse_readout, read_out, readout_width
 from .trees import Trees
 
 # Limits for a typical lead's median and peak, and for its peak from below; hearts peak at 0.1 to 10
@@ -89,7 +89,7 @@ ModuleClass = type[nn.Module] | None
 Count = Annotated[int, Field(ge=1, le=2**24)]  # bounded, as config.json may be anyone's
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
-Leads = str | Iterable[str]  # their names, as for engine.settings.leads.leads_in_order
+Leads = str | Iterable[str]  # names of leads, as for engine.settings.leads.leads_in_order
 
 
 STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -97,11 +97,11 @@ STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 @dataclass(frozen=True, config=STRICT)
 class CrossValidation:
-    """How good a head was on the ECGs that it was fitted on, each scored by one that was fitted
-    without its patient: `head.cross_validated` in config.json."""
+    """Scores of a head in cross-validation, `head.cross_validated` in config.json: each ECG is
+    scored by a head that was fitted without its patient."""
 
     folds: Count
-    n: Count  # ECGs
+    n: Count  # number of ECGs
     metrics: dict[Name, float | None]
     intervals: dict[Name, tuple[float | None, float | None]]  # 95 %, over patients
     # By class: the score that 95 % of the positives reach, and the specificity there
@@ -120,7 +120,7 @@ class HeadInfo:
     thresholds: tuple[Share, ...] = ()
     # [K] chosen on validation data, for the Challenge's classes (`thresholds`: 0.5)
     chosen: tuple[Share, ...] = ()
-    unit: str = ""  # for regression; for survival, of the times
+    unit: str = ""  # of values (regression) or times (survival)
     center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
     scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
     trees: tuple[Count, Count] | None = None  # how many nodes and trees, of a boosted head
@@ -199,13 +199,13 @@ class TrainedModel(nn.Module):
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
-        self.seen = unknown_record()  # what it was trained on (engine.data.seen)
-        self.readout = self.readout_of(config.get("readout", PAPER))
+        self.seen = unknown_record()  # the data that it was trained on (engine.data.seen)
+        self.readout = self.suitable_readout(config.get("readout", PAPER))
         self.eval()
 
     def note_on_rates(self, rates_hz: Iterable[float]) -> str:
-        """A note if ECGs were recorded so much slower or faster than those that the head was fitted
-        on that it may matter; else ""."""
+        """Returns a note if ECGs were recorded so much slower or faster than those that the head
+        was fitted on that it may matter; else ""."""
         if not (self.head_info and self.head_info.source_hz):
             return ""
         widest = min(ENOUGH_HZ, self.input.fs_hz, 2 * (self.input.band_hz or (0, ENOUGH_HZ))[1])
@@ -222,9 +222,9 @@ class TrainedModel(nn.Module):
         )
 
     def __repr__(self) -> str:
-        """What goes in and what comes out, in place of PyTorch's list of layers."""
+        """Describes input and output, in place of PyTorch's list of layers."""
         signals, head = self.input, self.head_info
-        does = f"makes an embedding of {self.width_of(self.readout)} numbers"
+        does = f"makes an embedding of {self.readout_width(self.readout)} numbers"
         if head and head.classes:
             names = first_names(head.classes, CLASSES_IN_REPR)
             unit = f" in {head.unit}" if head.unit else ""
@@ -236,8 +236,8 @@ class TrainedModel(nn.Module):
             f"({SCALES[signals.scale]}); it converts other rates and units"
         )
 
-    def readout_of(self, text: str) -> Readout:
-        """The parts of a read-out that suits this model; "": the model's own."""
+    def suitable_readout(self, text: str) -> Readout:
+        """Returns the parts of a read-out that suits this model; "": the model's own."""
         parts = parse_readout(text) if text else self.readout
         if measures_signal(parts) and not self.input.is_plain:
             raise ConfigError(
@@ -246,8 +246,8 @@ class TrainedModel(nn.Module):
             )
         return parts
 
-    def width_of(self, readout: Readout) -> int:
-        return width_of(readout, self.encoder.width)
+    def readout_width(self, readout: Readout) -> int:
+        return readout_width(readout, self.encoder.width)
 
     @property
     def device(self) -> torch.device:
@@ -256,11 +256,11 @@ class TrainedModel(nn.Module):
 
     @property
     def history(self) -> Facts:
-        """What config.json says about its training."""
+        """The facts about its training in config.json."""
         trained = self.config.get("trained")
         return trained if isinstance(trained, dict) else {}
 
-    def untrained(self, seed: int = 0) -> "TrainedModel":
+    def with_random_weights(self, seed: int = 0) -> "TrainedModel":
         """Returns a model of the same architecture with random weights, without a head."""
         config = config_of(self.config)
         kind = type(self.encoder) if config.encoder else None
@@ -269,8 +269,8 @@ class TrainedModel(nn.Module):
         return model.to(self.device, next(self.parameters()).dtype)
 
     def missing_leads_doubt(self) -> str:
-        """Why its predictions are doubtful if some of its leads are missing; "" if it was trained
-        with random lead masking."""
+        """Says why predictions are doubtful if some of the model's leads are missing; "" if it was
+        trained with random lead masking."""
         # Unknown for models of other programs and of older versions
         masked = number_or_nan(self.history.get("rlm"))
         if masked > 0:
@@ -285,8 +285,8 @@ class TrainedModel(nn.Module):
         c_RND: Tensor = self.encoder(x_RLT.to(next(self.encoder.parameters()).dtype))
         return c_RND
 
-    def pooled(self, x_RLT: Tensor) -> Tensor:
-        """c_RD, float32: the mean over tokens, as in the paper."""
+    def pool_tokens(self, x_RLT: Tensor) -> Tensor:
+        """Returns c_RD, float32: the mean over tokens, as in the paper."""
         return self.read(x_RLT, (PAPER,))
 
     def read(self, x_RLT: Tensor, readout: Readout) -> Tensor:
@@ -294,7 +294,7 @@ class TrainedModel(nn.Module):
         return read_out(readout, self.tokens(x_RLT), x_RLT, self.input.leads)
 
     def forward(self, x_RLT: Tensor) -> Tensor:
-        return self.pooled(x_RLT)
+        return self.pool_tokens(x_RLT)
 
     def logits(self, x_RLT: Tensor) -> Tensor:
         return self.logits_of(self.tokens(x_RLT), x_RLT)
@@ -307,7 +307,7 @@ class TrainedModel(nn.Module):
             )
         c = c_RND
         if isinstance(self.head, Trees) and not c_RND.isfinite().all():
-            raise ConfigError(NOT_FINITE)  # trees would take NaN for what was not measured
+            raise ConfigError(NOT_FINITE)  # trees would take NaN for a value that was not measured
         if not sees_tokens(self.head):
             c = read_out(self.readout, c_RND, x_RLT, self.input.leads)
         y: Tensor = self.head(c.to(next(self.head.parameters()).dtype))
@@ -321,7 +321,7 @@ class TrainedModel(nn.Module):
 
     def segments(self, signal: Any, fs_hz: float, leads: Leads, unit: str = "mV") -> Tensor:
         """The model's input x_RLT for one ECG [L, T]."""
-        return self._segments_of(crops(signal, fs_hz, leads, unit, self.input))
+        return self._segments_of(cut_crops(signal, fs_hz, leads, unit, self.input))
 
     def _segments_of(self, ecg: "EcgCrops") -> Tensor:
         halves_B = np.array(ecg.halves)
@@ -340,11 +340,11 @@ class TrainedModel(nn.Module):
         over its segments (of 5 s, or the model's window). readout: "mean", "mean+std+rhythm", ...; "": the model's own.
 
         leads: the names of the rows, in any order; other leads are zeros, for which random lead
-        masking has prepared the model. NaN (in int16 -32768) means not measured. `crops` lists what
-        is refused. Warns of an amplitude that is not an ECG's.
+        masking has prepared the model. NaN (in int16 -32768) means not measured. `cut_crops` says
+        what is refused. Warns of an amplitude that is not an ECG's.
         """
-        parts = self.readout_of(readout)
-        forward, width = partial(self.read, readout=parts), self.width_of(parts)
+        parts = self.suitable_readout(readout)
+        forward, width = partial(self.read, readout=parts), self.readout_width(parts)
         ecgs = self._cut_crops(signal, fs_hz, leads, unit)
         for warning in _amplitude_warnings(ecgs, unit):
             warnings.warn(warning, stacklevel=3)  # the second frame is torch's decorator
@@ -367,12 +367,12 @@ class TrainedModel(nn.Module):
         return answers if _is_batch(signal) else answers[0]
 
     def _cut_crops(self, signal: Any, fs_hz: float, leads: Leads, unit: str) -> list["EcgCrops"]:
-        """The crops of each ECG, one or several."""
+        """Returns the crops of each ECG, one or several."""
         leads = leads if isinstance(leads, str) else tuple(leads)
         ecgs = []
         for i, record in enumerate(signal if _is_batch(signal) else [signal]):
             try:
-                ecgs.append(crops(record, fs_hz, leads, unit, self.input))
+                ecgs.append(cut_crops(record, fs_hz, leads, unit, self.input))
             except SignalError as error:
                 if _is_batch(signal):
                     raise SignalError(f"signal[{i}]: {error}") from None
@@ -380,7 +380,7 @@ class TrainedModel(nn.Module):
         return ecgs
 
     def _missing_lead_warnings(self, ecgs: Sequence["EcgCrops"]) -> Iterator[str]:
-        """A warning if leads that the model uses were not measured in a crop."""
+        """Yields a warning if leads that the model uses were not measured in a crop."""
         missing = []
         for ecg in ecgs:
             measured_L = np.asarray(ecg.uv_BLT.any(axis=2).all(axis=0))
@@ -408,14 +408,14 @@ def _is_batch(signal: Any) -> bool:
 
 
 def _amplitude_warnings(ecgs: Sequence["EcgCrops"], unit: str) -> Iterator[str]:
-    """A warning if the amplitude of one of these is not an ECG's."""
+    """Yields a warning if the amplitude of one of these is not an ECG's."""
     if doubts := [ecg.doubt for ecg in ecgs if ecg.doubt]:
         where = _concerned_text([ecg.doubt for ecg in ecgs])
         yield f"{IMPLAUSIBLE_AMPLITUDE}{where}: {doubts[0]}: is unit={unit!r} right?"
 
 
 def _concerned_text(concerns: Sequence[object]) -> str:
-    """How many of all ECGs a warning concerns, if not all. `concerns`: what is wrong with each."""
+    """Says how many ECGs a warning concerns, if not all. `concerns`: each ECG's fault, if any."""
     if all(concerns):
         return ""
     return f" in {sum(map(bool, concerns)):,} of {len(concerns):,} ECGs"
@@ -444,7 +444,7 @@ def load(
         kind = encoder or class_in_folder(folder, config.encoder, code, "encoder")
         with torch.device("cpu" if config.encoder else "meta"):
             own: Any = build_encoder(config, kind=kind)
-            top = _build_head(head_info, width_of(readout, own.width))
+            top = _build_head(head_info, readout_width(readout, own.width))
         if head_info and (spec := str(head_info.definition.get("head") or "")):
             kind = head or class_in_folder(folder, spec, code, "head")
             options = head_info.definition.get("head_options") or {}
@@ -452,7 +452,7 @@ def load(
         _load_weights(folder / WEIGHTS, own, top)
         if isinstance(top, Trees):
             with blaming(str(folder / WEIGHTS)):
-                top.check(width_of(readout, own.width))
+                top.require_valid(readout_width(readout, own.width))
         try:
             model = TrainedModel(own, top, document, preprocessing, digest)
         except ConfigError as error:
@@ -470,7 +470,7 @@ def _build_head(head: HeadInfo | None, width: int) -> nn.Module | None:
 
 
 def class_in_folder(folder: Path, spec: str, code: bool, part: str) -> Any:
-    """The class in a model folder; None if `spec` is built into omnilead. Code runs only if
+    """Returns the class in a model folder; None if `spec` is built into omnilead. Code runs only if
     asked."""
     file, _, name = spec.rpartition(":")
     if not file:
@@ -511,7 +511,7 @@ def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo 
 
 
 def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> None:
-    """Load all weights from the file."""
+    """Loads all weights from the file."""
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {}
@@ -544,18 +544,18 @@ class EcgCrops(NamedTuple):
     uv_BLT: np.ndarray  # int16 [B, 12, 5000]; 0 where nothing was measured
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
-    flags: tuple[tuple[str, ...], ...]  # as of a dataset's crops
+    flags: tuple[tuple[str, ...], ...]  # as for a dataset's crops
     doubt: str  # data_tools.ecg.crops.amplitude_doubt
 
 
-def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> EcgCrops:
+def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> EcgCrops:
     """Cut one ECG [L, T] into crops from its start, as for a dataset: a remainder of 5 s or more
     is a crop with one half, less is dropped. An ECG shorter than 5 s is refused. A lead with NaN
     (in int16 -32768, in a masked array a masked sample) is zero in that whole crop. Crops
     without a measured lead, or with only flat leads, are left out."""
     indices = leads_in_order(leads)
     wanted.require_leads(indices)
-    values, names = _as_array(signal), tuple(LEADS[lead] for lead in indices)
+    values, names = _signal_array(signal), tuple(LEADS[lead] for lead in indices)
     if values.ndim == 2 and len(values) != len(names) == values.shape[1]:
         raise SignalError(
             f"has {len(values):,} rows and {len(names)} columns: transpose it to [leads, samples]"
@@ -563,7 +563,7 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
     invalid = NOT_MEASURED if values.dtype == np.int16 else None  # as loadmat returns it
     try:
         record = EcgRecord("", values, float(fs_hz), names, unit_name(str(unit)), invalid=invalid)
-        count = _crops_with_windows(record, wanted)
+        count = _count_crops_with_windows(record, wanted)
     except (ReadError, TypeError, ValueError) as error:
         needed = "[leads, samples] in V, mV or uV at {:g} to {:g} Hz".format(*RATE_RANGE_HZ)
         raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
@@ -603,7 +603,7 @@ def _usable_crops(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Itera
             yield crop
 
 
-def _crops_with_windows(record: EcgRecord, wanted: Input) -> int:
+def _count_crops_with_windows(record: EcgRecord, wanted: Input) -> int:
     samples = samples_at_500(record.signal.shape[1], record.fs_hz)
     count = samples // CROP
     if wanted.needed_s == HALF_S:
@@ -616,7 +616,7 @@ def _crops_with_windows(record: EcgRecord, wanted: Input) -> int:
     return count
 
 
-def _as_array(signal: Any) -> np.ndarray:
+def _signal_array(signal: Any) -> np.ndarray:
     if isinstance(signal, Tensor):
         signal = signal.detach().cpu()
         signal = (signal.double() if signal.is_floating_point() else signal).numpy()

@@ -1,7 +1,7 @@
 """Boosted trees as the head of a model: numbers of an ECG in, logits out.
 
     trees = Trees(nodes, trees, outputs)       # zeros, until weights are loaded or assigned
-    trees.check(width)                         # LoadError unless every path ends at a leaf
+    trees.require_valid(width)                         # LoadError unless every path ends at a leaf
     trees(c_RD)                                # logits [R, outputs]
 
 All trees are one list of nodes. At each, a number goes to the first of three nodes if it is at most
@@ -38,7 +38,7 @@ class Trees(nn.Module):
         self.threshold = nn.Parameter(torch.zeros(nodes), requires_grad=False)
         self.value = nn.Parameter(torch.zeros(nodes), requires_grad=False)
 
-    def check(self, width: int) -> "Trees":
+    def require_valid(self, width: int) -> "Trees":
         own = torch.arange(len(self.feature))[:, None]
         leaf = (self.child == own).all(1, keepdim=True)
         for name, bad in (

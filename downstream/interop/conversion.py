@@ -66,18 +66,18 @@ from .fairseq import (
     MAX_TEXT,
     Settings,
     Weights,
-    from_theirs,
+    fairseq_settings,
     norm_spelling,
     output_count,
     read_model_config,
     read_setting,
     shapes_of,
-    their_settings,
-    to_theirs,
+    weights_from_fairseq,
+    weights_to_fairseq,
 )
 from .hub import front_matter
 
-# In the paths of z-scored training signals
+# Paths of z-scored training signals contain one of these
 ZSCORED_NAMES = ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm")
 
 
@@ -104,8 +104,8 @@ def from_fairseq(
     state = float_tensors(content.get("model"), checkpoint)
     config = read_model_config(cfg["model"])
     # Cloned, as safetensors refuses tied tensors
-    weights = {name: w.clone() for name, w in from_theirs(state, config).items()}
-    preprocessing, notes = _read_preprocessing(cfg, config, scale, fs_hz)
+    weights = {name: w.clone() for name, w in weights_from_fairseq(state, config).items()}
+    preprocessing, notes = _preprocessing_and_notes(cfg, config, scale, fs_hz)
     document: Settings = {
         "model": asdict(config),
         "fairseq": {
@@ -124,7 +124,7 @@ def from_fairseq(
             "--classes LIST|FILE"
         )
     parameters = sum(w.numel() for w in weights.values())
-    card = _card(checkpoint.name, config, preprocessing, names, parameters)
+    card = _model_card(checkpoint.name, config, preprocessing, names, parameters)
     write_model(out, weights, document, preprocessing, front_matter({}, card))
     return notes
 
@@ -149,14 +149,14 @@ def preprocessing_document(
     }
 
 
-def _read_preprocessing(
+def _preprocessing_and_notes(
     cfg: Settings, config: ModelConfig, scale: str, fs_hz: float | None
 ) -> tuple[Settings, list[str]]:
     """Returns the input that the checkpoint's settings describe; arguments take precedence."""
-    task, notes = _section(cfg, "task"), []
+    task, notes = _settings_section(cfg, "task"), []
     # A fine-tuned checkpoint keeps the settings of its pre-training among those of its model
-    model = _section(cfg["model"], "args") or _section(cfg["model"], "w2v_args")
-    stated = task.get("sample_rate") or _section(model, "task").get("sample_rate")
+    model = _settings_section(cfg["model"], "args") or _settings_section(cfg["model"], "w2v_args")
+    stated = task.get("sample_rate") or _settings_section(model, "task").get("sample_rate")
     if fs_hz is None:
         fs_hz = stated or 500
         if not stated:
@@ -203,7 +203,7 @@ def _parse_leads(loaded: Any) -> list[int]:
     return list(leads_in_order([LEADS[n] if isinstance(n, int) else n for n in listed]))
 
 
-def _section(settings: Settings, name: str) -> Settings:
+def _settings_section(settings: Settings, name: str) -> Settings:
     section = settings.get(name)
     return section if isinstance(section, dict) else {}
 
@@ -211,7 +211,7 @@ def _section(settings: Settings, name: str) -> Settings:
 def _guess_scale(cfg: Settings) -> str:
     """Returns the scale of the input. ECG-FM was trained on z-scored files, which only their paths
     reveal."""
-    task = _section(cfg, "task")
+    task = _settings_section(cfg, "task")
     model_and_task = {**cfg["model"], **task}
     if model_and_task.get("filter"):
         raise _unconvertible(
@@ -271,7 +271,7 @@ def _read_names(file: str) -> list[str]:
 def _head_document(cfg: Settings, names: list[str]) -> Settings:
     """Returns `head` of config.json, inferred from the loss that the checkpoint was trained
     with."""
-    criterion = _section(cfg, "criterion") or {"_name": cfg.get("criterion")}
+    criterion = _settings_section(cfg, "criterion") or {"_name": cfg.get("criterion")}
     loss, threshold = str(criterion.get("_name")), criterion.get("threshold")
     head: Settings = {"task": "classification", "classes": names}
     if "mse" in loss:
@@ -311,15 +311,17 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
     model_input = None if origin else Input.from_document(preprocessing, config.leads)
     if model_input:
-        require_their_input(run, model_input, preprocessing)
+        require_fairseq_input(run, model_input, preprocessing)
     try:
-        their_weights = to_theirs(state, config, origin.get("spelling", "parametrizations"))
+        their_weights = weights_to_fairseq(
+            state, config, origin.get("spelling", "parametrizations")
+        )
         weights = {
             name: their_weights.pop(name) for name in origin.get("order") or list(their_weights)
         }
         if their_weights:
             raise LookupError(f"order lacks {next(iter(their_weights))}")
-        cfg = origin.get("cfg") or their_settings(
+        cfg = origin.get("cfg") or fairseq_settings(
             config, model_input.seen_leads if model_input else ALL_LEADS
         )
         history = origin.get("optimizer_history") or []
@@ -343,7 +345,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
     write_whole(out, content.getvalue())
 
 
-def require_their_input(run: str | Path, model_input: Input, preprocessing: Settings) -> None:
+def require_fairseq_input(run: str | Path, model_input: Input, preprocessing: Settings) -> None:
     """Raises ConfigError for signals that fairseq-signals would not make."""
     if not model_input.is_plain:
         raise ConfigError(
@@ -356,7 +358,7 @@ def require_their_input(run: str | Path, model_input: Input, preprocessing: Sett
         raise ConfigError(f"{leads}, but it was trained on some: fairseq-signals cannot say so")
 
 
-def _card(
+def _model_card(
     name: str,
     config: ModelConfig,
     preprocessing: Settings,
@@ -389,7 +391,7 @@ def read_checkpoint(path: Path) -> Settings:
     zipped = zipfile.is_zipfile(path)
     try:
         with warnings.catch_warnings(), safe_globals(stand_ins(path) if zipped else []):
-            warnings.simplefilter("ignore")  # about types in old checkpoints
+            warnings.simplefilter("ignore")  # torch warns of types in old checkpoints
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except (ConfigError, PermissionError):
         raise
@@ -412,7 +414,7 @@ class StandIn:
 
     def __new__(cls, *args: Any) -> "StandIn":
         stand_in = object.__new__(cls)
-        # The value, if it is an enum
+        # An enum is pickled as its value
         stand_in.__dict__["content"] = args[0] if len(args) == 1 else f"<{cls.__name__}>"
         return stand_in
 
@@ -526,7 +528,9 @@ def from_torch(
     module = build_encoder(config, generator=torch.Generator().manual_seed(0))
     examine(module, config, samples=x_RLT.shape[2])
     fresh_RD = mean_embedding(module, x_RLT)
-    names, left = match_weights(path, module.state_dict(), file_weights, prefix, renamed)
+    names, left = matching_names_and_remark(
+        path, module.state_dict(), file_weights, prefix, renamed
+    )
     load_tensors(path, module, {name: file_weights[their] for name, their in names.items()})
     c_RD = mean_embedding(module, x_RLT)
     if agree(c_RD, fresh_RD):
@@ -555,7 +559,7 @@ def from_torch(
 
 
 def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
-    """Write a model folder that gives this embedding without any other file of the user's."""
+    """Writes a model folder that gives this embedding without any other file of the user's."""
     # -E: PYTHONPATH may name the user's modules
     place = Path(sys.modules["omnilead"].__path__[0]).parent
     command = [sys.executable, "-E", "-P", "-c", EMBED_ALONE, str(place)]
@@ -573,7 +577,7 @@ def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
 
 
 def read_tensors(path: Path) -> Weights:
-    """All tensors of a file, with dotted names if it has dictionaries in dictionaries."""
+    """Reads all tensors of a file; nested dictionaries give dotted names."""
     if path.suffix == ".safetensors":
         with blaming(str(path)):
             return load_file(path)
@@ -595,7 +599,7 @@ def read_tensors(path: Path) -> Weights:
     return tensors
 
 
-def match_weights(
+def matching_names_and_remark(
     path: Path,
     encoder_weights: Weights,
     file_weights: Weights,
@@ -654,7 +658,7 @@ def load_tensors(path: Path, encoder: nn.Module, weights: Weights) -> None:
 
 
 def fixed_input(preprocessing: Settings) -> Tensor:
-    """x_RLT: two rows of noise, as long as a model's input."""
+    """Returns x_RLT: two rows of noise, as long as a model's input."""
     model_input = Input.from_document(preprocessing, len(preprocessing["leads"]))
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2, len(model_input.leads), model_input.samples, generator=generator)

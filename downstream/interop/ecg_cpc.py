@@ -1,7 +1,7 @@
 """ECG-CPC (2509.25095): its published checkpoint as a model folder, with its input.
 
     notes = from_ecg_cpc(Path("last.ckpt"), Path("OUT"))
-    options, weights = from_theirs(state)      # of engine.model.s4.S4, and its state_dict
+    options, weights = options_and_weights(state)      # of engine.model.s4.S4, and its state_dict
 
 Numbers keep their bits, but for C: it is turned to a basis that does not depend on the eigensolver. Of
 what S4 freezes only the steps are taken; the rest must be HiPPO-LegS. Heads are left out. A
@@ -57,13 +57,13 @@ def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
         state = without_prefix(tensors)
     floats = {name: w for name, w in state.items() if not name.endswith(BATCH_COUNT)}
     with blaming(str(checkpoint)):
-        options, weights = from_theirs(float_tensors(floats, checkpoint))
+        options, weights = options_and_weights(float_tensors(floats, checkpoint))
     config = ModelConfig(encoder="s4", options=options)
     preprocessing = preprocessing_document("millivolt", FS_HZ, [*LEADS], WINDOW_S) | {
         "clip_mv": CLIP_MV
     }
     parameters = sum(w.numel() for name, w in weights.items() if "running" not in name)
-    card = front_matter({}, _card(checkpoint.name, options, preprocessing, parameters))
+    card = front_matter({}, _model_card(checkpoint.name, options, preprocessing, parameters))
     encoder = {f"encoder.{name}": w for name, w in weights.items()}
     write_model(out, encoder, {"model": asdict(config)}, preprocessing, card)
     notes = [f"assumed ECG-CPC's input, which it does not state: {describe_signals(preprocessing)}"]
@@ -72,7 +72,7 @@ def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
     return notes
 
 
-def _card(
+def _model_card(
     name: str, options: dict[str, Any], preprocessing: dict[str, Any], parameters: int
 ) -> str:
     return f"""# {name}, converted from ECG-CPC
@@ -90,7 +90,7 @@ of a record of 10 s are averaged. The licence is that of the original.
 """
 
 
-def from_theirs(state: Weights) -> tuple[dict[str, Any], Weights]:
+def options_and_weights(state: Weights) -> tuple[dict[str, Any], Weights]:
     """Returns the options and the state_dict of S4. `state`: with or without heads, counts of
     batches, and a prefix of all names."""
     state = {
@@ -100,7 +100,7 @@ def from_theirs(state: Weights) -> tuple[dict[str, Any], Weights]:
     options = options_of(state)
     with torch.device("meta"):
         expected = S4(len(LEADS), **options).state_dict()
-    names = their_names(options)
+    names = ecg_cpc_names(options)
     known = set(names.values())
     for number in range(options["layers"]):
         known |= {f"{LAYER_PREFIX}.{number}.{KERNEL}.{name}" for name in FROZEN_PARTS}
@@ -161,7 +161,7 @@ def count_layers(state: Weights, prefix: str) -> int:
     return len({match[1] for match in found if match})
 
 
-def their_names(options: dict[str, Any]) -> dict[str, str]:
+def ecg_cpc_names(options: dict[str, Any]) -> dict[str, str]:
     names = {}
     for i in range(len(options["kernels"])):
         names[f"stem.{i}.weight"] = f"{STEM_PREFIX}.{i}.0.weight"

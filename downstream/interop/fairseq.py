@@ -1,7 +1,7 @@
 """Convert weights and settings from and to fairseq-signals, exactly.
 
-    from_theirs(state, config)     our state_dict
-    to_theirs(state, config)       the authors'
+    weights_from_fairseq(state, config)     our state_dict
+    weights_to_fairseq(state, config)       the authors'
     read_model_config(cfg)         ModelConfig
 
 Only names, concatenation and the order of axes change: every number keeps its bits. Source: state
@@ -103,39 +103,39 @@ def norm_spelling(state: Weights) -> str:
 
 
 def output_count(state: Weights) -> int:
-    """Number of outputs of a classifier, the authors' or ours; 0 if the model is only
+    """Returns the number of outputs of a classifier, the authors' or ours; 0 if the model is only
     pre-trained."""
     is_theirs = any(name.startswith("encoder.feature_extractor.") for name in state)
     head = state.get("proj.weight" if is_theirs else "head.weight")
     return len(head) if head is not None and head.ndim else int(is_theirs)
 
 
-def their_names(
+def fairseq_names(
     config: ModelConfig, spelled: str = "parametrizations", classifier: bool = False
 ) -> dict[str, list[str]]:
-    """Our name -> the authors' names: several if ours is their concatenation."""
+    """{our name: the authors' names}; several if ours is their concatenation."""
     table: dict[str, list[str]] = {}
 
-    def add(ours: str, *theirs: str) -> None:
-        """A module with a weight and a bias."""
+    def add_names(ours: str, *theirs: str) -> None:
+        """Adds the names of a module with a weight and a bias."""
         for kind in ("weight", "bias"):
             table[f"{ours}.{kind}"] = [f"{their}.{kind}" for their in theirs]
 
-    add("encoder.feature_norm", "layer_norm")
-    add("encoder.norm", "encoder.layer_norm")
+    add_names("encoder.feature_norm", "layer_norm")
+    add_names("encoder.norm", "encoder.layer_norm")
     if config.feature_width != config.width:
-        add("encoder.project", "post_extract_proj")
+        add_names("encoder.project", "post_extract_proj")
     for i in range(len(config.conv)):
         block, their = f"encoder.conv.blocks.{i}", f"feature_extractor.conv_layers.{i}"
         table[f"{block}.weight"] = [f"{their}.0.weight"]
         if config.conv_norm == "layer":
-            add(f"{block}.norm", f"{their}.2.1")
+            add_names(f"{block}.norm", f"{their}.2.1")
         elif i == 0:
-            add(f"{block}.norm", f"{their}.2")
+            add_names(f"{block}.norm", f"{their}.2")
     for i in range(config.layers):
         layer = f"encoder.layers.{i}"
         for ours, theirs in LAYER_MODULES.items():
-            add(f"{layer}.{ours}", *(f"{layer}.{their}" for their in theirs))
+            add_names(f"{layer}.{ours}", *(f"{layer}.{their}" for their in theirs))
     gain, direction = NORM_KEYS[spelled]
     for name, their in (("gain", gain), ("direction", direction), ("bias", "bias")):
         table[f"encoder.position.{name}"] = [f"conv_pos.pos_conv.0.{their}"]
@@ -143,11 +143,11 @@ def their_names(
     if classifier:
         for parts in table.values():
             parts[:] = [f"encoder.{part}" for part in parts]
-        add("head", "proj")
+        add_names("head", "proj")
         return table
-    add("local.quantizer.logits", "quantizer.weight_proj")
-    add("local.target", "project_q")
-    add("local.context", "final_proj")
+    add_names("local.quantizer.logits", "quantizer.weight_proj")
+    add_names("local.target", "project_q")
+    add_names("local.context", "final_proj")
     table["local.quantizer.codebook"] = ["quantizer.vars"]
     return table
 
@@ -168,7 +168,7 @@ def meta_weights(config: ModelConfig, state: Weights) -> Weights:
         return encoder
 
 
-def from_theirs(state: Weights, config: ModelConfig) -> Weights:
+def weights_from_fairseq(state: Weights, config: ModelConfig) -> Weights:
     spelled, our_weights = norm_spelling(state), meta_weights(config, state)
     _require_shapes(state, _rename_weights(our_weights, config, spelled))
     converted = {}
@@ -180,14 +180,16 @@ def from_theirs(state: Weights, config: ModelConfig) -> Weights:
     return converted
 
 
-def to_theirs(state: Weights, config: ModelConfig, spelled: str = "parametrizations") -> Weights:
+def weights_to_fairseq(
+    state: Weights, config: ModelConfig, spelled: str = "parametrizations"
+) -> Weights:
     _require_shapes(state, meta_weights(config, state))
     return _rename_weights(state, config, spelled)
 
 
 def _names_in_state(state: Weights, config: ModelConfig, spelled: str) -> dict[str, list[str]]:
-    """The names of the weights in `state`."""
-    table = their_names(config, spelled, output_count(state) > 0)
+    """Returns the names of the weights in `state`."""
+    table = fairseq_names(config, spelled, output_count(state) > 0)
     return {name: parts for name, parts in table.items() if name in state}
 
 
@@ -289,9 +291,9 @@ def _parse_blocks(value: Any) -> list[tuple[int, int]]:
     return [(width, kernel) for width, kernel, _ in layers]
 
 
-def their_settings(config: ModelConfig, seen: tuple[int, ...] = ALL_LEADS) -> Settings:
-    """The part of the authors' configuration that is needed to build one of our models: cfg.model,
-    cfg.task, cfg.criterion. `seen`: the leads that it was trained on."""
+def fairseq_settings(config: ModelConfig, seen: tuple[int, ...] = ALL_LEADS) -> Settings:
+    """Returns the part of the authors' configuration that is needed to build one of our models:
+    cfg.model, cfg.task, cfg.criterion. `seen`: the leads that it was trained on."""
     model = {"_name": "wav2vec2_cmsc", "apply_mask": True, "encoder_layerdrop": 0.0}
     model |= {
         theirs: getattr(config, ours) for ours, (theirs, _) in SETTING_NAMES.items()

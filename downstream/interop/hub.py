@@ -46,7 +46,7 @@ from omnilead.engine.training.task import TrainingTask
 PATH_OR_BUCKET = re.compile(
     r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+"
 )
-TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
+HUB_TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
 CARD_TEMPLATE = """# {title}
 
 {parameters:,} parameters.
@@ -70,9 +70,9 @@ PREDICT_EXAMPLE = """    answers = model.predict(signal, fs_hz=500, leads=["I", 
 
 
 def front_matter(facts: Facts, card: str = "") -> str:
-    """Add the YAML front matter for Hugging Face to a model card; front matter that `card` already
+    """Adds the YAML front matter for Hugging Face to a model card; front matter that `card` already
     has is kept."""
-    before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(TAGS)}, card
+    before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(HUB_TAGS)}, card
     if card.startswith("---\n") and "\n---\n" in card:
         head, _, body = card.removeprefix("---\n").partition("\n---\n")
         before = parse_yaml(head, CARD) or {}
@@ -125,7 +125,7 @@ def model_card(
 
 
 def _validation_numbers(run: Path, step: int) -> Facts:
-    """The finite numbers of this step's validation."""
+    """Returns the finite numbers of this step's validation."""
     for row in read_rows(run / VALIDATION)[0]:
         if row["step"] == step:
             numbers = ((name, value) for name, value in row.items() if isinstance(value, float))
@@ -143,7 +143,7 @@ def _validation_table(measured: Facts) -> str:
 
 
 def _model_index_result(task: str, sources: list[str], measured: Facts) -> Facts:
-    """Hugging Face's entry for the results of one evaluation."""
+    """Returns Hugging Face's entry for the results of one evaluation."""
     return {
         "task": {"name": task, "type": "ecg"},
         "dataset": {"name": ", ".join(sources), "type": "ecg", "split": "validation"},
@@ -187,7 +187,7 @@ def files_to_upload(folder: Path, licence: str | None = None) -> dict[str, Path 
 
 
 def without_paths(value: Any) -> Any:
-    """Reduce paths and bucket addresses in texts, at any depth, to the last name; `labels` is
+    """Reduces paths and bucket addresses in texts, at any depth, to the last name; `labels` is
     always treated as a path."""
     if isinstance(value, dict):
         return {

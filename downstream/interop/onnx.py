@@ -61,7 +61,7 @@ class ExportedModel(nn.Module):
 
 
 def to_onnx(model: TrainedModel, out: Path) -> float:
-    """Write the file. Returns the largest difference between onnxruntime and PyTorch (relative if
+    """Writes the file. Returns the largest difference between onnxruntime and PyTorch (relative if
     numbers are above 1)."""
     missing = [name for name in NEEDED_PACKAGES if find_spec(name) is None]
     if missing:
@@ -77,7 +77,7 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
         )
     outputs, temporary = ExportedModel(model), out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        export(outputs, temporary)
+        write_onnx(outputs, temporary)
         differences = []
         for segments, length in CHECKED_SIZES + OTHER_LENGTHS * outputs.any_length:
             samples = int(length * model.input.samples)
@@ -96,7 +96,7 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
     return worst
 
 
-def export(outputs: ExportedModel, path: Path) -> None:
+def write_onnx(outputs: ExportedModel, path: Path) -> None:
     model = outputs.model
     samples = model.input.samples
     x = torch.zeros(2, len(model.input.leads), samples)

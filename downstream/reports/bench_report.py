@@ -24,7 +24,7 @@ from omnilead.engine.settings.metrics import METRIC_OF
 from ..evaluation.differences import ROW_KEYS
 
 METRIC_LABELS = {metric.name: metric.label for metric in METRIC_OF.values() if metric.in_bench}
-METRIC_LABELS["accuracy"] = "accuracy, cosine"  # in identification
+METRIC_LABELS["accuracy"] = "accuracy, cosine"  # of patient identification
 RESAMPLED_OVER = (
     "over test patients, over the seeds or draws of a row and, at small shares, over the drawn "
     "labelled patients; the gallery, and labelled patients drawn only once, are held fixed"
@@ -33,9 +33,9 @@ INTERVAL_NOTE = f"In brackets: 95 % intervals {RESAMPLED_OVER}. Differences use 
 TUNED_INTERVAL_NOTE = (
     "In brackets: 95 % intervals over test patients and seeds. Differences use the same resamples."
 )
-INK = "#111111"
-MARKS = "o^sDv"  # for the shares of labels
-DOT_STYLE: Any = {"ls": "", "color": INK, "markerfacecolor": "white"}
+BENCH_INK = "#111111"
+SHARE_MARKS = "o^sDv"  # one for each share of labels
+DOT_STYLE: Any = {"ls": "", "color": BENCH_INK, "markerfacecolor": "white"}
 BENCH_STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -61,14 +61,14 @@ def write_comparison(document: Row, out: Path) -> None:
         names = gap["metric"], gap["against"]
         lines.append([*_row_key(gap), *names, gap["difference"], *gap["interval"], ""])
     draw_comparison(document).savefig(image := io.BytesIO(), format="png", dpi=150)
-    write_whole(out / "bench.md", markdown(document))
+    write_whole(out / "bench.md", comparison_markdown(document))
     write_whole(out / "bench.csv", csv_text(lines))
     write_whole(out / "bench.png", image.getvalue())
     write_whole(out / "bench.json", json.dumps(document, indent=1) + "\n")
 
 
 def rows_by_panel(document: Row) -> dict[tuple[str, str], list[Row]]:
-    """Rows by task and metric."""
+    """Groups rows by task and metric."""
     rows_of_panels: dict[tuple[str, str], list[Row]] = {}
     for row in document["rows"]:
         for metric in [name for name in row["metrics"] if name in METRIC_LABELS]:
@@ -76,7 +76,7 @@ def rows_by_panel(document: Row) -> dict[tuple[str, str], list[Row]]:
     return rows_of_panels
 
 
-def markdown(document: Row) -> str:
+def comparison_markdown(document: Row) -> str:
     several = any("each" in row for row in document["rows"])
     title, intervals = f"Frozen embeddings: {document['data']}", INTERVAL_NOTE
     if all("each" in row for row in document["rows"]):
@@ -94,14 +94,14 @@ def markdown(document: Row) -> str:
             cells = [f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)]
             text.append(f"| {' | '.join(cells)} |")
     text += ["", *(f"- {note}" for note in document["notes"])]
-    if verdict := verdict_of(document):
+    if verdict := verdict_sentences(document):
         text += ["", *verdict]
     return "\n".join(text).rstrip() + "\n"
 
 
-def verdict_of(document: Row) -> list[str]:
-    """A sentence for each task and set of leads: whether the first model and the best of the others
-    can be told apart, by the first metric, on the largest share of labels."""
+def verdict_sentences(document: Row) -> list[str]:
+    """Says for each task and set of leads whether the first model can be told apart from the best
+    of the others, by the first metric, on the largest share of labels."""
     first = next(iter(document["models"]))
     gaps = {
         (*_row_key(gap), gap["metric"]): gap
@@ -120,7 +120,7 @@ def verdict_of(document: Row) -> list[str]:
                 for row in rows
                 if row["leads"] == leads
                 and (row["share"] or 0) == share
-                and row["model"] != document["models"][first]  # its random weights
+                and row["model"] != document["models"][first]  # not its own random weights
                 and (*_row_key(row), metric) in gaps
             ]
             if others:
@@ -149,7 +149,7 @@ def _verdict_sentence(gap: Row, first: str, best: Row, metric: str) -> str:
 
 
 def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) -> list[list[str]]:
-    """Each model's score, and its differences from its random weights and from the first model."""
+    """Lists each model's score, and its differences from random weights and from the first model."""
     gaps = {(*_row_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
     first = next(iter(document["models"]))
     head = ["leads", "share", "model", METRIC_LABELS[metric]]
@@ -204,7 +204,7 @@ def draw_comparison(document: Row) -> Figure:
     by_panel = rows_by_panel(document)
     columns = list(dict.fromkeys(row["leads"] for row in document["rows"]))
     shares = sorted({row["share"] for row in document["rows"]} - {None})
-    marks = dict(zip(shares, cycle(MARKS), strict=False))
+    marks = dict(zip(shares, cycle(SHARE_MARKS), strict=False))
     models = []  # by line of panels, in the order of the comparison
     for rows in by_panel.values():
         models_drawn = {row["model"] for row in rows}
@@ -260,7 +260,7 @@ def _draw_panel(
             y += 0.7 * ((list(marks).index(share) + 0.5) / len(marks) - 0.5)
         low, high = row["intervals"][metric]
         if low is not None:
-            axes.plot([low, high], [y, y], color=INK, lw=1)
+            axes.plot([low, high], [y, y], color=BENCH_INK, lw=1)
             intervals = "line: 95 % interval"
         axes.plot([value], [y], marker=marks.get(share, "o"), **DOT_STYLE)
     for edge in range(1, len(names)):

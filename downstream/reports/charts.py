@@ -42,7 +42,7 @@ MANY_POINTS = 1000  # points; more are drawn as an image, so that the page stays
 LIMITS_SD = 1.96  # standard deviations: 95 % of normally distributed differences
 
 
-def figure_with_panels(count: int, size_in: float = 2.4) -> tuple[Figure, Any]:
+def figure_and_panels(count: int, size_in: float = 2.4) -> tuple[Figure, Any]:
     figure = Figure((size_in * count, size_in), layout="constrained")
     return figure, figure.subplots(1, count)
 
@@ -77,13 +77,13 @@ def curves_over_steps(
 @styled
 def curves_of_class(title: str, label_N: Array, score_N: Array) -> Picture:
     """Draws ROC, precision and recall, and calibration; dotted: chance, or perfect calibration."""
-    auroc, auprc = Ranking(label_N, score_N).areas(np.ones((len(label_N), 1)))[:, 0]
+    auroc, auprc = Ranking(label_N, score_N).auroc_and_auprc(np.ones((len(label_N), 1)))[:, 0]
     fallout, sensitivity, _ = roc_curve(label_N, score_N, drop_intermediate=False)
     precision, found, _ = precision_recall_curve(label_N, score_N)
     mean, share, _, error = calibration_curve(label_N[:, None], score_N[:, None])
     enough = np.isfinite(share)
 
-    figure, (roc, recall, calibrated) = figure_with_panels(3)
+    figure, (roc, recall, calibrated) = figure_and_panels(3)
     roc.plot(fallout, sensitivity)
     roc.plot([0, 1], [0, 1], **GUIDE_STYLE)
     roc.set(xlabel="1 - specificity", ylabel="sensitivity", title=f"ROC, area {auroc:.3f}")
@@ -104,7 +104,7 @@ def agreement_plots(name: str, value_N: Array, prediction_N: Array, unit: str) -
     """Draws predicted against true values; Bland and Altman's plot, with the mean difference and
     the limits of agreement."""
     in_unit = f", {unit}" if unit else ""
-    figure, (scatter, bland_altman) = figure_with_panels(2, 3.6)
+    figure, (scatter, bland_altman) = figure_and_panels(2, 3.6)
     scatter.plot(value_N, prediction_N, ".", alpha=0.4, mew=0, rasterized=True)
     scatter.axline((value_N[0], value_N[0]), slope=1, **GUIDE_STYLE)
     scatter.set(xlabel=f"true{in_unit}", ylabel=f"predicted{in_unit}")

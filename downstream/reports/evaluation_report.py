@@ -1,7 +1,7 @@
 """The HTML report of an evaluation: how good the model is, and where it is wrong.
 
-    html = build(TaskResult(labels_NK, scores_NK, records, patients, facts), dataset)      # of any kind but identity
-    html = build(IdentificationResult(gallery_PD, gallery_ids, probe_QD, probe_ids, facts))
+    html = report_page(TaskResult(labels_NK, scores_NK, records, patients, facts), dataset)      # of any kind but identity
+    html = report_page(IdentificationResult(gallery_PD, gallery_ids, probe_QD, probe_ids, facts))
 
 `facts`: the model, the data, the role and the leads. `dataset`: used to draw the ECGs with the
 largest errors.
@@ -23,11 +23,11 @@ from ..evaluation.identification import IdentificationResult
 from ..evaluation.results import TaskResult, nan_to_none, sentence_to_report, windows_text
 from ..inference.trained_model import HeadInfo
 from ..tasks.kinds import KINDS
-from ..tasks.metrics import TOO_FEW_NOTE, Array, kaplan_meier, predict_classes
+from ..tasks.metrics import TOO_FEW_NOTE, Array, kaplan_meier_curve, predict_classes
 from . import charts
 from .page import Picture, metric_title, number_text, readable_items, render_page, to_picture
 
-CLASSES_DRAWN = 6  # with counts and curves, the most frequent
+CLASSES_DRAWN = 6  # the most frequent classes have counts and curves
 WORST_ECGS = 12  # ECGs drawn
 NO_INTERVAL = "no interval"
 NO_INTERVAL_NOTE = f"{TOO_FEW_NOTE} have no interval, nor has a score on which all resamples agree."
@@ -40,7 +40,7 @@ COUNT_TITLES = {
 Table = list[list[str]]
 
 
-def build(
+def report_page(
     result: TaskResult | IdentificationResult, data: Datasets | None = None, halves: bool = False
 ) -> str:
     """Returns the page. `halves`: with the scores of single windows, too."""
@@ -72,19 +72,19 @@ def interval_text(ends: Sequence[float], percent: bool = False) -> str:
 
 
 def task_content(result: TaskResult, data: Datasets | None, halves: bool) -> dict[str, Any]:
-    half, record, head = result.half, result.record, result.head
+    half, record, head = result.half_scores, result.record_scores, result.head
     windows, sentence = (
         windows_text(result.facts),
         sentence_to_report(nan_to_none({"record": record})),
     )
-    y_NK, scores_NK, _ = result.average_records()
+    y_NK, scores_NK, _ = result.record_labels_scores_patients()
     y_NK = np.asarray(y_NK, float)
     by = "By class" if KINDS[head.kind].has_classes else "By column"
     tables = {}
     if len(record["classes"]) > 1:
         tables[by] = class_table(record["classes"])
-    for name, groups in result.groups.items():
-        if len(groups) < 2:  # the scores of all
+    for name, groups in result.group_scores.items():
+        if len(groups) < 2:  # one group repeats the scores of all
             continue
         tables[f"By {name}"] = group_table(name, groups, next(iter(record["intervals"])))
     without = any(NO_INTERVAL in row for table in tables.values() for row in table)
@@ -158,7 +158,7 @@ def class_table(classes: Mapping[str, Facts]) -> Table:
 
 
 def group_table(name: str, groups: Mapping[str, Facts], score: str) -> Table:
-    """The score of each group; positives: of the rarest and of the most frequent class."""
+    """Lists the score of each group, and the positives of its rarest and most frequent class."""
     table = [
         [
             name.capitalize(),
@@ -207,7 +207,7 @@ def decision_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str,
 
 
 def operating_points(head: HeadInfo) -> dict[str, dict[str, float]]:
-    """By name, the score above which each class is predicted."""
+    """{name of the point: {class: score above which it is predicted}}"""
     points = {}
     if head.thresholds:
         points["threshold"] = dict(zip(head.classes, head.thresholds, strict=True))
@@ -239,7 +239,7 @@ def share_text(part: int, rest: int) -> str:
 
 
 def confusion_table(head: HeadInfo, y_NK: Array, scores_NK: Array) -> Table:
-    """How many records of each class (row) were predicted as each (column)."""
+    """Counts the records of each class (row) that were predicted as each class (column)."""
     is_known = ~np.isnan(y_NK).any(1)
     counts_KK = (y_NK[is_known] == 1).T.astype(int) @ predict_classes(
         "multiclass", scores_NK[is_known]
@@ -261,7 +261,8 @@ def agreement_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str
 
 
 def survival_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str, Any]:
-    """Kaplan-Meier curves of the records in thirds of the predicted risk, and how many are at risk."""
+    """Draws Kaplan-Meier curves of the records in thirds of the predicted risk, and counts how many
+    are at risk."""
     is_known = ~np.isnan(y_NK[:, 0])
     y_N, risk_N = y_NK[is_known, 0], scores_NK[is_known, 0]
     third_N = np.searchsorted(np.quantile(risk_N, (1 / 3, 2 / 3)), risk_N)
@@ -271,7 +272,7 @@ def survival_figures(head: HeadInfo, y_NK: Array, scores_NK: Array) -> dict[str,
     for third, name in enumerate(("lowest risks", "middle", "highest risks")):
         y_G = y_N[third_N == third]
         if len(y_G):  # none if all risks are equal
-            lines[name] = kaplan_meier(y_G)
+            lines[name] = kaplan_meier_curve(y_G)
             table.append([name, *(f"{(np.abs(y_G) >= tick).sum():,}" for tick in ticks)])
     curve = charts.share_curves("Without the event, by thirds of the risk", unit, lines)
     return {
@@ -294,7 +295,7 @@ def draw_ecg(result: TaskResult, data: Datasets, row: int) -> Picture:
 
 
 def error_text(result: TaskResult, row: int) -> str:
-    """The largest error, in words."""
+    """Says how large the largest error is."""
     head, names = result.head, result.head.classes
     y_K, score_K = np.asarray(result.labels_NK, float)[row], result.scores_NK[row]
     if head.kind == "multiclass":
@@ -313,10 +314,14 @@ def identification_content(result: IdentificationResult) -> dict[str, Any]:
     scores, random = result.scores, result.untrained
     table = [["", "", "95 % interval"]]
     table.append(
-        ["Accuracy", number_text(scores["accuracy"], True), interval_text(result.interval, True)]
+        [
+            "Accuracy",
+            number_text(scores["accuracy"], True),
+            interval_text(result.accuracy_interval, True),
+        ]
     )
     if random:
-        ends = interval_text(random.interval, True)
+        ends = interval_text(random.accuracy_interval, True)
         table.append(
             ["Accuracy of random weights", number_text(random.scores["accuracy"], True), ends]
         )

@@ -64,11 +64,11 @@ class StepLog:
         self.steps = self.column("step")
 
     def column(self, key: str) -> Array:
-        """The values of a key; NaN for what is not a number."""
+        """Returns the values of a key; NaN for what is not a number."""
         return np.array([number_or_nan(row.get(key)) for row in self.rows])
 
-    def curve(self, key: str) -> tuple[Array, Array]:
-        """Steps and values where the key is a finite number."""
+    def steps_and_values(self, key: str) -> tuple[Array, Array]:
+        """Returns the steps at which the key is a finite number, and its values there."""
         values = self.column(key)
         is_finite = np.isfinite(values)
         return self.steps[is_finite], values[is_finite]
@@ -77,22 +77,23 @@ class StepLog:
         values = self.column(key)[-RECENT_STEPS:]
         return float(values[np.isfinite(values)].mean()) if np.isfinite(values).any() else math.nan
 
-    def median(self, key: str) -> float:
-        """The median without the first row, which includes the warm-up, if there are others."""
+    def median_after_warm_up(self, key: str) -> float:
+        """Returns the median without the first row, which includes the warm-up, if there are
+        others."""
         values = self.column(key)[min(1, len(self.rows) - 1) :]
         return (
             float(np.median(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
         )
 
     def last_value(self, key: str) -> float:
-        return float(np.append(math.nan, self.curve(key)[1])[-1])
+        return float(np.append(math.nan, self.steps_and_values(key)[1])[-1])
 
     def value_at(self, key: str, step: float | None) -> float:
         return float(np.append(self.column(key)[self.steps == step], math.nan)[0])
 
 
 class RunLog:
-    """What a run has logged: `metrics`, `held_out`, and `facts` from run.json."""
+    """The logs of a run: `metrics`, `held_out`, and `facts` from run.json."""
 
     def __init__(self, run: Path) -> None:
         if not (run / METRICS).is_file():
@@ -112,7 +113,7 @@ class RunLog:
             self.remarks.append(f"run.json cannot be read: {' '.join(str(error).split())}")
 
     def fact(self, *keys: str) -> Any:
-        """A value from run.json; None if it is missing."""
+        """Returns a value from run.json; None if it is missing."""
         value = self.facts
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -124,7 +125,7 @@ class RunLog:
         return str(self.fact("config", "task", "name") or "")
 
 
-def build(run: Path) -> str:
+def report_page(run: Path) -> str:
     log = RunLog(run)
     best = best_step(log)
     return render_page(
@@ -156,7 +157,7 @@ def progress_texts(log: RunLog) -> Iterator[str]:
 
 
 def changed_settings(log: RunLog) -> list[tuple[str, str]]:
-    """The settings that differ from the defaults; config.yaml has all."""
+    """Returns the settings that differ from the defaults; config.yaml has all."""
     config = log.fact("config")
     if not isinstance(config, dict):
         return []
@@ -168,18 +169,18 @@ def changed_settings(log: RunLog) -> list[tuple[str, str]]:
 def warning_lines(log: RunLog, best: float | None) -> Iterator[str]:
     metrics = log.metrics
     logged = sum(row.get("loss") is not None for row in metrics.rows)
-    if broken := logged - len(metrics.curve("loss")[0]):
+    if broken := logged - len(metrics.steps_and_values("loss")[0]):
         yield f"The loss was not finite in {broken} of {logged} logged steps."
     if (skipped := metrics.last_value("skipped_steps")) > 0:
         yield f"{skipped:.0f} steps were skipped because the loss or a gradient was not finite."
-    if (wait := metrics.median("data_wait_pct")) > 5 and len(metrics.rows) > 1:
+    if (wait := metrics.median_after_warm_up("data_wait_pct")) > 5 and len(metrics.rows) > 1:
         yield (
             f"Training waited for data {wait:.0f} % of the time: raise pipeline.threads or choose "
             "another pipeline.backend."
         )
     if metrics.unreadable:
         yield f"{metrics.unreadable} lines of {METRICS} could not be read."
-    name, sign = selection_metric(log)
+    name, sign = selection_metric_and_sign(log)
     if not sign:
         yield f"run.json: best={name[:40]!r} is no known metric: no best step is marked."
     before, after = log.held_out.value_at(name, 0), log.held_out.value_at(name, best)
@@ -204,13 +205,13 @@ def validation_note(log: RunLog) -> str:
 
 
 def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
-    """The main figures of the exported step, held-out ones rather than training ones."""
+    """Yields the main figures of the exported step, held-out ones rather than training ones."""
     metrics, held_out = log.metrics, log.held_out
     step = best
     if not log.task:
         step = float(held_out.steps[-1]) if held_out.rows else None
     if math.isfinite(loss := metrics.recent_mean("loss")):
-        first = metrics.curve("loss")[1][0]
+        first = metrics.steps_and_values("loss")[1][0]
         entries = min(RECENT_STEPS, len(metrics.rows))
         yield [
             "Training loss",
@@ -225,16 +226,16 @@ def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
     if ended := training_result(log):
         since = f"{ended['validations_since']} validations since the best"
         yield ["Converged", "yes" if ended["converged"] else "no", since]
-    if math.isfinite(rate := metrics.median("crops_per_s")):
+    if math.isfinite(rate := metrics.median_after_warm_up("crops_per_s")):
         yield ["Crops per second", f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", ""]
-    if (wait := metrics.median("data_wait_pct")) >= 0:
+    if (wait := metrics.median_after_warm_up("data_wait_pct")) >= 0:
         yield ["Waiting for data", f"{wait:.1f} %", "of the time of training"]
-    if math.isfinite(used := metrics.median("mfu")):
+    if math.isfinite(used := metrics.median_after_warm_up("mfu")):
         yield ["MFU", f"{used:.1%}", "of the device's peak"]
 
 
 def score_row(log: RunLog, metric: Metric, step: float | None) -> list[str] | None:
-    """A held-out score, else the recent one of training, beside that of guessing."""
+    """Returns a held-out score, or else the recent training score, beside that of guessing."""
     key, percent = metric.name, metric.percent
     value, prefix, detail = log.held_out.value_at(key, step), VALID, "held out"
     if not math.isfinite(value):
@@ -249,7 +250,7 @@ def score_row(log: RunLog, metric: Metric, step: float | None) -> list[str] | No
     return [metric_title(key), number_text(value, percent), detail]
 
 
-def selection_metric(log: RunLog) -> tuple[str, int]:
+def selection_metric_and_sign(log: RunLog) -> tuple[str, int]:
     """Returns the metric that chooses the best step, and 1 if higher is better, -1 if lower is, 0
     if that is not known. A damaged run.json does not name it."""
     name = str(log.fact("best") or "loss")
@@ -259,9 +260,9 @@ def selection_metric(log: RunLog) -> tuple[str, int]:
 
 
 def best_step(log: RunLog) -> float | None:
-    """The first best step, chosen as in training: never the untrained model."""
-    name, sign = selection_metric(log)
-    steps, values = log.held_out.curve(name)
+    """Returns the first best step, chosen as in training: never the untrained model."""
+    name, sign = selection_metric_and_sign(log)
+    steps, values = log.held_out.steps_and_values(name)
     steps, values = steps[steps > 0], values[steps > 0]
     return float(steps[(sign * values).argmax()]) if sign and len(steps) else None
 
@@ -269,7 +270,7 @@ def best_step(log: RunLog) -> float | None:
 def training_result(log: RunLog) -> dict[str, Any]:
     """Returns how a fine-tuning ended: its best validation, whether validation has stopped
     improving, and the curve. Empty before the end, or if nothing was validated."""
-    (name, sign), best = selection_metric(log), best_step(log)
+    (name, sign), best = selection_metric_and_sign(log), best_step(log)
     if best is None or not log.task:
         return {}
     value, since = log.held_out.value_at(name, best), int((log.held_out.steps > best).sum())
@@ -285,7 +286,9 @@ def training_result(log: RunLog) -> dict[str, Any]:
     text = f"converged: best {name} {value:.4f} at step {best:,.0f}, {after}"
     if not converged:
         text = f"not {text}"
-    curve = [[int(step), score] for step, score in zip(*log.held_out.curve(name), strict=True)]
+    curve = [
+        [int(step), score] for step, score in zip(*log.held_out.steps_and_values(name), strict=True)
+    ]
     return {
         "metric": name,
         "higher_is_better": sign > 0,
@@ -301,20 +304,23 @@ def training_result(log: RunLog) -> dict[str, Any]:
 def curve_pictures(log: RunLog, best: float | None) -> Iterator[Picture]:
     """Draws what was logged more than once: the loss, the held-out score and the speed."""
     training, held_out = log.metrics, log.held_out
-    losses = {"training": training.curve("loss"), "held out": held_out.curve("loss")}
+    losses = {
+        "training": training.steps_and_values("loss"),
+        "held out": held_out.steps_and_values("loss"),
+    }
     lines = {name: line for name, line in losses.items() if len(line[0]) > 1}
     if lines:
         yield curves_over_steps("Loss", lines, best=best if log.task else None)
-    name, sign = selection_metric(log)
+    name, sign = selection_metric_and_sign(log)
     if name == "loss" or not sign:
         name = IDENTIFICATION_METRIC
-    score = held_out.curve(name)
+    score = held_out.steps_and_values(name)
     if len(score[0]) > 1:
         chance = number_or_nan(log.fact("chance", VALID + name))
         marked = None if name == IDENTIFICATION_METRIC else best
         lines = {"held out": score}
         yield curves_over_steps(metric_title(name), lines, METRIC_OF[name].percent, chance, marked)
-    speed = training.curve("crops_per_s")
+    speed = training.steps_and_values("crops_per_s")
     if len(speed[0]) > 1:
         yield curves_over_steps("Crops per second", {"training": speed})
 
@@ -324,5 +330,5 @@ def write_report(run: Path) -> Path:
     if ended := training_result(RunLog(run)):
         write_whole(run / RESULT_FILE, json.dumps(ended, indent=1) + "\n")
         say(ended["text"])
-    write_whole(run / REPORT, build(run))
+    write_whole(run / REPORT, report_page(run))
     return run / REPORT

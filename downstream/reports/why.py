@@ -1,4 +1,4 @@
-"""What each lead adds to what a model says of an ECG, written on the ECG.
+"""Draw an ECG with what each lead adds to a model's answer.
 
     omnilead show A.hea --model MODEL --why AF --png why.png         also hospital files, .npy --fs 500
     omnilead show DATASET --crop 7 --model MODEL --why AF --png why.png
@@ -29,7 +29,7 @@ from omnilead.engine.settings.commandline import parse_options, require_writable
 from omnilead.engine.settings.errors import ConfigError
 
 from ..inference import options as shared
-from ..inference.commands import Setup, prepare
+from ..inference.commands import Setup, load_setup
 from ..inference.ecg_reader import CropSource, dataset_of, dataset_source, open_data
 from ..inference.outputs import prediction_output
 from ..inference.trained_model import ROWS_ENCODED, TrainedModel
@@ -54,11 +54,11 @@ class ReadEcg(NamedTuple):
         return np.asarray(self.uv_BLT[0].numpy())
 
     @property
-    def halves(self) -> int:
+    def half_count(self) -> int:
         return int(self.halves_B[0])
 
     @property
-    def missing(self) -> list[str]:
+    def missing_leads(self) -> list[str]:
         return [LEADS[lead] for lead in np.flatnonzero(~self.uv_LT.any(1))]
 
 
@@ -90,7 +90,7 @@ def draw_why(
 ) -> int:
     require_writable(Path(png), "--png")
     plots.picture_kind(Path(png))
-    setup = prepare(
+    setup = load_setup(
         model,
         what,
         device=device,
@@ -104,9 +104,9 @@ def draw_why(
     ecg = read_ecg(setup, what, crop)
     explanation = explain(setup, ecg, output)
     title = f"{why}: {explanation.score:.3g} in {ecg.name}"
-    rate_and_axis = paper.rate_and_axis_text(ecg.uv_LT, ecg.halves, ecg.missing)
+    rate_and_axis = paper.rate_and_axis_text(ecg.uv_LT, ecg.half_count, ecg.missing_leads)
     figure = paper.ecg_figure(
-        ecg.uv_LT, ecg.halves, title, f"{WHY_NOTE} {rate_and_axis}", ecg.missing
+        ecg.uv_LT, ecg.half_count, title, f"{WHY_NOTE} {rate_and_axis}", ecg.missing_leads
     )
     colour_leads(figure, explanation.added)
     plots.save_figure(figure, png)
@@ -173,12 +173,12 @@ def read_ecg(setup: Setup, what: str, crop: int | None) -> ReadEcg:
     else:
         raise ConfigError(f"--crop {crop}: the dataset has crops 0 to {len(dataset) - 1}")
     parts = range(source.parts)
-    if (records := source.count(parts)) != 1:
+    if (records := source.count_units(parts)) != 1:
         raise ConfigError(f"{what}: has {records:,} records: name one")
     crops: list[Tensor] = []
     halves: list[Array] = []
     rows: list[dict[str, Any]] = []
-    for batch in source.batches(parts, lambda units: None):
+    for batch in source.read_batches(parts, lambda units: None):
         crops.append(torch.tensor(batch.uv_BLT))  # a copy: the next batch takes its place
         halves.append(batch.halves_B)
         rows += batch.crops.table.to_pylist()

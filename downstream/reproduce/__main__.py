@@ -56,21 +56,27 @@ def reproduce(
     """Plans the jobs, runs those that are left, and prints the tables. Returns the exit code."""
     # imported late, so that --help does not wait for PyTorch
     from omnilead.downstream.reproduce import start
-    from omnilead.downstream.reproduce.jobs import Job, WorkDir, open_workers, run_jobs, show_plan
+    from omnilead.downstream.reproduce.jobs import (
+        Job,
+        WorkDir,
+        open_executor_and_slots,
+        run_jobs,
+        show_plan,
+    )
     from omnilead.downstream.reproduce.paper import ReproductionScale, make_plan, paper_tables
     from omnilead.downstream.reproduce.results import show_tables, write_tables
 
     chosen = [paper_tables()[number] for number in dict.fromkeys(table)]
     folder = WorkDir(Path(out).absolute())
     if collect_only:
-        settings, dataset = start.read_start_file(folder)
+        settings, dataset = start.read_scale_and_data(folder)
     else:
         settings, dataset = ReproductionScale.read(scale), start.open_dataset(data)
     plan = make_plan(chosen, settings, dataset, folder, seeds, rows, leads, tasks)
     if dry_run:
         return show_plan(folder, plan.jobs.values(), jobs)
 
-    def update(job: Job) -> None:
+    def update_tables(job: Job) -> None:
         if job.kind == "evaluate":
             write_tables(plan)
 
@@ -78,9 +84,9 @@ def reproduce(
     if not collect_only:
         start.begin_folder(plan)
         write_tables(plan)
-        if folder.unfinished(plan.jobs.values()):
-            with open_workers(jobs, cluster) as (executor, slots):
-                code = run_jobs(folder, plan.jobs.values(), executor, slots, update)
+        if folder.unfinished_jobs(plan.jobs.values()):
+            with open_executor_and_slots(jobs, cluster) as (executor, slots):
+                code = run_jobs(folder, plan.jobs.values(), executor, slots, update_tables)
     write_tables(plan)
     show_tables(plan)
     return code

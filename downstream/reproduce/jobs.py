@@ -3,7 +3,7 @@ machine or on a Dask cluster. What is done is not done again.
 
     folder = WorkDir(Path("DIR"))
     folder.start(plan)                                     # refuses results of other commands
-    with open_workers(4) as (executor, slots):
+    with open_executor_and_slots(4) as (executor, slots):
         code = run_jobs(folder, plan, executor, slots)
 
 DIR/jobs/JOB.out .err .json     output of a job; the seconds it took, or why it failed
@@ -62,15 +62,15 @@ class Job:
     command: tuple[str, ...]  # omnilead ..., or python ...
     needs: tuple[str, ...]  # names of jobs to run before
     makes: str  # the path below DIR that exists once the job is done
-    minutes: float = 0  # expected
-    basis: str = ""  # checksum of what its result depends on besides the command
+    minutes: float = 0  # expected duration
+    basis: str = ""  # checksum of settings that its command does not show
 
     @property
     def kind(self) -> str:
         return self.name.partition("/")[0]
 
     @property
-    def arguments(self) -> tuple[str, ...]:
+    def python_arguments(self) -> tuple[str, ...]:
         """The command after `python`."""
         program, *words = self.command
         return (*RUN_OMNILEAD, *words) if program == "omnilead" else tuple(words)
@@ -79,9 +79,9 @@ class Job:
 def job_of_step(
     step: Mapping[str, Any], words: Mapping[str, Any], earlier: Iterable[str], out: Path
 ) -> Job:
-    """Returns the job of a step in a plan's YAML: a command, and what it makes in the folder NAME
-    below DIR, or below DIR itself if that begins with /. `words` fill its braces. It needs those of
-    the earlier jobs whose folders its command names."""
+    """Returns the job of a step in a plan's YAML: a command, and the path that it makes in the
+    folder NAME below DIR, or below DIR itself if the path begins with /. `words` replace the names
+    in braces. The job needs the earlier jobs whose folders its command names."""
     name, makes = step["name"].format_map(words), step["makes"].format_map(words)
     command = tuple(shlex.split(step["run"].format_map(words)))
     read = set()
@@ -101,7 +101,8 @@ class WorkDir:
         return self.path / "jobs" / f"{job.name.replace('/', '_')}.{suffix}"
 
     def read_note(self, job: Job, key: str) -> Any:
-        """The seconds that a job took, or the error of its last attempt; None if there is none."""
+        """Returns the seconds that a job took, or the error of its last attempt; None if there is
+        none."""
         return read_json(self.job_file(job, "json")).get(key)
 
     def is_done(self, job: Job) -> bool:
@@ -113,7 +114,7 @@ class WorkDir:
         tree = read_json(path)
         return bool(tree) and tree.get("score", 0) is not None
 
-    def unfinished(self, jobs: Iterable[Job]) -> list[Job]:
+    def unfinished_jobs(self, jobs: Iterable[Job]) -> list[Job]:
         return [job for job in jobs if not self.is_done(job)]
 
     def start(self, jobs: Collection[Job], places: Mapping[str, str] | None = None) -> None:
@@ -144,7 +145,7 @@ class WorkDir:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if it is missing or holds something else."""
+    """Reads the JSON object in a file; empty if the file is missing or holds something else."""
     try:
         tree = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -157,8 +158,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def expected_seconds(folder: WorkDir, jobs: Collection[Job]) -> dict[str, float]:
-    """{job: seconds} for the jobs that are left: as planned, times what finished jobs of the kind
-    took of their plan."""
+    """{job: seconds} for the jobs that are left: the planned time, times the ratio of actual to
+    planned time of finished jobs of the kind."""
     took, minutes = defaultdict[str, float](float), defaultdict[str, float](float)
     for job in jobs:
         seconds = folder.read_note(job, "seconds")
@@ -166,13 +167,13 @@ def expected_seconds(folder: WorkDir, jobs: Collection[Job]) -> dict[str, float]
             took[job.kind] += seconds
             minutes[job.kind] += job.minutes
     expected = {}
-    for job in folder.unfinished(jobs):
+    for job in folder.unfinished_jobs(jobs):
         pace = took[job.kind] / minutes[job.kind] if minutes[job.kind] else 60
         expected[job.name] = job.minutes * pace
     return expected
 
 
-def forecast(jobs: Collection[Job], expected: Mapping[str, float], at_once: int) -> str:
+def forecast_text(jobs: Collection[Job], expected: Mapping[str, float], at_once: int) -> str:
     left = [job for job in jobs if job.name in expected]
     kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(job.kind for job in left).items())
     text = f"{len(left)} of {len(jobs)} jobs left{f' ({kinds})' if kinds else ''}: about "
@@ -185,12 +186,14 @@ def show_plan(folder: WorkDir, jobs: Collection[Job], at_once: int) -> int:
     for job in jobs:
         state = f"about {duration_text(expected[job.name])}" if job.name in expected else "done"
         echo(f"# {job.name}: {state}\n{shlex.join(job.command)}")
-    echo(f"# {forecast(jobs, expected, at_once)}")
+    echo(f"# {forecast_text(jobs, expected, at_once)}")
     return 0
 
 
 @contextmanager
-def open_workers(jobs: int, cluster: str = "") -> Iterator[tuple[Executor, Callable[[], int]]]:
+def open_executor_and_slots(
+    jobs: int, cluster: str = ""
+) -> Iterator[tuple[Executor, Callable[[], int]]]:
     """Opens a Dask cluster, or `jobs` threads of this machine. Yields an executor, and a function
     that returns how many workers there are."""
     if cluster:
@@ -229,17 +232,17 @@ def run_jobs(
     """Runs up to slots() jobs at a time, in their order, until none is left that can run, or SIGTERM
     or Ctrl-C stops them. A job that needs a failed one does not run. Returns the exit code: 130
     after Ctrl-C, 1 if a job failed."""
-    waiting = folder.unfinished(jobs)
+    waiting = folder.unfinished_jobs(jobs)
     running: dict[Future[str], Job] = {}
     failed: dict[str, str] = {}
     done = {job.name for job in jobs} - {job.name for job in waiting}
-    say(forecast(jobs, expected_seconds(folder, jobs), slots()))
-    with _stop_file(folder) as (stop, signals):
+    say(forecast_text(jobs, expected_seconds(folder, jobs), slots()))
+    with _stop_file_and_signals(folder) as (stop, signals):
         while True:
             ready = [job for job in waiting if done.issuperset(job.needs)]
             for job in ready[: 0 if stop.exists() else max(0, slots() - len(running))]:
                 waiting.remove(job)
-                running[executor.submit(run_job, folder, job, job.arguments, stop)] = job
+                running[executor.submit(run_job, folder, job, job.python_arguments, stop)] = job
             if not running:
                 break
             for future in wait(running, POLL_S * 5, FIRST_COMPLETED).done:
@@ -250,7 +253,7 @@ def run_jobs(
                     on_done(job)
                 elif why != STOPPED:
                     failed[job.name] = why
-    for name, why in failed.items():  # again, where the user looks
+    for name, why in failed.items():  # repeated at the end, where the user looks
         tell(f"{name} failed: {why}")
     return 130 if signal.SIGINT in signals else int(bool(failed))
 
@@ -270,9 +273,9 @@ def _report_end(folder: WorkDir, job: Job, future: Future[str], number: str) -> 
 
 
 @contextmanager
-def _stop_file(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
-    """A path that exists after SIGTERM or Ctrl-C, and these signals. Unlike them, it reaches
-    workers on other machines."""
+def _stop_file_and_signals(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
+    """Yields a path that exists after SIGTERM or Ctrl-C, and the signals received. The file, unlike
+    a signal, reaches workers on other machines."""
     signals: list[int] = []
     stop = folder.path / "jobs" / f"stop-{socket.gethostname()}-{os.getpid()}"
 
@@ -290,7 +293,7 @@ def _stop_file(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
 
 
 def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
-    """On a worker: runs `python WORDS`. Returns "" if the job is done, else why not."""
+    """Runs `python WORDS` on a worker. Returns "" if the job is done, else why not."""
     with open(folder.job_file(job, "lock"), "w") as lock:
         while locked_by_another(lock, str(folder.path)) and not stop.exists():
             time.sleep(POLL_S)
@@ -307,7 +310,7 @@ def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
         ):
             child = subprocess.Popen(
                 [sys.executable, "-ISc", CHILD_CODE, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                env=_environment(), start_new_session=True, pass_fds=[lock.fileno()],
+                env=_child_environment(), start_new_session=True, pass_fds=[lock.fileno()],
             )  # fmt: skip
         while child.poll() is None and not stop.exists():
             time.sleep(POLL_S)
@@ -328,7 +331,7 @@ def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
     return f"exit code {code}"
 
 
-def _environment() -> dict[str, str]:
+def _child_environment() -> dict[str, str]:
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": paths} | getattr(THREAD_LOCAL, "environment", {})
 

@@ -58,7 +58,7 @@ class Table:
     bold: str  # best: of a column; gain: better than the row `against`
     rows: Mapping[str, Row]
 
-    def column(self, leads: int) -> str:
+    def column_title(self, leads: int) -> str:
         return f"{'P-' if self.padded and leads < 12 else ''}{leads}-lead"
 
 
@@ -122,7 +122,7 @@ class ReproductionScale:
 
 
 def as_options(settings: Settings) -> str:
-    """The settings as --set options; JSON is also YAML."""
+    """Returns the settings as --set options; JSON is also YAML."""
     pairs = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     return " ".join(f"--set {shlex.quote(pair)}" for pair in pairs)
 
@@ -134,7 +134,7 @@ class DatasetInfo:
     split: str  # how roles were assigned: paper, paper-split, all
     roles: Mapping[str, Any]  # number of crops of each role, as in dataset.json
 
-    def count(self, group: str, role: str = "") -> int:
+    def count_crops(self, group: str, role: str = "") -> int:
         counts = self.roles.get(group, 0)
         return int(counts if isinstance(counts, int) else counts.get(role, 0))
 
@@ -163,7 +163,7 @@ class PaperPlan:
             start, steps = f"starts/random-{channels}.yaml", steps[1:]
             tree = load_config(row.pretrain, pretraining, Config).tree()
             self.starts[start] = {key: tree[key] for key in tree if key not in ("run", "data")}
-        column = table.column(leads).removesuffix("-lead")
+        column = table.column_title(leads).removesuffix("-lead")
         words = {
             "out": shlex.quote(str(self.folder.path)),
             "data": shlex.quote(self.data.path),
@@ -213,6 +213,6 @@ def make_plan(
 
 
 def settings_checksum(folder: str, name: str, start: Settings | None = None) -> str:
-    """A checksum of the settings that a training's command does not show."""
+    """Returns a checksum of the settings that a training's command does not show."""
     text = json.dumps([read_yaml(CONFIGS / folder / f"{name}.yaml"), start])
     return f" {zlib.crc32(text.encode()):08x}"

@@ -14,7 +14,7 @@ from omnilead.data_tools.io.spreadsheet import csv_text
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import echo
 
-from ..tasks.metrics import mean_over_seeds
+from ..tasks.metrics import mean_and_half_width
 from .jobs import Job, read_json, write_json
 from .paper import LEAD_COUNTS, TASKS, PaperPlan, Row, Table
 
@@ -42,7 +42,7 @@ class Cell(NamedTuple):
     paper_mean: float | None
     paper_interval: float | None
     scores: list[float] | str  # text in the csv
-    auroc: float | None  # for Dx.; the paper does not print it
+    auroc: float | None  # for Dx only; the paper does not print it
     auroc_interval: float | None
 
 
@@ -71,7 +71,7 @@ def show_tables(plan: PaperPlan) -> None:
         lines = path.read_text().splitlines()
         lines_shown = [line for line in lines if line.startswith(("#", "|", "Each cell"))]
         echo("\n".join(lines_shown) + "\n")
-    left, total = len(plan.folder.unfinished(plan.jobs.values())), len(plan.jobs)
+    left, total = len(plan.folder.unfinished_jobs(plan.jobs.values())), len(plan.jobs)
     text = f"{', '.join(map(str, paths))}: {total - left} of {total} jobs done"
     if left:
         text += "; run the same command again to continue"
@@ -97,7 +97,7 @@ def make_cell(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) ->
     elif jobs:
         state = "failed" if any(has_failed(plan, job) for job in jobs) else "not yet"
     return Cell(
-        table.number, row.name, task, leads, table.column(leads),
+        table.number, row.name, task, leads, table.column_title(leads),
         *mean_and_interval(scores), False, len(scores), len(jobs), state,
         paper_mean, paper_interval, scores, *mean_and_interval(areas),
     )  # fmt: skip
@@ -105,7 +105,7 @@ def make_cell(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) ->
 
 def mean_and_interval(values: Iterable[float | None]) -> tuple[float | None, float | None]:
     known_values = [value for value in values if value is not None]
-    mean, half = mean_over_seeds(known_values) if known_values else (None, None)
+    mean, half = mean_and_half_width(known_values) if known_values else (None, None)
     return mean, half if len(known_values) > 1 else None
 
 
@@ -133,7 +133,7 @@ def table_markdown(table: Table, cells: list[Cell], text: str) -> str:
     """Renders the rows and columns that were asked for."""
     requested = [cell for cell in cells if cell.seeds_asked] or cells
     columns = [leads for leads in LEAD_COUNTS if any(cell.leads == leads for cell in requested)]
-    lines = [["Methods", "", *map(table.column, columns)], ["---"] * (len(columns) + 2)]
+    lines = [["Methods", "", *map(table.column_title, columns)], ["---"] * (len(columns) + 2)]
     row_before = ""
     for row, task in dict.fromkeys((cell.row, cell.task) for cell in requested):
         own_cells = [cell for cell in cells if (cell.row, cell.task) == (row, task)]
@@ -178,7 +178,7 @@ def score_text(mean: float | None, interval: float | None) -> str:
 def protocol_text(plan: PaperPlan) -> str:
     """Says in one paragraph how this differs from the paper."""
     scale, data = plan.scale, plan.data
-    dx = " / ".join(f"{data.count('dx', role):,}" for role in ("train", "valid", "test"))
+    dx = " / ".join(f"{data.count_crops('dx', role):,}" for role in ("train", "valid", "test"))
     leak = ""
     if data.split == "paper-split":
         leak = ", split by crop as in the authors' code: crops of one ECG are on both sides"
@@ -193,10 +193,10 @@ def protocol_text(plan: PaperPlan) -> str:
         if changed:
             stages.append(f"{stage}: {', '.join(changed)}")
     return (
-        f"Scale `{scale.name}`, dataset {data.fingerprint[:12]}: {data.count('pretrain'):,} crops "
+        f"Scale `{scale.name}`, dataset {data.fingerprint[:12]}: {data.count_crops('pretrain'):,} crops "
         f"of 10 s for pre-training (the paper: about 85,000), {dx} for training, validation and "
         "test of diagnosis (the paper: 32,640 / 4,079 / 4,079 halves), "
-        f"{data.count('id', 'probe'):,} probes for identification (the paper: 2,127){leak}. "
+        f"{data.count_crops('id', 'probe'):,} probes for identification (the paper: 2,127){leak}. "
         f"A cell is the mean over {over}, from one pre-trained model. Dx. is the CinC score, AUROC "
         "the mean over the classes of the same outputs, Id. the accuracy of identification. "
         f"Dx. keeps the step with the best {best} in validation. "

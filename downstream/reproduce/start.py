@@ -1,4 +1,4 @@
-"""What `omnilead reproduce` starts with: the dataset, and the folder DIR."""
+"""Opens the dataset and the folder DIR for `omnilead reproduce`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +40,7 @@ def open_dataset(url: str) -> DatasetInfo:
         path, dataset.fingerprint, str(dataset.facts.plan), dataset.facts.roles.model_dump()
     )
     for role, mend in NEEDED_ROLES.items():
-        if data.count(*role.split()):
+        if data.count_crops(*role.split()):
             continue
         if data.split != "paper":
             mend = f"it was built with --plan {data.split}: use --plan paper"
@@ -84,7 +84,7 @@ def accept_earlier_commands(plan: PaperPlan) -> None:
         write_json(path, commands)
 
 
-def read_start_file(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
+def read_scale_and_data(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
     path = folder.path / START_FILE
     tree = read_json(path)
     tree.pop("settings", None)  # read again from the scale's file

@@ -38,10 +38,10 @@ from omnilead.engine.settings.leads import ALL_LEADS
 
 from .config import TaskConfig
 from .kinds import KINDS
-from .readout import PAPER, Readout, read_out, width_of
+from .readout import PAPER, Readout, read_out, readout_width
 
 HEADS = {"attention": "omnilead.downstream.tasks.classifier:AttentionHead"}
-TOKENS = 7  # of the batch that examines a head
+HEAD_PROBE_TOKENS = 7  # tokens of the batch that probes a new head
 COSINE_CLIP = 1e-6  # keeps the cosine away from +-1, where the sine's slope is unbounded
 SCALE_SPEED = 10  # the logarithm of a learned scale moves so many times faster than a weight
 
@@ -51,7 +51,7 @@ class AttentionHead(nn.Module):
 
     Source: AI4HealthUOL/ecg-fm-benchmarking, where frozen encoders are compared with it."""
 
-    tokens = True  # it takes c_RND instead of c_RD
+    tokens = True  # the head takes c_RND instead of c_RD
 
     def __init__(self, width: int, outputs: int, heads: int = 16) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def build_head(
     with blaming(f"{setting}, {width} wide, {outputs} outputs"):
         made = kind or load_plugin(HEADS.get(spec, spec))
         head = require_weights(build_module(made, generator, width, outputs, **options))
-        inputs = torch.randn(EXAMINED_ROWS, TOKENS, width)
+        inputs = torch.randn(EXAMINED_ROWS, HEAD_PROBE_TOKENS, width)
         example = inputs if sees_tokens(head) else pool(inputs)
         y = copy.deepcopy(head).eval()(example)
         if list(y.shape) != [EXAMINED_ROWS, outputs] or not y.isfinite().all():
@@ -134,7 +134,7 @@ class Classifier(nn.Module):
         if task.kind == "identity" and task.scale == "learned":
             first = math.sqrt(2) * math.log(max(outputs - 1, 2))  # as in AdaCos (Zhang et al. 2019)
             self.log_scale = nn.Parameter(torch.tensor([math.log(first) / SCALE_SPEED]))
-        self.head = nn.Linear(width_of(readout, width), outputs, bias=task.kind != "identity")
+        self.head = nn.Linear(readout_width(readout, width), outputs, bias=task.kind != "identity")
         nn.init.xavier_uniform_(self.head.weight, generator=generator)
         if self.head.bias is not None:
             nn.init.zeros_(self.head.bias)
@@ -145,7 +145,7 @@ class Classifier(nn.Module):
         labels: Tensor | None = None,
         present_BS: Tensor | None = None,
         weights_BK: Tensor | None = None,
-        margin: Tensor | None = None,  # for identity, if it is not task.margin yet
+        margin: Tensor | None = None,  # ArcFace's margin while it grows to task.margin
     ) -> dict[str, Tensor] | Tensor:
         """Returns the losses; without labels, the pooled encodings c_RD. labels: float [B, K], NaN
         where unknown; for identity int64 [B]. Both halves of a crop have its labels. present_BS: 0
@@ -160,7 +160,7 @@ class Classifier(nn.Module):
         kind, halves = KINDS[self.task.kind], x_BSLT.shape[1]
         labels_R, present_R = labels.repeat_interleave(halves, 0), present_BS.flatten().float()
         if self.task.kind == "identity":
-            loss_R, right_R = self._identity_loss(
+            loss_R, right_R = self._identity_losses_and_hits(
                 c_RD, labels_R, self.task.margin if margin is None else margin
             )
             share_R = torch.ones_like(present_R)
@@ -171,7 +171,7 @@ class Classifier(nn.Module):
                 labels_R[present_R == 0] = torch.nan
                 gathered = map(all_gather, (logits_RK, labels_R, present_R))
                 logits_RK, labels_R, present_R = gathered
-            loss_R, share_R = kind.loss(logits_RK, labels_R, weights_RK)
+            loss_R, share_R = kind.loss_and_known_share(logits_RK, labels_R, weights_RK)
             right_R = kind.are_right(logits_RK, labels_R)
         # Counts are averaged over ranks, so that the mean of the ranks' losses is the loss of the
         # global batch
@@ -200,7 +200,7 @@ class Classifier(nn.Module):
         logits: Tensor = self.head(c_RD.to(next(self.head.parameters()).dtype)).float()
         return logits
 
-    def _identity_loss(
+    def _identity_losses_and_hits(
         self, c_RD: Tensor, label_R: Tensor, margin: float | Tensor
     ) -> tuple[Tensor, Tensor]:
         cosine_RC, fixed = cosines(c_RD, self.head.weight), self.task.scale
@@ -209,7 +209,9 @@ class Classifier(nn.Module):
         return F.cross_entropy(logits_RC, label_R, reduction="none"), cosine_RC.argmax(1) == label_R
 
 
-def layer_groups(model: Classifier, decay: float) -> list[tuple[float, list[nn.Parameter]]]:
+def lr_shares_and_weights(
+    model: Classifier, decay: float
+) -> list[tuple[float, list[nn.Parameter]]]:
     """Returns trained weights in groups, each with its share of the learning rate: decay ** (L - i)
     for layer i of L, 1 for the head. The layers are the modules in the encoder's list `layers` or
     `blocks` (stages of the ResNet), if it has one, else its top-level modules; what is not in them

@@ -127,7 +127,7 @@ class FinetuneConfig(RunConfig):
     encoder: Tuning = Tuning()
     task: TaskConfig = TaskConfig()
 
-    def tuned(self, model: ModelConfig) -> ModelConfig:
+    def tuned_architecture(self, model: ModelConfig) -> ModelConfig:
         """Returns the pre-trained architecture with the settings of this fine-tuning."""
         settings = dict(self.encoder)
         for name in ("frozen", "layer_decay"):  # of the training, not of the architecture

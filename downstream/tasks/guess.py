@@ -26,7 +26,7 @@ from .sheet import (
     BOOLEANS,
     SURVIVAL_COLUMNS,
     are_numbers,
-    columns_hint,
+    columns_hint_parts,
     has_plus,
     label_columns,
     may_be_missing,
@@ -35,7 +35,7 @@ from .sheet import (
 )
 
 MOST_NUMERIC_CLASSES = 10  # a column of numbers with at most this many values holds classes
-SHOWN_LETTERS = 40  # of a cell that a message shows
+SHOWN_LETTERS = 40  # characters of a cell that a message shows
 # What looks like a number, read or not: 63, 1,5, 1.234,5, > 89
 LOOKS_NUMERIC = re.compile(r"[<>=~≤≥]*\s*[+-]?\d[\d.,' ]*")
 
@@ -43,7 +43,7 @@ LOOKS_NUMERIC = re.compile(r"[<>=~≤≥]*\s*[+-]?\d[\d.,' ]*")
 class LabelColumn(NamedTuple):
     name: str
     sheet: pa.Table
-    values: list[str]  # the different ones, without `words`
+    values: list[str]  # distinct values, without `words`
     words: pa.ChunkedArray  # the cells that may mean that there is no value
 
     @property
@@ -127,12 +127,12 @@ def _refuse_a_mixture(sheet: str, columns: Sequence[LabelColumn]) -> None:
     cure: tuple[str, ...]
     if not texts:
         or_else = "; or choose the kind: ", Flag("--kind"), " regression"
-        cure = "leave it out: ", *columns_hint(alike), *or_else
+        cure = "leave it out: ", *columns_hint_parts(alike), *or_else
     elif not alike:
         choose = "for texts as classes, choose one column: "
-        cure = choose, *columns_hint(texts[:1]), "; else write 0 and 1"
+        cure = choose, *columns_hint_parts(texts[:1]), "; else write 0 and 1"
     else:
-        cure = "leave it out: ", *columns_hint(alike)
+        cure = "leave it out: ", *columns_hint_parts(alike)
     raise ConfigError(f"{sheet}: column {odd.name!r} {what}: ", *cure)
 
 
@@ -197,7 +197,7 @@ def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
     """Refuses to guess the meaning of a value beside yes and no. 0, 1, 2, ... are classes."""
     rows_of = Counter(column.sheet[column.name].drop_null().to_pylist())
     sides = {BOOLEANS.get(value.lower()) for value in rows_of}
-    if len(sides) < 3:  # yes, no and others
+    if len(sides) < 3:  # not all of yes, no and another value
         return
     if are_numbers([*rows_of]) and sorted(map(float, rows_of)) == list(range(len(rows_of))):
         return

@@ -1,4 +1,4 @@
-"""Which row of a sheet of labels belongs to which crop of the datasets.
+"""Finds the row of a sheet of labels for each crop of the datasets.
 
 sheet = join_sheet(TaskConfig(labels="my.csv"), [dataset])
 sheet.cells["af"], sheet.row_of_crop[0]     # texts by row; the row of each of the dataset's crops, or -1
@@ -27,7 +27,7 @@ DATASET_COLUMNS = ("age", "sex")  # a dataset's own columns
 
 
 class JoinedSheet(NamedTuple):
-    # in messages; also says so if few of its records are in the data, the likely cause of any error
+    # for messages; says so if few of its records are in the data, the likely cause of any error
     name: str
     cells: pa.Table  # text; null: unknown
     row_of_crop: list[Array]  # by dataset; -1: none
@@ -85,7 +85,9 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
             f"{url}: has no row for {count_and_first(without_row, data.keys)} of {all_records}"
         )
     rows = split_by_dataset(matches.row[data.key_of_crop], datasets)
-    is_shared = np.asarray(pc.is_in(data.keys, pa.array(names_in_several(datasets), pa.string())))
+    is_shared = np.asarray(
+        pc.is_in(data.keys, pa.array(records_in_several_datasets(datasets), pa.string()))
+    )
     shared = np.flatnonzero(is_shared & (matches.row >= 0))
     if len(shared):
         remarks.append(
@@ -106,7 +108,7 @@ def _pseudonym_hint(url: str, datasets: Sequence[Dataset]) -> str:
 
 
 def join_own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> JoinedSheet:
-    """The datasets' own columns, a row for each crop."""
+    """Returns the datasets' own columns, a row for each crop."""
     if unknown := [name for name in task.columns if name not in DATASET_COLUMNS]:
         raise ConfigError(
             f"task.columns: {unknown[0]!r} is not in the dataset, which has age and sex: name a "
@@ -137,7 +139,8 @@ def data_records(datasets: Sequence[Dataset]) -> DataRecords:
 
 
 def record_of_crop(datasets: Sequence[Dataset]) -> Array:
-    """The number of each crop's record; records of two datasets are two, whatever they are called."""
+    """Numbers the record of each crop; records of two datasets are two, whatever they are
+    called."""
     numbers_of_datasets, count = [], 0
     for dataset in datasets:
         records = data_records([dataset])
@@ -146,8 +149,8 @@ def record_of_crop(datasets: Sequence[Dataset]) -> Array:
     return np.concatenate(numbers_of_datasets)
 
 
-def names_in_several(datasets: Sequence[Dataset]) -> list[str]:
-    """The records, as source/record, that more than one of the datasets has."""
+def records_in_several_datasets(datasets: Sequence[Dataset]) -> list[str]:
+    """Returns the records, as source/record, that more than one of the datasets has."""
     if len(datasets) < 2:
         return []
     keys = pa.chunked_array([data_records([dataset]).keys for dataset in datasets])

@@ -2,7 +2,7 @@
 logits of R samples for K outputs.
 
 kind = KINDS["multilabel"]
-loss_R, share_R = kind.loss(logits_RK, y_RK)      # unknown labels (NaN) are ignored
+loss_R, share_R = kind.loss_and_known_share(logits_RK, y_RK)      # unknown labels (NaN) are ignored
 kind.scores(logits_RK)                            # probabilities; for regression and survival, the logits
 kind.targets(y, train_NK, classes, "my.csv", False)       # ConfigError if the labels cannot be learnt
 
@@ -28,13 +28,13 @@ from .config import TaskKind
 
 Array = np.ndarray
 Names = Sequence[str]
-LEAST_POSITIVES = 20  # with fewer positives, one of them is more than 5 %
+LEAST_POSITIVES = 20  # with fewer positives, a single one is more than 5 %
 EMPTY_CELL_NOTE = "an empty cell is unknown: write 0 where a label is absent"
 
 
 @dataclass
 class Targets:
-    """What a model learns to output."""
+    """The outputs that a model learns."""
 
     y: list[Array]  # by dataset; of regression standardised; of identity: classes
     outputs: int
@@ -47,7 +47,7 @@ class Targets:
         return np.asarray((y_NK - self.center_K) / self.scale_K, np.float32)
 
     def to_label_scale(self, scores_RK: Array) -> Array:
-        """From the model's scale to that of the labels."""
+        """Converts scores from the model's scale to that of the labels."""
         return np.asarray(scores_RK * self.scale_K + self.center_K)
 
 
@@ -59,7 +59,7 @@ class Kind(ABC):
     exclusive: ClassVar[bool] = False  # an ECG has one of the classes
     has_positives: ClassVar[bool] = True  # labels above 0 are examples of a class, or events
     why_share_is_too_small = (
-        "no class has positives and negatives in both"  # why a probe learns nothing
+        "no class has positives and negatives in both"  # the reason why a probe learns nothing
     )
     # Numbers of a model's head that have one entry for each output
     head_numbers: ClassVar[tuple[str, ...]] = ()
@@ -73,24 +73,24 @@ class Kind(ABC):
         return "scale" in self.head_numbers
 
     @abstractmethod
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the loss of each label, and which labels are known: [R, K], for multiclass [R,
         1]."""
 
-    def loss(
+    def loss_and_known_share(
         self, logits_RK: Tensor, y_RK: Tensor, weights_RK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns for each sample: the summed loss of its known labels divided by the number of all
-        labels, and the share that is known. The sum of the first divided by the sum of the second
-        is the mean over known labels."""
-        loss_RK, known_RK = self.cell_losses(logits_RK, y_RK)
+        """Returns two numbers for each sample: the summed loss of its known labels divided by the
+        number of all labels, and the share of known labels. The sum of the first divided by the sum
+        of the second is the mean over known labels."""
+        loss_RK, known_RK = self.cell_losses_and_known(logits_RK, y_RK)
         if weights_RK is not None:
             loss_RK = loss_RK * weights_RK
         loss_R = (loss_RK * known_RK).sum(1) / loss_RK.shape[1]
         return loss_R, known_RK.float().mean(1)
 
     def are_right(self, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
-        """bool [R]: all known labels of a sample are predicted."""
+        """bool [R]: True if all known labels of a sample are predicted."""
         predicted_RK = logits_RK > 0
         positive_RK = y_RK > 0
         right_RK = (predicted_RK == positive_RK) | y_RK.isnan()
@@ -116,8 +116,8 @@ class Kind(ABC):
         known_NK = ~np.isnan(y_NK)
         return float(np.square(scores_NK - y_NK)[known_NK].sum() / max(known_NK.sum(), 1))
 
-    def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
-        """The weight of each label [N, K]; for multiclass [N, 1]."""
+    def label_weights(self, y_NK: Array, balanced_2K: Array) -> Array:
+        """Returns the weight of each label [N, K]; for multiclass [N, 1]."""
         negative_K, positive_K = balanced_2K
         return np.asarray(np.where(y_NK > 0, positive_K, negative_K))
 
@@ -139,14 +139,14 @@ class Kind(ABC):
     ) -> Targets:
         """Returns `targets`; some label is known in each column."""
 
-    def chance_in_training(self, targets: Targets) -> dict[str, float]:
-        """Training metrics of a model that guesses."""
+    def chance_metrics_in_training(self, targets: Targets) -> dict[str, float]:
+        """Returns training metrics of a model that guesses."""
         return {}
 
     @abstractmethod
-    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
-        """Validation metrics of a model that knows only how frequent labels are: `y` held-out
-        labels, of crops with so many windows."""
+    def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+        """Returns validation metrics of a model that knows only how frequent labels are. `y`:
+        held-out labels; `windows_N`: how many windows each crop has."""
 
     def why_no_best_step(self, y: Array) -> str:
         """Says why held-out labels tell no step from another; "" if they do."""
@@ -195,16 +195,16 @@ class _ClassKind(Kind):
         return np.asarray(known_K / self.group_count(y_NK) / counts_2K, np.float32)
 
     def group_count(self, y_NK: Array) -> int:
-        """The number of groups into which each label divides the samples."""
+        """Counts the groups into which each label divides the samples."""
         return 2
 
-    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+    def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         known_NK = windows_N[:, None] * ~np.isnan(y)
         share_K = (known_NK * (y > 0)).sum(0) / np.maximum(known_NK.sum(0), 1)
-        return {"auroc": 0.5} | self.chance_of_shares(share_K)
+        return {"auroc": 0.5} | self.chance_metrics_of_shares(share_K)
 
     @abstractmethod
-    def chance_of_shares(self, share_K: Array) -> dict[str, float]: ...
+    def chance_metrics_of_shares(self, share_K: Array) -> dict[str, float]: ...
 
 
 class BinaryKind(_ClassKind):
@@ -213,7 +213,7 @@ class BinaryKind(_ClassKind):
     one_column = True
     head_numbers = ("thresholds",)
 
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         known_RK = ~y_RK.isnan()
         y_RK = y_RK.nan_to_num()
         loss_RK = F.binary_cross_entropy_with_logits(logits_RK, y_RK, reduction="none")
@@ -222,7 +222,7 @@ class BinaryKind(_ClassKind):
     def scores(self, logits_RK: Tensor) -> Tensor:
         return logits_RK.sigmoid()
 
-    def chance_of_shares(self, share_K: Array) -> dict[str, float]:
+    def chance_metrics_of_shares(self, share_K: Array) -> dict[str, float]:
         if not share_K.any():
             return {}
         return {"auprc": float(share_K[share_K > 0].mean())}
@@ -253,7 +253,7 @@ class MulticlassKind(_ClassKind):
     one_column = True
     exclusive = True
 
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         known_R1 = ~y_RK[:, :1].isnan()
         loss_R = F.cross_entropy(logits_RK, y_RK.nan_to_num(), reduction="none")
         return loss_R[:, None], known_R1
@@ -274,12 +274,12 @@ class MulticlassKind(_ClassKind):
     def group_count(self, y_NK: Array) -> int:
         return int(y_NK.shape[1])
 
-    def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
+    def label_weights(self, y_NK: Array, balanced_2K: Array) -> Array:
         _, positive_K = balanced_2K
         of_class_N1 = np.nansum(y_NK * positive_K, axis=1, keepdims=True)
         return np.asarray(of_class_N1, np.float32)
 
-    def chance_of_shares(self, share_K: Array) -> dict[str, float]:
+    def chance_metrics_of_shares(self, share_K: Array) -> dict[str, float]:
         return {"accuracy": float(share_K.max())}
 
     def output_fields(self, classes: Names, unit: str) -> list[tuple[str, pa.DataType]]:
@@ -300,7 +300,7 @@ class RegressionKind(Kind):
     has_positives = False
     head_numbers = ("center", "scale")
 
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         known_RK = ~y_RK.isnan()
         loss_RK = F.smooth_l1_loss(logits_RK, y_RK.nan_to_num(), reduction="none")
         return loss_RK, known_RK
@@ -319,7 +319,7 @@ class RegressionKind(Kind):
         targets.y = [targets.standardise(y_NK) for y_NK in y]
         return targets
 
-    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+    def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         error = float(np.nanmean(np.abs(y - targets.center_K)))
         return {"mae": error, "r2": 0.0}
 
@@ -334,7 +334,7 @@ class SurvivalKind(Kind):
     has_classes = False
     why_share_is_too_small = "no event in one of them"
 
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         return cox_loss(logits_RK, y_RK), y_RK > 0
 
     def targets_of_known(
@@ -345,7 +345,7 @@ class SurvivalKind(Kind):
             raise ConfigError(f"{labels}: the training split has no event: nothing to learn")
         return Targets(y, 1, remarks=[f"{events:,} training crops with the event"])
 
-    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+    def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         return {"c_index": 0.5}
 
     def why_no_best_step(self, y: Array) -> str:
@@ -367,7 +367,7 @@ class IdentityKind(Kind):
     name: ClassVar[TaskKind] = "identity"
     meaning = "which ECGs are of the same patient"
 
-    def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
+    def cell_losses_and_known(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError("patients are learnt by ArcFace, not from labels")
 
     def targets(
@@ -386,10 +386,10 @@ class IdentityKind(Kind):
         remark = f"{len(trained):,} patients to tell apart"
         return Targets(numbers, len(trained), remarks=[remark])
 
-    def chance_in_training(self, targets: Targets) -> dict[str, float]:
+    def chance_metrics_in_training(self, targets: Targets) -> dict[str, float]:
         return {"accuracy": 1 / targets.outputs}
 
-    def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
+    def chance_metrics(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         _, counts = np.unique(y, return_counts=True)
         share = counts / counts.sum()
         return {"identification_accuracy": float(share @ share)}
@@ -413,12 +413,12 @@ def listed_classes(classes: Names, these_K: Any) -> str:
 
 
 def cox_loss(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
-    """Minus the logarithm of the partial likelihood (Cox 1972) of each row if it had the event:
-    of its hazard as a share of that of all rows not yet censored or gone, times their number, so
-    that equal risks cost 0 in a batch of any size.
+    """Returns each row's loss as if it had the event: minus the logarithm of the partial likelihood
+    (Cox 1972), which is the row's share of the hazard of all rows still at risk. It is scaled by
+    their number, so equal risks cost 0 in a batch of any size.
 
-    Tied times as by Breslow: the halves of a crop always tie, and Efron's correction would take
-    them for two patients."""
+    Ties are handled as by Breslow: the halves of a crop always tie, and Efron's correction would
+    count them as two patients."""
     risk_R = risk_R1[:, 0]
     time_R = y_R1[:, 0].abs().nan_to_num()  # unknown: 0, so never at risk
     order = time_R.argsort(descending=True)
@@ -428,13 +428,13 @@ def cox_loss(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
 
 
 def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
-    """The mean loss of the events; 0 if there is none."""
+    """Returns the mean loss of the events; 0 if there is none."""
     event_N1 = y_N1 > 0
     return (cox_loss(risk_N1, y_N1) * event_N1).sum() / event_N1.sum().clamp_min(1)
 
 
 def best_thresholds(y_NK: Array, scores_NK: Array) -> list[float]:
-    """For each class, the threshold with the highest F1; 0.5 if it has no positives."""
+    """Returns the threshold with the highest F1 of each class; 0.5 if it has no positives."""
     return list(map(_best_threshold, y_NK.T, scores_NK.T))
 
 
@@ -456,8 +456,8 @@ def _best_threshold(y_N: Array, score_N: Array) -> float:
 
 
 def sensitive_points(y_NK: Array, scores_NK: Array, classes: Names) -> dict[str, list[float]]:
-    """By class: the score that 95 % of its positives reach, and the specificity there; without
-    classes of too few positives."""
+    """{class: (score that 95 % of its positives reach, specificity at that score)}. Classes with
+    too few positives are left out."""
     points = {}
     for name, y_N, score_N in zip(classes, y_NK.T, scores_NK.T, strict=True):
         positive, negative = np.sort(score_N[y_N > 0]), score_N[y_N == 0]

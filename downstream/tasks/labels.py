@@ -2,7 +2,7 @@
 
     labels = read_task(TaskConfig("rhythm", "multiclass", labels="rhythm.csv"), [Dataset.open("DATASET")])
     labels.y[0], labels.classes         # float32 [crops, K], NaN where unknown; names of the K columns
-    labels.rows(0, "train")             # crops of the first dataset in the training split that have a known label
+    labels.rows_of_dataset(0, "train")             # crops of the first dataset in the training split that have a known label
 
 A sheet of labels is read (sheet.py), its rows are joined to crops (join.py), its cells become numbers
 (values.py), and its records are split by patient (people.py, splits.py); remarks.py and refused.py say what was found.
@@ -31,7 +31,7 @@ from .refused import remarks_on_refused
 from .remarks import remarks_on_labels
 from .sheet import SURVIVAL_COLUMNS, label_columns
 from .splits import SPLITS, TEST, split_by_role, split_crops
-from .values import label_values
+from .values import task_outputs_and_values
 
 DX_ROLES_HINT = "shard --dx-sources names the sources whose records have diagnosis roles"
 
@@ -53,11 +53,11 @@ class TaskLabels:
     row_of_crop: list[Array] = field(default_factory=list)  # by dataset, in `table`; -1: none
     left_out: str = ""  # how many crops of train and valid data.where leaves out
 
-    def rows(self, dataset: int, split: str) -> Array:
+    def rows_of_dataset(self, dataset: int, split: str) -> Array:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
 
     def all_rows(self, split: str) -> Array:
-        """The crops of a split, in all datasets, whose crops are numbered one after the other."""
+        """Returns the crops of a split in all datasets, whose crops are numbered consecutively."""
         return np.flatnonzero(np.concatenate(self.split) == SPLITS.index(split))
 
     @cached_property
@@ -70,13 +70,13 @@ class TaskLabels:
         return np.concatenate(self.patients)
 
     def y_of(self, split: str) -> Array:
-        """The labels of all crops of a split."""
-        return np.concatenate([y[self.rows(n, split)] for n, y in enumerate(self.y)])
+        """Returns the labels of all crops of a split."""
+        return np.concatenate([y[self.rows_of_dataset(n, split)] for n, y in enumerate(self.y)])
 
     @property
     def role(self) -> str:
-        """The role, as an argument of Dataset.select, that alone decides the split; "" if labels or
-        folds do."""
+        """The role, as an argument of Dataset.select, if it alone decides the split; "" if labels
+        or folds do."""
         if self.task.labels or self.task.columns or self.task.split not in ("auto", "roles"):
             return ""
         return "identity" if self.task.kind == "identity" else "dx"
@@ -88,14 +88,14 @@ class TaskLabels:
 
     @property
     def resampling_unit(self) -> str:
-        """What is resampled for an interval."""
+        """The unit that intervals resample: patients, or else records."""
         without, records = self.unknown
         if not without:
             return "patients"
         return "records" if without == records else "patients (records where they are unknown)"
 
     @property
-    def facts(self) -> Facts:
+    def resume_facts(self) -> Facts:
         """Facts that must not change when a training is resumed, as JSON."""
         task = replace(self.task, labels=self.task.labels.rpartition("/")[2])
         digest = ""
@@ -124,7 +124,7 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset], where: str = "") ->
 
 
 def _labels_of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
-    """The paper's tasks: labels and splits are in the dataset."""
+    """Reads the labels and splits of the paper's tasks from the dataset."""
     is_identity = task.kind == "identity"
     if is_identity and (task.labels or task.columns):
         raise ConfigError(
@@ -147,12 +147,12 @@ def _labels_of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabel
     split = split_by_role(datasets, "id_role" if is_identity else "dx_role")
     labelled_N = np.concatenate(split) > 0
     people = people_of(datasets)
-    patients = people.ids(datasets)
+    patients = people.owner_ids_by_dataset(datasets)
     remarks = people.doubtful_ids_remark(labelled_N)
     if is_identity:
         return TaskLabels(task, (), patients, split, remarks, patients=patients)
     y = [dataset.labels.astype(np.float32) for dataset in datasets]
-    unknown = people.records_without_patient(datasets, labelled_N)
+    unknown = people.unknown_patient_and_record_counts(datasets, labelled_N)
     remarks = [*unknown_patients_remark(unknown), *remarks]
     return TaskLabels(task, CLASSES, y, split, remarks, patients=patients, unknown=unknown)
 
@@ -165,13 +165,13 @@ def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str
     if task.kind != "multiclass" or task.classes:
         sheet = sheet.without_words(task.columns, task.classes)
     sheet = sheet.without_words(sheet.fold_columns)
-    task, classes, y_RK = label_values(task, sheet)
+    task, classes, y_RK = task_outputs_and_values(task, sheet)
     y = _y_of_crops(y_RK, sheet)
     labelled_N = _labelled_crops(task, sheet, y)
     people = people_of_sheet(sheet, datasets)
     splits = split_crops(task, sheet, datasets, labelled_N, people)
     split_N = np.where(labelled_N, splits.split_N, 0).astype(np.int8)
-    unknown = people.records_without_patient(datasets, labelled_N)
+    unknown = people.unknown_patient_and_record_counts(datasets, labelled_N)
     remarks = [
         *(*sheet.remarks, *splits.remarks, *unknown_patients_remark(unknown)),
         *(*people.doubtful_ids_remark(labelled_N), *remarks_on_labels(task, sheet, y_RK)),
@@ -186,7 +186,7 @@ def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str
         remarks,
         sheet.name,
         _used_columns(task, sheet, where) if task.labels else None,
-        people.ids(datasets),
+        people.owner_ids_by_dataset(datasets),
         unknown,
         sheet.row_of_crop,
     )

@@ -4,7 +4,7 @@
     challenge_score(labels, outputs)                  the PhysioNet/CinC Challenge 2021's score, of [n, 26] zeros and ones
     statistic_of("binary", y_N1, scores_N1).summary() the measures, and figures for each class
     identification_scores(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
-    mean, half = mean_over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
+    mean, half = mean_and_half_width([0.701, 0.695, 0.704])    a 95 % t interval
     low, high = bootstrap_interval(statistic_of("binary", y_N1, scores_N1), patients, 1000)    95 %, by resampling patients
     if has_few_patients(kind, labels_NK, patients):       where a bootstrap says nothing: of two positives it can be 1 to 1
         intervals |= exact_intervals(metrics, labels_NK, patients)       # exact ones, or NaN
@@ -20,12 +20,12 @@ Axes: N rows, K classes, P gallery entries, Q probes, D width of an embedding.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
 from itertools import pairwise
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,7 @@ CHALLENGE_WEIGHTS_FILE = "challenge_weights.csv"
 WEIGHT_UNIT = 80  # weights are multiples of 1/80
 THRESHOLD = 0.5
 CALIBRATION_BINS = 10  # bins of probabilities, equally wide
-FEW_PATIENTS = 10  # patients with the class, or without it
+FEW_PATIENTS = 10  # a class needs as many with it, and without it
 TOO_FEW_NOTE = (
     f"No class has {FEW_PATIENTS} patients with it and {FEW_PATIENTS} without it, or fewer than {FEW_PATIENTS} had the event: "
     "AUROC and other metrics of classes and events"
@@ -83,8 +83,8 @@ def predict_classes(kind: str, scores: Array, thresholds: Floats = None) -> Arra
 def measure(
     kind: str, y_NK: Array, scores_NK: Array, thresholds: Floats = None, classes: Names = ()
 ) -> dict[str, float]:
-    """MEASURES of `kind`. Scores are probabilities or, for regression, values; y is 0, 1 or NaN
-    (unknown), or a value."""
+    """Returns the MEASURES of `kind`. Scores are probabilities or, for regression, values; y is 0,
+    1 or NaN (unknown), or a value."""
     return statistic_of(kind, y_NK, scores_NK, thresholds, classes).measures()
 
 
@@ -102,19 +102,22 @@ def statistic_of(
 
 
 def challenge_score(labels: Array, outputs: Array) -> float:
-    """1: all correct; 0: as good as predicting "normal" for all, or by definition if every label
-    is normal. It has no lower bound."""
+    """Returns the Challenge's score: 1 if all is correct, 0 if no better than predicting "normal"
+    for all, or if every label is normal. It has no lower bound."""
     return challenge_statistic(labels, outputs)(np.ones(len(labels), np.int64))
 
 
 def challenge_statistic(labels: Array, outputs: Array) -> Callable[[Array], float]:
-    """A function of row weights that returns the challenge_score of these rows."""
-    return partial(_challenge_of_credits, *challenge_credits(*as_bools(labels, outputs)))
+    """Returns a function of row weights that gives the challenge_score of these rows."""
+    return partial(
+        _challenge_of_credits,
+        *challenge_credits_and_norms(*bool_labels_and_outputs(labels, outputs)),
+    )
 
 
-def challenge_credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
-    """[3, N] each, predicting outputs, labels or "normal": credit in eightieths, number of classes
-    labelled or predicted."""
+def challenge_credits_and_norms(labels: Array, outputs: Array) -> tuple[Array, Array]:
+    """Returns two arrays [3, N], for the outputs, the labels and "normal" as predictions: the
+    credit in eightieths, and the number of classes labelled or predicted."""
     normal = np.zeros_like(labels)
     normal[:, NORMAL_CLASS] = True
     y = labels.astype(np.float32)  # exact: sums of up to 676 numbers of up to 80
@@ -138,7 +141,9 @@ def _challenge_of_credits(credit_3N: Array, norm_3N: Array, weight_N: Array) -> 
     return float((observed - inactive) / (correct - inactive))
 
 
-def as_bools(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple[Array, Array]:
+def bool_labels_and_outputs(
+    labels: Array, outputs: Array, classes: int = len(CLASSES)
+) -> tuple[Array, Array]:
     """Returns both as bool arrays of one shape [n, classes]."""
     arrays = []
     for name, values in (("labels", labels), ("outputs", outputs)):
@@ -157,8 +162,9 @@ def as_bools(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tupl
     return y, p
 
 
-def rank_scores(score_N: Array) -> tuple[Array, Array]:
-    """Rows by descending score, and the position of the last of each run of equal scores."""
+def order_and_run_ends(score_N: Array) -> tuple[Array, Array]:
+    """Returns the rows by descending score, and the position of the last row of each run of equal
+    scores."""
     order = np.argsort(-score_N)
     score = score_N[order]
     ends = np.append(score[1:] != score[:-1], True)
@@ -172,7 +178,7 @@ class Ranking:
     def __init__(self, y_N: Array, score_N: Array) -> None:
         """y is 0, 1 or NaN: unknown, and ignored."""
         known_rows = np.flatnonzero(~np.isnan(y_N))
-        order, last = rank_scores(score_N[known_rows])
+        order, last = order_and_run_ends(score_N[known_rows])
         self.order = known_rows[order]
         self.positive = np.flatnonzero(y_N[self.order] > 0)
         runs = np.unique(np.searchsorted(last, self.positive))
@@ -180,13 +186,13 @@ class Ranking:
         stop = last[runs] + 1
         self.first_positive = np.searchsorted(self.positive, first)
         edges = np.unique([0, *first, *stop])
-        self.edges = edges[edges < len(order)]  # between which the weights are summed
+        self.edges = edges[edges < len(order)]  # weights are summed between edges
         self.first = np.searchsorted(edges, first)
         self.stop = np.searchsorted(edges, stop)
 
-    def areas(self, weight_NB: Array) -> Array:
-        """AUROC and AUPRC [2, B] for B weightings. NaN without positives; without negatives AUROC
-        is NaN and AUPRC 1."""
+    def auroc_and_auprc(self, weight_NB: Array) -> Array:
+        """Returns AUROC and AUPRC [2, B] for B weightings. NaN without positives; without negatives
+        AUROC is NaN and AUPRC 1."""
         if not len(self.positive):
             return np.full((2, weight_NB.shape[1]), np.nan)
         weight_NB = weight_NB[self.order]
@@ -208,9 +214,9 @@ class Ranking:
 
 
 def weighted_measures(y_N: Array, score_N: Array, weight_NB: Array) -> dict[str, Array]:
-    """The metrics [B] of a class that compare models, for B weightings of the rows at once. The
-    areas are NaN without positives or negatives."""
-    auroc_B, auprc_B = Ranking(y_N, score_N).areas(weight_NB)
+    """Returns the metrics [B] of a class that compare models, for B weightings of the rows at once.
+    The areas are NaN without positives or negatives."""
+    auroc_B, auprc_B = Ranking(y_N, score_N).auroc_and_auprc(weight_NB)
     auprc_B[np.isnan(auroc_B)] = np.nan
     sums_2N = np.stack([squared_errors(y_N, score_N), ~np.isnan(y_N)], dtype=np.float32)
     error_B, known_B = sums_2N @ weight_NB
@@ -230,7 +236,7 @@ class Statistic(ABC):
     """Computes MEASURES for any row weights."""
 
     names: Names
-    once_N: Array  # weights: each row counts once
+    once_N: Array  # ones: weights that count each row once
 
     def __call__(self, weight_N: Array) -> Array:
         """The metrics `names`, where row i counts weight_N[i] times."""
@@ -263,7 +269,7 @@ class Classification(Statistic):
     ) -> None:
         y_NK, scores = np.asarray(labels, np.float64), np.asarray(scores)
         self.known = ~np.isnan(y_NK)
-        self.labels, outputs = as_bools(np.nan_to_num(y_NK), outputs, len(classes))
+        self.labels, outputs = bool_labels_and_outputs(np.nan_to_num(y_NK), outputs, len(classes))
         if scores.dtype.kind != "f":
             scores = scores.astype(float)
         if scores.shape != y_NK.shape:
@@ -277,7 +283,7 @@ class Classification(Statistic):
         self.once_N = np.ones(len(y_NK), np.int64)
         if self.classes == CLASSES and self.known.all():
             self.names = ("challenge", *self.names)
-            self.credits = challenge_credits(self.labels, self.outputs)
+            self.credits = challenge_credits_and_norms(self.labels, self.outputs)
         self.rated_N = self.known.any(1)
         wrong_NK = self.labels != self.outputs
         self.right_N = self.rated_N & ~wrong_NK.any(1)
@@ -305,7 +311,7 @@ class Classification(Statistic):
         """Returns auroc, auprc, f_measure, sensitivity, specificity, brier. NaN where the
         denominator is zero."""
         weight_N1 = weight_N[:, None]
-        areas = [ranking.areas(weight_N1) for ranking in self.rankings]
+        areas = [ranking.auroc_and_auprc(weight_N1) for ranking in self.rankings]
         auroc_K, auprc_K = np.concatenate(areas, 1)
         sums_5K = (weight_N @ self.cells_NX).reshape(5, -1)
         true_K, predicted_K, positives_K, known_K, error_K = sums_5K
@@ -383,20 +389,20 @@ class Regression(Statistic):
 
 
 class Concordance(Regression):
-    """Harrell's C-index for any row weights. Of the pairs in which one had the event and the other
-    was followed for longer, or censored at that time: the share in which the first had the
-    higher risk. Equal risks count half.
+    """Harrell's C-index for any row weights: the share of comparable pairs in which the row with
+    the earlier event has the higher risk. A pair is comparable if one had the event and the other
+    was followed for longer, or was censored at that time. Equal risks count half.
 
-    Counts pairs in n log n, with one cumulative sum for each bit of the ranks of the risks: of
-    rows whose ranks agree in all higher bits, those with the bit are above the others. A
-    weighting of 100,000 rows takes 20 ms."""
+    Counts pairs in n log n, with one cumulative sum for each bit of the ranks of the risks: among
+    rows whose ranks agree in all higher bits, those with the bit are above the others. A weighting
+    of 100,000 rows takes 20 ms."""
 
     names = MEASURES["survival"]
 
     def __init__(self, values: Array, predictions: Array, classes: Names) -> None:
         super().__init__(values, predictions, classes)
         y = self.values[:, 0]  # unknown: 0, so never longer than another
-        rows = np.lexsort((y > 0, -np.abs(y)))  # longest first; of equal times, the censored
+        rows = np.lexsort((y > 0, -np.abs(y)))  # longest first, at equal times the censored
         _, first, same = np.unique(
             y[rows],
             return_index=True,
@@ -434,9 +440,9 @@ class Concordance(Regression):
         }
 
 
-def kaplan_meier(y_N: Array) -> tuple[Array, Array]:
-    """The corners of the curve from time 0 to the last contact: times, and shares without the
-    event. `y_N`: times, negative if censored."""
+def kaplan_meier_curve(y_N: Array) -> tuple[Array, Array]:
+    """Returns the corners of the curve from time 0 to the last contact: times, and shares without
+    the event. `y_N`: times, negative if censored."""
     times, events = np.unique(y_N[y_N > 0], return_counts=True)
     length = np.sort(np.abs(y_N))
     at_risk = len(y_N) - np.searchsorted(length, times)
@@ -446,7 +452,7 @@ def kaplan_meier(y_N: Array) -> tuple[Array, Array]:
 
 
 def values_by_class(classes: Names, columns: Mapping[str, Array]) -> dict[str, Facts]:
-    """By class, each column's value."""
+    """{class: {column: its value}}"""
     table: dict[str, Facts] = {}
     for k, name in enumerate(classes):
         table[name] = {column: values_K[k].item() for column, values_K in columns.items()}
@@ -475,9 +481,9 @@ def identification_scores(
     names = np.concatenate([np.asarray(gallery_ids), np.asarray(probe_ids)])
     ids = np.unique(names, return_inverse=True)[1]
     gallery_patients, probe_patients = ids[: len(gallery)], ids[len(gallery) :]
-    blocks = _compare_blocks(gallery, gallery_patients, probes, probe_patients)
+    blocks = _similarity_counts_by_block(gallery, gallery_patients, probes, probe_patients)
     better, tied, right, best, same, other = map(np.concatenate, zip(*blocks, strict=True))
-    within_QR = _hit_probabilities(better, tied, right, min(len(gallery), 50))
+    within_QR = _probability_within_rank(better, tied, right, min(len(gallery), 50))
     entries_Q = np.bincount(gallery_patients, minlength=ids.max() + 1)[probe_patients]
     cmc = within_QR.mean(0)
     return {
@@ -518,12 +524,12 @@ def unit_vectors(x_ND: Array) -> Array:
     return np.asarray(x_ND / np.where(length > 0, length, 1))
 
 
-def _compare_blocks(
+def _similarity_counts_by_block(
     gallery: Array, gallery_patients: Array, probes: Array, probe_patients: Array
-) -> Any:
-    """For each block of probes: how many entries are more similar than the patient's best one,
-    how many as similar, how many of those are the patient's, how many share the first place; the
-    highest similarity to the same patient and to others."""
+) -> Iterator[tuple[Array, ...]]:
+    """Yields six arrays for each block of probes. Four count gallery entries: those more similar
+    than the patient's best one, those as similar, those of these that are the patient's, those that
+    share the first place. Two are the highest similarity to the same patient and to others."""
     step = max(1, SIMILARITY_BLOCK // len(gallery))
     for start in range(0, len(probes), step):
         similarity = probes[start : start + step] @ gallery.T
@@ -542,7 +548,7 @@ def _compare_blocks(
         )
 
 
-def _hit_probabilities(better: Array, tied: Array, right: Array, ranks: int) -> Array:
+def _probability_within_rank(better: Array, tied: Array, right: Array, ranks: int) -> Array:
     """[Q, ranks]: the probability that the patient is among the first r, with ties in random
     order."""
     missed = np.ones(len(better))
@@ -557,9 +563,17 @@ def _hit_probabilities(better: Array, tied: Array, right: Array, ranks: int) -> 
     return np.stack(probabilities, 1)
 
 
-def calibration_curve(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
-    """For each bin of probabilities, over all classes: mean, share of positives (NaN if it has
-    fewer than FEW rows) and count; then the expected calibration error of all."""
+class Calibration(NamedTuple):
+    """How well probabilities agree with labels, by bin of probabilities over all classes."""
+
+    mean: Array  # probability
+    share: Array  # of positives; NaN in bins with fewer than FEW_PATIENTS rows
+    examples: Array  # their number
+    error: float  # the expected calibration error of all bins
+
+
+def calibration_curve(labels: Array, scores: Array) -> Calibration:
+    """Bins the known labels by their probability."""
     is_known = ~np.isnan(labels.astype(float))
     p, y = scores[is_known].astype(float), labels[is_known]
     bin_of = np.minimum((p * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
@@ -573,17 +587,17 @@ def calibration_curve(labels: Array, scores: Array) -> tuple[Array, Array, Array
     for b in range(CALIBRATION_BINS):
         if len(np.unique(row_of[bin_of == b])) < FEW_PATIENTS:
             true[b] = np.nan
-    return mean, true, count, float(error)
+    return Calibration(mean, true, count, float(error))
 
 
-def mean_over_seeds(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of the 95 % t interval: NaN for one value."""
+def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean, and half the width of its 95 % t interval; NaN for one value."""
     array = np.asarray(values, float)
     if not array.size or not np.isfinite(array).all():
         raise MetricError(f"{list(array)}: an interval needs finite numbers")
     if len(array) == 1:
         return float(array[0]), np.nan
-    from scipy import stats  # most of a second, which most commands need not wait
+    from scipy import stats  # slow to import, and most commands do not need it
 
     width = stats.t.ppf(0.975, len(array) - 1)
     half = width * array.std(ddof=1) / np.sqrt(len(array))
@@ -591,7 +605,7 @@ def mean_over_seeds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def exact_interval(positives: int, people: int) -> list[float]:
-    """95 % interval of a share (Clopper and Pearson)."""
+    """Returns the 95 % interval of a share (Clopper and Pearson)."""
     from scipy import stats
 
     return list(map(float, stats.binomtest(positives, people).proportion_ci()))
@@ -615,15 +629,14 @@ def bootstrap_interval(statistic: Callable[[Array], Any], groups: Sequence[Any],
 
 
 def bca_interval(value_B: Array) -> Array:
-    """Returns the 95 % interval (low, high) of a statistic from its value and its values on
-    resamples, which follow: percentiles that are corrected for bias and skewness (Efron 1987, BCa).
-    NaN where it is undefined.
+    """Returns the 95 % interval (low, high) of a statistic from its value and the values on
+    resamples after it. The percentiles are corrected for bias and skewness (Efron 1987, BCa). NaN
+    where the statistic is undefined.
 
-    A resample repeats positives, which rank beside themselves: AUPRC is higher on it than on the
-    rows it was drawn from, as it is on those than on all ECGs there are. Plain percentiles of 95 %
-    held the AUPRC of 5 folds in 69 of 100 draws, these in 93;
-    tests/downstream/evaluation/test_intervals.py draws them. The acceleration is a sixth of the
-    skewness of the resamples, which it is for sums."""
+    Plain percentiles are biased: a resample repeats positives, which rank beside themselves, so its
+    AUPRC is higher than on the rows themselves. Plain 95 % percentiles covered the AUPRC of 5 folds
+    in 69 of 100 draws, these cover it in 93 (tests/downstream/evaluation/test_intervals.py). The
+    acceleration is a sixth of the skewness of the resamples, as it is for sums."""
     value, drawn_B = value_B[0], value_B[1:][np.isfinite(value_B[1:])]
     if not np.isfinite(value) or not len(drawn_B):
         return np.full(2, np.nan)
@@ -642,7 +655,7 @@ def bca_interval(value_B: Array) -> Array:
 
 
 def _group_numbers(groups: Sequence[Any] | Array) -> Array:
-    """The groups as numbers from 0."""
+    """Numbers the groups from 0."""
     return np.unique(np.asarray(groups), return_inverse=True)[1]
 
 

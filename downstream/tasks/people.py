@@ -1,4 +1,4 @@
-"""Who must be in one split: the patients, or where they are unknown the records."""
+"""Finds the crops that must be in one split: those of a patient or, if unknown, of a record."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,20 +20,20 @@ class People(NamedTuple):
     owner_N: Array  # index in `names` of the owner of each crop of all datasets
     known_N: Array  # True if the owner is a patient
 
-    def ids(self, datasets: Sequence[Dataset]) -> list[Array]:
-        """By dataset, int64 [crops]: odd for patients."""
+    def owner_ids_by_dataset(self, datasets: Sequence[Dataset]) -> list[Array]:
+        """Returns the id of each crop's owner, by dataset, int64 [crops]: odd for patients."""
         return owner_ids(datasets, self.owner_N, self.known_N)
 
     def doubtful_ids_remark(self, labelled_N: Array) -> list[str]:
-        """A remark if ids of labelled patients may be two spellings of one."""
+        """Remarks if ids of labelled patients may be two spellings of one."""
         patients = np.unique(self.owner_N[labelled_N & self.known_N])
         doubt = similar_ids_warning(self.names.take(pa.array(patients)))
         return [doubt] if doubt else []
 
-    def records_without_patient(
+    def unknown_patient_and_record_counts(
         self, datasets: Sequence[Dataset], labelled_N: Array
     ) -> tuple[int, int]:
-        """How many labelled records have no patient, and how many there are."""
+        """Counts the labelled records without a patient, and all labelled records."""
         record_N = record_of_crop(datasets)
         without_N = labelled_N & ~self.known_N
         return len(np.unique(record_N[without_N])), len(np.unique(record_N[labelled_N]))
@@ -65,7 +65,7 @@ def people_of_sheet(sheet: JoinedSheet, datasets: Sequence[Dataset]) -> People:
 
 
 def unknown_patients_remark(unknown: Sequence[int]) -> list[str]:
-    """A remark on records without a patient. `unknown`: records_without_patient."""
+    """Remarks on records without a patient. `unknown`: see unknown_patient_and_record_counts."""
     without, records = unknown
     if not without:
         return []

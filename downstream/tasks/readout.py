@@ -1,7 +1,7 @@
 """Read-outs: what an embedding keeps of an encoder's tokens and of the signal.
 
     readout = parse_readout("mean+std+rhythm")
-    width_of(readout, 128)                     # how many numbers that is, for an encoder of width 128
+    readout_width(readout, 128)                     # how many numbers that is, for an encoder of width 128
     read_out(readout, c_RND, x_RLT, leads)     # [R, width] float32; x_RLT: these leads in millivolts at 500 Hz
 
 A read-out names one or more parts, joined by +:
@@ -39,7 +39,7 @@ from omnilead.engine.settings.leads import ALL_LEADS
 PAPER = "mean"
 Readout = tuple[str, ...]  # the parts of a read-out
 BEATS_S = np.linspace(-0.3, 0.5, 9)  # from P to the end of T
-WIDTHS: dict[str, Callable[[int], int]] = {
+WIDTH_OF_PART: dict[str, Callable[[int], int]] = {
     "mean": lambda width: width,
     "std": lambda width: width,
     "beats": lambda width: len(BEATS_S) * width,
@@ -51,10 +51,10 @@ WIDTHS: dict[str, Callable[[int], int]] = {
 def parse_readout(text: str) -> Readout:
     """Returns the parts of a read-out."""
     parts = tuple(text.split("+"))
-    unknown = [part for part in parts if part not in WIDTHS]
+    unknown = [part for part in parts if part not in WIDTH_OF_PART]
     if unknown or len(set(parts)) < len(parts):
         raise ConfigError(
-            f"readout={text[:60]!r}: join different parts by +, out of {', '.join(WIDTHS)}"
+            f"readout={text[:60]!r}: join different parts by +, out of {', '.join(WIDTH_OF_PART)}"
         )
     return parts
 
@@ -63,16 +63,16 @@ def measures_signal(readout: Readout) -> bool:
     return not {"rhythm", "beats", "waveform"}.isdisjoint(readout)
 
 
-def width_of(readout: Readout, width: int) -> int:
-    return sum(WIDTHS[part](width) for part in readout)
+def readout_width(readout: Readout, width: int) -> int:
+    return sum(WIDTH_OF_PART[part](width) for part in readout)
 
 
 def mean_slice(readout: Readout, width: int) -> slice:
-    """The slice of the mean over tokens, by which patients are identified; all if there is no
+    """Returns the slice of the mean over tokens, which identifies patients; all if there is no
     mean."""
     if "mean" not in readout:
         return slice(None)
-    before = width_of(readout[: readout.index("mean")], width)
+    before = readout_width(readout[: readout.index("mean")], width)
     return slice(before, before + width)
 
 

@@ -36,7 +36,7 @@ def remarks_on_refused(
         return []
     totals, counts = [], []
     for rows in (refused, sheet.used_rows):
-        count, total = _count_labels(task, sheet, classes, y_RK, rows)
+        count, total = _class_and_label_counts(task, sheet, classes, y_RK, rows)
         counts.append(count)
         totals.append(total)
     of_refused, of_used = counts
@@ -73,10 +73,10 @@ def refused_rows(task: TaskConfig, sheet: JoinedSheet, datasets: Sequence[Datase
     return np.asarray(left[np.sort(matches.row[matches.row >= 0])])
 
 
-def _count_labels(
+def _class_and_label_counts(
     task: TaskConfig, sheet: JoinedSheet, classes: Sequence[str], y_RK: Array, rows: Array
 ) -> tuple[Counter[str], int]:
-    """How many of these rows are of each class, and how many have a label."""
+    """Counts these rows by class, and those with a label."""
     if task.kind == "multiclass":  # a class may be of refused records alone
         cells = sheet.cells[task.columns[0]].take(pa.array(rows)).drop_null().to_pylist()
         return Counter(cells), len(cells)

@@ -16,8 +16,8 @@ from .join import JoinedSheet
 from .kinds import EMPTY_CELL_NOTE, KINDS, Array
 from .sheet import BOOLEANS, are_numbers
 
-UNREMARKABLE_WORDS = ("0", "0.0", "false", "1", "1.0", "true")  # not worth a remark
-RARE_RECORDS = 5  # fewer examples of a class teach it badly, or are a slip of the pen
+UNREMARKABLE_WORDS = ("0", "0.0", "false", "1", "1.0", "true")  # words that need no remark
+RARE_RECORDS = 5  # a class with fewer is learnt badly, or is a typing error
 CODE_OF_UNKNOWN = re.compile("-1|-?9+")
 
 
@@ -86,7 +86,7 @@ def _remarks_on_missing_zeros(task: TaskConfig, y_RK: Array) -> list[str]:
 
 
 def _remarks_on_rare_classes(records_of: dict[str, int]) -> list[str]:
-    """A remark on classes with too few records to learn or to score."""
+    """Remarks on classes with too few records to learn or to score."""
     rarest_first = sorted(records_of, key=records_of.__getitem__)
     rare = [
         f"{name} ({records_of[name]})" for name in rarest_first if records_of[name] < RARE_RECORDS
@@ -143,7 +143,7 @@ def _counts_text(task: TaskConfig, y_RK: Array) -> str:
 
 
 def _remarks_on_words(task: TaskConfig, sheet: JoinedSheet) -> list[str]:
-    """A remark on the words that were taken for 0 and for 1."""
+    """Remarks on the words that were taken for 0 and for 1."""
     cells = {str(cell).lower() for name in task.columns for cell in sheet.cells[name].unique()}
     if task.positive:
         return [f"{task.positive} in column {task.columns[0]!r} is 1, all other values are 0"]

@@ -41,7 +41,7 @@ NO_AND_YES = {
 BOOLEANS: dict[str, int] = {}
 for _no, _yes in NO_AND_YES.values():
     BOOLEANS |= dict.fromkeys(_no.split(), 0) | dict.fromkeys(_yes.split(), 1)
-ROW_NUMBERS = re.compile(r"|Unnamed: \d+")  # names that pandas gives to a column of them
+ROW_NUMBERS = re.compile(r"|Unnamed: \d+")  # names that pandas gives to a column of row numbers
 MAX_VALUES = 100  # classes of multiclass, and folds
 
 
@@ -74,7 +74,7 @@ def label_columns(task: TaskConfig, sheet: str, cells: pa.Table) -> tuple[str, .
     return task.columns or available
 
 
-def columns_hint(columns: Sequence[str]) -> tuple[str, str]:
+def columns_hint_parts(columns: Sequence[str]) -> tuple[str, str]:
     """Says what to type for these label columns, as parts of an error; commands with several tasks
     have no --columns."""
     in_yaml = f"or columns: [{', '.join(columns)}] in a YAML task"
@@ -87,7 +87,7 @@ def has_plus(cells: pa.Table, columns: Sequence[str]) -> bool:
 
 
 def may_be_missing(column: pa.ChunkedArray, minus_is_no: bool) -> pa.ChunkedArray:
-    """bool: cells with a word, such as NA, that may mean that there is no value."""
+    """bool: True for cells with a word, such as NA, that may mean that there is no value."""
     is_word = missing_words(column)
     if minus_is_no:
         is_word = pc.and_not(is_word, pc.fill_null(pc.equal(column, "-"), False))

@@ -1,5 +1,5 @@
-"""Which split each crop belongs to: by a column of the sheet, drawn by patient, or by the datasets'
-roles."""
+"""Assigns each crop to a split: by a column of the sheet, by the datasets' roles, or at random by
+patient."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from .kinds import Array
 from .people import People
 from .sheet import MAX_VALUES, sort_values
 
-SPLITS = ("", "train", "valid", "test")  # by their numbers
+SPLITS = ("", "train", "valid", "test")  # the index is the split's number
 TRAIN, VALID, TEST = 1, 2, 3
 SPLIT_OF = {
     "": 0,
@@ -60,7 +60,7 @@ def split_crops(
             "task.split=8:1:1"
         )
     if how == "column":
-        split_N, folds = _split_by_column(task, sheet, columns[0], labelled_N, people)
+        split_N, folds = _splits_and_folds(task, sheet, columns[0], labelled_N, people)
     else:
         folds = {}
         # patients whom data.hold_out holds out come first, and are in test
@@ -81,7 +81,7 @@ def split_by_role(datasets: Sequence[Dataset], role: str) -> list[Array]:
 
 
 def _numbers_of_splits(names: pa.ChunkedArray) -> Array:
-    """The number of each split; 0 for an empty name, -1 for an unknown one."""
+    """Returns the number of each split; 0 for an empty name, -1 for an unknown one."""
     place = index_in(pc.utf8_lower(pc.fill_null(names, "")), pa.array(SPLIT_OF))
     return np.asarray(np.array([*SPLIT_OF.values(), -1], np.int8)[place])
 
@@ -98,7 +98,7 @@ def _without_copies(split_N: Array, datasets: Sequence[Dataset], labelled_N: Arr
     return split_N
 
 
-def _split_by_column(
+def _splits_and_folds(
     task: TaskConfig, sheet: JoinedSheet, column: str, labelled_N: Array, people: People
 ) -> tuple[Array, Any]:
     """Returns the split of each crop, and task.folds; ConfigError if a patient is in two folds."""
@@ -121,7 +121,7 @@ def _split_by_column(
     value_of_row = pc.fill_null(cells.indices, empty).to_numpy(zero_copy_only=False)
     value_N = np.append(value_of_row, empty)[np.concatenate(sheet.row_of_crop)]
     counts_N = labelled_N & (value_N != empty)
-    patient, two = _patient_in_two_folds(
+    patient, two = _patient_and_two_folds(
         people.owner_N[counts_N], value_N[counts_N], (len(people.names), empty)
     )
     if two:
@@ -132,10 +132,10 @@ def _split_by_column(
     return np.append(split_of_value, 0)[value_N], folds
 
 
-def _patient_in_two_folds(
+def _patient_and_two_folds(
     patient_N: Array, fold_N: Array, shape: tuple[int, int]
 ) -> tuple[int, list[int]]:
-    """The first patient with several folds, and two of these."""
+    """Returns the first patient with several folds, and two of these."""
     is_in = np.zeros(shape, bool)
     is_in[patient_N, fold_N] = True
     patient = int((is_in.sum(1) > 1).argmax())
@@ -155,7 +155,7 @@ def _default_folds(sheet: str, values: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _splits_of_folds(folds: Any, values: list[str]) -> Array:
-    """The split of each value; 0 where task.folds does not name it."""
+    """Returns the split of each value; 0 where task.folds does not name it."""
     split_of: dict[str, int] = {}
     for split, names in folds.items():
         split_of |= dict.fromkeys(names, SPLIT_OF[split])

@@ -1,6 +1,6 @@
-"""What a model has to output for each row of a sheet: numbers from its cells.
+"""Converts the cells of each row of a sheet to the numbers that a model has to output.
 
-task, outputs, y_RK = label_values(task, sheet)     # float32 [rows, K], NaN where unknown
+task, outputs, y_RK = task_outputs_and_values(task, sheet)     # float32 [rows, K], NaN where unknown
 
 Multiclass is one-hot; times of survival are negative if censored.
 """
@@ -20,12 +20,14 @@ from omnilead.engine.settings.errors import ConfigError, Flag, first_names
 from .config import TaskConfig, TaskKind
 from .join import JoinedSheet
 from .kinds import KINDS, Array
-from .sheet import BOOLEANS, MAX_VALUES, are_numbers, columns_hint, quote_words, sort_values
+from .sheet import BOOLEANS, MAX_VALUES, are_numbers, columns_hint_parts, quote_words, sort_values
 
-SHOWN_CLASSES = 10  # more are not typed out in a message
+SHOWN_CLASSES = 10  # a message types out no more classes
 
 
-def label_values(task: TaskConfig, sheet: JoinedSheet) -> tuple[TaskConfig, tuple[str, ...], Array]:
+def task_outputs_and_values(
+    task: TaskConfig, sheet: JoinedSheet
+) -> tuple[TaskConfig, tuple[str, ...], Array]:
     """Returns the task with its classes, the names of the K outputs, and the values [rows, K]."""
     if task.positive and task.kind != "binary":
         raise ConfigError(
@@ -33,13 +35,13 @@ def label_values(task: TaskConfig, sheet: JoinedSheet) -> tuple[TaskConfig, tupl
         )
     if KINDS[task.kind].one_column and len(task.columns) != 1:
         raise ConfigError(
-            f"{sheet.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: "
-            f"{columns_hint(['NAME'])}"
+            f"{sheet.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: ",
+            *columns_hint_parts(["NAME"]),
         )
     if task.positive:
-        return task, (f"{task.columns[0]}={task.positive}",), _is_positive(task, sheet)
+        return task, (f"{task.columns[0]}={task.positive}",), _positive_column(task, sheet)
     if task.kind == "multiclass":
-        task = replace(task, classes=task.classes or _classes_of(task, sheet))
+        task = replace(task, classes=task.classes or _classes_in_data(task, sheet))
         return task, task.classes, _one_hot(task, sheet)
     if task.kind == "survival":
         return task, ("risk",), _signed_times(task, sheet)
@@ -47,7 +49,7 @@ def label_values(task: TaskConfig, sheet: JoinedSheet) -> tuple[TaskConfig, tupl
     return task, task.columns, np.stack(y, axis=1)
 
 
-def _is_positive(task: TaskConfig, sheet: JoinedSheet) -> Array:
+def _positive_column(task: TaskConfig, sheet: JoinedSheet) -> Array:
     """[rows, 1]: 1 where the cell is task.positive, 0 where it is another, NaN where it is empty."""
     (name,) = task.columns
     column = sheet.cells[name].combine_chunks()
@@ -63,8 +65,8 @@ def _is_positive(task: TaskConfig, sheet: JoinedSheet) -> Array:
     return np.asarray(y_R.to_numpy(zero_copy_only=False))[:, None]
 
 
-def _classes_of(task: TaskConfig, sheet: JoinedSheet) -> tuple[str, ...]:
-    """The values of records that are in the data, sorted."""
+def _classes_in_data(task: TaskConfig, sheet: JoinedSheet) -> tuple[str, ...]:
+    """Returns the values of records that are in the data, sorted."""
     (name,) = task.columns
     cells = sheet.cells[name].combine_chunks().take(pa.array(sheet.used_rows))
     classes = sort_values(pc.drop_null(cells).unique().to_pylist())
@@ -118,8 +120,8 @@ def _signed_times(task: TaskConfig, sheet: JoinedSheet) -> Array:
     if len(task.columns) != 2:
         raise ConfigError(
             f"{sheet.name}: a survival task has two columns, the time and whether the event "
-            f"happened then, not {', '.join(task.columns)}: "
-            f"{columns_hint(['TIME', 'EVENT'])}"
+            f"happened then, not {', '.join(task.columns)}: ",
+            *columns_hint_parts(["TIME", "EVENT"]),
         )
     time, event = task.columns
     time_R = _column_values("survival", sheet, time)

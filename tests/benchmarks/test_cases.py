@@ -23,7 +23,7 @@ def last_line(run):
 
 
 def test_the_loop_is_measured_against_the_bare_step(dataset, tiny, tmp_path):
-    measured = call_fresh(e2e.compare, loop_run(dataset, tiny, tmp_path))
+    measured = call_fresh(e2e.compare_sides, loop_run(dataset, tiny, tmp_path))
     assert measured["backend"] == "torch" and measured["repeats"] == 3
     # held and loaded, two steps a turn, a warm-up and three turns
     assert last_line(tmp_path / "run")["step"] == 2 * 2 * (1 + 3)
@@ -54,7 +54,7 @@ def test_overhead_is_computed_from_adjacent_turns(device, overhead):
 
 
 def test_two_ranks(dataset, tiny, tmp_path):
-    measured = scaling.ranks(loop_run(dataset, tiny, tmp_path, steps=1), 2)
+    measured = scaling.run_ranks(loop_run(dataset, tiny, tmp_path, steps=1), 2)
     assert measured["batch"] == 4 and measured["per_cpu_s"]["low"] > 0
     last = last_line(tmp_path / "run-2")
     assert last["crops_seen"] == 8 * (last["step"] + 1)  # the first batch was put aside
@@ -63,17 +63,17 @@ def test_two_ranks(dataset, tiny, tmp_path):
 def test_a_dataset_of_zeros(tmp_path):
     dataset = huge.make_huge_dataset(tmp_path / "zeros", 3000)
     assert len(dataset) == 3000 and not dataset.read(2999).any()
-    assert next(scaling.first_batch(dataset.root.url)) == 1.0
+    assert next(scaling.time_first_batch(dataset.root.url)) == 1.0
     roles = dataset.meta["roles"]
     assert roles["pretrain"] and roles["dx"]["test"] and roles["id"]["probe"]
-    for job, arguments in huge.jobs(dataset).values():
+    for job, arguments in huge.cases_of_jobs(dataset).values():
         steps = job(*arguments)
         assert [next(steps), next(steps), next(steps)] == [0, 1, 1]
 
 
 def test_embedding_is_measured_against_the_encoder_alone(tiny, tmp_path):
     options = run.parse(["embed", "--model", tiny, "--records", "10", "--batch", "4"])
-    facts, cases = embed.prepare(tmp_path, options)
+    facts, cases = embed.prepare_input_and_cases(tmp_path, options)
     assert list(cases)[-1] == f"arrays, 250 Hz: {tiny}, 4 crops" and facts["crops"] > 0
     function, arguments = cases[f"arrays, 250 Hz: {tiny}, 4 crops"]
     result = call_fresh(function, *arguments)
@@ -100,18 +100,18 @@ def test_the_time_to_the_first_step(tmp_path, monkeypatch):
     assert result["repeats"] == 3 and result["seconds"]["low"] > 0
     assert result["cpu_seconds"]["median"] == 1.5 and not (tmp_path / "run").exists()
     with pytest.raises(CaseError, match=r"exited with 1: .*frog"):
-        start.start((*command, "import sys; sys.exit('frog')"), tmp_path)
+        start.wall_and_cpu_s_of_start((*command, "import sys; sys.exit('frog')"), tmp_path)
 
 
 def test_loader_throughput_counts_whole_batches(dataset):
     given = (Path(dataset.root.url), "RLM", "torch", 16, 1, 0.05, "cpu")
-    measure.measure_case(loader.our_loader, given, 1, (sent := []).append)
+    measure.measure_case(loader.count_from_our_loader, given, 1, (sent := []).append)
     (sample,) = sent
     assert sample["units"] > 0 and sample["units"] % 16 == 0
 
 
 def test_every_case_of_an_ingest_runs(tmp_path):
-    facts, cases = ingest.prepare(tmp_path, Namespace(records=100))
+    facts, cases = ingest.prepare_input_and_cases(tmp_path, Namespace(records=100))
     units = {name: next(function(*arguments)) for name, (function, arguments) in cases.items()}
     assert min(units.values()) > 0 and units["read: omnilead"] == facts["records"]
 
@@ -119,9 +119,9 @@ def test_every_case_of_an_ingest_runs(tmp_path):
 def test_the_re_creation_ends_with_masked_halves(dataset, tmp_path):
     for row in range(8):
         loader.write_halves(dataset, row, tmp_path)
-    batch = next(loader.fairseq_like(tmp_path, "RLM", 4))["source"]
+    batch = next(loader.fairseq_like_batches(tmp_path, "RLM", 4))["source"]
     assert batch.shape == (8, 12, 2500) and 0.2 < (batch == 0).all(-1).float().mean() < 0.8
-    noisy = next(loader.fairseq_like(tmp_path, "physio3+RLM", 4))["source"]
+    noisy = next(loader.fairseq_like_batches(tmp_path, "physio3+RLM", 4))["source"]
     assert noisy.dtype == batch.dtype and noisy.isfinite().all()
 
 
@@ -139,8 +139,8 @@ MODULES = {"Hugging Face datasets": "datasets", "mosaicml-streaming": "streaming
 @pytest.mark.filterwarnings("default")  # of the libraries
 @pytest.mark.parametrize(
     "make, name",
-    [(loader.npy_by_batch, "memory-mapped .npy")]
-    + [(loader.batches_of, name) for name in libraries.LIBRARIES],
+    [(loader.npy_batches, "memory-mapped .npy")]
+    + [(loader.library_batches, name) for name in libraries.LIBRARIES],
 )
 def test_other_libraries_end_with_the_same_crops(make, name, dataset, tmp_path):
     """Each batch has other crops of the dataset, half of whose leads are masked."""

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import cpc, measure, run
-from omnilead.downstream.interop.ecg_cpc import from_theirs
+from omnilead.downstream.interop.ecg_cpc import options_and_weights
 
 REFERENCE = Path(__file__).parents[2].parent / "shared" / "parity" / "ecg_cpc_small"
 
@@ -23,7 +23,7 @@ def test_the_re_creation_gives_the_authors_numbers():
     if not REFERENCE.is_dir():
         pytest.skip("the authors' numbers are not here (../shared/parity)")
     state = load_file(REFERENCE / "state_dict.safetensors")
-    options, weights = from_theirs(state)
+    options, weights = options_and_weights(state)
     model = cpc.build_pretrainer(**options, dropout=0.0)
     model.encoder.load_state_dict(weights)
     model.plugin.map.weight.data.copy_(state["head_ssl.proj.0.weight"])
@@ -40,14 +40,14 @@ def test_the_re_creation_gives_the_authors_numbers():
 def test_a_step_of_either_side(side, precision, monkeypatch):
     small = cpc.build_pretrainer
     monkeypatch.setattr(cpc, "build_pretrainer", lambda **options: small(width=16, **options))
-    steps = cpc.step(cpc.CpcRun(side, precision, batch=2, steps=2))
+    steps = cpc.repeat_steps(cpc.CpcRun(side, precision, batch=2, steps=2))
     next(steps)
     assert next(steps) == 4
 
 
 def test_the_cases(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "deadline", math.inf)  # of other tests
-    facts, cases = cpc.prepare(tmp_path, run.parse(["cpc", "--batch", "4"]))
+    facts, cases = cpc.prepare_input_and_cases(tmp_path, run.parse(["cpc", "--batch", "4"]))
     assert list(cases) == [
         "re-creation of ECG-CPC's step: fp32, 4 windows",
         "omnilead: fp32, 4 windows",

@@ -50,7 +50,7 @@ def test_means_over_seeds_and_their_differences(dataset, tmp_path):
     model = omnilead.load(tmp_path / "diagnosis-12-random-1")
     whole = score_task(
         model, Datasets((dataset,)), find_task(model), EvalOptions(leads="12")
-    ).record
+    ).record_scores
     assert tuned["n"] == random["n"] == whole["n"] and random["patients"] == whole["patients"]
     names = ["auroc", "auprc", "brier", "challenge", "challenge_chosen"]
     assert {name: of[:1] for name, of in random["each"].items()} == {

@@ -14,14 +14,14 @@ SUITE = Path(__file__).with_name("golden").joinpath("suite.json").read_text()  #
 
 def loaded(folder, text):
     (folder / "suite.json").write_text(text)
-    return report.load(folder / "suite.json")
+    return report.load_parts(folder / "suite.json")
 
 
 def test_pages_match_the_records():
     parts = report.all_parts()
     assert report.EVIDENCE_PAGE.read_text() == report.evidence_page()
     assert report.RESULTS_PAGE.read_text() == report.results_page(parts)
-    assert report.CHART.read_text() == chart.draw_chart(parts)
+    assert report.CHART_PATH.read_text() == chart.draw_chart(parts)
     linked = re.findall(r"\]\(([^)#:]+)[)#]", report.RESULTS_PAGE.read_text())
     assert len(linked) > 10 and all((report.RESULTS_PAGE.parent / link).exists() for link in linked)
 
@@ -31,13 +31,13 @@ def test_figures_of_readme_come_from_the_records():
         report.all_parts(),
         " ".join(ROOT.joinpath("README.md").read_text().split()),
     )
-    newest = report.newest(parts)
+    newest = report.newest_parts(parts)
     step = newest["step", "cuda"]
     case = step["results"]["omnilead: bf16, layers compiled, 512 crops"]["per_s"]["median"]
     product = step["results"]["matrix product: bf16"]["per_s"]["median"]
     share = case * step["input"]["gflop_per_crop"] / product
     assert f"{case:,.0f} ECGs a second (bf16), {100 * share:.0f} % of what" in text
-    rates, _ = chart.rates_of(chart.PANELS[0], parts)
+    rates, _ = chart.rates_and_parts(chart.PANELS[0], parts)
     faster = sorted(
         rates["memory-mapped .npy"][name] / rate for name, rate in rates["omnilead"].items()
     )
@@ -81,9 +81,9 @@ def test_pictures_are_of_the_models(golden, tmp_path):
 
 
 def test_the_line_of_boosted_features_has_the_labels_of_the_curves():
-    curves = report.newest(report.all_parts())["evidence", "cpu"]["results"][tables.BY_CROPS]
+    curves = report.newest_parts(report.all_parts())["evidence", "cpu"]["results"][tables.BY_CROPS]
     labels = []
-    for document in curves, json.loads(report.BOOSTED.read_text()):
+    for document in curves, json.loads(report.BOOSTED_RESULTS.read_text()):
         rows = document["rows"]
         labels.append({(row["leads"], row["share"], row["labelled"], row["n"]) for row in rows})
     assert labels[0] == labels[1]
@@ -112,8 +112,11 @@ def test_which_record_counts(tmp_path):
     assert ranks == sorted(set(ranks)) and not scaling["alone"]
     on_gpu = parts[0] | {"config": {"device": "cuda"}}
     newest = {("scaling", "cpu"): parts[-1], ("scaling", "cuda"): on_gpu}
-    assert report.newest([*parts, on_gpu]) == newest
-    answers = [any(report.deciding_case(part, bar)[0] for bar in report.TARGETS) for part in parts]
+    assert report.newest_parts([*parts, on_gpu]) == newest
+    answers = [
+        any(report.deciding_case_and_figure(part, bar)[0] for bar in report.TARGETS)
+        for part in parts
+    ]
     assert answers == [True, False, False, True, True, True, True]
 
 
@@ -144,7 +147,7 @@ def test_of_the_evidence_the_newest_of_each_result_is_shown():
         parts.append(
             part | {"results": {name: {"notes": [], "made": day} for name in names.split()}}
         )
-    (found,) = report.newest(parts).values()
+    (found,) = report.newest_parts(parts).values()
     note = "From evidence_0.json, 2999-01-00, A CPU. Made outside the plan: archive."
     assert found["results"] == {
         "real": {"notes": [], "made": 2},

@@ -34,7 +34,7 @@ def cases(tmp_path, monkeypatch):
     """Replaces the cases of the benchmark `start`, of which a suite consists; records go to
     tmp_path / "results"."""
     made = {"first step: a": (case, ("",))}
-    prepare = SimpleNamespace(prepare=lambda work, options: (INPUT, made))
+    prepare = SimpleNamespace(prepare_input_and_cases=lambda work, options: (INPUT, made))
     monkeypatch.setitem(sys.modules, "benchmarks.start", prepare)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(run, "RESULTS", tmp_path / "results")

@@ -35,7 +35,7 @@ BASE = step.StepRun(step.OURS, "fp32", threads=1)
 def test_the_recreation_gives_our_loss_and_gradients(changes, tiny):
     step.set_up(BASE)
     config = replace(step.config_of(tiny).model, **changes)
-    model, sides = step.both_sides(config, pairs=3)
+    model, sides = step.model_and_losses(config, pairs=3)
     losses = [side() for side in sides]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
     names, weights = zip(*model.named_parameters(), strict=True)
@@ -67,7 +67,7 @@ def test_each_case_trains(side, precision, tiny, monkeypatch):
     made = []
     real = step.Pretrainer
     monkeypatch.setattr(step, "Pretrainer", lambda *of: made.append(real(*of)) or made[-1])
-    stream = step.step(replace(BASE, side=side, precision=precision, batch=2, model=tiny))
+    stream = step.repeat_steps(replace(BASE, side=side, precision=precision, batch=2, model=tiny))
     assert next(stream) == {"attention": "unfused" if side == step.OURS else "math"}
     before = [p.detach().clone() for p in made[0].parameters()]
     assert next(stream) == 4  # two steps of two crops
@@ -102,13 +102,13 @@ def test_nothing_is_timed_while_the_sides_disagree(tiny, monkeypatch):
     for difference in (2e-4, float("nan")):
         monkeypatch.setattr(step, "call_fresh", lambda *_, found=difference: found)
         with pytest.raises(step.CaseError, match="nothing was timed"):
-            step.prepare(Path(), options)
+            step.prepare_input_and_cases(Path(), options)
     monkeypatch.setattr(step, "call_fresh", lambda *_: 5e-5)
-    assert step.prepare(Path(), options)[0]["loss_difference"] == 5e-5
+    assert step.prepare_input_and_cases(Path(), options)[0]["loss_difference"] == 5e-5
 
 
 ASKED = [pytest.param("cpu", "flash")]
-ASKED += [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in step.ATTENTION]
+ASKED += [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in step.ATTENTION_BACKENDS]
 
 
 @pytest.mark.parametrize(("device", "name"), ASKED)

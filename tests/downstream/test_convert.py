@@ -25,7 +25,7 @@ from torch import nn
 import omnilead
 from omnilead.downstream import convert
 from omnilead.downstream.interop import conversion
-from omnilead.downstream.interop.fairseq import their_settings, to_theirs
+from omnilead.downstream.interop.fairseq import fairseq_settings, weights_to_fairseq
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.folder import write_config
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -49,13 +49,13 @@ CONFIG = ModelConfig(
 
 def weights(spelled="parametrizations"):
     model = Pretrainer(CONFIG, ObjectiveConfig(), generator=torch.Generator().manual_seed(0))
-    return to_theirs(model.state_dict(), CONFIG, spelled)
+    return weights_to_fairseq(model.state_dict(), CONFIG, spelled)
 
 
 def saved(path, **changes):
     content = {
         "args": None,
-        "cfg": their_settings(CONFIG),
+        "cfg": fairseq_settings(CONFIG),
         "model": weights(),
         "optimizer_history": [{"num_updates": 7}],
     }
@@ -165,7 +165,7 @@ class Value:
 
 
 def test_pickled_settings_are_read_without_their_classes(tmp_path):
-    settings = their_settings(CONFIG)
+    settings = fairseq_settings(CONFIG)
     meters = {"meters": Content({"a": 1})}
     for name, changes in (
         ("namespace", {"cfg": None, "args": argparse.Namespace(**settings["model"])}),
@@ -198,7 +198,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path, capsys):
 
 
 def setting(**changes):
-    cfg = their_settings(CONFIG)
+    cfg = fairseq_settings(CONFIG)
     return {"cfg": cfg | {"model": cfg["model"] | changes}}
 
 
@@ -230,7 +230,7 @@ HARMS = {
     "latent_temp": (lambda: setting(latent_temp=[2.0]), "latent_temp=[2.0]"),
     "latent_temp as text": (lambda: setting(latent_temp="bad("), "latent_temp='bad('"),
     "wide": (lambda: setting(encoder_embed_dim=10**30), "model.width"),
-    "shared": (lambda: {"cfg": their_settings(CONFIG) | {"task": SHARED}}, "more than 100,000 settings"),
+    "shared": (lambda: {"cfg": fairseq_settings(CONFIG) | {"task": SHARED}}, "more than 100,000 settings"),
 }  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def test_other_files_are_refused(tmp_path, capsys):
 
 
 def test_tied_weights_and_tensors_among_the_settings(tmp_path):
-    state, cfg = weights(), their_settings(CONFIG)
+    state, cfg = weights(), fairseq_settings(CONFIG)
     state["layer_norm.bias"] = state["layer_norm.weight"]
     cfg["model"]["extra"] = torch.ones(2)
     path = saved(

@@ -233,7 +233,7 @@ def test_a_gpu_embeds_in_the_precision_of_the_training(trained, asked, on_gpu, m
     monkeypatch.setattr(commands, "load", lambda path, code: loaded)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(0))  # no such device here
     for device, computed in (("cuda:1", on_gpu), ("cpu", "fp32")):
-        assert commands.prepare_model("RUN", device, asked)[1] == computed
+        assert commands.load_model_and_precision("RUN", device, asked)[1] == computed
 
 
 @pytest.mark.gpu
@@ -413,7 +413,9 @@ def test_unwritable_files_are_named_before_the_work(dataset, folder, tmp_path, m
     out = tmp_path / "out"
     arguments = command(folder, dataset.root.url, out)
     with monkeypatch.context() as patch:
-        patch.setattr(commands, "prepare_model", lambda *_: pytest.fail("work was begun"))
+        patch.setattr(
+            commands, "load_model_and_precision", lambda *_: pytest.fail("work was begun")
+        )
         patch.setattr(os, "access", lambda *_: False)
         assert f"--out {out}: " in refused(arguments, capsys)
     for number, code in ((errno.ENOSPC, 1), (errno.EROFS, 2)):

@@ -128,7 +128,7 @@ def test_evaluate_agrees_with_the_runs_validation(
     assert first["step"] == 0 and json.loads((run / "run.json").read_text())["best"] == figure
     assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}"
     assert json.loads((run / "result.json").read_text())["converged"] is False
-    assert f"<figcaption>{metric_title(figure)}</figcaption>" in run_report.build(run)
+    assert f"<figcaption>{metric_title(figure)}</figcaption>" in run_report.report_page(run)
     model, before = omnilead.load(run), omnilead.load(base)
     assert model.config["head"]["task"] == task and (model.head is not None) == diagnoses
     old, new = before.encoder.state_dict(), model.encoder.state_dict()
@@ -357,7 +357,7 @@ def test_fewer_channels_are_the_same_as_zeros(base):
     for padded, x in ((True, torch.zeros_like(x_RLT).index_copy(1, there, few)), (False, few)):
         augment = {"leads": "I,II,V2", "padded": padded, "rlm": 0.0}
         config = build_config({"start": str(base), "augment": augment}, FinetuneConfig)
-        encoder = Encoder(config.tuned(begin.model), mask=False).eval()
+        encoder = Encoder(config.tuned_architecture(begin.model), mask=False).eval()
         encoder.load_state_dict(select_leads(begin, config))
         outputs.append(encoder(x))
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
@@ -419,7 +419,7 @@ def test_class_vectors_initialised_with_means(base, dataset, tmp_path):
     model = task.model(torch.Generator().manual_seed(0))
     assert isinstance(model, Classifier) and model.training
     encoder = model.encoder.eval()
-    y, rows_ = task.targets.y[0], task.labels.rows(0, "train")
+    y, rows_ = task.targets.y[0], task.labels.rows_of_dataset(0, "train")
     unit = {int(k): [] for k in np.unique(y[rows_])}  # type: ignore[var-annotated]
     for row in rows_:
         for half in range(dataset.column("halves")[row]):
@@ -438,7 +438,7 @@ def test_class_vectors_initialised_with_means(base, dataset, tmp_path):
 @pytest.mark.parametrize("task", ["diagnosis", "identification"])
 def test_missing_halves_are_ignored(task):
     small = build_config({"model": {"width": 16, "layers": 1, "heads": 2, "ffn": 16}}).model
-    encoder = Encoder(FinetuneConfig(start="x").tuned(small), mask=False)
+    encoder = Encoder(FinetuneConfig(start="x").tuned_architecture(small), mask=False)
     seeded = torch.Generator().manual_seed(0)
     initialise(encoder, seeded)
     model = Classifier(encoder, TaskConfig(kind=KINDS[task]), 26, seeded).eval()
@@ -604,8 +604,8 @@ def test_a_users_own_label_table(
     assert head["definition"]["labels"] == "mine.csv"
     assert figure in rows(run, "validation.jsonl")[1] and "loss" in rows(run)[0]
     known = read_task(TaskConfig(kind=kind, labels=str(table), columns=(column,)), [dataset])
-    assert state["labels"]["sha256"] == known.facts["sha256"]
-    assert len(known.rows(0, "train")) < len(dataset)
+    assert state["labels"]["sha256"] == known.resume_facts["sha256"]
+    assert len(known.rows_of_dataset(0, "train")) < len(dataset)
     kept = read_table(str(run / LABELS))
     assert kept.equals(read_table(str(table)).select(["record", column]))  # no other column
     if kind == "regression":
@@ -647,7 +647,7 @@ def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, t
     (path, risks), data, probed = deaths, dataset.root.url, tmp_path / "probed"
     save_probed(base, data, path, probed, readout="mean+rhythm")
     labels = read_task(TaskConfig(kind="survival", labels=str(path)), [dataset])
-    tested = dict.fromkeys(dataset.column("record")[labels.rows(0, "test")])
+    tested = dict.fromkeys(dataset.column("record")[labels.rows_of_dataset(0, "test")])
     y = dict(zip(dataset.column("record"), labels.y[0], strict=True))
     times, true = np.stack([y[name] for name in tested]), [[risks[name]] for name in tested]
     known = measure("survival", times, np.array(true))["c_index"]

@@ -159,7 +159,7 @@ def test_jobs_of_different_numbers_of_ranks_write_the_same_file(
     expected, _ = predicted("rhythm", "--batch", "2", name=f"one-{len(order)}.{suffix}")
     out, model = expected.with_name(f"rhythm-{name}"), expected.parent / "rhythm"
     arguments = words(model, dataset.root.url, out, "--batch", "2")
-    read, codes = ParquetParts._read, []
+    read, codes = ParquetParts._read_part, []
 
     def interrupted(parts, number, schema=None):
         if schema and (parts.world, parts.rank, number) == (2, 0, 0):
@@ -171,7 +171,7 @@ def test_jobs_of_different_numbers_of_ranks_write_the_same_file(
                 codes.append(predict.main(arguments))
         return read(parts, number, schema)
 
-    monkeypatch.setattr(ParquetParts, "_read", interrupted)
+    monkeypatch.setattr(ParquetParts, "_read_part", interrupted)
     assert predict.main(arguments) == 0
     assert codes == [{"0": 130, "1": 0}[rank] for rank in order]
     assert out.read_bytes() == expected.read_bytes()
@@ -360,7 +360,7 @@ def test_a_folders_unreadable_files_are_listed_and_the_others_predicted(tmp_path
     assert f"note: {tmp_path}/F.csv.skipped.csv: which ECGs were skipped, and why\n" in said
     assert csv.read_csv(out)["path"].to_pylist() == [f"{export}/1.xml"]
     again = words(model, export, tmp_path / "again.csv")
-    with mock.patch.object(outputs.ParquetParts, "join", side_effect=OutputError("killed")):
+    with mock.patch.object(outputs.ParquetParts, "join_parts", side_effect=OutputError("killed")):
         assert predict.main(again) == 1
     assert capsys.readouterr().err.count("skipped: ") == 2
     assert predict.main(again) == 0

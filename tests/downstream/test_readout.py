@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 import omnilead
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.mean_beat import MEASUREMENTS, RHYTHM_MEASUREMENTS, measurements
-from omnilead.downstream.inference.commands import prepare_model
+from omnilead.downstream.inference.commands import load_model_and_precision
 from omnilead.downstream.interop.onnx import to_onnx
-from omnilead.downstream.tasks.readout import BEATS_S, parse_readout, read_out, width_of
+from omnilead.downstream.tasks.readout import BEATS_S, parse_readout, read_out, readout_width
 from omnilead.engine.settings.errors import ConfigError, OutputError
 from tests.conftest import save_model, save_probed
 from tests.data_tools.test_mean_beat import REGULAR, ecg
@@ -67,7 +67,7 @@ def test_every_door_gives_the_same_numbers(dataset, tmp_path):
     table, other = omnilead.embed(**given), pq.read_table(out)
     width = model.encoder.width
     assert table.schema.field("embedding").type.list_size == width + len(MEASUREMENTS)
-    assert other.schema.field("embedding").type.list_size == width_of(
+    assert other.schema.field("embedding").type.list_size == readout_width(
         parse_readout(ALL_PARTS), width
     )
     first = dataset.read(int(table["row"][0].as_py()))[:, :2500]
@@ -96,9 +96,9 @@ def test_unknown_parts_are_refused(text):
 def test_a_normalised_input_has_no_amplitudes(tmp_path):
     save_model(tmp_path / "A", preprocessing={"scale": "zscore"})
     model = omnilead.load(tmp_path / "A")
-    assert model.readout_of("mean+std") == ("mean", "std")
+    assert model.suitable_readout("mean+std") == ("mean", "std")
     with pytest.raises(ConfigError, match="need a model whose input is in millivolts at 500 Hz"):
-        model.readout_of("rhythm")
+        model.suitable_readout("rhythm")
 
 
 def test_the_shipped_model_is_complete():
@@ -119,7 +119,7 @@ def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
     save_probed(**given, task=task, out=tmp_path / "B")
     model = omnilead.load(tmp_path / "B")
     assert model.readout == ("mean", "rhythm", "std") and model.head_info.task == task
-    half, _ = prepare_model(str(tmp_path / "B"), precision="bf16")
+    half, _ = load_model_and_precision(str(tmp_path / "B"), precision="bf16")
     assert half.head.weight.equal(model.head.weight)  # rounded, it would lose the standardisation
     assert "was not trained with missing leads" in model.missing_leads_doubt()
     for out, says in (

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from omnilead.downstream.interop.fairseq import (
-    from_theirs,
+    fairseq_names,
+    fairseq_settings,
     norm_spelling,
     read_model_config,
-    their_names,
-    their_settings,
-    to_theirs,
+    weights_from_fairseq,
+    weights_to_fairseq,
 )
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -206,14 +206,14 @@ def test_names_are_exact_both_ways(conv_norm):
         "code_width": 16,
     }
     config = ModelConfig(conv_norm=conv_norm, **sizes)  # type: ignore[arg-type]
-    assert read_model_config(their_settings(config)["model"]) == config
+    assert read_model_config(fairseq_settings(config)["model"]) == config
     state = Pretrainer(config, ObjectiveConfig()).state_dict()
     for spelled in ("parametrizations", "weight_g"):
-        there = to_theirs(state, config, spelled)
+        there = weights_to_fairseq(state, config, spelled)
         assert norm_spelling(there) == spelled
         assert "post_extract_proj.weight" not in there  # features are as wide as the encoder
-        back = from_theirs(there, config)
-        assert back.keys() == state.keys() == their_names(config).keys()
+        back = weights_from_fairseq(there, config)
+        assert back.keys() == state.keys() == fairseq_names(config).keys()
         assert all(torch.equal(back[name], state[name]) for name in state)
 
 
@@ -230,7 +230,7 @@ def test_the_layout_of_weights_is_the_authors():
         position_groups=2,
     )
     model = Pretrainer(config, ObjectiveConfig(), generator=torch.Generator().manual_seed(0)).eval()
-    their = to_theirs(model.state_dict(), config)
+    their = weights_to_fairseq(model.state_dict(), config)
     x = torch.randn(2, 12, 64)
     first = model.encoder.conv.blocks[0]
     expected = torch.conv1d(

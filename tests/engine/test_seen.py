@@ -150,7 +150,7 @@ def test_pre_training_on_all_is_told_by_whatever_tests_it(whole, base, quick, tm
         tmp_path, url, base, "diagnosis", "tuned", task__labels=table, task__kind="binary"
     ).good()
     assert SEEN.search(said)[3] == "in validation or test"
-    rows = read_task(TaskConfig(kind="binary", labels=table), [whole]).rows(0, "test")
+    rows = read_task(TaskConfig(kind="binary", labels=table), [whole]).rows_of_dataset(0, "test")
     people, complete = patient_ids([whole])[0], whole.column("halves") == 2
     tested = set(people[rows])
     expected = str(len(tested & set(people[complete]))), str(len(tested)), "scored here"
@@ -238,7 +238,7 @@ def test_a_probe_is_fitted_on_validation_too(whole, base, tmp_path):
     model = omnilead.load(tmp_path / "probed")
     known = read_task(TaskConfig(kind="binary", labels=table), [whole])
     for split in ("train", "valid"):
-        rows = known.rows(0, split)
+        rows = known.rows_of_dataset(0, split)
         assert (seen.uses_by_crop(model.seen, whole, rows) == seen.LABELLED).all()
     chosen = seen.record_of_crops(whole, rows, "selected")
     people = patient_ids([whole])[0] | 1

@@ -15,7 +15,7 @@ import omnilead
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.record_tables import read_table
-from omnilead.downstream.evaluate import labels_of_run, main
+from omnilead.downstream.evaluate import label_table_of_run, main
 from omnilead.downstream.evaluation import identification, results
 from omnilead.downstream.inference.trained_model import HeadInfo
 from omnilead.downstream.tasks import metrics
@@ -91,7 +91,7 @@ def test_identification_equals_a_loop_over_gallery_crops(data, pretrained, evalu
     document, model = evaluated(pretrained), omnilead.load(pretrained)
     patient = data.column("patient")
     gallery, probe = data.select(identity="gallery"), data.select(identity="probe")
-    first = [model.pooled(halves_of(data, rows)[0][::2]) for rows in (gallery, probe)]
+    first = [model.pool_tokens(halves_of(data, rows)[0][::2]) for rows in (gallery, probe)]
     assert document["score"] == pytest.approx(accuracy(*first, patient[gallery], patient[probe]))
     assert [document[name] for name in ("n", "gallery", "one_sided")] == [100, 100, 0]
     assert document["metrics"]["ties"] == 0
@@ -122,7 +122,7 @@ def test_identification_in_validation_compares_the_halves_of_a_crop(data, saved_
     assert sum("while the head was fitted on ECGs of 100 Hz" in x for x in document["remarks"]) == 1
     rows = data.select(identity="valid")
     rows = rows[data.column("halves")[rows] == 2]
-    c = omnilead.load(folder).pooled(halves_of(data, rows)[0])
+    c = omnilead.load(folder).pool_tokens(halves_of(data, rows)[0])
     patient = patient_ids([data])[0][rows]
     assert document["score"] == pytest.approx(accuracy(c[::2], c[1::2], patient, patient))
     assert document["n"] == document["gallery"] == len(rows)
@@ -150,7 +150,9 @@ def test_the_first_half_of_a_normalised_crop(data, saved_model, evaluated):
 
     patient = data.column("patient")
     sides = [data.select(identity=role) for role in ("gallery", "probe")]
-    first, asked = (model.pooled(torch.stack([scaled(row)[0] for row in side])) for side in sides)
+    first, asked = (
+        model.pool_tokens(torch.stack([scaled(row)[0] for row in side])) for side in sides
+    )
     by_hand = accuracy(first, asked, *(patient[side] for side in sides))
     assert evaluated(folder)["score"] == pytest.approx(by_hand)
     gallery = identification.identify(model, Datasets((data,)), results.EvalOptions()).gallery_PD
@@ -208,7 +210,7 @@ def test_exclusive_classes_equal_a_loop(data, tables, saved_model, evaluated):
     table = str(tables / "rhythm.csv")
     task = TaskConfig("rhythm", "multiclass", labels=table, classes=tuple(NAMES))
     labels = read_task(task, [data])
-    rows = labels.rows(0, "test")
+    rows = labels.rows_of_dataset(0, "test")
     x, crops = halves_of(data, rows)
     p, y = omnilead.load(folder).logits(x).softmax(1).numpy(), labels.y[0][crops]
     assert document["metrics"]["accuracy"] == pytest.approx((p.argmax(1) == y.argmax(1)).mean())
@@ -229,7 +231,7 @@ def test_unknown_labels_thresholds_and_a_class_without_positives(
     folder, table = saved_model(head=BEATS), tables / "beats.csv"
     document = evaluated(folder, "--labels", table, "--role", "valid")
     labels = read_task(TaskConfig("beats", labels=str(table)), [data])
-    x, crops = halves_of(data, labels.rows(0, "valid"))
+    x, crops = halves_of(data, labels.rows_of_dataset(0, "valid"))
     p, y = omnilead.load(folder).scores(x).numpy(), labels.y[0][crops]
     known = ~np.isnan(y[:, 0])
     classes = document["classes"]
@@ -300,7 +302,7 @@ def test_labels_that_a_model_names_are_not_opened(
     monkeypatch.undo()
     kept.unlink()
     parquet.write_table(read_table(places[0]), kept)  # as training leaves it
-    assert labels_of_run(str(run)) == str(kept) and labels_of_run(f"{run}/model") == ""
+    assert label_table_of_run(str(run)) == str(kept) and label_table_of_run(f"{run}/model") == ""
     own, given = (evaluated(run, *how) for how in ((), ("--labels", places[0])))
     assert own == json.loads(json.dumps(given).replace(places[0], str(kept)))
     assert given["labels"] == places[0]

@@ -180,7 +180,9 @@ def test_outputs_kept_from_an_interrupted_evaluation(
 
     arguments = "--json", tmp_path / "f.json"
     with monkeypatch.context() as patch:
-        patch.setattr("omnilead.downstream.inference.outputs.ParquetParts.write", lambda *_: None)
+        patch.setattr(
+            "omnilead.downstream.inference.outputs.ParquetParts.write_part", lambda *_: None
+        )
         refused(
             "f.json.halves.parquet: cannot be read back: run the same command again",
             diagnostic,

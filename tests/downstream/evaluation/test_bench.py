@@ -24,7 +24,11 @@ from omnilead.downstream.evaluation import bench, differences, embedders, plan
 from omnilead.downstream.evaluation import vectors as vectors_of
 from omnilead.downstream.evaluation.differences import ROW_KEYS, bootstrap_weights
 from omnilead.downstream.evaluation.identification import crops_to_identify
-from omnilead.downstream.evaluation.probe import ProbeData, fit_linear_probe, penalty_folds
+from omnilead.downstream.evaluation.probe import (
+    ProbeData,
+    fit_linear_probe,
+    train_and_held_out_rows,
+)
 from omnilead.downstream.evaluation.records import (
     ProbedRecords,
     ShownLeads,
@@ -299,7 +303,7 @@ def test_identification_equals_a_direct_computation(out, found, dataset):
     (beats,) = embedders.rows_to_compare([], embedders.EmbedOptions())[0].draws[0]
     shown = ShownLeads(Input(ALL_LEADS, ALL_LEADS), tuple(LEADS))
     data = Datasets((dataset,))
-    of = crops_to_identify(data, shown.usable(data))
+    of = crops_to_identify(data, shown.usable_crops(data))
 
     def vectors(rows):
         made = vectors_of.cached_vectors(beats, data, rows, *LEADS, out / "parts")
@@ -397,7 +401,10 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     for share, of_classes in bench.samples_of_probes(
         task, vectors, vectors, fit_linear_probe, bench.TimeEstimate(1, 1)
     ).items():
-        facts, samples = task.facts(share, of_classes), differences.mean_over_classes(of_classes)
+        facts, samples = (
+            task.scored_facts(share, of_classes),
+            differences.mean_over_classes(of_classes),
+        )
         direct, known = [], y[:, used[share]]
         for at in draws[share]:
             probe = fit_linear_probe(ProbeData(x[at], known[at], at // 2, "multilabel"))
@@ -447,16 +454,16 @@ def test_intervals_of_cross_validation_are_wider():
         "mae": value_KB * 9,
         "auprc": 0 * value_KB + 0.99 + (value_KB - 0.9),
     }
-    wider = differences.widen(samples, np.arange(90) % 5)
+    wider = differences.widen_spread(samples, np.arange(90) % 5)
     assert wider["auroc"][0, 0] == 0.9 and wider["auroc"].mean() == pytest.approx(value_KB.mean())
     for name in ("auroc", "mae"):
         assert wider[name][0, 1:].std() == pytest.approx(1.5 * samples[name][0, 1:].std())
     assert wider["auprc"].max() == 1
     small = {"mae": abs(RNG.normal(0.1, 0.1, (1, 500))), "pearson": 0 * value_KB[:, :500] - 0.999}
     small["pearson"][0, 1:] += RNG.normal(0, 0.001, 499).clip(-0.001, 0.001)
-    clipped = differences.widen(small, np.arange(90) % 5)
+    clipped = differences.widen_spread(small, np.arange(90) % 5)
     assert clipped["mae"].min() == 0 and clipped["pearson"].min() == -1
-    one = differences.widen(samples, np.zeros(90))  # of many ECGs, one fold is tested
+    one = differences.widen_spread(samples, np.zeros(90))  # of many ECGs, one fold is tested
     np.testing.assert_allclose(one["mae"], samples["mae"])
 
 
@@ -474,7 +481,7 @@ def test_a_patient_and_the_copies_of_an_ecg_are_in_one_fold():
         assign_folds(group, 6)
     everybody = ProbedRecords(np.arange(10), begins, np.zeros((8, 1)), np.arange(8))
     dataset.column = lambda name: np.arange(10)
-    for number, (_, held) in enumerate(penalty_folds(np.arange(8))):
+    for number, (_, held) in enumerate(train_and_held_out_rows(np.arange(8))):
         assert (assign_folds(fold_groups(Datasets((dataset,)), everybody), 5)[held] == number).all()
 
 
@@ -688,6 +695,6 @@ def test_a_model_with_other_windows_is_joined_by_its_mean():
     many = vectors_of.Vectors(np.arange(3), np.array([4, 4, 2]), c_BSD)
     one = vectors_of.Vectors(np.arange(3), np.ones(3), c_BSD[:, :1])
     records = ProbedRecords(np.arange(3), np.arange(3), np.zeros((3, 1)), np.arange(3))
-    means = records.means([many, one])
+    means = records.mean_embeddings([many, one])
     assert means.shape == (3, 6)
     np.testing.assert_allclose(means[2], [*c_BSD[2, :2].mean(0), *c_BSD[2, 0]])

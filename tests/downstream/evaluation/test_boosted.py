@@ -92,7 +92,7 @@ def test_arrays_that_are_no_trees_are_refused(name, value):
     trees = fitted((Z > 0).astype(float)).head
     getattr(trees, name)[1 if name == "child" else 0] = value
     with pytest.raises(LoadError, match=f"head.{name}: is out of range"):
-        trees.check(6)
+        trees.require_valid(6)
 
 
 def test_a_chain_of_nodes_is_refused():
@@ -100,4 +100,4 @@ def test_a_chain_of_nodes_is_refused():
     trees = Trees(nodes, 1, 1)
     trees.child[:] = (torch.arange(nodes) + 1).clamp_max(nodes - 1)[:, None]
     with pytest.raises(LoadError, match="deeper than 64"):
-        trees.check(1)
+        trees.require_valid(1)

@@ -10,7 +10,7 @@ from pages import words
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.downstream.evaluate import score_lines
 from omnilead.downstream.evaluation.identification import IdentificationResult
-from omnilead.downstream.evaluation.results import TaskResult, average_by_record
+from omnilead.downstream.evaluation.results import TaskResult, labels_scores_patients_by_record
 from omnilead.downstream.inference.trained_model import CrossValidation, HeadInfo
 from omnilead.downstream.reports import bench_report, evaluation_report
 from omnilead.downstream.tasks.metrics import calibration_curve
@@ -121,7 +121,7 @@ def test_any_numbers_are_drawn(name, dataset, golden):
     result = RESULTS[name]
     if name in DRAWN:
         result = replace(result, crops_N=np.repeat(np.arange(60), 2))
-    page = words(evaluation_report.build(result, dataset))
+    page = words(evaluation_report.report_page(result, dataset))
     document = json.loads(json.dumps(result.document(), allow_nan=False))
     assert document["score"] == next(iter(document["metrics"].values()))
     golden(f"{name}.txt", "\n".join([*score_lines({"dataset": "", **document}), page]))
@@ -131,7 +131,7 @@ def test_a_record_is_the_mean_of_its_halves():
     labels, scores = usual(6).labels_NK, usual(6).scores_NK
     order = [3, 0, 5, 2, 1, 4]
     names, patients = (np.repeat([*text], 2)[order] for text in ("abc", "xyz"))
-    y, p, found = average_by_record(labels[order], scores[order], names, patients)
+    y, p, found = labels_scores_patients_by_record(labels[order], scores[order], names, patients)
     np.testing.assert_allclose(p, scores.reshape(3, 2, 26).mean(1))
     assert (y == labels[::2]).all() and found == [*"xyz"]
 
@@ -189,7 +189,7 @@ def test_one_score_has_one_interval():
     """Where a group has all records, as where there is one source: that of the whole."""
     result = of_kind("binary", ["AF"], unknown=0)
     result = replace(result, groups_N={"source": np.repeat("mine", 120)}, resamples=400)
-    assert result.groups["source"]["mine"]["intervals"] == result.record["intervals"]
+    assert result.group_scores["source"]["mine"]["intervals"] == result.record_scores["intervals"]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_comparison_ends_with_a_verdict(ends, difference, metric, said):
         "differences": [{**gap, "interval": list(ends)}],
         "notes": ["A note."],
     }
-    text = bench_report.markdown(document)
+    text = bench_report.comparison_markdown(document)
     assert text.endswith(f"- A note.\n\nmine: ill, 12 leads: {said} on 363 ECGs.\n")
 
 

@@ -19,7 +19,7 @@ from omnilead.downstream.tasks.metrics import (
     bootstrap_interval,
     challenge_score,
     identification_scores,
-    mean_over_seeds,
+    mean_and_half_width,
     measure,
     predict_classes,
     statistic_of,
@@ -79,7 +79,7 @@ def test_all_agree_with_the_official_functions(case):
     for name, value in figures.items():
         np.testing.assert_allclose(value, official[name], rtol=0, atol=1e-10)
     assert challenge_score(labels.astype(int), outputs.astype(np.float32)) == found["challenge"]
-    credit, norm = metrics.challenge_credits(labels, outputs)
+    credit, norm = metrics.challenge_credits_and_norms(labels, outputs)
     sums = [official[name] for name in ("observed", "correct", "inactive")]
     np.testing.assert_allclose((credit / norm).sum(1) / metrics.WEIGHT_UNIT, sums, rtol=1e-12)
 
@@ -376,11 +376,11 @@ def test_bad_embeddings_are_an_error_of_one_line():
 
 def test_intervals_over_seeds():
     half = 4.302652730 * 0.02 / math.sqrt(3)  # t of two degrees, from a table
-    assert mean_over_seeds([0.70, 0.72, 0.74]) == pytest.approx((0.72, half))
-    assert math.isnan(mean_over_seeds([0.7])[1])
+    assert mean_and_half_width([0.70, 0.72, 0.74]) == pytest.approx((0.72, half))
+    assert math.isnan(mean_and_half_width([0.7])[1])
     for bad in ([], [0.7, math.nan]):
         with pytest.raises(MetricError):
-            mean_over_seeds(bad)
+            mean_and_half_width(bad)
 
 
 def test_patients_are_drawn_with_all_their_rows():
@@ -446,8 +446,8 @@ def test_the_c_index_agrees_with_all_pairs(n, values, seed):
 
 def test_the_share_without_the_event_is_kaplan_and_meiers():
     """Six patients by hand: one is censored when another has the event, and counts as at risk."""
-    x, y = metrics.kaplan_meier(np.array([1.0, -2, 2, 3, 3, -4]))
+    x, y = metrics.kaplan_meier_curve(np.array([1.0, -2, 2, 3, 3, -4]))
     assert x.tolist() == [0, 1, 1, 2, 2, 3, 3, 4]
     by_hand = np.cumprod([1, 5 / 6, 4 / 5, 1 / 3])
     np.testing.assert_allclose(y, by_hand.repeat(2))
-    assert [a.tolist() for a in metrics.kaplan_meier(np.array([-1.0]))] == [[0, 1], [1, 1]]
+    assert [a.tolist() for a in metrics.kaplan_meier_curve(np.array([-1.0]))] == [[0, 1], [1, 1]]

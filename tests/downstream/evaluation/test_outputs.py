@@ -13,7 +13,7 @@ from omnilead.data_tools.dataset import Dataset, DatasetError
 from omnilead.downstream.inference.ecg_reader import CROP_COLUMNS, Skipped, SourceCrops
 from omnilead.downstream.inference.outputs import (
     ParquetParts,
-    has_skipped,
+    has_skipped_file,
     make_parts,
     part_tables,
     vector_output,
@@ -38,8 +38,8 @@ def finish(out):
     with ParquetParts(out, JOB) as parts:
         missing = parts.missing_parts(COUNT)
         for number in missing:
-            parts.write(number, part(number))
-        parts.join(COUNT, part(0).schema)
+            parts.write_part(number, part(number))
+        parts.join_parts(COUNT, part(0).schema)
     return missing, out.read_bytes()
 
 
@@ -62,7 +62,7 @@ def test_a_damaged_part_is_computed_again(damage, tmp_path):
     assert missing == list(range(COUNT))
     with ParquetParts(tmp_path / "out", JOB) as parts:
         for number in (1, 2):
-            parts.write(number, part(number))
+            parts.write_part(number, part(number))
     harm(tmp_path / "out.parts", damage)
     assert finish(tmp_path / "out") == ([0, 2, 3], whole)
 
@@ -74,7 +74,7 @@ def test_parts_of_another_job_and_files_in_the_way_are_refused(tmp_path):
         ParquetParts(out, JOB)
     (tmp_path / "out.parts").unlink()
     with ParquetParts(out, JOB) as parts:
-        parts.write(0, part(0))
+        parts.write_part(0, part(0))
         with pytest.raises(OutputError, match="another process"):
             ParquetParts(out, JOB)
     with pytest.raises(ConfigError, match="batch was 16, now 8"):
@@ -92,24 +92,26 @@ def test_the_last_rank_joins_the_parts_and_late_ranks_leave_no_files(tmp_path):
         for rank, mine, others in ((first, [0, 2], [1, 3]), (second, [1, 3], [])):
             assert rank.missing_parts(COUNT) == mine
             for number in mine:
-                rank.write(number, part(number))
+                rank.write_part(number, part(number))
             if rank is second:  # as it was before one had joined
                 shutil.copytree(tmp_path / "out.parts", tmp_path / "parts")
-            assert rank.join(COUNT, part(0).schema) == others
-        assert first.join(COUNT, part(0).schema) == []
+            assert rank.join_parts(COUNT, part(0).schema) == others
+        assert first.join_parts(COUNT, part(0).schema) == []
         assert (first.rows, second.rows) == (None, 3000)
     out.unlink()
     shutil.copytree(tmp_path / "parts", tmp_path / "out.parts")
     with ParquetParts(out, JOB, 1, 3) as late:  # begins as another rank joins
         assert finish(out) == ([], whole)
-        assert late.missing_parts(COUNT) == [] and late.join(COUNT, part(0).schema) == []
+        assert late.missing_parts(COUNT) == [] and late.join_parts(COUNT, part(0).schema) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "parts", "whole"]
     out.unlink()
     shutil.copytree(tmp_path / "parts", tmp_path / "out.parts")
     harm(tmp_path / "out.parts")
     with ParquetParts(out, JOB, 0, 2) as first, ParquetParts(out, JOB, 1, 2) as second:
         assert first.missing_parts(COUNT) == [2] and second.missing_parts(COUNT) == []
-        assert second.join(COUNT, part(0).schema) == [2]  # the first has not made it again yet
+        assert second.join_parts(COUNT, part(0).schema) == [
+            2
+        ]  # the first has not made it again yet
 
 
 class Source:
@@ -118,10 +120,10 @@ class Source:
     unit, parts = " crops", 3
     table = pa.table([pa.nulls(1, kind) for kind in CROP_COLUMNS.values()], list(CROP_COLUMNS))
 
-    def count(self, parts):
+    def count_units(self, parts):
         return len(list(parts))
 
-    def batches(self, parts, progress):
+    def read_batches(self, parts, progress):
         for n in range(3):
             yield CropBatch(
                 np.full((1, 12, 5000), n, np.int16),
@@ -219,19 +221,19 @@ def test_a_list_of_what_was_skipped_replaces_none_but_its_own(tmp_path):
     out, place, skipped = tmp_path / "F.csv", tmp_path / "F.csv.skipped.csv", [Skipped("a", "b")]
     write_skipped(out, skipped)
     write_skipped(tmp_path / "F.parquet", [])
-    assert place.read_text() == "path,reason\na,b\n" and has_skipped(out)
+    assert place.read_text() == "path,reason\na,b\n" and has_skipped_file(out)
     write_skipped(out, [])
     assert not place.exists()
     place.write_text("path,why\n")
     write_skipped(out, [])
     with pytest.raises(OutputError, match=r"F\.csv\.skipped\.csv: is of another program: move it"):
         write_skipped(out, skipped)
-    assert place.read_text() == "path,why\n" and not has_skipped(out)
+    assert place.read_text() == "path,why\n" and not has_skipped_file(out)
 
 
 def test_parts_that_an_earlier_version_began_without_a_column_are_refused(tmp_path):
     with ParquetParts(tmp_path / "out", JOB) as parts:
-        parts.write(0, part(0))
+        parts.write_part(0, part(0))
         parts.require_columns(["x"])
         (parts.folder / "000001.parquet").write_text("damaged")
         says = r"out\.parts: of another job: its parts are without a column path: remove it, or"

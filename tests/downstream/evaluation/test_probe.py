@@ -15,12 +15,12 @@ from omnilead.downstream.evaluation.probe import (
     ProbeJob,
     fit_linear_probe,
     fitting_in_processes,
-    penalty_folds,
     run_probe_jobs,
     solve_cox,
     solve_logistic,
     solve_ridge,
     solve_softmax,
+    train_and_held_out_rows,
 )
 from omnilead.downstream.tasks.metrics import measure
 
@@ -173,11 +173,14 @@ def test_patients_held_out_choose_the_penalty():
     strangers = twice._replace(patient_N=np.random.default_rng(1).permutation(240))
     assert fit_linear_probe(noise).strength > fit_linear_probe(clean).strength
     assert fit_linear_probe(twice).strength > fit_linear_probe(strangers).strength
-    held = [held for _, held in penalty_folds(twice.patient_N)]
+    held = [held for _, held in train_and_held_out_rows(twice.patient_N)]
     assert np.sort(np.concatenate(held)).tolist() == list(range(240)) and len(held) == 5
-    for rest, out in penalty_folds(twice.patient_N):
+    for rest, out in train_and_held_out_rows(twice.patient_N):
         assert not set(twice.patient_N[rest]) & set(twice.patient_N[out])
-    assert list(penalty_folds(np.zeros(5))) == [] and len(list(penalty_folds(np.arange(5001)))) == 1
+    assert (
+        list(train_and_held_out_rows(np.zeros(5))) == []
+        and len(list(train_and_held_out_rows(np.arange(5001)))) == 1
+    )
     fold = np.arange(600) % 5 - 1  # -1: is not tested
     scores = held_out_scores(
         fit_linear_probe, clean, np.arange(600), fold, np.ones(rule.shape[1], bool)

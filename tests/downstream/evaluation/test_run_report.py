@@ -118,7 +118,7 @@ def test_any_run_has_a_report(name, tmp_path, golden, capsys):
     run = make(tmp_path / "run", *RUNS[name])
     print(run_report.write_report(run))
     page = (run / "report.html").read_text()
-    assert page == run_report.build(run)  # same run, same bytes
+    assert page == run_report.report_page(run)  # same run, same bytes
     said = capsys.readouterr().out.replace(str(run), "RUN")
     golden(f"run, {name}.txt", f"{said}{words(page)}")
 
@@ -149,7 +149,7 @@ def test_a_curve_of_many_steps_hides_no_outlier_and_makes_no_large_page(monkeypa
 def test_settings_that_are_not_the_defaults_are_on_the_page(tmp_path):
     config = Config().tree()
     facts = {"config": config | {"train": config["train"] | {"lr": 0.125}}, "steps": 2}
-    page = words(run_report.build(make(tmp_path / "run", ROWS, facts=facts)))
+    page = words(run_report.report_page(make(tmp_path / "run", ROWS, facts=facts)))
     assert "\ntrain.lr\n0.125\nThe run\n" in page and "train.batch_crops" not in page
 
 

@@ -15,7 +15,7 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.crops import crop_count, prepare_crop
 from omnilead.data_tools.ecg.record import EcgRecord
 from omnilead.downstream.finetuning.start import read_start
-from omnilead.downstream.inference.trained_model import crops
+from omnilead.downstream.inference.trained_model import cut_crops
 from omnilead.engine.data.seen import unknown_record
 from omnilead.engine.model.config import ObjectiveConfig
 from omnilead.engine.model.encoder import pool
@@ -235,7 +235,7 @@ def test_an_array_becomes_what_the_dataset_builder_makes_of_it(fs_hz, unit):
     signal[4, int(21 * fs_hz)] = 50.0  # beyond int16 microvolts
     signal *= 1e3 if unit == "uV" else 1
     record = EcgRecord("a", signal, fs_hz, names, unit=unit)
-    cut = crops(signal, fs_hz, names, unit, WHOLE)
+    cut = cut_crops(signal, fs_hz, names, unit, WHOLE)
     assert len(cut.uv_BLT) == crop_count(signal.shape[1], fs_hz) == 3
     for index, crop_uv in enumerate(cut.uv_BLT):
         expected = np.zeros((12, 5000), np.int16)

@@ -25,7 +25,7 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.downstream import convert
 from omnilead.downstream.interop import conversion
 from omnilead.downstream.interop.conversion import preprocessing_document
-from omnilead.downstream.interop.fairseq import their_settings, to_theirs
+from omnilead.downstream.interop.fairseq import fairseq_settings, weights_to_fairseq
 from omnilead.engine.data.config import MV_PER_UV
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.folder import write_model
@@ -58,7 +58,9 @@ def saved(path, config, task, classes=3, **changes):
     to its section model."""
     config = replace(config, leads=changes.get("in_d", 12))
     ours = dict(by_numpy(seeded(config)).state_dict())
-    model = their_settings(config)["model"] | {"args": None, "model_path": "base_ssl.pt"} | changes
+    model = (
+        fairseq_settings(config)["model"] | {"args": None, "model_path": "base_ssl.pt"} | changes
+    )
     model["conv_feature_layers"] = f"[({config.feature_width}, 2, 2)] * 4"
     if classes:
         ours = {name: w for name, w in ours.items() if name.startswith("encoder.")}
@@ -69,7 +71,7 @@ def saved(path, config, task, classes=3, **changes):
         }
         model = {name: x for name, x in model.items() if not name.startswith(("latent", "final"))}
         model |= {"_name": "ecg_transformer_classifier", "num_labels": classes}
-    state = to_theirs(ours, config, "weight_g")
+    state = weights_to_fairseq(ours, config, "weight_g")
     criterion = {"_name": "binary_cross_entropy_with_logits", "threshold": 0.3}
     cfg = {"task": TASK | task, "criterion": criterion, "model": model}
     history = [{"num_updates": 7}]

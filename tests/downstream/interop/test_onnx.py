@@ -74,7 +74,7 @@ def test_onnx_gives_the_same_numbers_of_a_head_that_sees_all_tokens(saved_model,
 def test_wrong_numbers_leave_no_file(saved_model, tmp_path, monkeypatch, capsys):
     folder, out = saved_model(), str(tmp_path / "a.onnx")
     monkeypatch.setattr(onnx_export, "NEEDED_PACKAGES", ())
-    monkeypatch.setattr(onnx_export, "export", lambda model, path: path.write_text("weights"))
+    monkeypatch.setattr(onnx_export, "write_onnx", lambda model, path: path.write_text("weights"))
     for seen in (0.01, float("nan")):
         monkeypatch.setattr(
             onnx_export,

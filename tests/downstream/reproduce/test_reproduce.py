@@ -178,7 +178,8 @@ def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
     together = threading.Barrier(4)
     with jobs.local_executor(4) as executor:
         futures = [
-            executor.submit(lambda: (together.wait(), jobs._environment())[1]) for _ in range(4)
+            executor.submit(lambda: (together.wait(), jobs._child_environment())[1])
+            for _ in range(4)
         ]
     environments = [future.result() for future in futures]
     cores = str(max(1, len(os.sched_getaffinity(0)) // 4))

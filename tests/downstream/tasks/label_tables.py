@@ -38,4 +38,7 @@ class Tables:
         return self.read(f"record|v|{column}", rows, **task)
 
     def folds_in(self, labels, split):
-        return {self.fold_of[name] for name in self.dataset.column("record")[labels.rows(0, split)]}
+        return {
+            self.fold_of[name]
+            for name in self.dataset.column("record")[labels.rows_of_dataset(0, split)]
+        }

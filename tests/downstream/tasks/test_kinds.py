@@ -34,7 +34,7 @@ def test_unknown_labels_have_no_loss_and_no_gradient(kind, reference):
     if kind != "multiclass":
         y_RK[0, 2] = NAN
         known = ~y_RK.isnan()
-    loss_R, share_R = KINDS[kind].loss(logits_RK, y_RK)
+    loss_R, share_R = KINDS[kind].loss_and_known_share(logits_RK, y_RK)
     mean = loss_R.sum() / share_R.sum()
     torch.testing.assert_close(mean, reference(logits_RK[known], y_RK[known]))
     (grad_RK,) = torch.autograd.grad(mean, logits_RK)
@@ -51,13 +51,13 @@ def test_a_sample_is_right_if_all_its_known_labels_are():
 def test_balanced_classes_weigh_the_same():
     y_NK = np.array([[1, 0], [0, 0], [0, NAN], [0, 1]])
     multilabel, multiclass = KINDS["multilabel"], KINDS["multiclass"]
-    w_NK = multilabel.weights(y_NK, multilabel.balanced_weights(y_NK))
+    w_NK = multilabel.label_weights(y_NK, multilabel.balanced_weights(y_NK))
     for k, positive in ((0, [0]), (1, [3])):
         known = ~np.isnan(y_NK[:, k])
         assert w_NK[positive, k].sum() == pytest.approx(w_NK[known, k].sum() / 2)
         assert w_NK[known, k].mean() == pytest.approx(1)
     one_hot = np.eye(3)[[0, 0, 0, 1, 2, 2]]
-    w_N1 = multiclass.weights(one_hot, multiclass.balanced_weights(one_hot))
+    w_N1 = multiclass.label_weights(one_hot, multiclass.balanced_weights(one_hot))
     assert [w_N1[one_hot[:, k] > 0].sum() for k in range(3)] == pytest.approx([2, 2, 2])
 
 
@@ -122,7 +122,9 @@ def test_the_partial_likelihood_is_cox_and_breslows():
         at_risk = np.abs(y_R) >= y_R[i]
         share = hazard_R[i] / hazard_R[at_risk].sum()
         assert found_R[i].item() == pytest.approx(-np.log(share * at_risk.sum()), abs=1e-12)
-    loss_R, share_R = KINDS["survival"].loss(risk_R[:, None], torch.from_numpy(y_R)[:, None])
+    loss_R, share_R = KINDS["survival"].loss_and_known_share(
+        risk_R[:, None], torch.from_numpy(y_R)[:, None]
+    )
     assert share_R.numpy().tolist() == (y_R > 0).tolist() and not loss_R[~share_R.bool()].any()
     (gradient_R,) = torch.autograd.grad(loss_R.sum(), risk_R)
     expected_R = -(y_R > 0).astype(float)

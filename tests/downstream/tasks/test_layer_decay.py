@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from omnilead.downstream.tasks.classifier import Classifier, layer_groups
+from omnilead.downstream.tasks.classifier import Classifier, lr_shares_and_weights
 from omnilead.downstream.tasks.config import TaskConfig
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoders import build_encoder
@@ -71,7 +71,7 @@ def test_each_layer_has_its_share_of_the_learning_rate(encoder, tmp_path, monkey
     model = Classifier(build_encoder(config), TaskConfig(), 5)
     frozen = next(model.encoder.parameters()).requires_grad_(False)
     names = {p: name for name, p in model.named_parameters()}
-    groups = layer_groups(model, 0.5)
+    groups = lr_shares_and_weights(model, 0.5)
     found = {names[p]: share for share, group in groups for p in group}
     assert names.keys() - {frozen} == {p for _, group in groups for p in group}
     assert sum(len(group) for _, group in groups) == len(found)
@@ -81,4 +81,4 @@ def test_each_layer_has_its_share_of_the_learning_rate(encoder, tmp_path, monkey
     assert found["head.weight"] == groups[-1][0] == 1
     single = Classifier(build_encoder(ModelConfig(encoder="listed.py:Single")), TaskConfig(), 5)
     with pytest.raises(ConfigError, match=r"layer_decay=0\.5: Single has one layer"):
-        layer_groups(single, 0.5)
+        lr_shares_and_weights(single, 0.5)

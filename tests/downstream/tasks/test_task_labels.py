@@ -33,8 +33,8 @@ def test_the_papers_tasks_are_the_datasets_own(dataset):
     assert dx.classes == CLASSES and (dx.y[0] == dataset.labels).all()
     assert (dx.role, who.role) == ("dx", "identity")
     for split in ("train", "valid", "test"):
-        assert dx.rows(0, split).tolist() == dataset.select(dx=split).tolist()
-    assert who.rows(0, "train").tolist() == dataset.select(identity="train").tolist()
+        assert dx.rows_of_dataset(0, split).tolist() == dataset.select(dx=split).tolist()
+    assert who.rows_of_dataset(0, "train").tolist() == dataset.select(identity="train").tolist()
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
@@ -164,10 +164,11 @@ def test_times_are_negative_if_censored(columns, tables):
 def test_age_and_sex_of_the_dataset_are_drawn_by_patient(dataset):
     task = TaskConfig("age", "regression", columns=("age",), split="8:1:1")
     age, again = (read_task(task, [dataset]) for _ in range(2))
-    assert age.facts == again.facts
+    assert age.resume_facts == again.resume_facts
     patients = np.array(dataset.table(["patient"])["patient"].to_pylist(), object)
     train, valid, test = (
-        set(patients[age.rows(0, split)]) - {None} for split in ("train", "valid", "test")
+        set(patients[age.rows_of_dataset(0, split)]) - {None}
+        for split in ("train", "valid", "test")
     )
     assert valid and test and not (train & valid or train & test or valid & test)
     assert len(train) > 5 * len(test)
@@ -202,7 +203,7 @@ def test_folds_splits_and_unknown_labels(dataset, tables):
     assert (tables.by_fold("split", names.__getitem__).split[0] == known.split[0]).all()
     roles = tables.by_fold("fold", str, split="roles")
     expected = set(dataset.select(dx="valid")) - set(np.flatnonzero(unlabelled))
-    assert set(roles.rows(0, "valid")) == expected and roles.role == ""
+    assert set(roles.rows_of_dataset(0, "valid")) == expected and roles.role == ""
     some = {0: "", 8: "valid", 9: "test"}
     remarks = " ".join(tables.by_fold("split", lambda fold: some.get(fold, "train")).remarks)
     assert "crops are left out: their split does not belong to train, valid or test" in remarks
@@ -211,7 +212,7 @@ def test_folds_splits_and_unknown_labels(dataset, tables):
 @pytest.mark.parametrize("held_out", ["valid", "test"])
 def test_copies_of_held_out_ecgs_are_left_out(held_out, tables, monkeypatch):
     before, column = tables.by_fold("fold", str), Dataset.column
-    train, test = before.rows(0, "train")[0], before.rows(0, held_out)[0]
+    train, test = before.rows_of_dataset(0, "train")[0], before.rows_of_dataset(0, held_out)[0]
 
     def copied(self, name):
         values = column(self, name).copy()
@@ -241,7 +242,7 @@ split 'tset': write train                            | record,v,split / {0},1,tr
 'v' of record .*: '2' is not 0 or 1                  | record,v / {0},2
 'v' of record .*: '41,5' is not 0 or 1               | record;v / {0};41,5 / {1};0
 no record has a known label in v                     | record,v / {0}, / {1},nan
-has one column, not v, w                             | record,v,w / {0},1,1
+one column, not v, w: --columns NAME, or columns: \[NAME\] in a YAML task | record,v,w / {0},1,1
 has no column of labels, only 'record', 'fold': add  | record,fold / {0},1
 columns are name, v: a column `record` must name .*: rename the one that does | name,v / {0},1
 columns are id, ef, af: a column `record` must name  | id;ef;af / {0};40,5;1 / {1};38,0;0
@@ -250,7 +251,7 @@ cannot be read as CSV or parquet                     | record,v / {0},1 / {1},1,
 'v' of record .*: 'high' is not a number             | record,v / {0},high           | kind="regression"
 'v' of record .*: 'inf' is not a number              | record,v / {0},inf            | kind="regression"
 'v' of record .*: 'C' is not one of its classes A, B | record,v / {0},C | kind="multiclass", classes=("A", "B")
-two columns, the time and .*, not v                  | record,v / {0},1              | kind="survival", columns=("v",)
+two columns, .*, not v: --columns TIME EVENT, or .*\[TIME, EVENT\] | record,v / {0},1 | kind="survival", columns=("v",)
 no column 'time': its label columns are v            | record,v / {0},1              | kind="survival"
 'time' of record .*: '0' is not a number above 0     | record,time,event / {0},0,1   | kind="survival"
 'time' of record .*: '1e-60' is not a number above 0 | record,time,event / {0},1e-60,1 | kind="survival"

@@ -210,7 +210,7 @@ def test_an_ecg_without_a_whole_window_is_refused(dataset, tmp_path):
 
 
 def run(*words):
-    with mock.patch.object(run_report, "build", drawn_nothing):
+    with mock.patch.object(run_report, "report_page", drawn_nothing):
         assert main([str(word) for word in words]) == 0
 
 

@@ -16,7 +16,7 @@ from tiny import by_numpy, keys, waves
 from torch import nn
 from torch.testing import assert_close
 
-from omnilead.downstream.interop.ecg_cpc import from_theirs
+from omnilead.downstream.interop.ecg_cpc import options_and_weights
 from omnilead.engine.model import s4
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.cpc import Float32Product, sampled_loss
@@ -47,7 +47,7 @@ def authors():
 
 
 def with_their_weights(state, **other_options):
-    options, weights = from_theirs(state)
+    options, weights = options_and_weights(state)
     encoder = S4(12, **{**options, "dropout": 0.0, **other_options})
     encoder.load_state_dict(weights)
     return encoder
@@ -89,7 +89,7 @@ def test_the_gradients_are_the_authors(authors):
     gradients = {name.removeprefix("grad_"): g for name, g in results.items() if "grad_" in name}
     assert_near(head.grad, gradients.pop("head_ssl.proj.0.weight"))
     # The gradient of C turns as C does, when it is converted beside what is frozen
-    _, converted = from_theirs(state | gradients)
+    _, converted = options_and_weights(state | gradients)
     for name, p in encoder.named_parameters():
         assert_near(p.grad, converted[name].view_as(p))
 

@@ -81,7 +81,7 @@ def train(arguments, before=None):
 
 def without_charts(arguments, before):
     """In a process of its own."""
-    run_report.build = drawn_nothing
+    run_report.report_page = drawn_nothing
     return train(arguments, before)
 
 
@@ -127,7 +127,7 @@ def run(tmp, arguments, world=1, before=None, **env):
         mock.patch.dict(os.environ),
         mock.patch.object(gc, "collect"),  # of all that the tests have imported
         mock.patch.object(importlib.metadata, "version", VERSION),
-        mock.patch.object(run_report, "build", drawn_nothing),
+        mock.patch.object(run_report, "report_page", drawn_nothing),
     ):
         code = train(arguments)
     return Ended([code], (tmp / "out.txt").read_text())

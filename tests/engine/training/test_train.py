@@ -60,7 +60,7 @@ def test_a_run_writes_all_its_files(training, dataset, tmp_path):
     assert facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert facts["preprocessing_sha256"] == dataset.meta["preprocessing_sha256"]
     assert list((out / "tensorboard").iterdir())
-    page = run_report.build(out)
+    page = run_report.report_page(out)
     assert "Crops per second" in page and "Loss" in page
     best = f"step-{min(valid[1:], key=lambda row: row['loss'])['step']}"
     assert (out / "checkpoints" / "best").read_text() == best

@@ -55,7 +55,7 @@ def notebook(tmp, url):
     assert "<iframe" in run._repr_html_() and run.model().digest == omnilead.load(run).digest
     assert [row["step"] for row in run.metrics] == [1, 2, 3]
     assert [row["step"] for row in run.validation] == [0, 3]
-    run_report.build = drawn_nothing
+    run_report.report_page = drawn_nothing
     linear = torch.nn.functional.linear
     trained("zero3", **{"train.zero_stage": 3, "train.steps": 1, "train.validate_every": 0})
     # which DeepSpeed replaces by one whose gradients round differently

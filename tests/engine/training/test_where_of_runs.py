@@ -152,13 +152,13 @@ def test_columns_of_a_label_table_choose_what_is_fine_tuned_on(bare, tmp_path):
         quality[record] = int(value)
     good = [quality.get(record, 0) >= 3 for record in bare.column("record")] & old(bare)
     for split in ("train", "valid"):
-        expected = [row for row in every.rows(0, split).tolist() if good[row]]
-        assert some.rows(0, split).tolist() == expected and expected
-    assert some.rows(0, "test").tolist() == every.rows(0, "test").tolist()
+        expected = [row for row in every.rows_of_dataset(0, split).tolist() if good[row]]
+        assert some.rows_of_dataset(0, split).tolist() == expected and expected
+    assert some.rows_of_dataset(0, "test").tolist() == every.rows_of_dataset(0, "test").tolist()
     left = int((every.split[0] > 0).sum() - (some.split[0] > 0).sum())
     assert some.left_out == f", data.where='quality >= 3 and age >= 60' leaves out {left} crops"
     assert "quality" in some.table.column_names and "quality" not in every.table.column_names
-    assert some.facts["sha256"] != every.facts["sha256"] and every.left_out == ""
+    assert some.resume_facts["sha256"] != every.resume_facts["sha256"] and every.left_out == ""
 
 
 def test_fine_tuning_says_it_and_refuses_to_resume_with_another(bare, tmp_path):
@@ -194,7 +194,7 @@ def test_roles_as_splits_are_chosen_from_too(dataset):
     every, some = read_task(task, [dataset]), read_task(task, [dataset], OLD)
     kept = old(dataset)
     for split in ("train", "valid"):
-        rows = every.rows(0, split)
-        assert some.rows(0, split).tolist() == rows[kept[rows]].tolist()
+        rows = every.rows_of_dataset(0, split)
+        assert some.rows_of_dataset(0, split).tolist() == rows[kept[rows]].tolist()
     with pytest.raises(ConfigError, match="no column 'quality'"):
         read_task(task, [dataset], "quality > 3")
