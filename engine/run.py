@@ -164,7 +164,7 @@ def command(
             return 0
         if args.dry_run and launched_ranks()[0]:
             return 0
-        config = read(args.config, [*_overrides(args, shortcuts), *args.set])
+        config = read(args.config, [*_settings_of_options(args, shortcuts), *args.set])
         if args.dry_run:
             return show(_dry_run(config, task, args) + "\n")
         train(config, task, args.profile or 0, after)
@@ -240,7 +240,7 @@ def _make_parser(
     return parser
 
 
-def _overrides(args: argparse.Namespace, shortcuts: Shortcuts) -> list[str]:
+def _settings_of_options(args: argparse.Namespace, shortcuts: Shortcuts) -> list[str]:
     """The options that stand for a setting, as arguments of --set."""
     overrides = []
     for name, (setting, _) in shortcuts.items():

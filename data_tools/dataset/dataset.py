@@ -251,7 +251,7 @@ class Dataset:
             counts = [shard.crops for shard in self.shards]
             numbers = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
             if not np.array_equal(table["shard"], numbers):
-                raise self._wrong(f"shard differs from the shards in {META}")
+                raise self._error(f"shard differs from the shards in {META}")
         return table
 
     def _check(self, table: pa.Table | pa.RecordBatch) -> None:
@@ -260,24 +260,24 @@ class Dataset:
         for name in table.column_names:
             column = table[name]
             if name not in NULLABLE and column.null_count:
-                raise self._wrong(f"{name} is missing in some rows")
+                raise self._error(f"{name} is missing in some rows")
             try:
                 column.validate(full=True)
             except pa.ArrowInvalid:
-                raise self._wrong(f"{name} has text that is not UTF-8") from None
+                raise self._error(f"{name} has text that is not UTF-8") from None
             if pa.types.is_nested(column.type) and pc.list_flatten(column).null_count:
-                raise self._wrong(f"{name} has a list with a missing value")
+                raise self._error(f"{name} has a list with a missing value")
             if name in COLUMN_RANGES:
                 low, high = COLUMN_RANGES[name]
                 values = column.to_numpy()
                 if not ((values >= low) & (values <= high)).all():
-                    raise self._wrong(f"{name} is not always from {low:g} to {high:g}")
+                    raise self._error(f"{name} is not always from {low:g} to {high:g}")
             if name in ROLE_WORDS and not set(column.drop_null().unique().to_pylist()) <= set(
                 ROLE_WORDS[name]
             ):
-                raise self._wrong(f"{name} is not always one of {', '.join(ROLE_WORDS[name])}")
+                raise self._error(f"{name} is not always one of {', '.join(ROLE_WORDS[name])}")
 
-    def _wrong(self, why: str) -> DatasetError:
+    def _error(self, why: str) -> DatasetError:
         return DatasetError(f"{self.root.url}/{SAMPLES}: {why}: build the dataset again")
 
     @property

@@ -155,12 +155,12 @@ def amplitude_doubt(signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | 
     """Says what is implausible about the amplitude of an ECG [leads, samples], NaN where it was not
     measured, in microvolts or in steps; "" if nothing is. Leads that never change do not count."""
     second = int(fs_hz)
-    ranges = _ranges(
+    ranges = _peak_to_peak(
         signal[:, : signal.shape[1] // second * second].reshape(len(signal), -1, second)
     )
     if uv_per_step is not None:
         ranges *= uv_per_step
-    ranges = ranges[_ranges(signal) != 0]
+    ranges = ranges[_peak_to_peak(signal) != 0]
     ranges = ranges[np.isfinite(ranges)]
     typical_uv = float(np.median(ranges)) if len(ranges) else PLAUSIBLE_UV[0]
     if PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
@@ -168,7 +168,7 @@ def amplitude_doubt(signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | 
     return f"{typical_uv / 1000:.3g} mV within a second"
 
 
-def _ranges(signal: np.ndarray) -> np.ndarray:
+def _peak_to_peak(signal: np.ndarray) -> np.ndarray:
     """Largest less smallest sample along the last axis. In float64: int16 would overflow."""
     high, low = np.fmax.reduce(signal, -1), np.fmin.reduce(signal, -1)
     return np.asarray(np.subtract(high, low, dtype=np.float64))
@@ -252,7 +252,7 @@ def fill_crop(
             body[:] = record.signal[:, start:stop]
             missing = body.min(axis=1) == -MAX_UV - 1
         else:
-            missing, flags = _convert(record, rows, start, body)
+            missing, flags = _convert_samples(record, rows, start, body)
     except (ArithmeticError, TypeError, ValueError) as error:  # a user's source may return anything
         raise ReadError("unreadable record", f"{type(error).__name__} in its conversion") from None
     body[missing] = 0
@@ -283,7 +283,7 @@ def _is_all(value: tuple[float, ...] | float, expected: float) -> bool:
     return bool(np.equal(value, expected).all())
 
 
-def _convert(
+def _convert_samples(
     record: EcgRecord, rows: Mapping[int, int], start: int, body: np.ndarray
 ) -> tuple[np.ndarray, list[str]]:
     """Convert numbers of any type, lead order and rate, from only the samples that this crop

@@ -91,7 +91,7 @@ def rate_and_axis(x_LT: Array, missing: Collection[str] = ()) -> str:
     beat_LT, rhythm = median_beat(x_LT)
     if not _beats_agree(beat_LT, rhythm):
         return "no heart rate or axis: no beats that are alike"
-    return f"{_rate(peaks):.0f}/min, {_axis(beat_LT, missing)}"
+    return f"{_beats_per_minute(peaks):.0f}/min, {_axis_text(beat_LT, missing)}"
 
 
 def heart_rate(x_LT: Array) -> float | None:
@@ -99,7 +99,7 @@ def heart_rate(x_LT: Array) -> float | None:
     peaks = r_peaks(x_LT)
     if len(peaks) < 3 or not _beats_agree(*median_beat(x_LT)):
         return None
-    return _rate(peaks)
+    return _beats_per_minute(peaks)
 
 
 class HeartRates:
@@ -128,7 +128,7 @@ class HeartRates:
                 )
 
 
-def _rate(peaks: Array) -> float:
+def _beats_per_minute(peaks: Array) -> float:
     return float(60 * FS_HZ / np.diff(peaks).mean())
 
 
@@ -139,7 +139,7 @@ def _beats_agree(beat_LT: Array, rhythm: Array) -> bool:
     return bool(np.ptp(beat_LT[:, QRS], axis=1).max() >= MIN_QRS_MV and unlike <= MAX_UNLIKENESS)
 
 
-def _axis(beat_LT: Array, missing: Collection[str]) -> str:
+def _axis_text(beat_LT: Array, missing: Collection[str]) -> str:
     absent = [lead for lead in ("I", "aVF") if lead in missing]
     if absent:
         return f"no axis: {' and '.join(absent)} missing"
@@ -155,14 +155,14 @@ def _axis(beat_LT: Array, missing: Collection[str]) -> str:
 
 def r_peaks(x_LT: Array) -> Array:
     """R peaks as sample indices, at least 0.3 s apart."""
-    return _peaks(*_filter_bands(x_LT, QRS_HZ))
+    return _peaks_of_qrs(*_filter_bands(x_LT, QRS_HZ))
 
 
 def median_beat(x_LT: Array) -> tuple[Array, Array]:
     """The beat [L, BEAT_SAMPLES] without the mean of each lead, and RHYTHM_MEASUREMENTS."""
     band_LT, qrs_LT = _filter_bands(x_LT, BAND_HZ, QRS_HZ)
     band_LT = band_LT[:, ::DECIMATION]
-    peaks = _peaks(qrs_LT)
+    peaks = _peaks_of_qrs(qrs_LT)
     whole = np.round(peaks / DECIMATION).astype(int)
     whole = whole[whole >= BEFORE_R + MAX_SHIFT]
     whole = whole[whole < band_LT.shape[1] - AFTER_R - MAX_SHIFT]
@@ -202,7 +202,7 @@ def _filter_bands(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:
     return filtered
 
 
-def _peaks(qrs_LT: Array) -> Array:
+def _peaks_of_qrs(qrs_LT: Array) -> Array:
     from scipy.signal import find_peaks  # 0.6 CPU-s, for read-outs of beats only
 
     speed = np.abs(np.diff(qrs_LT)).sum(0)

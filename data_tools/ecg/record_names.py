@@ -63,7 +63,7 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
     source = cells["source"].combine_chunks() if by_source else None
     target_of_row = np.full(len(record), -1)
     way_of_row = np.full(len(record), EXACT)
-    for way, spelling in _spellings(record):
+    for way, spelling in _name_spellings(record):
         target = index_in(_prefix_source(spelling, source), targets)
         if way != EXACT:  # what a row names exactly is not offered to others
             target[np.isin(target, target_of_row[way_of_row == EXACT])] = -1
@@ -81,11 +81,11 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
     _refuse_ambiguous(url, cells, rows, target_of_row[rows], keys, targets)
     row_of_key = np.full(len(keys), -1)
     row_of_key[target_of_row[rows]] = rows
-    notes = list(_notes(record, targets, target_of_row, way_of_row))
+    notes = list(_match_notes(record, targets, target_of_row, way_of_row))
     return Matches(row_of_key, notes, len(missing) > len(rows))
 
 
-def _notes(
+def _match_notes(
     record: pa.Array, targets: pa.Array, target_of_row: np.ndarray, way_of_row: np.ndarray
 ) -> Iterator[str]:
     """Yields notes on rows that name no record, or name one only approximately."""
@@ -115,7 +115,7 @@ def _lost_zeros_note(absent: pa.Array, targets: pa.Array) -> str:
     return ""
 
 
-def _spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
+def _name_spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
     """Yields the names that a dataset may use for the records of a table, most exact first."""
     yield EXACT, record
     path = _record_paths(record)

@@ -138,7 +138,7 @@ class _Header(NamedTuple):
     is_all: bool  # whether nothing follows
 
 
-def _header(text: str, key: str, marks: Sequence[str]) -> _Header:
+def _parse_header(text: str, key: str, marks: Sequence[str]) -> _Header:
     """The separator is the one that yields a column `key`, or else the most columns."""
     headers = []
     for mark in marks:
@@ -162,7 +162,7 @@ def _read_csv(data: bytes, key: str, used: Sequence[str]) -> tuple[pa.Table, dic
     marks = [",", ";", "\t"]
     if separator := SEPARATOR_LINE.match(text):
         text, marks = text[separator.end() :], [separator[1]]
-    names, mark, lines, is_all = _header(text, key, marks)
+    names, mark, lines, is_all = _parse_header(text, key, marks)
     if is_all:
         return pa.table({name: pa.array([], pa.string()) for name in names}), {}
     read = pa_csv.ReadOptions(column_names=names, skip_rows=lines)
@@ -253,7 +253,7 @@ def cells_as_text(cells: pa.Table) -> pa.Table:
     """The cells as text; null where one is empty. A word such as NA is a text like any other."""
     columns = []
     for name, column in zip(cells.column_names, cells.columns, strict=True):
-        text = pc.utf8_trim_whitespace(_text_of(column))
+        text = pc.utf8_trim_whitespace(_column_as_text(column))
         text = pc.if_else(pc.equal(text, ""), None, text)
         if name == "index":
             text = pc.replace_substring_regex(text, WHOLE_FLOAT, r"\1")
@@ -261,7 +261,7 @@ def cells_as_text(cells: pa.Table) -> pa.Table:
     return pa.table(columns, cells.column_names)
 
 
-def _text_of(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def _column_as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Whole numbers without point and exponent, as long as they are exact."""
     if not pa.types.is_floating(column.type):
         return pc.cast(column, pa.string())

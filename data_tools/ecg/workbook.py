@@ -60,11 +60,11 @@ def read_workbook(data: bytes, sheet: str) -> pa.Table:
                     f"row {number + 1} has the formula {formula} without its value: open the workbook in a "
                     "spreadsheet program and save it, or write values"
                 )
-    header = [_text_of(cell) or "" for cell in rows[0]] if rows else []
-    return _table(header, [[_text_of(cell) for cell in row] for row in rows[1:]])
+    header = [_cell_text(cell) or "" for cell in rows[0]] if rows else []
+    return _text_table(header, [[_cell_text(cell) for cell in row] for row in rows[1:]])
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> pa.Table:
+def _text_table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> pa.Table:
     """Without columns that have neither a name nor a cell; rows are as long as the longest."""
     columns, names = [], []
     for place, name in enumerate(header):
@@ -75,7 +75,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> pa.Ta
     return pa.table(columns, names)
 
 
-def _text_of(cell: Any) -> str | None:
+def _cell_text(cell: Any) -> str | None:
     """As a CSV of the sheet has it."""
     if cell is None:
         return None

@@ -120,7 +120,7 @@ def _excepthook(
         and error.filename is None
         and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EBADF)
     ):
-        _report(error)
+        _report_failed_output(error)
     else:
         sys.__excepthook__(kind, error, trace)
 
@@ -135,11 +135,11 @@ def show(text: str) -> int:
     try:
         print(printable_lines(text), end="", flush=True)
     except OSError as error:
-        return _report(error)
+        return _report_failed_output(error)
     return 0
 
 
-def _report(error: OSError) -> int:
+def _report_failed_output(error: OSError) -> int:
     drop_output()
     if error.errno == errno.EPIPE:
         return 0

@@ -375,7 +375,7 @@ def header_labels(
     codes."""
     source = archive(root)
     keys = [key for key in source.keys() if key.endswith(".hea")]  # noqa: SIM118
-    read = partial(read_safely, partial(_diagnoses, root))
+    read = partial(read_safely, partial(_name_and_diagnoses, root))
     headers = prefetch(read, keys) if root.remote else map(read, keys)
     headers = tqdm(headers, total=len(keys), unit=" headers", disable=quiet)
     # If records have the same name, the first counts, as in a dataset
@@ -412,7 +412,7 @@ def _labels_of_codes(
     return labels
 
 
-def _diagnoses(root: Folder, key: str) -> tuple[str, tuple[str, ...]]:
+def _name_and_diagnoses(root: Folder, key: str) -> tuple[str, tuple[str, ...]]:
     header = parse_header(root.read(key, MAX_HEADER_BYTES))
     return stated_name(header.name, key), snomed_codes(parse_dx(header.dx))[0]
 
@@ -446,7 +446,7 @@ def mimic_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
         "not, empty hedged"
     )
     has_statement = codes[0] != 0
-    labels = _mimic_statements(codes[:, has_statement])
+    labels = _statement_labels(codes[:, has_statement])
     read, source = (MIMIC_MEASUREMENTS,), "mimic-iv-ecg"
     yield PublishedLabels(
         "mimic-iv-ecg-statements", about, read, source, studies[has_statement], labels
@@ -454,11 +454,11 @@ def mimic_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     about = (
         "MIMIC-IV-ECG, intervals and axes measured by the carts' programs; empty where not measured"
     )
-    labels = _mimic_intervals(table)
+    labels = _interval_labels(table)
     yield PublishedLabels("mimic-iv-ecg-intervals", about, read, source, studies, labels)
 
 
-def _mimic_statements(codes: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
+def _statement_labels(codes: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
     """Labels from stated and hedged codes [2, records]."""
     bit = {code: np.uint64(1 << i) for i, code in enumerate(CODES)}
     unread = codes[0] & bit[UNREAD] != 0
@@ -470,7 +470,7 @@ def _mimic_statements(codes: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
     return labels
 
 
-def _mimic_intervals(table: pa.Table) -> dict[str, tuple[str, np.ndarray]]:
+def _interval_labels(table: pa.Table) -> dict[str, tuple[str, np.ndarray]]:
     x = {"zero": np.zeros(len(table), np.float32)}
     for name in INTERVAL_COLUMNS:
         values = table[name].to_numpy()

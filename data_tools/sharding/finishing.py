@@ -162,11 +162,11 @@ def finish_dataset(
 ) -> Dataset:
     """The dataset of finished shards."""
     parts = Parts(out, planned.shards)
-    found = _facts_of_shards(parts, options.role_sources.leave_out)
+    found = _shard_totals(parts, options.role_sources.leave_out)
     shards, rejects = found.shards, found.rejects + planned.rejects
     if not len(found.doubtful):
         return raise_no_record_error(out, rejects)
-    records = read_records(partial(_columns, parts, found.numbers))
+    records = read_records(partial(_read_columns, parts, found.numbers))
     sources = source_facts(planned.sources, records, _records_left_out(records, found.left_out))
     roles = assign_roles(records, found.doubtful, options.plan, options.seed, options.role_sources)
     del records
@@ -245,7 +245,7 @@ def _table_before(made: Dataset) -> pa.Table:
     )
 
 
-def _columns(parts: Parts, numbers: pa.Table, names: list[str]) -> pa.Table:
+def _read_columns(parts: Parts, numbers: pa.Table, names: list[str]) -> pa.Table:
     """Columns of all rows. `numbers`: some that have been read."""
     if set(names) <= set(numbers.column_names):
         return numbers.select(names)
@@ -318,7 +318,7 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts])
         out.remove(STORE)
 
 
-class _Found(NamedTuple):
+class _ShardTotals(NamedTuple):
     """Holds the combined facts of all parts."""
 
     shards: list[ShardFacts]  # for dataset.json
@@ -328,7 +328,7 @@ class _Found(NamedTuple):
     numbers: pa.Table  # the columns that are small enough to keep
 
 
-def _facts_of_shards(parts: Parts, leave_out: tuple[str, ...]) -> _Found:
+def _shard_totals(parts: Parts, leave_out: tuple[str, ...]) -> _ShardTotals:
     shards = []
     rejects: list[Reject] = []
     left_out: list[list[Any]] = []
@@ -341,7 +341,9 @@ def _facts_of_shards(parts: Parts, leave_out: tuple[str, ...]) -> _Found:
         left_out += facts["left_out"]
         doubtful.append(flag_mask(part, leave_out))
         numbers.append(part.select(["start_s", "waveform"]).replace_schema_metadata())
-    return _Found(shards, rejects, np.concatenate(doubtful), left_out, pa.concat_tables(numbers))
+    return _ShardTotals(
+        shards, rejects, np.concatenate(doubtful), left_out, pa.concat_tables(numbers)
+    )
 
 
 def _write_zarr(parts: Parts, shards: list[ShardFacts], options: ShardOptions) -> None:

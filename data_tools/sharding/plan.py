@@ -139,9 +139,9 @@ class ShardPlan:
         for index in shards:
             crops = order[index * self.shard_crops : (index + 1) * self.shard_crops]
             records = np.searchsorted(first_crop, crops, side="right") - 1
-            yield self._planned(crops, records, crops - first_crop[records], columns)
+            yield self._plan_shard(crops, records, crops - first_crop[records], columns)
 
-    def _planned(
+    def _plan_shard(
         self,
         crops: np.ndarray,
         records: np.ndarray,
@@ -236,7 +236,7 @@ def make_plan(
     sources = tuple(sources)
     people = read_patients(patients) if patients else None  # before hours of reading
     scanned = _AllHeaders()
-    scans = cluster.run_in_order(partial(_scan_headers, key), _chunks(sources), workers, dask)
+    scans = cluster.run_in_order(partial(_scan_headers, key), _key_chunks(sources), workers, dask)
     with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
         for scan in scans:
             bar.update(scan.seen.total())
@@ -421,7 +421,7 @@ def permutation(count: int, seed: int) -> np.ndarray:
     return np.argsort(mix(x), kind="stable")
 
 
-def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, Source, list[str]]]:
+def _key_chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, Source, list[str]]]:
     for archive, source in enumerate(sources):
         keys = iter(source.keys())
         while chunk := list(islice(keys, SCAN_CHUNK)):

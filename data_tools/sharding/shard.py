@@ -149,14 +149,14 @@ def _plan_and_build(
         return _already_finished(out, recipe, options, is_locked)
     if not plan.shards:
         return raise_no_record_error(out, plan.rejects)
-    _build(plan, contents, out, options, {})
+    _build_missing_shards(plan, contents, out, options, {})
     planned = PlanFacts.of_plan(plan)
     if options.leave_out and (copies := _copies_of_left_out(Parts(out, planned.shards))):
         contents = [
             content + (json.dumps(copies[name]) if name in copies else "")
             for name, content in zip(planned.shards, contents, strict=True)
         ]
-        _build(plan, contents, out, options, copies)
+        _build_missing_shards(plan, contents, out, options, copies)
     del plan  # a gigabyte of ten million records
     return finish_dataset(planned, out, recipe, options)
 
@@ -177,7 +177,7 @@ def _copies_of_left_out(parts: Parts) -> dict[str, list[int]]:
 @contextmanager
 def lock_folder(out: Folder) -> Iterator[None]:
     """Let only one run write to a folder; it first removes the temporary files of killed runs."""
-    place, lock = _take_lock(out)
+    place, lock = _locked_folder_and_file(out)
     with lock:
         for path in (place / "tmp").iterdir():
             path.unlink()
@@ -186,7 +186,7 @@ def lock_folder(out: Folder) -> Iterator[None]:
             shutil.rmtree(place)
 
 
-def _take_lock(out: Folder) -> tuple[Path, IO[bytes]]:
+def _locked_folder_and_file(out: Folder) -> tuple[Path, IO[bytes]]:
     """The folder for temporary files and the file in it that this run has locked. A run that ends in this
     moment removes both: then once more."""
     for _ in range(LOCK_TRIES):
@@ -273,7 +273,7 @@ def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     return ", ".join(changed)
 
 
-def _build(
+def _build_missing_shards(
     plan: ShardPlan,
     contents: list[str],
     out: Folder,

@@ -496,7 +496,7 @@ def _archive_findings(
 ) -> Iterator[str]:
     for archive in sources:
         missing = []
-        compared = cluster.run_in_order(comparison.chunk, _chunks(archive), workers)
+        compared = cluster.run_in_order(comparison.chunk, _key_chunks(archive), workers)
         with tqdm(unit=" records", desc="archive", disable=quiet) as bar:
             for records in compared:
                 bar.update(len(records))
@@ -528,7 +528,7 @@ def _read_patients(sources: list[Source], url: str, workers: int, quiet: bool) -
     return pa.table(columns, PATIENT_SCHEMA)
 
 
-def _chunks(archive: Source) -> Iterator[tuple[Source, list[str]]]:
+def _key_chunks(archive: Source) -> Iterator[tuple[Source, list[str]]]:
     keys = iter(archive.keys())
     while chunk := list(islice(keys, RECORDS_PER_TASK)):
         yield archive, chunk

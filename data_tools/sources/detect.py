@@ -312,7 +312,7 @@ class LeftOut:
             clauses.append(f"could not list {self._named(self.unlisted)}")
         if self.links:
             clauses.append(f"does not follow linked folders: {self._named(self.links)}")
-        if kind and (files := self._others()):
+        if kind and (files := self._other_files()):
             look = "1 file that looks like an ECG"
             if len(files) > 1:
                 look = f"{len(files):,} files that look like ECGs"
@@ -320,7 +320,7 @@ class LeftOut:
             clauses.append(f"leaves out {look}{first}: without --source {kind} none is left out")
         return f"{self.root.url}: {'; '.join(clauses)}" if clauses else ""
 
-    def _others(self) -> list[str]:
+    def _other_files(self) -> list[str]:
         if self.places == [""]:
             return [name for name in self.root.names() if name.lower().endswith(HOSPITAL_ENDINGS)]
         return [*self.wfdb, *self.vendors]

@@ -111,7 +111,7 @@ class WfdbSource(Source):
         return record
 
     def header(self, key: str) -> Header:
-        data = self._text(key)
+        data = self._header_bytes(key)
         name, _, fs_hz, samples = peek_header(data)
         stamp = self.root.stamp(key.removesuffix(".hea") + self.suffix)
         content = hashlib.blake2b(data, digest_size=8).digest()
@@ -127,12 +127,12 @@ class WfdbSource(Source):
         )
 
     def read(self, key: str) -> EcgRecord:
-        header = parse_header(self._text(key))
+        header = parse_header(self._header_bytes(key))
         self.check(header)
         name = self.record_name(key, stated_name(header.name, key))
         return self.enrich(read_record(self.root, key, header, name, self.source_of(key)), key)
 
-    def _text(self, key: str) -> bytes:
+    def _header_bytes(self, key: str) -> bytes:
         if not key.endswith(".hea"):
             raise ReadError("no header", key.rsplit("/", 1)[-1])
         return self.root.read(key, MAX_HEADER_BYTES)
@@ -313,7 +313,7 @@ class PhysioNet2021(WfdbSource):
         return False
 
     def source_of(self, key: str) -> str:
-        return _database(self.root.url, key.rpartition("/")[0]) or self.name
+        return _database_of_folder(self.root.url, key.rpartition("/")[0]) or self.name
 
     def patient(self, name: str, key: str) -> str | None:
         if real_source(self.source_of(key)) != "ptb-xl":
@@ -336,7 +336,7 @@ class PhysioNet2021(WfdbSource):
 
 
 @lru_cache(maxsize=256)  # a folder has a thousand records
-def _database(url: str, place: str) -> str | None:
+def _database_of_folder(url: str, place: str) -> str | None:
     """The database of a folder. The root may itself be a database or one of its folders."""
     parts = [*url.replace(".zip", "").split("/")[-2:], *place.split("/")]
     return next((part for part in reversed(parts) if part in DATABASE_FOLDERS), None)

@@ -71,7 +71,7 @@ class ZipIndex(NamedTuple):
     numbers: np.ndarray  # of Member
 
     def find(self, path: str) -> Member | None:
-        key = _key(path)
+        key = _sort_key(path)
         row = bisect_left(self.keys, key)
         if row < len(self.keys) and self.keys[row] == key:
             return Member(*self.numbers[row].tolist())
@@ -82,19 +82,19 @@ class ZipIndex(NamedTuple):
         if not path:
             yield from self.keys
             return
-        begin = _key(f"{path}/")[:-1]
+        begin = _sort_key(f"{path}/")[:-1]
         rows = (bisect_left(self.keys, key) for key in (begin, begin[:-1] + b"\1"))
         for key in self.keys[slice(*rows)]:
             yield key[len(begin) :]
 
 
-def _key(path: str) -> bytes:
+def _sort_key(path: str) -> bytes:
     """Sorts as LocalFolder.names does: files before subfolders."""
     place, slash, name = path.encode(errors="surrogatepass").rpartition(b"/")
     return (b"\2" + place.replace(b"/", b"\0\2") + b"\0" if slash else b"") + b"\1" + name
 
 
-def _path(key: bytes) -> str:
+def _path_of_key(key: bytes) -> str:
     text = key[1:].replace(b"\0\2", b"/").replace(b"\0\1", b"/")
     return text.decode(errors="surrogatepass")
 
@@ -140,7 +140,7 @@ class ZipFolder(LocalFolder):
     zips: dict[str, Zip] = field(compare=False)  # by the name of the folder; "" is all
     remote: bool
 
-    def zip_of(self, name: str) -> tuple[Zip | None, str]:
+    def zip_and_path(self, name: str) -> tuple[Zip | None, str]:
         """The zip that a file or folder is in, and its path there."""
         first, _, rest = name.partition("/")
         zipped, path = self.zips.get(""), name
@@ -152,7 +152,7 @@ class ZipFolder(LocalFolder):
         return {zipped.file for zipped in self.zips.values()}
 
     def read(self, name: str, limit: int, cut: bool = False) -> bytes:
-        zipped, path = self.zip_of(name)
+        zipped, path = self.zip_and_path(name)
         if zipped is None:
             return self.base.read(name, limit, cut)
         member = zipped.index.find(path)
@@ -174,23 +174,23 @@ class ZipFolder(LocalFolder):
         return bytes(data[:limit])
 
     def stamp(self, name: str) -> bytes:
-        zipped, path = self.zip_of(name)
+        zipped, path = self.zip_and_path(name)
         if zipped is None:
             return self.base.stamp(name)
         member = zipped.index.find(path)
         return f"{member.size},{member.crc}".encode() if member else b""
 
     def exists(self, name: str) -> bool:
-        zipped, path = self.zip_of(name)
+        zipped, path = self.zip_and_path(name)
         if zipped is None:
             return self.base.exists(name)
         return bool(zipped.index.find(path)) or any(zipped.index.below(path))
 
     def names(self, under: str = "") -> Iterator[str]:
-        zipped, path = self.zip_of(under)
+        zipped, path = self.zip_and_path(under)
         if zipped:
             before = f"{under}/" if under else ""
-            yield from (before + _path(key) for key in zipped.index.below(path))
+            yield from (before + _path_of_key(key) for key in zipped.index.below(path))
         elif under:
             yield from self.base.names(under)
         else:
@@ -200,17 +200,17 @@ class ZipFolder(LocalFolder):
 
     def links(self, under: str = "") -> Iterator[str]:
         """In a zip, links whose names are like folders': it does not say where they lead."""
-        if self.zip_of(under)[0] is None:
+        if self.zip_and_path(under)[0] is None:
             yield from self.base.links(under)
         for name in self.names(under):
-            zipped, path = self.zip_of(name)
+            zipped, path = self.zip_and_path(name)
             if zipped and "." not in name.rpartition("/")[2]:
                 member = zipped.index.find(path)
                 if member and member.method == LINK:
                     yield name
 
     def children(self, under: str = "") -> list[str]:
-        zipped, path = self.zip_of(under)
+        zipped, path = self.zip_and_path(under)
         if zipped is None:
             names = {*self.base.children(under)}
             if not under:
@@ -219,7 +219,7 @@ class ZipFolder(LocalFolder):
         keys = {key.partition(b"\0")[0] for key in zipped.index.below(path)}
         if not keys:
             raise StorageError(f"cannot list {self.path(under)}: no such folder in the zip")
-        return sorted(map(_path, keys))
+        return sorted(map(_path_of_key, keys))
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise StorageError(f"{self.url}: is in a zip, which is only read: choose another folder")
@@ -254,9 +254,9 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
         read = prefetch(
             lambda start: base.read_range(file, start, min(REQUEST_BYTES, end - start)), parts, 4
         )
-        index = _parse(b"".join(read), count, begin)
+        index = _parse_directory(b"".join(read), count, begin)
         # Nobody would miss a table
-        names = (_path(key) for key in index.keys if not key.endswith(RECORD_ENDINGS))
+        names = (_path_of_key(key) for key in index.keys if not key.endswith(RECORD_ENDINGS))
         for name in islice(names, MAX_CHECKED):
             if (member := index.find(name)) and member.method >= 0:
                 Zip(base, file, version).packed(member, name, 2**13)
@@ -294,7 +294,7 @@ def _find_directory(base: Folder, file: str) -> tuple[int, int, int]:
     return count, begin, end
 
 
-def _parse(data: bytes, count: int, end: int) -> ZipIndex:
+def _parse_directory(data: bytes, count: int, end: int) -> ZipIndex:
     """`end`: of what is before the directory."""
     keys, numbers, position = [], array("q"), 0
     for _ in range(count):
@@ -318,7 +318,7 @@ def _parse(data: bytes, count: int, end: int) -> ZipIndex:
             method = LINK
         elif flags & 1:
             method = ENCRYPTED
-        keys.append(_key(path))
+        keys.append(_sort_key(path))
         least = begin + HEADER.size + length + packed
         numbers.extend((begin, least, packed, size, crc, method, crc32(name)))
     if position != len(data) or not keys:
@@ -370,17 +370,17 @@ def folder_or_zip(
         if "://" in path or os.path.isfile(path):
             place, slash, file = path.rpartition("/")
             base = folder(place or slash or ".", anonymous, private)
-            zipped, inside = _open(base, file), text[match.end() :].strip("/")
+            zipped, inside = _open_zip(base, file), text[match.end() :].strip("/")
             zipped = replace(zipped, inside=zipped.path(inside))
             url = f"{base.path(file)}/{inside}".rstrip("/")
             return ZipFolder(url, private, base=base, zips={"": zipped}, remote=base.remote)
     return folder(url, anonymous, private)
 
 
-def _open(base: Folder, file: str) -> Zip:
+def _open_zip(base: Folder, file: str) -> Zip:
     """A zip with nothing but a folder of its own name is this folder."""
     zipped, name = Zip(base, file, base.stamp(file)), file[:-4]
-    keys, prefix = zipped.index.keys, _key(f"{name}/")[:-1]
+    keys, prefix = zipped.index.keys, _sort_key(f"{name}/")[:-1]
     is_all = keys[0].startswith(prefix) and keys[-1].startswith(prefix)
     return replace(zipped, inside=name) if is_all else zipped
 
@@ -400,7 +400,7 @@ def archive_folder(
             what = "a zip" if private else file
             tell(f"note: {root.url}: {what} is left out, as it is a link or unpacked beside it")
         else:
-            zips[name] = _open(root, file)
+            zips[name] = _open_zip(root, file)
     if not zips:
         return root, names
     root = ZipFolder(root.url, private, base=root, zips=zips, remote=root.remote)
@@ -409,7 +409,7 @@ def archive_folder(
 
 def folder_below(root: Folder, name: str, anonymous: bool) -> Folder:
     if isinstance(root, ZipFolder):
-        zipped, path = root.zip_of(name)
+        zipped, path = root.zip_and_path(name)
         if zipped:
             zips = {"": replace(zipped, inside=path)}
             return replace(root, url=root.path(name), zips=zips)
@@ -417,4 +417,4 @@ def folder_below(root: Folder, name: str, anonymous: bool) -> Folder:
 
 
 def is_in_zip(root: Folder, name: str = "") -> bool:
-    return isinstance(root, ZipFolder) and bool(root.zip_of(name)[0])
+    return isinstance(root, ZipFolder) and bool(root.zip_and_path(name)[0])

@@ -44,7 +44,7 @@ PR schrittmacher-ekg, LAD linkstyp, RAD rechtstyp, LQRSV periphere niederspannun
 """)
 
 
-def _statements(names: list[str], likelihood: float) -> dict[str, float]:
+def _scp_codes(names: list[str], likelihood: float) -> dict[str, float]:
     """`scp_codes` of ptbxl_database.csv."""
     scp: dict[str, float] = {}
     if names in (["NSR"], ["SB"], ["SA"]):
@@ -67,7 +67,7 @@ def database_row(
 ) -> dict[str, object]:
     """One row of ptbxl_database.csv. It includes free text, people and dates, to test that they are
     filtered out."""
-    scp = _statements(names, (100.0, 80.0, 50.0)[int(u[6] * 3)])
+    scp = _scp_codes(names, (100.0, 80.0, 50.0)[int(u[6] * 3)])
     # Ids are in order of time
     minutes = timedelta(minutes=100 * ecg_id + int(u[8] * 90))
     axes = [name for name in names if name in HEART_AXIS_CODES]
@@ -94,18 +94,18 @@ def database_row(
         "extra_beats": "VES" if "PVC" in names else "",
         "pacemaker": "ja, pacemaker" if "PR" in names else "",
         "strat_fold": patient % 10 + 1,
-        "filename_lr": f"records100/{_stem(prefix, ecg_id)}_lr",
+        "filename_lr": f"records100/{_record_stem(prefix, ecg_id)}_lr",
         "filename_hr": record_path(prefix, ecg_id),
     }
 
 
-def _stem(prefix: str, ecg_id: int) -> str:
+def _record_stem(prefix: str, ecg_id: int) -> str:
     return f"{ecg_id // FOLDER_RECORDS * FOLDER_RECORDS:05d}/{prefix}{ecg_id:05d}"
 
 
 def record_path(prefix: str, ecg_id: int) -> str:
     """The path of a record's files without their ending. `prefix`: of all names of this seed."""
-    return f"records500/{_stem(prefix, ecg_id)}_hr"
+    return f"records500/{_record_stem(prefix, ecg_id)}_hr"
 
 
 def write_ptbxl_record(path: Path, digital: np.ndarray) -> None:

@@ -91,7 +91,11 @@ def record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
         "guessable": np.zeros(sum(map(len, hashes)), bool),
     }
     return join_records(
-        [_with_marks(pa.table(table, SEEN_SCHEMA), dataset_marks(dataset) if is_keyed else set())]
+        [
+            _add_key_marks(
+                pa.table(table, SEEN_SCHEMA), dataset_marks(dataset) if is_keyed else set()
+            )
+        ]
     )
 
 
@@ -105,7 +109,7 @@ def key_marks(seen: pa.Table) -> set[str]:
     return {*(seen.schema.metadata or {}).get(KEY_MARKS, b"").decode().split()}
 
 
-def _with_marks(seen: pa.Table, keys: set[str]) -> pa.Table:
+def _add_key_marks(seen: pa.Table, keys: set[str]) -> pa.Table:
     return seen.replace_schema_metadata({KEY_MARKS: " ".join(sorted(keys))})
 
 
@@ -123,7 +127,7 @@ def join_records(records: Sequence[pa.Table]) -> pa.Table:
         "use": np.maximum.reduceat(use[order], first),
         "guessable": np.maximum.reduceat(guessable[order], first),
     }
-    return _with_marks(pa.table(table, SEEN_SCHEMA), set[str]().union(*map(key_marks, records)))
+    return _add_key_marks(pa.table(table, SEEN_SCHEMA), set[str]().union(*map(key_marks, records)))
 
 
 def to_bytes(seen: pa.Table) -> bytes:
@@ -172,7 +176,7 @@ def uses_by_crop(
     people: list[list[np.ndarray]] = [[] for _ in keys]
     waves = []
     for part, mask in table_parts(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
-        of_people, of_waves = _hashes_of(part.filter(mask), keys)
+        of_people, of_waves = _patient_and_waveform_hashes(part.filter(mask), keys)
         for hashes, under_key in zip(people, of_people, strict=True):
             hashes.append(under_key)
         waves.append(of_waves)
@@ -192,7 +196,7 @@ class CropUses(NamedTuple):
 
 def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> CropUses:
     """`crops`: their source, patient, record and waveform; `keys`: those of name_keys."""
-    people, waves = _hashes_of(crops.combine_chunks().to_batches()[0], keys)
+    people, waves = _patient_and_waveform_hashes(crops.combine_chunks().to_batches()[0], keys)
     owner = np.max([_use_by_hash(seen, True, under_key) for under_key in people], axis=0)
     return CropUses(_use_by_hash(seen, False, waves), owner, people[0])
 
@@ -270,7 +274,9 @@ def name_keys(datasets: Iterable[Dataset]) -> list[bytes]:
     return keys
 
 
-def _hashes_of(crops: pa.RecordBatch, keys: Sequence[bytes]) -> tuple[list[np.ndarray], np.ndarray]:
+def _patient_and_waveform_hashes(
+    crops: pa.RecordBatch, keys: Sequence[bytes]
+) -> tuple[list[np.ndarray], np.ndarray]:
     """(for each key, the hashes of the crops' patients; the hashes of their waveforms)."""
     names, _ = part_owners(crops)
     people = [_name_hashes(names, key) for key in keys]

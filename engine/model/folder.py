@@ -100,7 +100,7 @@ def write_model(
         try:
             temporary.mkdir()
             save_weights(dict(weights), temporary / WEIGHTS)
-            (temporary / PREPROCESSING).write_text(_json(preprocessing))
+            (temporary / PREPROCESSING).write_text(_json_text(preprocessing))
             (temporary / CARD).write_text(card)
             for name, content in (code or {}).items():
                 (temporary / name).write_bytes(content)
@@ -188,7 +188,9 @@ def config_text(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
     # as read back
     content = json.loads(json.dumps(config))
     content.pop(SHA256, None)
-    return _json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}})
+    return _json_text(
+        content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}}
+    )
 
 
 def checked_digest(folder: Path, mend: str = "") -> str:
@@ -276,7 +278,7 @@ def _content_sha256(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def _json(value: Any) -> str:
+def _json_text(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 

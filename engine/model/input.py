@@ -243,7 +243,7 @@ def band_pass(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
     y = torch.cat([before, x, after], -1)
     samples = y.shape[-1]
     length = -(-2 * samples // FAST_FFT) * FAST_FFT
-    response = _response(band_hz, samples, length, x.device)
+    response = _band_pass_response(band_hz, samples, length, x.device)
     for _ in range(2):
         y = torch.fft.irfft(torch.fft.rfft(y - y[..., :1], length) * response, length)
         y = y[..., :samples].flip(-1)
@@ -251,7 +251,7 @@ def band_pass(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def _response(
+def _band_pass_response(
     band_hz: tuple[float, float], samples: int, length: int, device: torch.device
 ) -> Tensor:
     from scipy.signal import butter, sosfilt  # half a second, for models with a filter only
@@ -270,7 +270,7 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
     if up == down:  # 499.999 Hz counts as 500 Hz
         return x
     blocks = -(-BLOCK_SAMPLES // up)
-    weight_UK = _weights(up, down, blocks, x.device)
+    weight_UK = _resampling_weights(up, down, blocks, x.device)
     stride = blocks * down
     margin = (weight_UK.shape[1] - stride) // 2
     samples = x.shape[-1]
@@ -282,7 +282,7 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
 
 
 @lru_cache(maxsize=2)
-def _weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
+def _resampling_weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
     """[blocks * up, K]: the weight of each of K neighbouring samples at 500 Hz in each of blocks *
     up output samples."""
     reach = -(-10 * max(up, down) // up)  # of the filter, in samples at 500 Hz

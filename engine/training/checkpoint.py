@@ -100,7 +100,7 @@ class Writer:
         self.wait()
         path = self.root / f"step-{state['step']}"
         parts: list[tuple[Path, Any]] = []
-        with _writing(path):
+        with _write_errors(path):
             on_first_rank(self.ranks, lambda: self.make_room(path))
             # DeepSpeed says what belongs in which file
             engine.checkpoint_engine.save = lambda state_dict, path: parts.append(
@@ -153,7 +153,7 @@ class Writer:
         return copy.deepcopy(state, copied)
 
     def _write(self, path: Path, parts: list[tuple[Path, Any]], state: str, loader: str) -> None:
-        with _writing(path):
+        with _write_errors(path):
             name = f"loader-rank{self.ranks.rank}.json"
             write_whole(path / name, loader)
             note = {name: _size_and_checksum(loader)}
@@ -211,7 +211,7 @@ class _Part:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -399,14 +399,14 @@ def _validate(kind: type[Parsed], text: str, source: str = "") -> Parsed:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        raise ConfigError(source + _explain(error.errors(include_url=False), kind)) from None
+        raise ConfigError(source + _explain_errors(error.errors(include_url=False), kind)) from None
 
 
-def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
+def _explain_errors(errors: Sequence[Any], kind: type[BaseModel]) -> str:
     for error in errors:
         if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             key = ".".join(map(str, error["loc"]))[:VALUE_CHARACTERS]
-            return f"{key}: no such setting{_suggest(key, kind)}"
+            return f"{key}: no such setting{_suggest_keys(key, kind)}"
     first = errors[0]
     if first["type"] == "json_invalid":
         return "settings are not valid JSON or UTF-8 text: write other values"
@@ -420,7 +420,7 @@ def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
     return f"{key}={value}: {message}{mend}"
 
 
-def _suggest(key: str, kind: type[BaseModel]) -> str:
+def _suggest_keys(key: str, kind: type[BaseModel]) -> str:
     if issubclass(kind, RunConfig) and key in kind.other_commands:
         return f" here: it belongs to {kind.other_commands[key]}"
     if DEVICE_SETTING.search(key):

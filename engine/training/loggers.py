@@ -63,13 +63,13 @@ def peak_tflops(config: TrainConfig, device: torch.device) -> float:
     a = torch.randn(size, size, dtype=dtype, device=device)
     best_s = float("inf")
     for _ in range(MATMULS):
-        started = _matmul_s(device)
+        started = _matmul_seconds(device)
         a @ a
-        best_s = min(best_s, _matmul_s(device) - started)
+        best_s = min(best_s, _matmul_seconds(device) - started)
     return 2 * size**3 / best_s / 1e12
 
 
-def _matmul_s(device: torch.device) -> float:
+def _matmul_seconds(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

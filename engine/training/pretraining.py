@@ -194,13 +194,13 @@ class PretrainTask(TrainingTask):
             count_candidates(self.config, self.ranks.world),
             self.validation_loss.crops,
         )
-        chance = self._chance("", in_training) | self._chance(VALID, held_out)
+        chance = self._chance_metrics("", in_training) | self._chance_metrics(VALID, held_out)
         if self.probe.pairs:
             chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
         differs = self._validation_differs(in_training, held_out) if held_out else []
         return {"chance": chance, "validation": differs}
 
-    def _chance(self, prefix: str, crops: int) -> dict[str, float]:
+    def _chance_metrics(self, prefix: str, crops: int) -> dict[str, float]:
         """Losses and accuracies of guessing. `crops`: how many are contrasted with each other."""
         objective, model = self.config.objective, self.config.model
         chance: dict[str, float] = {}

@@ -112,7 +112,7 @@ def decode(data: bytes) -> Decoded:
     if not groups:
         what = next((words for tag, words in _OTHER.items() if tag in file), "")
         raise ReadError("no waveform", what or f"SOP class {kind or 'unknown'}")
-    chosen, unusable = _rhythm_groups(groups)
+    chosen, unusable = _rhythm_groups_and_unusable(groups)
     signals: dict[str, np.ndarray] = {}
     for group in chosen:
         signals |= group.signals()
@@ -127,7 +127,7 @@ def decode(data: bytes) -> Decoded:
     return Decoded(signals, chosen[0].fs_hz, *person, tuple(notes))
 
 
-def _rhythm_groups(groups: list["_Group"]) -> tuple[list["_Group"], str]:
+def _rhythm_groups_and_unusable(groups: list["_Group"]) -> tuple[list["_Group"], str]:
     """The groups of one time with the most ECG leads, and their unusable channels."""
     by_time: dict[tuple[float, ...], list[_Group]] = {}
     for group in groups:
