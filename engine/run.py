@@ -30,15 +30,15 @@ from omnilead.data_tools.io.errors import Flag, UserError, naming_arguments
 from omnilead.data_tools.io.options import Option, add_option, declare_option
 from omnilead.data_tools.io.terminal import Parser, is_out_of_memory, say, show
 from omnilead.engine.settings.commandline import (
-    local_run,
+    local_run_path,
     note_for_torchrun,
+    parse_price,
     positive_integer,
-    price,
     tell_failure,
 )
 from omnilead.engine.settings.errors import ConfigError, TrainError
-from omnilead.engine.settings.launcher import launched_ranks
-from omnilead.engine.settings.run_files import METRICS, REPORT, VALIDATION, read_rows
+from omnilead.engine.settings.launcher import launched_rank
+from omnilead.engine.settings.run_files import METRICS, REPORT, VALIDATION, read_metric_rows
 
 if TYPE_CHECKING:
     from omnilead.data_tools.dataset import Data, Dataset
@@ -85,7 +85,8 @@ SHORTCUTS: Shortcuts = {
 
 @dataclass(frozen=True)
 class AfterTraining:
-    """What is made of a trained run outside the engine. Each imports what it needs when called."""
+    """Functions that make the model card and the report of a trained run, and load its model. Each
+    imports what it needs when called, since the engine must not import downstream."""
 
     model_card: Callable[..., str]  # the text of RUN/model/README.md
     write_report: Callable[[Path], Path]  # writes RUN/report.html
@@ -162,7 +163,7 @@ def command(
         if args.export:
             say(str(export_run(RunFolder(args.export), task(), after)))
             return 0
-        if args.dry_run and launched_ranks()[0]:
+        if args.dry_run and launched_rank().rank:
             return 0
         config = read(args.config, [*_settings_of_options(args, shortcuts), *args.set])
         if args.dry_run:
@@ -232,8 +233,8 @@ def _make_parser(
     else:
         parser.set_defaults(crops=None)
     about_hourly = "with --dry-run: what a GPU costs in an hour, for an estimate of the money"
-    add("--hourly", type=price, metavar="PRICE", help=about_hourly)
-    add("--export", type=local_run, metavar="RUN", help="write RUN/model and exit")
+    add("--hourly", type=parse_price, metavar="PRICE", help=about_hourly)
+    add("--export", type=local_run_path, metavar="RUN", help="write RUN/model and exit")
     add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
     # added by deepspeed's launcher; LOCAL_RANK is used instead
     add("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -254,7 +255,7 @@ def _settings_of_options(args: argparse.Namespace, shortcuts: Shortcuts) -> list
 
 def finish_run(run: "RunFolder", task: "type[TrainingTask]", after: AfterTraining | None) -> None:
     """Writes RUN/model and RUN/report.html on rank 0, when all steps are done."""
-    if launched_ranks()[0]:
+    if launched_rank().rank:
         return
     written = [str(export_run(run, task, after))]
     if after:
@@ -320,11 +321,11 @@ class TrainingRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Training metrics, one row for each logged step: pandas.DataFrame(run.metrics)."""
-        return read_rows(self.path / METRICS)[0]
+        return read_metric_rows(self.path / METRICS).rows
 
     @property
     def validation(self) -> list[dict[str, Any]]:
-        return read_rows(self.path / VALIDATION)[0]
+        return read_metric_rows(self.path / VALIDATION).rows
 
     @property
     def report(self) -> Path:

@@ -523,7 +523,7 @@ def label_names(labels: list[bool]) -> list[str]:
     return [name for name, has in zip(CLASSES, labels, strict=True) if has]
 
 
-def crop_hashes(crop: np.ndarray) -> tuple[int, int]:
+def crc_and_waveform_hash(crop: np.ndarray) -> tuple[int, int]:
     """(crc32c of the crop, its waveform hash)."""
     limb, chest = crop[: len(LEADS) // 2], crop[len(LEADS) // 2 :]
     first = google_crc32c.value(limb)

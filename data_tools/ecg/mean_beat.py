@@ -61,7 +61,7 @@ Array = np.ndarray
 def mean_beats(x_RLT: Array) -> Array:
     rows = []
     for x_LT in x_RLT:
-        beat_LT, rhythm = median_beat(x_LT)
+        beat_LT, rhythm = median_beat_and_rhythm(x_LT)
         size = max(np.linalg.norm(beat_LT), 1e-12)
         rows.append(np.concatenate([(beat_LT / size).ravel(), rhythm]))
     return np.array(rows, np.float32).reshape(
@@ -73,7 +73,7 @@ def measurements(x_RLT: Array) -> Array:
     """MEASUREMENTS of each ECG: RHYTHM_MEASUREMENTS, and the heights of the waves in millivolts."""
     rows = []
     for x_LT in x_RLT:
-        beat_LT, rhythm = median_beat(x_LT)
+        beat_LT, rhythm = median_beat_and_rhythm(x_LT)
         qrs_LT = beat_LT[:, QRS]
         t_LT = beat_LT[:, T_WAVE]
         st_L = beat_LT[:, ST].mean(1)
@@ -88,7 +88,7 @@ def rate_and_axis(x_LT: Array, missing: Collection[str] = ()) -> str:
     peaks = r_peaks(x_LT)
     if len(peaks) < 3:
         return f"no heart rate or axis: {len(peaks)} beats found, 3 are needed"
-    beat_LT, rhythm = median_beat(x_LT)
+    beat_LT, rhythm = median_beat_and_rhythm(x_LT)
     if not _beats_agree(beat_LT, rhythm):
         return "no heart rate or axis: no beats that are alike"
     return f"{_beats_per_minute(peaks):.0f}/min, {_axis_text(beat_LT, missing)}"
@@ -97,7 +97,7 @@ def rate_and_axis(x_LT: Array, missing: Collection[str] = ()) -> str:
 def heart_rate(x_LT: Array) -> float | None:
     """The heart rate a minute; None if no beats are found that are alike. x_LT in millivolts."""
     peaks = r_peaks(x_LT)
-    if len(peaks) < 3 or not _beats_agree(*median_beat(x_LT)):
+    if len(peaks) < 3 or not _beats_agree(*median_beat_and_rhythm(x_LT)):
         return None
     return _beats_per_minute(peaks)
 
@@ -158,7 +158,7 @@ def r_peaks(x_LT: Array) -> Array:
     return _peaks_of_qrs(*_filter_bands(x_LT, QRS_HZ))
 
 
-def median_beat(x_LT: Array) -> tuple[Array, Array]:
+def median_beat_and_rhythm(x_LT: Array) -> tuple[Array, Array]:
     """The beat [L, BEAT_SAMPLES] without the mean of each lead, and RHYTHM_MEASUREMENTS."""
     band_LT, qrs_LT = _filter_bands(x_LT, BAND_HZ, QRS_HZ)
     band_LT = band_LT[:, ::DECIMATION]

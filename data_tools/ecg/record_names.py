@@ -92,14 +92,14 @@ def _match_notes(
     missing = np.flatnonzero(target_of_row < 0)
     if len(missing):
         yield (
-            f"{count_and_first(missing, record)} of {len(record):,} records are not in the data"
+            f"{count_and_first_names(missing, record)} of {len(record):,} records are not in the data"
             + _lost_zeros_note(record.take(pa.array(missing)), targets)
         )
     for way, how in MATCH_NOTES.items():
         matched = np.flatnonzero((target_of_row >= 0) & (way_of_row == way))
         if len(matched):
             example = f"{record[int(matched[0])]} is {targets[int(target_of_row[matched[0]])]}"
-            yield f"{count_and_first(matched, record)} of {len(record):,} records {how}: {example}"
+            yield f"{count_and_first_names(matched, record)} of {len(record):,} records {how}: {example}"
 
 
 def _lost_zeros_note(absent: pa.Array, targets: pa.Array) -> str:
@@ -242,7 +242,7 @@ def index_in(values: pa.Array, among: pa.Array) -> np.ndarray:
     return np.array(index.to_numpy(zero_copy_only=False))
 
 
-def count_and_first(positions: np.ndarray, names: pa.Array) -> str:
+def count_and_first_names(positions: np.ndarray, names: pa.Array) -> str:
     """Returns the number of positions and the names at the first few."""
     shown = ", ".join(map(str, names.take(pa.array(positions[:NAMES_IN_MESSAGE])).to_pylist()))
     return f"{len(positions):,} ({shown}{', ...' if len(positions) > NAMES_IN_MESSAGE else ''})"

@@ -41,7 +41,7 @@ from ..ecg.record import (
     clean_age,
     parse_dx,
     record_stem,
-    snomed_codes,
+    snomed_codes_and_word_count,
     synthetic_prefix,
 )
 from ..ecg.record_names import PTBXL_FILE_NAME as PTBXL_NAME
@@ -64,7 +64,7 @@ from ..sources.wfdb_archives import (
     WfdbSource,
     parse_statements,
 )
-from ..sources.zip_folder import archive_folder
+from ..sources.zip_folder import archive_folder_and_names
 
 NAME_COLUMNS = ("source", "record", "patient")
 UNKNOWN = -1  # in columns of 0 and 1; columns of measurements use NaN
@@ -155,7 +155,7 @@ def write_labels(
     if archive == "table":
         table = pseudonymize_labels(url, key)
     else:
-        root, _ = archive_folder(url, anonymous)  # raises if there is no such folder
+        root, _ = archive_folder_and_names(url, anonymous)  # raises if there is no such folder
     if not place.remote:
         with write_errors(place.url, "tables"):
             os.makedirs(place.url, exist_ok=True)
@@ -414,7 +414,7 @@ def _labels_of_codes(
 
 def _name_and_diagnoses(root: Folder, key: str) -> tuple[str, tuple[str, ...]]:
     header = parse_header(root.read(key, MAX_HEADER_BYTES))
-    return stated_name(header.name, key), snomed_codes(parse_dx(header.dx))[0]
+    return stated_name(header.name, key), snomed_codes_and_word_count(parse_dx(header.dx))[0]
 
 
 def physionet2011_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:

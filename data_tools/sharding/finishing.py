@@ -121,7 +121,7 @@ class PlanFacts(NamedTuple):
     def of_plan(cls, plan: ShardPlan) -> "PlanFacts":
         sources = []
         for name, seen in plan.seen.items():
-            licence, dropped_s = plan.facts(name)
+            licence, dropped_s = plan.licence_and_dropped_s(name)
             if name.startswith(SYNTHETIC):
                 licence = SYNTHETIC_LICENCE
             facts = {"name": name, "licence": licence or plan.sources[0].licence}

@@ -1,7 +1,7 @@
 """Patients who are left out of a dataset, because they withdrew their consent.
 
 leave_out = LeaveOut.read("withdrawn.txt", key)
-leave_out.who("ptb-xl", "17")        # the line of the file that means this patient, or None
+leave_out.listed_name("ptb-xl", "17")        # the line of the file that means this patient, or None
 """
 
 import csv
@@ -57,7 +57,7 @@ class LeaveOut:
             raise DataError(OPTION, f" {file}: names no patient: write one on each line")
         return cls(tuple(sorted(names)), key)
 
-    def who(self, source: str, patient: str | None) -> str | None:
+    def listed_name(self, source: str, patient: str | None) -> str | None:
         """The name in the file that means this patient, whose id is as the dataset shows it."""
         return shown_ids(self, patient_source(source)).get(patient) if patient else None
 

@@ -164,7 +164,7 @@ class ShardPlan:
         planned = list(zip(archives, keys, labels, patients, parts.tolist(), strict=True))
         return PlannedShard(planned, crops, identity.hexdigest(), content.hexdigest())
 
-    def facts(self, source: str) -> tuple[str | None, float]:
+    def licence_and_dropped_s(self, source: str) -> tuple[str | None, float]:
         """Its licence, None if no record can be used, and the seconds of its records that are in no
         crop."""
         is_from = np.asarray(pc.starts_with(self.labels.column(), f"{source}/"))
@@ -467,7 +467,7 @@ def _planning_numbers(header: Header) -> tuple[int, ...]:
     """The PLANNING_NUMBERS of a record besides its archive; a ReadError if it can have no place in a
     shard."""
     crops = crop_count(header.samples, header.fs_hz)
-    check_name(header.source, header.name, crops)
+    check_member_name(header.source, header.name, crops)
     if not crops:
         raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
     length_and_rate = f"{header.samples} {header.fs_hz}".encode()
@@ -476,7 +476,7 @@ def _planning_numbers(header: Header) -> tuple[int, ...]:
     return crops, dropped, fingerprint, hash_words(header.stamp)
 
 
-def check_name(source: str, name: str, crops: int) -> None:
+def check_member_name(source: str, name: str, crops: int) -> None:
     """Raises a ReadError if the record's name cannot be used for its crops in a shard."""
     if not (_SAFE_NAME.fullmatch(name) and _SAFE_NAME.fullmatch(source)):
         raise ReadError("record name", "letters, digits, _ and - only, 64 at most")

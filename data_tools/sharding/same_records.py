@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from ..dataset import CROP_SHAPE, crop_hashes
+from ..dataset import CROP_SHAPE, crc_and_waveform_hash
 from ..ecg.crops import prepare_crop, record_crop_count
 from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import EcgRecord
@@ -118,7 +118,7 @@ def waveform_sum(record: EcgRecord) -> int:
         except ReadError as error:
             refusal = error
         else:
-            total += crop_hashes(crop)[1]
+            total += crc_and_waveform_hash(crop)[1]
             used += 1
     if not used:
         raise refusal

@@ -30,7 +30,7 @@ from ..dataset import (
     REJECTS,
     SHARD_CROPS,
     Dataset,
-    crop_hashes,
+    crc_and_waveform_hash,
     label_names,
 )
 from ..dataset.rejects import Reject
@@ -392,7 +392,7 @@ class _ShardWriter:
             notes += record.warnings if part == 0 else ()
             crop = prepare_crop(record, part, self.samples)
             row = table_row(source, pseudonym(key, "r", source, name), record, crop, key)
-            row["crc32c"], row["waveform"] = crop_hashes(self.samples)
+            row["crc32c"], row["waveform"] = crc_and_waveform_hash(self.samples)
         except ReadError as error:
             notes.append((error.reason, detail_with_path(archive.path_of(path), error.detail)))
             self.rejects += [hide_detail(archive, key, source, name, *note) for note in notes]
@@ -408,7 +408,7 @@ class _ShardWriter:
             return False
         source, patient, hashed = row["source"], row["patient"], row["waveform"]
         label = f"{source}/{row['record']}"
-        if who := self.options.leave_out.who(source, patient):
+        if who := self.options.leave_out.listed_name(source, patient):
             person = f"{patient_source(source)}/{patient}"
             self.left_out.append((label, who, person, hashed))
             return True

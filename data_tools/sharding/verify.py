@@ -33,7 +33,7 @@ from ..dataset import (
     SAMPLES,
     STORE,
     Dataset,
-    crop_hashes,
+    crc_and_waveform_hash,
     flag_mask,
     label_names,
 )
@@ -57,12 +57,19 @@ from .finishing import (
     source_counts,
 )
 from .leave_out import LeaveOut
-from .plan import check_name, make_plan
+from .plan import check_member_name, make_plan
 from .record_index import RecordIndex
 from .roles import Records, RoleSources
 from .same_records import waveform_sum
 from .shard import table_row
-from .shards import MAX_INDEX, TAR_BLOCK, index_name, make_index, member_header, read_member
+from .shards import (
+    MAX_INDEX,
+    TAR_BLOCK,
+    index_name,
+    make_index,
+    member_header,
+    member_name_and_size,
+)
 
 MAX_FINDINGS = 20  # listed per shard, storage object or folder
 RECORDS_PER_TASK = 512  # records of an archive that are compared in one task
@@ -274,7 +281,7 @@ def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Ite
 
 def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
     """Check a crop's samples against its row."""
-    crc, hashed = crop_hashes(crop)
+    crc, hashed = crc_and_waveform_hash(crop)
     if crc != row["crc32c"]:
         yield "fails its crc32c"
         return
@@ -308,7 +315,7 @@ def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]
             end + TAR_BLOCK,
             end + TAR_BLOCK + CROP_BYTES + -CROP_BYTES % TAR_BLOCK + TAR_BLOCK,
         )
-        _, length = read_member(data, text)
+        _, length = member_name_and_size(data, text)
         headers = bytes(data[end:start]), bytes(data[text - TAR_BLOCK : text])
         if row["offset"] != start or headers != (
             member_header(f"{key}.ecg", CROP_BYTES),
@@ -430,7 +437,7 @@ class _Comparison:
         name = pseudonym(key, "r", record.source, record.name)
         with suppress(ReadError):
             patient = dataset_patient(key, record.source, record.patient)
-            if self.leave_out and self.leave_out.who(record.source, patient):
+            if self.leave_out and self.leave_out.listed_name(record.source, patient):
                 return _Compared()
         if rows := self.rows.find(record.source, name):
             return _Compared(
@@ -536,7 +543,7 @@ def _key_chunks(archive: Source) -> Iterator[tuple[Source, list[str]]]:
 
 def _can_be_used(record: EcgRecord) -> bool:
     try:
-        check_name(record.source, record.name, record_crop_count(record))
+        check_member_name(record.source, record.name, record_crop_count(record))
         known_patient(record.patient)
         waveform_sum(record)
         return True

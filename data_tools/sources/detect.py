@@ -41,7 +41,7 @@ from .wfdb_archives import (
     PtbXl,
     WfdbFolder,
 )
-from .zip_folder import archive_folder, folder_below
+from .zip_folder import archive_folder_and_names, folder_below
 
 __all__ = [
     "ARCHIVES",
@@ -124,7 +124,7 @@ def open_sources(
     """Open the sources in a folder. `kind`: auto, a name in ARCHIVES, `file.py:Class` or
     `module:Class`. `besides`: folders that are opened, too, so what lies in them is not left out.
     `private`: no message names a file. `arrays`: the fs_hz, unit and leads of arrays."""
-    root, names = archive_folder(url, anonymous, private)
+    root, names = archive_folder_and_names(url, anonymous, private)
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
     if kind == "auto" and META in names:

@@ -26,7 +26,7 @@ from ..ecg.record import (
     clean_sex,
     hashed_name,
     is_changing,
-    plain_name,
+    plain_patient_id,
     record_stem,
 )
 from ..ecg.resampling import rate_ratio
@@ -223,4 +223,4 @@ def _patient_id(text: str | None) -> str | None:
     text = (text or "").strip()
     if not text or text.lower() in ANONYMOUS_IDS or len(set(text)) < 2 <= len(text):
         return None
-    return plain_name(text)
+    return plain_patient_id(text)

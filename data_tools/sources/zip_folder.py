@@ -1,8 +1,8 @@
 """Zip archives as folders. Members are read in place, by byte range; nothing is unpacked to a disk.
 
-    archive_folder("x.zip")             # the folder x that unpacking makes; also s3://bucket/x.zip
-    archive_folder("x.zip/records")     # a folder in it
-    archive_folder("FOLDER")            # in which x.zip is the folder x
+    archive_folder_and_names("x.zip")             # the folder x that unpacking makes; also s3://bucket/x.zip
+    archive_folder_and_names("x.zip/records")     # a folder in it
+    archive_folder_and_names("FOLDER")            # in which x.zip is the folder x
 
 The directory at the end of a zip is read once in each process, without `zipfile`, which takes a
 gigabyte for 1.6 million members. A directory has no checksum, so names in it are compared with
@@ -385,7 +385,7 @@ def _open_zip(base: Folder, file: str) -> Zip:
     return replace(zipped, inside=name) if is_all else zipped
 
 
-def archive_folder(
+def archive_folder_and_names(
     url: str | os.PathLike[str], anonymous: bool = False, private: bool = False
 ) -> tuple[Folder, list[str]]:
     """The folder of an archive, in which x.zip is the folder x, and the names in it."""

@@ -46,12 +46,12 @@ from omnilead.engine.model.folder import (
     CONFIG,
     LISTED_WEIGHTS,
     PREPROCESSING,
-    check_free,
     config_of,
+    describe_misfits,
     file_sha256,
-    misfits,
     model_folder,
     read_document,
+    require_free_folder,
     weights_in,
     write_model,
 )
@@ -92,7 +92,7 @@ def from_fairseq(
 ) -> list[str]:
     """Converts a checkpoint to a model folder. Returns notes on what was assumed. `classes`: names
     of a classifier's outputs, or a file of them."""
-    check_free(out)
+    require_free_folder(out)
     content = read_checkpoint(checkpoint)
     cfg, args = as_json(content.get("cfg")), as_json(content.get("args"))
     if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):
@@ -514,7 +514,7 @@ def from_torch(
 ) -> list[str]:
     """Writes a model folder from the weights in a file and their class, `encoder`. `renamed`: (old,
     new), how names begin in the file and in the class. Returns a report."""
-    check_free(out)
+    require_free_folder(out)
     config = validate(
         ModelConfig,
         {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])},
@@ -629,12 +629,13 @@ def match_weights(
         {name: file_weights[their] for name, their in names.items() if their in file_weights}
     )
     left = (
-        misfits({their: () for their in file_weights if their not in names.values()}, {}) or "none"
+        describe_misfits({their: () for their in file_weights if their not in names.values()}, {})
+        or "none"
     )
     if shapes != expected:
         fit = shapes.items() & expected.items()
         raise ConfigError(
-            f"{path}: {len(fit)} of {len(expected)} weights fit: {misfits(shapes, expected)}; left "
+            f"{path}: {len(fit)} of {len(expected)} weights fit: {describe_misfits(shapes, expected)}; left "
             f"over: {left}: change --options, --leads, --prefix or --map"
         )
     return names, left

@@ -60,7 +60,7 @@ def missing_leads(dataset: Dataset) -> np.ndarray:
     return np.concatenate(bits_of_parts)
 
 
-def none_measured(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
+def crops_without_leads(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
     """bool [crops]: True where none of these leads was measured."""
     asked_bits = sum(1 << lead for lead in leads)
     return np.asarray(missing_leads(dataset) & asked_bits == asked_bits)
@@ -71,10 +71,10 @@ def measured_leads_lookup(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
     leads."""
     bits = [missing_leads(dataset) for dataset in datasets]
 
-    def of_places(places: Places) -> np.ndarray:
+    def measured_leads_of(places: Places) -> np.ndarray:
         return np.asarray(places.take(bits)[:, None] >> np.array(ALL_LEADS) & 1 == 0)
 
-    return of_places if any(bits_of_dataset.any() for bits_of_dataset in bits) else None
+    return measured_leads_of if any(bits_of_dataset.any() for bits_of_dataset in bits) else None
 
 
 def crop_key(places: Places) -> np.ndarray:
@@ -95,15 +95,16 @@ class Plan:
     parameters: Params
     keep_BSL1: np.ndarray | None = None  # Augmenter.window_masks
 
-    def part(self, part: slice) -> "Plan":
-        p = {name: values[part] for name, values in self.parameters.items()}
-        keep_BSL1 = None if self.keep_BSL1 is None else self.keep_BSL1[part]
-        return Plan(self.places[part], p, keep_BSL1)
+    def plan_of(self, crops: slice) -> "Plan":
+        """Returns the plan of some of its crops."""
+        p = {name: values[crops] for name, values in self.parameters.items()}
+        keep_BSL1 = None if self.keep_BSL1 is None else self.keep_BSL1[crops]
+        return Plan(self.places[crops], p, keep_BSL1)
 
 
 @dataclass(frozen=True, eq=False)
 class Augmenter:
-    """Augments batches: holds what is the same for all of them."""
+    """Augments batches of crops. Holds what all batches have in common."""
 
     config: AugmentConfig
     views: Views  # two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
@@ -210,7 +211,7 @@ class Draw(torch.Generator):
         return self._tensor_of_draws(counter.uniform, shape)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """The same, standard normal."""
+        """[crops, halves, *shape] float32, standard normal; each call gives new numbers."""
         return self._tensor_of_draws(counter.normal, shape)
 
     def _tensor_of_draws(
@@ -303,6 +304,7 @@ class ExtraAugmentation:
 
 
 def are_same(a_BSLT: torch.Tensor, b_BSLT: torch.Tensor) -> bool:
+    """True if two batches differ by rounding at most."""
     return bool(torch.isclose(a_BSLT, b_BSLT, rtol=0, atol=TOLERANCE_MV).all())
 
 

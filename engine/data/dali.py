@@ -170,13 +170,13 @@ class Pipeline:
         return self.fed_arrays[-1]
 
     def release(self) -> None:
-        """Call before `run`: waits until the GPU has finished with all but the last batches."""
+        """Call before `next_batch`: waits until the GPU has finished with all but the last batches."""
         if self.in_flight:
             self.in_flight.release()
 
-    def run(self) -> tuple[int, torch.Tensor]:
-        """-> (position of the batch, x_BSLT). The tensor shares DALI's memory. On a GPU the host
-        does not wait for it: torch's current stream does."""
+    def next_batch(self) -> tuple[int, torch.Tensor]:
+        """Returns (position of the batch, x_BSLT). The tensor shares DALI's memory. On a GPU, torch's
+        current stream waits for it, and the host does not."""
         on_stream = [torch.cuda.current_stream(self.device)] if self.device.type == "cuda" else []
         stamp, x = self.pipeline.run(*on_stream)
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(x.as_tensor())

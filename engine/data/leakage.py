@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from omnilead.data_tools.dataset import COLUMNS, Dataset
 
 from ..settings.errors import ConfigError
-from .patients import patient_source, table_parts
+from .patients import batches_with_masks, patient_source
 
 LEAK_KINDS = ("record", "patient", "waveform")  # of what a crop may share with another
 
@@ -77,7 +77,7 @@ def _names_by_side(
     """The names of the crops of each side, without those whose patient is unknown."""
     names_of_sides: list[list[pa.Array]] = [[] for _ in sides]
     columns = [kind] if kind == "waveform" else ["source", kind]
-    for part, *masks in table_parts(dataset, columns, sides):
+    for part, *masks in batches_with_masks(dataset, columns, sides):
         names_of_part = _names_in_batch(part, kind)
         for names, mask in zip(names_of_sides, masks, strict=True):
             names.append(names_of_part.filter(mask).drop_null())

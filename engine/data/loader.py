@@ -174,14 +174,14 @@ class Loader:
                     first, self.rank, self.world, steps, self.config.micro_batch
                 )
                 plan = self.augmenter.plan(places)
-            yield from map(plan.part, _slices(len(places), crops))
+            yield from map(plan.plan_of, _slices(len(places), crops))
 
     def _split(self, read: Iterator[ReadCrops]) -> Generator[ReadCrops, None, None]:
         """Yields single batches from groups that were read together."""
         while True:
             with self.meter.timed("read_wait"):
                 several = next(read)
-            yield from map(several.part, _slices(len(several.plan.places), self.crops))
+            yield from map(several.batch, _slices(len(several.plan.places), self.crops))
 
     def _staging(self, datasets: Sequence[Dataset]) -> Staging | None:
         remote = {

@@ -82,9 +82,9 @@ class Report:
     skipped: tuple[BadCrop, ...]  # bad crops that were replaced
     failed: BadCrop | None = None  # the first bad crop with on_corrupt=stop
 
-    def part(self, crops: slice) -> "Report":
-        """The report of one of several batches that were read together. Raises if that batch has
-        the bad crop."""
+    def report_on(self, crops: slice) -> "Report":
+        """Returns the report on one of several batches that were read together. Raises if that
+        batch has the bad crop."""
         if self.failed and crops.start <= self.failed.position < crops.stop:
             raise DatasetError(self.failed.reason)
         inside = [
@@ -142,8 +142,8 @@ class _Source:
         self.checked = np.zeros(len(dataset), bool)
         self.chunks = dataset.chunks if source == "zarr" else None
 
-    def addresses(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Shard and offset; for zarr, storage object and index in it."""
+    def shards_and_offsets(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns each row's (shard, offset); in a zarr copy (storage object, index in it)."""
         if self.chunks:
             return np.divmod(rows, self.chunks.block)
         return self.shard[rows], self.offset[rows]
@@ -214,11 +214,11 @@ class CropReader:
                 f"{crops.dtype} {list(crops.shape)} cannot hold {count} crops of int16 "
                 f"{list(CROP_SHAPE)}"
             )
-        return self.read_to(places, crops).part(slice(0, count))
+        return self.read_to(places, crops).report_on(slice(0, count))
 
     def read_to(self, places: Places, output: np.ndarray | CropSink) -> Report:
         """Read crops into a batch or a sink. A bad crop that may not be skipped is in the report,
-        whose `part` raises."""
+        whose `report_on` raises."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
         bad_crops = sorted(self._read(index, rows, output))
         if bad_crops and self.on_corrupt == "stop":
@@ -279,7 +279,7 @@ class CropReader:
             crc[:] = UNCHECKED
         elif self.check == "first":
             crc[source.checked[rows]] = UNCHECKED
-        shard, offset = source.addresses(rows)
+        shard, offset = source.shards_and_offsets(rows)
         order = np.lexsort((offset, shard))
         columns = (np.full(len(rows), d), shard, offset, positions + first, rows, crc)
         return map(_Read, *(column[order].tolist() for column in columns))

@@ -1,7 +1,7 @@
 """What a model has seen: hashes of the patients and waveforms of the crops it was trained on.
 
     seen = join_records([start.seen, record_of_crops(dataset, rows, "unlabelled")])
-    path.write_bytes(to_bytes(seen)); seen = read_record(path)
+    path.write_bytes(to_bytes(seen)); seen = read_seen_record(path)
     uses_by_crop(seen, dataset, rows)       # of each crop: has the model seen it or another of its patient, and how?
     seen_notes(seen, [dataset], [rows], [patients], "scored here")     # sentences for whoever reads the scores
 
@@ -34,7 +34,7 @@ from omnilead.data_tools.io.splitmix import mix
 from omnilead.data_tools.io.terminal import tell
 
 from ..settings.errors import ConfigError
-from .patients import OWNER_COLUMNS, keyed_digests, part_owners, table_parts
+from .patients import OWNER_COLUMNS, batches_with_masks, keyed_digests, owners_and_known
 
 USES = ("unlabelled", "selected", "labelled")  # where a crop had several, the last counts
 LABELLED = USES.index("labelled")
@@ -73,9 +73,9 @@ def record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
     people = []
     waves = []
     is_keyed = has_pseudonyms = bool(dataset.facts.pseudonyms)
-    for part, mask in table_parts(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
+    for part, mask in batches_with_masks(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
         crops = part.filter(mask)
-        names, _ = part_owners(crops)
+        names, _ = owners_and_known(crops)
         of_people = _name_hashes(names, OPEN_KEY)
         if dataset.name_key and not has_pseudonyms:
             secret = ~dataset.is_public(crops)
@@ -106,6 +106,7 @@ def dataset_marks(dataset: Dataset) -> set[str]:
 
 
 def key_marks(seen: pa.Table) -> set[str]:
+    """Returns the marks of the keys that hashed the names in a record of what a model has seen."""
     return {*(seen.schema.metadata or {}).get(KEY_MARKS, b"").decode().split()}
 
 
@@ -131,6 +132,7 @@ def join_records(records: Sequence[pa.Table]) -> pa.Table:
 
 
 def to_bytes(seen: pa.Table) -> bytes:
+    """Returns the content of seen.parquet."""
     sink = pa.BufferOutputStream()
     # ascending hashes differ by little: half the size
     encoding = {"hash": "DELTA_BINARY_PACKED"}
@@ -138,7 +140,8 @@ def to_bytes(seen: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def read_record(path: Path) -> pa.Table:
+def read_seen_record(path: Path) -> pa.Table:
+    """Reads seen.parquet; ConfigError if it is damaged."""
     try:
         seen = pq.ParquetFile(path).read(use_threads=False)
         if seen.schema != SEEN_SCHEMA or any(column.null_count for column in seen.columns):
@@ -161,7 +164,7 @@ def read_record(path: Path) -> pa.Table:
     return seen
 
 
-def without_guessable(seen: pa.Table) -> pa.Table:
+def without_guessable_hashes(seen: pa.Table) -> pa.Table:
     """The record without hashes of names that could be guessed."""
     return seen.filter(pc.invert(seen["guessable"]))
 
@@ -175,7 +178,7 @@ def uses_by_crop(
     keys = name_keys([dataset, *besides])
     people: list[list[np.ndarray]] = [[] for _ in keys]
     waves = []
-    for part, mask in table_parts(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
+    for part, mask in batches_with_masks(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
         of_people, of_waves = _patient_and_waveform_hashes(part.filter(mask), keys)
         for hashes, under_key in zip(people, of_people, strict=True):
             hashes.append(under_key)
@@ -201,7 +204,7 @@ def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> Cro
     return CropUses(_use_by_hash(seen, False, waves), owner, people[0])
 
 
-def seen_with_labels(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:
+def were_seen_with_labels(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:
     """bool [N]: True where a model was trained on this very waveform with its labels."""
     use_N = _use_by_hash(seen, False, _waveform_hashes(waveform_N))
     return np.asarray(use_N == LABELLED)
@@ -278,7 +281,7 @@ def _patient_and_waveform_hashes(
     crops: pa.RecordBatch, keys: Sequence[bytes]
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """(for each key, the hashes of the crops' patients; the hashes of their waveforms)."""
-    names, _ = part_owners(crops)
+    names, _ = owners_and_known(crops)
     people = [_name_hashes(names, key) for key in keys]
     return people, _waveform_hashes(crops["waveform"].to_numpy())
 

@@ -172,7 +172,7 @@ class Staging:
                     self._tried.discard(key)
 
     def _fetch(self, key: Key, needed: bool) -> int | None:
-        """-> a descriptor with a shared lock on the verified file; None: no space to prefetch it
+        """Returns a descriptor with a shared lock on the verified file; None: no space to prefetch it
         yet."""
         end = time.monotonic() + self.timeout_s
         try:
@@ -182,7 +182,7 @@ class Staging:
                     with suppress(PermissionError):  # another user's file
                         os.utime(lock)  # most recently used: evicted last
                     return lock
-                partial, room = self._claim(key, needed)
+                partial, room = self._partial_file_and_space(key, needed)
                 if partial is not None:
                     self._download(key, partial)
                 elif not room and not needed:
@@ -213,9 +213,9 @@ class Staging:
             self._verified.add(key)
         return True
 
-    def _claim(self, key: Key, needed: bool) -> tuple[int | None, bool]:
-        """-> (descriptor of the locked partial file if this process is to download it, whether
-        there is space)"""
+    def _partial_file_and_space(self, key: Key, needed: bool) -> tuple[int | None, bool]:
+        """Returns (descriptor of the locked partial file, None if another process downloads it; True
+        if there is space)."""
         partial = self._local_path(key).with_suffix(".partial")
         with self._cache_lock():
             dead = _open_locked(partial, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -325,7 +325,7 @@ class Staging:
 
 
 def _open_locked(path: Path, flags: int, operation: int) -> int | None:
-    """-> a locked descriptor of the file that now has this name; None: it is gone, or another
+    """Returns a locked descriptor of the file that now has this name; None: it is gone, or another
     process has locked it."""
     try:
         file = os.open(path, flags | os.O_CLOEXEC, 0o644)

@@ -88,6 +88,8 @@ def _expression_text(refused: ast.expr) -> str:
 
 
 class _Evaluator:
+    """Evaluates expressions over the columns of a dataset and of a label table."""
+
     def __init__(self, dataset: Dataset, cells: pa.Table | None) -> None:
         self.dataset, self.cells = dataset, cells or pa.table({})
 

@@ -121,7 +121,7 @@ def build_objective(
     return objective
 
 
-def build_and_examine(
+def encoder_and_token_count(
     config: ModelConfig,
     masked: bool,
     dtype: torch.dtype,

@@ -26,7 +26,7 @@ from torch import Tensor
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.resampling import rate_ratio, resample
 
-from ..data.augmenter import none_measured
+from ..data.augmenter import crops_without_leads
 from ..data.config import CROP, FS_HZ, HALF, MV_PER_UV
 from ..settings.errors import ConfigError
 from ..settings.leads import ALL_LEADS, describe_leads, leads_in_order, parse_leads
@@ -131,16 +131,17 @@ class Input(Window):
     def usable_crops(self, dataset: Dataset) -> np.ndarray:
         """bool [crops]: True for crops that have a window and at least one of the model's leads."""
         has_window = self.count_windows(dataset.column("halves")) > 0
-        return np.asarray(has_window & ~none_measured(dataset, self.seen_leads))
+        return np.asarray(has_window & ~crops_without_leads(dataset, self.seen_leads))
 
     @property
     def missing_text(self) -> str:
-        """What unusable crops lack, for a message."""
+        """The reason, for a message, why crops are unusable."""
         leads = describe_leads(self.seen_leads)
-        return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short}"
+        return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short_text}"
 
     @property
-    def too_short(self) -> str:
+    def too_short_text(self) -> str:
+        """Words to append to the reason if a crop may be too short; else ""."""
         if self.needed_s == HALF_S:
             return ""
         return f", or shorter than {self.window_s:g} s, which the model takes at once"
@@ -153,7 +154,7 @@ class Input(Window):
         return x_RLT if there_BS.all() else x_RLT[there_R]
 
     def crops(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_BSLT: the same with equally many windows for each crop; missing windows are zeros."""
+        """x_BSLT: equally many windows for each crop; missing windows are zeros."""
         # One at a time: indexing with a list would make a GPU wait
         if self.leads != ALL_LEADS:
             uv_BLT = torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
@@ -195,17 +196,17 @@ class Input(Window):
     def _crops(self, x_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         """Crops at the model's rate, zero after their measured halves."""
         if self.is_plain or (halves_B == 2).all():
-            return self._measured(x_BLT)
+            return self._process(x_BLT)
         samples = 2 * self.samples if self.by_halves else samples_at(self.fs_hz, CROP)
         crops_BLT = x_BLT.new_zeros(*x_BLT.shape[:2], samples)
         for halves in np.unique(halves_B).tolist():
             crops = torch.from_numpy(np.flatnonzero(halves_B == halves)).to(x_BLT.device)
-            measured_BLT = self._measured(x_BLT[crops, :, : halves * HALF])
+            measured_BLT = self._process(x_BLT[crops, :, : halves * HALF])
             crops_BLT[crops, :, : measured_BLT.shape[2]] = measured_BLT
         return crops_BLT
 
-    def _measured(self, x_BLT: Tensor) -> Tensor:
-        """The same for crops whose halves are all measured."""
+    def _process(self, x_BLT: Tensor) -> Tensor:
+        """Filters, resamples, clips and scales crops whose halves were all measured."""
         crops_BLT = x_BLT
         if self.band_hz:
             at_a_time = CROPS_PER_FILTER if x_BLT.device.type == "cpu" else len(x_BLT)

@@ -139,7 +139,7 @@ class Pretrainer(nn.Module):
         elif self.plugin is None or self.attributes is not None:
             c_RND = self.encoder(x_RLT)
         if self.plugin is not None:
-            plugged_losses, logged = self.class_losses(x_BSLT, keys_BS)
+            plugged_losses, logged = self.class_losses_and_logs(x_BSLT, keys_BS)
             parts |= {f"loss_{name}": value for name, value in plugged_losses.items()} | logged
             loss = loss + objective.contrast * sum(plugged_losses.values())
         elif objective.contrast > 0:
@@ -193,7 +193,7 @@ class Pretrainer(nn.Module):
             "masked_share": q.tokens / draws.mask_RN.numel(),
         }, c_RND
 
-    def class_losses(
+    def class_losses_and_logs(
         self, x_BSLT: Tensor, keys_BS: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The losses of an objective that is a class, and the other values that it logs."""

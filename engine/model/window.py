@@ -50,6 +50,7 @@ class Window:
 
     @property
     def by_halves(self) -> bool:
+        """True if each half of a crop is resampled on its own."""
         return self.window_s == HALF_S and not self.band_hz
 
     @property

@@ -266,7 +266,7 @@ def write_result(place: Path, text: str, flag: str) -> None:
 
 
 def positive_integer(text: str) -> int:
-    """An argparse type: also 1e6 and 1_000_000."""
+    """Parses a whole number, such as 1000, 1e6 or 1_000_000. An argparse type."""
     try:
         number = float(text)
     except ValueError:
@@ -276,8 +276,8 @@ def positive_integer(text: str) -> int:
     return int(number)
 
 
-def price(text: str) -> float:
-    """An argparse type."""
+def parse_price(text: str) -> float:
+    """Parses a price of at least 0. An argparse type."""
     try:
         value = float(text)
     except ValueError:
@@ -287,8 +287,8 @@ def price(text: str) -> float:
     return value
 
 
-def local_run(text: str) -> Path:
-    """An argparse type."""
+def local_run_path(text: str) -> Path:
+    """Returns the path of a run on this machine. An argparse type."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
             f"{text}: give the run's working folder, which its first line names"

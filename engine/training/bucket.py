@@ -26,7 +26,7 @@ from omnilead.data_tools.io.storage import RemoteFolder, write_whole
 from omnilead.data_tools.io.terminal import say
 
 from ..settings.errors import ConfigError
-from ..settings.launcher import launched_ranks
+from ..settings.launcher import launched_rank
 from ..settings.run_files import LOCK, METRICS, VALIDATION
 from . import checkpoint_files
 from .checkpoint_files import BEST, CHECKPOINTS, LATEST, MANIFEST, STATE, step_of
@@ -83,7 +83,7 @@ class Bucket:
         """Uploads what the bucket lacks of the newest and the best checkpoint, and all other files,
         on rank 0. If the bucket cannot be reached, training continues and says so once; each later
         checkpoint tries once, without retries. At the end of training it is an error."""
-        if launched_ranks()[0]:
+        if launched_rank().rank:
             return
         try:
             if not self.reachable and not last:

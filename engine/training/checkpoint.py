@@ -300,7 +300,7 @@ def to_universal(path: Path) -> None:
     )
     with reading(path):
         try:
-            with silence():
+            with silenced_output():
                 ds_to_universal.main(arguments)
         except (OSError, RuntimeError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -366,7 +366,8 @@ def weights_only() -> Iterator[None]:
 
 
 @contextmanager
-def silence() -> Iterator[None]:
+def silenced_output() -> Iterator[None]:
+    """A context without standard output and standard error."""
     with (
         open(os.devnull, "w", errors="replace") as nowhere,
         redirect_stdout(nowhere),

@@ -73,7 +73,7 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def make_room(root: Path, path: Path) -> None:
-    """Removes unfinished checkpoints that a kill left behind."""
+    """Removes unfinished checkpoints that a killed run left behind."""
     root.mkdir(exist_ok=True)
     for unfinished in root.glob("step-*"):
         if step_of(unfinished) >= 0 and not (unfinished / MANIFEST).is_file():
@@ -84,7 +84,7 @@ def make_room(root: Path, path: Path) -> None:
 
 
 def find_fault(path: Path) -> str | None:
-    """What is missing or damaged in a checkpoint; None if it is intact."""
+    """Says what is missing or damaged in a checkpoint; None if it is intact."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         names = {

@@ -347,7 +347,7 @@ class ZeroSection(BaseModel):
 
 
 class DeepSpeedFile(Section):
-    """What a DeepSpeed JSON may set; everything else comes from `train`."""
+    """The entries that a DeepSpeed JSON may set; all others come from `train`."""
 
     zero_optimization: ZeroSection = ZeroSection()
     communication_data_type: str | None = None
@@ -456,7 +456,7 @@ def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> di
         zero["compute_grad_norm"] = False
     elif zero["stage"] == 3:
         zero["sub_group_size"] = 10**12  # one call of the optimizer per step
-    micro, accumulation = micro_batch(config, world)
+    micro, accumulation = micro_batch_and_passes(config, world)
     return settings | {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
@@ -489,8 +489,8 @@ def zero_stage(config: RunConfig) -> int:
     return zero.stage if stage_set is None else stage_set
 
 
-def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
-    """(crops per rank and forward pass, forward passes per step)."""
+def micro_batch_and_passes(config: RunConfig, world: int) -> tuple[int, int]:
+    """Returns (crops per rank and forward pass, forward passes per step)."""
     t = config.train
     share, remainder = divmod(t.batch_crops, world)
     if remainder:
@@ -508,14 +508,16 @@ def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
 
 def count_candidates(config: Config, world: int) -> int:
     """The number of crops that are contrasted with each other."""
-    return micro_batch(config, world)[0] * (world if config.objective.across_ranks else 1)
+    return micro_batch_and_passes(config, world)[0] * (
+        world if config.objective.across_ranks else 1
+    )
 
 
 def check_config(config: RunConfig, world: int) -> None:
     """Raises ConfigError if settings contradict each other."""
     t, weights, datasets = config.train, config.pipeline.weights, config.data.datasets
     stage = zero_stage(config)
-    micro_batch(config, world)
+    micro_batch_and_passes(config, world)
     problems = [
         (
             not config.run,

@@ -34,7 +34,7 @@ from ..model.objectives import sum_over_ranks
 from ..settings.counter import bits
 from ..settings.errors import TrainError
 from .arguments import slice_arguments
-from .config import RunConfig, micro_batch, zero_stage
+from .config import RunConfig, micro_batch_and_passes, zero_stage
 from .distributed import DeepSpeedLauncher, MaxOverRanks, Ranks, on_first_rank
 from .loggers import RunLogger, memory_gb, peak_tflops
 from .optimizer import GuardedAdamW, lr_at
@@ -86,7 +86,7 @@ class Loop:
         self.config: RunConfig = self.task.config
         t = self.config.train
         self.ranks = self.task.ranks
-        self.micro, _ = micro_batch(self.config, self.ranks.world)
+        self.micro, _ = micro_batch_and_passes(self.config, self.ranks.world)
         self.peak_flops = self.ranks.world * peak_tflops(t, self.ranks.device) * 1e12
         self.loader.meter.restart()
         self.recent: deque[tuple[int, Places]] = deque(maxlen=t.max_nonfinite)

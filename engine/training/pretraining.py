@@ -23,7 +23,7 @@ from ..data.loader import Batch, crop_order
 from ..data.order import Selection
 from ..data.seen import to_bytes
 from ..model.config import ATTRIBUTES, masked_share
-from ..model.encoders import build_and_examine, cast_statistics, encoder_flops, has_dropout
+from ..model.encoders import cast_statistics, encoder_and_token_count, encoder_flops, has_dropout
 from ..model.folder import SEEN
 from ..model.jepa import JointEmbedding, added_flops
 from ..model.objectives import single_process
@@ -36,7 +36,14 @@ from .arguments import Arguments, PretrainInputs, dtype_of
 from .config import Config, count_candidates
 from .continuing import StartingWeights, read_weights
 from .distributed import Ranks, on_first_rank
-from .task import Between, TrainingTask, best_metric, best_step_text, describe_encoder, start_text
+from .task import (
+    Between,
+    TrainingTask,
+    best_metric_and_sign,
+    best_step_text,
+    describe_encoder,
+    start_text,
+)
 from .validation import (
     PatientProbe,
     ValidationLoss,
@@ -102,13 +109,15 @@ class PretrainTask(TrainingTask):
         local = config.objective.local > 0
         code = read_plugins(config.plugin_settings, config.run)
         model_input = config.model_input
-        encoder, tokens = build_and_examine(
+        encoder, tokens = encoder_and_token_count(
             config.model, local, dtype_of(config), config.train.seed, samples=model_input.samples
         )
-        best = best_metric(config.train.best, ("loss", "identification_accuracy"))
+        best = best_metric_and_sign(config.train.best, ("loss", "identification_accuracy"))
         inputs = PretrainInputs(config, datasets)
         choose_on_first_rank(datasets, config.data, ranks)
-        kept_rows, copies, copied = on_first_rank(ranks, partial(without_copies, config, datasets))
+        kept_rows, copies, copied = on_first_rank(
+            ranks, partial(rows_copies_and_remarks, config, datasets)
+        )
         selection = Selection(rows=kept_rows) if config.data.dedup else training_selection(config)
         held_out = ValidationLoss(config, datasets, ranks)
         probe = PatientProbe(config, datasets, ranks)
@@ -295,7 +304,7 @@ class PretrainTask(TrainingTask):
         return kept
 
     @staticmethod
-    def card_text(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
+    def card_title_and_lines(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
         objective = config.objective
         names = ["contrast"]
         if objective.local:
@@ -327,11 +336,11 @@ def left_out_text(config: Config, datasets: Sequence[Dataset], copies: int) -> s
     return text
 
 
-def without_copies(
+def rows_copies_and_remarks(
     config: Config, datasets: Sequence[Dataset]
 ) -> tuple[list[np.ndarray], int, list[str]]:
-    """(the crops that data.dedup trains on, the number of copies, a remark on copies if data.dedup
-    is not set)."""
+    """Returns (for each dataset, the crops that data.dedup trains on; the number of copies; a remark
+    on copies if data.dedup is not set)."""
     kept_rows, copies = first_of_each_waveform(config, datasets)
     if config.data.dedup:
         return kept_rows, copies, []
@@ -402,7 +411,7 @@ def examine_objective(
         torch.manual_seed(0)
         x_BSLT = torch.randn(2, windows, model.config.leads, samples)
         x_BSLT[1, -1] = 0  # as RLM may give
-        losses, logged = model_copy.class_losses(
+        losses, logged = model_copy.class_losses_and_logs(
             x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1)
         )
         taken_names = OWN_LOSSES | model.objective.attributes.keys()

@@ -23,7 +23,7 @@ from omnilead.data_tools.dataset import Dataset
 from ..data.batches import CropBatch, predict
 from ..data.loader import Loader
 from ..data.order import DatasetRows, OrderError, Selection
-from ..data.patients import owner_names, store_choice, validation_split
+from ..data.patients import owner_and_known_of_rows, store_choice, validation_split
 from ..data.where import where_mask
 from ..model.encoder import pool
 from ..model.objectives import all_gather_no_grad, single_process, sum_over_ranks, world_size
@@ -191,7 +191,9 @@ class PatientProbe:
             for role in ("gallery", "probe"):
                 rows = dataset.select(identity=role)
                 rows = rows[has_window[rows]]
-                sides.append(dict(zip(owner_names(dataset, rows), rows.tolist(), strict=True)))
+                sides.append(
+                    dict(zip(owner_and_known_of_rows(dataset, rows), rows.tolist(), strict=True))
+                )
             gallery, probe = sides
             for patient, row in gallery.items():
                 if patient in probe:
