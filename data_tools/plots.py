@@ -1,4 +1,4 @@
-"""What `omnilead show` draws and prints: an ECG on ECG paper, to scale; an overview of a dataset, as a
+"""Draws and describes for `omnilead show`: an ECG on ECG paper, to scale; an overview of a dataset, as a
 figure and as text (sources, roles, what was refused); and warnings.
 
     dataset[7].plot().savefig("ecg.png")    # a crop on ECG paper; notebooks display dataset[7]
@@ -71,7 +71,7 @@ PAPER_SETS = {
 
 
 def dataset_figure(dataset: Dataset) -> "Figure":
-    """Six ECGs, what crops measure, and how many there are by source, flag and diagnosis."""
+    """Draws six ECGs, histograms of what crops measure, and counts by source, flag and diagnosis."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     names = ["source", "pretrain", "dx_role", "id_role", "flags", "age", "fs_source_hz"]
@@ -120,13 +120,13 @@ def roles_by_source(table: pa.Table) -> dict[str, Counter[str]]:
 
 
 def class_counts(dataset: Dataset) -> dict[str, dict[str, int]]:
-    """Crops with each diagnosis class that a crop has; {}: no labels."""
+    """Counts the crops of each diagnosis class that occurs; {} without labels."""
     labels = dataset.labels.sum(axis=0).tolist()
     return {name: {"": count} for name, count in zip(ABBREVIATIONS, labels, strict=True) if count}
 
 
 def draw_examples(figure: Any, dataset: Dataset) -> None:
-    """Leads of crops from all over the dataset, 2 mV apart."""
+    """Draws leads of crops from all over the dataset, 2 mV apart."""
     rows = np.unique(np.linspace(0, len(dataset) - 1, EXAMPLES).astype(int))
     panels = np.ravel(figure.subplots(2, 3))
     for axes in panels:
@@ -349,7 +349,7 @@ def _duplicate_lines(dataset: Dataset) -> list[str]:
 
 
 def _record_label(records: Records, record: int) -> str:
-    """SOURCE/NAME"""
+    """Returns SOURCE/NAME of a record."""
     return f"{records.source_names[records.source[record]]}/{records.names[record]}"
 
 

@@ -184,7 +184,7 @@ def _role_sources(
     id_share: float | None,
     flags: str,
 ) -> "RoleSources":
-    """Which sources and crops may have which roles. `named`: by task, those that the user names."""
+    """Returns which sources and crops may have which roles. `named`: by task, those that the user names."""
     from omnilead.data_tools.sharding.roles import RoleSources
 
     chosen: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What surrounds a training: its command line, its Python function, and what follows it: RUN/model, a
+"""Wraps a training: its command line, its Python function, and what follows it: RUN/model, a
 model card and RUN/report.html. PyTorch is imported only once most settings are known to be right.
 
 main = partial(command, "pretrain", __doc__, train_run, pretrain_task, pretrain_settings, "quickstart", SHORTCUTS)

@@ -89,7 +89,7 @@ class Ecg:
         return self.signal_uv.astype(np.float32) / 1000
 
     def plot(self) -> "Figure":
-        """Its twelve leads on ECG paper, to scale."""
+        """Draws its twelve leads on ECG paper, to scale."""
         from ..ecg.paper import ecg_figure, patient_caption, rate_and_axis_text
 
         title = f"{self.source}/{self.record}, from {self.start_s:g} s"
@@ -122,8 +122,8 @@ class Dataset:
 
     @classmethod
     def of_folder(cls, root: Folder, earlier_format: bool = False) -> Self:
-        """`earlier_format`: also a dataset that an earlier omnilead made, whose crops and columns are where
-        they are today."""
+        """Opens a dataset in a folder. `earlier_format`: also one that an earlier omnilead made, whose
+        crops and columns are where they are today."""
         dataset = cls(root, _read_meta(root))
         if dataset.minor < FORMAT_MINOR and not earlier_format:
             raise DatasetError(
@@ -287,7 +287,7 @@ class Dataset:
             return list(self._samples.fragments[0].physical_schema.names)
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The rows of `table`, batch by batch."""
+        """Yields the rows of `table` batch by batch."""
         with self._arrow_errors():
             for group in self._samples.fragments[0].split_by_row_group():
                 for batch in group.to_table(COLUMNS, list(columns)).to_batches():
@@ -373,7 +373,7 @@ class Dataset:
 
     @cached_property
     def addresses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Shard, offset and crc32c of every crop, 16 bytes per crop."""
+        """Returns (shards, offsets, crc32c) of all crops, 16 bytes per crop."""
         table = self.table(["shard", "offset", "crc32c"])
         return tuple(table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
@@ -524,7 +524,7 @@ def label_names(labels: list[bool]) -> list[str]:
 
 
 def crc_and_waveform_hash(crop: np.ndarray) -> tuple[int, int]:
-    """(crc32c of the crop, its waveform hash)."""
+    """Returns (crc32c of the crop, its waveform hash)."""
     limb, chest = crop[: len(LEADS) // 2], crop[len(LEADS) // 2 :]
     first = google_crc32c.value(limb)
     return google_crc32c.extend(first, chest), first << 32 | google_crc32c.value(chest)

@@ -83,7 +83,7 @@ def _millivolts(crop: np.ndarray) -> np.ndarray:
 
 
 def _own_labels(dataset: Any, names: Sequence[str]) -> np.ndarray:
-    """[crops, K]. Diagnoses of records without any code are unknown."""
+    """Returns labels [crops, K]. Diagnoses of records without any code are unknown."""
     columns = {"age": dataset.column("age")}
     coded = pc.list_value_length(dataset.table(["dx"])["dx"]).to_numpy() > 0
     for name, has in zip(CLASSES, dataset.labels.T, strict=True):

@@ -169,7 +169,7 @@ def amplitude_doubt(signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | 
 
 
 def _peak_to_peak(signal: np.ndarray) -> np.ndarray:
-    """Largest less smallest sample along the last axis. In float64: int16 would overflow."""
+    """Returns the range of the samples along the last axis, in float64: int16 would overflow."""
     high, low = np.fmax.reduce(signal, -1), np.fmin.reduce(signal, -1)
     return np.asarray(np.subtract(high, low, dtype=np.float64))
 

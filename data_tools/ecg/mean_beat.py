@@ -38,7 +38,7 @@ RHYTHM_MEASUREMENTS = (
     "residual V1 to V3",
     "residual V4 to V6",
 )
-# From R, in samples at 100 Hz
+# Parts of a beat, in samples at 100 Hz
 BEFORE_QRS = slice(BEFORE_R - 8, BEFORE_R - 6)
 QRS = slice(BEFORE_R - 6, BEFORE_R + 8)
 ST = slice(BEFORE_R + 6, BEFORE_R + 10)
@@ -109,7 +109,7 @@ class HeartRates:
         self.of_source: dict[str, list[float | None]] = {}
 
     def add(self, source: str, uv_LT: Array) -> None:
-        """`uv_LT`: an ECG of this source in microvolts, at 500 Hz."""
+        """Adds an ECG of this source, in microvolts at 500 Hz."""
         rates = self.of_source.setdefault(source, [])
         if len(rates) < MAX_RATED_ECGS:
             rates.append(heart_rate(uv_LT / np.float32(1000)))

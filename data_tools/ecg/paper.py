@@ -156,7 +156,7 @@ def _exceeds(trace: np.ndarray, floor: float, ceiling: float) -> bool:
 
 
 def _crosses_a_row(cell: _Cell, trace: np.ndarray) -> bool:
-    """A trace may reach into the next row, but not cross its baseline."""
+    """True if a trace crosses the baseline of the row above or below, which it must not."""
     edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)
     return _exceeds(trace, edges[cell.row + 2], edges[cell.row])
 

@@ -55,7 +55,7 @@ _UNIT_SPELLINGS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What planning needs to know about a record before its signal is read."""
+    """The facts about a record that planning needs before its signal is read."""
 
     name: str
     source: str
@@ -140,7 +140,7 @@ def plain_patient_id(text: str) -> str:
 
 
 def known_patient(text: str | None) -> str | None:
-    """As plain_patient_id; None if the text says that the patient is unknown."""
+    """Returns plain_patient_id(text), or None if the text says that the patient is unknown."""
     text = (text or "").strip()
     return None if not text or text.lower() in MAYBE_MISSING else plain_patient_id(text)
 
@@ -275,7 +275,7 @@ def parse_dx(text: str) -> tuple[str, ...]:
 
 
 def snomed_codes_and_word_count(dx: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """Distinct SNOMED codes in order, and the number of other words: free text is counted, never
+    """Returns (distinct SNOMED codes in order, number of other words): free text is counted, never
     copied."""
     codes = [word for word in dx if word.isascii() and word.isdigit() and len(word) <= 18]
     return tuple(dict.fromkeys(codes)), len(dx) - len(codes)

@@ -128,7 +128,7 @@ def _name_spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
 
 
 def _record_paths(record: pa.Array) -> pa.Array:
-    """Without the ending, and with / between folders; null if it is a number. 7.0 is 7."""
+    """Returns paths without the ending, with / between folders; null for a number. 7.0 is 7."""
     record = pc.replace_substring_regex(record, WHOLE_FLOAT, r"\1")
     path = pc.replace_substring(pc.replace_substring_regex(record, FILE_ENDING, ""), "\\", "/")
     path = pc.replace_substring_regex(path, r"^(\./+)+", "")
@@ -138,8 +138,8 @@ def _record_paths(record: pa.Array) -> pa.Array:
 
 
 def _to_record_names(path: pa.Array, odd_files: bool = False) -> pa.Array:
-    """As sources.base.path_name: the folders, then the file; a hospital's files, but not all, have _
-    for the odd characters of their own name, too."""
+    """Converts paths to names as sources.base.path_name does: the folders, then the file; _ replaces odd
+    characters, with `odd_files` in the file's name, too, as for some hospitals' files."""
     folders = pc.replace_substring_regex(path, "/?[^/]*$", "")
     folders = pc.replace_substring_regex(folders, ODD_CHARACTERS, "_")
     file = pc.replace_substring_regex(path, "^.*/", "")
@@ -187,7 +187,7 @@ def _match_by_end(
 
 
 def _pair_ends_with_names(ends: pa.Array, names: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of indices: which of these ends is that of which name."""
+    """Returns pairs of indices (end, name): this name ends so."""
     pairs = [np.empty((2, 0), int)]
     rest, name = names, np.arange(len(names))
     while len(rest):
@@ -208,7 +208,7 @@ def _refuse_ambiguous(
     keys: pa.Array,
     targets: pa.Array,
 ) -> None:
-    """`rows` of the table name these targets."""
+    """Raises an error if the table names no record, or one that another row or record shares."""
     record = cells["record"]
     if not len(rows):
         in_table = ", ".join(map(str, record[:NAMES_IN_MESSAGE].to_pylist()))

@@ -51,7 +51,7 @@ def read_cells(
     url: str, contents: str = "labels", key: str = "record", used: Sequence[str] = ()
 ) -> pa.Table:
     """Reads all columns as text; names of reserved columns become lower case. `key`: a column that
-    the table must have. `used`: columns that may hold numbers; none: all."""
+    the table must have. `used`: columns that may hold numbers; if empty, all."""
     metadata: dict[bytes, str] = {}
     try:
         place, sheet = workbook_and_sheet(url)
@@ -237,7 +237,7 @@ def decode_text(data: bytes) -> str:
 
 
 def _require_utf8(cells: pa.Table) -> None:
-    """Arrow takes the texts of a parquet file as they are."""
+    """Refuses a parquet file with texts that are not UTF-8, which arrow does not check."""
     for name, column in zip(cells.column_names, cells.columns, strict=True):
         try:
             column.validate(full=True)
@@ -262,7 +262,7 @@ def cells_as_text(cells: pa.Table) -> pa.Table:
 
 
 def _column_as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Whole numbers without point and exponent, as long as they are exact."""
+    """Returns a column as text: whole numbers without point and exponent, if they are exact."""
     if not pa.types.is_floating(column.type):
         return pc.cast(column, pa.string())
     if column.type == pa.float16():  # which arrow cannot round

@@ -29,7 +29,7 @@ def workbook_and_sheet(url: str) -> tuple[str, str]:
 
 
 def table_name(url: str) -> str:
-    """What a table is called: its file, and the sheet."""
+    """Returns a table's name for messages: its file, and the sheet."""
     place, sheet = workbook_and_sheet(url)
     return f"{Path(place).stem} {sheet}".strip()
 
@@ -65,7 +65,7 @@ def read_workbook(data: bytes, sheet: str) -> pa.Table:
 
 
 def _text_table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> pa.Table:
-    """Without columns that have neither a name nor a cell; rows are as long as the longest."""
+    """Returns a table without columns that have neither a name nor a cell. Pads short rows."""
     columns, names = [], []
     for place, name in enumerate(header):
         cells = [row[place] if place < len(row) else None for row in rows]
@@ -76,7 +76,7 @@ def _text_table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> 
 
 
 def _cell_text(cell: Any) -> str | None:
-    """As a CSV of the sheet has it."""
+    """Returns a cell as a CSV of the sheet has it."""
     if cell is None:
         return None
     if isinstance(cell, float) and cell.is_integer():

@@ -146,7 +146,7 @@ def check_values(
     values = {**dict(zip(options, args, strict=False)), **kwargs}
     for name, value in values.items():
         parameter = options.get(name)
-        if parameter is None or value is parameter.default:  # an unknown name: Python says so
+        if parameter is None or value is parameter.default:  # Python itself refuses an unknown name
             continue
         if parameter.kind not in (int, float) and not parameter.choices:
             continue  # nothing to check; a Dataset would be read crop by crop

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
             sys.exit(code)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse, but an unknown argument is an error here, where the options that it may
+        """Parses as argparse does, but an unknown argument is an error here, where the options that it may
         stand for are known."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:

@@ -23,7 +23,7 @@ SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M"
 def write_card(
     out: Folder, facts: DatasetFacts, reasons: Counter[str], flags: Collection[str]
 ) -> None:
-    """`reasons`: how many lines of rejects.csv have each; `flags`: those of records that were used
+    """Writes the data card. `reasons`: how many lines of rejects.csv have each; `flags`: those of records that were used
     nevertheless."""
     import jinja2
     import yaml  # type: ignore[import-untyped]

@@ -95,6 +95,7 @@ def read_part(out: Folder, name: str) -> pa.Table:
 
 
 def write_part(out: Folder, table: pa.Table, facts: dict[str, Any]) -> None:
+    """Writes the rows and the facts of a shard, with their sha256, until the build ends."""
     data = parquet_bytes(table.replace_schema_metadata({"omnilead": json.dumps(facts)}))
     out.write(part_name(facts["name"]), data + hashlib.sha256(data).digest())
 
@@ -110,7 +111,7 @@ def recipe_hash(recipe: dict[str, Any]) -> str:
 
 
 class PlanFacts(NamedTuple):
-    """What the end of a build needs of its plan."""
+    """The facts about a plan that the end of a build needs."""
 
     shards: list[str]  # their names
     sources: list[dict[str, Any]]  # name, licence, dropped_s, seen
@@ -194,7 +195,7 @@ def _left_out_counts(leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]) -> 
 
 
 def _records_left_out(records: splits.Records, left_out: Iterable[Sequence[Any]]) -> Counter[str]:
-    """How many records of each source have no crop because of patients who are left out."""
+    """Counts the records of each source without crops because their patients are left out."""
     labels = {label for label, *_ in left_out}
     names = pc.binary_join_element_wise(
         pa.array(records.source_names).take(pa.array(records.source)), records.names, "/"
@@ -204,8 +205,8 @@ def _records_left_out(records: splits.Records, left_out: Iterable[Sequence[Any]]
 
 
 def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) -> Dataset:
-    """The dataset with other roles: another samples.parquet. Until dataset.json says so, the table before
-    is kept, for a run that goes on after a kill."""
+    """Writes samples.parquet with other roles and returns the dataset. Keeps the old table until dataset.json
+    names the new one, so that a killed run can be continued."""
     out = made.root
     table_before = _table_before(made)
     records = read_records(table_before.select)
@@ -226,8 +227,8 @@ def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) ->
 
 
 def _table_before(made: Dataset) -> pa.Table:
-    """All rows of samples.parquet, with the name key in the metadata. A killed run may have replaced the
-    file, and left what was there before."""
+    """All rows of samples.parquet, with the name key in the metadata. If a killed run has replaced the
+    file, reads the copy that it left of the old one."""
     out, facts = made.root, made.facts.samples
     if not out.exists(TABLE_BEFORE):
         key = made.name_key or b""
@@ -246,7 +247,7 @@ def _table_before(made: Dataset) -> pa.Table:
 
 
 def _read_columns(parts: Parts, numbers: pa.Table, names: list[str]) -> pa.Table:
-    """Columns of all rows. `numbers`: some that have been read."""
+    """Returns columns of all rows. `numbers`: columns that have been read before."""
     if set(names) <= set(numbers.column_names):
         return numbers.select(names)
     return parts.columns(names)
@@ -319,7 +320,7 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts])
 
 
 class _ShardTotals(NamedTuple):
-    """Holds the combined facts of all parts."""
+    """The facts of all shards, combined."""
 
     shards: list[ShardFacts]  # for dataset.json
     rejects: list[Reject]
@@ -510,7 +511,7 @@ def patient_of_crops(made: Dataset) -> pa.Array:
 
 @cache
 def _role_names() -> pa.Array:
-    """Made when it is needed: for its first array, pyarrow imports pandas, if that is installed."""
+    """Returns the names of the roles. Not a constant: for its first array pyarrow imports pandas."""
     return pa.array([name or None for name in splits.ROLE_NAMES])
 
 
@@ -532,7 +533,7 @@ def assign_roles(
 
 
 def value_counts(column: pa.ChunkedArray) -> dict[str, int]:
-    """How often each value occurs."""
+    """Counts how often each value occurs."""
     values = pc.value_counts(column.drop_null()).to_pylist()
     return dict(sorted((value["values"], value["counts"]) for value in values))
 

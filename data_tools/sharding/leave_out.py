@@ -63,8 +63,8 @@ class LeaveOut:
 
     def tell(self, found: Iterable[tuple[str, str]], owners: Iterable[str]) -> int:
         """Says whom it did not find, and who stays although an id is like one in the file. `found`: names in
-        the file and the SOURCE/PATIENT that were left out for them; `owners`: those who stay. -> how many
-        were not found."""
+        the file and the SOURCE/PATIENT that were left out for them; `owners`: those who stay.
+        Returns how many were not found."""
         people: dict[str, set[str]] = {}
         for name, person in found:
             people.setdefault(name, set()).add(person)

@@ -95,7 +95,7 @@ class Texts:
         self.size = int(ends[-1]) if texts else self.size
 
     def column(self) -> pa.Array:
-        """Read from the files as it is used. What was read counts as memory while it is kept."""
+        """Returns the column, mapped from the files: pages count as memory once they were read."""
         offsets, data = self._mapped(self.offsets), self._mapped(self.data)
         return pa.Array.from_buffers(pa.large_string(), self.count, [None, offsets, data])
 
@@ -132,7 +132,7 @@ class ShardPlan:
         return -(-self.crops // self.shard_crops)
 
     def planned(self, shards: Iterable[int]) -> Iterator[PlannedShard]:
-        """These shards."""
+        """Yields these shards, each with its crops."""
         columns = self.keys.column(), self.labels.column(), self.patients
         order = permutation(self.crops, self.seed)
         first_crop = np.cumsum(np.append(0, self.numbers["crops"]), dtype=np.int64)
@@ -165,8 +165,8 @@ class ShardPlan:
         return PlannedShard(planned, crops, identity.hexdigest(), content.hexdigest())
 
     def licence_and_dropped_s(self, source: str) -> tuple[str | None, float]:
-        """Its licence, None if no record can be used, and the seconds of its records that are in no
-        crop."""
+        """Returns (licence of a source, None if no record can be used; seconds of its records that are
+        in no crop)."""
         is_from = np.asarray(pc.starts_with(self.labels.column(), f"{source}/"))
         records = self.numbers[is_from & (self.numbers["crops"] > 0)]
         licences = [self.sources[archive].licence for archive in np.unique(records["archive"])]

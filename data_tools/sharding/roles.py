@@ -27,7 +27,7 @@ from ..ecg.record import patient_source, real_source
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
-NAMES_PER_PART = 65_536  # names that are Python objects at a time
+NAMES_PER_PART = 65_536  # names held as Python objects at a time
 HEAPS = 16  # in which names are compared, one after the other
 UNUSED_BY_PAPER = (
     "ptb",
@@ -114,7 +114,7 @@ class Records:
         return np.isin(self.source, codes)
 
     def patient_source(self) -> np.ndarray:
-        """Like `source`, but with the same number for all formats of hospitals' files."""
+        """Returns `source`, with one number for all formats of hospitals' files."""
         names = [patient_source(name) for name in self.source_names]
         numbers: np.ndarray = np.array([names.index(name) for name in names], np.int64)[self.source]
         return numbers
@@ -185,7 +185,7 @@ def _link_equal_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _run_starts(ordered: np.ndarray) -> np.ndarray:
-    """Where each run of equal values begins."""
+    """Returns the positions at which runs of equal values begin."""
     return np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
 
 

@@ -30,7 +30,7 @@ def member_hash(source: str, name: str) -> int:
 
 
 def member_hashes(names: Iterable[Sequence[str]], key: bytes | None) -> np.ndarray:
-    """`names`: source and name of each record, perhaps with more."""
+    """Hashes names in a tar. `names`: source and name of each record, perhaps with more."""
     hashes = []
     for source, name, *_ in names:
         hashes.append(member_hash(source, pseudonym(key, "r", source, name)))

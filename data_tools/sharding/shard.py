@@ -447,7 +447,7 @@ def table_row(
 
 
 def _flag_lines(crop: Crop) -> Iterator[tuple[str, str]]:
-    """(reason, detail) rows of rejects.csv for a usable but unusual crop."""
+    """Yields (reason, detail) of rejects.csv for a usable but unusual crop."""
     when = f"at {crop.start_s:g} s"
     if crop.missing:
         yield "lead not measured", f"{' '.join(crop.missing)} {when}"
@@ -459,7 +459,7 @@ def _flag_lines(crop: Crop) -> Iterator[tuple[str, str]]:
 def _read_in_shard_order(
     sources: tuple[Source, ...], crops: PlannedCrops
 ) -> Iterator[tuple[Source, str, str, int, EcgRecord | ReadError]]:
-    """(source, key, label, crop, record) in shard order; remote records are prefetched."""
+    """Yields (source, key, label, crop, record) in shard order; remote records are prefetched."""
     read = lru_cache(RECORDS_HELD)(
         lambda archive, key: read_safely(partial(read_record, sources[archive]), key)
     )

@@ -111,7 +111,7 @@ def make_index(shard: memoryview, offsets: Iterable[int]) -> str:
 
 
 def member_name_and_size(shard: memoryview, offset: int) -> tuple[str, int]:
-    """Name and size of the member whose data starts at `offset`; a ValueError if there is none."""
+    """Returns (name, size) of the member whose data starts at `offset`; a ValueError if none does."""
     header = bytes(shard[max(0, offset - TAR_BLOCK) : max(0, offset)])
     name, size = header[:100].rstrip(b"\0"), header[124:135]
     if not name.isascii() or not OCTAL.fullmatch(size):

@@ -73,7 +73,7 @@ from .shards import (
 
 MAX_FINDINGS = 20  # listed per shard, storage object or folder
 RECORDS_PER_TASK = 512  # records of an archive that are compared in one task
-BATCH_ROWS = 65_536  # rows of a table that are Python objects at a time
+BATCH_ROWS = 65_536  # rows of a table held as Python objects at a time
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = (
     "patient",
@@ -402,16 +402,16 @@ def check_zarr_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
 
 
 class _Compared(NamedTuple):
-    """A record of an archive."""
+    """The comparison of an archive's record with the dataset."""
 
-    row: int = -1  # its first
+    row: int = -1  # the record's first row in the dataset
     findings: tuple[str, ...] = ()
-    missing: str = ""  # its name, if a file of it is
+    missing: str = ""  # the record's name if a file of it is missing
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What the records of an archive are compared with, in any process."""
+    """Compares records of an archive with a dataset's, in any process."""
 
     dataset: Dataset
     rows: RecordIndex  # of samples.parquet
@@ -420,13 +420,13 @@ class _Comparison:
     leave_out: LeaveOut | None
     key: bytes | None  # of pseudonyms
 
-    def chunk(self, task: tuple[Source, list[str]]) -> list[_Compared]:
+    def compare_chunk(self, task: tuple[Source, list[str]]) -> list[_Compared]:
         archive, keys = task
-        compare = partial(self.record, archive)
+        compare = partial(self.compare_record, archive)
         remote = archive.root.remote or self.dataset.root.remote
         return list(prefetch(compare, keys) if remote else map(compare, keys))
 
-    def record(self, archive: Source, item: str) -> _Compared:
+    def compare_record(self, archive: Source, item: str) -> _Compared:
         record = read_safely(partial(read_record, archive), item)
         if not isinstance(record, EcgRecord):
             lacks_file = record.reason == MISSING_FILE
@@ -503,7 +503,7 @@ def _archive_findings(
 ) -> Iterator[str]:
     for archive in sources:
         missing = []
-        compared = cluster.run_in_order(comparison.chunk, _key_chunks(archive), workers)
+        compared = cluster.run_in_order(comparison.compare_chunk, _key_chunks(archive), workers)
         with tqdm(unit=" records", desc="archive", disable=quiet) as bar:
             for records in compared:
                 bar.update(len(records))

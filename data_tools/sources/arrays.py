@@ -71,7 +71,7 @@ NOT_MEASURED = -32_768  # in int16
 
 
 class ArrayFacts(BaseModel):
-    """What arrays.yaml says."""
+    """The entries of arrays.yaml."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 

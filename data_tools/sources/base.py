@@ -157,7 +157,7 @@ def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
 
 
 def read_record(source: Source, key: str) -> EcgRecord:
-    """What `source.read` returns, with a warning if its amplitude is implausible. A user's own source may fill
+    """Reads a record, with a warning if its amplitude is implausible. A user's own source may fill
     one buffer for every record, so its signal is copied, and it is called from one thread at a time unless it
     says that it is `thread_safe`."""
     if is_builtin(source):
@@ -170,7 +170,7 @@ def read_record(source: Source, key: str) -> EcgRecord:
 
 
 def read_header(source: Source, key: str) -> Header:
-    """What `source.header` returns, which may call `read`."""
+    """Reads a record's header; `source.header` may call `source.read`."""
     with nullcontext() if is_builtin(source) or source.thread_safe else _ONE_THREAD:
         return source.header(key)
 

@@ -78,8 +78,8 @@ class UnknownArchive(StorageError):
 def open_archives(
     archives: Paths, kind: str, anonymous: bool, private: bool, arrays: dict[str, Any]
 ) -> list[Source]:
-    """`private`: no message names a file. `arrays`: their fs_hz, unit and leads, if the user states
-    them."""
+    """Opens archives. `private`: no message names a file. `arrays`: fs_hz, unit and leads, if the
+    user states them."""
     urls = as_paths(archives)
     stated = {name: value for name, value in arrays.items() if value is not None}
     if stated and kind != "arrays":
@@ -281,7 +281,7 @@ class LeftOut:
                 self.links.append(place.removeprefix(f"{self.root.url}/"))
 
     def _add(self, path: str, names: Sequence[str]) -> None:
-        """`names`: what is at `path`."""
+        """Adds the files at `path`."""
         if names:
             self.places.append(path)
         for name in names:

@@ -99,7 +99,7 @@ class WfdbHeader:
 
 
 def peek_header(data: bytes) -> tuple[str, int, float, int]:
-    """(name, signals, fs_hz, samples) from the record line only: enough for planning, at a fifth of
+    """Returns (name, signals, fs_hz, samples) from the record line only: enough for planning, at a fifth of
     the cost."""
     for line in _header_lines(data):
         if line and not line.startswith("#"):
@@ -195,7 +195,7 @@ def _parse_signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
 def _parse_columns(
     formats: tuple[str, ...], gains: tuple[str, ...], zeros: tuple[str, ...], leads: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
-    """Parse to formats, offsets, gains and baselines."""
+    """Returns (formats, offsets, gains, baselines)."""
     rows = []
     for form, gain, zero, lead in zip(formats, gains, zeros, leads, strict=True):
         try:
@@ -245,7 +245,7 @@ def _integer(text: str, what: str, high: int) -> int:
 
 
 def _number(text: str, what: str, low: float, high: float) -> float:
-    """Python also accepts underscores and digits of other scripts, WFDB does not."""
+    """Parses a number. Refuses underscores and digits of other scripts, as WFDB does."""
     value = to_number(text) if text.isascii() and "_" not in text else math.nan
     if not low <= value <= high:  # NaN fails too
         raise ReadError(what, f"{text[:40]}: {low:g} to {high:g} is read")

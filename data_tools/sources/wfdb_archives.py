@@ -286,7 +286,7 @@ class PhysioNet2021(WfdbSource):
         return "training" in names or bool(names & DATABASE_FOLDERS - {"ptb-xl"})
 
     def places(self) -> list[str]:
-        """Only database folders, if there are any: other archives (PTB-XL's release) may be in the
+        """Returns only database folders, if there are any: other archives (PTB-XL's release) may be in the
         same folder."""
         names = self.root.children()
         places = (
@@ -425,7 +425,7 @@ class MimicIvEcg(WfdbSource):
         return ["files"]
 
     def links(self) -> Iterator[str]:
-        """None if there is the list, by which links are followed."""
+        """Yields nothing if there is the list, whose records are read through links."""
         return iter(()) if self.root.exists(MIMIC_LIST) else super().links()
 
     def patient(self, name: str, key: str) -> str | None:

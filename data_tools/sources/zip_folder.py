@@ -36,7 +36,7 @@ MAX_MEMBERS, MAX_DIRECTORY = 10_000_000, 2**31
 DIRECTORIES_HELD = 1024
 REQUEST_BYTES = 2**24  # bytes of a directory in one request
 MAX_FIELD = 2**16  # bytes of a name, extra field or comment
-# Without signatures, versions and times. An entry: system, flags, method, CRC-32, bytes packed and
+# Layouts, without signatures, versions and times. An entry: system, flags, method, CRC-32, bytes packed and
 # unpacked, lengths of name, extra field and comment, Unix mode, place. A member: method, lengths of
 # name and extra field. The end of the directory: numbers of disks and entries, length, place
 ENTRY, HEADER = struct.Struct("<4xxB2x2H4x3L3H6xHL"), struct.Struct("<4s4xH16x2H")
@@ -78,7 +78,7 @@ class ZipIndex(NamedTuple):
         return None
 
     def below(self, path: str) -> Iterator[bytes]:
-        """The keys of what is in a folder, from there on."""
+        """Yields what is in a folder: sort keys without the folder's own."""
         if not path:
             yield from self.keys
             return
@@ -89,7 +89,7 @@ class ZipIndex(NamedTuple):
 
 
 def _sort_key(path: str) -> bytes:
-    """Sorts as LocalFolder.names does: files before subfolders."""
+    """Returns a sort key for the order of LocalFolder.names: files before subfolders."""
     place, slash, name = path.encode(errors="surrogatepass").rpartition(b"/")
     return (b"\2" + place.replace(b"/", b"\0\2") + b"\0" if slash else b"") + b"\1" + name
 
@@ -199,7 +199,7 @@ class ZipFolder(LocalFolder):
             yield from heapq.merge(others, *map(self.names, self.zips), key=local_sort_key)
 
     def links(self, under: str = "") -> Iterator[str]:
-        """In a zip, links whose names are like folders': it does not say where they lead."""
+        """Yields links that may lead to folders; in a zip, which does not say, those named like folders."""
         if self.zip_and_path(under)[0] is None:
             yield from self.base.links(under)
         for name in self.names(under):
@@ -270,7 +270,7 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
 
 
 def _find_directory(base: Folder, file: str) -> tuple[int, int, int]:
-    """The number of its entries, its begin and its end."""
+    """Returns (number of its entries, its start, its end)."""
     size = base.size(file)
     first = max(0, size - MAX_FIELD - END_RECORD_64.size)
     tail = base.read_range(file, first, size - first)
@@ -295,7 +295,7 @@ def _find_directory(base: Folder, file: str) -> tuple[int, int, int]:
 
 
 def _parse_directory(data: bytes, count: int, end: int) -> ZipIndex:
-    """`end`: of what is before the directory."""
+    """Reads a directory of `count` entries; the members end at `end` at the latest."""
     keys, numbers, position = [], array("q"), 0
     for _ in range(count):
         fields = ENTRY.unpack_from(data, position)
@@ -327,7 +327,7 @@ def _parse_directory(data: bytes, count: int, end: int) -> ZipIndex:
 
 
 def _zip64_numbers(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
-    """Bytes unpacked, bytes packed and place, with those that are in the extra field."""
+    """Returns (bytes unpacked, bytes packed, place): each from the extra field if it is there."""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
         if kind == 1:
@@ -338,7 +338,7 @@ def _zip64_numbers(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
 
 
 def _build_index(keys: list[bytes], members: np.ndarray, end: int) -> ZipIndex:
-    """A member ends where the next one begins. Those of a bomb share their data."""
+    """Builds the index. A member must end before the next begins: a bomb's members overlap."""
     by_place = np.argsort(members[:, 0])
     ends = np.append(members[by_place[1:], 0], end)
     if (members[by_place, 1] > ends).any():

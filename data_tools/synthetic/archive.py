@@ -169,7 +169,7 @@ def _recorded_diagnoses(
 
 
 class Session(NamedTuple):
-    """What a block's patients have in one session; arrays have an entry for each of its records."""
+    """One session of a block's patients; arrays have an entry for each of its records."""
 
     patients: SyntheticPatients
     digital: np.ndarray  # int16 [records, samples, 12]

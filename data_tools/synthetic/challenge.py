@@ -82,7 +82,7 @@ def dx_codes(database: str, names: list[str]) -> list[str]:
 def header_comments(
     name: str, age: int, female: bool, codes: list[str], u: np.ndarray
 ) -> list[str]:
-    """Age, Sex, Dx, Rx, Hx, Sx. As in real headers, outside PTB-XL some are unknown and some Dx are
+    """Returns Age, Sex, Dx, Rx, Hx, Sx. As in real headers, outside PTB-XL some are unknown and some Dx are
     malformed."""
     years, sex = str(age), "Female" if female else "Male"
     dx = ",".join(codes)

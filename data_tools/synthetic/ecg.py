@@ -95,7 +95,7 @@ class _Disturbance(NamedTuple):
 
 
 def _heart_and_flutter_rates(session: _Session, has: Findings) -> tuple[np.ndarray, np.ndarray]:
-    """Heart rates (per minute) and flutter rates (Hz) [BLOCK, 1]."""
+    """Returns (heart rates per minute, flutter rates in Hz), [BLOCK, 1] each."""
     rng = session.rng
     rate_bpm = session.patients.rate_bpm[:, None] + 5 * rng.gauss(1)
     rate_bpm = np.clip(rate_bpm, 59, 101)
@@ -233,10 +233,10 @@ class _Toward:
         return vector
 
 
-def _bundle_branches(
+def _add_bundle_branches(
     session: _Session, toward: _Toward, window_s: np.ndarray, qrs: np.ndarray, t: np.ndarray
 ) -> None:
-    """Bundle branch blocks and pacing, in place; a T wave follows its QRS in the opposite
+    """Adds bundle branch blocks and pacing, in place; a T wave follows its QRS in the opposite
     direction."""
     has, own = session.has, session.own
     broad_t = _gaussian_bells(_window("T", session.fs_hz), 0.0, 0.045)
@@ -279,7 +279,7 @@ def _shape_findings(session: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
     has, own, rng = session.has, session.own, session.rng
     window_s = _window("QRS", session.fs_hz)
     toward = _Toward(own, qrs)
-    _bundle_branches(session, toward, window_s, qrs, t)
+    _add_bundle_branches(session, toward, window_s, qrs, t)
 
     is_inferior = own.random((BLOCK_PATIENTS, 1)) < 0.5
     inferior = toward(-0.03, -0.6, 0)
@@ -342,7 +342,7 @@ def _add_wave(
 
 
 def _conducted_waves(session: _Session) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """P, QRS and T of a session, and the height of the QRS (mV) before the findings change it."""
+    """Returns P, QRS, T and the height of the QRS (mV) before the findings change it."""
     has, rng = session.has, session.rng
     wide = session.own.between(1.4, 1.75)
     stretch = np.where(has["LAnFB"], 1.12, 1.0)
@@ -409,7 +409,7 @@ def _kinds_of_beats(session: _Session, mean_s: np.ndarray) -> np.ndarray:
 
 
 def _pr_and_t_peak_s(session: _Session, mean_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The PR interval, and the time from R to the top of T, which follows the heart rate."""
+    """Returns (PR interval; time from R to the top of T, which follows the heart rate)."""
     has, own, rng = session.has, session.own, session.rng
     prolonged_s = own.between(0.20, 0.31)
     pr_s = np.where(has["IAVB"], prolonged_s, session.patients.pr_s)

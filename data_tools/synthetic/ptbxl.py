@@ -45,7 +45,7 @@ PR schrittmacher-ekg, LAD linkstyp, RAD rechtstyp, LQRSV periphere niederspannun
 
 
 def _scp_codes(names: list[str], likelihood: float) -> dict[str, float]:
-    """`scp_codes` of ptbxl_database.csv."""
+    """Returns the cell `scp_codes` of ptbxl_database.csv."""
     scp: dict[str, float] = {}
     if names in (["NSR"], ["SB"], ["SA"]):
         scp["NORM"] = 100.0
@@ -127,7 +127,7 @@ def write_database(out: Path, rows: Iterable[dict[str, object]]) -> None:
 
 
 def statement_table() -> str:
-    """scp_statements.csv"""
+    """Returns the content of scp_statements.csv."""
     kinds = ("diagnostic", "form", "rhythm")
     rows = [["", "description", *kinds, "diagnostic_class", "diagnostic_subclass"]]
     for line in _STATEMENTS.split(","):

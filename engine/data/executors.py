@@ -55,7 +55,7 @@ class Executor(ABC):
     reader: CropReader
     meter: StageTimer
     crops: int  # in a batch
-    reuse_batches: bool = False  # by TorchOnCpu, as Loader says
+    reuse_batches: bool = False  # TorchOnCpu may reuse them: see Loader
 
     batches_in_use: ClassVar = 1  # buffers that may still be read when the next batch is asked for
 

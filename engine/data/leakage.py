@@ -15,7 +15,7 @@ from omnilead.data_tools.dataset import COLUMNS, Dataset
 from ..settings.errors import ConfigError
 from .patients import batches_with_masks, patient_source
 
-LEAK_KINDS = ("record", "patient", "waveform")  # of what a crop may share with another
+LEAK_KINDS = ("record", "patient", "waveform")  # what two crops may share
 
 
 def refuse_leak(
@@ -24,7 +24,7 @@ def refuse_leak(
     held: Sequence[np.ndarray],
     option: str = "data.datasets",
 ) -> None:
-    """ConfigError if one dataset trains on a record, patient or waveform that another holds
+    """Raises ConfigError if one dataset trains on a record, patient or waveform that another holds
     out. `trained`, `held`: rows of each dataset. `option`: what named the datasets."""
     if len(datasets) < 2 or not any(map(len, held)):
         return

@@ -85,7 +85,7 @@ class Selection:
     dx: str | None = None
     identity: str | None = None
     halves: int | None = None  # 2: no crop whose second half is empty
-    # Without this share of the patients, or with `held` only those (patients.validation_split)
+    # Leave out this share of the patients, or with `held` select only these (validation_split)
     hold_out: float = 0.0
     held: bool = False
     where: str = ""  # data.where
@@ -125,7 +125,7 @@ class DatasetRows:
     ) -> "DatasetRows":
         """The selected rows of the `place`-th dataset."""
         name, crops = dataset.root.url, [shard.crops for shard in dataset.shards]
-        if not crops:  # only zarr
+        if not crops:  # a dataset that is only zarr
             starts = range(0, len(dataset), SHARD_CROPS)
             crops = [min(SHARD_CROPS, len(dataset) - start) for start in starts]
         if sum(crops) != len(dataset):
@@ -248,7 +248,7 @@ class Order:
 
     @property
     def crops_per_epoch(self) -> int:
-        """Over all ranks and all datasets."""
+        """The number of crops in an epoch, over all ranks and datasets."""
         return self.steps_per_epoch * self.batch_crops
 
     @property

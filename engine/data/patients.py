@@ -25,9 +25,9 @@ from omnilead.data_tools.ecg.constants import SYNTHETIC
 HOLD_OUT_KEY = b"omnilead data.hold_out"
 OWNER_COLUMNS = ("source", "patient", "record")
 PREFIX_BITS = 24  # bits
-NAMES_PER_HASH = 65_536  # names that are Python objects at a time
+NAMES_PER_HASH = 65_536  # names held as Python objects at a time
 Split = tuple[np.ndarray, np.ndarray]
-# By data.hold_out or data.where; kept as long as the dataset, because every validation asks again
+# Choices by data.hold_out or data.where. Kept as long as the dataset: every validation needs them
 CHOICES: WeakKeyDictionary[Dataset, dict[float | str, Any]] = WeakKeyDictionary()
 
 

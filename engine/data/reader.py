@@ -232,7 +232,8 @@ class CropReader:
         self, bad_crop: BadCrop, rows: np.ndarray, output: np.ndarray | CropSink
     ) -> list[BadCrop]:
         """Replace a bad crop by the next good selected row: the same one on every rank and after
-        every restart. -> all bad crops on the way."""
+        every restart.
+        Returns all bad crops on the way."""
         p, d, allowed = bad_crop.position, bad_crop.dataset, self._rows[bad_crop.dataset]
         skipped: list[BadCrop] = []
         while True:
@@ -428,7 +429,7 @@ def fill_ahead(
             while True:
                 free.get_nowait()
         free.put(None)
-        if thread.is_alive():  # one that starts only now finds the None, and makes nothing
+        if thread.is_alive():  # a thread that starts only now finds the None and stops
             # Longer than a disk read; a thread that waits for the network is abandoned
             thread.join(timeout=2)
 

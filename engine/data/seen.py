@@ -46,14 +46,14 @@ SEEN_SCHEMA = pa.schema(
         ("hash", pa.int64()),  # ascending
         ("patient", pa.bool_()),  # else a waveform
         ("use", pa.int8()),  # index of USES
-        # The name may not be public, and an earlier version hashed it without a key: not for publication
+        # A name that may not be public, hashed without a key by an earlier version: not to be published
         ("guessable", pa.bool_()),
     ]
 )
 KEY_MARKS = (
     b"omnilead keys"  # in the file's metadata: a mark of each key; absent in earlier versions
 )
-# Not by pa.table() or empty_table(): these make pyarrow import pandas, if it is installed
+# pa.table() and empty_table() would make pyarrow import pandas, if it is installed
 NOTHING_SEEN = pa.Table.from_arrays(
     [pa.nulls(0, field.type) for field in SEEN_SCHEMA], schema=SEEN_SCHEMA
 )
@@ -198,7 +198,8 @@ class CropUses(NamedTuple):
 
 
 def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> CropUses:
-    """`crops`: their source, patient, record and waveform; `keys`: those of name_keys."""
+    """Returns how each of `crops` was used. `crops`: a table with their source, patient, record and
+    waveform. `keys`: from name_keys."""
     people, waves = _patient_and_waveform_hashes(crops.combine_chunks().to_batches()[0], keys)
     owner = np.max([_use_by_hash(seen, True, under_key) for under_key in people], axis=0)
     return CropUses(_use_by_hash(seen, False, waves), owner, people[0])
@@ -280,7 +281,7 @@ def name_keys(datasets: Iterable[Dataset]) -> list[bytes]:
 def _patient_and_waveform_hashes(
     crops: pa.RecordBatch, keys: Sequence[bytes]
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """(for each key, the hashes of the crops' patients; the hashes of their waveforms)."""
+    """Returns (for each key, the hashes of the crops' patients; the hashes of their waveforms)."""
     names, _ = owners_and_known(crops)
     people = [_name_hashes(names, key) for key in keys]
     return people, _waveform_hashes(crops["waveform"].to_numpy())

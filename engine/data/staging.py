@@ -89,7 +89,7 @@ class Staging:
 
     @contextmanager
     def hold(self, keys: Iterable[Key]) -> Iterator[dict[Key, str | DatasetError]]:
-        """Local paths of verified shards, or the error of an unusable one. No process evicts
+        """Yields the local paths of verified shards, or the error of an unusable one. No process evicts
         them before the end of the block. If processes wait for each other's space, this one
         releases all its shards and tries again."""
         keys = list(keys)
@@ -250,7 +250,7 @@ class Staging:
                     write_at(lock, part, start)
                 if not missing and sha256.hexdigest() == self._shards[key].sha256:
                     os.fsync(lock)
-                    # without it, a listing could see neither name, or both
+                    # unlocked, a listing in another process could see neither name, or both
                     with self._cache_lock():
                         os.rename(partial, self._local_path(key))
                     self._verified.add(key)

@@ -139,7 +139,7 @@ def encoder_and_token_count(
 
 
 def cast_statistics(model: nn.Module, dtype: torch.dtype) -> None:
-    """DeepSpeed casts only weights; a batch norm needs statistics of the same type."""
+    """Casts the statistics of batch norms: DeepSpeed casts only weights, and their types must agree."""
     for part in model.modules():
         if isinstance(part, _NormBase) and part.running_mean is not None:
             part.running_mean = part.running_mean.to(dtype)
@@ -211,6 +211,7 @@ def _checked_output(name: str, y: Tensor, width: int, shape: Sequence[int]) -> T
 
 
 def agree(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """True if two outputs differ by no more than rounding in `dtype`."""
     return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE[dtype] * a.abs().max())
 
 

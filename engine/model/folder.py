@@ -70,7 +70,7 @@ class LoadError(ConfigError):
 
 
 def require_free_folder(out: Path) -> None:
-    """ConfigError unless `out` is a new or empty folder."""
+    """Raises ConfigError unless `out` is a new or empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
 

@@ -126,8 +126,8 @@ def gathered_weights(weights: Sequence[Any]) -> Iterator[None]:
 
 
 def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """hidden_RN: the tokens that the encoder does not see. weight_RN: the number of blocks that
-    contain each token."""
+    """Draws (hidden_RN: the tokens that the encoder does not see; weight_RN: the number of blocks
+    that contain each token)."""
     if tokens < FEWEST_TOKENS:
         raise ConfigError(f"{tokens} tokens in a window: needs at least {FEWEST_TOKENS}")
     random_RX = random_integers(keys_R, ModelStream.BLOCKS, 2 * (1 + BLOCKS)) & 0xFFFFFF

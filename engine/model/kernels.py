@@ -37,8 +37,8 @@ def dropout(
     p: float,
     training: bool = True,
 ) -> Tensor:
-    """Each 64-bit draw gives 16 random bits to four elements: ten times as fast as torch, which
-    draws and selects one element at a time. p is rounded to a multiple of 2**-16; the scale of
+    """Dropout in which each 64-bit draw gives 16 random bits to four elements: ten times as fast as
+    torch, which draws and selects one element at a time. p is rounded to a multiple of 2**-16; the scale of
     the kept elements is exact for the rounded p."""
     if not training or p == 0:
         return x
@@ -148,8 +148,8 @@ def cache_sized_slices(y_RTC: Tensor) -> Iterator[slice]:
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
-    """On a CPU, torch fuses attention only without dropout. With dropout, explicit scores and
-    softmax are faster."""
+    """Attention with dropout by explicit scores and softmax, for a CPU: there torch fuses attention
+    only without dropout."""
     rows, tokens, _ = qkv.shape
     parts = qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous()
     q_RHNd, k_RHNd, v_RHNd = parts.unbind(0)

@@ -108,8 +108,8 @@ def unit_vectors(g: Tensor, detach: bool = False) -> Tensor:
 def similarities(
     g_AD: Tensor, temperature: float, gathered: bool, detach_norm: bool
 ) -> tuple[Tensor, Tensor]:
-    """s [A, C] between own rows and all candidates, -inf between a row and itself; and the column
-    of each own row."""
+    """Returns (similarities [A, C] of own rows and all candidates, -inf for a row and itself; the
+    column of each own row)."""
     gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
         g_AD = unit_vectors(g_AD, detach_norm)
@@ -125,7 +125,7 @@ def similarities(
 def nt_xent(
     g_BSD: Tensor, temperature: float, gathered: bool, detach_norm: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(loss, share of rows whose other view is the nearest candidate)."""
+    """Returns (loss, share of rows whose other view is the nearest candidate)."""
     views = g_BSD.shape[1]
     if views != 2:
         raise ValueError(f"this objective needs two views or halves of each crop, not {views}")
@@ -150,7 +150,7 @@ def authors_cmsc_loss(g_BSD: Tensor, ids_B: Tensor, temperature: float) -> tuple
 def threekg_loss(
     g_BSD: Tensor, ids_B: Tensor, temperature: float, gathered: bool, detach_norm: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(loss, share of rows whose nearest candidate is of the same patient).
+    """Returns (loss, share of rows whose nearest candidate is of the same patient).
 
     The loss is averaged over all pairs of a row i and a positive p: log(exp s_ip + sum_{j of
     other patients} exp s_ij) - s_ip. Unlike in the authors' CMSC, the patient's other positives
@@ -181,7 +181,7 @@ def local_loss(
     codes_RMG: Tensor | None = None,
     temperature: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, share of tokens whose target is nearer than all negatives), computed in float32."""
+    """Returns (loss, share of tokens whose target is nearer than all negatives), in float32."""
     with torch.autocast(context_RMP.device.type, enabled=False):
         context_RMP = unit_vectors(context_RMP)
         target_RMP = unit_vectors(target_RMP)

@@ -196,7 +196,7 @@ class Pretrainer(nn.Module):
     def class_losses_and_logs(
         self, x_BSLT: Tensor, keys_BS: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The losses of an objective that is a class, and the other values that it logs."""
+        """Returns (losses of an objective that is a class, other values that it logs)."""
         assert self.plugin is not None
         losses = self.plugin(self.encoder, x_BSLT, keys_BS)
         losses, logged = losses if isinstance(losses, tuple) else (losses, {})
@@ -210,7 +210,7 @@ class Pretrainer(nn.Module):
     def local_objective(
         self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor
     ) -> tuple[Tensor, Tensor, Quantized]:
-        """The local objective: loss, accuracy and the quantised targets."""
+        """Returns (loss, accuracy, quantised targets) of the local objective."""
         assert self.local is not None
         context_RMP, target_RMP, q = self.local(c_RND, z_RNF, draws, tau)
         negatives = draws.times_RMM, draws.valid_RM, q.codes_RMG

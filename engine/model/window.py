@@ -81,7 +81,7 @@ class InputConfig(Window):
 
 
 def check_signals(fs_hz: Any, band_hz: Any, section: str = "") -> None:
-    """ConfigError if crops cannot be resampled or filtered like this."""
+    """Raises ConfigError if crops cannot be resampled or filtered like this."""
     try:
         rate_ratio(fs_hz)
     except (ReadError, TypeError):

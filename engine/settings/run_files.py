@@ -57,7 +57,7 @@ def read_metric_rows(path: Path) -> MetricRows:
 
 
 def crops_and_seconds(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """(crops, seconds of training) between each row and the one before it. The seconds
+    """Returns (crops, seconds of training) between each row and the one before it. The seconds
     exclude validation and checkpoints, as crops_per_s does. Rows without a speed are left out."""
     spans, before = [], 0.0
     for row in rows:

@@ -347,7 +347,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def weights_only() -> Iterator[None]:
-    """Every torch.load in this process reads tensors, plain containers and LOADABLE_CLASSES, and refuses
+    """Makes every torch.load in this process read only tensors, plain containers and LOADABLE_CLASSES, and refuse
     everything else. DeepSpeed asks for weights_only=False, which an environment variable of
     PyTorch overrides."""
     import_deepspeed()

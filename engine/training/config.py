@@ -225,7 +225,7 @@ class RunConfig(Section):
         return self.augment.plugin_settings
 
     def require_files(self) -> None:
-        """ConfigError if a file that a setting names does not exist. Needs no PyTorch, which takes
+        """Raises ConfigError if a file that a setting names does not exist. Needs no PyTorch, which takes
         seconds to import."""
         read_plugins(self.plugin_settings, self.run)
 

@@ -178,7 +178,7 @@ def import_deepspeed() -> Any:
 
 
 def require_function(engine: Any, name: str, arguments: Sequence[str]) -> None:
-    """ConfigError if DeepSpeed's engine has no function of this name with these arguments. Callers
+    """Raises ConfigError if DeepSpeed's engine has no function of this name with these arguments. Callers
     replace the function, and another version might not call the replacement."""
     try:
         inspect.signature(attrgetter(name)(engine)).bind(**dict.fromkeys(arguments))

@@ -281,7 +281,7 @@ class FusedAttention(torch.autograd.Function):
 
 @contextmanager
 def gpu_operations() -> Iterator[None]:
-    """torch's own operations instead of those for a CPU, and fused attention."""
+    """A context with the operations of a GPU: torch's own, and fused attention."""
     attention, for_a_cpu = F.scaled_dot_product_attention, REPLACEMENTS["cpu"].copy()
 
     def fused(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:

@@ -63,7 +63,7 @@ def facts_of_task(facts: Mapping[str, Any]) -> RankFacts:
 
 
 def require_equal(ranks: Ranks, facts: RankFacts) -> None:
-    """ConfigError on every rank if one has other facts than rank 0. Called by all ranks."""
+    """Raises ConfigError on every rank if one has other facts than rank 0. Called by all ranks."""
     if ranks.world == 1:
         return
     by_rank: list[Any] | None = [None] * ranks.world if ranks.first else None
@@ -82,7 +82,7 @@ def _refuse_differences(by_rank: Sequence[tuple[str, RankFacts]]) -> None:
 
 
 def differences(of_first: RankFacts, facts: RankFacts) -> list[str]:
-    """How a rank differs from rank 0, in words for a message."""
+    """Says how a rank differs from rank 0, for a message."""
     found = []
     for key in dict.fromkeys([*facts, *of_first]):
         name, _ = facts.get(key) or of_first[key]

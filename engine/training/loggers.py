@@ -76,7 +76,7 @@ def _matmul_seconds(device: torch.device) -> float:
 
 
 def memory_gb(device: torch.device) -> float:
-    """GPU: the peak so far; CPU: resident memory of the process."""
+    """Returns the peak memory of a GPU so far; on a CPU the resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     with open("/proc/self/statm") as file:
@@ -142,7 +142,7 @@ class RunLogger:
         self._call_services(lambda service: service.close())
 
     def _write(self, name: str, line: Row, curves: Row) -> None:
-        """`line` goes to the file, `curves` to the services."""
+        """Writes `line` to the file and `curves` to the services."""
         self.files[name].write(
             json.dumps({k: v if _is_finite(v) else None for k, v in line.items()}, allow_nan=False)
             + "\n"

@@ -104,7 +104,7 @@ class Loop:
         self.saved_at_s = time.monotonic()
 
     def train(self, tracer: Any = None) -> bool:
-        """True when all steps are done; False if the run was asked to stop. `tracer`: see
+        """Trains. Returns True when all steps are done, False if the run was asked to stop. `tracer`: see
         engine.training.profiling.Profile.traced."""
         self.engine.train()
         batches = iter(self.loader)
@@ -139,8 +139,8 @@ class Loop:
                 batches.close()  # type: ignore[attr-defined]
 
     def _stop_if_asked(self, unfinished: str = "") -> None:
-        """Called by all ranks between micro-batches. All ranks stop at the same call: the one after
-        the first call that told the others."""
+        """Raises Stopped on all ranks at the same call: the one after the first call that told the
+        others. Called by all ranks between micro-batches."""
         if self.asked_to_stop(self.terminated or self.launcher.has_ended()):
             raise Stopped(unfinished)
 
@@ -150,7 +150,7 @@ class Loop:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the run after a micro-batch, a second Ctrl-C at once (the data or
+        """A context in which SIGTERM and Ctrl-C end the run after a micro-batch, a second Ctrl-C at once (the data or
         a rank may never come). Only a main thread may handle signals."""
         before = {}
         if threading.current_thread() is threading.main_thread():

@@ -210,7 +210,7 @@ class PretrainTask(TrainingTask):
         return {"chance": chance, "validation": differs}
 
     def _chance_metrics(self, prefix: str, crops: int) -> dict[str, float]:
-        """Losses and accuracies of guessing. `crops`: how many are contrasted with each other."""
+        """Returns the losses and accuracies of guessing. `crops`: how many are contrasted."""
         objective, model = self.config.objective, self.config.model
         chance: dict[str, float] = {}
         if objective.local > 0:
@@ -322,7 +322,7 @@ class PretrainTask(TrainingTask):
 
 
 def left_out_text(config: Config, datasets: Sequence[Dataset], copies: int) -> str:
-    """How many crops data.where and data.dedup leave out, to be appended to a sentence."""
+    """Says how many crops data.where and data.dedup leave out, in words to append to a sentence."""
     selection = training_selection(config)
     text = ""
     if config.data.where:
@@ -352,7 +352,7 @@ def rows_copies_and_remarks(
 
 
 def refuse_shared(config: Config, datasets: Sequence[Dataset], validated: Selection) -> None:
-    """ConfigError if crops of a held-out patient are trained on in another dataset. Called on rank
+    """Raises ConfigError if crops of a held-out patient are trained on in another dataset. Called on rank
     0 only: each rank would compare the same gigabytes of names."""
     trained, held = [], []
     for dataset in datasets:

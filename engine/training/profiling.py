@@ -68,7 +68,7 @@ class Profile:
 
 
 class AllocationProfile(profile):
-    """Also records the allocations of the traced steps, with Python stacks only: C++ stacks slow
+    """A profile that also records allocations, with Python stacks only: C++ stacks slow
     down each allocation and take long to resolve."""
 
     def step(self) -> None:

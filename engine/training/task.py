@@ -130,8 +130,8 @@ class TrainingTask(ABC):
     def crop_uses(
         config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
-        """(dataset, how often the checkpoint's weights have seen each of its crops
-        (Order.draw_counts), the use (engine.data.seen))."""
+        """Returns, for each dataset, (the dataset; how often the checkpoint's weights have seen each of its
+        crops, as by Order.draw_counts; the use, as in engine.data.seen)."""
 
     @staticmethod
     def exported_weights(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ def training_selection(config: Config) -> Selection:
 def first_of_each_waveform(
     config: Config, datasets: Sequence[Dataset]
 ) -> tuple[list[np.ndarray], int]:
-    """(for each dataset, the crops that data.dedup trains on; the number that it leaves out). A
+    """Returns (for each dataset, the crops that data.dedup trains on; the number that it leaves out). A
     waveform's 64 bits are the checksums of its two parts, which determine its crc32c: comparing
     that too would add nothing. The chance that any two of 10**7 different crops share their bits is
     3 in 10**6."""
@@ -105,7 +105,7 @@ def choose_on_first_rank(datasets: Sequence[Dataset], data: DataConfig, ranks: R
 
 
 def selected_rows(dataset: Dataset, selection: Selection) -> np.ndarray:
-    """The selected crops."""
+    """Returns the rows of the selected crops."""
     try:
         rows = DatasetRows.select(dataset, selection)
     except OrderError:  # there is none
@@ -240,7 +240,7 @@ def predict_on_ranks(
     windows: int,
     between: Between = lambda: None,
 ) -> Tensor:
-    """forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` returns x_RLT,
+    """Returns forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` returns x_RLT,
     `windows` for each crop, from crops in microvolts and their numbers of halves. Ranks share the
     work and call the model and `between` equally often, as ZeRO stage 3 requires: the last crop is
     repeated to fill up."""

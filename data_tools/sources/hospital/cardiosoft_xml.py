@@ -102,7 +102,7 @@ def _check_count(fields: Fields, name: str, counted: int, reason: str) -> None:
 
 
 def _steps(text: str, where: str) -> np.ndarray:
-    """Whole numbers between commas."""
+    """Parses whole numbers between commas."""
     try:
         if not text.isascii() or "_" in text:  # int() would read both
             raise ValueError

@@ -153,7 +153,7 @@ def _rhythm_groups_and_unusable(groups: list["_Group"]) -> tuple[list["_Group"],
 
 
 def _age_years(text: str) -> float | str:
-    """From 063Y, 011M, ..."""
+    """Parses an age such as 063Y or 011M."""
     if len(text) != 4 or not text[:3].isdecimal() or text[3] not in YEARS_PER_LETTER:
         return text
     return int(text[:3]) * YEARS_PER_LETTER[text[3]]

@@ -95,7 +95,7 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
 
 
 def _coding(sections: dict[int, bytes]) -> tuple[int, int, int]:
-    """Nanovolts per step, microseconds between samples, and the order of differences."""
+    """Returns (nanovolts per step, microseconds between samples, order of differences)."""
     table = struct.unpack_from("<H", sections[2])[0] if 2 in sections else DEFAULT_TABLE
     nanovolts, interval_us, order, bimodal = struct.unpack_from("<HHBB", sections[6])
     if sections[3][1] & 1:
@@ -116,7 +116,7 @@ def _coding(sections: dict[int, bytes]) -> tuple[int, int, int]:
 def _leads_and_warnings(
     sections: dict[int, bytes], order: int
 ) -> tuple[dict[str, tuple[int, np.ndarray]], dict[str, str]]:
-    """(first sample, steps) of each of the twelve leads, and warnings. Section 3 has the leads,
+    """Returns ({lead: (first sample, steps)}, warnings). Section 3 has the leads,
     section 6 their samples."""
     count = sections[3][0]
     start = 6 + 2 * count
