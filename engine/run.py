@@ -171,7 +171,9 @@ def command(
         train(config, task, args.profile or 0, after)
         return 0
 
-    return run_command(f"omnilead {name}", work, explain_training, HOW_TO_CONTINUE, tell_failure)
+    return run_command(
+        f"omnilead {name}", work, explain_training_error, HOW_TO_CONTINUE, tell_failure
+    )
 
 
 def _dry_run(config: Any, task: "Task", args: argparse.Namespace) -> str:
@@ -275,7 +277,7 @@ def export_run(
     return write_export(run, read, task, card)
 
 
-def explain_training(error: Exception) -> UserError | None:
+def explain_training_error(error: Exception) -> UserError | None:
     """The error for the user that replaces this one; None for a bug. Its code is 2 if settings or
     files are wrong, 1 if the run failed."""
     if isinstance(error, UserError):
@@ -361,7 +363,7 @@ def run_from_python(
     try:
         finished = train(settings_of()[1](config, overrides), task, 0, after)
     except Exception as error:
-        failure = explain_training(error)
+        failure = explain_training_error(error)
         if failure is None or failure is error:
             raise
         raise failure from error

@@ -289,8 +289,8 @@ def _convert_samples(
     """Convert numbers of any type, lead order and rate, from only the samples that this crop
     needs."""
     leads, taken = list(rows), list(rows.values())
-    first, last, lead_in = _source_range(record, start, body.shape[1])
-    values, invalid = millivolts(record, taken, first, last)
+    first, last, lead_in = _source_range_and_lead_in(record, start, body.shape[1])
+    values, invalid = millivolts_and_unmeasured(record, taken, first, last)
     if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz counts as 500 Hz
         values = resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
     values *= 1000.0
@@ -303,7 +303,7 @@ def _convert_samples(
     return missing, ["saturated"] if saturated else []
 
 
-def millivolts(
+def millivolts_and_unmeasured(
     record: EcgRecord, taken: list[int], first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns samples first to last of these rows, 0 where not measured, and a mask of the
@@ -331,7 +331,7 @@ def millivolts(
     return values, invalid
 
 
-def _source_range(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
+def _source_range_and_lead_in(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
     """The source range for output samples [start, start + length), and how many outputs precede
     `start` after resampling it.
 

@@ -62,7 +62,7 @@ def read_cells(
         elif is_workbook(url) and data[:2] == b"PK":
             cells = read_workbook(data, sheet)
         else:
-            cells, metadata = _read_csv(data, key, used)
+            cells, metadata = _read_csv_and_metadata(data, key, used)
         cells = cells_as_text(
             cells.rename_columns([_normalize_column_name(column) for column in cells.column_names])
         )
@@ -155,7 +155,9 @@ def _parse_header(text: str, key: str, marks: Sequence[str]) -> _Header:
     return max(headers, key=lambda header: len(header.names))
 
 
-def _read_csv(data: bytes, key: str, used: Sequence[str]) -> tuple[pa.Table, dict[bytes, str]]:
+def _read_csv_and_metadata(
+    data: bytes, key: str, used: Sequence[str]
+) -> tuple[pa.Table, dict[bytes, str]]:
     """Returns the cells and metadata: which columns had decimal commas (read as points), and
     where empty lines are."""
     text = decode_text(data)

@@ -440,7 +440,7 @@ def mimic_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     studies = table["study_id"].to_numpy()
     codes = np.zeros((2, len(table)), np.uint64)
     for name in tqdm(REPORTS, unit=" columns", disable=quiet):
-        codes |= _stated_codes(table[name].unify_dictionaries().combine_chunks())
+        codes |= _asserted_and_possible_bits(table[name].unify_dictionaries().combine_chunks())
     about = (
         f"MIMIC-IV-ECG, the carts' computer interpretations, pattern list {PATTERNS_VERSION}: 1 stated, 0 "
         "not, empty hedged"
@@ -510,10 +510,10 @@ def _mimic_table(root: Folder) -> pa.Table:
         ) from None
 
 
-def _stated_codes(column: pa.DictionaryArray) -> np.ndarray:
+def _asserted_and_possible_bits(column: pa.DictionaryArray) -> np.ndarray:
     """Stated and hedged codes of each row as bits: uint64 [2, rows]."""
     of_texts = [
-        statement_codes(text.decode(errors="replace")[:300])
+        asserted_and_possible_codes(text.decode(errors="replace")[:300])
         for text in column.dictionary.to_pylist()
     ]
     codes: np.ndarray = np.array([*of_texts, (0, 0)], np.uint64).T[
@@ -523,7 +523,7 @@ def _stated_codes(column: pa.DictionaryArray) -> np.ndarray:
 
 
 @lru_cache(maxsize=2**16)
-def statement_codes(text: str) -> tuple[int, int]:
+def asserted_and_possible_codes(text: str) -> tuple[int, int]:
     """Returns (bits of the codes it asserts, bits of the codes it only calls possible)."""
     text = " ".join(text.lower().split())
     stated, hedged = ANY_STATEMENT if text else 0, 0

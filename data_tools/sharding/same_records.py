@@ -96,7 +96,7 @@ def _compare_chunk(
 
 def _waveform_sum(source: Source, key: str) -> int | ReadError:
     if isinstance(source, StoredDataset):
-        return source.waveforms(key)
+        return source.waveform_sum(key)
     record = read_safely(partial(read_record, source), key)
     if isinstance(record, ReadError):
         return record

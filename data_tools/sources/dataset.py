@@ -105,7 +105,7 @@ class StoredDataset(Source):
     def path_of(self, key: str) -> str:
         return self.name_for(key)
 
-    def waveforms(self, key: str) -> int:
+    def waveform_sum(self, key: str) -> int:
         """The sum of the waveform hashes of a record's crops, by which it is compared with another."""
         waveforms: list[int] = [crop["waveform"] for crop in _parse_key(key)[2]]
         return sum(waveforms) % 2**64

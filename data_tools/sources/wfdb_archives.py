@@ -16,7 +16,7 @@ from itertools import chain
 
 import numpy as np
 
-from ..ecg.crops import millivolts
+from ..ecg.crops import millivolts_and_unmeasured
 from ..ecg.record import (
     HEART_AXIS_CODES,
     LEAD_INDEX,
@@ -488,7 +488,9 @@ class WfdbFolder(WfdbSource):
         rows = lead_rows(record.leads)
         if len(rows) == 12 or not {0, 1} <= rows.keys():
             return record
-        mv, invalid = millivolts(record, list(rows.values()), 0, record.signal.shape[1])
+        mv, invalid = millivolts_and_unmeasured(
+            record, list(rows.values()), 0, record.signal.shape[1]
+        )
         mv[invalid] = np.nan
         measured = {LEADS[lead]: mv[row] for row, lead in enumerate(rows)}
         signals = add_limb_leads(measured)

@@ -249,7 +249,7 @@ def _check_member(member: Member, name: str, limit: int) -> None:
 def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
     place = f"a zip in {base.url} (unzip -tq finds it)" if base.private else base.path(file)
     try:
-        count, begin, end = _find_directory(base, file)
+        count, begin, end = _directory_count_and_range(base, file)
         parts = range(begin, end, REQUEST_BYTES)
         read = prefetch(
             lambda start: base.read_range(file, start, min(REQUEST_BYTES, end - start)), parts, 4
@@ -269,7 +269,7 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
         raise StorageError(f"{place}: {error.reason if base.private else error}") from None
 
 
-def _find_directory(base: Folder, file: str) -> tuple[int, int, int]:
+def _directory_count_and_range(base: Folder, file: str) -> tuple[int, int, int]:
     """Returns (number of its entries, its start, its end)."""
     size = base.size(file)
     first = max(0, size - MAX_FIELD - END_RECORD_64.size)

@@ -161,7 +161,7 @@ def _make_premature(
     return kind
 
 
-def _window(wave: str, fs_hz: int) -> np.ndarray:
+def _window_of_wave_s(wave: str, fs_hz: int) -> np.ndarray:
     first, last = (round(edge_s * fs_hz) for edge_s in _SPAN_S[wave])
     return (np.arange(first, last + 1) / fs_hz).astype(np.float32)
 
@@ -183,7 +183,7 @@ def _wave_vectors(wave: str, shape: Shape, fs_hz: int, stretch: np.ndarray | flo
     scale = np.reshape(stretch, (-1, 1))
     centre_s = (centre_s + shape.shift_s) * scale
     width_s = width_s * shape.width * scale
-    bells = _gaussian_bells(_window(wave, fs_hz), centre_s, width_s)
+    bells = _gaussian_bells(_window_of_wave_s(wave, fs_hz), centre_s, width_s)
     height_mv = amp_mv * shape.gain
     bells *= height_mv.astype(np.float32)[..., None]
     is_on_axis = axis == np.arange(3)[:, None]
@@ -239,7 +239,7 @@ def _add_bundle_branches(
     """Adds bundle branch blocks and pacing, in place; a T wave follows its QRS in the opposite
     direction."""
     has, own = session.has, session.own
-    broad_t = _gaussian_bells(_window("T", session.fs_hz), 0.0, 0.045)
+    broad_t = _gaussian_bells(_window_of_wave_s("T", session.fs_hz), 0.0, 0.045)
 
     wide = has["LBBB"] | has["PR"]
     vector = toward(0.95, 0.12, 0.55, (0.10, 0.25, 0.15))
@@ -277,7 +277,7 @@ def _shape_findings(session: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
     """Change QRS and T in place for conduction, infarction and voltage, equal in all sessions, and
     for ST-T."""
     has, own, rng = session.has, session.own, session.rng
-    window_s = _window("QRS", session.fs_hz)
+    window_s = _window_of_wave_s("QRS", session.fs_hz)
     toward = _Toward(own, qrs)
     _add_bundle_branches(session, toward, window_s, qrs, t)
 
@@ -370,13 +370,13 @@ def _conducted_waves(session: _Session) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def _pacemaker_spike(fs_hz: int) -> np.ndarray:
     """Returns a pacemaker's spike: float32 [3, window]."""
-    window_s = _window("QRS", fs_hz)
+    window_s = _window_of_wave_s("QRS", fs_hz)
     is_spike = np.abs(window_s + 0.042) < 0.0025
     direction = np.array([1.1, -0.85, 0.6])
     return np.outer(direction, is_spike).astype(np.float32)
 
 
-def _kinds_of_beats(session: _Session, mean_s: np.ndarray) -> np.ndarray:
+def _beats_of_each_kind(session: _Session, mean_s: np.ndarray) -> np.ndarray:
     """A session's normal, atrial premature and ventricular beats: float32 [BLOCK, 3 kinds, 3 axes,
     beat], mV."""
     p, qrs, t, top_mv = _conducted_waves(session)
@@ -384,7 +384,9 @@ def _kinds_of_beats(session: _Session, mean_s: np.ndarray) -> np.ndarray:
     turn = _rotation_about_z(np.deg2rad(turned_deg))
     ectopic_p = turn @ p
     pr_s, t_peak_s = _pr_and_t_peak_s(session, mean_s)
-    beats = np.zeros((BLOCK_PATIENTS, 3, 3, len(_window("beat", session.fs_hz))), np.float32)
+    beats = np.zeros(
+        (BLOCK_PATIENTS, 3, 3, len(_window_of_wave_s("beat", session.fs_hz))), np.float32
+    )
     at_r = np.zeros(BLOCK_PATIENTS)
     for kind, atrial in ((_NORMAL, p), (_ATRIAL, ectopic_p)):
         beat = beats[:, kind]
@@ -394,11 +396,11 @@ def _kinds_of_beats(session: _Session, mean_s: np.ndarray) -> np.ndarray:
 
     focus = session.patients.ectopic * top_mv[:, None]
     focus = focus.astype(np.float32)[:, :, None]
-    window_s = _window("QRS", session.fs_hz)
+    window_s = _window_of_wave_s("QRS", session.fs_hz)
     bell = _gaussian_bells(window_s, 0.01, 0.022)
     second = _gaussian_bells(window_s, 0.06, 0.026)
     bell += np.float32(0.8) * second
-    window_s = _window("T", session.fs_hz)
+    window_s = _window_of_wave_s("T", session.fs_hz)
     broad_t = _gaussian_bells(window_s, 0.0, 0.05)
     wide_qrs = 1.25 * focus * bell
     opposite_t = -0.4 * focus * broad_t
@@ -515,7 +517,7 @@ class _Recorder:
         self.key = key
         self.has = session.has
         self.rhythm = _draw_rhythm(session, dur_s)
-        self.beats = _kinds_of_beats(session, self.rhythm.mean_s)
+        self.beats = _beats_of_each_kind(session, self.rhythm.mean_s)
         knots = max(2, round(dur_s / KNOT_S) + 1)
         self.disturbance = _draw_disturbance(session.rng, mains_hz, knots)
         self.atrial = session.rng.random((BLOCK_PATIENTS, 5))

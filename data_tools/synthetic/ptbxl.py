@@ -55,7 +55,7 @@ def _scp_codes(names: list[str], likelihood: float) -> dict[str, float]:
     return scp or {"NST_": 100.0}  # PTB-XL's statement for the first of UNSCORED
 
 
-def _report(names: list[str], is_normal: bool) -> str:
+def _report_text(names: list[str], is_normal: bool) -> str:
     words = [_REPORT[name] for name in names if name in _REPORT]
     if is_normal:
         words.append("sonst normales ekg")
@@ -82,7 +82,7 @@ def database_row(
         "site": float(int(u[7] * 4)),
         "device": ("CS-12   E", "AT-6 C 5.5", "AT-6 C")[int(u[8] * 3)],
         "recording_date": _FIRST_DATE + minutes,
-        "report": _report(names, "NORM" in scp),
+        "report": _report_text(names, "NORM" in scp),
         "scp_codes": scp,
         "heart_axis": axes[0] if axes else "MID" if u[7] < 0.05 else "",
         "validated_by": float(int(u[9] * 8)) if u[10] < 0.4 else "",

@@ -280,13 +280,13 @@ class ExtraAugmentation:
             with blaming(setting):
                 if not y_BSLT.isfinite().all():
                     raise ConfigError("returns NaN or infinity for noise")
-                if not are_same(y_BSLT, self._repeatable_output(number, x_BSLT)):
+                if not agree_within_rounding(y_BSLT, self._repeatable_output(number, x_BSLT)):
                     raise ConfigError(
                         "returns something else for the same batch: take random numbers from `draw` only"
                     )
                 for kept_B in (stays_B, ~stays_B):
                     mixed_BSLT = torch.where(kept_B[:, None, None, None], x_BSLT, other_BSLT)
-                    if not are_same(
+                    if not agree_within_rounding(
                         y_BSLT[kept_B], self._repeatable_output(number, mixed_BSLT)[kept_B]
                     ):
                         raise ConfigError(
@@ -303,7 +303,7 @@ class ExtraAugmentation:
         return y_BSLT.masked_fill(~x_BSLT.any(-1, keepdim=True), 0.0)
 
 
-def are_same(a_BSLT: torch.Tensor, b_BSLT: torch.Tensor) -> bool:
+def agree_within_rounding(a_BSLT: torch.Tensor, b_BSLT: torch.Tensor) -> bool:
     """True if two batches differ by rounding at most."""
     return bool(torch.isclose(a_BSLT, b_BSLT, rtol=0, atol=TOLERANCE_MV).all())
 

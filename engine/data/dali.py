@@ -126,10 +126,10 @@ class Pipeline:
         self.names = sorted(example.keys() - unused)
         self.fed_arrays: deque[list[np.ndarray]] = deque(maxlen=BATCHES_IN_USE)
         self.in_flight = InFlight(torch.cuda.Event) if self.device.type == "cuda" else None
-        self.pipeline = self._definition(augmenter.views, batch, threads)()
+        self.pipeline = self._pipeline_function(augmenter.views, batch, threads)()
         self.pipeline.build()
 
-    def _definition(self, views: Views, batch: int, threads: int) -> Callable[[], Any]:
+    def _pipeline_function(self, views: Views, batch: int, threads: int) -> Callable[[], Any]:
         from nvidia.dali import fn, types
         from nvidia.dali import pipeline as dali_pipeline
 

@@ -67,7 +67,7 @@ class BadCrop(NamedTuple):
     reason: str
 
 
-class _Read(NamedTuple):
+class _CropRead(NamedTuple):
     dataset: int
     shard: int
     offset: int  # in zarr: index among the chunks of its storage object
@@ -148,7 +148,7 @@ class _Source:
             return np.divmod(rows, self.chunks.block)
         return self.shard[rows], self.offset[rows]
 
-    def describe_read(self, read: _Read) -> str:
+    def describe_read(self, read: _CropRead) -> str:
         if self.chunks:
             return f"{self.url}/{self.chunks.name(read.shard)}: crop {read.row}"
         return f"{self.url}/{self.names[read.shard]}: crop {read.row} at byte {read.offset}"
@@ -255,7 +255,7 @@ class CropReader:
         self, index: np.ndarray, rows: np.ndarray, output: np.ndarray | CropSink, first: int = 0
     ) -> list[BadCrop]:
         """Read these rows into the positions from `first` on."""
-        reads: list[_Read] = []
+        reads: list[_CropRead] = []
         for d in np.unique(index).tolist():
             reads += self._in_file_order(d, np.flatnonzero(index == d), rows, first)
         bad_crops = self._read_all(reads, output)
@@ -268,7 +268,7 @@ class CropReader:
 
     def _in_file_order(
         self, d: int, positions: np.ndarray, rows: np.ndarray, first: int
-    ) -> Iterator[_Read]:
+    ) -> Iterator[_CropRead]:
         """The reads of one dataset, sorted by shard and offset."""
         source, rows = self._sources[d], rows[positions]
         if rows.min() < 0 or rows.max() >= len(source.checked):
@@ -283,10 +283,10 @@ class CropReader:
         shard, offset = source.shards_and_offsets(rows)
         order = np.lexsort((offset, shard))
         columns = (np.full(len(rows), d), shard, offset, positions + first, rows, crc)
-        return map(_Read, *(column[order].tolist() for column in columns))
+        return map(_CropRead, *(column[order].tolist() for column in columns))
 
     def _read_all(
-        self, reads: list[_Read], output: np.ndarray | CropSink, retry: bool = True
+        self, reads: list[_CropRead], output: np.ndarray | CropSink, retry: bool = True
     ) -> list[BadCrop]:
         """Divide the reads among the threads. Damaged files in the cache are downloaded again,
         once."""
@@ -308,7 +308,7 @@ class CropReader:
         return lost + self._read_all(retried, output, retry=False)
 
     def _read_in_threads(
-        self, reads: list[_Read], output: np.ndarray | CropSink, paths: Paths
+        self, reads: list[_CropRead], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
         size = max(-(-len(reads) // self.threads), LEAST_READS_PER_THREAD)
         futures = []
@@ -324,7 +324,7 @@ class CropReader:
         return bad_crops
 
     def _read_share(
-        self, reads: list[_Read], output: np.ndarray | CropSink, paths: Paths
+        self, reads: list[_CropRead], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
         """Read one thread's share."""
         files = _OpenFile(self._file, self._sources, paths)
@@ -349,7 +349,7 @@ class CropReader:
             output.write(crops_BLT, positions, rows)
         return bad_crops
 
-    def _read_crop(self, read: _Read, crop: np.ndarray, files: "_OpenFile") -> BadCrop | None:
+    def _read_crop(self, read: _CropRead, crop: np.ndarray, files: "_OpenFile") -> BadCrop | None:
         source, problem = self._sources[read.dataset], ""
         try:
             if source.chunks:
@@ -387,12 +387,12 @@ class _OpenFile:
         self.key: Key | None = None
         self.file: _File | None = None
 
-    def descriptor(self, read: _Read) -> int:
+    def descriptor(self, read: _CropRead) -> int:
         if self.file is None or self.key != read[:2]:
             self.file, self.key = self._open(read), read[:2]
         return self.file.fd
 
-    def _open(self, read: _Read) -> _File:
+    def _open(self, read: _CropRead) -> _File:
         path = self.paths.get(read[:2])
         if path is None:
             source = self.sources[read.dataset]

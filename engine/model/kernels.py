@@ -196,8 +196,8 @@ def convolve_by_waves(
     period = tokens + kernel // 2
     period += period % 2
     x_NX = at_least_float32(x_RND.transpose(0, 1).reshape(tokens, rows * width))
-    cos_QN, sin_QN = waves(torch.arange(tokens), period, x_NX.dtype)
-    cos_QK, sin_QK = waves(torch.arange(kernel) - kernel // 2, period, x_NX.dtype)
+    cos_QN, sin_QN = cosines_and_sines(torch.arange(tokens), period, x_NX.dtype)
+    cos_QK, sin_QK = cosines_and_sines(torch.arange(kernel) - kernel // 2, period, x_NX.dtype)
     with torch.autocast("cpu", enabled=False):
         by_group = at_least_float32(weight_DcK).unflatten(0, (groups, -1)).transpose(1, 2)
         taps_KW = by_group.reshape(-1, kernel).t()
@@ -245,7 +245,7 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def waves(step_T: Tensor, period: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cosines_and_sines(step_T: Tensor, period: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine [Q, T] of every frequency of an even period. Angles are exact: integers
     modulo the period."""
     frequency_Q1 = torch.arange(period // 2 + 1)[:, None]

@@ -105,10 +105,10 @@ def unit_vectors(g: Tensor, detach: bool = False) -> Tensor:
     )
 
 
-def similarities(
+def similarities_and_own_columns(
     g_AD: Tensor, temperature: float, gathered: bool, detach_norm: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns (similarities [A, C] of own rows and all candidates, -inf for a row and itself; the
+    """Returns (similarities_and_own_columns [A, C] of own rows and all candidates, -inf for a row and itself; the
     column of each own row)."""
     gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
@@ -129,7 +129,9 @@ def nt_xent(
     views = g_BSD.shape[1]
     if views != 2:
         raise ValueError(f"this objective needs two views or halves of each crop, not {views}")
-    s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
+    s_AC, own_A = similarities_and_own_columns(
+        g_BSD.flatten(0, 1), temperature, gathered, detach_norm
+    )
     # rows 2b and 2b + 1 are the views of crop b, and every rank has an even number of rows
     other_A = own_A ^ 1
     return F.cross_entropy(s_AC, other_A), (s_AC.argmax(1) == other_A).float().mean()
@@ -156,7 +158,9 @@ def threekg_loss(
     other patients} exp s_ij) - s_ip. Unlike in the authors' CMSC, the patient's other positives
     are not in the denominator."""
     ids_A = ids_B.repeat_interleave(g_BSD.shape[1])
-    s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
+    s_AC, own_A = similarities_and_own_columns(
+        g_BSD.flatten(0, 1), temperature, gathered, detach_norm
+    )
     ids_C = all_gather_no_grad(ids_A) if gathered else ids_A
     alike_AC = ids_A[:, None] == ids_C
     positive_AC = alike_AC & (own_A[:, None] != torch.arange(len(ids_C), device=own_A.device))

@@ -133,7 +133,7 @@ class Pretrainer(nn.Module):
         parts: dict[str, Tensor] = {}
         loss = torch.zeros((), device=x_BSLT.device)
         if self.local is not None:
-            parts, c_RND = self._local_losses(x_RLT, keys_BS, tau, draws)
+            parts, c_RND = self._local_losses_and_contexts(x_RLT, keys_BS, tau, draws)
             for name in ("local", "diversity", "features"):
                 loss = loss + getattr(objective, name) * parts[f"loss_{name}"]
         elif self.plugin is None or self.attributes is not None:
@@ -144,7 +144,9 @@ class Pretrainer(nn.Module):
             loss = loss + objective.contrast * sum(plugged_losses.values())
         elif objective.contrast > 0:
             g_BSD = self.pool(c_RND).unflatten(0, (-1, views))
-            parts["loss_global"], parts["accuracy_global"] = self._global_loss(g_BSD, ids_B)
+            parts["loss_global"], parts["accuracy_global"] = self._global_loss_and_accuracy(
+                g_BSD, ids_B
+            )
             loss = loss + objective.contrast * parts["loss_global"]
         if self.attributes is not None:
             parts |= self._attribute_losses(c_RND, attributes_B2)
@@ -162,7 +164,7 @@ class Pretrainer(nn.Module):
             f"loss_{name}": losses_2[ATTRIBUTES.index(name)] for name in self.objective.attributes
         }
 
-    def _local_losses(
+    def _local_losses_and_contexts(
         self, x_RLT: Tensor, keys_BS: Tensor | None, tau: Tensor | None, draws: Draws | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         assert self.local is not None
@@ -216,7 +218,9 @@ class Pretrainer(nn.Module):
         negatives = draws.times_RMM, draws.valid_RM, q.codes_RMG
         return *local_loss(context_RMP, target_RMP, *negatives, self.objective.temperature), q
 
-    def _global_loss(self, g_BSD: Tensor, ids_B: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _global_loss_and_accuracy(
+        self, g_BSD: Tensor, ids_B: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         o = self.objective
         if not self.needs_ids:
             return nt_xent(g_BSD, o.temperature, o.gathered, o.detach_norm)

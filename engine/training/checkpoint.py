@@ -159,7 +159,7 @@ class Writer:
             note = {name: _size_and_checksum(loader)}
             for file, content in parts:
                 with open(file, "wb") as opened:
-                    part: Any = _Part(opened, self)
+                    part: Any = _PartFile(opened, self)
                     torch.save(content, part)  # and flushes it
                     if part.error:
                         raise part.error
@@ -186,7 +186,7 @@ class Writer:
         return notes
 
 
-class _Part:
+class _PartFile:
     """A file for torch.save that knows its size and checksum without being read. Keeps an error for
     later: not every version of PyTorch's writer survives one."""
 

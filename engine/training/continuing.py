@@ -1,7 +1,7 @@
 """Continues pre-training from the weights of another model: `start` is a run, a model folder or a
 converted model.
 
-    started = read_weights(config)            # ConfigError if the architectures differ
+    started = read_starting_weights(config)            # ConfigError if the architectures differ
     print(started.into(model))                # what was loaded, and what starts afresh
 
 This is a separate run: optimiser, learning rate and data order start afresh. The heads of the local
@@ -81,7 +81,7 @@ def shapes_by_name(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
-def read_weights(config: Config) -> StartingWeights:
+def read_starting_weights(config: Config) -> StartingWeights:
     start = config.start
     with model_folder(start) as (folder, digest):
         document = read_document(folder / CONFIG)

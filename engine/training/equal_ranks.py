@@ -31,7 +31,7 @@ MACHINE_SETTINGS = (
     "data.",
     "pipeline.",
 )  # of these sections, the settings that may change: paths, threads
-LISTED_DIFFERENCES = 3  # differences in a message
+LISTED_DIFFERENCES = 3  # describe_differences in a message
 ABSENT = "none"
 RankFacts = Mapping[str, tuple[str, str]]  # by key: what a message calls it, and its value
 
@@ -74,14 +74,14 @@ def require_equal(ranks: Ranks, facts: RankFacts) -> None:
 def _refuse_differences(by_rank: Sequence[tuple[str, RankFacts]]) -> None:
     (_, of_first), *_ = by_rank
     for rank, (machine, facts) in enumerate(by_rank):
-        if found := differences(of_first, facts):
+        if found := describe_differences(of_first, facts):
             raise ConfigError(
                 f"rank {rank} on {machine} has {first_names(found, LISTED_DIFFERENCES)}: give all ranks the "
                 "data, settings, code and versions of rank 0"
             )
 
 
-def differences(of_first: RankFacts, facts: RankFacts) -> list[str]:
+def describe_differences(of_first: RankFacts, facts: RankFacts) -> list[str]:
     """Says how a rank differs from rank 0, for a message."""
     found = []
     for key in dict.fromkeys([*facts, *of_first]):

@@ -34,7 +34,7 @@ from ..settings.files import portable_spec, read_plugins
 from ..settings.run_files import VALID
 from .arguments import Arguments, PretrainInputs, dtype_of
 from .config import Config, count_candidates
-from .continuing import StartingWeights, read_weights
+from .continuing import StartingWeights, read_starting_weights
 from .distributed import Ranks, on_first_rank
 from .task import (
     Between,
@@ -122,13 +122,15 @@ class PretrainTask(TrainingTask):
         held_out = ValidationLoss(config, datasets, ranks)
         probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
-            on_first_rank(ranks, partial(refuse_shared, config, datasets, held_out.selection))
+            on_first_rank(
+                ranks, partial(refuse_shared_patients, config, datasets, held_out.selection)
+            )
         remarks = [
             *attribute_remarks(config, inputs),
             *validation_remarks(config, datasets, held_out, copies),
             *copied,
         ]
-        start = read_weights(config) if config.start else None
+        start = read_starting_weights(config) if config.start else None
         flops = encoder_flops(encoder, config.model, local, model_input.samples, config.windows)
         if config.objective.is_class and config.objective.method == "jepa":
             width = int(getattr(encoder, "width", config.model.width))
@@ -351,7 +353,9 @@ def rows_copies_and_remarks(
     return [], copies, [remark] if copies else []
 
 
-def refuse_shared(config: Config, datasets: Sequence[Dataset], validated: Selection) -> None:
+def refuse_shared_patients(
+    config: Config, datasets: Sequence[Dataset], validated: Selection
+) -> None:
     """Raises ConfigError if crops of a held-out patient are trained on in another dataset. Called on rank
     0 only: each rank would compare the same gigabytes of names."""
     trained, held = [], []

@@ -82,7 +82,7 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
             "no rhythm",
             "only section 12, which is not read" if 12 in sections else "no section 3 or 6",
         )
-    nanovolts, interval_us, order = _coding(sections)
+    nanovolts, interval_us, order = _step_interval_order(sections)
     leads, warnings = _leads_and_warnings(sections, order)
     signals = _align_in_time(
         {lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in leads.items()}
@@ -94,7 +94,7 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
     return Decoded(signals, fs_hz, *_patient_age_sex(sections.get(1, b"")), tuple(warnings.items()))
 
 
-def _coding(sections: dict[int, bytes]) -> tuple[int, int, int]:
+def _step_interval_order(sections: dict[int, bytes]) -> tuple[int, int, int]:
     """Returns (nanovolts per step, microseconds between samples, order of differences)."""
     table = struct.unpack_from("<H", sections[2])[0] if 2 in sections else DEFAULT_TABLE
     nanovolts, interval_us, order, bimodal = struct.unpack_from("<HHBB", sections[6])
