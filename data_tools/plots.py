@@ -334,7 +334,8 @@ def _duplicate_lines(dataset: Dataset) -> list[str]:
     copies = int((records_with[waveform] > 1).sum())
     if not copies:
         return []
-    first = (np.cumsum(records_with) - records_with)[records_with > 1]  # in in_order[1]
+    # Positions in in_order of the first record with each copied waveform
+    first = (np.cumsum(records_with) - records_with)[records_with > 1]
     pairs = np.unique(in_order[1][np.stack([first, first + 1])], axis=1).T
     shown = [
         " and ".join(sorted(_record_label(records, record) for record in pair))
@@ -419,7 +420,7 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
         task, _, role = name.partition(" ")
         asked = getattr(chosen, task) != getattr(PAPER_SOURCES, task) or task == "pretrain"
         if not asked and not _has_paper_sets(dataset.facts):
-            continue  # which databases have this role by default is no concern of other data
+            continue  # other data need not have the default roles
         if not (role in getattr(roles, task) if role else getattr(roles, task)):
             empty.append(name)
     advice = {

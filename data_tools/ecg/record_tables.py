@@ -134,8 +134,8 @@ def _note_ages_of_300(url: str, column: str, rows: int) -> None:
 class _Header(NamedTuple):
     names: list[str]
     mark: str  # the separator
-    lines: int  # that it takes
-    is_all: bool  # whether nothing follows
+    lines: int  # number of lines that the header takes
+    is_all: bool  # True if the file has no other lines
 
 
 def _parse_header(text: str, key: str, marks: Sequence[str]) -> _Header:

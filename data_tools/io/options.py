@@ -32,7 +32,7 @@ class Option(NamedTuple):
     help: str
     metavar: str | tuple[str, ...] | None = None
     flag: str = ""  # if it is not the parameter's name
-    required: bool = False  # in the command; in Python the result is returned
+    required: bool = False  # by the command; in Python the result is returned instead
     low: float = -math.inf
     high: float = math.inf
 
@@ -45,7 +45,7 @@ class DeclaredOption(NamedTuple):
     option: Option
     kind: type
     several: bool
-    size: int  # of each value: those of a tuple
+    size: int  # number of values: several for a tuple
     choices: tuple[Any, ...]
     default: Any
 

@@ -130,7 +130,7 @@ _HEDGED = re.compile(
 )
 _DOUBTED = re.compile(
     r"\w*(?: can ?not be (?:ruled out|excluded)| is borderline| or aberr|\?)"
-)  # directly after the finding
+)  # matched directly after the finding
 _NEGATED = re.compile(
     r"\b(?:no(?! further)|not|without|absence of|negative for)\b(?:(?!\b(?:but|with)\b)[^,;:.])*$"
 )

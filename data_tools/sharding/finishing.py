@@ -54,12 +54,12 @@ from .plan import ShardPlan
 from .roles import PAPER_SOURCES, RoleSources
 from .shards import part_name, shard_name
 
-DIGEST_BYTES = 32  # at the end of a part
+DIGEST_BYTES = 32  # of the sha256 at the end of a part
 SYNTHETIC_LICENCE = "CC0-1.0"
 ROW_GROUP = 65_536
 ROLE_COLUMNS = ["pretrain", "dx_role", "id_role"]
 PART_COLUMNS = pa.schema([field for field in COLUMNS if field.name not in ROLE_COLUMNS])
-TABLE_BEFORE = f".build/{SAMPLES}"  # while another one takes its place
+TABLE_BEFORE = f".build/{SAMPLES}"  # the old table while another takes its place
 STORED_FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
@@ -69,13 +69,13 @@ class ShardOptions:
     out: str
     plan: str = "paper"
     seed: int = 0
-    shard_crops: int | None = None  # None: as usual
+    shard_crops: int | None = None  # None: SHARD_CROPS
     role_sources: RoleSources = PAPER_SOURCES
     format: str = "tar"
     workers: int = 1
     cluster: str | None = None
     pseudonym_key: bytes | None = None
-    patients: str | None = None  # a table that names them
+    patients: str | None = None  # a table that names the patients
     leave_out: LeaveOut | None = None
     quiet: bool = False
 

@@ -202,7 +202,7 @@ class _AllHeaders:
         self.numbers, self.members = bytearray(), bytearray()
         self.refused: list[Refused] = []
         self.seen: Counter[str] = Counter()
-        # By archive and source: records, and those with a patient
+        # Number of usable records, and of those with a patient, by archive and source
         self.usable: Counter[tuple[int, str]] = Counter()
         self.with_patient: Counter[tuple[int, str]] = Counter()
 

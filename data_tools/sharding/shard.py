@@ -88,8 +88,8 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     unfinished = out.exists(".build")
     if not complete and not unfinished:
         with suppress(StorageError):  # the folder does not exist
-            # rejects.csv is left if all records were refused
-            # .build: another run has begun in this moment, or has just ended
+            # A build whose records were all refused leaves rejects.csv; .build belongs to a run that has
+            # just begun or ended
             if files := [name for name in out.children() if name not in (REJECTS, ".build")]:
                 raise DataError(
                     f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose another ",
@@ -102,7 +102,7 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
             f" {options.out}: is also a source, and a dataset never changes: choose another ",
             Flag("--out"),
         )
-    # A finished dataset may lie where nobody can write
+    # A finished dataset may lie in a folder that nobody can write to
     untouched = complete and not unfinished
     with nullcontext() if untouched else lock_folder(out):
         return _plan_and_build(sources, options, mark, out, is_locked=not untouched)
@@ -197,7 +197,7 @@ def _locked_folder_and_file(out: Folder) -> tuple[Path, IO[bytes]]:
                 break
             if os.path.samestat(os.fstat(lock.fileno()), os.stat(place / "lock")):
                 (place / "tmp").mkdir(exist_ok=True)
-                refused.pop_all()  # it stays open
+                refused.pop_all()  # keeps the locked file open
                 return place, lock
     raise StorageError(
         f"{out.url}: another run is writing there: wait for it, or choose another ", Flag("--out")
@@ -266,7 +266,7 @@ def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     for name, value in (usual | recipe).items():
         if name in ("contents", "leave_out") or old.get(name) == value:
             continue
-        if name == "shard_crops":  # the usual value is seldom given
+        if name == "shard_crops":  # few users give the default
             changed.append(f"made with --shard-crops {old[name]}")
         else:
             changed.append(f"{name} was {old.get(name)}, not {value}")

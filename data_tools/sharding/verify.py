@@ -246,7 +246,7 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     except ReadError as error:
         findings.append(f"{name}: {error.reason}")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        # A forged file with the right sha256
+        # A forged file whose sha256 is right
         findings.append(one_line(f"{name}: an invalid tar member: {error}"))
     return _first_findings(findings, name)
 
@@ -493,7 +493,7 @@ def _compare_archive(
         seen = np.zeros(len(dataset), bool)  # first rows of records that are in the archive
         findings = _archive_findings(comparison, sources, seen, workers, quiet)
         listed = _first_findings(findings, "--archive")
-        if not seen.any():  # whatever else it holds
+        if not seen.any():  # it has none of the dataset's records
             return _absent_records(comparison.rows, seen, "all ", "is this the archive?")
         return listed
 

@@ -142,7 +142,7 @@ def open_sources(
             sources[0].left_out = left.sentence(archives=read)
     else:
         sources = [ArraySource(root, arrays) if kind == "arrays" else _open_kind(root, kind)]
-        # A reader of files looks at all of them; what one of the user's own reads, only he knows
+        # HospitalFiles looks at all files; which files a user's own source reads is unknown
         if ":" in kind or isinstance(sources[0], HospitalFiles):
             sources[0].left_out = LeftOut(root, [], besides).sentence()
         else:
@@ -233,7 +233,7 @@ class LeftOut:
         # Where a hospital's files may be: folders, and files that have one of its endings
         self.places: list[str] = []
         self.wfdb: list[str] = []  # headers
-        self.capitals: list[str] = []  # headers that no source takes for one
+        self.capitals: list[str] = []  # headers ending in .HEA, which no source reads
         self.vendors: list[str] = []  # files with a hospital's endings
         self.links: list[str] = []
         self.unlisted: list[str] = []

@@ -255,7 +255,7 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
             lambda start: base.read_range(file, start, min(REQUEST_BYTES, end - start)), parts, 4
         )
         index = _parse_directory(b"".join(read), count, begin)
-        # Nobody would miss a table
+        # Check tables: a damaged one would go unnoticed
         names = (_path_of_key(key) for key in index.keys if not key.endswith(RECORD_ENDINGS))
         for name in islice(names, MAX_CHECKED):
             if (member := index.find(name)) and member.method >= 0:

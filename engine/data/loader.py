@@ -244,7 +244,7 @@ def _upgrade_recipe(recipe: dict[str, Any]) -> dict[str, Any]:
     saved = {name: recipe[name] for name in RECIPE_SETTINGS if name in recipe}
     try:
         config = TypeAdapter(LoaderConfig).validate_json(json.dumps(saved))
-    except ValidationError:  # has settings that are gone: comparing finds them
+    except ValidationError:  # it has settings that no longer exist: the comparison reports them
         return recipe
     return recipe | _recipe_settings(config)
 

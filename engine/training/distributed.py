@@ -72,7 +72,7 @@ def started_ranks(config: TrainConfig) -> Iterator[Ranks]:
 
 def start_ranks(timeout_s: float, deterministic: bool = False) -> Ranks:
     rank, world, local = launched_rank()
-    # DeepSpeed reads them
+    # DeepSpeed reads these variables
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)})
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank())
@@ -138,10 +138,9 @@ def join_ranks() -> int:
 @contextmanager
 def process_state_restored() -> Iterator[None]:
     """Restores what a training changes in its process, which may be a notebook's."""
-    # torch.distributed replaces it
     environment = dict(os.environ)
     threads = torch.get_num_threads()
-    hook = sys.excepthook
+    hook = sys.excepthook  # torch.distributed replaces it
     deterministic, linear = torch.are_deterministic_algorithms_enabled(), F.linear
     cudnn: Any = torch.backends.cudnn
     tf32 = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision

@@ -59,7 +59,7 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
 class SeenData(NamedTuple):
     """The data that the weights of a checkpoint have seen."""
 
-    seen: pa.Table  # their start included
+    seen: pa.Table  # includes what the model that they started from has seen
     # How often each crop was drawn (Order.draw_counts), by the fingerprint of its dataset
     times_drawn: dict[str, np.ndarray]
     source_hz: list[float]  # lowest and highest rate of the labelled ones; []: none, or unknown

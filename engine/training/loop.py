@@ -317,7 +317,7 @@ class Loop:
             return
         if self.progress.step > self.saved.step:
             self._write_checkpoint()
-        else:  # it was validated since
+        else:  # only validated since the last checkpoint
             self.writer.amend(vars(self.progress))
         self.saved, self.saved_at_s = replace(self.progress), time.monotonic()
 

@@ -53,14 +53,14 @@ from .validation import (
     training_selection,
 )
 
-# What embeddings of the model keep of an ECG (downstream.tasks.readout). Of those tried, it diagnosed
-# 1,662 real ECGs best from 12 leads, docs/readouts.md
+# The read-out of embeddings (downstream.tasks.readout). Of those tried, it diagnosed 1,662 real ECGs
+# best from 12 leads: docs/readouts.md
 DEFAULT_READOUT = "mean+std+rhythm"
 READOUT_WITHOUT_RHYTHM = (
-    "mean+std"  # of a model that does not see the signal in which a rhythm is measured
+    "mean+std"  # for a model that does not see the signal in which rhythm is measured
 )
 OWN_LOSSES = {"local", "diversity", "features"}  # names of losses
-COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
+COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # share of all codes; number of log lines in a row
 COLLAPSED_SPREAD = 0.05  # of JEPA's targets, which have a standard deviation of 1 over their width
 AVERAGED_PREFIX = (
     "plugin.target."  # JEPA's average of the encoder's weights, which is exported instead of them

@@ -12,12 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
-from omnilead.engine.model.config import (
-    ModelConfig,
-    ObjectiveConfig,
-    flops_per_crop,
-    validate,
-)
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop, validate
 from omnilead.engine.model.encoder import (
     Attention,
     ConvStack,
