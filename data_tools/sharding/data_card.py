@@ -101,12 +101,12 @@ def _description(facts: DatasetFacts) -> str:
 
 def _croissant(facts: DatasetFacts, texts: dict[str, Any]) -> dict[str, Any]:
     distribution = [
-        _file_object(SAMPLES, "application/x-parquet", facts.samples),
-        _file_object(REJECTS, "text/csv", facts.rejects),
+        _croissant_file(SAMPLES, "application/x-parquet", facts.samples),
+        _croissant_file(REJECTS, "text/csv", facts.rejects),
     ]
     tars = []
     for shard in facts.shards:
-        tar = _file_object(f"shards/{shard.name}", "application/x-tar", shard)
+        tar = _croissant_file(f"shards/{shard.name}", "application/x-tar", shard)
         distribution.append(tar)
         tars.append({"@id": tar["@id"]})
     if tars:
@@ -143,7 +143,7 @@ def _croissant(facts: DatasetFacts, texts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _file_object(name: str, encoding: str, file: FileFacts | ShardFacts) -> dict[str, Any]:
+def _croissant_file(name: str, encoding: str, file: FileFacts | ShardFacts) -> dict[str, Any]:
     return {
         "@type": "cr:FileObject",
         "@id": name,

@@ -134,7 +134,7 @@ class PlanFacts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parts:
+class ShardParts:
     """The parts of new shards, which lie beside them until the build ends. They are read several times:
     all rows at once would take gigabytes."""
 
@@ -162,7 +162,7 @@ def finish_dataset(
     planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
 ) -> Dataset:
     """The dataset of finished shards."""
-    parts = Parts(out, planned.shards)
+    parts = ShardParts(out, planned.shards)
     found = _shard_totals(parts, options.role_sources.leave_out)
     shards, rejects = found.shards, found.rejects + planned.rejects
     if not len(found.doubtful):
@@ -246,7 +246,7 @@ def _table_before(made: Dataset) -> pa.Table:
     )
 
 
-def _read_columns(parts: Parts, numbers: pa.Table, names: list[str]) -> pa.Table:
+def _read_columns(parts: ShardParts, numbers: pa.Table, names: list[str]) -> pa.Table:
     """Returns columns of all rows. `numbers`: columns that have been read before."""
     if set(names) <= set(numbers.column_names):
         return numbers.select(names)
@@ -329,7 +329,7 @@ class _ShardTotals(NamedTuple):
     numbers: pa.Table  # the columns that are small enough to keep
 
 
-def _shard_totals(parts: Parts, leave_out: tuple[str, ...]) -> _ShardTotals:
+def _shard_totals(parts: ShardParts, leave_out: tuple[str, ...]) -> _ShardTotals:
     shards = []
     rejects: list[Reject] = []
     left_out: list[list[Any]] = []
@@ -347,7 +347,7 @@ def _shard_totals(parts: Parts, leave_out: tuple[str, ...]) -> _ShardTotals:
     )
 
 
-def _write_zarr(parts: Parts, shards: list[ShardFacts], options: ShardOptions) -> None:
+def _write_zarr(parts: ShardParts, shards: list[ShardFacts], options: ShardOptions) -> None:
     crops = parts.columns(["shard", "offset", "crc32c"])
     shard_writers.write_zarr(
         crops, shards, parts.out, options.workers, options.cluster, options.quiet

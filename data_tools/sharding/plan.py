@@ -73,7 +73,7 @@ class PlannedShard(NamedTuple):
     content: str  # a hash that, unlike `identity`, changes with the archive's files
 
 
-class Texts:
+class TextColumn:
     """A column of texts in temporary files, whose pages the system may forget: those of ten million
     records would fill half of what planning may take."""
 
@@ -113,8 +113,8 @@ class ShardPlan:
     sources: tuple[Source, ...]
     # For each usable record: its key in the archive, source/record, PLANNING_NUMBERS, and the patient that a
     # table names. A record whose name came before has no crops.
-    keys: Texts
-    labels: Texts
+    keys: TextColumn
+    labels: TextColumn
     numbers: np.ndarray
     patients: pa.Array
     tables: str  # a hash of the sources' tables
@@ -198,7 +198,7 @@ class _AllHeaders:
     """The headers of all keys."""
 
     def __init__(self) -> None:
-        self.keys, self.labels = Texts(), Texts()
+        self.keys, self.labels = TextColumn(), TextColumn()
         self.numbers, self.members = bytearray(), bytearray()
         self.refused: list[Refused] = []
         self.seen: Counter[str] = Counter()
@@ -484,7 +484,7 @@ def check_member_name(source: str, name: str, crops: int) -> None:
         raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
 
 
-def hide_detail(
+def reject_without_detail(
     archive: Source, key: bytes | None, source: str, name: str, reason: str, detail: str
 ) -> Reject:
     """A line of rejects.csv. With pseudonyms it has no detail, which may have names of files."""
@@ -516,7 +516,7 @@ def _with_unique_names(
             name += " again"  # the same path in another archive
         taken.add((source, name))
         rejects.append(
-            hide_detail(
+            reject_without_detail(
                 sources[archive], secret, source, name, reason, detail_with_path(path, detail)
             )
         )

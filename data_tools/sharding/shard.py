@@ -52,8 +52,8 @@ from ..sources.base import Source, dataset_patient, detail_with_path, read_recor
 from ..sources.dataset import StoredDataset
 from .finishing import (
     PART_COLUMNS,
-    Parts,
     PlanFacts,
+    ShardParts,
     finish_dataset,
     raise_no_record_error,
     read_part,
@@ -64,7 +64,7 @@ from .finishing import (
     write_roles,
 )
 from .finishing import ShardOptions as ShardOptions
-from .plan import PlannedCrops, ShardPlan, hide_detail, make_plan
+from .plan import PlannedCrops, ShardPlan, reject_without_detail, make_plan
 from .roles import PAPER_SOURCES, RoleSources
 from .shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
@@ -151,7 +151,7 @@ def _plan_and_build(
         return raise_no_record_error(out, plan.rejects)
     _build_missing_shards(plan, contents, out, options, {})
     planned = PlanFacts.of_plan(plan)
-    if options.leave_out and (copies := _copies_of_left_out(Parts(out, planned.shards))):
+    if options.leave_out and (copies := _copies_of_left_out(ShardParts(out, planned.shards))):
         contents = [
             content + (json.dumps(copies[name]) if name in copies else "")
             for name, content in zip(planned.shards, contents, strict=True)
@@ -161,7 +161,7 @@ def _plan_and_build(
     return finish_dataset(planned, out, recipe, options)
 
 
-def _copies_of_left_out(parts: Parts) -> dict[str, list[int]]:
+def _copies_of_left_out(parts: ShardParts) -> dict[str, list[int]]:
     """Returns shard name -> waveforms of left-out patients that the shard still contains under
     another patient or none."""
     waveforms: set[int] = set()
@@ -395,12 +395,14 @@ class _ShardWriter:
             row["crc32c"], row["waveform"] = crc_and_waveform_hash(self.samples)
         except ReadError as error:
             notes.append((error.reason, detail_with_path(archive.path_of(path), error.detail)))
-            self.rejects += [hide_detail(archive, key, source, name, *note) for note in notes]
+            self.rejects += [
+                reject_without_detail(archive, key, source, name, *note) for note in notes
+            ]
             return
         if self._is_left_out(row):
             return
         for note in (*notes, *_flag_lines(crop)):
-            self.rejects.append(hide_detail(archive, key, source, name, *note))
+            self.rejects.append(reject_without_detail(archive, key, source, name, *note))
         self._write(row, part)
 
     def _is_left_out(self, row: dict[str, Any]) -> bool:

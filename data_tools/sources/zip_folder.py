@@ -116,7 +116,7 @@ class Zip:
     def path(self, name: str) -> str:
         return f"{self.inside}/{name}".strip("/") if self.inside else name
 
-    def packed(self, member: Member, name: str, most: int) -> memoryview:
+    def read_packed(self, member: Member, name: str, most: int) -> memoryview:
         """A member's data; `most`: bytes to read from its header on. `name`: for errors."""
         try:
             size = min(member.end - member.begin, most)
@@ -161,7 +161,7 @@ class ZipFolder(LocalFolder):
         is_whole = member.size <= limit
         _check_member(member, name, limit if not cut else member.size)
         most = member.packed if is_whole else limit
-        data = zipped.packed(member, name, HEADER.size + 2 * MAX_FIELD + most)
+        data = zipped.read_packed(member, name, HEADER.size + 2 * MAX_FIELD + most)
         try:
             if member.method == DEFLATED and is_whole:
                 data = memoryview(deflate_decompress(data, member.size))
@@ -259,7 +259,7 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
         names = (_path_of_key(key) for key in index.keys if not key.endswith(RECORD_ENDINGS))
         for name in islice(names, MAX_CHECKED):
             if (member := index.find(name)) and member.method >= 0:
-                Zip(base, file, version).packed(member, name, 2**13)
+                Zip(base, file, version).read_packed(member, name, 2**13)
         return index
     except OSError as error:
         raise StorageError(f"{place}: {error.strerror or error}") from None

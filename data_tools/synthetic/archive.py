@@ -30,7 +30,7 @@ from ..ecg.record import ABBREVIATIONS
 from ..io import cluster
 from ..io.errors import DataError
 from . import challenge, ptbxl
-from .challenge import DATABASES, damage
+from .challenge import DATABASES, damage_record
 from .ecg import simulate
 from .patients import BLOCK_PATIENTS, Findings, SyntheticPatients, draw_patients
 
@@ -189,7 +189,7 @@ def sessions_of(block: Block) -> Iterator[Session]:
         )
         u = np.random.default_rng([*key, CLINIC]).random((BLOCK_PATIENTS, 12))[who]
         for digital, numbers in zip(made.digital, u, strict=True):
-            damage(digital, block.database, numbers)
+            damage_record(digital, block.database, numbers)
         yield Session(
             patients, made.digital, _recorded_diagnoses(key, who, made.present, without), u
         )

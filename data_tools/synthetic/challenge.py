@@ -61,7 +61,7 @@ DATABASES = {
 }
 
 
-def damage(digital: np.ndarray, database: str, u: np.ndarray) -> None:
+def damage_record(digital: np.ndarray, database: str, u: np.ndarray) -> None:
     """Damage one record [samples, 12] in place: disconnected electrodes, unmeasured samples. `u`:
     its random numbers."""
     if u[0] < FLAT_SHARE:

@@ -41,7 +41,7 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.engine.model.config import ModelConfig, validate
 from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.encoders import agree, build_encoder, examine
+from omnilead.engine.model.encoders import build_encoder, examine, outputs_agree
 from omnilead.engine.model.folder import (
     CONFIG,
     LISTED_WEIGHTS,
@@ -529,7 +529,7 @@ def from_torch(
     names, left = match_weights(path, module.state_dict(), file_weights, prefix, renamed)
     load_tensors(path, module, {name: file_weights[their] for name, their in names.items()})
     c_RD = mean_embedding(module, x_RLT)
-    if agree(c_RD, fresh_RD):
+    if outputs_agree(c_RD, fresh_RD):
         raise ConfigError(
             f"{path}: its weights fit {encoder}, but the embedding is still that of the freshly built "
             "class: forward must use the weights, and the constructor must load none"
@@ -565,7 +565,7 @@ def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
         if done.returncode:
             why = done.stderr.strip().rpartition("\n")[2]
             raise ConfigError(f"the model folder does not load without your other files: {why}")
-        if not agree(load_file(f"{folder}/alone")["c_RD"], c_RD):
+        if not outputs_agree(load_file(f"{folder}/alone")["c_RD"], c_RD):
             raise ConfigError(
                 "the model folder gives another embedding: has the class weights that it does not save?"
             )

@@ -127,7 +127,7 @@ class Augmenter:
     def ops(self) -> TorchOps:
         return TorchOps(HALF, FS_HZ, self.device, self.seed)
 
-    def random(self, places: Places, views: int = 2) -> Random:
+    def random_numbers(self, places: Places, views: int = 2) -> Random:
         measured_BL = self.measured_leads(places) if self.measured_leads else None
         return Random(self.seed, places.epoch, crop_key(places), views, measured_BL=measured_BL)
 
@@ -140,11 +140,11 @@ class Augmenter:
         mask halves or views instead."""
         if not self.windows:
             return None
-        return RandomLeads(self.config).keep_masks(self.random(places, self.windows))
+        return RandomLeads(self.config).keep_masks(self.random_numbers(places, self.windows))
 
     def draw_parameters(self, places: Places) -> Params:
         """Draw the random parameters of all stages."""
-        p = draw_parameters(self.stages, self.random(places))
+        p = draw_parameters(self.stages, self.random_numbers(places))
         if self.views == "window":
             key = (self.seed, RandomStream.WINDOW, places.epoch, crop_key(places))
             p["start"] = (counter.uniform(*key) * (HALF + 1)).astype(np.int64)

@@ -25,7 +25,7 @@ from .augmentations.stage import Params
 from .augmenter import Augmenter, Plan, Upload
 from .config import HALF
 from .order import Places
-from .reader import CropReader, CropSink, Report
+from .reader import CropReader, CropSink, ReadReport
 from .stage_timer import StageTimer
 from .writer import crop_writer
 
@@ -39,7 +39,7 @@ class ReadCrops:
 
     plan: Plan  # of the crops that were read: some may be replacements
     buffer: Any
-    report: Report
+    report: ReadReport
 
     def batch(self, crops: slice) -> "ReadCrops":
         """Returns one of the batches. Raises if it has a crop that could not be read."""

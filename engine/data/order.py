@@ -285,11 +285,11 @@ class Order:
             place -= drawn_positions
             epochs, begun = divmod(cycle * quota + drawn_positions, size)
             counts = np.full(len(rows), epochs, np.int32)
-            counts[self._index(d, np.full(begun, epochs), np.arange(begun))] += 1
+            counts[self._selected_index(d, np.full(begun, epochs), np.arange(begun))] += 1
             if size < len(rows):
                 dropped = np.arange(size, len(rows))
                 for epoch in range(epochs):
-                    counts[self._index(d, np.full(len(dropped), epoch), dropped)] -= 1
+                    counts[self._selected_index(d, np.full(len(dropped), epoch), dropped)] -= 1
             of_crops = np.zeros(rows.shard_first[-1], np.int32)
             of_crops[rows.row(np.arange(len(rows)))] = counts
             times.append(of_crops)
@@ -325,14 +325,14 @@ class Order:
         for d, rows in enumerate(self.rows):
             own_positions = np.flatnonzero(dataset == d)
             epoch[own_positions], i = np.divmod(turn[own_positions], self._epoch_crops(d))
-            row[own_positions] = rows.row(self._index(d, epoch[own_positions], i))
+            row[own_positions] = rows.row(self._selected_index(d, epoch[own_positions], i))
         return Places(dataset, row, epoch)
 
     def _epoch_crops(self, dataset: int) -> int:
         """The crops of one epoch of a dataset. A single dataset drops the incomplete last batch."""
         return self.crops_per_epoch if len(self.rows) == 1 else len(self.rows[dataset])
 
-    def _index(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
+    def _selected_index(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
         rows = self.rows[dataset]
         if not 0 < self.block_shards < len(rows.first) - 1:  # one block
             return permute(i, len(rows), bits(self.seed, RandomStream.ORDER, dataset, epoch))

@@ -77,12 +77,12 @@ class _CropRead(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class ReadReport:
     row: np.ndarray  # the rows in the batch: as requested, except where a bad crop was replaced
     skipped: tuple[BadCrop, ...]  # bad crops that were replaced
     failed: BadCrop | None = None  # the first bad crop with on_corrupt=stop
 
-    def report_on(self, crops: slice) -> "Report":
+    def report_on(self, crops: slice) -> "ReadReport":
         """Returns the report on one of several batches that were read together. Raises if that
         batch has the bad crop."""
         if self.failed and crops.start <= self.failed.position < crops.stop:
@@ -93,7 +93,7 @@ class Report:
         skipped = (
             bad_crop._replace(position=bad_crop.position - crops.start) for bad_crop in inside
         )
-        return Report(self.row[crops], tuple(skipped))
+        return ReadReport(self.row[crops], tuple(skipped))
 
 
 class CropSink(Protocol):
@@ -205,7 +205,7 @@ class CropReader:
             buffers.append(buffer.numpy())
         return buffers
 
-    def read(self, places: Places, crops: np.ndarray) -> Report:
+    def read(self, places: Places, crops: np.ndarray) -> ReadReport:
         """Read crops [n] into int16 [n, 12, 5000], in microvolts. A bad crop that may not be
         skipped raises an error; the buffer is then invalid."""
         count = len(places.row)
@@ -216,17 +216,17 @@ class CropReader:
             )
         return self.read_to(places, crops).report_on(slice(0, count))
 
-    def read_to(self, places: Places, output: np.ndarray | CropSink) -> Report:
+    def read_to(self, places: Places, output: np.ndarray | CropSink) -> ReadReport:
         """Read crops into a batch or a sink. A bad crop that may not be skipped is in the report,
         whose `report_on` raises."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
         bad_crops = sorted(self._read(index, rows, output))
         if bad_crops and self.on_corrupt == "stop":
-            return Report(rows, (), bad_crops[0])
+            return ReadReport(rows, (), bad_crops[0])
         skipped: list[BadCrop] = []
         for bad_crop in bad_crops:
             skipped += self._substitute(bad_crop, rows, output)
-        return Report(rows, tuple(skipped))
+        return ReadReport(rows, tuple(skipped))
 
     def _substitute(
         self, bad_crop: BadCrop, rows: np.ndarray, output: np.ndarray | CropSink
@@ -477,11 +477,11 @@ def read_ahead(
     shape: tuple[int, ...],
     depth: int = 2,
     in_use: int = 1,
-) -> Generator[tuple[Places, np.ndarray, Report], None, None]:
+) -> Generator[tuple[Places, np.ndarray, ReadReport], None, None]:
     """Prefetch (request, its crops, report), at most `depth` beyond those in use. A request has at
     most shape[0] crops."""
 
-    def fill(request: Places, buffer: np.ndarray) -> tuple[Places, np.ndarray, Report]:
+    def fill(request: Places, buffer: np.ndarray) -> tuple[Places, np.ndarray, ReadReport]:
         crops = buffer[: len(request.row)]
         return request, crops, reader.read(request, crops)
 

@@ -182,7 +182,7 @@ class Staging:
                     with suppress(PermissionError):  # another user's file
                         os.utime(lock)  # most recently used: evicted last
                     return lock
-                partial, room = self._partial_file_and_space(key, needed)
+                partial, room = self._claim_download(key, needed)
                 if partial is not None:
                     self._download(key, partial)
                 elif not room and not needed:
@@ -213,7 +213,7 @@ class Staging:
             self._verified.add(key)
         return True
 
-    def _partial_file_and_space(self, key: Key, needed: bool) -> tuple[int | None, bool]:
+    def _claim_download(self, key: Key, needed: bool) -> tuple[int | None, bool]:
         """Returns (descriptor of the locked partial file, None if another process downloads it; True
         if there is space)."""
         partial = self._local_path(key).with_suffix(".partial")

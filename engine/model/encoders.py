@@ -171,7 +171,7 @@ def examine(
     with blaming(f"model.encoder={config.encoder}", hint):
         c_RND = _checked_output("forward", examined(x_RLT), examined.width, shape)
         other_RND = _checked_output("forward", examined(other_RLT), examined.width, shape)
-        if not agree(c_RND[0], other_RND[0], dtype):
+        if not outputs_agree(c_RND[0], other_RND[0], dtype):
             raise ConfigError(
                 "in eval mode a row changes when other rows of the batch change: rows must be "
                 "independent"
@@ -193,7 +193,7 @@ def _examine_masking(encoder: Any, z_RNF: Tensor) -> None:
     second = _checked_output(
         "context", encoder.context(hidden_RNF, mask_RN), encoder.width, z_RNF.shape
     )
-    if not agree(first, second, z_RNF.dtype):
+    if not outputs_agree(first, second, z_RNF.dtype):
         raise ConfigError(
             "context sees the masked tokens, so the local objective would be too easy"
         )
@@ -210,7 +210,7 @@ def _checked_output(name: str, y: Tensor, width: int, shape: Sequence[int]) -> T
     return y.float()
 
 
-def agree(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+def outputs_agree(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """True if two outputs differ by no more than rounding in `dtype`."""
     return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE[dtype] * a.abs().max())
 

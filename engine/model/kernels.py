@@ -308,7 +308,7 @@ def weight_gradient(
     y = F.pad(grad_RND, (0, 0, 0, blocks * BLOCK_OUTPUTS - tokens))
     y = y.reshape(rows * blocks, BLOCK_OUTPUTS, groups, group_width).permute(2, 0, 1, 3)
     y = y.reshape(groups, rows * blocks, BLOCK_OUTPUTS * group_width)
-    x = patches(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
+    x = block_inputs(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
     band = torch.bmm(x, y).view(
         groups, -1, group_width, BLOCK_OUTPUTS, group_width
     )  # [G, window, c in, BLOCK_OUTPUTS, c out]
@@ -335,12 +335,12 @@ def convolve_each_block(
     # [G, window, c in, BLOCK_OUTPUTS, c out]
     band = taps_Goik.unfold(3, BLOCK_OUTPUTS, 1).flip(4).permute(0, 3, 2, 4, 1)
     band = band.reshape(groups, -1, BLOCK_OUTPUTS * group_width)
-    y = torch.bmm(patches(x_RND, kernel, groups, left), band)
+    y = torch.bmm(block_inputs(x_RND, kernel, groups, left), band)
     y = y.view(groups, rows, -1, group_width)[:, :, :tokens]
     return y.permute(1, 2, 0, 3).reshape(rows, tokens, width)
 
 
-def patches(
+def block_inputs(
     x_RND: Tensor,
     kernel: int,
     groups: int,

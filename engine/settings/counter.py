@@ -116,7 +116,7 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
         )
     out = np.empty(x.size, np.uint64)
     tiny = np.broadcast_to(size <= MAX_RANKED, x.shape)
-    for scheme, mask in ((_rank, tiny), (_walk, ~tiny)):
+    for scheme, mask in ((_permute_by_rank, tiny), (_permute_by_feistel, ~tiny)):
         indices = np.flatnonzero(mask)
         if indices.size:
             elements = x[indices].astype(np.uint64)
@@ -136,7 +136,7 @@ def _take(value: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return value if value.size == 1 else value[indices]
 
 
-def _rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
+def _permute_by_rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Rank the elements by a hash without ties (it is a bijection): every permutation is equally
     likely."""
     element = np.arange(MAX_RANKED)
@@ -146,7 +146,7 @@ def _rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
     return np.asarray(smaller.sum(axis=1))
 
 
-def _walk(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
+def _permute_by_feistel(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
     """A Feistel network on [0, a * b), a = ceil(sqrt n) and b = ceil(n / a), applied until the
     result is in [0, n): nearly always once, as the domain exceeds n by less than a."""
     a = np.ceil(np.sqrt(n)).astype(np.uint64)  # IEEE rounds sqrt the same way on every machine

@@ -50,7 +50,7 @@ LEAST_STEP_GFLOP = 4_500  # of a pass of one GPU
 STORED_CROP_BYTES = 122_368  # of a shard: samples 120,832, their row as JSON 1,536
 
 
-class Amount(NamedTuple):
+class TrainingAmount(NamedTuple):
     """The amount of training, with the datasets or the many crops that a pretended dataset stands
     for."""
 
@@ -90,16 +90,16 @@ def dry_run(
     return "\n".join(lines)
 
 
-def planned_amount(task: TrainingTask, order: Order, crops: int | None) -> Amount:
+def planned_amount(task: TrainingTask, order: Order, crops: int | None) -> TrainingAmount:
     rows, trained = sum(map(len, task.datasets)), sum(map(len, order.rows))
     if crops:
         trained = crops * trained // rows
     steps_per_epoch = trained // order.batch_crops
     steps = total_steps(task.config, steps_per_epoch)
-    return Amount(crops or rows, trained, steps_per_epoch, order.batch_crops, steps)
+    return TrainingAmount(crops or rows, trained, steps_per_epoch, order.batch_crops, steps)
 
 
-def describe_data(task: TrainingTask, amount: Amount, pretended: bool) -> list[str]:
+def describe_data(task: TrainingTask, amount: TrainingAmount, pretended: bool) -> list[str]:
     of_whom = " of as many patients, which nobody has looked at" if pretended else ""
     trained = f"{amount.trained_crops:,} to train on{'' if pretended else task.left_out_text()}"
     epoch = f"an epoch is {amount.steps_per_epoch:,} x {amount.batch_crops} crops"
@@ -108,7 +108,7 @@ def describe_data(task: TrainingTask, amount: Amount, pretended: bool) -> list[s
 
 
 def describe_training(
-    task: TrainingTask, model: nn.Module, amount: Amount, gpus: int, which_gpus: str
+    task: TrainingTask, model: nn.Module, amount: TrainingAmount, gpus: int, which_gpus: str
 ) -> str:
     crops, passes = micro_batch_and_passes(task.config, gpus)
     parameters = sum(p.numel() for p in model.parameters())
@@ -118,7 +118,7 @@ def describe_training(
     )
 
 
-def describe_epochs(amount: Amount) -> str:
+def describe_epochs(amount: TrainingAmount) -> str:
     epochs = amount.steps / amount.steps_per_epoch
     if epochs < 1:
         return f"{epochs:.2g} of an epoch; train.epochs=1 reads every crop once"
@@ -146,7 +146,7 @@ def describe_time_and_disk(
     task: TrainingTask,
     model: nn.Module,
     order: Order,
-    amount: Amount,
+    amount: TrainingAmount,
     gpus: int,
     hourly: float | None,
 ) -> list[str]:

@@ -540,7 +540,7 @@ def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset, monkeypatch):
         def release(self):
             clock[0] += 6
 
-        def run(self):
+        def next_batch(self):
             clock[0] += 1
             step, crops, _ = next(self.feed)
             return step, torch.from_numpy(crops)
