@@ -64,7 +64,7 @@ from .finishing import (
     write_roles,
 )
 from .finishing import ShardOptions as ShardOptions
-from .plan import PlannedCrops, ShardPlan, reject_without_detail, make_plan
+from .plan import PlannedCrops, ShardPlan, make_plan, reject_without_detail
 from .roles import PAPER_SOURCES, RoleSources
 from .shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
