@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-EXAMPLES, EXAMPLE_LEADS = 6, ("I", "II", "V1", "V5")  # of a dataset's figure
+EXAMPLES, EXAMPLE_LEADS = 6, ("I", "II", "V1", "V5")  # shown in a dataset's figure
 MEASURED_CROPS = 100  # crops of which it has heart rates: each takes some hundredths of a second
 # Differ in lightness, for any colour vision
 ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")

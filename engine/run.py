@@ -96,7 +96,7 @@ class AfterTraining:
 class TrainingParser(Parser):
     """A parser that knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
 
-    settings: Callable[[], Any]  # their class
+    settings: Callable[[], Any]  # returns the class of the settings
     shortcuts: Shortcuts
 
     def suggest(self, option: str, value: str) -> str:

@@ -35,7 +35,7 @@ LARGE_UV, EINTHOVEN_UV = 20_000, 20
 ZERO_RUN = 250  # samples in all leads; at most 2 in 3,585 ECGs of the Challenge's databases
 # Median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 PLAUSIBLE_UV = (100, 4000)
-IMPLAUSIBLE_AMPLITUDE = "implausible amplitude"  # what is said of such a record
+IMPLAUSIBLE_AMPLITUDE = "implausible amplitude"  # the warning about such a record
 # Twice (derived - stored) for III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF; doubled to
 # avoid halves
 _TWICE_RESIDUAL = np.array(

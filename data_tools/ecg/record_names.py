@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from ..io.errors import DataError
 
 NAMES_IN_MESSAGE = 3  # names in a message
-FIRST_ROW = 2  # of records, as spreadsheets number them: the header is row 1
+FIRST_ROW = 2  # number of the first record's row in a spreadsheet: the header is row 1
 EMPTY_LINES = b"empty lines"  # in a table's metadata: the rows before which its file has one
 FILE_ENDING = r"\.[A-Za-z]\w{1,3}$"
 ODD_CHARACTERS = "[^A-Za-z0-9_-]+"  # a dataset has _ for them
@@ -42,7 +42,7 @@ MATCH_NOTES = {
 
 
 class Matches(NamedTuple):
-    row: np.ndarray  # of each record, its row in the table; -1: none
+    row: np.ndarray  # row in the table of each record; -1: none
     notes: list[str]  # which of the table's records are not in the data, ...
     mostly_missing: bool  # most of the table's records
 

@@ -40,8 +40,8 @@ class Option(NamedTuple):
 class DeclaredOption(NamedTuple):
     """A parameter as a command takes it."""
 
-    name: str  # in Python
-    flag: str  # in the command
+    name: str  # name in Python
+    flag: str  # flag of the command
     option: Option
     kind: type
     several: bool

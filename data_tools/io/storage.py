@@ -315,7 +315,7 @@ class RemoteFolder:
     url: str
     anonymous: bool = False
     private: bool = False  # as in LocalFolder
-    tries: int | None = None  # of each request; None: RETRIES
+    tries: int | None = None  # tries of each request; None: RETRIES
     remote = True
 
     @property

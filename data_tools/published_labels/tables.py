@@ -68,7 +68,7 @@ from ..sources.zip_folder import archive_folder_and_names
 
 NAME_COLUMNS = ("source", "record", "patient")
 UNKNOWN = -1  # in columns of 0 and 1; columns of measurements use NaN
-MAX_FILE = 2**30  # of measurements
+MAX_FILE = 2**30  # bytes of a file of measurements
 _RECORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _TRUTH = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}

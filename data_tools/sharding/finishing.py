@@ -54,7 +54,7 @@ from .plan import ShardPlan
 from .roles import PAPER_SOURCES, RoleSources
 from .shards import part_name, shard_name
 
-DIGEST_BYTES = 32  # of the sha256 at the end of a part
+DIGEST_BYTES = 32  # bytes of the sha256 at the end of a part
 SYNTHETIC_LICENCE = "CC0-1.0"
 ROW_GROUP = 65_536
 ROLE_COLUMNS = ["pretrain", "dx_role", "id_role"]
@@ -116,7 +116,7 @@ class PlanFacts(NamedTuple):
     shards: list[str]  # their names
     sources: list[dict[str, Any]]  # name, licence, dropped_s, seen
     rejects: list[Reject]
-    name_key: bytes | None  # of the first dataset among the sources
+    name_key: bytes | None  # name key of the first dataset among the sources
 
     @classmethod
     def of_plan(cls, plan: ShardPlan) -> "PlanFacts":
@@ -322,7 +322,7 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts])
 class _ShardTotals(NamedTuple):
     """The facts of all shards, combined."""
 
-    shards: list[ShardFacts]  # for dataset.json
+    shards: list[ShardFacts]  # entries of dataset.json
     rejects: list[Reject]
     doubtful: np.ndarray  # bool [crops]: with a flag that leaves them out of pre-training
     left_out: list[list[Any]]  # as in _ShardWriter

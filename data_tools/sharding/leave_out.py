@@ -32,7 +32,7 @@ MIN_ID_LENGTH = 5  # characters of a patient that is searched in texts: 17 may b
 @dataclass(frozen=True)
 class LeaveOut:
     names: tuple[str, ...]  # PATIENT or SOURCE/PATIENT, as in the archive or in a dataset
-    key: bytes | None = None  # of pseudonyms
+    key: bytes | None = None  # key of pseudonyms
 
     @classmethod
     def read(cls, file: str, key: bytes | None) -> "LeaveOut":

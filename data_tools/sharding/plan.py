@@ -96,11 +96,11 @@ class TextColumn:
 
     def column(self) -> pa.Array:
         """Returns the column, mapped from the files: pages count as memory once they were read."""
-        offsets, data = self._mapped(self.offsets), self._mapped(self.data)
+        offsets, data = self._map_file(self.offsets), self._map_file(self.data)
         return pa.Array.from_buffers(pa.large_string(), self.count, [None, offsets, data])
 
     @staticmethod
-    def _mapped(file: IO[bytes]) -> pa.Buffer:
+    def _map_file(file: IO[bytes]) -> pa.Buffer:
         with write_errors(tempfile.gettempdir(), "the plan"):
             file.flush()
         if not file.tell():

@@ -28,7 +28,7 @@ from ..ecg.record import patient_source, real_source
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
 NAMES_PER_PART = 65_536  # names held as Python objects at a time
-HEAPS = 16  # in which names are compared, one after the other
+HEAPS = 16  # names are compared heap by heap
 UNUSED_BY_PAPER = (
     "ptb",
     "st_petersburg_incart",

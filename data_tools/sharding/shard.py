@@ -282,7 +282,7 @@ def _build_missing_shards(
 ) -> None:
     """Builds the missing shards. `copies`: shard name -> waveforms that the shard must not
     contain."""
-    written = set(out.names(".build"))  # by an interrupted run
+    written = set(out.names(".build"))  # files that an interrupted run has written
     left = []
     for number, content in enumerate(contents):
         if part_name(shard_name(number)) in written:

@@ -414,11 +414,11 @@ class _Comparison:
     """Compares records of an archive with a dataset's, in any process."""
 
     dataset: Dataset
-    rows: RecordIndex  # of samples.parquet
-    refused: RecordIndex  # of rejects.csv, without flags
+    rows: RecordIndex  # index of samples.parquet
+    refused: RecordIndex  # index of rejects.csv, without flags
     named: RecordIndex  # patients that a table names
     leave_out: LeaveOut | None
-    key: bytes | None  # of pseudonyms
+    key: bytes | None  # key of pseudonyms
 
     def compare_chunk(self, task: tuple[Source, list[str]]) -> list[_Compared]:
         archive, keys = task

@@ -89,7 +89,7 @@ class ArrayFacts(BaseModel):
     age: str = ""
     sex: str = ""
     index: str = ""  # number of the ECG in the array, from 0
-    name: str = "arrays"  # of the database
+    name: str = "arrays"  # name of the database
     licence: str = "unknown"
 
     @field_validator("layout", "leads", mode="before")
@@ -327,7 +327,7 @@ def _read_yaml(root: Folder) -> dict[Any, Any]:
     data = root.read(YAML, MAX_YAML)
     try:
         words = yaml.safe_load(data)
-    except Exception as error:  # of many kinds, by the tags in it
+    except Exception as error:  # tags in the file may cause many kinds
         raise DataError(one_line(f"{YAML} is no YAML: {error}", 200)) from None
     if not isinstance(words, dict):
         raise DataError(f"{YAML}: write one `word: value` a line, such as fs_hz: 500")

@@ -64,7 +64,7 @@ class Source(ABC):
     licence = "unknown"
     # A note on what no source of the folder reads, and on WFDB records beside its archives
     left_out = ""
-    private = ""  # what in its records' names and ids tells who the patients are
+    private = ""  # the names and ids in it that tell who the patients are
     pseudonyms: str | None = None  # of a dataset: the mark of the key that made its names
     # In your own source: True if `read` and `header` may be called from several threads at once, as for s3://
     thread_safe = False
@@ -189,7 +189,7 @@ class Prepared(NamedTuple):
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
     flags: tuple[tuple[str, ...], ...]
-    fs_hz: float  # at which it was recorded
+    fs_hz: float  # rate at which it was recorded
 
 
 def prepare_record(source: Source, key: str) -> Prepared | ReadError:

@@ -164,7 +164,7 @@ def _index_batches(order: pa.Array) -> Iterator[pa.Array]:
 class _StoredRecord(NamedTuple):
     name: str
     columns: dict[str, Any]  # RECORD_COLUMNS
-    crops: list[dict[str, Any]]  # in their order
+    crops: list[dict[str, Any]]  # in order of time
     warnings: list[list[str]]
 
 

@@ -55,8 +55,8 @@ _LOCK = threading.Lock()
 class Member(NamedTuple):
     """A file in a zip."""
 
-    begin: int  # of its header; the data follow
-    end: int  # where another one begins
+    begin: int  # start of its header, which the data follow
+    end: int  # start of the next member
     packed: int  # bytes
     size: int  # bytes unpacked
     crc: int
@@ -68,7 +68,7 @@ class ZipIndex(NamedTuple):
     """The members of a zip in the order of LocalFolder.names."""
 
     keys: list[bytes]
-    numbers: np.ndarray  # of Member
+    numbers: np.ndarray  # fields of Member
 
     def find(self, path: str) -> Member | None:
         key = _sort_key(path)
@@ -137,7 +137,7 @@ class ZipFolder(LocalFolder):
     """A zip as a folder, or a folder in which x.zip is the folder x."""
 
     base: Folder
-    zips: dict[str, Zip] = field(compare=False)  # by the name of the folder; "" is all
+    zips: dict[str, Zip] = field(compare=False)  # by folder; "" if the whole archive is a zip
     remote: bool
 
     def zip_and_path(self, name: str) -> tuple[Zip | None, str]:

@@ -69,8 +69,8 @@ class Recordings:
 @dataclass(frozen=True)
 class _Session:
     patients: SyntheticPatients
-    rng: BlockDraws  # what is new in this session
-    own: BlockDraws  # what the patient's disease looks like in every session
+    rng: BlockDraws  # draws what is new in this session
+    own: BlockDraws  # draws what the disease looks like in every session
     has: Findings
     field: np.ndarray  # [BLOCK, 8 leads, 3 axes]
     fs_hz: int

@@ -144,7 +144,7 @@ class Pipeline:
         )
         def definition() -> Any:
             stamp, crops, *parameters = fn.external_source(
-                source=self._next, num_outputs=2 + len(self.names), batch=True, no_copy=True
+                source=self._feed_next, num_outputs=2 + len(self.names), batch=True, no_copy=True
             )
             p = dict(zip(self.names, parameters, strict=True))
             if gpu:
@@ -163,7 +163,7 @@ class Pipeline:
 
         return definition
 
-    def _next(self) -> list[np.ndarray]:
+    def _feed_next(self) -> list[np.ndarray]:
         position, crops, p = next(self.feed)
         stamp = np.full((len(crops), 1), position, np.int64)
         self.fed_arrays.append([stamp, crops, *(_feed_array(name, p[name]) for name in self.names)])

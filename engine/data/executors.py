@@ -37,7 +37,7 @@ CROPS_PER_READ = 256
 class ReadCrops:
     """One or more batches that have been read."""
 
-    plan: Plan  # of the crops that were read: some may be replacements
+    plan: Plan  # plan of the crops that were read; some may be replacements
     buffer: Any
     report: ReadReport
 
@@ -54,7 +54,7 @@ class Executor(ABC):
     augmenter: Augmenter
     reader: CropReader
     meter: StageTimer
-    crops: int  # in a batch
+    crops: int  # crops in a batch
     reuse_batches: bool = False  # TorchOnCpu may reuse them: see Loader
 
     batches_in_use: ClassVar = 1  # buffers that may still be read when the next batch is asked for

@@ -89,7 +89,7 @@ class Selection:
     hold_out: float = 0.0
     held: bool = False
     where: str = ""  # data.where
-    rows: Sequence[np.ndarray] = ()  # of each dataset; (): by the criteria above alone
+    rows: Sequence[np.ndarray] = ()  # rows of each dataset; (): all that meet the criteria above
 
     def criteria(self) -> dict[str, Any]:
         """The criteria that are set, in JSON's types: a digest for the rows of each dataset."""
@@ -345,7 +345,7 @@ class Order:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class _EpochLayout:
     """The non-empty shards in the order of one epoch."""
 
     index: np.ndarray  # [shards] index of the first row of each shard among the selected rows
@@ -357,7 +357,7 @@ class _Layout:
 @lru_cache(maxsize=64)
 def _epoch_layout(
     rows: DatasetRows, seed: int, dataset: int, epoch: int, block_shards: int
-) -> _Layout:
+) -> _EpochLayout:
     """Returns the order of shards in an epoch. Only this work grows with the number of shards: 1 to
     5 ms for 10,000, once per epoch."""
     crops = np.diff(rows.first)
@@ -367,10 +367,10 @@ def _epoch_layout(
     before = np.concatenate([[0], np.cumsum(crops[shard])])
     block_first = np.append(before[:-1:block_shards], before[-1])
     keys = bits(seed, RandomStream.BLOCK_ORDER, dataset, epoch, np.arange(len(block_first) - 1))
-    return _Layout(rows.first[shard], before, block_first, keys)
+    return _EpochLayout(rows.first[shard], before, block_first, keys)
 
 
-def _index_in_blocks(layout: _Layout, i: np.ndarray) -> np.ndarray:
+def _index_in_blocks(layout: _EpochLayout, i: np.ndarray) -> np.ndarray:
     block = np.searchsorted(layout.block_first, i, side="right") - 1
     start, end = layout.block_first[block], layout.block_first[block + 1]
     j = start + permute(i - start, end - start, layout.block_key[block])

@@ -36,7 +36,7 @@ from omnilead.data_tools.io.terminal import tell
 from ..settings.errors import ConfigError
 from .patients import OWNER_COLUMNS, batches_with_masks, keyed_digests, owners_and_known
 
-USES = ("unlabelled", "selected", "labelled")  # where a crop had several, the last counts
+USES = ("unlabelled", "selected", "labelled")  # ascending: the last counts if a crop had several
 LABELLED = USES.index("labelled")
 OPEN_KEY = b"omnilead seen"
 # 48 bits: of 10^7 patients and as many waveforms, one in 14 million strangers is taken for seen

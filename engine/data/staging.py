@@ -31,7 +31,7 @@ from omnilead.data_tools.io.storage import write_at
 PART_BYTES = 8 * 2**20
 DOWNLOADS = 4  # concurrent downloads; the only memory they use is one part each
 POLL_S = 0.05  # how often to check on other processes
-TRIES, WAIT_S = 6, 10.0  # to get room for all shards of a batch while other processes hold it
+TRIES, WAIT_S = 6, 10.0  # tries, and waits between, while other processes hold the space
 MORE_SPACE = "raise pipeline.cache_bytes, or lower pipeline.block_shards"
 CACHED_NAME = re.compile(r"[0-9a-f]{64}\.(?:tar|partial)", re.ASCII)
 Key = tuple[int, int]  # dataset, shard
@@ -70,7 +70,7 @@ class Staging:
         # the latest shards in the order
         self._current = {d: deque[Key](maxlen=together) for d in datasets}
         self._coming = list(islice(self._order, ahead))
-        self._tried: set[Key] = set()  # those of _coming that are downloaded or downloading
+        self._tried: set[Key] = set()  # shards of _coming that are downloaded or downloading
         self._failed: dict[Key, DatasetError] = {}
         self._verified: set[Key] = set()
         self._closing, self._changed = False, threading.Condition()

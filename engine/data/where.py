@@ -26,14 +26,14 @@ from omnilead.data_tools.ecg.constants import CROP_FLAGS, MAYBE_MISSING
 from ..settings.errors import ConfigError
 
 MAX_CHARACTERS = 500  # also bounds how deep an expression is
-MAX_SHOWN_DEPTH = 100  # of a refused part; deeper ones are not printed
+MAX_SHOWN_DEPTH = 100  # depth up to which a refused expression is printed
 HOW_TO_WRITE = 'write, for example, age >= 18 and not flags.einthoven, sex == "F", record in ["A", "B"], age is None'
 FLAG_COLUMNS = [f"flags.{flag}" for flag in CROP_FLAGS]
 FUNCTIONS: dict[type[ast.AST], Any] = {
     ast.And: pc.and_kleene,
     ast.Or: pc.or_kleene,
     ast.Not: pc.invert,
-    ast.USub: pc.negate_checked,  # of an unsigned column: an error, not 254
+    ast.USub: pc.negate_checked,  # an unsigned column is an error, not 254
     ast.Eq: pc.equal,
     ast.NotEq: pc.not_equal,
     ast.Lt: pc.less,

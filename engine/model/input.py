@@ -286,7 +286,7 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
 def _resampling_weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
     """[blocks * up, K]: the weight of each of K neighbouring samples at 500 Hz in each of blocks *
     up output samples."""
-    reach = -(-10 * max(up, down) // up)  # of the filter, in samples at 500 Hz
+    reach = -(-10 * max(up, down) // up)  # reach of the filter in samples at 500 Hz
     margin = -(-reach // down)
     weights = resample(np.eye((blocks + 2 * margin) * down), up, down)
     middle = weights[:, margin * up : (margin + blocks) * up].T

@@ -31,7 +31,7 @@ from ..settings.errors import ConfigError
 from .draws import ModelStream, random_integers
 from .s4 import CHUNK_TOKENS, S4Layer, StateSpace
 
-BLOCKS = 4  # to predict, in each row
+BLOCKS = 4  # blocks to predict in each row
 CONTEXT_SHARES = (0.85, 1.0)  # shares of the tokens: shortest and longest block
 PREDICTED_SHARES = (0.15, 0.2)
 FEWEST_TOKENS = 20  # tokens: with fewer, four blocks may leave no context

@@ -31,8 +31,10 @@ from ..settings.run_files import LOCK, METRICS, VALIDATION
 from . import checkpoint_files
 from .checkpoint_files import BEST, CHECKPOINTS, LATEST, MANIFEST, STATE, step_of
 
-OWNER_TOKEN = secrets.token_bytes(16)  # in LOCK of a bucket: who started last
-Files = dict[str, list[str]]  # of checkpoints, by the names of these
+OWNER_TOKEN = secrets.token_bytes(
+    16
+)  # written to LOCK in a bucket: tells which process started last
+Files = dict[str, list[str]]  # checkpoint name -> names of its files
 
 
 class Bucket:

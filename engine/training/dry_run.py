@@ -45,9 +45,9 @@ PRODUCTS_FLOPS = {
 KEPT_BYTES_S = 0.118e9 / (1 / 1748 - 175.9e9 / PRODUCTS_FLOPS[torch.bfloat16])
 # A tenth of the measured model's, and of its smallest measured step of 256 crops: below them a GPU
 # also waits for its kernels to start
-LEAST_MEASURED_GFLOP = 17.6  # of a crop
-LEAST_STEP_GFLOP = 4_500  # of a pass of one GPU
-STORED_CROP_BYTES = 122_368  # of a shard: samples 120,832, their row as JSON 1,536
+LEAST_MEASURED_GFLOP = 17.6  # for a crop
+LEAST_STEP_GFLOP = 4_500  # for a pass on one GPU
+STORED_CROP_BYTES = 122_368  # in a shard: samples 120,832, their row as JSON 1,536
 
 
 class TrainingAmount(NamedTuple):

@@ -31,9 +31,9 @@ MACHINE_SETTINGS = (
     "data.",
     "pipeline.",
 )  # of these sections, the settings that may change: paths, threads
-LISTED_DIFFERENCES = 3  # describe_differences in a message
+LISTED_DIFFERENCES = 3  # differences in a message
 ABSENT = "none"
-RankFacts = Mapping[str, tuple[str, str]]  # by key: what a message calls it, and its value
+RankFacts = Mapping[str, tuple[str, str]]  # key -> (name in messages, value)
 
 
 def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:

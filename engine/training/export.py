@@ -29,7 +29,7 @@ from .train import saved_config
 
 class Export(NamedTuple):
     config: RunConfig
-    state: dict[str, Any]  # of the checkpoint
+    state: dict[str, Any]  # state of the checkpoint
     weights: dict[str, Tensor]
     seen: pa.Table
     source_hz: list[float]  # lowest and highest rate at which what it was fitted on was recorded
@@ -63,7 +63,7 @@ class SeenData(NamedTuple):
     # How often each crop was drawn (Order.draw_counts), by the fingerprint of its dataset
     times_drawn: dict[str, np.ndarray]
     source_hz: list[float]  # lowest and highest rate of the labelled ones; []: none, or unknown
-    datasets: list[str]  # where the data of the run lie; []: they are gone
+    datasets: list[str]  # paths of the run's data; []: they are gone
 
 
 def seen_by_checkpoint(

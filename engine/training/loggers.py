@@ -40,7 +40,7 @@ from ..settings.run_files import FACTS, METRICS, PROMETHEUS, VALID, VALIDATION
 from .config import RunConfig, TrainConfig
 from .tracking import Service
 
-LINE_COLUMNS = 100  # of a line in the terminal
+LINE_COLUMNS = 100  # width of a line in the terminal
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
 PACKAGES = (
     "torch",

@@ -92,10 +92,10 @@ class Loop:
         self.recent: deque[tuple[int, Places]] = deque(maxlen=t.max_nonfinite)
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
-        self.terminated = False  # by SIGTERM or Ctrl-C
+        self.terminated = False  # True after SIGTERM or Ctrl-C
         self.launcher = DeepSpeedLauncher()
         self.interrupted_at_s: float | None = None  # the time of Ctrl-C
-        self.unfinished = ""  # what the run was stopped in
+        self.unfinished = ""  # what was not finished when the run was stopped
         self.asked_to_stop = MaxOverRanks(self.ranks)
         self.asked_to_save = MaxOverRanks(self.ranks)
         self.loader_state = State()  # after the last whole step

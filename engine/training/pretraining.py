@@ -61,7 +61,7 @@ READOUT_WITHOUT_RHYTHM = (
 )
 OWN_LOSSES = {"local", "diversity", "features"}  # names of losses
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # share of all codes; number of log lines in a row
-COLLAPSED_SPREAD = 0.05  # of JEPA's targets, which have a standard deviation of 1 over their width
+COLLAPSED_SPREAD = 0.05  # spread of JEPA's targets, whose standard deviation over their width is 1
 AVERAGED_PREFIX = (
     "plugin.target."  # JEPA's average of the encoder's weights, which is exported instead of them
 )
@@ -96,7 +96,7 @@ class PretrainTask(TrainingTask):
         "memory_gb",
     )
     encoder: nn.Module | None  # one that is not the authors'
-    tokens: int  # of a window
+    tokens: int  # tokens in a window
     inputs: PretrainInputs
     validation_loss: ValidationLoss
     probe: PatientProbe
@@ -208,7 +208,7 @@ class PretrainTask(TrainingTask):
         chance = self._chance_metrics("", in_training) | self._chance_metrics(VALID, held_out)
         if self.probe.pairs:
             chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
-        differs = self._validation_differs(in_training, held_out) if held_out else []
+        differs = self._validation_differences(in_training, held_out) if held_out else []
         return {"chance": chance, "validation": differs}
 
     def _chance_metrics(self, prefix: str, crops: int) -> dict[str, float]:
@@ -230,7 +230,7 @@ class PretrainTask(TrainingTask):
             chance[f"{prefix}accuracy_global"] = 1 / choices
         return chance
 
-    def _validation_differs(self, in_training: int, held_out: int) -> list[str]:
+    def _validation_differences(self, in_training: int, held_out: int) -> list[str]:
         config, model = self.config, self.config.model
         local = config.objective.local > 0
         differs = []
@@ -414,7 +414,7 @@ def examine_objective(
     with blaming(setting), single_process(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         x_BSLT = torch.randn(2, windows, model.config.leads, samples)
-        x_BSLT[1, -1] = 0  # as RLM may give
+        x_BSLT[1, -1] = 0  # a masked lead, as RLM may give
         losses, logged = model_copy.class_losses_and_logs(
             x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1)
         )

@@ -60,7 +60,7 @@ def read_settings(
     refuse_foreign(start, flatten(tree), flatten(set_by_user))
     objective, method = tree.get("objective", {}), flatten(set_by_user).get("objective.method")
     if method and portable_spec(str(method)) != portable_spec(str(objective.get("method"))):
-        objective.pop("options", None)  # those of the other class
+        objective.pop("options", None)  # they are for the other class
     return build_config(apply_overrides(tree, overrides))
 
 

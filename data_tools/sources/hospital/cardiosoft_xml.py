@@ -16,7 +16,7 @@ from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
 from .base import Decoded, Format, age_in_years, parse_xml, root_tag
 
-MAX_CARDIOSOFT_BYTES = 12 * 2**20  # of which a full disclosure of minutes takes most
+MAX_CARDIOSOFT_BYTES = 12 * 2**20  # a full disclosure of some minutes takes most of it
 MAX_LEADS = 64
 NOT_MEASURED = -32768
 _SKIPPED = frozenset(

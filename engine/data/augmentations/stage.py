@@ -54,12 +54,14 @@ class Random:
         self.view = np.arange(views)[:, None, None]
 
     def uniform(self, stream: int, leads: Sequence[int], slots: Sequence[int] = (0,)) -> np.ndarray:
-        return counter.uniform(*self._key(stream, leads, slots))
+        return counter.uniform(*self._stream_key(stream, leads, slots))
 
     def normal(self, stream: int, leads: Sequence[int], slots: Sequence[int] = (0,)) -> np.ndarray:
-        return counter.normal(*self._key(stream, leads, slots))
+        return counter.normal(*self._stream_key(stream, leads, slots))
 
-    def _key(self, stream: int, leads: Sequence[int], slots: Sequence[int]) -> tuple[Any, ...]:
+    def _stream_key(
+        self, stream: int, leads: Sequence[int], slots: Sequence[int]
+    ) -> tuple[Any, ...]:
         lead = np.array(leads)[:, None]
         return self.seed, stream, self.epoch, self.crop, self.view, lead, np.array(slots)
 

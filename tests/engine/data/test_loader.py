@@ -475,7 +475,7 @@ def test_dali_hands_a_batch_to_torchs_stream_and_keeps_what_the_gpu_may_still_co
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"torch's stream of {device}")
     monkeypatch.setattr(dali, "check_installed", lambda: None)
-    made = lambda pipeline, *_: lambda: FakeDali(pipeline._next)  # noqa: E731
+    made = lambda pipeline, *_: lambda: FakeDali(pipeline._feed_next)  # noqa: E731
     monkeypatch.setattr(dali.Pipeline, "_pipeline_function", made)
     augmenter = Augmenter(AugmentConfig(), "halves", 0, device)
     pipeline = dali.Pipeline(augmenter, feed(), 1, {})
