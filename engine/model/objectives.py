@@ -108,7 +108,7 @@ def unit_vectors(g: Tensor, detach: bool = False) -> Tensor:
 def similarities_and_own_columns(
     g_AD: Tensor, temperature: float, gathered: bool, detach_norm: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns (similarities_and_own_columns [A, C] of own rows and all candidates, -inf for a row and itself; the
+    """Returns (similarities [A, C] of own rows and all candidates, -inf for a row and itself; the
     column of each own row)."""
     gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
