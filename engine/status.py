@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None, after: AfterTraining | None = N
 
 
 def explain_failure(error: Exception) -> UserError | None:
-    """The error for the user: a damaged file may raise any of these."""
+    """Returns the error for the user; None for a bug. A damaged file may raise many kinds."""
     if isinstance(error, OSError | ValueError | LookupError | TypeError):
         return ConfigError(str(error))
     return error if isinstance(error, UserError) else None

@@ -31,7 +31,7 @@ PTBXL_FILE_NAME = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
 FIRST_PART, WITHOUT_FIRST = "^((?:[^/]*/)?)[^/_]*_([^/]+)$", r"\1\2"
 SYNTHETIC_PART = r"(?:^|[/_])syn\d+_"
 WHOLE_FLOAT = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
-DECIMAL_NUMBER = r"^[+-]?\d*[.,]\d+$"  # 1.5 is no name of 1_5
+DECIMAL_NUMBER = r"^[+-]?\d*[.,]\d+$"  # the name 1.5 does not mean the record 1_5
 # How a row may name a record; others than EXACT are noted
 EXACT, CHARACTERS, FOLDERS, END = range(4)
 MATCH_NOTES = {

@@ -30,7 +30,7 @@ ZARR_META_FILES = ("zarr.json", ".zarray")
 # Codecs that only compute. Others may do anything: one of zarr's unpickles
 CODECS = {"blosc", "bytes", "crc32c", "gzip", "lz4", "sharding_indexed", "shuffle", "transpose"}
 CODECS |= {"zlib", "zstd"}
-NO_CODECS = {"regular", "default", "v2"}  # grids and names of chunks, which zarr.json names, too
+NO_CODECS = {"regular", "default", "v2"}  # chunk grids and key encodings in zarr.json
 
 
 def path_inside(root: Folder, name: str) -> Path:

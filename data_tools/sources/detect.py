@@ -161,7 +161,7 @@ def open_sources(
 
 def _open_kind(root: Folder, kind: str) -> Source:
     if ":" in kind:
-        try:  # so that worker processes can import it, too
+        try:  # worker processes must be able to import it, too
             reader = load_plugin(kind, importable=True)
         except Exception as error:  # a user's module may raise anything on import
             raise DataError(Flag("--source"), f" {kind}: {error_with_line(error)}") from None

@@ -101,7 +101,7 @@ def header_comments(
 
 
 def record_path(database: str, prefix: str, record: int) -> str:
-    """The path of a record's files without their ending. `prefix`: of all names of this seed."""
+    """The path of a record's files without their ending. `prefix`: what all names of this seed begin with."""
     facts = DATABASES[database]
     folder = (record - facts.first) // FOLDER_RECORDS + 1
     name = f"{prefix}{facts.prefix}{record:0{facts.digits}d}"

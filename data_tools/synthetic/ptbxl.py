@@ -104,7 +104,7 @@ def _record_stem(prefix: str, ecg_id: int) -> str:
 
 
 def record_path(prefix: str, ecg_id: int) -> str:
-    """The path of a record's files without their ending. `prefix`: of all names of this seed."""
+    """The path of a record's files without their ending. `prefix`: what all names of this seed begin with."""
     return f"records500/{_record_stem(prefix, ecg_id)}_hr"
 
 

@@ -32,7 +32,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class CheckpointError(UserError):
-    """The message is one line: the file and what is wrong with it."""
+    """A checkpoint is damaged or missing. The message names the file on one line."""
 
 
 class WriteError(UserError):

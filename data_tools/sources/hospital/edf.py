@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORE
 _LABEL = re.compile(r"(?:(?:ECG|EKG|LEAD)(?:-[ _.:]*|[ _.:]*(?:-[ _.:]+)?))*(-?)(.*)", re.DOTALL)
 _PATIENT = re.compile(
     r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE
-)  # code sex birthdate name
+)  # EDF+: code, sex, birthdate, name
 
 
 def decode(data: bytes) -> Decoded:
