@@ -1,4 +1,4 @@
-"""What `omnilead show` draws and prints: an ECG on ECG paper, to scale; an overview of a dataset, as a
+"""Draws and describes for `omnilead show`: an ECG on ECG paper, to scale; an overview of a dataset, as a
 figure and as text (sources, roles, what was refused); and warnings.
 
     dataset[7].plot().savefig("ecg.png")    # a crop on ECG paper; notebooks display dataset[7]
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-EXAMPLES, EXAMPLE_LEADS = 6, ("I", "II", "V1", "V5")  # of a dataset's figure
+EXAMPLES, EXAMPLE_LEADS = 6, ("I", "II", "V1", "V5")  # shown in a dataset's figure
 MEASURED_CROPS = 100  # crops of which it has heart rates: each takes some hundredths of a second
 # Differ in lightness, for any colour vision
 ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")
@@ -71,7 +71,7 @@ PAPER_SETS = {
 
 
 def dataset_figure(dataset: Dataset) -> "Figure":
-    """Six ECGs, what crops measure, and how many there are by source, flag and diagnosis."""
+    """Draws six ECGs, histograms of what crops measure, and counts by source, flag and diagnosis."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     names = ["source", "pretrain", "dx_role", "id_role", "flags", "age", "fs_source_hz"]
@@ -120,13 +120,13 @@ def roles_by_source(table: pa.Table) -> dict[str, Counter[str]]:
 
 
 def class_counts(dataset: Dataset) -> dict[str, dict[str, int]]:
-    """Crops with each diagnosis class that a crop has; {}: no labels."""
+    """Counts the crops of each diagnosis class that occurs; {} without labels."""
     labels = dataset.labels.sum(axis=0).tolist()
     return {name: {"": count} for name, count in zip(ABBREVIATIONS, labels, strict=True) if count}
 
 
 def draw_examples(figure: Any, dataset: Dataset) -> None:
-    """Leads of crops from all over the dataset, 2 mV apart."""
+    """Draws leads of crops from all over the dataset, 2 mV apart."""
     rows = np.unique(np.linspace(0, len(dataset) - 1, EXAMPLES).astype(int))
     panels = np.ravel(figure.subplots(2, 3))
     for axes in panels:
@@ -334,7 +334,8 @@ def _duplicate_lines(dataset: Dataset) -> list[str]:
     copies = int((records_with[waveform] > 1).sum())
     if not copies:
         return []
-    first = (np.cumsum(records_with) - records_with)[records_with > 1]  # in in_order[1]
+    # Positions in in_order of the first record with each copied waveform
+    first = (np.cumsum(records_with) - records_with)[records_with > 1]
     pairs = np.unique(in_order[1][np.stack([first, first + 1])], axis=1).T
     shown = [
         " and ".join(sorted(_record_label(records, record) for record in pair))
@@ -349,7 +350,7 @@ def _duplicate_lines(dataset: Dataset) -> list[str]:
 
 
 def _record_label(records: Records, record: int) -> str:
-    """SOURCE/NAME"""
+    """Returns SOURCE/NAME of a record."""
     return f"{records.source_names[records.source[record]]}/{records.names[record]}"
 
 
@@ -419,7 +420,7 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
         task, _, role = name.partition(" ")
         asked = getattr(chosen, task) != getattr(PAPER_SOURCES, task) or task == "pretrain"
         if not asked and not _has_paper_sets(dataset.facts):
-            continue  # which databases have this role by default is no concern of other data
+            continue  # other data need not have the default roles
         if not (role in getattr(roles, task) if role else getattr(roles, task)):
             empty.append(name)
     advice = {

@@ -151,7 +151,7 @@ def shard(
         ),
     )
     if strict:
-        _check_refused(dataset)
+        _require_no_refusals(dataset)
     return dataset
 
 
@@ -169,7 +169,7 @@ def _build_with_notes(opened: "list[Source]", options: "ShardOptions") -> "Datas
     return dataset
 
 
-def _check_refused(dataset: "Dataset") -> None:
+def _require_no_refusals(dataset: "Dataset") -> None:
     """Raises an error for refused records, with --strict."""
     if refused := _refused_count(dataset):
         url = dataset.root.url
@@ -184,7 +184,7 @@ def _role_sources(
     id_share: float | None,
     flags: str,
 ) -> "RoleSources":
-    """Which sources and crops may have which roles. `named`: by task, those that the user names."""
+    """Returns which sources and crops may have which roles. `named`: by task, those that the user names."""
     from omnilead.data_tools.sharding.roles import RoleSources
 
     chosen: dict[str, Any] = {}
@@ -243,7 +243,7 @@ def _shard(**options: Any) -> int:
     refused = _refused_count(dataset)
     echo(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
     if strict:
-        _check_refused(dataset)
+        _require_no_refusals(dataset)
     asked = dataset.facts.left_out_patients
     return 1 if asked["found"] < asked["asked"] else 0
 

@@ -42,7 +42,7 @@ from omnilead.engine.settings.commandline import (
 )
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag, OutputError
 from omnilead.engine.settings.files import File
-from omnilead.engine.settings.launcher import launched_ranks
+from omnilead.engine.settings.launcher import launched_rank
 from omnilead.engine.settings.metrics import METRIC_OF, label_of
 from omnilead.engine.settings.run_files import LABELS
 
@@ -120,7 +120,7 @@ def evaluate(
         if not table and task == "auto":
             table = label_table_of_run(run)
         result = score_model(trained, datasets, task, table, options)
-    if launched_ranks()[0]:
+    if launched_rank().rank:
         return None
     document = result.document()
     files.write_scores(document, result, datasets, halves)
@@ -182,7 +182,7 @@ class ResultFiles(NamedTuple):
                 Flag("--report"),
                 f" {self.page} are the same file: choose two names",
             )
-        world = launched_ranks()[1]
+        world = launched_rank().world
         if world > 1 and not self.halves_file:
             raise ConfigError(
                 f"WORLD_SIZE={world}: several ranks need ",

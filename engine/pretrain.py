@@ -48,13 +48,14 @@ if TYPE_CHECKING:
 
 
 def pretrain_task() -> "type[PretrainTask]":
-    """Imported late, as PyTorch takes seconds."""
+    """Returns the class of the task. Imports it late, because PyTorch takes seconds."""
     from omnilead.engine.training.pretraining import PretrainTask
 
     return PretrainTask
 
 
 def pretrain_settings() -> "tuple[type[Config], Callable[..., Config]]":
+    """Returns (the class of the settings, the function that reads them)."""
     from omnilead.engine.training.config import Config
     from omnilead.engine.training.read_settings import read_settings
 
@@ -71,11 +72,11 @@ def train_run(
     task. `profile`: how many steps to trace. `after`: what else to make of the run at its end.
     Returns False if SIGTERM stopped it, with a checkpoint. Errors are raised; KeyboardInterrupt
     after Ctrl-C, with a checkpoint too."""
-    from omnilead.engine.settings.launcher import launched_ranks
+    from omnilead.engine.settings.launcher import launched_rank
     from omnilead.engine.training import run_folder, tracking
     from omnilead.engine.training.config import check_config
 
-    check_config(config, launched_ranks()[1])
+    check_config(config, launched_rank().world)
     tracking.require_installed(config)
     datasets = run_folder.open_datasets(config)
     config.require_files()

@@ -1,4 +1,4 @@
-"""What surrounds a training: its command line, its Python function, and what follows it: RUN/model, a
+"""Wraps a training: its command line, its Python function, and what follows it: RUN/model, a
 model card and RUN/report.html. PyTorch is imported only once most settings are known to be right.
 
 main = partial(command, "pretrain", __doc__, train_run, pretrain_task, pretrain_settings, "quickstart", SHORTCUTS)
@@ -30,15 +30,15 @@ from omnilead.data_tools.io.errors import Flag, UserError, naming_arguments
 from omnilead.data_tools.io.options import Option, add_option, declare_option
 from omnilead.data_tools.io.terminal import Parser, is_out_of_memory, say, show
 from omnilead.engine.settings.commandline import (
-    local_run,
+    local_run_path,
     note_for_torchrun,
+    parse_price,
     positive_integer,
-    price,
     tell_failure,
 )
 from omnilead.engine.settings.errors import ConfigError, TrainError
-from omnilead.engine.settings.launcher import launched_ranks
-from omnilead.engine.settings.run_files import METRICS, REPORT, VALIDATION, read_rows
+from omnilead.engine.settings.launcher import launched_rank
+from omnilead.engine.settings.run_files import METRICS, REPORT, VALIDATION, read_metric_rows
 
 if TYPE_CHECKING:
     from omnilead.data_tools.dataset import Data, Dataset
@@ -85,7 +85,8 @@ SHORTCUTS: Shortcuts = {
 
 @dataclass(frozen=True)
 class AfterTraining:
-    """What is made of a trained run outside the engine. Each imports what it needs when called."""
+    """Functions that make the model card and the report of a trained run, and load its model. Each
+    imports what it needs when called, since the engine must not import downstream."""
 
     model_card: Callable[..., str]  # the text of RUN/model/README.md
     write_report: Callable[[Path], Path]  # writes RUN/report.html
@@ -95,7 +96,7 @@ class AfterTraining:
 class TrainingParser(Parser):
     """A parser that knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
 
-    settings: Callable[[], Any]  # their class
+    settings: Callable[[], Any]  # returns the class of the settings
     shortcuts: Shortcuts
 
     def suggest(self, option: str, value: str) -> str:
@@ -162,15 +163,17 @@ def command(
         if args.export:
             say(str(export_run(RunFolder(args.export), task(), after)))
             return 0
-        if args.dry_run and launched_ranks()[0]:
+        if args.dry_run and launched_rank().rank:
             return 0
-        config = read(args.config, [*_overrides(args, shortcuts), *args.set])
+        config = read(args.config, [*_settings_of_options(args, shortcuts), *args.set])
         if args.dry_run:
             return show(_dry_run(config, task, args) + "\n")
         train(config, task, args.profile or 0, after)
         return 0
 
-    return run_command(f"omnilead {name}", work, explain_training, HOW_TO_CONTINUE, tell_failure)
+    return run_command(
+        f"omnilead {name}", work, explain_training_error, HOW_TO_CONTINUE, tell_failure
+    )
 
 
 def _dry_run(config: Any, task: "Task", args: argparse.Namespace) -> str:
@@ -232,15 +235,15 @@ def _make_parser(
     else:
         parser.set_defaults(crops=None)
     about_hourly = "with --dry-run: what a GPU costs in an hour, for an estimate of the money"
-    add("--hourly", type=price, metavar="PRICE", help=about_hourly)
-    add("--export", type=local_run, metavar="RUN", help="write RUN/model and exit")
+    add("--hourly", type=parse_price, metavar="PRICE", help=about_hourly)
+    add("--export", type=local_run_path, metavar="RUN", help="write RUN/model and exit")
     add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
     # added by deepspeed's launcher; LOCAL_RANK is used instead
     add("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
-def _overrides(args: argparse.Namespace, shortcuts: Shortcuts) -> list[str]:
+def _settings_of_options(args: argparse.Namespace, shortcuts: Shortcuts) -> list[str]:
     """The options that stand for a setting, as arguments of --set."""
     overrides = []
     for name, (setting, _) in shortcuts.items():
@@ -254,7 +257,7 @@ def _overrides(args: argparse.Namespace, shortcuts: Shortcuts) -> list[str]:
 
 def finish_run(run: "RunFolder", task: "type[TrainingTask]", after: AfterTraining | None) -> None:
     """Writes RUN/model and RUN/report.html on rank 0, when all steps are done."""
-    if launched_ranks()[0]:
+    if launched_rank().rank:
         return
     written = [str(export_run(run, task, after))]
     if after:
@@ -274,7 +277,7 @@ def export_run(
     return write_export(run, read, task, card)
 
 
-def explain_training(error: Exception) -> UserError | None:
+def explain_training_error(error: Exception) -> UserError | None:
     """The error for the user that replaces this one; None for a bug. Its code is 2 if settings or
     files are wrong, 1 if the run failed."""
     if isinstance(error, UserError):
@@ -320,11 +323,11 @@ class TrainingRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Training metrics, one row for each logged step: pandas.DataFrame(run.metrics)."""
-        return read_rows(self.path / METRICS)[0]
+        return read_metric_rows(self.path / METRICS).rows
 
     @property
     def validation(self) -> list[dict[str, Any]]:
-        return read_rows(self.path / VALIDATION)[0]
+        return read_metric_rows(self.path / VALIDATION).rows
 
     @property
     def report(self) -> Path:
@@ -360,7 +363,7 @@ def run_from_python(
     try:
         finished = train(settings_of()[1](config, overrides), task, 0, after)
     except Exception as error:
-        failure = explain_training(error)
+        failure = explain_training_error(error)
         if failure is None or failure is error:
             raise
         raise failure from error

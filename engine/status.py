@@ -37,9 +37,9 @@ from omnilead.engine.settings.run_files import (
     METRICS,
     PROMETHEUS,
     VALIDATION,
+    crops_and_seconds,
     number_or_nan,
-    read_rows,
-    training_spans,
+    read_metric_rows,
 )
 
 LATEST = "checkpoints/latest"
@@ -52,7 +52,7 @@ def crops_per_s(measured: list[tuple[float, float]]) -> float:
     return sum(crops for crops, _ in measured) / seconds if seconds else math.nan
 
 
-def last_minute(measured: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def spans_of_last_minute(measured: list[tuple[float, float]]) -> list[tuple[float, float]]:
     seconds = 0.0
     for i in reversed(range(len(measured))):
         seconds += measured[i][1]
@@ -86,10 +86,11 @@ def is_training(run: Path) -> bool:
 def last_checkpoint(latest: Path) -> str:
     if not latest.is_file():
         return "none yet"
-    return f"{latest.read_text().strip()}, {age(latest)} ago"
+    return f"{latest.read_text().strip()}, {file_age(latest)} ago"
 
 
-def age(file: Path) -> timedelta:
+def file_age(file: Path) -> timedelta:
+    """Returns the time since the file was last modified."""
     return timedelta(seconds=int(time.time() - file.stat().st_mtime))
 
 
@@ -112,7 +113,7 @@ def screen_lines(run: Path, name: str) -> Iterator[tuple[str, str]]:
     calls `name`."""
     if not (run / METRICS).is_file():
         raise ConfigError(f"{name}: no {METRICS}: give the folder of a pretrain or finetune run")
-    rows, _ = read_rows(run / METRICS)
+    rows, _ = read_metric_rows(run / METRICS)
     if not rows:
         raise ConfigError(f"{name}/{METRICS}: has no step yet: wait for the first line")
     row, step = rows[-1], rows[-1]["step"]
@@ -121,7 +122,7 @@ def screen_lines(run: Path, name: str) -> Iterator[tuple[str, str]]:
     if step == total and (run / "model").is_dir() and not training:
         state = "finished"
     elif "://" in name:
-        state = f"as uploaded {age(run / METRICS)} ago"
+        state = f"as uploaded {file_age(run / METRICS)} ago"
     elif training:
         state = "training"
     else:
@@ -129,8 +130,8 @@ def screen_lines(run: Path, name: str) -> Iterator[tuple[str, str]]:
     yield "run", f"{name}: {state}"
     progress = f"{step:,} of {total:,} ({100 * step / total:.1f} %)"
     yield "step", f"{progress}, epoch {number_or_nan(row['epoch']):.2f}"
-    yield from describe_losses(row, read_rows(run / VALIDATION)[0])
-    recent = crops_per_s(last_minute(training_spans(rows)))
+    yield from describe_losses(row, read_metric_rows(run / VALIDATION).rows)
+    recent = crops_per_s(spans_of_last_minute(crops_and_seconds(rows)))
     yield "speed", describe_speed(row, rows, recent)
     yield "time", describe_time(read_gauges(run), row, rows)
     yield "checkpoint", last_checkpoint(run / LATEST)
@@ -148,7 +149,7 @@ def screen_lines(run: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def describe_speed(row: Facts, rows: list[Facts], recent: float) -> str:
-    overall, mfu_pct = crops_per_s(training_spans(rows)), 100 * number_or_nan(row["mfu"])
+    overall, mfu_pct = crops_per_s(crops_and_seconds(rows)), 100 * number_or_nan(row["mfu"])
     text = f"{recent:,.1f} crops/s in the last minute of training, {overall:,.1f} over the run"
     return f"{text}, MFU {mfu_pct:.1f} %"
 
@@ -173,7 +174,7 @@ def describe_time(gauges_now: dict[str, float], row: Facts, rows: list[Facts]) -
     since = [line for line in rows if line["step"] > gauges_now.get("first_step", math.inf)]
     elapsed_s = gauges_now.get("logged_at_seconds", 0.0) - gauges_now.get("started_at_seconds", 0.0)
     if since and elapsed_s > 0:
-        trained_s = sum(seconds for _, seconds in training_spans(rows)[-len(since) :])
+        trained_s = sum(seconds for _, seconds in crops_and_seconds(rows)[-len(since) :])
         other_share = max(0.0, 1 - trained_s / elapsed_s)
         text += f"; {100 * other_share:.0f} % of the time since the start is validation, saving and the like"
     return text
@@ -185,7 +186,7 @@ def main(arguments: Sequence[str] | None = None, after: AfterTraining | None = N
 
 
 def explain_failure(error: Exception) -> UserError | None:
-    """The error for the user: a damaged file may raise any of these."""
+    """Returns the error for the user; None for a bug. A damaged file may raise many kinds."""
     if isinstance(error, OSError | ValueError | LookupError | TypeError):
         return ConfigError(str(error))
     return error if isinstance(error, UserError) else None

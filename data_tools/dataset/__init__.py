@@ -19,7 +19,7 @@ from ..io.errors import DataError as DataError
 from ..io.errors import DatasetError as DatasetError
 from .dataset import Dataset as Dataset
 from .dataset import Ecg as Ecg
-from .dataset import crop_hashes as crop_hashes
+from .dataset import crc_and_waveform_hash as crc_and_waveform_hash
 from .dataset import flag_mask as flag_mask
 from .dataset import label_names as label_names
 from .facts import CLASSES as CLASSES

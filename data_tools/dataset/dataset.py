@@ -89,7 +89,7 @@ class Ecg:
         return self.signal_uv.astype(np.float32) / 1000
 
     def plot(self) -> "Figure":
-        """Its twelve leads on ECG paper, to scale."""
+        """Draws its twelve leads on ECG paper, to scale."""
         from ..ecg.paper import ecg_figure, patient_caption, rate_and_axis_text
 
         title = f"{self.source}/{self.record}, from {self.start_s:g} s"
@@ -122,8 +122,8 @@ class Dataset:
 
     @classmethod
     def of_folder(cls, root: Folder, earlier_format: bool = False) -> Self:
-        """`earlier_format`: also a dataset that an earlier omnilead made, whose crops and columns are where
-        they are today."""
+        """Opens a dataset in a folder. `earlier_format`: also one that an earlier omnilead made, whose
+        crops and columns are where they are today."""
         dataset = cls(root, _read_meta(root))
         if dataset.minor < FORMAT_MINOR and not earlier_format:
             raise DatasetError(
@@ -251,7 +251,7 @@ class Dataset:
             counts = [shard.crops for shard in self.shards]
             numbers = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
             if not np.array_equal(table["shard"], numbers):
-                raise self._wrong(f"shard differs from the shards in {META}")
+                raise self._error(f"shard differs from the shards in {META}")
         return table
 
     def _check(self, table: pa.Table | pa.RecordBatch) -> None:
@@ -260,24 +260,24 @@ class Dataset:
         for name in table.column_names:
             column = table[name]
             if name not in NULLABLE and column.null_count:
-                raise self._wrong(f"{name} is missing in some rows")
+                raise self._error(f"{name} is missing in some rows")
             try:
                 column.validate(full=True)
             except pa.ArrowInvalid:
-                raise self._wrong(f"{name} has text that is not UTF-8") from None
+                raise self._error(f"{name} has text that is not UTF-8") from None
             if pa.types.is_nested(column.type) and pc.list_flatten(column).null_count:
-                raise self._wrong(f"{name} has a list with a missing value")
+                raise self._error(f"{name} has a list with a missing value")
             if name in COLUMN_RANGES:
                 low, high = COLUMN_RANGES[name]
                 values = column.to_numpy()
                 if not ((values >= low) & (values <= high)).all():
-                    raise self._wrong(f"{name} is not always from {low:g} to {high:g}")
+                    raise self._error(f"{name} is not always from {low:g} to {high:g}")
             if name in ROLE_WORDS and not set(column.drop_null().unique().to_pylist()) <= set(
                 ROLE_WORDS[name]
             ):
-                raise self._wrong(f"{name} is not always one of {', '.join(ROLE_WORDS[name])}")
+                raise self._error(f"{name} is not always one of {', '.join(ROLE_WORDS[name])}")
 
-    def _wrong(self, why: str) -> DatasetError:
+    def _error(self, why: str) -> DatasetError:
         return DatasetError(f"{self.root.url}/{SAMPLES}: {why}: build the dataset again")
 
     @property
@@ -287,7 +287,7 @@ class Dataset:
             return list(self._samples.fragments[0].physical_schema.names)
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The rows of `table`, batch by batch."""
+        """Yields the rows of `table` batch by batch."""
         with self._arrow_errors():
             for group in self._samples.fragments[0].split_by_row_group():
                 for batch in group.to_table(COLUMNS, list(columns)).to_batches():
@@ -373,7 +373,7 @@ class Dataset:
 
     @cached_property
     def addresses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Shard, offset and crc32c of every crop, 16 bytes per crop."""
+        """Returns (shards, offsets, crc32c) of all crops, 16 bytes per crop."""
         table = self.table(["shard", "offset", "crc32c"])
         return tuple(table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
@@ -523,8 +523,8 @@ def label_names(labels: list[bool]) -> list[str]:
     return [name for name, has in zip(CLASSES, labels, strict=True) if has]
 
 
-def crop_hashes(crop: np.ndarray) -> tuple[int, int]:
-    """(crc32c of the crop, its waveform hash)."""
+def crc_and_waveform_hash(crop: np.ndarray) -> tuple[int, int]:
+    """Returns (crc32c of the crop, its waveform hash)."""
     limb, chest = crop[: len(LEADS) // 2], crop[len(LEADS) // 2 :]
     first = google_crc32c.value(limb)
     return google_crc32c.extend(first, chest), first << 32 | google_crc32c.value(chest)

@@ -1,4 +1,4 @@
-"""What dataset.json and samples.parquet hold in format version 1."""
+"""The entries of dataset.json and the columns of samples.parquet in format version 1."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ COLUMN_RANGES = {
     "halves": (1, 2),
     "fs_source_hz": (1e-3, 1e9),
 }
-ROLE_WORDS = {  # of a column that holds no others
+ROLE_WORDS = {  # the only values that these columns may have
     "dx_role": ("train", "valid", "test"),
     "id_role": ("train", "valid", "gallery", "probe"),
 }
@@ -91,7 +91,7 @@ class RoleFacts(BaseModel, strict=True, frozen=True):
 
 
 class DatasetFacts(BaseModel, strict=True, frozen=True):
-    """What readers rely on in dataset.json. Entries with a default may be absent."""
+    """The entries of dataset.json that readers rely on. Those with a default may be absent."""
 
     fingerprint: str
     fs_hz: Literal[500]

@@ -38,7 +38,7 @@ class Crops:
     nothing here needs torch."""
 
     def __init__(self, dataset: Any, role: str, labels: str | Sequence[str] | None) -> None:
-        column, value = _column_of(role)
+        column, value = _role_column_and_value(role)
         chosen = dataset.column(column) == value if column else np.ones(len(dataset), bool)
         if not chosen.any():
             raise DatasetError(
@@ -71,7 +71,7 @@ class Crops:
         return _millivolts(self.dataset.read(int(self.rows[index]))), self.y[index]
 
 
-def _column_of(role: str) -> tuple[str, Any]:
+def _role_column_and_value(role: str) -> tuple[str, Any]:
     """The column that has a role, and its value there."""
     if role not in ROLE_OF_NAME:
         raise DataError(f"role={role}: no such role: choose from {', '.join(ROLE_OF_NAME)}")
@@ -83,7 +83,7 @@ def _millivolts(crop: np.ndarray) -> np.ndarray:
 
 
 def _own_labels(dataset: Any, names: Sequence[str]) -> np.ndarray:
-    """[crops, K]. Diagnoses of records without any code are unknown."""
+    """Returns labels [crops, K]. Diagnoses of records without any code are unknown."""
     columns = {"age": dataset.column("age")}
     coded = pc.list_value_length(dataset.table(["dx"])["dx"]).to_numpy() > 0
     for name, has in zip(CLASSES, dataset.labels.T, strict=True):
@@ -139,7 +139,7 @@ def web_dataset(dataset: Any, role: str, options: dict[str, Any]) -> Any:
 
 def sample_keys(dataset: Any, role: str) -> set[str]:
     """The names in the shards of the crops of a role, which stands in samples.parquet only."""
-    column, value = _column_of(role)
+    column, value = _role_column_and_value(role)
     table = dataset.table(["source", "record", "start_s", *([column] if column else [])])
     if column:
         table = table.filter(pc.fill_null(pc.equal(table[column], value), False))

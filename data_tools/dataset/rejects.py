@@ -29,7 +29,7 @@ FLAG_REASONS = (  # reasons in rejects.csv for records that were used neverthele
     "no calibration pulse",
     "inverted lead",
 )
-# Those FLAGS for which samples were changed. A lead with a gap is made zero, a value that is too large cut off
+# Flags of crops whose samples were changed: a lead with a gap was set to zero, a value that is too large clipped
 REPAIR_REASONS = ("lead not measured", "saturated", "inverted lead")
 
 
@@ -54,7 +54,7 @@ def read_rejects(made: Dataset) -> list[Reject]:
 
 
 def reason_counts(rejects: list[Reject]) -> Counter[str]:
-    """How many lines of rejects.csv have each reason."""
+    """Counts the lines of rejects.csv with each reason."""
     return Counter(reason for _, _, reason, _ in set(rejects))
 
 

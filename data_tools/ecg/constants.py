@@ -1,4 +1,4 @@
-"""What every ECG of a dataset has: twelve leads, crops of 10 s, flags, and classes of diagnoses."""
+"""Constants of every ECG of a dataset: twelve leads, crops of 10 s, flags, and classes of diagnoses."""
 
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 FS_HZ = 500

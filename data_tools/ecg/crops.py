@@ -35,7 +35,7 @@ LARGE_UV, EINTHOVEN_UV = 20_000, 20
 ZERO_RUN = 250  # samples in all leads; at most 2 in 3,585 ECGs of the Challenge's databases
 # Median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 PLAUSIBLE_UV = (100, 4000)
-IMPLAUSIBLE_AMPLITUDE = "implausible amplitude"  # what is said of such a record
+IMPLAUSIBLE_AMPLITUDE = "implausible amplitude"  # the warning about such a record
 # Twice (derived - stored) for III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF; doubled to
 # avoid halves
 _TWICE_RESIDUAL = np.array(
@@ -155,12 +155,12 @@ def amplitude_doubt(signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | 
     """Says what is implausible about the amplitude of an ECG [leads, samples], NaN where it was not
     measured, in microvolts or in steps; "" if nothing is. Leads that never change do not count."""
     second = int(fs_hz)
-    ranges = _ranges(
+    ranges = _peak_to_peak(
         signal[:, : signal.shape[1] // second * second].reshape(len(signal), -1, second)
     )
     if uv_per_step is not None:
         ranges *= uv_per_step
-    ranges = ranges[_ranges(signal) != 0]
+    ranges = ranges[_peak_to_peak(signal) != 0]
     ranges = ranges[np.isfinite(ranges)]
     typical_uv = float(np.median(ranges)) if len(ranges) else PLAUSIBLE_UV[0]
     if PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
@@ -168,8 +168,8 @@ def amplitude_doubt(signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | 
     return f"{typical_uv / 1000:.3g} mV within a second"
 
 
-def _ranges(signal: np.ndarray) -> np.ndarray:
-    """Largest less smallest sample along the last axis. In float64: int16 would overflow."""
+def _peak_to_peak(signal: np.ndarray) -> np.ndarray:
+    """Returns the range of the samples along the last axis, in float64: int16 would overflow."""
     high, low = np.fmax.reduce(signal, -1), np.fmin.reduce(signal, -1)
     return np.asarray(np.subtract(high, low, dtype=np.float64))
 
@@ -252,7 +252,7 @@ def fill_crop(
             body[:] = record.signal[:, start:stop]
             missing = body.min(axis=1) == -MAX_UV - 1
         else:
-            missing, flags = _convert(record, rows, start, body)
+            missing, flags = _convert_samples(record, rows, start, body)
     except (ArithmeticError, TypeError, ValueError) as error:  # a user's source may return anything
         raise ReadError("unreadable record", f"{type(error).__name__} in its conversion") from None
     body[missing] = 0
@@ -283,14 +283,14 @@ def _is_all(value: tuple[float, ...] | float, expected: float) -> bool:
     return bool(np.equal(value, expected).all())
 
 
-def _convert(
+def _convert_samples(
     record: EcgRecord, rows: Mapping[int, int], start: int, body: np.ndarray
 ) -> tuple[np.ndarray, list[str]]:
     """Convert numbers of any type, lead order and rate, from only the samples that this crop
     needs."""
     leads, taken = list(rows), list(rows.values())
-    first, last, lead_in = _source_range(record, start, body.shape[1])
-    values, invalid = millivolts(record, taken, first, last)
+    first, last, lead_in = _source_range_and_lead_in(record, start, body.shape[1])
+    values, invalid = millivolts_and_unmeasured(record, taken, first, last)
     if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz counts as 500 Hz
         values = resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
     values *= 1000.0
@@ -303,7 +303,7 @@ def _convert(
     return missing, ["saturated"] if saturated else []
 
 
-def millivolts(
+def millivolts_and_unmeasured(
     record: EcgRecord, taken: list[int], first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns samples first to last of these rows, 0 where not measured, and a mask of the
@@ -331,7 +331,7 @@ def millivolts(
     return values, invalid
 
 
-def _source_range(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
+def _source_range_and_lead_in(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
     """The source range for output samples [start, start + length), and how many outputs precede
     `start` after resampling it.
 

@@ -38,7 +38,7 @@ RHYTHM_MEASUREMENTS = (
     "residual V1 to V3",
     "residual V4 to V6",
 )
-# From R, in samples at 100 Hz
+# Parts of a beat, in samples at 100 Hz
 BEFORE_QRS = slice(BEFORE_R - 8, BEFORE_R - 6)
 QRS = slice(BEFORE_R - 6, BEFORE_R + 8)
 ST = slice(BEFORE_R + 6, BEFORE_R + 10)
@@ -61,7 +61,7 @@ Array = np.ndarray
 def mean_beats(x_RLT: Array) -> Array:
     rows = []
     for x_LT in x_RLT:
-        beat_LT, rhythm = median_beat(x_LT)
+        beat_LT, rhythm = median_beat_and_rhythm(x_LT)
         size = max(np.linalg.norm(beat_LT), 1e-12)
         rows.append(np.concatenate([(beat_LT / size).ravel(), rhythm]))
     return np.array(rows, np.float32).reshape(
@@ -73,7 +73,7 @@ def measurements(x_RLT: Array) -> Array:
     """MEASUREMENTS of each ECG: RHYTHM_MEASUREMENTS, and the heights of the waves in millivolts."""
     rows = []
     for x_LT in x_RLT:
-        beat_LT, rhythm = median_beat(x_LT)
+        beat_LT, rhythm = median_beat_and_rhythm(x_LT)
         qrs_LT = beat_LT[:, QRS]
         t_LT = beat_LT[:, T_WAVE]
         st_L = beat_LT[:, ST].mean(1)
@@ -88,18 +88,18 @@ def rate_and_axis(x_LT: Array, missing: Collection[str] = ()) -> str:
     peaks = r_peaks(x_LT)
     if len(peaks) < 3:
         return f"no heart rate or axis: {len(peaks)} beats found, 3 are needed"
-    beat_LT, rhythm = median_beat(x_LT)
+    beat_LT, rhythm = median_beat_and_rhythm(x_LT)
     if not _beats_agree(beat_LT, rhythm):
         return "no heart rate or axis: no beats that are alike"
-    return f"{_rate(peaks):.0f}/min, {_axis(beat_LT, missing)}"
+    return f"{_beats_per_minute(peaks):.0f}/min, {_axis_text(beat_LT, missing)}"
 
 
 def heart_rate(x_LT: Array) -> float | None:
     """The heart rate a minute; None if no beats are found that are alike. x_LT in millivolts."""
     peaks = r_peaks(x_LT)
-    if len(peaks) < 3 or not _beats_agree(*median_beat(x_LT)):
+    if len(peaks) < 3 or not _beats_agree(*median_beat_and_rhythm(x_LT)):
         return None
-    return _rate(peaks)
+    return _beats_per_minute(peaks)
 
 
 class HeartRates:
@@ -109,7 +109,7 @@ class HeartRates:
         self.of_source: dict[str, list[float | None]] = {}
 
     def add(self, source: str, uv_LT: Array) -> None:
-        """`uv_LT`: an ECG of this source in microvolts, at 500 Hz."""
+        """Adds an ECG of this source, in microvolts at 500 Hz."""
         rates = self.of_source.setdefault(source, [])
         if len(rates) < MAX_RATED_ECGS:
             rates.append(heart_rate(uv_LT / np.float32(1000)))
@@ -128,7 +128,7 @@ class HeartRates:
                 )
 
 
-def _rate(peaks: Array) -> float:
+def _beats_per_minute(peaks: Array) -> float:
     return float(60 * FS_HZ / np.diff(peaks).mean())
 
 
@@ -139,7 +139,7 @@ def _beats_agree(beat_LT: Array, rhythm: Array) -> bool:
     return bool(np.ptp(beat_LT[:, QRS], axis=1).max() >= MIN_QRS_MV and unlike <= MAX_UNLIKENESS)
 
 
-def _axis(beat_LT: Array, missing: Collection[str]) -> str:
+def _axis_text(beat_LT: Array, missing: Collection[str]) -> str:
     absent = [lead for lead in ("I", "aVF") if lead in missing]
     if absent:
         return f"no axis: {' and '.join(absent)} missing"
@@ -155,14 +155,14 @@ def _axis(beat_LT: Array, missing: Collection[str]) -> str:
 
 def r_peaks(x_LT: Array) -> Array:
     """R peaks as sample indices, at least 0.3 s apart."""
-    return _peaks(*_filter_bands(x_LT, QRS_HZ))
+    return _peaks_of_qrs(*_filter_bands(x_LT, QRS_HZ))
 
 
-def median_beat(x_LT: Array) -> tuple[Array, Array]:
+def median_beat_and_rhythm(x_LT: Array) -> tuple[Array, Array]:
     """The beat [L, BEAT_SAMPLES] without the mean of each lead, and RHYTHM_MEASUREMENTS."""
     band_LT, qrs_LT = _filter_bands(x_LT, BAND_HZ, QRS_HZ)
     band_LT = band_LT[:, ::DECIMATION]
-    peaks = _peaks(qrs_LT)
+    peaks = _peaks_of_qrs(qrs_LT)
     whole = np.round(peaks / DECIMATION).astype(int)
     whole = whole[whole >= BEFORE_R + MAX_SHIFT]
     whole = whole[whole < band_LT.shape[1] - AFTER_R - MAX_SHIFT]
@@ -202,7 +202,7 @@ def _filter_bands(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:
     return filtered
 
 
-def _peaks(qrs_LT: Array) -> Array:
+def _peaks_of_qrs(qrs_LT: Array) -> Array:
     from scipy.signal import find_peaks  # 0.6 CPU-s, for read-outs of beats only
 
     speed = np.abs(np.diff(qrs_LT)).sum(0)

@@ -73,7 +73,7 @@ def ecg_figure(
     draw_grid(axes, 5, GRID_5_MM, 0.6)
     axes.spines[:].set(color=GRID_5_MM, linewidth=0.8)
     scale, notes = draw_ecg(axes, signal_uv, halves, missing)
-    _margins(figure, title, caption, scale, notes)
+    _write_margins(figure, title, caption, scale, notes)
     return figure
 
 
@@ -156,7 +156,7 @@ def _exceeds(trace: np.ndarray, floor: float, ceiling: float) -> bool:
 
 
 def _crosses_a_row(cell: _Cell, trace: np.ndarray) -> bool:
-    """A trace may reach into the next row, but not cross its baseline."""
+    """True if a trace crosses the baseline of the row above or below, which it must not."""
     edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)
     return _exceeds(trace, edges[cell.row + 2], edges[cell.row])
 
@@ -219,7 +219,7 @@ def png_bytes(figure: "Figure") -> bytes:
     return file.getvalue()
 
 
-def _margins(figure: "Figure", title: str, caption: str, scale: str, notes: str) -> None:
+def _write_margins(figure: "Figure", title: str, caption: str, scale: str, notes: str) -> None:
     """Write the text around the paper."""
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     x, right, footer_y = left / page_w, (left + w) / page_w, (bottom - 5.5) / page_h

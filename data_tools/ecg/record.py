@@ -55,7 +55,7 @@ _UNIT_SPELLINGS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What planning needs to know about a record before its signal is read."""
+    """The facts about a record that planning needs before its signal is read."""
 
     name: str
     source: str
@@ -113,7 +113,7 @@ class EcgRecord:
                 "record field",
                 "name, source, patient, sex, leads and dx are text, age is Python's int or float",
             )
-        dx, others = snomed_codes(self.dx)
+        dx, others = snomed_codes_and_word_count(self.dx)
         object.__setattr__(self, "dx", dx)
         if others:
             warning = (
@@ -128,7 +128,7 @@ def patient_source(source: str) -> str:
     return VENDORS[0] if source in VENDORS else source
 
 
-def plain_name(text: str) -> str:
+def plain_patient_id(text: str) -> str:
     """A patient's id as a dataset has it, however it was spelt: 7.0 is 7, and Unicode is composed. One
     that is too long, or has other characters than letters, digits, _ and -, ends with a hash: two people
     must not become one."""
@@ -140,9 +140,9 @@ def plain_name(text: str) -> str:
 
 
 def known_patient(text: str | None) -> str | None:
-    """As plain_name; None if the text says that the patient is unknown."""
+    """Returns plain_patient_id(text), or None if the text says that the patient is unknown."""
     text = (text or "").strip()
-    return None if not text or text.lower() in MAYBE_MISSING else plain_name(text)
+    return None if not text or text.lower() in MAYBE_MISSING else plain_patient_id(text)
 
 
 def hashed_name(stem: str, text: str) -> str:
@@ -274,8 +274,8 @@ def parse_dx(text: str) -> tuple[str, ...]:
     return tuple(CPSC_WORDS.get(field, field) for field in fields)
 
 
-def snomed_codes(dx: Sequence[str]) -> tuple[tuple[str, ...], int]:
-    """Distinct SNOMED codes in order, and the number of other words: free text is counted, never
+def snomed_codes_and_word_count(dx: Sequence[str]) -> tuple[tuple[str, ...], int]:
+    """Returns (distinct SNOMED codes in order, number of other words): free text is counted, never
     copied."""
     codes = [word for word in dx if word.isascii() and word.isdigit() and len(word) <= 18]
     return tuple(dict.fromkeys(codes)), len(dx) - len(codes)

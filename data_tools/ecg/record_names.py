@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from ..io.errors import DataError
 
 NAMES_IN_MESSAGE = 3  # names in a message
-FIRST_ROW = 2  # of records, as spreadsheets number them: the header is row 1
+FIRST_ROW = 2  # number of the first record's row in a spreadsheet: the header is row 1
 EMPTY_LINES = b"empty lines"  # in a table's metadata: the rows before which its file has one
 FILE_ENDING = r"\.[A-Za-z]\w{1,3}$"
 ODD_CHARACTERS = "[^A-Za-z0-9_-]+"  # a dataset has _ for them
@@ -31,7 +31,7 @@ PTBXL_FILE_NAME = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
 FIRST_PART, WITHOUT_FIRST = "^((?:[^/]*/)?)[^/_]*_([^/]+)$", r"\1\2"
 SYNTHETIC_PART = r"(?:^|[/_])syn\d+_"
 WHOLE_FLOAT = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
-DECIMAL_NUMBER = r"^[+-]?\d*[.,]\d+$"  # 1.5 is no name of 1_5
+DECIMAL_NUMBER = r"^[+-]?\d*[.,]\d+$"  # the name 1.5 does not mean the record 1_5
 # How a row may name a record; others than EXACT are noted
 EXACT, CHARACTERS, FOLDERS, END = range(4)
 MATCH_NOTES = {
@@ -42,7 +42,7 @@ MATCH_NOTES = {
 
 
 class Matches(NamedTuple):
-    row: np.ndarray  # of each record, its row in the table; -1: none
+    row: np.ndarray  # row in the table of each record; -1: none
     notes: list[str]  # which of the table's records are not in the data, ...
     mostly_missing: bool  # most of the table's records
 
@@ -63,7 +63,7 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
     source = cells["source"].combine_chunks() if by_source else None
     target_of_row = np.full(len(record), -1)
     way_of_row = np.full(len(record), EXACT)
-    for way, spelling in _spellings(record):
+    for way, spelling in _name_spellings(record):
         target = index_in(_prefix_source(spelling, source), targets)
         if way != EXACT:  # what a row names exactly is not offered to others
             target[np.isin(target, target_of_row[way_of_row == EXACT])] = -1
@@ -81,25 +81,25 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
     _refuse_ambiguous(url, cells, rows, target_of_row[rows], keys, targets)
     row_of_key = np.full(len(keys), -1)
     row_of_key[target_of_row[rows]] = rows
-    notes = list(_notes(record, targets, target_of_row, way_of_row))
+    notes = list(_match_notes(record, targets, target_of_row, way_of_row))
     return Matches(row_of_key, notes, len(missing) > len(rows))
 
 
-def _notes(
+def _match_notes(
     record: pa.Array, targets: pa.Array, target_of_row: np.ndarray, way_of_row: np.ndarray
 ) -> Iterator[str]:
     """Yields notes on rows that name no record, or name one only approximately."""
     missing = np.flatnonzero(target_of_row < 0)
     if len(missing):
         yield (
-            f"{count_and_first(missing, record)} of {len(record):,} records are not in the data"
+            f"{count_and_first_names(missing, record)} of {len(record):,} records are not in the data"
             + _lost_zeros_note(record.take(pa.array(missing)), targets)
         )
     for way, how in MATCH_NOTES.items():
         matched = np.flatnonzero((target_of_row >= 0) & (way_of_row == way))
         if len(matched):
             example = f"{record[int(matched[0])]} is {targets[int(target_of_row[matched[0]])]}"
-            yield f"{count_and_first(matched, record)} of {len(record):,} records {how}: {example}"
+            yield f"{count_and_first_names(matched, record)} of {len(record):,} records {how}: {example}"
 
 
 def _lost_zeros_note(absent: pa.Array, targets: pa.Array) -> str:
@@ -115,7 +115,7 @@ def _lost_zeros_note(absent: pa.Array, targets: pa.Array) -> str:
     return ""
 
 
-def _spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
+def _name_spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
     """Yields the names that a dataset may use for the records of a table, most exact first."""
     yield EXACT, record
     path = _record_paths(record)
@@ -128,7 +128,7 @@ def _spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
 
 
 def _record_paths(record: pa.Array) -> pa.Array:
-    """Without the ending, and with / between folders; null if it is a number. 7.0 is 7."""
+    """Returns paths without the ending, with / between folders; null for a number. 7.0 is 7."""
     record = pc.replace_substring_regex(record, WHOLE_FLOAT, r"\1")
     path = pc.replace_substring(pc.replace_substring_regex(record, FILE_ENDING, ""), "\\", "/")
     path = pc.replace_substring_regex(path, r"^(\./+)+", "")
@@ -138,8 +138,8 @@ def _record_paths(record: pa.Array) -> pa.Array:
 
 
 def _to_record_names(path: pa.Array, odd_files: bool = False) -> pa.Array:
-    """As sources.base.path_name: the folders, then the file; a hospital's files, but not all, have _
-    for the odd characters of their own name, too."""
+    """Converts paths to names as sources.base.path_name does: the folders, then the file; _ replaces odd
+    characters, with `odd_files` in the file's name, too, as for some hospitals' files."""
     folders = pc.replace_substring_regex(path, "/?[^/]*$", "")
     folders = pc.replace_substring_regex(folders, ODD_CHARACTERS, "_")
     file = pc.replace_substring_regex(path, "^.*/", "")
@@ -187,7 +187,7 @@ def _match_by_end(
 
 
 def _pair_ends_with_names(ends: pa.Array, names: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of indices: which of these ends is that of which name."""
+    """Returns pairs of indices (end, name): this name ends so."""
     pairs = [np.empty((2, 0), int)]
     rest, name = names, np.arange(len(names))
     while len(rest):
@@ -208,7 +208,7 @@ def _refuse_ambiguous(
     keys: pa.Array,
     targets: pa.Array,
 ) -> None:
-    """`rows` of the table name these targets."""
+    """Raises an error if the table names no record, or one that another row or record shares."""
     record = cells["record"]
     if not len(rows):
         in_table = ", ".join(map(str, record[:NAMES_IN_MESSAGE].to_pylist()))
@@ -242,7 +242,7 @@ def index_in(values: pa.Array, among: pa.Array) -> np.ndarray:
     return np.array(index.to_numpy(zero_copy_only=False))
 
 
-def count_and_first(positions: np.ndarray, names: pa.Array) -> str:
+def count_and_first_names(positions: np.ndarray, names: pa.Array) -> str:
     """Returns the number of positions and the names at the first few."""
     shown = ", ".join(map(str, names.take(pa.array(positions[:NAMES_IN_MESSAGE])).to_pylist()))
     return f"{len(positions):,} ({shown}{', ...' if len(positions) > NAMES_IN_MESSAGE else ''})"

@@ -34,7 +34,10 @@ from .record_names import EMPTY_LINES, NAMES_IN_MESSAGE, WHOLE_FLOAT, match_reco
 from .workbook import is_workbook, read_workbook, workbook_and_sheet
 
 RESERVED = ("record", "source", "patient", "fold", "split")
-PTBXL_TABLE = {"filename_hr": "record", "patient_id": "patient"}  # of ptbxl_database.csv
+PTBXL_TABLE = {
+    "filename_hr": "record",
+    "patient_id": "patient",
+}  # columns of ptbxl_database.csv, and what they are here
 # 40,1 and also -0,5e-3, but neither 1,234,567 nor 1.234,5
 DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
 DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.", 1)
@@ -51,7 +54,7 @@ def read_cells(
     url: str, contents: str = "labels", key: str = "record", used: Sequence[str] = ()
 ) -> pa.Table:
     """Reads all columns as text; names of reserved columns become lower case. `key`: a column that
-    the table must have. `used`: columns that may hold numbers; none: all."""
+    the table must have. `used`: columns that may hold numbers; if empty, all."""
     metadata: dict[bytes, str] = {}
     try:
         place, sheet = workbook_and_sheet(url)
@@ -62,7 +65,7 @@ def read_cells(
         elif is_workbook(url) and data[:2] == b"PK":
             cells = read_workbook(data, sheet)
         else:
-            cells, metadata = _read_csv(data, key, used)
+            cells, metadata = _read_csv_and_metadata(data, key, used)
         cells = cells_as_text(
             cells.rename_columns([_normalize_column_name(column) for column in cells.column_names])
         )
@@ -134,11 +137,11 @@ def _note_ages_of_300(url: str, column: str, rows: int) -> None:
 class _Header(NamedTuple):
     names: list[str]
     mark: str  # the separator
-    lines: int  # that it takes
-    is_all: bool  # whether nothing follows
+    lines: int  # number of lines that the header takes
+    is_all: bool  # True if the file has no other lines
 
 
-def _header(text: str, key: str, marks: Sequence[str]) -> _Header:
+def _parse_header(text: str, key: str, marks: Sequence[str]) -> _Header:
     """The separator is the one that yields a column `key`, or else the most columns."""
     headers = []
     for mark in marks:
@@ -155,14 +158,16 @@ def _header(text: str, key: str, marks: Sequence[str]) -> _Header:
     return max(headers, key=lambda header: len(header.names))
 
 
-def _read_csv(data: bytes, key: str, used: Sequence[str]) -> tuple[pa.Table, dict[bytes, str]]:
+def _read_csv_and_metadata(
+    data: bytes, key: str, used: Sequence[str]
+) -> tuple[pa.Table, dict[bytes, str]]:
     """Returns the cells and metadata: which columns had decimal commas (read as points), and
     where empty lines are."""
     text = decode_text(data)
     marks = [",", ";", "\t"]
     if separator := SEPARATOR_LINE.match(text):
         text, marks = text[separator.end() :], [separator[1]]
-    names, mark, lines, is_all = _header(text, key, marks)
+    names, mark, lines, is_all = _parse_header(text, key, marks)
     if is_all:
         return pa.table({name: pa.array([], pa.string()) for name in names}), {}
     read = pa_csv.ReadOptions(column_names=names, skip_rows=lines)
@@ -237,7 +242,7 @@ def decode_text(data: bytes) -> str:
 
 
 def _require_utf8(cells: pa.Table) -> None:
-    """Arrow takes the texts of a parquet file as they are."""
+    """Refuses a parquet file with texts that are not UTF-8, which arrow does not check."""
     for name, column in zip(cells.column_names, cells.columns, strict=True):
         try:
             column.validate(full=True)
@@ -253,7 +258,7 @@ def cells_as_text(cells: pa.Table) -> pa.Table:
     """The cells as text; null where one is empty. A word such as NA is a text like any other."""
     columns = []
     for name, column in zip(cells.column_names, cells.columns, strict=True):
-        text = pc.utf8_trim_whitespace(_text_of(column))
+        text = pc.utf8_trim_whitespace(_column_as_text(column))
         text = pc.if_else(pc.equal(text, ""), None, text)
         if name == "index":
             text = pc.replace_substring_regex(text, WHOLE_FLOAT, r"\1")
@@ -261,8 +266,8 @@ def cells_as_text(cells: pa.Table) -> pa.Table:
     return pa.table(columns, cells.column_names)
 
 
-def _text_of(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Whole numbers without point and exponent, as long as they are exact."""
+def _column_as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Returns a column as text: whole numbers without point and exponent, if they are exact."""
     if not pa.types.is_floating(column.type):
         return pc.cast(column, pa.string())
     if column.type == pa.float16():  # which arrow cannot round

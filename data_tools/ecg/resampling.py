@@ -19,6 +19,7 @@ TAPS_PER_PHASE, KAISER_BETA = 10, 5.0
 
 @lru_cache(maxsize=256)
 def rate_ratio(fs_hz: float) -> tuple[int, int]:
+    """Returns (up, down), the factors from this rate to 500 Hz; a ReadError if there are none."""
     if not RATE_RANGE_HZ[0] <= fs_hz <= RATE_RANGE_HZ[1]:
         raise ReadError(
             "sampling rate", "{} Hz: {:g} to {:g} is read".format(fs_hz, *RATE_RANGE_HZ)

@@ -29,7 +29,7 @@ def workbook_and_sheet(url: str) -> tuple[str, str]:
 
 
 def table_name(url: str) -> str:
-    """What a table is called: its file, and the sheet."""
+    """Returns a table's name for messages: its file, and the sheet."""
     place, sheet = workbook_and_sheet(url)
     return f"{Path(place).stem} {sheet}".strip()
 
@@ -60,12 +60,12 @@ def read_workbook(data: bytes, sheet: str) -> pa.Table:
                     f"row {number + 1} has the formula {formula} without its value: open the workbook in a "
                     "spreadsheet program and save it, or write values"
                 )
-    header = [_text_of(cell) or "" for cell in rows[0]] if rows else []
-    return _table(header, [[_text_of(cell) for cell in row] for row in rows[1:]])
+    header = [_cell_text(cell) or "" for cell in rows[0]] if rows else []
+    return _text_table(header, [[_cell_text(cell) for cell in row] for row in rows[1:]])
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> pa.Table:
-    """Without columns that have neither a name nor a cell; rows are as long as the longest."""
+def _text_table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> pa.Table:
+    """Returns a table without columns that have neither a name nor a cell. Pads short rows."""
     columns, names = [], []
     for place, name in enumerate(header):
         cells = [row[place] if place < len(row) else None for row in rows]
@@ -75,8 +75,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str | None]]) -> pa.Ta
     return pa.table(columns, names)
 
 
-def _text_of(cell: Any) -> str | None:
-    """As a CSV of the sheet has it."""
+def _cell_text(cell: Any) -> str | None:
+    """Returns a cell as a CSV of the sheet has it."""
     if cell is None:
         return None
     if isinstance(cell, float) and cell.is_integer():

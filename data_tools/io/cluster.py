@@ -39,6 +39,7 @@ def run(
     workers: int = 1,
     cluster: str | None = None,
 ) -> Iterator[Result]:
+    """Yields function(task) for each task, in the order in which they finish."""
     queue = iter(tasks)
     if cluster:
         return _run_on_dask(function, queue, cluster)
@@ -56,7 +57,7 @@ def run_in_order(
     workers: int = 1,
     cluster: str | None = None,
 ) -> Iterator[Result]:
-    """As `run`, but results have the order of the tasks."""
+    """Yields function(task) for each task, in the order of the tasks."""
     early: dict[int, Result] = {}
     due = 0
     for number, result in run(
@@ -77,7 +78,7 @@ def _call_numbered(
 
 @contextmanager
 def reuse_processes() -> Iterator[None]:
-    """In this block, calls of `run` share their processes: starting one takes a CPU-second."""
+    """A context in which calls of `run` share their processes: starting one takes a CPU-second."""
     pools: dict[int, ProcessPoolExecutor] = {}
     token = _pools.set(pools)
     try:

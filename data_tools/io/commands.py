@@ -1,4 +1,4 @@
-"""What data commands share: their parser, and errors as one line and an exit code.
+"""Shared by data commands: their parser, and errors as one line and an exit code.
 
 options = parse_options(__doc__, "shard", shard, arguments)
 return run_data_command("shard", lambda: work(**options), "--out", options["out"], resume=": run it again")

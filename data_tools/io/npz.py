@@ -25,12 +25,12 @@ HEADER_READERS = {
 
 
 class ArrayError(ValueError):
-    """What is wrong with a file, in one line without its name."""
+    """Says what is wrong with a file in one line, without its name."""
 
 
 @contextmanager
 def _array_errors() -> Iterator[None]:
-    """Turn the many kinds of errors that numpy's parsers raise into one."""
+    """A context that turns all errors of numpy's parsers into ArrayError."""
     try:
         yield
     except Exception as error:

@@ -32,7 +32,7 @@ class Option(NamedTuple):
     help: str
     metavar: str | tuple[str, ...] | None = None
     flag: str = ""  # if it is not the parameter's name
-    required: bool = False  # in the command; in Python the result is returned
+    required: bool = False  # by the command; in Python the result is returned instead
     low: float = -math.inf
     high: float = math.inf
 
@@ -40,12 +40,12 @@ class Option(NamedTuple):
 class DeclaredOption(NamedTuple):
     """A parameter as a command takes it."""
 
-    name: str  # in Python
-    flag: str  # in the command
+    name: str  # name in Python
+    flag: str  # flag of the command
     option: Option
     kind: type
     several: bool
-    size: int  # of each value: those of a tuple
+    size: int  # number of values: several for a tuple
     choices: tuple[Any, ...]
     default: Any
 
@@ -146,7 +146,7 @@ def check_values(
     values = {**dict(zip(options, args, strict=False)), **kwargs}
     for name, value in values.items():
         parameter = options.get(name)
-        if parameter is None or value is parameter.default:  # an unknown name: Python says so
+        if parameter is None or value is parameter.default:  # Python itself refuses an unknown name
             continue
         if parameter.kind not in (int, float) and not parameter.choices:
             continue  # nothing to check; a Dataset would be read crop by crop

@@ -26,7 +26,7 @@ def load_plugin(spec: str, importable: bool = False) -> Any:
     able to import it, too."""
     module, _, name = spec.rpartition(":")
     return getattr(
-        _run(Path(module), importable)
+        _run_file(Path(module), importable)
         if module.endswith(".py")
         else importlib.import_module(module),
         name,
@@ -81,7 +81,7 @@ def error_with_line(error: BaseException) -> str:
     return one_line(f"{type(error).__name__}: {error}", 300 - len(place)) + place
 
 
-def _run(path: Path, importable: bool) -> ModuleType:
+def _run_file(path: Path, importable: bool) -> ModuleType:
     """Run a file as a module. If its name is taken, it gets another one, so that models with equal
     file names can coexist."""
     if not path.is_file():

@@ -57,7 +57,7 @@ def _quote_column(column: pa.ChunkedArray) -> pa.Array:
 
 
 def quote_cell(cell: str) -> str:
-    """Cells of one or more numbers, such as -0.5, stay unchanged."""
+    """Quotes a cell that may be a formula. One or more numbers, such as -0.5, stay unchanged."""
     formula = FORMULA_PATTERN.match(cell) and any(
         math.isnan(to_number(word)) for word in cell.split()
     )
@@ -69,7 +69,7 @@ def unquote_cell(cell: str) -> str:
 
 
 def to_number(value: object) -> float:
-    """NaN if the text is not a number."""
+    """Converts a cell to a number; NaN if it is none."""
     try:
         return float(str(value))
     except ValueError:

@@ -80,7 +80,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def read_into(file: int, buffer: Any, start: int) -> int:
-    """Fill a buffer from an open file. -> the number of bytes read: fewer only at the end of the
+    """Fills a buffer from an open file. Returns the number of bytes read: fewer only at the end of the
     file. One system call may read a part, on a network file system or beyond 2 GiB."""
     view = memoryview(buffer).cast("B")
     read = os.preadv(file, [view], start)
@@ -93,7 +93,7 @@ def read_into(file: int, buffer: Any, start: int) -> int:
 
 
 def read_bytes(file: int, start: int, size: int) -> bytes:
-    """At most `size` bytes of an open file: fewer only at its end."""
+    """Reads `size` bytes of an open file, fewer only at its end."""
     data = os.pread(file, size, start)
     if 0 < len(data) < size:
         rest = bytearray(size - len(data))
@@ -281,7 +281,7 @@ def _connect(url: str, anonymous: bool) -> Any:
             return fsspec.core.url_to_fs(url, **options)[0]
         once = {"retries": {"total_max_attempts": 1}}
         fs = fsspec.core.url_to_fs(url, use_listings_cache=False, config_kwargs=once, **options)[0]
-        fs.retries = 1  # of s3fs; others have settings of this name too, such as gcsfs
+        fs.retries = 1  # `retries` is s3fs's; in gcsfs it means something else
         return fs
     except ImportError as error:
         raise StorageError(missing_package(url, error)) from None
@@ -296,7 +296,7 @@ def missing_package(url: str, error: ImportError) -> str:
 
 
 async def _get_s3(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int]:
-    """A byte range and the length of the whole object, which the response states but `cat_file`
+    """Returns (a byte range, length of the whole object), which the response states but `cat_file`
     does not return."""
     bucket, key, _ = fs.split_path(path)
     answer = await fs._call_s3(
@@ -315,7 +315,7 @@ class RemoteFolder:
     url: str
     anonymous: bool = False
     private: bool = False  # as in LocalFolder
-    tries: int | None = None  # of each request; None: RETRIES
+    tries: int | None = None  # tries of each request; None: RETRIES
     remote = True
 
     @property

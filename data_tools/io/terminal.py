@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
             sys.exit(code)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse, but an unknown argument is an error here, where the options that it may
+        """Parses as argparse does, but an unknown argument is an error here, where the options that it may
         stand for are known."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -120,7 +120,7 @@ def _excepthook(
         and error.filename is None
         and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EBADF)
     ):
-        _report(error)
+        _report_failed_output(error)
     else:
         sys.__excepthook__(kind, error, trace)
 
@@ -135,11 +135,11 @@ def show(text: str) -> int:
     try:
         print(printable_lines(text), end="", flush=True)
     except OSError as error:
-        return _report(error)
+        return _report_failed_output(error)
     return 0
 
 
-def _report(error: OSError) -> int:
+def _report_failed_output(error: OSError) -> int:
     drop_output()
     if error.errno == errno.EPIPE:
         return 0

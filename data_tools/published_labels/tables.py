@@ -41,7 +41,7 @@ from ..ecg.record import (
     clean_age,
     parse_dx,
     record_stem,
-    snomed_codes,
+    snomed_codes_and_word_count,
     synthetic_prefix,
 )
 from ..ecg.record_names import PTBXL_FILE_NAME as PTBXL_NAME
@@ -64,11 +64,11 @@ from ..sources.wfdb_archives import (
     WfdbSource,
     parse_statements,
 )
-from ..sources.zip_folder import archive_folder
+from ..sources.zip_folder import archive_folder_and_names
 
 NAME_COLUMNS = ("source", "record", "patient")
 UNKNOWN = -1  # in columns of 0 and 1; columns of measurements use NaN
-MAX_FILE = 2**30  # of measurements
+MAX_FILE = 2**30  # bytes of a file of measurements
 _RECORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _TRUTH = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
@@ -130,7 +130,7 @@ _HEDGED = re.compile(
 )
 _DOUBTED = re.compile(
     r"\w*(?: can ?not be (?:ruled out|excluded)| is borderline| or aberr|\?)"
-)  # directly after the finding
+)  # matched directly after the finding
 _NEGATED = re.compile(
     r"\b(?:no(?! further)|not|without|absence of|negative for)\b(?:(?!\b(?:but|with)\b)[^,;:.])*$"
 )
@@ -155,7 +155,7 @@ def write_labels(
     if archive == "table":
         table = pseudonymize_labels(url, key)
     else:
-        root, _ = archive_folder(url, anonymous)  # raises if there is no such folder
+        root, _ = archive_folder_and_names(url, anonymous)  # raises if there is no such folder
     if not place.remote:
         with write_errors(place.url, "tables"):
             os.makedirs(place.url, exist_ok=True)
@@ -375,7 +375,7 @@ def header_labels(
     codes."""
     source = archive(root)
     keys = [key for key in source.keys() if key.endswith(".hea")]  # noqa: SIM118
-    read = partial(read_safely, partial(_diagnoses, root))
+    read = partial(read_safely, partial(_name_and_diagnoses, root))
     headers = prefetch(read, keys) if root.remote else map(read, keys)
     headers = tqdm(headers, total=len(keys), unit=" headers", disable=quiet)
     # If records have the same name, the first counts, as in a dataset
@@ -412,9 +412,9 @@ def _labels_of_codes(
     return labels
 
 
-def _diagnoses(root: Folder, key: str) -> tuple[str, tuple[str, ...]]:
+def _name_and_diagnoses(root: Folder, key: str) -> tuple[str, tuple[str, ...]]:
     header = parse_header(root.read(key, MAX_HEADER_BYTES))
-    return stated_name(header.name, key), snomed_codes(parse_dx(header.dx))[0]
+    return stated_name(header.name, key), snomed_codes_and_word_count(parse_dx(header.dx))[0]
 
 
 def physionet2011_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
@@ -440,13 +440,13 @@ def mimic_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     studies = table["study_id"].to_numpy()
     codes = np.zeros((2, len(table)), np.uint64)
     for name in tqdm(REPORTS, unit=" columns", disable=quiet):
-        codes |= _stated_codes(table[name].unify_dictionaries().combine_chunks())
+        codes |= _asserted_and_possible_bits(table[name].unify_dictionaries().combine_chunks())
     about = (
         f"MIMIC-IV-ECG, the carts' computer interpretations, pattern list {PATTERNS_VERSION}: 1 stated, 0 "
         "not, empty hedged"
     )
     has_statement = codes[0] != 0
-    labels = _mimic_statements(codes[:, has_statement])
+    labels = _statement_labels(codes[:, has_statement])
     read, source = (MIMIC_MEASUREMENTS,), "mimic-iv-ecg"
     yield PublishedLabels(
         "mimic-iv-ecg-statements", about, read, source, studies[has_statement], labels
@@ -454,11 +454,11 @@ def mimic_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     about = (
         "MIMIC-IV-ECG, intervals and axes measured by the carts' programs; empty where not measured"
     )
-    labels = _mimic_intervals(table)
+    labels = _interval_labels(table)
     yield PublishedLabels("mimic-iv-ecg-intervals", about, read, source, studies, labels)
 
 
-def _mimic_statements(codes: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
+def _statement_labels(codes: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
     """Labels from stated and hedged codes [2, records]."""
     bit = {code: np.uint64(1 << i) for i, code in enumerate(CODES)}
     unread = codes[0] & bit[UNREAD] != 0
@@ -470,7 +470,7 @@ def _mimic_statements(codes: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
     return labels
 
 
-def _mimic_intervals(table: pa.Table) -> dict[str, tuple[str, np.ndarray]]:
+def _interval_labels(table: pa.Table) -> dict[str, tuple[str, np.ndarray]]:
     x = {"zero": np.zeros(len(table), np.float32)}
     for name in INTERVAL_COLUMNS:
         values = table[name].to_numpy()
@@ -510,10 +510,10 @@ def _mimic_table(root: Folder) -> pa.Table:
         ) from None
 
 
-def _stated_codes(column: pa.DictionaryArray) -> np.ndarray:
+def _asserted_and_possible_bits(column: pa.DictionaryArray) -> np.ndarray:
     """Stated and hedged codes of each row as bits: uint64 [2, rows]."""
     of_texts = [
-        statement_codes(text.decode(errors="replace")[:300])
+        asserted_and_possible_codes(text.decode(errors="replace")[:300])
         for text in column.dictionary.to_pylist()
     ]
     codes: np.ndarray = np.array([*of_texts, (0, 0)], np.uint64).T[
@@ -523,7 +523,7 @@ def _stated_codes(column: pa.DictionaryArray) -> np.ndarray:
 
 
 @lru_cache(maxsize=2**16)
-def statement_codes(text: str) -> tuple[int, int]:
+def asserted_and_possible_codes(text: str) -> tuple[int, int]:
     """Returns (bits of the codes it asserts, bits of the codes it only calls possible)."""
     text = " ".join(text.lower().split())
     stated, hedged = ANY_STATEMENT if text else 0, 0

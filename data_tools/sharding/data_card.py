@@ -23,7 +23,7 @@ SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M"
 def write_card(
     out: Folder, facts: DatasetFacts, reasons: Counter[str], flags: Collection[str]
 ) -> None:
-    """`reasons`: how many lines of rejects.csv have each; `flags`: those of records that were used
+    """Writes the data card. `reasons`: how many lines of rejects.csv have each; `flags`: those of records that were used
     nevertheless."""
     import jinja2
     import yaml  # type: ignore[import-untyped]
@@ -101,12 +101,12 @@ def _description(facts: DatasetFacts) -> str:
 
 def _croissant(facts: DatasetFacts, texts: dict[str, Any]) -> dict[str, Any]:
     distribution = [
-        _file_object(SAMPLES, "application/x-parquet", facts.samples),
-        _file_object(REJECTS, "text/csv", facts.rejects),
+        _croissant_file(SAMPLES, "application/x-parquet", facts.samples),
+        _croissant_file(REJECTS, "text/csv", facts.rejects),
     ]
     tars = []
     for shard in facts.shards:
-        tar = _file_object(f"shards/{shard.name}", "application/x-tar", shard)
+        tar = _croissant_file(f"shards/{shard.name}", "application/x-tar", shard)
         distribution.append(tar)
         tars.append({"@id": tar["@id"]})
     if tars:
@@ -143,7 +143,7 @@ def _croissant(facts: DatasetFacts, texts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _file_object(name: str, encoding: str, file: FileFacts | ShardFacts) -> dict[str, Any]:
+def _croissant_file(name: str, encoding: str, file: FileFacts | ShardFacts) -> dict[str, Any]:
     return {
         "@type": "cr:FileObject",
         "@id": name,

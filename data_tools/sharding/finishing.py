@@ -54,12 +54,12 @@ from .plan import ShardPlan
 from .roles import PAPER_SOURCES, RoleSources
 from .shards import part_name, shard_name
 
-DIGEST_BYTES = 32  # at the end of a part
+DIGEST_BYTES = 32  # bytes of the sha256 at the end of a part
 SYNTHETIC_LICENCE = "CC0-1.0"
 ROW_GROUP = 65_536
 ROLE_COLUMNS = ["pretrain", "dx_role", "id_role"]
 PART_COLUMNS = pa.schema([field for field in COLUMNS if field.name not in ROLE_COLUMNS])
-TABLE_BEFORE = f".build/{SAMPLES}"  # while another one takes its place
+TABLE_BEFORE = f".build/{SAMPLES}"  # the old table while another takes its place
 STORED_FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
@@ -69,13 +69,13 @@ class ShardOptions:
     out: str
     plan: str = "paper"
     seed: int = 0
-    shard_crops: int | None = None  # None: as usual
+    shard_crops: int | None = None  # None: SHARD_CROPS
     role_sources: RoleSources = PAPER_SOURCES
     format: str = "tar"
     workers: int = 1
     cluster: str | None = None
     pseudonym_key: bytes | None = None
-    patients: str | None = None  # a table that names them
+    patients: str | None = None  # a table that names the patients
     leave_out: LeaveOut | None = None
     quiet: bool = False
 
@@ -95,6 +95,7 @@ def read_part(out: Folder, name: str) -> pa.Table:
 
 
 def write_part(out: Folder, table: pa.Table, facts: dict[str, Any]) -> None:
+    """Writes the rows and the facts of a shard, with their sha256, until the build ends."""
     data = parquet_bytes(table.replace_schema_metadata({"omnilead": json.dumps(facts)}))
     out.write(part_name(facts["name"]), data + hashlib.sha256(data).digest())
 
@@ -110,18 +111,18 @@ def recipe_hash(recipe: dict[str, Any]) -> str:
 
 
 class PlanFacts(NamedTuple):
-    """What the end of a build needs of its plan."""
+    """The facts about a plan that the end of a build needs."""
 
     shards: list[str]  # their names
     sources: list[dict[str, Any]]  # name, licence, dropped_s, seen
     rejects: list[Reject]
-    name_key: bytes | None  # of the first dataset among the sources
+    name_key: bytes | None  # name key of the first dataset among the sources
 
     @classmethod
     def of_plan(cls, plan: ShardPlan) -> "PlanFacts":
         sources = []
         for name, seen in plan.seen.items():
-            licence, dropped_s = plan.facts(name)
+            licence, dropped_s = plan.licence_and_dropped_s(name)
             if name.startswith(SYNTHETIC):
                 licence = SYNTHETIC_LICENCE
             facts = {"name": name, "licence": licence or plan.sources[0].licence}
@@ -133,7 +134,7 @@ class PlanFacts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parts:
+class ShardParts:
     """The parts of new shards, which lie beside them until the build ends. They are read several times:
     all rows at once would take gigabytes."""
 
@@ -161,12 +162,12 @@ def finish_dataset(
     planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
 ) -> Dataset:
     """The dataset of finished shards."""
-    parts = Parts(out, planned.shards)
-    found = _facts_of_shards(parts, options.role_sources.leave_out)
+    parts = ShardParts(out, planned.shards)
+    found = _shard_totals(parts, options.role_sources.leave_out)
     shards, rejects = found.shards, found.rejects + planned.rejects
     if not len(found.doubtful):
         return raise_no_record_error(out, rejects)
-    records = read_records(partial(_columns, parts, found.numbers))
+    records = read_records(partial(_read_columns, parts, found.numbers))
     sources = source_facts(planned.sources, records, _records_left_out(records, found.left_out))
     roles = assign_roles(records, found.doubtful, options.plan, options.seed, options.role_sources)
     del records
@@ -194,7 +195,7 @@ def _left_out_counts(leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]) -> 
 
 
 def _records_left_out(records: splits.Records, left_out: Iterable[Sequence[Any]]) -> Counter[str]:
-    """How many records of each source have no crop because of patients who are left out."""
+    """Counts the records of each source without crops because their patients are left out."""
     labels = {label for label, *_ in left_out}
     names = pc.binary_join_element_wise(
         pa.array(records.source_names).take(pa.array(records.source)), records.names, "/"
@@ -204,8 +205,8 @@ def _records_left_out(records: splits.Records, left_out: Iterable[Sequence[Any]]
 
 
 def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) -> Dataset:
-    """The dataset with other roles: another samples.parquet. Until dataset.json says so, the table before
-    is kept, for a run that goes on after a kill."""
+    """Writes samples.parquet with other roles and returns the dataset. Keeps the old table until dataset.json
+    names the new one, so that a killed run can be continued."""
     out = made.root
     table_before = _table_before(made)
     records = read_records(table_before.select)
@@ -226,8 +227,8 @@ def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) ->
 
 
 def _table_before(made: Dataset) -> pa.Table:
-    """All rows of samples.parquet, with the name key in the metadata. A killed run may have replaced the
-    file, and left what was there before."""
+    """All rows of samples.parquet, with the name key in the metadata. If a killed run has replaced the
+    file, reads the copy that it left of the old one."""
     out, facts = made.root, made.facts.samples
     if not out.exists(TABLE_BEFORE):
         key = made.name_key or b""
@@ -245,8 +246,8 @@ def _table_before(made: Dataset) -> pa.Table:
     )
 
 
-def _columns(parts: Parts, numbers: pa.Table, names: list[str]) -> pa.Table:
-    """Columns of all rows. `numbers`: some that have been read."""
+def _read_columns(parts: ShardParts, numbers: pa.Table, names: list[str]) -> pa.Table:
+    """Returns columns of all rows. `numbers`: columns that have been read before."""
     if set(names) <= set(numbers.column_names):
         return numbers.select(names)
     return parts.columns(names)
@@ -318,17 +319,17 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts])
         out.remove(STORE)
 
 
-class _Found(NamedTuple):
-    """Holds the combined facts of all parts."""
+class _ShardTotals(NamedTuple):
+    """The facts of all shards, combined."""
 
-    shards: list[ShardFacts]  # for dataset.json
+    shards: list[ShardFacts]  # entries of dataset.json
     rejects: list[Reject]
     doubtful: np.ndarray  # bool [crops]: with a flag that leaves them out of pre-training
     left_out: list[list[Any]]  # as in _ShardWriter
     numbers: pa.Table  # the columns that are small enough to keep
 
 
-def _facts_of_shards(parts: Parts, leave_out: tuple[str, ...]) -> _Found:
+def _shard_totals(parts: ShardParts, leave_out: tuple[str, ...]) -> _ShardTotals:
     shards = []
     rejects: list[Reject] = []
     left_out: list[list[Any]] = []
@@ -341,10 +342,12 @@ def _facts_of_shards(parts: Parts, leave_out: tuple[str, ...]) -> _Found:
         left_out += facts["left_out"]
         doubtful.append(flag_mask(part, leave_out))
         numbers.append(part.select(["start_s", "waveform"]).replace_schema_metadata())
-    return _Found(shards, rejects, np.concatenate(doubtful), left_out, pa.concat_tables(numbers))
+    return _ShardTotals(
+        shards, rejects, np.concatenate(doubtful), left_out, pa.concat_tables(numbers)
+    )
 
 
-def _write_zarr(parts: Parts, shards: list[ShardFacts], options: ShardOptions) -> None:
+def _write_zarr(parts: ShardParts, shards: list[ShardFacts], options: ShardOptions) -> None:
     crops = parts.columns(["shard", "offset", "crc32c"])
     shard_writers.write_zarr(
         crops, shards, parts.out, options.workers, options.cluster, options.quiet
@@ -508,7 +511,7 @@ def patient_of_crops(made: Dataset) -> pa.Array:
 
 @cache
 def _role_names() -> pa.Array:
-    """Made when it is needed: for its first array, pyarrow imports pandas, if that is installed."""
+    """Returns the names of the roles. Not a constant: for its first array pyarrow imports pandas."""
     return pa.array([name or None for name in splits.ROLE_NAMES])
 
 
@@ -530,7 +533,7 @@ def assign_roles(
 
 
 def value_counts(column: pa.ChunkedArray) -> dict[str, int]:
-    """How often each value occurs."""
+    """Counts how often each value occurs."""
     values = pc.value_counts(column.drop_null()).to_pylist()
     return dict(sorted((value["values"], value["counts"]) for value in values))
 

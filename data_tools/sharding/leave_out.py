@@ -1,7 +1,7 @@
 """Patients who are left out of a dataset, because they withdrew their consent.
 
 leave_out = LeaveOut.read("withdrawn.txt", key)
-leave_out.who("ptb-xl", "17")        # the line of the file that means this patient, or None
+leave_out.listed_name("ptb-xl", "17")        # the line of the file that means this patient, or None
 """
 
 import csv
@@ -32,7 +32,7 @@ MIN_ID_LENGTH = 5  # characters of a patient that is searched in texts: 17 may b
 @dataclass(frozen=True)
 class LeaveOut:
     names: tuple[str, ...]  # PATIENT or SOURCE/PATIENT, as in the archive or in a dataset
-    key: bytes | None = None  # of pseudonyms
+    key: bytes | None = None  # key of pseudonyms
 
     @classmethod
     def read(cls, file: str, key: bytes | None) -> "LeaveOut":
@@ -57,14 +57,14 @@ class LeaveOut:
             raise DataError(OPTION, f" {file}: names no patient: write one on each line")
         return cls(tuple(sorted(names)), key)
 
-    def who(self, source: str, patient: str | None) -> str | None:
+    def listed_name(self, source: str, patient: str | None) -> str | None:
         """The name in the file that means this patient, whose id is as the dataset shows it."""
         return shown_ids(self, patient_source(source)).get(patient) if patient else None
 
     def tell(self, found: Iterable[tuple[str, str]], owners: Iterable[str]) -> int:
         """Says whom it did not find, and who stays although an id is like one in the file. `found`: names in
-        the file and the SOURCE/PATIENT that were left out for them; `owners`: those who stay. -> how many
-        were not found."""
+        the file and the SOURCE/PATIENT that were left out for them; `owners`: those who stay.
+        Returns how many were not found."""
         people: dict[str, set[str]] = {}
         for name, person in found:
             people.setdefault(name, set()).add(person)

@@ -73,7 +73,7 @@ class PlannedShard(NamedTuple):
     content: str  # a hash that, unlike `identity`, changes with the archive's files
 
 
-class Texts:
+class TextColumn:
     """A column of texts in temporary files, whose pages the system may forget: those of ten million
     records would fill half of what planning may take."""
 
@@ -95,12 +95,12 @@ class Texts:
         self.size = int(ends[-1]) if texts else self.size
 
     def column(self) -> pa.Array:
-        """Read from the files as it is used. What was read counts as memory while it is kept."""
-        offsets, data = self._mapped(self.offsets), self._mapped(self.data)
+        """Returns the column, mapped from the files: pages count as memory once they were read."""
+        offsets, data = self._map_file(self.offsets), self._map_file(self.data)
         return pa.Array.from_buffers(pa.large_string(), self.count, [None, offsets, data])
 
     @staticmethod
-    def _mapped(file: IO[bytes]) -> pa.Buffer:
+    def _map_file(file: IO[bytes]) -> pa.Buffer:
         with write_errors(tempfile.gettempdir(), "the plan"):
             file.flush()
         if not file.tell():
@@ -113,8 +113,8 @@ class ShardPlan:
     sources: tuple[Source, ...]
     # For each usable record: its key in the archive, source/record, PLANNING_NUMBERS, and the patient that a
     # table names. A record whose name came before has no crops.
-    keys: Texts
-    labels: Texts
+    keys: TextColumn
+    labels: TextColumn
     numbers: np.ndarray
     patients: pa.Array
     tables: str  # a hash of the sources' tables
@@ -132,16 +132,16 @@ class ShardPlan:
         return -(-self.crops // self.shard_crops)
 
     def planned(self, shards: Iterable[int]) -> Iterator[PlannedShard]:
-        """These shards."""
+        """Yields these shards, each with its crops."""
         columns = self.keys.column(), self.labels.column(), self.patients
         order = permutation(self.crops, self.seed)
         first_crop = np.cumsum(np.append(0, self.numbers["crops"]), dtype=np.int64)
         for index in shards:
             crops = order[index * self.shard_crops : (index + 1) * self.shard_crops]
             records = np.searchsorted(first_crop, crops, side="right") - 1
-            yield self._planned(crops, records, crops - first_crop[records], columns)
+            yield self._plan_shard(crops, records, crops - first_crop[records], columns)
 
-    def _planned(
+    def _plan_shard(
         self,
         crops: np.ndarray,
         records: np.ndarray,
@@ -164,9 +164,9 @@ class ShardPlan:
         planned = list(zip(archives, keys, labels, patients, parts.tolist(), strict=True))
         return PlannedShard(planned, crops, identity.hexdigest(), content.hexdigest())
 
-    def facts(self, source: str) -> tuple[str | None, float]:
-        """Its licence, None if no record can be used, and the seconds of its records that are in no
-        crop."""
+    def licence_and_dropped_s(self, source: str) -> tuple[str | None, float]:
+        """Returns (licence of a source, None if no record can be used; seconds of its records that are
+        in no crop)."""
         is_from = np.asarray(pc.starts_with(self.labels.column(), f"{source}/"))
         records = self.numbers[is_from & (self.numbers["crops"] > 0)]
         licences = [self.sources[archive].licence for archive in np.unique(records["archive"])]
@@ -198,11 +198,11 @@ class _AllHeaders:
     """The headers of all keys."""
 
     def __init__(self) -> None:
-        self.keys, self.labels = Texts(), Texts()
+        self.keys, self.labels = TextColumn(), TextColumn()
         self.numbers, self.members = bytearray(), bytearray()
         self.refused: list[Refused] = []
         self.seen: Counter[str] = Counter()
-        # By archive and source: records, and those with a patient
+        # Number of usable records, and of those with a patient, by archive and source
         self.usable: Counter[tuple[int, str]] = Counter()
         self.with_patient: Counter[tuple[int, str]] = Counter()
 
@@ -236,7 +236,7 @@ def make_plan(
     sources = tuple(sources)
     people = read_patients(patients) if patients else None  # before hours of reading
     scanned = _AllHeaders()
-    scans = cluster.run_in_order(partial(_scan_headers, key), _chunks(sources), workers, dask)
+    scans = cluster.run_in_order(partial(_scan_headers, key), _key_chunks(sources), workers, dask)
     with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
         for scan in scans:
             bar.update(scan.seen.total())
@@ -421,7 +421,7 @@ def permutation(count: int, seed: int) -> np.ndarray:
     return np.argsort(mix(x), kind="stable")
 
 
-def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, Source, list[str]]]:
+def _key_chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, Source, list[str]]]:
     for archive, source in enumerate(sources):
         keys = iter(source.keys())
         while chunk := list(islice(keys, SCAN_CHUNK)):
@@ -467,7 +467,7 @@ def _planning_numbers(header: Header) -> tuple[int, ...]:
     """The PLANNING_NUMBERS of a record besides its archive; a ReadError if it can have no place in a
     shard."""
     crops = crop_count(header.samples, header.fs_hz)
-    check_name(header.source, header.name, crops)
+    check_member_name(header.source, header.name, crops)
     if not crops:
         raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
     length_and_rate = f"{header.samples} {header.fs_hz}".encode()
@@ -476,7 +476,7 @@ def _planning_numbers(header: Header) -> tuple[int, ...]:
     return crops, dropped, fingerprint, hash_words(header.stamp)
 
 
-def check_name(source: str, name: str, crops: int) -> None:
+def check_member_name(source: str, name: str, crops: int) -> None:
     """Raises a ReadError if the record's name cannot be used for its crops in a shard."""
     if not (_SAFE_NAME.fullmatch(name) and _SAFE_NAME.fullmatch(source)):
         raise ReadError("record name", "letters, digits, _ and - only, 64 at most")
@@ -484,7 +484,7 @@ def check_name(source: str, name: str, crops: int) -> None:
         raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
 
 
-def hide_detail(
+def reject_without_detail(
     archive: Source, key: bytes | None, source: str, name: str, reason: str, detail: str
 ) -> Reject:
     """A line of rejects.csv. With pseudonyms it has no detail, which may have names of files."""
@@ -516,7 +516,7 @@ def _with_unique_names(
             name += " again"  # the same path in another archive
         taken.add((source, name))
         rejects.append(
-            hide_detail(
+            reject_without_detail(
                 sources[archive], secret, source, name, reason, detail_with_path(path, detail)
             )
         )

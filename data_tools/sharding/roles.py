@@ -27,8 +27,8 @@ from ..ecg.record import patient_source, real_source
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
-NAMES_PER_PART = 65_536  # names that are Python objects at a time
-HEAPS = 16  # in which names are compared, one after the other
+NAMES_PER_PART = 65_536  # names held as Python objects at a time
+HEAPS = 16  # names are compared heap by heap
 UNUSED_BY_PAPER = (
     "ptb",
     "st_petersburg_incart",
@@ -114,7 +114,7 @@ class Records:
         return np.isin(self.source, codes)
 
     def patient_source(self) -> np.ndarray:
-        """Like `source`, but with the same number for all formats of hospitals' files."""
+        """Returns `source`, with one number for all formats of hospitals' files."""
         names = [patient_source(name) for name in self.source_names]
         numbers: np.ndarray = np.array([names.index(name) for name in names], np.int64)[self.source]
         return numbers
@@ -185,7 +185,7 @@ def _link_equal_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _run_starts(ordered: np.ndarray) -> np.ndarray:
-    """Where each run of equal values begins."""
+    """Returns the positions at which runs of equal values begin."""
     return np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
 
 
@@ -214,8 +214,8 @@ def assign_crop_roles(
         return _assign_by_crop(records, seed, sources)
     group = records.group
     in_dx = records.is_from(*sources.dx)
-    group_dx, group_identity = _draw_roles(records, seed, in_dx)
-    identity, tested = _draw_gallery_probe(records, seed, sources)
+    group_dx, group_identity = _draw_dx_and_id_roles(records, seed, in_dx)
+    identity, tested = _gallery_probe_roles_and_mask(records, seed, sources)
     kept_out, has_dx = np.zeros((2, len(group_dx)), bool)
     kept_out[group[tested]] = True  # groups that must stay out of all training
     has_dx[group[in_dx]] = True
@@ -295,7 +295,9 @@ def _draw_in_parts(count: int, texts: Callable[[slice], Iterable[str]], key: str
     return draws
 
 
-def _draw_roles(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _draw_dx_and_id_roles(
+    records: Records, seed: int, in_dx: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The roles of each group in diagnosis and in training on identification: those that are drawn for
     its leader. The leader is a diagnosis record if there is one, so that duplicates from other
     sources do not change the draws."""
@@ -319,7 +321,7 @@ def _draw_roles(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndar
     return dx[leaders], identity[leaders]
 
 
-def _draw_gallery_probe(
+def _gallery_probe_roles_and_mask(
     records: Records, seed: int, sources: RoleSources
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw two sessions per patient by keyed hash; the first crop of each goes to gallery and
@@ -408,7 +410,7 @@ def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRo
     dx = np.where(
         records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE
     ).astype(np.int8)
-    identity, _ = _draw_gallery_probe(records, seed, sources)
+    identity, _ = _gallery_probe_roles_and_mask(records, seed, sources)
     record_chance = _draw_in_parts(len(every), lambda part: labels(every[part]), f"identity {seed}")
     pretrains = _pretrain_records(records, sources)
     trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from ..dataset import CROP_SHAPE, crop_hashes
+from ..dataset import CROP_SHAPE, crc_and_waveform_hash
 from ..ecg.crops import prepare_crop, record_crop_count
 from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import EcgRecord
@@ -30,7 +30,7 @@ def member_hash(source: str, name: str) -> int:
 
 
 def member_hashes(names: Iterable[Sequence[str]], key: bytes | None) -> np.ndarray:
-    """`names`: source and name of each record, perhaps with more."""
+    """Hashes names in a tar. `names`: source and name of each record, perhaps with more."""
     hashes = []
     for source, name, *_ in names:
         hashes.append(member_hash(source, pseudonym(key, "r", source, name)))
@@ -96,7 +96,7 @@ def _compare_chunk(
 
 def _waveform_sum(source: Source, key: str) -> int | ReadError:
     if isinstance(source, StoredDataset):
-        return source.waveforms(key)
+        return source.waveform_sum(key)
     record = read_safely(partial(read_record, source), key)
     if isinstance(record, ReadError):
         return record
@@ -118,7 +118,7 @@ def waveform_sum(record: EcgRecord) -> int:
         except ReadError as error:
             refusal = error
         else:
-            total += crop_hashes(crop)[1]
+            total += crc_and_waveform_hash(crop)[1]
             used += 1
     if not used:
         raise refusal

@@ -30,7 +30,7 @@ from ..dataset import (
     REJECTS,
     SHARD_CROPS,
     Dataset,
-    crop_hashes,
+    crc_and_waveform_hash,
     label_names,
 )
 from ..dataset.rejects import Reject
@@ -52,8 +52,8 @@ from ..sources.base import Source, dataset_patient, detail_with_path, read_recor
 from ..sources.dataset import StoredDataset
 from .finishing import (
     PART_COLUMNS,
-    Parts,
     PlanFacts,
+    ShardParts,
     finish_dataset,
     raise_no_record_error,
     read_part,
@@ -64,7 +64,7 @@ from .finishing import (
     write_roles,
 )
 from .finishing import ShardOptions as ShardOptions
-from .plan import PlannedCrops, ShardPlan, hide_detail, make_plan
+from .plan import PlannedCrops, ShardPlan, make_plan, reject_without_detail
 from .roles import PAPER_SOURCES, RoleSources
 from .shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
@@ -88,8 +88,8 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     unfinished = out.exists(".build")
     if not complete and not unfinished:
         with suppress(StorageError):  # the folder does not exist
-            # rejects.csv is left if all records were refused
-            # .build: another run has begun in this moment, or has just ended
+            # A build whose records were all refused leaves rejects.csv; .build belongs to a run that has
+            # just begun or ended
             if files := [name for name in out.children() if name not in (REJECTS, ".build")]:
                 raise DataError(
                     f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose another ",
@@ -102,7 +102,7 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
             f" {options.out}: is also a source, and a dataset never changes: choose another ",
             Flag("--out"),
         )
-    # A finished dataset may lie where nobody can write
+    # A finished dataset may lie in a folder that nobody can write to
     untouched = complete and not unfinished
     with nullcontext() if untouched else lock_folder(out):
         return _plan_and_build(sources, options, mark, out, is_locked=not untouched)
@@ -149,19 +149,19 @@ def _plan_and_build(
         return _already_finished(out, recipe, options, is_locked)
     if not plan.shards:
         return raise_no_record_error(out, plan.rejects)
-    _build(plan, contents, out, options, {})
+    _build_missing_shards(plan, contents, out, options, {})
     planned = PlanFacts.of_plan(plan)
-    if options.leave_out and (copies := _copies_of_left_out(Parts(out, planned.shards))):
+    if options.leave_out and (copies := _copies_of_left_out(ShardParts(out, planned.shards))):
         contents = [
             content + (json.dumps(copies[name]) if name in copies else "")
             for name, content in zip(planned.shards, contents, strict=True)
         ]
-        _build(plan, contents, out, options, copies)
+        _build_missing_shards(plan, contents, out, options, copies)
     del plan  # a gigabyte of ten million records
     return finish_dataset(planned, out, recipe, options)
 
 
-def _copies_of_left_out(parts: Parts) -> dict[str, list[int]]:
+def _copies_of_left_out(parts: ShardParts) -> dict[str, list[int]]:
     """Returns shard name -> waveforms of left-out patients that the shard still contains under
     another patient or none."""
     waveforms: set[int] = set()
@@ -177,7 +177,7 @@ def _copies_of_left_out(parts: Parts) -> dict[str, list[int]]:
 @contextmanager
 def lock_folder(out: Folder) -> Iterator[None]:
     """Let only one run write to a folder; it first removes the temporary files of killed runs."""
-    place, lock = _take_lock(out)
+    place, lock = _locked_folder_and_file(out)
     with lock:
         for path in (place / "tmp").iterdir():
             path.unlink()
@@ -186,7 +186,7 @@ def lock_folder(out: Folder) -> Iterator[None]:
             shutil.rmtree(place)
 
 
-def _take_lock(out: Folder) -> tuple[Path, IO[bytes]]:
+def _locked_folder_and_file(out: Folder) -> tuple[Path, IO[bytes]]:
     """The folder for temporary files and the file in it that this run has locked. A run that ends in this
     moment removes both: then once more."""
     for _ in range(LOCK_TRIES):
@@ -197,7 +197,7 @@ def _take_lock(out: Folder) -> tuple[Path, IO[bytes]]:
                 break
             if os.path.samestat(os.fstat(lock.fileno()), os.stat(place / "lock")):
                 (place / "tmp").mkdir(exist_ok=True)
-                refused.pop_all()  # it stays open
+                refused.pop_all()  # keeps the locked file open
                 return place, lock
     raise StorageError(
         f"{out.url}: another run is writing there: wait for it, or choose another ", Flag("--out")
@@ -266,14 +266,14 @@ def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     for name, value in (usual | recipe).items():
         if name in ("contents", "leave_out") or old.get(name) == value:
             continue
-        if name == "shard_crops":  # the usual value is seldom given
+        if name == "shard_crops":  # few users give the default
             changed.append(f"made with --shard-crops {old[name]}")
         else:
             changed.append(f"{name} was {old.get(name)}, not {value}")
     return ", ".join(changed)
 
 
-def _build(
+def _build_missing_shards(
     plan: ShardPlan,
     contents: list[str],
     out: Folder,
@@ -282,7 +282,7 @@ def _build(
 ) -> None:
     """Builds the missing shards. `copies`: shard name -> waveforms that the shard must not
     contain."""
-    written = set(out.names(".build"))  # by an interrupted run
+    written = set(out.names(".build"))  # files that an interrupted run has written
     left = []
     for number, content in enumerate(contents):
         if part_name(shard_name(number)) in written:
@@ -392,15 +392,17 @@ class _ShardWriter:
             notes += record.warnings if part == 0 else ()
             crop = prepare_crop(record, part, self.samples)
             row = table_row(source, pseudonym(key, "r", source, name), record, crop, key)
-            row["crc32c"], row["waveform"] = crop_hashes(self.samples)
+            row["crc32c"], row["waveform"] = crc_and_waveform_hash(self.samples)
         except ReadError as error:
             notes.append((error.reason, detail_with_path(archive.path_of(path), error.detail)))
-            self.rejects += [hide_detail(archive, key, source, name, *note) for note in notes]
+            self.rejects += [
+                reject_without_detail(archive, key, source, name, *note) for note in notes
+            ]
             return
         if self._is_left_out(row):
             return
         for note in (*notes, *_flag_lines(crop)):
-            self.rejects.append(hide_detail(archive, key, source, name, *note))
+            self.rejects.append(reject_without_detail(archive, key, source, name, *note))
         self._write(row, part)
 
     def _is_left_out(self, row: dict[str, Any]) -> bool:
@@ -408,7 +410,7 @@ class _ShardWriter:
             return False
         source, patient, hashed = row["source"], row["patient"], row["waveform"]
         label = f"{source}/{row['record']}"
-        if who := self.options.leave_out.who(source, patient):
+        if who := self.options.leave_out.listed_name(source, patient):
             person = f"{patient_source(source)}/{patient}"
             self.left_out.append((label, who, person, hashed))
             return True
@@ -447,7 +449,7 @@ def table_row(
 
 
 def _flag_lines(crop: Crop) -> Iterator[tuple[str, str]]:
-    """(reason, detail) rows of rejects.csv for a usable but unusual crop."""
+    """Yields (reason, detail) of rejects.csv for a usable but unusual crop."""
     when = f"at {crop.start_s:g} s"
     if crop.missing:
         yield "lead not measured", f"{' '.join(crop.missing)} {when}"
@@ -459,7 +461,7 @@ def _flag_lines(crop: Crop) -> Iterator[tuple[str, str]]:
 def _read_in_shard_order(
     sources: tuple[Source, ...], crops: PlannedCrops
 ) -> Iterator[tuple[Source, str, str, int, EcgRecord | ReadError]]:
-    """(source, key, label, crop, record) in shard order; remote records are prefetched."""
+    """Yields (source, key, label, crop, record) in shard order; remote records are prefetched."""
     read = lru_cache(RECORDS_HELD)(
         lambda archive, key: read_safely(partial(read_record, sources[archive]), key)
     )

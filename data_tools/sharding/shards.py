@@ -103,15 +103,15 @@ def make_index(shard: memoryview, offsets: Iterable[int]) -> str:
     """Make the index of a finished shard from the headers of its members."""
     lines = []
     for offset in offsets:
-        ecg, size = read_member(shard, offset)
+        ecg, size = member_name_and_size(shard, offset)
         below = offset + size + -size % TAR_BLOCK + TAR_BLOCK
-        text, length = read_member(shard, below)
+        text, length = member_name_and_size(shard, below)
         lines.append(_index_line(offset, size, ecg, below, length, text))
     return _index_text(lines)
 
 
-def read_member(shard: memoryview, offset: int) -> tuple[str, int]:
-    """Name and size of the member whose data starts at `offset`; a ValueError if there is none."""
+def member_name_and_size(shard: memoryview, offset: int) -> tuple[str, int]:
+    """Returns (name, size) of the member whose data starts at `offset`; a ValueError if none does."""
     header = bytes(shard[max(0, offset - TAR_BLOCK) : max(0, offset)])
     name, size = header[:100].rstrip(b"\0"), header[124:135]
     if not name.isascii() or not OCTAL.fullmatch(size):

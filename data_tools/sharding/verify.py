@@ -33,7 +33,7 @@ from ..dataset import (
     SAMPLES,
     STORE,
     Dataset,
-    crop_hashes,
+    crc_and_waveform_hash,
     flag_mask,
     label_names,
 )
@@ -57,16 +57,23 @@ from .finishing import (
     source_counts,
 )
 from .leave_out import LeaveOut
-from .plan import check_name, make_plan
+from .plan import check_member_name, make_plan
 from .record_index import RecordIndex
 from .roles import Records, RoleSources
 from .same_records import waveform_sum
 from .shard import table_row
-from .shards import MAX_INDEX, TAR_BLOCK, index_name, make_index, member_header, read_member
+from .shards import (
+    MAX_INDEX,
+    TAR_BLOCK,
+    index_name,
+    make_index,
+    member_header,
+    member_name_and_size,
+)
 
 MAX_FINDINGS = 20  # listed per shard, storage object or folder
 RECORDS_PER_TASK = 512  # records of an archive that are compared in one task
-BATCH_ROWS = 65_536  # rows of a table that are Python objects at a time
+BATCH_ROWS = 65_536  # rows of a table held as Python objects at a time
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = (
     "patient",
@@ -239,7 +246,7 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     except ReadError as error:
         findings.append(f"{name}: {error.reason}")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        # A forged file with the right sha256
+        # A forged file whose sha256 is right
         findings.append(one_line(f"{name}: an invalid tar member: {error}"))
     return _first_findings(findings, name)
 
@@ -274,7 +281,7 @@ def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Ite
 
 def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
     """Check a crop's samples against its row."""
-    crc, hashed = crop_hashes(crop)
+    crc, hashed = crc_and_waveform_hash(crop)
     if crc != row["crc32c"]:
         yield "fails its crc32c"
         return
@@ -308,7 +315,7 @@ def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]
             end + TAR_BLOCK,
             end + TAR_BLOCK + CROP_BYTES + -CROP_BYTES % TAR_BLOCK + TAR_BLOCK,
         )
-        _, length = read_member(data, text)
+        _, length = member_name_and_size(data, text)
         headers = bytes(data[end:start]), bytes(data[text - TAR_BLOCK : text])
         if row["offset"] != start or headers != (
             member_header(f"{key}.ecg", CROP_BYTES),
@@ -395,31 +402,31 @@ def check_zarr_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
 
 
 class _Compared(NamedTuple):
-    """A record of an archive."""
+    """The comparison of an archive's record with the dataset."""
 
-    row: int = -1  # its first
+    row: int = -1  # the record's first row in the dataset
     findings: tuple[str, ...] = ()
-    missing: str = ""  # its name, if a file of it is
+    missing: str = ""  # the record's name if a file of it is missing
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What the records of an archive are compared with, in any process."""
+    """Compares records of an archive with a dataset's, in any process."""
 
     dataset: Dataset
-    rows: RecordIndex  # of samples.parquet
-    refused: RecordIndex  # of rejects.csv, without flags
+    rows: RecordIndex  # index of samples.parquet
+    refused: RecordIndex  # index of rejects.csv, without flags
     named: RecordIndex  # patients that a table names
     leave_out: LeaveOut | None
-    key: bytes | None  # of pseudonyms
+    key: bytes | None  # key of pseudonyms
 
-    def chunk(self, task: tuple[Source, list[str]]) -> list[_Compared]:
+    def compare_chunk(self, task: tuple[Source, list[str]]) -> list[_Compared]:
         archive, keys = task
-        compare = partial(self.record, archive)
+        compare = partial(self.compare_record, archive)
         remote = archive.root.remote or self.dataset.root.remote
         return list(prefetch(compare, keys) if remote else map(compare, keys))
 
-    def record(self, archive: Source, item: str) -> _Compared:
+    def compare_record(self, archive: Source, item: str) -> _Compared:
         record = read_safely(partial(read_record, archive), item)
         if not isinstance(record, EcgRecord):
             lacks_file = record.reason == MISSING_FILE
@@ -430,7 +437,7 @@ class _Comparison:
         name = pseudonym(key, "r", record.source, record.name)
         with suppress(ReadError):
             patient = dataset_patient(key, record.source, record.patient)
-            if self.leave_out and self.leave_out.who(record.source, patient):
+            if self.leave_out and self.leave_out.listed_name(record.source, patient):
                 return _Compared()
         if rows := self.rows.find(record.source, name):
             return _Compared(
@@ -486,7 +493,7 @@ def _compare_archive(
         seen = np.zeros(len(dataset), bool)  # first rows of records that are in the archive
         findings = _archive_findings(comparison, sources, seen, workers, quiet)
         listed = _first_findings(findings, "--archive")
-        if not seen.any():  # whatever else it holds
+        if not seen.any():  # it has none of the dataset's records
             return _absent_records(comparison.rows, seen, "all ", "is this the archive?")
         return listed
 
@@ -496,7 +503,7 @@ def _archive_findings(
 ) -> Iterator[str]:
     for archive in sources:
         missing = []
-        compared = cluster.run_in_order(comparison.chunk, _chunks(archive), workers)
+        compared = cluster.run_in_order(comparison.compare_chunk, _key_chunks(archive), workers)
         with tqdm(unit=" records", desc="archive", disable=quiet) as bar:
             for records in compared:
                 bar.update(len(records))
@@ -528,7 +535,7 @@ def _read_patients(sources: list[Source], url: str, workers: int, quiet: bool) -
     return pa.table(columns, PATIENT_SCHEMA)
 
 
-def _chunks(archive: Source) -> Iterator[tuple[Source, list[str]]]:
+def _key_chunks(archive: Source) -> Iterator[tuple[Source, list[str]]]:
     keys = iter(archive.keys())
     while chunk := list(islice(keys, RECORDS_PER_TASK)):
         yield archive, chunk
@@ -536,7 +543,7 @@ def _chunks(archive: Source) -> Iterator[tuple[Source, list[str]]]:
 
 def _can_be_used(record: EcgRecord) -> bool:
     try:
-        check_name(record.source, record.name, record_crop_count(record))
+        check_member_name(record.source, record.name, record_crop_count(record))
         known_patient(record.patient)
         waveform_sum(record)
         return True

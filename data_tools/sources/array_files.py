@@ -30,7 +30,7 @@ ZARR_META_FILES = ("zarr.json", ".zarray")
 # Codecs that only compute. Others may do anything: one of zarr's unpickles
 CODECS = {"blosc", "bytes", "crc32c", "gzip", "lz4", "sharding_indexed", "shuffle", "transpose"}
 CODECS |= {"zlib", "zstd"}
-NO_CODECS = {"regular", "default", "v2"}  # grids and names of chunks, which zarr.json names, too
+NO_CODECS = {"regular", "default", "v2"}  # chunk grids and key encodings in zarr.json
 
 
 def path_inside(root: Folder, name: str) -> Path:
@@ -45,7 +45,7 @@ def path_inside(root: Folder, name: str) -> Path:
 
 @contextmanager
 def array_errors(part: str) -> Iterator[None]:
-    """A damaged file may raise anything."""
+    """A context that turns any error of a damaged file into a ReadError."""
     try:
         yield
     except (DataError, MemoryError):
@@ -57,7 +57,7 @@ def array_errors(part: str) -> Iterator[None]:
 
 
 def open_array(root: Folder, part: str, name: str) -> Any:
-    """`name`: of the array in its file; "" where the file is one array."""
+    """Opens an array. `name`: in its file; "" where the file is one array."""
     path, place = path_inside(root, part), f"{part}/{name}".rstrip("/")
     with array_errors(part):
         if part.endswith(".npy"):

@@ -71,7 +71,7 @@ NOT_MEASURED = -32_768  # in int16
 
 
 class ArrayFacts(BaseModel):
-    """What arrays.yaml says."""
+    """The entries of arrays.yaml."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
@@ -89,12 +89,12 @@ class ArrayFacts(BaseModel):
     age: str = ""
     sex: str = ""
     index: str = ""  # number of the ECG in the array, from 0
-    name: str = "arrays"  # of the database
+    name: str = "arrays"  # name of the database
     licence: str = "unknown"
 
     @field_validator("layout", "leads", mode="before")
     @classmethod
-    def _split(cls, words: Any) -> Any:
+    def _split_words(cls, words: Any) -> Any:
         if isinstance(words, str | int):
             words = str(words).replace(",", " ").split()
         return LEADS if words == ["12"] else words
@@ -209,14 +209,14 @@ class ArraySource(Source):
 
     def header(self, key: str) -> Header:
         """Reads only the first samples of a .npy file."""
-        record = self._ecg(key)
+        record = self._read_ecg(key)
         content = record.signal[:, :FIRST_SAMPLES].tobytes()
         stamp = self.root.stamp(key.rpartition("#")[0])
         samples, fs_hz, patient = record.signal.shape[1], record.fs_hz, record.patient
         return Header(record.name, self.name, samples, fs_hz, content, stamp, patient)
 
     def read(self, key: str) -> EcgRecord:
-        record = self._ecg(key)
+        record = self._read_ecg(key)
         measured = np.any(record.signal, axis=1)
         if not measured.any():
             raise ReadError("no valid lead", "all zero")
@@ -230,7 +230,7 @@ class ArraySource(Source):
             record = replace(record, warnings=warnings)
         return record
 
-    def _ecg(self, key: str) -> EcgRecord:
+    def _read_ecg(self, key: str) -> EcgRecord:
         facts = self.facts
         part, _, row = key.rpartition("#")
         values, cells = (
@@ -327,7 +327,7 @@ def _read_yaml(root: Folder) -> dict[Any, Any]:
     data = root.read(YAML, MAX_YAML)
     try:
         words = yaml.safe_load(data)
-    except Exception as error:  # of many kinds, by the tags in it
+    except Exception as error:  # tags in the file may cause many kinds
         raise DataError(one_line(f"{YAML} is no YAML: {error}", 200)) from None
     if not isinstance(words, dict):
         raise DataError(f"{YAML}: write one `word: value` a line, such as fs_hz: 500")
@@ -341,7 +341,7 @@ def _complete_facts(root: Folder, facts: ArrayFacts) -> ArrayFacts:
         facts = facts.model_copy(update={"dataset": _only_array(root, part)})
     if not facts.layout:
         shape = open_array(root, part, facts.dataset).shape
-        facts = facts.model_copy(update={"layout": _layout(shape, len(facts.leads))})
+        facts = facts.model_copy(update={"layout": _guess_layout(shape, len(facts.leads))})
     axes = set(facts.layout)
     known = {"leads", "samples"} <= axes <= {"ecgs", "leads", "samples", "1"}
     if not known or len(axes) < len(facts.layout):
@@ -382,7 +382,7 @@ def _shortest_yaml(root: Folder, part: str) -> tuple[str, ...]:
     )
 
 
-def _layout(shape: tuple[int, ...], leads: int) -> tuple[str, ...]:
+def _guess_layout(shape: tuple[int, ...], leads: int) -> tuple[str, ...]:
     """The axes of a shape that has only one reading."""
     if len(shape) not in (2, 3):
         axes = "[ecgs, 1, samples, leads]"

@@ -64,7 +64,7 @@ class Source(ABC):
     licence = "unknown"
     # A note on what no source of the folder reads, and on WFDB records beside its archives
     left_out = ""
-    private = ""  # what in its records' names and ids tells who the patients are
+    private = ""  # the names and ids in it that tell who the patients are
     pseudonyms: str | None = None  # of a dataset: the mark of the key that made its names
     # In your own source: True if `read` and `header` may be called from several threads at once, as for s3://
     thread_safe = False
@@ -157,7 +157,7 @@ def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
 
 
 def read_record(source: Source, key: str) -> EcgRecord:
-    """What `source.read` returns, with a warning if its amplitude is implausible. A user's own source may fill
+    """Reads a record, with a warning if its amplitude is implausible. A user's own source may fill
     one buffer for every record, so its signal is copied, and it is called from one thread at a time unless it
     says that it is `thread_safe`."""
     if is_builtin(source):
@@ -170,7 +170,7 @@ def read_record(source: Source, key: str) -> EcgRecord:
 
 
 def read_header(source: Source, key: str) -> Header:
-    """What `source.header` returns, which may call `read`."""
+    """Reads a record's header; `source.header` may call `source.read`."""
     with nullcontext() if is_builtin(source) or source.thread_safe else _ONE_THREAD:
         return source.header(key)
 
@@ -189,7 +189,7 @@ class Prepared(NamedTuple):
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
     flags: tuple[tuple[str, ...], ...]
-    fs_hz: float  # at which it was recorded
+    fs_hz: float  # rate at which it was recorded
 
 
 def prepare_record(source: Source, key: str) -> Prepared | ReadError:

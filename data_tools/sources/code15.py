@@ -42,7 +42,7 @@ class Code15(Source):
         there: set[str] = set()
         for part in _part_files(self.root):
             try:
-                exams = _open_part(self.root, part)[1]
+                exams = _tracings_and_exam_ids(self.root, part)[1]
             except ReadError:
                 yield part  # one key for the whole part, which `read` refuses with the same error
                 continue
@@ -70,7 +70,7 @@ class Code15(Source):
 
     def read(self, key: str) -> EcgRecord:
         part, _, row = key.partition("#")
-        tracings, exams = _open_part(self.root, f"{part.removesuffix('.hdf5')}.hdf5")
+        tracings, exams = _tracings_and_exam_ids(self.root, f"{part.removesuffix('.hdf5')}.hdf5")
         exam = str(int(exams[int(row)]))
         table = _exams(self.root)
         if exam not in table:
@@ -112,7 +112,7 @@ def _part_files(root: Folder) -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def _open_part(root: Folder, part: str) -> tuple[Any, np.ndarray]:
+def _tracings_and_exam_ids(root: Folder, part: str) -> tuple[Any, np.ndarray]:
     """Return the tracings and their exam ids."""
     with array_errors(part):
         file = open_hdf5_file(root, part)
@@ -158,7 +158,7 @@ def _steps_per_mv(root: Folder) -> float:
     parts = _part_files(root)
     for part in parts:
         try:
-            tracings, _ = _open_part(root, part)
+            tracings, _ = _tracings_and_exam_ids(root, part)
         except ReadError as error:
             refused.append(error)
             continue

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +37,7 @@ CROP_COLUMNS = (
     "missing_leads",
     "flags",
 )
-BATCH_ROWS = 65_536  # rows that are Python objects at a time
+BATCH_ROWS = 65_536  # rows held as Python objects at a time
 
 
 class StoredDataset(Source):
@@ -49,7 +49,7 @@ class StoredDataset(Source):
         self.name, self.licence, self.pseudonyms = name, licence, pseudonyms
 
     def keys(self) -> Iterator[str]:
-        """By the names of the records. A crop has its address, or in a zarr copy its row."""
+        """Yields keys by the names of the records, with each crop's address, or in a zarr copy its row."""
         dataset = open_dataset(self.root)
         table = dataset.table(["source", "record", *RECORD_COLUMNS, *CROP_COLUMNS])
         table = table.append_column("row", pa.array(np.arange(len(table))))
@@ -64,7 +64,7 @@ class StoredDataset(Source):
             yield f"{name} {json.dumps([facts, places, warnings.get(name, [])])}"
 
     def _warnings(self, dataset: Dataset) -> dict[str, list[tuple[str, str]]]:
-        """What rejects.csv says of records that are used: what it says of crops is found again."""
+        """Returns the warnings about records in rejects.csv; those about crops will be found again."""
         warnings: dict[str, list[tuple[str, str]]] = {}
         for source, record, reason, detail in read_rejects(dataset):
             if source == self.name and reason in FLAG_REASONS and reason not in CROP_FLAG_REASONS:
@@ -105,7 +105,7 @@ class StoredDataset(Source):
     def path_of(self, key: str) -> str:
         return self.name_for(key)
 
-    def waveforms(self, key: str) -> int:
+    def waveform_sum(self, key: str) -> int:
         """The sum of the waveform hashes of a record's crops, by which it is compared with another."""
         waveforms: list[int] = [crop["waveform"] for crop in _parse_key(key)[2]]
         return sum(waveforms) % 2**64
@@ -161,9 +161,15 @@ def _index_batches(order: pa.Array) -> Iterator[pa.Array]:
         yield order.slice(start, BATCH_ROWS)
 
 
-def _parse_key(key: str) -> tuple[str, dict[str, Any], list[dict[str, Any]], list[list[str]]]:
-    """The record's name, what is known of it, its crops in their order, and warnings."""
+class _StoredRecord(NamedTuple):
+    name: str
+    columns: dict[str, Any]  # RECORD_COLUMNS
+    crops: list[dict[str, Any]]  # in order of time
+    warnings: list[list[str]]
+
+
+def _parse_key(key: str) -> _StoredRecord:
     name, _, text = key.partition(" ")
     facts, places, warnings = json.loads(text)
     crops = [dict(zip((*CROP_COLUMNS, "row"), place, strict=True)) for place in places]
-    return name, dict(zip(RECORD_COLUMNS, facts, strict=True)), crops, warnings
+    return _StoredRecord(name, dict(zip(RECORD_COLUMNS, facts, strict=True)), crops, warnings)

@@ -41,7 +41,7 @@ from .wfdb_archives import (
     PtbXl,
     WfdbFolder,
 )
-from .zip_folder import archive_folder, folder_below
+from .zip_folder import archive_folder_and_names, folder_below
 
 __all__ = [
     "ARCHIVES",
@@ -78,8 +78,8 @@ class UnknownArchive(StorageError):
 def open_archives(
     archives: Paths, kind: str, anonymous: bool, private: bool, arrays: dict[str, Any]
 ) -> list[Source]:
-    """`private`: no message names a file. `arrays`: their fs_hz, unit and leads, if the user states
-    them."""
+    """Opens archives. `private`: no message names a file. `arrays`: fs_hz, unit and leads, if the
+    user states them."""
     urls = as_paths(archives)
     stated = {name: value for name, value in arrays.items() if value is not None}
     if stated and kind != "arrays":
@@ -124,7 +124,7 @@ def open_sources(
     """Open the sources in a folder. `kind`: auto, a name in ARCHIVES, `file.py:Class` or
     `module:Class`. `besides`: folders that are opened, too, so what lies in them is not left out.
     `private`: no message names a file. `arrays`: the fs_hz, unit and leads of arrays."""
-    root, names = archive_folder(url, anonymous, private)
+    root, names = archive_folder_and_names(url, anonymous, private)
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
     if kind == "auto" and META in names:
@@ -142,7 +142,7 @@ def open_sources(
             sources[0].left_out = left.sentence(archives=read)
     else:
         sources = [ArraySource(root, arrays) if kind == "arrays" else _open_kind(root, kind)]
-        # A reader of files looks at all of them; what one of the user's own reads, only he knows
+        # HospitalFiles looks at all files; which files a user's own source reads is unknown
         if ":" in kind or isinstance(sources[0], HospitalFiles):
             sources[0].left_out = LeftOut(root, [], besides).sentence()
         else:
@@ -161,7 +161,7 @@ def open_sources(
 
 def _open_kind(root: Folder, kind: str) -> Source:
     if ":" in kind:
-        try:  # so that worker processes can import it, too
+        try:  # worker processes must be able to import it, too
             reader = load_plugin(kind, importable=True)
         except Exception as error:  # a user's module may raise anything on import
             raise DataError(Flag("--source"), f" {kind}: {error_with_line(error)}") from None
@@ -233,7 +233,7 @@ class LeftOut:
         # Where a hospital's files may be: folders, and files that have one of its endings
         self.places: list[str] = []
         self.wfdb: list[str] = []  # headers
-        self.capitals: list[str] = []  # headers that no source takes for one
+        self.capitals: list[str] = []  # headers ending in .HEA, which no source reads
         self.vendors: list[str] = []  # files with a hospital's endings
         self.links: list[str] = []
         self.unlisted: list[str] = []
@@ -281,7 +281,7 @@ class LeftOut:
                 self.links.append(place.removeprefix(f"{self.root.url}/"))
 
     def _add(self, path: str, names: Sequence[str]) -> None:
-        """`names`: what is at `path`."""
+        """Adds the files at `path`."""
         if names:
             self.places.append(path)
         for name in names:
@@ -312,7 +312,7 @@ class LeftOut:
             clauses.append(f"could not list {self._named(self.unlisted)}")
         if self.links:
             clauses.append(f"does not follow linked folders: {self._named(self.links)}")
-        if kind and (files := self._others()):
+        if kind and (files := self._other_files()):
             look = "1 file that looks like an ECG"
             if len(files) > 1:
                 look = f"{len(files):,} files that look like ECGs"
@@ -320,7 +320,7 @@ class LeftOut:
             clauses.append(f"leaves out {look}{first}: without --source {kind} none is left out")
         return f"{self.root.url}: {'; '.join(clauses)}" if clauses else ""
 
-    def _others(self) -> list[str]:
+    def _other_files(self) -> list[str]:
         if self.places == [""]:
             return [name for name in self.root.names() if name.lower().endswith(HOSPITAL_ENDINGS)]
         return [*self.wfdb, *self.vendors]

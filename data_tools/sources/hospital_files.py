@@ -26,7 +26,7 @@ from ..ecg.record import (
     clean_sex,
     hashed_name,
     is_changing,
-    plain_name,
+    plain_patient_id,
     record_stem,
 )
 from ..ecg.resampling import rate_ratio
@@ -79,7 +79,9 @@ class HospitalFiles(Source):
     def keys(self) -> Iterator[str]:
         names, skipped = self._names(), Counter[str]()
         for key, is_record in (
-            prefetch(self._look, names) if self.root.remote else map(self._look, names)
+            prefetch(self._key_and_is_record, names)
+            if self.root.remote
+            else map(self._key_and_is_record, names)
         ):
             if is_record:
                 yield key
@@ -98,7 +100,7 @@ class HospitalFiles(Source):
             for _, names in groupby(self.root.names(place), posixpath.dirname):
                 yield from _drop_wfdb_files(list(names))
 
-    def _look(self, key: str) -> tuple[str, bool]:
+    def _key_and_is_record(self, key: str) -> tuple[str, bool]:
         """Returns (key, True if the file counts as a record, which is then read or refused)."""
         return key, (not self.only and key.lower().endswith(HOSPITAL_ENDINGS)) or bool(
             self._format_of_file(key)
@@ -106,11 +108,11 @@ class HospitalFiles(Source):
 
     def _format_of_file(self, key: str) -> str:
         try:
-            return self._format(self.root.read(key, HEAD_BYTES, cut=True), key)
+            return self._detect_format(self.root.read(key, HEAD_BYTES, cut=True), key)
         except ReadError:
             return ""
 
-    def _format(self, data: bytes, key: str) -> str:
+    def _detect_format(self, data: bytes, key: str) -> str:
         head, name = data[:HEAD_BYTES], key.rpartition("/")[2]
         known = (
             kind
@@ -147,7 +149,7 @@ class HospitalFiles(Source):
 
     def header(self, key: str) -> Header:
         data = self.root.read(key, MAX_HOSPITAL_BYTES)
-        record = self._decoded(key, data)
+        record = self._to_record(key, data)
         return Header(
             record.name,
             record.source,
@@ -158,10 +160,10 @@ class HospitalFiles(Source):
         )
 
     def read(self, key: str) -> EcgRecord:
-        return self._decoded(key, self.root.read(key, MAX_HOSPITAL_BYTES))
+        return self._to_record(key, self.root.read(key, MAX_HOSPITAL_BYTES))
 
-    def _decoded(self, key: str, data: bytes) -> EcgRecord:
-        if not (kind := self._format(data, key)):
+    def _to_record(self, key: str, data: bytes) -> EcgRecord:
+        if not (kind := self._detect_format(data, key)):
             if not data:
                 raise ReadError("unknown format", "the file is empty: copy it again")
             root = root_tag(data[:HEAD_BYTES])
@@ -200,7 +202,7 @@ class HospitalFiles(Source):
             tuple(signals),
             "uV",
             source=kind,
-            patient=_patient(decoded.patient),
+            patient=_patient_id(decoded.patient),
             age=age,
             sex=sex,
             warnings=warnings,
@@ -216,9 +218,9 @@ def _drop_wfdb_files(names: Sequence[str]) -> Iterator[str]:
             yield name
 
 
-def _patient(text: str | None) -> str | None:
+def _patient_id(text: str | None) -> str | None:
     """A patient's id; None if it says nothing, or all anonymised files would be of one patient."""
     text = (text or "").strip()
     if not text or text.lower() in ANONYMOUS_IDS or len(set(text)) < 2 <= len(text):
         return None
-    return plain_name(text)
+    return plain_patient_id(text)

@@ -99,15 +99,15 @@ class WfdbHeader:
 
 
 def peek_header(data: bytes) -> tuple[str, int, float, int]:
-    """(name, signals, fs_hz, samples) from the record line only: enough for planning, at a fifth of
+    """Returns (name, signals, fs_hz, samples) from the record line only: enough for planning, at a fifth of
     the cost."""
-    for line in _lines(data):
+    for line in _header_lines(data):
         if line and not line.startswith("#"):
-            return _record_line(line)
+            return _parse_record_line(line)
     raise ReadError("empty header", "copy the file again")
 
 
-def _lines(data: bytes) -> Iterator[str]:
+def _header_lines(data: bytes) -> Iterator[str]:
     if len(data) > MAX_HEADER_BYTES:
         raise ReadError("header too large", f"{len(data)} bytes")
     return map(str.strip, data.decode("utf-8", "replace").splitlines())
@@ -116,7 +116,7 @@ def _lines(data: bytes) -> Iterator[str]:
 def parse_header(data: bytes) -> WfdbHeader:
     lines: list[str] = []
     comments: dict[str, str] = {}
-    for line in _lines(data):
+    for line in _header_lines(data):
         if line.startswith("#"):
             if comment := _COMMENT.match(line):
                 comments.setdefault(comment[1].lower(), comment[2].strip())
@@ -124,10 +124,10 @@ def parse_header(data: bytes) -> WfdbHeader:
             lines.append(line)
     if not lines:
         raise ReadError("empty header", "copy the file again")
-    name, n_signals, fs_hz, samples = _record_line(lines[0])
+    name, n_signals, fs_hz, samples = _parse_record_line(lines[0])
     if len(lines) - 1 != n_signals:
         raise ReadError("signal count", f"{n_signals} announced, {len(lines) - 1} described")
-    files, formats, gains, zeros, initials, checksums, leads = _signal_lines(lines[1:])
+    files, formats, gains, zeros, initials, checksums, leads = _parse_signal_lines(lines[1:])
     columns = (
         *_parse_columns(formats, gains, zeros, leads),
         tuple(map(int, initials)),
@@ -148,7 +148,7 @@ def parse_header(data: bytes) -> WfdbHeader:
     )
 
 
-def _record_line(line: str) -> tuple[str, int, float, int]:
+def _parse_record_line(line: str) -> tuple[str, int, float, int]:
     """`name n_signals fs[/counter] samples [time [date]]`: the first four are required, the rest is
     ignored."""
     if len(line) > MAX_LINE:
@@ -170,7 +170,7 @@ def _record_line(line: str) -> tuple[str, int, float, int]:
     )
 
 
-def _signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
+def _parse_signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
     """`file format gain(baseline)/unit resolution zero first checksum block lead`: all nine fields
     are required.
 
@@ -195,21 +195,23 @@ def _signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
 def _parse_columns(
     formats: tuple[str, ...], gains: tuple[str, ...], zeros: tuple[str, ...], leads: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
-    """Parse to formats, offsets, gains and baselines."""
+    """Returns (formats, offsets, gains, baselines)."""
     rows = []
     for form, gain, zero, lead in zip(formats, gains, zeros, leads, strict=True):
         try:
-            per_mv, baseline = _gain(gain)
+            per_mv, baseline = _gain_and_baseline(gain)
         except ReadError:
             if lead.upper() in LEAD_INDEX:
                 raise
             per_mv, baseline = 1.0, 0  # may be in litres or mmHg; the channel is ignored later
-        rows.append((*_format(form), per_mv, int(zero) if baseline is None else baseline))
+        rows.append(
+            (*_format_and_offset(form), per_mv, int(zero) if baseline is None else baseline)
+        )
     codes, offsets, per_mvs, baselines = zip(*rows, strict=True)
     return codes, offsets, per_mvs, baselines
 
 
-def _format(text: str) -> tuple[int, int]:
+def _format_and_offset(text: str) -> tuple[int, int]:
     match = _FORMAT.fullmatch(text)
     if not match:
         raise ReadError("signal format", text[:20])
@@ -223,7 +225,7 @@ def _format(text: str) -> tuple[int, int]:
     return code, offset
 
 
-def _gain(text: str) -> tuple[float, int | None]:
+def _gain_and_baseline(text: str) -> tuple[float, int | None]:
     """Parse `1000.0(0)/mV` to steps per mV and baseline. A gain of 0 means "not calibrated" and is
     refused."""
     match = _GAIN.fullmatch(text)
@@ -243,7 +245,7 @@ def _integer(text: str, what: str, high: int) -> int:
 
 
 def _number(text: str, what: str, low: float, high: float) -> float:
-    """Python also accepts underscores and digits of other scripts, WFDB does not."""
+    """Parses a number. Refuses underscores and digits of other scripts, as WFDB does."""
     value = to_number(text) if text.isascii() and "_" not in text else math.nan
     if not low <= value <= high:  # NaN fails too
         raise ReadError(what, f"{text[:40]}: {low:g} to {high:g} is read")

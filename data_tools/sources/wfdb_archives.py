@@ -16,7 +16,7 @@ from itertools import chain
 
 import numpy as np
 
-from ..ecg.crops import millivolts
+from ..ecg.crops import millivolts_and_unmeasured
 from ..ecg.record import (
     HEART_AXIS_CODES,
     LEAD_INDEX,
@@ -111,7 +111,7 @@ class WfdbSource(Source):
         return record
 
     def header(self, key: str) -> Header:
-        data = self._text(key)
+        data = self._header_bytes(key)
         name, _, fs_hz, samples = peek_header(data)
         stamp = self.root.stamp(key.removesuffix(".hea") + self.suffix)
         content = hashlib.blake2b(data, digest_size=8).digest()
@@ -127,12 +127,12 @@ class WfdbSource(Source):
         )
 
     def read(self, key: str) -> EcgRecord:
-        header = parse_header(self._text(key))
+        header = parse_header(self._header_bytes(key))
         self.check(header)
         name = self.record_name(key, stated_name(header.name, key))
         return self.enrich(read_record(self.root, key, header, name, self.source_of(key)), key)
 
-    def _text(self, key: str) -> bytes:
+    def _header_bytes(self, key: str) -> bytes:
         if not key.endswith(".hea"):
             raise ReadError("no header", key.rsplit("/", 1)[-1])
         return self.root.read(key, MAX_HEADER_BYTES)
@@ -286,7 +286,7 @@ class PhysioNet2021(WfdbSource):
         return "training" in names or bool(names & DATABASE_FOLDERS - {"ptb-xl"})
 
     def places(self) -> list[str]:
-        """Only database folders, if there are any: other archives (PTB-XL's release) may be in the
+        """Returns only database folders, if there are any: other archives (PTB-XL's release) may be in the
         same folder."""
         names = self.root.children()
         places = (
@@ -313,7 +313,7 @@ class PhysioNet2021(WfdbSource):
         return False
 
     def source_of(self, key: str) -> str:
-        return _database(self.root.url, key.rpartition("/")[0]) or self.name
+        return _database_of_folder(self.root.url, key.rpartition("/")[0]) or self.name
 
     def patient(self, name: str, key: str) -> str | None:
         if real_source(self.source_of(key)) != "ptb-xl":
@@ -336,7 +336,7 @@ class PhysioNet2021(WfdbSource):
 
 
 @lru_cache(maxsize=256)  # a folder has a thousand records
-def _database(url: str, place: str) -> str | None:
+def _database_of_folder(url: str, place: str) -> str | None:
     """The database of a folder. The root may itself be a database or one of its folders."""
     parts = [*url.replace(".zip", "").split("/")[-2:], *place.split("/")]
     return next((part for part in reversed(parts) if part in DATABASE_FOLDERS), None)
@@ -425,7 +425,7 @@ class MimicIvEcg(WfdbSource):
         return ["files"]
 
     def links(self) -> Iterator[str]:
-        """None if there is the list, by which links are followed."""
+        """Yields nothing if there is the list, whose records are read through links."""
         return iter(()) if self.root.exists(MIMIC_LIST) else super().links()
 
     def patient(self, name: str, key: str) -> str | None:
@@ -488,7 +488,9 @@ class WfdbFolder(WfdbSource):
         rows = lead_rows(record.leads)
         if len(rows) == 12 or not {0, 1} <= rows.keys():
             return record
-        mv, invalid = millivolts(record, list(rows.values()), 0, record.signal.shape[1])
+        mv, invalid = millivolts_and_unmeasured(
+            record, list(rows.values()), 0, record.signal.shape[1]
+        )
         mv[invalid] = np.nan
         measured = {LEADS[lead]: mv[row] for row, lead in enumerate(rows)}
         signals = add_limb_leads(measured)

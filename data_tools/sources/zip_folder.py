@@ -1,8 +1,8 @@
 """Zip archives as folders. Members are read in place, by byte range; nothing is unpacked to a disk.
 
-    archive_folder("x.zip")             # the folder x that unpacking makes; also s3://bucket/x.zip
-    archive_folder("x.zip/records")     # a folder in it
-    archive_folder("FOLDER")            # in which x.zip is the folder x
+    archive_folder_and_names("x.zip")             # the folder x that unpacking makes; also s3://bucket/x.zip
+    archive_folder_and_names("x.zip/records")     # a folder in it
+    archive_folder_and_names("FOLDER")            # in which x.zip is the folder x
 
 The directory at the end of a zip is read once in each process, without `zipfile`, which takes a
 gigabyte for 1.6 million members. A directory has no checksum, so names in it are compared with
@@ -36,7 +36,7 @@ MAX_MEMBERS, MAX_DIRECTORY = 10_000_000, 2**31
 DIRECTORIES_HELD = 1024
 REQUEST_BYTES = 2**24  # bytes of a directory in one request
 MAX_FIELD = 2**16  # bytes of a name, extra field or comment
-# Without signatures, versions and times. An entry: system, flags, method, CRC-32, bytes packed and
+# Layouts, without signatures, versions and times. An entry: system, flags, method, CRC-32, bytes packed and
 # unpacked, lengths of name, extra field and comment, Unix mode, place. A member: method, lengths of
 # name and extra field. The end of the directory: numbers of disks and entries, length, place
 ENTRY, HEADER = struct.Struct("<4xxB2x2H4x3L3H6xHL"), struct.Struct("<4s4xH16x2H")
@@ -55,8 +55,8 @@ _LOCK = threading.Lock()
 class Member(NamedTuple):
     """A file in a zip."""
 
-    begin: int  # of its header; the data follow
-    end: int  # where another one begins
+    begin: int  # start of its header, which the data follow
+    end: int  # start of the next member
     packed: int  # bytes
     size: int  # bytes unpacked
     crc: int
@@ -68,33 +68,33 @@ class ZipIndex(NamedTuple):
     """The members of a zip in the order of LocalFolder.names."""
 
     keys: list[bytes]
-    numbers: np.ndarray  # of Member
+    numbers: np.ndarray  # fields of Member
 
     def find(self, path: str) -> Member | None:
-        key = _key(path)
+        key = _sort_key(path)
         row = bisect_left(self.keys, key)
         if row < len(self.keys) and self.keys[row] == key:
             return Member(*self.numbers[row].tolist())
         return None
 
     def below(self, path: str) -> Iterator[bytes]:
-        """The keys of what is in a folder, from there on."""
+        """Yields what is in a folder: sort keys without the folder's own."""
         if not path:
             yield from self.keys
             return
-        begin = _key(f"{path}/")[:-1]
+        begin = _sort_key(f"{path}/")[:-1]
         rows = (bisect_left(self.keys, key) for key in (begin, begin[:-1] + b"\1"))
         for key in self.keys[slice(*rows)]:
             yield key[len(begin) :]
 
 
-def _key(path: str) -> bytes:
-    """Sorts as LocalFolder.names does: files before subfolders."""
+def _sort_key(path: str) -> bytes:
+    """Returns a sort key for the order of LocalFolder.names: files before subfolders."""
     place, slash, name = path.encode(errors="surrogatepass").rpartition(b"/")
     return (b"\2" + place.replace(b"/", b"\0\2") + b"\0" if slash else b"") + b"\1" + name
 
 
-def _path(key: bytes) -> str:
+def _path_of_key(key: bytes) -> str:
     text = key[1:].replace(b"\0\2", b"/").replace(b"\0\1", b"/")
     return text.decode(errors="surrogatepass")
 
@@ -116,7 +116,7 @@ class Zip:
     def path(self, name: str) -> str:
         return f"{self.inside}/{name}".strip("/") if self.inside else name
 
-    def packed(self, member: Member, name: str, most: int) -> memoryview:
+    def read_packed(self, member: Member, name: str, most: int) -> memoryview:
         """A member's data; `most`: bytes to read from its header on. `name`: for errors."""
         try:
             size = min(member.end - member.begin, most)
@@ -137,10 +137,10 @@ class ZipFolder(LocalFolder):
     """A zip as a folder, or a folder in which x.zip is the folder x."""
 
     base: Folder
-    zips: dict[str, Zip] = field(compare=False)  # by the name of the folder; "" is all
+    zips: dict[str, Zip] = field(compare=False)  # by folder; "" if the whole archive is a zip
     remote: bool
 
-    def zip_of(self, name: str) -> tuple[Zip | None, str]:
+    def zip_and_path(self, name: str) -> tuple[Zip | None, str]:
         """The zip that a file or folder is in, and its path there."""
         first, _, rest = name.partition("/")
         zipped, path = self.zips.get(""), name
@@ -152,7 +152,7 @@ class ZipFolder(LocalFolder):
         return {zipped.file for zipped in self.zips.values()}
 
     def read(self, name: str, limit: int, cut: bool = False) -> bytes:
-        zipped, path = self.zip_of(name)
+        zipped, path = self.zip_and_path(name)
         if zipped is None:
             return self.base.read(name, limit, cut)
         member = zipped.index.find(path)
@@ -161,7 +161,7 @@ class ZipFolder(LocalFolder):
         is_whole = member.size <= limit
         _check_member(member, name, limit if not cut else member.size)
         most = member.packed if is_whole else limit
-        data = zipped.packed(member, name, HEADER.size + 2 * MAX_FIELD + most)
+        data = zipped.read_packed(member, name, HEADER.size + 2 * MAX_FIELD + most)
         try:
             if member.method == DEFLATED and is_whole:
                 data = memoryview(deflate_decompress(data, member.size))
@@ -174,23 +174,23 @@ class ZipFolder(LocalFolder):
         return bytes(data[:limit])
 
     def stamp(self, name: str) -> bytes:
-        zipped, path = self.zip_of(name)
+        zipped, path = self.zip_and_path(name)
         if zipped is None:
             return self.base.stamp(name)
         member = zipped.index.find(path)
         return f"{member.size},{member.crc}".encode() if member else b""
 
     def exists(self, name: str) -> bool:
-        zipped, path = self.zip_of(name)
+        zipped, path = self.zip_and_path(name)
         if zipped is None:
             return self.base.exists(name)
         return bool(zipped.index.find(path)) or any(zipped.index.below(path))
 
     def names(self, under: str = "") -> Iterator[str]:
-        zipped, path = self.zip_of(under)
+        zipped, path = self.zip_and_path(under)
         if zipped:
             before = f"{under}/" if under else ""
-            yield from (before + _path(key) for key in zipped.index.below(path))
+            yield from (before + _path_of_key(key) for key in zipped.index.below(path))
         elif under:
             yield from self.base.names(under)
         else:
@@ -199,18 +199,18 @@ class ZipFolder(LocalFolder):
             yield from heapq.merge(others, *map(self.names, self.zips), key=local_sort_key)
 
     def links(self, under: str = "") -> Iterator[str]:
-        """In a zip, links whose names are like folders': it does not say where they lead."""
-        if self.zip_of(under)[0] is None:
+        """Yields links that may lead to folders; in a zip, which does not say, those named like folders."""
+        if self.zip_and_path(under)[0] is None:
             yield from self.base.links(under)
         for name in self.names(under):
-            zipped, path = self.zip_of(name)
+            zipped, path = self.zip_and_path(name)
             if zipped and "." not in name.rpartition("/")[2]:
                 member = zipped.index.find(path)
                 if member and member.method == LINK:
                     yield name
 
     def children(self, under: str = "") -> list[str]:
-        zipped, path = self.zip_of(under)
+        zipped, path = self.zip_and_path(under)
         if zipped is None:
             names = {*self.base.children(under)}
             if not under:
@@ -219,7 +219,7 @@ class ZipFolder(LocalFolder):
         keys = {key.partition(b"\0")[0] for key in zipped.index.below(path)}
         if not keys:
             raise StorageError(f"cannot list {self.path(under)}: no such folder in the zip")
-        return sorted(map(_path, keys))
+        return sorted(map(_path_of_key, keys))
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise StorageError(f"{self.url}: is in a zip, which is only read: choose another folder")
@@ -249,17 +249,17 @@ def _check_member(member: Member, name: str, limit: int) -> None:
 def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
     place = f"a zip in {base.url} (unzip -tq finds it)" if base.private else base.path(file)
     try:
-        count, begin, end = _find_directory(base, file)
+        count, begin, end = _directory_count_and_range(base, file)
         parts = range(begin, end, REQUEST_BYTES)
         read = prefetch(
             lambda start: base.read_range(file, start, min(REQUEST_BYTES, end - start)), parts, 4
         )
-        index = _parse(b"".join(read), count, begin)
-        # Nobody would miss a table
-        names = (_path(key) for key in index.keys if not key.endswith(RECORD_ENDINGS))
+        index = _parse_directory(b"".join(read), count, begin)
+        # Check tables: a damaged one would go unnoticed
+        names = (_path_of_key(key) for key in index.keys if not key.endswith(RECORD_ENDINGS))
         for name in islice(names, MAX_CHECKED):
             if (member := index.find(name)) and member.method >= 0:
-                Zip(base, file, version).packed(member, name, 2**13)
+                Zip(base, file, version).read_packed(member, name, 2**13)
         return index
     except OSError as error:
         raise StorageError(f"{place}: {error.strerror or error}") from None
@@ -269,8 +269,8 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
         raise StorageError(f"{place}: {error.reason if base.private else error}") from None
 
 
-def _find_directory(base: Folder, file: str) -> tuple[int, int, int]:
-    """The number of its entries, its begin and its end."""
+def _directory_count_and_range(base: Folder, file: str) -> tuple[int, int, int]:
+    """Returns (number of its entries, its start, its end)."""
     size = base.size(file)
     first = max(0, size - MAX_FIELD - END_RECORD_64.size)
     tail = base.read_range(file, first, size - first)
@@ -294,8 +294,8 @@ def _find_directory(base: Folder, file: str) -> tuple[int, int, int]:
     return count, begin, end
 
 
-def _parse(data: bytes, count: int, end: int) -> ZipIndex:
-    """`end`: of what is before the directory."""
+def _parse_directory(data: bytes, count: int, end: int) -> ZipIndex:
+    """Reads a directory of `count` entries; the members end at `end` at the latest."""
     keys, numbers, position = [], array("q"), 0
     for _ in range(count):
         fields = ENTRY.unpack_from(data, position)
@@ -318,7 +318,7 @@ def _parse(data: bytes, count: int, end: int) -> ZipIndex:
             method = LINK
         elif flags & 1:
             method = ENCRYPTED
-        keys.append(_key(path))
+        keys.append(_sort_key(path))
         least = begin + HEADER.size + length + packed
         numbers.extend((begin, least, packed, size, crc, method, crc32(name)))
     if position != len(data) or not keys:
@@ -327,7 +327,7 @@ def _parse(data: bytes, count: int, end: int) -> ZipIndex:
 
 
 def _zip64_numbers(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
-    """Bytes unpacked, bytes packed and place, with those that are in the extra field."""
+    """Returns (bytes unpacked, bytes packed, place): each from the extra field if it is there."""
     while len(extra) >= 4:
         kind, length = struct.unpack_from("<2H", extra)
         if kind == 1:
@@ -338,7 +338,7 @@ def _zip64_numbers(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
 
 
 def _build_index(keys: list[bytes], members: np.ndarray, end: int) -> ZipIndex:
-    """A member ends where the next one begins. Those of a bomb share their data."""
+    """Builds the index. A member must end before the next begins: a bomb's members overlap."""
     by_place = np.argsort(members[:, 0])
     ends = np.append(members[by_place[1:], 0], end)
     if (members[by_place, 1] > ends).any():
@@ -370,22 +370,22 @@ def folder_or_zip(
         if "://" in path or os.path.isfile(path):
             place, slash, file = path.rpartition("/")
             base = folder(place or slash or ".", anonymous, private)
-            zipped, inside = _open(base, file), text[match.end() :].strip("/")
+            zipped, inside = _open_zip(base, file), text[match.end() :].strip("/")
             zipped = replace(zipped, inside=zipped.path(inside))
             url = f"{base.path(file)}/{inside}".rstrip("/")
             return ZipFolder(url, private, base=base, zips={"": zipped}, remote=base.remote)
     return folder(url, anonymous, private)
 
 
-def _open(base: Folder, file: str) -> Zip:
+def _open_zip(base: Folder, file: str) -> Zip:
     """A zip with nothing but a folder of its own name is this folder."""
     zipped, name = Zip(base, file, base.stamp(file)), file[:-4]
-    keys, prefix = zipped.index.keys, _key(f"{name}/")[:-1]
+    keys, prefix = zipped.index.keys, _sort_key(f"{name}/")[:-1]
     is_all = keys[0].startswith(prefix) and keys[-1].startswith(prefix)
     return replace(zipped, inside=name) if is_all else zipped
 
 
-def archive_folder(
+def archive_folder_and_names(
     url: str | os.PathLike[str], anonymous: bool = False, private: bool = False
 ) -> tuple[Folder, list[str]]:
     """The folder of an archive, in which x.zip is the folder x, and the names in it."""
@@ -400,7 +400,7 @@ def archive_folder(
             what = "a zip" if private else file
             tell(f"note: {root.url}: {what} is left out, as it is a link or unpacked beside it")
         else:
-            zips[name] = _open(root, file)
+            zips[name] = _open_zip(root, file)
     if not zips:
         return root, names
     root = ZipFolder(root.url, private, base=root, zips=zips, remote=root.remote)
@@ -409,7 +409,7 @@ def archive_folder(
 
 def folder_below(root: Folder, name: str, anonymous: bool) -> Folder:
     if isinstance(root, ZipFolder):
-        zipped, path = root.zip_of(name)
+        zipped, path = root.zip_and_path(name)
         if zipped:
             zips = {"": replace(zipped, inside=path)}
             return replace(root, url=root.path(name), zips=zips)
@@ -417,4 +417,4 @@ def folder_below(root: Folder, name: str, anonymous: bool) -> Folder:
 
 
 def is_in_zip(root: Folder, name: str = "") -> bool:
-    return isinstance(root, ZipFolder) and bool(root.zip_of(name)[0])
+    return isinstance(root, ZipFolder) and bool(root.zip_and_path(name)[0])

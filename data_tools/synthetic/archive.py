@@ -30,7 +30,7 @@ from ..ecg.record import ABBREVIATIONS
 from ..io import cluster
 from ..io.errors import DataError
 from . import challenge, ptbxl
-from .challenge import DATABASES, damage
+from .challenge import DATABASES, damage_record
 from .ecg import simulate
 from .patients import BLOCK_PATIENTS, Findings, SyntheticPatients, draw_patients
 
@@ -108,7 +108,7 @@ def plan_blocks(
     blocks: list[Block] = []
     for number, (name, database) in enumerate(DATABASES.items()):
         share = two_sessions if name == "ptb-xl" else 0.0
-        planned = _blocks(name, (seed, number), counts.get(name, 0), share)
+        planned = _database_blocks(name, (seed, number), counts.get(name, 0), share)
         used = [record for ids in planned[-1].ids for record in ids.values()] if planned else [0]
         if max(used) > database.last:
             raise DataError(
@@ -119,7 +119,9 @@ def plan_blocks(
     return blocks
 
 
-def _blocks(name: str, key: tuple[int, int], patients: int, two_sessions: float) -> list[Block]:
+def _database_blocks(
+    name: str, key: tuple[int, int], patients: int, two_sessions: float
+) -> list[Block]:
     """The blocks of a database. The ids of second sessions follow those of their block."""
     database = DATABASES[name]
     seconds, share = zip(*database.durations_s, strict=True)
@@ -143,7 +145,7 @@ def _blocks(name: str, key: tuple[int, int], patients: int, two_sessions: float)
     return blocks
 
 
-def _diagnoses(
+def _recorded_diagnoses(
     key: tuple[int, ...], who: list[int], present: Findings, without: tuple[str, ...]
 ) -> list[list[str]]:
     """The recorded diagnoses of each record: a few findings are missed, and a few wrong ones are
@@ -167,7 +169,7 @@ def _diagnoses(
 
 
 class Session(NamedTuple):
-    """What a block's patients have in one session; arrays have an entry for each of its records."""
+    """One session of a block's patients; arrays have an entry for each of its records."""
 
     patients: SyntheticPatients
     digital: np.ndarray  # int16 [records, samples, 12]
@@ -187,8 +189,10 @@ def sessions_of(block: Block) -> Iterator[Session]:
         )
         u = np.random.default_rng([*key, CLINIC]).random((BLOCK_PATIENTS, 12))[who]
         for digital, numbers in zip(made.digital, u, strict=True):
-            damage(digital, block.database, numbers)
-        yield Session(patients, made.digital, _diagnoses(key, who, made.present, without), u)
+            damage_record(digital, block.database, numbers)
+        yield Session(
+            patients, made.digital, _recorded_diagnoses(key, who, made.present, without), u
+        )
 
 
 def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[str, object]]]:

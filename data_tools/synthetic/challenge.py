@@ -61,7 +61,7 @@ DATABASES = {
 }
 
 
-def damage(digital: np.ndarray, database: str, u: np.ndarray) -> None:
+def damage_record(digital: np.ndarray, database: str, u: np.ndarray) -> None:
     """Damage one record [samples, 12] in place: disconnected electrodes, unmeasured samples. `u`:
     its random numbers."""
     if u[0] < FLAT_SHARE:
@@ -82,7 +82,7 @@ def dx_codes(database: str, names: list[str]) -> list[str]:
 def header_comments(
     name: str, age: int, female: bool, codes: list[str], u: np.ndarray
 ) -> list[str]:
-    """Age, Sex, Dx, Rx, Hx, Sx. As in real headers, outside PTB-XL some are unknown and some Dx are
+    """Returns Age, Sex, Dx, Rx, Hx, Sx. As in real headers, outside PTB-XL some are unknown and some Dx are
     malformed."""
     years, sex = str(age), "Female" if female else "Male"
     dx = ",".join(codes)
@@ -101,7 +101,7 @@ def header_comments(
 
 
 def record_path(database: str, prefix: str, record: int) -> str:
-    """The path of a record's files without their ending. `prefix`: of all names of this seed."""
+    """The path of a record's files without their ending. `prefix`: what all names of this seed begin with."""
     facts = DATABASES[database]
     folder = (record - facts.first) // FOLDER_RECORDS + 1
     name = f"{prefix}{facts.prefix}{record:0{facts.digits}d}"

@@ -1,7 +1,7 @@
 """The signal model of `synth`: a moving heart dipole projected through each patient's own torso, in
 closed form. In each session the electrodes have moved:
 
-    draw_patients -> patient's kernels -> _waves -> findings -> one beat [3 axes, time]
+    draw_patients -> patient's kernels -> _wave_vectors -> findings -> one beat [3 axes, time]
     beat at every R peak, wander, mains -> x lead field [8, 3 dipole + 3 wander + 1 mains]
                                         -> + noise -> integer uV -> 12 leads
 
@@ -69,8 +69,8 @@ class Recordings:
 @dataclass(frozen=True)
 class _Session:
     patients: SyntheticPatients
-    rng: BlockDraws  # what is new in this session
-    own: BlockDraws  # what the patient's disease looks like in every session
+    rng: BlockDraws  # draws what is new in this session
+    own: BlockDraws  # draws what the disease looks like in every session
     has: Findings
     field: np.ndarray  # [BLOCK, 8 leads, 3 axes]
     fs_hz: int
@@ -94,8 +94,8 @@ class _Disturbance(NamedTuple):
     log_strength: np.ndarray  # [BLOCK, 2, knots] of slow waves and noise over the record
 
 
-def _rates(session: _Session, has: Findings) -> tuple[np.ndarray, np.ndarray]:
-    """Heart rates (per minute) and flutter rates (Hz) [BLOCK, 1]."""
+def _heart_and_flutter_rates(session: _Session, has: Findings) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (heart rates per minute, flutter rates in Hz), [BLOCK, 1] each."""
     rng = session.rng
     rate_bpm = session.patients.rate_bpm[:, None] + 5 * rng.gauss(1)
     rate_bpm = np.clip(rate_bpm, 59, 101)
@@ -108,10 +108,10 @@ def _rates(session: _Session, has: Findings) -> tuple[np.ndarray, np.ndarray]:
     return rate_bpm, flutter_hz
 
 
-def _rhythm(session: _Session, dur_s: float) -> _Rhythm:
+def _draw_rhythm(session: _Session, dur_s: float) -> _Rhythm:
     rng = session.rng
     has = {name: mask[:, None] for name, mask in session.has.items()}
-    rate_bpm, flutter_hz = _rates(session, has)
+    rate_bpm, flutter_hz = _heart_and_flutter_rates(session, has)
     mean_s = 60 / rate_bpm
     beats = np.arange(int(dur_s / 0.28) + 8)  # no rhythm here has a shorter mean RR interval
     clocked = has["PR"] | has["AFL"]
@@ -125,7 +125,7 @@ def _rhythm(session: _Session, dur_s: float) -> _Rhythm:
     rr_s = mean_s * (1 + swing * breathing + jitter)
     disordered_s = _fibrillating_s(rng, mean_s, len(beats))
     rr_s = np.where(has["AF"], disordered_s, rr_s)
-    kind = _premature(rng, has, rr_s, mean_s, beats)
+    kind = _make_premature(rng, has, rr_s, mean_s, beats)
     start_s = rng.between(0.2, 1.0, 1)
     peak_s = np.cumsum(rr_s, 1) - rr_s[:, :1] - start_s
     amplitude = 1 + 0.05 * breathing
@@ -141,7 +141,7 @@ def _fibrillating_s(rng: BlockDraws, mean_s: np.ndarray, beats: int) -> np.ndarr
     return rr_s.clip(min=0.30)
 
 
-def _premature(
+def _make_premature(
     rng: BlockDraws, has: Findings, rr_s: np.ndarray, mean_s: np.ndarray, beats: np.ndarray
 ) -> np.ndarray:
     """Make every n-th beat premature, and the next late, in the RR intervals of patients with
@@ -161,12 +161,12 @@ def _premature(
     return kind
 
 
-def _window(wave: str, fs_hz: int) -> np.ndarray:
+def _window_of_wave_s(wave: str, fs_hz: int) -> np.ndarray:
     first, last = (round(edge_s * fs_hz) for edge_s in _SPAN_S[wave])
     return (np.arange(first, last + 1) / fs_hz).astype(np.float32)
 
 
-def _gauss(
+def _gaussian_bells(
     window_s: np.ndarray, centre_s: np.ndarray | float, width_s: np.ndarray | float
 ) -> np.ndarray:
     """Gaussian bells: float32 [..., len(window_s)]."""
@@ -177,13 +177,13 @@ def _gauss(
     return bell
 
 
-def _waves(wave: str, shape: Shape, fs_hz: int, stretch: np.ndarray | float) -> np.ndarray:
+def _wave_vectors(wave: str, shape: Shape, fs_hz: int, stretch: np.ndarray | float) -> np.ndarray:
     """A wave of every patient on the Frank axes: float32 [BLOCK, 3, window]."""
     axis, centre_s, width_s, amp_mv = KERNELS[wave]
     scale = np.reshape(stretch, (-1, 1))
     centre_s = (centre_s + shape.shift_s) * scale
     width_s = width_s * shape.width * scale
-    bells = _gauss(_window(wave, fs_hz), centre_s, width_s)
+    bells = _gaussian_bells(_window_of_wave_s(wave, fs_hz), centre_s, width_s)
     height_mv = amp_mv * shape.gain
     bells *= height_mv.astype(np.float32)[..., None]
     is_on_axis = axis == np.arange(3)[:, None]
@@ -233,24 +233,24 @@ class _Toward:
         return vector
 
 
-def _bundle_branches(
+def _add_bundle_branches(
     session: _Session, toward: _Toward, window_s: np.ndarray, qrs: np.ndarray, t: np.ndarray
 ) -> None:
-    """Bundle branch blocks and pacing, in place; a T wave follows its QRS in the opposite
+    """Adds bundle branch blocks and pacing, in place; a T wave follows its QRS in the opposite
     direction."""
     has, own = session.has, session.own
-    broad_t = _gauss(_window("T", session.fs_hz), 0.0, 0.045)
+    broad_t = _gaussian_bells(_window_of_wave_s("T", session.fs_hz), 0.0, 0.045)
 
     wide = has["LBBB"] | has["PR"]
     vector = toward(0.95, 0.12, 0.55, (0.10, 0.25, 0.15))
     # A paced activation spreads upwards from the apex
     vector[:, 1] -= has["PR"] * toward.top_mv[:, 0]
     width_s = own.between(0.017, 0.021)
-    slow = _gauss(window_s, 0.012, width_s)
+    slow = _gaussian_bells(window_s, 0.012, width_s)
     slow *= np.float32(0.8)
     centre_s = own.between(0.055, 0.070)
     width_s = own.between(0.018, 0.024)
-    slow += _gauss(window_s, centre_s, width_s)
+    slow += _gaussian_bells(window_s, centre_s, width_s)
     opposite = -0.33 * vector
     qrs[wide] *= 0.12
     t[wide] *= 0.15
@@ -260,7 +260,7 @@ def _bundle_branches(
     vector = toward(-0.55, 0.05, -0.75, (0.08, 0.05, 0.10))
     centre_s = own.between(0.058, 0.075)
     width_s = own.between(0.015, 0.020)
-    late = _gauss(window_s, centre_s, width_s)
+    late = _gaussian_bells(window_s, centre_s, width_s)
     forward = 0.8 * vector
     opposite = -0.22 * vector
     _add_bell(qrs, has["RBBB"], forward, late)
@@ -269,7 +269,7 @@ def _bundle_branches(
     vector = toward(-0.27, 0.03, -0.35, (0.05, 0.05, 0.07))
     centre_s = own.between(0.038, 0.044)
     width_s = own.between(0.008, 0.010)
-    late = _gauss(window_s, centre_s, width_s)
+    late = _gaussian_bells(window_s, centre_s, width_s)
     _add_bell(qrs, has["IRBBB"], vector, late)
 
 
@@ -277,9 +277,9 @@ def _shape_findings(session: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
     """Change QRS and T in place for conduction, infarction and voltage, equal in all sessions, and
     for ST-T."""
     has, own, rng = session.has, session.own, session.rng
-    window_s = _window("QRS", session.fs_hz)
+    window_s = _window_of_wave_s("QRS", session.fs_hz)
     toward = _Toward(own, qrs)
-    _bundle_branches(session, toward, window_s, qrs, t)
+    _add_bundle_branches(session, toward, window_s, qrs, t)
 
     is_inferior = own.random((BLOCK_PATIENTS, 1)) < 0.5
     inferior = toward(-0.03, -0.6, 0)
@@ -287,13 +287,13 @@ def _shape_findings(session: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
     vector = np.where(is_inferior, inferior, anterior)
     size = own.between(0.7, 1.1, 1)
     vector = vector * size
-    bell = _gauss(window_s, -0.022, 0.011)
+    bell = _gaussian_bells(window_s, -0.022, 0.011)
     _add_bell(qrs, has["QAb"], vector.astype(np.float32), bell)
     vector = toward(-0.25, 0, 0.62)
-    bell = _gauss(window_s, -0.008, 0.013)
+    bell = _gaussian_bells(window_s, -0.008, 0.013)
     _add_bell(qrs, has["PRWP"], vector, bell)
     vector = toward(-0.18, 0.3, 0)
-    bell = _gauss(window_s, -0.026, 0.007)
+    bell = _gaussian_bells(window_s, -0.026, 0.007)
     _add_bell(qrs, has["LAnFB"], vector, bell)
 
     low = has["LQRSV"]
@@ -342,7 +342,7 @@ def _add_wave(
 
 
 def _conducted_waves(session: _Session) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """P, QRS and T of a session, and the height of the QRS (mV) before the findings change it."""
+    """Returns P, QRS, T and the height of the QRS (mV) before the findings change it."""
     has, rng = session.has, session.rng
     wide = session.own.between(1.4, 1.75)
     stretch = np.where(has["LAnFB"], 1.12, 1.0)
@@ -353,7 +353,7 @@ def _conducted_waves(session: _Session) -> tuple[np.ndarray, np.ndarray, np.ndar
         log_factor = SESSION_JITTER * change * rng.gauss(1)
         gain = shape.gain * np.exp(log_factor)
         shape = shape._replace(gain=gain)
-        waves[name] = _waves(name, shape, session.fs_hz, stretch if name == "QRS" else 1.0)
+        waves[name] = _wave_vectors(name, shape, session.fs_hz, stretch if name == "QRS" else 1.0)
     qrs, t = waves["QRS"], waves["T"]
     top_mv = np.abs(qrs).max((1, 2))
     _shape_findings(session, qrs, t)
@@ -370,21 +370,23 @@ def _conducted_waves(session: _Session) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def _pacemaker_spike(fs_hz: int) -> np.ndarray:
     """Returns a pacemaker's spike: float32 [3, window]."""
-    window_s = _window("QRS", fs_hz)
+    window_s = _window_of_wave_s("QRS", fs_hz)
     is_spike = np.abs(window_s + 0.042) < 0.0025
     direction = np.array([1.1, -0.85, 0.6])
     return np.outer(direction, is_spike).astype(np.float32)
 
 
-def _beats(session: _Session, mean_s: np.ndarray) -> np.ndarray:
+def _beats_of_each_kind(session: _Session, mean_s: np.ndarray) -> np.ndarray:
     """A session's normal, atrial premature and ventricular beats: float32 [BLOCK, 3 kinds, 3 axes,
     beat], mV."""
     p, qrs, t, top_mv = _conducted_waves(session)
     turned_deg = session.own.between(60, 120)
     turn = _rotation_about_z(np.deg2rad(turned_deg))
     ectopic_p = turn @ p
-    pr_s, t_peak_s = _intervals_s(session, mean_s)
-    beats = np.zeros((BLOCK_PATIENTS, 3, 3, len(_window("beat", session.fs_hz))), np.float32)
+    pr_s, t_peak_s = _pr_and_t_peak_s(session, mean_s)
+    beats = np.zeros(
+        (BLOCK_PATIENTS, 3, 3, len(_window_of_wave_s("beat", session.fs_hz))), np.float32
+    )
     at_r = np.zeros(BLOCK_PATIENTS)
     for kind, atrial in ((_NORMAL, p), (_ATRIAL, ectopic_p)):
         beat = beats[:, kind]
@@ -394,12 +396,12 @@ def _beats(session: _Session, mean_s: np.ndarray) -> np.ndarray:
 
     focus = session.patients.ectopic * top_mv[:, None]
     focus = focus.astype(np.float32)[:, :, None]
-    window_s = _window("QRS", session.fs_hz)
-    bell = _gauss(window_s, 0.01, 0.022)
-    second = _gauss(window_s, 0.06, 0.026)
+    window_s = _window_of_wave_s("QRS", session.fs_hz)
+    bell = _gaussian_bells(window_s, 0.01, 0.022)
+    second = _gaussian_bells(window_s, 0.06, 0.026)
     bell += np.float32(0.8) * second
-    window_s = _window("T", session.fs_hz)
-    broad_t = _gauss(window_s, 0.0, 0.05)
+    window_s = _window_of_wave_s("T", session.fs_hz)
+    broad_t = _gaussian_bells(window_s, 0.0, 0.05)
     wide_qrs = 1.25 * focus * bell
     opposite_t = -0.4 * focus * broad_t
     beat = beats[:, _VENTRICULAR]
@@ -408,8 +410,8 @@ def _beats(session: _Session, mean_s: np.ndarray) -> np.ndarray:
     return beats
 
 
-def _intervals_s(session: _Session, mean_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The PR interval, and the time from R to the top of T, which follows the heart rate."""
+def _pr_and_t_peak_s(session: _Session, mean_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (PR interval; time from R to the top of T, which follows the heart rate)."""
     has, own, rng = session.has, session.own, session.rng
     prolonged_s = own.between(0.20, 0.31)
     pr_s = np.where(has["IAVB"], prolonged_s, session.patients.pr_s)
@@ -480,7 +482,7 @@ def _noise(rng: BlockDraws, samples: int) -> np.ndarray:
     return noise
 
 
-def _disturbance(rng: BlockDraws, mains_hz: int, knots: int) -> _Disturbance:
+def _draw_disturbance(rng: BlockDraws, mains_hz: int, knots: int) -> _Disturbance:
     """Draw what disturbs each record; one in 20 has a burst of muscle noise."""
     slow_mv = np.array([0.055, 0.045, 0.018])
     slow_mv = slow_mv * np.abs(rng.gauss(3))
@@ -514,10 +516,10 @@ class _Recorder:
         dur_s = samples / session.fs_hz
         self.key = key
         self.has = session.has
-        self.rhythm = _rhythm(session, dur_s)
-        self.beats = _beats(session, self.rhythm.mean_s)
+        self.rhythm = _draw_rhythm(session, dur_s)
+        self.beats = _beats_of_each_kind(session, self.rhythm.mean_s)
         knots = max(2, round(dur_s / KNOT_S) + 1)
-        self.disturbance = _disturbance(session.rng, mains_hz, knots)
+        self.disturbance = _draw_disturbance(session.rng, mains_hz, knots)
         self.atrial = session.rng.random((BLOCK_PATIENTS, 5))
         field = np.concatenate([session.field, self.disturbance.gain_mv], 2)
         field *= 1000

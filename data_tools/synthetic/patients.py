@@ -101,9 +101,9 @@ KEPT_SHARE = {"rhythm": 0.8, "ectopy": 0.7, "ST-T": 0.7}
 
 
 class Spread(NamedTuple):  # standard deviations between patients
-    log_gain: float  # of each kernel
+    log_gain: float  # spread of each kernel's gain
     log_wave_gain: float
-    shift_s: float  # of each kernel's centre
+    shift_s: float  # spread of each kernel's centre
     log_width: float
 
 

@@ -44,8 +44,8 @@ PR schrittmacher-ekg, LAD linkstyp, RAD rechtstyp, LQRSV periphere niederspannun
 """)
 
 
-def _statements(names: list[str], likelihood: float) -> dict[str, float]:
-    """`scp_codes` of ptbxl_database.csv."""
+def _scp_codes(names: list[str], likelihood: float) -> dict[str, float]:
+    """Returns the cell `scp_codes` of ptbxl_database.csv."""
     scp: dict[str, float] = {}
     if names in (["NSR"], ["SB"], ["SA"]):
         scp["NORM"] = 100.0
@@ -55,7 +55,7 @@ def _statements(names: list[str], likelihood: float) -> dict[str, float]:
     return scp or {"NST_": 100.0}  # PTB-XL's statement for the first of UNSCORED
 
 
-def _report(names: list[str], is_normal: bool) -> str:
+def _report_text(names: list[str], is_normal: bool) -> str:
     words = [_REPORT[name] for name in names if name in _REPORT]
     if is_normal:
         words.append("sonst normales ekg")
@@ -67,7 +67,7 @@ def database_row(
 ) -> dict[str, object]:
     """One row of ptbxl_database.csv. It includes free text, people and dates, to test that they are
     filtered out."""
-    scp = _statements(names, (100.0, 80.0, 50.0)[int(u[6] * 3)])
+    scp = _scp_codes(names, (100.0, 80.0, 50.0)[int(u[6] * 3)])
     # Ids are in order of time
     minutes = timedelta(minutes=100 * ecg_id + int(u[8] * 90))
     axes = [name for name in names if name in HEART_AXIS_CODES]
@@ -82,7 +82,7 @@ def database_row(
         "site": float(int(u[7] * 4)),
         "device": ("CS-12   E", "AT-6 C 5.5", "AT-6 C")[int(u[8] * 3)],
         "recording_date": _FIRST_DATE + minutes,
-        "report": _report(names, "NORM" in scp),
+        "report": _report_text(names, "NORM" in scp),
         "scp_codes": scp,
         "heart_axis": axes[0] if axes else "MID" if u[7] < 0.05 else "",
         "validated_by": float(int(u[9] * 8)) if u[10] < 0.4 else "",
@@ -94,18 +94,18 @@ def database_row(
         "extra_beats": "VES" if "PVC" in names else "",
         "pacemaker": "ja, pacemaker" if "PR" in names else "",
         "strat_fold": patient % 10 + 1,
-        "filename_lr": f"records100/{_stem(prefix, ecg_id)}_lr",
+        "filename_lr": f"records100/{_record_stem(prefix, ecg_id)}_lr",
         "filename_hr": record_path(prefix, ecg_id),
     }
 
 
-def _stem(prefix: str, ecg_id: int) -> str:
+def _record_stem(prefix: str, ecg_id: int) -> str:
     return f"{ecg_id // FOLDER_RECORDS * FOLDER_RECORDS:05d}/{prefix}{ecg_id:05d}"
 
 
 def record_path(prefix: str, ecg_id: int) -> str:
-    """The path of a record's files without their ending. `prefix`: of all names of this seed."""
-    return f"records500/{_stem(prefix, ecg_id)}_hr"
+    """The path of a record's files without their ending. `prefix`: what all names of this seed begin with."""
+    return f"records500/{_record_stem(prefix, ecg_id)}_hr"
 
 
 def write_ptbxl_record(path: Path, digital: np.ndarray) -> None:
@@ -127,7 +127,7 @@ def write_database(out: Path, rows: Iterable[dict[str, object]]) -> None:
 
 
 def statement_table() -> str:
-    """scp_statements.csv"""
+    """Returns the content of scp_statements.csv."""
     kinds = ("diagnostic", "form", "rhythm")
     rows = [["", "description", *kinds, "diagnostic_class", "diagnostic_subclass"]]
     for line in _STATEMENTS.split(","):

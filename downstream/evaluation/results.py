@@ -28,7 +28,7 @@ from omnilead.engine.model.window import HALF_S
 from omnilead.engine.settings.commandline import RESUMABLE, read_yaml
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag, OutputError
 from omnilead.engine.settings.files import find_config, shipped_configs
-from omnilead.engine.settings.launcher import launched_ranks
+from omnilead.engine.settings.launcher import launched_rank
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.settings.metrics import label_of
 
@@ -548,7 +548,7 @@ def crops_with_leads_and_note(
     if without := sum(int(blank[rows].sum()) for rows in sides):
         notes.append(
             f"{without:,} of {sum(map(len, sides)):,} crops are left out: none of "
-            f"{describe_leads(model_input.seen_leads)} was recorded in them{model_input.too_short}."
+            f"{describe_leads(model_input.seen_leads)} was recorded in them{model_input.too_short_text}."
         )
     return [rows[~blank[rows]] for rows in sides], notes
 
@@ -641,7 +641,7 @@ def _outputs_of_dataset(
         "batch": options.batch,
         "device": model.device.type,
     }
-    with ParquetParts(file, job, *launched_ranks()[:2]) as parts:
+    with ParquetParts(file, job, *launched_rank()[:2]) as parts:
         if not parts.finished:
             make_parts(source, output, model_input, per, parts)
         _wait_for_ranks()  # the last one has joined the parts

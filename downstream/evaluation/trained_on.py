@@ -20,7 +20,7 @@ from omnilead.engine.data.seen import (
     unknown_key_notes,
     uses_of_crops,
 )
-from omnilead.engine.model.folder import CONFIG, model_folder, read_document, seen_by
+from omnilead.engine.model.folder import CONFIG, model_folder, read_document, read_seen
 from omnilead.engine.settings.commandline import write_result
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import checkpoint_files
@@ -90,7 +90,7 @@ def read_trained_on(model: str) -> TrainedOn:
         with model_folder(model) as (folder, _):
             trained = read_document(folder / CONFIG).get("trained")
             step = trained.get("step") if isinstance(trained, dict) else "unknown"
-            return TrainedOn(step, seen_by(folder), [], {})
+            return TrainedOn(step, read_seen(folder), [], {})
     state = checkpoint_files.read_state(path)
     task: type[TrainingTask] = FinetuneTask if "task" in state["config"] else PretrainTask
     config: Any = saved_config(path, state, task.settings)

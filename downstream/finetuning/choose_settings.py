@@ -17,7 +17,7 @@ from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.settings.commandline import apply_overrides, read_mapping, read_yaml
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag
 from omnilead.engine.settings.files import find_config, merge
-from omnilead.engine.settings.launcher import launched_ranks
+from omnilead.engine.settings.launcher import launched_rank
 from omnilead.engine.training.config import TrainConfig, build_config, check_config, load_config
 from omnilead.engine.training.run_folder import open_datasets
 
@@ -43,7 +43,7 @@ def read_settings(
     tree = add_task_settings(tree)
     length_given = bool({"steps", "epochs"} & first.model_fields_set)
     length: dict[str, int] = {} if length_given else {"epochs": MAX_EPOCHS}
-    _, world, _ = launched_ranks()
+    _, world, _ = launched_rank()
     length["batch_crops"] = choose_batch(first, 10 * MAX_BATCH, world)
     wanted = build_config(merge({"train": length}, tree), FinetuneConfig)
     check_config(wanted, world)

@@ -44,7 +44,7 @@ from omnilead.engine.settings.files import portable_spec, read_plugins
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.settings.run_files import LABELS, VALID
 from omnilead.engine.training.arguments import Arguments, dtype_of, whole_crops
-from omnilead.engine.training.config import micro_batch
+from omnilead.engine.training.config import micro_batch_and_passes
 from omnilead.engine.training.distributed import Ranks, on_first_rank
 from omnilead.engine.training.export import preprocessing_of
 from omnilead.engine.training.optimizer import Groups
@@ -52,7 +52,7 @@ from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.task import (
     Between,
     TrainingTask,
-    best_metric,
+    best_metric_and_sign,
     best_step_text,
     describe_encoder,
     start_text,
@@ -157,7 +157,7 @@ class FinetuneTask(TrainingTask):
     def prepare(cls, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
         kind = KINDS[config.task.kind]
         all_labels = read_checked_labels(config, datasets, ranks)
-        best = best_metric(config.train.best, validation_metrics(all_labels))
+        best = best_metric_and_sign(config.train.best, validation_metrics(all_labels))
         start = read_start(config.start, config.code)
         labels = drop_short_crops(all_labels, datasets, start.input)
         architecture = config.tuned_architecture(start.model)
@@ -237,7 +237,7 @@ class FinetuneTask(TrainingTask):
         if not self.input.is_plain:
             facts["input"] = self.input.signals
         if self.kind.name == "survival":  # its loss compares the patients of a micro-batch
-            candidates = micro_batch(self.config, self.ranks.world)[0] * self.ranks.world
+            candidates = micro_batch_and_passes(self.config, self.ranks.world)[0] * self.ranks.world
             facts["train.micro_batch x ranks"] = candidates
         return facts
 
@@ -408,7 +408,7 @@ class FinetuneTask(TrainingTask):
         }
 
     @staticmethod
-    def card_text(config: FinetuneConfig, state: Facts) -> tuple[str, list[str]]:
+    def card_title_and_lines(config: FinetuneConfig, state: Facts) -> tuple[str, list[str]]:
         best, task = state.get("best") or {}, config.task
         which = "the best by it" if best.get("step") == state["step"] else "the newest"
         model = validate(ModelConfig, state["finetuning"]["architecture"], "model")
@@ -467,7 +467,7 @@ def own_encoder_and_flops(
     config: FinetuneConfig, architecture: ModelConfig, start: Start, model_input: Input
 ) -> tuple[nn.Module | None, float]:
     """Returns an encoder that is not the authors', if any, and the FLOPs of a crop."""
-    encoder, _ = encoders.build_and_examine(
+    encoder, _ = encoders.encoder_and_token_count(
         architecture, False, dtype_of(config), config.train.seed, start.kind, model_input.samples
     )
     windows = int(model_input.count_windows())

@@ -20,13 +20,13 @@ import pyarrow as pa
 import torch
 
 from omnilead.data_tools.io.terminal import keep_freed_memory, tell
-from omnilead.engine.data.seen import seen_with_labels
+from omnilead.engine.data.seen import were_seen_with_labels
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.kernels import disable_tf32
 from omnilead.engine.settings.commandline import RESUMABLE, file_error, require_writable
 from omnilead.engine.settings.errors import ConfigError, Flag, OutputError, first_names
 from omnilead.engine.settings.files import File
-from omnilead.engine.settings.launcher import cores_per_rank, launched_ranks
+from omnilead.engine.settings.launcher import cores_per_rank, launched_rank
 
 from . import outputs
 from .ecg_reader import FLAGS, CropSource, EcgOptions, OpenedData, array_files, open_data
@@ -106,7 +106,7 @@ def _make_table(
     out: Path | None,
     options: dict[str, Any],
 ) -> pa.Table | Written:
-    launched_ranks()  # refuses wrong environment variables before the model is loaded
+    launched_rank()  # refuses wrong environment variables before the model is loaded
     if out:
         require_writable(out, Flag("--out"))
     else:
@@ -128,7 +128,7 @@ def _make_table(
 
 
 def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Written:
-    rank, world, _ = launched_ranks()
+    rank, world, _ = launched_rank()
     options = setup.options
     if opened.private and rank == 0:
         tell(f"note: {out} will hold {opened.private}: --pseudonymize KEYFILE replaces both")
@@ -185,7 +185,7 @@ def _table_doubts(
         if note := setup.model.note_on_rates(source.rates_hz):
             yield note
         ecg_N, waveform_N = source.waveforms
-        fitted_N = seen_with_labels(setup.model.seen, waveform_N)
+        fitted_N = were_seen_with_labels(setup.model.seen, waveform_N)
         if fitted_N.any():
             fitted, ecgs = len(np.unique(ecg_N[fitted_N])), len(np.unique(ecg_N))
             yield (
@@ -241,7 +241,7 @@ def select_device(name: str) -> torch.device:
             ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
         )
         if device.type == "cuda" and ":" not in name and (gpus := torch.cuda.device_count()):
-            device = torch.device("cuda", launched_ranks()[2] % gpus)
+            device = torch.device("cuda", launched_rank().local % gpus)
         torch.zeros(0, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(Flag("--device"), f" {name}: {error}".splitlines()[0][:200]) from None
@@ -269,7 +269,7 @@ def load_model_and_precision(
 
 
 def refuse_ranks(what: str) -> None:
-    world = launched_ranks()[1]
+    world = launched_rank().world
     if world > 1:
         raise ConfigError(
             f"WORLD_SIZE={world}: {what} computed by one process: start it without deepspeed or "

@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
-from omnilead.data_tools.dataset import META, Dataset, crop_hashes
+from omnilead.data_tools.dataset import META, Dataset, crc_and_waveform_hash
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.mean_beat import HeartRates
 from omnilead.data_tools.io.npz import ArrayError, npz_array, npz_names, open_npy
@@ -53,7 +53,7 @@ from omnilead.engine.data.batches import CropBatch, dataset_batches
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.settings.errors import ConfigError, Flag
 from omnilead.engine.settings.files import ARRAY_SUFFIXES
-from omnilead.engine.settings.launcher import launched_ranks
+from omnilead.engine.settings.launcher import launched_rank
 from omnilead.engine.settings.leads import ALL_LEADS, leads_in_order
 
 from ..tasks.kinds import Array
@@ -269,7 +269,7 @@ class RecordSource:
             self.rates_hz.add(record.fs_hz)
             self.heart_rates.add(record.source, record.crops_uv[0])
             for crop_uv in record.crops_uv:
-                self.crops_read.extend((number, crop_hashes(crop_uv)[1]))
+                self.crops_read.extend((number, crc_and_waveform_hash(crop_uv)[1]))
             for crop in range(len(record.halves)):
                 yield number, record, crop
 
@@ -440,7 +440,7 @@ def pseudonym_mark(keyfile: str) -> str:
 
 def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
     """Returns the record of each crop, as in Prepared, and its waveform
-    (data_tools.dataset.crop_hashes)."""
+    (data_tools.dataset.crc_and_waveform_hash)."""
     crops: list[dict[str, Any]] = []
     skipped = 0
     key = read_key(options.pseudonymize) if options.pseudonymize else None
@@ -451,7 +451,7 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
             skipped += 1
             continue
         names = pseudonymize_record(key, ecg)._asdict()
-        crops += [names | {"waveform": crop_hashes(crop)[1]} for crop in ecg.crops_uv]
+        crops += [names | {"waveform": crc_and_waveform_hash(crop)[1]} for crop in ecg.crops_uv]
     if not crops:
         raise ConfigError(Flag("--data"), f" {options.data[0]}: no ECG can be read: give others")
     if skipped > SKIPS_SHOWN:
@@ -503,7 +503,7 @@ def _archive_records(url: str, options: EcgOptions, model_input: Input) -> Itera
 
 def _tell_notes(notes: Iterable[str]) -> None:
     for note in notes:
-        if note and launched_ranks()[0] == 0:
+        if note and launched_rank().rank == 0:
             tell(f"note: {note}")
 
 

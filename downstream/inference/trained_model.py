@@ -57,10 +57,10 @@ from omnilead.engine.model.folder import (
     LoadError,
     code_in,
     config_of,
-    misfits,
+    describe_misfits,
     model_folder,
     read_document,
-    seen_by,
+    read_seen,
     unreadable_weights,
 )
 from omnilead.engine.model.input import Input, SignalError
@@ -457,7 +457,7 @@ def load(
             model = TrainedModel(own, top, document, preprocessing, digest)
         except ConfigError as error:
             raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
-        model.code, model.seen = code_in(folder), seen_by(folder)
+        model.code, model.seen = code_in(folder), read_seen(folder)
         return model
 
 
@@ -524,7 +524,7 @@ def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> Non
             if head:
                 model["head"] = head
             expected = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
-            if wrong := misfits(shapes, expected):
+            if wrong := describe_misfits(shapes, expected):
                 raise LoadError(f"{path}: the weights do not fit {CONFIG}: {wrong}")
             weights = {}
             for name, own in model.state_dict().items():

@@ -41,17 +41,17 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.engine.model.config import ModelConfig, validate
 from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.encoders import agree, build_encoder, examine
+from omnilead.engine.model.encoders import build_encoder, examine, outputs_agree
 from omnilead.engine.model.folder import (
     CONFIG,
     LISTED_WEIGHTS,
     PREPROCESSING,
-    check_free,
     config_of,
+    describe_misfits,
     file_sha256,
-    misfits,
     model_folder,
     read_document,
+    require_free_folder,
     weights_in,
     write_model,
 )
@@ -92,7 +92,7 @@ def from_fairseq(
 ) -> list[str]:
     """Converts a checkpoint to a model folder. Returns notes on what was assumed. `classes`: names
     of a classifier's outputs, or a file of them."""
-    check_free(out)
+    require_free_folder(out)
     content = read_checkpoint(checkpoint)
     cfg, args = as_json(content.get("cfg")), as_json(content.get("args"))
     if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):
@@ -516,7 +516,7 @@ def from_torch(
 ) -> list[str]:
     """Writes a model folder from the weights in a file and their class, `encoder`. `renamed`: (old,
     new), how names begin in the file and in the class. Returns a report."""
-    check_free(out)
+    require_free_folder(out)
     config = validate(
         ModelConfig,
         {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])},
@@ -533,7 +533,7 @@ def from_torch(
     )
     load_tensors(path, module, {name: file_weights[their] for name, their in names.items()})
     c_RD = mean_embedding(module, x_RLT)
-    if agree(c_RD, fresh_RD):
+    if outputs_agree(c_RD, fresh_RD):
         raise ConfigError(
             f"{path}: its weights fit {encoder}, but the embedding is still that of the freshly built "
             "class: forward must use the weights, and the constructor must load none"
@@ -569,7 +569,7 @@ def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
         if done.returncode:
             why = done.stderr.strip().rpartition("\n")[2]
             raise ConfigError(f"the model folder does not load without your other files: {why}")
-        if not agree(load_file(f"{folder}/alone")["c_RD"], c_RD):
+        if not outputs_agree(load_file(f"{folder}/alone")["c_RD"], c_RD):
             raise ConfigError(
                 "the model folder gives another embedding: has the class weights that it does not save?"
             )
@@ -633,12 +633,13 @@ def matching_names_and_remark(
         {name: file_weights[their] for name, their in names.items() if their in file_weights}
     )
     left = (
-        misfits({their: () for their in file_weights if their not in names.values()}, {}) or "none"
+        describe_misfits({their: () for their in file_weights if their not in names.values()}, {})
+        or "none"
     )
     if shapes != expected:
         fit = shapes.items() & expected.items()
         raise ConfigError(
-            f"{path}: {len(fit)} of {len(expected)} weights fit: {misfits(shapes, expected)}; left "
+            f"{path}: {len(fit)} of {len(expected)} weights fit: {describe_misfits(shapes, expected)}; left "
             f"over: {left}: change --options, --leads, --prefix or --map"
         )
     return names, left

@@ -25,8 +25,8 @@ from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.folder import (
     LISTED_WEIGHTS,
     PREPROCESSING,
-    check_free,
-    misfits,
+    describe_misfits,
+    require_free_folder,
     write_model,
 )
 from omnilead.engine.model.input import describe_signals
@@ -51,7 +51,7 @@ NOT_ECG_CPC = "is it a checkpoint of ECG-CPC?"
 
 def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
     """Writes a model folder. Returns notes on what was left out and assumed."""
-    check_free(out)
+    require_free_folder(out)
     tensors = read_tensors(checkpoint)
     with blaming(str(checkpoint)):
         state = without_prefix(tensors)
@@ -104,7 +104,7 @@ def options_and_weights(state: Weights) -> tuple[dict[str, Any], Weights]:
     known = set(names.values())
     for number in range(options["layers"]):
         known |= {f"{LAYER_PREFIX}.{number}.{KERNEL}.{name}" for name in FROZEN_PARTS}
-    if wrong := misfits(dict.fromkeys(state, ()), dict.fromkeys(known, ())):
+    if wrong := describe_misfits(dict.fromkeys(state, ()), dict.fromkeys(known, ())):
         raise ConfigError(f"the weights do not fit the model: {wrong}")
     weights: Weights = {}
     for name, tensor in expected.items():

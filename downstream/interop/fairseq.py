@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validate
-from omnilead.engine.model.folder import misfits
+from omnilead.engine.model.folder import describe_misfits
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL_LEADS, describe_leads
@@ -208,7 +208,7 @@ def _rename_weights(state: Weights, config: ModelConfig, spelled: str) -> Weight
 
 
 def _require_shapes(state: Weights, expected: Weights) -> None:
-    if wrong := misfits(shapes_of(state), shapes_of(expected)):
+    if wrong := describe_misfits(shapes_of(state), shapes_of(expected)):
         raise ConfigError(f"the weights do not fit the model: {wrong}")
 
 

@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor
 
 from omnilead.data_tools.io.terminal import tell
-from omnilead.engine.data.seen import to_bytes, without_guessable
+from omnilead.engine.data.seen import to_bytes, without_guessable_hashes
 from omnilead.engine.model.folder import (
     CARD,
     CONFIG,
@@ -23,13 +23,13 @@ from omnilead.engine.model.folder import (
     NO_TOKEN,
     SEEN,
     LoadError,
-    check_free,
     config_text,
-    hub_api,
+    hub_api_and_add_class,
     model_folder,
     published_files,
     read_document,
-    seen_by,
+    read_seen,
+    require_free_folder,
 )
 from omnilead.engine.model.input import describe_signals
 from omnilead.engine.model.window import DEFAULT_INPUT
@@ -38,7 +38,7 @@ from omnilead.engine.settings.errors import Facts
 from omnilead.engine.settings.files import plugin_file, portable_spec
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.settings.metrics import label_of
-from omnilead.engine.settings.run_files import VALIDATION, read_rows
+from omnilead.engine.settings.run_files import VALIDATION, read_metric_rows
 from omnilead.engine.training.config import RunConfig
 from omnilead.engine.training.task import TrainingTask
 
@@ -87,7 +87,7 @@ def model_card(
     weights: dict[str, Tensor],
     task: type[TrainingTask],
 ) -> str:
-    title, lines = task.card_text(config, state)
+    title, lines = task.card_title_and_lines(config, state)
     leads = config.augment.output_leads
     document = task.exported_config(config, state)
     head, signals = document.get("head"), state.get("input", DEFAULT_INPUT)
@@ -126,7 +126,7 @@ def model_card(
 
 def _validation_numbers(run: Path, step: int) -> Facts:
     """Returns the finite numbers of this step's validation."""
-    for row in read_rows(run / VALIDATION)[0]:
+    for row in read_metric_rows(run / VALIDATION).rows:
         if row["step"] == step:
             numbers = ((name, value) for name, value in row.items() if isinstance(value, float))
             return {name: value for name, value in numbers if math.isfinite(value)}
@@ -153,7 +153,7 @@ def _model_index_result(task: str, sources: list[str], measured: Facts) -> Facts
 
 def push(model: str | Path, repo: str, private: bool = False, licence: str | None = None) -> str:
     """Upload RUN/model in one commit and return the repository's address."""
-    with model_folder(model) as (folder, _), hub_api(repo) as (hub, add):
+    with model_folder(model) as (folder, _), hub_api_and_add_class(repo) as (hub, add):
         files = files_to_upload(folder, licence)
         if not hub.token:
             raise LoadError(f"{HUB_SCHEME}{repo}: {NO_TOKEN}")
@@ -174,8 +174,8 @@ def files_to_upload(folder: Path, licence: str | None = None) -> dict[str, Path 
     facts = {"license": licence} if licence else {}
     files[CARD] = front_matter(facts, without_paths(card)).encode()
     if SEEN in files:
-        record = seen_by(folder)
-        public = without_guessable(record)
+        record = read_seen(folder)
+        public = without_guessable_hashes(record)
         files[SEEN] = to_bytes(public)
         if guessable := len(record) - len(public):
             tell(f"note: {SEEN}: left out {guessable:,} open hashes of patients")
@@ -212,7 +212,7 @@ def _last_name(place: Any) -> str:
 def pull(repo: str, out: Path) -> None:
     staged = out / ".omnilead-pull"  # OUT may be a shell's own folder, which cannot be replaced
     shutil.rmtree(staged, ignore_errors=True)  # left by a pull that was killed
-    check_free(out)
+    require_free_folder(out)
     with model_folder(f"hf://{repo}") as (folder, _):
         staged.mkdir(parents=True)
         try:

@@ -28,9 +28,9 @@ from omnilead.engine.settings.run_files import (
     REPORT,
     VALID,
     VALIDATION,
+    crops_and_seconds,
     number_or_nan,
-    read_rows,
-    training_spans,
+    read_metric_rows,
 )
 from omnilead.engine.training.config import Config
 
@@ -60,7 +60,7 @@ class StepLog:
     """A file with one JSON object for each step; without a file, no rows."""
 
     def __init__(self, path: Path) -> None:
-        self.rows, self.unreadable = read_rows(path)
+        self.rows, self.unreadable = read_metric_rows(path)
         self.steps = self.column("step")
 
     def column(self, key: str) -> Array:
@@ -151,7 +151,7 @@ def progress_texts(log: RunLog) -> Iterator[str]:
         yield f"{crops:,.0f} crops of 10 s"
     if math.isfinite(epoch := metrics.last_value("epoch")):
         yield f"epoch {epoch:.2f}"
-    seconds = round(sum(seconds for _, seconds in training_spans(metrics.rows)))
+    seconds = round(sum(seconds for _, seconds in crops_and_seconds(metrics.rows)))
     if 0 < seconds < MAX_NUMBER:
         yield f"{timedelta(seconds=seconds)} of training"
 

@@ -21,7 +21,13 @@ from omnilead.engine.model.folder import is_model, local_folder
 from omnilead.engine.settings.errors import ConfigError, one_line_errors
 from omnilead.engine.settings.files import OWN_CODE
 from omnilead.engine.settings.resuming import MayChange
-from omnilead.engine.training.config import Config, RunConfig, Section, load_config, micro_batch
+from omnilead.engine.training.config import (
+    Config,
+    RunConfig,
+    Section,
+    load_config,
+    micro_batch_and_passes,
+)
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "survival", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -185,7 +191,7 @@ class FinetuneConfig(RunConfig):
                 "give weights their share of train.lr: set one of them",
             ),
             (
-                self.task.kind == "survival" and micro_batch(self, world)[0] * world < 2,
+                self.task.kind == "survival" and micro_batch_and_passes(self, world)[0] * world < 2,
                 f"train.batch_crops={t.batch_crops}, train.micro_batch={t.micro_batch}: survival "
                 "compares the patients of a micro-batch: use 2 or more",
             ),

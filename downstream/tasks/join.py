@@ -14,7 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.ecg.record_names import NAMES_IN_MESSAGE, count_and_first, match_records
+from omnilead.data_tools.ecg.record_names import (
+    NAMES_IN_MESSAGE,
+    count_and_first_names,
+    match_records,
+)
 from omnilead.data_tools.ecg.record_tables import cells_as_text
 from omnilead.data_tools.io.errors import DataError, Flag
 from omnilead.engine.settings.errors import ConfigError
@@ -82,7 +86,7 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
     if len(without_row):
         all_records = f"{len(data.keys):,} records of the data"
         remarks.append(
-            f"{url}: has no row for {count_and_first(without_row, data.keys)} of {all_records}"
+            f"{url}: has no row for {count_and_first_names(without_row, data.keys)} of {all_records}"
         )
     rows = split_by_dataset(matches.row[data.key_of_crop], datasets)
     is_shared = np.asarray(
@@ -91,7 +95,7 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
     shared = np.flatnonzero(is_shared & (matches.row >= 0))
     if len(shared):
         remarks.append(
-            f"{url}: {count_and_first(shared, data.keys)} records are in several datasets: the table's row "
+            f"{url}: {count_and_first_names(shared, data.keys)} records are in several datasets: the table's row "
             "counts for each of them"
         )
     return JoinedSheet(name, cells, rows, remarks)

@@ -60,7 +60,7 @@ def missing_leads(dataset: Dataset) -> np.ndarray:
     return np.concatenate(bits_of_parts)
 
 
-def none_measured(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
+def crops_without_leads(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
     """bool [crops]: True where none of these leads was measured."""
     asked_bits = sum(1 << lead for lead in leads)
     return np.asarray(missing_leads(dataset) & asked_bits == asked_bits)
@@ -71,10 +71,10 @@ def measured_leads_lookup(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
     leads."""
     bits = [missing_leads(dataset) for dataset in datasets]
 
-    def of_places(places: Places) -> np.ndarray:
+    def measured_leads_of(places: Places) -> np.ndarray:
         return np.asarray(places.take(bits)[:, None] >> np.array(ALL_LEADS) & 1 == 0)
 
-    return of_places if any(bits_of_dataset.any() for bits_of_dataset in bits) else None
+    return measured_leads_of if any(bits_of_dataset.any() for bits_of_dataset in bits) else None
 
 
 def crop_key(places: Places) -> np.ndarray:
@@ -95,15 +95,16 @@ class Plan:
     parameters: Params
     keep_BSL1: np.ndarray | None = None  # Augmenter.window_masks
 
-    def part(self, part: slice) -> "Plan":
-        p = {name: values[part] for name, values in self.parameters.items()}
-        keep_BSL1 = None if self.keep_BSL1 is None else self.keep_BSL1[part]
-        return Plan(self.places[part], p, keep_BSL1)
+    def plan_of(self, crops: slice) -> "Plan":
+        """Returns the plan of some of its crops."""
+        p = {name: values[crops] for name, values in self.parameters.items()}
+        keep_BSL1 = None if self.keep_BSL1 is None else self.keep_BSL1[crops]
+        return Plan(self.places[crops], p, keep_BSL1)
 
 
 @dataclass(frozen=True, eq=False)
 class Augmenter:
-    """Augments batches: holds what is the same for all of them."""
+    """Augments batches of crops. Holds what all batches have in common."""
 
     config: AugmentConfig
     views: Views  # two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
@@ -126,7 +127,7 @@ class Augmenter:
     def ops(self) -> TorchOps:
         return TorchOps(HALF, FS_HZ, self.device, self.seed)
 
-    def random(self, places: Places, views: int = 2) -> Random:
+    def random_numbers(self, places: Places, views: int = 2) -> Random:
         measured_BL = self.measured_leads(places) if self.measured_leads else None
         return Random(self.seed, places.epoch, crop_key(places), views, measured_BL=measured_BL)
 
@@ -139,11 +140,11 @@ class Augmenter:
         mask halves or views instead."""
         if not self.windows:
             return None
-        return RandomLeads(self.config).keep_masks(self.random(places, self.windows))
+        return RandomLeads(self.config).keep_masks(self.random_numbers(places, self.windows))
 
     def draw_parameters(self, places: Places) -> Params:
         """Draw the random parameters of all stages."""
-        p = draw_parameters(self.stages, self.random(places))
+        p = draw_parameters(self.stages, self.random_numbers(places))
         if self.views == "window":
             key = (self.seed, RandomStream.WINDOW, places.epoch, crop_key(places))
             p["start"] = (counter.uniform(*key) * (HALF + 1)).astype(np.int64)
@@ -210,7 +211,7 @@ class Draw(torch.Generator):
         return self._tensor_of_draws(counter.uniform, shape)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """The same, standard normal."""
+        """[crops, halves, *shape] float32, standard normal; each call gives new numbers."""
         return self._tensor_of_draws(counter.normal, shape)
 
     def _tensor_of_draws(
@@ -279,13 +280,13 @@ class ExtraAugmentation:
             with blaming(setting):
                 if not y_BSLT.isfinite().all():
                     raise ConfigError("returns NaN or infinity for noise")
-                if not are_same(y_BSLT, self._repeatable_output(number, x_BSLT)):
+                if not agree_within_rounding(y_BSLT, self._repeatable_output(number, x_BSLT)):
                     raise ConfigError(
                         "returns something else for the same batch: take random numbers from `draw` only"
                     )
                 for kept_B in (stays_B, ~stays_B):
                     mixed_BSLT = torch.where(kept_B[:, None, None, None], x_BSLT, other_BSLT)
-                    if not are_same(
+                    if not agree_within_rounding(
                         y_BSLT[kept_B], self._repeatable_output(number, mixed_BSLT)[kept_B]
                     ):
                         raise ConfigError(
@@ -302,7 +303,8 @@ class ExtraAugmentation:
         return y_BSLT.masked_fill(~x_BSLT.any(-1, keepdim=True), 0.0)
 
 
-def are_same(a_BSLT: torch.Tensor, b_BSLT: torch.Tensor) -> bool:
+def agree_within_rounding(a_BSLT: torch.Tensor, b_BSLT: torch.Tensor) -> bool:
+    """True if two batches differ by rounding at most."""
     return bool(torch.isclose(a_BSLT, b_BSLT, rtol=0, atol=TOLERANCE_MV).all())
 
 

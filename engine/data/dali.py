@@ -126,10 +126,10 @@ class Pipeline:
         self.names = sorted(example.keys() - unused)
         self.fed_arrays: deque[list[np.ndarray]] = deque(maxlen=BATCHES_IN_USE)
         self.in_flight = InFlight(torch.cuda.Event) if self.device.type == "cuda" else None
-        self.pipeline = self._definition(augmenter.views, batch, threads)()
+        self.pipeline = self._pipeline_function(augmenter.views, batch, threads)()
         self.pipeline.build()
 
-    def _definition(self, views: Views, batch: int, threads: int) -> Callable[[], Any]:
+    def _pipeline_function(self, views: Views, batch: int, threads: int) -> Callable[[], Any]:
         from nvidia.dali import fn, types
         from nvidia.dali import pipeline as dali_pipeline
 
@@ -144,7 +144,7 @@ class Pipeline:
         )
         def definition() -> Any:
             stamp, crops, *parameters = fn.external_source(
-                source=self._next, num_outputs=2 + len(self.names), batch=True, no_copy=True
+                source=self._feed_next, num_outputs=2 + len(self.names), batch=True, no_copy=True
             )
             p = dict(zip(self.names, parameters, strict=True))
             if gpu:
@@ -163,20 +163,20 @@ class Pipeline:
 
         return definition
 
-    def _next(self) -> list[np.ndarray]:
+    def _feed_next(self) -> list[np.ndarray]:
         position, crops, p = next(self.feed)
         stamp = np.full((len(crops), 1), position, np.int64)
         self.fed_arrays.append([stamp, crops, *(_feed_array(name, p[name]) for name in self.names)])
         return self.fed_arrays[-1]
 
     def release(self) -> None:
-        """Call before `run`: waits until the GPU has finished with all but the last batches."""
+        """Call before `next_batch`: waits until the GPU has finished with all but the last batches."""
         if self.in_flight:
             self.in_flight.release()
 
-    def run(self) -> tuple[int, torch.Tensor]:
-        """-> (position of the batch, x_BSLT). The tensor shares DALI's memory. On a GPU the host
-        does not wait for it: torch's current stream does."""
+    def next_batch(self) -> tuple[int, torch.Tensor]:
+        """Returns (position of the batch, x_BSLT). The tensor shares DALI's memory. On a GPU, torch's
+        current stream waits for it, and the host does not."""
         on_stream = [torch.cuda.current_stream(self.device)] if self.device.type == "cuda" else []
         stamp, x = self.pipeline.run(*on_stream)
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(x.as_tensor())

@@ -49,7 +49,7 @@ class Datasets:
 
     @property
     def plan(self) -> str | None:
-        """The plan that their roles were made with."""
+        """The plan by which `omnilead shard` assigned the roles."""
         plans = dict.fromkeys(dataset.facts.plan for dataset in self.all)
         return " and ".join(map(str, plans)) if len(plans) > 1 else next(iter(plans))
 

@@ -25,7 +25,7 @@ from .augmentations.stage import Params
 from .augmenter import Augmenter, Plan, Upload
 from .config import HALF
 from .order import Places
-from .reader import CropReader, CropSink, Report
+from .reader import CropReader, CropSink, ReadReport
 from .stage_timer import StageTimer
 from .writer import crop_writer
 
@@ -37,13 +37,14 @@ CROPS_PER_READ = 256
 class ReadCrops:
     """One or more batches that have been read."""
 
-    plan: Plan  # of the crops that were read: some may be replacements
+    plan: Plan  # plan of the crops that were read; some may be replacements
     buffer: Any
-    report: Report
+    report: ReadReport
 
-    def part(self, part: slice) -> "ReadCrops":
-        """One batch. Raises if it has a crop that could not be read."""
-        return ReadCrops(self.plan.part(part), self.buffer[part], self.report.part(part))
+    def batch(self, crops: slice) -> "ReadCrops":
+        """Returns one of the batches. Raises if it has a crop that could not be read."""
+        plan, report = self.plan.plan_of(crops), self.report.report_on(crops)
+        return ReadCrops(plan, self.buffer[crops], report)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +54,8 @@ class Executor(ABC):
     augmenter: Augmenter
     reader: CropReader
     meter: StageTimer
-    crops: int  # in a batch
-    reuse_batches: bool = False  # by TorchOnCpu, as Loader says
+    crops: int  # crops in a batch
+    reuse_batches: bool = False  # TorchOnCpu may reuse them: see Loader
 
     batches_in_use: ClassVar = 1  # buffers that may still be read when the next batch is asked for
 
@@ -77,7 +78,7 @@ class Executor(ABC):
         return ReadCrops(plan, buffer, report)
 
     def read_target(self, plan: Plan, buffer: Any) -> np.ndarray | CropSink:
-        """Where the reader puts the crops."""
+        """Returns what the reader writes the crops to."""
         crops: np.ndarray = buffer
         return crops
 
@@ -85,7 +86,7 @@ class Executor(ABC):
     def augment(
         self, batches: Iterator[ReadCrops]
     ) -> Generator[tuple[ReadCrops, Tensor], None, None]:
-        """Each batch and the model's input."""
+        """Yields (batch, the model's input made of it)."""
 
 
 class TorchOnCpu(Executor):
@@ -152,7 +153,7 @@ class Dali(Executor):
                     with self.meter.timed("gpu_wait"):
                         pipeline.release()
                     with self.meter.timed("augment", without="read_wait"):
-                        position, x_BSLT = pipeline.run()
+                        position, x_BSLT = pipeline.next_batch()
                         batch = in_dali.pop(position)
                         self.augmenter.add_white_noise(x_BSLT, batch.plan.parameters)
                     yield batch, x_BSLT

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from omnilead.data_tools.dataset import COLUMNS, Dataset
 
 from ..settings.errors import ConfigError
-from .patients import patient_source, table_parts
+from .patients import batches_with_masks, patient_source
 
-LEAK_KINDS = ("record", "patient", "waveform")  # of what a crop may share with another
+LEAK_KINDS = ("record", "patient", "waveform")  # what two crops may share
 
 
 def refuse_leak(
@@ -24,14 +24,14 @@ def refuse_leak(
     held: Sequence[np.ndarray],
     option: str = "data.datasets",
 ) -> None:
-    """ConfigError if one dataset trains on a record, patient or waveform that another holds
+    """Raises ConfigError if one dataset trains on a record, patient or waveform that another holds
     out. `trained`, `held`: rows of each dataset. `option`: what named the datasets."""
     if len(datasets) < 2 or not any(map(len, held)):
         return
     for kind in LEAK_KINDS:  # one at a time: names take the most memory
         learnt, tested = [], []
         for dataset, *sides in zip(datasets, trained, held, strict=True):
-            names, tested_names = _names(dataset, sides, kind)
+            names, tested_names = _names_by_side(dataset, sides, kind)
             learnt.append(names)
             tested.append(tested_names)
         for learner, tester in permutations(range(len(datasets)), 2):
@@ -58,8 +58,8 @@ def describe_overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarra
     """Describe a record, patient or waveform in both `rows` of `a` and `others` of `b`; "" if there
     is none."""
     for kind in LEAK_KINDS:
-        (names,) = _names(a, [rows], kind)
-        (other_names,) = _names(b, [others], kind)
+        (names,) = _names_by_side(a, [rows], kind)
+        (other_names,) = _names_by_side(b, [others], kind)
         if shared_name := _first_in_both(names, other_names):
             return f"{kind} {shared_name}"
     return ""
@@ -71,18 +71,20 @@ def _first_in_both(names: pa.ChunkedArray, others: pa.ChunkedArray) -> str:
     return str(shared[0]) if len(shared) else ""
 
 
-def _names(dataset: Dataset, sides: Sequence[np.ndarray], kind: str) -> list[pa.ChunkedArray]:
+def _names_by_side(
+    dataset: Dataset, sides: Sequence[np.ndarray], kind: str
+) -> list[pa.ChunkedArray]:
     """The names of the crops of each side, without those whose patient is unknown."""
     names_of_sides: list[list[pa.Array]] = [[] for _ in sides]
     columns = [kind] if kind == "waveform" else ["source", kind]
-    for part, *masks in table_parts(dataset, columns, sides):
-        names_of_part = _names_of_part(part, kind)
+    for part, *masks in batches_with_masks(dataset, columns, sides):
+        names_of_part = _names_in_batch(part, kind)
         for names, mask in zip(names_of_sides, masks, strict=True):
             names.append(names_of_part.filter(mask).drop_null())
     return [pa.chunked_array(names, COLUMNS.field(kind).type) for names in names_of_sides]
 
 
-def _names_of_part(part: pa.RecordBatch, kind: str) -> pa.Array:
+def _names_in_batch(part: pa.RecordBatch, kind: str) -> pa.Array:
     name = part[kind]
     if kind == "waveform":
         return name

@@ -80,7 +80,7 @@ class Loader:
         """`step`: where to start without a `state`. `reuse_batches`: on a CPU, a batch may be
         overwritten when the next one is asked for, which saves copying it."""
         self.config, self.device, self.rank, self.world = config, device, rank, world
-        self.backend = self._chosen_backend()
+        self.backend = self._choose_backend()
         self.extra = None
         if named_functions := config.augment.extra_functions:
             self.extra = ExtraAugmentation(named_functions, config.seed, rank, device)
@@ -98,7 +98,7 @@ class Loader:
         self.augmenter = Augmenter(
             config.augment, config.views, config.seed, device, measured, config.windows
         )
-        self.staging = self._staging(datasets)
+        self.staging = self._make_staging(datasets)
         # a second thread costs a CPU a third more time per crop; it halves the wait for a cold disk
         self.threads = config.threads or (1 if device.type == "cpu" else 2)
         self.reader = CropReader(
@@ -113,7 +113,7 @@ class Loader:
         )
         self.meter = StageTimer()
 
-    def _chosen_backend(self) -> str:
+    def _choose_backend(self) -> str:
         backend = self.config.backend
         if backend != "auto":
             return backend
@@ -147,19 +147,19 @@ class Loader:
     def _batches(self) -> Generator[Batch, None, None]:
         """Plan and read in a thread of their own, ahead of training; augment in the thread that asks
         for the batch, unless the reading threads have done it."""
-        executor = self._executor()
+        executor = self._make_executor()
         plans = self._plans(executor)
         buffers = executor.buffers(self.config.read_ahead)
         with (
             closing(fill_ahead(plans, executor.read, buffers, executor.batches_in_use)) as read,
-            closing(self._split(read)) as batches,
+            closing(self._single_batches(read)) as batches,
             closing(executor.augment(batches)) as augmented,
         ):
             for batch, x_BSLT in augmented:
                 plan = batch.plan
                 yield Batch(x_BSLT, plan.places, batch.report.skipped, plan.keep_BSL1)
 
-    def _executor(self) -> Executor:
+    def _make_executor(self) -> Executor:
         in_torch = TorchOnCpu if self.device.type == "cpu" else TorchOnGpu
         kind: type[Executor] = Dali if self.backend == "dali" else in_torch
         return kind(self.augmenter, self.reader, self.meter, self.crops, self.reuse_batches)
@@ -174,16 +174,16 @@ class Loader:
                     first, self.rank, self.world, steps, self.config.micro_batch
                 )
                 plan = self.augmenter.plan(places)
-            yield from map(plan.part, _slices(len(places), crops))
+            yield from map(plan.plan_of, _slices(len(places), crops))
 
-    def _split(self, read: Iterator[ReadCrops]) -> Generator[ReadCrops, None, None]:
+    def _single_batches(self, read: Iterator[ReadCrops]) -> Generator[ReadCrops, None, None]:
         """Yields single batches from groups that were read together."""
         while True:
             with self.meter.timed("read_wait"):
                 several = next(read)
-            yield from map(several.part, _slices(len(several.plan.places), self.crops))
+            yield from map(several.batch, _slices(len(several.plan.places), self.crops))
 
-    def _staging(self, datasets: Sequence[Dataset]) -> Staging | None:
+    def _make_staging(self, datasets: Sequence[Dataset]) -> Staging | None:
         remote = {
             d: dataset
             for d, dataset in enumerate(datasets)
@@ -244,7 +244,7 @@ def _upgrade_recipe(recipe: dict[str, Any]) -> dict[str, Any]:
     saved = {name: recipe[name] for name in RECIPE_SETTINGS if name in recipe}
     try:
         config = TypeAdapter(LoaderConfig).validate_json(json.dumps(saved))
-    except ValidationError:  # has settings that are gone: comparing finds them
+    except ValidationError:  # it has settings that no longer exist: the comparison reports them
         return recipe
     return recipe | _recipe_settings(config)
 

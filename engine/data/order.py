@@ -12,7 +12,7 @@ Nothing is shuffled in memory: a keyed permutation maps a position to a row, in 
 
 One dataset: position p of epoch e is permute(p, N, key(seed, e)). The incomplete last batch of an
 epoch is dropped: different rows in each epoch. Several datasets: each has its own epochs and drops
-nothing; `deal` assigns positions to datasets.
+nothing; `dataset_and_turn` assigns positions to datasets.
 
 Block order (block_shards = G > 0) permutes the shards, then the crops within each block of G
 shards, so that a batch needs only G shards. Crops are in random order across shards, so batches are
@@ -44,9 +44,9 @@ class OrderError(ConfigError):
     """Settings that allow no order, or an empty selection."""
 
 
-def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The dataset of each position, and how many earlier positions that dataset has: (int16,
-    int64), in closed form.
+def dataset_and_turn(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns, in closed form, the dataset of each position (int16) and how many earlier positions
+    that dataset has (int64).
 
     Quotas are spread as evenly as possible: in any range of positions each dataset has its share to
     within a few, so every batch and every rank's slice has the same mixture. Each dataset is still
@@ -85,11 +85,11 @@ class Selection:
     dx: str | None = None
     identity: str | None = None
     halves: int | None = None  # 2: no crop whose second half is empty
-    # Without this share of the patients, or with `held` only those (patients.validation_split)
+    # Leave out this share of the patients, or with `held` select only these (validation_split)
     hold_out: float = 0.0
     held: bool = False
     where: str = ""  # data.where
-    rows: Sequence[np.ndarray] = ()  # of each dataset; (): by the criteria above alone
+    rows: Sequence[np.ndarray] = ()  # rows of each dataset; (): all that meet the criteria above
 
     def criteria(self) -> dict[str, Any]:
         """The criteria that are set, in JSON's types: a digest for the rows of each dataset."""
@@ -125,7 +125,7 @@ class DatasetRows:
     ) -> "DatasetRows":
         """The selected rows of the `place`-th dataset."""
         name, crops = dataset.root.url, [shard.crops for shard in dataset.shards]
-        if not crops:  # only zarr
+        if not crops:  # a dataset that is only zarr
             starts = range(0, len(dataset), SHARD_CROPS)
             crops = [min(SHARD_CROPS, len(dataset) - start) for start in starts]
         if sum(crops) != len(dataset):
@@ -248,7 +248,7 @@ class Order:
 
     @property
     def crops_per_epoch(self) -> int:
-        """Over all ranks and all datasets."""
+        """The number of crops in an epoch, over all ranks and datasets."""
         return self.steps_per_epoch * self.batch_crops
 
     @property
@@ -257,7 +257,7 @@ class Order:
 
     @cached_property
     def _quotas(self) -> tuple[int, ...]:
-        """Positions of each dataset in one cycle of `deal`: its size, or its share of 2**30,
+        """Positions of each dataset in one cycle of `dataset_and_turn`: its size, or its share of 2**30,
         rounded by largest remainder."""
         sizes = [len(rows) for rows in self.rows]
         if len(sizes) == 1 or (self.weights is None and sum(sizes) <= DEAL):
@@ -285,11 +285,11 @@ class Order:
             place -= drawn_positions
             epochs, begun = divmod(cycle * quota + drawn_positions, size)
             counts = np.full(len(rows), epochs, np.int32)
-            counts[self._index(d, np.full(begun, epochs), np.arange(begun))] += 1
+            counts[self._selected_index(d, np.full(begun, epochs), np.arange(begun))] += 1
             if size < len(rows):
                 dropped = np.arange(size, len(rows))
                 for epoch in range(epochs):
-                    counts[self._index(d, np.full(len(dropped), epoch), dropped)] -= 1
+                    counts[self._selected_index(d, np.full(len(dropped), epoch), dropped)] -= 1
             of_crops = np.zeros(rows.shard_first[-1], np.int32)
             of_crops[rows.row(np.arange(len(rows)))] = counts
             times.append(of_crops)
@@ -320,32 +320,32 @@ class Order:
         return self._places_at((first[:, None] + parts.reshape(-1)).reshape(-1))
 
     def _places_at(self, position: np.ndarray) -> Places:
-        dataset, turn = deal(position, self._quotas)
+        dataset, turn = dataset_and_turn(position, self._quotas)
         row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):
             own_positions = np.flatnonzero(dataset == d)
             epoch[own_positions], i = np.divmod(turn[own_positions], self._epoch_crops(d))
-            row[own_positions] = rows.row(self._index(d, epoch[own_positions], i))
+            row[own_positions] = rows.row(self._selected_index(d, epoch[own_positions], i))
         return Places(dataset, row, epoch)
 
     def _epoch_crops(self, dataset: int) -> int:
         """The crops of one epoch of a dataset. A single dataset drops the incomplete last batch."""
         return self.crops_per_epoch if len(self.rows) == 1 else len(self.rows[dataset])
 
-    def _index(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
+    def _selected_index(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
         rows = self.rows[dataset]
         if not 0 < self.block_shards < len(rows.first) - 1:  # one block
             return permute(i, len(rows), bits(self.seed, RandomStream.ORDER, dataset, epoch))
         index = np.empty_like(i)
         for e in np.unique(epoch).tolist():
-            layout = _layout(rows, self.seed, dataset, e, self.block_shards)
+            layout = _epoch_layout(rows, self.seed, dataset, e, self.block_shards)
             in_epoch = epoch == e
             index[in_epoch] = _index_in_blocks(layout, i[in_epoch])
         return index
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class _EpochLayout:
     """The non-empty shards in the order of one epoch."""
 
     index: np.ndarray  # [shards] index of the first row of each shard among the selected rows
@@ -355,9 +355,11 @@ class _Layout:
 
 
 @lru_cache(maxsize=64)
-def _layout(rows: DatasetRows, seed: int, dataset: int, epoch: int, block_shards: int) -> _Layout:
-    """Computed once per epoch, the only work that grows with the number of shards: 1 to 5 ms for
-    10,000."""
+def _epoch_layout(
+    rows: DatasetRows, seed: int, dataset: int, epoch: int, block_shards: int
+) -> _EpochLayout:
+    """Returns the order of shards in an epoch. Only this work grows with the number of shards: 1 to
+    5 ms for 10,000, once per epoch."""
     crops = np.diff(rows.first)
     filled = np.flatnonzero(crops)
     key = bits(seed, RandomStream.SHARD_ORDER, dataset, epoch)
@@ -365,10 +367,10 @@ def _layout(rows: DatasetRows, seed: int, dataset: int, epoch: int, block_shards
     before = np.concatenate([[0], np.cumsum(crops[shard])])
     block_first = np.append(before[:-1:block_shards], before[-1])
     keys = bits(seed, RandomStream.BLOCK_ORDER, dataset, epoch, np.arange(len(block_first) - 1))
-    return _Layout(rows.first[shard], before, block_first, keys)
+    return _EpochLayout(rows.first[shard], before, block_first, keys)
 
 
-def _index_in_blocks(layout: _Layout, i: np.ndarray) -> np.ndarray:
+def _index_in_blocks(layout: _EpochLayout, i: np.ndarray) -> np.ndarray:
     block = np.searchsorted(layout.block_first, i, side="right") - 1
     start, end = layout.block_first[block], layout.block_first[block + 1]
     j = start + permute(i - start, end - start, layout.block_key[block])

@@ -12,7 +12,7 @@ held-out crop are in neither set.
 
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,9 +25,9 @@ from omnilead.data_tools.ecg.constants import SYNTHETIC
 HOLD_OUT_KEY = b"omnilead data.hold_out"
 OWNER_COLUMNS = ("source", "patient", "record")
 PREFIX_BITS = 24  # bits
-NAMES_PER_HASH = 65_536  # names that are Python objects at a time
+NAMES_PER_HASH = 65_536  # names held as Python objects at a time
 Split = tuple[np.ndarray, np.ndarray]
-# By data.hold_out or data.where; kept as long as the dataset, because every validation asks again
+# Choices by data.hold_out or data.where. Kept as long as the dataset: every validation needs them
 CHOICES: WeakKeyDictionary[Dataset, dict[float | str, Any]] = WeakKeyDictionary()
 
 
@@ -67,7 +67,7 @@ def _validation_split(dataset: Dataset, share: float) -> Split:
     masks = []
     waveforms = []
     for part in dataset.parts([*OWNER_COLUMNS, "waveform"]):
-        names, _ = part_owners(part)
+        names, _ = owners_and_known(part)
         masks.append(uniform_hashes(names) < share)
         waveforms.append(part["waveform"].to_numpy())
     held_N = np.concatenate(masks)
@@ -88,11 +88,11 @@ def _has_held_waveform(waveform_N: np.ndarray, held_N: np.ndarray) -> np.ndarray
     return copied_N
 
 
-def table_parts(
+def batches_with_masks(
     dataset: Dataset, columns: Sequence[str], sides: Sequence[np.ndarray]
 ) -> Iterator[tuple[Any, ...]]:
-    """Yields (rows of the table, a mask for each of `sides`) batch by batch, since the names of a
-    large dataset take gigabytes. `sides`: arrays of row numbers."""
+    """Yields (a batch of the table's rows, then for each of `sides` a mask of its rows in the batch):
+    the names of a large dataset take gigabytes. `sides`: arrays of row numbers."""
     masks = np.zeros((len(sides), len(dataset)), bool)
     for mask, rows in zip(masks, sides, strict=True):
         mask[rows] = True
@@ -103,9 +103,9 @@ def table_parts(
         begin = end
 
 
-def part_owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
-    """(owner of each crop: source/patient, or source/record if the patient is unknown; bool
-    [crops]: the patient is known)."""
+def owners_and_known(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
+    """Returns the owner of each crop (source/patient, or source/record if the patient is unknown)
+    and a mask of the crops whose patient is known."""
     patient, source = part["patient"], part["source"]
     has_patient = pc.fill_null(pc.not_equal(patient, ""), False)
     name = pc.if_else(has_patient, patient, part["record"])
@@ -115,30 +115,37 @@ def part_owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
     return joined, is_known
 
 
-def owner_names(dataset: Dataset, rows: np.ndarray) -> list[tuple[str, bool]]:
-    """(owner, whether its patient is known) of each of these rows, which ascend."""
+def owner_and_known_of_rows(dataset: Dataset, rows: np.ndarray) -> list[tuple[str, bool]]:
+    """Returns (owner, True if its patient is known) for each of these rows, which ascend."""
     owners_of_crops: list[tuple[str, bool]] = []
     if not len(rows):
         return owners_of_crops
-    for part, mask in table_parts(dataset, OWNER_COLUMNS, [rows]):
-        names, is_known = part_owners(part.filter(mask))
+    for part, mask in batches_with_masks(dataset, OWNER_COLUMNS, [rows]):
+        names, is_known = owners_and_known(part.filter(mask))
         owners_of_crops += zip(names.to_pylist(), is_known.tolist(), strict=True)
     return owners_of_crops
 
 
-def all_owners(datasets: Sequence[Dataset]) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """(names of all owners; for each crop of all datasets, the index of its owner; whether its
-    patient is known)."""
+class Owners(NamedTuple):
+    """The owners of crops: their patients, or their records if the patient is unknown."""
+
+    names: pa.Array
+    owner_N: np.ndarray  # index in `names` for each crop
+    known_N: np.ndarray  # True if the patient of the crop is known
+
+
+def all_owners(datasets: Sequence[Dataset]) -> Owners:
+    """Returns the owners of all crops of these datasets."""
     names, is_known_of_parts = [], []
     for dataset in datasets:
         for part in dataset.parts(OWNER_COLUMNS):
-            name, is_known = part_owners(part)
+            name, is_known = owners_and_known(part)
             names.append(name.dictionary_encode())
             is_known_of_parts.append(is_known)
     owner = pa.chunked_array(names).unify_dictionaries().combine_chunks()
     owner_N = owner.indices.to_numpy()
     known_N = np.concatenate(is_known_of_parts)
-    return owner.dictionary, owner_N, known_N
+    return Owners(owner.dictionary, owner_N, known_N)
 
 
 def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
@@ -174,7 +181,7 @@ def age_and_sex(datasets: Sequence[Dataset]) -> list[np.ndarray]:
 
 
 def uniform_hashes(names: pa.Array) -> np.ndarray:
-    """A hash of each name in [0, 1)."""
+    """Returns a number in [0, 1) for each name, from its hash."""
     bits = np.frombuffer(keyed_digests(names, HOLD_OUT_KEY, 8), ">u8") >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
 

@@ -67,7 +67,7 @@ class BadCrop(NamedTuple):
     reason: str
 
 
-class _Read(NamedTuple):
+class _CropRead(NamedTuple):
     dataset: int
     shard: int
     offset: int  # in zarr: index among the chunks of its storage object
@@ -77,14 +77,14 @@ class _Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class ReadReport:
     row: np.ndarray  # the rows in the batch: as requested, except where a bad crop was replaced
     skipped: tuple[BadCrop, ...]  # bad crops that were replaced
     failed: BadCrop | None = None  # the first bad crop with on_corrupt=stop
 
-    def part(self, crops: slice) -> "Report":
-        """The report of one of several batches that were read together. Raises if that batch has
-        the bad crop."""
+    def report_on(self, crops: slice) -> "ReadReport":
+        """Returns the report on one of several batches that were read together. Raises if that
+        batch has the bad crop."""
         if self.failed and crops.start <= self.failed.position < crops.stop:
             raise DatasetError(self.failed.reason)
         inside = [
@@ -93,7 +93,7 @@ class Report:
         skipped = (
             bad_crop._replace(position=bad_crop.position - crops.start) for bad_crop in inside
         )
-        return Report(self.row[crops], tuple(skipped))
+        return ReadReport(self.row[crops], tuple(skipped))
 
 
 class CropSink(Protocol):
@@ -142,13 +142,13 @@ class _Source:
         self.checked = np.zeros(len(dataset), bool)
         self.chunks = dataset.chunks if source == "zarr" else None
 
-    def addresses(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Shard and offset; for zarr, storage object and index in it."""
+    def shards_and_offsets(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns each row's (shard, offset); in a zarr copy (storage object, index in it)."""
         if self.chunks:
             return np.divmod(rows, self.chunks.block)
         return self.shard[rows], self.offset[rows]
 
-    def describe_read(self, read: _Read) -> str:
+    def describe_read(self, read: _CropRead) -> str:
         if self.chunks:
             return f"{self.url}/{self.chunks.name(read.shard)}: crop {read.row}"
         return f"{self.url}/{self.names[read.shard]}: crop {read.row} at byte {read.offset}"
@@ -205,7 +205,7 @@ class CropReader:
             buffers.append(buffer.numpy())
         return buffers
 
-    def read(self, places: Places, crops: np.ndarray) -> Report:
+    def read(self, places: Places, crops: np.ndarray) -> ReadReport:
         """Read crops [n] into int16 [n, 12, 5000], in microvolts. A bad crop that may not be
         skipped raises an error; the buffer is then invalid."""
         count = len(places.row)
@@ -214,25 +214,26 @@ class CropReader:
                 f"{crops.dtype} {list(crops.shape)} cannot hold {count} crops of int16 "
                 f"{list(CROP_SHAPE)}"
             )
-        return self.read_to(places, crops).part(slice(0, count))
+        return self.read_to(places, crops).report_on(slice(0, count))
 
-    def read_to(self, places: Places, output: np.ndarray | CropSink) -> Report:
+    def read_to(self, places: Places, output: np.ndarray | CropSink) -> ReadReport:
         """Read crops into a batch or a sink. A bad crop that may not be skipped is in the report,
-        whose `part` raises."""
+        whose `report_on` raises."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
         bad_crops = sorted(self._read(index, rows, output))
         if bad_crops and self.on_corrupt == "stop":
-            return Report(rows, (), bad_crops[0])
+            return ReadReport(rows, (), bad_crops[0])
         skipped: list[BadCrop] = []
         for bad_crop in bad_crops:
             skipped += self._substitute(bad_crop, rows, output)
-        return Report(rows, tuple(skipped))
+        return ReadReport(rows, tuple(skipped))
 
     def _substitute(
         self, bad_crop: BadCrop, rows: np.ndarray, output: np.ndarray | CropSink
     ) -> list[BadCrop]:
         """Replace a bad crop by the next good selected row: the same one on every rank and after
-        every restart. -> all bad crops on the way."""
+        every restart.
+        Returns all bad crops on the way."""
         p, d, allowed = bad_crop.position, bad_crop.dataset, self._rows[bad_crop.dataset]
         skipped: list[BadCrop] = []
         while True:
@@ -254,7 +255,7 @@ class CropReader:
         self, index: np.ndarray, rows: np.ndarray, output: np.ndarray | CropSink, first: int = 0
     ) -> list[BadCrop]:
         """Read these rows into the positions from `first` on."""
-        reads: list[_Read] = []
+        reads: list[_CropRead] = []
         for d in np.unique(index).tolist():
             reads += self._in_file_order(d, np.flatnonzero(index == d), rows, first)
         bad_crops = self._read_all(reads, output)
@@ -267,7 +268,7 @@ class CropReader:
 
     def _in_file_order(
         self, d: int, positions: np.ndarray, rows: np.ndarray, first: int
-    ) -> Iterator[_Read]:
+    ) -> Iterator[_CropRead]:
         """The reads of one dataset, sorted by shard and offset."""
         source, rows = self._sources[d], rows[positions]
         if rows.min() < 0 or rows.max() >= len(source.checked):
@@ -279,13 +280,13 @@ class CropReader:
             crc[:] = UNCHECKED
         elif self.check == "first":
             crc[source.checked[rows]] = UNCHECKED
-        shard, offset = source.addresses(rows)
+        shard, offset = source.shards_and_offsets(rows)
         order = np.lexsort((offset, shard))
         columns = (np.full(len(rows), d), shard, offset, positions + first, rows, crc)
-        return map(_Read, *(column[order].tolist() for column in columns))
+        return map(_CropRead, *(column[order].tolist() for column in columns))
 
     def _read_all(
-        self, reads: list[_Read], output: np.ndarray | CropSink, retry: bool = True
+        self, reads: list[_CropRead], output: np.ndarray | CropSink, retry: bool = True
     ) -> list[BadCrop]:
         """Divide the reads among the threads. Damaged files in the cache are downloaded again,
         once."""
@@ -307,7 +308,7 @@ class CropReader:
         return lost + self._read_all(retried, output, retry=False)
 
     def _read_in_threads(
-        self, reads: list[_Read], output: np.ndarray | CropSink, paths: Paths
+        self, reads: list[_CropRead], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
         size = max(-(-len(reads) // self.threads), LEAST_READS_PER_THREAD)
         futures = []
@@ -323,7 +324,7 @@ class CropReader:
         return bad_crops
 
     def _read_share(
-        self, reads: list[_Read], output: np.ndarray | CropSink, paths: Paths
+        self, reads: list[_CropRead], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
         """Read one thread's share."""
         files = _OpenFile(self._file, self._sources, paths)
@@ -348,7 +349,7 @@ class CropReader:
             output.write(crops_BLT, positions, rows)
         return bad_crops
 
-    def _read_crop(self, read: _Read, crop: np.ndarray, files: "_OpenFile") -> BadCrop | None:
+    def _read_crop(self, read: _CropRead, crop: np.ndarray, files: "_OpenFile") -> BadCrop | None:
         source, problem = self._sources[read.dataset], ""
         try:
             if source.chunks:
@@ -386,12 +387,12 @@ class _OpenFile:
         self.key: Key | None = None
         self.file: _File | None = None
 
-    def descriptor(self, read: _Read) -> int:
+    def descriptor(self, read: _CropRead) -> int:
         if self.file is None or self.key != read[:2]:
             self.file, self.key = self._open(read), read[:2]
         return self.file.fd
 
-    def _open(self, read: _Read) -> _File:
+    def _open(self, read: _CropRead) -> _File:
         path = self.paths.get(read[:2])
         if path is None:
             source = self.sources[read.dataset]
@@ -428,7 +429,7 @@ def fill_ahead(
             while True:
                 free.get_nowait()
         free.put(None)
-        if thread.is_alive():  # one that starts only now finds the None, and makes nothing
+        if thread.is_alive():  # a thread that starts only now finds the None and stops
             # Longer than a disk read; a thread that waits for the network is abandoned
             thread.join(timeout=2)
 
@@ -476,11 +477,11 @@ def read_ahead(
     shape: tuple[int, ...],
     depth: int = 2,
     in_use: int = 1,
-) -> Generator[tuple[Places, np.ndarray, Report], None, None]:
+) -> Generator[tuple[Places, np.ndarray, ReadReport], None, None]:
     """Prefetch (request, its crops, report), at most `depth` beyond those in use. A request has at
     most shape[0] crops."""
 
-    def fill(request: Places, buffer: np.ndarray) -> tuple[Places, np.ndarray, Report]:
+    def fill(request: Places, buffer: np.ndarray) -> tuple[Places, np.ndarray, ReadReport]:
         crops = buffer[: len(request.row)]
         return request, crops, reader.read(request, crops)
 

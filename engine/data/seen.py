@@ -1,7 +1,7 @@
 """What a model has seen: hashes of the patients and waveforms of the crops it was trained on.
 
     seen = join_records([start.seen, record_of_crops(dataset, rows, "unlabelled")])
-    path.write_bytes(to_bytes(seen)); seen = read_record(path)
+    path.write_bytes(to_bytes(seen)); seen = read_seen_record(path)
     uses_by_crop(seen, dataset, rows)       # of each crop: has the model seen it or another of its patient, and how?
     seen_notes(seen, [dataset], [rows], [patients], "scored here")     # sentences for whoever reads the scores
 
@@ -34,9 +34,9 @@ from omnilead.data_tools.io.splitmix import mix
 from omnilead.data_tools.io.terminal import tell
 
 from ..settings.errors import ConfigError
-from .patients import OWNER_COLUMNS, keyed_digests, part_owners, table_parts
+from .patients import OWNER_COLUMNS, batches_with_masks, keyed_digests, owners_and_known
 
-USES = ("unlabelled", "selected", "labelled")  # where a crop had several, the last counts
+USES = ("unlabelled", "selected", "labelled")  # ascending: the last counts if a crop had several
 LABELLED = USES.index("labelled")
 OPEN_KEY = b"omnilead seen"
 # 48 bits: of 10^7 patients and as many waveforms, one in 14 million strangers is taken for seen
@@ -46,14 +46,14 @@ SEEN_SCHEMA = pa.schema(
         ("hash", pa.int64()),  # ascending
         ("patient", pa.bool_()),  # else a waveform
         ("use", pa.int8()),  # index of USES
-        # The name may not be public, and an earlier version hashed it without a key: not for publication
+        # A name that may not be public, hashed without a key by an earlier version: not to be published
         ("guessable", pa.bool_()),
     ]
 )
 KEY_MARKS = (
     b"omnilead keys"  # in the file's metadata: a mark of each key; absent in earlier versions
 )
-# Not by pa.table() or empty_table(): these make pyarrow import pandas, if it is installed
+# pa.table() and empty_table() would make pyarrow import pandas, if it is installed
 NOTHING_SEEN = pa.Table.from_arrays(
     [pa.nulls(0, field.type) for field in SEEN_SCHEMA], schema=SEEN_SCHEMA
 )
@@ -73,9 +73,9 @@ def record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
     people = []
     waves = []
     is_keyed = has_pseudonyms = bool(dataset.facts.pseudonyms)
-    for part, mask in table_parts(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
+    for part, mask in batches_with_masks(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
         crops = part.filter(mask)
-        names, _ = part_owners(crops)
+        names, _ = owners_and_known(crops)
         of_people = _name_hashes(names, OPEN_KEY)
         if dataset.name_key and not has_pseudonyms:
             secret = ~dataset.is_public(crops)
@@ -91,7 +91,11 @@ def record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
         "guessable": np.zeros(sum(map(len, hashes)), bool),
     }
     return join_records(
-        [_with_marks(pa.table(table, SEEN_SCHEMA), dataset_marks(dataset) if is_keyed else set())]
+        [
+            _add_key_marks(
+                pa.table(table, SEEN_SCHEMA), dataset_marks(dataset) if is_keyed else set()
+            )
+        ]
     )
 
 
@@ -102,10 +106,11 @@ def dataset_marks(dataset: Dataset) -> set[str]:
 
 
 def key_marks(seen: pa.Table) -> set[str]:
+    """Returns the marks of the keys that hashed the names in a record of what a model has seen."""
     return {*(seen.schema.metadata or {}).get(KEY_MARKS, b"").decode().split()}
 
 
-def _with_marks(seen: pa.Table, keys: set[str]) -> pa.Table:
+def _add_key_marks(seen: pa.Table, keys: set[str]) -> pa.Table:
     return seen.replace_schema_metadata({KEY_MARKS: " ".join(sorted(keys))})
 
 
@@ -123,10 +128,11 @@ def join_records(records: Sequence[pa.Table]) -> pa.Table:
         "use": np.maximum.reduceat(use[order], first),
         "guessable": np.maximum.reduceat(guessable[order], first),
     }
-    return _with_marks(pa.table(table, SEEN_SCHEMA), set[str]().union(*map(key_marks, records)))
+    return _add_key_marks(pa.table(table, SEEN_SCHEMA), set[str]().union(*map(key_marks, records)))
 
 
 def to_bytes(seen: pa.Table) -> bytes:
+    """Returns the content of seen.parquet."""
     sink = pa.BufferOutputStream()
     # ascending hashes differ by little: half the size
     encoding = {"hash": "DELTA_BINARY_PACKED"}
@@ -134,7 +140,8 @@ def to_bytes(seen: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def read_record(path: Path) -> pa.Table:
+def read_seen_record(path: Path) -> pa.Table:
+    """Reads seen.parquet; ConfigError if it is damaged."""
     try:
         seen = pq.ParquetFile(path).read(use_threads=False)
         if seen.schema != SEEN_SCHEMA or any(column.null_count for column in seen.columns):
@@ -157,7 +164,7 @@ def read_record(path: Path) -> pa.Table:
     return seen
 
 
-def without_guessable(seen: pa.Table) -> pa.Table:
+def without_guessable_hashes(seen: pa.Table) -> pa.Table:
     """The record without hashes of names that could be guessed."""
     return seen.filter(pc.invert(seen["guessable"]))
 
@@ -171,8 +178,8 @@ def uses_by_crop(
     keys = name_keys([dataset, *besides])
     people: list[list[np.ndarray]] = [[] for _ in keys]
     waves = []
-    for part, mask in table_parts(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
-        of_people, of_waves = _hashes_of(part.filter(mask), keys)
+    for part, mask in batches_with_masks(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
+        of_people, of_waves = _patient_and_waveform_hashes(part.filter(mask), keys)
         for hashes, under_key in zip(people, of_people, strict=True):
             hashes.append(under_key)
         waves.append(of_waves)
@@ -191,13 +198,14 @@ class CropUses(NamedTuple):
 
 
 def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> CropUses:
-    """`crops`: their source, patient, record and waveform; `keys`: those of name_keys."""
-    people, waves = _hashes_of(crops.combine_chunks().to_batches()[0], keys)
+    """Returns how each of `crops` was used. `crops`: a table with their source, patient, record and
+    waveform. `keys`: from name_keys."""
+    people, waves = _patient_and_waveform_hashes(crops.combine_chunks().to_batches()[0], keys)
     owner = np.max([_use_by_hash(seen, True, under_key) for under_key in people], axis=0)
     return CropUses(_use_by_hash(seen, False, waves), owner, people[0])
 
 
-def seen_with_labels(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:
+def were_seen_with_labels(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:
     """bool [N]: True where a model was trained on this very waveform with its labels."""
     use_N = _use_by_hash(seen, False, _waveform_hashes(waveform_N))
     return np.asarray(use_N == LABELLED)
@@ -270,9 +278,11 @@ def name_keys(datasets: Iterable[Dataset]) -> list[bytes]:
     return keys
 
 
-def _hashes_of(crops: pa.RecordBatch, keys: Sequence[bytes]) -> tuple[list[np.ndarray], np.ndarray]:
-    """(for each key, the hashes of the crops' patients; the hashes of their waveforms)."""
-    names, _ = part_owners(crops)
+def _patient_and_waveform_hashes(
+    crops: pa.RecordBatch, keys: Sequence[bytes]
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns (for each key, the hashes of the crops' patients; the hashes of their waveforms)."""
+    names, _ = owners_and_known(crops)
     people = [_name_hashes(names, key) for key in keys]
     return people, _waveform_hashes(crops["waveform"].to_numpy())
 

@@ -32,7 +32,8 @@ class StageTimer:
 
     @contextmanager
     def timed(self, stage: str, without: str = "") -> Iterator[None]:
-        """`without`: a nested stage in the same thread, whose time is subtracted."""
+        """Adds the time in the block to a stage. `without`: a nested stage in the same thread, whose
+        time is subtracted."""
         began, nested = time.perf_counter(), self._busy_s.get(without, 0.0)
         try:
             yield

@@ -31,7 +31,7 @@ from omnilead.data_tools.io.storage import write_at
 PART_BYTES = 8 * 2**20
 DOWNLOADS = 4  # concurrent downloads; the only memory they use is one part each
 POLL_S = 0.05  # how often to check on other processes
-TRIES, WAIT_S = 6, 10.0  # to get room for all shards of a batch while other processes hold it
+TRIES, WAIT_S = 6, 10.0  # tries, and waits between, while other processes hold the space
 MORE_SPACE = "raise pipeline.cache_bytes, or lower pipeline.block_shards"
 CACHED_NAME = re.compile(r"[0-9a-f]{64}\.(?:tar|partial)", re.ASCII)
 Key = tuple[int, int]  # dataset, shard
@@ -70,7 +70,7 @@ class Staging:
         # the latest shards in the order
         self._current = {d: deque[Key](maxlen=together) for d in datasets}
         self._coming = list(islice(self._order, ahead))
-        self._tried: set[Key] = set()  # those of _coming that are downloaded or downloading
+        self._tried: set[Key] = set()  # shards of _coming that are downloaded or downloading
         self._failed: dict[Key, DatasetError] = {}
         self._verified: set[Key] = set()
         self._closing, self._changed = False, threading.Condition()
@@ -89,11 +89,11 @@ class Staging:
 
     @contextmanager
     def hold(self, keys: Iterable[Key]) -> Iterator[dict[Key, str | DatasetError]]:
-        """Local paths of verified shards, or the error of an unusable one. No process evicts
+        """Yields the local paths of verified shards, or the error of an unusable one. No process evicts
         them before the end of the block. If processes wait for each other's space, this one
         releases all its shards and tries again."""
         keys = list(keys)
-        need = sum(map(self._bytes, keys))
+        need = sum(map(self._shard_bytes, keys))
         if need > self.max_bytes:
             raise StagingError(
                 f"{self.cache}: {self.max_bytes} bytes cannot hold the shards of one batch "
@@ -141,7 +141,7 @@ class Staging:
                 locks.callback(os.close, lock)
         except DatasetError as error:
             self._failed[key] = error
-        return self._failed.get(key) or str(self._file(key))
+        return self._failed.get(key) or str(self._local_path(key))
 
     def _notify(self) -> None:
         with self._changed:
@@ -172,24 +172,24 @@ class Staging:
                     self._tried.discard(key)
 
     def _fetch(self, key: Key, needed: bool) -> int | None:
-        """-> a descriptor with a shared lock on the verified file; None: no space to prefetch it
+        """Returns a descriptor with a shared lock on the verified file; None: no space to prefetch it
         yet."""
         end = time.monotonic() + self.timeout_s
         try:
             while not self._closing:
-                lock = _open_locked(self._file(key), os.O_RDONLY, fcntl.LOCK_SH)
+                lock = _open_locked(self._local_path(key), os.O_RDONLY, fcntl.LOCK_SH)
                 if lock is not None and self._is_intact(key, lock):
                     with suppress(PermissionError):  # another user's file
                         os.utime(lock)  # most recently used: evicted last
                     return lock
-                partial, room = self._claim(key, needed)
+                partial, room = self._claim_download(key, needed)
                 if partial is not None:
                     self._download(key, partial)
                 elif not room and not needed:
                     return None
                 elif not room and time.monotonic() > end:
                     raise NoRoom(
-                        f"{self.cache}: no space for {self._name(key)}: other processes hold all "
+                        f"{self.cache}: no space for {self._file_name(key)}: other processes hold all "
                         f"of it: {MORE_SPACE}"
                     )
                 else:  # another process downloads it, or holds the space
@@ -198,42 +198,42 @@ class Staging:
         except OSError as error:  # usually a full disk
             why = error.strerror or str(error)
             raise StagingError(
-                f"{self.cache}: {why}, for {self._name(key)}: free space, or set pipeline.cache_dir"
+                f"{self.cache}: {why}, for {self._file_name(key)}: free space, or set pipeline.cache_dir"
             ) from None
-        raise StagingError(f"{self._name(key)}: the cache was closed")
+        raise StagingError(f"{self._file_name(key)}: the cache was closed")
 
     def _is_intact(self, key: Key, lock: int) -> bool:
         """Verify a file that an earlier run left before its first use."""
         if key not in self._verified:
             with open(os.dup(lock), "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != self._shards[key].sha256:
-                    self._file(key).unlink(missing_ok=True)
+                    self._local_path(key).unlink(missing_ok=True)
                     os.close(lock)
                     return False
             self._verified.add(key)
         return True
 
-    def _claim(self, key: Key, needed: bool) -> tuple[int | None, bool]:
-        """-> (descriptor of the locked partial file if this process is to download it, whether
-        there is space)"""
-        partial = self._file(key).with_suffix(".partial")
+    def _claim_download(self, key: Key, needed: bool) -> tuple[int | None, bool]:
+        """Returns (descriptor of the locked partial file, None if another process downloads it; True
+        if there is space)."""
+        partial = self._local_path(key).with_suffix(".partial")
         with self._cache_lock():
             dead = _open_locked(partial, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if dead is not None:  # left by a killed process
                 partial.unlink()
                 os.close(dead)
-            if partial.exists() or self._file(key).exists():
+            if partial.exists() or self._local_path(key).exists():
                 return None, True
-            if not self._make_room(key, self._bytes(key), needed):
+            if not self._make_room(key, self._shard_bytes(key), needed):
                 return None, False
             lock = _open_locked(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if lock is not None:
-                os.ftruncate(lock, self._bytes(key))
+                os.ftruncate(lock, self._shard_bytes(key))
             return lock, True
 
     def _download(self, key: Key, lock: int) -> None:
         """Download to the locked partial file and rename it if its checksum is right; try twice."""
-        partial, size = self._file(key).with_suffix(".partial"), self._bytes(key)
+        partial, size = self._local_path(key).with_suffix(".partial"), self._shard_bytes(key)
         name, root = f"shards/{self._shards[key].name}", self.datasets[key[0]].root
         try:
             for _ in range(2):
@@ -250,9 +250,9 @@ class Staging:
                     write_at(lock, part, start)
                 if not missing and sha256.hexdigest() == self._shards[key].sha256:
                     os.fsync(lock)
-                    # without it, a listing could see neither name, or both
+                    # unlocked, a listing in another process could see neither name, or both
                     with self._cache_lock():
-                        os.rename(partial, self._file(key))
+                        os.rename(partial, self._local_path(key))
                     self._verified.add(key)
                     return
             fault = (
@@ -260,9 +260,9 @@ class Staging:
                 if missing
                 else "its bytes fail their sha256"
             )
-            raise DatasetError(f"{self._name(key)}: {fault}, twice: restore it")
+            raise DatasetError(f"{self._file_name(key)}: {fault}, twice: restore it")
         except FileNotFoundError:
-            raise DatasetError(f"{self._name(key)}: no such file: restore it") from None
+            raise DatasetError(f"{self._file_name(key)}: no such file: restore it") from None
         finally:
             partial.unlink(missing_ok=True)
             os.close(lock)
@@ -280,7 +280,8 @@ class Staging:
         with self._changed:
             order = [*chain(*self._current.values()), *self._coming]
         rank = {
-            self._file(ordered_key): i for i, ordered_key in reversed(list(enumerate(order, 1)))
+            self._local_path(ordered_key): i
+            for i, ordered_key in reversed(list(enumerate(order, 1)))
         }
         if not needed:
             if key not in order:  # it was used meanwhile, without this thread
@@ -288,9 +289,9 @@ class Staging:
             # those before it still need space of their own
             earlier = set(takewhile(lambda ordered_key: ordered_key != key, order))
             bytes_used += sum(
-                self._bytes(earlier_key)
+                self._shard_bytes(earlier_key)
                 for earlier_key in earlier
-                if self._file(earlier_key).stem not in present
+                if self._local_path(earlier_key).stem not in present
             )
             files = [file for file in files if file[2] not in rank]
         for _, size, path in sorted(
@@ -313,18 +314,18 @@ class Staging:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _file(self, key: Key) -> Path:
+    def _local_path(self, key: Key) -> Path:
         return self.cache / f"{self._shards[key].sha256}.tar"
 
-    def _bytes(self, key: Key) -> int:
+    def _shard_bytes(self, key: Key) -> int:
         return self._shards[key].bytes
 
-    def _name(self, key: Key) -> str:
+    def _file_name(self, key: Key) -> str:
         return f"{self.datasets[key[0]].root.url}/shards/{self._shards[key].name}"
 
 
 def _open_locked(path: Path, flags: int, operation: int) -> int | None:
-    """-> a locked descriptor of the file that now has this name; None: it is gone, or another
+    """Returns a locked descriptor of the file that now has this name; None: it is gone, or another
     process has locked it."""
     try:
         file = os.open(path, flags | os.O_CLOEXEC, 0o644)

@@ -26,14 +26,14 @@ from omnilead.data_tools.ecg.constants import CROP_FLAGS, MAYBE_MISSING
 from ..settings.errors import ConfigError
 
 MAX_CHARACTERS = 500  # also bounds how deep an expression is
-MAX_SHOWN_DEPTH = 100  # of a refused part; deeper ones are not printed
+MAX_SHOWN_DEPTH = 100  # depth up to which a refused expression is printed
 HOW_TO_WRITE = 'write, for example, age >= 18 and not flags.einthoven, sex == "F", record in ["A", "B"], age is None'
 FLAG_COLUMNS = [f"flags.{flag}" for flag in CROP_FLAGS]
 FUNCTIONS: dict[type[ast.AST], Any] = {
     ast.And: pc.and_kleene,
     ast.Or: pc.or_kleene,
     ast.Not: pc.invert,
-    ast.USub: pc.negate_checked,  # of an unsigned column: an error, not 254
+    ast.USub: pc.negate_checked,  # an unsigned column is an error, not 254
     ast.Eq: pc.equal,
     ast.NotEq: pc.not_equal,
     ast.Lt: pc.less,
@@ -49,7 +49,7 @@ def where_mask(dataset: Dataset, where: str, cells: pa.Table | None = None) -> n
     try:
         if len(where) > MAX_CHARACTERS:
             raise ValueError(f"has more than {MAX_CHARACTERS} characters")
-        truth = _Rows(dataset, cells).value(_parse(where.strip()))
+        truth = _Evaluator(dataset, cells).evaluate(_parse_expression(where.strip()))
         if not isinstance(truth, pa.BooleanArray):
             raise ValueError(f"is not true or false for each crop: {HOW_TO_WRITE}")
     except (SyntaxError, ValueError, OverflowError, RecursionError, pa.ArrowException) as error:
@@ -69,7 +69,7 @@ def _words_as_null(values: Any) -> Any:
     return pc.if_else(pc.is_in(pc.utf8_lower(values), words), None, values)
 
 
-def _parse(where: str) -> ast.expr:
+def _parse_expression(where: str) -> ast.expr:
     with warnings.catch_warnings(action="ignore"):  # Python's, of 5in [5] or of "\\d"
         return ast.parse(where, mode="eval").body
 
@@ -87,11 +87,13 @@ def _expression_text(refused: ast.expr) -> str:
     return ast.unparse(refused)
 
 
-class _Rows:
+class _Evaluator:
+    """Evaluates expressions over the columns of a dataset and of a label table."""
+
     def __init__(self, dataset: Dataset, cells: pa.Table | None) -> None:
         self.dataset, self.cells = dataset, cells or pa.table({})
 
-    def value(self, node: ast.expr) -> Any:
+    def evaluate(self, node: ast.expr) -> Any:
         """The value of an expression for each crop, or a constant; null if unknown."""
         match node:
             case ast.Constant(bool() | int() | float() | str() as value):
@@ -101,9 +103,9 @@ class _Rows:
             case ast.Attribute(ast.Name(name), item):
                 return self.column(f"{name}.{item}")
             case ast.UnaryOp(ast.Not() | ast.USub() as op, part):
-                return FUNCTIONS[type(op)](self.value(part))
+                return FUNCTIONS[type(op)](self.evaluate(part))
             case ast.BoolOp(op, parts):
-                return reduce(FUNCTIONS[type(op)], map(self.value, parts))
+                return reduce(FUNCTIONS[type(op)], map(self.evaluate, parts))
             case ast.Compare(left, ops, others):
                 return reduce(pc.and_kleene, map(self.compare, [left, *others], ops, others))
         raise ValueError(f"{_expression_text(node)} cannot be used: {HOW_TO_WRITE}")
@@ -116,14 +118,14 @@ class _Rows:
                 equal = (self.compare(left, ast.Eq(), value) for value in values)
                 return reduce(pc.or_kleene, equal)
             case ast.Is(), ast.Constant(None):
-                return pc.is_null(self.value(left))
+                return pc.is_null(self.evaluate(left))
             case ast.IsNot(), ast.Constant(None):
-                return pc.is_valid(self.value(left))
+                return pc.is_valid(self.evaluate(left))
         if type(op) not in FUNCTIONS:
             raise ValueError(
                 f"{_expression_text(right)} cannot be used after is or in: {HOW_TO_WRITE}"
             )
-        sides = [self.value(left), self.value(right)]
+        sides = [self.evaluate(left), self.evaluate(right)]
         if sum(pa.types.is_string(side.type) for side in sides) == 1:
             # numbers in a label table are texts, or words such as NA where there is none
             sides = [pc.cast(_words_as_null(side), pa.float64()) for side in sides]

@@ -64,9 +64,9 @@ class CropWriter:
 
 
 class SingleCropWriter(CropWriter):
-    """The same in three passes over each crop and without scratch memory: for halves of all 12 leads, if
-    all stages are `by_crop`. What does not need the crop is computed here, for the whole batch: numpy
-    and torch calls for one crop cost more than their arithmetic."""
+    """Augments each crop in three passes without scratch memory: for halves of all 12 leads, if all stages
+    fit (Stage.fits_single_crop_writer). Computes what does not depend on the crop once for the batch:
+    numpy and torch calls for one crop cost more than their arithmetic."""
 
     crops_per_write = 1
 

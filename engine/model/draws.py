@@ -96,7 +96,7 @@ def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
 
 
 def bernoulli_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
-    """Each token is a start with probability share / span, independently."""
+    """Draws starts: each token is one with probability share / span, independently."""
     random_RN = random_integers(keys_R, ModelStream.STARTS, tokens) & 0xFFFFFF
     probability = config.mask_share / config.mask_span
     return (random_RN < probability * 2**24).long()

@@ -219,7 +219,7 @@ class Attention(nn.Module):
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float, causal: bool = False) -> Tensor:
-    """qkv [R, N, 3 D] -> [R, N, D]. Without a mask: torch's fastest implementations on a GPU take
+    """Attention, qkv [R, N, 3 D] -> [R, N, D]. Without a mask: torch's fastest implementations on a GPU take
     none."""
     q_RHNd, k_RHNd, v_RHNd = split_heads(qkv, heads)
     y_RHNd = F.scaled_dot_product_attention(
@@ -232,7 +232,7 @@ causal_attention = partial(attention, causal=True)
 
 
 def split_heads(qkv: Tensor, heads: int) -> list[Tensor]:
-    """qkv [R, N, 3 D] holds queries, keys and values, each with its heads side by side."""
+    """Returns queries, keys and values. qkv [R, N, 3 D] holds the heads of each side by side."""
     return [part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)]
 
 

@@ -121,7 +121,7 @@ def build_objective(
     return objective
 
 
-def build_and_examine(
+def encoder_and_token_count(
     config: ModelConfig,
     masked: bool,
     dtype: torch.dtype,
@@ -139,7 +139,7 @@ def build_and_examine(
 
 
 def cast_statistics(model: nn.Module, dtype: torch.dtype) -> None:
-    """DeepSpeed casts only weights; a batch norm needs statistics of the same type."""
+    """Casts the statistics of batch norms: DeepSpeed casts only weights, and their types must agree."""
     for part in model.modules():
         if isinstance(part, _NormBase) and part.running_mean is not None:
             part.running_mean = part.running_mean.to(dtype)
@@ -171,7 +171,7 @@ def examine(
     with blaming(f"model.encoder={config.encoder}", hint):
         c_RND = _checked_output("forward", examined(x_RLT), examined.width, shape)
         other_RND = _checked_output("forward", examined(other_RLT), examined.width, shape)
-        if not agree(c_RND[0], other_RND[0], dtype):
+        if not outputs_agree(c_RND[0], other_RND[0], dtype):
             raise ConfigError(
                 "in eval mode a row changes when other rows of the batch change: rows must be "
                 "independent"
@@ -193,7 +193,7 @@ def _examine_masking(encoder: Any, z_RNF: Tensor) -> None:
     second = _checked_output(
         "context", encoder.context(hidden_RNF, mask_RN), encoder.width, z_RNF.shape
     )
-    if not agree(first, second, z_RNF.dtype):
+    if not outputs_agree(first, second, z_RNF.dtype):
         raise ConfigError(
             "context sees the masked tokens, so the local objective would be too easy"
         )
@@ -210,7 +210,8 @@ def _checked_output(name: str, y: Tensor, width: int, shape: Sequence[int]) -> T
     return y.float()
 
 
-def agree(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+def outputs_agree(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """True if two outputs differ by no more than rounding in `dtype`."""
     return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE[dtype] * a.abs().max())
 
 

@@ -69,7 +69,8 @@ class LoadError(ConfigError):
     """A folder that is not a complete, undamaged model of omnilead."""
 
 
-def check_free(out: Path) -> None:
+def require_free_folder(out: Path) -> None:
+    """Raises ConfigError unless `out` is a new or empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
 
@@ -100,7 +101,7 @@ def write_model(
         try:
             temporary.mkdir()
             save_weights(dict(weights), temporary / WEIGHTS)
-            (temporary / PREPROCESSING).write_text(_json(preprocessing))
+            (temporary / PREPROCESSING).write_text(_json_text(preprocessing))
             (temporary / CARD).write_text(card)
             for name, content in (code or {}).items():
                 (temporary / name).write_bytes(content)
@@ -188,7 +189,9 @@ def config_text(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
     # as read back
     content = json.loads(json.dumps(config))
     content.pop(SHA256, None)
-    return _json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}})
+    return _json_text(
+        content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}}
+    )
 
 
 def checked_digest(folder: Path, mend: str = "") -> str:
@@ -238,11 +241,11 @@ def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]
     model's folder, would import one of them instead of a module."""
     sums = document.get(SHA256)
     listed = set(sums) if isinstance(sums, dict) else {WEIGHTS, PREPROCESSING}
-    head = _section(document, "head")
+    head = _mapping_in(document, "head")
     specs = (
-        _section(document, "model").get("encoder"),
-        _section(document, "objective").get("method"),
-        _section(head, "definition").get("head"),
+        _mapping_in(document, "model").get("encoder"),
+        _mapping_in(document, "objective").get("method"),
+        _mapping_in(head, "definition").get("head"),
     )
     plugins = {file.name for spec in specs if (file := plugin_file(str(spec or "")))}
     for name in sorted(plugins & listed):
@@ -257,14 +260,16 @@ def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]
     return sorted(known & listed)
 
 
-def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _mapping_in(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     inner = document.get(name)
     return inner if isinstance(inner, dict) else {}
 
 
-def seen_by(folder: Path) -> pa.Table:
+def read_seen(folder: Path) -> pa.Table:
     """The record of what the model in a folder, or the start of a run, was trained on."""
-    return seen.read_record(folder / SEEN) if (folder / SEEN).exists() else seen.unknown_record()
+    return (
+        seen.read_seen_record(folder / SEEN) if (folder / SEEN).exists() else seen.unknown_record()
+    )
 
 
 def file_sha256(path: Path) -> str:
@@ -276,7 +281,7 @@ def _content_sha256(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def _json(value: Any) -> str:
+def _json_text(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
@@ -286,16 +291,16 @@ def shipped_models() -> list[str]:
 
 
 @cache  # a command opens a model more than once
-def note_that_it_is_a_folder(name: str) -> None:
+def note_local_folder(name: str) -> None:
     tell(f"note: {name} is the folder {name} here, not the model that comes with omnilead")
 
 
 @contextmanager
 def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
-    """A verified folder with weights, and its digest. A remote folder is downloaded first."""
+    """Yields (a verified folder with weights, its digest). Downloads a remote folder first."""
     text = os.fspath(path)
     if text.startswith(HUB_SCHEME):
-        yield fetch_from_hub(text.removeprefix(HUB_SCHEME))
+        yield hub_folder_and_digest(text.removeprefix(HUB_SCHEME))
         return
     if "://" in text:
         with tempfile.TemporaryDirectory() as local:
@@ -311,7 +316,7 @@ def local_folder(text: str) -> Path:
     run = Path(text)
     if text in shipped_models():
         if run.exists():
-            note_that_it_is_a_folder(text)
+            note_local_folder(text)
         else:
             run = CONFIGS / MODELS / text
     folder = run / "model" if (run / "model").is_dir() else run
@@ -360,12 +365,12 @@ def _download(url: str, local: Path) -> Path:
     return local
 
 
-def fetch_from_hub(repo: str) -> tuple[Path, str]:
+def hub_folder_and_digest(repo: str) -> tuple[Path, str]:
     """Download org/name@revision, one commit, into the Hub's local cache. Returns the folder and
     its digest. A damaged file, which would stay in the cache, is downloaded once more."""
     name, _, revision = repo.partition("@")
     damage: LoadError | None = None
-    with hub_api(repo) as (hub, _):
+    with hub_api_and_add_class(repo) as (hub, _):
         for is_retry in (False, True):
             get = partial(hub.hf_hub_download, name, force_download=is_retry)
             try:
@@ -385,8 +390,8 @@ def fetch_from_hub(repo: str) -> tuple[Path, str]:
 
 
 @contextmanager
-def hub_api(repo: str) -> Iterator[tuple[Any, Any]]:
-    """The Hub's API and the class for adding a file to a commit; all errors become one line."""
+def hub_api_and_add_class(repo: str) -> Iterator[tuple[Any, Any]]:
+    """Yields (the Hub's API, the class for adding a file to a commit); errors become one line."""
     try:
         from huggingface_hub import CommitOperationAdd, HfApi, get_token
     except ImportError:
@@ -443,8 +448,10 @@ def _unreadable(path: Path, error: Exception) -> LoadError:
     return LoadError(f"{path}: cannot be read: {error}".splitlines()[0])
 
 
-def misfits(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> str:
-    """List missing and unexpected weights and wrong shapes in one line; "" if there are none."""
+def describe_misfits(
+    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> str:
+    """Lists missing and unexpected weights and wrong shapes in one line; "" if there are none."""
     kinds = {
         "missing": [name for name in expected if name not in shapes],
         "unexpected": [name for name in shapes if name not in expected],

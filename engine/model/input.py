@@ -26,7 +26,7 @@ from torch import Tensor
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.resampling import rate_ratio, resample
 
-from ..data.augmenter import none_measured
+from ..data.augmenter import crops_without_leads
 from ..data.config import CROP, FS_HZ, HALF, MV_PER_UV
 from ..settings.errors import ConfigError
 from ..settings.leads import ALL_LEADS, describe_leads, leads_in_order, parse_leads
@@ -131,16 +131,17 @@ class Input(Window):
     def usable_crops(self, dataset: Dataset) -> np.ndarray:
         """bool [crops]: True for crops that have a window and at least one of the model's leads."""
         has_window = self.count_windows(dataset.column("halves")) > 0
-        return np.asarray(has_window & ~none_measured(dataset, self.seen_leads))
+        return np.asarray(has_window & ~crops_without_leads(dataset, self.seen_leads))
 
     @property
     def missing_text(self) -> str:
-        """What unusable crops lack, for a message."""
+        """The reason, for a message, why crops are unusable."""
         leads = describe_leads(self.seen_leads)
-        return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short}"
+        return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short_text}"
 
     @property
-    def too_short(self) -> str:
+    def too_short_text(self) -> str:
+        """Words to append to the reason if a crop may be too short; else ""."""
         if self.needed_s == HALF_S:
             return ""
         return f", or shorter than {self.window_s:g} s, which the model takes at once"
@@ -153,7 +154,7 @@ class Input(Window):
         return x_RLT if there_BS.all() else x_RLT[there_R]
 
     def crops(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_BSLT: the same with equally many windows for each crop; missing windows are zeros."""
+        """x_BSLT: equally many windows for each crop; missing windows are zeros."""
         # One at a time: indexing with a list would make a GPU wait
         if self.leads != ALL_LEADS:
             uv_BLT = torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
@@ -195,17 +196,17 @@ class Input(Window):
     def _crops(self, x_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         """Crops at the model's rate, zero after their measured halves."""
         if self.is_plain or (halves_B == 2).all():
-            return self._measured(x_BLT)
+            return self._process(x_BLT)
         samples = 2 * self.samples if self.by_halves else samples_at(self.fs_hz, CROP)
         crops_BLT = x_BLT.new_zeros(*x_BLT.shape[:2], samples)
         for halves in np.unique(halves_B).tolist():
             crops = torch.from_numpy(np.flatnonzero(halves_B == halves)).to(x_BLT.device)
-            measured_BLT = self._measured(x_BLT[crops, :, : halves * HALF])
+            measured_BLT = self._process(x_BLT[crops, :, : halves * HALF])
             crops_BLT[crops, :, : measured_BLT.shape[2]] = measured_BLT
         return crops_BLT
 
-    def _measured(self, x_BLT: Tensor) -> Tensor:
-        """The same for crops whose halves are all measured."""
+    def _process(self, x_BLT: Tensor) -> Tensor:
+        """Filters, resamples, clips and scales crops whose halves were all measured."""
         crops_BLT = x_BLT
         if self.band_hz:
             at_a_time = CROPS_PER_FILTER if x_BLT.device.type == "cpu" else len(x_BLT)
@@ -243,7 +244,7 @@ def band_pass(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
     y = torch.cat([before, x, after], -1)
     samples = y.shape[-1]
     length = -(-2 * samples // FAST_FFT) * FAST_FFT
-    response = _response(band_hz, samples, length, x.device)
+    response = _band_pass_response(band_hz, samples, length, x.device)
     for _ in range(2):
         y = torch.fft.irfft(torch.fft.rfft(y - y[..., :1], length) * response, length)
         y = y[..., :samples].flip(-1)
@@ -251,7 +252,7 @@ def band_pass(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def _response(
+def _band_pass_response(
     band_hz: tuple[float, float], samples: int, length: int, device: torch.device
 ) -> Tensor:
     from scipy.signal import butter, sosfilt  # half a second, for models with a filter only
@@ -270,7 +271,7 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
     if up == down:  # 499.999 Hz counts as 500 Hz
         return x
     blocks = -(-BLOCK_SAMPLES // up)
-    weight_UK = _weights(up, down, blocks, x.device)
+    weight_UK = _resampling_weights(up, down, blocks, x.device)
     stride = blocks * down
     margin = (weight_UK.shape[1] - stride) // 2
     samples = x.shape[-1]
@@ -282,10 +283,10 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
 
 
 @lru_cache(maxsize=2)
-def _weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
+def _resampling_weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
     """[blocks * up, K]: the weight of each of K neighbouring samples at 500 Hz in each of blocks *
     up output samples."""
-    reach = -(-10 * max(up, down) // up)  # of the filter, in samples at 500 Hz
+    reach = -(-10 * max(up, down) // up)  # reach of the filter in samples at 500 Hz
     margin = -(-reach // down)
     weights = resample(np.eye((blocks + 2 * margin) * down), up, down)
     middle = weights[:, margin * up : (margin + blocks) * up].T

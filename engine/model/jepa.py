@@ -31,7 +31,7 @@ from ..settings.errors import ConfigError
 from .draws import ModelStream, random_integers
 from .s4 import CHUNK_TOKENS, S4Layer, StateSpace
 
-BLOCKS = 4  # to predict, in each row
+BLOCKS = 4  # blocks to predict in each row
 CONTEXT_SHARES = (0.85, 1.0)  # shares of the tokens: shortest and longest block
 PREDICTED_SHARES = (0.15, 0.2)
 FEWEST_TOKENS = 20  # tokens: with fewer, four blocks may leave no context
@@ -126,8 +126,8 @@ def gathered_weights(weights: Sequence[Any]) -> Iterator[None]:
 
 
 def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """hidden_RN: the tokens that the encoder does not see. weight_RN: the number of blocks that
-    contain each token."""
+    """Draws (hidden_RN: the tokens that the encoder does not see; weight_RN: the number of blocks
+    that contain each token)."""
     if tokens < FEWEST_TOKENS:
         raise ConfigError(f"{tokens} tokens in a window: needs at least {FEWEST_TOKENS}")
     random_RX = random_integers(keys_R, ModelStream.BLOCKS, 2 * (1 + BLOCKS)) & 0xFFFFFF

@@ -37,8 +37,8 @@ def dropout(
     p: float,
     training: bool = True,
 ) -> Tensor:
-    """Each 64-bit draw gives 16 random bits to four elements: ten times as fast as torch, which
-    draws and selects one element at a time. p is rounded to a multiple of 2**-16; the scale of
+    """Dropout in which each 64-bit draw gives 16 random bits to four elements: ten times as fast as
+    torch, which draws and selects one element at a time. p is rounded to a multiple of 2**-16; the scale of
     the kept elements is exact for the rounded p."""
     if not training or p == 0:
         return x
@@ -148,8 +148,8 @@ def cache_sized_slices(y_RTC: Tensor) -> Iterator[slice]:
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
-    """On a CPU, torch fuses attention only without dropout. With dropout, explicit scores and
-    softmax are faster."""
+    """Attention with dropout by explicit scores and softmax, for a CPU: there torch fuses attention
+    only without dropout."""
     rows, tokens, _ = qkv.shape
     parts = qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous()
     q_RHNd, k_RHNd, v_RHNd = parts.unbind(0)
@@ -196,8 +196,8 @@ def convolve_by_waves(
     period = tokens + kernel // 2
     period += period % 2
     x_NX = at_least_float32(x_RND.transpose(0, 1).reshape(tokens, rows * width))
-    cos_QN, sin_QN = waves(torch.arange(tokens), period, x_NX.dtype)
-    cos_QK, sin_QK = waves(torch.arange(kernel) - kernel // 2, period, x_NX.dtype)
+    cos_QN, sin_QN = cosines_and_sines(torch.arange(tokens), period, x_NX.dtype)
+    cos_QK, sin_QK = cosines_and_sines(torch.arange(kernel) - kernel // 2, period, x_NX.dtype)
     with torch.autocast("cpu", enabled=False):
         by_group = at_least_float32(weight_DcK).unflatten(0, (groups, -1)).transpose(1, 2)
         taps_KW = by_group.reshape(-1, kernel).t()
@@ -245,7 +245,7 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def waves(step_T: Tensor, period: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cosines_and_sines(step_T: Tensor, period: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine [Q, T] of every frequency of an even period. Angles are exact: integers
     modulo the period."""
     frequency_Q1 = torch.arange(period // 2 + 1)[:, None]
@@ -308,7 +308,7 @@ def weight_gradient(
     y = F.pad(grad_RND, (0, 0, 0, blocks * BLOCK_OUTPUTS - tokens))
     y = y.reshape(rows * blocks, BLOCK_OUTPUTS, groups, group_width).permute(2, 0, 1, 3)
     y = y.reshape(groups, rows * blocks, BLOCK_OUTPUTS * group_width)
-    x = patches(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
+    x = block_inputs(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
     band = torch.bmm(x, y).view(
         groups, -1, group_width, BLOCK_OUTPUTS, group_width
     )  # [G, window, c in, BLOCK_OUTPUTS, c out]
@@ -335,12 +335,12 @@ def convolve_each_block(
     # [G, window, c in, BLOCK_OUTPUTS, c out]
     band = taps_Goik.unfold(3, BLOCK_OUTPUTS, 1).flip(4).permute(0, 3, 2, 4, 1)
     band = band.reshape(groups, -1, BLOCK_OUTPUTS * group_width)
-    y = torch.bmm(patches(x_RND, kernel, groups, left), band)
+    y = torch.bmm(block_inputs(x_RND, kernel, groups, left), band)
     y = y.view(groups, rows, -1, group_width)[:, :, :tokens]
     return y.permute(1, 2, 0, 3).reshape(rows, tokens, width)
 
 
-def patches(
+def block_inputs(
     x_RND: Tensor,
     kernel: int,
     groups: int,

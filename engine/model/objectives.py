@@ -105,11 +105,11 @@ def unit_vectors(g: Tensor, detach: bool = False) -> Tensor:
     )
 
 
-def similarities(
+def similarities_and_own_columns(
     g_AD: Tensor, temperature: float, gathered: bool, detach_norm: bool
 ) -> tuple[Tensor, Tensor]:
-    """s [A, C] between own rows and all candidates, -inf between a row and itself; and the column
-    of each own row."""
+    """Returns (similarities [A, C] of own rows and all candidates, -inf for a row and itself; the
+    column of each own row)."""
     gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
         g_AD = unit_vectors(g_AD, detach_norm)
@@ -125,11 +125,13 @@ def similarities(
 def nt_xent(
     g_BSD: Tensor, temperature: float, gathered: bool, detach_norm: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(loss, share of rows whose other view is the nearest candidate)."""
+    """Returns (loss, share of rows whose other view is the nearest candidate)."""
     views = g_BSD.shape[1]
     if views != 2:
         raise ValueError(f"this objective needs two views or halves of each crop, not {views}")
-    s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
+    s_AC, own_A = similarities_and_own_columns(
+        g_BSD.flatten(0, 1), temperature, gathered, detach_norm
+    )
     # rows 2b and 2b + 1 are the views of crop b, and every rank has an even number of rows
     other_A = own_A ^ 1
     return F.cross_entropy(s_AC, other_A), (s_AC.argmax(1) == other_A).float().mean()
@@ -150,13 +152,15 @@ def authors_cmsc_loss(g_BSD: Tensor, ids_B: Tensor, temperature: float) -> tuple
 def threekg_loss(
     g_BSD: Tensor, ids_B: Tensor, temperature: float, gathered: bool, detach_norm: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(loss, share of rows whose nearest candidate is of the same patient).
+    """Returns (loss, share of rows whose nearest candidate is of the same patient).
 
     The loss is averaged over all pairs of a row i and a positive p: log(exp s_ip + sum_{j of
     other patients} exp s_ij) - s_ip. Unlike in the authors' CMSC, the patient's other positives
     are not in the denominator."""
     ids_A = ids_B.repeat_interleave(g_BSD.shape[1])
-    s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
+    s_AC, own_A = similarities_and_own_columns(
+        g_BSD.flatten(0, 1), temperature, gathered, detach_norm
+    )
     ids_C = all_gather_no_grad(ids_A) if gathered else ids_A
     alike_AC = ids_A[:, None] == ids_C
     positive_AC = alike_AC & (own_A[:, None] != torch.arange(len(ids_C), device=own_A.device))
@@ -181,7 +185,7 @@ def local_loss(
     codes_RMG: Tensor | None = None,
     temperature: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, share of tokens whose target is nearer than all negatives), computed in float32."""
+    """Returns (loss, share of tokens whose target is nearer than all negatives), in float32."""
     with torch.autocast(context_RMP.device.type, enabled=False):
         context_RMP = unit_vectors(context_RMP)
         target_RMP = unit_vectors(target_RMP)

@@ -133,18 +133,20 @@ class Pretrainer(nn.Module):
         parts: dict[str, Tensor] = {}
         loss = torch.zeros((), device=x_BSLT.device)
         if self.local is not None:
-            parts, c_RND = self._local_losses(x_RLT, keys_BS, tau, draws)
+            parts, c_RND = self._local_losses_and_contexts(x_RLT, keys_BS, tau, draws)
             for name in ("local", "diversity", "features"):
                 loss = loss + getattr(objective, name) * parts[f"loss_{name}"]
         elif self.plugin is None or self.attributes is not None:
             c_RND = self.encoder(x_RLT)
         if self.plugin is not None:
-            plugged_losses, logged = self.class_losses(x_BSLT, keys_BS)
+            plugged_losses, logged = self.class_losses_and_logs(x_BSLT, keys_BS)
             parts |= {f"loss_{name}": value for name, value in plugged_losses.items()} | logged
             loss = loss + objective.contrast * sum(plugged_losses.values())
         elif objective.contrast > 0:
             g_BSD = self.pool(c_RND).unflatten(0, (-1, views))
-            parts["loss_global"], parts["accuracy_global"] = self._global_loss(g_BSD, ids_B)
+            parts["loss_global"], parts["accuracy_global"] = self._global_loss_and_accuracy(
+                g_BSD, ids_B
+            )
             loss = loss + objective.contrast * parts["loss_global"]
         if self.attributes is not None:
             parts |= self._attribute_losses(c_RND, attributes_B2)
@@ -162,7 +164,7 @@ class Pretrainer(nn.Module):
             f"loss_{name}": losses_2[ATTRIBUTES.index(name)] for name in self.objective.attributes
         }
 
-    def _local_losses(
+    def _local_losses_and_contexts(
         self, x_RLT: Tensor, keys_BS: Tensor | None, tau: Tensor | None, draws: Draws | None
     ) -> tuple[dict[str, Tensor], Tensor]:
         assert self.local is not None
@@ -193,10 +195,10 @@ class Pretrainer(nn.Module):
             "masked_share": q.tokens / draws.mask_RN.numel(),
         }, c_RND
 
-    def class_losses(
+    def class_losses_and_logs(
         self, x_BSLT: Tensor, keys_BS: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The losses of an objective that is a class, and the other values that it logs."""
+        """Returns (losses of an objective that is a class, other values that it logs)."""
         assert self.plugin is not None
         losses = self.plugin(self.encoder, x_BSLT, keys_BS)
         losses, logged = losses if isinstance(losses, tuple) else (losses, {})
@@ -210,13 +212,15 @@ class Pretrainer(nn.Module):
     def local_objective(
         self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor
     ) -> tuple[Tensor, Tensor, Quantized]:
-        """The local objective: loss, accuracy and the quantised targets."""
+        """Returns (loss, accuracy, quantised targets) of the local objective."""
         assert self.local is not None
         context_RMP, target_RMP, q = self.local(c_RND, z_RNF, draws, tau)
         negatives = draws.times_RMM, draws.valid_RM, q.codes_RMG
         return *local_loss(context_RMP, target_RMP, *negatives, self.objective.temperature), q
 
-    def _global_loss(self, g_BSD: Tensor, ids_B: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _global_loss_and_accuracy(
+        self, g_BSD: Tensor, ids_B: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         o = self.objective
         if not self.needs_ids:
             return nt_xent(g_BSD, o.temperature, o.gathered, o.detach_norm)

@@ -75,7 +75,7 @@ class Quantizer(nn.Module):
     def forward(
         self, z_RMF: Tensor, valid_RM: Tensor, tau: Tensor, noise_RMGV: Tensor | None
     ) -> Quantized:
-        """noise: standard Gumbel; None: take the most probable code, as in evaluation."""
+        """Quantises features. `noise_RMGV`: standard Gumbel; None: take the most probable code, as in evaluation."""
         rows, slots, _ = z_RMF.shape
         logits_AGV = self.logits(z_RMF).float().view(rows * slots, self.books, self.codes)
         weight_A = valid_RM.reshape(-1).float()

@@ -50,6 +50,7 @@ class Window:
 
     @property
     def by_halves(self) -> bool:
+        """True if each half of a crop is resampled on its own."""
         return self.window_s == HALF_S and not self.band_hz
 
     @property
@@ -80,7 +81,7 @@ class InputConfig(Window):
 
 
 def check_signals(fs_hz: Any, band_hz: Any, section: str = "") -> None:
-    """ConfigError if crops cannot be resampled or filtered like this."""
+    """Raises ConfigError if crops cannot be resampled or filtered like this."""
     try:
         rate_ratio(fs_hz)
     except (ReadError, TypeError):

@@ -49,7 +49,7 @@ CODE_OPTION: Any = {
 FIRST_TELLS_S = 10.0  # torchrun ends other ranks after 0.1 s, deepspeed after 1 s
 DEEPSPEED_ENDS_S = 60  # it waits 30 s for ranks that do not end
 RESUMABLE = ": run the same command again to resume"
-# The same command would fail again
+# Errors with which the same command would fail again
 PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
@@ -220,7 +220,7 @@ def parse_action(
     actions: Actions,
     arguments: Sequence[str] | None,
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """(the function of the chosen action, its arguments). `actions`: by name, (function, which
+    """Returns (function of the chosen action, its arguments). `actions`: by name, (function, which
     declares the options; what it does; arguments of an example)."""
     parser = command_parser(name, about)
     commands = parser.add_subparsers(dest="action", required=True, metavar="|".join(actions))
@@ -237,7 +237,7 @@ def parse_action(
 
 
 def require_writable(place: Path, flag: str) -> None:
-    """ConfigError, before hours of work, if a file cannot be written."""
+    """Raises ConfigError, before hours of work, if a file cannot be written."""
     folder, mend = place.parent, "name a file in an existing folder"
     if place.is_dir():
         raise ConfigError(flag, f" {place}: is a folder: {mend}")
@@ -266,7 +266,7 @@ def write_result(place: Path, text: str, flag: str) -> None:
 
 
 def positive_integer(text: str) -> int:
-    """An argparse type: also 1e6 and 1_000_000."""
+    """Parses a whole number, such as 1000, 1e6 or 1_000_000. An argparse type."""
     try:
         number = float(text)
     except ValueError:
@@ -276,8 +276,8 @@ def positive_integer(text: str) -> int:
     return int(number)
 
 
-def price(text: str) -> float:
-    """An argparse type."""
+def parse_price(text: str) -> float:
+    """Parses a price of at least 0. An argparse type."""
     try:
         value = float(text)
     except ValueError:
@@ -287,8 +287,8 @@ def price(text: str) -> float:
     return value
 
 
-def local_run(text: str) -> Path:
-    """An argparse type."""
+def local_run_path(text: str) -> Path:
+    """Returns the path of a run on this machine. An argparse type."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
             f"{text}: give the run's working folder, which its first line names"
@@ -347,8 +347,8 @@ def file_error(
 
 
 def repeat_after_deepspeed(line: str) -> None:
-    """When a rank fails, deepspeed prints the processes that it kills and its whole command. A
-    forked process waits for deepspeed's end and prints the line again, as the last one."""
+    """Prints the line again as the last one, since deepspeed prints the processes that it kills and its
+    whole command when a rank fails. A forked process waits for deepspeed's end."""
     launcher = os.getppid()
     try:
         if "CROSS_SIZE" not in os.environ or os.fork():  # set by deepspeed.launcher.launch

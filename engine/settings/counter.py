@@ -60,7 +60,7 @@ def bits(seed: Counter, *counters: Counter) -> np.ndarray:
     values = (seed, *counters)
     state = np.zeros(1, np.uint64)  # one element, not a scalar: numpy scalars warn on overflow
     for k, value in enumerate(values, 1):
-        word = _word(value) * GOLDEN_GAMMA + (k * _WORD & _ALL_BITS)
+        word = _as_uint64(value) * GOLDEN_GAMMA + (k * _WORD & _ALL_BITS)
         # xor, not addition: with addition, crops with neighbouring states would draw the same
         # numbers, shifted
         state = mix(state ^ word)
@@ -70,7 +70,7 @@ def bits(seed: Counter, *counters: Counter) -> np.ndarray:
 def uniform(seed: Counter, *counters: Counter) -> np.ndarray:
     """float64 in [0, 1): multiples of 2**-53."""
     words = bits(seed, *counters)
-    return _unit(words.reshape(-1)).reshape(words.shape)
+    return _to_unit_interval(words.reshape(-1)).reshape(words.shape)
 
 
 def normal(seed: Counter, *counters: Counter) -> np.ndarray:
@@ -78,9 +78,9 @@ def normal(seed: Counter, *counters: Counter) -> np.ndarray:
     cos vary by an ulp."""
     words = bits(seed, *counters)
     state = words.reshape(-1)
-    angle = _unit(mix(state ^ _ANGLE))
+    angle = _to_unit_interval(mix(state ^ _ANGLE))
     angle *= 2.0 * np.pi
-    radius = _unit(mix(state ^ _RADIUS))
+    radius = _to_unit_interval(mix(state ^ _RADIUS))
     np.subtract(1.0, radius, out=radius)  # now in (0, 1], so that the logarithm is finite
     np.log(radius, out=radius)
     radius *= -2.0
@@ -89,12 +89,12 @@ def normal(seed: Counter, *counters: Counter) -> np.ndarray:
     return radius.reshape(words.shape)
 
 
-def _unit(random: np.ndarray) -> np.ndarray:
+def _to_unit_interval(random: np.ndarray) -> np.ndarray:
     random >>= 11
     return np.asarray(random * 2.0**-53)
 
 
-def _word(value: Counter) -> np.ndarray:
+def _as_uint64(value: Counter) -> np.ndarray:
     if isinstance(value, int):
         return np.full(1, value & _ALL_BITS, np.uint64)
     array = np.atleast_1d(value)
@@ -116,7 +116,7 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
         )
     out = np.empty(x.size, np.uint64)
     tiny = np.broadcast_to(size <= MAX_RANKED, x.shape)
-    for scheme, mask in ((_rank, tiny), (_walk, ~tiny)):
+    for scheme, mask in ((_permute_by_rank, tiny), (_permute_by_feistel, ~tiny)):
         indices = np.flatnonzero(mask)
         if indices.size:
             elements = x[indices].astype(np.uint64)
@@ -136,7 +136,7 @@ def _take(value: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return value if value.size == 1 else value[indices]
 
 
-def _rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
+def _permute_by_rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Rank the elements by a hash without ties (it is a bijection): every permutation is equally
     likely."""
     element = np.arange(MAX_RANKED)
@@ -146,7 +146,7 @@ def _rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
     return np.asarray(smaller.sum(axis=1))
 
 
-def _walk(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
+def _permute_by_feistel(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
     """A Feistel network on [0, a * b), a = ceil(sqrt n) and b = ceil(n / a), applied until the
     result is in [0, n): nearly always once, as the domain exceeds n by less than a."""
     a = np.ceil(np.sqrt(n)).astype(np.uint64)  # IEEE rounds sqrt the same way on every machine

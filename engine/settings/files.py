@@ -25,7 +25,7 @@ FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # in a model folder
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`below` updated with `above`, section by section."""
+    """Returns `below` updated with `above`, section by section."""
     merged = dict(below)
     for name, value in above.items():
         inner = merged.get(name)
@@ -64,7 +64,7 @@ def shipped_configs(folder: str) -> list[str]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts by dotted key: {"train.lr": 5e-5, ...}."""
+    """Flattens nested dicts to dotted keys: {"train.lr": 5e-5, ...}."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         flat |= (

@@ -2,12 +2,19 @@
 each."""
 
 import os
+from typing import NamedTuple
 
 from .errors import ConfigError
 
 
-def launched_ranks() -> tuple[int, int, int]:
-    """(rank, world size, local rank), as set by the launcher."""
+class LaunchedRank(NamedTuple):
+    rank: int
+    world: int  # number of ranks
+    local: int  # rank among those of this machine
+
+
+def launched_rank() -> LaunchedRank:
+    """Returns this process's rank, as the launcher set it."""
     names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
     try:
         rank, world, local = (int(os.environ.get(name, default)) for name, default in names)
@@ -18,7 +25,7 @@ def launched_ranks() -> tuple[int, int, int]:
             f"RANK, WORLD_SIZE, LOCAL_RANK in the environment: {error}: start with deepspeed or "
             "torchrun"
         ) from None
-    return rank, world, local
+    return LaunchedRank(rank, world, local)
 
 
 def cores_per_rank() -> int:

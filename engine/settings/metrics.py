@@ -9,10 +9,10 @@ class Metric(NamedTuple):
     """The facts about a metric for settings, commands and reports. downstream.tasks.metrics, which
     computes it, imports NumPy; --help need not wait for that."""
 
-    name: str  # in JSON and in the settings
+    name: str  # name in JSON and in the settings
     label: str
     lower_is_better: bool | None  # None: it chooses no checkpoint
-    kinds: tuple[str, ...] = ()  # of the tasks that are scored by it
+    kinds: tuple[str, ...] = ()  # kinds of task that it scores
     in_brief: bool = False  # shown where there is little room: a terminal, the tiles of a run
     in_bench: bool = False  # shown where models are compared
     percent: bool = False

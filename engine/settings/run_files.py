@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Files in RUN: training writes them, `status` and the report of a run read them
 METRICS = "metrics.jsonl"
@@ -33,9 +33,14 @@ LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
 VALID = "valid/"  # prefix of validation metrics where they appear beside training metrics
 
 
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(the rows of metrics.jsonl or validation.jsonl by step, the number of unreadable lines). A
-    step that was repeated after a restart counts once."""
+class MetricRows(NamedTuple):
+    rows: list[dict[str, Any]]  # by step
+    unreadable: int  # number of unreadable lines
+
+
+def read_metric_rows(path: Path) -> MetricRows:
+    """Reads metrics.jsonl or validation.jsonl. A step that was repeated after a restart counts
+    once."""
     by_step: dict[float, dict[str, Any]] = {}
     unreadable = 0
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
@@ -48,12 +53,12 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
             by_step[step] = row
         else:
             unreadable += bool(line.strip())
-    return [by_step[step] for step in sorted(by_step)], unreadable
+    return MetricRows([by_step[step] for step in sorted(by_step)], unreadable)
 
 
-def training_spans(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """(crops, seconds of training) between each row and the one before it. The seconds are without
-    validation and checkpoints, because crops_per_s is. Rows without a speed are left out."""
+def crops_and_seconds(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """Returns (crops, seconds of training) between each row and the one before it. The seconds
+    exclude validation and checkpoints, as crops_per_s does. Rows without a speed are left out."""
     spans, before = [], 0.0
     for row in rows:
         seen, rate = number_or_nan(row.get("crops_seen")), number_or_nan(row.get("crops_per_s"))

@@ -26,13 +26,15 @@ from omnilead.data_tools.io.storage import RemoteFolder, write_whole
 from omnilead.data_tools.io.terminal import say
 
 from ..settings.errors import ConfigError
-from ..settings.launcher import launched_ranks
+from ..settings.launcher import launched_rank
 from ..settings.run_files import LOCK, METRICS, VALIDATION
 from . import checkpoint_files
 from .checkpoint_files import BEST, CHECKPOINTS, LATEST, MANIFEST, STATE, step_of
 
-OWNER_TOKEN = secrets.token_bytes(16)  # in LOCK of a bucket: who started last
-Files = dict[str, list[str]]  # of checkpoints, by the names of these
+OWNER_TOKEN = secrets.token_bytes(
+    16
+)  # written to LOCK in a bucket: tells which process started last
+Files = dict[str, list[str]]  # checkpoint name -> names of its files
 
 
 class Bucket:
@@ -83,7 +85,7 @@ class Bucket:
         """Uploads what the bucket lacks of the newest and the best checkpoint, and all other files,
         on rank 0. If the bucket cannot be reached, training continues and says so once; each later
         checkpoint tries once, without retries. At the end of training it is an error."""
-        if launched_ranks()[0]:
+        if launched_rank().rank:
             return
         try:
             if not self.reachable and not last:

@@ -100,7 +100,7 @@ class Writer:
         self.wait()
         path = self.root / f"step-{state['step']}"
         parts: list[tuple[Path, Any]] = []
-        with _writing(path):
+        with _write_errors(path):
             on_first_rank(self.ranks, lambda: self.make_room(path))
             # DeepSpeed says what belongs in which file
             engine.checkpoint_engine.save = lambda state_dict, path: parts.append(
@@ -153,13 +153,13 @@ class Writer:
         return copy.deepcopy(state, copied)
 
     def _write(self, path: Path, parts: list[tuple[Path, Any]], state: str, loader: str) -> None:
-        with _writing(path):
+        with _write_errors(path):
             name = f"loader-rank{self.ranks.rank}.json"
             write_whole(path / name, loader)
             note = {name: _size_and_checksum(loader)}
             for file, content in parts:
                 with open(file, "wb") as opened:
-                    part: Any = _Part(opened, self)
+                    part: Any = _PartFile(opened, self)
                     torch.save(content, part)  # and flushes it
                     if part.error:
                         raise part.error
@@ -186,7 +186,7 @@ class Writer:
         return notes
 
 
-class _Part:
+class _PartFile:
     """A file for torch.save that knows its size and checksum without being read. Keeps an error for
     later: not every version of PyTorch's writer survives one."""
 
@@ -211,7 +211,7 @@ class _Part:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -300,7 +300,7 @@ def to_universal(path: Path) -> None:
     )
     with reading(path):
         try:
-            with silence():
+            with silenced_output():
                 ds_to_universal.main(arguments)
         except (OSError, RuntimeError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -347,7 +347,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def weights_only() -> Iterator[None]:
-    """Every torch.load in this process reads tensors, plain containers and LOADABLE_CLASSES, and refuses
+    """Makes every torch.load in this process read only tensors, plain containers and LOADABLE_CLASSES, and refuse
     everything else. DeepSpeed asks for weights_only=False, which an environment variable of
     PyTorch overrides."""
     import_deepspeed()
@@ -366,7 +366,8 @@ def weights_only() -> Iterator[None]:
 
 
 @contextmanager
-def silence() -> Iterator[None]:
+def silenced_output() -> Iterator[None]:
+    """A context without standard output and standard error."""
     with (
         open(os.devnull, "w", errors="replace") as nowhere,
         redirect_stdout(nowhere),

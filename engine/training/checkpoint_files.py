@@ -32,7 +32,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class CheckpointError(UserError):
-    """The message is one line: the file and what is wrong with it."""
+    """A checkpoint is damaged or missing. The message names the file on one line."""
 
 
 class WriteError(UserError):
@@ -73,7 +73,7 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def make_room(root: Path, path: Path) -> None:
-    """Removes unfinished checkpoints that a kill left behind."""
+    """Removes unfinished checkpoints that a killed run left behind."""
     root.mkdir(exist_ok=True)
     for unfinished in root.glob("step-*"):
         if step_of(unfinished) >= 0 and not (unfinished / MANIFEST).is_file():
@@ -84,7 +84,7 @@ def make_room(root: Path, path: Path) -> None:
 
 
 def find_fault(path: Path) -> str | None:
-    """What is missing or damaged in a checkpoint; None if it is intact."""
+    """Says what is missing or damaged in a checkpoint; None if it is intact."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         names = {

@@ -225,7 +225,7 @@ class RunConfig(Section):
         return self.augment.plugin_settings
 
     def require_files(self) -> None:
-        """ConfigError if a file that a setting names does not exist. Needs no PyTorch, which takes
+        """Raises ConfigError if a file that a setting names does not exist. Needs no PyTorch, which takes
         seconds to import."""
         read_plugins(self.plugin_settings, self.run)
 
@@ -347,7 +347,7 @@ class ZeroSection(BaseModel):
 
 
 class DeepSpeedFile(Section):
-    """What a DeepSpeed JSON may set; everything else comes from `train`."""
+    """The entries that a DeepSpeed JSON may set; all others come from `train`."""
 
     zero_optimization: ZeroSection = ZeroSection()
     communication_data_type: str | None = None
@@ -399,14 +399,14 @@ def _validate(kind: type[Parsed], text: str, source: str = "") -> Parsed:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        raise ConfigError(source + _explain(error.errors(include_url=False), kind)) from None
+        raise ConfigError(source + _explain_errors(error.errors(include_url=False), kind)) from None
 
 
-def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
+def _explain_errors(errors: Sequence[Any], kind: type[BaseModel]) -> str:
     for error in errors:
         if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             key = ".".join(map(str, error["loc"]))[:VALUE_CHARACTERS]
-            return f"{key}: no such setting{_suggest(key, kind)}"
+            return f"{key}: no such setting{_suggest_keys(key, kind)}"
     first = errors[0]
     if first["type"] == "json_invalid":
         return "settings are not valid JSON or UTF-8 text: write other values"
@@ -420,7 +420,7 @@ def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
     return f"{key}={value}: {message}{mend}"
 
 
-def _suggest(key: str, kind: type[BaseModel]) -> str:
+def _suggest_keys(key: str, kind: type[BaseModel]) -> str:
     if issubclass(kind, RunConfig) and key in kind.other_commands:
         return f" here: it belongs to {kind.other_commands[key]}"
     if DEVICE_SETTING.search(key):
@@ -456,7 +456,7 @@ def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> di
         zero["compute_grad_norm"] = False
     elif zero["stage"] == 3:
         zero["sub_group_size"] = 10**12  # one call of the optimizer per step
-    micro, accumulation = micro_batch(config, world)
+    micro, accumulation = micro_batch_and_passes(config, world)
     return settings | {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
@@ -489,8 +489,8 @@ def zero_stage(config: RunConfig) -> int:
     return zero.stage if stage_set is None else stage_set
 
 
-def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
-    """(crops per rank and forward pass, forward passes per step)."""
+def micro_batch_and_passes(config: RunConfig, world: int) -> tuple[int, int]:
+    """Returns (crops per rank and forward pass, forward passes per step)."""
     t = config.train
     share, remainder = divmod(t.batch_crops, world)
     if remainder:
@@ -508,14 +508,16 @@ def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
 
 def count_candidates(config: Config, world: int) -> int:
     """The number of crops that are contrasted with each other."""
-    return micro_batch(config, world)[0] * (world if config.objective.across_ranks else 1)
+    return micro_batch_and_passes(config, world)[0] * (
+        world if config.objective.across_ranks else 1
+    )
 
 
 def check_config(config: RunConfig, world: int) -> None:
     """Raises ConfigError if settings contradict each other."""
     t, weights, datasets = config.train, config.pipeline.weights, config.data.datasets
     stage = zero_stage(config)
-    micro_batch(config, world)
+    micro_batch_and_passes(config, world)
     problems = [
         (
             not config.run,

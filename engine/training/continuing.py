@@ -1,7 +1,7 @@
 """Continues pre-training from the weights of another model: `start` is a run, a model folder or a
 converted model.
 
-    started = read_weights(config)            # ConfigError if the architectures differ
+    started = read_starting_weights(config)            # ConfigError if the architectures differ
     print(started.into(model))                # what was loaded, and what starts afresh
 
 This is a separate run: optimiser, learning rate and data order start afresh. The heads of the local
@@ -22,10 +22,10 @@ from ..model.folder import (
     CONFIG,
     PREPROCESSING,
     config_of,
-    misfits,
+    describe_misfits,
     model_folder,
     read_document,
-    seen_by,
+    read_seen,
     weights_in,
 )
 from ..model.input import Input
@@ -59,13 +59,13 @@ class StartingWeights:
         elif MASK_EMBEDDING not in start_weights:
             start_weights[MASK_EMBEDDING] = state[MASK_EMBEDDING]
             new.append("the mask embedding")
-        if problem := misfits(shapes(start_weights), shapes(encoder)):
+        if problem := describe_misfits(shapes_by_name(start_weights), shapes_by_name(encoder)):
             raise ConfigError(
                 f"start={self.start}: its weights are not those of this encoder: {problem}"
             )
         loaded = "the encoder"
         start_heads = {name: w for name, w in self.weights.items() if name in heads}
-        if heads and shapes(start_heads) == shapes(heads):
+        if heads and shapes_by_name(start_heads) == shapes_by_name(heads):
             loaded += " and the heads of the local objective"
             start_weights |= start_heads
         elif heads:
@@ -77,17 +77,17 @@ class StartingWeights:
         return f"start={self.start}: {loaded} loaded; new: {', '.join(new)}"
 
 
-def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def shapes_by_name(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
-def read_weights(config: Config) -> StartingWeights:
+def read_starting_weights(config: Config) -> StartingWeights:
     start = config.start
     with model_folder(start) as (folder, digest):
         document = read_document(folder / CONFIG)
         preprocessing = read_document(folder / PREPROCESSING)
         start_config = config_of(document, folder / CONFIG)
-        weights, seen = weights_in(folder), seen_by(folder)
+        weights, seen = weights_in(folder), read_seen(folder)
     check_fits(config, start_config, Input.from_document(preprocessing, start_config.leads))
     trained = document.get("trained")
     trained = trained if isinstance(trained, dict) else {}

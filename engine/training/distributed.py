@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import HashStore
 
 from ..model.kernels import disable_tf32
 from ..settings.errors import ConfigError
-from ..settings.launcher import cores_per_rank, launched_ranks
+from ..settings.launcher import cores_per_rank, launched_rank
 from .config import TrainConfig
 
 T = TypeVar("T")
@@ -71,8 +71,8 @@ def started_ranks(config: TrainConfig) -> Iterator[Ranks]:
 
 
 def start_ranks(timeout_s: float, deterministic: bool = False) -> Ranks:
-    rank, world, local = launched_ranks()
-    # DeepSpeed reads them
+    rank, world, local = launched_rank()
+    # DeepSpeed reads these variables
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)})
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank())
@@ -109,7 +109,7 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
     try:
         dist.init_process_group(backend, timeout=timeout, device_id=device)
     except (RuntimeError, ValueError) as error:
-        rank, world, _ = launched_ranks()
+        rank, world, _ = launched_rank()
         master, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         reason, mend = str(error).splitlines()[0][:200], "try another --master_port"
         if LOOPBACK.search(str(error)) and not LOOPBACK.search(master):
@@ -126,7 +126,7 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
 def join_ranks() -> int:
     """Returns the rank. With several ranks it also creates a process group, so that they can wait
     for each other."""
-    rank, world, _ = launched_ranks()
+    rank, world, _ = launched_rank()
     if world > 1:
         torch.set_num_threads(cores_per_rank())
         _join("gloo", timedelta(minutes=10))  # a rank may have failed before it got here
@@ -138,10 +138,9 @@ def join_ranks() -> int:
 @contextmanager
 def process_state_restored() -> Iterator[None]:
     """Restores what a training changes in its process, which may be a notebook's."""
-    # torch.distributed replaces it
     environment = dict(os.environ)
     threads = torch.get_num_threads()
-    hook = sys.excepthook
+    hook = sys.excepthook  # torch.distributed replaces it
     deterministic, linear = torch.are_deterministic_algorithms_enabled(), F.linear
     cudnn: Any = torch.backends.cudnn
     tf32 = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
@@ -178,7 +177,7 @@ def import_deepspeed() -> Any:
 
 
 def require_function(engine: Any, name: str, arguments: Sequence[str]) -> None:
-    """ConfigError if DeepSpeed's engine has no function of this name with these arguments. Callers
+    """Raises ConfigError if DeepSpeed's engine has no function of this name with these arguments. Callers
     replace the function, and another version might not call the replacement."""
     try:
         inspect.signature(attrgetter(name)(engine)).bind(**dict.fromkeys(arguments))
@@ -194,7 +193,7 @@ def lost_a_rank(error: BaseException) -> bool:
     """True if a collective failed because another rank did not answer. NCCL and the store raise a
     DistError; gloo raises a plain RuntimeError, which its origin tells from an error of a
     plug-in."""
-    if launched_ranks()[1] == 1:
+    if launched_rank().world == 1:
         return False
     if isinstance(error, dist.DistError):
         return True

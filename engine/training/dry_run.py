@@ -32,7 +32,7 @@ from ..data.loader import Batch, crop_order
 from ..data.order import Order, Places
 from ..model.kernels import REPLACEMENTS
 from .arguments import dtype_of
-from .config import RunConfig, micro_batch, zero_stage
+from .config import RunConfig, micro_batch_and_passes, zero_stage
 from .distributed import Ranks
 from .task import TrainingTask
 from .train import batch_norm_remarks, format_duration, recompute_layers, total_steps
@@ -45,12 +45,12 @@ PRODUCTS_FLOPS = {
 KEPT_BYTES_S = 0.118e9 / (1 / 1748 - 175.9e9 / PRODUCTS_FLOPS[torch.bfloat16])
 # A tenth of the measured model's, and of its smallest measured step of 256 crops: below them a GPU
 # also waits for its kernels to start
-LEAST_MEASURED_GFLOP = 17.6  # of a crop
-LEAST_STEP_GFLOP = 4_500  # of a pass of one GPU
-STORED_CROP_BYTES = 122_368  # of a shard: samples 120,832, their row as JSON 1,536
+LEAST_MEASURED_GFLOP = 17.6  # for a crop
+LEAST_STEP_GFLOP = 4_500  # for a pass on one GPU
+STORED_CROP_BYTES = 122_368  # in a shard: samples 120,832, their row as JSON 1,536
 
 
-class Amount(NamedTuple):
+class TrainingAmount(NamedTuple):
     """The amount of training, with the datasets or the many crops that a pretended dataset stands
     for."""
 
@@ -90,16 +90,16 @@ def dry_run(
     return "\n".join(lines)
 
 
-def planned_amount(task: TrainingTask, order: Order, crops: int | None) -> Amount:
+def planned_amount(task: TrainingTask, order: Order, crops: int | None) -> TrainingAmount:
     rows, trained = sum(map(len, task.datasets)), sum(map(len, order.rows))
     if crops:
         trained = crops * trained // rows
     steps_per_epoch = trained // order.batch_crops
     steps = total_steps(task.config, steps_per_epoch)
-    return Amount(crops or rows, trained, steps_per_epoch, order.batch_crops, steps)
+    return TrainingAmount(crops or rows, trained, steps_per_epoch, order.batch_crops, steps)
 
 
-def describe_data(task: TrainingTask, amount: Amount, pretended: bool) -> list[str]:
+def describe_data(task: TrainingTask, amount: TrainingAmount, pretended: bool) -> list[str]:
     of_whom = " of as many patients, which nobody has looked at" if pretended else ""
     trained = f"{amount.trained_crops:,} to train on{'' if pretended else task.left_out_text()}"
     epoch = f"an epoch is {amount.steps_per_epoch:,} x {amount.batch_crops} crops"
@@ -108,9 +108,9 @@ def describe_data(task: TrainingTask, amount: Amount, pretended: bool) -> list[s
 
 
 def describe_training(
-    task: TrainingTask, model: nn.Module, amount: Amount, gpus: int, which_gpus: str
+    task: TrainingTask, model: nn.Module, amount: TrainingAmount, gpus: int, which_gpus: str
 ) -> str:
-    crops, passes = micro_batch(task.config, gpus)
+    crops, passes = micro_batch_and_passes(task.config, gpus)
     parameters = sum(p.numel() for p in model.parameters())
     return (
         f"model: {parameters:,} parameters, {task.flops_per_crop / 1e9:.4g} GFLOP a crop; training: "
@@ -118,7 +118,7 @@ def describe_training(
     )
 
 
-def describe_epochs(amount: Amount) -> str:
+def describe_epochs(amount: TrainingAmount) -> str:
     epochs = amount.steps / amount.steps_per_epoch
     if epochs < 1:
         return f"{epochs:.2g} of an epoch; train.epochs=1 reads every crop once"
@@ -128,7 +128,7 @@ def describe_epochs(amount: Amount) -> str:
 def describe_memory(
     task: TrainingTask, model: nn.Module, order: Order, gpus: int, which_gpus: str
 ) -> str:
-    crops, _ = micro_batch(task.config, gpus)
+    crops, _ = micro_batch_and_passes(task.config, gpus)
     memory = state_bytes(model, dtype_of(task.config), zero_stage(task.config), gpus)
     activations, unknown = f"activations of {crops} crops", ""
     try:
@@ -146,7 +146,7 @@ def describe_time_and_disk(
     task: TrainingTask,
     model: nn.Module,
     order: Order,
-    amount: Amount,
+    amount: TrainingAmount,
     gpus: int,
     hourly: float | None,
 ) -> list[str]:
@@ -165,7 +165,7 @@ def describe_time_and_disk(
     if dtype_of(task.config) == torch.float32:
         as_measured += ", products by the data sheet's share of fp32"
     estimate = "an estimate"
-    micro_crops, _ = micro_batch(task.config, gpus)
+    micro_crops, _ = micro_batch_and_passes(task.config, gpus)
     if task.flops_per_crop < LEAST_MEASURED_GFLOP * 1e9:
         estimate = "at least"
         as_measured += ", but so small a model also waits for its kernels to start"
@@ -235,13 +235,13 @@ def activation_bytes(task: TrainingTask, model: Any, order: Order) -> float:
 def activation_bytes_per_crop(task: TrainingTask, model: nn.Module, order: Order) -> float:
     fewer_places, more_places = (order.batch(0)[:n] for n in (1, min(3, order.batch_crops)))
     if len(more_places) == 1:
-        return kept_bytes(task, model, more_places)
-    return (kept_bytes(task, model, more_places) - kept_bytes(task, model, fewer_places)) / (
-        len(more_places) - len(fewer_places)
-    )
+        return saved_tensor_bytes(task, model, more_places)
+    return (
+        saved_tensor_bytes(task, model, more_places) - saved_tensor_bytes(task, model, fewer_places)
+    ) / (len(more_places) - len(fewer_places))
 
 
-def kept_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
+def saved_tensor_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
     leads, dtype = len(task.input.leads), dtype_of(task.config)
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -256,7 +256,7 @@ def kept_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
     # Real ones: a filter that is computed here is kept, and a fake one would spoil the next training
     x_BSLT = torch.zeros(len(places), 2, leads, HALF)
     arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_on_a_gpu():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, gpu_operations():
         weights: dict[str, Tensor] = {}
         for name, p in model.named_parameters():
             weights[name] = mode.from_tensor(p).to(dtype).detach().requires_grad_(p.requires_grad)
@@ -280,8 +280,8 @@ class FusedAttention(torch.autograd.Function):
 
 
 @contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """torch's own operations instead of those for a CPU, and fused attention."""
+def gpu_operations() -> Iterator[None]:
+    """A context with the operations of a GPU: torch's own, and fused attention."""
     attention, for_a_cpu = F.scaled_dot_product_attention, REPLACEMENTS["cpu"].copy()
 
     def fused(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:

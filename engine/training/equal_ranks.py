@@ -33,7 +33,7 @@ MACHINE_SETTINGS = (
 )  # of these sections, the settings that may change: paths, threads
 LISTED_DIFFERENCES = 3  # differences in a message
 ABSENT = "none"
-RankFacts = Mapping[str, tuple[str, str]]  # by key: what a message calls it, and its value
+RankFacts = Mapping[str, tuple[str, str]]  # key -> (name in messages, value)
 
 
 def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
@@ -63,7 +63,7 @@ def facts_of_task(facts: Mapping[str, Any]) -> RankFacts:
 
 
 def require_equal(ranks: Ranks, facts: RankFacts) -> None:
-    """ConfigError on every rank if one has other facts than rank 0. Called by all ranks."""
+    """Raises ConfigError on every rank if one has other facts than rank 0. Called by all ranks."""
     if ranks.world == 1:
         return
     by_rank: list[Any] | None = [None] * ranks.world if ranks.first else None
@@ -74,15 +74,15 @@ def require_equal(ranks: Ranks, facts: RankFacts) -> None:
 def _refuse_differences(by_rank: Sequence[tuple[str, RankFacts]]) -> None:
     (_, of_first), *_ = by_rank
     for rank, (machine, facts) in enumerate(by_rank):
-        if found := differences(of_first, facts):
+        if found := describe_differences(of_first, facts):
             raise ConfigError(
                 f"rank {rank} on {machine} has {first_names(found, LISTED_DIFFERENCES)}: give all ranks the "
                 "data, settings, code and versions of rank 0"
             )
 
 
-def differences(of_first: RankFacts, facts: RankFacts) -> list[str]:
-    """How a rank differs from rank 0, in words for a message."""
+def describe_differences(of_first: RankFacts, facts: RankFacts) -> list[str]:
+    """Says how a rank differs from rank 0, for a message."""
     found = []
     for key in dict.fromkeys([*facts, *of_first]):
         name, _ = facts.get(key) or of_first[key]

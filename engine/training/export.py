@@ -29,7 +29,7 @@ from .train import saved_config
 
 class Export(NamedTuple):
     config: RunConfig
-    state: dict[str, Any]  # of the checkpoint
+    state: dict[str, Any]  # state of the checkpoint
     weights: dict[str, Tensor]
     seen: pa.Table
     source_hz: list[float]  # lowest and highest rate at which what it was fitted on was recorded
@@ -56,22 +56,22 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
     return Export(config, state, weights, known.seen, known.source_hz)
 
 
-class Seen(NamedTuple):
+class SeenData(NamedTuple):
     """The data that the weights of a checkpoint have seen."""
 
-    seen: pa.Table  # their start included
+    seen: pa.Table  # includes what the model that they started from has seen
     # How often each crop was drawn (Order.draw_counts), by the fingerprint of its dataset
     times_drawn: dict[str, np.ndarray]
     source_hz: list[float]  # lowest and highest rate of the labelled ones; []: none, or unknown
-    datasets: list[str]  # where the data of the run lie; []: they are gone
+    datasets: list[str]  # paths of the run's data; []: they are gone
 
 
 def seen_by_checkpoint(
     run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]
-) -> Seen:
+) -> SeenData:
     """The data that a checkpoint has seen. Works from any folder, and after the data have moved if
     the run was restarted since."""
-    records = [folder.seen_by(run)] if folder.is_model(config.start) else []
+    records = [folder.read_seen(run)] if folder.is_model(config.start) else []
     times_drawn = {}
     rates_hz = set[float]()
     places: list[str] = []
@@ -89,7 +89,7 @@ def seen_by_checkpoint(
         records.append(seen.unknown_record())
         rates_hz = set()
     source_hz = [min(rates_hz), max(rates_hz)] if rates_hz else []
-    return Seen(seen.join_records(records), times_drawn, source_hz, places)
+    return SeenData(seen.join_records(records), times_drawn, source_hz, places)
 
 
 def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, Dataset]:
@@ -116,11 +116,11 @@ def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, D
     return dict(found[fingerprint] for fingerprint in state["datasets"])
 
 
-def join_with_written(model: Path, known: Seen, history: dict[str, Any]) -> Seen:
+def join_with_written(model: Path, known: SeenData, history: dict[str, Any]) -> SeenData:
     """Adds what RUN/model says, if the run's data are gone: everything if it has these very
     weights, a part if it has earlier ones."""
     try:
-        written = folder.seen_by(model)
+        written = folder.read_seen(model)
         document = folder.read_document(model / folder.CONFIG)
     except ConfigError:  # none there, or a damaged one
         return known
@@ -136,7 +136,7 @@ def full_weights(path: Path) -> dict[str, Tensor]:
     training."""
     stage = checkpoint_files.read_state(path)["zero_stage"]
     weights: dict[str, Tensor] = {}
-    with checkpoint.reading(path), checkpoint.silence():
+    with checkpoint.reading(path), checkpoint.silenced_output():
         if stage < 2:  # stages 2 and 3 keep the frozen weights in the optimizer's files
             weights = torch.load(
                 path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=True

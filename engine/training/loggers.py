@@ -40,7 +40,7 @@ from ..settings.run_files import FACTS, METRICS, PROMETHEUS, VALID, VALIDATION
 from .config import RunConfig, TrainConfig
 from .tracking import Service
 
-LINE_COLUMNS = 100  # of a line in the terminal
+LINE_COLUMNS = 100  # width of a line in the terminal
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
 PACKAGES = (
     "torch",
@@ -63,20 +63,20 @@ def peak_tflops(config: TrainConfig, device: torch.device) -> float:
     a = torch.randn(size, size, dtype=dtype, device=device)
     best_s = float("inf")
     for _ in range(MATMULS):
-        started = _matmul_s(device)
+        started = _matmul_seconds(device)
         a @ a
-        best_s = min(best_s, _matmul_s(device) - started)
+        best_s = min(best_s, _matmul_seconds(device) - started)
     return 2 * size**3 / best_s / 1e12
 
 
-def _matmul_s(device: torch.device) -> float:
+def _matmul_seconds(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def memory_gb(device: torch.device) -> float:
-    """GPU: the peak so far; CPU: resident memory of the process."""
+    """Returns the peak memory of a GPU so far; on a CPU the resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     with open("/proc/self/statm") as file:
@@ -142,7 +142,7 @@ class RunLogger:
         self._call_services(lambda service: service.close())
 
     def _write(self, name: str, line: Row, curves: Row) -> None:
-        """`line` goes to the file, `curves` to the services."""
+        """Writes `line` to the file and `curves` to the services."""
         self.files[name].write(
             json.dumps({k: v if _is_finite(v) else None for k, v in line.items()}, allow_nan=False)
             + "\n"

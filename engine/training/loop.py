@@ -34,7 +34,7 @@ from ..model.objectives import sum_over_ranks
 from ..settings.counter import bits
 from ..settings.errors import TrainError
 from .arguments import slice_arguments
-from .config import RunConfig, micro_batch, zero_stage
+from .config import RunConfig, micro_batch_and_passes, zero_stage
 from .distributed import DeepSpeedLauncher, MaxOverRanks, Ranks, on_first_rank
 from .loggers import RunLogger, memory_gb, peak_tflops
 from .optimizer import GuardedAdamW, lr_at
@@ -86,16 +86,16 @@ class Loop:
         self.config: RunConfig = self.task.config
         t = self.config.train
         self.ranks = self.task.ranks
-        self.micro, _ = micro_batch(self.config, self.ranks.world)
+        self.micro, _ = micro_batch_and_passes(self.config, self.ranks.world)
         self.peak_flops = self.ranks.world * peak_tflops(t, self.ranks.device) * 1e12
         self.loader.meter.restart()
         self.recent: deque[tuple[int, Places]] = deque(maxlen=t.max_nonfinite)
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
-        self.terminated = False  # by SIGTERM or Ctrl-C
+        self.terminated = False  # True after SIGTERM or Ctrl-C
         self.launcher = DeepSpeedLauncher()
         self.interrupted_at_s: float | None = None  # the time of Ctrl-C
-        self.unfinished = ""  # what the run was stopped in
+        self.unfinished = ""  # what was not finished when the run was stopped
         self.asked_to_stop = MaxOverRanks(self.ranks)
         self.asked_to_save = MaxOverRanks(self.ranks)
         self.loader_state = State()  # after the last whole step
@@ -104,7 +104,7 @@ class Loop:
         self.saved_at_s = time.monotonic()
 
     def train(self, tracer: Any = None) -> bool:
-        """True when all steps are done; False if the run was asked to stop. `tracer`: see
+        """Trains. Returns True when all steps are done, False if the run was asked to stop. `tracer`: see
         engine.training.profiling.Profile.traced."""
         self.engine.train()
         batches = iter(self.loader)
@@ -139,8 +139,8 @@ class Loop:
                 batches.close()  # type: ignore[attr-defined]
 
     def _stop_if_asked(self, unfinished: str = "") -> None:
-        """Called by all ranks between micro-batches. All ranks stop at the same call: the one after
-        the first call that told the others."""
+        """Raises Stopped on all ranks at the same call: the one after the first call that told the
+        others. Called by all ranks between micro-batches."""
         if self.asked_to_stop(self.terminated or self.launcher.has_ended()):
             raise Stopped(unfinished)
 
@@ -150,7 +150,7 @@ class Loop:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the run after a micro-batch, a second Ctrl-C at once (the data or
+        """A context in which SIGTERM and Ctrl-C end the run after a micro-batch, a second Ctrl-C at once (the data or
         a rank may never come). Only a main thread may handle signals."""
         before = {}
         if threading.current_thread() is threading.main_thread():
@@ -317,7 +317,7 @@ class Loop:
             return
         if self.progress.step > self.saved.step:
             self._write_checkpoint()
-        else:  # it was validated since
+        else:  # only validated since the last checkpoint
             self.writer.amend(vars(self.progress))
         self.saved, self.saved_at_s = replace(self.progress), time.monotonic()
 

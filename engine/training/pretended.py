@@ -11,7 +11,7 @@ from omnilead.data_tools.dataset import COLUMNS, Dataset
 from omnilead.data_tools.ecg.constants import CROP, FS_HZ, LEADS
 from omnilead.data_tools.io.storage import LocalFolder
 
-MOST_ROWS = 65_536  # of its table at most, or four batches
+MOST_ROWS = 65_536  # most rows of its table, unless four batches have more
 
 
 class PretendedDataset(Dataset):

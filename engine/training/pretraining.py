@@ -23,7 +23,7 @@ from ..data.loader import Batch, crop_order
 from ..data.order import Selection
 from ..data.seen import to_bytes
 from ..model.config import ATTRIBUTES, masked_share
-from ..model.encoders import build_and_examine, cast_statistics, encoder_flops, has_dropout
+from ..model.encoders import cast_statistics, encoder_and_token_count, encoder_flops, has_dropout
 from ..model.folder import SEEN
 from ..model.jepa import JointEmbedding, added_flops
 from ..model.objectives import single_process
@@ -34,9 +34,16 @@ from ..settings.files import portable_spec, read_plugins
 from ..settings.run_files import VALID
 from .arguments import Arguments, PretrainInputs, dtype_of
 from .config import Config, count_candidates
-from .continuing import StartingWeights, read_weights
+from .continuing import StartingWeights, read_starting_weights
 from .distributed import Ranks, on_first_rank
-from .task import Between, TrainingTask, best_metric, best_step_text, describe_encoder, start_text
+from .task import (
+    Between,
+    TrainingTask,
+    best_metric_and_sign,
+    best_step_text,
+    describe_encoder,
+    start_text,
+)
 from .validation import (
     PatientProbe,
     ValidationLoss,
@@ -46,15 +53,15 @@ from .validation import (
     training_selection,
 )
 
-# What embeddings of the model keep of an ECG (downstream.tasks.readout). Of those tried, it diagnosed
-# 1,662 real ECGs best from 12 leads, docs/readouts.md
+# The read-out of embeddings (downstream.tasks.readout). Of those tried, it diagnosed 1,662 real ECGs
+# best from 12 leads: docs/readouts.md
 DEFAULT_READOUT = "mean+std+rhythm"
 READOUT_WITHOUT_RHYTHM = (
-    "mean+std"  # of a model that does not see the signal in which a rhythm is measured
+    "mean+std"  # for a model that does not see the signal in which rhythm is measured
 )
 OWN_LOSSES = {"local", "diversity", "features"}  # names of losses
-COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
-COLLAPSED_SPREAD = 0.05  # of JEPA's targets, which have a standard deviation of 1 over their width
+COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # share of all codes; number of log lines in a row
+COLLAPSED_SPREAD = 0.05  # spread of JEPA's targets, whose standard deviation over their width is 1
 AVERAGED_PREFIX = (
     "plugin.target."  # JEPA's average of the encoder's weights, which is exported instead of them
 )
@@ -89,7 +96,7 @@ class PretrainTask(TrainingTask):
         "memory_gb",
     )
     encoder: nn.Module | None  # one that is not the authors'
-    tokens: int  # of a window
+    tokens: int  # tokens in a window
     inputs: PretrainInputs
     validation_loss: ValidationLoss
     probe: PatientProbe
@@ -102,24 +109,28 @@ class PretrainTask(TrainingTask):
         local = config.objective.local > 0
         code = read_plugins(config.plugin_settings, config.run)
         model_input = config.model_input
-        encoder, tokens = build_and_examine(
+        encoder, tokens = encoder_and_token_count(
             config.model, local, dtype_of(config), config.train.seed, samples=model_input.samples
         )
-        best = best_metric(config.train.best, ("loss", "identification_accuracy"))
+        best = best_metric_and_sign(config.train.best, ("loss", "identification_accuracy"))
         inputs = PretrainInputs(config, datasets)
         choose_on_first_rank(datasets, config.data, ranks)
-        kept_rows, copies, copied = on_first_rank(ranks, partial(without_copies, config, datasets))
+        kept_rows, copies, copied = on_first_rank(
+            ranks, partial(rows_copies_and_remarks, config, datasets)
+        )
         selection = Selection(rows=kept_rows) if config.data.dedup else training_selection(config)
         held_out = ValidationLoss(config, datasets, ranks)
         probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
-            on_first_rank(ranks, partial(refuse_shared, config, datasets, held_out.selection))
+            on_first_rank(
+                ranks, partial(refuse_shared_patients, config, datasets, held_out.selection)
+            )
         remarks = [
             *attribute_remarks(config, inputs),
             *validation_remarks(config, datasets, held_out, copies),
             *copied,
         ]
-        start = read_weights(config) if config.start else None
+        start = read_starting_weights(config) if config.start else None
         flops = encoder_flops(encoder, config.model, local, model_input.samples, config.windows)
         if config.objective.is_class and config.objective.method == "jepa":
             width = int(getattr(encoder, "width", config.model.width))
@@ -194,14 +205,14 @@ class PretrainTask(TrainingTask):
             count_candidates(self.config, self.ranks.world),
             self.validation_loss.crops,
         )
-        chance = self._chance("", in_training) | self._chance(VALID, held_out)
+        chance = self._chance_metrics("", in_training) | self._chance_metrics(VALID, held_out)
         if self.probe.pairs:
             chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
-        differs = self._validation_differs(in_training, held_out) if held_out else []
+        differs = self._validation_differences(in_training, held_out) if held_out else []
         return {"chance": chance, "validation": differs}
 
-    def _chance(self, prefix: str, crops: int) -> dict[str, float]:
-        """Losses and accuracies of guessing. `crops`: how many are contrasted with each other."""
+    def _chance_metrics(self, prefix: str, crops: int) -> dict[str, float]:
+        """Returns the losses and accuracies of guessing. `crops`: how many are contrasted."""
         objective, model = self.config.objective, self.config.model
         chance: dict[str, float] = {}
         if objective.local > 0:
@@ -219,7 +230,7 @@ class PretrainTask(TrainingTask):
             chance[f"{prefix}accuracy_global"] = 1 / choices
         return chance
 
-    def _validation_differs(self, in_training: int, held_out: int) -> list[str]:
+    def _validation_differences(self, in_training: int, held_out: int) -> list[str]:
         config, model = self.config, self.config.model
         local = config.objective.local > 0
         differs = []
@@ -295,7 +306,7 @@ class PretrainTask(TrainingTask):
         return kept
 
     @staticmethod
-    def card_text(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
+    def card_title_and_lines(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
         objective = config.objective
         names = ["contrast"]
         if objective.local:
@@ -313,7 +324,7 @@ class PretrainTask(TrainingTask):
 
 
 def left_out_text(config: Config, datasets: Sequence[Dataset], copies: int) -> str:
-    """How many crops data.where and data.dedup leave out, to be appended to a sentence."""
+    """Says how many crops data.where and data.dedup leave out, in words to append to a sentence."""
     selection = training_selection(config)
     text = ""
     if config.data.where:
@@ -327,11 +338,11 @@ def left_out_text(config: Config, datasets: Sequence[Dataset], copies: int) -> s
     return text
 
 
-def without_copies(
+def rows_copies_and_remarks(
     config: Config, datasets: Sequence[Dataset]
 ) -> tuple[list[np.ndarray], int, list[str]]:
-    """(the crops that data.dedup trains on, the number of copies, a remark on copies if data.dedup
-    is not set)."""
+    """Returns (for each dataset, the crops that data.dedup trains on; the number of copies; a remark
+    on copies if data.dedup is not set)."""
     kept_rows, copies = first_of_each_waveform(config, datasets)
     if config.data.dedup:
         return kept_rows, copies, []
@@ -342,8 +353,10 @@ def without_copies(
     return [], copies, [remark] if copies else []
 
 
-def refuse_shared(config: Config, datasets: Sequence[Dataset], validated: Selection) -> None:
-    """ConfigError if crops of a held-out patient are trained on in another dataset. Called on rank
+def refuse_shared_patients(
+    config: Config, datasets: Sequence[Dataset], validated: Selection
+) -> None:
+    """Raises ConfigError if crops of a held-out patient are trained on in another dataset. Called on rank
     0 only: each rank would compare the same gigabytes of names."""
     trained, held = [], []
     for dataset in datasets:
@@ -401,8 +414,8 @@ def examine_objective(
     with blaming(setting), single_process(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         x_BSLT = torch.randn(2, windows, model.config.leads, samples)
-        x_BSLT[1, -1] = 0  # as RLM may give
-        losses, logged = model_copy.class_losses(
+        x_BSLT[1, -1] = 0  # a masked lead, as RLM may give
+        losses, logged = model_copy.class_losses_and_logs(
             x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1)
         )
         taken_names = OWN_LOSSES | model.objective.attributes.keys()

@@ -23,12 +23,12 @@ from ..settings.errors import ConfigError
 
 WARM_UP = 5  # untraced steps first, in which kernels are compiled and buffers allocated
 TERMINAL_ROWS, FILE_ROWS = 12, 200
-ALLOCATIONS = 10**5  # of the memory snapshot
+ALLOCATIONS = 10**5  # most allocations in the memory snapshot
 
 
 @dataclass
 class Profile:
-    steps: int  # to trace
+    steps: int  # number of steps to trace
 
     def check(self, left: int) -> None:
         if self.steps > left - WARM_UP:
@@ -68,7 +68,7 @@ class Profile:
 
 
 class AllocationProfile(profile):
-    """Also records the allocations of the traced steps, with Python stacks only: C++ stacks slow
+    """A profile that also records allocations, with Python stacks only: C++ stacks slow
     down each allocation and take long to resolve."""
 
     def step(self) -> None:

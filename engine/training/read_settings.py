@@ -31,7 +31,7 @@ SERVICE_DEFAULTS: dict[str, Any] = {
 def read_settings(
     config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Config:
-    """Like engine.training.config.load_config. Without a config, the settings are those of the run `start`. If
+    """Reads settings as engine.training.config.load_config does. Without a config, they are the run `start`'s. If
     `start` is a model folder or a fine-tuned run, they are its model and objective. Without
     `start`, they are the quick start's."""
     set_by_user = apply_overrides({}, overrides)
@@ -60,7 +60,7 @@ def read_settings(
     refuse_foreign(start, flatten(tree), flatten(set_by_user))
     objective, method = tree.get("objective", {}), flatten(set_by_user).get("objective.method")
     if method and portable_spec(str(method)) != portable_spec(str(objective.get("method"))):
-        objective.pop("options", None)  # those of the other class
+        objective.pop("options", None)  # they are for the other class
     return build_config(apply_overrides(tree, overrides))
 
 

@@ -60,7 +60,7 @@ class RunFolder:
         self.path = self.bucket.working_folder if self.bucket else Path(name)
         self.checkpoints = self.path / CHECKPOINTS
         self.model = self.path / "model"
-        self.lock_file: os.stat_result | None = None  # since this process trains here
+        self.lock_file: os.stat_result | None = None  # set while this process trains here
 
     def make(self) -> None:
         mend = "choose another with ", Flag("--out"), " RUN"

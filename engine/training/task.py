@@ -105,7 +105,7 @@ class TrainingTask(ABC):
         return {"code": sums} if sums else {}
 
     def may_change(self, fact: str) -> bool:
-        """True if a fact, by its dotted name, may change nevertheless."""
+        """True if the fact of this dotted name may change when a run is resumed."""
         return False
 
     def extra_metrics(self, step: int) -> dict[str, float | None]:
@@ -122,16 +122,16 @@ class TrainingTask(ABC):
 
     @staticmethod
     @abstractmethod
-    def card_text(config: Any, state: dict[str, Any]) -> tuple[str, list[str]]:
-        """Title and lines of the model card."""
+    def card_title_and_lines(config: Any, state: dict[str, Any]) -> tuple[str, list[str]]:
+        """Returns (title, lines) of the model card."""
 
     @staticmethod
     @abstractmethod
     def crop_uses(
         config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
-        """(dataset, how often the checkpoint's weights have seen each of its crops
-        (Order.draw_counts), the use (engine.data.seen))."""
+        """Returns, for each dataset, (the dataset; how often the checkpoint's weights have seen each of its
+        crops, as by Order.draw_counts; the use, as in engine.data.seen)."""
 
     @staticmethod
     def exported_weights(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -139,9 +139,9 @@ class TrainingTask(ABC):
         return weights
 
 
-def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
-    """`TrainingTask.best` from train.best; by default the first of the task's validation
-    metrics."""
+def best_metric_and_sign(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
+    """Returns `TrainingTask.best`: the metric that train.best names, by default the first of the
+    task's validation metrics, and 1, or -1 if lower is better."""
     name = {"f1": "f_measure"}.get(name or metrics[0], name or metrics[0])
     if name not in metrics:
         raise ConfigError(

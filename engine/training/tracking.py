@@ -31,7 +31,7 @@ MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500
 
 
 class Service(NamedTuple):
-    id: str | None  # of the run, to resume it there
+    id: str | None  # the service's id of the run, to resume it there
     log: Callable[[dict[str, float], int], None]
     close: Callable[[], None]
 

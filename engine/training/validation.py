@@ -23,7 +23,7 @@ from omnilead.data_tools.dataset import Dataset
 from ..data.batches import CropBatch, predict
 from ..data.loader import Loader
 from ..data.order import DatasetRows, OrderError, Selection
-from ..data.patients import owner_names, store_choice, validation_split
+from ..data.patients import owner_and_known_of_rows, store_choice, validation_split
 from ..data.where import where_mask
 from ..model.encoder import pool
 from ..model.objectives import all_gather_no_grad, single_process, sum_over_ranks, world_size
@@ -67,7 +67,7 @@ def training_selection(config: Config) -> Selection:
 def first_of_each_waveform(
     config: Config, datasets: Sequence[Dataset]
 ) -> tuple[list[np.ndarray], int]:
-    """(for each dataset, the crops that data.dedup trains on; the number that it leaves out). A
+    """Returns (for each dataset, the crops that data.dedup trains on; the number that it leaves out). A
     waveform's 64 bits are the checksums of its two parts, which determine its crc32c: comparing
     that too would add nothing. The chance that any two of 10**7 different crops share their bits is
     3 in 10**6."""
@@ -105,7 +105,7 @@ def choose_on_first_rank(datasets: Sequence[Dataset], data: DataConfig, ranks: R
 
 
 def selected_rows(dataset: Dataset, selection: Selection) -> np.ndarray:
-    """The selected crops."""
+    """Returns the rows of the selected crops."""
     try:
         rows = DatasetRows.select(dataset, selection)
     except OrderError:  # there is none
@@ -191,7 +191,9 @@ class PatientProbe:
             for role in ("gallery", "probe"):
                 rows = dataset.select(identity=role)
                 rows = rows[has_window[rows]]
-                sides.append(dict(zip(owner_names(dataset, rows), rows.tolist(), strict=True)))
+                sides.append(
+                    dict(zip(owner_and_known_of_rows(dataset, rows), rows.tolist(), strict=True))
+                )
             gallery, probe = sides
             for patient, row in gallery.items():
                 if patient in probe:
@@ -238,7 +240,7 @@ def predict_on_ranks(
     windows: int,
     between: Between = lambda: None,
 ) -> Tensor:
-    """forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` returns x_RLT,
+    """Returns forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` returns x_RLT,
     `windows` for each crop, from crops in microvolts and their numbers of halves. Ranks share the
     work and call the model and `between` equally often, as ZeRO stage 3 requires: the last crop is
     repeated to fill up."""

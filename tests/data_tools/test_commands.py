@@ -7,7 +7,7 @@ import pytest
 from omnilead.data_tools.io.commands import run_command, run_data_command
 from omnilead.data_tools.io.errors import DatasetError
 from omnilead.data_tools.io.terminal import OutputClosed
-from omnilead.engine.run import explain_training
+from omnilead.engine.run import explain_training_error
 from omnilead.engine.settings.commandline import RESUMABLE, run_on_ranks, tell_failure
 from omnilead.engine.settings.errors import ConfigError, OutputError, TrainError
 from omnilead.engine.training.checkpoint_files import WriteError
@@ -54,7 +54,7 @@ def test_an_error_has_its_exit_code(run, error, code, capsys):
             f"--out /out: No space left on device{RESUMABLE}",
         ),
         (
-            lambda work: run_command("omnilead x", work, explain_training),
+            lambda work: run_command("omnilead x", work, explain_training_error),
             1,
             "--out RUN: No space left on device: the last checkpoint is intact",
         ),

@@ -14,7 +14,7 @@ from test_verify import with_table
 from omnilead.data_tools.dataset import COLUMNS, Dataset
 from omnilead.data_tools.io.errors import DatasetError
 from omnilead.data_tools.sharding.roles import RoleSources
-from omnilead.data_tools.sharding.shards import member_header, read_member
+from omnilead.data_tools.sharding.shards import member_header, member_name_and_size
 from omnilead.data_tools.sharding.verify import verify
 
 NOT_UTF8 = b"a\xffb"
@@ -116,5 +116,5 @@ def test_a_forged_table_is_one_line(change, name, says, copy):
 @pytest.mark.parametrize("header", [b"", b"\0" * 512, b"\xff" * 512, b"7" * 100 + b"-1" * 206])
 def test_what_is_no_header_is_no_member(header):
     with pytest.raises(ValueError, match="no tar member at byte 512"):
-        read_member(memoryview(header), 512)
-    assert read_member(memoryview(member_header("a.ecg", 9)), 512) == ("a.ecg", 9)
+        member_name_and_size(memoryview(header), 512)
+    assert member_name_and_size(memoryview(member_header("a.ecg", 9)), 512) == ("a.ecg", 9)

@@ -306,7 +306,7 @@ def test_several_licences_are_said(tmp_path, monkeypatch, capsys):
 
 def test_a_build_from_a_dataset_that_is_killed_goes_on(old, more, tmp_path, monkeypatch):
     right = Path(build_of(tmp_path / "right", old, more))
-    for name in ("_build", "finish_dataset"):
+    for name in ("_build_missing_shards", "finish_dataset"):
         with monkeypatch.context() as patch:
             patch.setattr(f"omnilead.data_tools.sharding.shard.{name}", dies_at_once)
             with pytest.raises(KeyboardInterrupt):

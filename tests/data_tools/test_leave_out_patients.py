@@ -187,7 +187,10 @@ def test_no_line_of_rejects_names_them(who, tmp_path, monkeypatch):
 def test_the_file_may_come_from_a_spreadsheet(data, tmp_path):
     (tmp_path / "w").write_bytes(data)
     leave_out = LeaveOut.read(str(tmp_path / "w"), None)
-    assert leave_out.who("arrays", "one") == "one" and leave_out.who("arrays", "10") is None
+    assert (
+        leave_out.listed_name("arrays", "one") == "one"
+        and leave_out.listed_name("arrays", "10") is None
+    )
     (tmp_path / "w").write_bytes("10.0\nMüller".encode("cp1252"))
     with pytest.raises(DataError, match=r"--leave-out-patients .*w: its text is not UTF-8"):
         LeaveOut.read(str(tmp_path / "w"), None)

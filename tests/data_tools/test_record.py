@@ -7,7 +7,7 @@ from omnilead.data_tools.ecg.record import (
     SCORED_CLASSES,
     class_row,
     parse_dx,
-    snomed_codes,
+    snomed_codes_and_word_count,
 )
 
 
@@ -33,4 +33,4 @@ def test_each_code_belongs_to_exactly_one_class():
     ],
 )
 def test_free_text_diagnoses_are_counted_and_not_copied(text, codes, dropped):
-    assert snomed_codes(parse_dx(text)) == (codes, dropped)
+    assert snomed_codes_and_word_count(parse_dx(text)) == (codes, dropped)

@@ -170,9 +170,9 @@ def test_both_layouts_have_the_same_records_and_the_csv_matches_the_headers(chal
 
 def test_a_few_records_are_damaged_as_real_ones():
     flat, invalid = np.ones((2, 100, 12), np.int16)
-    synth.damage(flat, "georgia", np.array([0, 0.5, 0, 0, 0, 0]))
+    synth.damage_record(flat, "georgia", np.array([0, 0.5, 0, 0, 0, 0]))
     assert not flat[:, 9:].any() and flat[:, :9].all()
-    synth.damage(invalid, "ningbo", np.array([0.5, 0.5, 0, 0, 0.5, 0]))
+    synth.damage_record(invalid, "ningbo", np.array([0.5, 0.5, 0, 0, 0.5, 0]))
     assert (invalid == -32_768).sum() == 11 and (invalid[:, :6] == 1).all()
 
 
@@ -186,7 +186,7 @@ def test_all_classes_occur_and_labels_are_noisy(challenge):
         patients, key = draw_patients((11, block)), (11, block, 0)
         made = simulate(patients, key, range(BLOCK_PATIENTS), 5000, 500, 50)
         for i, written in enumerate(
-            synth._diagnoses(key, list(range(BLOCK_PATIENTS)), made.present, ())
+            synth._recorded_diagnoses(key, list(range(BLOCK_PATIENTS)), made.present, ())
         ):
             present = {name for name, mask in made.present.items() if mask[i]}
             shown |= present

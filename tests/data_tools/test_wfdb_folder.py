@@ -23,7 +23,9 @@ def test_any_wfdb_format_is_read_as_wfdb_reads_it(tmp_path, form, leads):
     x = write_wfdb(tmp_path, "rec_1", form, leads)
     source = WfdbFolder(folder(tmp_path))
     found = read(source)["rec_1"]
-    record = read_record(source.root, "rec_1.hea", parse_header(source._text("rec_1.hea")), "", "")
+    record = read_record(
+        source.root, "rec_1.hea", parse_header(source._header_bytes("rec_1.hea")), "", ""
+    )
     np.testing.assert_array_equal(record.signal, x)
     mv = (x - np.array(record.baseline)[:, None]) / np.array(record.gain)[:, None]
     right = wfdb.rdrecord(str(tmp_path / "rec_1")).p_signal.T

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.ecg.record import LEADS, parse_dx, snomed_codes
+from omnilead.data_tools.ecg.record import LEADS, parse_dx, snomed_codes_and_word_count
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.sources.wfdb import MAX_WFDB_SAMPLES, WfdbHeader, parse_header, peek_header
 from tests.tables import tabulated
@@ -95,7 +95,7 @@ def parsed(data):
 )
 def test_comments_give_age_sex_and_dx(said, comments):
     found = parsed(header(comments))
-    codes = ",".join(snomed_codes(parse_dx(found.dx))[0])
+    codes = ",".join(snomed_codes_and_word_count(parse_dx(found.dx))[0])
     assert said == f"{found.age or '-'} {found.sex or '-'} {codes or '-'}"
 
 

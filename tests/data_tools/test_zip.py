@@ -21,14 +21,14 @@ from twins import EXAMS, write_code15, write_mimic, write_ptbxl, write_wfdb
 from omnilead.data_tools.io.errors import ReadError, StorageError
 from omnilead.data_tools.sharding import plan
 from omnilead.data_tools.sources import zip_folder
-from omnilead.data_tools.sources.zip_folder import archive_folder, folder_or_zip
+from omnilead.data_tools.sources.zip_folder import archive_folder_and_names, folder_or_zip
 from tests.tables import tabulated
 
 BOTH = pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 
 
 def opened(path):
-    return archive_folder(path)[0]
+    return archive_folder_and_names(path)[0]
 
 
 def zipped(root, path, top="", method=zipfile.ZIP_DEFLATED):

@@ -52,7 +52,7 @@ from omnilead.engine.training.config import BestMetric, build_config
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import full_weights
 from omnilead.engine.training.run_folder import RunFolder
-from omnilead.engine.training.task import best_metric
+from omnilead.engine.training.task import best_metric_and_sign
 from tests.conftest import save_probed
 from tests.downstream.evaluate.conftest import quick  # noqa: F401
 from tests.downstream.test_convert import Malice
@@ -321,9 +321,9 @@ def test_which_metric_chooses_the_best_step():
         ("challenge", ("auroc", "challenge", "loss"), ("challenge", 1)),
         ("loss", ("loss",), ("loss", -1)),
     ):
-        assert best_metric(given, names) == found
+        assert best_metric_and_sign(given, names) == found
     with pytest.raises(ConfigError, match=r"train\.best=auroc: .* use identification_accuracy"):
-        best_metric("auroc", ("identification_accuracy",))
+        best_metric_and_sign("auroc", ("identification_accuracy",))
     for names in MEASURES.values():  # what this error recommends can be set
         assert set(names) <= set(get_args(BestMetric))
 
@@ -332,7 +332,7 @@ def test_which_metric_chooses_the_best_step():
 def test_a_record_is_all_that_a_new_metric_needs_to_choose_a_checkpoint(lower, monkeypatch):
     """One that should fall and did not say so would choose the worst checkpoint."""
     monkeypatch.setitem(METRIC_OF, "kappa", Metric("kappa", "kappa", lower, ("binary",)))
-    assert best_metric(None, ("kappa", "loss")) == ("kappa", -1 if lower else 1)
+    assert best_metric_and_sign(None, ("kappa", "loss")) == ("kappa", -1 if lower else 1)
 
 
 def test_random_weights_of_a_pretraining_file(tune, tuned, tmp_path):

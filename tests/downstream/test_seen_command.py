@@ -19,7 +19,7 @@ from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import crop_order
 from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.data.seen import read_record, record_of_crops, to_bytes
+from omnilead.engine.data.seen import read_seen_record, record_of_crops, to_bytes
 from omnilead.engine.model.folder import read_document, write_config
 from omnilead.engine.training.checkpoint_files import read_state
 from omnilead.engine.training.config import build_config
@@ -212,14 +212,14 @@ def test_a_model_forgets_nothing_when_its_run_goes_on_and_its_data_vanish(whole,
     how = {"objective__local": 0, "data__datasets": [str(copied)]}
     pretrain(tmp_path, "", train__steps=1, **how).good()
     model = tmp_path / "run" / "model"
-    written = read_record(model / "seen.parquet")
+    written = read_seen_record(model / "seen.parquet")
     shutil.copytree(model, tmp_path / "earlier")
     pretrain(tmp_path, "", train__steps=2, **how).good()
     shutil.rmtree(model)
     shutil.copytree(tmp_path / "earlier", model)
     shutil.rmtree(copied)
     assert main(["pretrain", "--export", str(tmp_path / "run")]) == 0
-    hashes = read_record(model / "seen.parquet")["hash"].to_pylist()
+    hashes = read_seen_record(model / "seen.parquet")["hash"].to_pylist()
     assert sorted(hashes) == sorted([-1, *written["hash"].to_pylist()]) and len(hashes) > 8
 
 

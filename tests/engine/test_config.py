@@ -17,7 +17,7 @@ from omnilead.engine.training.config import (
     check_config,
     deepspeed_json,
     load_config,
-    micro_batch,
+    micro_batch_and_passes,
     zero_stage,
 )
 from tests.tables import tabulated
@@ -169,7 +169,7 @@ def test_fine_tuning_masks_no_leads_by_default():
 def test_the_global_batch_does_not_depend_on_the_world_size():
     config = load_config(CONFIGS / "pretrain" / "authors.yaml")
     for world in (1, 2, 4, 8):
-        assert micro_batch(config, world) == (64, 8 // world)
+        assert micro_batch_and_passes(config, world) == (64, 8 // world)
         d = deepspeed_json(config, world)
         assert d["train_micro_batch_size_per_gpu"] * d["gradient_accumulation_steps"] * world == 512
         assert d["gradient_clipping"] == 0 and not d["bf16"]["enabled"]

@@ -98,14 +98,14 @@ def test_a_waveform_under_another_name_is_known_again(whole, archive, tmp_path):
     assert (seen.uses_by_crop(record, other, np.arange(len(other))) >= 0).all()
     patients = record.filter(record["patient"])
     assert (seen.uses_by_crop(patients, other, np.arange(len(other))) < 0).all()
-    assert seen.without_guessable(record).equals(record)
+    assert seen.without_guessable_hashes(record).equals(record)
 
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1", None])
 def test_a_damaged_record_is_one_line(whole, damage, tmp_path):
     path, record = tmp_path / "seen.parquet", seen.record_of_crops(whole, np.arange(5), "selected")
     path.write_bytes(seen.to_bytes(record))
-    assert seen.read_record(path).equals(record)
+    assert seen.read_seen_record(path).equals(record)
     if damage is None:
         pq.write_table(record.drop_columns(["use"]), path)
     else:
@@ -113,7 +113,7 @@ def test_a_damaged_record_is_one_line(whole, damage, tmp_path):
     with pytest.raises(
         ConfigError, match=r"seen.parquet: cannot be read: .*: copy it again"
     ) as caught:
-        seen.read_record(path)
+        seen.read_seen_record(path)
     assert "\n" not in str(caught.value)
 
 
@@ -254,7 +254,11 @@ def test_records_are_not_called_patients(whole, base):
     words = {}
     for name, ids in (("all", known), ("some", half), ("none", known - 1)):
         (note,) = seen.seen_notes(
-            seen.read_record(base / "model" / "seen.parquet"), [whole], [rows], [ids], "scored here"
+            seen.read_seen_record(base / "model" / "seen.parquet"),
+            [whole],
+            [rows],
+            [ids],
+            "scored here",
         )
         words[name] = re.sub(r"\d+", "N", note).partition("of the N ")[2]
     assert words == {
@@ -371,7 +375,7 @@ def test_nobody_finds_names_from_a_model_folder(source, named, clinics, base, tm
     write_config(folder, read_document(folder / "config.json"))
     (tmp_path / "pushed").write_bytes(as_file(files_to_upload(folder)["seen.parquet"]))
     for path in (folder / "seen.parquet", tmp_path / "pushed"):
-        found = seen.read_record(path)
+        found = seen.read_seen_record(path)
         assert guessed(found, source, candidates) == set()
         assert asked(found, dataset) == len(IDS) and found["patient"].to_numpy().sum() == len(IDS)
     text = b"".join(file.read_bytes() for file in folder.iterdir())
@@ -411,11 +415,11 @@ def test_open_hashes_of_earlier_versions_are_read_and_not_published(
     assert asked(found, dataset) == len(IDS)
     grown = seen.join_records([found, record])  # a model that was started from it
     (tmp_path / "grown").write_bytes(seen.to_bytes(grown))
-    for record in (found, seen.read_record(tmp_path / "grown")):
-        assert guessed(seen.without_guessable(record), "clinic", IDS) == set()
+    for record in (found, seen.read_seen_record(tmp_path / "grown")):
+        assert guessed(seen.without_guessable_hashes(record), "clinic", IDS) == set()
     (tmp_path / "pushed").write_bytes(as_file(files_to_upload(folder)["seen.parquet"]))
     assert "left out 16 open hashes of patients" in capsys.readouterr().err
-    assert not seen.read_record(tmp_path / "pushed")["patient"].to_numpy().any()
+    assert not seen.read_seen_record(tmp_path / "pushed")["patient"].to_numpy().any()
     assert omnilead.load("small").seen["patient"].to_numpy().any()
     assert capsys.readouterr().err.count("open hashes") == 0
 

@@ -75,7 +75,7 @@ def _attribute(element: Element, path: str, name: str) -> str:
     return "" if child is None else child.get(name, "").strip()
 
 
-def _quantity(sequence: Element, tag: str) -> tuple[float, str]:
+def _value_and_unit(sequence: Element, tag: str) -> tuple[float, str]:
     """A value and its unit; NaN if the value is not a number."""
     return to_number(_attribute(sequence, f"value/{tag}", "value")), _attribute(
         sequence, f"value/{tag}", "unit"
@@ -83,15 +83,15 @@ def _quantity(sequence: Element, tag: str) -> tuple[float, str]:
 
 
 def _rate_hz(sequence: Element) -> float:
-    step, unit = _quantity(sequence, "increment")
+    step, unit = _value_and_unit(sequence, "increment")
     if unit not in SECONDS_PER_UNIT or not 1e-9 < step < np.inf:
         raise ReadError("sampling rate", f"increment of {step:g} {unit[:10] or 'without a unit'}")
     return round(1 / (step * SECONDS_PER_UNIT[unit]), 6)
 
 
 def _microvolts(sequence: Element, lead: str) -> np.ndarray:
-    origin, origin_unit = _quantity(sequence, "origin")
-    scale, unit = _quantity(sequence, "scale")
+    origin, origin_unit = _value_and_unit(sequence, "origin")
+    scale, unit = _value_and_unit(sequence, "scale")
     if np.isfinite(origin) and scale > 0:
         step, offset = (
             scale * _microvolts_per_unit(unit),

@@ -1,4 +1,4 @@
-"""What hospital formats share: a test whether a file is of one, a decoder, and XML that is safe to
+"""Shared by hospital formats: a test whether a file is of one, a decoder, and XML that is safe to
 parse.
 
 Untrusted XML becomes a tree of elements in bounded time and memory: no entities, no external files,
@@ -123,7 +123,7 @@ def root_tag(head: bytes) -> str:
 
 
 def decode_base64(text: str, where: str = "") -> bytes:
-    """`where`: what a refusal begins with."""
+    """Decodes base64. A refusal begins with `where`."""
     try:
         return binascii.a2b_base64("".join(text.split()), strict_mode=True)
     except ValueError as error:

@@ -16,7 +16,7 @@ from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
 from .base import Decoded, Format, age_in_years, parse_xml, root_tag
 
-MAX_CARDIOSOFT_BYTES = 12 * 2**20  # of which a full disclosure of minutes takes most
+MAX_CARDIOSOFT_BYTES = 12 * 2**20  # a full disclosure of some minutes takes most of it
 MAX_LEADS = 64
 NOT_MEASURED = -32768
 _SKIPPED = frozenset(
@@ -102,7 +102,7 @@ def _check_count(fields: Fields, name: str, counted: int, reason: str) -> None:
 
 
 def _steps(text: str, where: str) -> np.ndarray:
-    """Whole numbers between commas."""
+    """Parses whole numbers between commas."""
     try:
         if not text.isascii() or "_" in text:  # int() would read both
             raise ValueError

@@ -96,13 +96,13 @@ Elements = dict[int, Any]  # by tag: bytes, or the items of a sequence
 
 def decode(data: bytes) -> Decoded:
     try:
-        meta, position = _Reader(data, 0x30000, True).elements(132, len(data))
+        meta, position = _Reader(data, 0x30000, True).read_elements(132, len(data))
         if (syntax := _uid(meta, _SYNTAX)) not in SYNTAXES:
             raise ReadError(
                 "transfer syntax",
                 f"{syntax or 'none'}: only uncompressed little-endian files are read",
             )
-        file, _ = _Reader(data, _PIXELS, SYNTAXES[syntax]).elements(position, len(data))
+        file, _ = _Reader(data, _PIXELS, SYNTAXES[syntax]).read_elements(position, len(data))
     except struct.error:
         raise ReadError("malformed DICOM", "cut off") from None
     if _ENCRYPTED in file:
@@ -112,7 +112,7 @@ def decode(data: bytes) -> Decoded:
     if not groups:
         what = next((words for tag, words in _OTHER.items() if tag in file), "")
         raise ReadError("no waveform", what or f"SOP class {kind or 'unknown'}")
-    chosen, unusable = _rhythm_groups(groups)
+    chosen, unusable = _rhythm_groups_and_unusable(groups)
     signals: dict[str, np.ndarray] = {}
     for group in chosen:
         signals |= group.signals()
@@ -127,7 +127,7 @@ def decode(data: bytes) -> Decoded:
     return Decoded(signals, chosen[0].fs_hz, *person, tuple(notes))
 
 
-def _rhythm_groups(groups: list["_Group"]) -> tuple[list["_Group"], str]:
+def _rhythm_groups_and_unusable(groups: list["_Group"]) -> tuple[list["_Group"], str]:
     """The groups of one time with the most ECG leads, and their unusable channels."""
     by_time: dict[tuple[float, ...], list[_Group]] = {}
     for group in groups:
@@ -153,7 +153,7 @@ def _rhythm_groups(groups: list["_Group"]) -> tuple[list["_Group"], str]:
 
 
 def _age_years(text: str) -> float | str:
-    """From 063Y, 011M, ..."""
+    """Parses an age such as 063Y or 011M."""
     if len(text) != 4 or not text[:3].isdecimal() or text[3] not in YEARS_PER_LETTER:
         return text
     return int(text[:3]) * YEARS_PER_LETTER[text[3]]
@@ -170,7 +170,7 @@ class _Reader:
     def __init__(self, data: bytes, stop: int, typed: bool) -> None:
         self.data, self.stop, self.typed, self.left = data, stop, typed, MAX_DICOM_ELEMENTS
 
-    def elements(self, position: int, end: int, depth: int = 0) -> tuple[Elements, int]:
+    def read_elements(self, position: int, end: int, depth: int = 0) -> tuple[Elements, int]:
         """The wanted elements from `at` to `end`, or to the end of an item of unknown length,
         and the position after them. At depth 0 parsing stops at the first tag >= `stop`, and
         after the waveforms."""
@@ -202,7 +202,7 @@ class _Reader:
                 size = _LENGTH(data, position)[0]
                 position += 4
             if size == _UNKNOWN or tag in _SEQUENCES:
-                value, position = self.items(
+                value, position = self.read_items(
                     position,
                     end if size == _UNKNOWN else position + size,
                     size == _UNKNOWN,
@@ -223,7 +223,7 @@ class _Reader:
             )
         return by_tag, position
 
-    def items(
+    def read_items(
         self, position: int, end: int, open_end: bool, depth: int, kind: bytes
     ) -> tuple[list[Elements], int]:
         items: list[Elements] = []
@@ -240,7 +240,7 @@ class _Reader:
                 raise ReadError(
                     "malformed DICOM", f"({group:04x},{element:04x}) in place of an item"
                 )
-            item, position = self.elements(
+            item, position = self.read_elements(
                 position, end if size == _UNKNOWN else position + size, depth
             )
             items.append(item)

@@ -37,13 +37,13 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORE
 _LABEL = re.compile(r"(?:(?:ECG|EKG|LEAD)(?:-[ _.:]*|[ _.:]*(?:-[ _.:]+)?))*(-?)(.*)", re.DOTALL)
 _PATIENT = re.compile(
     r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE
-)  # code sex birthdate name
+)  # EDF+: code, sex, birthdate, name
 
 
 def decode(data: bytes) -> Decoded:
     if data[:1] == b"\xff":
         raise ReadError("BDF", "samples of 24 bits are not read: convert the file to EDF")
-    signals = _header(data)
+    signals = _parse_header(data)
     sizes = [_whole_number(size, "samples of a record", 1) for size in signals["samples"]]
     records = _whole_number(_text(data[236:244]), "records", 1)
     duration_s = _number(_text(data[244:252]), "duration of a record")
@@ -53,7 +53,7 @@ def decode(data: bytes) -> Decoded:
         reason = "truncated file" if len(data) < expected else "file length"
         raise ReadError(reason, f"{len(data)} of {expected} bytes")
     steps = np.frombuffer(data, "<i2", offset=header).reshape(records, sum(sizes))
-    leads, inverted = _leads(np.split(steps, np.cumsum(sizes)[:-1], axis=1), signals)
+    leads, inverted = _leads_and_inverted(np.split(steps, np.cumsum(sizes)[:-1], axis=1), signals)
     if not leads:
         raise ReadError(
             "no known lead", f"none of {len(sizes)} signals is labelled as one of the 12 leads"
@@ -68,10 +68,10 @@ def decode(data: bytes) -> Decoded:
     if inverted:
         detail = f"{' '.join(inverted)}: labelled with a minus, inverted again"
         warnings.append(("inverted lead", detail))
-    return Decoded(leads, fs_hz, *_person(data), tuple(warnings))
+    return Decoded(leads, fs_hz, *_patient_and_sex(data), tuple(warnings))
 
 
-def _leads(
+def _leads_and_inverted(
     steps: list[np.ndarray], signals: dict[str, list[str]]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """The microvolts of the signals that are labelled as one of the twelve leads, and which of
@@ -80,7 +80,7 @@ def _leads(
     inverted = []
     for row, step in enumerate(steps):
         fields = {name: texts[row] for name, texts in signals.items()}
-        sign, name = _sign_and_name(fields["label"])
+        sign, name = _sign_and_lead(fields["label"])
         if name not in LEAD_INDEX:
             continue
         lead = LEADS[LEAD_INDEX[name]]
@@ -101,7 +101,7 @@ FORMAT = Format(
 )
 
 
-def _header(data: bytes) -> dict[str, list[str]]:
+def _parse_header(data: bytes) -> dict[str, list[str]]:
     """The named fields, one text per signal."""
     if data[:8] != b"0       ":
         raise ReadError("unknown format", "not EDF: it does not begin with version 0")
@@ -120,7 +120,7 @@ def _header(data: bytes) -> dict[str, list[str]]:
     return fields
 
 
-def _sign_and_name(label: str) -> tuple[str, str]:
+def _sign_and_lead(label: str) -> tuple[str, str]:
     """ "-" or nothing, and the name of the lead in capitals."""
     text = label.upper().replace("(", "").replace(")", "")
     before = "-" if text.startswith("-") else ""  # of the word, as in `-ECG I`
@@ -159,7 +159,7 @@ def _microvolts(steps: np.ndarray, fields: dict[str, str], lead: str) -> np.ndar
     return (steps * gain + (low - gain * first)) * unit_uv
 
 
-def _person(data: bytes) -> tuple[str | None, None, str | None]:
+def _patient_and_sex(data: bytes) -> tuple[str | None, None, str | None]:
     """The patient's code and sex if the field is valid EDF+; otherwise a name could be taken for a
     code."""
     person = _PATIENT.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None

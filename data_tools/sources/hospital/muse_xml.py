@@ -46,7 +46,7 @@ def decode(data: bytes) -> Decoded:
     fields, leads = _fields(rhythms[0]), [_fields(lead) for lead in rhythms[0].iterfind("LeadData")]
     if len(leads) > MAX_LEADS:
         raise ReadError("signal count", f"over {MAX_LEADS} leads")
-    _check(fields, _WAVEFORM)
+    _require_fields(fields, _WAVEFORM)
     if leads and not any(map(_is_on, leads)):
         raise ReadError("no valid lead", f"the file states LeadOff for all {len(leads)} leads")
     signals: dict[str, np.ndarray | None] = {}
@@ -75,7 +75,7 @@ def _fields(element: Element) -> Fields:
     return {child.tag: (child.text or "").strip() for child in element}
 
 
-def _check(fields: Fields, expected: Fields) -> None:
+def _require_fields(fields: Fields, expected: Fields) -> None:
     for name, value in expected.items():
         if fields.get(name, value).upper() != value:
             raise ReadError(name, f"{fields[name][:20]!r}, only {value} is read")
@@ -88,7 +88,7 @@ def _is_on(fields: Fields) -> bool:
 def _samples(fields: Fields, name: str) -> np.ndarray | None:
     """A lead's microvolts, None if it was off. Counts and checksum must match if the file states
     them."""
-    _check(fields, _LEAD)
+    _require_fields(fields, _LEAD)
     if "LeadAmplitudeUnits" not in fields:
         raise ReadError("unknown unit", f"lead {name[:10]} states none")
     if not 0 < (uv_per_step := to_number(fields.get("LeadAmplitudeUnitsPerBit"))) <= 1000:

@@ -79,15 +79,15 @@ def decode(data: bytes) -> Decoded:
     for name, counts in leads.items():
         if name in LEADS:
             signals[name] = counts[: int(ECG_S * fs_hz) if height else None] * uv_per_step
-    patient = _person(root, "patientid") or _person(root, "MRN") or None
+    patient = _person_field(root, "patientid") or _person_field(root, "MRN") or None
     warnings = []
     if not height:
         detail = f"{samples / fs_hz:g} s without it: damage and a wrong scale are not noticed"
         warnings.append(("no calibration pulse", detail))
-    return Decoded(signals, fs_hz, patient, _age(root), _person(root, "sex"), tuple(warnings))
+    return Decoded(signals, fs_hz, patient, _age(root), _person_field(root, "sex"), tuple(warnings))
 
 
-def _person(root: Element, tag: str) -> str:
+def _person_field(root: Element, tag: str) -> str:
     return root.findtext(f"{_PERSON}/{tag}", "").strip()
 
 

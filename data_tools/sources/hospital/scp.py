@@ -82,8 +82,8 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
             "no rhythm",
             "only section 12, which is not read" if 12 in sections else "no section 3 or 6",
         )
-    nanovolts, interval_us, order = _coding(sections)
-    leads, warnings = _leads(sections, order)
+    nanovolts, interval_us, order = _step_interval_order(sections)
+    leads, warnings = _leads_and_warnings(sections, order)
     signals = _align_in_time(
         {lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in leads.items()}
     )
@@ -91,11 +91,11 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
     # 1,667 us mean 600 Hz
     is_nominal = round(1e6 / nominal_hz) == interval_us
     fs_hz = nominal_hz if is_nominal else 1e6 / interval_us
-    return Decoded(signals, fs_hz, *_person(sections.get(1, b"")), tuple(warnings.items()))
+    return Decoded(signals, fs_hz, *_patient_age_sex(sections.get(1, b"")), tuple(warnings.items()))
 
 
-def _coding(sections: dict[int, bytes]) -> tuple[int, int, int]:
-    """Nanovolts per step, microseconds between samples, and the order of differences."""
+def _step_interval_order(sections: dict[int, bytes]) -> tuple[int, int, int]:
+    """Returns (nanovolts per step, microseconds between samples, order of differences)."""
     table = struct.unpack_from("<H", sections[2])[0] if 2 in sections else DEFAULT_TABLE
     nanovolts, interval_us, order, bimodal = struct.unpack_from("<HHBB", sections[6])
     if sections[3][1] & 1:
@@ -113,10 +113,10 @@ def _coding(sections: dict[int, bytes]) -> tuple[int, int, int]:
     return nanovolts, interval_us, order
 
 
-def _leads(
+def _leads_and_warnings(
     sections: dict[int, bytes], order: int
 ) -> tuple[dict[str, tuple[int, np.ndarray]], dict[str, str]]:
-    """(first sample, steps) of each of the twelve leads, and warnings. Section 3 has the leads,
+    """Returns ({lead: (first sample, steps)}, warnings). Section 3 has the leads,
     section 6 their samples."""
     count = sections[3][0]
     start = 6 + 2 * count
@@ -158,7 +158,7 @@ def _decode_steps(lead: str, coded: bytes, samples: int, is_coded: bool) -> np.n
     )
 
 
-def _person(section: bytes) -> tuple[str | None, float | None, str | None]:
+def _patient_age_sex(section: bytes) -> tuple[str | None, float | None, str | None]:
     fields: dict[int, bytes] = {}
     place = 0
     while place < len(section) and (tag := section[place]) != END:

@@ -18,7 +18,7 @@ class GainSettings(LeadSettings):
 
 
 class Gain(Stage):
-    """Log-uniform: a lead is as likely to be halved as doubled."""
+    """Multiplies each lead by a log-uniform gain: halving is as likely as doubling."""
 
     settings: GainSettings
     stream = 17

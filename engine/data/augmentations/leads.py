@@ -35,7 +35,7 @@ class LeadSettings:
 
 
 def limb_leads(lead_1: Node, lead_2: Node) -> list[Node]:
-    """I, II, III, aVR, aVL and aVF from I and II (Einthoven, Goldberger)."""
+    """Returns I, II, III, aVR, aVL and aVF, from I and II (Einthoven, Goldberger)."""
     return [
         lead_1,
         lead_2,
@@ -77,7 +77,7 @@ class UsableLeads(Stage):
 
     settings: RandomLeadSettings
     fits_single_crop_writer = True
-    active = True  # in every formula: whether leads are missing is known only when it draws
+    active = True  # always: missing leads are known only when it draws
 
     @property
     def changes_zeros(self) -> bool:
@@ -104,7 +104,7 @@ class UsableLeads(Stage):
 
 
 class RandomLeads(UsableLeads):
-    """Also zero, in each half, each usable lead where u < p (augmentations.py:199-201)."""
+    """Zeroes unusable leads, and in each half each usable lead where u < p (augmentations.py:199-201)."""
 
     stream = 5
     examples = ({"rlm": 0.5}, {"rlm": 0.9, "rlm_keep_one": True}, {"leads": "I,V1"})

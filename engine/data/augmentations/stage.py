@@ -1,5 +1,4 @@
-"""What an augmentation is: a stage of the formula, with the random numbers and the operations that it
-is given.
+"""The base class of augmentations, which are stages of the formula, and the random numbers that they get.
 
     p = Stage(settings).draw(random)            arrays, a function of (seed, epoch, crop, view)
     x = Stage(settings).apply(x, p, ops)        in torch, or in a DALI graph
@@ -55,12 +54,14 @@ class Random:
         self.view = np.arange(views)[:, None, None]
 
     def uniform(self, stream: int, leads: Sequence[int], slots: Sequence[int] = (0,)) -> np.ndarray:
-        return counter.uniform(*self._key(stream, leads, slots))
+        return counter.uniform(*self._stream_key(stream, leads, slots))
 
     def normal(self, stream: int, leads: Sequence[int], slots: Sequence[int] = (0,)) -> np.ndarray:
-        return counter.normal(*self._key(stream, leads, slots))
+        return counter.normal(*self._stream_key(stream, leads, slots))
 
-    def _key(self, stream: int, leads: Sequence[int], slots: Sequence[int]) -> tuple[Any, ...]:
+    def _stream_key(
+        self, stream: int, leads: Sequence[int], slots: Sequence[int]
+    ) -> tuple[Any, ...]:
         lead = np.array(leads)[:, None]
         return self.seed, stream, self.epoch, self.crop, self.view, lead, np.array(slots)
 
@@ -69,12 +70,12 @@ class Stage(ABC):
     """Base class of the stages. `settings` is the whole AugmentConfig; a subclass annotates the
     part that it reads."""
 
-    # of its random numbers, one that nothing else has. Saved runs depend on it: never changed
+    # Stream of its random numbers, which nothing else uses. Saved runs depend on it: never change it
     stream = 0
-    # settings that switch it on: tests run it with each, and with the first beside other stages
+    # Settings that switch it on. Tests run it with each of them, and with the first beside other stages
     examples: ClassVar[Sequence[dict[str, Any]]] = ()
-    # of noise that is slices of a bank of white noise: the parameters that say how strong it is and
-    # where in the bank it starts. DALI cannot read the bank: torch adds this noise to DALI's output
+    # If its noise is cut from a bank of white noise: the names of the parameters for its strength and
+    # its start in the bank. DALI cannot read the bank: torch adds this noise to DALI's output
     bank_parameters: tuple[str, ...] = ()
 
     def __init__(self, settings: Any) -> None:

@@ -382,7 +382,8 @@ def test_crops_without_any_of_the_models_leads_are_left_out(
     lost, blank = rows[[0, -1]], role == ""
     blank[lost] = True
     monkeypatch.setattr(
-        "omnilead.engine.model.input.none_measured", lambda dataset, leads: blank & (leads == (7,))
+        "omnilead.engine.model.input.crops_without_leads",
+        lambda dataset, leads: blank & (leads == (7,)),
     )
     how = diagnostic, "--task", task
     few, whole = evaluated(*how, "--leads", "V2"), evaluated(*how)

@@ -33,7 +33,7 @@ from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL_LEADS
 from omnilead.engine.training.config import build_config
-from omnilead.engine.training.continuing import read_weights
+from omnilead.engine.training.continuing import read_starting_weights
 from tests.engine.model.tiny import by_numpy, ecg, seeded
 from tests.tables import tabulated
 
@@ -192,7 +192,7 @@ def test_pretrained_at_250_hz(tmp_path, capsys):
     settings = json.loads((folder / "config.json").read_text())["model"]
     run = build_config({"start": str(folder), "model": settings, "data": {"datasets": ["x"]}})
     with pytest.raises(ConfigError, match=r"input\.fs_hz is 250\.0 there, 500\.0 here"):
-        read_weights(run)
+        read_starting_weights(run)
 
 
 def test_what_is_guessed_or_contradicted_is_noted(tmp_path, capsys):

@@ -475,8 +475,8 @@ def test_dali_hands_a_batch_to_torchs_stream_and_keeps_what_the_gpu_may_still_co
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"torch's stream of {device}")
     monkeypatch.setattr(dali, "check_installed", lambda: None)
-    made = lambda pipeline, *_: lambda: FakeDali(pipeline._next)  # noqa: E731
-    monkeypatch.setattr(dali.Pipeline, "_definition", made)
+    made = lambda pipeline, *_: lambda: FakeDali(pipeline._feed_next)  # noqa: E731
+    monkeypatch.setattr(dali.Pipeline, "_pipeline_function", made)
     augmenter = Augmenter(AugmentConfig(), "halves", 0, device)
     pipeline = dali.Pipeline(augmenter, feed(), 1, {})
     events = {}
@@ -484,7 +484,7 @@ def test_dali_hands_a_batch_to_torchs_stream_and_keeps_what_the_gpu_may_still_co
         pipeline.release()
         if pipeline.in_flight:
             events |= {position: event for event, position in pipeline.in_flight.queued}
-        position, _x = pipeline.run()
+        position, _x = pipeline.next_batch()
         held = {int(arrays[0][0, 0]) for arrays in pipeline.fed_arrays}
         copied = set(range(position + 1))
         if pipeline.in_flight:
@@ -524,7 +524,7 @@ def test_torch_hands_dali_its_stream_with_the_memory(monkeypatch):
     run = lambda cuda_stream: (None, SimpleNamespace(as_tensor=lambda: x))  # noqa: E731
     pipeline.pipeline = SimpleNamespace(run=run)
     with pytest.raises(HandedOver) as passed:
-        pipeline.run()
+        pipeline.next_batch()
     assert passed.value.args[0]["stream"] == 7
 
 
@@ -540,7 +540,7 @@ def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset, monkeypatch):
         def release(self):
             clock[0] += 6
 
-        def run(self):
+        def next_batch(self):
             clock[0] += 1
             step, crops, _ = next(self.feed)
             return step, torch.from_numpy(crops)

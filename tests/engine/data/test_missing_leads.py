@@ -29,8 +29,8 @@ def test_missing_leads_are_read_from_the_table(dataset, small):
     assert augmenter.missing_leads(dataset).tolist() == bits and any(bits)
     row = next(row for row, leads in enumerate(named) if leads)
     lacks = [LEADS.index(lead) for lead in named[row]]
-    assert augmenter.none_measured(dataset, lacks)[row]
-    assert not augmenter.none_measured(dataset, range(12))[row]
+    assert augmenter.crops_without_leads(dataset, lacks)[row]
+    assert not augmenter.crops_without_leads(dataset, range(12))[row]
     assert augmenter.measured_leads_lookup([small]) is None
     # without noise no zero can change: the column is not read
     assert loader(dataset, augment=AugmentConfig()).augmenter.measured_leads is None

@@ -19,7 +19,7 @@ from omnilead.engine.data.order import (
     Order,
     OrderError,
     Selection,
-    deal,
+    dataset_and_turn,
     shards_needed,
 )
 
@@ -128,7 +128,7 @@ def test_seeking_to_step_ten_million(block_shards):
     order = Order((sized(101), sized(50)), batch_crops=2, weights=(2, 1), block_shards=block_shards)
     before = np.zeros(2, np.int64)
     for start in range(0, 2 * 10**7, 4 * 10**6):
-        dataset, _ = deal(np.arange(start, start + 4 * 10**6), order._quotas)
+        dataset, _ = dataset_and_turn(np.arange(start, start + 4 * 10**6), order._quotas)
         before += np.bincount(dataset, minlength=2)
     for dataset, row, epoch in listed(order.batch(10**7)):
         alone = Order((order.rows[dataset],), 1, block_shards=block_shards)
@@ -165,7 +165,7 @@ def test_weights_hold_in_every_run_of_positions(weights, start):
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(0, 10))
 def test_deal_gives_each_dataset_its_quota_in_order(quotas, cycle):
     total = sum(quotas)
-    dataset, turn = deal(np.arange(cycle * total, (cycle + 2) * total), quotas)
+    dataset, turn = dataset_and_turn(np.arange(cycle * total, (cycle + 2) * total), quotas)
     for d, quota in enumerate(quotas):
         assert (turn[dataset == d] == cycle * quota + np.arange(2 * quota)).all()
 

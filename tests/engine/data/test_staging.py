@@ -73,14 +73,14 @@ def test_the_least_recently_used_shard_is_evicted_first(ten, tmp_path, staged):
 
 
 def test_prefetch_does_not_evict_the_current_block(ten, staged, monkeypatch):
-    claim, found_no_room = Staging._claim, []
+    claim, found_no_room = Staging._claim_download, []
 
     def noted(staging, key, needed):
         lock, room = claim(staging, key, needed)
         found_no_room.extend([key[1]] * (not room))
         return lock, room
 
-    monkeypatch.setattr(Staging, "_claim", noted)
+    monkeypatch.setattr(Staging, "_claim_download", noted)
     dataset, root = through(ten)
     staging = staged(dataset, 3, range(10), ahead=3, together=3)
     for shard in [2, 0, 1] * 3:

@@ -103,7 +103,7 @@ def test_a_run_without_a_model_is_exported_by_the_command_that_trains_it(saved_m
 def test_a_folder_with_a_shipped_models_name_is_said(saved_model, tmp_path, monkeypatch, capsys):
     shutil.copytree(saved_model(), tmp_path / "small")
     monkeypatch.chdir(tmp_path)
-    folders.note_that_it_is_a_folder.cache_clear()
+    folders.note_local_folder.cache_clear()
     for _ in range(2):
         omnilead.load("small")
     assert capsys.readouterr().err.count("note: small is the folder small here, not the mo") == 1

@@ -25,7 +25,7 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL_LEADS
 from omnilead.engine.training.arguments import PretrainInputs
 from omnilead.engine.training.config import build_config, check_config
-from omnilead.engine.training.continuing import read_weights
+from omnilead.engine.training.continuing import read_starting_weights
 from omnilead.engine.training.read_settings import read_settings
 from tests.conftest import save_model
 from tests.downstream.evaluate.conftest import quick  # noqa: F401
@@ -268,10 +268,10 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
     assert omnilead.load(tuned).input == signals(config)
 
     again = read_settings(None, {"start": str(model), "data.datasets": [data]})
-    assert again.model_input == signals(config) and read_weights(again)
+    assert again.model_input == signals(config) and read_starting_weights(again)
     other = again.model_copy(update={"input": replace(again.input, scale="layernorm")})
     with pytest.raises(ConfigError, match=r"another input: input\.scale is .* there, 'layernorm'"):
-        read_weights(other)
+        read_starting_weights(other)
     capsys.readouterr()
     assert main(["pretrain", *map(str, how), "--out", str(model), "--set", "input.fs_hz=200"]) == 2
     assert "cannot resume: input.fs_hz changed" in capsys.readouterr().err

@@ -177,14 +177,14 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(steps, resumed, t
 
 def blocked(until_it):
     """The first file of a checkpoint is written when `until_it(writer)` is true."""
-    write = checkpoint._Part.write
+    write = checkpoint._PartFile.write
 
     def patched(self, data):
         if self.file.name.endswith(".pt"):
             until(partial(until_it, self.writer))
         write(self, data)
 
-    checkpoint._Part.write = patched
+    checkpoint._PartFile.write = patched
 
 
 def slow_disk(metrics):

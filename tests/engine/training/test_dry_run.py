@@ -13,7 +13,12 @@ from omnilead.downstream import finetune
 from omnilead.engine import pretrain
 from omnilead.engine.data.loader import Batch, crop_order
 from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.dry_run import activation_bytes, as_on_a_gpu, kept_bytes, state_bytes
+from omnilead.engine.training.dry_run import (
+    activation_bytes,
+    gpu_operations,
+    saved_tensor_bytes,
+    state_bytes,
+)
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.read_settings import read_settings
 from omnilead.engine.training.run_folder import open_datasets
@@ -183,17 +188,17 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
     x_BSLT = torch.randn(3, 2, 12, 2500)
     masks = None if task.input.is_plain else np.ones((3, task.windows, 12, 1), bool)
     arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
-    with as_on_a_gpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with gpu_operations(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model(*arguments)
     for p in model.parameters():
         kept.pop(p.untyped_storage().data_ptr(), None)
     counted = sum(storage.nbytes() for storage in kept.values())
-    assert kept_bytes(task, model, places) == pytest.approx(counted, rel=0.02)
+    assert saved_tensor_bytes(task, model, places) == pytest.approx(counted, rel=0.02)
     if config.train.recompute_layers:
         order = crop_order(loader, datasets, task.selection)
         least = activation_bytes(task, model, order)
         model.encoder.recomputes = False
-        whole = kept_bytes(task, model, places)
+        whole = saved_tensor_bytes(task, model, places)
         assert counted < 0.7 * whole
         assert 3 * least == pytest.approx(counted + (whole - counted) / 8, rel=0.05)
 
