@@ -17,7 +17,7 @@ help:
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else 'Python 3.11 or newer is required: make PYTHON=python3.11')"
-	@echo "installing into .venv: about 1 GB, a few minutes"
+	@echo "installing into .venv: some 4 GB of disk, a few minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip==26.3
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
