@@ -429,7 +429,7 @@ class Dataset:
         return web_dataset(self, role, options)
 
     def keys(self, role: str) -> set[str]:
-        """The names in the shards of the crops of a role: source-record-NNN."""
+        """Returns the keys that a role's crops have in the shards: source-record-NNN."""
         from .other_programs import sample_keys
 
         return sample_keys(self, role)

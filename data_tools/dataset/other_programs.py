@@ -133,7 +133,7 @@ def web_dataset(dataset: Any, role: str, options: dict[str, Any]) -> Any:
     urls = [root.path(f"shards/{shard.name}") for shard in dataset.shards]
     stream = webdataset.WebDataset(urls, **{"shardshuffle": False} | options)
     if role != "all":
-        stream = stream.select(partial(_has_key, sample_keys(dataset, role)))
+        stream = stream.select(partial(_key_is_in, sample_keys(dataset, role)))
     return stream.map_dict(json=json.loads).map(_decode_sample)
 
 
@@ -150,7 +150,7 @@ def sample_keys(dataset: Any, role: str) -> set[str]:
     }
 
 
-def _has_key(keys: set[str], sample: dict[str, Any]) -> bool:
+def _key_is_in(keys: set[str], sample: dict[str, Any]) -> bool:
     return sample["__key__"] in keys
 
 

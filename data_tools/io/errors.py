@@ -70,7 +70,7 @@ class UserError(Exception):
 
 @contextmanager
 def naming_arguments() -> Iterator[None]:
-    """Errors that leave this block name arguments of Python instead of options. Also decorates a function."""
+    """Makes errors raised inside name Python arguments instead of options. Also a decorator."""
     try:
         yield
     except UserError as error:

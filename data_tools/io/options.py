@@ -1,5 +1,5 @@
-"""A command's options, declared once: the parameters of its Python function make its parser, its
-help, and the check of values in both.
+"""A command's options, declared once, as parameters of its Python function: its parser and help are
+made from them, and both the command and the function check values by them.
 
     Workers = Annotated[int | None, Option("reading threads (all)", "N", low=1)]
     def embed(model: Annotated[str, Option("RUN, or small", "RUN", "--model")], *, workers: Workers = None): ...

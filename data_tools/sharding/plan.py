@@ -300,8 +300,8 @@ def _check_patients(sources: Sequence[Source], scanned: _AllHeaders) -> None:
 def _drop_found_elsewhere(
     refused: list[Refused], labels: pa.Array, seen: Counter[str], in_dataset: bool
 ) -> list[Refused]:
-    """Drops refusals of listed records that exist in another folder and, with `in_dataset`, of
-    records whose file is missing but which a dataset among the sources may have."""
+    """Drops refusals of listed records that another folder has. With `in_dataset`, also of records
+    whose file is missing: a dataset among the sources may have them."""
     missing: list[Refused] = []
     left: list[Refused] = []
     for archive, key, reject in refused:

@@ -51,7 +51,7 @@ class RoleSources:
         archive changes no other."""
         if self.pretrain is None:
             return real_source(source) not in UNUSED_BY_PAPER
-        return has_source(source, self.pretrain) or "all" in self.pretrain
+        return contains_source(source, self.pretrain) or "all" in self.pretrain
 
     def to_meta(self, plan: str) -> dict[str, Any]:
         """Entries for dataset.json: `id_share`, and whatever differs from the default. With the plan
@@ -88,7 +88,7 @@ class RoleSources:
 PAPER_SOURCES = RoleSources()
 
 
-def has_source(source: str, names: Container[str]) -> bool:
+def contains_source(source: str, names: Container[str]) -> bool:
     """True if `names` has the source, or the one that a synthetic source imitates."""
     return source in names or real_source(source) in names
 
@@ -109,7 +109,7 @@ class Records:
     def is_from(self, *sources: str) -> np.ndarray:
         codes = []
         for code, name in enumerate(self.source_names):
-            if has_source(name, sources):
+            if contains_source(name, sources):
                 codes.append(code)
         return np.isin(self.source, codes)
 

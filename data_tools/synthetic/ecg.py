@@ -85,7 +85,7 @@ class _Rhythm(NamedTuple):
 
 
 class _Disturbance(NamedTuple):
-    """Three slow waves (breathing, electrodes) and the mains, and muscle noise."""
+    """Noise: three slow waves (of breathing and electrodes), power line hum, and muscle noise."""
 
     gain_mv: np.ndarray  # [BLOCK, 8 leads, 4]
     freq_hz: np.ndarray  # [BLOCK, 4]
@@ -273,7 +273,7 @@ def _add_bundle_branches(
     _add_bell(qrs, has["IRBBB"], vector, late)
 
 
-def _shape_findings(session: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
+def _change_qrs_and_t(session: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
     """Change QRS and T in place for conduction, infarction and voltage, equal in all sessions, and
     for ST-T."""
     has, own, rng = session.has, session.own, session.rng
@@ -356,7 +356,7 @@ def _conducted_waves(session: _Session) -> tuple[np.ndarray, np.ndarray, np.ndar
         waves[name] = _wave_vectors(name, shape, session.fs_hz, stretch if name == "QRS" else 1.0)
     qrs, t = waves["QRS"], waves["T"]
     top_mv = np.abs(qrs).max((1, 2))
-    _shape_findings(session, qrs, t)
+    _change_qrs_and_t(session, qrs, t)
     wobble_rad = np.deg2rad(2) * SESSION_JITTER * rng.gauss(3)
     turn = _rotation(session.patients.tilt_rad + wobble_rad)
     qrs = _turn_axis(session, turn @ qrs)

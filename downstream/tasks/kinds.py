@@ -456,8 +456,8 @@ def _best_threshold(y_N: Array, score_N: Array) -> float:
 
 
 def sensitive_points(y_NK: Array, scores_NK: Array, classes: Names) -> dict[str, list[float]]:
-    """{class: (score that 95 % of its positives reach, specificity at that score)}. Classes with
-    too few positives are left out."""
+    """Returns for each class the score that 95 % of its positives reach, and the specificity there.
+    Leaves out classes with too few positives."""
     points = {}
     for name, y_N, score_N in zip(classes, y_NK.T, scores_NK.T, strict=True):
         positive, negative = np.sort(score_N[y_N > 0]), score_N[y_N == 0]

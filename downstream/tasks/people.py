@@ -44,8 +44,8 @@ def people_of(datasets: Sequence[Dataset]) -> People:
 
 
 def people_of_sheet(sheet: JoinedSheet, datasets: Sequence[Dataset]) -> People:
-    """Returns the people, where a column `patient` of the sheet counts if a dataset knows no
-    patient."""
+    """Returns the patients of the datasets; for records without one, those in the sheet's column
+    `patient`."""
     people = people_of(datasets)
     if people.known_N.all() or "patient" not in sheet.cells.column_names:
         return people

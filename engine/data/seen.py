@@ -106,7 +106,7 @@ def dataset_marks(dataset: Dataset) -> set[str]:
 
 
 def key_marks(seen: pa.Table) -> set[str]:
-    """Returns the marks of the keys that hashed the names in a record of what a model has seen."""
+    """Returns the marks of the keys by which the names in seen.parquet were hashed."""
     return {*(seen.schema.metadata or {}).get(KEY_MARKS, b"").decode().split()}
 
 

@@ -125,7 +125,7 @@ def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float)
 
 
 class ConvStack(nn.Module):
-    """x_RLT -> z_RNF."""
+    """Convolutions that turn samples into tokens: x_RLT -> z_RNF."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -149,7 +149,7 @@ def process_state_restored() -> Iterator[None]:
         try:
             yield
         finally:
-            # compiled graphs keep the model alive, and a function has at most eight
+            # Compiled graphs keep the model alive, and torch compiles a function at most eight times
             if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()
             for name in os.environ.keys() - environment.keys():

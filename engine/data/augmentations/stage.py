@@ -1,4 +1,4 @@
-"""The base class of augmentations, which are stages of the formula, and the random numbers that they get.
+"""The base class of augmentations, which are applied one after the other, and their random numbers.
 
     p = Stage(settings).draw(random)            arrays, a function of (seed, epoch, crop, view)
     x = Stage(settings).apply(x, p, ops)        in torch, or in a DALI graph
