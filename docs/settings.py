@@ -4,19 +4,14 @@ the code.
 python -m docs.settings [FILE.md]
 """
 
-import ast
-import inspect
 import json
 import sys
-import textwrap
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
-
-from pydantic import BaseModel
+from typing import Any
 
 from omnilead.downstream.tasks.config import FinetuneConfig
+from omnilead.engine.settings.descriptions import described_schema
 from omnilead.engine.training.config import Config, RunConfig, flatten
 
 INTRO = """# Settings
@@ -53,28 +48,6 @@ BOUND_WORDS = {
 }
 
 
-def field_comments(section: type) -> dict[str, str]:
-    """{field: the comment beside it, or those above it}"""
-    found: dict[str, str] = {}
-    for part in reversed(section.__mro__):
-        if not (is_dataclass(part) or issubclass(part, BaseModel)) or part is BaseModel:
-            continue
-        lines = textwrap.dedent(inspect.getsource(part)).splitlines()
-        for node in ast.walk(ast.parse("\n".join(lines))):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                of_field = [
-                    line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno]
-                ]
-                above = node.lineno - 1
-                while lines[above - 1].strip().startswith("# "):
-                    above -= 1
-                of_field += [
-                    line.strip().removeprefix("# ") for line in lines[above : node.lineno - 1]
-                ]
-                found[node.target.id] = " ".join(filter(None, of_field)).replace("None:", "null:")
-    return found
-
-
 def allowed_values(schema: dict[str, Any]) -> str:
     """Says what a setting may be, from its JSON schema."""
     if "anyOf" in schema:
@@ -101,54 +74,46 @@ def allowed_values(schema: dict[str, Any]) -> str:
     )
 
 
-def setting_rows(kind: type[RunConfig], known: set[type]) -> Iterator[tuple[str, str]]:
+def setting_rows(kind: type[RunConfig], known: set[str]) -> Iterator[tuple[str, str]]:
     """Yields each setting with its row, of sections that are not `known` yet, and adds these to
     `known`."""
-    schema = kind.model_json_schema()
+    schema = described_schema(kind)
     defaults = flatten(kind().tree())
 
-    def rows_of_section(
-        prefix: str, section: type, of: dict[str, Any]
-    ) -> Iterator[tuple[str, str]]:
-        meaning = field_comments(section)
-        for name, one in of["properties"].items():
-            key, reference = (
-                f"{prefix}{name}",
-                next((x["$ref"] for x in (one, *one.get("anyOf", ())) if "$ref" in x), None),
-            )
-            inside = schema["$defs"][reference.rpartition("/")[2]] if reference else {}
-            if "properties" not in inside:
-                default = json.dumps(defaults.get(key, one.get("default")))
-                yield (
-                    key,
-                    f"| `{key}` | `{default}` | {meaning[name]} *({allowed_values(one | inside)})* |",
-                )
+    def rows_of_section(prefix: str, section: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        for name, setting in section["properties"].items():
+            key = f"{prefix}{name}"
+            references = [
+                part["$ref"] for part in (setting, *setting.get("anyOf", ())) if "$ref" in part
+            ]
+            below = references[0].rpartition("/")[2] if references else ""
+            inside = schema["$defs"].get(below, {})
+            if "properties" in inside:
+                if prefix or below not in known:
+                    known.add(below)
+                    yield from rows_of_section(f"{key}.", inside)
                 continue
-            hint = get_type_hints(section)[name]
-            below = next(part for part in (hint, *get_args(hint)) if isinstance(part, type))
-            if prefix or below not in known:
-                known.add(below)
-                yield from rows_of_section(f"{key}.", below, inside)
+            default = json.dumps(defaults.get(key, setting.get("default")))
+            values = allowed_values(setting | inside)
+            yield key, f"| `{key}` | `{default}` | {setting['description']} *({values})* |"
 
-    yield from rows_of_section("", kind, schema)
+    yield from rows_of_section("", schema)
 
 
 def page_text() -> str:
-    known: set[type] = set()
+    known: set[str] = set()
     pages = [INTRO]
     for title, kind in KINDS.items():
-        shared = sorted({name.partition(".")[0] for name in flatten(kind.defaults)})
-        same = [name for name in kind.model_fields if kind.model_fields[name].annotation in known]
+        fields = kind.model_fields
+        same = [
+            name for name in fields if getattr(fields[name].annotation, "__name__", "") in known
+        ]
         pages.append(f"## {title}\n")
         if same:
             differ = ", ".join(
                 f"`{key}` is {json.dumps(value)}" for key, value in flatten(kind.defaults).items()
             )
-            pages.append(
-                f"Sections {', '.join(same)} as in pre-training; by default {differ}.\n"
-                if shared
-                else ""
-            )
+            pages.append(f"Sections {', '.join(same)} as in pre-training; by default {differ}.\n")
         groups: dict[str, list[str]] = {}
         for key, row in setting_rows(kind, known):
             section, dot, _ = key.partition(".")

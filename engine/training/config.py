@@ -30,6 +30,7 @@ from ..model.config import ModelConfig, ObjectiveConfig, max_masked
 from ..model.folder import local_folder
 from ..model.window import CROP_S, HALF_S, InputConfig
 from ..settings.commandline import apply_overrides, read_yaml
+from ..settings.descriptions import described_schema
 from ..settings.errors import ConfigError, Flag
 from ..settings.files import CONFIGS as CONFIGS
 from ..settings.files import find_config, flatten, merge, read_plugins
@@ -392,7 +393,7 @@ def _with_dataset_paths(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_schema(kind: type[RunConfig] = Config) -> str:
-    return json.dumps(kind.model_json_schema(), indent=1)
+    return json.dumps(described_schema(kind), indent=1)
 
 
 def _validate(kind: type[Parsed], text: str, source: str = "") -> Parsed:

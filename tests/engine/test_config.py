@@ -16,6 +16,7 @@ from omnilead.engine.training.config import (
     build_config,
     check_config,
     deepspeed_json,
+    json_schema,
     load_config,
     micro_batch_and_passes,
     zero_stage,
@@ -51,6 +52,20 @@ def test_the_methods_of_the_paper_are_all_there_and_differ():
     assert trees["w2v"]["train"]["epochs"] == 200  # from its base
     eager = {name for name, tree in trees.items() if tree["train"]["compile"] == "eager"}
     assert eager == {"quickstart", "small"}  # over before they would be compiled
+
+
+@pytest.mark.parametrize("kind", [Config, FinetuneConfig])
+def test_the_schema_says_what_each_setting_is(kind):
+    schema = json.loads(json_schema(kind))
+    sections = [schema, *schema["$defs"].values()]
+    settings = {}
+    for section in sections:
+        settings |= section.get("properties", {})
+    unexplained = {name for name, one in settings.items() if "description" not in one}
+    assert unexplained <= set(kind.model_fields) - {"run", "start"}  # a section is not a setting
+    assert settings["log_every"]["description"] == "steps"
+    assert "Train and validate only" in settings["where"]["description"]  # a comment above
+    assert settings["padded"]["description"].startswith("keep the other leads")  # inherited
 
 
 @pytest.mark.parametrize(
