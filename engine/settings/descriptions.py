@@ -3,8 +3,8 @@
     described_schema(Config)["properties"]["run"]["description"]    # "folder of the run; ..."
 
 They are read when somebody asks for the schema. pydantic's `use_attribute_docstrings` would read them
-at each start, for a fifth of the time that importing the settings takes, and would miss those that
-AugmentConfig inherits.
+at each start, which makes importing the settings a third slower (0.64 instead of 0.48 CPU-seconds),
+and would miss those that AugmentConfig inherits.
 """
 
 import ast
