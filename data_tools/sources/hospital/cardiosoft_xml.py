@@ -1,6 +1,6 @@
-"""GE CardioSoft's XML export, which UK Biobank has too, one ECG per file. Reads the first strip:
-neither the median beats nor the full disclosure, since programs disagree on the order of its
-samples.
+"""Decodes GE CardioSoft's XML export, which UK Biobank uses too, with one ECG per file. The first strip is
+read. The median beats are not read, nor the full disclosure, because programs disagree on the order of the
+full disclosure's samples.
 
 An ECG at rest has its leads in StripData, an exercise ECG in a Strip there. UK Biobank's exercise
 ECGs have leads I, 2 and 3; as nothing says that the last two are II and III, they are ignored.
@@ -16,7 +16,7 @@ from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
 from .base import Decoded, Format, age_in_years, parse_xml, root_tag
 
-MAX_CARDIOSOFT_BYTES = 12 * 2**20  # a full disclosure of some minutes takes most of it
+MAX_CARDIOSOFT_BYTES = 12 * 2**20  # a file with a full disclosure of some minutes is nearly as large
 MAX_LEADS = 64
 NOT_MEASURED = -32768
 _SKIPPED = frozenset(
@@ -85,13 +85,13 @@ def _unit(fields: Fields, name: str) -> str:
 
 
 def _quantity(fields: Fields, name: str, unit: str, reason: str) -> float:
-    """A positive number in this unit."""
+    """Return the value of a field, a positive number. Raise a ReadError if its unit is not `unit`."""
     text, stated = _text(fields, name), _unit(fields, name)
     if stated.lower() != unit.lower():
         raise ReadError("unknown unit", f"{name} in {stated[:20]!r}, only {unit} is read")
     number = to_number(text)
     if not 0 < number < np.inf:
-        raise ReadError(reason, f"{name}: {text[:20]!r} is no positive number with a point")
+        raise ReadError(reason, f"{name}: {text[:20]!r} is not a positive number, with a decimal point if needed")
     return number
 
 
@@ -102,10 +102,10 @@ def _check_count(fields: Fields, name: str, counted: int, reason: str) -> None:
 
 
 def _steps(text: str, where: str) -> np.ndarray:
-    """Parses whole numbers between commas."""
+    """Parse whole numbers that are separated by commas."""
     try:
-        if not text.isascii() or "_" in text:  # int() would read both
+        if not text.isascii() or "_" in text:  # int() would accept underscores and digits of other scripts
             raise ValueError
         return np.array(list(map(int, text.split(","))), np.int32)
     except (ValueError, OverflowError):
-        raise ReadError("sample data", f"{where}: not whole numbers between commas") from None
+        raise ReadError("sample data", f"{where}: the samples are not whole numbers separated by commas") from None

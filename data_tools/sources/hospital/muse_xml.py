@@ -1,5 +1,5 @@
-"""GE MUSE's XML export, one resting ECG per file. Reads the rhythm waveform, not the median beat
-before it.
+"""Decodes GE MUSE's XML export, with one resting ECG per file. The rhythm waveform is read, not the median
+beat before it.
 
 MUSE stores I, II and V1 to V6. Apart from the signal, only the patient's id, age and sex are read:
 no names, dates, statements or comments. A DOCTYPE is allowed, entities are not.
@@ -16,7 +16,7 @@ from ...io.spreadsheet import to_number
 from .base import MAX_XML_BYTES, Decoded, Format, age_in_years, decode_base64, parse_xml, root_tag
 
 MAX_LEADS = 64
-# Fields that could shift or scale the samples, and the only value that is accepted
+# Fields that could shift or scale the samples, each with the only value that is accepted
 _WAVEFORM = {"SampleType": "CONTINUOUS_SAMPLES", "SampleExponent": "0"}
 _LEAD = {
     "LeadAmplitudeUnits": "MICROVOLTS",
@@ -41,11 +41,11 @@ def decode(data: bytes) -> Decoded:
     ]
     if len(rhythms) != 1:
         raise ReadError(
-            "rhythm waveform", f"{len(rhythms)} of {len(waveforms)} waveforms, 1 is read"
+            "rhythm waveform", f"{len(rhythms)} of {len(waveforms)} waveforms are rhythms, exactly 1 is read"
         )
     fields, leads = _fields(rhythms[0]), [_fields(lead) for lead in rhythms[0].iterfind("LeadData")]
     if len(leads) > MAX_LEADS:
-        raise ReadError("signal count", f"over {MAX_LEADS} leads")
+        raise ReadError("signal count", f"{len(leads)} leads, {MAX_LEADS} at most")
     _require_fields(fields, _WAVEFORM)
     if leads and not any(map(_is_on, leads)):
         raise ReadError("no valid lead", f"the file states LeadOff for all {len(leads)} leads")
@@ -86,22 +86,23 @@ def _is_on(fields: Fields) -> bool:
 
 
 def _samples(fields: Fields, name: str) -> np.ndarray | None:
-    """A lead's microvolts, None if it was off. Counts and checksum must match if the file states
-    them."""
+    """Return a lead's microvolts; None if the lead was off or has samples that were not measured. If the file
+    states counts and a checksum of the data, they must match."""
     _require_fields(fields, _LEAD)
     if "LeadAmplitudeUnits" not in fields:
-        raise ReadError("unknown unit", f"lead {name[:10]} states none")
+        raise ReadError("unknown unit", f"lead {name[:10]} states no unit")
     if not 0 < (uv_per_step := to_number(fields.get("LeadAmplitudeUnitsPerBit"))) <= 1000:
         raise ReadError(
             "gain",
-            f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step",
+            f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step, over 0 to "
+            "1000 are read",
         )
     data = decode_base64(fields.get("WaveFormData", ""), f"lead {name[:10]}: ")
     for field, value in zip(_COUNTS, (len(data), len(data) // 2, zlib.crc32(data)), strict=True):
         if field in fields and to_number(fields[field]) != value:
             raise ReadError(field, f"lead {name[:10]}: {value} found, {fields[field][:20]} stated")
     if len(data) % 2:
-        raise ReadError("sample count", f"lead {name[:10]}: an odd number of bytes")
+        raise ReadError("sample count", f"lead {name[:10]}: an odd number of bytes, each sample has 2")
     steps = np.frombuffer(data, "<i2")
     measured = _is_on(fields) and not (steps == -32768).any()
     return steps * uv_per_step if measured else None
