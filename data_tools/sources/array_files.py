@@ -25,12 +25,27 @@ from .zip_folder import is_in_zip
 ARRAY_ENDINGS = (".npy", ".npz", ".zarr", ".h5", ".hdf5")
 MAX_ARRAY_CHUNK = 64 * 2**20  # bytes; limited because a chunk is always decompressed as a whole
 MAX_ARRAY_META = 2**20
-LOCAL_ONLY = "arrays are only read from a local disk: copy them there, and unpack them if they are in a zip"
+LOCAL_ONLY = (
+    "arrays are only read from a local disk: copy them there, and unpack them if they are in a zip"
+)
 ZARR_META_FILES = ("zarr.json", ".zarray")
 # Codecs that only compute. Other codecs may run any code: one of zarr's loads pickles
-CODECS = {"blosc", "bytes", "crc32c", "gzip", "lz4", "sharding_indexed", "shuffle", "transpose"}
-CODECS |= {"zlib", "zstd"}
-NO_CODECS = {"regular", "default", "v2"}  # names in zarr.json that are chunk grids and key encodings
+SAFE_CODECS = {
+    "blosc",
+    "bytes",
+    "crc32c",
+    "gzip",
+    "lz4",
+    "sharding_indexed",
+    "shuffle",
+    "transpose",
+}
+SAFE_CODECS |= {"zlib", "zstd"}
+NON_CODEC_NAMES = {
+    "regular",
+    "default",
+    "v2",
+}  # names in zarr.json that are chunk grids and key encodings
 
 
 def path_inside(root: Folder, name: str) -> Path:
@@ -39,7 +54,9 @@ def path_inside(root: Folder, name: str) -> Path:
         raise StorageError(f"{root.url}/{name}: {LOCAL_ONLY}")
     place = root.path(name)
     if os.path.realpath(place) != place or not os.path.exists(place):
-        raise ReadError("not a regular file", f"{name}: does not exist, or its path has a link or `..`")
+        raise ReadError(
+            "not a regular file", f"{name}: does not exist, or its path has a link or `..`"
+        )
     return Path(place)
 
 
@@ -121,7 +138,9 @@ def open_hdf5(file: Any, part: str, name: str) -> Any:
     if not isinstance(member, h5py.Dataset):
         raise ReadError("unexpected HDF5 shape", f"{part}: {name} is not a dataset")
     if member.is_virtual or member.external:
-        raise ReadError("HDF5 points elsewhere", f"{part}: {name} is stored in other datasets or files")
+        raise ReadError(
+            "HDF5 points elsewhere", f"{part}: {name} is stored in other datasets or files"
+        )
     if member.chunks and math.prod(member.chunks) * member.dtype.itemsize > MAX_ARRAY_CHUNK:
         what = f"{part}: {member.name} {member.shape} in chunks of {member.chunks}, which are too large"
         raise ReadError("unexpected HDF5 shape", what)
@@ -161,27 +180,31 @@ def _open_zarr(root: Folder, place: str) -> Any:
     for meta in ZARR_META_FILES:
         if root.exists(f"{place}/{meta}"):
             facts = json.loads(root.read(f"{place}/{meta}", MAX_ARRAY_META))
-            if others := set(_names_in(facts)) - CODECS - NO_CODECS:
-                raise ReadError("zarr codec", f"{place}: not supported: {', '.join(sorted(map(str, others)))}")
+            if others := set(_names_in_metadata(facts)) - SAFE_CODECS - NON_CODEC_NAMES:
+                raise ReadError(
+                    "zarr codec", f"{place}: not supported: {', '.join(sorted(map(str, others)))}"
+                )
     if any(os.path.islink(root.path(name)) for name in root.names(place)):
         raise ReadError("zarr points elsewhere", f"{place}: contains links, which are not followed")
     array = zarr.open_array(root.path(place), mode="r")
     if math.prod(array.chunks) * array.dtype.itemsize > MAX_ARRAY_CHUNK:
-        raise ReadError("unexpected zarr shape", f"{place}: in chunks of {array.chunks}, which are too large")
+        raise ReadError(
+            "unexpected zarr shape", f"{place}: in chunks of {array.chunks}, which are too large"
+        )
     return array
 
 
-def _names_in(meta: Any) -> Iterator[Any]:
+def _names_in_metadata(meta: Any) -> Iterator[Any]:
     """Yield all names and ids, such as those of codecs, in the metadata of a zarr array."""
     if isinstance(meta, list):
         for part in meta:
-            yield from _names_in(part)
+            yield from _names_in_metadata(part)
     elif isinstance(meta, dict):
         for key, value in meta.items():
             if key in ("name", "id"):
                 yield value
             elif key != "attributes":
-                yield from _names_in(value)
+                yield from _names_in_metadata(value)
 
 
 def strip_padding(signal_LT: np.ndarray) -> np.ndarray:

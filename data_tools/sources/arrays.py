@@ -54,7 +54,7 @@ from .array_files import (
     path_inside,
     strip_padding,
 )
-from .base import Source, path_name, threadsafe_cache
+from .base import Source, name_with_folders, threadsafe_cache
 from .zip_folder import is_in_zip
 
 YAML, MAX_YAML = "arrays.yaml", 2**16
@@ -66,11 +66,11 @@ REQUIRED_ENTRIES = {
     "leads": "12 (I II III aVR aVL aVF V1 to V6), or the names of all leads in order",
 }
 MAX_ECGS, MAX_ARRAY_SAMPLES, MAX_ARRAY_TABLE = 20_000_000, 2_000_000, 2**29
-FIRST_SAMPLES = 64  # samples of each lead that stand for the waveform in a fingerprint
+FINGERPRINT_SAMPLES = 64  # samples of each lead that stand for the waveform in a fingerprint
 NOT_MEASURED = -32_768  # value of int16 samples that were not measured
 
 
-class ArrayFacts(BaseModel):
+class ArrayDescription(BaseModel):
     """The entries of arrays.yaml, which describe the arrays."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
@@ -107,7 +107,7 @@ class ArrayFacts(BaseModel):
         return named
 
     @property
-    def many(self) -> bool:
+    def has_many_ecgs(self) -> bool:
         """Return True if a file has many ECGs."""
         return "ecgs" in self.layout
 
@@ -127,7 +127,7 @@ class ArraySource(Source):
         """`options`: the fs_hz, unit and leads that the user states for a folder without arrays.yaml."""
         super().__init__(root)
         try:
-            self.facts = _read_facts(root, dict(options or {}))
+            self.facts = _read_description(root, dict(options or {}))
             if self.facts.table:
                 _read_table(root, self.facts)
             else:
@@ -147,7 +147,7 @@ class ArraySource(Source):
     def keys(self) -> Iterator[str]:
         for part in _array_files(self.root, self.facts.file):
             count = 1
-            if self.facts.many:
+            if self.facts.has_many_ecgs:
                 with suppress(ReadError):  # `read` raises the same error for the first key
                     count = _count_ecgs(self.root, part, self.facts)
             for row in range(count):
@@ -163,7 +163,7 @@ class ArraySource(Source):
             if (fs_hz := to_number(facts.fs_hz)) > 0:
                 length_s = shape[facts.layout.index("samples")] / fs_hz
                 text += f", {length_s:g} s long in the first file{', padded' * bool(facts.padding)}"
-        if facts.table and facts.many and not facts.index:
+        if facts.table and facts.has_many_ecgs and not facts.index:
             text += "; the rows of the table are in the order of the ECGs"
         return [text, self._unread_table()]
 
@@ -206,12 +206,12 @@ class ArraySource(Source):
 
     def name_for(self, key: str) -> str:
         part, _, row = key.rpartition("#")
-        return f"{record_stem(part)}_{row}" if self.facts.many else record_stem(part)
+        return f"{record_stem(part)}_{row}" if self.facts.has_many_ecgs else record_stem(part)
 
     def header(self, key: str) -> Header:
         """Return a record's header. Of a .npy file only the first samples are read."""
         record = self._read_ecg(key)
-        content = record.signal[:, :FIRST_SAMPLES].tobytes()
+        content = record.signal[:, :FINGERPRINT_SAMPLES].tobytes()
         stamp = self.root.stamp(key.rpartition("#")[0])
         samples, fs_hz, patient = record.signal.shape[1], record.fs_hz, record.patient
         return Header(record.name, self.name, samples, fs_hz, content, stamp, patient)
@@ -247,7 +247,7 @@ class ArraySource(Source):
             signal = signal.T
         if facts.padding:
             signal = strip_padding(signal)
-        name = path_name(part, self.name_for(key))
+        name = name_with_folders(part, self.name_for(key))
         if facts.record:
             if not cells["record"]:
                 raise ReadError("record name", f"the cell in column {facts.record} is empty")
@@ -282,7 +282,7 @@ def _mv_per_step(unit: str) -> float:
 # arrays.yaml
 
 
-def _read_facts(root: Folder, words: Any) -> ArrayFacts:
+def _read_description(root: Folder, words: Any) -> ArrayDescription:
     if root.remote or is_in_zip(root):
         raise DataError(LOCAL_ONLY)
     described = root.exists(YAML)
@@ -301,16 +301,18 @@ def _read_facts(root: Folder, words: Any) -> ArrayFacts:
         files = [name for name in root.children() if name.endswith(ARRAY_ENDINGS)]
         if len(files) != 1:
             kinds = ", ".join(ARRAY_ENDINGS)
-            raise DataError(f"{len(files)} files end in {kinds}: add `file: NAME` or a pattern to {YAML}")
+            raise DataError(
+                f"{len(files)} files end in {kinds}: add `file: NAME` or a pattern to {YAML}"
+            )
         words["file"] = glob.escape(files[0])
         if not described and not words.keys() >= REQUIRED_ENTRIES.keys():
             raise DataError(*_shortest_yaml(root, files[0]))
     try:
-        facts = ArrayFacts.model_validate(words)
+        facts = ArrayDescription.model_validate(words)
     except ValidationError as error:
         first = error.errors()[0]
         word = str(first["loc"][0])
-        mend = REQUIRED_ENTRIES.get(word, f"not one of {', '.join(ArrayFacts.model_fields)}")
+        mend = REQUIRED_ENTRIES.get(word, f"not one of {', '.join(ArrayDescription.model_fields)}")
         raise DataError(f"{YAML}: {word}: {first['msg']}: {mend}") from None
     if facts.name.startswith(SYNTHETIC):
         raise DataError(
@@ -321,7 +323,7 @@ def _read_facts(root: Folder, words: Any) -> ArrayFacts:
     _mv_per_step(facts.unit)
     if "fs_hz" not in facts.columns:
         rate_ratio(float(facts.fs_hz))
-    return _complete_facts(root, facts)
+    return _complete_description(root, facts)
 
 
 def _read_yaml(root: Folder) -> dict[Any, Any]:
@@ -331,11 +333,13 @@ def _read_yaml(root: Folder) -> dict[Any, Any]:
     except Exception as error:  # tags in a YAML file may raise many kinds of errors
         raise DataError(one_line(f"{YAML} is not valid YAML: {error}", 200)) from None
     if not isinstance(words, dict):
-        raise DataError(f"{YAML} holds no entries: write one `name: value` on each line, such as `fs_hz: 500`")
+        raise DataError(
+            f"{YAML} holds no entries: write one `name: value` on each line, such as `fs_hz: 500`"
+        )
     return words
 
 
-def _complete_facts(root: Folder, facts: ArrayFacts) -> ArrayFacts:
+def _complete_description(root: Folder, facts: ArrayDescription) -> ArrayDescription:
     """Return `facts` with the dataset and the layout filled in from the first file. Raise an error if not
     exactly one of each is possible."""
     part = _array_files(root, facts.file)[0]
@@ -343,7 +347,7 @@ def _complete_facts(root: Folder, facts: ArrayFacts) -> ArrayFacts:
         facts = facts.model_copy(update={"dataset": _only_array(root, part)})
     if not facts.layout:
         shape = open_array(root, part, facts.dataset).shape
-        facts = facts.model_copy(update={"layout": _guess_layout(shape, len(facts.leads))})
+        facts = facts.model_copy(update={"layout": _only_layout(shape, len(facts.leads))})
     axes = set(facts.layout)
     known = {"leads", "samples"} <= axes <= {"ecgs", "leads", "samples", "1"}
     if not known or len(axes) < len(facts.layout):
@@ -388,11 +392,13 @@ def _shortest_yaml(root: Folder, part: str) -> tuple[str, ...]:
     )
 
 
-def _guess_layout(shape: tuple[int, ...], leads: int) -> tuple[str, ...]:
+def _only_layout(shape: tuple[int, ...], leads: int) -> tuple[str, ...]:
     """Return the axes of an array, if its shape fits only one layout."""
     if len(shape) not in (2, 3):
         axes = "[ecgs, 1, samples, leads]"
-        raise DataError(f"the array has shape {list(shape)}: name its axes in {YAML}, such as `layout: {axes}`")
+        raise DataError(
+            f"the array has shape {list(shape)}: name its axes in {YAML}, such as `layout: {axes}`"
+        )
     readings: list[tuple[str, ...]] = [("leads", "samples"), ("samples", "leads")]
     if len(shape) == 3:
         readings = [("ecgs", *axes) for axes in readings]
@@ -418,7 +424,7 @@ def _array_files(root: Folder, pattern: str) -> list[str]:
 
 
 @lru_cache(maxsize=32)
-def _open_array(root: Folder, part: str, facts: ArrayFacts) -> Any:
+def _open_array(root: Folder, part: str, facts: ArrayDescription) -> Any:
     values = open_array(root, part, facts.dataset)
     most = {"ecgs": MAX_ECGS, "samples": MAX_ARRAY_SAMPLES, "leads": len(facts.leads), "1": 1}
     shape = dict(zip(facts.layout, values.shape, strict=False))
@@ -434,26 +440,30 @@ def _open_array(root: Folder, part: str, facts: ArrayFacts) -> Any:
     return values
 
 
-def _count_ecgs(root: Folder, part: str, facts: ArrayFacts) -> int:
+def _count_ecgs(root: Folder, part: str, facts: ArrayDescription) -> int:
     """Return the number of ECGs in a file."""
     return (
-        int(_open_array(root, part, facts).shape[facts.layout.index("ecgs")]) if facts.many else 1
+        int(_open_array(root, part, facts).shape[facts.layout.index("ecgs")])
+        if facts.has_many_ecgs
+        else 1
     )
 
 
 @threadsafe_cache
-def _read_table(root: Folder, facts: ArrayFacts) -> ArrayTable:
+def _read_table(root: Folder, facts: ArrayDescription) -> ArrayTable:
     path, columns = path_inside(root, facts.table), facts.columns
     if path.stat().st_size > MAX_ARRAY_TABLE:
         raise ReadError("file too large", f"{facts.table}: over {MAX_ARRAY_TABLE:,} bytes")
     if not columns:
-        raise DataError(f"table: {facts.table}: no column of it is named: add `patient: COLUMN` to {YAML}")
+        raise DataError(
+            f"table: {facts.table}: no column of it is named: add `patient: COLUMN` to {YAML}"
+        )
     cells = read_cells(str(path), "patients", next(iter(columns.values())))
     if absent := set(columns.values()) - set(cells.column_names):
         there = ", ".join(cells.column_names[:20])
         raise DataError(f"{facts.table}: no column {', '.join(sorted(absent))}: it has {there}")
     cells = cells_as_text(pa.table([cells[name] for name in columns.values()], list(columns)))
-    if not facts.many:
+    if not facts.has_many_ecgs:
         if not facts.record:
             raise DataError(
                 f"{facts.table}: a table for many files needs their names: add `record: COLUMN` to {YAML}"
@@ -493,7 +503,7 @@ def _row_of_text(column: pa.ChunkedArray, name: str) -> dict[str, int]:
 
 
 @lru_cache(maxsize=32)
-def _read_column(root: Folder, part: str, name: str, facts: ArrayFacts) -> list[str]:
+def _read_column(root: Folder, part: str, name: str, facts: ArrayDescription) -> list[str]:
     """Read the array `name`, which holds one value for each ECG of a file, as text."""
     values, count = open_array(root, part, name), _count_ecgs(root, part, facts)
     if values.shape != (count,) or values.dtype.kind not in "iufbSU":
@@ -502,7 +512,7 @@ def _read_column(root: Folder, part: str, name: str, facts: ArrayFacts) -> list[
     return [cell.decode() if isinstance(cell, bytes) else str(cell) for cell in values[:].tolist()]
 
 
-def _ecg_cells(root: Folder, part: str, row: int, facts: ArrayFacts) -> dict[str, str | None]:
+def _ecg_cells(root: Folder, part: str, row: int, facts: ArrayDescription) -> dict[str, str | None]:
     """Return {entry of arrays.yaml: cell} of an ECG, from the table or from arrays in the same file."""
     if not facts.table:
         return {
@@ -510,7 +520,7 @@ def _ecg_cells(root: Folder, part: str, row: int, facts: ArrayFacts) -> dict[str
         }
     table, table_row = _read_table(root, facts), row
     if table.rows is not None:
-        key = str(row) if facts.many else Path(part).stem
+        key = str(row) if facts.has_many_ecgs else Path(part).stem
         if key not in table.rows:
             raise ReadError("not in the table", f"no row for {key}")
         table_row = table.rows[key]

@@ -28,7 +28,7 @@ from ..io.errors import MISSING_FILE, ReadError, StorageError, machine_error, pr
 from ..io.storage import Folder
 from ..io.terminal import tell
 
-_ONE_THREAD = threading.RLock()
+_OWN_SOURCE_LOCK = threading.RLock()
 P = ParamSpec("P")
 T = TypeVar("T")
 # A RECORDS file of PhysioNet names the records in its folder, or subfolders, with a slash at the end
@@ -149,7 +149,9 @@ def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
     as a ReadError. Failing storage or a lack of memory is raised, which stops the run."""
     try:
         if not key.isprintable():
-            raise ReadError("file name", "the name is not UTF-8 or contains control characters: rename the file")
+            raise ReadError(
+                "file name", "the name is not UTF-8 or contains control characters: rename the file"
+            )
         if isinstance(key, AbsentKey):
             raise ReadError(MISSING_FILE, f"listed in {key.table}")
         return call(key)
@@ -170,7 +172,7 @@ def read_record(source: Source, key: str) -> EcgRecord:
     called from one thread at a time, unless its `thread_safe` is True."""
     if is_builtin(source):
         return with_amplitude_doubt(source.read(key))
-    with nullcontext() if source.thread_safe else _ONE_THREAD:
+    with nullcontext() if source.thread_safe else _OWN_SOURCE_LOCK:
         record = source.read(key)
         if not record.stored:
             record = replace(record, signal=record.signal.copy())
@@ -180,7 +182,7 @@ def read_record(source: Source, key: str) -> EcgRecord:
 def read_header(source: Source, key: str) -> Header:
     """Read a record's header. A user's own source is called from one thread at a time, unless its
     `thread_safe` is True, because its `header` may call `read`."""
-    with nullcontext() if is_builtin(source) or source.thread_safe else _ONE_THREAD:
+    with nullcontext() if is_builtin(source) or source.thread_safe else _OWN_SOURCE_LOCK:
         return source.header(key)
 
 
@@ -188,7 +190,7 @@ def is_builtin(source: Source) -> bool:
     return type(source).__module__.startswith(__name__.rpartition(".")[0])
 
 
-class Prepared(NamedTuple):
+class PreparedRecord(NamedTuple):
     """A record as a dataset would store it, cut into crops."""
 
     source: str
@@ -201,13 +203,13 @@ class Prepared(NamedTuple):
     fs_hz: float  # sampling rate of the recording, before resampling
 
 
-def prepare_record(source: Source, key: str) -> Prepared | ReadError:
+def prepare_record(source: Source, key: str) -> PreparedRecord | ReadError:
     """Read one record from its archive and prepare its crops, without a dataset. Return a ReadError if the
     record is refused."""
     return read_safely(partial(_prepare_record, source), key)
 
 
-def _prepare_record(source: Source, key: str) -> Prepared:
+def _prepare_record(source: Source, key: str) -> PreparedRecord:
     record = read_record(source, key)
     count = crop_count(record.signal.shape[1], record.fs_hz)
     if not count:
@@ -225,10 +227,10 @@ def _prepare_record(source: Source, key: str) -> Prepared:
     flags = tuple(crop_flags(record, crop) for crop in crops)
     patient = known_patient(record.patient)
     samples = samples[: len(crops)]
-    return Prepared(name, record.name, patient, samples, starts, halves, flags, record.fs_hz)
+    return PreparedRecord(name, record.name, patient, samples, starts, halves, flags, record.fs_hz)
 
 
-def pseudonymize_record(key: bytes | None, ecg: Prepared) -> Prepared:
+def pseudonymize_record(key: bytes | None, ecg: PreparedRecord) -> PreparedRecord:
     """Return the record with the record name and patient id that a dataset made with this key would store."""
     record = pseudonym(key, "r", ecg.source, ecg.record)
     return ecg._replace(record=record, patient=dataset_patient(key, ecg.source, ecg.patient))
@@ -241,13 +243,15 @@ def dataset_patient(key: bytes | None, source: str, patient: str | None) -> str 
     return pseudonym(key, "p", patient_source(source), name) if name else None
 
 
-def path_name(key: str, stem: str) -> str:
+def name_with_folders(key: str, stem: str) -> str:
     """Return a record name that includes the names of the folders below the root, because in some archives
     every patient's folder contains a `rec_1`."""
     place = re.sub(r"[^A-Za-z0-9_-]+", "_", posixpath.dirname(key))
     name = f"{place}_{stem}" if place else stem
     if len(name) > 64:
-        raise ReadError("record name", f"{len(name)} characters with its folders, 64 at most: shorten the names")
+        raise ReadError(
+            "record name", f"{len(name)} characters with its folders, 64 at most: shorten the names"
+        )
     return name
 
 
@@ -286,7 +290,9 @@ def absent_records(
         try:
             lines = root.read(table, MAX_RECORDS).decode("utf-8", "replace").split("\n")
         except ReadError as error:
-            if error.reason != MISSING_FILE:  # a missing list is no error: not every archive has one
+            if (
+                error.reason != MISSING_FILE
+            ):  # a missing list is no error: not every archive has one
                 why = f"a list {RECORDS}: {error.reason}" if root.private else error
                 tell(f"note: {root.url}: {why}: not compared with the files")
             continue

@@ -46,10 +46,12 @@ class Code15(Source):
             except ReadError:
                 yield part  # one key for the whole part; `read` raises the same error for it
                 continue
-            for row in np.flatnonzero(exams):  # rows with exam id 0 fill the end of a part and hold no ECG
+            for row in np.flatnonzero(
+                exams
+            ):  # rows with exam id 0 fill the end of a part and hold no ECG
                 there.add(str(exams[row]))
                 yield f"{part.removesuffix('.hdf5')}#{row}"
-        for exam in _exams(self.root):
+        for exam in _exams_by_id(self.root):
             if exam not in there:
                 yield absent_key(exam, EXAMS_CSV)
 
@@ -72,7 +74,7 @@ class Code15(Source):
         part, _, row = key.partition("#")
         tracings, exams = _tracings_and_exam_ids(self.root, f"{part.removesuffix('.hdf5')}.hdf5")
         exam = str(int(exams[int(row)]))
-        table = _exams(self.root)
+        table = _exams_by_id(self.root)
         if exam not in table:
             raise ReadError("not in exams.csv", f"exam {exam}")
         try:
@@ -133,7 +135,9 @@ def _check_shapes(part: str, tracings: Any, exams: Any) -> None:
 
 
 @threadsafe_cache
-def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None, tuple[str, ...]]]:
+def _exams_by_id(
+    root: Folder,
+) -> dict[str, tuple[str | None, float | None, str | None, tuple[str, ...]]]:
     """Return {exam_id: (patient, age, sex, diagnoses)}. Death and follow-up times are never read."""
     return {
         row["exam_id"]: (

@@ -134,7 +134,9 @@ class CopiedCrops:
 
     def read(self, index: int, out: np.ndarray) -> Crop:
         if index not in self.crops:
-            raise ReadError("no valid lead", f"the dataset has no crop at {index * CROP / FS_HZ:g} s")
+            raise ReadError(
+                "no valid lead", f"the dataset has no crop at {index * CROP / FS_HZ:g} s"
+            )
         crop = self.crops[index]
         place = (crop[name] for name in ("row", "shard", "offset", "crc32c"))
         try:
@@ -168,7 +170,9 @@ def _index_batches(order: pa.Array) -> Iterator[pa.Array]:
 class _StoredRecord(NamedTuple):
     name: str
     columns: dict[str, Any]  # the value of each of RECORD_COLUMNS
-    crops: list[dict[str, Any]]  # the values of CROP_COLUMNS and the row of each crop, in order of time
+    crops: list[
+        dict[str, Any]
+    ]  # the values of CROP_COLUMNS and the row of each crop, in order of time
     warnings: list[list[str]]
 
 

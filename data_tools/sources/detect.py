@@ -22,7 +22,7 @@ from ..io.terminal import tell
 from .arrays import ArraySource
 from .base import (
     AbsentKey,
-    Prepared,
+    PreparedRecord,
     Source,
     links_hint,
     missing_note,
@@ -47,7 +47,7 @@ __all__ = [
     "ARCHIVES",
     "AbsentKey",
     "DataError",
-    "Prepared",
+    "PreparedRecord",
     "ReadError",
     "Source",
     "key_mark",
@@ -133,7 +133,7 @@ def open_sources(
         return dataset_sources(root)
     if kind == "auto":
         sources = _detect_below(root, names, anonymous)
-        left = LeftOut(root, sources, besides)
+        left = LeftOutFiles(root, sources, besides)
         read = tuple(dict.fromkeys(source.name for source in sources))
         if left.wfdb:
             sources.append(WfdbFolder(root, tuple(left.places)))
@@ -141,15 +141,15 @@ def open_sources(
         if next(vendors.keys(), None):
             sources.append(vendors)
         if sources:
-            sources[0].left_out = left.sentence(archives=read)
+            sources[0].left_out = left.note(archives=read)
     else:
         sources = [ArraySource(root, arrays) if kind == "arrays" else _open_kind(root, kind)]
         # Files of other formats are not counted: HospitalFiles counts them itself, and which files a
         # user's own source reads is unknown
         if ":" in kind or isinstance(sources[0], HospitalFiles):
-            sources[0].left_out = LeftOut(root, [], besides).sentence()
+            sources[0].left_out = LeftOutFiles(root, [], besides).note()
         else:
-            sources[0].left_out = LeftOut(root, sources, besides).sentence(kind)
+            sources[0].left_out = LeftOutFiles(root, sources, besides).note(kind)
     if sources:
         return sources
     some = "" if private else f" ({', '.join(names[:5])}, ...)"
@@ -170,7 +170,8 @@ def _open_kind(root: Folder, kind: str) -> Source:
             raise DataError(Flag("--source"), f" {kind}: {error_with_line(error)}") from None
         if not (isinstance(reader, type) and issubclass(reader, Source)):
             raise DataError(
-                Flag("--source"), f" {kind}: the class is not a subclass of data_tools.sources.Source"
+                Flag("--source"),
+                f" {kind}: the class is not a subclass of data_tools.sources.Source",
             )
         try:
             return reader(root)
@@ -184,7 +185,8 @@ def _open_kind(root: Folder, kind: str) -> Source:
         return HospitalFiles(root, kind)
     known = [*ARCHIVES, HospitalFiles.name, *HOSPITAL_FORMATS]
     raise DataError(
-        Flag("--source"), f" {kind}: unknown format: choose auto, {', '.join(known)} or your own file.py:Class"
+        Flag("--source"),
+        f" {kind}: unknown format: choose auto, {', '.join(known)} or your own file.py:Class",
     )
 
 
@@ -226,7 +228,7 @@ def places_read(root: Folder, sources: Sequence[Source]) -> set[str]:
     return read
 
 
-class LeftOut:
+class LeftOutFiles:
     """Finds the files and links below a folder that none of its archives reads.
 
     Folders that an archive reads are not searched: that of MIMIC-IV-ECG has 800,000 subfolders."""
@@ -249,7 +251,9 @@ class LeftOut:
         if not sources:
             self._add_links(root, root.links())
         if "" in self.read or not sources:
-            self.places = [""]  # hospital files may be anywhere; WFDB headers need not be searched for
+            self.places = [
+                ""
+            ]  # hospital files may be anywhere; WFDB headers need not be searched for
         else:
             self._search("")
 
@@ -261,7 +265,7 @@ class LeftOut:
             if any(place_read.startswith(f"{path}/") for place_read in self.read):
                 self._search(path)
             elif name.lower().endswith((".hea", *HOSPITAL_ENDINGS)):
-                self._add(path, [path])
+                self._add_files(path, [path])
             elif not (self.root.remote and looks_like_file(name)):
                 self._add_folder(path)
 
@@ -273,7 +277,7 @@ class LeftOut:
             return
         self._add_links(self.root, self.root.links(path))
         try:
-            self._add(path, list(self.root.names(path)))
+            self._add_files(path, list(self.root.names(path)))
         except (StorageError, OSError):
             self.unlisted.append(path)
 
@@ -283,7 +287,7 @@ class LeftOut:
             if os.path.realpath(place) not in self.opened:
                 self.links.append(place.removeprefix(f"{self.root.url}/"))
 
-    def _add(self, path: str, names: Sequence[str]) -> None:
+    def _add_files(self, path: str, names: Sequence[str]) -> None:
         """Note that no archive reads `path`, and add the files there to the lists by their endings."""
         if names:
             self.places.append(path)
@@ -295,7 +299,7 @@ class LeftOut:
             elif name.lower().endswith(HOSPITAL_ENDINGS):
                 self.vendors.append(name)
 
-    def sentence(self, kind: str = "", archives: Sequence[str] = ()) -> str:
+    def note(self, kind: str = "", archives: Sequence[str] = ()) -> str:
         """Return a note on files and links that are not read, and on WFDB records outside of these `archives`;
         "" if there are none. `kind`: the format that the user chose, if any; then the note also counts files
         of other formats."""
@@ -310,12 +314,14 @@ class LeftOut:
             clauses.append(f"reads {records} outside of {others}, of unknown patients{first}")
         if self.capitals:
             count = len(self.capitals)
-            names = f"{count:,} of its files" if self.root.private else self._named(self.capitals)
+            names = (
+                f"{count:,} of its files" if self.root.private else self._first_paths(self.capitals)
+            )
             clauses.append(f"does not read {names}: a header's name ends in .hea")
         if self.unlisted:
-            clauses.append(f"could not list {self._named(self.unlisted)}")
+            clauses.append(f"could not list {self._first_paths(self.unlisted)}")
         if self.links:
-            clauses.append(f"does not follow linked folders: {self._named(self.links)}")
+            clauses.append(f"does not follow linked folders: {self._first_paths(self.links)}")
         if kind and (files := self._other_files()):
             look = "1 file that looks like an ECG"
             if len(files) > 1:
@@ -329,7 +335,7 @@ class LeftOut:
             return [name for name in self.root.names() if name.lower().endswith(HOSPITAL_ENDINGS)]
         return [*self.wfdb, *self.vendors]
 
-    def _named(self, folders: Sequence[str]) -> str:
+    def _first_paths(self, folders: Sequence[str]) -> str:
         if self.root.private:
             return f"{len(folders)} of its folders"
         return ", ".join(folders[:3]) + ", ..." * (len(folders) > 3)

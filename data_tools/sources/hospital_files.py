@@ -31,11 +31,11 @@ from ..ecg.record import (
 from ..ecg.resampling import rate_ratio
 from ..io.errors import ReadError
 from ..io.storage import Folder, prefetch
-from .base import Source, path_name
+from .base import Source, name_with_folders
 from .hospital import aecg, cardiosoft_xml, dicom, edf, muse_xml, philips_xml, scp
-from .hospital.base import Format, root_tag
+from .hospital.base import FileFormat, root_tag
 
-HOSPITAL_FORMATS: dict[str, Format] = {
+HOSPITAL_FORMATS: dict[str, FileFormat] = {
     "muse-xml": muse_xml.FORMAT,
     "dicom": dicom.FORMAT,
     "philips-xml": philips_xml.FORMAT,
@@ -49,11 +49,11 @@ MAX_HOSPITAL_BYTES = max(reader.max_bytes for reader in HOSPITAL_FORMATS.values(
 # A file with one of these endings counts as a record, which is refused if it cannot be read
 HOSPITAL_ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")
 # What anonymised files state in place of a patient's id
-_ANONYMOUS_IDS = (
+_ANONYMOUS_ID_LIST = (
     "anonymous, anonymized, anonymised, anon, unknown, none, null, n/a, na, 0, -, ., ?, unk, noid, "
     "no id, unidentified, test, not available"
 )
-ANONYMOUS_IDS = set(_ANONYMOUS_IDS.split(", "))
+ANONYMOUS_IDS = set(_ANONYMOUS_ID_LIST.split(", "))
 
 
 class HospitalFiles(Source):
@@ -125,7 +125,7 @@ class HospitalFiles(Source):
         )
         if key.isascii() and not set("[]{}") & set(key):
             with suppress(ReadError):  # the name would be too long
-                return path_name(key, stem)
+                return name_with_folders(key, stem)
         return hashed_name(stem, key)
 
     def source_of(self, key: str) -> str:

@@ -36,7 +36,7 @@ from ..io.storage import Folder
 MAX_HEADER_BYTES, MAX_LINE, MAX_SIGNALS, MAX_WFDB_SAMPLES = 65_536, 512, 64, 2_000_000
 GAIN_RANGE = (1e-3, 1e9)  # smallest and largest gain, in steps per mV
 # {signal format: n}: a sample of -2**n was not measured
-INVALID_BITS = {
+NOT_MEASURED_BITS = {
     16: 15,
     24: 23,
     32: 31,
@@ -51,7 +51,7 @@ INVALID_BITS = {
     524: 23,
 }
 # {signal format: (bytes, samples) of its smallest block}, to compute a file's size; FLAC formats have none
-FORMAT_UNITS = {
+FORMAT_BLOCKS = {
     8: (1, 1),
     16: (2, 1),
     24: (3, 1),
@@ -64,18 +64,20 @@ FORMAT_UNITS = {
     311: (4, 3),
 }
 FLAC_FORMATS = (508, 516, 524)
-MAX_FALLBACK_VALUES = 8_000_000  # limits the memory, because the wfdb package converts samples to int64
+MAX_FALLBACK_VALUES = (
+    8_000_000  # limits the memory, because the wfdb package converts samples to int64
+)
 
 _COMMENT = re.compile(r"#\s{0,8}(Age|Sex|Dx)\s{0,8}:(.*)", re.IGNORECASE)
-_FORMAT = re.compile(r"(\d{1,3})(?:x(\d{1,6}))?(?::(\d{1,6}))?(?:\+(\d{1,9}))?", re.ASCII)
+_SIGNAL_FORMAT = re.compile(r"(\d{1,3})(?:x(\d{1,6}))?(?::(\d{1,6}))?(?:\+(\d{1,9}))?", re.ASCII)
 _GAIN = re.compile(r"([-+.\deEnaif]{1,32})(?:\((-?\d{1,10})\))?(?:/(\S{1,16}))?", re.ASCII)
-_SIGNALS = re.compile(
+_SIGNAL_LINE = re.compile(
     r"^(\S+)[ \t]+(\S+)[ \t]+(\S+)[ \t]+\d{1,2}[ \t]+(-?\d{1,10})[ \t]+"
     r"(-?\d{1,10})[ \t]+(-?\d{1,5})[ \t]+\d{1,10}[ \t]+(\S.*)$",
     re.ASCII | re.MULTILINE,
 )
-_FILE = re.compile(r"[A-Za-z0-9_-]{1,64}(?:\.[A-Za-z0-9]{1,8})?", re.ASCII)
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}(?:\.mat)?", re.ASCII)
+_SIGNAL_FILE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}(?:\.[A-Za-z0-9]{1,8})?", re.ASCII)
+_RECORD_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}(?:\.mat)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ class WfdbHeader:
     age: float | None
     sex: str | None
     dx: str
-    warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail) on the age and sex in the comments
+    warnings: tuple[
+        tuple[str, str], ...
+    ] = ()  # (reason, detail) on the age and sex in the comments
 
 
 def peek_header(data: bytes) -> tuple[str, int, float, int]:
@@ -155,7 +159,7 @@ def _parse_record_line(line: str) -> tuple[str, int, float, int]:
     fields = line.split(maxsplit=4)
     if len(fields) < 4:
         raise ReadError("record line incomplete", f"{len(fields)} of 4 fields")
-    if not _NAME.fullmatch(fields[0]):
+    if not _RECORD_NAME.fullmatch(fields[0]):
         raise ReadError(
             "record name",
             "a multi-segment record, which is not read"
@@ -180,18 +184,19 @@ def _parse_signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
     for line in lines:
         if len(line) > MAX_LINE:
             raise ReadError("header line too long", f"{len(line)} characters, {MAX_LINE} at most")
-    rows = _SIGNALS.findall("\n".join(lines))
+    rows = _SIGNAL_LINE.findall("\n".join(lines))
     if len(rows) != len(lines):
-        bad = next(line for line in lines if not _SIGNALS.fullmatch(line))
+        bad = next(line for line in lines if not _SIGNAL_LINE.fullmatch(line))
         raise ReadError(
             "signal line",
             f"a line has {len(bad.split(maxsplit=8))} of 9 fields, or a field is not of its type",
         )
     columns = tuple(zip(*rows, strict=True))
     for file in set(columns[0]):
-        if not _FILE.fullmatch(file):
+        if not _SIGNAL_FILE_NAME.fullmatch(file):
             raise ReadError(
-                "signal file name", f"{file[:40]}: letters, digits, _ and - with one ending are read"
+                "signal file name",
+                f"{file[:40]}: letters, digits, _ and - with one ending are read",
             )
     return columns
 
@@ -208,7 +213,10 @@ def _parse_columns(
         except ReadError:
             if lead.upper() in LEAD_INDEX:
                 raise
-            per_mv, baseline = 1.0, 0  # a unit such as litres or mmHg; such a channel is ignored later
+            per_mv, baseline = (
+                1.0,
+                0,
+            )  # a unit such as litres or mmHg; such a channel is ignored later
         rows.append(
             (*_format_and_offset(form), per_mv, int(zero) if baseline is None else baseline)
         )
@@ -217,7 +225,7 @@ def _parse_columns(
 
 
 def _format_and_offset(text: str) -> tuple[int, int]:
-    match = _FORMAT.fullmatch(text)
+    match = _SIGNAL_FORMAT.fullmatch(text)
     if not match:
         raise ReadError("signal format", f"{text[:20]} is not a WFDB format")
     code, per_frame, skew, offset = (
@@ -276,7 +284,7 @@ def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: s
         warnings = _checksum_warnings(header, signal)
     else:
         signal, warnings = _read_with_wfdb(root, place, header), []
-    bits = INVALID_BITS.get(header.formats[0])
+    bits = NOT_MEASURED_BITS.get(header.formats[0])
     invalid = None if bits is None else -(2**bits)
     rest = source, None, header.age, header.sex, parse_dx(header.dx), (*warnings, *header.warnings)
     return EcgRecord(
@@ -308,7 +316,9 @@ def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
                 f"offset {offset}, begins with {first_bytes}: expected {len(begin)} and {begin.hex()}",
             )
     interleaved = np.frombuffer(data, "<i2", offset=offset).reshape(header.samples, signals)
-    return np.ascontiguousarray(interleaved.T)  # contiguous rows, because later steps work lead by lead
+    return np.ascontiguousarray(
+        interleaved.T
+    )  # contiguous rows, because later steps work lead by lead
 
 
 def _checksum_warnings(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
@@ -343,18 +353,19 @@ def _read_checked(root: Folder, place: str, file: str, header: WfdbHeader) -> by
             "not the expected MATLAB file",
             f"format {code}, offsets {sorted(offsets)}: only format 16 in one file with one offset is read",
         )
-    if len(offsets) > 1 or code not in (*FORMAT_UNITS, *FLAC_FORMATS):
+    if len(offsets) > 1 or code not in (*FORMAT_BLOCKS, *FLAC_FORMATS):
         raise ReadError("signal format", f"{code} with offsets {sorted(offsets)} is not read")
     if code in FLAC_FORMATS:
         return root.read(posixpath.join(place, file), 8 * MAX_FALLBACK_VALUES)
     values = header.samples * header.files.count(file)
-    block, per_block = FORMAT_UNITS[code]
+    block, per_block = FORMAT_BLOCKS[code]
     smallest = -(-values * block // per_block)  # the last block may be incomplete
     largest = -(-values // per_block) * block
     data = root.read(posixpath.join(place, file), max(offsets) + largest)
     if len(data) < max(offsets) + smallest:
         raise ReadError(
-            "signal file size", f"{len(data)} bytes, {max(offsets) + smallest} expected from the header"
+            "signal file size",
+            f"{len(data)} bytes, {max(offsets) + smallest} expected from the header",
         )
     return data
 

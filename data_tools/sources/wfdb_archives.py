@@ -40,7 +40,7 @@ from .base import (
     absent_key,
     absent_records,
     headers_and_orphans,
-    path_name,
+    name_with_folders,
     read_table,
     threadsafe_cache,
 )
@@ -49,7 +49,7 @@ from .wfdb import MAX_HEADER_BYTES, WfdbHeader, parse_header, peek_header, read_
 PTBXL_FOLDERS = ("records500", "records100")
 PTBXL_CSV, MAX_PTBXL_CSV = "ptbxl_database.csv", 256 * 2**20
 # Characters of a cell in scp_codes that are parsed; limited because literal_eval is recursive
-MAX_STATEMENTS = 4096
+MAX_SCP_CODES_CHARS = 4096
 CHALLENGE_DATABASES = (
     "chapman_shaoxing",
     "cpsc_2018",
@@ -70,7 +70,7 @@ PTBXL_CSV_PATHS = (
 )
 MIMIC_LIST, MAX_MIMIC_LIST = "record_list.csv", 512 * 2**20
 ACCEPTABLE_LIST = "RECORDS-acceptable"
-_PATH = re.compile(r"files/p\d{4}/p(\d{8})/s(\d+)/\2", re.ASCII)
+_MIMIC_PATH = re.compile(r"files/p\d{4}/p(\d{8})/s(\d+)/\2", re.ASCII)
 
 
 class WfdbSource(Source):
@@ -128,7 +128,7 @@ class WfdbSource(Source):
 
     def read(self, key: str) -> EcgRecord:
         header = parse_header(self._header_bytes(key))
-        self.check(header)
+        self.check_leads_and_files(header)
         name = self.record_name(key, stated_name(header.name, key))
         return self.enrich(read_record(self.root, key, header, name, self.source_of(key)), key)
 
@@ -137,7 +137,7 @@ class WfdbSource(Source):
             raise ReadError("no header", f"{key.rsplit('/', 1)[-1]} has no .hea file beside it")
         return self.root.read(key, MAX_HEADER_BYTES)
 
-    def check(self, header: WfdbHeader) -> None:
+    def check_leads_and_files(self, header: WfdbHeader) -> None:
         """Raise a ReadError unless the record has the twelve leads in one file with the record's name, as in
         all large archives."""
         known = {LEAD_INDEX.get(lead.upper()) for lead in header.leads} - {None}
@@ -145,7 +145,8 @@ class WfdbSource(Source):
             raise ReadError("not twelve leads", ", ".join(header.leads)[:80])
         if set(header.files) != {header.name + self.suffix}:
             raise ReadError(
-                "signal file name", f"{header.files[0]}: all signals must be in {header.name + self.suffix}"
+                "signal file name",
+                f"{header.files[0]}: all signals must be in {header.name + self.suffix}",
             )
 
 
@@ -188,7 +189,9 @@ class PtbXl(WfdbSource):
         return f"{self._folder()}/{thousand}/{name}_{ending}.hea"
 
     def places(self) -> list[str]:
-        return list(PTBXL_FOLDERS)  # both, so that no other source reads the same ECGs at the other rate
+        return list(
+            PTBXL_FOLDERS
+        )  # both, so that no other source reads the same ECGs at the other rate
 
     def _folder(self) -> str:
         return next(filter(self.root.exists, PTBXL_FOLDERS), PTBXL_FOLDERS[0])
@@ -248,7 +251,7 @@ def parse_statements(scp_codes: str) -> dict[str, float]:
     """Parse a cell of scp_codes, a Python dict of {statement: likelihood in per cent}. A likelihood that is
     not a number becomes 0."""
     try:
-        parsed = ast.literal_eval(scp_codes[:MAX_STATEMENTS])
+        parsed = ast.literal_eval(scp_codes[:MAX_SCP_CODES_CHARS])
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         parsed = {}
     if not isinstance(parsed, dict):
@@ -420,7 +423,7 @@ class MimicIvEcg(WfdbSource):
             yield from super().keys()
             return
         for row in read_table(self.root, MIMIC_LIST, MAX_MIMIC_LIST, ("subject_id", "path")):
-            match = _PATH.fullmatch(row["path"])
+            match = _MIMIC_PATH.fullmatch(row["path"])
             yield (
                 f"{row['path']}.hea"
                 if match and match[1] == row["subject_id"]
@@ -435,7 +438,7 @@ class MimicIvEcg(WfdbSource):
         return iter(()) if self.root.exists(MIMIC_LIST) else super().links()
 
     def patient(self, name: str, key: str) -> str | None:
-        match = _PATH.fullmatch(key.removesuffix(".hea"))
+        match = _MIMIC_PATH.fullmatch(key.removesuffix(".hea"))
         return match[1] if match else None
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
@@ -479,7 +482,7 @@ class WfdbFolder(WfdbSource):
         return [""]
 
     def record_name(self, key: str, stem: str) -> str:
-        return path_name(key, stem)
+        return name_with_folders(key, stem)
 
     def notes(self) -> list[str]:
         if self.within != ("",):
@@ -488,7 +491,7 @@ class WfdbFolder(WfdbSource):
         mend = "if they belong to a known archive, pass that as SRC, or set --source"
         return [f"{self.root.url}: {why}: {mend}"]
 
-    def check(self, header: WfdbHeader) -> None:
+    def check_leads_and_files(self, header: WfdbHeader) -> None:
         """Accept any leads and files."""
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:

@@ -33,24 +33,26 @@ from ..io.storage import Folder, LocalFolder, folder, local_sort_key, prefetch
 from ..io.terminal import tell
 
 MAX_MEMBERS, MAX_DIRECTORY = 10_000_000, 2**31
-DIRECTORIES_HELD = 1024
+MAX_CACHED_DIRECTORIES = 1024
 REQUEST_BYTES = 2**24  # of a zip's directory that one request reads
-MAX_FIELD = 2**16  # no name, extra field or comment has as many bytes
+MAX_FIELD_BYTES = 2**16  # no name, extra field or comment has as many bytes
 # Layouts of the parts of a zip, without versions and times. ENTRY, in the directory: system, flags, method,
 # CRC-32, packed and unpacked bytes, lengths of name, extra field and comment, Unix mode, position of the
 # member. HEADER, before a member's data: signature, method, lengths of name and extra field. END_RECORD,
 # after the directory: numbers of disks and entries, length and position of the directory
 ENTRY, HEADER = struct.Struct("<4xxB2x2H4x3L3H6xHL"), struct.Struct("<4s4xH16x2H")
 END_RECORD, END_RECORD_64 = struct.Struct("<4x4H2LH"), struct.Struct("<16x2L4Q")
-IN_EXTRA = 2**32 - 1  # stands for a number that needs more than 32 bits and is in the extra field
+IN_EXTRA_FIELD = (
+    2**32 - 1
+)  # stands for a number that needs more than 32 bits and is in the extra field
 STORED, DEFLATED = 0, 8
 LINK, ENCRYPTED = -1, -2
 UTF8, UNIX = 1 << 11, 3
-DAMAGED = "the zip's directory is damaged, or the zip is split: download the zip again"
+DAMAGED_DIRECTORY = "the zip's directory is damaged, or the zip is split: download the zip again"
 # Files that need no check when a zip is opened: a record that lacks one of them is refused anyway
 RECORD_ENDINGS = (b".hea", b".dat", b".mat")
-MAX_CHECKED = 256
-_LOCK = threading.Lock()
+MAX_CHECKED_MEMBERS = 256
+_INDEX_LOCK = threading.Lock()
 
 
 class Member(NamedTuple):
@@ -95,7 +97,7 @@ def _sort_key(path: str) -> bytes:
     return (b"\2" + place.replace(b"/", b"\0\2") + b"\0" if slash else b"") + b"\1" + name
 
 
-def _path_of_key(key: bytes) -> str:
+def _path_of_sort_key(key: bytes) -> str:
     text = key[1:].replace(b"\0\2", b"/").replace(b"\0\1", b"/")
     return text.decode(errors="surrogatepass")
 
@@ -111,7 +113,7 @@ class Zip:
 
     @property
     def index(self) -> ZipIndex:
-        with _LOCK:
+        with _INDEX_LOCK:
             return _read_index(self.base, self.file, self.version)
 
     def path(self, name: str) -> str:
@@ -124,14 +126,18 @@ class Zip:
             size = min(member.end - member.begin, most)
             data = self.base.read_range(self.file, member.begin, size)
         except OSError as error:
-            raise StorageError(f"{self.base.url}: cannot read a zip: {error.strerror or error}") from None
+            raise StorageError(
+                f"{self.base.url}: cannot read a zip: {error.strerror or error}"
+            ) from None
         if len(data) >= HEADER.size:
             signature, method, length, extra = HEADER.unpack_from(data)
             begin = HEADER.size + length
             known = signature, method, crc32(data[HEADER.size : begin])
             if known == (b"PK\3\4", member.method, member.name):
                 return memoryview(data)[begin + extra : begin + extra + member.packed]
-        raise ReadError("damaged zip", f"{name}: the zip holds something else at this file's position")
+        raise ReadError(
+            "damaged zip", f"{name}: the zip holds something else at this file's position"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +145,9 @@ class ZipFolder(LocalFolder):
     """A zip that is read like a folder, or a folder in which each zip x.zip appears as a folder x."""
 
     base: Folder
-    zips: dict[str, Zip] = field(compare=False)  # by name of the folder that stands for the zip; "" if the archive is one zip
+    zips: dict[str, Zip] = field(
+        compare=False
+    )  # by name of the folder that stands for the zip; "" if the archive is one zip
     remote: bool
 
     def zip_and_path(self, name: str) -> tuple[Zip | None, str]:
@@ -163,7 +171,7 @@ class ZipFolder(LocalFolder):
         is_whole = member.size <= limit
         _check_member(member, name, limit if not cut else member.size)
         most = member.packed if is_whole else limit
-        data = zipped.read_packed(member, name, HEADER.size + 2 * MAX_FIELD + most)
+        data = zipped.read_packed(member, name, HEADER.size + 2 * MAX_FIELD_BYTES + most)
         try:
             if member.method == DEFLATED and is_whole:
                 data = memoryview(deflate_decompress(data, member.size))
@@ -172,7 +180,10 @@ class ZipFolder(LocalFolder):
         except (DeflateError, zlib.error):
             data = data[:0]
         if is_whole and (len(data) != member.size or crc32(data) != member.crc):
-            raise ReadError("damaged zip", f"{name}: its data do not have the size and CRC-32 that the zip states")
+            raise ReadError(
+                "damaged zip",
+                f"{name}: its data do not have the size and CRC-32 that the zip states",
+            )
         return bytes(data[:limit])
 
     def stamp(self, name: str) -> bytes:
@@ -192,7 +203,7 @@ class ZipFolder(LocalFolder):
         zipped, path = self.zip_and_path(under)
         if zipped:
             before = f"{under}/" if under else ""
-            yield from (before + _path_of_key(key) for key in zipped.index.below(path))
+            yield from (before + _path_of_sort_key(key) for key in zipped.index.below(path))
         elif under:
             yield from self.base.names(under)
         else:
@@ -222,12 +233,12 @@ class ZipFolder(LocalFolder):
         keys = {key.partition(b"\0")[0] for key in zipped.index.below(path)}
         if not keys:
             raise StorageError(f"cannot list {self.path(under)}: no such folder in the zip")
-        return sorted(map(_path_of_key, keys))
+        return sorted(map(_path_of_sort_key, keys))
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _raise_read_only(self, *_: Any, **__: Any) -> NoReturn:
         raise StorageError(f"{self.url}: a zip can only be read: choose another folder")
 
-    size = read_range = write = publish = workdir = remove = _refuse
+    size = read_range = write = publish = workdir = remove = _raise_read_only
 
 
 def _check_member(member: Member, name: str, limit: int) -> None:
@@ -237,7 +248,8 @@ def _check_member(member: Member, name: str, limit: int) -> None:
         raise ReadError("encrypted", f"{name}: the file is encrypted in the zip: unpack the zip")
     if member.method not in (STORED, DEFLATED):
         raise ReadError(
-            "zip compression", f"{name}: compression method {member.method} is not read: unpack the zip"
+            "zip compression",
+            f"{name}: compression method {member.method} is not read: unpack the zip",
         )
     if member.size > limit:
         raise ReadError("file too large", f"{name}: {member.size} bytes, {limit} at most")
@@ -252,7 +264,7 @@ def _check_member(member: Member, name: str, limit: int) -> None:
 # The directory of a zip
 
 
-@lru_cache(maxsize=DIRECTORIES_HELD)
+@lru_cache(maxsize=MAX_CACHED_DIRECTORIES)
 def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
     place = f"a zip in {base.url} (unzip -tq finds it)" if base.private else base.path(file)
     try:
@@ -264,15 +276,15 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
         index = _parse_directory(b"".join(read), count, begin)
         # Check files that may be tables: if a name in the directory were damaged, the loss of its table would
         # go unnoticed
-        names = (_path_of_key(key) for key in index.keys if not key.endswith(RECORD_ENDINGS))
-        for name in islice(names, MAX_CHECKED):
+        names = (_path_of_sort_key(key) for key in index.keys if not key.endswith(RECORD_ENDINGS))
+        for name in islice(names, MAX_CHECKED_MEMBERS):
             if (member := index.find(name)) and member.method >= 0:
                 Zip(base, file, version).read_packed(member, name, 2**13)
         return index
     except OSError as error:
         raise StorageError(f"{place}: {error.strerror or error}") from None
     except (struct.error, OverflowError):
-        raise StorageError(f"{place}: {DAMAGED}") from None
+        raise StorageError(f"{place}: {DAMAGED_DIRECTORY}") from None
     except ReadError as error:
         raise StorageError(f"{place}: {error.reason if base.private else error}") from None
 
@@ -280,7 +292,7 @@ def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
 def _directory_count_and_range(base: Folder, file: str) -> tuple[int, int, int]:
     """Return (number of entries, start, end) of a zip's directory."""
     size = base.size(file)
-    first = max(0, size - MAX_FIELD - END_RECORD_64.size)
+    first = max(0, size - MAX_FIELD_BYTES - END_RECORD_64.size)
     tail = base.read_range(file, first, size - first)
     position = tail.rfind(b"PK\5\6")
     if position < 0:
@@ -288,14 +300,14 @@ def _directory_count_and_range(base: Folder, file: str) -> tuple[int, int, int]:
     end = first + position
     disk, start, here, count, length, begin, comment = END_RECORD.unpack_from(tail, position)
     if position + END_RECORD.size + comment != len(tail):
-        raise ReadError(DAMAGED)
+        raise ReadError(DAMAGED_DIRECTORY)
     # A locator before the end record leads to the Zip64 end record, which holds 64-bit numbers
     if tail[max(0, position - 20) : position].startswith(b"PK\6\7"):
         (end,) = struct.unpack_from("<Q", tail, position - 12)
         numbers = END_RECORD_64.unpack(base.read_range(file, end, END_RECORD_64.size))
         disk, start, here, count, length, begin = numbers
     if disk or start or here != count or begin + length != end:
-        raise ReadError(DAMAGED)
+        raise ReadError(DAMAGED_DIRECTORY)
     if count > MAX_MEMBERS or length > MAX_DIRECTORY:
         raise ReadError(
             f"the zip has {count:,} members, listed in {length:,} bytes: at most {MAX_MEMBERS:,} members and "
@@ -311,10 +323,10 @@ def _parse_directory(data: bytes, count: int, end: int) -> ZipIndex:
         fields = ENTRY.unpack_from(data, position)
         system, flags, method, crc, packed, size, length, extra, comment, mode, begin = fields
         if not data.startswith(b"PK\1\2", position):
-            raise ReadError(DAMAGED)
+            raise ReadError(DAMAGED_DIRECTORY)
         position += ENTRY.size + length
         name = data[position - length : position]
-        if IN_EXTRA in (size, packed, begin):
+        if IN_EXTRA_FIELD in (size, packed, begin):
             size, packed, begin = _zip64_numbers(
                 (size, packed, begin), data[position : position + extra]
             )
@@ -332,7 +344,7 @@ def _parse_directory(data: bytes, count: int, end: int) -> ZipIndex:
         least = begin + HEADER.size + length + packed
         numbers.extend((begin, least, packed, size, crc, method, crc32(name)))
     if position != len(data) or not keys:
-        raise ReadError(DAMAGED)
+        raise ReadError(DAMAGED_DIRECTORY)
     return _build_index(keys, np.frombuffer(numbers, np.int64).reshape(len(keys), -1), end)
 
 
@@ -343,7 +355,9 @@ def _zip64_numbers(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
         kind, length = struct.unpack_from("<2H", extra)
         if kind == 1:
             more = iter(struct.unpack_from(f"<{length // 8}Q", extra, 4))
-            return tuple(next(more, number) if number == IN_EXTRA else number for number in numbers)
+            return tuple(
+                next(more, number) if number == IN_EXTRA_FIELD else number for number in numbers
+            )
         extra = extra[4 + length :]
     return numbers
 

@@ -29,10 +29,10 @@ def ptbxl(root):
         "ptb-xl",
         1,
         {
-            "HR00002": "records500/00000/00002_hr.hea: in ptbxl_database.csv",
-            "HR01500": "records500/01000/01500_hr.hea: in ptbxl_database.csv",
-            "HR12001": "records500/12000/12001_hr.hea: in ptbxl_database.csv",
-            "HR20999": "records500/20000/20999_hr.hea: in ptbxl_database.csv",
+            "HR00002": "records500/00000/00002_hr.hea: listed in ptbxl_database.csv",
+            "HR01500": "records500/01000/01500_hr.hea: listed in ptbxl_database.csv",
+            "HR12001": "records500/12000/12001_hr.hea: listed in ptbxl_database.csv",
+            "HR20999": "records500/20000/20999_hr.hea: listed in ptbxl_database.csv",
         },
     )
 
@@ -213,7 +213,7 @@ def test_the_key_of_an_absent_record_reaches_other_processes():
     key = pickle.loads(pickle.dumps(absent_key("a/b.hea", "RECORDS")))
     error = read_safely(str, key)
     assert isinstance(error, ReadError)
-    assert (error.reason, error.detail) == (MISSING_FILE, "in RECORDS")
+    assert (error.reason, error.detail) == (MISSING_FILE, "listed in RECORDS")
 
 
 def test_a_file_called_records_in_a_folder_without_wfdb_is_no_list(tmp_path):

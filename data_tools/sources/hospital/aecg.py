@@ -12,18 +12,16 @@ import numpy as np
 from ...ecg.record import AGE_UNITS, LEADS, MV_PER_UNIT, unit_name
 from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
-from .base import MAX_XML_BYTES, Decoded, Format, age_in_years, parse_xml, root_tag
+from .base import MAX_XML_BYTES, DecodedEcg, FileFormat, age_in_years, parse_xml, root_tag
 
 SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 YEARS_PER_UCUM_UNIT = dict(zip(("a", "mo", "wk", "d", "h"), AGE_UNITS.values(), strict=True))
 AGE_CODES = ("21612-7", "30525-0")  # LOINC codes of the reported age and of the age
 # Without codes such as MDC_ECG_LEAD_dI, which is derived from EASI leads
-LEAD_OF_CODE = {
-    f"MDC_ECG_LEAD_{name}": lead for lead in LEADS for name in (lead, lead.upper())
-}
+LEAD_OF_CODE = {f"MDC_ECG_LEAD_{name}": lead for lead in LEADS for name in (lead, lead.upper())}
 NOT_MEASURED = -32768  # some devices write this value for samples that were not measured
-_SUBJECT = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
-_SEX = "administrativeGenderCode"
+_SUBJECT_PATH = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
+_SEX_TAG = "administrativeGenderCode"
 _SKIPPED = frozenset(
     (
         "derivation",
@@ -37,7 +35,7 @@ _SKIPPED = frozenset(
 )
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes) -> DecodedEcg:
     root = parse_xml(data, _SKIPPED)
     if root.tag != "AnnotatedECG":
         raise ReadError("unknown format", f"not aECG: its root is {root.tag[:40]}")
@@ -59,16 +57,18 @@ def decode(data: bytes) -> Decoded:
                 raise ReadError("duplicated lead", lead)
             signals[lead] = _microvolts(sequence, lead)
     if len(rates) != 1:
-        raise ReadError("sampling rate", f"{len(rates)} different rates in one sequence set, 1 is read")
+        raise ReadError(
+            "sampling rate", f"{len(rates)} different rates in one sequence set, 1 is read"
+        )
     notes = []
     if len(sets) > 1:
         notes.append(("further waveforms", f"the first of {len(sets)} sequence sets was read"))
-    patient = _attribute(root, f"{_SUBJECT}/id", "extension")
-    sex = _attribute(root, f"{_SUBJECT}/*/{_SEX}", "code")
-    return Decoded(signals, rates.pop(), patient or None, _age(root), sex, tuple(notes))
+    patient = _attribute(root, f"{_SUBJECT_PATH}/id", "extension")
+    sex = _attribute(root, f"{_SUBJECT_PATH}/*/{_SEX_TAG}", "code")
+    return DecodedEcg(signals, rates.pop(), patient or None, _age(root), sex, tuple(notes))
 
 
-FORMAT = Format(lambda head, name: root_tag(head) == "AnnotatedECG", decode, MAX_XML_BYTES)
+FORMAT = FileFormat(lambda head, name: root_tag(head) == "AnnotatedECG", decode, MAX_XML_BYTES)
 
 
 def _attribute(element: Element, path: str, name: str) -> str:

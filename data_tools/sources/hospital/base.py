@@ -18,7 +18,7 @@ from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
 
 
-class Decoded(NamedTuple):
+class DecodedEcg(NamedTuple):
     """An ECG decoded from a vendor's file."""
 
     signals: dict[str, np.ndarray]  # {lead name: microvolts}; NaN where not measured
@@ -36,11 +36,15 @@ def age_in_years(number: str, unit: str, years: Mapping[str, float]) -> float | 
     return f"{number} {unit}" if number and math.isnan(age) else age
 
 
-class Format(NamedTuple):
+class FileFormat(NamedTuple):
     """A file format with one ECG per file."""
 
-    looks_like: Callable[[bytes, str], bool]  # called with the file's first 4 KiB and its name; never raises
-    decode: Callable[[bytes], Decoded]  # called with the whole file; raises a ReadError to refuse it
+    looks_like: Callable[
+        [bytes, str], bool
+    ]  # called with the file's first 4 KiB and its name; never raises
+    decode: Callable[
+        [bytes], DecodedEcg
+    ]  # called with the whole file; raises a ReadError to refuse it
     max_bytes: int
 
 
@@ -48,7 +52,7 @@ class Format(NamedTuple):
 MAX_XML_BYTES = 4 * 2**20
 MAX_DEPTH = 32
 MAX_ELEMENTS = 20_000
-_UTF16 = (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")
+_UTF16_STARTS = (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")
 
 
 def parse_xml(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
@@ -91,7 +95,7 @@ def parse_xml(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
         raise ReadError("XML entity", "entities and default attributes are not read")
 
     # Some files declare UTF-16, but are stored as UTF-8
-    declares_utf16 = b"utf-16" in data[:200].lower() and not data.startswith(_UTF16)
+    declares_utf16 = b"utf-16" in data[:200].lower() and not data.startswith(_UTF16_STARTS)
     parser = expat.ParserCreate("utf-8" if declares_utf16 else None)
     parser.buffer_text, parser.buffer_size = True, 2**16
     parser.StartElementHandler = start

@@ -14,9 +14,11 @@ import numpy as np
 from ...ecg.record import AGE_UNITS, lead_name
 from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
-from .base import Decoded, Format, age_in_years, parse_xml, root_tag
+from .base import DecodedEcg, FileFormat, age_in_years, parse_xml, root_tag
 
-MAX_CARDIOSOFT_BYTES = 12 * 2**20  # a file with a full disclosure of some minutes is nearly as large
+MAX_CARDIOSOFT_BYTES = (
+    12 * 2**20
+)  # a file with a full disclosure of some minutes is nearly as large
 MAX_LEADS = 64
 NOT_MEASURED = -32768
 _SKIPPED = frozenset(
@@ -25,7 +27,7 @@ _SKIPPED = frozenset(
 Fields = dict[str, Element]
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes) -> DecodedEcg:
     root = parse_xml(data, _SKIPPED)
     if root.tag != "CardiologyXML":
         raise ReadError("unknown format", f"not CardioSoft XML: its root is {root.tag[:40]}")
@@ -44,7 +46,7 @@ def decode(data: bytes) -> Decoded:
     person = {field.tag: field for field in root.iterfind("PatientInfo/*")}
     place, strip = strips[0]
     fields = {field.tag: field for field in (*place, *strip)}
-    return Decoded(
+    return DecodedEcg(
         _signals(strip, fields),
         _quantity(fields, "SampleRate", "Hz", "sampling rate"),
         _text(person, "PID"),
@@ -54,7 +56,9 @@ def decode(data: bytes) -> Decoded:
     )
 
 
-FORMAT = Format(lambda head, name: root_tag(head) == "CardiologyXML", decode, MAX_CARDIOSOFT_BYTES)
+FORMAT = FileFormat(
+    lambda head, name: root_tag(head) == "CardiologyXML", decode, MAX_CARDIOSOFT_BYTES
+)
 
 
 def _signals(strip: Element, fields: Fields) -> dict[str, np.ndarray]:
@@ -70,7 +74,7 @@ def _signals(strip: Element, fields: Fields) -> dict[str, np.ndarray]:
         name = lead_name(lead.get("lead", "").strip())
         if name in signals:
             raise ReadError("duplicated lead", name[:10])
-        steps = _steps(lead.text or "", f"lead {name[:10]}")
+        steps = _parse_steps(lead.text or "", f"lead {name[:10]}")
         _check_count(fields, "ChannelSampleCountTotal", len(steps), "sample count")
         signals[name] = np.where(steps == NOT_MEASURED, np.nan, steps * uv_per_step)
     return signals
@@ -91,7 +95,10 @@ def _quantity(fields: Fields, name: str, unit: str, reason: str) -> float:
         raise ReadError("unknown unit", f"{name} in {stated[:20]!r}, only {unit} is read")
     number = to_number(text)
     if not 0 < number < np.inf:
-        raise ReadError(reason, f"{name}: {text[:20]!r} is not a positive number, with a decimal point if needed")
+        raise ReadError(
+            reason,
+            f"{name}: {text[:20]!r} is not a positive number, with a decimal point if needed",
+        )
     return number
 
 
@@ -101,11 +108,15 @@ def _check_count(fields: Fields, name: str, counted: int, reason: str) -> None:
         raise ReadError(reason, f"{counted} found, {name} states {stated!r}: export the ECG again")
 
 
-def _steps(text: str, where: str) -> np.ndarray:
+def _parse_steps(text: str, where: str) -> np.ndarray:
     """Parse whole numbers that are separated by commas."""
     try:
-        if not text.isascii() or "_" in text:  # int() would accept underscores and digits of other scripts
+        if (
+            not text.isascii() or "_" in text
+        ):  # int() would accept underscores and digits of other scripts
             raise ValueError
         return np.array(list(map(int, text.split(","))), np.int32)
     except (ValueError, OverflowError):
-        raise ReadError("sample data", f"{where}: the samples are not whole numbers separated by commas") from None
+        raise ReadError(
+            "sample data", f"{where}: the samples are not whole numbers separated by commas"
+        ) from None

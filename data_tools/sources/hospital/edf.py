@@ -15,7 +15,7 @@ import numpy as np
 from ...ecg.record import LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
 from ...ecg.resampling import rate_ratio
 from ...io.errors import ReadError
-from .base import Decoded, Format
+from .base import DecodedEcg, FileFormat
 
 MAX_EDF_BYTES = 12 * 2**20
 # (name, bytes) of each signal field. The header stores a field of all signals before the next field. Fields
@@ -36,14 +36,14 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORE
 # both sides (`ECG - I`). Otherwise it is a minus sign (`ECG -I`)
 _LABEL = re.compile(r"(?:(?:ECG|EKG|LEAD)(?:-[ _.:]*|[ _.:]*(?:-[ _.:]+)?))*(-?)(.*)", re.DOTALL)
 # The patient field of EDF+: code, sex, birthdate, name
-_PATIENT = re.compile(
-    r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE
-)
+_PATIENT_FIELD = re.compile(r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE)
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes) -> DecodedEcg:
     if data[:1] == b"\xff":
-        raise ReadError("BDF", "BDF files, which have samples of 24 bits, are not read: convert the file to EDF")
+        raise ReadError(
+            "BDF", "BDF files, which have samples of 24 bits, are not read: convert the file to EDF"
+        )
     signals = _parse_header(data)
     sizes = [_whole_number(size, "samples of a record", 1) for size in signals["samples"]]
     records = _whole_number(_text(data[236:244]), "records", 1)
@@ -62,14 +62,16 @@ def decode(data: bytes) -> Decoded:
     samples = {len(uv) // records for uv in leads.values()}  # in one data record
     if len(samples) > 1 or duration_s <= 0:
         stated = ", ".join(map(str, sorted(samples)))
-        raise ReadError("sampling rate", f"leads with {stated} samples in a data record of {duration_s:g} s")
+        raise ReadError(
+            "sampling rate", f"leads with {stated} samples in a data record of {duration_s:g} s"
+        )
     fs_hz = samples.pop() / duration_s
     rate_ratio(fs_hz)  # raises a ReadError if the rate is not supported
     warnings = []
     if inverted:
         detail = f"{' '.join(inverted)}: labelled with a minus, inverted again"
         warnings.append(("inverted lead", detail))
-    return Decoded(leads, fs_hz, *_patient_and_sex(data), tuple(warnings))
+    return DecodedEcg(leads, fs_hz, *_patient_and_sex(data), tuple(warnings))
 
 
 def _leads_and_inverted(
@@ -93,9 +95,9 @@ def _leads_and_inverted(
     return leads, inverted
 
 
-MAGIC = (b"0       ", b"\xffBIOSEMI")
-FORMAT = Format(
-    lambda head, name: head[:8] in MAGIC or name.lower().endswith((".edf", ".bdf")),
+FIRST_BYTES = (b"0       ", b"\xffBIOSEMI")
+FORMAT = FileFormat(
+    lambda head, name: head[:8] in FIRST_BYTES or name.lower().endswith((".edf", ".bdf")),
     decode,
     MAX_EDF_BYTES,
 )
@@ -164,7 +166,7 @@ def _microvolts(steps: np.ndarray, fields: dict[str, str], lead: str) -> np.ndar
 def _patient_and_sex(data: bytes) -> tuple[str | None, None, str | None]:
     """Return (code, None for the age, sex) from the patient field if it is valid EDF+. Otherwise return three
     times None, because a name could be taken for a code."""
-    person = _PATIENT.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None
+    person = _PATIENT_FIELD.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None
     return (
         (None if person[1] == "X" else person[1], None, person[2]) if person else (None, None, None)
     )

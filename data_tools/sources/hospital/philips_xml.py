@@ -16,16 +16,21 @@ import numpy as np
 from ...ecg.record import AGE_UNITS, LEADS, lead_name
 from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
-from .base import MAX_XML_BYTES, Decoded, Format, decode_base64, parse_xml, root_tag
+from .base import MAX_XML_BYTES, DecodedEcg, FileFormat, decode_base64, parse_xml, root_tag
 
 MAX_PHILIPS_LEADS, MAX_PHILIPS_SAMPLES = 32, 30_000
 ECG_S = 10
-PULSE_S = (10.6, 10.7, 10.9, 11)  # zeros begin at 10.6 s, the pulse at 10.7 s, zeros again at 10.9 s, to 11 s
+PULSE_S = (
+    10.6,
+    10.7,
+    10.9,
+    11,
+)  # zeros begin at 10.6 s, the pulse at 10.7 s, zeros again at 10.9 s, to 11 s
 PULSE_UV = 1000
 MAX_LZW_STRINGS = 767  # that a decoder of LZW with 10-bit codes learns
 END_CODE = 1023  # the LZW code that ends a lead
 # Fields that could shift, scale or hide the samples, each with the only value that is accepted
-_EXPECTED = {
+_REQUIRED_FIELDS = {
     "dataencoding": "base64",
     "compression": "xli",
     "bitspersample": "16",
@@ -33,7 +38,7 @@ _EXPECTED = {
     "signalsigned": "true",
 }
 # Names of fields, mostly in version 1.03, and their names in version 1.04
-_ALIASES = {
+_FIELD_ALIASES = {
     "compressmethod": "compression",
     "nbitspersample": "bitspersample",
     "signalresolution": "resolution",
@@ -49,21 +54,25 @@ _SKIPPED = frozenset(
         "reportinfo",
     )
 )
-_PERSON = "patient/generalpatientdata"
-_LETTERS = [chr(byte) for byte in range(256)]
+_PERSON_PATH = "patient/generalpatientdata"
+_SINGLE_LETTERS = [chr(byte) for byte in range(256)]
 StatedFields = dict[str, list[str]]
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes) -> DecodedEcg:
     root = parse_xml(data, _SKIPPED)
     if root.tag != "restingecgdata":
         raise ReadError("unknown format", f"not Philips XML: its root is {root.tag[:40]}")
     version = root.findtext("documentinfo/documentversion", "").strip()
     if version not in ("1.03", "1.04", "1.04.01"):
-        raise ReadError("format version", f"version {version[:20] or 'none'}, only 1.03 to 1.04.01 are read")
+        raise ReadError(
+            "format version", f"version {version[:20] or 'none'}, only 1.03 to 1.04.01 are read"
+        )
     waveforms = root.findall("waveforms/parsedwaveforms")
     if len(waveforms) != 1:
-        raise ReadError("rhythm waveform", f"{len(waveforms)} parsedwaveforms elements, exactly 1 is read")
+        raise ReadError(
+            "rhythm waveform", f"{len(waveforms)} parsedwaveforms elements, exactly 1 is read"
+        )
     stated = _stated_fields(waveforms[0], root)
     names, fs_hz = _lead_names(stated), _number(stated, "samplingrate")
     packed = decode_base64(waveforms[0].text or "")
@@ -87,11 +96,13 @@ def decode(data: bytes) -> Decoded:
     if not height:
         detail = f"{samples / fs_hz:g} s without it: damage and a wrong scale are not noticed"
         warnings.append(("no calibration pulse", detail))
-    return Decoded(signals, fs_hz, patient, _age(root), _person_field(root, "sex"), tuple(warnings))
+    return DecodedEcg(
+        signals, fs_hz, patient, _age(root), _person_field(root, "sex"), tuple(warnings)
+    )
 
 
 def _person_field(root: Element, tag: str) -> str:
-    return root.findtext(f"{_PERSON}/{tag}", "").strip()
+    return root.findtext(f"{_PERSON_PATH}/{tag}", "").strip()
 
 
 def _uv_per_step(stated: StatedFields, height: int) -> float:
@@ -107,7 +118,7 @@ def _uv_per_step(stated: StatedFields, height: int) -> float:
     return uv_per_step
 
 
-FORMAT = Format(lambda head, name: root_tag(head) == "restingecgdata", decode, MAX_XML_BYTES)
+FORMAT = FileFormat(lambda head, name: root_tag(head) == "restingecgdata", decode, MAX_XML_BYTES)
 
 
 def _stated_fields(waveform: Element, root: Element) -> StatedFields:
@@ -120,8 +131,8 @@ def _stated_fields(waveform: Element, root: Element) -> StatedFields:
         *((field.tag, field.text or "") for field in characteristics),
     ):
         if text.strip():
-            stated.setdefault(_ALIASES.get(name, name), []).append(text.strip())
-    for name, expected in _EXPECTED.items():
+            stated.setdefault(_FIELD_ALIASES.get(name, name), []).append(text.strip())
+    for name, expected in _REQUIRED_FIELDS.items():
         if wrong := [text for text in stated.get(name, ["none"]) if text.lower() != expected]:
             raise ReadError(name, f"{wrong[0][:20]}, only {expected} is read")
     return stated
@@ -132,7 +143,9 @@ def _number(stated: StatedFields, name: str) -> float:
     numbers = set(map(to_number, texts))
     if len(numbers) != 1 or not math.isfinite(sum(numbers)):
         reason = {"samplingrate": "sampling rate", "resolution": "gain"}.get(name, "sample count")
-        raise ReadError(reason, f"{name}: {' and '.join(texts)[:40] or 'not stated'}: one number is expected")
+        raise ReadError(
+            reason, f"{name}: {' and '.join(texts)[:40] or 'not stated'}: one number is expected"
+        )
     return numbers.pop()
 
 
@@ -147,7 +160,10 @@ def _lead_names(stated: StatedFields) -> list[str]:
         stated, "numberofleads" if "numberofleads" in stated else "numberchannelsallocated"
     )
     if not 0 < len(names) == count <= MAX_PHILIPS_LEADS:
-        raise ReadError("signal count", f"{count:g} leads, {len(names)} with a name: up to {MAX_PHILIPS_LEADS} are read, all with names")
+        raise ReadError(
+            "signal count",
+            f"{count:g} leads, {len(names)} with a name: 1 to {MAX_PHILIPS_LEADS} are read, all with a name",
+        )
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ReadError("duplicated lead", twice[:10])
     return names
@@ -200,7 +216,7 @@ def _unpack_codes(chunks: list[bytes]) -> np.ndarray:
 def _decode_lzw(codes: list[int], size: int) -> str:
     """Decompress LZW into a text with one letter for each byte. Each string that is learnt is the previous
     string plus the first letter of the next string."""
-    first, strings = _LETTERS.copy(), _LETTERS.copy()
+    first, strings = _SINGLE_LETTERS.copy(), _SINGLE_LETTERS.copy()
     try:
         string = strings[codes[0]]
         for code in codes[1 : MAX_LZW_STRINGS + 1]:
@@ -245,7 +261,9 @@ def _pulse_height(leads: dict[str, np.ndarray], fs_hz: float) -> int:
             heights[name] = int(counts[start]) * has_pulse
     if len(set(heights.values())) > 1:
         wrong = min(heights, key=heights.__getitem__)
-        raise ReadError("calibration pulse", f"lead {wrong[:10]} has another pulse or none: the file is damaged")
+        raise ReadError(
+            "calibration pulse", f"lead {wrong[:10]} has another pulse or none: the file is damaged"
+        )
     return max(heights.values(), default=0)
 
 
@@ -255,5 +273,5 @@ def _age(root: Element) -> float | None:
     age: float | None = None
     for unit, years in AGE_UNITS.items():
         with suppress(ValueError):
-            age = age or float(root.findtext(f"{_PERSON}/age/{unit}", "")) * years
+            age = age or float(root.findtext(f"{_PERSON_PATH}/age/{unit}", "")) * years
     return age

@@ -14,31 +14,40 @@ import numpy as np
 
 from ...ecg.record import AGE_UNITS, SCP_LEADS
 from ...io.errors import ReadError
-from .base import Decoded, Format
+from .base import DecodedEcg, FileFormat
 
-MAX_SCP_BYTES = 4 * 2**20  # ample: twelve leads of 64 KiB, the most that a length field can state, have 0.8 MB
+MAX_SCP_BYTES = (
+    4 * 2**20
+)  # ample: twelve leads of 64 KiB, the most that a length field can state, have 0.8 MB
 MAX_SCP_SAMPLES = 2**19
-OVERFLOW_LENGTHS = (2**16 - 2, 2**16 - 1)  # stated as the length of a lead that is too long for the length field
+OVERFLOW_LENGTHS = (
+    2**16 - 2,
+    2**16 - 1,
+)  # stated as the length of a lead that is too long for the length field
 YEARS_PER_UNIT_CODE = dict(enumerate(AGE_UNITS.values(), 1))
 PATIENT_ID, AGE, SEX, END = 2, 4, 8, 255  # tags of fields in section 1
 DEFAULT_TABLE = 19999
 JUMP_DOUBLINGS = 4  # the Huffman decoder's loop advances 2**JUMP_DOUBLINGS numbers at a time
 # The standard's default Huffman table, by the next ten bits. A code of n ones, a zero and a sign bit means n
 # or -n. A code that begins with nine ones is followed by a number of 8 or 16 bits
-_ONES = np.array([10 - (1023 ^ bits).bit_length() for bits in range(1024)])
-_LENGTHS = np.where(_ONES == 0, 1, np.where(_ONES < 9, _ONES + 2, np.where(_ONES == 9, 18, 26)))
-_VALUES = _ONES * (1 - 2 * (np.arange(1024) >> np.clip(8 - _ONES, 0, 9) & 1))
-_ESCAPES = ((1022, 8), (1023, 16))  # (code, bits of the number that follows it)
+_LEADING_ONES = np.array([10 - (1023 ^ bits).bit_length() for bits in range(1024)])
+_CODE_LENGTHS = np.where(
+    _LEADING_ONES == 0,
+    1,
+    np.where(_LEADING_ONES < 9, _LEADING_ONES + 2, np.where(_LEADING_ONES == 9, 18, 26)),
+)
+_CODE_VALUES = _LEADING_ONES * (1 - 2 * (np.arange(1024) >> np.clip(8 - _LEADING_ONES, 0, 9) & 1))
+_ESCAPE_CODES = ((1022, 8), (1023, 16))  # (code, bits of the number that follows it)
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes) -> DecodedEcg:
     try:
         return _decode(_sections(data))
     except (struct.error, IndexError):
         raise ReadError("truncated file", "a field does not end inside its section") from None
 
 
-FORMAT = Format(
+FORMAT = FileFormat(
     lambda head, name: head[16:22] == b"SCPECG" or name.lower().endswith(".scp"),
     decode,
     MAX_SCP_BYTES,
@@ -77,7 +86,7 @@ def _sections(data: bytes) -> dict[int, bytes]:
     return sections
 
 
-def _decode(sections: dict[int, bytes]) -> Decoded:
+def _decode(sections: dict[int, bytes]) -> DecodedEcg:
     if not {3, 6} <= set(sections):
         raise ReadError(
             "no rhythm",
@@ -94,7 +103,9 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
     # Files state the interval in whole microseconds: 1,667 us mean 600 Hz
     is_nominal = round(1e6 / nominal_hz) == interval_us
     fs_hz = nominal_hz if is_nominal else 1e6 / interval_us
-    return Decoded(signals, fs_hz, *_patient_age_sex(sections.get(1, b"")), tuple(warnings.items()))
+    return DecodedEcg(
+        signals, fs_hz, *_patient_age_sex(sections.get(1, b"")), tuple(warnings.items())
+    )
 
 
 def _step_interval_order(sections: dict[int, bytes]) -> tuple[int, int, int]:
@@ -102,11 +113,17 @@ def _step_interval_order(sections: dict[int, bytes]) -> tuple[int, int, int]:
     table = struct.unpack_from("<H", sections[2])[0] if 2 in sections else DEFAULT_TABLE
     nanovolts, interval_us, order, bimodal = struct.unpack_from("<HHBB", sections[6])
     if sections[3][1] & 1:
-        raise ReadError("reference beats", "beats were subtracted from the rhythm, which is not read")
+        raise ReadError(
+            "reference beats", "beats were subtracted from the rhythm, which is not read"
+        )
     if bimodal:
-        raise ReadError("bimodal compression", "fewer samples are stored between the beats, which is not read")
+        raise ReadError(
+            "bimodal compression", "fewer samples are stored between the beats, which is not read"
+        )
     if table != DEFAULT_TABLE:
-        raise ReadError("Huffman table", f"{table} tables of its own, only the standard's default is read")
+        raise ReadError(
+            "Huffman table", f"{table} tables of its own, only the standard's default is read"
+        )
     if order > 2:
         raise ReadError("differences", f"differences of order {order}, orders 0 to 2 are read")
     if not nanovolts:
@@ -186,17 +203,19 @@ def decode_huffman(coded: bytes, count: int) -> np.ndarray:
     windows = (words[:, None] >> shifts & 1023).ravel()  # the 10 bits from each bit on
     starts = _code_starts(windows, count)
     codes = windows.take(starts)
-    spare = 8 * len(coded) - int(starts[-1] + _LENGTHS[codes[-1]])
+    spare = 8 * len(coded) - int(starts[-1] + _CODE_LENGTHS[codes[-1]])
     if not 0 <= spare < 16:  # a lead is padded to an even number of bytes
         what = "more" if spare > 0 else "fewer"
         raise ReadError("sample count", f"{count} samples stated, the Huffman code holds {what}")
-    values: np.ndarray = _VALUES.take(codes)
-    for code, bits in _ESCAPES:
+    values: np.ndarray = _CODE_VALUES.take(codes)
+    for code, bits in _ESCAPE_CODES:
         where = np.flatnonzero(codes == code)
         begin = starts[where] + 10
         shift = 24 - bits - (begin & 7)
         number = (words[begin >> 3] >> shift) & ((1 << bits) - 1)
-        values[where] = number - ((number >> (bits - 1)) << bits)  # the number is in two's complement
+        values[where] = number - (
+            (number >> (bits - 1)) << bits
+        )  # the number is in two's complement
     return values
 
 
@@ -206,7 +225,7 @@ def _code_starts(windows: np.ndarray, count: int) -> np.ndarray:
     The position of a number depends on all numbers before it. So the jump to the next number is
     looked up for every bit, as if a number began there, and jumps are chained into jumps over 2,
     4, 8 and 16 numbers: the loop finds only every 16th start."""
-    jump = np.arange(len(windows)) + _LENGTHS.take(windows)
+    jump = np.arange(len(windows)) + _CODE_LENGTHS.take(windows)
     jumps = [np.minimum(jump, len(windows) - 1)]
     for _ in range(JUMP_DOUBLINGS):
         jumps.append(jumps[-1].take(jumps[-1]))
@@ -239,7 +258,9 @@ def _align_in_time(leads: dict[str, tuple[int, np.ndarray]]) -> dict[str, np.nda
     begin = min((first for first, _ in leads.values()), default=0)
     length = max((first + len(uv) for first, uv in leads.values()), default=0) - begin
     if length > MAX_SCP_SAMPLES:
-        raise ReadError("sample count", f"the leads together span {length} samples, {MAX_SCP_SAMPLES} at most")
+        raise ReadError(
+            "sample count", f"the leads together span {length} samples, {MAX_SCP_SAMPLES} at most"
+        )
     signals = {lead: np.full(length, np.nan) for lead in leads}
     for lead, (first, uv) in leads.items():
         signals[lead][first - begin : first - begin + len(uv)] = uv
