@@ -30,22 +30,10 @@ LOCAL_ONLY = (
 )
 ZARR_META_FILES = ("zarr.json", ".zarray")
 # Codecs that only compute. Other codecs may run any code: one of zarr's loads pickles
-SAFE_CODECS = {
-    "blosc",
-    "bytes",
-    "crc32c",
-    "gzip",
-    "lz4",
-    "sharding_indexed",
-    "shuffle",
-    "transpose",
-}
-SAFE_CODECS |= {"zlib", "zstd"}
-NON_CODEC_NAMES = {
-    "regular",
-    "default",
-    "v2",
-}  # names in zarr.json that are chunk grids and key encodings
+SAFE_CODECS = {"blosc", "bytes", "crc32c", "gzip", "lz4", "sharding_indexed", "shuffle"}
+SAFE_CODECS |= {"transpose", "zlib", "zstd"}
+# Names of chunk grids and key encodings in zarr.json
+NON_CODEC_NAMES = {"regular", "default", "v2"}
 
 
 def path_inside(root: Folder, name: str) -> Path:
@@ -148,7 +136,7 @@ def open_hdf5(file: Any, part: str, name: str) -> Any:
 
 
 class ZarrArray:
-    """A zarr array of which missing chunk files are refused. The zarr package would return zeros for them."""
+    """A zarr array that refuses to read from missing chunk files, for which the zarr package returns zeros."""
 
     def __init__(self, array: Any, folder: str, name: str) -> None:
         self.array, self.folder, self.name = array, folder, name

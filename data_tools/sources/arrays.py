@@ -124,7 +124,8 @@ class ArraySource(Source):
     name = "arrays"
 
     def __init__(self, root: Folder, options: Mapping[str, Any] | None = None) -> None:
-        """`options`: the fs_hz, unit and leads that the user states for a folder without arrays.yaml."""
+        """Read arrays.yaml and check the tables. `options`: the fs_hz, unit and leads that the user states if
+        there is no arrays.yaml."""
         super().__init__(root)
         try:
             self.facts = _read_description(root, dict(options or {}))

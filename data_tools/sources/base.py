@@ -290,9 +290,7 @@ def absent_records(
         try:
             lines = root.read(table, MAX_RECORDS).decode("utf-8", "replace").split("\n")
         except ReadError as error:
-            if (
-                error.reason != MISSING_FILE
-            ):  # a missing list is no error: not every archive has one
+            if error.reason != MISSING_FILE:  # not every archive has such a list
                 why = f"a list {RECORDS}: {error.reason}" if root.private else error
                 tell(f"note: {root.url}: {why}: not compared with the files")
             continue

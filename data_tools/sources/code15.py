@@ -46,9 +46,8 @@ class Code15(Source):
             except ReadError:
                 yield part  # one key for the whole part; `read` raises the same error for it
                 continue
-            for row in np.flatnonzero(
-                exams
-            ):  # rows with exam id 0 fill the end of a part and hold no ECG
+            # Rows with exam id 0 fill the end of a part and hold no ECG
+            for row in np.flatnonzero(exams):
                 there.add(str(exams[row]))
                 yield f"{part.removesuffix('.hdf5')}#{row}"
         for exam in _exams_by_id(self.root):

@@ -170,9 +170,7 @@ def _index_batches(order: pa.Array) -> Iterator[pa.Array]:
 class _StoredRecord(NamedTuple):
     name: str
     columns: dict[str, Any]  # the value of each of RECORD_COLUMNS
-    crops: list[
-        dict[str, Any]
-    ]  # the values of CROP_COLUMNS and the row of each crop, in order of time
+    crops: list[dict[str, Any]]  # CROP_COLUMNS and the row of each crop, in order of time
     warnings: list[list[str]]
 
 

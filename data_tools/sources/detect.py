@@ -251,9 +251,8 @@ class LeftOutFiles:
         if not sources:
             self._add_links(root, root.links())
         if "" in self.read or not sources:
-            self.places = [
-                ""
-            ]  # hospital files may be anywhere; WFDB headers need not be searched for
+            # Hospital files may be anywhere; WFDB headers need not be searched for
+            self.places = [""]
         else:
             self._search("")
 

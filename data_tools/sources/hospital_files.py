@@ -63,8 +63,8 @@ class HospitalFiles(Source):
     skipped: Mapping[str, int] = {}
 
     def __init__(self, root: Folder, only: str = "", within: tuple[str, ...] | None = None) -> None:
-        """`only`: one of HOSPITAL_FORMATS, if files of other formats are to be left out. `within`: the folders
-        and files to read; files of WFDB records are then left out, because another source reads them."""
+        """`only`: the one of HOSPITAL_FORMATS to read; "" for all of them. `within`: the folders and files to
+        read, except files of WFDB records, which another source reads; None for the whole root."""
         super().__init__(root)
         self.only, self.within = only, within
         self.name = only or self.name

@@ -64,9 +64,8 @@ FORMAT_BLOCKS = {
     311: (4, 3),
 }
 FLAC_FORMATS = (508, 516, 524)
-MAX_FALLBACK_VALUES = (
-    8_000_000  # limits the memory, because the wfdb package converts samples to int64
-)
+# Limits the memory, because the wfdb package converts samples to int64
+MAX_FALLBACK_VALUES = 8_000_000
 
 _COMMENT = re.compile(r"#\s{0,8}(Age|Sex|Dx)\s{0,8}:(.*)", re.IGNORECASE)
 _SIGNAL_FORMAT = re.compile(r"(\d{1,3})(?:x(\d{1,6}))?(?::(\d{1,6}))?(?:\+(\d{1,9}))?", re.ASCII)
@@ -96,9 +95,8 @@ class WfdbHeader:
     age: float | None
     sex: str | None
     dx: str
-    warnings: tuple[
-        tuple[str, str], ...
-    ] = ()  # (reason, detail) on the age and sex in the comments
+    # (reason, detail) of warnings on the age and sex in the comments
+    warnings: tuple[tuple[str, str], ...] = ()
 
 
 def peek_header(data: bytes) -> tuple[str, int, float, int]:
@@ -213,10 +211,8 @@ def _parse_columns(
         except ReadError:
             if lead.upper() in LEAD_INDEX:
                 raise
-            per_mv, baseline = (
-                1.0,
-                0,
-            )  # a unit such as litres or mmHg; such a channel is ignored later
+            # The unit may be litres or mmHg; the channel is no ECG lead and is ignored later
+            per_mv, baseline = 1.0, 0
         rows.append(
             (*_format_and_offset(form), per_mv, int(zero) if baseline is None else baseline)
         )
@@ -316,9 +312,8 @@ def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
                 f"offset {offset}, begins with {first_bytes}: expected {len(begin)} and {begin.hex()}",
             )
     interleaved = np.frombuffer(data, "<i2", offset=offset).reshape(header.samples, signals)
-    return np.ascontiguousarray(
-        interleaved.T
-    )  # contiguous rows, because later steps work lead by lead
+    # Contiguous rows, because later steps work lead by lead
+    return np.ascontiguousarray(interleaved.T)
 
 
 def _checksum_warnings(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:

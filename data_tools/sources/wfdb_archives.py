@@ -189,9 +189,8 @@ class PtbXl(WfdbSource):
         return f"{self._folder()}/{thousand}/{name}_{ending}.hea"
 
     def places(self) -> list[str]:
-        return list(
-            PTBXL_FOLDERS
-        )  # both, so that no other source reads the same ECGs at the other rate
+        # Both, so that no other source reads the same ECGs at the other rate
+        return list(PTBXL_FOLDERS)
 
     def _folder(self) -> str:
         return next(filter(self.root.exists, PTBXL_FOLDERS), PTBXL_FOLDERS[0])

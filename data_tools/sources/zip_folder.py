@@ -35,16 +35,15 @@ from ..io.terminal import tell
 MAX_MEMBERS, MAX_DIRECTORY = 10_000_000, 2**31
 MAX_CACHED_DIRECTORIES = 1024
 REQUEST_BYTES = 2**24  # of a zip's directory that one request reads
-MAX_FIELD_BYTES = 2**16  # no name, extra field or comment has as many bytes
+MAX_FIELD_BYTES = 2**16  # a name, extra field or comment is shorter, as its length has 16 bits
 # Layouts of the parts of a zip, without versions and times. ENTRY, in the directory: system, flags, method,
 # CRC-32, packed and unpacked bytes, lengths of name, extra field and comment, Unix mode, position of the
 # member. HEADER, before a member's data: signature, method, lengths of name and extra field. END_RECORD,
 # after the directory: numbers of disks and entries, length and position of the directory
 ENTRY, HEADER = struct.Struct("<4xxB2x2H4x3L3H6xHL"), struct.Struct("<4s4xH16x2H")
 END_RECORD, END_RECORD_64 = struct.Struct("<4x4H2LH"), struct.Struct("<16x2L4Q")
-IN_EXTRA_FIELD = (
-    2**32 - 1
-)  # stands for a number that needs more than 32 bits and is in the extra field
+# Stands for a number that needs more than 32 bits and is in the extra field
+IN_EXTRA_FIELD = 2**32 - 1
 STORED, DEFLATED = 0, 8
 LINK, ENCRYPTED = -1, -2
 UTF8, UNIX = 1 << 11, 3
@@ -145,9 +144,8 @@ class ZipFolder(LocalFolder):
     """A zip that is read like a folder, or a folder in which each zip x.zip appears as a folder x."""
 
     base: Folder
-    zips: dict[str, Zip] = field(
-        compare=False
-    )  # by name of the folder that stands for the zip; "" if the archive is one zip
+    # {name of the folder as which the zip appears: zip}; the name is "" if the whole archive is a zip
+    zips: dict[str, Zip] = field(compare=False)
     remote: bool
 
     def zip_and_path(self, name: str) -> tuple[Zip | None, str]:
@@ -363,7 +361,7 @@ def _zip64_numbers(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
 
 
 def _build_index(keys: list[bytes], members: np.ndarray, end: int) -> ZipIndex:
-    """Build the index of a zip. Members that overlap are refused, as a zip bomb has them."""
+    """Build the index of a zip. Overlapping members are refused, because a zip bomb has them."""
     by_place = np.argsort(members[:, 0])
     ends = np.append(members[by_place[1:], 0], end)
     if (members[by_place, 1] > ends).any():

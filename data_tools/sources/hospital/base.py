@@ -39,12 +39,10 @@ def age_in_years(number: str, unit: str, years: Mapping[str, float]) -> float | 
 class FileFormat(NamedTuple):
     """A file format with one ECG per file."""
 
-    looks_like: Callable[
-        [bytes, str], bool
-    ]  # called with the file's first 4 KiB and its name; never raises
-    decode: Callable[
-        [bytes], DecodedEcg
-    ]  # called with the whole file; raises a ReadError to refuse it
+    # Called with the file's first 4 KiB and its name; never raises
+    looks_like: Callable[[bytes, str], bool]
+    # Called with the whole file; raises a ReadError to refuse it
+    decode: Callable[[bytes], DecodedEcg]
     max_bytes: int
 
 

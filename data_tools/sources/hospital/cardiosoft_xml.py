@@ -16,9 +16,8 @@ from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
 from .base import DecodedEcg, FileFormat, age_in_years, parse_xml, root_tag
 
-MAX_CARDIOSOFT_BYTES = (
-    12 * 2**20
-)  # a file with a full disclosure of some minutes is nearly as large
+# A full disclosure of some minutes takes most of these bytes
+MAX_CARDIOSOFT_BYTES = 12 * 2**20
 MAX_LEADS = 64
 NOT_MEASURED = -32768
 _SKIPPED = frozenset(
@@ -111,9 +110,8 @@ def _check_count(fields: Fields, name: str, counted: int, reason: str) -> None:
 def _parse_steps(text: str, where: str) -> np.ndarray:
     """Parse whole numbers that are separated by commas."""
     try:
-        if (
-            not text.isascii() or "_" in text
-        ):  # int() would accept underscores and digits of other scripts
+        # int() would accept underscores and digits of other scripts
+        if not text.isascii() or "_" in text:
             raise ValueError
         return np.array(list(map(int, text.split(","))), np.int32)
     except (ValueError, OverflowError):

@@ -50,13 +50,8 @@ SAMPLE_TYPES = {
 UNUSABLE_STATUSES = ("DISCONNECTED", "TEST DATA", "INVALID", "UNCALIBRATED")
 YEARS_PER_LETTER = dict(zip("YMWD", AGE_UNITS.values(), strict=False))
 # Tags of the elements that are read
-_TRANSFER_SYNTAX, _SOP_CLASS, _PATIENT_ID, _PATIENT_SEX, _PATIENT_AGE = (
-    0x00020010,
-    0x00080016,
-    0x00100020,
-    0x00100040,
-    0x00101010,
-)
+_TRANSFER_SYNTAX, _SOP_CLASS = 0x00020010, 0x00080016
+_PATIENT_ID, _PATIENT_SEX, _PATIENT_AGE = 0x00100020, 0x00100040, 0x00101010
 _CODE_VALUE = 0x00080100
 _CODING_SCHEME = 0x00080102
 _GROUP_TIME_OFFSET = 0x00181068
@@ -79,12 +74,8 @@ _BITS_ALLOCATED = 0x54001004
 _SAMPLE_INTERPRETATION = 0x54001006
 _PADDING_VALUE = 0x5400100A
 _WAVEFORM_DATA = 0x54001010
-_FRAME_COUNT, _DOCUMENT, _ENCRYPTED_ATTRIBUTES, _PIXEL_DATA = (
-    0x00280008,
-    0x00420011,
-    0x04000500,
-    0x7FE00010,
-)
+_FRAME_COUNT, _DOCUMENT = 0x00280008, 0x00420011
+_ENCRYPTED_ATTRIBUTES, _PIXEL_DATA = 0x04000500, 0x7FE00010
 _READ_TAGS = {
     number for name, number in globals().items() if name.startswith("_") and type(number) is int
 }
@@ -245,9 +236,8 @@ class _DicomReader:
     ) -> tuple[list[Elements], int]:
         items: list[Elements] = []
         typed = self.typed
-        self.typed = (
-            typed and kind != b"UN"
-        )  # inside a sequence of type UN, elements do not state their types
+        # Inside a sequence of type UN, elements do not state their types
+        self.typed = typed and kind != b"UN"
         while open_end or position != end:
             if position >= end:
                 raise ReadError("malformed DICOM", "a sequence does not end")

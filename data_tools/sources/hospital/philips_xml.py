@@ -20,12 +20,8 @@ from .base import MAX_XML_BYTES, DecodedEcg, FileFormat, decode_base64, parse_xm
 
 MAX_PHILIPS_LEADS, MAX_PHILIPS_SAMPLES = 32, 30_000
 ECG_S = 10
-PULSE_S = (
-    10.6,
-    10.7,
-    10.9,
-    11,
-)  # zeros begin at 10.6 s, the pulse at 10.7 s, zeros again at 10.9 s, to 11 s
+# Zeros begin at 10.6 s, the pulse at 10.7 s, zeros again at 10.9 s; the file ends at 11 s
+PULSE_S = (10.6, 10.7, 10.9, 11)
 PULSE_UV = 1000
 MAX_LZW_STRINGS = 767  # that a decoder of LZW with 10-bit codes learns
 END_CODE = 1023  # the LZW code that ends a lead

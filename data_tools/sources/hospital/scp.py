@@ -16,14 +16,11 @@ from ...ecg.record import AGE_UNITS, SCP_LEADS
 from ...io.errors import ReadError
 from .base import DecodedEcg, FileFormat
 
-MAX_SCP_BYTES = (
-    4 * 2**20
-)  # ample: twelve leads of 64 KiB, the most that a length field can state, have 0.8 MB
+# Twelve leads of 64 KiB, the most that a length field can state, have only 0.8 MB
+MAX_SCP_BYTES = 4 * 2**20
 MAX_SCP_SAMPLES = 2**19
-OVERFLOW_LENGTHS = (
-    2**16 - 2,
-    2**16 - 1,
-)  # stated as the length of a lead that is too long for the length field
+# Stated as the length of a lead that is too long for the length field
+OVERFLOW_LENGTHS = (2**16 - 2, 2**16 - 1)
 YEARS_PER_UNIT_CODE = dict(enumerate(AGE_UNITS.values(), 1))
 PATIENT_ID, AGE, SEX, END = 2, 4, 8, 255  # tags of fields in section 1
 DEFAULT_TABLE = 19999
@@ -204,7 +201,8 @@ def decode_huffman(coded: bytes, count: int) -> np.ndarray:
     starts = _code_starts(windows, count)
     codes = windows.take(starts)
     spare = 8 * len(coded) - int(starts[-1] + _CODE_LENGTHS[codes[-1]])
-    if not 0 <= spare < 16:  # a lead is padded to an even number of bytes
+    # A lead has an even number of bytes, so up to 15 bits may be left
+    if not 0 <= spare < 16:
         what = "more" if spare > 0 else "fewer"
         raise ReadError("sample count", f"{count} samples stated, the Huffman code holds {what}")
     values: np.ndarray = _CODE_VALUES.take(codes)
@@ -213,9 +211,8 @@ def decode_huffman(coded: bytes, count: int) -> np.ndarray:
         begin = starts[where] + 10
         shift = 24 - bits - (begin & 7)
         number = (words[begin >> 3] >> shift) & ((1 << bits) - 1)
-        values[where] = number - (
-            (number >> (bits - 1)) << bits
-        )  # the number is in two's complement
+        # The number is stored in two's complement
+        values[where] = number - ((number >> (bits - 1)) << bits)
     return values
 
 
@@ -242,7 +239,8 @@ def _code_starts(windows: np.ndarray, count: int) -> np.ndarray:
 
 
 def _undo_differences(steps: np.ndarray, order: int) -> np.ndarray:
-    """Sum up differences of this order to samples. The first `order` samples are stored as they are."""
+    """Add up differences of this order, and return the samples. The first `order` samples are stored as they
+    are."""
     if order == 2:
         steps[1:2] -= steps[:1]
         steps[1:] = np.cumsum(steps[1:])
