@@ -294,7 +294,7 @@ def _directory_count_and_range(base: Folder, file: str) -> tuple[int, int, int]:
     tail = base.read_range(file, first, size - first)
     position = tail.rfind(b"PK\5\6")
     if position < 0:
-        raise ReadError("not a zip, or its end is missing: download it again")
+        raise ReadError("not a zip, or its end is missing: download the zip again")
     end = first + position
     disk, start, here, count, length, begin, comment = END_RECORD.unpack_from(tail, position)
     if position + END_RECORD.size + comment != len(tail):

@@ -237,7 +237,7 @@ def one_member(path, name, data=b"x", twice=False):
 /x     | an unsafe path
 a/./x  | an unsafe path
 a//x   | an unsafe path
-in.ZIP | a zip, which is not read
+in.ZIP | another zip, which is not read
 """),
 )
 def test_unsafe_names_stop_the_run(name, why, shell, tmp_path):
@@ -256,7 +256,7 @@ def test_truncated_or_damaged_directories_stop_the_run(three, shell, tmp_path):
     whole = path.read_bytes()
     for size in (0, 1, 10, len(whole) // 2, len(whole) - 1, len(whole) - 22):
         path.write_bytes(whole[:size])
-        assert "download it again" in shell.error("shard", path, "--out", tmp_path / "out")
+        assert "download the zip again" in shell.error("shard", path, "--out", tmp_path / "out")
     path.write_bytes(whole)
     place, _ = entry_of(path, "E00001.mat")
     overwrite(path, place + 42, struct.pack("<L", 0))
