@@ -367,8 +367,8 @@ def _only_array(root: Folder, part: str) -> str:
     if len(candidates) != 1:
         shown = ", ".join(f"{name} {list(values.shape)}" for name, values in arrays.items())
         raise DataError(
-            f"{part} holds {shown or 'no array'}, and exactly one array of ECGs is needed: add `dataset: NAME` "
-            f"to {YAML}"
+            f"{part} holds {shown or 'no array'}, not exactly one array that can hold ECGs: add "
+            f"`dataset: NAME` to {YAML}"
         )
     return candidates[0]
 
@@ -457,12 +457,14 @@ def _read_table(root: Folder, facts: ArrayDescription) -> ArrayTable:
         raise ReadError("file too large", f"{facts.table}: over {MAX_ARRAY_TABLE:,} bytes")
     if not columns:
         raise DataError(
-            f"table: {facts.table}: no column of it is named: add `patient: COLUMN` to {YAML}"
+            f"table: {facts.table}: {YAML} names none of its columns: add `patient: COLUMN`"
         )
     cells = read_cells(str(path), "patients", next(iter(columns.values())))
     if absent := set(columns.values()) - set(cells.column_names):
         there = ", ".join(cells.column_names[:20])
-        raise DataError(f"{facts.table}: no column {', '.join(sorted(absent))}: it has {there}")
+        raise DataError(
+            f"{facts.table}: no column {', '.join(sorted(absent))}: the table has {there}"
+        )
     cells = cells_as_text(pa.table([cells[name] for name in columns.values()], list(columns)))
     if not facts.has_many_ecgs:
         if not facts.record:

@@ -228,9 +228,11 @@ def _format_and_offset(text: str) -> tuple[int, int]:
         int(part or absent) for part, absent in zip(match.groups(), (0, 1, 0, 0), strict=True)
     )
     if per_frame != 1:
-        raise ReadError("several samples a frame", f"format {text[:20]}")
+        raise ReadError(
+            "several samples a frame", f"format {text[:20]}: one sample a frame is read"
+        )
     if skew:
-        raise ReadError("skewed signal", f"format {text[:20]}")
+        raise ReadError("skewed signal", f"format {text[:20]}: signals without a skew are read")
     return code, offset
 
 
@@ -274,7 +276,10 @@ def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: s
     """Read the signals of a record whose header is parsed. A wrong checksum or first value gives a warning."""
     place = posixpath.dirname(key)
     if len(set(header.formats)) > 1:
-        raise ReadError("mixed signal formats", ", ".join(map(str, header.formats)))
+        raise ReadError(
+            "mixed signal formats",
+            f"{', '.join(map(str, header.formats))}: one format for all signals is read",
+        )
     if header.formats[0] == 16 and len(set(header.files)) == 1 and len(set(header.offsets)) == 1:
         signal = _read_format_16(root, posixpath.join(place, header.files[0]), header)
         warnings = _checksum_warnings(header, signal)
@@ -373,8 +378,8 @@ def _read_with_wfdb(root: Folder, place: str, header: WfdbHeader) -> np.ndarray:
     if len(header.leads) * header.samples > MAX_FALLBACK_VALUES:
         raise ReadError(
             "too long for its format",
-            f"{header.samples} samples in format {header.formats[0]}, {MAX_FALLBACK_VALUES} at most in all "
-            "signals",
+            f"{header.samples} samples of format {header.formats[0]} in each of {len(header.leads)} signals: "
+            f"at most {MAX_FALLBACK_VALUES} in all signals are read",
         )
     with tempfile.TemporaryDirectory() as scratch:
         for file in dict.fromkeys(header.files):

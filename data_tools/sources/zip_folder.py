@@ -135,7 +135,8 @@ class Zip:
             if known == (b"PK\3\4", member.method, member.name):
                 return memoryview(data)[begin + extra : begin + extra + member.packed]
         raise ReadError(
-            "damaged zip", f"{name}: the zip holds something else at this file's position"
+            "damaged zip",
+            f"{name}: the zip holds something else at this file's position: download the zip again",
         )
 
 

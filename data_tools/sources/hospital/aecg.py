@@ -38,7 +38,7 @@ _SKIPPED = frozenset(
 def decode(data: bytes) -> DecodedEcg:
     root = parse_xml(data, _SKIPPED)
     if root.tag != "AnnotatedECG":
-        raise ReadError("unknown format", f"not aECG: its root is {root.tag[:40]}")
+        raise ReadError("unknown format", f"not aECG: its root element is {root.tag[:40]}")
     series = [
         element
         for element in root.iterfind("component/series")
@@ -88,7 +88,7 @@ def _rate_hz(sequence: Element) -> float:
     if unit not in SECONDS_PER_UNIT or not 1e-9 < step < np.inf:
         raise ReadError(
             "sampling rate",
-            f"time increment of {step:g} {unit[:10] or 'without a unit'}: over 0 in s, ms or us is read",
+            f"time increment of {step:g} {unit[:10] or 'without a unit'}: a positive one in s, ms or us is read",
         )
     return round(1 / (step * SECONDS_PER_UNIT[unit]), 6)
 

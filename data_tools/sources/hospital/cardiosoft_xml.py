@@ -29,7 +29,9 @@ Fields = dict[str, Element]
 def decode(data: bytes) -> DecodedEcg:
     root = parse_xml(data, _SKIPPED)
     if root.tag != "CardiologyXML":
-        raise ReadError("unknown format", f"not CardioSoft XML: its root is {root.tag[:40]}")
+        raise ReadError(
+            "unknown format", f"not CardioSoft XML: its root element is {root.tag[:40]}"
+        )
     strips = []
     for place in (*root.iterfind("StripData"), *root.iterfind("Strip/StripData")):
         strips += [(place, strip) for strip in place.findall("Strip") or [place]]

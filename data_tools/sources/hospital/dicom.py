@@ -336,7 +336,10 @@ class _MultiplexGroup:
             0.0
         ]
         if not all(abs(skew) < self.fs_hz and abs(skew - skews[0]) < 1 for skew in skews):
-            raise ReadError("skew", f"{' and '.join(f'{skew:g}' for skew in skews)} samples")
+            raise ReadError(
+                "skew",
+                f"{' and '.join(f'{skew:g}' for skew in skews)} samples, delays under 1 s that agree are read",
+            )
         return round(skews[0])
 
 

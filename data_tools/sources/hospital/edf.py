@@ -63,7 +63,8 @@ def decode(data: bytes) -> DecodedEcg:
     if len(samples) > 1 or duration_s <= 0:
         stated = ", ".join(map(str, sorted(samples)))
         raise ReadError(
-            "sampling rate", f"leads with {stated} samples in a data record of {duration_s:g} s"
+            "sampling rate",
+            f"leads with {stated} samples in a data record of {duration_s:g} s: one rate over 0 is read",
         )
     fs_hz = samples.pop() / duration_s
     rate_ratio(fs_hz)  # raises a ReadError if the rate is not supported
@@ -157,8 +158,8 @@ def _microvolts(steps: np.ndarray, fields: dict[str, str], lead: str) -> np.ndar
     if not 0 < abs(gain * unit_uv) <= 1000:
         raise ReadError(
             "gain",
-            f"lead {lead}: {low:g} to {high:g} {fields['unit']} for {first:g} to {last:g}, which is not over 0 "
-            "and up to 1000 uV per step",
+            f"lead {lead}: {low:g} to {high:g} {fields['unit']} for {first:g} to {last:g}: over 0 to "
+            "1000 uV per step are read",
         )
     return (steps * gain + (low - gain * first)) * unit_uv
 

@@ -40,7 +40,7 @@ Fields = dict[str, str]
 def decode(data: bytes) -> DecodedEcg:
     root = parse_xml(data)
     if root.tag != "RestingECG":
-        raise ReadError("unknown format", f"not MUSE XML: its root is {root.tag[:40]}")
+        raise ReadError("unknown format", f"not MUSE XML: its root element is {root.tag[:40]}")
     waveforms = root.findall("Waveform")
     rhythms = [
         waveform

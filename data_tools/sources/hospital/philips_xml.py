@@ -58,7 +58,7 @@ StatedFields = dict[str, list[str]]
 def decode(data: bytes) -> DecodedEcg:
     root = parse_xml(data, _SKIPPED)
     if root.tag != "restingecgdata":
-        raise ReadError("unknown format", f"not Philips XML: its root is {root.tag[:40]}")
+        raise ReadError("unknown format", f"not Philips XML: its root element is {root.tag[:40]}")
     version = root.findtext("documentinfo/documentversion", "").strip()
     if version not in ("1.03", "1.04", "1.04.01"):
         raise ReadError(
@@ -109,7 +109,9 @@ def _uv_per_step(stated: StatedFields, height: int) -> float:
     differs = height and abs(height * uv_per_step - PULSE_UV) > PULSE_UV / 20
     if differs or not 0 < uv_per_step <= 1000:
         raise ReadError(
-            "gain", f"{uv_per_step:g} uV per step, calibration pulse of {height or 'no'} steps"
+            "gain",
+            f"{uv_per_step:g} uV per step, calibration pulse of {height or 'no'} steps: a pulse must have "
+            f"{PULSE_UV} uV, and a step over 0 to 1000 uV",
         )
     return uv_per_step
 
@@ -231,7 +233,9 @@ def _add_limb_leads(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Compute III, aVR, aVL and aVF from I, II and the stored residuals."""
     derived = [name for name in LEADS[2:6] if name in stored]
     if missing := [name for name in ("I", "II", "III") if name not in stored and derived]:
-        raise ReadError("missing lead", f"{', '.join(derived)} need {', '.join(missing)}")
+        raise ReadError(
+            "missing lead", f"{', '.join(derived)} cannot be computed without {', '.join(missing)}"
+        )
     if not derived:
         return stored
     i, ii = stored["I"], stored["II"]

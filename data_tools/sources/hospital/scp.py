@@ -124,9 +124,9 @@ def _step_interval_order(sections: dict[int, bytes]) -> tuple[int, int, int]:
     if order > 2:
         raise ReadError("differences", f"differences of order {order}, orders 0 to 2 are read")
     if not nanovolts:
-        raise ReadError("gain", "0 nV per step")
+        raise ReadError("gain", "the file states 0 nV per step")
     if not interval_us:
-        raise ReadError("sampling rate", "0 us between samples")
+        raise ReadError("sampling rate", "the file states 0 us between samples")
     return nanovolts, interval_us, order
 
 
