@@ -365,7 +365,7 @@ def test_a_wrong_value_is_the_same_line_from_the_command_and_from_python(
     ("name", "given", "says"),
     [
         ("shard", {"out": "x", "plan": "all", "id_share": 0.1}, "so `id_share` has no effect: use `plan` paper"),
-        ("shard", {"out": "x", "source": "none"}, "`source` none: not auto"),
+        ("shard", {"out": "x", "source": "none"}, "`source` none: unknown format: choose auto"),
         ("verify", {"patients": "p.csv"}, "`patients` p.csv applies to an archive.*add `archive` SRC"),
         ("predict", {"data": "e.npy"}, "`data` e.npy: give its sampling rate with `fs_hz`"),
         ("embed", {"data": "e.npy", "out": "x.csv"}, "^`out` x.csv: must end in .parquet"),

@@ -138,7 +138,7 @@ def _record_paths(record: pa.Array) -> pa.Array:
 
 
 def _to_record_names(path: pa.Array, odd_files: bool = False) -> pa.Array:
-    """Converts paths to names as sources.base.path_name does: the folders, then the file; _ replaces odd
+    """Converts paths to names as sources.base.name_with_folders does: the folders, then the file; _ replaces odd
     characters, with `odd_files` in the file's name, too, as for some hospitals' files."""
     folders = pc.replace_substring_regex(path, "/?[^/]*$", "")
     folders = pc.replace_substring_regex(folders, ODD_CHARACTERS, "_")

@@ -51,7 +51,7 @@ from ..io.errors import DataError, ReadError, StorageError, one_line, printable
 from ..io.spreadsheet import to_number
 from ..io.storage import Folder, dataset_folder, prefetch, write_errors, write_whole
 from ..sharding.finishing import parquet_bytes
-from ..sources.base import dataset_patient, links_hint, path_name, read_safely, read_table
+from ..sources.base import dataset_patient, links_hint, name_with_folders, read_safely, read_table
 from ..sources.code15 import EXAMS_CSV, MAX_EXAMS_CSV
 from ..sources.wfdb import MAX_HEADER_BYTES, parse_header, stated_name
 from ..sources.wfdb_archives import (
@@ -220,7 +220,7 @@ def pseudonymize_labels(url: str, key: bytes | None) -> pa.Table:
         record = record.replace("\\", "/")
         name = record_stem(record)
         if source in VENDORS or source == WfdbFolder.name:
-            name = path_name(record, name)
+            name = name_with_folders(record, name)
         row["record"] = pseudonym(key, "r", source, re.sub(*PTBXL_NAME, name))
         row["patient"] = dataset_patient(key, source, row.get("patient"))
     for name in NAME_COLUMNS:

@@ -1,3 +1,3 @@
-"""The archives that can be read. `detect.py` finds what is in a folder."""
+"""Readers of ECG archives. `detect.py` finds out which archives a folder contains."""
 
 from .base import Source as Source

@@ -1,4 +1,4 @@
-"""The `Source` interface: lists the keys of an archive's records and reads a record for each key.
+"""The interface `Source`: a source yields the keys of an archive's records and reads a record by its key.
 
 For your own format, write a subclass with two methods and pass `--source your_file.py:YourClass`:
 see docs/own_format.md.
@@ -28,17 +28,17 @@ from ..io.errors import MISSING_FILE, ReadError, StorageError, machine_error, pr
 from ..io.storage import Folder
 from ..io.terminal import tell
 
-_ONE_THREAD = threading.RLock()
+_OWN_SOURCE_LOCK = threading.RLock()
 P = ParamSpec("P")
 T = TypeVar("T")
-# PhysioNet's lists: the names of the records in a folder, or of its subfolders with a slash at the end
+# A RECORDS file of PhysioNet names the records in its folder, or subfolders, with a slash at the end
 RECORDS, MAX_RECORDS = "RECORDS", 2**28
 
 
 class AbsentKey(str):
-    """The key of a record that a table of the archive lists, although its file is missing."""
+    """The key of a record whose file is missing, although a table of the archive lists the record."""
 
-    table: str
+    table: str  # path of the file that lists the record
 
 
 def absent_key(path: str, table: str) -> AbsentKey:
@@ -48,7 +48,8 @@ def absent_key(path: str, table: str) -> AbsentKey:
 
 
 def missing_note(place: str, names: Sequence[str], private: bool = False) -> str:
-    """A note on the records whose files are missing; "" if there are none."""
+    """Return a note that the files of these records are missing; "" if `names` is empty. `place` begins the
+    note; if `private`, it states no names."""
     if not names:
         return ""
     count = f"{len(names):,} record{'s' * (len(names) > 1)}"
@@ -57,16 +58,20 @@ def missing_note(place: str, names: Sequence[str], private: bool = False) -> str
 
 
 class Source(ABC):
-    """An archive. Sources are pickled and sent to worker processes, so keep only small objects in
-    `self`."""
+    """Reads the ECGs of an archive.
+
+    Sources are pickled and sent to worker processes, so keep only small objects in `self`."""
 
     name = ""
     licence = "unknown"
-    # A note on what no source of the folder reads, and on WFDB records beside its archives
+    # Note for the user on files that no source of the folder reads, and on WFDB records outside its archives
     left_out = ""
-    private = ""  # the names and ids in it that tell who the patients are
-    pseudonyms: str | None = None  # of a dataset: the mark of the key that made its names
-    # In your own source: True if `read` and `header` may be called from several threads at once, as for s3://
+    # By what the archive tells who its patients are, such as "the file names"; stated in a warning to the user
+    private = ""
+    # If the source is a dataset: identifies the key with which its pseudonyms were made
+    pseudonyms: str | None = None
+    # Set to True in a source of your own if `read` and `header` may be called from several threads at once,
+    # which reads s3:// faster
     thread_safe = False
 
     def __init__(self, root: Folder) -> None:
@@ -74,15 +79,15 @@ class Source(ABC):
 
     @abstractmethod
     def keys(self) -> Iterator[str]:
-        """The keys of all records, in an order that depends only on the archive."""
+        """Yield the keys of all records, in an order that depends only on the archive."""
 
     @abstractmethod
     def read(self, key: str) -> EcgRecord:
-        """Read one record; raise a ReadError to refuse it."""
+        """Read one record. Raise a ReadError to refuse the record."""
 
     def header(self, key: str) -> Header:
-        """Returns what planning needs. Override this if the format can provide it without
-        reading the signal."""
+        """Return the facts about a record that planning needs. Override this method if the format can
+        provide them without reading the signal."""
         record = self.read(key)
         content = hashlib.blake2b(np.ascontiguousarray(record.signal).data, digest_size=8).digest()
         return Header(
@@ -96,41 +101,43 @@ class Source(ABC):
 
     @staticmethod
     def detect(names: set[str]) -> bool:
-        """True if a folder with these names is such an archive."""
+        """Return True if a folder that contains these names may be an archive of this class."""
         return False
 
     def has_records(self) -> bool:
-        """True if a detected folder really is such an archive: other archives can have the same
-        names."""
+        """Return True if a folder that `detect` accepted really is an archive of this class: folders of
+        other archives can contain the same names."""
         return True
 
     def places(self) -> list[str]:
-        """The folders whose WFDB records it reads; "" is all."""
+        """Return the paths of the folders whose WFDB records this source reads; "" stands for the root."""
         return []
 
     def links(self) -> Iterator[str]:
-        """Links to folders in what it reads, which it does not follow."""
+        """Yield the paths of links to folders in the folders that this source reads. It does not follow
+        these links."""
         for place in self.places():
             yield from self.root.links(place)
 
     def source_of(self, key: str) -> str:
-        """The database that a record belongs to; an archive may have several."""
+        """Return the database that a record belongs to; an archive may contain several databases."""
         return self.name
 
     def name_for(self, key: str) -> str:
-        """The name for a record that cannot be read."""
+        """Return the name under which a record that cannot be read is reported."""
         return record_stem(key)
 
     def path_of(self, key: str) -> str:
-        """Returns the path at which a user finds a record."""
+        """Return the path at which a user finds a record."""
         return key
 
     def tables(self) -> bytes:
-        """Other input that affects the output, such as tables of patients, ages and diagnoses."""
+        """Return the bytes of other input that affects the output, such as tables of patients, ages and
+        diagnoses."""
         return b""
 
     def notes(self) -> list[str]:
-        """Notes on the archive as a whole, for the user."""
+        """Return notes for the user on the archive as a whole."""
         return []
 
     def __iter__(self) -> Iterator[EcgRecord]:
@@ -138,31 +145,34 @@ class Source(ABC):
 
 
 def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
-    """Call a source's `header` or `read`. An exception refuses only this record; failing storage
-    or a lack of memory stops the run."""
+    """Call a source's `header` or `read` with a key. An exception refuses only this record and is returned
+    as a ReadError. Failing storage or a lack of memory is raised, which stops the run."""
     try:
         if not key.isprintable():
-            raise ReadError("file name", "not UTF-8, or with control characters")
+            raise ReadError(
+                "file name", "the name is not UTF-8 or contains control characters: rename the file"
+            )
         if isinstance(key, AbsentKey):
-            raise ReadError(MISSING_FILE, f"in {key.table}")
+            raise ReadError(MISSING_FILE, f"listed in {key.table}")
         return call(key)
     except ReadError as error:
         return error
     except (StorageError, MemoryError):
         raise
-    except Exception as error:  # a user's parser failed on a broken file
+    except Exception as error:  # a user's own source may raise anything on a broken file
         if failure := machine_error(error):
             raise failure from None
         return ReadError("unreadable record", type(error).__name__)
 
 
 def read_record(source: Source, key: str) -> EcgRecord:
-    """Reads a record, with a warning if its amplitude is implausible. A user's own source may fill
-    one buffer for every record, so its signal is copied, and it is called from one thread at a time unless it
-    says that it is `thread_safe`."""
+    """Read a record, and add a warning if its amplitude is implausible.
+
+    A user's own source may fill the same buffer for every record, so the signal is copied. Such a source is
+    called from one thread at a time, unless its `thread_safe` is True."""
     if is_builtin(source):
         return with_amplitude_doubt(source.read(key))
-    with nullcontext() if source.thread_safe else _ONE_THREAD:
+    with nullcontext() if source.thread_safe else _OWN_SOURCE_LOCK:
         record = source.read(key)
         if not record.stored:
             record = replace(record, signal=record.signal.copy())
@@ -170,8 +180,9 @@ def read_record(source: Source, key: str) -> EcgRecord:
 
 
 def read_header(source: Source, key: str) -> Header:
-    """Reads a record's header; `source.header` may call `source.read`."""
-    with nullcontext() if is_builtin(source) or source.thread_safe else _ONE_THREAD:
+    """Read a record's header. A user's own source is called from one thread at a time, unless its
+    `thread_safe` is True, because its `header` may call `read`."""
+    with nullcontext() if is_builtin(source) or source.thread_safe else _OWN_SOURCE_LOCK:
         return source.header(key)
 
 
@@ -179,29 +190,30 @@ def is_builtin(source: Source) -> bool:
     return type(source).__module__.startswith(__name__.rpartition(".")[0])
 
 
-class Prepared(NamedTuple):
-    """A record as it would be stored in a dataset."""
+class PreparedRecord(NamedTuple):
+    """A record as a dataset would store it, cut into crops."""
 
     source: str
     record: str
     patient: str | None
-    crops_uv: np.ndarray  # int16 [n, 12, 5000]
+    crops_uv: np.ndarray  # int16 [crops, 12 leads, 5000 samples]
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
     flags: tuple[tuple[str, ...], ...]
-    fs_hz: float  # rate at which it was recorded
+    fs_hz: float  # sampling rate of the recording, before resampling
 
 
-def prepare_record(source: Source, key: str) -> Prepared | ReadError:
-    """Read and prepare one record directly from its archive, without a dataset."""
+def prepare_record(source: Source, key: str) -> PreparedRecord | ReadError:
+    """Read one record from its archive and prepare its crops, without a dataset. Return a ReadError if the
+    record is refused."""
     return read_safely(partial(_prepare_record, source), key)
 
 
-def _prepare_record(source: Source, key: str) -> Prepared:
+def _prepare_record(source: Source, key: str) -> PreparedRecord:
     record = read_record(source, key)
     count = crop_count(record.signal.shape[1], record.fs_hz)
     if not count:
-        raise ReadError("too short", f"{record.signal.shape[1] / record.fs_hz:g} s")
+        raise ReadError("too short", f"{record.signal.shape[1] / record.fs_hz:g} s, 5 s at least")
     samples = np.empty((count, len(LEADS), CROP), np.int16)
     crops: list[Crop] = []
     for index in range(count):
@@ -215,44 +227,46 @@ def _prepare_record(source: Source, key: str) -> Prepared:
     flags = tuple(crop_flags(record, crop) for crop in crops)
     patient = known_patient(record.patient)
     samples = samples[: len(crops)]
-    return Prepared(name, record.name, patient, samples, starts, halves, flags, record.fs_hz)
+    return PreparedRecord(name, record.name, patient, samples, starts, halves, flags, record.fs_hz)
 
 
-def pseudonymize_record(key: bytes | None, ecg: Prepared) -> Prepared:
-    """Returns the record with the names that a dataset made with this key has."""
+def pseudonymize_record(key: bytes | None, ecg: PreparedRecord) -> PreparedRecord:
+    """Return the record with the record name and patient id that a dataset made with this key would store."""
     record = pseudonym(key, "r", ecg.source, ecg.record)
     return ecg._replace(record=record, patient=dataset_patient(key, ecg.source, ecg.patient))
 
 
 def dataset_patient(key: bytes | None, source: str, patient: str | None) -> str | None:
-    """A patient's id in a dataset; None if it is unknown."""
+    """Return the id that a dataset stores for a patient: a pseudonym, or without a `key` the id itself; None if
+    the patient is unknown."""
     name = known_patient(patient)
     return pseudonym(key, "p", patient_source(source), name) if name else None
 
 
-def path_name(key: str, stem: str) -> str:
-    """A name that includes the folders below the root; in some archives every patient's folder has
-    a `rec_1`."""
+def name_with_folders(key: str, stem: str) -> str:
+    """Return a record name that includes the names of the folders below the root, because in some archives
+    every patient's folder contains a `rec_1`."""
     place = re.sub(r"[^A-Za-z0-9_-]+", "_", posixpath.dirname(key))
     name = f"{place}_{stem}" if place else stem
     if len(name) > 64:
-        raise ReadError("record name", f"{len(name)} characters with its folders, 64 at most")
+        raise ReadError(
+            "record name", f"{len(name)} characters with its folders, 64 at most: shorten the names"
+        )
     return name
 
 
 def detail_with_path(key: str, detail: str) -> str:
-    """The detail of a refusal, starting with the record's path."""
+    """Return the detail of a ReadError, with the record's path put first unless the detail begins with it."""
     path = printable(key)
-    if detail.startswith(
-        (f"{path}: ", f"{path.rpartition('.')[0] or path}.")
-    ):  # or the path of its signal file
+    # The detail may also begin with the path of the record's signal file, which has another ending
+    if detail.startswith((f"{path}: ", f"{path.rpartition('.')[0] or path}.")):
         return detail
     return f"{path}: {detail}" if detail else path
 
 
 def headers_and_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
-    """Header files, and signal files without a header, which will be refused; `names` must be
-    sorted by folder."""
+    """Yield the header files, and the signal files without a header, which are refused when they are read.
+    `names` must be sorted by folder."""
     for _, folder in groupby(names, posixpath.dirname):
         has_header: dict[str, bool] = {}
         for name in folder:
@@ -265,8 +279,10 @@ def headers_and_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
 def absent_records(
     root: Folder, lists: Iterable[str], endings: tuple[str, ...], within: Collection[str] = ()
 ) -> Iterator[AbsentKey]:
-    """The records and folders in these RECORDS files that are not there. `endings`: of a record's
-    files. `within`: only what is in one of these folders; none: everything."""
+    """Yield a key for each record or folder that one of these RECORDS files names but that does not exist.
+
+    A record exists if there is a file with its name and one of the `endings`. `within`: the folders to check;
+    if empty, all are checked."""
     yielded = set()
     for table in lists:
         folder = posixpath.dirname(table)
@@ -274,7 +290,7 @@ def absent_records(
         try:
             lines = root.read(table, MAX_RECORDS).decode("utf-8", "replace").split("\n")
         except ReadError as error:
-            if error.reason != MISSING_FILE:  # not every archive has a list
+            if error.reason != MISSING_FILE:  # not every archive has such a list
                 why = f"a list {RECORDS}: {error.reason}" if root.private else error
                 tell(f"note: {root.url}: {why}: not compared with the files")
             continue
@@ -299,9 +315,9 @@ def absent_records(
 def read_table(
     root: Folder, name: str, limit: int, columns: tuple[str, ...]
 ) -> Iterator[dict[str, str]]:
-    """Read only these columns of an archive's CSV table; "" is the first one, whatever its name.
-    Cells missing in a short row are empty. An unreadable table stops the run, because it would
-    make every record fail."""
+    """Yield the rows of an archive's CSV table, with only these columns. The column "" is the first one,
+    whatever its name. Cells missing in a short row are empty. An unreadable table stops the run, because
+    without it every record would fail."""
     try:
         text = root.read(name, limit).decode("utf-8-sig", "replace")
     except ReadError as error:
@@ -323,8 +339,8 @@ def read_table(
 
 
 def threadsafe_cache(function: Callable[P, T]) -> Callable[P, T]:
-    """lru_cache for threads: if several need a table at once, one fetches it and the others
-    wait."""
+    """Cache a function's results like lru_cache, also for threads: if several threads need a table at once,
+    one of them reads it while the others wait."""
     remembered, lock = lru_cache(maxsize=4)(function), threading.Lock()
 
     @wraps(function)
@@ -337,7 +353,8 @@ def threadsafe_cache(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def links_hint(place: Folder) -> str:
-    """A hint for the error message when nothing was found in an archive."""
+    """Return a hint for the error that nothing was found in a folder: that it contains a link to a folder;
+    "" if it contains none."""
     names = () if place.remote else place.names()
     link = next(
         (

@@ -22,11 +22,11 @@ CODE15_LEADS = ("DI", "DII", "DIII", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4"
 CODE_OF_LABEL = parse_pairs("""
 1dAVb 270492004, RBBB 59118001, LBBB 164909002, SB 426177001, ST 427084000, AF 164889003
 """)
-MAX_EXAMS = 1_000_000  # per part; the release has 20,001
-UNIT_SAMPLE_EXAMS = 200
-# steps per mV for the units of known copies, and the range of the median ECG's largest peak-to-peak
-# amplitude
+MAX_EXAMS = 1_000_000  # of a part file; those of the release have 20,001
+UNIT_SAMPLE_EXAMS = 200  # exams from which the unit is estimated
+# Units in which known copies store the tracings
 STEPS_PER_MV = {"V": 1e-3, "mV": 1.0, "0.1 mV": 10.0, "uV": 1e3}
+# Range in which the median ECG has its largest peak-to-peak amplitude
 TYPICAL_MV = (0.6, 6.0)
 
 
@@ -44,12 +44,13 @@ class Code15(Source):
             try:
                 exams = _tracings_and_exam_ids(self.root, part)[1]
             except ReadError:
-                yield part  # one key for the whole part, which `read` refuses with the same error
+                yield part  # one key for the whole part; `read` raises the same error for it
                 continue
-            for row in np.flatnonzero(exams):  # exam 0 is a filler at the end of a part
+            # Rows with exam id 0 fill the end of a part and hold no ECG
+            for row in np.flatnonzero(exams):
                 there.add(str(exams[row]))
                 yield f"{part.removesuffix('.hdf5')}#{row}"
-        for exam in _exams(self.root):
+        for exam in _exams_by_id(self.root):
             if exam not in there:
                 yield absent_key(exam, EXAMS_CSV)
 
@@ -57,7 +58,7 @@ class Code15(Source):
         return self.root.read(EXAMS_CSV, MAX_EXAMS_CSV)
 
     def header(self, key: str) -> Header:
-        """Read the tracing, because its length depends on the padding."""
+        """Read the whole tracing, because the length of the record depends on the zero padding."""
         record = self.read(key)
         return Header(
             record.name,
@@ -72,7 +73,7 @@ class Code15(Source):
         part, _, row = key.partition("#")
         tracings, exams = _tracings_and_exam_ids(self.root, f"{part.removesuffix('.hdf5')}.hdf5")
         exam = str(int(exams[int(row)]))
-        table = _exams(self.root)
+        table = _exams_by_id(self.root)
         if exam not in table:
             raise ReadError("not in exams.csv", f"exam {exam}")
         try:
@@ -107,13 +108,13 @@ class Code15(Source):
 def _part_files(root: Folder) -> list[str]:
     parts = sorted(name for name in root.children() if name.endswith(".hdf5"))
     if not parts:
-        raise StorageError(f"{root.url}: no .hdf5 in it")
+        raise StorageError(f"{root.url}: the folder contains no .hdf5 file")
     return parts
 
 
 @lru_cache(maxsize=32)
 def _tracings_and_exam_ids(root: Folder, part: str) -> tuple[Any, np.ndarray]:
-    """Return the tracings and their exam ids."""
+    """Open a part file and return its tracings and their exam ids."""
     with array_errors(part):
         file = open_hdf5_file(root, part)
         tracings, exams = (open_hdf5(file, part, name) for name in ("tracings", "exam_id"))
@@ -127,13 +128,16 @@ def _check_shapes(part: str, tracings: Any, exams: Any) -> None:
     if not sound or exams.shape != shape[:1] or shape[0] > MAX_EXAMS:
         raise ReadError(
             "unexpected HDF5 shape",
-            f"{part}: {shape} {tracings.dtype}, exam_id {exams.shape} {exams.dtype}",
+            f"{part}: tracings {shape} {tracings.dtype}, exam_id {exams.shape} {exams.dtype}; expected "
+            "floats of shape (exams, samples, 12) and one integer id per exam",
         )
 
 
 @threadsafe_cache
-def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None, tuple[str, ...]]]:
-    """Map exam_id to patient, age, sex and diagnoses. Death and follow-up times are never read."""
+def _exams_by_id(
+    root: Folder,
+) -> dict[str, tuple[str | None, float | None, str | None, tuple[str, ...]]]:
+    """Return {exam_id: (patient, age, sex, diagnoses)}. Death and follow-up times are never read."""
     return {
         row["exam_id"]: (
             row["patient_id"] or None,
@@ -152,7 +156,8 @@ def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None
 
 @threadsafe_cache
 def _steps_per_mv(root: Folder) -> float:
-    """The unit in which the largest lead of the median ECG has 0.6 to 6 mV peak to peak."""
+    """Return the steps per mV of the tracings, estimated from their amplitudes: in the right unit the
+    largest lead of the median ECG has 0.6 to 6 mV peak to peak."""
     sizes: list[float] = []
     refused: list[ReadError] = []
     parts = _part_files(root)
@@ -165,19 +170,19 @@ def _steps_per_mv(root: Folder) -> float:
         for row in range(0, len(tracings), max(1, len(tracings) // UNIT_SAMPLE_EXAMS)):
             try:
                 size = float(np.ptp(tracings[row], axis=0).max())
-            except OSError:  # a damaged chunk; its exam is refused when it is read
+            except OSError:  # the chunk is damaged; its exam is refused when it is read
                 continue
             if np.isfinite(size) and size > 0:
                 sizes.append(size)
         if len(sizes) >= UNIT_SAMPLE_EXAMS:
             break
     if len(refused) == len(parts):
-        raise StorageError(f"{root.url}: no part can be read ({refused[0]})")
+        raise StorageError(f"{root.url}: none of the .hdf5 files can be read ({refused[0]})")
     median = float(np.median(sizes)) if sizes else 0.0
     for gain in STEPS_PER_MV.values():
         if TYPICAL_MV[0] <= median / gain < TYPICAL_MV[1]:
             return gain
     raise StorageError(
-        f"{root.url}: median tracing of {median:.3g}, not an ECG's amplitude in any of "
-        f"{', '.join(STEPS_PER_MV)}"
+        f"{root.url}: the median amplitude of the tracings is {median:.3g}, which is not plausible for "
+        f"ECGs in any of the units {', '.join(STEPS_PER_MV)}"
     )

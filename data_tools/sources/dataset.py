@@ -1,9 +1,9 @@
-"""A dataset as a source: its crops once more, for another dataset.
+"""A dataset as a source: its crops are copied to another dataset.
 
     omnilead shard OLD MORE --out NEW
 
-Crops are copied, each after its crc32c was checked. Names that are pseudonyms stay as they are. The
-archive that OLD was made from may be gone.
+The crc32c of each crop is checked before the crop is copied. Names that are pseudonyms stay as they are.
+The archive that OLD was made from is not needed.
 """
 
 import json
@@ -37,19 +37,22 @@ CROP_COLUMNS = (
     "missing_leads",
     "flags",
 )
-BATCH_ROWS = 65_536  # rows held as Python objects at a time
+BATCH_ROWS = 65_536  # of the table, converted to Python objects at a time, which limits the memory
 
 
 class StoredDataset(Source):
-    """The records of one source of a dataset. A key is the record's name and, as JSON, what the table says
-    of it: whoever reads a record needs no table."""
+    """Reads the records of one source of a dataset.
+
+    A key is the record's name followed, as JSON, by what the dataset's tables state of the record, so that
+    reading a record needs no table."""
 
     def __init__(self, root: Folder, name: str, licence: str, pseudonyms: str | None) -> None:
         super().__init__(root)
         self.name, self.licence, self.pseudonyms = name, licence, pseudonyms
 
     def keys(self) -> Iterator[str]:
-        """Yields keys by the names of the records, with each crop's address, or in a zarr copy its row."""
+        """Yield the key of each record, sorted by name. The key states where the record's crops are stored: by
+        shard and offset, or in a zarr copy by row."""
         dataset = open_dataset(self.root)
         table = dataset.table(["source", "record", *RECORD_COLUMNS, *CROP_COLUMNS])
         table = table.append_column("row", pa.array(np.arange(len(table))))
@@ -64,7 +67,8 @@ class StoredDataset(Source):
             yield f"{name} {json.dumps([facts, places, warnings.get(name, [])])}"
 
     def _warnings(self, dataset: Dataset) -> dict[str, list[tuple[str, str]]]:
-        """Returns the warnings about records in rejects.csv; those about crops will be found again."""
+        """Return {record: its warnings in rejects.csv}. Warnings about single crops are left out, because
+        copying the crops finds them again."""
         warnings: dict[str, list[tuple[str, str]]] = {}
         for source, record, reason, detail in read_rejects(dataset):
             if source == self.name and reason in FLAG_REASONS and reason not in CROP_FLAG_REASONS:
@@ -106,7 +110,7 @@ class StoredDataset(Source):
         return self.name_for(key)
 
     def waveform_sum(self, key: str) -> int:
-        """The sum of the waveform hashes of a record's crops, by which it is compared with another."""
+        """Return the sum of the waveform hashes of a record's crops, by which two records are compared."""
         waveforms: list[int] = [crop["waveform"] for crop in _parse_key(key)[2]]
         return sum(waveforms) % 2**64
 
@@ -121,7 +125,7 @@ class StoredDataset(Source):
 
 
 class CopiedCrops:
-    """Reads a record's crops, each when it is asked for: a long record has hundreds."""
+    """Reads the crops of a record one by one, when each is needed, because a long record has hundreds."""
 
     def __init__(self, root: Folder, crops: Sequence[dict[str, Any]]) -> None:
         self.root = root
@@ -130,12 +134,14 @@ class CopiedCrops:
 
     def read(self, index: int, out: np.ndarray) -> Crop:
         if index not in self.crops:
-            raise ReadError("no valid lead", f"at {index * CROP / FS_HZ:g} s")
+            raise ReadError(
+                "no valid lead", f"the dataset has no crop at {index * CROP / FS_HZ:g} s"
+            )
         crop = self.crops[index]
         place = (crop[name] for name in ("row", "shard", "offset", "crc32c"))
         try:
             out[:] = open_dataset(self.root).read_at(*place)
-        except DatasetError as error:  # not a bad record: a dataset to restore
+        except DatasetError as error:  # the dataset is damaged, not the record
             raise StorageError(error) from None
         flags = tuple(flag for flag in crop["flags"] if flag != IMPLAUSIBLE)
         return Crop(crop["start_s"], crop["halves"], tuple(crop["missing_leads"]), flags)
@@ -152,7 +158,7 @@ def dataset_sources(root: Folder) -> list[Source]:
 
 @lru_cache(maxsize=4)
 def open_dataset(root: Folder) -> Dataset:
-    """Opens a dataset, also of an earlier format: only its tables and samples are read."""
+    """Open a dataset of the current format or an earlier one. Only its tables and samples are read."""
     return Dataset.of_folder(root, earlier_format=True)
 
 
@@ -163,8 +169,8 @@ def _index_batches(order: pa.Array) -> Iterator[pa.Array]:
 
 class _StoredRecord(NamedTuple):
     name: str
-    columns: dict[str, Any]  # RECORD_COLUMNS
-    crops: list[dict[str, Any]]  # in order of time
+    columns: dict[str, Any]  # the value of each of RECORD_COLUMNS
+    crops: list[dict[str, Any]]  # CROP_COLUMNS and the row of each crop, in order of time
     warnings: list[list[str]]
 
 

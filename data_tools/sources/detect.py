@@ -1,10 +1,10 @@
-"""The supported archives and their detection; what no source reads.
+"""Detects the supported archives in a folder, and the files in it that no source reads.
 
-`open_sources("ROOT")` looks at the names in ROOT and in its subfolders; ROOT may contain several
-archives, and in any folders that these do not read WFDB records and a hospital's files. WFDB records
-beside an archive are of unknown patients: the first source's `left_out` counts them. Where a kind is
-given, it counts the files that look like ECGs and that this kind does not read, so that no record
-vanishes without a word.
+`open_sources("ROOT")` looks at the names in ROOT and in its subfolders. ROOT may contain several
+archives. Folders that no archive reads may contain WFDB records and hospital files. The patients of WFDB
+records outside the archives are unknown: the first source's `left_out` counts these records. If the user
+names a format, `left_out` counts the files that look like ECGs but are of other formats, so that no
+record is lost unnoticed.
 """
 
 import os
@@ -22,7 +22,7 @@ from ..io.terminal import tell
 from .arrays import ArraySource
 from .base import (
     AbsentKey,
-    Prepared,
+    PreparedRecord,
     Source,
     links_hint,
     missing_note,
@@ -47,7 +47,7 @@ __all__ = [
     "ARCHIVES",
     "AbsentKey",
     "DataError",
-    "Prepared",
+    "PreparedRecord",
     "ReadError",
     "Source",
     "key_mark",
@@ -72,14 +72,14 @@ TEXT_ENDINGS = (".txt", ".csv", ".tsv", ".asc")
 
 
 class UnknownArchive(StorageError):
-    """A folder in which no source finds anything."""
+    """Raised if no source finds an archive in a folder."""
 
 
 def open_archives(
     archives: Paths, kind: str, anonymous: bool, private: bool, arrays: dict[str, Any]
 ) -> list[Source]:
-    """Opens archives. `private`: no message names a file. `arrays`: fs_hz, unit and leads, if the
-    user states them."""
+    """Open archives and return their sources. `private`: messages name no file. `arrays`: the fs_hz, unit
+    and leads of arrays; None for each that the user does not state."""
     urls = as_paths(archives)
     stated = {name: value for name, value in arrays.items() if value is not None}
     if stated and kind != "arrays":
@@ -106,7 +106,7 @@ def as_paths(paths: Paths) -> list[str]:
 
 
 def tell_notes(notes: list[str], told_before: Sequence[str] = ()) -> list[str]:
-    """Tells the notes but for those `told` before. Returns the notes."""
+    """Print the notes, except empty ones and those in `told_before`. Return all notes."""
     for note in notes:
         if note and note not in told_before:
             tell(f"note: {note}")
@@ -121,9 +121,11 @@ def open_sources(
     private: bool = False,
     arrays: Mapping[str, Any] | None = None,
 ) -> list[Source]:
-    """Open the sources in a folder. `kind`: auto, a name in ARCHIVES, `file.py:Class` or
-    `module:Class`. `besides`: folders that are opened, too, so what lies in them is not left out.
-    `private`: no message names a file. `arrays`: the fs_hz, unit and leads of arrays."""
+    """Open the archives in a folder and return their sources.
+
+    `kind`: auto, a name in ARCHIVES or HOSPITAL_FORMATS, hospital, `file.py:Class` or `module:Class`.
+    `besides`: folders that the caller opens too; files in them do not count as left out. `private`: messages
+    name no file. `arrays`: the fs_hz, unit and leads of arrays."""
     root, names = archive_folder_and_names(url, anonymous, private)
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
@@ -131,7 +133,7 @@ def open_sources(
         return dataset_sources(root)
     if kind == "auto":
         sources = _detect_below(root, names, anonymous)
-        left = LeftOut(root, sources, besides)
+        left = LeftOutFiles(root, sources, besides)
         read = tuple(dict.fromkeys(source.name for source in sources))
         if left.wfdb:
             sources.append(WfdbFolder(root, tuple(left.places)))
@@ -139,14 +141,15 @@ def open_sources(
         if next(vendors.keys(), None):
             sources.append(vendors)
         if sources:
-            sources[0].left_out = left.sentence(archives=read)
+            sources[0].left_out = left.note(archives=read)
     else:
         sources = [ArraySource(root, arrays) if kind == "arrays" else _open_kind(root, kind)]
-        # HospitalFiles looks at all files; which files a user's own source reads is unknown
+        # Files of other formats are not counted: HospitalFiles counts them itself, and which files a
+        # user's own source reads is unknown
         if ":" in kind or isinstance(sources[0], HospitalFiles):
-            sources[0].left_out = LeftOut(root, [], besides).sentence()
+            sources[0].left_out = LeftOutFiles(root, [], besides).note()
         else:
-            sources[0].left_out = LeftOut(root, sources, besides).sentence(kind)
+            sources[0].left_out = LeftOutFiles(root, sources, besides).note(kind)
     if sources:
         return sources
     some = "" if private else f" ({', '.join(names[:5])}, ...)"
@@ -161,17 +164,18 @@ def open_sources(
 
 def _open_kind(root: Folder, kind: str) -> Source:
     if ":" in kind:
-        try:  # worker processes must be able to import it, too
+        try:  # `importable`, because worker processes import the class too
             reader = load_plugin(kind, importable=True)
         except Exception as error:  # a user's module may raise anything on import
             raise DataError(Flag("--source"), f" {kind}: {error_with_line(error)}") from None
         if not (isinstance(reader, type) and issubclass(reader, Source)):
             raise DataError(
-                Flag("--source"), f" {kind}: not a subclass of data_tools.sources.Source"
+                Flag("--source"),
+                f" {kind}: the class is not a subclass of data_tools.sources.Source",
             )
         try:
             return reader(root)
-        except TypeError as error:  # the class lacks an abstract method
+        except TypeError as error:  # such as an abstract method that the class does not define
             raise DataError(Flag("--source"), f" {kind}: ", error) from None
     if kind in ARCHIVES:
         return ARCHIVES[kind](root)
@@ -181,20 +185,21 @@ def _open_kind(root: Folder, kind: str) -> Source:
         return HospitalFiles(root, kind)
     known = [*ARCHIVES, HospitalFiles.name, *HOSPITAL_FORMATS]
     raise DataError(
-        Flag("--source"), f" {kind}: not auto, {', '.join(known)} or your own file.py:Class"
+        Flag("--source"),
+        f" {kind}: unknown format: choose auto, {', '.join(known)} or your own file.py:Class",
     )
 
 
 def _detect_below(root: Folder, names: Sequence[str], anonymous: bool) -> list[Source]:
-    """The archives in a folder and in its subfolders. If there is none, the folder's WFDB
-    records."""
+    """Return the sources of the archives in a folder and in its subfolders. If there is no archive, return
+    a source of the folder's WFDB records, if it contains any."""
     sources = _detect_archives(root, names)
     read = places_read(root, sources)
     for name in names:
         if name in read or (root.remote and looks_like_file(name)):
             continue
         below = folder_below(root, name, anonymous)
-        with suppress(StorageError):  # not a folder, or one that may not be listed
+        with suppress(StorageError):  # `below` may be a file, or a folder that may not be listed
             sources += _detect_archives(below, below.children())
     if sources:
         return sources
@@ -214,7 +219,7 @@ def _detect_archives(place: Folder, names: Sequence[str]) -> list[Source]:
 
 
 def places_read(root: Folder, sources: Sequence[Source]) -> set[str]:
-    """Paths below `root` of the folders that these sources read; "" is all of it."""
+    """Return the paths below `root` of the folders that these sources read; "" stands for all of `root`."""
     read = set()
     for source in sources:
         for place in source.places():
@@ -223,18 +228,18 @@ def places_read(root: Folder, sources: Sequence[Source]) -> set[str]:
     return read
 
 
-class LeftOut:
-    """Finds what lies below a folder and is read by none of its archives.
+class LeftOutFiles:
+    """Finds the files and links below a folder that none of its archives reads.
 
-    The folders that an archive reads are not searched: MIMIC-IV-ECG's has 800,000 subfolders."""
+    Folders that an archive reads are not searched: that of MIMIC-IV-ECG has 800,000 subfolders."""
 
     def __init__(self, root: Folder, sources: Sequence[Source], besides: Sequence[str]) -> None:
         self.root = root
-        # Where a hospital's files may be: folders, and files that have one of its endings
+        # Paths that no archive reads: folders, and files that end like WFDB headers or hospital files
         self.places: list[str] = []
-        self.wfdb: list[str] = []  # headers
-        self.capitals: list[str] = []  # headers ending in .HEA, which no source reads
-        self.vendors: list[str] = []  # files with a hospital's endings
+        self.wfdb: list[str] = []  # paths of WFDB headers
+        self.capitals: list[str] = []  # paths of headers that end in .HEA, which no source reads
+        self.vendors: list[str] = []  # paths of files that end like hospital files
         self.links: list[str] = []
         self.unlisted: list[str] = []
         self.opened = {source.root.url for source in sources} | {folder(url).url for url in besides}
@@ -245,7 +250,8 @@ class LeftOut:
             self._add_links(source.root, source.links())
         if not sources:
             self._add_links(root, root.links())
-        if "" in self.read or not sources:  # all WFDB records are read
+        if "" in self.read or not sources:
+            # Hospital files may be anywhere; WFDB headers need not be searched for
             self.places = [""]
         else:
             self._search("")
@@ -258,7 +264,7 @@ class LeftOut:
             if any(place_read.startswith(f"{path}/") for place_read in self.read):
                 self._search(path)
             elif name.lower().endswith((".hea", *HOSPITAL_ENDINGS)):
-                self._add(path, [path])
+                self._add_files(path, [path])
             elif not (self.root.remote and looks_like_file(name)):
                 self._add_folder(path)
 
@@ -270,7 +276,7 @@ class LeftOut:
             return
         self._add_links(self.root, self.root.links(path))
         try:
-            self._add(path, list(self.root.names(path)))
+            self._add_files(path, list(self.root.names(path)))
         except (StorageError, OSError):
             self.unlisted.append(path)
 
@@ -280,8 +286,8 @@ class LeftOut:
             if os.path.realpath(place) not in self.opened:
                 self.links.append(place.removeprefix(f"{self.root.url}/"))
 
-    def _add(self, path: str, names: Sequence[str]) -> None:
-        """Adds the files at `path`."""
+    def _add_files(self, path: str, names: Sequence[str]) -> None:
+        """Note that no archive reads `path`, and add the files there to the lists by their endings."""
         if names:
             self.places.append(path)
         for name in names:
@@ -292,9 +298,10 @@ class LeftOut:
             elif name.lower().endswith(HOSPITAL_ENDINGS):
                 self.vendors.append(name)
 
-    def sentence(self, kind: str = "", archives: Sequence[str] = ()) -> str:
-        """A note on what is not read, and on WFDB records beside these archives. `kind`: the source's,
-        if the user chose it: then also files that others would read."""
+    def note(self, kind: str = "", archives: Sequence[str] = ()) -> str:
+        """Return a note on files and links that are not read, and on WFDB records outside of these `archives`;
+        "" if there are none. `kind`: the format that the user chose, if any; then the note also counts files
+        of other formats."""
         clauses = []
         if archives and self.wfdb:
             records = "1 WFDB record"
@@ -306,12 +313,14 @@ class LeftOut:
             clauses.append(f"reads {records} outside of {others}, of unknown patients{first}")
         if self.capitals:
             count = len(self.capitals)
-            names = f"{count:,} of its files" if self.root.private else self._named(self.capitals)
+            names = (
+                f"{count:,} of its files" if self.root.private else self._first_paths(self.capitals)
+            )
             clauses.append(f"does not read {names}: a header's name ends in .hea")
         if self.unlisted:
-            clauses.append(f"could not list {self._named(self.unlisted)}")
+            clauses.append(f"could not list {self._first_paths(self.unlisted)}")
         if self.links:
-            clauses.append(f"does not follow linked folders: {self._named(self.links)}")
+            clauses.append(f"does not follow linked folders: {self._first_paths(self.links)}")
         if kind and (files := self._other_files()):
             look = "1 file that looks like an ECG"
             if len(files) > 1:
@@ -325,14 +334,14 @@ class LeftOut:
             return [name for name in self.root.names() if name.lower().endswith(HOSPITAL_ENDINGS)]
         return [*self.wfdb, *self.vendors]
 
-    def _named(self, folders: Sequence[str]) -> str:
+    def _first_paths(self, folders: Sequence[str]) -> str:
         if self.root.private:
             return f"{len(folders)} of its folders"
         return ", ".join(folders[:3]) + ", ..." * (len(folders) > 3)
 
 
 def looks_like_file(name: str) -> bool:
-    """True if the name is a file's (table.csv, but not v1.0), so that object storage need not be
-    asked."""
+    """Return True if the name has the ending of a file (table.csv, but not v1.0). This saves a request to
+    object storage for each file."""
     ending = name.rpartition(".")[2]
     return ending != name and not ending.isdigit()

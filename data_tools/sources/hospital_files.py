@@ -1,5 +1,4 @@
-"""Files exported by hospitals: one ECG per file, in any mix of the HOSPITAL_FORMATS below and in any
-folders.
+"""Reads files exported by hospitals, with one ECG per file: any mixture of HOSPITAL_FORMATS, in any folders.
 
 The format is detected from a file's content. Only the signals of the twelve leads and the patient's
 id, age and sex are read: no names, dates, statements or comments. If a file has only I and II, then
@@ -32,11 +31,11 @@ from ..ecg.record import (
 from ..ecg.resampling import rate_ratio
 from ..io.errors import ReadError
 from ..io.storage import Folder, prefetch
-from .base import Source, path_name
+from .base import Source, name_with_folders
 from .hospital import aecg, cardiosoft_xml, dicom, edf, muse_xml, philips_xml, scp
-from .hospital.base import Format, root_tag
+from .hospital.base import FileFormat, root_tag
 
-HOSPITAL_FORMATS: dict[str, Format] = {
+HOSPITAL_FORMATS: dict[str, FileFormat] = {
     "muse-xml": muse_xml.FORMAT,
     "dicom": dicom.FORMAT,
     "philips-xml": philips_xml.FORMAT,
@@ -45,33 +44,27 @@ HOSPITAL_FORMATS: dict[str, Format] = {
     "scp-ecg": scp.FORMAT,
     "edf": edf.FORMAT,
 }
-HEAD_BYTES = 4096  # enough to detect the format
+HEAD_BYTES = 4096  # the format is detected from these first bytes of a file
 MAX_HOSPITAL_BYTES = max(reader.max_bytes for reader in HOSPITAL_FORMATS.values())
-HOSPITAL_ENDINGS = (
-    ".xml",
-    ".dcm",
-    ".scp",
-    ".ecg",
-    ".edf",
-)  # files with these endings must be readable
-# What anonymised files have instead of a patient's id
-_ANONYMOUS_IDS = (
+# A file with one of these endings counts as a record, which is refused if it cannot be read
+HOSPITAL_ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")
+# What anonymised files state in place of a patient's id
+_ANONYMOUS_ID_LIST = (
     "anonymous, anonymized, anonymised, anon, unknown, none, null, n/a, na, 0, -, ., ?, unk, noid, "
     "no id, unidentified, test, not available"
 )
-ANONYMOUS_IDS = set(_ANONYMOUS_IDS.split(", "))
+ANONYMOUS_IDS = set(_ANONYMOUS_ID_LIST.split(", "))
 
 
 class HospitalFiles(Source):
     name = "hospital"
     private = "the file names and the hospital's patient ids"
-    # Number of files left out, by ending; known once all have been looked at
+    # Number of files left out, by ending; empty until `keys` has looked at all files
     skipped: Mapping[str, int] = {}
 
     def __init__(self, root: Folder, only: str = "", within: tuple[str, ...] | None = None) -> None:
-        """`only`: one of HOSPITAL_FORMATS; files of others are then left out. `within`: only what is in these
-        folders (or is one of these files) and belongs to no WFDB record, because another source
-        reads these."""
+        """`only`: the one of HOSPITAL_FORMATS to read; "" for all of them. `within`: the folders and files to
+        read, except files of WFDB records, which another source reads; None for the whole root."""
         super().__init__(root)
         self.only, self.within = only, within
         self.name = only or self.name
@@ -101,7 +94,7 @@ class HospitalFiles(Source):
                 yield from _drop_wfdb_files(list(names))
 
     def _key_and_is_record(self, key: str) -> tuple[str, bool]:
-        """Returns (key, True if the file counts as a record, which is then read or refused)."""
+        """Return (key, True if the file counts as a record). A record is later read or refused."""
         return key, (not self.only and key.lower().endswith(HOSPITAL_ENDINGS)) or bool(
             self._format_of_file(key)
         )
@@ -122,15 +115,17 @@ class HospitalFiles(Source):
         return next(known, "")
 
     def name_for(self, key: str) -> str:
-        """A name from the file's path. A DICOM file's name is often a UID without an ending, in
-        folders named by UIDs. A name that would lose letters, brackets or its end gets a hash,
-        or different files could have the same name."""
+        """Return a record name made from the file's path.
+
+        A DICOM file's name is often a UID without an ending, so only known endings are removed. If the name
+        would lose letters, brackets or its end, a hash of the path is added, because different files could
+        otherwise get the same name."""
         stem = record_stem(
             key if key.lower().endswith(HOSPITAL_ENDINGS) else f"{key}.", longest=None
         )
         if key.isascii() and not set("[]{}") & set(key):
-            with suppress(ReadError):  # too long
-                return path_name(key, stem)
+            with suppress(ReadError):  # the name would be too long
+                return name_with_folders(key, stem)
         return hashed_name(stem, key)
 
     def source_of(self, key: str) -> str:
@@ -141,7 +136,7 @@ class HospitalFiles(Source):
             return []
         most = sorted(self.skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
         endings = ", ".join(f"{count:,} {ending}" for ending, count in most)
-        # An ending may be a part of a name
+        # Not shown if private, because an ending may be a part of a patient's name
         shown = "" if self.root.private else f" ({endings})"
         count = sum(self.skipped.values())
         files = f"{count:,} file{'s' * (count > 1)} of no {self.only or 'known'} format"
@@ -169,8 +164,8 @@ class HospitalFiles(Source):
             root = root_tag(data[:HEAD_BYTES])
             raise ReadError(
                 "unknown format",
-                (f"its root is {root[:40]}: " if root else "")
-                + f"none of {', '.join(HOSPITAL_FORMATS)}",
+                (f"its root element is {root[:40]}: " if root else "")
+                + f"not a file of {', '.join(HOSPITAL_FORMATS)}",
             )
         if len(data) > HOSPITAL_FORMATS[kind].max_bytes:
             raise ReadError(
@@ -187,7 +182,7 @@ class HospitalFiles(Source):
                 "the leads have different lengths" if signals else "no lead was measured",
             )
         leads, fs_hz = np.array(list(signals.values())), decoded.fs_hz
-        rate_ratio(fs_hz)  # refuses unsupported rates
+        rate_ratio(fs_hz)  # raises a ReadError if the rate is not supported
         age = None if isinstance(decoded.age, str) else clean_age(decoded.age)
         sex = clean_sex(decoded.sex)
         unread = age_and_sex_warnings({"age": decoded.age, "sex": decoded.sex}, age=age, sex=sex)
@@ -210,8 +205,8 @@ class HospitalFiles(Source):
 
 
 def _drop_wfdb_files(names: Sequence[str]) -> Iterator[str]:
-    """The files of a folder without its WFDB headers and what lies beside these under the same
-    name: of 10^5 records none is opened only to see that it is no DICOM file."""
+    """Yield the files of a folder, except those that share their name with a WFDB header and do not end like
+    hospital files. So 10^5 WFDB records need not be opened only to see that they are no DICOM files."""
     headers = {name.removesuffix(".hea") for name in names if name.endswith(".hea")}
     for name in names:
         if name.lower().endswith(HOSPITAL_ENDINGS) or posixpath.splitext(name)[0] not in headers:
@@ -219,7 +214,8 @@ def _drop_wfdb_files(names: Sequence[str]) -> Iterator[str]:
 
 
 def _patient_id(text: str | None) -> str | None:
-    """A patient's id; None if it says nothing, or all anonymised files would be of one patient."""
+    """Return a patient's id; None for an empty text or a placeholder, because otherwise all anonymised files
+    would belong to one patient."""
     text = (text or "").strip()
     if not text or text.lower() in ANONYMOUS_IDS or len(set(text)) < 2 <= len(text):
         return None

@@ -1,8 +1,8 @@
-"""Archives of WFDB records: PTB-XL, the Challenges 2021 and 2011, ecg-arrhythmia, MIMIC-IV-ECG, and
-plain folders.
+"""Sources for archives of WFDB records: PTB-XL, the PhysioNet Challenges 2021 and 2011, ecg-arrhythmia,
+MIMIC-IV-ECG, and plain folders.
 
-Each is a `WfdbSource` that knows its folders and tables. Of the tables only the columns that are
-named here are read, never dates, reports or names.
+Each is a `WfdbSource` that knows the folders and tables of its archive. Of the tables only the columns that
+are named here are read, never dates, reports or names.
 """
 
 import ast
@@ -40,7 +40,7 @@ from .base import (
     absent_key,
     absent_records,
     headers_and_orphans,
-    path_name,
+    name_with_folders,
     read_table,
     threadsafe_cache,
 )
@@ -48,8 +48,8 @@ from .wfdb import MAX_HEADER_BYTES, WfdbHeader, parse_header, peek_header, read_
 
 PTBXL_FOLDERS = ("records500", "records100")
 PTBXL_CSV, MAX_PTBXL_CSV = "ptbxl_database.csv", 256 * 2**20
-# Characters of scp_codes; limited because the parser in literal_eval recurses
-MAX_STATEMENTS = 4096
+# Characters of a cell in scp_codes that are parsed; limited because literal_eval is recursive
+MAX_SCP_CODES_CHARS = 4096
 CHALLENGE_DATABASES = (
     "chapman_shaoxing",
     "cpsc_2018",
@@ -60,9 +60,8 @@ CHALLENGE_DATABASES = (
     "ptb-xl",
     "st_petersburg_incart",
 )
-DATABASE_FOLDERS = {SYNTHETIC + name for name in CHALLENGE_DATABASES} | set(
-    CHALLENGE_DATABASES
-)  # folders of databases
+# Names of folders that contain one database, real or synthetic
+DATABASE_FOLDERS = {SYNTHETIC + name for name in CHALLENGE_DATABASES} | set(CHALLENGE_DATABASES)
 PTBXL_CSV_PATHS = (
     PTBXL_CSV,
     f"ptb-xl/{PTBXL_CSV}",
@@ -71,19 +70,20 @@ PTBXL_CSV_PATHS = (
 )
 MIMIC_LIST, MAX_MIMIC_LIST = "record_list.csv", 512 * 2**20
 ACCEPTABLE_LIST = "RECORDS-acceptable"
-_PATH = re.compile(r"files/p\d{4}/p(\d{8})/s(\d+)/\2", re.ASCII)
+_MIMIC_PATH = re.compile(r"files/p\d{4}/p(\d{8})/s(\d+)/\2", re.ASCII)
 
 
 class WfdbSource(Source):
-    """An archive of WFDB records; subclasses know the folder layout and the patients."""
+    """Reads an archive of WFDB records. Subclasses know the archive's folder layout and its patients."""
 
     suffix = ".dat"
-    folders: frozenset[str] = frozenset()  # whose records a list in the root may name
+    # Folders in the root; of a RECORDS file in the root only the records in these folders are checked
+    folders: frozenset[str] = frozenset()
 
     def keys(self) -> Iterator[str]:
         places, lists = self.places(), list[str]()
         within = self.folders
-        if "" in places:  # whatever a list names is of this archive
+        if "" in places:  # all records of any list belong to this archive
             within = frozenset()
         else:
             lists.append(RECORDS)
@@ -103,11 +103,11 @@ class WfdbSource(Source):
             return record_stem(key)
 
     def patient(self, name: str, key: str) -> str | None:
-        """The patient of a record, from the archive's tables or the key."""
+        """Return a record's patient, from the archive's tables or the key; None if the patient is unknown."""
         return None
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
-        """Add patient, age, sex and diagnoses from the archive's tables."""
+        """Return the record with what the archive's tables state: patient, age, sex and diagnoses."""
         return record
 
     def header(self, key: str) -> Header:
@@ -128,26 +128,30 @@ class WfdbSource(Source):
 
     def read(self, key: str) -> EcgRecord:
         header = parse_header(self._header_bytes(key))
-        self.check(header)
+        self.check_leads_and_files(header)
         name = self.record_name(key, stated_name(header.name, key))
         return self.enrich(read_record(self.root, key, header, name, self.source_of(key)), key)
 
     def _header_bytes(self, key: str) -> bytes:
         if not key.endswith(".hea"):
-            raise ReadError("no header", key.rsplit("/", 1)[-1])
+            raise ReadError("no header", f"{key.rsplit('/', 1)[-1]} has no .hea file beside it")
         return self.root.read(key, MAX_HEADER_BYTES)
 
-    def check(self, header: WfdbHeader) -> None:
-        """Require twelve leads in one file with the record's name, as in all large archives."""
+    def check_leads_and_files(self, header: WfdbHeader) -> None:
+        """Raise a ReadError unless the record has the twelve leads in one file with the record's name, as in
+        all large archives."""
         known = {LEAD_INDEX.get(lead.upper()) for lead in header.leads} - {None}
         if len(header.leads) != 12 or len(known) != 12:
             raise ReadError("not twelve leads", ", ".join(header.leads)[:80])
         if set(header.files) != {header.name + self.suffix}:
-            raise ReadError("signal file name", f"{header.files[0]} for {header.name}")
+            raise ReadError(
+                "signal file name",
+                f"{header.files[0]}: all signals must be in {header.name + self.suffix}",
+            )
 
 
 def _collect_lists(names: Iterator[str], lists: list[str]) -> Iterator[str]:
-    """The names; those of RECORDS files are added to `lists`."""
+    """Yield all names, and append those of RECORDS files to `lists`."""
     for name in names:
         if posixpath.basename(name) == RECORDS:
             lists.append(name)
@@ -155,7 +159,7 @@ def _collect_lists(names: Iterator[str], lists: list[str]) -> Iterator[str]:
 
 
 class PtbXl(WfdbSource):
-    """Its own release: `records500/<thousand>/<id>_hr.dat` and ptbxl_database.csv (patient, age,
+    """PTB-XL's own release: `records500/<thousand>/<id>_hr.dat` and ptbxl_database.csv (patient, age,
     sex, SCP statements). If records500 is missing, `records100/<thousand>/<id>_lr.dat`, the same
     ECGs at 100 Hz, is read.
 
@@ -178,14 +182,15 @@ class PtbXl(WfdbSource):
             yield absent_key(self._path(number, row), PTBXL_CSV)
 
     def _path(self, number: str, row: dict[str, str]) -> str:
-        """Returns the path of an ecg_id's header."""
+        """Return the path of the header of the record with this ecg_id."""
         name = f"{synthetic_prefix(row['patient_id'])}{number:0>5}"
         thousand = f"{number[:-3]:0>2}000"
         ending = "hr" if self._folder() == PTBXL_FOLDERS[0] else "lr"
         return f"{self._folder()}/{thousand}/{name}_{ending}.hea"
 
     def places(self) -> list[str]:
-        return list(PTBXL_FOLDERS)  # also that of the same ECGs at the other rate
+        # Both, so that no other source reads the same ECGs at the other rate
+        return list(PTBXL_FOLDERS)
 
     def _folder(self) -> str:
         return next(filter(self.root.exists, PTBXL_FOLDERS), PTBXL_FOLDERS[0])
@@ -209,7 +214,7 @@ class PtbXl(WfdbSource):
         prefix = synthetic_prefix(stem)
         number = stem.removeprefix(prefix).removesuffix("_hr").removesuffix("_lr")
         if not number.isdigit():
-            raise ReadError("record name", stem)
+            raise ReadError("record name", f"{stem}: a name such as 00011_hr is expected")
         return f"{prefix}HR{int(number):05d}"
 
     def patient(self, name: str, key: str) -> str | None:
@@ -228,23 +233,24 @@ class PtbXl(WfdbSource):
 
 
 def ecg_id(record: str) -> str:
-    """Returns the ecg_id in ptbxl_database.csv: 11 for HR00011; "" if the name has another form."""
+    """Return a record's ecg_id in ptbxl_database.csv: 11 for HR00011; "" if the name has another form."""
     name = record.removeprefix(synthetic_prefix(record))
     return name.removeprefix("HR").lstrip("0") if name.startswith("HR") else ""
 
 
 def patient_id(text: str) -> str | None:
-    """The id as a whole number; the table writes it as a float: 15709.0."""
+    """Return a patient id without the `.0` that PTB-XL's table has after it (15709.0); None if it is not a
+    number."""
     text = text.removesuffix(".0")
     number = text.removeprefix(synthetic_prefix(text))
     return text if number.isascii() and number.isdigit() else None
 
 
 def parse_statements(scp_codes: str) -> dict[str, float]:
-    """Parse a cell with a Python dict of {statement: likelihood in per cent}; a likelihood that is
+    """Parse a cell of scp_codes, a Python dict of {statement: likelihood in per cent}. A likelihood that is
     not a number becomes 0."""
     try:
-        parsed = ast.literal_eval(scp_codes[:MAX_STATEMENTS])
+        parsed = ast.literal_eval(scp_codes[:MAX_SCP_CODES_CHARS])
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         parsed = {}
     if not isinstance(parsed, dict):
@@ -263,15 +269,15 @@ def _diagnoses(row: dict[str, str]) -> tuple[str, ...]:
 
 @threadsafe_cache
 def _ptbxl_rows(root: Folder, place: str) -> dict[str, dict[str, str]]:
-    """The six columns that are used, by ecg_id; others (dates, reports, names of staff) are never
-    read."""
+    """Return {ecg_id: row} of PTB-XL's table, with the six columns that are used. Other columns (dates,
+    reports, names of staff) are never read."""
     columns = ("ecg_id", "patient_id", "age", "sex", "scp_codes", "heart_axis")
     rows = read_table(root, place, MAX_PTBXL_CSV, columns)
     return {row["ecg_id"].split(".")[0]: row for row in rows}
 
 
 class PhysioNet2021(WfdbSource):
-    """`training/<database>/g<k>/<id>.hea` and `.mat` (MATLAB level 4), all databases in one tree.
+    """The PhysioNet Challenge 2021: `training/<database>/g<k>/<id>.hea` and `.mat` (MATLAB level 4).
 
     Only PTB-XL's own table has the patients of its records (HRnnnnn): put ptbxl_database.csv beside
     `training`."""
@@ -286,8 +292,8 @@ class PhysioNet2021(WfdbSource):
         return "training" in names or bool(names & DATABASE_FOLDERS - {"ptb-xl"})
 
     def places(self) -> list[str]:
-        """Returns only database folders, if there are any: other archives (PTB-XL's release) may be in the
-        same folder."""
+        """Return only the folders of databases, if there are any, because the root may contain other archives
+        too (PTB-XL's release)."""
         names = self.root.children()
         places = (
             ["training"]
@@ -302,8 +308,8 @@ class PhysioNet2021(WfdbSource):
         ]
 
     def has_records(self) -> bool:
-        """True if there are headers with signals in .mat: other archives' folders have the same
-        names."""
+        """Return True if there are both headers and .mat files. Folders of other archives can have the
+        same names."""
         endings = set()
         for place in self.places():
             for name in self.root.names(place):
@@ -335,23 +341,25 @@ class PhysioNet2021(WfdbSource):
         return repr(sorted(_ptbxl_patients(self.root).items())).encode()
 
 
-@lru_cache(maxsize=256)  # a folder has a thousand records
+@lru_cache(maxsize=256)  # cached for the thousand records of each folder
 def _database_of_folder(url: str, place: str) -> str | None:
-    """The database of a folder. The root may itself be a database or one of its folders."""
+    """Return the database that a folder belongs to. The root may itself be a database's folder, or lie in
+    one."""
     parts = [*url.replace(".zip", "").split("/")[-2:], *place.split("/")]
     return next((part for part in reversed(parts) if part in DATABASE_FOLDERS), None)
 
 
 @threadsafe_cache
 def _ptbxl_patients(root: Folder) -> dict[str, str | None]:
-    """Map ecg_id to patient, None if the row has none."""
+    """Return {ecg_id: patient, None if the table states none} of PTB-XL; empty if its table is missing."""
     place = next(filter(root.exists, PTBXL_CSV_PATHS), "")
     rows = _ptbxl_rows(root, place) if place else {}
     return {number: patient_id(row["patient_id"]) for number, row in rows.items()}
 
 
 class EcgArrhythmia(WfdbSource):
-    """`WFDBRecords/01/010/JS00001.hea` and `.mat`: Chapman-Shaoxing and Ningbo in one tree.
+    """The archive ecg-arrhythmia: `WFDBRecords/01/010/JS00001.hea` and `.mat`, with the databases
+    Chapman-Shaoxing and Ningbo in one tree.
 
     Records get the Challenge's sources and names, so an ECG in both releases counts as one
     record."""
@@ -373,8 +381,8 @@ class EcgArrhythmia(WfdbSource):
 
 
 class PhysioNet2011(WfdbSource):
-    """`set-a/<id>.hea` and `.dat`, with lists of the acceptable and the unacceptable ECGs, and `set-b`
-    without. set-a may be the root."""
+    """The PhysioNet Challenge 2011: `set-a/<id>.hea` and `.dat`, with lists of the acceptable and the
+    unacceptable ECGs, and `set-b`, which has no lists. The root may be set-a itself."""
 
     name = "physionet2011"
     licence = "ODC-By-1.0"
@@ -388,17 +396,17 @@ class PhysioNet2011(WfdbSource):
         return [name for name in self.root.children() if name in ("set-a", "set-b")] or [""]
 
     def has_records(self) -> bool:
-        """True if the list exists: other Challenges have a set-a, too."""
+        """Return True if the list of acceptable ECGs exists: other Challenges have a folder set-a, too."""
         return self.root.exists(posixpath.join(self.places()[0], ACCEPTABLE_LIST))
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
-        """An unknown age is 0 there."""
+        """Replace an age of 0 by None, because this archive states unknown ages as 0."""
         return dataclasses.replace(record, age=record.age or None)
 
 
 class MimicIvEcg(WfdbSource):
-    """`files/p1000/p10001725/s41420867/41420867.dat`, leads in its own order, 200 steps per mV.
-    record_list.csv lists the records and their patients."""
+    """MIMIC-IV-ECG: `files/p1000/p10001725/s41420867/41420867.dat`, with the leads in an order of its own and
+    200 steps per mV. record_list.csv lists the records and their patients."""
 
     name = "mimic-iv-ecg"
     licence = "ODbL-1.0"
@@ -408,13 +416,13 @@ class MimicIvEcg(WfdbSource):
         return {MIMIC_LIST, "files"} <= names
 
     def keys(self) -> Iterator[str]:
-        """The rows of the list, or the files if there is no list. Rows whose subject contradicts
-        the path are refused later."""
+        """Yield a key for each row of record_list.csv, or without this list for each file. If the subject of a
+        row contradicts its path, the key begins with the list's name and the record is refused later."""
         if not self.root.exists(MIMIC_LIST):
             yield from super().keys()
             return
         for row in read_table(self.root, MIMIC_LIST, MAX_MIMIC_LIST, ("subject_id", "path")):
-            match = _PATH.fullmatch(row["path"])
+            match = _MIMIC_PATH.fullmatch(row["path"])
             yield (
                 f"{row['path']}.hea"
                 if match and match[1] == row["subject_id"]
@@ -425,11 +433,11 @@ class MimicIvEcg(WfdbSource):
         return ["files"]
 
     def links(self) -> Iterator[str]:
-        """Yields nothing if there is the list, whose records are read through links."""
+        """Yield no links if record_list.csv exists, because the records that it lists are read through links."""
         return iter(()) if self.root.exists(MIMIC_LIST) else super().links()
 
     def patient(self, name: str, key: str) -> str | None:
-        match = _PATH.fullmatch(key.removesuffix(".hea"))
+        match = _MIMIC_PATH.fullmatch(key.removesuffix(".hea"))
         return match[1] if match else None
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
@@ -437,19 +445,21 @@ class MimicIvEcg(WfdbSource):
 
     def header(self, key: str) -> Header:
         if key.startswith(MIMIC_LIST):
-            raise ReadError("patient contradicts the path", key.rsplit("/", 1)[-1][:40])
+            raise ReadError(
+                "patient contradicts the path",
+                f"{key.rsplit('/', 1)[-1][:40]}: subject_id and path in {MIMIC_LIST} differ",
+            )
         return super().header(key)
 
 
 class WfdbFolder(WfdbSource):
-    """Any format, leads and rate. Known leads are placed by name, other channels are ignored.
-    Patients are unknown, and the source of every record is `wfdb`."""
+    """A folder of WFDB records of any format, leads and sampling rate. Known leads are placed by name, other
+    channels are ignored. Patients are unknown, and the source of every record is `wfdb`."""
 
     name = "wfdb"
 
     def __init__(self, root: Folder, within: tuple[str, ...] = ("",)) -> None:
-        """`within`: only what is in these folders, or is one of these files, as other sources read the
-        rest."""
+        """`within`: the folders and header files to read, if other sources read the rest of the root."""
         super().__init__(root)
         self.within = within
 
@@ -471,20 +481,20 @@ class WfdbFolder(WfdbSource):
         return [""]
 
     def record_name(self, key: str, stem: str) -> str:
-        return path_name(key, stem)
+        return name_with_folders(key, stem)
 
     def notes(self) -> list[str]:
         if self.within != ("",):
-            return []  # `left_out` tells of them
+            return []  # the note in `left_out` counts these records
         why = "its WFDB records are read without tables of patients"
         mend = "if they belong to a known archive, pass that as SRC, or set --source"
         return [f"{self.root.url}: {why}: {mend}"]
 
-    def check(self, header: WfdbHeader) -> None:
+    def check_leads_and_files(self, header: WfdbHeader) -> None:
         """Accept any leads and files."""
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
-        """Add missing limb leads if I and II were measured, as for hospital files."""
+        """Compute the missing limb leads if I and II were measured, as is done for hospital files."""
         rows = lead_rows(record.leads)
         if len(rows) == 12 or not {0, 1} <= rows.keys():
             return record

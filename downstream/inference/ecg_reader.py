@@ -37,7 +37,7 @@ from omnilead.data_tools.io.terminal import tell
 from omnilead.data_tools.sources.detect import (
     AbsentKey,
     DataError,
-    Prepared,
+    PreparedRecord,
     ReadError,
     Source,
     UnknownArchive,
@@ -62,7 +62,8 @@ from .trained_model import cut_crops
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16
 SKIPS_SHOWN = 5  # a folder may have 100,000 files that are no ECGs
-RecordCrop = tuple[int, Prepared, int]  # the number of a record, the record, and which of its crops
+# The number of a record, the record, and which of its crops
+RecordCrop = tuple[int, PreparedRecord, int]
 # A column: a crop's flags as in a dataset, such as einthoven,implausible; null: none
 FLAGS = "flags"
 # A column of predictions: the file that an ECG came from; null: a dataset, or names are pseudonyms
@@ -215,7 +216,7 @@ class DatasetSource:
 
 class RecordSource:
     """Records by number. `read` is called from several threads and returns a
-    data_tools.sources.Prepared, or says why the record is left out. `paths`: the file of each."""
+    data_tools.sources.PreparedRecord, or says why the record is left out. `paths`: the file of each."""
 
     unit = " records"
     left_out: Sequence[Skipped] = ()
@@ -223,7 +224,7 @@ class RecordSource:
     def __init__(
         self,
         paths: Sequence[str | None],
-        read: Callable[[int], Prepared | Skipped],
+        read: Callable[[int], PreparedRecord | Skipped],
         batch: int,
         workers: int,
     ) -> None:
@@ -258,7 +259,7 @@ class RecordSource:
                     yield _make_batch(part, chunk, self.paths)
 
     def _read_crops(
-        self, part: int, records: Iterator[Prepared | Skipped], progress: Callable[[int], Any]
+        self, part: int, records: Iterator[PreparedRecord | Skipped], progress: Callable[[int], Any]
     ) -> Iterator[RecordCrop]:
         self.skipped[part] = []
         for number, record in zip(self._record_range(part), records, strict=False):
@@ -406,7 +407,7 @@ def dataset_source(
 class RecordToRead(NamedTuple):
     name: str
     stamp: bytes  # digest that changes with the content
-    read: Callable[[], Prepared | ReadError]
+    read: Callable[[], PreparedRecord | ReadError]
     label: str  # its name without folders and odd characters, for the table; if not unique, `name`
     private: str = ""  # says what in its row identifies the patient
     of_folder: bool = False  # the user named its folder, not the file
@@ -439,7 +440,7 @@ def pseudonym_mark(keyfile: str) -> str:
 
 
 def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
-    """Returns the record of each crop, as in Prepared, and its waveform
+    """Returns the record of each crop, as in PreparedRecord, and its waveform
     (data_tools.dataset.crc_and_waveform_hash)."""
     crops: list[dict[str, Any]] = []
     skipped = 0
@@ -557,7 +558,9 @@ def _arrays_in(path: Path) -> list[EcgArray]:
     return [EcgArray("", path.stem, partial(open_npy, path))] if values.size else []
 
 
-def _read_array(ecg: EcgArray, options: EcgOptions, model_input: Input) -> Prepared | ReadError:
+def _read_array(
+    ecg: EcgArray, options: EcgOptions, model_input: Input
+) -> PreparedRecord | ReadError:
     leads = [LEADS[i] for i in leads_in_order(options.leads or "12")]
     assert options.fs_hz is not None
     try:
@@ -568,7 +571,7 @@ def _read_array(ecg: EcgArray, options: EcgOptions, model_input: Input) -> Prepa
             middle = transposed if rows > columns else f", not {len(leads)}:"
             return ReadError(f"has {rows:,} rows{middle} name its rows with --leads")
         cut = cut_crops(values, options.fs_hz, leads, options.unit, model_input)
-        return Prepared("array", ecg.label, None, *cut[:4], options.fs_hz)
+        return PreparedRecord("array", ecg.label, None, *cut[:4], options.fs_hz)
     except (ArrayError, SignalError, OSError) as error:
         return ReadError(str(error))
 
@@ -579,10 +582,10 @@ def record_source(
     """Returns the source of these records. `key`: gives records and patients their pseudonyms."""
     labels = Counter(record.label for record in records)
 
-    def read(number: int) -> Prepared | Skipped:
+    def read(number: int) -> PreparedRecord | Skipped:
         record = records[number]
         ecg = record.read()
-        if isinstance(ecg, Prepared):
+        if isinstance(ecg, PreparedRecord):
             ecg = drop_unusable_crops(ecg, model_input)
         if isinstance(ecg, ReadError):
             return skip_or_stop(options, record.name, ecg, record.of_folder)
@@ -594,7 +597,7 @@ def record_source(
     return RecordSource(paths, read, options.batch, options.workers)
 
 
-def drop_unusable_crops(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
+def drop_unusable_crops(ecg: PreparedRecord, model_input: Input) -> PreparedRecord | ReadError:
     """Drops crops without a window, and crops in which all leads that the model uses are zero, that
     is, not recorded."""
     measured_B = ecg.crops_uv[:, list(model_input.seen_leads)].any(axis=(1, 2))

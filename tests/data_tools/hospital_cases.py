@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.sharding.finishing import read_rejects
-from omnilead.data_tools.sources.hospital.base import Decoded
+from omnilead.data_tools.sources.hospital.base import DecodedEcg
 from omnilead.data_tools.sources.hospital_files import HOSPITAL_FORMATS
 from tests.tables import tabulated
 
@@ -43,7 +43,7 @@ def decoded(kind, data):
 
 def check_truth(found, truth):
     """These leads with these microvolts, and no others."""
-    assert isinstance(found, Decoded), found
+    assert isinstance(found, DecodedEcg), found
     assert set(found.signals) == set(truth)
     for lead, uv in truth.items():
         np.testing.assert_allclose(found.signals[lead], uv, atol=1e-9)

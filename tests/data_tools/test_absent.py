@@ -29,10 +29,10 @@ def ptbxl(root):
         "ptb-xl",
         1,
         {
-            "HR00002": "records500/00000/00002_hr.hea: in ptbxl_database.csv",
-            "HR01500": "records500/01000/01500_hr.hea: in ptbxl_database.csv",
-            "HR12001": "records500/12000/12001_hr.hea: in ptbxl_database.csv",
-            "HR20999": "records500/20000/20999_hr.hea: in ptbxl_database.csv",
+            "HR00002": "records500/00000/00002_hr.hea: listed in ptbxl_database.csv",
+            "HR01500": "records500/01000/01500_hr.hea: listed in ptbxl_database.csv",
+            "HR12001": "records500/12000/12001_hr.hea: listed in ptbxl_database.csv",
+            "HR20999": "records500/20000/20999_hr.hea: listed in ptbxl_database.csv",
         },
     )
 
@@ -56,7 +56,7 @@ def code15(root):
     write_code15(root, EXAMS, parts=2)
     (root / "exams_part1.hdf5").unlink()
     names = [str(exam) for exam in list(EXAMS)[1::2]]
-    return "code15", 2, {name: f"{name}: in exams.csv" for name in names}
+    return "code15", 2, {name: f"{name}: listed in exams.csv" for name in names}
 
 
 def challenge(root):
@@ -75,8 +75,8 @@ def challenge(root):
         "georgia",
         2,
         {
-            "E00003": "training/georgia/g1/E00003.hea: in training/georgia/g1/RECORDS",
-            "g2": "training/georgia/g2: in RECORDS",
+            "E00003": "training/georgia/g1/E00003.hea: listed in training/georgia/g1/RECORDS",
+            "g2": "training/georgia/g2: listed in RECORDS",
         },
     )
 
@@ -86,13 +86,13 @@ def quality(root):
     write_quality(root / "set-a", made, acceptable=["1002603"], unacceptable=[])
     for path in (root / "set-a").glob("1007823*"):
         path.unlink()
-    return "physionet2011", 2, {"1007823": "set-a/1007823.hea: in set-a/RECORDS"}
+    return "physionet2011", 2, {"1007823": "set-a/1007823.hea: listed in set-a/RECORDS"}
 
 
 def wfdb(root):
     plain(root / "patient1", 2)
     (root / "RECORDS").write_text("patient1/00000_hr\npatient1/00001_hr\npatient2/00000_hr\n")
-    return "wfdb", 2, {"00000_hr": "patient2/00000_hr.hea: in RECORDS"}
+    return "wfdb", 2, {"00000_hr": "patient2/00000_hr.hea: listed in RECORDS"}
 
 
 ARCHIVES = [ptbxl, mimic, code15, challenge, quality, wfdb]
@@ -213,7 +213,7 @@ def test_the_key_of_an_absent_record_reaches_other_processes():
     key = pickle.loads(pickle.dumps(absent_key("a/b.hea", "RECORDS")))
     error = read_safely(str, key)
     assert isinstance(error, ReadError)
-    assert (error.reason, error.detail) == (MISSING_FILE, "in RECORDS")
+    assert (error.reason, error.detail) == (MISSING_FILE, "listed in RECORDS")
 
 
 def test_a_file_called_records_in_a_folder_without_wfdb_is_no_list(tmp_path):

@@ -24,7 +24,7 @@ from omnilead.data_tools.io.errors import DataError, ReadError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.shard import shard
 from omnilead.data_tools.sharding.finishing import read_rejects
-from omnilead.data_tools.sources.arrays import ArrayFacts, ArraySource
+from omnilead.data_tools.sources.arrays import ArrayDescription, ArraySource
 from omnilead.data_tools.sources.detect import open_sources
 from tests.tables import tabulated
 
@@ -203,9 +203,15 @@ def test_parquet_and_columns_beside_the_array(tmp_path):
 
 def test_the_example_in_the_documentation_is_valid():
     page = (Path(__file__).parents[2] / "docs" / "arrays.md").read_text()
-    facts = ArrayFacts(**yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
-    assert facts.many and facts.columns.keys() == {"record", "patient", "age", "sex", "index"}
-    assert not set(ArrayFacts.model_fields) - facts.model_fields_set
+    facts = ArrayDescription(**yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
+    assert facts.has_many_ecgs and facts.columns.keys() == {
+        "record",
+        "patient",
+        "age",
+        "sex",
+        "index",
+    }
+    assert not set(ArrayDescription.model_fields) - facts.model_fields_set
 
 
 def test_missing_leads_padding_and_implausible_units(tmp_path):
@@ -287,26 +293,26 @@ SAID = tabulated(r"""
 fs_hz: 500 / leads: 12                   | unit: Field required: mV, uV, V, or how many
 unit: mV / leads: 12                     | fs_hz: Field required: the sampling rate
 unit: mV / fs_hz: 500                    | leads: Field required: 12
-fs_hz: HZ / unit: mV / leads: 12         | is a single array, without HZ
+fs_hz: HZ / unit: mV / leads: 12         | a single array, which has no HZ
 fs_hz: 0 / unit: mV / leads: 12          | sampling rate: 0.0 Hz: 50 to 2000
 fs_hz: 500 / unit: UNIT / leads: 12      | unknown unit: 'UNIT'
-fs_hz: 500 / unit: 0 / leads: 12         | unit: 0: write mV, uV
+fs_hz: 500 / unit: 0 / leads: 12         | unit: 0 is not a positive number: write mV, uV
 FACTS / lead: 3                          | lead: Extra inputs are not permitted: not one of file,
 FACTS / 1: 3                             | arrays.yaml: 1:
 FACTS / table: [a]                       | table: Input should be a valid string
 FACTS / padding: ones                    | padding: Input should be '' or 'zeros'
-FACTS / layout: [ecgs, x]                | layout: \[ecgs, x\]: name each axis once: leads
-FACTS / layout: leads leads samples      | each axis once
-FACTS / file: x.npy                      | file: x.npy: there is no such file
+FACTS / layout: [ecgs, x]                | layout: \[ecgs, x\]: name each axis of the array once: leads
+FACTS / layout: leads leads samples      | each axis of the array once
+FACTS / file: x.npy                      | file: x.npy: no file has this name
 FACTS / file: ../t/e.npy                 | not a regular file: ../t/e.npy
-FACTS / dataset: x                       | is a single array, without x
+FACTS / dataset: x                       | a single array, which has no x
 FACTS / table: no.csv / patient: who     | not a regular file: no.csv
-FACTS / table: t.csv                     | add patient: and the name of its column
-FACTS / table: t.csv / patient: x        | t.csv: no column x: it has id, who, years
-FACTS / TABLE / index: who               | who: has a value twice: 3 values in 6 rows
-- a                                      | write one `word: value` a line
-a: [                                     | is no YAML: while parsing
-a: !!bool x                              | is no YAML: 'x'
+FACTS / table: t.csv                     | arrays.yaml names none of its columns: add `patient: COLUMN`
+FACTS / table: t.csv / patient: x        | t.csv: no column x: the table has id, who, years
+FACTS / TABLE / index: who               | who: 3 different values in 6 rows: each row needs
+- a                                      | write one `name: value` on each line
+a: [                                     | is not valid YAML: while parsing
+a: !!bool x                              | is not valid YAML: 'x'
 """)
 SQUARE = np.zeros((N, 12, 12), "f4")
 NEEDED = r"needs arrays.yaml .* for e.npy, float32 \[6, 12, 5000\], is \{file: e.npy, fs_hz: "
@@ -317,16 +323,21 @@ REFUSED = [
     ("", {"fs_hz": "500", "leads": "12"}, MV, r"unit: UNIT, leads: 12\}"),
     ("", {}, MV[:, :8], r"leads: \[I, II, ...\]\}"),
     ("FACTS", {"fs_hz": "500"}, MV, "arrays.yaml describes the arrays: leave out --fs"),
-    ("[" * 9000, {}, MV, "is no YAML: "),
+    ("[" * 9000, {}, MV, "is not valid YAML: "),
     ("#" * 70_000, {}, MV, "file too large: arrays.yaml"),
     ("fs_hz: 500 / unit: mV / leads: I, I", {}, MV[:, :2], "duplicated lead: I"),
     ("fs_hz: 500 / unit: mV / leads: A, B", {}, MV[:, :2], "no known lead: A, B"),
     ("FACTS", {}, SQUARE, BOTH),
     ("FACTS", {}, MV[:, :8], NEITHER),
-    ("FACTS", {}, MV[:, None], r"shape \[6, 1, 12, 5000\]: name its axes, such as layout: "),
-    ("FACTS / TABLE", {}, MV[:4], "t.csv: 6 rows for 4 ECGs: add index: "),
-    ("FACTS / TABLE / index: row", {}, MV[:4], "index: row: has 4, but 4 ECGs are counted from 0"),
-    ("FACTS / table: t.csv / patient: who", {}, MV[0], "record: add it"),
+    (
+        "FACTS",
+        {},
+        MV[:, None],
+        r"shape \[6, 1, 12, 5000\]: name its axes in arrays.yaml, such as `layout: ",
+    ),
+    ("FACTS / TABLE", {}, MV[:4], "t.csv: 6 rows for 4 ECGs: add `index: COLUMN`"),
+    ("FACTS / TABLE / index: row", {}, MV[:4], "index: row: 4 is not the number of an ECG: the 4 "),
+    ("FACTS / table: t.csv / patient: who", {}, MV[0], "add `record: COLUMN` to arrays.yaml"),
     ("FACTS", {}, MV.astype("O"), "cannot be read as numbers"),
     *((said, {}, MV, error) for said, error in SAID),
 ]
@@ -346,16 +357,18 @@ def test_other_refusals(tmp_path, shell):
     np.save(tmp_path / "two" / "f.npy", MV)
     write(tmp_path / "in", MV, "", "e.h5", "x", y=MV)
     for name, error in (
-        ("two", "2 files .npy, "),
-        ("in", r"holds x \[6, 12, 5000\], y .* add dataset"),
+        ("two", "2 files end in .npy, "),
+        ("in", r"holds x \[6, 12, 5000\], y .* add `dataset: NAME`"),
     ):
         with pytest.raises(DataError, match=error):
             opened(tmp_path / name, fs_hz=500, unit="mV", leads=12)
     write(tmp_path / "two", MV, FACTS + TABLE + "file: '*.npy'\n")
-    with pytest.raises(DataError, match=r"table: describes one file of many ECGs, but .* is 2"):
+    with pytest.raises(
+        DataError, match=r"a table can describe only one file of many ECGs, but .* matches 2 files"
+    ):
         opened(tmp_path / "two")
     fsspec.filesystem("memory").pipe("/arrays/e.npy", b"x")
-    with pytest.raises(DataError, match="copy arrays to a local disk"):
+    with pytest.raises(DataError, match="arrays are only read from a local disk"):
         open_sources("memory://arrays", "arrays")
     line = shell.error("shard", tmp_path / "in", "--out", tmp_path / "o", "--fs", 500)
     assert "describe arrays: add --source arrays" in line
@@ -384,12 +397,12 @@ def test_one_bad_file_or_row_of_many_is_refused_and_the_others_are_read(tmp_path
     (tmp_path / "t" / "t.csv").write_text("\n".join(rows[:4] + rows[5:] + ["x/y z,,,,"]))
     (tmp_path / "t" / "arrays.yaml").write_text(FACTS + TABLE)
     source = opened(tmp_path / "t")
-    with pytest.raises(ReadError, match="record name: empty in id"):
+    with pytest.raises(ReadError, match="record name: the cell in column id is empty"):
         source.read("e.npy#1")
     assert source.read("e.npy#5").name == "x_y_z" and source.read("e.npy#5").patient is None
     (tmp_path / "t" / "arrays.yaml").write_text(FACTS + TABLE + "index: row\n")
     (tmp_path / "t" / "t.csv").write_text("\n".join(PEOPLE.splitlines()[:3]))
-    with pytest.raises(ReadError, match="not in the table: 0"):
+    with pytest.raises(ReadError, match="not in the table: no row for 0"):
         opened(tmp_path / "t").read("e.npy#0")
 
 
@@ -438,7 +451,12 @@ def hdf5_group_elsewhere(path):
 
 
 HOSTILE = [
-    ("e.zarr", "", zarr_says({"filters": [{"id": "pickle"}]}), "zarr codec: e.zarr: pickle"),
+    (
+        "e.zarr",
+        "",
+        zarr_says({"filters": [{"id": "pickle"}]}),
+        "zarr codec: e.zarr: not supported: pickle",
+    ),
     ("e.zarr", "", zarr_says({"chunks": [10**6, 12, 5000]}), "unexpected zarr shape"),
     ("e.zarr", "", zarr_link, "zarr points elsewhere"),
     ("e.zarr", "", lambda path: zarr.save_group(path, a=MV), "unreadable file"),
@@ -587,6 +605,6 @@ def test_a_table_that_arrays_yaml_does_not_name_is_told(tmp_path, ending, named)
 def test_no_array_of_the_user_passes_as_synthetic(tmp_path):
     place = write(tmp_path / "a", MV, FACTS + "name: synthetic-x\n")
     with pytest.raises(
-        DataError, match=r"a: name: synthetic-x: synthetic-\.\.\. are ECGs of nobody"
+        DataError, match=r"a: name: synthetic-x: names that begin with synthetic- are"
     ):
         opened(place)

@@ -174,7 +174,7 @@ sample data       | lead="V1">                    | lead="V1">٣,
 sample data       | lead="V1">                    | lead="V1">99999999999,
 sample data       | lead="V1">                    | lead="V1"><b/>x,
 sample count: 2501 found, ChannelSampleCountTotal states '2500': export | lead="V1"> | lead="V1">1,
-gain: Resolution: '4,88' is no positive number with a point | >5</Res | >4,88</Res
+gain: Resolution: '4,88' is not a positive number, with a decimal point | >5</Res | >4,88</Res
 unknown unit: SampleRate in 'Samples', only Hz is read | "Hz">500 | "Samples">500
 """.replace("٣", "&#1635;"),
     ),

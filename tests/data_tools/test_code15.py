@@ -83,7 +83,7 @@ def test_a_damaged_chunk_refuses_only_its_exam(tmp_path):
 def test_an_unknown_unit_gives_a_one_line_error(tmp_path, per_mv, shell):
     write_code15(tmp_path / "archive", EXAMS, per_mv)
     line = shell.error("shard", tmp_path / "archive", "--out", tmp_path / "out", "--workers", 1)
-    assert "not an ECG's amplitude in any of V, mV, 0.1 mV, uV" in line
+    assert "for ECGs in any of the units V, mV, 0.1 mV, uV" in line
     assert not (tmp_path / "out" / "dataset.json").exists()
 
 
@@ -200,4 +200,4 @@ def test_an_archive_of_which_no_part_can_be_read_is_an_error(tmp_path, shell):
     for path in (tmp_path / "src").glob("*.hdf5"):
         path.write_bytes(b"<html>")
     line = shell.error("shard", tmp_path / "src", "--out", tmp_path / "out", "--workers", 1)
-    assert f"src: no part can be read (unreadable file: {PART}: " in line
+    assert f"src: none of the .hdf5 files can be read (unreadable file: {PART}: " in line

@@ -225,7 +225,7 @@ def test_channels_that_state_that_they_are_unusable_are_left_out(status):
     assert warning == ("channel status", f"left out: V2 {word}, V3 {word}")
     assert warning[0] in FLAG_REASONS
     refused = str(decoded(KIND, each(x003a0205_CS=status)))
-    assert refused.startswith(f"channel status: I {word}, II {word}")
+    assert refused.startswith(f"channel status: no lead is usable: I {word}, II {word}")
 
 
 def test_of_two_rates_the_one_with_more_leads_is_read():
@@ -267,10 +267,14 @@ test_invalid_files_are_refused_with_a_reason = refuses(
             file(syntax="1.2.840.10008.1.2.2"),  # big-endian
             b"\0" * 128 + b"DICM",
         ],
-        "no waveform: SOP class": [file(x54000100_SQ=None)],
-        "no waveform: a multi-frame image": [file(x54000100_SQ=None, x00280008_IS="30")],
-        "no waveform: an image": [file(x54000100_SQ=None, x7fe00010_OB=[])],
-        "no waveform: an encapsulated document": [file(x54000100_SQ=None, x00420011_OB=b"%PDF")],
+        "no waveform: the SOP class is ": [file(x54000100_SQ=None)],
+        "no waveform: the file holds a multi-frame image": [
+            file(x54000100_SQ=None, x00280008_IS="30")
+        ],
+        "no waveform: the file holds an image": [file(x54000100_SQ=None, x7fe00010_OB=[])],
+        "no waveform: the file holds an encapsulated document": [
+            file(x54000100_SQ=None, x00420011_OB=b"%PDF")
+        ],
         "encrypted": [file(x04000500_SQ=[{}])],
         "rhythm waveform": [
             file(MEDIAN),
@@ -292,7 +296,7 @@ test_invalid_files_are_refused_with_a_reason = refuses(
         ],
         "skew": [each(x003a0215_DS="1e9")],
         "skew: 3 and 6 samples": [each(x003a0215_DS="3", x003a0214_DS="0.012")],
-        "channel status: I TEST DATA": [each(x003a0205_CS="TEST DATA")],
+        "channel status: no lead is usable: I TEST DATA": [each(x003a0205_CS="TEST DATA")],
         "malformed DICOM: (5400,1004) is a sequence": [one(x54001004_UN=[{}], open_ends=True)],
         "malformed DICOM: (5400,100a) is a sequence": [one(x5400100a_UN=[{}], open_ends=True)],
         "malformed DICOM": [

@@ -130,10 +130,10 @@ def test_a_mixed_folder(tmp_path, shell):
     named = f"a_b_{UID.replace('.', '_')}"
     dicoms = {("dicom", name) for name in ("two", named, f"{named}9")}
     assert set(crops_of(made)) == dicoms | {("muse-xml", "a_one")}
-    none_of = f"a/other.xml: its root is html: none of {', '.join(HOSPITAL_FORMATS)}"
+    none_of = f"a/other.xml: its root element is html: not a file of {', '.join(HOSPITAL_FORMATS)}"
     assert sorted(read_rejects(made)) == [
         ("dicom", "a_IM1", "file too large", f"a/IM1: {2**24 + 1} bytes"),
-        ("dicom", "cut", "malformed DICOM", "cut.dcm: cut off"),
+        ("dicom", "cut", "malformed DICOM", "cut.dcm: the file is cut off"),
         ("hospital", "a_other", "unknown format", none_of),
     ]
     shell.verify(out, src)
@@ -228,7 +228,7 @@ def test_show_draws_one_file(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "one.png").stat().st_size > 10_000
     (tmp_path / "notes.dat").write_text("no ECG")
     assert main(["show", f"{tmp_path}/notes.dat"]) == 2
-    refusal = "notes.dat would be refused: unknown format: none of muse-xml, dicom"
+    refusal = "notes.dat would be refused: unknown format: not a file of muse-xml, dicom"
     assert refusal in capsys.readouterr().err
     broken = mock.Mock(side_effect=TypeError("of a bug"))
     monkeypatch.setitem(

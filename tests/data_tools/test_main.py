@@ -43,9 +43,9 @@ shard SRC --out x --plan mine | paper-split
 shard SRC --out x --source no_such_module:Thing | no_such_module
 shard SRC --out x --source json:loads | not a subclass
 shard SRC --out x --source json:Csv | has no attribute 'Csv'
-shard SRC --out x --source nonsense | not auto, physionet2021, ptbxl, mimic-iv-ecg,
+shard SRC --out x --source nonsense | choose auto, physionet2021, ptbxl, mimic-iv-ecg,
 shard SRC --out x --source clinic.py:Csv | no such file clinic.py
-shard SRC --out x --source code15 | no .hdf5 in it
+shard SRC --out x --source code15 | contains no .hdf5 file
 shard SRC --out x --source omnilead.data_tools.sources:Source | abstract method
 shard SRC --out x --source : | ValueError: Empty module name
 shard SRC --out x --source raising.py:Csv | raising.py:Csv: RuntimeError: a b

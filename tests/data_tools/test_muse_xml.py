@@ -23,8 +23,8 @@ from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.base import prepare_record
-from omnilead.data_tools.sources.hospital.base import Decoded
-from omnilead.data_tools.sources.hospital.muse_xml import _COUNTS
+from omnilead.data_tools.sources.hospital.base import DecodedEcg
+from omnilead.data_tools.sources.hospital.muse_xml import _COUNT_AND_CHECKSUM_FIELDS
 from omnilead.data_tools.sources.hospital_files import HospitalFiles
 
 KIND = "muse-xml"
@@ -72,7 +72,7 @@ def muse(leads=TRUTH, more="", person=PERSON, rate=500, **fields):
 
 def read(text):
     found = decoded(KIND, text)
-    assert isinstance(found, Decoded), found
+    assert isinstance(found, DecodedEcg), found
     return found
 
 
@@ -181,7 +181,7 @@ base64                 | WaveFormData>               | WaveFormData>A!
     {
         "signal count": [muse({}, "<LeadData/>" * 99)],
         "no valid lead: the file states LeadOff for all 8 leads": [muse(LeadOff="TRUE")],
-        "sample count": [muse(WaveFormData="AAAA", **dict.fromkeys(_COUNTS))],
+        "sample count": [muse(WaveFormData="AAAA", **dict.fromkeys(_COUNT_AND_CHECKSUM_FIELDS))],
     },
 )
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.sharding.verify import FLAG_REASONS
-from omnilead.data_tools.sources.hospital.base import Decoded
+from omnilead.data_tools.sources.hospital.base import DecodedEcg
 from omnilead.data_tools.sources.hospital.philips_xml import ECG_S, PULSE_S
 
 KIND, RATE = "philips-xml", 250
@@ -110,7 +110,7 @@ GOOD = philips()
 
 def read(chunks=CHUNKS, **wave):
     found = decoded(KIND, philips(chunks, **wave))
-    assert isinstance(found, Decoded), found
+    assert isinstance(found, DecodedEcg), found
     assert found.fs_hz == RATE
     return found
 
@@ -164,7 +164,7 @@ def test_files_with_more_or_fewer_leads_or_no_pulse_are_read():
 )
 def test_patients_and_ages(old, new, patient, years):
     found = decoded(KIND, GOOD.replace(old, new))
-    assert isinstance(found, Decoded)
+    assert isinstance(found, DecodedEcg)
     assert (found.patient, found.age) == (patient, years)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from omnilead.data_tools.ecg.record_names import match_records
 from omnilead.data_tools.io.errors import DataError
-from omnilead.data_tools.sources.base import path_name
+from omnilead.data_tools.sources.base import name_with_folders
 from tests.tables import tabulated
 
 NAMES = ["ward_3_A1", "ward_3_A2", "icu_A2", "Jahr_2000_07434", "1009874_1009874", "syn0_HR00001"]
@@ -104,7 +104,7 @@ def test_a_note_counts_names_without_their_folders_or_with_other_characters(reco
 
 @pytest.mark.parametrize("path", ["A1", "ward 3/A1", "Füße/b.c/A_1", "a  b/c-d/07434"])
 def test_the_path_that_a_name_is_made_of_needs_no_note(path):
-    names = pa.array([path_name(path, path.rpartition("/")[2])])
+    names = pa.array([name_with_folders(path, path.rpartition("/")[2])])
     for record in (path, f"{path}.hea", f"./{path}.xml", path.replace("/", "\\")):
         matches = match_records("my.csv", pa.table({"record": [record]}), names, names)
         assert matches.row.tolist() == [0] and not matches.notes

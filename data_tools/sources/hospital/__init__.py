@@ -1,2 +1,2 @@
-"""The files of hospitals' ECG systems: a module for each format. `../hospital_files.py` reads a folder of
-any mixture of them."""
+"""Decoders for the files of hospitals' ECG systems, one module for each format. `../hospital_files.py` reads
+a folder with any mixture of these formats."""

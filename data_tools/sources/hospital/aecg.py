@@ -1,5 +1,5 @@
-"""HL7's Annotated ECG (aECG, the FDA's format), one ECG per file. Reads the first rhythm sequence
-set, never a derived beat.
+"""Decodes HL7's Annotated ECG (aECG, the FDA's format), with one ECG per file. The first sequence set of a
+rhythm is read, never a derived beat.
 
 A sample is origin + digits x scale, in the units of each lead. Apart from the signal, only the
 subject's id, sex and reported age are read: no names, birth dates, comments or annotations.
@@ -12,17 +12,16 @@ import numpy as np
 from ...ecg.record import AGE_UNITS, LEADS, MV_PER_UNIT, unit_name
 from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
-from .base import MAX_XML_BYTES, Decoded, Format, age_in_years, parse_xml, root_tag
+from .base import MAX_XML_BYTES, DecodedEcg, FileFormat, age_in_years, parse_xml, root_tag
 
 SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 YEARS_PER_UCUM_UNIT = dict(zip(("a", "mo", "wk", "d", "h"), AGE_UNITS.values(), strict=True))
-AGE_CODES = ("21612-7", "30525-0")  # LOINC: reported age, age
-LEAD_OF_CODE = {
-    f"MDC_ECG_LEAD_{name}": lead for lead in LEADS for name in (lead, lead.upper())
-}  # not dI: derived from EASI leads
-NOT_MEASURED = -32768  # value that some devices write for samples that were not measured
-_SUBJECT = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
-_SEX = "administrativeGenderCode"
+AGE_CODES = ("21612-7", "30525-0")  # LOINC codes of the reported age and of the age
+# Without codes such as MDC_ECG_LEAD_dI, which is derived from EASI leads
+LEAD_OF_CODE = {f"MDC_ECG_LEAD_{name}": lead for lead in LEADS for name in (lead, lead.upper())}
+NOT_MEASURED = -32768  # some devices write this value for samples that were not measured
+_SUBJECT_PATH = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
+_SEX_TAG = "administrativeGenderCode"
 _SKIPPED = frozenset(
     (
         "derivation",
@@ -36,10 +35,10 @@ _SKIPPED = frozenset(
 )
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes) -> DecodedEcg:
     root = parse_xml(data, _SKIPPED)
     if root.tag != "AnnotatedECG":
-        raise ReadError("unknown format", f"not aECG: its root is {root.tag[:40]}")
+        raise ReadError("unknown format", f"not aECG: its root element is {root.tag[:40]}")
     series = [
         element
         for element in root.iterfind("component/series")
@@ -47,7 +46,7 @@ def decode(data: bytes) -> Decoded:
     ]
     sets = [element for rhythm in series for element in rhythm.iterfind("component/sequenceSet")]
     if not sets:
-        raise ReadError("rhythm waveform", f"{len(series)} series without a sequence set")
+        raise ReadError("rhythm waveform", f"{len(series)} rhythm series, none with a sequence set")
     signals, rates = {}, set()
     for sequence in sets[0].iterfind("component/sequence"):
         code = _attribute(sequence, "code", "code")
@@ -58,16 +57,18 @@ def decode(data: bytes) -> Decoded:
                 raise ReadError("duplicated lead", lead)
             signals[lead] = _microvolts(sequence, lead)
     if len(rates) != 1:
-        raise ReadError("sampling rate", f"{len(rates)} in one sequence set")
+        raise ReadError(
+            "sampling rate", f"{len(rates)} different rates in one sequence set, 1 is read"
+        )
     notes = []
     if len(sets) > 1:
         notes.append(("further waveforms", f"the first of {len(sets)} sequence sets was read"))
-    patient = _attribute(root, f"{_SUBJECT}/id", "extension")
-    sex = _attribute(root, f"{_SUBJECT}/*/{_SEX}", "code")
-    return Decoded(signals, rates.pop(), patient or None, _age(root), sex, tuple(notes))
+    patient = _attribute(root, f"{_SUBJECT_PATH}/id", "extension")
+    sex = _attribute(root, f"{_SUBJECT_PATH}/*/{_SEX_TAG}", "code")
+    return DecodedEcg(signals, rates.pop(), patient or None, _age(root), sex, tuple(notes))
 
 
-FORMAT = Format(lambda head, name: root_tag(head) == "AnnotatedECG", decode, MAX_XML_BYTES)
+FORMAT = FileFormat(lambda head, name: root_tag(head) == "AnnotatedECG", decode, MAX_XML_BYTES)
 
 
 def _attribute(element: Element, path: str, name: str) -> str:
@@ -76,7 +77,7 @@ def _attribute(element: Element, path: str, name: str) -> str:
 
 
 def _value_and_unit(sequence: Element, tag: str) -> tuple[float, str]:
-    """A value and its unit; NaN if the value is not a number."""
+    """Return (value, unit) of an element; the value is NaN if it is not a number."""
     return to_number(_attribute(sequence, f"value/{tag}", "value")), _attribute(
         sequence, f"value/{tag}", "unit"
     )
@@ -85,7 +86,10 @@ def _value_and_unit(sequence: Element, tag: str) -> tuple[float, str]:
 def _rate_hz(sequence: Element) -> float:
     step, unit = _value_and_unit(sequence, "increment")
     if unit not in SECONDS_PER_UNIT or not 1e-9 < step < np.inf:
-        raise ReadError("sampling rate", f"increment of {step:g} {unit[:10] or 'without a unit'}")
+        raise ReadError(
+            "sampling rate",
+            f"time increment of {step:g} {unit[:10] or 'without a unit'}: a positive one in s, ms or us is read",
+        )
     return round(1 / (step * SECONDS_PER_UNIT[unit]), 6)
 
 
@@ -103,7 +107,9 @@ def _microvolts(sequence: Element, lead: str) -> np.ndarray:
             uv[digits == NOT_MEASURED] = np.nan
             return uv
     raise ReadError(
-        "gain", f"lead {lead}: scale {scale:g} {unit[:10]}, origin {origin:g} {origin_unit[:10]}"
+        "gain",
+        f"lead {lead}: scale {scale:g} {unit[:10]}, origin {origin:g} {origin_unit[:10]}: a scale up to "
+        "1000 uV and an origin within 1 V are read",
     )
 
 
@@ -112,17 +118,17 @@ def _microvolts_per_unit(unit: str) -> float:
 
 
 def _parse_integers(text: str, lead: str) -> np.ndarray:
-    """Parse whole numbers. A lone `-` and `5-3`, which numpy reads as 0 and as two numbers, are
+    """Parse whole numbers. A lone `-`, which numpy reads as 0, and `5-3`, which it reads as two numbers, are
     refused."""
     data = f" {text} ".encode()
     letters = np.frombuffer(data, np.uint8)
     signs = np.flatnonzero(letters == ord("-"))
     lone = (letters[signs - 1] > ord(" ")) | (letters[signs + 1] < ord("0"))
     if data.translate(None, b"0123456789- \n\r\t") or lone.any():
-        raise ReadError("sample data", f"lead {lead}: digits that are not whole numbers")
+        raise ReadError("sample data", f"lead {lead}: a sample is not a whole number")
     digits = np.fromstring(text.strip(), np.int64, sep=" ")
     if np.abs(digits).max(initial=0) > 2**31:
-        raise ReadError("sample data", f"lead {lead}: digits beyond 32 bits")
+        raise ReadError("sample data", f"lead {lead}: a sample does not fit in 32 bits")
     return digits
 
 

@@ -1,5 +1,4 @@
-"""Shared by hospital formats: a test whether a file is of one, a decoder, and XML that is safe to
-parse.
+"""What the hospital formats share: the description of a format, the result of decoding, and a safe XML parser.
 
 Untrusted XML becomes a tree of elements in bounded time and memory: no entities, no external files,
 limited depth. Namespaces are removed from tags and attributes, because they differ between vendors'
@@ -19,45 +18,49 @@ from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
 
 
-class Decoded(NamedTuple):
+class DecodedEcg(NamedTuple):
     """An ECG decoded from a vendor's file."""
 
-    signals: dict[str, np.ndarray]  # microvolts by lead name; NaN: not measured
+    signals: dict[str, np.ndarray]  # {lead name: microvolts}; NaN where not measured
     fs_hz: float
     patient: str | None = None
-    age: float | str | None = None  # years, or what the file states, if that is none
+    age: float | str | None = None  # in years; the text in the file if it is not an age
     sex: str | None = None
-    warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail)
+    warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail) of each warning
 
 
 def age_in_years(number: str, unit: str, years: Mapping[str, float]) -> float | str:
-    """Returns the age in years, or the file's text if it is no age."""
+    """Return the age in years, or the text in the file if it is not an age. `years`: {unit: its length in
+    years}."""
     age = to_number(number) * years.get(unit, math.nan)
     return f"{number} {unit}" if number and math.isnan(age) else age
 
 
-class Format(NamedTuple):
+class FileFormat(NamedTuple):
     """A file format with one ECG per file."""
 
-    looks_like: Callable[[bytes, str], bool]  # the file's first 4 KiB and its name; never raises
-    decode: Callable[[bytes], Decoded]  # the whole file; a ReadError refuses it
+    # Called with the file's first 4 KiB and its name; never raises
+    looks_like: Callable[[bytes, str], bool]
+    # Called with the whole file; raises a ReadError to refuse it
+    decode: Callable[[bytes], DecodedEcg]
     max_bytes: int
 
 
-# A 10 s ECG has 0.2 to 0.5 MB and some hundred elements
+# Limits of XML files: one with a 10 s ECG has 0.2 to 0.5 MB and some hundred elements
 MAX_XML_BYTES = 4 * 2**20
 MAX_DEPTH = 32
 MAX_ELEMENTS = 20_000
-_UTF16 = (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")
+_UTF16_STARTS = (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")
 
 
 def parse_xml(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
-    """The root element, without elements named in `skipped`. A file named in a DOCTYPE is not
-    read; entities and default attributes, which could take a thousand times the memory of the
-    file, are refused."""
+    """Parse untrusted XML and return its root element, without elements whose names are in `skipped`.
+
+    A file named in a DOCTYPE is not read. Entities and default attributes are refused, because they could
+    take a thousand times the memory of the file."""
     builder = TreeBuilder()
     depth = count = 0
-    skipping = 0  # depth of the skipped element
+    skipping = 0  # depth of the element that is being skipped; 0 if none is
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         nonlocal depth, count, skipping
@@ -89,9 +92,8 @@ def parse_xml(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
     def refuse(*_: object) -> NoReturn:
         raise ReadError("XML entity", "entities and default attributes are not read")
 
-    declares_utf16 = b"utf-16" in data[:200].lower() and not data.startswith(
-        _UTF16
-    )  # declared as UTF-16, but stored as UTF-8
+    # Some files declare UTF-16, but are stored as UTF-8
+    declares_utf16 = b"utf-16" in data[:200].lower() and not data.startswith(_UTF16_STARTS)
     parser = expat.ParserCreate("utf-8" if declares_utf16 else None)
     parser.buffer_text, parser.buffer_size = True, 2**16
     parser.StartElementHandler = start
@@ -106,8 +108,8 @@ def parse_xml(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
 
 
 def root_tag(head: bytes) -> str:
-    """The root's local name, from the first bytes of a file in any encoding; empty if it is not
-    XML."""
+    """Return the name of an XML file's root element, without its namespace, from the first bytes of a file in
+    any encoding; "" if the file is not XML."""
     text = head.replace(b"\0", b"").lstrip(b"\xff\xfe\xef\xbb\xbf \t\r\n")
     if not text.startswith(b"<"):
         return ""
@@ -123,7 +125,7 @@ def root_tag(head: bytes) -> str:
 
 
 def decode_base64(text: str, where: str = "") -> bytes:
-    """Decodes base64. A refusal begins with `where`."""
+    """Decode base64. The detail of a ReadError begins with `where`."""
     try:
         return binascii.a2b_base64("".join(text.split()), strict_mode=True)
     except ValueError as error:

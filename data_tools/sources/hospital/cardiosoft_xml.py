@@ -1,6 +1,6 @@
-"""GE CardioSoft's XML export, which UK Biobank has too, one ECG per file. Reads the first strip:
-neither the median beats nor the full disclosure, since programs disagree on the order of its
-samples.
+"""Decodes GE CardioSoft's XML export, which UK Biobank uses too, with one ECG per file. The first strip is
+read. The median beats are not read, nor the full disclosure, because programs disagree on the order of the
+full disclosure's samples.
 
 An ECG at rest has its leads in StripData, an exercise ECG in a Strip there. UK Biobank's exercise
 ECGs have leads I, 2 and 3; as nothing says that the last two are II and III, they are ignored.
@@ -14,9 +14,10 @@ import numpy as np
 from ...ecg.record import AGE_UNITS, lead_name
 from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
-from .base import Decoded, Format, age_in_years, parse_xml, root_tag
+from .base import DecodedEcg, FileFormat, age_in_years, parse_xml, root_tag
 
-MAX_CARDIOSOFT_BYTES = 12 * 2**20  # a full disclosure of some minutes takes most of it
+# A full disclosure of some minutes takes most of these bytes
+MAX_CARDIOSOFT_BYTES = 12 * 2**20
 MAX_LEADS = 64
 NOT_MEASURED = -32768
 _SKIPPED = frozenset(
@@ -25,10 +26,12 @@ _SKIPPED = frozenset(
 Fields = dict[str, Element]
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes) -> DecodedEcg:
     root = parse_xml(data, _SKIPPED)
     if root.tag != "CardiologyXML":
-        raise ReadError("unknown format", f"not CardioSoft XML: its root is {root.tag[:40]}")
+        raise ReadError(
+            "unknown format", f"not CardioSoft XML: its root element is {root.tag[:40]}"
+        )
     strips = []
     for place in (*root.iterfind("StripData"), *root.iterfind("Strip/StripData")):
         strips += [(place, strip) for strip in place.findall("Strip") or [place]]
@@ -44,7 +47,7 @@ def decode(data: bytes) -> Decoded:
     person = {field.tag: field for field in root.iterfind("PatientInfo/*")}
     place, strip = strips[0]
     fields = {field.tag: field for field in (*place, *strip)}
-    return Decoded(
+    return DecodedEcg(
         _signals(strip, fields),
         _quantity(fields, "SampleRate", "Hz", "sampling rate"),
         _text(person, "PID"),
@@ -54,7 +57,9 @@ def decode(data: bytes) -> Decoded:
     )
 
 
-FORMAT = Format(lambda head, name: root_tag(head) == "CardiologyXML", decode, MAX_CARDIOSOFT_BYTES)
+FORMAT = FileFormat(
+    lambda head, name: root_tag(head) == "CardiologyXML", decode, MAX_CARDIOSOFT_BYTES
+)
 
 
 def _signals(strip: Element, fields: Fields) -> dict[str, np.ndarray]:
@@ -70,7 +75,7 @@ def _signals(strip: Element, fields: Fields) -> dict[str, np.ndarray]:
         name = lead_name(lead.get("lead", "").strip())
         if name in signals:
             raise ReadError("duplicated lead", name[:10])
-        steps = _steps(lead.text or "", f"lead {name[:10]}")
+        steps = _parse_steps(lead.text or "", f"lead {name[:10]}")
         _check_count(fields, "ChannelSampleCountTotal", len(steps), "sample count")
         signals[name] = np.where(steps == NOT_MEASURED, np.nan, steps * uv_per_step)
     return signals
@@ -85,13 +90,16 @@ def _unit(fields: Fields, name: str) -> str:
 
 
 def _quantity(fields: Fields, name: str, unit: str, reason: str) -> float:
-    """A positive number in this unit."""
+    """Return the value of a field, a positive number. Raise a ReadError if its unit is not `unit`."""
     text, stated = _text(fields, name), _unit(fields, name)
     if stated.lower() != unit.lower():
         raise ReadError("unknown unit", f"{name} in {stated[:20]!r}, only {unit} is read")
     number = to_number(text)
     if not 0 < number < np.inf:
-        raise ReadError(reason, f"{name}: {text[:20]!r} is no positive number with a point")
+        raise ReadError(
+            reason,
+            f"{name}: {text[:20]!r} is not a positive number, with a decimal point if needed",
+        )
     return number
 
 
@@ -101,11 +109,14 @@ def _check_count(fields: Fields, name: str, counted: int, reason: str) -> None:
         raise ReadError(reason, f"{counted} found, {name} states {stated!r}: export the ECG again")
 
 
-def _steps(text: str, where: str) -> np.ndarray:
-    """Parses whole numbers between commas."""
+def _parse_steps(text: str, where: str) -> np.ndarray:
+    """Parse whole numbers that are separated by commas."""
     try:
-        if not text.isascii() or "_" in text:  # int() would read both
+        # int() would accept underscores and digits of other scripts
+        if not text.isascii() or "_" in text:
             raise ValueError
         return np.array(list(map(int, text.split(","))), np.int32)
     except (ValueError, OverflowError):
-        raise ReadError("sample data", f"{where}: not whole numbers between commas") from None
+        raise ReadError(
+            "sample data", f"{where}: the samples are not whole numbers separated by commas"
+        ) from None

@@ -1,9 +1,9 @@
-"""DICOM waveforms: the 12-lead, general and ambulatory ECG classes, and any other class with ECG
-leads (such as hemodynamic).
+"""Decodes DICOM waveforms: the 12-lead, general and ambulatory ECG classes, and any other class with ECG leads
+(such as hemodynamic).
 
-Reads the simultaneous channels with the most of the twelve leads, not the median beats that files
-may also have. Leads are identified by SCP-ECG or MDC codes and scaled by each channel's
-sensitivity, correction factor, baseline and units. Only the elements in _WANTED are parsed; all
+Of channels recorded at the same time, those with the most of the twelve leads are read, not the median beats
+that files may also have. Leads are identified by SCP-ECG or MDC codes and scaled by each channel's
+sensitivity, correction factor, baseline and units. Only the elements in _READ_TAGS are parsed; all
 others are skipped by their length.
 
 pydicom, which the tests compare with, forgives broken structure: of 4,000 files damaged outside the
@@ -23,95 +23,95 @@ from ...ecg.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, unit_name
 from ...ecg.resampling import rate_ratio
 from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
-from .base import Decoded, Format
+from .base import DecodedEcg, FileFormat
 
-# A 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
+# Limits of a file: one with a 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
 MAX_S = 600
 MAX_DICOM_BYTES = 16 * 2**20
 MAX_DICOM_ELEMENTS = 50_000
 MAX_DICOM_DEPTH = 12
-SYNTAXES = {
-    "1.2.840.10008.1.2": False,
-    "1.2.840.10008.1.2.1": True,
-}  # little-endian; value: whether elements state their types
+# The two uncompressed little-endian transfer syntaxes; True if elements state their types
+TRANSFER_SYNTAXES = {"1.2.840.10008.1.2": False, "1.2.840.10008.1.2.1": True}
 ECG_CLASSES = (
     "1.2.840.10008.5.1.4.1.1.9.1.1",
     "1.2.840.10008.5.1.4.1.1.9.1.2",
     "1.2.840.10008.5.1.4.1.1.9.1.3",
 )
-SCHEMES = {"SCPECG": "5.6.3-9-", "MDC": "2:"}  # coding schemes and the prefix of their lead numbers
-TYPES = {
+# {coding scheme: prefix of its lead numbers}
+LEAD_CODE_PREFIXES = {"SCPECG": "5.6.3-9-", "MDC": "2:"}
+SAMPLE_TYPES = {
     ("SB", 8): "<i1",
     ("UB", 8): "<u1",
     ("SS", 16): "<i2",
     ("US", 16): "<u2",
     ("SL", 32): "<i4",
 }
-UNUSABLE = (
-    "DISCONNECTED",
-    "TEST DATA",
-    "INVALID",
-    "UNCALIBRATED",
-)  # statuses of channels that are left out
+# Channels with one of these statuses are left out
+UNUSABLE_STATUSES = ("DISCONNECTED", "TEST DATA", "INVALID", "UNCALIBRATED")
 YEARS_PER_LETTER = dict(zip("YMWD", AGE_UNITS.values(), strict=False))
 # Tags of the elements that are read
-_SYNTAX, _CLASS, _PATIENT, _SEX, _AGE = 0x00020010, 0x00080016, 0x00100020, 0x00100040, 0x00101010
-_CODE = 0x00080100
-_SCHEME = 0x00080102
-_OFFSET = 0x00181068
-_ORIGIN = 0x003A0004
-_CHANNELS = 0x003A0005
-_SAMPLES = 0x003A0010
-_RATE = 0x003A001A
-_LABEL = 0x003A0020
-_CHANNEL = 0x003A0200
-_STATUS = 0x003A0205
-_SOURCE = 0x003A0208
-_GAIN = 0x003A0210
-_UNITS = 0x003A0211
-_CORRECTION = 0x003A0212
-_BASELINE = 0x003A0213
-_SKEW_S = 0x003A0214
-_SKEW = 0x003A0215
-_WAVEFORMS = 0x54000100
-_BITS = 0x54001004
-_FORM = 0x54001006
-_PADDING = 0x5400100A
-_DATA = 0x54001010
-_FRAMES, _DOCUMENT, _ENCRYPTED, _PIXELS = 0x00280008, 0x00420011, 0x04000500, 0x7FE00010
-_WANTED = {
+_TRANSFER_SYNTAX, _SOP_CLASS = 0x00020010, 0x00080016
+_PATIENT_ID, _PATIENT_SEX, _PATIENT_AGE = 0x00100020, 0x00100040, 0x00101010
+_CODE_VALUE = 0x00080100
+_CODING_SCHEME = 0x00080102
+_GROUP_TIME_OFFSET = 0x00181068
+_ORIGINALITY = 0x003A0004
+_CHANNEL_COUNT = 0x003A0005
+_SAMPLE_COUNT = 0x003A0010
+_SAMPLING_FREQUENCY = 0x003A001A
+_GROUP_LABEL = 0x003A0020
+_CHANNEL_DEFINITIONS = 0x003A0200
+_CHANNEL_STATUS = 0x003A0205
+_CHANNEL_SOURCE = 0x003A0208
+_SENSITIVITY = 0x003A0210
+_SENSITIVITY_UNITS = 0x003A0211
+_SENSITIVITY_CORRECTION = 0x003A0212
+_CHANNEL_BASELINE = 0x003A0213
+_TIME_SKEW_S = 0x003A0214
+_SAMPLE_SKEW = 0x003A0215
+_WAVEFORM_SEQUENCE = 0x54000100
+_BITS_ALLOCATED = 0x54001004
+_SAMPLE_INTERPRETATION = 0x54001006
+_PADDING_VALUE = 0x5400100A
+_WAVEFORM_DATA = 0x54001010
+_FRAME_COUNT, _DOCUMENT = 0x00280008, 0x00420011
+_ENCRYPTED_ATTRIBUTES, _PIXEL_DATA = 0x04000500, 0x7FE00010
+_READ_TAGS = {
     number for name, number in globals().items() if name.startswith("_") and type(number) is int
 }
-_SEQUENCES = {_WAVEFORMS, _CHANNEL, _SOURCE, _UNITS}
-_OTHER = {
-    _DOCUMENT: "an encapsulated document",
-    _PIXELS: "an image",
-    _FRAMES: "a multi-frame image",
+_SEQUENCES = {_WAVEFORM_SEQUENCE, _CHANNEL_DEFINITIONS, _CHANNEL_SOURCE, _SENSITIVITY_UNITS}
+_OTHER_CONTENT = {
+    _DOCUMENT: "the file holds an encapsulated document",
+    _PIXEL_DATA: "the file holds an image",
+    _FRAME_COUNT: "the file holds a multi-frame image",
 }
 _ITEM, _ITEM_END, _SEQUENCE_END, _UNKNOWN = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD, 0xFFFFFFFF
-_LONG = frozenset(b"OB OD OF OL OV OW SQ SV UC UN UR UT UV".split())  # length of 32 bits
+# Types of elements that state their length in 32 bits
+_TYPES_WITH_LONG_LENGTH = frozenset(b"OB OD OF OL OV OW SQ SV UC UN UR UT UV".split())
 _TYPED, _PLAIN, _LENGTH = (struct.Struct(form).unpack_from for form in ("<HH2sH", "<HHI", "<I"))
-Elements = dict[int, Any]  # by tag: bytes, or the items of a sequence
+Elements = dict[int, Any]  # {tag: value}; a value is bytes, or the list of a sequence's items
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes) -> DecodedEcg:
     try:
-        meta, position = _Reader(data, 0x30000, True).read_elements(132, len(data))
-        if (syntax := _uid(meta, _SYNTAX)) not in SYNTAXES:
+        meta, position = _DicomReader(data, 0x30000, True).read_elements(132, len(data))
+        if (syntax := _uid(meta, _TRANSFER_SYNTAX)) not in TRANSFER_SYNTAXES:
             raise ReadError(
                 "transfer syntax",
                 f"{syntax or 'none'}: only uncompressed little-endian files are read",
             )
-        file, _ = _Reader(data, _PIXELS, SYNTAXES[syntax]).read_elements(position, len(data))
+        file, _ = _DicomReader(data, _PIXEL_DATA, TRANSFER_SYNTAXES[syntax]).read_elements(
+            position, len(data)
+        )
     except struct.error:
-        raise ReadError("malformed DICOM", "cut off") from None
-    if _ENCRYPTED in file:
+        raise ReadError("malformed DICOM", "the file is cut off") from None
+    if _ENCRYPTED_ATTRIBUTES in file:
         raise ReadError("encrypted", "the file has encrypted attributes")
-    groups = [_Group(fields) for fields in file.get(_WAVEFORMS, [])]
-    kind = _uid(file, _CLASS)
+    groups = [_MultiplexGroup(fields) for fields in file.get(_WAVEFORM_SEQUENCE, [])]
+    kind = _uid(file, _SOP_CLASS)
     if not groups:
-        what = next((words for tag, words in _OTHER.items() if tag in file), "")
-        raise ReadError("no waveform", what or f"SOP class {kind or 'unknown'}")
+        what = next((words for tag, words in _OTHER_CONTENT.items() if tag in file), "")
+        raise ReadError("no waveform", what or f"the SOP class is {kind or 'unknown'}")
     chosen, unusable = _rhythm_groups_and_unusable(groups)
     signals: dict[str, np.ndarray] = {}
     for group in chosen:
@@ -123,13 +123,19 @@ def decode(data: bytes) -> Decoded:
         )
     if unusable:
         notes.append(("channel status", f"left out: {unusable}"))
-    person = _text(file, _PATIENT), _age_years(_text(file, _AGE)), _text(file, _SEX)
-    return Decoded(signals, chosen[0].fs_hz, *person, tuple(notes))
+    person = (
+        _text(file, _PATIENT_ID),
+        _age_years(_text(file, _PATIENT_AGE)),
+        _text(file, _PATIENT_SEX),
+    )
+    return DecodedEcg(signals, chosen[0].fs_hz, *person, tuple(notes))
 
 
-def _rhythm_groups_and_unusable(groups: list["_Group"]) -> tuple[list["_Group"], str]:
-    """The groups of one time with the most ECG leads, and their unusable channels."""
-    by_time: dict[tuple[float, ...], list[_Group]] = {}
+def _rhythm_groups_and_unusable(
+    groups: list["_MultiplexGroup"],
+) -> tuple[list["_MultiplexGroup"], str]:
+    """Return (the groups of the same time that have the most ECG leads, text on their unusable channels)."""
+    by_time: dict[tuple[float, ...], list[_MultiplexGroup]] = {}
     for group in groups:
         if group.leads and not group.derived:
             by_time.setdefault(group.time, []).append(group)
@@ -142,38 +148,40 @@ def _rhythm_groups_and_unusable(groups: list["_Group"]) -> tuple[list["_Group"],
     for group in chosen[0] if chosen else groups:
         unusable += [f"{lead} {status}" for lead, status in group.unusable.items()]
     if not chosen and unusable:
-        raise ReadError("channel status", ", ".join(unusable))
+        raise ReadError("channel status", f"no lead is usable: {', '.join(unusable)}")
     if len(chosen) != 1:
         raise ReadError(
-            "rhythm waveform", f"{len(chosen)} of {len(groups)} waveforms with ECG leads, 1 is read"
+            "rhythm waveform",
+            f"{len(chosen)} of {len(groups)} waveforms may be the rhythm, exactly 1 is read",
         )
     if len({lead for group in chosen[0] for lead in group.leads}) != most:
-        raise ReadError("duplicated lead", "in two waveforms of one time")
+        raise ReadError("duplicated lead", "a lead is in two waveforms of the same time")
     return chosen[0], ", ".join(unusable)
 
 
 def _age_years(text: str) -> float | str:
-    """Parses an age such as 063Y or 011M."""
+    """Return the age in years for a text such as 063Y or 011M; any other text is returned as it is."""
     if len(text) != 4 or not text[:3].isdecimal() or text[3] not in YEARS_PER_LETTER:
         return text
     return int(text[:3]) * YEARS_PER_LETTER[text[3]]
 
 
-FORMAT = Format(
+FORMAT = FileFormat(
     lambda head, name: head[128:132] == b"DICM" and name.upper() != "DICOMDIR",
     decode,
     MAX_DICOM_BYTES,
 )
 
 
-class _Reader:
+class _DicomReader:
     def __init__(self, data: bytes, stop: int, typed: bool) -> None:
         self.data, self.stop, self.typed, self.left = data, stop, typed, MAX_DICOM_ELEMENTS
 
     def read_elements(self, position: int, end: int, depth: int = 0) -> tuple[Elements, int]:
-        """The wanted elements from `at` to `end`, or to the end of an item of unknown length,
-        and the position after them. At depth 0 parsing stops at the first tag >= `stop`, and
-        after the waveforms."""
+        """Return (wanted elements from `position` to `end`, position after them).
+
+        Reading ends earlier at the end tag of an item. At depth 0 it also ends at the first tag that is not
+        below `self.stop`, and after the waveforms."""
         by_tag: Elements = {}
         value: Any
         data, typed, start = self.data, self.typed, position
@@ -189,7 +197,7 @@ class _Reader:
                 raise ReadError("malformed DICOM", f"over {MAX_DICOM_ELEMENTS} elements")
             group, element, kind, size = _TYPED(data, position)
             tag = group << 16 | element
-            if depth == 0 and (tag >= self.stop or _WAVEFORMS in by_tag):
+            if depth == 0 and (tag >= self.stop or _WAVEFORM_SEQUENCE in by_tag):
                 by_tag.setdefault(tag, b"")
                 break
             if tag == _ITEM_END and depth:
@@ -198,7 +206,7 @@ class _Reader:
             position += 8
             if not typed:
                 size = _LENGTH(data, position - 4)[0]
-            elif kind in _LONG:
+            elif kind in _TYPES_WITH_LONG_LENGTH:
                 size = _LENGTH(data, position)[0]
                 position += 4
             if size == _UNKNOWN or tag in _SEQUENCES:
@@ -211,10 +219,10 @@ class _Reader:
                 )
             else:
                 value, position = (
-                    data[position : position + size] if tag in _WANTED else b"",
+                    data[position : position + size] if tag in _READ_TAGS else b"",
                     position + size,
                 )
-            if tag in _WANTED:
+            if tag in _READ_TAGS:
                 by_tag[tag] = value
         if position > end:
             raise ReadError(
@@ -228,17 +236,19 @@ class _Reader:
     ) -> tuple[list[Elements], int]:
         items: list[Elements] = []
         typed = self.typed
-        self.typed = typed and kind != b"UN"  # whose content states no types
+        # Inside a sequence of type UN, elements do not state their types
+        self.typed = typed and kind != b"UN"
         while open_end or position != end:
             if position >= end:
-                raise ReadError("malformed DICOM", "a sequence without its end")
+                raise ReadError("malformed DICOM", "a sequence does not end")
             group, element, size = _PLAIN(self.data, position)
             tag, position = group << 16 | element, position + 8
             if tag == _SEQUENCE_END and open_end:
                 break
             if tag != _ITEM:
                 raise ReadError(
-                    "malformed DICOM", f"({group:04x},{element:04x}) in place of an item"
+                    "malformed DICOM",
+                    f"({group:04x},{element:04x}) where an item of a sequence must begin",
                 )
             item, position = self.read_elements(
                 position, end if size == _UNKNOWN else position + size, depth
@@ -248,21 +258,26 @@ class _Reader:
         return items, position
 
 
-class _Group:
-    """One multiplex group: channels with the same sampling rate and start time."""
+class _MultiplexGroup:
+    """A multiplex group of a waveform: channels with the same sampling rate and start time."""
 
     def __init__(self, fields: Elements) -> None:
-        self.fields, self.channels = fields, fields.get(_CHANNEL, [])
-        self.samples, self.fs_hz = _whole_number(fields, _SAMPLES), _number(fields, _RATE)
-        self.time = (self.fs_hz, self.samples, _number(fields, _OFFSET, 0.0))
-        self.derived = _text(fields, _ORIGIN) == "DERIVED" or any(
-            word in _text(fields, _LABEL).upper() for word in ("MEDIAN", "BEAT")
+        self.fields, self.channels = fields, fields.get(_CHANNEL_DEFINITIONS, [])
+        self.samples, self.fs_hz = (
+            _whole_number(fields, _SAMPLE_COUNT),
+            _number(fields, _SAMPLING_FREQUENCY),
+        )
+        self.time = (self.fs_hz, self.samples, _number(fields, _GROUP_TIME_OFFSET, 0.0))
+        self.derived = _text(fields, _ORIGINALITY) == "DERIVED" or any(
+            word in _text(fields, _GROUP_LABEL).upper() for word in ("MEDIAN", "BEAT")
         )
         self.leads: dict[str, int] = {}
         self.unusable: dict[str, str] = {}
         for row, channel in enumerate(self.channels):
-            lead, stated = _lead(channel), _text(channel, _STATUS).upper()
-            if lead and (status := next((code for code in UNUSABLE if code in stated), None)):
+            lead, stated = _lead(channel), _text(channel, _CHANNEL_STATUS).upper()
+            if lead and (
+                status := next((code for code in UNUSABLE_STATUSES if code in stated), None)
+            ):
                 self.unusable[lead] = status
             elif lead in self.leads:
                 raise ReadError("duplicated lead", lead)
@@ -270,7 +285,8 @@ class _Group:
                 self.leads[lead] = row
 
     def signals(self) -> dict[str, np.ndarray]:
-        rate_ratio(self.fs_hz)  # refuses unsupported rates, so that MAX_S limits the memory
+        # Raises a ReadError if the rate is not supported; so MAX_S limits the memory
+        rate_ratio(self.fs_hz)
         if self.samples > MAX_S * self.fs_hz:
             raise ReadError(
                 "too long", f"{self.samples} samples at {self.fs_hz:g} Hz, {MAX_S} s at most"
@@ -284,55 +300,69 @@ class _Group:
         }
 
     def _microvolts(self) -> np.ndarray:
-        """The samples of the leads, NaN where they were not measured."""
-        bits, form = _whole_number(self.fields, _BITS), _text(self.fields, _FORM)
-        data = self.fields.get(_DATA, b"")
-        if (form, bits) not in TYPES:
-            raise ReadError("sample format", f"{form[:8]!r} of {bits} bits")
+        """Return the leads' samples in microvolts, NaN where they were not measured."""
+        bits, form = (
+            _whole_number(self.fields, _BITS_ALLOCATED),
+            _text(self.fields, _SAMPLE_INTERPRETATION),
+        )
+        data = self.fields.get(_WAVEFORM_DATA, b"")
+        if (form, bits) not in SAMPLE_TYPES:
+            raise ReadError("sample format", f"{form[:8]!r} of {bits} bits is not read")
         count = len(self.channels)
         size = count * self.samples * bits // 8
-        stated = _whole_number(self.fields, _CHANNELS)
+        stated = _whole_number(self.fields, _CHANNEL_COUNT)
         if stated != count or not isinstance(data, bytes) or len(data) != size + size % 2:
             raise ReadError(
-                "sample count", f"{len(data)} bytes for {count} channels of {self.samples} samples"
+                "sample count",
+                f"{len(data)} bytes for {count} channels of {self.samples} samples, {size} expected for {stated} "
+                "stated channels",
             )
         rows = list(self.leads.values())
-        steps = np.frombuffer(data[:size], TYPES[form, bits]).reshape(self.samples, count)
+        steps = np.frombuffer(data[:size], SAMPLE_TYPES[form, bits]).reshape(self.samples, count)
         steps = np.ascontiguousarray(steps.T[rows])
         scales = np.array([_scale_and_offset_uv(self.channels[row]) for row in rows])
         values: np.ndarray = steps * scales[:, :1] + scales[:, 1:]
-        padding = _bytes(self.fields, _PADDING)[: bits // 8].ljust(bits // 8, b"\0")
+        padding = _bytes(self.fields, _PADDING_VALUE)[: bits // 8].ljust(bits // 8, b"\0")
         absent = {-(2 ** (bits - 1)), int(np.frombuffer(padding, steps.dtype)[0])}
-        for step in absent - {0}:  # a stated padding of 0 is meaningless
+        for step in absent - {0}:  # 0 is a sample like others, even if it is stated as the padding
             values[steps == step] = np.nan
         return values
 
     def _skew(self, channel: Elements) -> int:
-        """The channel's delay in whole samples. It is stated in samples or in seconds; if in both,
-        they must agree."""
-        units = ((_SKEW, 1.0), (_SKEW_S, self.fs_hz))
+        """Return the channel's delay in whole samples. A file states the delay in samples or in seconds; if it
+        states both, they must agree."""
+        units = ((_SAMPLE_SKEW, 1.0), (_TIME_SKEW_S, self.fs_hz))
         skews = [_number(channel, tag) * unit for tag, unit in units if _text(channel, tag)] or [
             0.0
         ]
         if not all(abs(skew) < self.fs_hz and abs(skew - skews[0]) < 1 for skew in skews):
-            raise ReadError("skew", f"{' and '.join(f'{skew:g}' for skew in skews)} samples")
+            raise ReadError(
+                "skew",
+                f"{' and '.join(f'{skew:g}' for skew in skews)} samples, delays under 1 s that agree are read",
+            )
         return round(skews[0])
 
 
 def _lead(channel: Elements) -> str | None:
-    source: Elements = next(iter(channel.get(_SOURCE, [])), {})
-    code, scheme = _text(source, _CODE), SCHEMES.get(_text(source, _SCHEME).upper(), "?")
+    source: Elements = next(iter(channel.get(_CHANNEL_SOURCE, [])), {})
+    code, scheme = (
+        _text(source, _CODE_VALUE),
+        LEAD_CODE_PREFIXES.get(_text(source, _CODING_SCHEME).upper(), "?"),
+    )
     return SCP_LEADS.get(code.removeprefix(scheme).lstrip("0")) if code.startswith(scheme) else None
 
 
 def _scale_and_offset_uv(channel: Elements) -> tuple[float, float]:
-    """Microvolts per step, and the microvolts of sample value 0."""
-    unit = unit_name(_text(next(iter(channel.get(_UNITS, [])), {}), _CODE))
-    gain = _number(channel, _GAIN) * _number(channel, _CORRECTION, 1.0)
-    baseline = _number(channel, _BASELINE, 0.0)
+    """Return (microvolts per step, microvolts of a sample with the value 0)."""
+    unit = unit_name(_text(next(iter(channel.get(_SENSITIVITY_UNITS, [])), {}), _CODE_VALUE))
+    gain = _number(channel, _SENSITIVITY) * _number(channel, _SENSITIVITY_CORRECTION, 1.0)
+    baseline = _number(channel, _CHANNEL_BASELINE, 0.0)
     uv = MV_PER_UNIT[unit] * 1e3
     if not (0 < gain * uv <= 1000 and abs(baseline) < math.inf):
-        raise ReadError("gain", f"{gain:g} {unit} per step, baseline {baseline:g}")
+        raise ReadError(
+            "gain",
+            f"{gain:g} {unit} per step, baseline {baseline:g}: over 0 to 1000 uV per step are read",
+        )
     return gain * uv, baseline * uv
 
 
@@ -342,7 +372,7 @@ def _text(fields: Elements, tag: int) -> str:
 
 
 def _uid(fields: Elements, tag: int) -> str:
-    """A UID, or empty if the text is not one, so that messages never repeat text from a file."""
+    """Return a UID; "" if the text is not a UID, so that messages never repeat other text from a file."""
     text = _text(fields, tag)[:64]
     return text if text.replace(".", "").isdecimal() else ""
 
@@ -356,7 +386,7 @@ def _bytes(fields: Elements, tag: int) -> bytes:
     if not isinstance(value, bytes):
         raise ReadError(
             "malformed DICOM",
-            f"({tag >> 16:04x},{tag & 0xFFFF:04x}) is a sequence in place of a value",
+            f"({tag >> 16:04x},{tag & 0xFFFF:04x}) is a sequence, a value is expected",
         )
     return value
 

@@ -1,5 +1,5 @@
-"""EDF and EDF+C files with ECG leads, identified by their labels: `I`, `ECG II`, `EKG V1`, `Lead
-aVR`. Inverted leads, such as Cabrera's `ECG -aVR`, are inverted again, with a warning.
+"""Decodes EDF and EDF+C files with ECG leads. Leads are identified by their labels: `I`, `ECG II`, `EKG V1`,
+`Lead aVR`. Inverted leads, such as Cabrera's `ECG -aVR`, are inverted again, with a warning.
 
 Besides the samples, only the header's numbers, labels and units are read, and code and sex from
 EDF+'s patient field: no names, dates, annotations or comments. Plain EDF's patient field is free
@@ -15,10 +15,10 @@ import numpy as np
 from ...ecg.record import LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
 from ...ecg.resampling import rate_ratio
 from ...io.errors import ReadError
-from .base import Decoded, Format
+from .base import DecodedEcg, FileFormat
 
 MAX_EDF_BYTES = 12 * 2**20
-# Names and widths of the signal fields; each field is stored for all signals in turn. Fields
+# (name, bytes) of each signal field. The header stores a field of all signals before the next field. Fields
 # without a name are not read
 HEADER_FIELDS = (
     ("label", 16),
@@ -32,17 +32,18 @@ HEADER_FIELDS = (
     ("samples", 8),
 )
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORECASE)
-# A hyphen separates if it follows the word or has a space on both sides (`ECG-I`, `ECG - I`);
-# otherwise it is a sign (`ECG -I`)
+# A hyphen only separates the word from the lead if it follows the word directly (`ECG-I`) or has a space on
+# both sides (`ECG - I`). Otherwise it is a minus sign (`ECG -I`)
 _LABEL = re.compile(r"(?:(?:ECG|EKG|LEAD)(?:-[ _.:]*|[ _.:]*(?:-[ _.:]+)?))*(-?)(.*)", re.DOTALL)
-_PATIENT = re.compile(
-    r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE
-)  # EDF+: code, sex, birthdate, name
+# The patient field of EDF+: code, sex, birthdate, name
+_PATIENT_FIELD = re.compile(r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE)
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes) -> DecodedEcg:
     if data[:1] == b"\xff":
-        raise ReadError("BDF", "samples of 24 bits are not read: convert the file to EDF")
+        raise ReadError(
+            "BDF", "BDF files, which have samples of 24 bits, are not read: convert the file to EDF"
+        )
     signals = _parse_header(data)
     sizes = [_whole_number(size, "samples of a record", 1) for size in signals["samples"]]
     records = _whole_number(_text(data[236:244]), "records", 1)
@@ -58,24 +59,26 @@ def decode(data: bytes) -> Decoded:
         raise ReadError(
             "no known lead", f"none of {len(sizes)} signals is labelled as one of the 12 leads"
         )
-    samples = {len(uv) // records for uv in leads.values()}  # of a record
+    samples = {len(uv) // records for uv in leads.values()}  # in one data record
     if len(samples) > 1 or duration_s <= 0:
         stated = ", ".join(map(str, sorted(samples)))
-        raise ReadError("sampling rate", f"leads with {stated} samples in {duration_s:g} s")
+        raise ReadError(
+            "sampling rate",
+            f"leads with {stated} samples in a data record of {duration_s:g} s: one rate over 0 is read",
+        )
     fs_hz = samples.pop() / duration_s
-    rate_ratio(fs_hz)  # refuses unsupported rates
+    rate_ratio(fs_hz)  # raises a ReadError if the rate is not supported
     warnings = []
     if inverted:
         detail = f"{' '.join(inverted)}: labelled with a minus, inverted again"
         warnings.append(("inverted lead", detail))
-    return Decoded(leads, fs_hz, *_patient_and_sex(data), tuple(warnings))
+    return DecodedEcg(leads, fs_hz, *_patient_and_sex(data), tuple(warnings))
 
 
 def _leads_and_inverted(
     steps: list[np.ndarray], signals: dict[str, list[str]]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The microvolts of the signals that are labelled as one of the twelve leads, and which of
-    them were inverted."""
+    """Return ({lead: microvolts} of the signals labelled as one of the twelve leads, leads that were inverted)."""
     leads: dict[str, np.ndarray] = {}
     inverted = []
     for row, step in enumerate(steps):
@@ -93,23 +96,23 @@ def _leads_and_inverted(
     return leads, inverted
 
 
-MAGIC = (b"0       ", b"\xffBIOSEMI")
-FORMAT = Format(
-    lambda head, name: head[:8] in MAGIC or name.lower().endswith((".edf", ".bdf")),
+FIRST_BYTES = (b"0       ", b"\xffBIOSEMI")
+FORMAT = FileFormat(
+    lambda head, name: head[:8] in FIRST_BYTES or name.lower().endswith((".edf", ".bdf")),
     decode,
     MAX_EDF_BYTES,
 )
 
 
 def _parse_header(data: bytes) -> dict[str, list[str]]:
-    """The named fields, one text per signal."""
+    """Return {field name: one text for each signal} of the fields that are read."""
     if data[:8] != b"0       ":
         raise ReadError("unknown format", "not EDF: it does not begin with version 0")
     if data[192:197] == b"EDF+D":
         raise ReadError("EDF+D", "a recording with gaps is not read: cut it into EDF+C")
     count = _whole_number(_text(data[252:256]), "number of signals", 1)
     if _whole_number(_text(data[184:192]), "header size", 1) != 256 * (count + 1):
-        raise ReadError("header size", f"not that of {count} signals")
+        raise ReadError("header size", f"not the size of a header with {count} signals")
     place, fields = 256, {}
     for name, width in HEADER_FIELDS:
         if name:
@@ -121,11 +124,11 @@ def _parse_header(data: bytes) -> dict[str, list[str]]:
 
 
 def _sign_and_lead(label: str) -> tuple[str, str]:
-    """ "-" or nothing, and the name of the lead in capitals."""
+    """Return the label's sign, "-" or "", and the name of its lead in capitals."""
     text = label.upper().replace("(", "").replace(")", "")
-    before = "-" if text.startswith("-") else ""  # of the word, as in `-ECG I`
+    before = "-" if text.startswith("-") else ""  # a sign before the word, as in `-ECG I`
     match = _LABEL.fullmatch(text.lstrip("- "))
-    assert match  # it matches any text
+    assert match  # the pattern matches any text
     return before or match[1], match[2]
 
 
@@ -134,7 +137,7 @@ def _text(field: bytes) -> str:
 
 
 def _number(text: str, name: str) -> float:
-    """Parse a number of the header, which is stored as text."""
+    """Parse a number in the header, where numbers are stored as text."""
     if not _NUMBER.fullmatch(text) or not math.isfinite(value := float(text)):
         raise ReadError("header", f"{name}: {text!r} is not a number")
     return value
@@ -142,7 +145,7 @@ def _number(text: str, name: str) -> float:
 
 def _whole_number(text: str, name: str, least: int) -> int:
     if (value := _number(text, name)) < least or value % 1:
-        raise ReadError("header", f"{name}: {text!r}, a whole number from {least} is read")
+        raise ReadError("header", f"{name}: {text!r} is not a whole number of at least {least}")
     return int(value)
 
 
@@ -154,15 +157,17 @@ def _microvolts(steps: np.ndarray, fields: dict[str, str], lead: str) -> np.ndar
     gain = (high - low) / (last - first) if last > first else 0.0
     if not 0 < abs(gain * unit_uv) <= 1000:
         raise ReadError(
-            "gain", f"lead {lead}: {low:g} to {high:g} {fields['unit']} for {first:g} to {last:g}"
+            "gain",
+            f"lead {lead}: {low:g} to {high:g} {fields['unit']} for {first:g} to {last:g}: over 0 to "
+            "1000 uV per step are read",
         )
     return (steps * gain + (low - gain * first)) * unit_uv
 
 
 def _patient_and_sex(data: bytes) -> tuple[str | None, None, str | None]:
-    """The patient's code and sex if the field is valid EDF+; otherwise a name could be taken for a
-    code."""
-    person = _PATIENT.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None
+    """Return (code, None for the age, sex) from the patient field if it is valid EDF+. Otherwise return three
+    times None, because a name could be taken for a code."""
+    person = _PATIENT_FIELD.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None
     return (
         (None if person[1] == "X" else person[1], None, person[2]) if person else (None, None, None)
     )

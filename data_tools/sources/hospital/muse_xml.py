@@ -1,5 +1,5 @@
-"""GE MUSE's XML export, one resting ECG per file. Reads the rhythm waveform, not the median beat
-before it.
+"""Decodes GE MUSE's XML export, with one resting ECG per file. The rhythm waveform is read, not the median
+beat before it.
 
 MUSE stores I, II and V1 to V6. Apart from the signal, only the patient's id, age and sex are read:
 no names, dates, statements or comments. A DOCTYPE is allowed, entities are not.
@@ -13,26 +13,34 @@ import numpy as np
 from ...ecg.record import AGE_UNITS, lead_name
 from ...io.errors import ReadError
 from ...io.spreadsheet import to_number
-from .base import MAX_XML_BYTES, Decoded, Format, age_in_years, decode_base64, parse_xml, root_tag
+from .base import (
+    MAX_XML_BYTES,
+    DecodedEcg,
+    FileFormat,
+    age_in_years,
+    decode_base64,
+    parse_xml,
+    root_tag,
+)
 
 MAX_LEADS = 64
-# Fields that could shift or scale the samples, and the only value that is accepted
-_WAVEFORM = {"SampleType": "CONTINUOUS_SAMPLES", "SampleExponent": "0"}
-_LEAD = {
+# Fields that could shift or scale the samples, each with the only value that is accepted
+_REQUIRED_OF_WAVEFORM = {"SampleType": "CONTINUOUS_SAMPLES", "SampleExponent": "0"}
+_REQUIRED_OF_LEAD = {
     "LeadAmplitudeUnits": "MICROVOLTS",
     "LeadTimeOffset": "0",
     "LeadOffsetFirstSample": "0",
     "FirstSampleBaseline": "0",
     "LeadSampleSize": "2",
 }
-_COUNTS = ("LeadByteCountTotal", "LeadSampleCountTotal", "LeadDataCRC32")
+_COUNT_AND_CHECKSUM_FIELDS = ("LeadByteCountTotal", "LeadSampleCountTotal", "LeadDataCRC32")
 Fields = dict[str, str]
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes) -> DecodedEcg:
     root = parse_xml(data)
     if root.tag != "RestingECG":
-        raise ReadError("unknown format", f"not MUSE XML: its root is {root.tag[:40]}")
+        raise ReadError("unknown format", f"not MUSE XML: its root element is {root.tag[:40]}")
     waveforms = root.findall("Waveform")
     rhythms = [
         waveform
@@ -41,25 +49,26 @@ def decode(data: bytes) -> Decoded:
     ]
     if len(rhythms) != 1:
         raise ReadError(
-            "rhythm waveform", f"{len(rhythms)} of {len(waveforms)} waveforms, 1 is read"
+            "rhythm waveform",
+            f"{len(rhythms)} of {len(waveforms)} waveforms are rhythms, exactly 1 is read",
         )
     fields, leads = _fields(rhythms[0]), [_fields(lead) for lead in rhythms[0].iterfind("LeadData")]
     if len(leads) > MAX_LEADS:
-        raise ReadError("signal count", f"over {MAX_LEADS} leads")
-    _require_fields(fields, _WAVEFORM)
-    if leads and not any(map(_is_on, leads)):
+        raise ReadError("signal count", f"{len(leads)} leads, {MAX_LEADS} at most")
+    _require_fields(fields, _REQUIRED_OF_WAVEFORM)
+    if leads and not any(map(_is_lead_on, leads)):
         raise ReadError("no valid lead", f"the file states LeadOff for all {len(leads)} leads")
     signals: dict[str, np.ndarray | None] = {}
     for lead in leads:
         name = lead_name(lead.get("LeadID", ""))
         if name in signals:
             raise ReadError("duplicated lead", name[:10])
-        signals[name] = _samples(lead, name)
+        signals[name] = _microvolts(lead, name)
     person = next(map(_fields, root.iterfind("PatientDemographics")), {})
     age = age_in_years(
         person.get("PatientAge", ""), person.get("AgeUnits", "years").lower(), AGE_UNITS
     )
-    return Decoded(
+    return DecodedEcg(
         {name: uv for name, uv in signals.items() if uv is not None},
         to_number(fields.get("SampleBase")),
         person.get("PatientID"),
@@ -68,7 +77,7 @@ def decode(data: bytes) -> Decoded:
     )
 
 
-FORMAT = Format(lambda head, name: root_tag(head) == "RestingECG", decode, MAX_XML_BYTES)
+FORMAT = FileFormat(lambda head, name: root_tag(head) == "RestingECG", decode, MAX_XML_BYTES)
 
 
 def _fields(element: Element) -> Fields:
@@ -81,27 +90,32 @@ def _require_fields(fields: Fields, expected: Fields) -> None:
             raise ReadError(name, f"{fields[name][:20]!r}, only {value} is read")
 
 
-def _is_on(fields: Fields) -> bool:
+def _is_lead_on(fields: Fields) -> bool:
     return fields.get("LeadOff", "FALSE").upper() == "FALSE"
 
 
-def _samples(fields: Fields, name: str) -> np.ndarray | None:
-    """A lead's microvolts, None if it was off. Counts and checksum must match if the file states
-    them."""
-    _require_fields(fields, _LEAD)
+def _microvolts(fields: Fields, name: str) -> np.ndarray | None:
+    """Return a lead's microvolts; None if the lead was off or has samples that were not measured. If the file
+    states counts and a checksum of the data, they must match."""
+    _require_fields(fields, _REQUIRED_OF_LEAD)
     if "LeadAmplitudeUnits" not in fields:
-        raise ReadError("unknown unit", f"lead {name[:10]} states none")
+        raise ReadError("unknown unit", f"lead {name[:10]} states no unit")
     if not 0 < (uv_per_step := to_number(fields.get("LeadAmplitudeUnitsPerBit"))) <= 1000:
         raise ReadError(
             "gain",
-            f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step",
+            f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step, over 0 to "
+            "1000 are read",
         )
     data = decode_base64(fields.get("WaveFormData", ""), f"lead {name[:10]}: ")
-    for field, value in zip(_COUNTS, (len(data), len(data) // 2, zlib.crc32(data)), strict=True):
+    for field, value in zip(
+        _COUNT_AND_CHECKSUM_FIELDS, (len(data), len(data) // 2, zlib.crc32(data)), strict=True
+    ):
         if field in fields and to_number(fields[field]) != value:
             raise ReadError(field, f"lead {name[:10]}: {value} found, {fields[field][:20]} stated")
     if len(data) % 2:
-        raise ReadError("sample count", f"lead {name[:10]}: an odd number of bytes")
+        raise ReadError(
+            "sample count", f"lead {name[:10]}: an odd number of bytes, each sample has 2"
+        )
     steps = np.frombuffer(data, "<i2")
-    measured = _is_on(fields) and not (steps == -32768).any()
+    measured = _is_lead_on(fields) and not (steps == -32768).any()
     return steps * uv_per_step if measured else None
