@@ -38,7 +38,7 @@ def synth(
     ] = "physionet2021",
     workers: Annotated[int, Option("worker processes (1)", low=1)] = 1,
 ) -> dict[str, int]:
-    """Makes a synthetic archive, as `omnilead synth`. Returns the number of records by source."""
+    """Makes a synthetic archive, as `omnilead synth` does. Returns the number of records by source."""
     from omnilead.data_tools.synthetic.archive import synthesise
 
     return synthesise(

@@ -23,8 +23,8 @@ SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M"
 def write_card(
     out: Folder, facts: DatasetFacts, reasons: Counter[str], flags: Collection[str]
 ) -> None:
-    """Writes the data card. `reasons`: how many lines of rejects.csv have each; `flags`: those of records that were used
-    nevertheless."""
+    """Writes README.md and croissant.json. `reasons`: the number of lines of rejects.csv for each reason;
+    `flags`: the reasons that did not keep a record from being used."""
     import jinja2
     import yaml  # type: ignore[import-untyped]
 
@@ -53,12 +53,12 @@ def _read_resource(name: str) -> str:
 
 
 def _escape_cell(text: str) -> str:
-    """Escapes untrusted text for a cell of a table."""
+    """Escapes untrusted text for a cell of a Markdown table."""
     return re.sub(r"([\\`\[\]|<>&*_])", r"\\\1", " ".join(text.split()))
 
 
 def _licences(facts: DatasetFacts, texts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns what each licence of the dataset demands, and the sources under it."""
+    """Returns, for each licence of the dataset, what it demands and the names of the sources under it."""
     licences: dict[str, dict[str, Any]] = {}
     for source in facts.sources:
         licence = source.licence or "unknown"
