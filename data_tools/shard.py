@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(__doc__, "shard", shard, arguments)
     resume = ": run the same command again to continue"
-    return run_data_command("shard", lambda: _shard(**options), "--out", options["out"], resume)
+    return run_data_command(
+        "shard", lambda: _shard_command(**options), "--out", options["out"], resume
+    )
 
 
 def shard(
@@ -234,7 +236,7 @@ def _refused_count(dataset: "Dataset") -> int:
     return sum(source.records["refused"] for source in dataset.facts.sources)
 
 
-def _shard(**options: Any) -> int:
+def _shard_command(**options: Any) -> int:
     from omnilead.data_tools.plots import describe
 
     started = time.monotonic()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(__doc__, "verify", verify, arguments)
-    return run_data_command("verify", lambda: _verify(**options))
+    return run_data_command("verify", lambda: _verify_command(**options))
 
 
 def verify(
@@ -107,7 +107,7 @@ def verify(
     return findings
 
 
-def _verify(**options: Any) -> int:
+def _verify_command(**options: Any) -> int:
     from omnilead.data_tools.dataset import open_all
 
     datasets = open_all(options["dataset"], options["anonymous"], "DATASET")

@@ -43,10 +43,10 @@ from .facts import (
     COLUMNS,
     FORMAT_MINOR,
     FORMAT_VERSION,
-    MAX_META,
+    MAX_META_BYTES,
     META,
     NAME_KEY,
-    NULLABLE,
+    NULLABLE_COLUMNS,
     ROLE_WORDS,
     SAMPLES,
     STORE,
@@ -125,9 +125,9 @@ class Dataset:
         """Opens a dataset in a folder. With `earlier_format`, also opens a dataset of an earlier omnilead,
         which stored crops and columns in the same places as this version."""
         dataset = cls(root, _read_meta(root))
-        if dataset.minor < FORMAT_MINOR and not earlier_format:
+        if dataset.format_minor < FORMAT_MINOR and not earlier_format:
             raise DatasetError(
-                f"{root.url}: made by an earlier omnilead, in format 1.{dataset.minor}, while this one reads "
+                f"{root.url}: made by an earlier omnilead, in format 1.{dataset.format_minor}, while this one reads "
                 f"1.{FORMAT_MINOR}: convert it with omnilead shard {root.url} --out NEW"
             )
         return dataset
@@ -155,7 +155,7 @@ class Dataset:
             raise IndexError(f"row {row}: {self.root.url} has crops 0 to {len(self) - 1}")
         row %= len(self)
         group = int(np.searchsorted(self._group_begins, row, side="right")) - 1
-        facts = self._group(group).slice(row - self._group_begins[group], 1).to_pylist()[0]
+        facts = self._read_row_group(group).slice(row - self._group_begins[group], 1).to_pylist()[0]
         facts["labels"] = label_names(facts["labels"])
         return Ecg(row, self.read(row), **facts)
 
@@ -175,7 +175,7 @@ class Dataset:
         return self.facts.preprocessing_sha256
 
     @property
-    def minor(self) -> int:
+    def format_minor(self) -> int:
         """The minor version of the dataset's format."""
         return self.facts.format_minor
 
@@ -227,7 +227,7 @@ class Dataset:
         if NAME_KEY in stated:
             return bytes(stated[NAME_KEY][:64])  # BLAKE2b takes at most 64 bytes as a key
         sources = {source.name for source in self.facts.sources}
-        owners = self.parts(["source", "patient"])
+        owners = self.row_batches(["source", "patient"])
         if (
             sources
             and sources <= self.public_sources
@@ -254,7 +254,7 @@ class Dataset:
             counts = [shard.crops for shard in self.shards]
             numbers = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
             if not np.array_equal(table["shard"], numbers):
-                raise self._error(f"the column shard does not match the shards in {META}")
+                raise self._samples_error(f"the column shard does not match the shards in {META}")
         return table
 
     def _check(self, table: pa.Table | pa.RecordBatch) -> None:
@@ -262,25 +262,29 @@ class Dataset:
         have written the file."""
         for name in table.column_names:
             column = table[name]
-            if name not in NULLABLE and column.null_count:
-                raise self._error(f"{name} is missing in some rows")
+            if name not in NULLABLE_COLUMNS and column.null_count:
+                raise self._samples_error(f"{name} is missing in some rows")
             try:
                 column.validate(full=True)
             except pa.ArrowInvalid:
-                raise self._error(f"{name} has text that is not UTF-8") from None
+                raise self._samples_error(f"{name} has text that is not UTF-8") from None
             if pa.types.is_nested(column.type) and pc.list_flatten(column).null_count:
-                raise self._error(f"{name} has a list with a missing value")
+                raise self._samples_error(f"{name} has a list with a missing value")
             if name in COLUMN_RANGES:
                 low, high = COLUMN_RANGES[name]
                 values = column.to_numpy()
                 if not ((values >= low) & (values <= high)).all():
-                    raise self._error(f"{name} has values that are not from {low:g} to {high:g}")
+                    raise self._samples_error(
+                        f"{name} has values that are not from {low:g} to {high:g}"
+                    )
             if name in ROLE_WORDS and not set(column.drop_null().unique().to_pylist()) <= set(
                 ROLE_WORDS[name]
             ):
-                raise self._error(f"{name} has values other than {', '.join(ROLE_WORDS[name])}")
+                raise self._samples_error(
+                    f"{name} has values other than {', '.join(ROLE_WORDS[name])}"
+                )
 
-    def _error(self, why: str) -> DatasetError:
+    def _samples_error(self, why: str) -> DatasetError:
         return DatasetError(f"{self.root.url}/{SAMPLES}: {why}: build the dataset again")
 
     @property
@@ -289,7 +293,7 @@ class Dataset:
         with self._arrow_errors():
             return list(self._samples.fragments[0].physical_schema.names)
 
-    def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    def row_batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yields the rows that `table` returns, in batches that need less memory."""
         with self._arrow_errors():
             for group in self._samples.fragments[0].split_by_row_group():
@@ -306,7 +310,7 @@ class Dataset:
             )
 
     @cached_property
-    def _group(self) -> Any:
+    def _read_row_group(self) -> Any:
         columns = [name for name in COLUMNS.names if name in Ecg.__annotations__]
         fragment = self._samples.fragments[0]
 
@@ -464,7 +468,7 @@ def _read_meta(root: Folder) -> dict[str, Any]:
     """Returns the contents of dataset.json. Raises a DatasetError if they are not valid in version 1."""
     url = root.url
     try:
-        meta = json.loads(root.read(META, MAX_META))
+        meta = json.loads(root.read(META, MAX_META_BYTES))
         # JSON may have half of a surrogate pair, which is no character and could not be written again
         json.dumps(meta, ensure_ascii=False).encode()
     except ReadError as error:

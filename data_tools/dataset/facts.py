@@ -15,7 +15,7 @@ FORMAT_MINOR = 2
 CLASSES = ABBREVIATIONS  # the diagnoses, in the order of the column `labels`
 SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
-MAX_META = 256 * 2**20
+MAX_META_BYTES = 256 * 2**20
 NAME_KEY = b"omnilead name key"  # entry in the metadata of samples.parquet: see Dataset.name_key
 
 COLUMNS = pa.schema(
@@ -44,7 +44,7 @@ COLUMNS = pa.schema(
         ("fs_source_hz", pa.float64()),
     ]
 )
-NULLABLE = ("patient", "dx_role", "id_role", "age", "sex")
+NULLABLE_COLUMNS = ("patient", "dx_role", "id_role", "age", "sex")
 COLUMN_RANGES = {
     "offset": (-1, 2**62),
     "start_s": (0, 1e9),
@@ -125,7 +125,7 @@ class DatasetFacts(BaseModel, strict=True, frozen=True):
 
     @field_validator("leads")
     @classmethod
-    def _in_order(cls, leads: list[str]) -> list[str]:
+    def _check_lead_order(cls, leads: list[str]) -> list[str]:
         if leads != list(LEADS):
             raise ValueError(f"leads must be {', '.join(LEADS)}, in this order")
         return leads

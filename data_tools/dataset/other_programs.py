@@ -27,9 +27,14 @@ from ..ecg.record_tables import RESERVED, missing_words, read_table
 from ..io.errors import DataError, DatasetError, Flag, naming_arguments, one_line
 from ..io.terminal import tell
 
-ROLE_OF_NAME: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
-ROLE_OF_NAME |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}
-ROLE_OF_NAME |= {f"id:{role}": ("id_role", role) for role in ("train", "valid", "gallery", "probe")}
+ROLE_COLUMN_AND_VALUE: dict[str, tuple[str, Any]] = {
+    "all": ("", None),
+    "pretrain": ("pretrain", True),
+}
+ROLE_COLUMN_AND_VALUE |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}
+ROLE_COLUMN_AND_VALUE |= {
+    f"id:{role}": ("id_role", role) for role in ("train", "valid", "gallery", "probe")
+}
 
 
 class Crops:
@@ -72,9 +77,11 @@ class Crops:
 
 def _role_column_and_value(role: str) -> tuple[str, Any]:
     """Returns the column of samples.parquet that holds a role, and the role's value in that column."""
-    if role not in ROLE_OF_NAME:
-        raise DataError(f"role={role}: no such role: choose from {', '.join(ROLE_OF_NAME)}")
-    return ROLE_OF_NAME[role]
+    if role not in ROLE_COLUMN_AND_VALUE:
+        raise DataError(
+            f"role={role}: no such role: choose from {', '.join(ROLE_COLUMN_AND_VALUE)}"
+        )
+    return ROLE_COLUMN_AND_VALUE[role]
 
 
 def _millivolts(crop: np.ndarray) -> np.ndarray:

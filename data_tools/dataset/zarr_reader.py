@@ -28,8 +28,8 @@ BLOSC_HEADER, CRC = 16, 4
 # The largest chunk is a crop that Blosc cannot compress and stores as it is
 MAX_CHUNK_BYTES = BLOSC_HEADER + CROP_BYTES + CRC
 CACHED_INDEXES = 256  # indexes of storage objects that stay in memory, 16 kB each
-MAX_ZARR_JSON = 2**20
-MAX_BLOCK = 2**20  # crops in a storage object, whose index then takes 16 MB
+MAX_ZARR_JSON_BYTES = 2**20
+MAX_BLOCK_CROPS = 2**20  # crops in a storage object, whose index then takes 16 MB
 # Tells other programs what the zarr copy holds, and where the roles of its crops are
 ATTRIBUTES = {
     "leads": list(LEADS),
@@ -37,7 +37,7 @@ ATTRIBUTES = {
     "fs_hz": 500,
     "roles": {"file": "samples.parquet", "columns": ["pretrain", "dx_role", "id_role"]},
 }
-ABSENT = 2**64 - 1  # the index states this as start and length of a chunk that does not exist
+ABSENT_CHUNK = 2**64 - 1  # the index states this as start and length of a chunk that does not exist
 
 
 class Chunks:
@@ -48,7 +48,7 @@ class Chunks:
         self.store = store
         file = f"{root.url}/{store}/zarr.json"
         try:
-            self.meta = json.loads(root.read(f"{store}/zarr.json", MAX_ZARR_JSON))
+            self.meta = json.loads(root.read(f"{store}/zarr.json", MAX_ZARR_JSON_BYTES))
             grid = self.meta["chunk_grid"]["configuration"]
             self.block = int(grid["chunk_shape"][0])  # crops in one storage object
         except (ReadError, LookupError, TypeError, ValueError, RecursionError) as error:
@@ -63,7 +63,7 @@ class Chunks:
             for name in sorted(names)
             if self.meta.get(name) != self.layout[name]
         ]
-        if wrong or not 0 < self.block <= MAX_BLOCK:
+        if wrong or not 0 < self.block <= MAX_BLOCK_CROPS:
             raise DatasetError(
                 one_line(
                     f"{file}: not the layout that data_tools writes: {wrong[:1]}: restore the file"
@@ -71,7 +71,7 @@ class Chunks:
             )
         self._index = lru_cache(CACHED_INDEXES)(self.index)
 
-    def name(self, block: int) -> str:
+    def object_name(self, block: int) -> str:
         return f"{self.store}/c/{block}/0/0"
 
     def read(self, row: int, crop: np.ndarray) -> None:
@@ -85,11 +85,11 @@ class Chunks:
             raise ChunkError(
                 f"its index states an impossible chunk of {length} bytes at byte {start}"
             )
-        decode_chunk(self.root.read_range(self.name(block), start, length), length, crop)
+        decode_chunk(self.root.read_range(self.object_name(block), start, length), length, crop)
 
     def index(self, block: int) -> np.ndarray:
         """Returns (start, length) of each chunk of a storage object, as its index states them."""
-        name, size = self.name(block), index_bytes(self.block)
+        name, size = self.object_name(block), index_bytes(self.block)
         index = self.root.read_range(name, max(0, self.root.size(name) - size), size)
         return np.frombuffer(_check_crc(index, size, "the file's index"), "<u8").reshape(
             self.block, 2

@@ -27,7 +27,7 @@ MISSING_FILE = "missing file"  # the `reason` of a ReadError if the file does no
 
 
 # The Python arguments of options whose names differ from the option, such as fs_hz for --fs
-PYTHON_NAMES = {"fs": "fs_hz", "lr": "train.lr"}
+PYTHON_NAMES_OF_OPTIONS = {"fs": "fs_hz", "lr": "train.lr"}
 
 
 class Flag(str):
@@ -39,7 +39,7 @@ class Flag(str):
         if self.startswith("--set "):
             return self.removeprefix("--set ")
         name = self.removeprefix("--")
-        return f"`{PYTHON_NAMES.get(name, name.replace('-', '_'))}`"
+        return f"`{PYTHON_NAMES_OF_OPTIONS.get(name, name.replace('-', '_'))}`"
 
 
 class UserError(Exception):

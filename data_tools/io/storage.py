@@ -231,7 +231,7 @@ class LocalFolder:
     def write(self, name: str, data: bytes) -> None:
         temporary = temporary_path(self, name)
         try:
-            with write_errors(self.url, name):
+            with explain_write_errors(self.url, name):
                 temporary.write_bytes(data)
                 self.publish(temporary, name)
         finally:
@@ -264,7 +264,7 @@ def temporary_path(folder: "Folder", name: str) -> Path:
 
 
 @contextmanager
-def write_errors(url: str, name: str) -> Iterator[None]:
+def explain_write_errors(url: str, name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

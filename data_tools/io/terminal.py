@@ -103,7 +103,7 @@ def guard_streams() -> None:
     if logging.lastResort:
         logging.lastResort.setFormatter(PrintableFormatter())
     sys.excepthook = _excepthook
-    atexit.register(_flush)
+    atexit.register(_flush_at_exit)
 
 
 class PrintableFormatter(logging.Formatter):
@@ -125,7 +125,7 @@ def _excepthook(
         sys.__excepthook__(kind, error, trace)
 
 
-def _flush() -> None:
+def _flush_at_exit() -> None:
     if show(""):
         os._exit(1)  # sys.exit no longer sets the exit code: Python is already exiting
 

@@ -17,7 +17,15 @@ from ..ecg.constants import SYNTHETIC
 from ..io.storage import Folder
 
 CARD, CROISSANT = "README.md", "croissant.json"
-SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B")
+SIZE_CATEGORIES = (
+    "n<1K",
+    "1K<n<10K",
+    "10K<n<100K",
+    "100K<n<1M",
+    "1M<n<10M",
+    "10M<n<100M",
+    "100M<n<1B",
+)
 
 
 def write_card(
@@ -34,7 +42,7 @@ def write_card(
     texts["title"] = f"12-lead ECGs of {', '.join(source.name for source in facts.sources)}"
     texts["description"] = _description(facts)
     texts["privacy"] += " " + texts["pseudonyms" if facts.pseudonyms else "names"]
-    texts["size"] = SIZES[max(0, len(str(facts.crops)) - 3)]
+    texts["size"] = SIZE_CATEGORIES[max(0, len(str(facts.crops)) - 3)]
     templates = jinja2.Environment(
         trim_blocks=True,
         lstrip_blocks=True,

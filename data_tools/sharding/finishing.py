@@ -44,7 +44,7 @@ from ..dataset.rejects import (
 from ..ecg.crops import SPEC, SPEC_HASH
 from ..ecg.record import SYNTHETIC, patient_source
 from ..io.errors import DatasetError, ReadError, StorageError
-from ..io.storage import Folder, temporary_path, write_errors
+from ..io.storage import Folder, explain_write_errors, temporary_path
 from ..sources.dataset import StoredDataset, open_dataset
 from . import roles as splits
 from . import shards as shard_writers
@@ -56,12 +56,10 @@ from .shards import part_name, shard_name
 
 DIGEST_BYTES = 32  # bytes of the sha256 at the end of a part file
 SYNTHETIC_LICENCE = "CC0-1.0"
-ROW_GROUP = 65_536
+ROW_GROUP_ROWS = 65_536
 ROLE_COLUMNS = ["pretrain", "dx_role", "id_role"]
 PART_COLUMNS = pa.schema([field for field in COLUMNS if field.name not in ROLE_COLUMNS])
-TABLE_BEFORE = (
-    f".build/{SAMPLES}"  # copy of samples.parquet that stays while a new table is written
-)
+OLD_TABLE = f".build/{SAMPLES}"  # copy of samples.parquet that stays while a new table is written
 STORED_FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
@@ -104,7 +102,7 @@ def write_part(out: Folder, table: pa.Table, facts: dict[str, Any]) -> None:
 
 def parquet_bytes(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP)
+    pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP_ROWS)
     return bytes(sink.getvalue())
 
 
@@ -185,8 +183,10 @@ def finish_dataset(
     made = write_tables(out, meta, rows, rejects, shards, roles, planned.name_key)
     if options.leave_out:
         people = {(who, person) for _, who, person, _ in found.left_out if who}
-        options.leave_out.tell(people, patient_of_crops(made).unique().drop_null().to_pylist())
-    return remove_traces(made)
+        options.leave_out.report_found(
+            people, patient_of_crops(made).unique().drop_null().to_pylist()
+        )
+    return remove_build_folder(made)
 
 
 def _left_out_counts(leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]) -> dict[str, int]:
@@ -210,12 +210,12 @@ def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) ->
     """Writes samples.parquet with other roles and returns the dataset. A copy of the old table stays until
     dataset.json names the new table, so that a killed run can be continued."""
     out = made.root
-    table_before = _table_before(made)
-    records = read_records(table_before.select)
+    old_table = _read_old_table(made)
+    records = read_records(old_table.select)
     sources = options.role_sources
-    doubtful = flag_mask(table_before.select(["flags"]), sources.leave_out)
+    doubtful = flag_mask(old_table.select(["flags"]), sources.leave_out)
     roles = assign_roles(records, doubtful, options.plan, options.seed, sources)
-    rows = replace_columns(table_before, roles)
+    rows = replace_columns(old_table, roles)
     meta = {
         name: value
         for name, value in made.meta.items()
@@ -223,27 +223,27 @@ def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) ->
     }
     meta |= _recipe_entries(recipe) | {"recipe": recipe_hash(recipe)}
     del meta["fingerprint"]
-    key = table_before.schema.metadata[NAME_KEY]
+    key = old_table.schema.metadata[NAME_KEY]
     made = write_tables(out, meta, [rows], read_rejects(made), made.shards, roles, key or None)
-    return remove_traces(made)
+    return remove_build_folder(made)
 
 
-def _table_before(made: Dataset) -> pa.Table:
+def _read_old_table(made: Dataset) -> pa.Table:
     """Returns all rows of samples.parquet, with the name key in the metadata, and keeps a copy of the file.
     If a killed run has left a copy, reads that, because the run may have replaced the file itself."""
     out, facts = made.root, made.facts.samples
-    if not out.exists(TABLE_BEFORE):
+    if not out.exists(OLD_TABLE):
         key = made.name_key or b""
         data = out.read(SAMPLES, facts.bytes)
-        out.write(f"{TABLE_BEFORE}.key", key)
-        out.write(TABLE_BEFORE, data)
-    data = out.read(TABLE_BEFORE, 2**40)
+        out.write(f"{OLD_TABLE}.key", key)
+        out.write(OLD_TABLE, data)
+    data = out.read(OLD_TABLE, 2**40)
     if hashlib.sha256(data).hexdigest() != facts.sha256:
         raise DatasetError(
-            f"{out.url}/{TABLE_BEFORE}: this copy of {SAMPLES} fails its sha256: restore {SAMPLES} and "
+            f"{out.url}/{OLD_TABLE}: this copy of {SAMPLES} fails its sha256: restore {SAMPLES} and "
             "remove the copy"
         )
-    key = out.read(f"{TABLE_BEFORE}.key", 64)
+    key = out.read(f"{OLD_TABLE}.key", 64)
     return (
         pq.read_table(pa.BufferReader(data)).cast(COLUMNS).replace_schema_metadata({NAME_KEY: key})
     )
@@ -290,7 +290,7 @@ def write_tables(
     return Dataset.open(out.url)
 
 
-def remove_traces(made: Dataset) -> Dataset:
+def remove_build_folder(made: Dataset) -> Dataset:
     """Removes the files that only an unfinished dataset has."""
     try:
         made.root.remove(".build")
@@ -304,8 +304,8 @@ def remove_traces(made: Dataset) -> Dataset:
 def restore_table(made: Dataset) -> None:
     """Restores the old samples.parquet if a run was killed while it wrote other roles."""
     out = made.root
-    if out.exists(TABLE_BEFORE):
-        before = out.read(TABLE_BEFORE, 2**40)
+    if out.exists(OLD_TABLE):
+        before = out.read(OLD_TABLE, 2**40)
         if hashlib.sha256(before).hexdigest() == made.facts.samples.sha256:
             out.write(SAMPLES, before)
 
@@ -367,10 +367,10 @@ def _write_samples(
     schema = COLUMNS.with_metadata({NAME_KEY: name_key}) if name_key else COLUMNS
     temporary = temporary_path(out, SAMPLES)
     try:
-        with write_errors(out.url, SAMPLES):
+        with explain_write_errors(out.url, SAMPLES):
             with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
                 for group in _row_groups(rows):
-                    writer.write_table(group, ROW_GROUP)
+                    writer.write_table(group, ROW_GROUP_ROWS)
                     for flag in left_out:
                         left_out[flag] += int(flag_mask(group, [flag]).sum())
             size = temporary.stat().st_size
@@ -403,13 +403,13 @@ def replace_columns(table: pa.Table, columns: pa.Table) -> pa.Table:
 
 
 def _row_groups(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Yields the same rows in tables of ROW_GROUP rows; the last table may be smaller."""
+    """Yields the same rows in tables of ROW_GROUP_ROWS rows; the last table may be smaller."""
     left = COLUMNS.empty_table()
     for table in rows:
         left = pa.concat_tables([left, table])
-        while len(left) >= ROW_GROUP:
-            yield left.slice(0, ROW_GROUP)
-            left = left.slice(ROW_GROUP)
+        while len(left) >= ROW_GROUP_ROWS:
+            yield left.slice(0, ROW_GROUP_ROWS)
+            left = left.slice(ROW_GROUP_ROWS)
     if len(left):
         yield left
 

@@ -63,9 +63,9 @@ class LeaveOut:
     def listed_name(self, source: str, patient: str | None) -> str | None:
         """Returns the name in the file that means this patient, or None. `patient` is the id that the
         dataset shows."""
-        return shown_ids(self, patient_source(source)).get(patient) if patient else None
+        return names_by_shown_id(self, patient_source(source)).get(patient) if patient else None
 
-    def tell(self, found: Iterable[tuple[str, str]], owners: Iterable[str]) -> int:
+    def report_found(self, found: Iterable[tuple[str, str]], owners: Iterable[str]) -> int:
         """Prints notes on names in the file that were not found, or that meant several patients, and on
         remaining patients whose ids are similar to ids in the file. `found`: pairs of a name in the
         file and the SOURCE/PATIENT that was left out for it; `owners`: SOURCE/PATIENT of those who
@@ -82,7 +82,7 @@ class LeaveOut:
                 persons = " and ".join(sorted(several))
                 tell(f"warning: patient {name} means several, all of whom are left out: {persons}")
         sources = {owner.partition("/")[0] for owner in owners}
-        asked = {f"{source}/{id}" for source in sources for id in shown_ids(self, source)}
+        asked = {f"{source}/{id}" for source in sources for id in names_by_shown_id(self, source)}
         _note_similar_ids(asked, set(owners))
         return len(missing)
 
@@ -106,7 +106,7 @@ class LeaveOut:
 
 
 @lru_cache(maxsize=64)
-def shown_ids(leave_out: LeaveOut, source: str) -> dict[str, str]:
+def names_by_shown_id(leave_out: LeaveOut, source: str) -> dict[str, str]:
     """Returns the names in the file by the patient id that a dataset shows for each. `source` is the
     namespace of the ids, as patient_source() returns it."""
     ids = {}

@@ -33,7 +33,7 @@ from ..io import cluster
 from ..io.errors import MISSING_FILE, DataError, Flag, ReadError, StorageError, printable
 from ..io.plugins import plugin_code
 from ..io.splitmix import GOLDEN_GAMMA, mix
-from ..io.storage import prefetch, write_errors
+from ..io.storage import explain_write_errors, prefetch
 from ..io.terminal import keep_freed_memory, tell
 from ..sources.base import (
     AbsentKey,
@@ -45,13 +45,13 @@ from ..sources.base import (
     read_safely,
 )
 from ..sources.dataset import StoredDataset
-from .same_records import RECORD_READ_ALREADY, compare_records, hash_words, member_hashes
+from .same_records import RECORD_READ_ALREADY, compare_records, hash_bytes, member_hashes
 from .shards import MAX_NAME
 
 # For each crop: number of the archive, key in it, label (source/record), patient that a table names,
 # and number of the crop in the record
 PlannedCrops = list[tuple[int, str, str, str | None, int]]
-SCAN_CHUNK = 2048
+KEYS_PER_TASK = 2048
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 PLANNING_NUMBERS = np.dtype(
@@ -89,7 +89,7 @@ class TextColumn:
     def add(self, texts: list[str]) -> None:
         encoded = [text.encode() for text in texts]
         ends = self.size + np.cumsum([len(text) for text in encoded], dtype=np.int64)
-        with write_errors(tempfile.gettempdir(), "the plan"):
+        with explain_write_errors(tempfile.gettempdir(), "the plan"):
             self.data.write(b"".join(encoded))
             self.offsets.write(ends.tobytes())
         self.count += len(texts)
@@ -103,7 +103,7 @@ class TextColumn:
 
     @staticmethod
     def _map_file(file: IO[bytes]) -> pa.Buffer:
-        with write_errors(tempfile.gettempdir(), "the plan"):
+        with explain_write_errors(tempfile.gettempdir(), "the plan"):
             file.flush()
         if not file.tell():
             return pa.py_buffer(b"")
@@ -431,7 +431,7 @@ def permutation(count: int, seed: int) -> np.ndarray:
 def _key_chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, Source, list[str]]]:
     for archive, source in enumerate(sources):
         keys = iter(source.keys())
-        while chunk := list(islice(keys, SCAN_CHUNK)):
+        while chunk := list(islice(keys, KEYS_PER_TASK)):
             yield archive, source, chunk
 
 
@@ -480,9 +480,9 @@ def _planning_numbers(header: Header) -> tuple[int, ...]:
             "too short", f"{header.samples / header.fs_hz:.2f} s, at least 5 s are needed"
         )
     length_and_rate = f"{header.samples} {header.fs_hz}".encode()
-    fingerprint = hash_words(header.fingerprint + length_and_rate)
+    fingerprint = hash_bytes(header.fingerprint + length_and_rate)
     dropped = dropped_samples(header.samples, header.fs_hz)
-    return crops, dropped, fingerprint, hash_words(header.stamp)
+    return crops, dropped, fingerprint, hash_bytes(header.stamp)
 
 
 def check_member_name(source: str, name: str, crops: int) -> None:
@@ -497,7 +497,7 @@ def check_member_name(source: str, name: str, crops: int) -> None:
         )
 
 
-def reject_without_detail(
+def reject_line(
     archive: Source, key: bytes | None, source: str, name: str, reason: str, detail: str
 ) -> Reject:
     """Returns a line of rejects.csv. If names become pseudonyms, the line has no detail, because the
@@ -531,7 +531,7 @@ def _with_unique_names(
             name += " again"  # a record in another archive has the same path
         taken.add((source, name))
         rejects.append(
-            reject_without_detail(
+            reject_line(
                 sources[archive], secret, source, name, reason, detail_with_path(path, detail)
             )
         )

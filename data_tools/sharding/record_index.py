@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..io.storage import write_errors
+from ..io.storage import explain_write_errors
 from .same_records import member_hash
 
 ROWS_FILE, HASHES_FILE, ORDER_FILE = "rows.arrow", "hashes.npy", "order.npy"
@@ -31,7 +31,7 @@ class RecordIndex:
         cls, place: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
     ) -> "RecordIndex":
         hashes = [np.empty(0, np.uint64)]
-        with write_errors(str(place), ROWS_FILE):
+        with explain_write_errors(str(place), ROWS_FILE):
             place.mkdir()
             with pa.ipc.new_file(str(place / ROWS_FILE), schema) as file:
                 for batch in batches:

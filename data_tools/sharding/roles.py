@@ -119,16 +119,16 @@ class Records:
         return numbers
 
     @cached_property
-    def owner(self) -> np.ndarray:
+    def patient_number(self) -> np.ndarray:
         """Returns the number of each record's patient, -1 where the patient is unknown."""
         names = pa.array([patient_source(name) for name in self.source_names])
 
-        def owned() -> Iterator[pa.Array]:
+        def patient_names() -> Iterator[pa.Array]:
             for part in part_slices(len(self.names)):
                 source = names.take(pa.array(self.source[part]))
                 yield pc.binary_join_element_wise(source, self.patients[part], "/")
 
-        return number_texts(pa.chunked_array(owned(), pa.string()))
+        return number_texts(pa.chunked_array(patient_names(), pa.string()))
 
     @cached_property
     def group(self) -> np.ndarray:
@@ -137,8 +137,8 @@ class Records:
         from scipy.sparse import coo_array  # this import takes 0.2 s, which workers are spared
         from scipy.sparse.csgraph import connected_components
 
-        known = np.flatnonzero(self.owner >= 0)
-        owned, owned_too = _link_equal_values(self.owner[known])
+        known = np.flatnonzero(self.patient_number >= 0)
+        owned, owned_too = _link_equal_values(self.patient_number[known])
         crop, crop_too = _link_equal_values(self.waveform)
         ends = (
             np.concatenate([known[owned], self.crop_record[crop]]).astype(np.int32),
@@ -246,14 +246,14 @@ def _leaking_groups(group: np.ndarray, roles: CropRoles) -> dict[str, np.ndarray
     """Returns a mask of the groups that leak, for each kind of leakage. `group`: each crop's group."""
     size = int(group.max()) + 1 if len(group) else 0
 
-    def has(mask: np.ndarray) -> np.ndarray:
+    def groups_with(mask: np.ndarray) -> np.ndarray:
         return np.bincount(group[mask], minlength=size) > 0
 
-    dx = [has(roles.dx == role) for role in (TRAIN, VALID, TEST)]
+    dx = [groups_with(roles.dx == role) for role in (TRAIN, VALID, TEST)]
     id_train, id_valid, gallery, probe = (
-        has(roles.identity == role) for role in (TRAIN, VALID, GALLERY, PROBE)
+        groups_with(roles.identity == role) for role in (TRAIN, VALID, GALLERY, PROBE)
     )
-    tested, pretrain = gallery | probe, has(roles.pretrain)
+    tested, pretrain = gallery | probe, groups_with(roles.pretrain)
     return {
         "two of diagnosis train, valid and test": np.sum(dx, axis=0) > 1,
         "pre-training and diagnosis valid or test": pretrain & (dx[1] | dx[2]),
@@ -304,7 +304,7 @@ def _draw_dx_and_id_roles(
     has one, so that duplicates from other sources do not change the roles."""
     names = [patient_source(name) for name in records.source_names]
 
-    def texts(part: slice) -> Iterator[str]:
+    def owner_names(part: slice) -> Iterator[str]:
         owners = pc.coalesce(records.patients[part], records.names[part]).to_pylist()
         for source, owner in zip(records.source[part], owners, strict=True):
             yield f"{names[source]}/{owner}"
@@ -313,7 +313,7 @@ def _draw_dx_and_id_roles(
     rank = np.empty(count)
     dx, identity = np.empty(count, np.int8), np.empty(count, np.int8)
     for part in part_slices(count):
-        draws = keyed_uniform(texts(part), f"roles {seed}", draws=3)
+        draws = keyed_uniform(owner_names(part), f"roles {seed}", draws=3)
         rank[part] = draws[:, 0]
         dx[part] = _train_valid_test(draws[:, 1])
         identity[part] = np.where(draws[:, 2] < 0.8, TRAIN, VALID)
@@ -330,10 +330,10 @@ def _gallery_probe_roles_and_mask(
     (roles of crops in identification, mask of the drawn records)."""
     identity = np.zeros(len(records.crop_record), np.int8)
     tested = np.zeros(len(records.names), bool)
-    candidates = np.flatnonzero(records.is_from(*sources.id) & (records.owner >= 0))
+    candidates = np.flatnonzero(records.is_from(*sources.id) & (records.patient_number >= 0))
     names = records.names.take(pa.array(candidates))
     ranks = _draw_in_parts(len(names), lambda part: names[part].to_pylist(), f"session {seed}")
-    owner = records.owner[candidates]
+    owner = records.patient_number[candidates]
     order = np.lexsort((records.source[candidates], ranks, owner))
     candidates = candidates[order]
     first_crop = _first_crops(records, candidates)
@@ -379,11 +379,11 @@ def _draw_tested_patients(
     patients = records.patients.take(pa.array(twice))
     source_of = of_record[twice]
 
-    def texts(part: slice) -> Iterator[str]:
+    def patient_names(part: slice) -> Iterator[str]:
         for source, patient in zip(source_of[part], patients[part].to_pylist(), strict=True):
             yield f"{patient_source(records.source_names[source])}/{patient}"
 
-    chances = _draw_in_parts(len(twice), texts, f"gallery {seed}")
+    chances = _draw_in_parts(len(twice), patient_names, f"gallery {seed}")
     kinds = len(records.source_names)
     most = sources.id_share * np.bincount(of_record[each], minlength=kinds)
     drawn: np.ndarray = np.ones(len(twice), bool)
@@ -398,23 +398,25 @@ def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRo
     """Assigns roles crop by crop as the code of the paper's authors does, which differs from their
     paper: only crops for diagnosis valid and test stay out of pre-training."""
 
-    def labels(numbers: np.ndarray) -> Iterator[str]:
+    def record_labels(numbers: np.ndarray) -> Iterator[str]:
         names = records.names.take(pa.array(numbers)).to_pylist()
         for source, name in zip(records.source[numbers], names, strict=True):
             yield f"{records.source_names[source]}/{name}"
 
-    def crops(part: slice) -> Iterator[str]:
+    def crop_names(part: slice) -> Iterator[str]:
         starts = records.crop_start[part]
-        for label, start in zip(labels(records.crop_record[part]), starts, strict=True):
+        for label, start in zip(record_labels(records.crop_record[part]), starts, strict=True):
             yield f"{label}/{start:g}"
 
     every = np.arange(len(records.names))
-    chance = _draw_in_parts(len(records.crop_record), crops, f"roles {seed}")
+    chance = _draw_in_parts(len(records.crop_record), crop_names, f"roles {seed}")
     dx = np.where(
         records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE
     ).astype(np.int8)
     identity, _ = _gallery_probe_roles_and_mask(records, seed, sources)
-    record_chance = _draw_in_parts(len(every), lambda part: labels(every[part]), f"identity {seed}")
+    record_chance = _draw_in_parts(
+        len(every), lambda part: record_labels(every[part]), f"identity {seed}"
+    )
     pretrains = _pretrain_records(records, sources)
     trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(
         np.int8

@@ -26,7 +26,7 @@ Places = list[tuple[int, str]]  # for each record: number of its archive, its ke
 
 def member_hash(source: str, name: str) -> int:
     """Returns a hash of a record's name in a tar, in which a-b/c and a/b-c have the same name."""
-    return hash_words(f"{source}-{name}".encode())
+    return hash_bytes(f"{source}-{name}".encode())
 
 
 def member_hashes(names: Iterable[Sequence[str]], key: bytes | None) -> np.ndarray:
@@ -38,8 +38,8 @@ def member_hashes(names: Iterable[Sequence[str]], key: bytes | None) -> np.ndarr
     return np.array(hashes, np.uint64)
 
 
-def hash_words(words: bytes) -> int:
-    return int.from_bytes(blake2b(words, digest_size=8).digest())
+def hash_bytes(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest())
 
 
 def compare_records(
@@ -55,13 +55,13 @@ def compare_records(
     """Yields (row, reason for its refusal) for each row in `again` whose record cannot be read, or is another ECG
     than the record of the row at the same place in `first`. `keys` and `archives` have one entry per row."""
 
-    def places(rows: np.ndarray) -> Places:
+    def places_of(rows: np.ndarray) -> Places:
         return list(
             zip(archives[rows].tolist(), keys.take(pa.array(rows)).to_pylist(), strict=True)
         )
 
     chunks = (
-        (again[part], places(first[part]), places(again[part]))
+        (again[part], places_of(first[part]), places_of(again[part]))
         for part in (slice(i, i + PAIRS_PER_TASK) for i in range(0, len(again), PAIRS_PER_TASK))
     )
     compared = cluster.run(partial(_compare_chunk, sources), chunks, workers, dask)

@@ -43,10 +43,10 @@ from ..io.errors import DataError, DatasetError, Flag, ReadError, StorageError
 from ..io.storage import (
     Folder,
     dataset_folder,
+    explain_write_errors,
     locked_by_another,
     prefetch,
     temporary_path,
-    write_errors,
 )
 from ..io.terminal import keep_freed_memory, tell
 from ..sources.base import Source, dataset_patient, detail_with_path, read_record, read_safely
@@ -59,15 +59,15 @@ from .finishing import (
     raise_no_record_error,
     read_part,
     recipe_hash,
-    remove_traces,
+    remove_build_folder,
     restore_table,
     write_part,
     write_roles,
 )
 from .finishing import ShardOptions as ShardOptions
-from .plan import PlannedCrops, ShardPlan, make_plan, reject_without_detail
+from .plan import PlannedCrops, ShardPlan, make_plan, reject_line
 from .roles import PAPER_SOURCES, RoleSources
-from .shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
+from .shards import MAX_INDEX_BYTES, TarWriter, index_name, part_name, shard_name
 
 LOCK_TRIES = 100
 CACHED_RECORDS = 8  # records in memory, so that one with several crops in a shard is read once
@@ -236,7 +236,7 @@ def _already_finished(
     if finished.facts.recipe == recipe_hash(recipe):
         if out.exists(".build"):
             restore_table(finished)
-            remove_traces(finished)
+            remove_build_folder(finished)
         tell(f"note: {url} is already finished: nothing was done")
         return finished
     old = {name: finished.meta[name] for name in ROLE_SETTINGS if name in finished.meta}
@@ -320,7 +320,7 @@ def _finished_shard(out: Folder, task: tuple[int, str]) -> int | None:
         facts = json.loads(read_part(out, name).schema.metadata[b"omnilead"])
         if facts["content"] != content:
             return None
-        index = out.read(index_name(name), MAX_INDEX)
+        index = out.read(index_name(name), MAX_INDEX_BYTES)
         tar = out.view(f"shards/{name}", facts["bytes"])
         sums = [hashlib.sha256(data).hexdigest() for data in (index, tar)]
         return number if sums == [facts["index"], facts["sha256"]] else None
@@ -342,7 +342,7 @@ def build_shard(
     temporary = temporary_path(out, name)
     try:
         with (
-            write_errors(out.url, f"shards/{name}"),
+            explain_write_errors(out.url, f"shards/{name}"),
             open(temporary, "wb", buffering=1 << 20) as file,
         ):
             writer = _ShardWriter(TarWriter(file), options, set(copies))
@@ -397,14 +397,12 @@ class _ShardWriter:
             row["crc32c"], row["waveform"] = crc_and_waveform_hash(self.samples)
         except ReadError as error:
             notes.append((error.reason, detail_with_path(archive.path_of(path), error.detail)))
-            self.rejects += [
-                reject_without_detail(archive, key, source, name, *note) for note in notes
-            ]
+            self.rejects += [reject_line(archive, key, source, name, *note) for note in notes]
             return
         if self._is_left_out(row):
             return
         for note in (*notes, *_flag_lines(crop)):
-            self.rejects.append(reject_without_detail(archive, key, source, name, *note))
+            self.rejects.append(reject_line(archive, key, source, name, *note))
         self._write(row, part)
 
     def _is_left_out(self, row: dict[str, Any]) -> bool:

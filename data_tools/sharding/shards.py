@@ -25,18 +25,18 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from ..dataset import CROP_BYTES, SHARD_CROPS, STORE, ShardFacts
-from ..dataset.zarr_reader import ABSENT, BLOSC, CRC, zarr_json
+from ..dataset.zarr_reader import ABSENT_CHUNK, BLOSC, CRC, zarr_json
 from ..io import cluster
 from ..io.errors import DatasetError, ReadError
 from ..io.storage import Folder, prefetch
 
 TAR_BLOCK, MAX_NAME = 512, 99
-MAX_INDEX = 2**26
-OCTAL = re.compile(b"[0-7]{11}")
+MAX_INDEX_BYTES = 2**26
+OCTAL_SIZE = re.compile(b"[0-7]{11}")
 OWNER, TIME = b"0000644\0" + b"0000000\0" * 2, b"00000000000\0"
 HEADER_REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
 # A header's checksum counts the checksum field itself as eight spaces
-CONSTANT_SUM = sum(OWNER + TIME + HEADER_REST) + 8 * 32
+CONSTANT_CHECKSUM = sum(OWNER + TIME + HEADER_REST) + 8 * 32
 # Number of a storage object of the zarr copy; tar, offset and crc32c of each of its crops
 ZarrBlock = tuple[int, list[tuple[str, int, int]]]
 
@@ -63,7 +63,7 @@ def member_header(name: str, size: int) -> bytes:
             "and 8 GiB"
         )
     octal = b"%011o\0" % size
-    total = sum(raw) + sum(octal) + CONSTANT_SUM
+    total = sum(raw) + sum(octal) + CONSTANT_CHECKSUM
     return raw.ljust(100, b"\0") + OWNER + octal + TIME + b"%06o\0 " % total + HEADER_REST
 
 
@@ -115,7 +115,7 @@ def member_name_and_size(shard: memoryview, offset: int) -> tuple[str, int]:
     none."""
     header = bytes(shard[max(0, offset - TAR_BLOCK) : max(0, offset)])
     name, size = header[:100].rstrip(b"\0"), header[124:135]
-    if not name.isascii() or not OCTAL.fullmatch(size):
+    if not name.isascii() or not OCTAL_SIZE.fullmatch(size):
         raise ValueError(f"no tar member at byte {offset}")
     return name.decode(), int(size, 8)
 
@@ -172,7 +172,7 @@ def write_zarr_block(out: Folder, size: int, block: ZarrBlock) -> int:
         if out.read(marker, 128) == mark + _sha256(out.read(name, largest)):
             return len(crops)
 
-    def packed(crop: tuple[str, int, int]) -> bytes:
+    def compress_crop(crop: tuple[str, int, int]) -> bytes:
         tar, offset, crc = crop
         ecg = out.read_range(tar, offset, CROP_BYTES)
         if google_crc32c.value(ecg) != crc:
@@ -183,8 +183,8 @@ def write_zarr_block(out: Folder, size: int, block: ZarrBlock) -> int:
             )
         return _append_crc(BLOSC.encode(np.frombuffer(ecg, "<i2")))
 
-    chunks = list(prefetch(packed, crops) if out.remote else map(packed, crops))
-    index = np.full((size, 2), ABSENT, "<u8")
+    chunks = list(prefetch(compress_crop, crops) if out.remote else map(compress_crop, crops))
+    index = np.full((size, 2), ABSENT_CHUNK, "<u8")
     lengths = np.array([len(chunk) for chunk in chunks])
     index[: len(chunks)] = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
     data = b"".join([*chunks, _append_crc(index.tobytes())])

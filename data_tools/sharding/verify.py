@@ -63,7 +63,7 @@ from .roles import Records, RoleSources
 from .same_records import waveform_sum
 from .shard import table_row
 from .shards import (
-    MAX_INDEX,
+    MAX_INDEX_BYTES,
     TAR_BLOCK,
     index_name,
     make_index,
@@ -155,7 +155,7 @@ def _check_columns(dataset: Dataset) -> None:
 
 def split_rows(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterator[pa.Table]:
     """Yields the rows from each number in `begins` up to the next number."""
-    batches = dataset.parts(columns)
+    batches = dataset.row_batches(columns)
     held = pa.schema([COLUMNS.field(name) for name in columns]).empty_table()
     first = 0
     for begin, end in pairwise(begins.tolist()):
@@ -209,7 +209,7 @@ def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
         for column in ROLE_COLUMNS:
             if wrong := _count_unequal(again[column], dataset.table([column])[column]):
                 yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {facts.seed} gives"
-    for part in dataset.parts(["dx", "labels"]):
+    for part in dataset.row_batches(["dx", "labels"]):
         labels = [class_row(tuple(dx)) for dx in part["dx"].to_pylist()]
         if labels != part["labels"].to_pylist():
             yield f"{SAMPLES}: labels do not match the dx codes"
@@ -298,7 +298,7 @@ def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
 
 def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) -> list[str]:
     try:
-        text = dataset.root.read(name, MAX_INDEX).decode()
+        text = dataset.root.read(name, MAX_INDEX_BYTES).decode()
         expected = make_index(data, rows["offset"].to_pylist())
     except (ReadError, ValueError) as error:
         return [f"{name}: {error}"]
@@ -352,7 +352,7 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
     if chunks.meta != chunks.layout:
         return [f"{STORE}/zarr.json: has entries that data_tools does not write"]
     blocks = range(-(-len(dataset) // chunks.block))
-    expected = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}
+    expected = {f"{STORE}/zarr.json", *map(chunks.object_name, blocks)}
     files = set(dataset.root.names(STORE))
     findings = _first_findings(
         [f"{name}: not a part of the dataset" for name in sorted(files - expected)], STORE
@@ -364,7 +364,7 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
     rows = (
         (i, piece)
         for i, piece in enumerate(split_rows(dataset, CONTENT_COLUMNS, begins))
-        if chunks.name(i) in files
+        if chunks.object_name(i) in files
     )
     checks = cluster.run_in_order(partial(check_zarr_object, dataset, fast), rows, workers)
     for of_object in tqdm(checks, total=len(blocks), unit=" files", desc="zarr", disable=quiet):
@@ -375,7 +375,7 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
 def check_zarr_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     """Returns what is wrong with a storage object of the zarr copy: its index or a chunk, one per crop."""
     number, rows = rows_of
-    chunks, root, name = dataset.chunks, dataset.root, dataset.chunks.name(number)
+    chunks, root, name = dataset.chunks, dataset.root, dataset.chunks.object_name(number)
     try:
         index, size = chunks.index(number).tolist(), root.size(name)
         # The chunks must follow each other from the first byte to the index
@@ -401,7 +401,7 @@ def check_zarr_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     return _first_findings(findings, name)
 
 
-class _Compared(NamedTuple):
+class _RecordComparison(NamedTuple):
     """The result of comparing a record of an archive with the dataset."""
 
     row: int = -1  # the record's first row in the dataset
@@ -410,7 +410,7 @@ class _Compared(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _ArchiveComparison:
     """Compares records of an archive with the records of a dataset. Can be sent to worker processes."""
 
     dataset: Dataset
@@ -420,17 +420,17 @@ class _Comparison:
     leave_out: LeaveOut | None
     key: bytes | None  # key of pseudonyms
 
-    def compare_chunk(self, task: tuple[Source, list[str]]) -> list[_Compared]:
+    def compare_chunk(self, task: tuple[Source, list[str]]) -> list[_RecordComparison]:
         archive, keys = task
         compare = partial(self.compare_record, archive)
         remote = archive.root.remote or self.dataset.root.remote
         return list(prefetch(compare, keys) if remote else map(compare, keys))
 
-    def compare_record(self, archive: Source, item: str) -> _Compared:
+    def compare_record(self, archive: Source, item: str) -> _RecordComparison:
         record = read_safely(partial(read_record, archive), item)
         if not isinstance(record, EcgRecord):
             lacks_file = record.reason == MISSING_FILE
-            return _Compared(missing=archive.name_for(item) if lacks_file else "")
+            return _RecordComparison(missing=archive.name_for(item) if lacks_file else "")
         if named := self.named.find(record.source, record.name):
             record = replace(record, patient=named[0]["patient"])
         key = None if archive.pseudonyms else self.key
@@ -438,21 +438,21 @@ class _Comparison:
         with suppress(ReadError):
             patient = dataset_patient(key, record.source, record.patient)
             if self.leave_out and self.leave_out.listed_name(record.source, patient):
-                return _Compared()
+                return _RecordComparison()
         if rows := self.rows.find(record.source, name):
-            return _Compared(
+            return _RecordComparison(
                 rows[0]["row"], tuple(_compare_record(self.dataset, key, record, name, rows))
             )
         # The dataset has another record of the same name in a tar, as a-b/c and a/b-c have
         if self.rows.has_member(record.source, name):
-            return _Compared()
+            return _RecordComparison()
         says = f"is in the archive, but neither in {SAMPLES} nor in {REJECTS}"
         if refused := self.refused.find(record.source, name):
             if not _can_be_used(record):
-                return _Compared()
+                return _RecordComparison()
             reason = refused[0]["reason"]
             says = f"was refused ({reason}), but can be read now: make a new dataset from it and this one"
-        return _Compared(findings=(f"{record.source}/{name} {says}",))
+        return _RecordComparison(findings=(f"{record.source}/{name} {says}",))
 
 
 def _compare_archive(
@@ -480,9 +480,9 @@ def _compare_archive(
         else PATIENT_SCHEMA.empty_table()
     )
     with tempfile.TemporaryDirectory(prefix="omnilead-") as place:
-        comparison = _Comparison(
+        comparison = _ArchiveComparison(
             dataset,
-            RecordIndex.write(Path(place, "rows"), schema, dataset.parts(ROW_COLUMNS)),
+            RecordIndex.write(Path(place, "rows"), schema, dataset.row_batches(ROW_COLUMNS)),
             RecordIndex.write(
                 Path(place, "refused"), REFUSED_SCHEMA, refused.to_batches(BATCH_ROWS)
             ),
@@ -499,7 +499,11 @@ def _compare_archive(
 
 
 def _archive_findings(
-    comparison: _Comparison, sources: list[Source], seen: np.ndarray, workers: int, quiet: bool
+    comparison: _ArchiveComparison,
+    sources: list[Source],
+    seen: np.ndarray,
+    workers: int,
+    quiet: bool,
 ) -> Iterator[str]:
     for archive in sources:
         missing = []
