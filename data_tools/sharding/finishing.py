@@ -295,7 +295,7 @@ def remove_build_folder(made: Dataset) -> Dataset:
     try:
         made.root.remove(".build")
     except OSError as error:
-        # Another run has this folder open; it will find that the dataset is finished
+        # Another run has opened this folder; that run will find that the dataset is finished
         if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
             raise
     return made
@@ -383,7 +383,7 @@ def _write_samples(
 
 
 def add_roles(parts: Iterable[pa.Table], roles: pa.Table) -> Iterator[pa.Table]:
-    """Yields the rows of each shard, completed by their roles and their shard's number."""
+    """Yields the rows of each shard, with the columns of roles and the shard's number added."""
     begin = 0
     for number, part in enumerate(parts):
         of_part = roles.slice(begin, len(part))

@@ -26,9 +26,8 @@ from ..sources.base import dataset_patient
 OPTION = Flag("--leave-out-patients")
 IDS_IN_MESSAGE = 20  # most names or ids that one message lists
 ID_WORD = re.compile("[A-Za-z0-9_-]+")
-MIN_ID_LENGTH = (
-    5  # shortest id that is searched for in texts: a shorter one, such as 17, may mean anything
-)
+# The shortest id that is searched for in texts: a shorter one, such as 17, may mean anything
+MIN_ID_LENGTH = 5
 
 
 @dataclass(frozen=True)

@@ -304,9 +304,9 @@ def _check_patients(sources: Sequence[Source], scanned: _AllHeaders) -> None:
 def _drop_found_elsewhere(
     refused: list[Refused], labels: pa.Array, seen: Counter[str], in_dataset: bool
 ) -> list[Refused]:
-    """Returns the refusals but for missing files of records that another source has. This concerns
-    records that a table of their archive lists and, with `in_dataset`, all others, because a dataset
-    among the sources may have them. `seen` no longer counts the records without a refusal."""
+    """Returns the refusals without those of records whose file is missing and that another source has.
+    This concerns records that a table of their archive lists. With `in_dataset` it concerns all
+    records, because a dataset among the sources may have them. `seen` no longer counts these records."""
     missing: list[Refused] = []
     left: list[Refused] = []
     for archive, key, reject in refused:

@@ -160,7 +160,7 @@ def part_slices(count: int) -> Iterator[slice]:
 
 def number_texts(texts: pa.ChunkedArray) -> np.ndarray:
     """Returns a number for each text, counted from 0; equal texts have the same number, and null has -1.
-    Arrow's hash table of all texts would take 100 bytes per text, so it gets one bucket at a time."""
+    Arrow's hash table of all texts would take 100 bytes per text, so arrow gets one bucket at a time."""
     bucket = np.empty(len(texts), np.int8)
     for part in part_slices(len(texts)):
         bucket[part] = [hash(text) % HASH_BUCKETS for text in texts[part].to_pylist()]

@@ -267,7 +267,9 @@ def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     for name, value in (usual | recipe).items():
         if name in ("contents", "leave_out") or old.get(name) == value:
             continue
-        if name == "shard_crops":  # the new value may be the default, which few users have given
+        if (
+            name == "shard_crops"
+        ):  # the new value is not shown: it may be a default that nobody typed
             changed.append(f"made with --shard-crops {old[name]}")
         else:
             changed.append(f"{name} was {old.get(name)}, not {value}")
@@ -312,8 +314,8 @@ def _build_missing_shards(
 
 def _finished_shard(out: Folder, task: tuple[int, str]) -> int | None:
     """Returns the shard's number if an interrupted run has finished it, else None. The part is written
-    last, so a shard with a part was complete. It is read again, because the disk may have damaged it
-    since."""
+    last, so a shard with a part was complete. The shard is read again, because the disk may have damaged
+    it since."""
     number, content = task
     name = shard_name(number)
     try:
