@@ -1,2 +1,2 @@
 """Turn ECG archives into verified datasets of 10 s crops. Each module directly in this folder is a
-command, but for plots.py; `dataset/` defines the format."""
+command, except plots.py. `dataset/` defines the format."""

@@ -1,8 +1,8 @@
-"""Write an archive's published labels as tables, or your own table with pseudonyms.
+"""Write an archive's published labels as tables, or a copy of your own table with pseudonyms.
 
     omnilead labels ptbxl archive --out labels
 
-docs/published_labels.md says which tables there are.
+docs/published_labels.md lists the tables.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,8 @@ def labels(
 
     key = read_key(pseudonymize) if pseudonymize else None
     for line in write_labels(archive, src, out, key, anonymous, not is_interactive()):
-        say(line)  # all tables are written even if the pipe is closed
+        # say() raises no error, so all tables are written even if the reader closes the pipe
+        say(line)
     return 0
 
 

@@ -4,8 +4,8 @@
 
 Archives may be folders, s3:// addresses (with AWS_ENDPOINT_URL and the usual AWS credentials), a .zip
 or a folder of these, read in place. A dataset is a source, too: `shard OLD MORE --out NEW` makes a new one
-from both, `shard OLD --leave-out-patients FILE --out NEW` one without some patients. Exit code 1: some of
-FILE are in none of the sources.
+from both, `shard OLD --leave-out-patients FILE --out NEW` one without some patients. Exit code 1: some
+patients of FILE are in none of the sources.
 """
 
 import os
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(__doc__, "shard", shard, arguments)
     resume = ": run the same command again to continue"
-    return run_data_command("shard", lambda: _shard(**options), "--out", options["out"], resume)
+    return run_data_command(
+        "shard", lambda: _shard_command(**options), "--out", options["out"], resume
+    )
 
 
 def shard(
@@ -113,9 +115,9 @@ def shard(
     ] = None,
     strict: Annotated[bool, Option("exit 2 if any record was refused")] = False,
 ) -> "Dataset":
-    """Makes a dataset from archives, as `omnilead shard`, or finishes one that was interrupted.
+    """Makes a dataset from archives, as `omnilead shard` does, or finishes an interrupted one.
 
-    `sources` is an archive or several. Notes go to stderr. A DataError says in one line what is wrong."""
+    `sources`: one archive or several. Notes go to stderr. A DataError says in one line what is wrong."""
     from omnilead.data_tools.sharding import shard as build
     from omnilead.data_tools.sharding.leave_out import LeaveOut
     from omnilead.data_tools.sources import detect
@@ -156,7 +158,7 @@ def shard(
 
 
 def _build_with_notes(opened: "list[Source]", options: "ShardOptions") -> "Dataset":
-    """The dataset, with notes before and after it is made."""
+    """Builds and returns the dataset. Prints notes on the sources before, and on the dataset after that."""
     from omnilead.data_tools.plots import dataset_notes
     from omnilead.data_tools.sharding import shard as build
     from omnilead.data_tools.sources import detect
@@ -164,17 +166,17 @@ def _build_with_notes(opened: "list[Source]", options: "ShardOptions") -> "Datas
     private = [] if options.pseudonym_key else _privacy_notes(opened)
     notes_before = detect.tell_notes(_source_notes(opened) + private)
     dataset = build.shard(opened, options)
-    notes_after = _source_notes(opened)  # some are known only afterwards
+    notes_after = _source_notes(opened)  # some notes are known only after all records were read
     detect.tell_notes([*dataset_notes(dataset), *notes_after], notes_before)
     return dataset
 
 
 def _require_no_refusals(dataset: "Dataset") -> None:
-    """Raises an error for refused records, with --strict."""
+    """Raises an error if records were refused. This is for --strict."""
     if refused := _refused_count(dataset):
         url = dataset.root.url
         raise DataError(
-            Flag("--strict"), f": {refused} records were refused: see {url}/rejects.csv"
+            Flag("--strict"), f": {refused} records were refused: {url}/rejects.csv says why"
         )
 
 
@@ -184,7 +186,8 @@ def _role_sources(
     id_share: float | None,
     flags: str,
 ) -> "RoleSources":
-    """Returns which sources and crops may have which roles. `named`: by task, those that the user names."""
+    """Returns the sources and flags that decide which crops may have which roles. `named`: the sources
+    that the user names for each task."""
     from omnilead.data_tools.sharding.roles import RoleSources
 
     chosen: dict[str, Any] = {}
@@ -220,7 +223,7 @@ def _source_notes(sources: "list[Source]") -> list[str]:
 
 
 def _privacy_notes(sources: "list[Source]") -> list[str]:
-    """Warns about what could identify patients in a dataset of these sources."""
+    """Returns notes on what could identify patients in a dataset made from these sources."""
     notes = []
     for source in sources:
         if source.private:
@@ -233,7 +236,7 @@ def _refused_count(dataset: "Dataset") -> int:
     return sum(source.records["refused"] for source in dataset.facts.sources)
 
 
-def _shard(**options: Any) -> int:
+def _shard_command(**options: Any) -> int:
     from omnilead.data_tools.plots import describe
 
     started = time.monotonic()

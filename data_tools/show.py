@@ -1,9 +1,10 @@
-"""Print or draw a dataset, a crop or a record; what each lead adds to a model's answer: show --why AF --help
+"""Print or draw a dataset, a crop or a record. For what each lead adds to a model's answer, see show --why AF --help
 
     omnilead show dataset --crop 7 --png ecg.png
     omnilead show 'datasets/2027-*'
 
-Of several datasets each summary is printed. A record is shown as `shard` would store it, with what it would refuse or repair.
+Of several datasets, each summary is printed. A record is shown as `shard` would store it, with what
+`shard` would refuse or repair.
 """
 
 import os
@@ -48,7 +49,9 @@ def show(
     shown = things_to_show(what)
     for option, value in (("--crop", crop), ("--png", png)):
         if value is not None and len(shown) > 1:
-            raise DataError(f"{option} {value}: is for one dataset, and {len(shown)} are given")
+            raise DataError(
+                f"{option} {value}: this option is for one dataset, and {len(shown)} are given: name one"
+            )
     if png:
         file, folder = Path(png), Path(png).absolute().parent
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -56,7 +59,9 @@ def show(
                 f"--png {file}: folder {folder} is missing or not writable: choose another one"
             )
         if file.exists() and not file.is_file():
-            raise DataError(f"--png {file}: exists and is not a regular file: choose another path")
+            raise DataError(
+                f"--png {file}: this path exists and is not a regular file: choose another path"
+            )
         plots.picture_kind(file)
     for one in shown:
         figure = show_one(one, crop, anonymous, bool(png))
@@ -67,7 +72,7 @@ def show(
 
 
 def things_to_show(what: DatasetPaths) -> "list[str | Dataset]":
-    """Records and datasets."""
+    """Returns the records and datasets that an argument names, as paths or Datasets."""
     from omnilead.data_tools.dataset import Dataset, as_list, dataset_paths
 
     shown: list[str | Dataset] = []
@@ -77,7 +82,7 @@ def things_to_show(what: DatasetPaths) -> "list[str | Dataset]":
 
 
 def show_one(what: "str | Dataset", crop: int | None, anonymous: bool, draw: bool) -> Any:
-    """Prints what a record, a dataset or a crop of it is. Returns a figure if one is wanted."""
+    """Prints the facts of a record, a dataset or a crop of a dataset. Returns a figure of it if `draw`."""
     from omnilead.data_tools import plots
     from omnilead.data_tools.dataset import Dataset
     from omnilead.data_tools.ecg.paper import rate_and_axis_text
@@ -138,8 +143,8 @@ def record_figure(path: str, draw: bool = True) -> Any:
             echo(f"  {warning}")
         crop = prepare_crop(record, 0, samples)
     except ReadError as error:
-        raise DataError(f"{path} would be refused: {error}") from None
-    if not draw:  # matplotlib takes half a second
+        raise DataError(f"{path}: `omnilead shard` would refuse this record: {error}") from None
+    if not draw:  # importing matplotlib would take half a second
         return None
     drawn_s = crop.halves * HALF / FS_HZ
     rate_and_axis = rate_and_axis_text(samples, crop.halves, crop.missing)

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(__doc__, "synth", synth, arguments)
     out = options["out"]
     resume = f": delete {out} and run it again"
-    return run_data_command("synth", lambda: _synth(**options), "OUT", out, resume)
+    return run_data_command("synth", lambda: _synth_command(**options), "OUT", out, resume)
 
 
 def synth(
@@ -38,7 +38,7 @@ def synth(
     ] = "physionet2021",
     workers: Annotated[int, Option("worker processes (1)", low=1)] = 1,
 ) -> dict[str, int]:
-    """Makes a synthetic archive, as `omnilead synth`. Returns the number of records by source."""
+    """Makes a synthetic archive, as `omnilead synth` does. Returns the number of records by source."""
     from omnilead.data_tools.synthetic.archive import synthesise
 
     return synthesise(
@@ -46,7 +46,7 @@ def synth(
     )
 
 
-def _synth(**options: Any) -> int:
+def _synth_command(**options: Any) -> int:
     counts = synth(**options)
     kinds = ", ".join(f"{number} {kind}" for kind, number in counts.items())
     echo(f"{options['out']}: {sum(counts.values()):,} synthetic records: {kinds}")

@@ -1,10 +1,10 @@
-"""Check a dataset; exit 0 only if there are no findings.
+"""Check a dataset. The exit code is 0 only if there are no findings.
 
     omnilead verify dataset --archive archive
     omnilead verify 'datasets/2027-*'
 
-Every byte, row and role is checked, and with --archive the archive's samples too. Of several datasets
-each has a line.
+Every byte, row and role is checked, and with --archive the archive's samples too. Of several datasets,
+each gets a line.
 """
 
 import time
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(__doc__, "verify", verify, arguments)
-    return run_data_command("verify", lambda: _verify(**options))
+    return run_data_command("verify", lambda: _verify_command(**options))
 
 
 def verify(
@@ -65,8 +65,8 @@ def verify(
     ] = None,
     anonymous: Anonymous = False,
 ) -> list[str]:
-    """Checks every byte of a dataset or of several, as `omnilead verify`. Returns what it found wrong,
-    each on one line; an empty list means that everything holds."""
+    """Checks every byte of one dataset or of several, as `omnilead verify` does. Returns one line for each
+    thing that is wrong; an empty list means that all checks passed."""
     from omnilead.data_tools.dataset import open_all
     from omnilead.data_tools.sharding import verify as checks
     from omnilead.data_tools.sharding.leave_out import LeaveOut
@@ -89,8 +89,8 @@ def verify(
     if archive and len(datasets) > 1:
         raise DataError(
             Flag("--archive"),
-            f" compares one dataset with what it was made from, and {len(datasets)} are given: verify "
-            "each by itself",
+            f" compares one dataset with the archives that it was made from, and {len(datasets)} datasets "
+            "are given: verify each of them by itself",
         )
     arrays = {"fs_hz": fs_hz, "unit": unit, "leads": leads}
     sources = detect.open_archives(archive, source, anonymous, bool(key), arrays)
@@ -107,18 +107,18 @@ def verify(
     return findings
 
 
-def _verify(**options: Any) -> int:
+def _verify_command(**options: Any) -> int:
     from omnilead.data_tools.dataset import open_all
 
     datasets = open_all(options["dataset"], options["anonymous"], "DATASET")
     if options["archive"] and len(datasets) > 1:
-        verify(**options)  # says that this is wrong
+        verify(**options)  # raises the error that --archive is for one dataset
     has_findings = [_verify_one(dataset, options) for dataset in datasets]
     return 1 if any(has_findings) else 0
 
 
 def _verify_one(dataset: "Dataset", options: dict[str, Any]) -> bool:
-    """Prints what is wrong and how it ended. Returns whether anything is wrong."""
+    """Prints the findings about a dataset and a summary. Returns True if there are findings."""
     started = time.monotonic()
     findings = verify(**{**options, "dataset": dataset})
     for finding in findings:

@@ -1,14 +1,14 @@
-"""The dataset format, version 1. `dataset.py` reads one, `facts.py` says what its files hold,
-`paths.py` finds those that a command is given.
+"""The dataset format, version 1. `dataset.py` reads a dataset, `facts.py` says what its files hold,
+`paths.py` finds the datasets that a command is given.
 
-    DATASET/dataset.json      preprocessing, sources, roles, shards, and a fingerprint of it all
+    DATASET/dataset.json      preprocessing, sources, roles, shards, and a fingerprint of all entries
             samples.parquet   one row per crop, in shard order
             README.md         data card; croissant.json is the same for programs
             rejects.csv       every record, lead or crop that was refused, repaired or flagged
             shards/00000.tar  <key>.ecg = int16 [12, 5000] in microvolts, <key>.json; .idx for DALI
             store.zarr/       optional copy: int16 [crops, 12, 5000]
 
-The engine uses data_tools through this room.
+The engine uses datasets through the names that this package exports.
 """
 
 from ..ecg.constants import CROP_BYTES as CROP_BYTES

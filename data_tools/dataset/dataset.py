@@ -43,10 +43,10 @@ from .facts import (
     COLUMNS,
     FORMAT_MINOR,
     FORMAT_VERSION,
-    MAX_META,
+    MAX_META_BYTES,
     META,
     NAME_KEY,
-    NULLABLE,
+    NULLABLE_COLUMNS,
     ROLE_WORDS,
     SAMPLES,
     STORE,
@@ -58,12 +58,12 @@ from .facts import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CACHED_ROW_GROUPS = 4  # row groups of samples.parquet, of 65,536 crops
+CACHED_ROW_GROUPS = 4  # row groups of samples.parquet that stay in memory; one has 65,536 crops
 
 
 @dataclass(frozen=True, eq=False)
 class Ecg:
-    """One crop of 10 s. If `halves` is 1, it is 5 s long and its second half is zero."""
+    """One crop of 10 s. If `halves` is 1, only its first 5 s are a recording, and the rest is zero."""
 
     row: int
     # int16 [12, 5000], leads in the order of data_tools.ecg.constants.LEADS
@@ -73,7 +73,7 @@ class Ecg:
     patient: str | None
     start_s: float
     halves: int
-    missing_leads: list[str]  # their samples are zero
+    missing_leads: list[str]  # leads that were not measured: their samples are zero
     flags: list[str]
     pretrain: bool
     dx_role: str | None
@@ -89,7 +89,7 @@ class Ecg:
         return self.signal_uv.astype(np.float32) / 1000
 
     def plot(self) -> "Figure":
-        """Draws its twelve leads on ECG paper, to scale."""
+        """Draws the crop's twelve leads on ECG paper, to scale."""
         from ..ecg.paper import ecg_figure, patient_caption, rate_and_axis_text
 
         title = f"{self.source}/{self.record}, from {self.start_s:g} s"
@@ -97,7 +97,7 @@ class Ecg:
         caption = (
             f"{rate_and_axis_text(self.signal_uv, self.halves, self.missing_leads)}. {caption}"
         )
-        if self.flags:  # first, because a long caption is cut
+        if self.flags:  # flags come first, because the end of a long caption is cut off
             caption = f"flagged: {', '.join(self.flags)}. {caption}"
         return ecg_figure(self.signal_uv, self.halves, title, caption, self.missing_leads)
 
@@ -113,7 +113,7 @@ class Dataset:
     """A sequence of `Ecg`, one per crop."""
 
     root: Folder
-    meta: dict[str, Any]  # dataset.json as it was written; what readers rely on is in `facts`
+    meta: dict[str, Any]  # all contents of dataset.json; `facts` has what readers rely on
 
     @classmethod
     @naming_arguments()
@@ -122,18 +122,18 @@ class Dataset:
 
     @classmethod
     def of_folder(cls, root: Folder, earlier_format: bool = False) -> Self:
-        """Opens a dataset in a folder. `earlier_format`: also one that an earlier omnilead made, whose
-        crops and columns are where they are today."""
+        """Opens a dataset in a folder. With `earlier_format`, also opens a dataset of an earlier omnilead,
+        which stored crops and columns in the same places as this version."""
         dataset = cls(root, _read_meta(root))
-        if dataset.minor < FORMAT_MINOR and not earlier_format:
+        if dataset.format_minor < FORMAT_MINOR and not earlier_format:
             raise DatasetError(
-                f"{root.url}: made by an earlier omnilead, in format 1.{dataset.minor}, while this one reads "
+                f"{root.url}: made by an earlier omnilead, in format 1.{dataset.format_minor}, while this one reads "
                 f"1.{FORMAT_MINOR}: convert it with omnilead shard {root.url} --out NEW"
             )
         return dataset
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Dataset, (self.root, self.meta)  # without cached values
+        return Dataset, (self.root, self.meta)  # cached values are not pickled
 
     def __hash__(self) -> int:
         return hash((self.root.url, self.fingerprint))
@@ -155,7 +155,7 @@ class Dataset:
             raise IndexError(f"row {row}: {self.root.url} has crops 0 to {len(self) - 1}")
         row %= len(self)
         group = int(np.searchsorted(self._group_begins, row, side="right")) - 1
-        facts = self._group(group).slice(row - self._group_begins[group], 1).to_pylist()[0]
+        facts = self._read_row_group(group).slice(row - self._group_begins[group], 1).to_pylist()[0]
         facts["labels"] = label_names(facts["labels"])
         return Ecg(row, self.read(row), **facts)
 
@@ -175,8 +175,8 @@ class Dataset:
         return self.facts.preprocessing_sha256
 
     @property
-    def minor(self) -> int:
-        """The minor version of its format."""
+    def format_minor(self) -> int:
+        """The minor version of the dataset's format."""
         return self.facts.format_minor
 
     @property
@@ -193,7 +193,8 @@ class Dataset:
 
     @cached_property
     def public_sources(self) -> set[str]:
-        """Published archives, by name and licence, and synthetic ones."""
+        """Returns the sources whose record names are public: published archives, which are recognised by
+        name and licence, and synthetic archives."""
         public = set()
         for source in self.facts.sources:
             name = source.name
@@ -203,9 +204,9 @@ class Dataset:
         return public
 
     def is_public(self, part: pa.RecordBatch) -> np.ndarray:
-        """Returns a mask of the crops whose patient's name (or record's, if the patient is
-        unknown) is public. Archives that publish no patients got the ids from a user's table,
-        which is private."""
+        """Returns a mask of the crops whose patient id is public or, if the patient is unknown, whose
+        record name is. If an archive publishes no patient ids, its ids come from a user's table
+        and are private."""
         name_patients = [
             name for name in self.public_sources if name.removeprefix(SYNTHETIC) in PUBLIC_PATIENTS
         ]
@@ -216,15 +217,17 @@ class Dataset:
 
     @cached_property
     def name_key(self) -> bytes | None:
-        """The secret key under which models keep hashes of names; None if all names are public. It lies where
-        the names are: samples.parquet states that of the dataset that this one was made from, else it is a
-        hash of that file and of the shards, so that the same archives give the same bytes."""
+        """The secret key with which models hash the names that they store; None if all names are public.
+
+        If this dataset was made from another one, the metadata of samples.parquet holds the other
+        dataset's key. Otherwise the key is a hash of samples.parquet and of the shards' entries in
+        dataset.json, so that the same archives give the same key."""
         with self._arrow_errors():
             stated = self._samples.fragments[0].physical_schema.metadata or {}
         if NAME_KEY in stated:
-            return bytes(stated[NAME_KEY][:64])  # the longest key of BLAKE2b
+            return bytes(stated[NAME_KEY][:64])  # BLAKE2b takes at most 64 bytes as a key
         sources = {source.name for source in self.facts.sources}
-        owners = self.parts(["source", "patient"])
+        owners = self.row_batches(["source", "patient"])
         if (
             sources
             and sources <= self.public_sources
@@ -237,12 +240,12 @@ class Dataset:
 
     @property
     def name_mark(self) -> str | None:
-        """Identifies the key of the dataset's pseudonyms, else its name_key, without disclosing
-        the key."""
+        """Returns a text that identifies the key of the dataset's pseudonyms without disclosing it. In a
+        dataset without pseudonyms, the text identifies name_key; it is None if there is none."""
         return self.facts.pseudonyms or key_mark(self.name_key)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Rows of samples.parquet in shard order. Local files are memory-mapped; only the given
+        """Returns the rows of samples.parquet in shard order. Local files are memory-mapped; only the given
         columns are decoded."""
         with self._arrow_errors():
             table = self._samples.read(columns)
@@ -251,43 +254,47 @@ class Dataset:
             counts = [shard.crops for shard in self.shards]
             numbers = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
             if not np.array_equal(table["shard"], numbers):
-                raise self._error(f"shard differs from the shards in {META}")
+                raise self._samples_error(f"the column shard does not match the shards in {META}")
         return table
 
     def _check(self, table: pa.Table | pa.RecordBatch) -> None:
-        """Raises a DatasetError if a column has values that version 1 does not allow: the file
-        may be anyone's."""
+        """Raises a DatasetError if a column has values that version 1 does not allow. Anybody may
+        have written the file."""
         for name in table.column_names:
             column = table[name]
-            if name not in NULLABLE and column.null_count:
-                raise self._error(f"{name} is missing in some rows")
+            if name not in NULLABLE_COLUMNS and column.null_count:
+                raise self._samples_error(f"{name} is missing in some rows")
             try:
                 column.validate(full=True)
             except pa.ArrowInvalid:
-                raise self._error(f"{name} has text that is not UTF-8") from None
+                raise self._samples_error(f"{name} has text that is not UTF-8") from None
             if pa.types.is_nested(column.type) and pc.list_flatten(column).null_count:
-                raise self._error(f"{name} has a list with a missing value")
+                raise self._samples_error(f"{name} has a list with a missing value")
             if name in COLUMN_RANGES:
                 low, high = COLUMN_RANGES[name]
                 values = column.to_numpy()
                 if not ((values >= low) & (values <= high)).all():
-                    raise self._error(f"{name} is not always from {low:g} to {high:g}")
+                    raise self._samples_error(
+                        f"{name} has values that are not from {low:g} to {high:g}"
+                    )
             if name in ROLE_WORDS and not set(column.drop_null().unique().to_pylist()) <= set(
                 ROLE_WORDS[name]
             ):
-                raise self._error(f"{name} is not always one of {', '.join(ROLE_WORDS[name])}")
+                raise self._samples_error(
+                    f"{name} has values other than {', '.join(ROLE_WORDS[name])}"
+                )
 
-    def _error(self, why: str) -> DatasetError:
+    def _samples_error(self, why: str) -> DatasetError:
         return DatasetError(f"{self.root.url}/{SAMPLES}: {why}: build the dataset again")
 
     @property
     def stored_columns(self) -> list[str]:
-        """The columns of samples.parquet, which may be others than those of this version."""
+        """The columns that samples.parquet has, which may differ from the columns of this version."""
         with self._arrow_errors():
             return list(self._samples.fragments[0].physical_schema.names)
 
-    def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yields the rows of `table` batch by batch."""
+    def row_batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yields the rows that `table` returns, in batches that need less memory."""
         with self._arrow_errors():
             for group in self._samples.fragments[0].split_by_row_group():
                 for batch in group.to_table(COLUMNS, list(columns)).to_batches():
@@ -296,14 +303,14 @@ class Dataset:
 
     @cached_property
     def _group_begins(self) -> np.ndarray:
-        """The first row of each row group of samples.parquet."""
+        """Returns the number of the first row of each row group of samples.parquet."""
         with self._arrow_errors():
             return np.cumsum(
                 [0, *(group.num_rows for group in self._samples.fragments[0].row_groups[:-1])]
             )
 
     @cached_property
-    def _group(self) -> Any:
+    def _read_row_group(self) -> Any:
         columns = [name for name in COLUMNS.names if name in Ecg.__annotations__]
         fragment = self._samples.fragments[0]
 
@@ -323,8 +330,8 @@ class Dataset:
 
     @cached_property
     def _samples_bytes(self) -> pa.Buffer:
-        """samples.parquet, checked by sha256, since parquet misses some flipped bits. A remote file
-        stays in memory."""
+        """Returns the contents of samples.parquet after checking their sha256, because parquet itself
+        misses some flipped bits. The contents of a remote file stay in memory."""
         facts = self.facts.samples
         if self.root.remote:
             data = pa.py_buffer(self.root.read(SAMPLES, facts.bytes))
@@ -366,21 +373,21 @@ class Dataset:
 
     @property
     def labels(self) -> np.ndarray:
-        """bool [crops, 26]: which diagnoses in CLASSES each crop's record has."""
+        """Returns bool [crops, 26]: True where the record of a crop has a diagnosis of CLASSES."""
         column = self.table(["labels"])["labels"].combine_chunks().flatten()
         values: np.ndarray = column.to_numpy(zero_copy_only=False)
         return values.reshape(len(self), len(CLASSES))
 
     @cached_property
     def addresses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (shards, offsets, crc32c) of all crops, 16 bytes per crop."""
+        """Returns (shards, offsets, crc32c) of all crops, which take 16 bytes of memory per crop."""
         table = self.table(["shard", "offset", "crc32c"])
         return tuple(table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
     def select(
         self, pretrain: bool | None = None, dx: str | None = None, identity: str | None = None
     ) -> np.ndarray:
-        """Rows with a role: select(dx="test"), select(pretrain=True),
+        """Returns the rows of the crops with a role: select(dx="test"), select(pretrain=True),
         select(identity="gallery")."""
         keep = np.ones(len(self), bool)
         for name, role in (("pretrain", pretrain), ("dx_role", dx), ("id_role", identity)):
@@ -389,13 +396,14 @@ class Dataset:
         return np.flatnonzero(keep)
 
     def read(self, row: int, check: bool = True) -> np.ndarray:
-        """One crop, int16 [12, 5000] in microvolts."""
+        """Returns the crop of a row, int16 [12, 5000] in microvolts. With `check`, checks its crc32c."""
         row = range(len(self))[row]
         shard, offset, crc = (int(column[row]) for column in self.addresses)
         return self.read_at(row, shard, offset, crc if check else None)
 
     def read_at(self, row: int, shard: int, offset: int, crc: int | None) -> np.ndarray:
-        """The crop of a row, whose address is known; its crc32c is checked unless it is None."""
+        """Returns the crop of a row whose shard and offset are known. Its crc32c must be `crc`, unless
+        `crc` is None."""
         name = STORE if shard < 0 else f"shards/{self.shards[shard].name}"
         try:
             if shard < 0:
@@ -416,14 +424,16 @@ class Dataset:
         return np.frombuffer(data, "<i2").reshape(CROP_SHAPE)
 
     def torch(self, role: str, labels: str | Sequence[str] | None = None) -> Any:
-        """The crops of a role as a map-style dataset of (x, y) for PyTorch: float32 millivolts [12,
-        5000], and labels, by name or from a CSV or parquet table; without labels y is the row."""
+        """Returns the crops of a role as a map-style dataset of (x, y) for PyTorch.
+
+        x is float32 [12, 5000] in millivolts. y holds `labels`: names of labels of the dataset, or
+        a CSV or parquet table of labels. Without `labels`, y is the crop's row."""
         from .other_programs import Crops
 
         return Crops(self, role, labels)
 
     def webdataset(self, role: str, **options: Any) -> Any:
-        """The crops of a role as a webdataset.WebDataset, which `options` are for."""
+        """Returns the crops of a role as a webdataset.WebDataset, to which `options` are passed."""
         from .other_programs import web_dataset
 
         return web_dataset(self, role, options)
@@ -435,31 +445,31 @@ class Dataset:
         return sample_keys(self, role)
 
     def zarr(self) -> Any:
-        """All crops as a zarr.Array; those of a role are at the rows that `select` returns."""
+        """Returns all crops as a zarr.Array. `select` returns the rows of a role in it."""
         from .other_programs import zarr_array
 
         return zarr_array(self, STORE)
 
     def features(self) -> Any:
-        """The datasets.Features of the shards, for load_dataset of Hugging Face."""
+        """Returns the datasets.Features of the shards, for Hugging Face's load_dataset."""
         from .other_programs import features
 
         return features(COLUMNS)
 
     @cached_property
     def chunks(self) -> Any:
-        """The zarr copy, crop by crop: `chunks.read(row, out)`."""
+        """The reader of the zarr copy: `chunks.read(row, out)` reads one crop into `out`."""
         from .zarr_reader import Chunks
 
         return Chunks(self.root, STORE, len(self))
 
 
 def _read_meta(root: Folder) -> dict[str, Any]:
-    """Returns the contents of dataset.json; raises a DatasetError if they are not of version 1."""
+    """Returns the contents of dataset.json. Raises a DatasetError if they are not valid in version 1."""
     url = root.url
     try:
-        meta = json.loads(root.read(META, MAX_META))
-        # a half of a surrogate pair is no character, and cannot be written again
+        meta = json.loads(root.read(META, MAX_META_BYTES))
+        # JSON may have half of a surrogate pair, which is no character and could not be written again
         json.dumps(meta, ensure_ascii=False).encode()
     except ReadError as error:
         why = str(error)
@@ -482,7 +492,7 @@ def _read_meta(root: Folder) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise DatasetError(
             f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use a "
-            "matching version"
+            "matching version of omnilead"
         )
     if meta.get("fingerprint") != fingerprint(meta):
         raise DatasetError(
@@ -494,7 +504,7 @@ def _read_meta(root: Folder) -> dict[str, Any]:
     except ValidationError as error:
         wrong = error.errors()[0]["loc"][0]
         raise DatasetError(
-            f"{url}/{META}: {wrong} is not valid in version {FORMAT_VERSION}: restore the file"
+            f"{url}/{META}: the entry {wrong} is not valid in version {FORMAT_VERSION}: restore the file"
         ) from None
     names = {shard.name for shard in facts.shards}
     stored = len(facts.shards), sum(shard.crops for shard in facts.shards)
@@ -505,12 +515,15 @@ def _read_meta(root: Folder) -> dict[str, Any]:
             f"{stored[0]} shards with {stored[1]} crops, {facts.crops} crops in all, "
             f"formats {facts.formats}"
         )
-        raise DatasetError(f"{url}/{META}: contradicts itself ({found}): restore the file")
+        raise DatasetError(
+            f"{url}/{META}: its entries contradict each other ({found}): restore the file"
+        )
     return dict(meta)
 
 
 def flag_mask(table: pa.Table, names: Sequence[str]) -> np.ndarray:
-    """A mask of the rows of samples.parquet that have one of these flags; `flat`: of any lead."""
+    """Returns a mask of the rows of samples.parquet that have one of these flags. The name `flat`
+    stands for flat:I, flat:II and so on."""
     flags = table["flags"].combine_chunks()
     has_flag = np.zeros(len(table), bool)
     rows = np.asarray(pc.list_parent_indices(flags))

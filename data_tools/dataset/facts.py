@@ -10,21 +10,22 @@ from pydantic import BaseModel, Field, NonNegativeInt, field_validator
 from ..ecg.constants import ABBREVIATIONS, LEADS
 
 FORMAT_VERSION = 1
-# 2: roles stand in samples.parquet only, and a dataset has no versions
+# Since minor version 2, only samples.parquet holds the roles, and a dataset never changes
 FORMAT_MINOR = 2
-CLASSES = ABBREVIATIONS  # the columns of `labels`
+CLASSES = ABBREVIATIONS  # the diagnoses, in the order of the column `labels`
 SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
-MAX_META = 256 * 2**20
-NAME_KEY = b"omnilead name key"  # in the metadata of samples.parquet
+MAX_META_BYTES = 256 * 2**20
+NAME_KEY = b"omnilead name key"  # entry in the metadata of samples.parquet: see Dataset.name_key
 
 COLUMNS = pa.schema(
     [
-        # -1 in a dataset with zarr only, where the row number is the address
+        # shard and offset are -1 in a dataset with zarr only, in which the row number is the address
         ("shard", pa.int32()),
         ("offset", pa.int64()),
         ("crc32c", pa.uint32()),
-        # crc32c of the limb leads, then of the chest leads: equal for equal waveforms
+        # crc32c of the limb leads (upper 32 bits) and of the chest leads (lower 32 bits): equal
+        # waveforms have equal values
         ("waveform", pa.uint64()),
         ("source", pa.string()),
         ("record", pa.string()),
@@ -43,7 +44,7 @@ COLUMNS = pa.schema(
         ("fs_source_hz", pa.float64()),
     ]
 )
-NULLABLE = ("patient", "dx_role", "id_role", "age", "sex")
+NULLABLE_COLUMNS = ("patient", "dx_role", "id_role", "age", "sex")
 COLUMN_RANGES = {
     "offset": (-1, 2**62),
     "start_s": (0, 1e9),
@@ -64,7 +65,8 @@ class FileFacts(BaseModel, strict=True, frozen=True):
 
 
 class ShardFacts(BaseModel, strict=True, frozen=True):
-    """One shard. `name` and `sha256` are used as file names, so their characters are restricted."""
+    """The entry of one shard. Only some characters are allowed in `name` and `sha256`, because both are
+    used as file names."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\.tar$")]
     crops: Crops
@@ -91,7 +93,7 @@ class RoleFacts(BaseModel, strict=True, frozen=True):
 
 
 class DatasetFacts(BaseModel, strict=True, frozen=True):
-    """The entries of dataset.json that readers rely on. Those with a default may be absent."""
+    """The entries of dataset.json that readers rely on. Entries with a default may be absent."""
 
     fingerprint: str
     fs_hz: Literal[500]
@@ -109,27 +111,28 @@ class DatasetFacts(BaseModel, strict=True, frozen=True):
     shards: list[ShardFacts]
     formats: list[Literal["tar", "zarr"]]
     seed: int
-    shard_crops: Crops = SHARD_CROPS  # of all shards but the last
+    shard_crops: Crops = SHARD_CROPS  # crops in each shard but the last
     plan: Literal["paper", "all", "paper-split"]
-    # as in RoleSources; None: its default
+    # id_share, role_sources and leave_out_flags are settings of RoleSources. None means its default
     id_share: Annotated[float, Field(ge=0, le=1)] | None = None
     role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}
     leave_out_flags: list[str] | None = None
-    pretrain_implausible: bool = False  # before there was leave_out_flags: no flag is left out
+    # True in a dataset older than leave_out_flags: no flag keeps a crop out of pre-training
+    pretrain_implausible: bool = False
     left_out_patients: dict[Literal["asked", "found"], NonNegativeInt] = {"asked": 0, "found": 0}
     roles: RoleFacts
     sources: list[SourceFacts]
 
     @field_validator("leads")
     @classmethod
-    def _in_order(cls, leads: list[str]) -> list[str]:
+    def _check_lead_order(cls, leads: list[str]) -> list[str]:
         if leads != list(LEADS):
-            raise ValueError("not the leads of version 1, in their order")
+            raise ValueError(f"leads must be {', '.join(LEADS)}, in this order")
         return leads
 
 
 def fingerprint(meta: dict[str, Any]) -> str:
-    """A hash of everything else in dataset.json, which includes the sha256 of every shard and
-    table."""
+    """Returns a hash of all entries of dataset.json but the fingerprint itself. The entries include the
+    sha256 of every shard and table."""
     rest = {name: value for name, value in meta.items() if name != "fingerprint"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

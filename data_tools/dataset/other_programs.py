@@ -1,14 +1,13 @@
-"""A dataset's crops in other programs: as (x, y) for any PyTorch loader, and as objects of webdataset,
-zarr and Hugging Face datasets. docs/other_programs.md has examples.
+"""Give a dataset's crops to other programs: as (x, y) for any PyTorch loader, and as objects of
+webdataset, zarr and Hugging Face datasets. docs/other_programs.md has examples.
 
     dataset = Dataset.open("DATASET")
     crops = dataset.torch("dx:train", labels=["AF", "NSR"])     # or a table: labels="my.csv"
     x, y = crops[0]          # float32 [12, 5000] in millivolts; float32 [2], NaN where unknown
     stream, array = dataset.webdataset("pretrain"), dataset.zarr()
 
-A role must be named, so that nobody trains on people who are held out without knowing. `dataset`
-below is always a Dataset, whose methods these are; its module is not imported, because it imports
-this one.
+A role must be named, so that nobody trains on held-out people by mistake. `dataset` is a Dataset in
+every function below. The module of Dataset is not imported here, because it imports this module.
 """
 
 import json
@@ -28,21 +27,26 @@ from ..ecg.record_tables import RESERVED, missing_words, read_table
 from ..io.errors import DataError, DatasetError, Flag, naming_arguments, one_line
 from ..io.terminal import tell
 
-ROLE_OF_NAME: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
-ROLE_OF_NAME |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}
-ROLE_OF_NAME |= {f"id:{role}": ("id_role", role) for role in ("train", "valid", "gallery", "probe")}
+ROLE_COLUMN_AND_VALUE: dict[str, tuple[str, Any]] = {
+    "all": ("", None),
+    "pretrain": ("pretrain", True),
+}
+ROLE_COLUMN_AND_VALUE |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}
+ROLE_COLUMN_AND_VALUE |= {
+    f"id:{role}": ("id_role", role) for role in ("train", "valid", "gallery", "probe")
+}
 
 
 class Crops:
-    """The crops of a role, in shard order. A torch.utils.data.DataLoader takes it as it is, and
-    nothing here needs torch."""
+    """The crops of a role, in shard order. A torch.utils.data.DataLoader accepts this class as a
+    dataset, although the class itself does not need torch."""
 
     def __init__(self, dataset: Any, role: str, labels: str | Sequence[str] | None) -> None:
         column, value = _role_column_and_value(role)
         chosen = dataset.column(column) == value if column else np.ones(len(dataset), bool)
         if not chosen.any():
             raise DatasetError(
-                f"{dataset.root.url}: no crop has the role {role}: it has {dataset.facts.roles.model_dump()}"
+                f"{dataset.root.url}: no crop has the role {role}: its roles are {dataset.facts.roles.model_dump()}"
             )
         self.dataset = dataset
         self.rows = np.flatnonzero(chosen)
@@ -55,7 +59,7 @@ class Crops:
             y = _own_labels(dataset, [labels] if isinstance(labels, str) else labels)
         known = ~np.isnan(y[self.rows]).all(1)
         if not known.any():
-            raise DataError(f"labels={labels}: no crop of the role {role} has one of them")
+            raise DataError(f"labels={labels}: no crop of the role {role} has one of these labels")
         if not known.all():
             left = f"{np.sum(~known):,} of {len(known):,} crops of the role {role}"
             tell(f"note: {left} have no label and are left out")
@@ -66,16 +70,18 @@ class Crops:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
-        """The crop in millivolts, after its crc32c is checked, and its labels; without labels, its
-        row in samples.parquet."""
+        """Returns (a crop in millivolts, its labels), after checking the crop's crc32c. Without labels,
+        the second value is the crop's row in samples.parquet."""
         return _millivolts(self.dataset.read(int(self.rows[index]))), self.y[index]
 
 
 def _role_column_and_value(role: str) -> tuple[str, Any]:
-    """The column that has a role, and its value there."""
-    if role not in ROLE_OF_NAME:
-        raise DataError(f"role={role}: no such role: choose from {', '.join(ROLE_OF_NAME)}")
-    return ROLE_OF_NAME[role]
+    """Returns the column of samples.parquet that holds a role, and the role's value in that column."""
+    if role not in ROLE_COLUMN_AND_VALUE:
+        raise DataError(
+            f"role={role}: no such role: choose from {', '.join(ROLE_COLUMN_AND_VALUE)}"
+        )
+    return ROLE_COLUMN_AND_VALUE[role]
 
 
 def _millivolts(crop: np.ndarray) -> np.ndarray:
@@ -83,7 +89,8 @@ def _millivolts(crop: np.ndarray) -> np.ndarray:
 
 
 def _own_labels(dataset: Any, names: Sequence[str]) -> np.ndarray:
-    """Returns labels [crops, K]. Diagnoses of records without any code are unknown."""
+    """Returns the dataset's own labels [crops, K]. If a record has no diagnosis code, its diagnoses
+    are unknown (NaN)."""
     columns = {"age": dataset.column("age")}
     coded = pc.list_value_length(dataset.table(["dx"])["dx"]).to_numpy() > 0
     for name, has in zip(CLASSES, dataset.labels.T, strict=True):
@@ -97,7 +104,7 @@ def _own_labels(dataset: Any, names: Sequence[str]) -> np.ndarray:
 
 
 def _labels_in_table(dataset: Any, url: str) -> np.ndarray:
-    """Returns labels [crops, K]: one column for each column of the table that is not reserved."""
+    """Returns labels [crops, K] from a table: one for each column whose name is not reserved."""
     cells = read_table(url)
     names = [name for name in cells.column_names if name not in RESERVED]
     for name in names:
@@ -108,7 +115,7 @@ def _labels_in_table(dataset: Any, url: str) -> np.ndarray:
             cells = cells.set_column(place, name, pc.if_else(words, None, cells[name]))
     try:
         y = np.stack([cells[name].cast(pa.float32()).to_numpy() for name in names], 1)
-    except ValueError as error:  # also of arrow
+    except ValueError as error:  # errors of arrow are ValueErrors, too
         why = one_line(str(error))
         raise DataError(f"{url}: labels must be columns of numbers, 0 and 1 ({why})") from None
     table = dataset.table(["source", "record"])
@@ -118,18 +125,21 @@ def _labels_in_table(dataset: Any, url: str) -> np.ndarray:
     matches = match_records(url, cells, records.dictionary, plain)
     for note in matches.notes:
         tell(f"note: {url}: {note}")
-    y = np.append(y, np.full((1, len(names)), np.nan, np.float32), 0)  # row -1: not in the table
+    # Row -1 stands for records that are not in the table
+    y = np.append(y, np.full((1, len(names)), np.nan, np.float32), 0)
     labels: np.ndarray = y[matches.row[records.indices.to_numpy()]]
     return labels
 
 
 def web_dataset(dataset: Any, role: str, options: dict[str, Any]) -> Any:
-    """A webdataset.WebDataset of a role's crops: `ecg` in millivolts, `json` as a dict."""
+    """Returns a webdataset.WebDataset of a role's crops, with `ecg` in millivolts and `json` as a dict."""
     import webdataset
 
     root = dataset.root
     if root.remote or not dataset.shards:
-        raise DatasetError(f"{root.url}: webdataset reads tar shards on a disk: use torch()")
+        raise DatasetError(
+            f"{root.url}: webdataset reads tar shards on a local disk, and this dataset has none there: use torch()"
+        )
     urls = [root.path(f"shards/{shard.name}") for shard in dataset.shards]
     stream = webdataset.WebDataset(urls, **{"shardshuffle": False} | options)
     if role != "all":
@@ -138,7 +148,7 @@ def web_dataset(dataset: Any, role: str, options: dict[str, Any]) -> Any:
 
 
 def sample_keys(dataset: Any, role: str) -> set[str]:
-    """The names in the shards of the crops of a role, which stands in samples.parquet only."""
+    """Returns the keys in the shards of a role's crops. The shards themselves do not hold the roles."""
     column, value = _role_column_and_value(role)
     table = dataset.table(["source", "record", "start_s", *([column] if column else [])])
     if column:
@@ -163,12 +173,14 @@ def _decode_sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 @naming_arguments()
 def zarr_array(dataset: Any, store: str) -> Any:
-    """The zarr.Array of all crops in microvolts, in the order of samples.parquet's rows."""
+    """Returns the zarr.Array of all crops in microvolts, in the order of samples.parquet's rows."""
     import zarr
 
     root = dataset.root
     if "zarr" not in dataset.facts.formats:
-        raise DatasetError(f"{root.url}: has no {store}: build it with ", Flag("--format"), " both")
+        raise DatasetError(
+            f"{root.url}: this dataset has no {store}: build it with ", Flag("--format"), " both"
+        )
     options = {"anon": True} if getattr(root, "anonymous", False) else None
     return zarr.open_array(root.path(store), mode="r", storage_options=options)
 

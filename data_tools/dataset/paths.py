@@ -1,4 +1,4 @@
-"""Which datasets a command is given: their paths, patterns of paths, and files that list them.
+"""Find the datasets that a command is given by path, by a pattern of paths, or in a file of paths.
 
 dataset_paths(["ds/2027-*", "s3://bucket/more"])     # ds/2027-01, ds/2027-02, s3://bucket/more
 dataset_paths("datasets.txt")                         # one path a line, relative to the file
@@ -17,12 +17,12 @@ LIST_ENDING = ".txt"  # the ending of a file that lists datasets
 
 
 def as_list(data: Data | Sequence[Data]) -> list[Data]:
-    """The datasets of an argument that may be one or a sequence of them."""
+    """Returns a list of the datasets of an argument, which may be one dataset or a sequence."""
     return [data] if isinstance(data, str | os.PathLike | Dataset) else list(data)
 
 
 def dataset_paths(data: Data | Sequence[Data], option: str = Flag("--data")) -> list[str]:
-    """The path or address of each dataset. `option`: its name in messages."""
+    """Returns the path or address of each dataset. Error messages start with `option`."""
     paths = []
     for one in as_list(data):
         if isinstance(one, Dataset):
@@ -39,7 +39,7 @@ def dataset_paths(data: Data | Sequence[Data], option: str = Flag("--data")) -> 
 def open_all(
     data: Data | Sequence[Data], anonymous: bool = False, option: str = Flag("--data")
 ) -> list[Dataset]:
-    """Opens paths and addresses; a Dataset is returned as it is."""
+    """Opens the datasets of an argument. A Dataset is returned as it is."""
     datasets = []
     for one in as_list(data):
         if isinstance(one, Dataset):
@@ -50,7 +50,7 @@ def open_all(
 
 
 def _read_list(file: str, option: str) -> list[str]:
-    """The paths in a file."""
+    """Returns the paths of the datasets that a file lists, one a line."""
     try:
         text = Path(file).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -66,7 +66,7 @@ def _read_list(file: str, option: str) -> list[str]:
 
 
 def _matching_folders(path: str, option: str) -> list[str]:
-    """The folders that match a pattern, sorted; `path` itself if it is none."""
+    """Returns the folders that match a pattern, sorted; only `path` if it is not a pattern."""
     if "://" in path:
         if "*" in path:
             raise DataError(

@@ -13,7 +13,7 @@ from .facts import REJECTS
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
 CROP_FLAG_REASONS = ("lead not measured", "flat lead", "saturated", "large", "zeros", "einthoven")
-FLAG_REASONS = (  # reasons in rejects.csv for records that were used nevertheless
+FLAG_REASONS = (  # reasons in rejects.csv that did not keep a record from being used
     *CROP_FLAG_REASONS,
     "age not understood",
     "sex not understood",
@@ -29,7 +29,8 @@ FLAG_REASONS = (  # reasons in rejects.csv for records that were used neverthele
     "no calibration pulse",
     "inverted lead",
 )
-# Flags of crops whose samples were changed: a lead with a gap was set to zero, a value that is too large clipped
+# Reasons of crops whose samples were changed: a lead with a gap was set to zero, values that are too
+# large were clipped, or a lead that its file labels as inverted was inverted again
 REPAIR_REASONS = ("lead not measured", "saturated", "inverted lead")
 
 
@@ -38,7 +39,7 @@ def rejects_csv(rejects: list[Reject]) -> bytes:
 
 
 def read_rejects(made: Dataset) -> list[Reject]:
-    """The rows of a dataset's rejects.csv: (source, record, reason, detail)."""
+    """Returns the rows of a dataset's rejects.csv: (source, record, reason, detail)."""
     url, facts = made.root.url, made.facts.rejects
     try:
         data = made.root.read(REJECTS, facts.bytes)
@@ -54,12 +55,12 @@ def read_rejects(made: Dataset) -> list[Reject]:
 
 
 def reason_counts(rejects: list[Reject]) -> Counter[str]:
-    """Counts the lines of rejects.csv with each reason."""
+    """Returns the number of lines of rejects.csv with each reason."""
     return Counter(reason for _, _, reason, _ in set(rejects))
 
 
 def common_reasons_text(rejects: list[Reject]) -> str:
-    """Returns the most common reasons for refusals, each with its first file."""
+    """Returns the three most common reasons for refusals, each with the detail of its first record."""
     refusals = [reject for reject in rejects if reject[2] not in FLAG_REASONS]
     examples = []
     for reason, _ in Counter(reason for _, _, reason, _ in refusals).most_common(3):

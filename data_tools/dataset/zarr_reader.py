@@ -21,35 +21,34 @@ from ..ecg.constants import CROP_BYTES, CROP_SHAPE, LEADS
 from ..io.errors import ChunkError, DatasetError, ReadError, one_line
 from ..io.storage import Folder
 
-numcodecs.blosc.use_threads = (
-    False  # our threads would share Blosc's threads and wait for their lock
-)
+# With Blosc's own threads, the threads that read chunks would wait for a lock of Blosc
+numcodecs.blosc.use_threads = False
 BLOSC = numcodecs.blosc.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.blosc.BITSHUFFLE)
 BLOSC_HEADER, CRC = 16, 4
-MAX_CHUNK_BYTES = BLOSC_HEADER + CROP_BYTES + CRC  # Blosc copies what it cannot compress
-CACHED_INDEXES = 256  # 16 kB each
-MAX_ZARR_JSON = 2**20
-MAX_BLOCK = 2**20  # crops; gives an index of 16 MB
-# For others who read the copy: what it holds, and where the roles of its crops are
+# The largest chunk is a crop that Blosc cannot compress and stores as it is
+MAX_CHUNK_BYTES = BLOSC_HEADER + CROP_BYTES + CRC
+CACHED_INDEXES = 256  # indexes of storage objects that stay in memory, 16 kB each
+MAX_ZARR_JSON_BYTES = 2**20
+MAX_BLOCK_CROPS = 2**20  # crops in a storage object, whose index then takes 16 MB
+# Tells other programs what the zarr copy holds, and where the roles of its crops are
 ATTRIBUTES = {
     "leads": list(LEADS),
     "unit": "uV",
     "fs_hz": 500,
     "roles": {"file": "samples.parquet", "columns": ["pretrain", "dx_role", "id_role"]},
 }
-ABSENT = 2**64 - 1  # start and length of the chunks that the last block does not have
+ABSENT_CHUNK = 2**64 - 1  # the index states this as start and length of a chunk that does not exist
 
 
 class Chunks:
-    """The chunks of the zarr copy in the folder `store`. `read` may be called from several threads
-    at once."""
+    """Reads chunks of the zarr copy in the folder `store`. Several threads may call `read` at once."""
 
     def __init__(self, root: Folder, store: str, crops: int) -> None:
         self.root = root
         self.store = store
         file = f"{root.url}/{store}/zarr.json"
         try:
-            self.meta = json.loads(root.read(f"{store}/zarr.json", MAX_ZARR_JSON))
+            self.meta = json.loads(root.read(f"{store}/zarr.json", MAX_ZARR_JSON_BYTES))
             grid = self.meta["chunk_grid"]["configuration"]
             self.block = int(grid["chunk_shape"][0])  # crops in one storage object
         except (ReadError, LookupError, TypeError, ValueError, RecursionError) as error:
@@ -57,35 +56,40 @@ class Chunks:
                 one_line(f"{file}: {type(error).__name__} {error}: restore the file")
             ) from None
         self.layout = zarr_json(crops, self.block)
-        names = self.layout.keys() - {"attributes"}  # users may add attributes
+        # Attributes are not compared, because users may add some
+        names = self.layout.keys() - {"attributes"}
         wrong = [
             f"{name} is {self.meta.get(name)}"
             for name in sorted(names)
             if self.meta.get(name) != self.layout[name]
         ]
-        if wrong or not 0 < self.block <= MAX_BLOCK:
+        if wrong or not 0 < self.block <= MAX_BLOCK_CROPS:
             raise DatasetError(
-                one_line(f"{file}: only the layout that data_tools writes can be read: {wrong[:1]}")
+                one_line(
+                    f"{file}: not the layout that data_tools writes: {wrong[:1]}: restore the file"
+                )
             )
         self._index = lru_cache(CACHED_INDEXES)(self.index)
 
-    def name(self, block: int) -> str:
+    def object_name(self, block: int) -> str:
         return f"{self.store}/c/{block}/0/0"
 
     def read(self, row: int, crop: np.ndarray) -> None:
-        """Read a row's samples into `crop`."""
+        """Reads the samples of a row into `crop`."""
         block, slot = divmod(row, self.block)
         start, length = self._index(block)[slot].tolist()
         if (
             not BLOSC_HEADER + CRC <= length <= MAX_CHUNK_BYTES
             or start > MAX_CHUNK_BYTES * self.block
         ):
-            raise ChunkError(f"its index states {length} bytes at {start}")
-        decode_chunk(self.root.read_range(self.name(block), start, length), length, crop)
+            raise ChunkError(
+                f"its index states an impossible chunk of {length} bytes at byte {start}"
+            )
+        decode_chunk(self.root.read_range(self.object_name(block), start, length), length, crop)
 
     def index(self, block: int) -> np.ndarray:
-        """(start, length) of each chunk of a storage object."""
-        name, size = self.name(block), index_bytes(self.block)
+        """Returns (start, length) of each chunk of a storage object, as its index states them."""
+        name, size = self.object_name(block), index_bytes(self.block)
         index = self.root.read_range(name, max(0, self.root.size(name) - size), size)
         return np.frombuffer(_check_crc(index, size, "the file's index"), "<u8").reshape(
             self.block, 2
@@ -101,7 +105,7 @@ def decode_chunk(chunk: bytes, length: int, crop: np.ndarray) -> None:
     raw, whole = (int.from_bytes(packed[start : start + 4], "little") for start in (4, 12))
     if (raw, whole) != (CROP_BYTES, len(packed)):
         raise ChunkError(
-            f"its chunk states {raw} bytes out of {whole}, not {CROP_BYTES} out of {len(packed)}"
+            f"its chunk states {raw} bytes, {whole} if compressed, not {CROP_BYTES} and {len(packed)}"
         )
     try:
         BLOSC.decode(packed, out=crop)
@@ -110,7 +114,8 @@ def decode_chunk(chunk: bytes, length: int, crop: np.ndarray) -> None:
 
 
 def _check_crc(data: bytes, size: int, what: str) -> np.ndarray:
-    """The data without its crc32c, which is checked."""
+    """Checks the crc32c at the end of the data, which should have `size` bytes. Returns the data
+    without it. Errors call the data `what`."""
     if len(data) < size or size <= CRC:
         raise ChunkError(f"the file ends {size - len(data)} bytes too early")
     body = np.frombuffer(data, np.uint8)[:-CRC]  # google_crc32c takes no memoryview
@@ -120,7 +125,7 @@ def _check_crc(data: bytes, size: int, what: str) -> np.ndarray:
 
 
 def zarr_json(crops: int, block: int) -> dict[str, Any]:
-    """The contents of zarr.json, in the order of zarr-python."""
+    """Returns the contents of zarr.json, in the same order as zarr-python writes them."""
     little, crc32c = {"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}
     packing = {"typesize": 2, "cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "blocksize": 0}
     sharding = {

@@ -44,9 +44,8 @@ def run(
     if cluster:
         return _run_on_dask(function, queue, cluster)
     first = list(islice(queue, 2))
-    if (
-        workers <= 1 or len(first) < 2
-    ):  # for a single task, starting processes would cost more than the task
+    # For a single task, starting processes would cost more than the task
+    if workers <= 1 or len(first) < 2:
         return map(function, chain(first, queue))
     return _run_on_processes(function, chain(first, queue), workers)
 
@@ -78,7 +77,8 @@ def _call_numbered(
 
 @contextmanager
 def reuse_processes() -> Iterator[None]:
-    """A context in which calls of `run` share their processes: starting one takes a CPU-second."""
+    """Lets calls of `run` in the block use the same processes, because starting a process takes a
+    CPU-second."""
     pools: dict[int, ProcessPoolExecutor] = {}
     token = _pools.set(pools)
     try:
@@ -98,7 +98,7 @@ def _process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("spawn")
     try:
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
-    except OSError as error:  # semaphores are not available
+    except OSError as error:  # the system has no semaphores for processes
         raise StorageError(
             f"/dev/shm: {error.strerror}: allow this user to write there, or use ",
             Flag("--workers"),
@@ -116,14 +116,14 @@ def _run_on_processes(
     function: Callable[[Task], Result], queue: Iterator[Task], workers: int
 ) -> Iterator[Result]:
     pending: set[Future[Result]] = set()
-    needs_script = b"__main__" in pickle.dumps(function)  # a class that the user's script defines
+    # `function` may need a class that the user's script defines
+    needs_script = b"__main__" in pickle.dumps(function)
     with _process_pool(workers) as pool:
 
         def submit(count: int) -> set[Future[Result]]:
             taken = list(islice(queue, count))
-            before = signal.pthread_sigmask(
-                signal.SIG_BLOCK, {signal.SIGINT}
-            )  # workers inherit it: no traceback
+            # Workers inherit the blocked signal, so Ctrl-C makes them print no traceback
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 with nullcontext() if needs_script else _hide_main_script():
                     return {pool.submit(function, task) for task in taken}
@@ -148,9 +148,9 @@ def _run_on_processes(
 
 @contextmanager
 def _hide_main_script() -> Iterator[None]:
-    """In this block, a process that this thread starts does not import the script that Python was
-    started with, of which it needs nothing: a script without `if __name__ == "__main__"` would run
-    again, from its top, in each worker."""
+    """Keeps the processes that this thread starts in the block from importing the script that Python
+    was started with. They need nothing of that script. Without `if __name__ == "__main__"`, it would
+    run again from its top in each worker."""
     this_thread = threading.get_ident()
 
     def without_script(name: str) -> dict[str, Any]:
@@ -170,9 +170,9 @@ def _hide_main_script() -> Iterator[None]:
 
 
 def _start_worker() -> None:
-    """Limit each worker to one thread, since threads of numpy and pyarrow would compete for
-    cores. A worker exits without a traceback on Ctrl-C and when its parent dies, so that it
-    never writes to the same place as the next run."""
+    """Prepares a worker process. It gets one thread, because threads of numpy and pyarrow would compete
+    for cores. It exits without a traceback on Ctrl-C. It also exits when its parent dies, so that it
+    never writes to the same files as the next run."""
     import pyarrow
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -212,8 +212,8 @@ def _run_on_dask(
 
 @contextmanager
 def dask_client(address: str) -> Iterator[Any]:
-    """A client of a Dask cluster with at least one worker. Dask's exceptions in the block become
-    one-line StorageErrors."""
+    """Yields a client of a Dask cluster that has at least one worker. Dask's exceptions in the block
+    become StorageErrors of one line."""
     try:
         from distributed import Client
         from distributed.comm.core import CommClosedError
@@ -223,9 +223,10 @@ def dask_client(address: str) -> Iterator[Any]:
             Flag("--cluster"),
             f" needs the extra cluster: pip install 'omnilead[cluster]' ({error})",
         ) from None
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the errors below are enough
-    # A client that failed to connect closes itself when it is collected. While another one starts,
-    # that would wait for ever: both take Dask's lock.
+    # Dask need not log its errors: those that matter become StorageErrors below
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    # A client that failed to connect closes itself when it is garbage-collected. If that happened
+    # while another client starts, both would wait forever for Dask's lock.
     gc.collect()
     try:
         client: Any = Client(address, timeout=CONNECT_S)
@@ -248,7 +249,7 @@ def dask_client(address: str) -> Iterator[Any]:
             died = error.allowed_failures + 1
             raise StorageError(
                 Flag("--cluster"),
-                f" {address}: {died} workers died under the same task (out of memory?)",
+                f" {address}: {died} workers died under the same task (out of memory?): give workers more memory",
             ) from None
         except (CommClosedError, CancelledError):
             raise StorageError(
@@ -260,5 +261,5 @@ def dask_client(address: str) -> Iterator[Any]:
                 raise
             raise StorageError(
                 Flag("--cluster"),
-                f" {address}: omnilead or the module of --source is not installed there",
+                f" {address}: omnilead or the module of --source is not installed there: install it on all workers",
             ) from None

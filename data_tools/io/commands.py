@@ -1,4 +1,4 @@
-"""Shared by data commands: their parser, and errors as one line and an exit code.
+"""Parse the options of data commands, and turn errors into one line and an exit code.
 
 options = parse_options(__doc__, "shard", shard, arguments)
 return run_data_command("shard", lambda: work(**options), "--out", options["out"], resume=": run it again")
@@ -18,8 +18,9 @@ from .terminal import OutputClosed, Parser, drop_output, file_error_parts, is_ou
 def parse_options(
     about: str | None, name: str, function: Callable[..., Any], arguments: Sequence[str] | None
 ) -> dict[str, Any]:
-    """The arguments for `function`, which declares the options. `about`: the module's docstring,
-    whose first paragraph is the description and whose first indented lines are the examples."""
+    """Returns the arguments for `function`, whose parameters declare the command's options. `about` is
+    the module's docstring: its first paragraph becomes the description of the command, and its first
+    indented lines become the examples."""
     paragraphs = (about or "").split("\n\n")
     examples = next(part for part in paragraphs if part.startswith("    ")).splitlines()
     parser = Parser(
@@ -38,8 +39,8 @@ def tell_failure(program: str, message: str, code: int) -> None:
 def explain_failure(
     error: Exception, option: str = "-", place: str | os.PathLike[str] | None = None
 ) -> UserError | None:
-    """The error for the user that stands for another one; None for a bug. `option` and `place`: where
-    the command writes."""
+    """Returns the error that the user sees instead of `error`; None if `error` is a bug. The command
+    writes to `place`, which the user sets by `option`."""
     if isinstance(error, OSError):
         about = file_error_parts(error, option, place)
         return DataError(*about, f": {write_error_advice(error)}" if about[0] == option else "")
@@ -56,8 +57,11 @@ def run_command(
     resume: str = "",
     tell: Callable[[str, str, int], None] = tell_failure,
 ) -> int:
-    """Runs the work of a command and returns its exit code. `explain`: see explain_failure. `resume`:
-    what to type after Ctrl-C. `tell(program, message, code)`: prints why the command fails."""
+    """Runs `work`, which is what a command does, and returns the command's exit code.
+
+    `explain` returns the error that the user sees instead of an exception, or None for a bug.
+    `resume` is added to the message after Ctrl-C and says how to continue. `tell(program, message,
+    code)` prints why the command fails."""
     try:
         return work()
     except KeyboardInterrupt as error:
@@ -81,7 +85,8 @@ def run_data_command(
     place: str | os.PathLike[str] | None = None,
     resume: str = "",
 ) -> int:
-    """Runs a data command and returns its exit code. `option` names the output `place` in errors."""
+    """Runs a data command and returns its exit code. An error about the output names `option` and its
+    value `place`, to which the command writes."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     def explain(error: Exception) -> UserError | None:
@@ -93,13 +98,14 @@ def run_data_command(
 
 
 def shorten_busy_loops() -> None:
-    """Call before PyTorch is imported. Its threads wait for each other in long busy loops. With shorter
-    ones `small` trains 1.3 to 2 times as fast on two cores that others use as well, and as fast on two
-    that nobody else uses."""
+    """Shortens the busy loops in which PyTorch's threads wait for each other. Call this before PyTorch is
+    imported. The model `small` then trains 1.3 to 2 times as fast on two cores that other programs
+    use as well, and equally fast on two cores that are otherwise idle."""
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def run_as_omnilead(name: str) -> None:
-    """Makes a program that is started by its file or module the same as `omnilead NAME`."""
+    """Runs `omnilead NAME` with this process's arguments, for a program that is started by its file or
+    module."""
     sys.argv.insert(1, name)
     importlib.import_module("omnilead.__main__").script()

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What fails with one of these is this machine, or the disk or network that it reads from: another try may
-# succeed
+# These errors mean that this machine failed, or the disk or network that it reads from: another try
+# may succeed
 MACHINE_ERRNOS = {
     *DISK_FULL_ERRNOS,
     *(errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN),
@@ -23,30 +23,32 @@ MACHINE_ERRNOS = {
     ),
 }
 HDF5_ERRNO = re.compile(r"errno = (\d+)")
-MISSING_FILE = "missing file"  # a reason of ReadError
+MISSING_FILE = "missing file"  # the `reason` of a ReadError if the file does not exist
 
 
-# Options whose arguments have other names in Python
-PYTHON_NAMES = {"fs": "fs_hz", "lr": "train.lr"}
+# The Python arguments of options whose names differ from the option, such as fs_hz for --fs
+PYTHON_NAMES_OF_OPTIONS = {"fs": "fs_hz", "lr": "train.lr"}
 
 
 class Flag(str):
-    """An option as a part of an error: "--out", or "--set train.lr=1e-4". Python calls them `out` and
-    train.lr=1e-4."""
+    """The name of an option in an error message: "--out", or "--set train.lr=1e-4". `in_python` is the
+    name of the Python argument instead: `out`, or train.lr=1e-4."""
 
     @property
     def in_python(self) -> str:
         if self.startswith("--set "):
             return self.removeprefix("--set ")
         name = self.removeprefix("--")
-        return f"`{PYTHON_NAMES.get(name, name.replace('-', '_'))}`"
+        return f"`{PYTHON_NAMES_OF_OPTIONS.get(name, name.replace('-', '_'))}`"
 
 
 class UserError(Exception):
-    """Its message is the text of its parts, in `args`. An option is a Flag, which a command shows as it
-    is typed, and a function of Python (`in_python`) as an argument; an error stands for its own parts.
-    The message may quote any file: characters that would control the terminal are escaped. `code`: the
-    exit code of a command that it ends."""
+    """The base class of errors for the user. Its message joins the parts in `args`.
+
+    A part that is a Flag is shown as the option or, if the error has `in_python`, as the Python
+    argument. A part that is a UserError is replaced by that error's parts. Characters that would
+    control the terminal are escaped, because the message may quote any file. A command that fails
+    with this error exits with `code`."""
 
     code = 2
     in_python = False
@@ -70,7 +72,8 @@ class UserError(Exception):
 
 @contextmanager
 def naming_arguments() -> Iterator[None]:
-    """Makes errors raised inside name Python arguments instead of options. Also a decorator."""
+    """Makes errors that are raised in the block, or in a decorated function, name Python arguments
+    instead of options."""
     try:
         yield
     except UserError as error:
@@ -79,11 +82,11 @@ def naming_arguments() -> Iterator[None]:
 
 
 class DataError(UserError):
-    """Wrong arguments; the base class of the errors below."""
+    """The arguments of a command or function are wrong. Base class of the errors below."""
 
 
 class ReadError(DataError):
-    """A record or crop that cannot be used. `reason` comes from a fixed set of phrases and is
+    """A record or crop cannot be used. `reason` comes from a fixed set of phrases and is
     counted in rejects.csv."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -100,20 +103,21 @@ class StorageError(DataError):
 
 
 class DatasetError(DataError):
-    """A damaged or invalid dataset. The message names the file, the crop and the failed check."""
+    """A dataset is damaged or invalid. The message names the file, the crop and the failed check."""
 
 
 class ChunkError(DataError):
-    """A damaged chunk of the zarr copy; the caller adds its name."""
+    """A chunk of the zarr copy is damaged. The caller adds the chunk's name to the message."""
 
 
 def machine_error(error: BaseException | None) -> StorageError | None:
-    """The error that stops a command, if this error, or one that caused it, says that the machine failed and
-    not what it read; else None. A record that is refused for it would be lost."""
+    """Returns a StorageError if this error, or an error that caused it, means that the machine failed and
+    not the file that it read; else None. Such an error must stop the command: a record that was
+    refused because of it would be lost."""
     if error is None or isinstance(error, StorageError):
         return error
     if isinstance(error, OSError):
-        found = HDF5_ERRNO.search(str(error))  # h5py sets no errno
+        found = HDF5_ERRNO.search(str(error))  # h5py states the errno only in the text
         number = error.errno or (int(found[1]) if found else 0)
         if number in MACHINE_ERRNOS:
             place = f"{error.filename}: " if error.filename else ""
@@ -124,7 +128,7 @@ def machine_error(error: BaseException | None) -> StorageError | None:
 
 
 def printable(text: str) -> str:
-    """The text on one line, with control characters and non-UTF-8 bytes of file names escaped."""
+    """Returns the text on one line, with control characters and non-UTF-8 bytes of file names escaped."""
     return text if text.isprintable() else "".join(map(_escaped, text))
 
 
@@ -139,7 +143,7 @@ def _escaped(letter: str) -> str:
 
 
 def one_line(text: str, limit: int = 300) -> str:
-    """Join the lines of a message, such as a library's, and cut it to `limit` characters."""
+    """Joins the lines of a message, such as a library's, and cuts it to `limit` characters."""
     return " ".join(text.split())[:limit]
 
 
@@ -148,6 +152,6 @@ def write_error_advice(
     full: str = "free disk space, or choose another",
     other: str = "not writable: choose another",
 ) -> str:
-    """Returns `full` if the disk is full, else `other`: what to do about a file that cannot be
-    written."""
+    """Returns advice on a file that could not be written: `full` if the disk is full, else
+    `other`."""
     return full if error.errno in DISK_FULL_ERRNOS else other

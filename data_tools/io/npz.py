@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-# Limits for one array in an .npz: a few compressed bytes can expand to any size. ECGs shrink to a
-# tenth at best, with padding to a hundredth
+# Limits for one array in an .npz file, where a few compressed bytes can expand to any size. Compressed
+# ECGs take a tenth of their size at best, ECGs with padding a hundredth
 MAX_ARRAY_BYTES = 2**32
 ANY_RATIO_BYTES, MAX_COMPRESSION = 2**26, 200
 HEADER_READERS = {
@@ -25,12 +25,12 @@ HEADER_READERS = {
 
 
 class ArrayError(ValueError):
-    """Says what is wrong with a file in one line, without its name."""
+    """A file of arrays cannot be read. The message says why in one line, without the file's name."""
 
 
 @contextmanager
 def _array_errors() -> Iterator[None]:
-    """A context that turns all errors of numpy's parsers into ArrayError."""
+    """Turns all errors that numpy's parsers raise in the block into ArrayErrors."""
     try:
         yield
     except Exception as error:
@@ -40,7 +40,7 @@ def _array_errors() -> Iterator[None]:
 
 @_array_errors()
 def open_npy(path: Path) -> np.ndarray:
-    """Memory-map a .npy file: numpy compares its size with its header."""
+    """Memory-maps a .npy file. numpy itself compares the file's size with its header."""
     mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     return mapped
 

@@ -1,5 +1,5 @@
-"""A command's options, declared once, as parameters of its Python function: its parser and help are
-made from them, and both the command and the function check values by them.
+"""Declare a command's options once, as parameters of its Python function. The command's parser and help
+are made from the parameters, and the command and the function check values in the same way.
 
     Workers = Annotated[int | None, Option("reading threads (all)", "N", low=1)]
     def embed(model: Annotated[str, Option("RUN, or small", "RUN", "--model")], *, workers: Workers = None): ...
@@ -27,30 +27,31 @@ from .terminal import invalid_choice_text
 
 
 class Option(NamedTuple):
-    """Holds what a parameter's type does not say."""
+    """Declares what a parameter's name, type and default do not say about an option."""
 
     help: str
     metavar: str | tuple[str, ...] | None = None
-    flag: str = ""  # if it is not the parameter's name
-    required: bool = False  # by the command; in Python the result is returned instead
+    flag: str = ""  # the option on the command line, if it is not --NAME of the parameter
+    # The command needs the option. The Python function does not, and returns the result without it
+    required: bool = False
     low: float = -math.inf
     high: float = math.inf
 
 
 class DeclaredOption(NamedTuple):
-    """A parameter as a command takes it."""
+    """An option of a command, made from a parameter of the command's function."""
 
-    name: str  # name in Python
-    flag: str  # flag of the command
+    name: str  # name of the parameter in Python
+    flag: str  # name of the option on the command line
     option: Option
     kind: type
     several: bool
-    size: int  # number of values: several for a tuple
+    size: int  # number of values for one use of the option: more than one for a tuple
     choices: tuple[Any, ...]
     default: Any
 
     def parse(self, text: str) -> Any:
-        """An argparse type."""
+        """Converts the text on the command line to a value, as the `type` of an argparse argument."""
         value: Any = text
         with suppress(ValueError):
             value = self.kind(text)
@@ -58,7 +59,7 @@ class DeclaredOption(NamedTuple):
         return value
 
     def check(self, value: Any) -> None:
-        """An ArgumentTypeError says what is wrong with a value."""
+        """Raises an ArgumentTypeError if the value is not allowed."""
         if self.choices and value not in self.choices:
             raise argparse.ArgumentTypeError(invalid_choice_text(value, self.choices))
         if self.kind not in (int, float):
@@ -77,8 +78,8 @@ class DeclaredOption(NamedTuple):
 
 def declared_options(function: Callable[..., Any]) -> Iterator[DeclaredOption]:
     for name, parameter in inspect.signature(function).parameters.items():
-        if not hasattr(parameter.annotation, "__metadata__"):  # no option of the command
-            continue
+        if not hasattr(parameter.annotation, "__metadata__"):
+            continue  # this parameter is not an option of the command
         flag = name if parameter.kind is not parameter.KEYWORD_ONLY else ""
         yield declare_option(name, parameter.annotation, parameter.default, flag)
 
@@ -86,7 +87,8 @@ def declared_options(function: Callable[..., Any]) -> Iterator[DeclaredOption]:
 def declare_option(
     name: str, annotation: Any, default: Any = None, flag: str = ""
 ) -> DeclaredOption:
-    """An option by its annotation. `flag`: if the annotation has none and it is not --NAME."""
+    """Returns the option that an annotation declares. It is called `flag` if the annotation sets no
+    name, and --NAME if `flag` is empty, too."""
     option: Option = annotation.__metadata__[0]
     flag = option.flag or flag or f"--{name.replace('_', '-')}"
     kind = first_type(annotation.__origin__)
@@ -103,6 +105,7 @@ def declare_option(
 
 
 def first_type(annotation: Any) -> Any:
+    """Returns the first type of a union; any other type as it is."""
     is_union = get_origin(annotation) in (Union, UnionType)
     return get_args(annotation)[0] if is_union else annotation
 
@@ -141,15 +144,15 @@ def add_option(
 def check_values(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises the error that the command would print for these arguments."""
+    """Raises the error that the command would print for these values of its options."""
     options = {parameter.name: parameter for parameter in declared_options(function)}
     values = {**dict(zip(options, args, strict=False)), **kwargs}
     for name, value in values.items():
         parameter = options.get(name)
-        if parameter is None or value is parameter.default:  # Python itself refuses an unknown name
+        if parameter is None or value is parameter.default:  # Python's call refuses unknown names
             continue
         if parameter.kind not in (int, float) and not parameter.choices:
-            continue  # nothing to check; a Dataset would be read crop by crop
+            continue  # any value is allowed; the loop below would read a Dataset crop by crop
         is_several = parameter.several or parameter.size > 1
         several = is_several and not isinstance(value, str | os.PathLike)
         for single in value if several else [value]:

@@ -1,7 +1,7 @@
 """Load user code where an option or a setting takes `file.py:Name`.
 
-plugin("clinic.py:Csv")                   # the class Csv; raises whatever the file raises
-blame(error)                              # on one line, with the line of the file that raised it
+load_plugin("clinic.py:Csv")         # the class Csv; raises whatever the file raises
+error_with_line(error)               # on one line, with the line of the file that raised it
 """
 
 import ast
@@ -16,14 +16,13 @@ from typing import Any
 
 from .errors import DataError, one_line
 
-_modules: dict[
-    tuple[Path, str], ModuleType
-] = {}  # by file and sha256, so that a changed file is run again
+# Modules by file and sha256 of its contents, so that a changed file is run again
+_modules: dict[tuple[Path, str], ModuleType] = {}
 
 
 def load_plugin(spec: str, importable: bool = False) -> Any:
-    """The object named by `file.py:Name` or `module:Name`. `importable`: worker processes must be
-    able to import it, too."""
+    """Returns the object that `file.py:Name` or `module:Name` names. `importable`: the file's folder
+    is added to sys.path, so that worker processes can import the file, too."""
     module, _, name = spec.rpartition(":")
     return getattr(
         _run_file(Path(module), importable)
@@ -34,13 +33,13 @@ def load_plugin(spec: str, importable: bool = False) -> Any:
 
 
 def shadows_a_module(file_name: str) -> bool:
-    """True if Python, started in the folder of this file, would import it in place of a module of its own
-    or of an installed one."""
+    """Returns True if a file of this name hides a standard or installed module from a Python that is
+    started in the file's folder."""
     name = file_name.removesuffix(".py")
-    # Python imports the last two by itself when it starts
+    # Python imports sitecustomize and usercustomize by itself when it starts
     if name in {*sys.stdlib_module_names, "omnilead", "sitecustomize", "usercustomize"}:
         return True
-    # Not all of sys.path: the folder that Python was started in may have the user's own copy of the file
+    # sys.path also has the folder that Python was started in, which may have the user's copy of the file
     installed = [
         folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")
     ]
@@ -48,8 +47,8 @@ def shadows_a_module(file_name: str) -> bool:
 
 
 def plugin_code(kind: type) -> bytes:
-    """The file that defines a class of the user's, and the files beside it that it imports: what the class
-    does depends on all of it."""
+    """Returns the contents of the file that defines a user's class, and of the files beside it that it
+    imports. What the class does depends on all of them."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     codes: dict[Path, bytes] = {}
     waiting = [Path(file)] if file else []
@@ -82,10 +81,10 @@ def error_with_line(error: BaseException) -> str:
 
 
 def _run_file(path: Path, importable: bool) -> ModuleType:
-    """Run a file as a module. If its name is taken, it gets another one, so that models with equal
-    file names can coexist."""
+    """Runs a file as a module and returns the module. If the module's name is taken, it gets another
+    name, so that models with equal file names can coexist."""
     if not path.is_file():
-        raise DataError(f"no such file {path}")
+        raise DataError(f"no such file {path}: check the path before the colon")
     path, content = path.resolve(), path.read_bytes()
     key = path, hashlib.sha256(content).hexdigest()
     if key not in _modules:
@@ -100,9 +99,8 @@ def _run_file(path: Path, importable: bool) -> ModuleType:
             sys.path.insert(0, str(path.parent))
         _modules[key] = sys.modules[module.__name__] = module
         try:
-            exec(
-                compile(content, str(path), "exec"), module.__dict__
-            )  # leaves no __pycache__ in a model folder
+            # Unlike an import, exec leaves no __pycache__ in a model folder
+            exec(compile(content, str(path), "exec"), module.__dict__)
         except BaseException:
             del sys.modules[module.__name__], _modules[key]
             raise

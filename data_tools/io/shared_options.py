@@ -1,4 +1,4 @@
-"""Options that several commands of this wing have, and the types of their arguments."""
+"""Options that several commands of data_tools have, and the types of their arguments."""
 
 import os
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from .options import Option
 CORES = os.cpu_count() or 1
 Workers = Annotated[int | None, Option("worker processes (all cores)", low=1)]
 Anonymous = Annotated[bool, Option("read public buckets without credentials")]
-# Any: or a Dataset itself, which takes longer to import than --help
+# Any stands for Dataset, which is not imported here: that would take longer than all of --help
 DatasetPath = str | os.PathLike[str] | Any
 DatasetPaths = Sequence[DatasetPath] | DatasetPath
 SOURCE_KINDS = (

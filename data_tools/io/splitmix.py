@@ -1,14 +1,14 @@
-"""SplitMix64, from which every random decision comes: a library's generator may change between versions."""
+"""SplitMix64, a random generator that is written here because a library's may change between versions."""
 
 import numpy as np
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
-M1, M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # Stafford's variant 13
+M1, M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # the multipliers of Stafford's variant 13
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser, in place: a bijection of uint64 with full avalanche."""
-    # the only scratch array: allocating fresh pages costs more than the arithmetic
+    """Applies SplitMix64's finaliser in place: a bijection of uint64 with full avalanche."""
+    # Only one scratch array is used, because allocating pages takes longer than the arithmetic
     shifted = x >> 30
     x ^= shifted
     x *= M1

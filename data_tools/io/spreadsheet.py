@@ -1,12 +1,12 @@
-"""CSV that is safe to open in a spreadsheet: a cell that would be a formula gets a leading
-apostrophe, which reading removes.
+"""Write CSV that is safe to open in a spreadsheet: a cell that a spreadsheet would take for a formula
+gets a leading apostrophe, which reading removes.
 
-    as_csv([("record", "age"), ("=1+2", 60)])       # "record,age\\n'=1+2,60\\n"
-    without_formulas(table)         # an arrow table of any size, for pyarrow's faster writer
-    unquoted("'=1+2")                               # "=1+2"
+    csv_text([("record", "age"), ("=1+2", 60)])     # "record,age\\n'=1+2,60\\n"
+    quote_formulas(table)           # an arrow table of any size, for pyarrow's faster writer
+    unquote_cell("'=1+2")                           # "=1+2"
 
-A text that itself begins with apostrophes before such a character gets one more, so that reading
-always gives the original.
+A text that itself begins with apostrophes and then a character of formulas also gets one more
+apostrophe, so that reading always gives the original.
 """
 
 import csv
@@ -19,18 +19,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# a spreadsheet takes a cell that begins with one of these characters for a formula
+# A spreadsheet takes a cell for a formula if it begins with one of these characters
 FORMULA_START = r"'*[=+\-@\t\r\n]"
 FORMULA_PATTERN = re.compile(FORMULA_START)
-QUOTED_FORMULA = (
-    f"^'({FORMULA_START})"  # replace by \1 to unquote; also in arrow's regular expressions
-)
+# Matches a quoted formula: replacing the match by \1 removes the apostrophe, in arrow as well
+QUOTED_FORMULA = f"^'({FORMULA_START})"
 
 
 def csv_text(rows: Iterable[Sequence[Any]]) -> str:
-    """A CSV table of a few rows."""
+    """Returns a CSV table of a few rows as text."""
     text, line = io.StringIO(), io.StringIO()
-    # Python before 3.13 quotes a carriage return only if lines end with one
+    # Before 3.13, Python quotes a cell with a carriage return only if lines end with \r as well
     writer = csv.writer(line, lineterminator="\r\n")
     for row in rows:
         writer.writerow([quote_cell(cell) if isinstance(cell, str) else cell for cell in row])
@@ -41,7 +40,7 @@ def csv_text(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def quote_formulas(table: pa.Table) -> pa.Table:
-    """The table with the cells and column names as `csv_text` would write them."""
+    """Returns the table with cells and column names quoted as `csv_text` quotes them."""
     columns = [
         _quote_column(column) if pa.types.is_string(column.type) else column
         for column in table.columns
@@ -57,7 +56,8 @@ def _quote_column(column: pa.ChunkedArray) -> pa.Array:
 
 
 def quote_cell(cell: str) -> str:
-    """Quotes a cell that may be a formula. One or more numbers, such as -0.5, stay unchanged."""
+    """Adds an apostrophe to a cell that may be a formula. A cell of numbers, such as -0.5,
+    stays unchanged."""
     formula = FORMULA_PATTERN.match(cell) and any(
         math.isnan(to_number(word)) for word in cell.split()
     )
@@ -69,7 +69,7 @@ def unquote_cell(cell: str) -> str:
 
 
 def to_number(value: object) -> float:
-    """Converts a cell to a number; NaN if it is none."""
+    """Returns the number in a cell; NaN if the cell is not a number."""
     try:
         return float(str(value))
     except ValueError:

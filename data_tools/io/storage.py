@@ -1,5 +1,5 @@
-"""Files by relative name in a local folder or below an fsspec URL (s3://bucket/prefix);
-`folder(url)` picks the class.
+"""Read and write files by relative name, in a local folder or below an fsspec URL (s3://bucket/prefix);
+`folder(url)` returns a LocalFolder or a RemoteFolder.
 
 Reading never follows a link out of the archive and never reads more bytes than the caller expects.
 Writing never leaves an incomplete file under its final name.
@@ -42,11 +42,11 @@ from .terminal import tell
 T = TypeVar("T")
 Item = TypeVar("Item")
 RETRIES, FIRST_WAIT_S = 6, 0.2
-CONCURRENT_REQUESTS = 32  # concurrent requests per process
+CONCURRENT_REQUESTS = 32  # requests that one process sends at the same time
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Move a complete file to its final name; it is on the disk when this returns."""
+    """Moves a complete file to its final name. When this returns, the file is on the disk."""
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, final)
@@ -63,8 +63,8 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` at the end of the block; after an error the old file
-    stays."""
+    """Yields the path of a temporary file, which replaces `path` at the end of the block. After an
+    error in the block, the old file stays."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         yield temporary
@@ -74,14 +74,15 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write or replace a file atomically; it is on the disk when this returns."""
+    """Writes or replaces a file atomically. When this returns, the file is on the disk."""
     with replacing_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def read_into(file: int, buffer: Any, start: int) -> int:
-    """Fills a buffer from an open file. Returns the number of bytes read: fewer only at the end of the
-    file. One system call may read a part, on a network file system or beyond 2 GiB."""
+    """Fills a buffer from an open file. Returns the number of bytes read, which is smaller than the
+    buffer only at the end of the file. Several system calls may be needed: on a network file system
+    or beyond 2 GiB, one call may read only a part."""
     view = memoryview(buffer).cast("B")
     read = os.preadv(file, [view], start)
     while 0 < read < len(view):
@@ -93,7 +94,7 @@ def read_into(file: int, buffer: Any, start: int) -> int:
 
 
 def read_bytes(file: int, start: int, size: int) -> bytes:
-    """Reads `size` bytes of an open file, fewer only at its end."""
+    """Returns `size` bytes of an open file, or fewer at the end of the file."""
     data = os.pread(file, size, start)
     if 0 < len(data) < size:
         rest = bytearray(size - len(data))
@@ -109,8 +110,8 @@ def write_at(file: int, data: bytes, start: int) -> None:
 
 
 def locked_by_another(file: IO[Any], place: str) -> bool:
-    """Lock an open file until it is closed; True if another process has locked it. Prints a note if
-    files cannot be locked."""
+    """Locks an open file until it is closed. Returns True if another process has locked it. Prints a
+    note if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -123,15 +124,16 @@ def locked_by_another(file: IO[Any], place: str) -> bool:
 @dataclass(frozen=True)
 class LocalFolder:
     url: str
-    private: bool = False  # no message may name what is in the folder: patients' names, for example
+    # True: messages must not name files in the folder, because the names may be patients'
+    private: bool = False
     remote = False
 
     def path(self, name: str) -> str:
         return f"{self.url}/{name}"
 
     def read(self, name: str, limit: int, cut: bool = False) -> bytes:
-        """Read a regular file of at most `limit` bytes, or with `cut` its first ones; links, pipes
-        and devices are refused."""
+        """Returns the contents of a regular file of at most `limit` bytes. With `cut`, a file may be
+        larger, and its first `limit` bytes are returned. Links, pipes and devices are refused."""
         try:
             file = os.open(
                 self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -162,7 +164,7 @@ class LocalFolder:
             os.close(file)
 
     def view(self, name: str, limit: int) -> memoryview:
-        """A whole file, memory-mapped; its size does not matter then."""
+        """Returns a memory map of a whole file. A map may have any size, so `limit` is not used."""
         try:
             with open(self.path(name), "rb") as file:
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -175,8 +177,8 @@ class LocalFolder:
         return os.path.getsize(self.path(name))
 
     def stamp(self, name: str) -> bytes:
-        """Size and modification time; a continued build reads files again if their stamp has
-        changed."""
+        """Returns size and modification time of a file as bytes. A continued build reads a file again
+        if its stamp has changed."""
         try:
             state = os.lstat(self.path(name))
         except OSError:
@@ -187,7 +189,8 @@ class LocalFolder:
         return os.path.exists(self.path(name))
 
     def names(self, under: str = "") -> Iterator[str]:
-        """All files below, sorted, folder by folder; links to folders are not followed."""
+        """Yields the names of all files below `under`, sorted, folder by folder. Links to folders are
+        not followed."""
         try:
             entries = sorted(os.scandir(self.path(under)), key=lambda entry: entry.name)
         except (FileNotFoundError, NotADirectoryError):
@@ -205,9 +208,9 @@ class LocalFolder:
                 yield from self.names(prefix + entry.name)
 
     def links(self, under: str = "") -> Iterator[str]:
-        """The links to folders below, which `names` does not follow, sorted."""
+        """Yields the names of all links to folders below `under`, sorted. `names` does not follow them."""
         entries: list[os.DirEntry[str]] = []
-        with suppress(OSError):  # `names` says what cannot be listed
+        with suppress(OSError):  # `names` raises an error for a folder that cannot be listed
             entries = sorted(os.scandir(self.path(under)), key=lambda entry: entry.name)
         for entry in entries:
             path = f"{under}/{entry.name}" if under else entry.name
@@ -228,7 +231,7 @@ class LocalFolder:
     def write(self, name: str, data: bytes) -> None:
         temporary = temporary_path(self, name)
         try:
-            with write_errors(self.url, name):
+            with explain_write_errors(self.url, name):
                 temporary.write_bytes(data)
                 self.publish(temporary, name)
         finally:
@@ -240,8 +243,8 @@ class LocalFolder:
         publish(path, final)
 
     def workdir(self) -> Path:
-        """The folder for temporary files and the lock, on the same disk, so that publishing is a
-        rename."""
+        """Returns the folder for temporary files and the lock. It is on the same disk as the final
+        files, so that publishing a file is a rename."""
         place = Path(self.url, ".build")
         (place / "tmp").mkdir(parents=True, exist_ok=True)
         return place
@@ -255,13 +258,13 @@ class LocalFolder:
 
 
 def temporary_path(folder: "Folder", name: str) -> Path:
-    """Returns a unique path. The process id would not do: threads of a Dask worker share it, and
-    so can processes in two containers."""
+    """Returns a unique path for a temporary file. The process id would not make it unique: threads of a
+    Dask worker share one, and processes in two containers can have the same."""
     return folder.workdir() / "tmp" / f"{os.path.basename(name)}.{uuid4().hex}"
 
 
 @contextmanager
-def write_errors(url: str, name: str) -> Iterator[None]:
+def explain_write_errors(url: str, name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -271,8 +274,8 @@ def write_errors(url: str, name: str) -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _connect(url: str, anonymous: bool) -> Any:
-    """The fsspec file system. `RemoteFolder._retry` is the only retry layer: with those of s3fs
-    and botocore, a stalled server would be retried by three layers at once."""
+    """Returns the fsspec file system of a URL. It does not retry requests, because `RemoteFolder._retry`
+    does: if s3fs and botocore retried, too, three layers would retry a stalled server at once."""
     options: dict[str, Any] = {"anon": True} if anonymous else {}
     try:
         import fsspec
@@ -281,7 +284,7 @@ def _connect(url: str, anonymous: bool) -> Any:
             return fsspec.core.url_to_fs(url, **options)[0]
         once = {"retries": {"total_max_attempts": 1}}
         fs = fsspec.core.url_to_fs(url, use_listings_cache=False, config_kwargs=once, **options)[0]
-        fs.retries = 1  # `retries` is s3fs's; in gcsfs it means something else
+        fs.retries = 1  # set in s3fs only, because `retries` means something else in gcsfs
         return fs
     except ImportError as error:
         raise StorageError(missing_package(url, error)) from None
@@ -296,8 +299,8 @@ def missing_package(url: str, error: ImportError) -> str:
 
 
 async def _get_s3(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int]:
-    """Returns (a byte range, length of the whole object), which the response states but `cat_file`
-    does not return."""
+    """Returns (a range of an object's bytes, length of the whole object). The response states the
+    length, but fsspec's `cat_file` does not return it."""
     bucket, key, _ = fs.split_path(path)
     answer = await fs._call_s3(
         "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{start + size - 1}"
@@ -314,8 +317,9 @@ class RemoteFolder:
 
     url: str
     anonymous: bool = False
-    private: bool = False  # as in LocalFolder
-    tries: int | None = None  # tries of each request; None: RETRIES
+    # True: messages must not name files in the folder, because the names may be patients'
+    private: bool = False
+    tries: int | None = None  # how often each request is tried; None means RETRIES times
     remote = True
 
     @property
@@ -326,14 +330,14 @@ class RemoteFolder:
         return f"{self.url}/{name}" if name else self.url
 
     def _retry(self, name: str, call: Callable[[], T], must_exist: bool = False) -> T:
-        """Call with retries, exponential backoff and jitter. `must_exist`: also retry a 404, which
-        can be transient."""
+        """Returns the result of `call`, which is retried with exponential backoff and jitter.
+        `must_exist`: a missing file (404) is retried, too, because the error can be transient."""
         what = self.url if self.private else self.path(name)
         tries = self.tries or RETRIES
         for attempt in range(1, tries + 1):
             try:
                 return call()
-            except StorageError:  # an extra is not installed
+            except StorageError:  # trying again is useless: a package is not installed
                 raise
             except FileNotFoundError:
                 if not must_exist or attempt == tries:
@@ -360,7 +364,7 @@ class RemoteFolder:
         raise AssertionError
 
     def read(self, name: str, limit: int, cut: bool = False) -> bytes:
-        try:  # requests one byte more than the limit, to see whether there is more
+        try:  # one byte more than the limit shows whether the object is larger
             data = self._retry(name, lambda: self._range(name, 0, limit + 1), must_exist=cut)
         except FileNotFoundError:
             raise ReadError(MISSING_FILE, name) from None
@@ -372,8 +376,8 @@ class RemoteFolder:
         return self._retry(name, lambda: self._range(name, start, size), must_exist=True)
 
     def _range(self, name: str, start: int, size: int) -> bytes:
-        """The part of the range that the object has. The length is checked, because a proxy may
-        truncate a response."""
+        """Returns the part of the byte range that the object has. Its length is checked, because a
+        proxy may truncate a response."""
         path = self.path(name)
         try:
             if hasattr(self.fs, "call_s3"):
@@ -385,7 +389,7 @@ class RemoteFolder:
                     self.fs.cat_file(path, start=start, end=start + size),
                     self.fs.info(path)["size"],
                 )
-        except OSError as error:  # HTTP 416 for an empty object, which has no range
+        except OSError as error:  # the server answers HTTP 416, as an empty object has no range
             if error.errno == errno.EINVAL and not self.fs.info(path)["size"]:
                 return b""
             raise
@@ -402,7 +406,7 @@ class RemoteFolder:
         )
 
     def stamp(self, name: str) -> bytes:
-        return b""  # a request per record would cost more than planning; headers have checksums
+        return b""  # a request per record would take longer than planning; record headers have checksums
 
     def exists(self, name: str) -> bool:
         return bool(self._retry(name, lambda: self.fs.exists(self.path(name))))
@@ -416,7 +420,7 @@ class RemoteFolder:
         yield from sorted((name.removeprefix(root) for name in paths), key=local_sort_key)
 
     def links(self, under: str = "") -> Iterator[str]:
-        return iter(())  # a bucket has none
+        return iter(())  # object storage has no links
 
     def children(self, under: str = "") -> list[str]:
         place = self.path(under)
@@ -455,8 +459,8 @@ class RemoteFolder:
 
 
 def _check_only_owner_enters(place: Path) -> None:
-    """A StorageError unless it is a folder that only this user can enter. Anybody can foresee the name
-    of a folder in /tmp and put a link there, to a folder whose files would then be removed."""
+    """Raises a StorageError unless `place` is a folder that only this user can enter. Anybody can foresee
+    the folder's name in /tmp and put a link there. Files in the link's target would then be removed."""
     state = place.lstat()
     if not stat.S_ISDIR(state.st_mode):
         wrong = "is a link or a file"
@@ -480,20 +484,20 @@ def folder(url: str | os.PathLike[str], anonymous: bool = False, private: bool =
 
 
 def dataset_folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
-    """The folder of a dataset. Its path must be UTF-8, as pyarrow requires; an archive's path may
-    have any bytes."""
+    """Returns the folder of a dataset, whose path must be UTF-8, because pyarrow requires it. The path
+    of an archive may have any bytes."""
     place = folder(url, anonymous)
     try:
         place.url.encode()
     except UnicodeEncodeError:
         raise StorageError(
-            f"{printable(place.url)}: a dataset's path must be UTF-8: rename it or choose another"
+            f"{printable(place.url)}: a dataset's path must be UTF-8: rename it, or choose another path"
         ) from None
     return place
 
 
 def local_sort_key(name: str) -> list[tuple[bool, str]]:
-    """Sort key for the order of LocalFolder.names: the files of a folder come before its
+    """Returns a sort key for the order of LocalFolder.names: the files of a folder come before its
     subfolders."""
     *folders, file = name.split("/")
     return [*((True, folder) for folder in folders), (False, file)]
@@ -502,7 +506,7 @@ def local_sort_key(name: str) -> list[tuple[bool, str]]:
 def prefetch(
     call: Callable[[Item], T], items: Iterable[Item], threads: int = CONCURRENT_REQUESTS
 ) -> Generator[T, None, None]:
-    """Yield call(item) for each item in order, with concurrent calls."""
+    """Yields call(item) for each item, in order. Up to `threads` calls run at the same time."""
     queue = iter(items)
     with ThreadPoolExecutor(threads) as pool:
         pending = deque(pool.submit(call, item) for item in islice(queue, 2 * threads))

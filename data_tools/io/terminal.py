@@ -2,13 +2,13 @@
 and lack of memory.
 
 Parser("omnilead").parse_args()
-tqdm(..., disable=not interactive())      # progress bar on a terminal or in a notebook
+tqdm(..., disable=not is_interactive())   # progress bar on a terminal or in a notebook
 say("step 10")                            # keeps running if standard output cannot be written
 tell("note: ...")                         # on standard error
-if is_memory(error): ...                  # out of memory, whatever the message
+if is_out_of_memory(error): ...           # whatever the message
 
-Only this module prints, because text may come from a file of anyone's: what would control the
-terminal is escaped here.
+Only this module prints, because text may come from anybody's file: characters that would control the
+terminal are escaped here.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from .errors import UserError as UserError
 from .errors import printable, printable_lines
 from .errors import write_error_advice as write_error_advice
 
-# "out of memory" as reported by torch, C++, Python's threads, the system and its dynamic loader
+# How torch, C++, Python's threads, the system and its dynamic loader report "out of memory"
 OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "can't allocate memory",
@@ -54,8 +54,8 @@ class Parser(argparse.ArgumentParser):
             sys.exit(code)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses as argparse does, but an unknown argument is an error here, where the options that it may
-        stand for are known."""
+        """Parses as argparse does, but reports an unknown argument here, because this parser knows
+        which options the user may have meant."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option, _, value = unknown[0].partition("=")
@@ -103,7 +103,7 @@ def guard_streams() -> None:
     if logging.lastResort:
         logging.lastResort.setFormatter(PrintableFormatter())
     sys.excepthook = _excepthook
-    atexit.register(_flush)
+    atexit.register(_flush_at_exit)
 
 
 class PrintableFormatter(logging.Formatter):
@@ -114,7 +114,7 @@ class PrintableFormatter(logging.Formatter):
 def _excepthook(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print no traceback if standard output cannot be written or its reader has closed the pipe."""
+    """Prints no traceback if standard output cannot be written or its reader has closed the pipe."""
     if (
         isinstance(error, OSError)
         and error.filename is None
@@ -125,13 +125,14 @@ def _excepthook(
         sys.__excepthook__(kind, error, trace)
 
 
-def _flush() -> None:
+def _flush_at_exit() -> None:
     if show(""):
-        os._exit(1)  # too late for sys.exit
+        os._exit(1)  # sys.exit no longer sets the exit code: Python is already exiting
 
 
 def show(text: str) -> int:
-    """Print a command's result and return the exit code; a closed pipe also gives 0."""
+    """Prints a command's result. Returns the exit code: 0 if the text is printed or the reader has
+    closed the pipe, else 1."""
     try:
         print(printable_lines(text), end="", flush=True)
     except OSError as error:
@@ -148,13 +149,14 @@ def _report_failed_output(error: OSError) -> int:
 
 
 def drop_output() -> int:
-    """Discard further output, and what is still in the buffer, which would raise again at exit."""
+    """Discards the buffer and all further output. Writing the buffer at exit would fail again. Returns
+    the exit code 0."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def say(text: str) -> None:
-    """Print a message; a failure to print does not stop the program."""
+    """Prints a message. If it cannot be printed, the program continues."""
     try:
         print(printable_lines(text), flush=True)
     except OSError as error:
@@ -167,7 +169,7 @@ class OutputClosed(BrokenPipeError):
 
 
 def echo(text: object) -> None:
-    """Print a message; a failure to print is raised."""
+    """Prints a message. If it cannot be printed, the error is raised."""
     try:
         print(printable_lines(str(text)))
     except BrokenPipeError:
@@ -175,21 +177,23 @@ def echo(text: object) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a message to standard error, on one line."""
+    """Prints a message to standard error, on one line."""
     print(printable(text), file=sys.stderr, flush=True)
 
 
 def file_error_parts(
     error: OSError, option: str, place: str | os.PathLike[str] | None
 ) -> tuple[str, ...]:
-    """The file that cannot be read or written, and why, as parts of an error: `option` and `place`,
-    what it sets, if that is what a command was writing. The system names no file if the disk is full."""
+    """Returns parts of an error message: the file that cannot be read or written, and why. If the command
+    was writing to its output, the parts name `option` and its value `place` instead of a file. This is
+    also the case if the error names no file, as when the disk is full."""
     file = error.filename
     if place and file:
         whole, out = os.path.abspath(os.fsdecode(file)), os.path.abspath(place)
         temporary = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.")
         inside = whole.startswith((f"{out}{os.sep}", f"{out}.", temporary))
-        if whole == out or inside or out.startswith(f"{whole}{os.sep}"):  # or a folder above it
+        # The error may name the output itself, a file in it, or a folder above it
+        if whole == out or inside or out.startswith(f"{whole}{os.sep}"):
             file = None
     why = error.strerror or str(error)
     if place and not file:
@@ -198,7 +202,7 @@ def file_error_parts(
 
 
 def is_interactive() -> bool:
-    """True on a terminal or in a notebook, where progress bars are shown."""
+    """Returns True on a terminal or in a notebook, where progress bars are shown."""
     return sys.stderr.isatty() or is_notebook()
 
 
@@ -207,10 +211,9 @@ def is_notebook() -> bool:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if this error, or one that caused it, means out of memory."""
-    if error is None or isinstance(
-        error, BlockingIOError
-    ):  # a held lock has the same message as a thread that cannot start
+    """Returns True if this error, or an error that caused it, means out of memory."""
+    # A BlockingIOError means a held lock, but has the same message as a thread that cannot start
+    if error is None or isinstance(error, BlockingIOError):
         return False
     return (
         isinstance(error, MemoryError)
@@ -221,9 +224,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @cache
 def keep_freed_memory() -> None:
-    """Let this process keep up to 256 MB of freed memory. By default glibc returns large buffers
-    to the kernel, and the next record or batch pays for every page again: two thirds of the time
-    of noise on a CPU. Without glibc, does nothing."""
+    """Lets this process keep up to 256 MB of freed memory. By default glibc returns large buffers to
+    the kernel, and the next record or batch must fetch every page again. That took two thirds of the
+    time in which a CPU adds noise to crops. Does nothing without glibc."""
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)

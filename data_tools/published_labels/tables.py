@@ -49,7 +49,7 @@ from ..ecg.record_names import row_number
 from ..ecg.record_tables import read_table as read_record_table
 from ..io.errors import DataError, ReadError, StorageError, one_line, printable
 from ..io.spreadsheet import to_number
-from ..io.storage import Folder, dataset_folder, prefetch, write_errors, write_whole
+from ..io.storage import Folder, dataset_folder, explain_write_errors, prefetch, write_whole
 from ..sharding.finishing import parquet_bytes
 from ..sources.base import dataset_patient, links_hint, name_with_folders, read_safely, read_table
 from ..sources.code15 import EXAMS_CSV, MAX_EXAMS_CSV
@@ -157,7 +157,7 @@ def write_labels(
     else:
         root, _ = archive_folder_and_names(url, anonymous)  # raises if there is no such folder
     if not place.remote:
-        with write_errors(place.url, "tables"):
+        with explain_write_errors(place.url, "tables"):
             os.makedirs(place.url, exist_ok=True)
             remove_leftovers(Path(place.url))
     write = (

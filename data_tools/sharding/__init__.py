@@ -1,1 +1,1 @@
-"""From archives to a dataset: plan, shards, roles, tables, checks."""
+"""Make a dataset from archives: plan, shards, roles, tables, and checks of the result."""

@@ -17,14 +17,22 @@ from ..ecg.constants import SYNTHETIC
 from ..io.storage import Folder
 
 CARD, CROISSANT = "README.md", "croissant.json"
-SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B")
+SIZE_CATEGORIES = (
+    "n<1K",
+    "1K<n<10K",
+    "10K<n<100K",
+    "100K<n<1M",
+    "1M<n<10M",
+    "10M<n<100M",
+    "100M<n<1B",
+)
 
 
 def write_card(
     out: Folder, facts: DatasetFacts, reasons: Counter[str], flags: Collection[str]
 ) -> None:
-    """Writes the data card. `reasons`: how many lines of rejects.csv have each; `flags`: those of records that were used
-    nevertheless."""
+    """Writes README.md and croissant.json. `reasons`: the number of lines of rejects.csv for each reason;
+    `flags`: the reasons that did not keep a record from being used."""
     import jinja2
     import yaml  # type: ignore[import-untyped]
 
@@ -34,7 +42,7 @@ def write_card(
     texts["title"] = f"12-lead ECGs of {', '.join(source.name for source in facts.sources)}"
     texts["description"] = _description(facts)
     texts["privacy"] += " " + texts["pseudonyms" if facts.pseudonyms else "names"]
-    texts["size"] = SIZES[max(0, len(str(facts.crops)) - 3)]
+    texts["size"] = SIZE_CATEGORIES[max(0, len(str(facts.crops)) - 3)]
     templates = jinja2.Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -53,12 +61,12 @@ def _read_resource(name: str) -> str:
 
 
 def _escape_cell(text: str) -> str:
-    """Escapes untrusted text for a cell of a table."""
+    """Escapes untrusted text for a cell of a Markdown table."""
     return re.sub(r"([\\`\[\]|<>&*_])", r"\\\1", " ".join(text.split()))
 
 
 def _licences(facts: DatasetFacts, texts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns what each licence of the dataset demands, and the sources under it."""
+    """Returns, for each licence of the dataset, what it demands and the names of the sources under it."""
     licences: dict[str, dict[str, Any]] = {}
     for source in facts.sources:
         licence = source.licence or "unknown"

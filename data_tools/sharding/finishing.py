@@ -1,5 +1,5 @@
-"""The end of a build: roles of all records, tables, the zarr copy, the data card, and dataset.json
-last.
+"""Finish a build: assign roles to all records and write the zarr copy, the tables, the data card and,
+last, dataset.json.
 """
 
 import errno
@@ -44,7 +44,7 @@ from ..dataset.rejects import (
 from ..ecg.crops import SPEC, SPEC_HASH
 from ..ecg.record import SYNTHETIC, patient_source
 from ..io.errors import DatasetError, ReadError, StorageError
-from ..io.storage import Folder, temporary_path, write_errors
+from ..io.storage import Folder, explain_write_errors, temporary_path
 from ..sources.dataset import StoredDataset, open_dataset
 from . import roles as splits
 from . import shards as shard_writers
@@ -54,12 +54,12 @@ from .plan import ShardPlan
 from .roles import PAPER_SOURCES, RoleSources
 from .shards import part_name, shard_name
 
-DIGEST_BYTES = 32  # bytes of the sha256 at the end of a part
+DIGEST_BYTES = 32  # bytes of the sha256 at the end of a part file
 SYNTHETIC_LICENCE = "CC0-1.0"
-ROW_GROUP = 65_536
+ROW_GROUP_ROWS = 65_536
 ROLE_COLUMNS = ["pretrain", "dx_role", "id_role"]
 PART_COLUMNS = pa.schema([field for field in COLUMNS if field.name not in ROLE_COLUMNS])
-TABLE_BEFORE = f".build/{SAMPLES}"  # the old table while another takes its place
+OLD_TABLE = f".build/{SAMPLES}"  # copy of samples.parquet that stays while a new table is written
 STORED_FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
@@ -69,19 +69,19 @@ class ShardOptions:
     out: str
     plan: str = "paper"
     seed: int = 0
-    shard_crops: int | None = None  # None: SHARD_CROPS
+    shard_crops: int | None = None  # None means SHARD_CROPS
     role_sources: RoleSources = PAPER_SOURCES
     format: str = "tar"
     workers: int = 1
     cluster: str | None = None
     pseudonym_key: bytes | None = None
-    patients: str | None = None  # a table that names the patients
+    patients: str | None = None  # a table that names the patient of each record
     leave_out: LeaveOut | None = None
     quiet: bool = False
 
 
 def read_part(out: Folder, name: str) -> pa.Table:
-    """The part of a shard; a ReadError if its sha256 differs."""
+    """Returns the rows in a shard's part file. Raises a ReadError if the file's sha256 is wrong."""
     data = memoryview(out.read(part_name(name), 2**30))
     body, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     if hashlib.sha256(body).digest() != digest:
@@ -89,20 +89,20 @@ def read_part(out: Folder, name: str) -> pa.Table:
             "fails its sha256",
             f"{out.url}/{part_name(name)}: run the same command again to rebuild it",
         )
-    # pq.read_table would read in threads of arrow, which release `body` later. If the program is
-    # just ending, they abort it
+    # pq.read_table would read in threads of arrow, which release `body` later. If the program ends
+    # before they do, they abort it
     return pq.ParquetFile(pa.BufferReader(body)).read(use_threads=False)
 
 
 def write_part(out: Folder, table: pa.Table, facts: dict[str, Any]) -> None:
-    """Writes the rows and the facts of a shard, with their sha256, until the build ends."""
+    """Writes a shard's part file: its rows and facts, with their sha256. It exists until the build ends."""
     data = parquet_bytes(table.replace_schema_metadata({"omnilead": json.dumps(facts)}))
     out.write(part_name(facts["name"]), data + hashlib.sha256(data).digest())
 
 
 def parquet_bytes(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP)
+    pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP_ROWS)
     return bytes(sink.getvalue())
 
 
@@ -111,12 +111,12 @@ def recipe_hash(recipe: dict[str, Any]) -> str:
 
 
 class PlanFacts(NamedTuple):
-    """The facts about a plan that the end of a build needs."""
+    """What the end of a build needs to know about the plan, which is no longer in memory then."""
 
-    shards: list[str]  # their names
-    sources: list[dict[str, Any]]  # name, licence, dropped_s, seen
+    shards: list[str]  # names of the shards
+    sources: list[dict[str, Any]]  # name, licence, dropped_s and seen of each source
     rejects: list[Reject]
-    name_key: bytes | None  # name key of the first dataset among the sources
+    name_key: bytes | None  # Dataset.name_key of the first dataset among the sources
 
     @classmethod
     def of_plan(cls, plan: ShardPlan) -> "PlanFacts":
@@ -135,11 +135,11 @@ class PlanFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardParts:
-    """The parts of new shards, which lie beside them until the build ends. They are read several times:
-    all rows at once would take gigabytes."""
+    """The part files of new shards, which exist until the build ends. Each use reads them again, because
+    all rows at once would take gigabytes of memory."""
 
     out: Folder
-    shards: list[str]  # their names
+    shards: list[str]  # names of the shards
 
     def __iter__(self) -> Iterator[pa.Table]:
         return (read_part(self.out, name) for name in self.shards)
@@ -153,7 +153,7 @@ class ShardParts:
 
 
 def part_facts(part: pa.Table) -> dict[str, Any]:
-    """Returns the facts of a shard that are stored beside its rows."""
+    """Returns the facts of a shard that its part file has besides the rows."""
     facts: dict[str, Any] = json.loads(part.schema.metadata[b"omnilead"])
     return facts
 
@@ -161,7 +161,7 @@ def part_facts(part: pa.Table) -> dict[str, Any]:
 def finish_dataset(
     planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
 ) -> Dataset:
-    """The dataset of finished shards."""
+    """Writes all files of a dataset whose shards are finished, and returns the dataset."""
     parts = ShardParts(out, planned.shards)
     found = _shard_totals(parts, options.role_sources.leave_out)
     shards, rejects = found.shards, found.rejects + planned.rejects
@@ -183,8 +183,10 @@ def finish_dataset(
     made = write_tables(out, meta, rows, rejects, shards, roles, planned.name_key)
     if options.leave_out:
         people = {(who, person) for _, who, person, _ in found.left_out if who}
-        options.leave_out.tell(people, patient_of_crops(made).unique().drop_null().to_pylist())
-    return remove_traces(made)
+        options.leave_out.report_found(
+            people, patient_of_crops(made).unique().drop_null().to_pylist()
+        )
+    return remove_build_folder(made)
 
 
 def _left_out_counts(leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]) -> dict[str, int]:
@@ -195,7 +197,7 @@ def _left_out_counts(leave_out: LeaveOut, left_out: Iterable[Sequence[Any]]) -> 
 
 
 def _records_left_out(records: splits.Records, left_out: Iterable[Sequence[Any]]) -> Counter[str]:
-    """Counts the records of each source without crops because their patients are left out."""
+    """Counts the records of each source that have no crops because their patients are left out."""
     labels = {label for label, *_ in left_out}
     names = pc.binary_join_element_wise(
         pa.array(records.source_names).take(pa.array(records.source)), records.names, "/"
@@ -205,15 +207,15 @@ def _records_left_out(records: splits.Records, left_out: Iterable[Sequence[Any]]
 
 
 def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) -> Dataset:
-    """Writes samples.parquet with other roles and returns the dataset. Keeps the old table until dataset.json
-    names the new one, so that a killed run can be continued."""
+    """Writes samples.parquet with other roles and returns the dataset. A copy of the old table stays until
+    dataset.json names the new table, so that a killed run can be continued."""
     out = made.root
-    table_before = _table_before(made)
-    records = read_records(table_before.select)
+    old_table = _read_old_table(made)
+    records = read_records(old_table.select)
     sources = options.role_sources
-    doubtful = flag_mask(table_before.select(["flags"]), sources.leave_out)
+    doubtful = flag_mask(old_table.select(["flags"]), sources.leave_out)
     roles = assign_roles(records, doubtful, options.plan, options.seed, sources)
-    rows = replace_columns(table_before, roles)
+    rows = replace_columns(old_table, roles)
     meta = {
         name: value
         for name, value in made.meta.items()
@@ -221,33 +223,34 @@ def write_roles(made: Dataset, recipe: dict[str, Any], options: ShardOptions) ->
     }
     meta |= _recipe_entries(recipe) | {"recipe": recipe_hash(recipe)}
     del meta["fingerprint"]
-    key = table_before.schema.metadata[NAME_KEY]
+    key = old_table.schema.metadata[NAME_KEY]
     made = write_tables(out, meta, [rows], read_rejects(made), made.shards, roles, key or None)
-    return remove_traces(made)
+    return remove_build_folder(made)
 
 
-def _table_before(made: Dataset) -> pa.Table:
-    """All rows of samples.parquet, with the name key in the metadata. If a killed run has replaced the
-    file, reads the copy that it left of the old one."""
+def _read_old_table(made: Dataset) -> pa.Table:
+    """Returns all rows of samples.parquet, with the name key in the metadata, and keeps a copy of the file.
+    If a killed run has left a copy, reads that, because the run may have replaced the file itself."""
     out, facts = made.root, made.facts.samples
-    if not out.exists(TABLE_BEFORE):
+    if not out.exists(OLD_TABLE):
         key = made.name_key or b""
         data = out.read(SAMPLES, facts.bytes)
-        out.write(f"{TABLE_BEFORE}.key", key)
-        out.write(TABLE_BEFORE, data)
-    data = out.read(TABLE_BEFORE, 2**40)
+        out.write(f"{OLD_TABLE}.key", key)
+        out.write(OLD_TABLE, data)
+    data = out.read(OLD_TABLE, 2**40)
     if hashlib.sha256(data).hexdigest() != facts.sha256:
         raise DatasetError(
-            f"{out.url}/{TABLE_BEFORE}: fails its sha256: restore {SAMPLES} and remove it"
+            f"{out.url}/{OLD_TABLE}: this copy of {SAMPLES} fails its sha256: restore {SAMPLES} and "
+            "remove the copy"
         )
-    key = out.read(f"{TABLE_BEFORE}.key", 64)
+    key = out.read(f"{OLD_TABLE}.key", 64)
     return (
         pq.read_table(pa.BufferReader(data)).cast(COLUMNS).replace_schema_metadata({NAME_KEY: key})
     )
 
 
 def _read_columns(parts: ShardParts, numbers: pa.Table, names: list[str]) -> pa.Table:
-    """Returns columns of all rows. `numbers`: columns that have been read before."""
+    """Returns columns of all rows. The columns in `numbers` are not read again."""
     if set(names) <= set(numbers.column_names):
         return numbers.select(names)
     return parts.columns(names)
@@ -262,9 +265,10 @@ def write_tables(
     roles: pa.Table,
     name_key: bytes | None = None,
 ) -> Dataset:
-    """Write what is not in the shards, dataset.json last. `meta`: what it says besides; `name_key`: that of
-    the dataset that this one was made from."""
-    # Other programs read whatever lies in shards/ of a finished dataset
+    """Writes samples.parquet, rejects.csv, the data card and, last, dataset.json. `meta`: the entries of
+    dataset.json that do not follow from the other arguments; `name_key`: the name key of the dataset
+    that this one is made from."""
+    # Leftovers must go, because other programs read every file in shards/ of a finished dataset
     _remove_leftovers(out, meta["formats"], shards)
     samples, left_out = _write_samples(out, rows, meta.get("leave_out_flags", ()), name_key)
     lines = rejects_csv(rejects)
@@ -286,28 +290,28 @@ def write_tables(
     return Dataset.open(out.url)
 
 
-def remove_traces(made: Dataset) -> Dataset:
+def remove_build_folder(made: Dataset) -> Dataset:
     """Removes the files that only an unfinished dataset has."""
     try:
         made.root.remove(".build")
     except OSError as error:
-        # Another run looks at the folder in this moment, and will find that the dataset is finished
+        # Another run has opened this folder; that run will find that the dataset is finished
         if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
             raise
     return made
 
 
 def restore_table(made: Dataset) -> None:
-    """Restores samples.parquet if a run was killed while it wrote other roles."""
+    """Restores the old samples.parquet if a run was killed while it wrote other roles."""
     out = made.root
-    if out.exists(TABLE_BEFORE):
-        before = out.read(TABLE_BEFORE, 2**40)
+    if out.exists(OLD_TABLE):
+        before = out.read(OLD_TABLE, 2**40)
         if hashlib.sha256(before).hexdigest() == made.facts.samples.sha256:
             out.write(SAMPLES, before)
 
 
 def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts]) -> None:
-    """Removes files left by killed runs with other sources or options."""
+    """Removes shards and a zarr copy that killed runs with other sources or options have left."""
     if "tar" not in formats:
         out.remove("shards")
     wanted = {shard.name.removesuffix(".tar") for shard in shards}
@@ -320,13 +324,13 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[ShardFacts])
 
 
 class _ShardTotals(NamedTuple):
-    """The facts of all shards, combined."""
+    """What the part files of all shards hold, combined."""
 
-    shards: list[ShardFacts]  # entries of dataset.json
+    shards: list[ShardFacts]  # entries for dataset.json
     rejects: list[Reject]
-    doubtful: np.ndarray  # bool [crops]: with a flag that leaves them out of pre-training
-    left_out: list[list[Any]]  # as in _ShardWriter
-    numbers: pa.Table  # the columns that are small enough to keep
+    doubtful: np.ndarray  # bool [crops]: True if a flag leaves the crop out of pre-training
+    left_out: list[list[Any]]  # one entry for each left-out crop, as in _ShardWriter.left_out
+    numbers: pa.Table  # the columns start_s and waveform, which fit into memory
 
 
 def _shard_totals(parts: ShardParts, leave_out: tuple[str, ...]) -> _ShardTotals:
@@ -357,17 +361,16 @@ def _write_zarr(parts: ShardParts, shards: list[ShardFacts], options: ShardOptio
 def _write_samples(
     out: Folder, rows: Iterable[pa.Table], leave_out: Iterable[str], name_key: bytes | None
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Writes samples.parquet by row groups. Returns its size and sha256, and how many crops have
-    each flag of `leave_out`.
-    `name_key`: see Dataset.name_key."""
+    """Writes samples.parquet by row groups. Returns (size and sha256 of the file, number of crops with
+    each flag in `leave_out`). The metadata holds `name_key`, which Dataset.name_key explains."""
     left_out = dict.fromkeys(leave_out, 0)
     schema = COLUMNS.with_metadata({NAME_KEY: name_key}) if name_key else COLUMNS
     temporary = temporary_path(out, SAMPLES)
     try:
-        with write_errors(out.url, SAMPLES):
+        with explain_write_errors(out.url, SAMPLES):
             with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
                 for group in _row_groups(rows):
-                    writer.write_table(group, ROW_GROUP)
+                    writer.write_table(group, ROW_GROUP_ROWS)
                     for flag in left_out:
                         left_out[flag] += int(flag_mask(group, [flag]).sum())
             size = temporary.stat().st_size
@@ -380,7 +383,7 @@ def _write_samples(
 
 
 def add_roles(parts: Iterable[pa.Table], roles: pa.Table) -> Iterator[pa.Table]:
-    """The rows of shards, with their roles."""
+    """Yields the rows of each shard, with the columns of roles and the shard's number added."""
     begin = 0
     for number, part in enumerate(parts):
         of_part = roles.slice(begin, len(part))
@@ -392,7 +395,7 @@ def add_roles(parts: Iterable[pa.Table], roles: pa.Table) -> Iterator[pa.Table]:
 
 
 def replace_columns(table: pa.Table, columns: pa.Table) -> pa.Table:
-    """Returns the table with some columns replaced."""
+    """Returns the table with its columns replaced by the `columns` of the same names."""
     for name in columns.column_names:
         place = COLUMNS.get_field_index(name)
         table = table.set_column(place, COLUMNS.field(name), columns[name])
@@ -400,19 +403,19 @@ def replace_columns(table: pa.Table, columns: pa.Table) -> pa.Table:
 
 
 def _row_groups(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Regroups tables into ones of ROW_GROUP rows."""
+    """Yields the same rows in tables of ROW_GROUP_ROWS rows; the last table may be smaller."""
     left = COLUMNS.empty_table()
     for table in rows:
         left = pa.concat_tables([left, table])
-        while len(left) >= ROW_GROUP:
-            yield left.slice(0, ROW_GROUP)
-            left = left.slice(ROW_GROUP)
+        while len(left) >= ROW_GROUP_ROWS:
+            yield left.slice(0, ROW_GROUP_ROWS)
+            left = left.slice(ROW_GROUP_ROWS)
     if len(left):
         yield left
 
 
 def _recipe_entries(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The part of dataset.json that says how it was made."""
+    """Returns the entries of dataset.json that say how the dataset is made."""
     meta: dict[str, Any] = {"format_version": FORMAT_VERSION}
     meta["format_minor"] = FORMAT_MINOR
     for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
@@ -426,15 +429,16 @@ def _recipe_entries(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clear_addresses(table: pa.Table) -> pa.Table:
-    """Sets shard and offset to -1: with zarr only, the row number is the address."""
+    """Returns the table with -1 in the columns shard and offset. In a dataset with zarr only, the row
+    number is a crop's address."""
     absent = np.full(len(table), -1)
     columns = {name: pa.array(absent, COLUMNS.field(name).type) for name in ("shard", "offset")}
     return replace_columns(table, pa.table(columns))
 
 
 def raise_no_record_error(out: Folder, rejects: list[Reject]) -> NoReturn:
-    """Raises the error that no record can be used, with the most common reasons and a file for
-    each."""
+    """Writes rejects.csv and raises the error that no record can be used, with the most common reasons
+    and an example of each."""
     out.write(REJECTS, rejects_csv(rejects))
     why = common_reasons_text(rejects) or "all are left out"
     raise StorageError(f"no record can be used: {why}: {out.url}/{REJECTS} lists all of them")
@@ -443,8 +447,8 @@ def raise_no_record_error(out: Folder, rejects: list[Reject]) -> NoReturn:
 def source_facts(
     sources: list[dict[str, Any]], records: splits.Records, left_out: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Returns the sources' entries in dataset.json. `left_out`: records of left-out patients by
-    source."""
+    """Returns the entries of dataset.json about the sources. `left_out`: the number of records of
+    left-out patients, by source."""
     counts = source_counts(records)
     facts = []
     for source in sources:
@@ -463,7 +467,7 @@ def source_facts(
 
 
 def source_counts(records: splits.Records) -> dict[str, tuple[int, int]]:
-    """The number of crops and of records by source."""
+    """Returns (number of crops, number of records) by source."""
     kinds = len(records.source_names)
     crops = np.bincount(records.source[records.crop_record], minlength=kinds).tolist()
     used = np.bincount(records.source, minlength=kinds).tolist()
@@ -471,8 +475,9 @@ def source_counts(records: splits.Records) -> dict[str, tuple[int, int]]:
 
 
 def read_records(read: Callable[[list[str]], pa.Table]) -> splits.Records:
-    """The records that rows of samples.parquet belong to. `read` reads some of its columns: all that
-    are needed would not fit into a gigabyte for ten million rows."""
+    """Returns the records that the rows of samples.parquet belong to. `read` returns the columns with
+    the given names. It is called for a few columns at a time, because the columns of ten million rows
+    do not fit into a gigabyte together."""
     table = read(["source", "record"])
     sources = table["source"].unique()
     codes = pc.index_in(table["source"], sources).to_numpy().astype(np.int16)
@@ -494,14 +499,15 @@ def read_records(read: Callable[[list[str]], pa.Table]) -> splits.Records:
         tuple(sources.to_pylist()),
         names,
         patients,
-        place[crop_record],  # in the order of their first rows
+        place[crop_record],  # records are numbered in the order of their first rows
         read(["start_s"])["start_s"].to_numpy(),
         read(["waveform"])["waveform"].to_numpy(),
     )
 
 
 def patient_of_crops(made: Dataset) -> pa.Array:
-    """SOURCE/PATIENT of each crop, with the source as of patients; null where unknown."""
+    """Returns SOURCE/PATIENT of each crop, null where the patient is unknown. SOURCE is the namespace
+    of patient ids that patient_source() returns."""
     table = made.table(["source", "patient"])
     names = table["source"].unique()
     sources = pa.array(map(patient_source, names.to_pylist()))
@@ -511,7 +517,8 @@ def patient_of_crops(made: Dataset) -> pa.Array:
 
 @cache
 def _role_names() -> pa.Array:
-    """Returns the names of the roles. Not a constant: for its first array pyarrow imports pandas."""
+    """Returns the names of the roles as an array. It is no constant of the module, because pyarrow
+    imports pandas to make its first array."""
     return pa.array([name or None for name in splits.ROLE_NAMES])
 
 
@@ -522,8 +529,8 @@ def assign_roles(
     seed: int,
     sources: RoleSources = PAPER_SOURCES,
 ) -> pa.Table:
-    """The columns pretrain, dx_role and id_role. `doubtful`: the crops that are not for
-    pre-training."""
+    """Returns a table of the columns pretrain, dx_role and id_role. `doubtful`: mask of the crops with
+    a flag that leaves them out of pre-training."""
     roles = splits.assign_crop_roles(records, plan, seed, sources)
     roles.leave_out(doubtful)
     if plan != "paper-split" and (leaks := splits.describe_leaks(records, roles)):
@@ -533,7 +540,7 @@ def assign_roles(
 
 
 def value_counts(column: pa.ChunkedArray) -> dict[str, int]:
-    """Counts how often each value occurs."""
+    """Returns how often each value occurs, without null."""
     values = pc.value_counts(column.drop_null()).to_pylist()
     return dict(sorted((value["values"], value["counts"]) for value in values))
 

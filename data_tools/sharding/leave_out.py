@@ -1,4 +1,4 @@
-"""Patients who are left out of a dataset, because they withdrew their consent.
+"""Leave patients out of a dataset, for example because they withdrew their consent.
 
 leave_out = LeaveOut.read("withdrawn.txt", key)
 leave_out.listed_name("ptb-xl", "17")        # the line of the file that means this patient, or None
@@ -24,20 +24,22 @@ from ..io.terminal import tell
 from ..sources.base import dataset_patient
 
 OPTION = Flag("--leave-out-patients")
-IDS_IN_MESSAGE = 20  # names in a message
+IDS_IN_MESSAGE = 20  # most names or ids that one message lists
 ID_WORD = re.compile("[A-Za-z0-9_-]+")
-MIN_ID_LENGTH = 5  # characters of a patient that is searched in texts: 17 may be anything
+# The shortest id that is searched for in texts: a shorter one, such as 17, may mean anything
+MIN_ID_LENGTH = 5
 
 
 @dataclass(frozen=True)
 class LeaveOut:
-    names: tuple[str, ...]  # PATIENT or SOURCE/PATIENT, as in the archive or in a dataset
+    # Each name is PATIENT or SOURCE/PATIENT, with the patient's id in the archive or in a dataset
+    names: tuple[str, ...]
     key: bytes | None = None  # key of pseudonyms
 
     @classmethod
     def read(cls, file: str, key: bytes | None) -> "LeaveOut":
-        """Reads the column `patient` or `patient_id`, else the first cell of each line. A quote
-        ends with its line."""
+        """Reads the patients' names from the column `patient` or `patient_id` of a file, else from the
+        first cell of each line. A quoted cell cannot continue on the next line."""
         try:
             lines = list(filter(str.strip, decode_text(Path(file).read_bytes()).splitlines()))
             mark = next((sign for sign in ";\t" if sign in "".join(lines[:1])), ",")
@@ -58,13 +60,15 @@ class LeaveOut:
         return cls(tuple(sorted(names)), key)
 
     def listed_name(self, source: str, patient: str | None) -> str | None:
-        """The name in the file that means this patient, whose id is as the dataset shows it."""
-        return shown_ids(self, patient_source(source)).get(patient) if patient else None
+        """Returns the name in the file that means this patient, or None. `patient` is the id that the
+        dataset shows."""
+        return names_by_shown_id(self, patient_source(source)).get(patient) if patient else None
 
-    def tell(self, found: Iterable[tuple[str, str]], owners: Iterable[str]) -> int:
-        """Says whom it did not find, and who stays although an id is like one in the file. `found`: names in
-        the file and the SOURCE/PATIENT that were left out for them; `owners`: those who stay.
-        Returns how many were not found."""
+    def report_found(self, found: Iterable[tuple[str, str]], owners: Iterable[str]) -> int:
+        """Prints notes on names in the file that were not found, or that meant several patients, and on
+        remaining patients whose ids are similar to ids in the file. `found`: pairs of a name in the
+        file and the SOURCE/PATIENT that was left out for it; `owners`: SOURCE/PATIENT of those who
+        remain. Returns how many names were not found."""
         people: dict[str, set[str]] = {}
         for name, person in found:
             people.setdefault(name, set()).add(person)
@@ -77,7 +81,7 @@ class LeaveOut:
                 persons = " and ".join(sorted(several))
                 tell(f"warning: patient {name} means several, all of whom are left out: {persons}")
         sources = {owner.partition("/")[0] for owner in owners}
-        asked = {f"{source}/{id}" for source in sources for id in shown_ids(self, source)}
+        asked = {f"{source}/{id}" for source in sources for id in names_by_shown_id(self, source)}
         _note_similar_ids(asked, set(owners))
         return len(missing)
 
@@ -88,7 +92,7 @@ class LeaveOut:
             for text in (name, name.partition("/")[2]):
                 if len(text) >= MIN_ID_LENGTH:
                     texts |= {text, normalize("NFC", text), normalize("NFD", text)}
-        ends: dict[str, list[str]] = {}  # the texts by their last words
+        ends: dict[str, list[str]] = {}  # texts by the last word of each
         for text in texts:
             ends.setdefault(["", *ID_WORD.findall(text)][-1], []).append(text)
         left = []
@@ -101,8 +105,9 @@ class LeaveOut:
 
 
 @lru_cache(maxsize=64)
-def shown_ids(leave_out: LeaveOut, source: str) -> dict[str, str]:
-    """The names in the file by the ids that a dataset shows for them. `source`: as of patients."""
+def names_by_shown_id(leave_out: LeaveOut, source: str) -> dict[str, str]:
+    """Returns the names in the file by the patient id that a dataset shows for each. `source` is the
+    namespace of the ids, as patient_source() returns it."""
     ids = {}
     for name in leave_out.names:
         prefix, slash, rest = name.partition("/")
@@ -111,7 +116,7 @@ def shown_ids(leave_out: LeaveOut, source: str) -> dict[str, str]:
             for key in {None, leave_out.key}:
                 try:
                     shown = dataset_patient(key, source, who)
-                except ReadError:  # no id that a record can have
+                except ReadError:  # no record can have this id
                     continue
                 if shown:
                     ids[shown] = name
@@ -119,7 +124,7 @@ def shown_ids(leave_out: LeaveOut, source: str) -> dict[str, str]:
 
 
 def _note_similar_ids(asked: set[str], stay: set[str]) -> None:
-    """Notes which remaining patients have an id similar to one in the file."""
+    """Prints a warning about remaining patients whose ids are similar to ids in the file."""
     alike = []
     for group in similar_ids(pa.array(sorted(asked | stay), pa.string())):
         if not asked.isdisjoint(group):

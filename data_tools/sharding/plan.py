@@ -1,8 +1,8 @@
 """Plan which crop goes into which shard: a seeded permutation of all crops over shards of 1,024,
 made from headers only.
 
-The plan is held in columns, of which texts lie in temporary files, about a hundred bytes per record,
-so that eleven million records fit into one machine's memory.
+The plan is held in columns, which take about a hundred bytes per record; columns of texts lie in
+temporary files. So the plan of eleven million records fits into one machine's memory.
 """
 
 import mmap
@@ -33,7 +33,7 @@ from ..io import cluster
 from ..io.errors import MISSING_FILE, DataError, Flag, ReadError, StorageError, printable
 from ..io.plugins import plugin_code
 from ..io.splitmix import GOLDEN_GAMMA, mix
-from ..io.storage import prefetch, write_errors
+from ..io.storage import explain_write_errors, prefetch
 from ..io.terminal import keep_freed_memory, tell
 from ..sources.base import (
     AbsentKey,
@@ -45,17 +45,18 @@ from ..sources.base import (
     read_safely,
 )
 from ..sources.dataset import StoredDataset
-from .same_records import RECORD_READ_ALREADY, compare_records, hash_words, member_hashes
+from .same_records import RECORD_READ_ALREADY, compare_records, hash_bytes, member_hashes
 from .shards import MAX_NAME
 
-# archive, key, label, patient that a table names, crop of the record
+# For each crop: number of the archive, key in it, label (source/record), patient that a table names,
+# and number of the crop in the record
 PlannedCrops = list[tuple[int, str, str, str | None, int]]
-SCAN_CHUNK = 2048
+KEYS_PER_TASK = 2048
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 PLANNING_NUMBERS = np.dtype(
     [
-        ("archive", "i2"),  # index of the plan's sources
+        ("archive", "i2"),  # index into ShardPlan.sources
         ("crops", "i4"),
         ("dropped", "i4"),  # samples at 500 Hz that are in no crop
         ("fingerprint", "u8"),
@@ -66,16 +67,16 @@ PLANNING_NUMBERS = np.dtype(
 
 class PlannedShard(NamedTuple):
     crops: PlannedCrops
-    numbers: np.ndarray  # of the crops, counted record by record
-    identity: (
-        str  # shards with the same identity have the same bytes, wherever the archive is stored
-    )
-    content: str  # a hash that, unlike `identity`, changes with the archive's files
+    numbers: np.ndarray  # number of each crop, if all records' crops are counted in turn
+    # Shards with the same identity have the same bytes, wherever the archive is stored
+    identity: str
+    # A hash that, unlike `identity`, also changes if a file of the archive is written again
+    content: str
 
 
 class TextColumn:
-    """A column of texts in temporary files, whose pages the system may forget: those of ten million
-    records would fill half of what planning may take."""
+    """A column of texts in temporary files, whose pages the system may drop from memory. The texts of ten
+    million records would fill half of the memory that planning may take."""
 
     def __init__(self) -> None:
         self.data = tempfile.TemporaryFile()  # noqa: SIM115
@@ -88,20 +89,21 @@ class TextColumn:
     def add(self, texts: list[str]) -> None:
         encoded = [text.encode() for text in texts]
         ends = self.size + np.cumsum([len(text) for text in encoded], dtype=np.int64)
-        with write_errors(tempfile.gettempdir(), "the plan"):
+        with explain_write_errors(tempfile.gettempdir(), "the plan"):
             self.data.write(b"".join(encoded))
             self.offsets.write(ends.tobytes())
         self.count += len(texts)
         self.size = int(ends[-1]) if texts else self.size
 
     def column(self) -> pa.Array:
-        """Returns the column, mapped from the files: pages count as memory once they were read."""
+        """Returns the column as a new map of the files. Pages of a map count as memory after they were
+        read."""
         offsets, data = self._map_file(self.offsets), self._map_file(self.data)
         return pa.Array.from_buffers(pa.large_string(), self.count, [None, offsets, data])
 
     @staticmethod
     def _map_file(file: IO[bytes]) -> pa.Buffer:
-        with write_errors(tempfile.gettempdir(), "the plan"):
+        with explain_write_errors(tempfile.gettempdir(), "the plan"):
             file.flush()
         if not file.tell():
             return pa.py_buffer(b"")
@@ -111,13 +113,14 @@ class TextColumn:
 @dataclass(frozen=True)
 class ShardPlan:
     sources: tuple[Source, ...]
-    # For each usable record: its key in the archive, source/record, PLANNING_NUMBERS, and the patient that a
-    # table names. A record whose name came before has no crops.
+    # keys, labels, numbers and patients have an entry for each usable record: its key in the archive,
+    # source/record, PLANNING_NUMBERS, and the patient that a table names. A record whose name an
+    # earlier record has gets no crops
     keys: TextColumn
     labels: TextColumn
     numbers: np.ndarray
     patients: pa.Array
-    tables: str  # a hash of the sources' tables
+    tables: str  # a hash of the tables in the sources, such as tables of patients
     seed: int
     shard_crops: int  # crops of each shard but the last
     seen: dict[str, int]  # number of records by source
@@ -132,7 +135,7 @@ class ShardPlan:
         return -(-self.crops // self.shard_crops)
 
     def planned(self, shards: Iterable[int]) -> Iterator[PlannedShard]:
-        """Yields these shards, each with its crops."""
+        """Yields the shards with these numbers, each with its crops."""
         columns = self.keys.column(), self.labels.column(), self.patients
         order = permutation(self.crops, self.seed)
         first_crop = np.cumsum(np.append(0, self.numbers["crops"]), dtype=np.int64)
@@ -165,8 +168,8 @@ class ShardPlan:
         return PlannedShard(planned, crops, identity.hexdigest(), content.hexdigest())
 
     def licence_and_dropped_s(self, source: str) -> tuple[str | None, float]:
-        """Returns (licence of a source, None if no record can be used; seconds of its records that are
-        in no crop)."""
+        """Returns (licence, dropped seconds) of a source. The licence is None if no record of the
+        source can be used. The dropped seconds are those at the ends of records that are in no crop."""
         is_from = np.asarray(pc.starts_with(self.labels.column(), f"{source}/"))
         records = self.numbers[is_from & (self.numbers["crops"] > 0)]
         licences = [self.sources[archive].licence for archive in np.unique(records["archive"])]
@@ -178,31 +181,31 @@ class ShardPlan:
         return licence, round(int(records["dropped"].sum()) / FS_HZ, 3)
 
 
-Refused = tuple[int, str, Reject]  # archive, key in it, and why
+Refused = tuple[int, str, Reject]  # number of the archive, key in it, and line of rejects.csv
 
 
 class _ChunkHeaders(NamedTuple):
-    """The headers of a chunk of keys."""
+    """What the headers of one chunk of keys say."""
 
-    # Usable records only, as in ShardPlan
+    # keys, labels, numbers and members have an entry for each usable record
     keys: list[str]
     labels: list[str]
     numbers: np.ndarray
-    members: np.ndarray  # hashes of their names in a tar, where a-b/c and a/b-c are the same
+    members: np.ndarray  # hashes of names in a tar, where a-b/c and a/b-c are the same
     refused: list[Refused]
     seen: Counter[str]  # number of records by source, usable or not
-    with_patient: Counter[str]  # number of usable records by source
+    with_patient: Counter[str]  # number of usable records with a known patient, by source
 
 
 class _AllHeaders:
-    """The headers of all keys."""
+    """Collects what the headers of all chunks of keys say."""
 
     def __init__(self) -> None:
         self.keys, self.labels = TextColumn(), TextColumn()
         self.numbers, self.members = bytearray(), bytearray()
         self.refused: list[Refused] = []
         self.seen: Counter[str] = Counter()
-        # Number of usable records, and of those with a patient, by archive and source
+        # By archive and source: number of usable records, and of usable records with a known patient
         self.usable: Counter[tuple[int, str]] = Counter()
         self.with_patient: Counter[tuple[int, str]] = Counter()
 
@@ -231,10 +234,11 @@ def make_plan(
     key: bytes | None = None,
     shard_crops: int | None = None,
 ) -> ShardPlan:
-    """Read all headers in parallel and plan the shards. `patients`: a table that names them; `key`: of
-    pseudonyms; `shard_crops`: None as usual."""
+    """Reads all headers in parallel and plans the shards. `patients`: a table that names the patient of
+    each record; `key`: the key of pseudonyms; `shard_crops`: None means SHARD_CROPS."""
     sources = tuple(sources)
-    people = read_patients(patients) if patients else None  # before hours of reading
+    # A wrong table must fail before hours of reading headers
+    people = read_patients(patients) if patients else None
     scanned = _AllHeaders()
     scans = cluster.run_in_order(partial(_scan_headers, key), _key_chunks(sources), workers, dask)
     with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
@@ -253,7 +257,7 @@ def make_plan(
     first, again = _repeated_names(doubtful, labels.column(), key_of_row, key)
     numbers["crops"][again] = 0
     refused, seen = scanned.refused, scanned.seen
-    del scanned  # 16 bytes per record that are not needed further
+    del scanned  # frees 16 bytes per record
     in_dataset = any(isinstance(source, StoredDataset) for source in sources)
     refused = _drop_found_elsewhere(refused, labels.column(), seen, in_dataset)
     columns = keys.column(), labels.column()
@@ -278,8 +282,8 @@ def make_plan(
 
 
 def _check_patients(sources: Sequence[Source], scanned: _AllHeaders) -> None:
-    """Raises an error if a dataset knows a source's patients, but none of the source's other
-    records has one: by chance, that would happen in fewer than one in a hundred archives."""
+    """Raises an error if a dataset has the patients of a source, but the records of the same source in an
+    archive have none. Chance alone would cause this for fewer than one in a hundred archives."""
     for (archive, name), known in scanned.with_patient.items():
         if not isinstance(sources[archive], StoredDataset):
             continue
@@ -290,18 +294,19 @@ def _check_patients(sources: Sequence[Source], scanned: _AllHeaders) -> None:
             count = scanned.usable[other]
             if not is_dataset and not scanned.with_patient[other] and unknown**count < 0.01:
                 raise DataError(
-                    f"patients of the new records of {name} are unknown, those of others are not, so one "
-                    "could be on both sides of a split: ",
+                    f"the patients of the new records of {name} are unknown, but the dataset knows patients "
+                    "of this source, and one of them could be in train and in test: name the patients with ",
                     Flag("--patients"),
-                    " FILE names them",
+                    " FILE",
                 )
 
 
 def _drop_found_elsewhere(
     refused: list[Refused], labels: pa.Array, seen: Counter[str], in_dataset: bool
 ) -> list[Refused]:
-    """Drops refusals of listed records that another folder has. With `in_dataset`, also of records
-    whose file is missing: a dataset among the sources may have them."""
+    """Returns the refusals without those of records whose file is missing and that another source has.
+    This concerns records that a table of their archive lists. With `in_dataset` it concerns all
+    records, because a dataset among the sources may have them. `seen` no longer counts these records."""
     missing: list[Refused] = []
     left: list[Refused] = []
     for archive, key, reject in refused:
@@ -326,8 +331,9 @@ def _refuse_repeated_names(
     dask: str | None,
     quiet: bool,
 ) -> Iterator[Refused]:
-    """Refuses records whose name another record has, unless both are the same ECG in a dataset:
-    the first is used. `columns`: keys and labels; `pairs`: first and other record of each pair."""
+    """Yields a refusal for each record whose name an earlier record has. There is none if one of the two is
+    in a dataset and both are the same ECG, of which the earlier one is used. `columns`: keys and labels
+    of all records; `pairs`: rows of the earlier and of the later record of each pair."""
     keys, labels = columns
     first, again = pairs
     archives = numbers["archive"]
@@ -366,7 +372,7 @@ def _refuse_repeated_names(
 def _patients_from_table(
     url: str, people: pa.Table, labels: pa.Array, again: np.ndarray
 ) -> pa.Array:
-    """Returns each record's patient from the table."""
+    """Returns each record's patient from the table; null for the records in `again`, which are not used."""
     first = np.delete(np.arange(len(labels)), again)
     patients = patients_of(url, people, labels.take(pa.array(first)).cast(pa.string()))
     rows = np.full(len(labels), len(patients))
@@ -389,7 +395,7 @@ def _no_records_error(sources: Iterable[Source]) -> StorageError:
 
 
 def _records_with_equal_hash(members: np.ndarray) -> np.ndarray:
-    """Returns the records whose name in a tar has the same hash as another's."""
+    """Returns the rows of records whose name in a tar has the same hash as another record's name."""
     ordered = np.sort(members)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     return np.flatnonzero(pc.is_in(pa.array(members), pa.array(twice)))
@@ -398,8 +404,9 @@ def _records_with_equal_hash(members: np.ndarray) -> np.ndarray:
 def _repeated_names(
     doubtful: np.ndarray, labels: pa.Array, hidden: np.ndarray, key: bytes | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (first record of that name, record) for records whose name in a tar is taken. `hidden`:
-    mask of the records whose name the key will hide."""
+    """Returns (row of the earlier record, row of the later record) for pairs with the same name in a tar.
+    `doubtful`: rows of the records to compare; `hidden`: mask of those whose name the key will replace
+    by a pseudonym."""
     shown = []
     for label, is_hidden in zip(labels.take(pa.array(doubtful)).to_pylist(), hidden, strict=True):
         source, _, name = label.partition("/")
@@ -413,8 +420,8 @@ def _repeated_names(
 
 
 def permutation(count: int, seed: int) -> np.ndarray:
-    """A permutation by SplitMix64 hashes of a counter, since a library's generator may change
-    between versions."""
+    """Returns a random permutation of range(count). It comes from SplitMix64 hashes of a counter,
+    because a library's generator may change between versions."""
     x = np.arange(count, dtype=np.uint64)
     x += np.uint64(seed * 0xD1B54A32D192ED03 % 2**64)
     x *= np.uint64(GOLDEN_GAMMA)
@@ -424,7 +431,7 @@ def permutation(count: int, seed: int) -> np.ndarray:
 def _key_chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, Source, list[str]]]:
     for archive, source in enumerate(sources):
         keys = iter(source.keys())
-        while chunk := list(islice(keys, SCAN_CHUNK)):
+        while chunk := list(islice(keys, KEYS_PER_TASK)):
             yield archive, source, chunk
 
 
@@ -464,30 +471,37 @@ def _scan_headers(secret: bytes | None, task: tuple[int, Source, list[str]]) -> 
 
 
 def _planning_numbers(header: Header) -> tuple[int, ...]:
-    """The PLANNING_NUMBERS of a record besides its archive; a ReadError if it can have no place in a
-    shard."""
+    """Returns the PLANNING_NUMBERS of a record but for the first, its archive. Raises a ReadError if the
+    record cannot be stored in a shard."""
     crops = crop_count(header.samples, header.fs_hz)
     check_member_name(header.source, header.name, crops)
     if not crops:
-        raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
+        raise ReadError(
+            "too short", f"{header.samples / header.fs_hz:.2f} s, at least 5 s are needed"
+        )
     length_and_rate = f"{header.samples} {header.fs_hz}".encode()
-    fingerprint = hash_words(header.fingerprint + length_and_rate)
+    fingerprint = hash_bytes(header.fingerprint + length_and_rate)
     dropped = dropped_samples(header.samples, header.fs_hz)
-    return crops, dropped, fingerprint, hash_words(header.stamp)
+    return crops, dropped, fingerprint, hash_bytes(header.stamp)
 
 
 def check_member_name(source: str, name: str, crops: int) -> None:
     """Raises a ReadError if the record's name cannot be used for its crops in a shard."""
     if not (_SAFE_NAME.fullmatch(name) and _SAFE_NAME.fullmatch(source)):
-        raise ReadError("record name", "letters, digits, _ and - only, 64 at most")
+        raise ReadError(
+            "record name", "may have only letters, digits, _ and -, and at most 64 of them"
+        )
     if (length := len(f"{source}-{name}-{crops - 1:03d}.json")) > MAX_NAME:
-        raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
+        raise ReadError(
+            "record name", f"has {length} characters in a shard, {MAX_NAME} at most are allowed"
+        )
 
 
-def reject_without_detail(
+def reject_line(
     archive: Source, key: bytes | None, source: str, name: str, reason: str, detail: str
 ) -> Reject:
-    """A line of rejects.csv. With pseudonyms it has no detail, which may have names of files."""
+    """Returns a line of rejects.csv. If names become pseudonyms, the line has no detail, because the
+    detail may contain names of files."""
     if archive.pseudonyms:
         return source, name, reason, ""
     return source, pseudonym(key, "r", source, name), reason, "" if key else detail
@@ -500,8 +514,9 @@ def _with_unique_names(
     labels: pa.Array,
     again: np.ndarray,
 ) -> list[Reject]:
-    """Give each refused record a unique name in rejects.csv: its path if another record has its
-    name. `again`: the records that are not used; `secret`: the key of pseudonyms."""
+    """Returns the lines of rejects.csv with a unique name for each refused record: its path if another
+    record has its name. `again`: rows of the records that are not used, because an earlier record has
+    their name; `secret`: the key of pseudonyms."""
     names = [f"{source}/{name}" for *_, (source, name, *_) in refused]
     is_refused = np.array(pc.is_in(labels, pa.array(names, labels.type)))
     is_refused[again] = False
@@ -513,10 +528,10 @@ def _with_unique_names(
         if label in used or (source, name) in taken:
             name = shown if (shown := printable(path)) != name else f"{name} again"
         while (source, name) in taken:
-            name += " again"  # the same path in another archive
+            name += " again"  # a record in another archive has the same path
         taken.add((source, name))
         rejects.append(
-            reject_without_detail(
+            reject_line(
                 sources[archive], secret, source, name, reason, detail_with_path(path, detail)
             )
         )

@@ -1,5 +1,5 @@
-"""A table's rows by source and record, in a temporary folder. Processes map its files instead of
-holding the rows in memory of their own.
+"""Find a table's rows by source and record. The index lies in a temporary folder, and processes map its
+files instead of each holding the rows in memory.
 
     rows = RecordIndex.write(Path(place), schema, batches)       # with columns source and record
     rows.find("georgia", "E00001")      # [{"row": 7, "source": "georgia", "record": "E00001", ...}]
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..io.storage import write_errors
+from ..io.storage import explain_write_errors
 from .same_records import member_hash
 
 ROWS_FILE, HASHES_FILE, ORDER_FILE = "rows.arrow", "hashes.npy", "order.npy"
@@ -24,14 +24,14 @@ class RecordIndex:
         self.place = place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RecordIndex, (self.place,)  # without the open files
+        return RecordIndex, (self.place,)  # open files are not pickled
 
     @classmethod
     def write(
         cls, place: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
     ) -> "RecordIndex":
         hashes = [np.empty(0, np.uint64)]
-        with write_errors(str(place), ROWS_FILE):
+        with explain_write_errors(str(place), ROWS_FILE):
             place.mkdir()
             with pa.ipc.new_file(str(place / ROWS_FILE), schema) as file:
                 for batch in batches:
@@ -52,7 +52,7 @@ class RecordIndex:
         return values | {"row": number}
 
     def find(self, source: str, name: str) -> list[dict[str, Any]]:
-        """The rows of a record, each with its number as `row`, ascending."""
+        """Returns the rows of a record in ascending order, each with its row number as `row`."""
         hashed = np.uint64(member_hash(source, name))
         first = np.searchsorted(self._hashes, hashed, side="left")
         last = np.searchsorted(self._hashes, hashed, side="right")
@@ -60,14 +60,14 @@ class RecordIndex:
         return [row for row in rows if (row["source"], row["record"]) == (source, name)]
 
     def has_member(self, source: str, name: str) -> bool:
-        """True if a record has this name in a tar."""
+        """Returns True if a record in the table has the same name in a tar (as a-b/c and a/b-c have)."""
         hashed = np.uint64(member_hash(source, name))
         return bool(
             np.searchsorted(self._hashes, hashed, "right") > np.searchsorted(self._hashes, hashed)
         )
 
     def first_rows(self) -> np.ndarray:
-        """The number of the first row of each record, ascending."""
+        """Returns the number of the first row of each record, in ascending order."""
         other = np.ones(len(self._hashes), bool)
         other[1:] = self._hashes[1:] != self._hashes[:-1]
         return np.sort(self._order[other])
@@ -82,8 +82,8 @@ class RecordIndex:
 
     @cached_property
     def _rows(self) -> tuple[list[dict[str, pa.Array]], np.ndarray]:
-        """The columns of each batch, and the number of its first row. To get a column from a batch takes
-        longer than to read a value in it."""
+        """Returns (columns of each batch, row numbers at which the batches begin). The columns are kept,
+        because getting a column from a batch takes longer than reading a value from the column."""
         columns, lengths = [], [0]
         with pa.memory_map(str(self.place / ROWS_FILE)) as file:
             batches = pa.ipc.open_file(file)

@@ -27,35 +27,33 @@ from ..ecg.record import patient_source, real_source
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
-NAMES_PER_PART = 65_536  # names held as Python objects at a time
-HEAPS = 16  # names are compared heap by heap
-UNUSED_BY_PAPER = (
-    "ptb",
-    "st_petersburg_incart",
-)  # unused Challenge databases; one has 32 patients in 13,000 crops
+NAMES_PER_PART = 65_536  # names that are Python objects at the same time
+HASH_BUCKETS = 16  # equal texts are in the same bucket, and buckets are compared one by one
+# Challenge databases that the paper does not use; one of them has 13,000 crops of only 32 patients
+UNUSED_BY_PAPER = ("ptb", "st_petersburg_incart")
 
 
 @dataclass(frozen=True)
 class RoleSources:
-    """Which sources get which roles."""
+    """The sources that get each role, and the flags that keep crops out of pre-training."""
 
     dx: tuple[str, ...] = ("cpsc_2018", "georgia")
     id: tuple[str, ...] = ("ptb-xl",)
-    pretrain: tuple[str, ...] | None = None  # None: all but UNUSED_BY_PAPER
+    pretrain: tuple[str, ...] | None = None  # None means all but UNUSED_BY_PAPER
     id_share: float = 0.15  # largest share of a source's patients in gallery and probe
     # Crops with one of these flags are not for pre-training
     leave_out: tuple[str, ...] = (IMPLAUSIBLE,)
 
     def pretrains(self, source: str) -> bool:
-        """True if a source is for pre-training. Depends on this source only, so adding an
-        archive changes no other."""
+        """Returns True if a source is for pre-training. This depends on the source alone, so that
+        adding an archive does not change the roles of other sources."""
         if self.pretrain is None:
             return real_source(source) not in UNUSED_BY_PAPER
         return contains_source(source, self.pretrain) or "all" in self.pretrain
 
     def to_meta(self, plan: str) -> dict[str, Any]:
-        """Entries for dataset.json: `id_share`, and whatever differs from the default. With the plan
-        `all`, sources have no roles of their own."""
+        """Returns the entries for dataset.json: `id_share` and each setting that differs from its
+        default. With the plan `all`, only the flags matter, because all sources have the same role."""
         meta: dict[str, Any] = {}
         if self.leave_out != PAPER_SOURCES.leave_out:
             meta["leave_out_flags"] = list(self.leave_out)
@@ -89,22 +87,22 @@ PAPER_SOURCES = RoleSources()
 
 
 def contains_source(source: str, names: Container[str]) -> bool:
-    """True if `names` has the source, or the one that a synthetic source imitates."""
+    """Returns True if `names` has the source, or the source that a synthetic source imitates."""
     return source in names or real_source(source) in names
 
 
 @dataclass(frozen=True)
 class Records:
-    """Columns with one entry per record, or per crop where marked [crops]. Each record has
-    crops."""
+    """Columns of all records. A column has one entry per record or, if its comment says [crops], one
+    entry per crop. Each record has at least one crop."""
 
     source: np.ndarray  # int, index of source_names
     source_names: tuple[str, ...]
     names: pa.Array  # of strings
     patients: pa.Array  # of strings, null where unknown
-    crop_record: np.ndarray  # [crops] int, index of the crop's record
+    crop_record: np.ndarray  # [crops] int, row of the crop's record in the other columns
     crop_start: np.ndarray  # [crops] seconds
-    waveform: np.ndarray  # [crops] uint64
+    waveform: np.ndarray  # [crops] uint64, the waveform hash
 
     def is_from(self, *sources: str) -> np.ndarray:
         codes = []
@@ -114,32 +112,33 @@ class Records:
         return np.isin(self.source, codes)
 
     def patient_source(self) -> np.ndarray:
-        """Returns `source`, with one number for all formats of hospitals' files."""
+        """Returns the column `source` with a single number for all formats of hospitals' files, whose
+        patient ids share a namespace."""
         names = [patient_source(name) for name in self.source_names]
         numbers: np.ndarray = np.array([names.index(name) for name in names], np.int64)[self.source]
         return numbers
 
     @cached_property
-    def owner(self) -> np.ndarray:
-        """The number of each record's patient, -1 where unknown."""
+    def patient_number(self) -> np.ndarray:
+        """Returns the number of each record's patient, -1 where the patient is unknown."""
         names = pa.array([patient_source(name) for name in self.source_names])
 
-        def owned() -> Iterator[pa.Array]:
+        def patient_names() -> Iterator[pa.Array]:
             for part in part_slices(len(self.names)):
                 source = names.take(pa.array(self.source[part]))
                 yield pc.binary_join_element_wise(source, self.patients[part], "/")
 
-        return number_texts(pa.chunked_array(owned(), pa.string()))
+        return number_texts(pa.chunked_array(patient_names(), pa.string()))
 
     @cached_property
     def group(self) -> np.ndarray:
-        """Returns each record's group: connected components of records that share a patient or a
-        waveform."""
-        from scipy.sparse import coo_array  # a fifth of a second, not for workers
+        """Returns the number of each record's group. The groups are the connected components of records
+        that share a patient or a waveform."""
+        from scipy.sparse import coo_array  # this import takes 0.2 s, which workers are spared
         from scipy.sparse.csgraph import connected_components
 
-        known = np.flatnonzero(self.owner >= 0)
-        owned, owned_too = _link_equal_values(self.owner[known])
+        known = np.flatnonzero(self.patient_number >= 0)
+        owned, owned_too = _link_equal_values(self.patient_number[known])
         crop, crop_too = _link_equal_values(self.waveform)
         ends = (
             np.concatenate([known[owned], self.crop_record[crop]]).astype(np.int32),
@@ -160,24 +159,25 @@ def part_slices(count: int) -> Iterator[slice]:
 
 
 def number_texts(texts: pa.ChunkedArray) -> np.ndarray:
-    """A number for each text, the same for equal ones, counted from 0; -1 for null. Arrow's hash table
-    of all of them would take 100 bytes a text: it gets those of one heap at a time."""
-    heap = np.empty(len(texts), np.int8)
+    """Returns a number for each text, counted from 0; equal texts have the same number, and null has -1.
+    Arrow's hash table of all texts would take 100 bytes per text, so arrow gets one bucket at a time."""
+    bucket = np.empty(len(texts), np.int8)
     for part in part_slices(len(texts)):
-        heap[part] = [hash(text) % HEAPS for text in texts[part].to_pylist()]
+        bucket[part] = [hash(text) % HASH_BUCKETS for text in texts[part].to_pylist()]
     numbers = np.empty(len(texts), np.int32)
     count = 0
-    for number in range(HEAPS):
-        in_heap = heap == number
-        codes = texts.filter(pa.array(in_heap)).combine_chunks().dictionary_encode()
-        numbers[in_heap] = pc.fill_null(pc.add(codes.indices, count), -1)
+    for number in range(HASH_BUCKETS):
+        in_bucket = bucket == number
+        codes = texts.filter(pa.array(in_bucket)).combine_chunks().dictionary_encode()
+        numbers[in_bucket] = pc.fill_null(pc.add(codes.indices, count), -1)
         count += len(codes.dictionary)
-    pa.default_memory_pool().release_unused()  # 270 MB after ten million texts
+    pa.default_memory_pool().release_unused()  # frees 270 MB after ten million texts
     return numbers
 
 
 def _link_equal_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of equal values, as pairs that link all of them."""
+    """Returns pairs of positions with equal values, as two arrays. The pairs connect all positions of
+    a value."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     same = np.flatnonzero(ordered[1:] == ordered[:-1])
@@ -191,14 +191,14 @@ def _run_starts(ordered: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CropRoles:
-    """Columns with one entry per crop."""
+    """The roles of all crops, as columns with one entry per crop."""
 
     pretrain: np.ndarray
     dx: np.ndarray
     identity: np.ndarray
 
     def leave_out(self, crops: np.ndarray) -> None:
-        """Keep the crops of a mask out of pre-training and of training on identification."""
+        """Keeps the crops of a mask out of pre-training and out of training on identification."""
         self.pretrain[crops] = False
         trained = np.isin(self.identity, (TRAIN, VALID))
         self.identity[crops & trained] = NONE
@@ -228,8 +228,8 @@ def assign_crop_roles(
 
 
 def describe_leaks(records: Records, roles: CropRoles) -> list[str]:
-    """Describe every kind of leakage of patients or waveforms between roles; empty for a clean
-    split."""
+    """Returns a sentence for each kind of leakage of patients or waveforms between roles; an empty list
+    for a clean split."""
     group = records.group[records.crop_record]
     sentences = []
     for kind, leaking in _leaking_groups(group, roles).items():
@@ -243,17 +243,17 @@ def describe_leaks(records: Records, roles: CropRoles) -> list[str]:
 
 
 def _leaking_groups(group: np.ndarray, roles: CropRoles) -> dict[str, np.ndarray]:
-    """Returns a mask of groups for each kind of leakage. `group`: the group of each crop."""
+    """Returns a mask of the groups that leak, for each kind of leakage. `group`: each crop's group."""
     size = int(group.max()) + 1 if len(group) else 0
 
-    def has(mask: np.ndarray) -> np.ndarray:
+    def groups_with(mask: np.ndarray) -> np.ndarray:
         return np.bincount(group[mask], minlength=size) > 0
 
-    dx = [has(roles.dx == role) for role in (TRAIN, VALID, TEST)]
+    dx = [groups_with(roles.dx == role) for role in (TRAIN, VALID, TEST)]
     id_train, id_valid, gallery, probe = (
-        has(roles.identity == role) for role in (TRAIN, VALID, GALLERY, PROBE)
+        groups_with(roles.identity == role) for role in (TRAIN, VALID, GALLERY, PROBE)
     )
-    tested, pretrain = gallery | probe, has(roles.pretrain)
+    tested, pretrain = gallery | probe, groups_with(roles.pretrain)
     return {
         "two of diagnosis train, valid and test": np.sum(dx, axis=0) > 1,
         "pre-training and diagnosis valid or test": pretrain & (dx[1] | dx[2]),
@@ -275,11 +275,11 @@ def _pretrain_records(records: Records, sources: RoleSources) -> np.ndarray:
 
 
 def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
-    """[n, draws] numbers in [0, 1) that depend only on each text and the key."""
+    """Returns numbers [n, draws] in [0, 1). The draws of a text depend only on the text and the key."""
     keyed = blake2b(key=key.encode(), digest_size=8 * draws)
     words = bytearray()
     for text in texts:
-        keyed_text = keyed.copy()  # faster than a new one
+        keyed_text = keyed.copy()  # a copy is faster than a new keyed hash
         keyed_text.update(text.encode())
         words += keyed_text.digest()
     numbers = np.frombuffer(words, ">u8").reshape(-1, draws)
@@ -288,7 +288,8 @@ def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
 
 
 def _draw_in_parts(count: int, texts: Callable[[slice], Iterable[str]], key: str) -> np.ndarray:
-    """One draw of keyed_uniform for each of so many texts, a part at a time."""
+    """Returns one draw of keyed_uniform for each of `count` texts. `texts` yields the texts of a slice,
+    so that only some are in memory."""
     draws = np.empty(count)
     for part in part_slices(count):
         draws[part] = keyed_uniform(texts(part), key)[:, 0]
@@ -298,12 +299,12 @@ def _draw_in_parts(count: int, texts: Callable[[slice], Iterable[str]], key: str
 def _draw_dx_and_id_roles(
     records: Records, seed: int, in_dx: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The roles of each group in diagnosis and in training on identification: those that are drawn for
-    its leader. The leader is a diagnosis record if there is one, so that duplicates from other
-    sources do not change the draws."""
+    """Returns (role in diagnosis, role in training on identification) of each group. A group has the roles
+    that are drawn for one of its records, the leader. The leader is a diagnosis record if the group
+    has one, so that duplicates from other sources do not change the roles."""
     names = [patient_source(name) for name in records.source_names]
 
-    def texts(part: slice) -> Iterator[str]:
+    def owner_names(part: slice) -> Iterator[str]:
         owners = pc.coalesce(records.patients[part], records.names[part]).to_pylist()
         for source, owner in zip(records.source[part], owners, strict=True):
             yield f"{names[source]}/{owner}"
@@ -312,7 +313,7 @@ def _draw_dx_and_id_roles(
     rank = np.empty(count)
     dx, identity = np.empty(count, np.int8), np.empty(count, np.int8)
     for part in part_slices(count):
-        draws = keyed_uniform(texts(part), f"roles {seed}", draws=3)
+        draws = keyed_uniform(owner_names(part), f"roles {seed}", draws=3)
         rank[part] = draws[:, 0]
         dx[part] = _train_valid_test(draws[:, 1])
         identity[part] = np.where(draws[:, 2] < 0.8, TRAIN, VALID)
@@ -324,15 +325,15 @@ def _draw_dx_and_id_roles(
 def _gallery_probe_roles_and_mask(
     records: Records, seed: int, sources: RoleSources
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw two sessions per patient by keyed hash; the first crop of each goes to gallery and
-    probe. Returns the roles of crops and a mask of the drawn records. Two files with the same
-    waveform count as one session."""
+    """Draws two sessions per patient by keyed hash. The first crop of one session is for the gallery, the
+    first crop of the other is a probe. Two files with the same waveform count as one session. Returns
+    (roles of crops in identification, mask of the drawn records)."""
     identity = np.zeros(len(records.crop_record), np.int8)
     tested = np.zeros(len(records.names), bool)
-    candidates = np.flatnonzero(records.is_from(*sources.id) & (records.owner >= 0))
+    candidates = np.flatnonzero(records.is_from(*sources.id) & (records.patient_number >= 0))
     names = records.names.take(pa.array(candidates))
     ranks = _draw_in_parts(len(names), lambda part: names[part].to_pylist(), f"session {seed}")
-    owner = records.owner[candidates]
+    owner = records.patient_number[candidates]
     order = np.lexsort((records.source[candidates], ranks, owner))
     candidates = candidates[order]
     first_crop = _first_crops(records, candidates)
@@ -352,7 +353,7 @@ def _gallery_probe_roles_and_mask(
 
 
 def _first_crops(records: Records, some: np.ndarray) -> np.ndarray:
-    """The first crop of each of these records."""
+    """Returns the first crop of each record in `some`."""
     place = np.full(len(records.names), -1, np.int32)
     place[some] = np.arange(len(some))
     crops = np.flatnonzero(place[records.crop_record] >= 0)
@@ -365,10 +366,12 @@ def _first_crops(records: Records, some: np.ndarray) -> np.ndarray:
 def _draw_tested_patients(
     records: Records, each: np.ndarray, twice: np.ndarray, seed: int, sources: RoleSources
 ) -> np.ndarray:
-    """Returns a mask of the patients with two sessions that are tested: all, if they are at most
-    `id_share` of their source's patients, as in the real PTB-XL (2,127 of 18,885). Otherwise those
-    whose hash is below 1/2, 1/4, ...: the first limit that is low enough. `each`, `twice`: a record of
-    each patient, and of each with two sessions.
+    """Returns a mask of the patients with two sessions: True for those who are tested.
+
+    All of them are tested if they are at most `id_share` of their source's patients, as in the real
+    PTB-XL (2,127 of 18,885). Otherwise the tested patients are those whose hash is below a limit: the
+    first of 1/2, 1/4, ... that leaves at most that share. `each`: one record of each patient; `twice`:
+    one record of each patient with two sessions.
 
     A ranking would come closer to `id_share`, but each new patient with a small hash would displace
     another one."""
@@ -376,11 +379,11 @@ def _draw_tested_patients(
     patients = records.patients.take(pa.array(twice))
     source_of = of_record[twice]
 
-    def texts(part: slice) -> Iterator[str]:
+    def patient_names(part: slice) -> Iterator[str]:
         for source, patient in zip(source_of[part], patients[part].to_pylist(), strict=True):
             yield f"{patient_source(records.source_names[source])}/{patient}"
 
-    chances = _draw_in_parts(len(twice), texts, f"gallery {seed}")
+    chances = _draw_in_parts(len(twice), patient_names, f"gallery {seed}")
     kinds = len(records.source_names)
     most = sources.id_share * np.bincount(of_record[each], minlength=kinds)
     drawn: np.ndarray = np.ones(len(twice), bool)
@@ -392,26 +395,28 @@ def _draw_tested_patients(
 
 
 def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRoles:
-    """Assigns roles as the authors' code does, unlike their paper: only diagnosis valid and test
-    crops stay out of pre-training."""
+    """Assigns roles crop by crop as the code of the paper's authors does, which differs from their
+    paper: only crops for diagnosis valid and test stay out of pre-training."""
 
-    def labels(numbers: np.ndarray) -> Iterator[str]:
+    def record_labels(numbers: np.ndarray) -> Iterator[str]:
         names = records.names.take(pa.array(numbers)).to_pylist()
         for source, name in zip(records.source[numbers], names, strict=True):
             yield f"{records.source_names[source]}/{name}"
 
-    def crops(part: slice) -> Iterator[str]:
+    def crop_names(part: slice) -> Iterator[str]:
         starts = records.crop_start[part]
-        for label, start in zip(labels(records.crop_record[part]), starts, strict=True):
+        for label, start in zip(record_labels(records.crop_record[part]), starts, strict=True):
             yield f"{label}/{start:g}"
 
     every = np.arange(len(records.names))
-    chance = _draw_in_parts(len(records.crop_record), crops, f"roles {seed}")
+    chance = _draw_in_parts(len(records.crop_record), crop_names, f"roles {seed}")
     dx = np.where(
         records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE
     ).astype(np.int8)
     identity, _ = _gallery_probe_roles_and_mask(records, seed, sources)
-    record_chance = _draw_in_parts(len(every), lambda part: labels(every[part]), f"identity {seed}")
+    record_chance = _draw_in_parts(
+        len(every), lambda part: record_labels(every[part]), f"identity {seed}"
+    )
     pretrains = _pretrain_records(records, sources)
     trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(
         np.int8

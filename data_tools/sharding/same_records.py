@@ -1,4 +1,4 @@
-"""Tells if a record is the same ECG as a dataset's record of that name."""
+"""Tell whether a record is the same ECG as a dataset's record of the same name."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -20,25 +20,26 @@ from ..sources.base import Source, read_record, read_safely
 from ..sources.dataset import StoredDataset
 
 RECORD_READ_ALREADY = "record read already"
-RECORDS_PER_TASK = 512  # pairs that are compared in one task
-Places = list[tuple[int, str]]  # number of the archive, key in it
+PAIRS_PER_TASK = 512  # pairs of records that are compared in one task
+Places = list[tuple[int, str]]  # for each record: number of its archive, its key in the archive
 
 
 def member_hash(source: str, name: str) -> int:
-    """Hashes a record's name in a tar, where a-b/c and a/b-c are the same."""
-    return hash_words(f"{source}-{name}".encode())
+    """Returns a hash of a record's name in a tar, in which a-b/c and a/b-c have the same name."""
+    return hash_bytes(f"{source}-{name}".encode())
 
 
 def member_hashes(names: Iterable[Sequence[str]], key: bytes | None) -> np.ndarray:
-    """Hashes names in a tar. `names`: source and name of each record, perhaps with more."""
+    """Returns hashes of records' names in a tar. `names`: source and name of each record; more items
+    are ignored. `key`: the key of pseudonyms."""
     hashes = []
     for source, name, *_ in names:
         hashes.append(member_hash(source, pseudonym(key, "r", source, name)))
     return np.array(hashes, np.uint64)
 
 
-def hash_words(words: bytes) -> int:
-    return int.from_bytes(blake2b(words, digest_size=8).digest())
+def hash_bytes(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest())
 
 
 def compare_records(
@@ -51,17 +52,17 @@ def compare_records(
     dask: str | None,
     quiet: bool,
 ) -> Iterator[tuple[int, ReadError]]:
-    """Yields rows in `again` whose records differ from those in `first`, with the reason for
-    refusal. `keys`, `archives`: one entry per row."""
+    """Yields (row, reason for its refusal) for each row in `again` whose record cannot be read, or is another ECG
+    than the record of the row at the same place in `first`. `keys` and `archives` have one entry per row."""
 
-    def places(rows: np.ndarray) -> Places:
+    def places_of(rows: np.ndarray) -> Places:
         return list(
             zip(archives[rows].tolist(), keys.take(pa.array(rows)).to_pylist(), strict=True)
         )
 
     chunks = (
-        (again[part], places(first[part]), places(again[part]))
-        for part in (slice(i, i + RECORDS_PER_TASK) for i in range(0, len(again), RECORDS_PER_TASK))
+        (again[part], places_of(first[part]), places_of(again[part]))
+        for part in (slice(i, i + PAIRS_PER_TASK) for i in range(0, len(again), PAIRS_PER_TASK))
     )
     compared = cluster.run(partial(_compare_chunk, sources), chunks, workers, dask)
     with tqdm(total=len(again), unit=" records", desc="comparing", disable=quiet) as bar:
@@ -78,7 +79,8 @@ def _compare_chunk(
 
     def compare(pair: tuple[tuple[int, str], tuple[int, str]]) -> ReadError | None:
         one, other = (_waveform_sum(sources[archive], key) for archive, key in pair)
-        if isinstance(other, ReadError):  # or only a table of the archive names it
+        # If the file of `other` is missing, only a table of the archive names the record
+        if isinstance(other, ReadError):
             return None if other.reason == MISSING_FILE else other
         if one == other:
             return None
@@ -107,8 +109,8 @@ def _waveform_sum(source: Source, key: str) -> int | ReadError:
 
 
 def waveform_sum(record: EcgRecord) -> int:
-    """The sum of the waveform hashes of the crops that a dataset has of a record; a ReadError if it has
-    none."""
+    """Returns the sum of the waveform hashes of all crops that a dataset can have of a record. Raises a
+    ReadError if there are no such crops."""
     total = used = 0
     refusal = ReadError("too short")
     crop = np.empty(CROP_SHAPE, "<i2")

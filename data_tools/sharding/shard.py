@@ -1,11 +1,12 @@
-"""Build a dataset from archives: plan, write shards in parallel, then tables, and dataset.json
-last.
+"""Build a dataset from archives: make the plan, write the shards in parallel, then the tables, and
+dataset.json last.
 
 A shard is one task and depends only on its list of crops. Each finished shard has a *part* file:
-its rows of samples.parquet but for roles, its rejects, a hash of its content, and the part's own
+its rows of samples.parquet without roles, its rejects, a hash of its content, and the part's own
 sha256. When `shard` is run again after an interruption, it keeps valid parts whose content hash
 matches and builds the others again. A run may be killed at any moment, any number of times, and
-still ends with the same bytes. Of a finished dataset other roles need another table, no other shards.
+still ends with the same bytes. If only the roles of a finished dataset change, its table is written
+again, and its shards stay.
 """
 
 import hashlib
@@ -42,10 +43,10 @@ from ..io.errors import DataError, DatasetError, Flag, ReadError, StorageError
 from ..io.storage import (
     Folder,
     dataset_folder,
+    explain_write_errors,
     locked_by_another,
     prefetch,
     temporary_path,
-    write_errors,
 )
 from ..io.terminal import keep_freed_memory, tell
 from ..sources.base import Source, dataset_patient, detail_with_path, read_record, read_safely
@@ -58,22 +59,22 @@ from .finishing import (
     raise_no_record_error,
     read_part,
     recipe_hash,
-    remove_traces,
+    remove_build_folder,
     restore_table,
     write_part,
     write_roles,
 )
 from .finishing import ShardOptions as ShardOptions
-from .plan import PlannedCrops, ShardPlan, make_plan, reject_without_detail
+from .plan import PlannedCrops, ShardPlan, make_plan, reject_line
 from .roles import PAPER_SOURCES, RoleSources
-from .shards import MAX_INDEX, TarWriter, index_name, part_name, shard_name
+from .shards import MAX_INDEX_BYTES, TarWriter, index_name, part_name, shard_name
 
 LOCK_TRIES = 100
-RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
+CACHED_RECORDS = 8  # records in memory, so that one with several crops in a shard is read once
 
 
 def shard(sources: list[Source], options: ShardOptions) -> Dataset:
-    """Build the dataset, or finish an interrupted build."""
+    """Builds the dataset, or finishes an interrupted build."""
     out = dataset_folder(options.out)
     if not out.remote and os.path.exists(out.url) and not os.path.isdir(out.url):
         raise DataError(Flag("--out"), f" {options.out}: is a file: choose a folder")
@@ -82,14 +83,14 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
             Flag("--shard-crops"),
             f" {options.shard_crops}: ",
             Flag("--format"),
-            " zarr writes no tar shards, whose crops this option counts: leave it out",
+            " zarr writes no tar shards, so the number of their crops has no effect: leave it out",
         )
     complete = out.exists(META)
     unfinished = out.exists(".build")
     if not complete and not unfinished:
-        with suppress(StorageError):  # the folder does not exist
-            # A build whose records were all refused leaves rejects.csv; .build belongs to a run that has
-            # just begun or ended
+        with suppress(StorageError):  # a folder that does not exist cannot be listed
+            # rejects.csv is left by a build whose records were all refused; .build belongs to a run that
+            # has begun or ended since it was looked for above
             if files := [name for name in out.children() if name not in (REJECTS, ".build")]:
                 raise DataError(
                     f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose another ",
@@ -102,15 +103,15 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
             f" {options.out}: is also a source, and a dataset never changes: choose another ",
             Flag("--out"),
         )
-    # A finished dataset may lie in a folder that nobody can write to
+    # A finished dataset is not locked, because nobody may be allowed to write to its folder
     untouched = complete and not unfinished
     with nullcontext() if untouched else lock_folder(out):
         return _plan_and_build(sources, options, mark, out, is_locked=not untouched)
 
 
 def _pseudonym_key_mark(sources: list[Source], key: bytes | None) -> str | None:
-    """Returns the mark of the key under which all names become pseudonyms. Names in datasets may
-    already be pseudonyms."""
+    """Returns a text that identifies the key with which all names become pseudonyms; None without
+    pseudonyms. Names in the datasets among the sources may be pseudonyms already."""
     mark = key_mark(key)
     marks = {source.pseudonyms for source in sources}
     if not key and len(marks) == 1 and all(isinstance(source, StoredDataset) for source in sources):
@@ -118,9 +119,9 @@ def _pseudonym_key_mark(sources: list[Source], key: bytes | None) -> str | None:
     for source in sources:
         if source.pseudonyms not in (None, mark):
             raise DataError(
-                f"{source.root.url}: its names are pseudonyms of a key: give it with ",
+                f"{source.root.url}: its names are pseudonyms: give the key that they were made with as ",
                 Flag("--pseudonymize"),
-                " KEYFILE, so that the other names are made with it, too",
+                " KEYFILE, because all names need the same key",
             )
     return mark
 
@@ -157,13 +158,13 @@ def _plan_and_build(
             for name, content in zip(planned.shards, contents, strict=True)
         ]
         _build_missing_shards(plan, contents, out, options, copies)
-    del plan  # a gigabyte of ten million records
+    del plan  # frees a gigabyte at ten million records
     return finish_dataset(planned, out, recipe, options)
 
 
 def _copies_of_left_out(parts: ShardParts) -> dict[str, list[int]]:
-    """Returns shard name -> waveforms of left-out patients that the shard still contains under
-    another patient or none."""
+    """Returns the waveform hashes of left-out patients that shards still contain, by the shard's name.
+    These crops belong to another patient or to none."""
     waveforms: set[int] = set()
     for facts in parts.facts():
         waveforms |= {left[3] for left in facts["left_out"]}
@@ -176,7 +177,7 @@ def _copies_of_left_out(parts: ShardParts) -> dict[str, list[int]]:
 
 @contextmanager
 def lock_folder(out: Folder) -> Iterator[None]:
-    """Let only one run write to a folder; it first removes the temporary files of killed runs."""
+    """Lets only one run at a time write to a folder. First removes the temporary files of killed runs."""
     place, lock = _locked_folder_and_file(out)
     with lock:
         for path in (place / "tmp").iterdir():
@@ -187,8 +188,8 @@ def lock_folder(out: Folder) -> Iterator[None]:
 
 
 def _locked_folder_and_file(out: Folder) -> tuple[Path, IO[bytes]]:
-    """The folder for temporary files and the file in it that this run has locked. A run that ends in this
-    moment removes both: then once more."""
+    """Returns (folder for temporary files, file in this folder that this run has locked). If a run that
+    ends at this moment removes both, tries again."""
     for _ in range(LOCK_TRIES):
         place = out.workdir()
         with suppress(FileNotFoundError), ExitStack() as refused:
@@ -197,7 +198,7 @@ def _locked_folder_and_file(out: Folder) -> tuple[Path, IO[bytes]]:
                 break
             if os.path.samestat(os.fstat(lock.fileno()), os.stat(place / "lock")):
                 (place / "tmp").mkdir(exist_ok=True)
-                refused.pop_all()  # keeps the locked file open
+                refused.pop_all()  # so that the locked file stays open
                 return place, lock
     raise StorageError(
         f"{out.url}: another run is writing there: wait for it, or choose another ", Flag("--out")
@@ -206,7 +207,7 @@ def _locked_folder_and_file(out: Folder) -> tuple[Path, IO[bytes]]:
 
 def _recipe(options: ShardOptions, identities: list[str], mark: str | None) -> dict[str, Any]:
     """Returns everything that determines the dataset's bytes. `identities`: hashes of the
-    shards' contents; `mark`: of the key of pseudonyms."""
+    shards' contents; `mark`: identifies the key of pseudonyms."""
     recipe = {
         "plan": options.plan,
         "seed": options.seed,
@@ -217,7 +218,7 @@ def _recipe(options: ShardOptions, identities: list[str], mark: str | None) -> d
     }
     if options.shard_crops not in (None, SHARD_CROPS):
         recipe["shard_crops"] = options.shard_crops
-    if options.leave_out:  # a hash of it all is in dataset.json
+    if options.leave_out:  # dataset.json stores no names, only a hash of the recipe
         recipe["leave_out"] = options.leave_out.names
     return recipe
 
@@ -228,14 +229,14 @@ ROLE_SETTINGS = ("plan", "id_share", "role_sources", "leave_out_flags")
 def _already_finished(
     out: Folder, recipe: dict[str, Any], options: ShardOptions, is_locked: bool
 ) -> Dataset:
-    """The finished dataset; with other roles, if only these are asked for. An error if it was made with
-    another recipe."""
+    """Returns the finished dataset. If only its roles differ from the recipe, first writes the new roles.
+    Raises a DatasetError if anything else differs."""
     finished = Dataset.of_folder(out)
     url = finished.root.url
     if finished.facts.recipe == recipe_hash(recipe):
         if out.exists(".build"):
             restore_table(finished)
-            remove_traces(finished)
+            remove_build_folder(finished)
         tell(f"note: {url} is already finished: nothing was done")
         return finished
     old = {name: finished.meta[name] for name in ROLE_SETTINGS if name in finished.meta}
@@ -251,7 +252,7 @@ def _already_finished(
 
 
 def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
-    """Says which settings differ from those of the finished dataset."""
+    """Returns a text on the settings that differ from those of the finished dataset."""
     formats = finished.facts.formats
     left_out = RoleSources.from_facts(finished.facts).leave_out
     old = (
@@ -266,7 +267,9 @@ def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     for name, value in (usual | recipe).items():
         if name in ("contents", "leave_out") or old.get(name) == value:
             continue
-        if name == "shard_crops":  # few users give the default
+        if (
+            name == "shard_crops"
+        ):  # the new value is not shown: it may be a default that nobody typed
             changed.append(f"made with --shard-crops {old[name]}")
         else:
             changed.append(f"{name} was {old.get(name)}, not {value}")
@@ -280,8 +283,8 @@ def _build_missing_shards(
     options: ShardOptions,
     copies: dict[str, list[int]],
 ) -> None:
-    """Builds the missing shards. `copies`: shard name -> waveforms that the shard must not
-    contain."""
+    """Builds the shards that no earlier run has finished. `copies`: waveform hashes that a shard must
+    not contain, by the shard's name."""
     written = set(out.names(".build"))  # files that an interrupted run has written
     left = []
     for number, content in enumerate(contents):
@@ -310,15 +313,16 @@ def _build_missing_shards(
 
 
 def _finished_shard(out: Folder, task: tuple[int, str]) -> int | None:
-    """The shard's number if an interrupted run has finished it. Its part is written last, so the
-    shard was whole then; it is read again, because the disk may have damaged it since."""
+    """Returns the shard's number if an interrupted run has finished it, else None. The part is written
+    last, so a shard with a part was complete. The shard is read again, because the disk may have damaged
+    it since."""
     number, content = task
     name = shard_name(number)
     try:
         facts = json.loads(read_part(out, name).schema.metadata[b"omnilead"])
         if facts["content"] != content:
             return None
-        index = out.read(index_name(name), MAX_INDEX)
+        index = out.read(index_name(name), MAX_INDEX_BYTES)
         tar = out.view(f"shards/{name}", facts["bytes"])
         sums = [hashlib.sha256(data).hexdigest() for data in (index, tar)]
         return number if sums == [facts["index"], facts["sha256"]] else None
@@ -332,15 +336,15 @@ def build_shard(
     options: ShardOptions,
     task: tuple[int, PlannedCrops, str, list[int]],
 ) -> None:
-    """Read, prepare and write the crops of one shard, then publish its tar, index and part, in this
-    order."""
+    """Reads, prepares and writes the crops of one shard, then publishes its tar, index and part, in
+    this order."""
     keep_freed_memory()
     number, crops, content, copies = task
     name = shard_name(number)
     temporary = temporary_path(out, name)
     try:
         with (
-            write_errors(out.url, f"shards/{name}"),
+            explain_write_errors(out.url, f"shards/{name}"),
             open(temporary, "wb", buffering=1 << 20) as file,
         ):
             writer = _ShardWriter(TarWriter(file), options, set(copies))
@@ -367,22 +371,22 @@ def build_shard(
 
 
 class _ShardWriter:
-    """Prepares crops and appends them to a tar; what cannot be used is noted in `rejects`."""
+    """Prepares crops and appends them to a tar. `rejects` collects the lines for rejects.csv."""
 
     def __init__(self, tar: TarWriter, options: ShardOptions, copies: set[int]) -> None:
-        """`copies`: waveforms of patients who are left out."""
+        """`copies`: waveform hashes of left-out patients. Crops with one of these are left out, too."""
         self.tar, self.options, self.copies = tar, options, copies
         self.rows: list[dict[str, Any]] = []
         self.rejects: list[Reject] = []
-        # The crops of patients who are left out: (source/record as in a dataset, patient as in the file, patient as
-        # in a dataset, waveform). They lie in the part until the build ends
+        # For each left-out crop: source/record as in a dataset, patient as in the user's file,
+        # SOURCE/PATIENT as in a dataset, waveform hash. The part file holds them until the build ends
         self.left_out: list[tuple[str, str, str, int]] = []
         self.samples = np.empty(CROP_SHAPE, "<i2")
 
     def add(
         self, archive: Source, path: str, label: str, part: int, record: EcgRecord | ReadError
     ) -> None:
-        """Add crop number `part` of a record. `label`: its source/name."""
+        """Adds crop number `part` of a record. `label`: source/name of the record."""
         source, _, name = label.partition("/")
         key = None if archive.pseudonyms else self.options.pseudonym_key
         notes: list[tuple[str, str]] = []
@@ -395,14 +399,12 @@ class _ShardWriter:
             row["crc32c"], row["waveform"] = crc_and_waveform_hash(self.samples)
         except ReadError as error:
             notes.append((error.reason, detail_with_path(archive.path_of(path), error.detail)))
-            self.rejects += [
-                reject_without_detail(archive, key, source, name, *note) for note in notes
-            ]
+            self.rejects += [reject_line(archive, key, source, name, *note) for note in notes]
             return
         if self._is_left_out(row):
             return
         for note in (*notes, *_flag_lines(crop)):
-            self.rejects.append(reject_without_detail(archive, key, source, name, *note))
+            self.rejects.append(reject_line(archive, key, source, name, *note))
         self._write(row, part)
 
     def _is_left_out(self, row: dict[str, Any]) -> bool:
@@ -420,7 +422,7 @@ class _ShardWriter:
         return False
 
     def _write(self, row: dict[str, Any], part: int) -> None:
-        """Append the crop to the tar, with its row as JSON."""
+        """Appends the crop to the tar, with its row as JSON."""
         facts = row | {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"}
         facts["label_names"] = label_names(row["labels"])
         member = f"{row['source']}-{row['record']}-{part:03d}"
@@ -449,7 +451,7 @@ def table_row(
 
 
 def _flag_lines(crop: Crop) -> Iterator[tuple[str, str]]:
-    """Yields (reason, detail) of rejects.csv for a usable but unusual crop."""
+    """Yields (reason, detail) for rejects.csv for each unusual property of a crop that can be used."""
     when = f"at {crop.start_s:g} s"
     if crop.missing:
         yield "lead not measured", f"{' '.join(crop.missing)} {when}"
@@ -462,7 +464,7 @@ def _read_in_shard_order(
     sources: tuple[Source, ...], crops: PlannedCrops
 ) -> Iterator[tuple[Source, str, str, int, EcgRecord | ReadError]]:
     """Yields (source, key, label, crop, record) in shard order; remote records are prefetched."""
-    read = lru_cache(RECORDS_HELD)(
+    read = lru_cache(CACHED_RECORDS)(
         lambda archive, key: read_safely(partial(read_record, sources[archive]), key)
     )
     remote = any(source.root.remote for source in sources)

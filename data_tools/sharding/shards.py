@@ -1,4 +1,4 @@
-"""Write what holds a dataset's crops: tar shards, and the zarr copy made from them.
+"""Write the files that hold a dataset's crops: tar shards, and the zarr copy that is made from them.
 
 Tar shards, for WebDataset and DALI, are uncompressed ustar with `<key>.ecg`, then `<key>.json`, and a
 separate index file. Headers are written by hand in a fixed 512-byte form without times, owners or
@@ -25,20 +25,20 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from ..dataset import CROP_BYTES, SHARD_CROPS, STORE, ShardFacts
-from ..dataset.zarr_reader import ABSENT, BLOSC, CRC, zarr_json
+from ..dataset.zarr_reader import ABSENT_CHUNK, BLOSC, CRC, zarr_json
 from ..io import cluster
 from ..io.errors import DatasetError, ReadError
 from ..io.storage import Folder, prefetch
 
 TAR_BLOCK, MAX_NAME = 512, 99
-MAX_INDEX = 2**26
-OCTAL = re.compile(b"[0-7]{11}")
+MAX_INDEX_BYTES = 2**26
+OCTAL_SIZE = re.compile(b"[0-7]{11}")
 OWNER, TIME = b"0000644\0" + b"0000000\0" * 2, b"00000000000\0"
 HEADER_REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
-CONSTANT_SUM = (
-    sum(OWNER + TIME + HEADER_REST) + 8 * 32
-)  # the checksum field itself counts as eight spaces
-ZarrBlock = tuple[int, list[tuple[str, int, int]]]  # number; tar, offset and crc32c of each crop
+# A header's checksum counts the checksum field itself as eight spaces
+CONSTANT_CHECKSUM = sum(OWNER + TIME + HEADER_REST) + 8 * 32
+# Number of a storage object of the zarr copy; tar, offset and crc32c of each of its crops
+ZarrBlock = tuple[int, list[tuple[str, int, int]]]
 
 
 def shard_name(number: int) -> str:
@@ -50,12 +50,12 @@ def index_name(shard: str) -> str:
 
 
 def part_name(shard: str) -> str:
-    """The file with the rows of a shard in an unfinished dataset."""
+    """Returns the name of a shard's part file, which holds its rows while the dataset is unfinished."""
     return f".build/{shard.removesuffix('.tar')}.parquet"
 
 
 def member_header(name: str, size: int) -> bytes:
-    """The ustar header of a regular file, mode 0644, owner 0, time 0."""
+    """Returns the ustar header of a regular file with mode 0644, owner 0 and time 0."""
     raw = name.encode("ascii")
     if len(raw) > MAX_NAME or not 0 <= size < 8**11:
         raise ValueError(
@@ -63,7 +63,7 @@ def member_header(name: str, size: int) -> bytes:
             "and 8 GiB"
         )
     octal = b"%011o\0" % size
-    total = sum(raw) + sum(octal) + CONSTANT_SUM
+    total = sum(raw) + sum(octal) + CONSTANT_CHECKSUM
     return raw.ljust(100, b"\0") + OWNER + octal + TIME + b"%06o\0 " % total + HEADER_REST
 
 
@@ -75,7 +75,7 @@ class TarWriter:
         self.index: list[str] = []
 
     def add(self, key: str, ecg: bytes | memoryview, text: bytes) -> int:
-        """Write one crop and return the offset of its signal."""
+        """Writes one crop and returns the offset of its signal in the tar."""
         self._write(member_header(f"{key}.ecg", len(ecg)))
         offset = self.size
         self._write(ecg)
@@ -89,7 +89,7 @@ class TarWriter:
         return offset
 
     def close(self) -> str:
-        """Write the end of the archive and return the text of its index."""
+        """Writes the end of the tar and returns the text of its index."""
         self._write(bytes(2 * TAR_BLOCK))
         return _index_text(self.index)
 
@@ -100,7 +100,7 @@ class TarWriter:
 
 
 def make_index(shard: memoryview, offsets: Iterable[int]) -> str:
-    """Make the index of a finished shard from the headers of its members."""
+    """Returns the index of a finished shard, made from the headers of its members."""
     lines = []
     for offset in offsets:
         ecg, size = member_name_and_size(shard, offset)
@@ -111,10 +111,11 @@ def make_index(shard: memoryview, offsets: Iterable[int]) -> str:
 
 
 def member_name_and_size(shard: memoryview, offset: int) -> tuple[str, int]:
-    """Returns (name, size) of the member whose data starts at `offset`; a ValueError if none does."""
+    """Returns (name, size) of the member whose data start at `offset`. Raises a ValueError if there is
+    none."""
     header = bytes(shard[max(0, offset - TAR_BLOCK) : max(0, offset)])
     name, size = header[:100].rstrip(b"\0"), header[124:135]
-    if not name.isascii() or not OCTAL.fullmatch(size):
+    if not name.isascii() or not OCTAL_SIZE.fullmatch(size):
         raise ValueError(f"no tar member at byte {offset}")
     return name.decode(), int(size, 8)
 
@@ -135,8 +136,8 @@ def write_zarr(
     dask: str | None,
     quiet: bool,
 ) -> None:
-    """Write the copy from the finished tar shards. Blocks that an interrupted run has finished are
-    kept."""
+    """Writes the zarr copy from the finished tar shards. Storage objects that an interrupted run has
+    finished are not written again."""
     shard, offset, crc = (table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
     def blocks() -> Iterator[ZarrBlock]:
@@ -171,7 +172,7 @@ def write_zarr_block(out: Folder, size: int, block: ZarrBlock) -> int:
         if out.read(marker, 128) == mark + _sha256(out.read(name, largest)):
             return len(crops)
 
-    def packed(crop: tuple[str, int, int]) -> bytes:
+    def compress_crop(crop: tuple[str, int, int]) -> bytes:
         tar, offset, crc = crop
         ecg = out.read_range(tar, offset, CROP_BYTES)
         if google_crc32c.value(ecg) != crc:
@@ -182,8 +183,8 @@ def write_zarr_block(out: Folder, size: int, block: ZarrBlock) -> int:
             )
         return _append_crc(BLOSC.encode(np.frombuffer(ecg, "<i2")))
 
-    chunks = list(prefetch(packed, crops) if out.remote else map(packed, crops))
-    index = np.full((size, 2), ABSENT, "<u8")
+    chunks = list(prefetch(compress_crop, crops) if out.remote else map(compress_crop, crops))
+    index = np.full((size, 2), ABSENT_CHUNK, "<u8")
     lengths = np.array([len(chunk) for chunk in chunks])
     index[: len(chunks)] = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
     data = b"".join([*chunks, _append_crc(index.tobytes())])

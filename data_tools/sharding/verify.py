@@ -63,7 +63,7 @@ from .roles import Records, RoleSources
 from .same_records import waveform_sum
 from .shard import table_row
 from .shards import (
-    MAX_INDEX,
+    MAX_INDEX_BYTES,
     TAR_BLOCK,
     index_name,
     make_index,
@@ -71,9 +71,9 @@ from .shards import (
     member_name_and_size,
 )
 
-MAX_FINDINGS = 20  # listed per shard, storage object or folder
+MAX_FINDINGS = 20  # most findings that are listed for one shard, storage object or folder
 RECORDS_PER_TASK = 512  # records of an archive that are compared in one task
-BATCH_ROWS = 65_536  # rows of a table held as Python objects at a time
+BATCH_ROWS = 65_536  # rows of a table that are Python objects at the same time
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = (
     "patient",
@@ -94,9 +94,8 @@ JSON_COLUMNS = [
     for name in COLUMNS.names
     if name not in ("shard", "offset", "crc32c", "waveform", *ROLE_COLUMNS)
 ]
-Rows = tuple[
-    int, pa.Table
-]  # number of a shard or of a storage object of the zarr copy; its rows in order
+# Number of a shard or of a storage object of the zarr copy; its rows, in order
+Rows = tuple[int, pa.Table]
 
 
 @cluster.reuse_processes()
@@ -113,7 +112,7 @@ def verify(
     try:
         _check_columns(dataset)
     except (ReadError, DatasetError) as error:
-        return [str(error)]  # further checks would mean nothing
+        return [str(error)]  # without a valid table, all other checks are meaningless
     findings: list[str] = []
     rejects: list[Reject] = []
     try:
@@ -123,7 +122,7 @@ def verify(
     records = read_records(dataset.table)
     findings += _check_meta(dataset, records)
     findings += _check_table(dataset, records)
-    del records  # gigabytes at ten million crops
+    del records  # frees gigabytes at ten million crops
     begins = np.searchsorted(dataset.column("shard"), np.arange(len(dataset.shards) + 1))
     if dataset.shards and begins[-1] != len(dataset):
         return [*findings, f"{SAMPLES}: {len(dataset) - begins[-1]} rows of no shard in {META}"]
@@ -142,19 +141,21 @@ def verify(
 
 
 def _check_columns(dataset: Dataset) -> None:
-    """Raises a DatasetError if samples.parquet is not a table of version 1."""
+    """Raises a DatasetError if samples.parquet is not a valid table of format version 1."""
     if unknown := sorted(set(dataset.stored_columns) - set(COLUMNS.names)):
         names = ", ".join(unknown)
         raise DatasetError(f"{SAMPLES}: columns that version 1 does not have: {names}"[:200])
-    for name in COLUMNS.names:  # one at a time, as all of them would take gigabytes
+    for name in COLUMNS.names:  # one at a time, because all columns would take gigabytes
         dataset.table([name])
     if np.mod(dataset.column("start_s"), CROP / FS_HZ).any():
-        raise DatasetError(f"{SAMPLES}: start_s is not always a multiple of {CROP / FS_HZ:g} s")
+        raise DatasetError(
+            f"{SAMPLES}: start_s has values that are no multiples of {CROP / FS_HZ:g} s"
+        )
 
 
 def split_rows(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterator[pa.Table]:
-    """The rows from each of `begins` to the next."""
-    batches = dataset.parts(columns)
+    """Yields the rows from each number in `begins` up to the next number."""
+    batches = dataset.row_batches(columns)
     held = pa.schema([COLUMNS.field(name) for name in columns]).empty_table()
     first = 0
     for begin, end in pairwise(begins.tolist()):
@@ -166,7 +167,7 @@ def split_rows(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iter
 
 
 def _check_meta(dataset: Dataset, of_records: Records) -> Iterator[str]:
-    """Check dataset.json against format version 1, the rows and the existing files."""
+    """Yields where dataset.json differs from the preprocessing's hash, the rows and the existing files."""
     facts = dataset.facts
     if recipe_hash(facts.preprocessing) != facts.preprocessing_sha256:
         yield f"{META}: preprocessing fails its sha256"
@@ -208,7 +209,7 @@ def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
         for column in ROLE_COLUMNS:
             if wrong := _count_unequal(again[column], dataset.table([column])[column]):
                 yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {facts.seed} gives"
-    for part in dataset.parts(["dx", "labels"]):
+    for part in dataset.row_batches(["dx", "labels"]):
         labels = [class_row(tuple(dx)) for dx in part["dx"].to_pylist()]
         if labels != part["labels"].to_pylist():
             yield f"{SAMPLES}: labels do not match the dx codes"
@@ -216,7 +217,7 @@ def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
 
 
 def _count_unequal(values: pa.ChunkedArray, others: pa.ChunkedArray) -> int:
-    """Counts the values that differ; null equals null."""
+    """Returns the number of values that differ; null equals null."""
     differ = pc.fill_null(pc.not_equal(values, others), False)
     return int(
         pc.sum(pc.or_(differ, pc.xor(values.is_null(), others.is_null())), min_count=0).as_py()
@@ -246,7 +247,7 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     except ReadError as error:
         findings.append(f"{name}: {error.reason}")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        # A forged file whose sha256 is right
+        # A forged file can have the right sha256 and still be no valid tar
         findings.append(one_line(f"{name}: an invalid tar member: {error}"))
     return _first_findings(findings, name)
 
@@ -260,8 +261,8 @@ def _check_crops(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
 
 
 def _first_findings(findings: Iterable[str], what: str) -> list[str]:
-    """The first findings about a file or folder, and how many more there are: a damaged disk can
-    have thousands."""
+    """Returns the first findings about a file or folder, and a line with the number of all others. A
+    damaged disk can cause thousands."""
     rest = iter(findings)
     listed = list(islice(rest, MAX_FINDINGS))
     if more := sum(1 for _ in rest):
@@ -280,7 +281,7 @@ def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Ite
 
 
 def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
-    """Check a crop's samples against its row."""
+    """Yields where a crop's samples contradict the crop's row."""
     crc, hashed = crc_and_waveform_hash(crop)
     if crc != row["crc32c"]:
         yield "fails its crc32c"
@@ -297,7 +298,7 @@ def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
 
 def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) -> list[str]:
     try:
-        text = dataset.root.read(name, MAX_INDEX).decode()
+        text = dataset.root.read(name, MAX_INDEX_BYTES).decode()
         expected = make_index(data, rows["offset"].to_pylist())
     except (ReadError, ValueError) as error:
         return [f"{name}: {error}"]
@@ -305,8 +306,8 @@ def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) 
 
 
 def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
-    """Check all members up to the end of the file: tar headers, and JSON with the values of the
-    row."""
+    """Yields where the members of a tar contradict the rows, up to the end of the file: in a tar header
+    or in a JSON, which must have the values of its row."""
     end = 0
     for number, row in enumerate(rows.to_pylist()):
         key = f"{row['source']}-{row['record']}-{round(row['start_s'] * FS_HZ) // CROP:03d}"
@@ -332,13 +333,13 @@ def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]
 
 
 def _differing_entries(facts: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    """The names of the entries of a crop's JSON that differ from its row."""
+    """Returns the names of the entries in which a crop's JSON differs from the crop's row."""
     expected = {column: row[column] for column in JSON_COLUMNS}
     expected["label_names"] = label_names(row["labels"])
     expected["crc32c"] = f"{row['crc32c']:08x}"
     expected["waveform"] = f"{row['waveform']:016x}"
     if facts.get("age") is not None:
-        facts["age"] = float(np.float32(facts["age"]))  # rounded as in the table
+        facts["age"] = float(np.float32(facts["age"]))  # samples.parquet stores float32
     names = facts.keys() | expected.keys()
     return sorted(name for name in names if facts.get(name) != expected.get(name))
 
@@ -351,7 +352,7 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
     if chunks.meta != chunks.layout:
         return [f"{STORE}/zarr.json: has entries that data_tools does not write"]
     blocks = range(-(-len(dataset) // chunks.block))
-    expected = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}
+    expected = {f"{STORE}/zarr.json", *map(chunks.object_name, blocks)}
     files = set(dataset.root.names(STORE))
     findings = _first_findings(
         [f"{name}: not a part of the dataset" for name in sorted(files - expected)], STORE
@@ -363,7 +364,7 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
     rows = (
         (i, piece)
         for i, piece in enumerate(split_rows(dataset, CONTENT_COLUMNS, begins))
-        if chunks.name(i) in files
+        if chunks.object_name(i) in files
     )
     checks = cluster.run_in_order(partial(check_zarr_object, dataset, fast), rows, workers)
     for of_object in tqdm(checks, total=len(blocks), unit=" files", desc="zarr", disable=quiet):
@@ -372,14 +373,13 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
 
 
 def check_zarr_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
-    """Check a storage object of the zarr copy: its index and its chunks, one per crop."""
+    """Returns what is wrong with a storage object of the zarr copy: its index or a chunk, one per crop."""
     number, rows = rows_of
-    chunks, root, name = dataset.chunks, dataset.root, dataset.chunks.name(number)
+    chunks, root, name = dataset.chunks, dataset.root, dataset.chunks.object_name(number)
     try:
         index, size = chunks.index(number).tolist(), root.size(name)
-        spans = sorted(
-            index[: len(rows)]
-        )  # must follow each other from the first byte to the index
+        # The chunks must follow each other from the first byte to the index
+        spans = sorted(index[: len(rows)])
         ends = [0, *(start + length for start, length in spans)]
         if [start for start, _ in spans] + [size - index_bytes(chunks.block)] != ends:
             return [f"{name}: {size} bytes do not match its index (replaced, or a crop is missing)"]
@@ -401,36 +401,36 @@ def check_zarr_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     return _first_findings(findings, name)
 
 
-class _Compared(NamedTuple):
-    """The comparison of an archive's record with the dataset."""
+class _RecordComparison(NamedTuple):
+    """The result of comparing a record of an archive with the dataset."""
 
     row: int = -1  # the record's first row in the dataset
     findings: tuple[str, ...] = ()
-    missing: str = ""  # the record's name if a file of it is missing
+    missing: str = ""  # the record's name if one of its files is missing
 
 
 @dataclass(frozen=True)
-class _Comparison:
-    """Compares records of an archive with a dataset's, in any process."""
+class _ArchiveComparison:
+    """Compares records of an archive with the records of a dataset. Can be sent to worker processes."""
 
     dataset: Dataset
     rows: RecordIndex  # index of samples.parquet
-    refused: RecordIndex  # index of rejects.csv, without flags
-    named: RecordIndex  # patients that a table names
+    refused: RecordIndex  # index of the refusals in rejects.csv
+    named: RecordIndex  # index of the patients that the user's table names
     leave_out: LeaveOut | None
     key: bytes | None  # key of pseudonyms
 
-    def compare_chunk(self, task: tuple[Source, list[str]]) -> list[_Compared]:
+    def compare_chunk(self, task: tuple[Source, list[str]]) -> list[_RecordComparison]:
         archive, keys = task
         compare = partial(self.compare_record, archive)
         remote = archive.root.remote or self.dataset.root.remote
         return list(prefetch(compare, keys) if remote else map(compare, keys))
 
-    def compare_record(self, archive: Source, item: str) -> _Compared:
+    def compare_record(self, archive: Source, item: str) -> _RecordComparison:
         record = read_safely(partial(read_record, archive), item)
         if not isinstance(record, EcgRecord):
             lacks_file = record.reason == MISSING_FILE
-            return _Compared(missing=archive.name_for(item) if lacks_file else "")
+            return _RecordComparison(missing=archive.name_for(item) if lacks_file else "")
         if named := self.named.find(record.source, record.name):
             record = replace(record, patient=named[0]["patient"])
         key = None if archive.pseudonyms else self.key
@@ -438,21 +438,21 @@ class _Comparison:
         with suppress(ReadError):
             patient = dataset_patient(key, record.source, record.patient)
             if self.leave_out and self.leave_out.listed_name(record.source, patient):
-                return _Compared()
+                return _RecordComparison()
         if rows := self.rows.find(record.source, name):
-            return _Compared(
+            return _RecordComparison(
                 rows[0]["row"], tuple(_compare_record(self.dataset, key, record, name, rows))
             )
-        # a-b/c and a/b-c have one name in a tar
+        # The dataset has another record of the same name in a tar, as a-b/c and a/b-c have
         if self.rows.has_member(record.source, name):
-            return _Compared()
+            return _RecordComparison()
         says = f"is in the archive, but neither in {SAMPLES} nor in {REJECTS}"
         if refused := self.refused.find(record.source, name):
             if not _can_be_used(record):
-                return _Compared()
+                return _RecordComparison()
             reason = refused[0]["reason"]
             says = f"was refused ({reason}), but can be read now: make a new dataset from it and this one"
-        return _Compared(findings=(f"{record.source}/{name} {says}",))
+        return _RecordComparison(findings=(f"{record.source}/{name} {says}",))
 
 
 def _compare_archive(
@@ -465,8 +465,8 @@ def _compare_archive(
     workers: int,
     leave_out: LeaveOut | None,
 ) -> list[str]:
-    """Prepare every record of the archive again and compare samples and columns with the dataset,
-    bit for bit."""
+    """Prepares every record of the archive again and compares samples and columns with the dataset, bit
+    for bit. Returns the findings."""
     if other := wrong_key_message(dataset.facts.pseudonyms, key):
         return [other]
     schema = pa.schema([COLUMNS.field(name) for name in ROW_COLUMNS])
@@ -480,9 +480,9 @@ def _compare_archive(
         else PATIENT_SCHEMA.empty_table()
     )
     with tempfile.TemporaryDirectory(prefix="omnilead-") as place:
-        comparison = _Comparison(
+        comparison = _ArchiveComparison(
             dataset,
-            RecordIndex.write(Path(place, "rows"), schema, dataset.parts(ROW_COLUMNS)),
+            RecordIndex.write(Path(place, "rows"), schema, dataset.row_batches(ROW_COLUMNS)),
             RecordIndex.write(
                 Path(place, "refused"), REFUSED_SCHEMA, refused.to_batches(BATCH_ROWS)
             ),
@@ -493,13 +493,17 @@ def _compare_archive(
         seen = np.zeros(len(dataset), bool)  # first rows of records that are in the archive
         findings = _archive_findings(comparison, sources, seen, workers, quiet)
         listed = _first_findings(findings, "--archive")
-        if not seen.any():  # it has none of the dataset's records
+        if not seen.any():  # the archive has none of the dataset's records
             return _absent_records(comparison.rows, seen, "all ", "is this the archive?")
         return listed
 
 
 def _archive_findings(
-    comparison: _Comparison, sources: list[Source], seen: np.ndarray, workers: int, quiet: bool
+    comparison: _ArchiveComparison,
+    sources: list[Source],
+    seen: np.ndarray,
+    workers: int,
+    quiet: bool,
 ) -> Iterator[str]:
     for archive in sources:
         missing = []
@@ -510,7 +514,7 @@ def _archive_findings(
                 for record in records:
                     if record.missing:
                         missing.append(record.missing)
-                    # another record of this name came first
+                    # an earlier record of this name was compared with these rows
                     if record.row >= 0 and seen[record.row]:
                         continue
                     if record.row >= 0:
@@ -523,7 +527,7 @@ def _archive_findings(
 
 
 def _read_patients(sources: list[Source], url: str, workers: int, quiet: bool) -> pa.Table:
-    """The patients that a table names."""
+    """Returns source, record and patient of each record whose patient the table at `url` names."""
     plan = make_plan(sources, 0, workers, quiet=quiet, patients=url)
     known = plan.patients.is_valid()
     labels = plan.labels.column().filter(known)
@@ -570,7 +574,7 @@ def _compare_record(
     name: str,
     rows: list[dict[str, Any]],
 ) -> Iterator[str]:
-    """Compare one record with its rows."""
+    """Yields where a record of the archive differs from its rows in the dataset."""
     parts = {round(row["start_s"] * FS_HZ) // CROP: row for row in rows}
     crop = np.empty(CROP_SHAPE, "<i2")
     try:
@@ -599,12 +603,11 @@ def _compare_record(
                 yield f"{place}: the archive has other samples"
         for column in ("dx", "missing_leads", "flags"):
             again[column] = list(again[column])
-        if (
-            "zeros" not in row["flags"]
-        ):  # a dataset converted from an earlier format lacks this flag
+        # A dataset converted from an earlier format lacks the flag `zeros`
+        if "zeros" not in row["flags"]:
             again["flags"] = [flag for flag in again["flags"] if flag != "zeros"]
         if again["age"] is not None:
-            again["age"] = float(np.float32(again["age"]))  # rounded as in the table
+            again["age"] = float(np.float32(again["age"]))  # samples.parquet stores float32
         if differing := [column for column in ARCHIVE_COLUMNS if again[column] != row[column]]:
             hint = ""
             if "patient" in differing and not again["patient"]:

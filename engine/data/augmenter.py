@@ -50,7 +50,7 @@ MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
 def missing_leads(dataset: Dataset) -> np.ndarray:
     """uint16 [crops]: one bit for each missing lead; bit 0 is lead I."""
     bits_of_parts = [np.zeros(0, np.uint16)]
-    for part in dataset.parts(["missing_leads"]):
+    for part in dataset.row_batches(["missing_leads"]):
         missing, bits = part["missing_leads"], np.zeros(len(part), np.uint16)
         lead = pc.index_in(missing.flatten(), pa.array(LEADS)).fill_null(len(LEADS)).to_numpy()
         np.bitwise_or.at(

@@ -66,7 +66,7 @@ def store_choice(dataset: Dataset, by: float | str, chosen: Any) -> None:
 def _validation_split(dataset: Dataset, share: float) -> Split:
     masks = []
     waveforms = []
-    for part in dataset.parts([*OWNER_COLUMNS, "waveform"]):
+    for part in dataset.row_batches([*OWNER_COLUMNS, "waveform"]):
         names, _ = owners_and_known(part)
         masks.append(uniform_hashes(names) < share)
         waveforms.append(part["waveform"].to_numpy())
@@ -97,7 +97,7 @@ def batches_with_masks(
     for mask, rows in zip(masks, sides, strict=True):
         mask[rows] = True
     begin = 0
-    for part in dataset.parts(columns):
+    for part in dataset.row_batches(columns):
         end = begin + len(part)
         yield part, *(pa.array(mask) for mask in masks[:, begin:end])
         begin = end
@@ -138,7 +138,7 @@ def all_owners(datasets: Sequence[Dataset]) -> Owners:
     """Returns the owners of all crops of these datasets."""
     names, is_known_of_parts = [], []
     for dataset in datasets:
-        for part in dataset.parts(OWNER_COLUMNS):
+        for part in dataset.row_batches(OWNER_COLUMNS):
             name, is_known = owners_and_known(part)
             names.append(name.dictionary_encode())
             is_known_of_parts.append(is_known)

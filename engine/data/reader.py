@@ -150,7 +150,7 @@ class _Source:
 
     def describe_read(self, read: _CropRead) -> str:
         if self.chunks:
-            return f"{self.url}/{self.chunks.name(read.shard)}: crop {read.row}"
+            return f"{self.url}/{self.chunks.object_name(read.shard)}: crop {read.row}"
         return f"{self.url}/{self.names[read.shard]}: crop {read.row} at byte {read.offset}"
 
 

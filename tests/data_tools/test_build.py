@@ -376,7 +376,7 @@ def test_row_groups_of_any_size_hold_the_same_rows(small, tmp_path, monkeypatch)
     """Neither the end of a shard nor that of a batch is a border for the other."""
     whole = build(small, tmp_path / "whole", format="both")
     monkeypatch.setattr(plan, "SHARD_CROPS", 4)
-    monkeypatch.setattr(finishing, "ROW_GROUP", 6)
+    monkeypatch.setattr(finishing, "ROW_GROUP_ROWS", 6)
     made = build(small, tmp_path / "made", format="both")
     groups = parquet.ParquetFile(f"{made.root.url}/samples.parquet")
     rows = [groups.metadata.row_group(i).num_rows for i in range(groups.num_row_groups)]

@@ -39,7 +39,7 @@ ADDRESS = re.compile(r"Scheduler at: +(\S+)\n")
 def many_small_tasks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SHARD_CROPS", 2)
-        patch.setattr(plan, "SCAN_CHUNK", 5)
+        patch.setattr(plan, "KEYS_PER_TASK", 5)
         patch.setenv("PYTHONPATH", PLACES)
         yield
 
@@ -93,7 +93,7 @@ from omnilead.data_tools.sharding import plan
 
 print("began")
 shutil.rmtree("out", ignore_errors=True)
-plan.SHARD_CROPS, plan.SCAN_CHUNK = 2, 5
+plan.SHARD_CROPS, plan.KEYS_PER_TASK = 2, 5
 omnilead.shard({str(small)!r}, out="out", format="both", workers=2)
 """,
     )

@@ -53,7 +53,7 @@ def test_a_dataset_is_a_sequence_of_ecgs(dataset):
 def test_row_groups_are_read_only_once(dataset):
     """As in a dataset of more than 65,536 crops."""
     opened = Dataset.open(dataset.root.url)
-    whole = opened._group(0)
+    whole = opened._read_row_group(0)
     opened.__dict__["_group_begins"] = np.array([0, 5, 5])
-    opened.__dict__["_group"] = lambda group: whole.slice([0, 5, 5][group])
+    opened.__dict__["_read_row_group"] = lambda group: whole.slice([0, 5, 5][group])
     assert [opened[row].record for row in range(8)] == dataset.column("record")[:8].tolist()

@@ -77,16 +77,16 @@ TABLES = [  # a change, the column that a command reads, what it says
     (lambda table: pa.concat_tables([table, table]), "age", "30 rows, 15 expected"),
     (first("record", None), "record", "record is missing in some rows"),
     (first("start_s", None), "start_s", "start_s is missing in some rows"),
-    (first("start_s", np.inf), "start_s", "start_s is not always from 0 to 1e+09"),
-    (first("start_s", np.nan), "start_s", "start_s is not always from"),
-    (first("halves", 3), "halves", "halves is not always from 1 to 2"),
-    (first("offset", -2), "offset", "offset is not always from"),
-    (first("offset", 2**63 - 1), "offset", "offset is not always from"),
-    (first("fs_source_hz", 0.0), "fs_source_hz", "fs_source_hz is not always from"),
-    (first("shard", 1), "shard", "shard differs from the shards in dataset.json"),
+    (first("start_s", np.inf), "start_s", "start_s has values that are not from 0 to 1e+09"),
+    (first("start_s", np.nan), "start_s", "start_s has values that are not from"),
+    (first("halves", 3), "halves", "halves has values that are not from 1 to 2"),
+    (first("offset", -2), "offset", "offset has values that are not from"),
+    (first("offset", 2**63 - 1), "offset", "offset has values that are not from"),
+    (first("fs_source_hz", 0.0), "fs_source_hz", "fs_source_hz has values that are not from"),
+    (first("shard", 1), "shard", "the column shard does not match the shards in dataset.json"),
     (first("shard", -1), "shard", "shard differs"),
-    (first("dx_role", "all"), "dx_role", "dx_role is not always one of train, valid, test"),
-    (first("id_role", "probes"), "id_role", "id_role is not always one of train"),
+    (first("dx_role", "all"), "dx_role", "dx_role has values other than train, valid, test"),
+    (first("id_role", "probes"), "id_role", "id_role has values other than train"),
     (first("dx", [None]), "dx", "dx has a list with a missing value"),
     (first("labels", [None] * 26), "labels", "labels has a list with a missing value"),
     *[
@@ -102,7 +102,7 @@ def test_a_forged_table_is_one_line(change, name, says, copy):
     made = Dataset.open(str(copy))
     reads = [lambda: made.table([name])]
     if name != "shard":  # of one batch it is not known which shards it should have
-        reads.append(lambda: list(made.parts([name])))
+        reads.append(lambda: list(made.row_batches([name])))
     if name in ("record", "dx", "labels", "halves", "start_s"):
         reads.append(lambda: made[0])
     for read in reads:

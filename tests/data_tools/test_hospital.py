@@ -228,7 +228,7 @@ def test_show_draws_one_file(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "one.png").stat().st_size > 10_000
     (tmp_path / "notes.dat").write_text("no ECG")
     assert main(["show", f"{tmp_path}/notes.dat"]) == 2
-    refusal = "notes.dat would be refused: unknown format: not a file of muse-xml, dicom"
+    refusal = "notes.dat: `omnilead shard` would refuse this record: unknown format: not a file of muse-xml, dicom"
     assert refusal in capsys.readouterr().err
     broken = mock.Mock(side_effect=TypeError("of a bug"))
     monkeypatch.setitem(
@@ -236,7 +236,7 @@ def test_show_draws_one_file(tmp_path, capsys, monkeypatch):
     )
     assert main(["show", f"{tmp_path}/two.DCM"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "two.DCM would be refused: unreadable record: TypeError" in line
+    assert "two.DCM: `omnilead shard` would refuse this record: unreadable record: TypeError" in line
 
 
 def test_names_that_lose_letters_or_are_cut_stay_different(tmp_path):

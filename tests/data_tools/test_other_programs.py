@@ -11,13 +11,13 @@ import pytest
 from handmade import build, flip
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.dataset.other_programs import ROLE_OF_NAME
+from omnilead.data_tools.dataset.other_programs import ROLE_COLUMN_AND_VALUE
 from omnilead.data_tools.io.errors import DataError, DatasetError
 
 # webdataset leaves its files to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 GIVEN = [
-    role for role in ROLE_OF_NAME if role not in ("dx:test",)
+    role for role in ROLE_COLUMN_AND_VALUE if role not in ("dx:test",)
 ]  # the small dataset may have none
 
 
@@ -129,7 +129,7 @@ def test_a_flipped_bit_never_becomes_a_crop(small, tmp_path):
         (lambda made: made.webdataset("dx"), "role=dx: no such role: choose from all"),
         (lambda made: made.torch("all", labels=["AFX"]), "labels=AFX: no such label: .* age, AF, "),
         (lambda made: made.torch("all", labels="AFX"), "AFX: no such file"),
-        (lambda made: made.torch("dx:train"), r"no crop has the role dx:train: it has {'pretrain'"),
+        (lambda made: made.torch("dx:train"), r"no crop has the role dx:train: its roles are {'pretrain'"),
         (
             lambda made: made.torch("all", labels="text.csv"),
             "text.csv: labels must be columns of n",

@@ -302,10 +302,10 @@ SHARD = {"name": "00000.tar", "crops": 1, "bytes": 1, "sha256": "0" * 64}
         (missing("dataset.json"), "unfinished"),
         (edited("dataset.json", '"seed": 0', '"seed": 3'), "fingerprint"),
         (meta("format_version", 2), "format version 2, this program reads 1"),
-        (meta("crops", 9), "contradicts itself"),
-        (meta("formats", ["zarr"]), "contradicts itself"),
+        (meta("crops", 9), "entries contradict each other"),
+        (meta("formats", ["zarr"]), "entries contradict each other"),
         (meta("shards.0.crops", 10**30), "dataset.json"),
-        (meta("shards", [SHARD | {"crops": 15}, SHARD | {"crops": 0}]), "contradicts itself"),
+        (meta("shards", [SHARD | {"crops": 15}, SHARD | {"crops": 0}]), "entries contradict each other"),
         (meta("shards", [SHARD | {"name": "a.tar\n"}]), r"dataset\.json: shards "),
         (meta("sources.0.licence", "\udc80"), r"dataset\.json: not JSON "),
     ],
@@ -449,7 +449,7 @@ def test_records_are_found_even_if_their_hashes_are_equal(whole, tmp_path, monke
     monkeypatch.setattr(record_index, "member_hash", lambda source, name: 7)
     columns = ["source", "record", "crc32c"]
     schema = pa.schema([SCHEMA.field(name) for name in columns])
-    index = RecordIndex.write(tmp_path / "rows", schema, whole.parts(columns))
+    index = RecordIndex.write(tmp_path / "rows", schema, whole.row_batches(columns))
     for row, expected in enumerate(whole.table(columns).to_pylist()):
         assert index.find(expected["source"], expected["record"]) == [{**expected, "row": row}]
     assert index.find("georgia", "E9") == []
