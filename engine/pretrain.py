@@ -77,7 +77,7 @@ def train_run(
     """Trains or resumes a run, and exports its model at the end. Fine-tuning calls this with
     another task. `profile`: the number of steps to trace. `after`: makes the model card and the
     report. Returns False if SIGTERM stopped the run. Raises KeyboardInterrupt if Ctrl-C stopped it.
-    Both leave a checkpoint. All other errors are raised."""
+    Either leaves a checkpoint, unless Ctrl-C came twice. All other errors are raised."""
     from omnilead.engine.settings.launcher import launched_rank
     from omnilead.engine.training import run_folder, tracking
     from omnilead.engine.training.config import check_config

@@ -71,8 +71,9 @@ def read_gauges(run: Path) -> dict[str, float]:
 
 
 def is_training(run: Path) -> bool:
-    """True if a process on this machine trains in this folder. The test takes a shared lock: with
-    exclusive ones, two tests at the same time would take each other for a training."""
+    """True if a process on this machine trains in this folder. The test takes a shared lock,
+    because with an exclusive lock two tests at the same time would take each other for a
+    training."""
     try:
         with open(run / LOCK, "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -95,7 +96,7 @@ def file_age(file: Path) -> timedelta:
 
 
 def download(url: str, run: Path) -> None:
-    """Downloads the small files of a run in a bucket, with the times of their upload."""
+    """Downloads the small files of a run in a bucket. The files get the times of their upload."""
     place = RemoteFolder(url)
     names = set(place.names())
     for name in names & {METRICS, VALIDATION, PROMETHEUS, FACTS, LATEST}:

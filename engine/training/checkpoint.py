@@ -103,8 +103,8 @@ class Writer:
         parts: list[tuple[Path, Any]] = []
         with _write_errors(path):
             on_first_rank(self.ranks, lambda: self.prepare_folder(path))
-            # DeepSpeed decides what belongs in which file; here this is collected instead of
-            # written
+            # DeepSpeed decides what belongs in which file. Here it collects the contents instead of
+            # writing files, which the thread does later
             engine.checkpoint_engine.save = lambda state_dict, path: parts.append(
                 (Path(path), self._copy(state_dict, Path(path).name))
             )
@@ -162,7 +162,7 @@ class Writer:
         with _write_errors(path):
             name = f"loader-rank{self.ranks.rank}.json"
             write_whole(path / name, loader)
-            note = {name: _size_and_checksum(loader)}
+            rank_manifest = {name: _size_and_checksum(loader)}
             for file, content in parts:
                 with open(file, "wb") as opened:
                     part: Any = _PartFile(opened, self)
@@ -170,26 +170,26 @@ class Writer:
                     if part.error:
                         raise part.error
                     os.fsync(opened.fileno())
-                note[file.name] = {"bytes": part.bytes, "crc32c": part.crc32c}
-            write_whole(path / f".rank{self.ranks.rank}.json", json.dumps(note))
+                rank_manifest[file.name] = {"bytes": part.bytes, "crc32c": part.crc32c}
+            write_whole(path / f".rank{self.ranks.rank}.json", json.dumps(rank_manifest))
             if self.ranks.is_first:
                 _publish(path, state, self._wait_for_rank_manifests(path), self.settings.keep)
         self.upload()
 
     def _wait_for_rank_manifests(self, path: Path) -> dict[str, Any]:
-        notes: dict[str, Any] = {}
+        manifest: dict[str, Any] = {}
         until_s = time.monotonic() + self.settings.timeout_s
         for rank in range(self.ranks.world):
-            note = path / f".rank{rank}.json"
-            while not note.is_file():
+            file = path / f".rank{rank}.json"
+            while not file.is_file():
                 if time.monotonic() > min(until_s, self.ends_s):
                     raise CheckpointError(
                         f"{path}: rank {rank} did not write its part: if that rank still runs, put RUN "
                         "on a disk that all ranks share"
                     )
                 time.sleep(0.02)
-            notes |= json.loads(note.read_text())
-        return notes
+            manifest |= json.loads(file.read_text())
+        return manifest
 
 
 class _PartFile:
@@ -271,8 +271,8 @@ def _publish(path: Path, state: str, manifest: dict[str, Any], keep: int) -> Non
     # `latest`, so it would not write `best` again
     _point_to_best(root, path, json.loads(state))
     write_whole(root / LATEST, path.name)
-    for note in path.glob(".rank*.json"):
-        note.unlink()
+    for file in path.glob(".rank*.json"):
+        file.unlink()
     _prune(root, path, keep)
 
 

@@ -102,8 +102,7 @@ class DataConfig(Section):
     # condition that crops must meet, in training and validation, such as age >= 18 and not
     # flags.flat
     where: str = ""
-    # share of the patients of `train` to hold out for validation, which then does not use `valid`;
-    # 0: none
+    # share of the patients of `train` to hold out for validation; `valid` is then not used; 0: none
     hold_out: float = Field(default=0.0, ge=0, lt=1)
     # of crops with the same waveform, train only on the first one in the order of `datasets`
     dedup: bool = False
@@ -152,7 +151,7 @@ class TrainConfig(Section):
     eps: float = Field(default=1e-6, gt=0, le=1)  # term that AdamW adds to its denominator
     # norm to which gradients are clipped; 0: no clipping
     clip_norm: float = Field(default=0.0, ge=0)
-    # the run stops after so many steps in a row with a non-finite loss or gradient; checked when
+    # the run stops after this many steps in a row with a non-finite loss or gradient; checked when
     # logging
     max_nonfinite: MayChange[int] = Field(default=10, ge=1, le=10**6)
     # seed of the data order, the augmentation and the initial weights

@@ -46,8 +46,8 @@ MATMUL_FLOPS = {
 ACTIVATION_BYTES_S = 0.118e9 / (1 / 1748 - 175.9e9 / MATMUL_FLOPS[torch.bfloat16])
 # With less than a tenth of the work that was measured, a GPU also waits for its kernels to start.
 # The smallest measured pass of the measured model had 256 crops
-MIN_CROP_GFLOP = 17.6  # a tenth of the measured model's, for one crop
-MIN_PASS_GFLOP = 4_500  # a tenth of the smallest measured pass, on one GPU
+MIN_CROP_GFLOP = 17.6  # for one crop: a tenth of the measured model's
+MIN_PASS_GFLOP = 4_500  # for one pass on one GPU: a tenth of the smallest measured pass
 # bytes of a crop in a shard: 120,832 of samples, 1,536 of its row as JSON
 STORED_CROP_BYTES = 122_368
 

@@ -62,7 +62,7 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
 class SeenData(NamedTuple):
     """The data that the weights of a checkpoint have seen."""
 
-    # the crops that they have seen, including those that the starting model had seen
+    # crops that the weights have seen, including those that the starting model had seen
     seen: pa.Table
     # fingerprint of a dataset -> how often each of its crops was drawn (Order.draw_counts)
     times_drawn: dict[str, np.ndarray]
@@ -103,7 +103,7 @@ def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, D
     places_last: list[str] = []
     with suppress(OSError, ValueError, LookupError, TypeError):
         places_last = list(map(str, json.loads((run / FACTS).read_text())["dataset_paths"]))
-    places_then = state.get("dataset_paths", [])  # checkpoints of earlier versions do not note them
+    places_then = state.get("dataset_paths", [])  # checkpoints of earlier versions have no such key
     found: dict[str, tuple[str, Dataset]] = {}  # by fingerprint
     first_error: tuple[object, ...] = ()
     for place in dict.fromkeys([*config.data.datasets, *places_then, *places_last]):

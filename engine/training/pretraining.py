@@ -193,8 +193,8 @@ class PretrainTask(TrainingTask):
         return row
 
     def resume_facts(self) -> dict[str, Any]:
-        """Adds the starting model, the input, and the number of crops that are contrasted, which is
-        part of the objective."""
+        """Adds the starting model, the input, and the number of crops that are contrasted with each
+        other, which is part of the objective."""
         facts = super().resume_facts()
         if self.start:
             facts |= self.start.facts
@@ -223,7 +223,7 @@ class PretrainTask(TrainingTask):
         if objective.local > 0:
             negatives = objective.negatives
             other_tokens = max(1.0, self.tokens * masked_share(model, self.tokens) - 1)
-            # The expected number of different tokens, because some are drawn more than once
+            # The expected number of different negatives, because some are drawn more than once
             rivals = other_tokens * (1 - (1 - 1 / other_tokens) ** negatives)
             chance[f"{prefix}loss_local"] = math.log(1 + negatives)
             chance[f"{prefix}accuracy_local"] = 1 / (1 + rivals)
@@ -409,8 +409,8 @@ def validation_remarks(
 def examine_objective(
     model: Pretrainer, dtype: torch.dtype, windows: int = 2, samples: int = HALF
 ) -> list[str]:
-    """Runs an objective that is a class on two crops of `windows` windows. Raises ConfigError if it
-    breaks its interface. Returns the names of the values that it logs."""
+    """Runs an objective that is a class on two crops of `windows` windows. Raises ConfigError if
+    the objective breaks its interface. Returns the names of the values that the objective logs."""
     model_copy = copy.deepcopy(model)
     for p in model_copy.parameters():
         p.data = p.data.to(dtype)

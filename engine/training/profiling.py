@@ -33,7 +33,7 @@ class Profile:
     def require_enough_steps(self, left: int) -> None:
         if self.steps > left - WARM_UP:
             raise ConfigError(
-                f"--profile {self.steps}: {left} steps are left, of which {WARM_UP} warm up: trace "
+                f"--profile {self.steps}: {left} steps are left, of which {WARM_UP} warm up and are not traced: trace "
                 "fewer steps, or raise train.steps"
             )
 

@@ -1,4 +1,4 @@
-"""Reads the settings of a pre-training: a config, or those of the run or model that it continues.
+"""Reads the settings of a pre-training from a config, or from the run or model that it continues.
 
 config = read_settings(None, {"start": "RUN"})      # those of the run, or of the model and its objective
 """

@@ -247,8 +247,8 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
     """Compiles `parts` of a model. "layers": the transformer layers, which are identical and so
     compiled once, and other parts with many small operations; an encoder without such layers is
     compiled whole, in one graph with CPC or JEPA. "step": forward pass and loss, as one graph."""
-    # Hide three warnings: torch's about itself; about TF32, which is off on purpose; about .grad,
-    # which dynamo reads
+    # Hide warnings about torch's own code, about TF32, which is off on purpose, and about .grad,
+    # which dynamo reads and not this code
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")

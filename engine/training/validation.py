@@ -169,7 +169,8 @@ class ValidationLoss:
                     between()
                     losses = engine(*self.inputs(batch))
                     for name, value in losses.items():
-                        # replaced by 0, not multiplied by 0: a loss that does not count may be NaN
+                        # surplus batches count as 0; their loss is replaced, not multiplied by 0,
+                        # because it may be NaN
                         counts = value if number < self.batches else torch.zeros_like(value)
                         sums[name] = sums.get(name, 0) + counts.float()
         finally:
@@ -221,8 +222,8 @@ class PatientProbe:
 
 def identified_share(gallery_PD: Tensor, probe_PD: Tensor) -> float:
     """Returns the share of patients whose probe is nearest (by cosine) to their own gallery entry.
-    Among entries that tie, one is drawn at random, so a patient counts with the chance to be drawn.
-    Equals downstream.tasks.metrics.identification_scores."""
+    Of entries that tie for nearest, each counts with the chance that it is drawn. Equals
+    downstream.tasks.metrics.identification_scores."""
     gallery_PD = F.normalize(gallery_PD.double(), dim=-1)
     probe_PD = F.normalize(probe_PD.double(), dim=-1)
     cosine_PP = probe_PD @ gallery_PD.T
