@@ -37,7 +37,7 @@ from omnilead.data_tools.io.options import Option
 from omnilead.downstream.after_training import AFTER
 from omnilead.downstream.inference import options as shared
 from omnilead.engine.pretrain import train_run
-from omnilead.engine.run import SHORTCUTS, Shortcuts, command, run_from_python
+from omnilead.engine.run import SHORTCUTS, Shortcuts, run_from_python, run_training_command
 from omnilead.engine.settings.files import File
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def finetune(
 
 
 main = partial(
-    command,
+    run_training_command,
     "finetune",
     __doc__,
     train_run,

@@ -38,7 +38,13 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.io.commands import run_as_omnilead
-from omnilead.engine.run import SHORTCUTS, AfterTraining, command, finish_run, run_from_python
+from omnilead.engine.run import (
+    SHORTCUTS,
+    AfterTraining,
+    finish_run,
+    run_from_python,
+    run_training_command,
+)
 
 if TYPE_CHECKING:
     from omnilead.data_tools.dataset import Data
@@ -48,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def pretrain_task() -> "type[PretrainTask]":
-    """Returns the class of the task. Imports it late, because PyTorch takes seconds."""
+    """Returns PretrainTask. It is imported only here, because importing PyTorch takes seconds."""
     from omnilead.engine.training.pretraining import PretrainTask
 
     return PretrainTask
@@ -68,10 +74,10 @@ def train_run(
     profile: int = 0,
     after: AfterTraining | None = None,
 ) -> bool:
-    """Trains or resumes a run, and exports its model at the end. Fine-tuning is this with another
-    task. `profile`: how many steps to trace. `after`: what else to make of the run at its end.
-    Returns False if SIGTERM stopped it, with a checkpoint. Errors are raised; KeyboardInterrupt
-    after Ctrl-C, with a checkpoint too."""
+    """Trains or resumes a run, and exports its model at the end. Fine-tuning calls this with
+    another task. `profile`: the number of steps to trace. `after`: makes the model card and the
+    report. Returns False if SIGTERM stopped the run. Raises KeyboardInterrupt if Ctrl-C stopped it.
+    Either leaves a checkpoint, unless Ctrl-C came twice. All other errors are raised."""
     from omnilead.engine.settings.launcher import launched_rank
     from omnilead.engine.training import run_folder, tracking
     from omnilead.engine.training.config import check_config
@@ -82,45 +88,49 @@ def train_run(
     config.require_files()
     folder = run_folder.RunFolder(config.run)
     folder.make()
-    # Only now PyTorch and DeepSpeed, which take seconds: a wrong setting or path is said before
+    # PyTorch and DeepSpeed, which take seconds, are imported only after wrong settings and paths
+    # are reported
     from omnilead.engine.training import distributed, equal_ranks, train
     from omnilead.engine.training.loop import Loop
     from omnilead.engine.training.profiling import Profile
 
     task_class = import_task()
     profiler = Profile(profile) if profile else None
-    # The lock is held until the model is written, longer than the ranks' connections and the engine
+    # The lock outlives the engine and the connections of the ranks, because the model is written
+    # after these are closed
     with ExitStack() as lock:
         with distributed.started_ranks(config.train) as ranks, ExitStack() as opened:
             equal_ranks.require_equal(ranks, equal_ranks.facts_of_rank(config, datasets))
             lock.enter_context(folder.locked(ranks))
-            # What is trained: training/pretraining.py; in fine-tuning, downstream/finetuning/task.py
+            # What is trained is defined in training/pretraining.py; for fine-tuning, in
+            # downstream/finetuning/task.py
             task = task_class.prepare(config, datasets, ranks)
             equal_ranks.require_equal(ranks, equal_ranks.facts_of_task(task.resume_facts()))
             resumed = train.find_checkpoint(task, folder)
-            # Crops to batches on the device: data/order.py, reader.py, augmenter.py
+            # data/order.py, reader.py and augmenter.py turn crops into batches on the device
             loader = opened.enter_context(closing(train.make_loader(task, resumed)))
             progress, total = train.progress_of(config, loader, resumed)
             if profiler:
-                profiler.check(total - progress.step)
-            if ranks.first:
+                profiler.require_enough_steps(total - progress.step)
+            if ranks.is_first:
                 folder.write_run_files(task.code, task.kept_files)
-            # Model and optimiser: model/pretrainer.py, training/optimizer.py, DeepSpeed
+            # The model is in model/pretrainer.py, its optimiser in training/optimizer.py; DeepSpeed
+            # wraps both
             engine, adam = train.make_engine(task, resumed)
             opened.callback(engine.destroy)
             logger = None
-            if ranks.first:
+            if ranks.is_first:
                 logger = train.make_logger(task, folder, engine, progress, total)
                 opened.enter_context(closing(logger))
                 logger.services |= tracking.open_services(folder.path, config, progress.step)
-                train.announce(task, loader, progress, engine)
+                train.print_run_description(task, loader, progress, engine)
             loop = Loop(task, folder, engine, adam, loader, progress, total, logger)
             finished = train.run_loop(loop, profiler, opened)
         if finished:
             finish_run(folder, task_class, after)
-        folder.send(config.train.keep, last=True)
+        folder.upload(config.train.keep, last=True)
     if not finished and loop.interrupted_at_s is not None:
-        raise KeyboardInterrupt("interrupted: run it again to resume")
+        raise KeyboardInterrupt("interrupted: start the same run again to resume it")
     return finished
 
 
@@ -147,7 +157,7 @@ def pretrain(
 
 
 main = partial(
-    command,
+    run_training_command,
     "pretrain",
     __doc__,
     train_run,

@@ -1,7 +1,7 @@
-"""Wraps a training: its command line, its Python function, and what follows it: RUN/model, a
-model card and RUN/report.html. PyTorch is imported only once most settings are known to be right.
+"""Wraps a training in a command line and in a Python function. After the training it writes RUN/model, a
+model card and RUN/report.html. PyTorch is imported only when most settings have been checked.
 
-main = partial(command, "pretrain", __doc__, train_run, pretrain_task, pretrain_settings, "quickstart", SHORTCUTS)
+main = partial(run_training_command, "pretrain", __doc__, train_run, pretrain_task, pretrain_settings, "quickstart", SHORTCUTS)
 main(["--config", "w2v_cmsc_rlm", "--data", "DATASET", "--out", "RUN"])  # -> exit code
 
 run = run_from_python(train_run, pretrain_task, pretrain_settings, None, "DATASET", "RUN", {"train.steps": 1000})
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
     from omnilead.engine.training.run_folder import RunFolder
     from omnilead.engine.training.task import TrainingTask
 
-    # Imports the class of the task, for which PyTorch is imported
+    # A function that returns the class of the task. To do so, it imports PyTorch
     Task = Callable[[], type[TrainingTask]]
-    # Imports, without PyTorch, the class of the settings and the function that reads them from a
-    # config and what --set says
+    # A function that returns (the class of the settings, the function that reads them from a config
+    # and from the overrides of --set). It does not import PyTorch
     Settings = Callable[[], tuple[type[RunConfig], Callable[..., Any]]]
-    Train = Callable[..., bool]  # engine.pretrain.train_run
+    Train = Callable[..., bool]  # has the signature of engine.pretrain.train_run
 
 LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
 HOW_TO_CONTINUE = ": the same command continues"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-# A setting that has an option of its own, by the option's name: the setting, and the option's type and help
+# Options that stand for a setting: name of the option -> (setting, type and help of the option)
 Shortcuts = Mapping[str, tuple[str, Any]]
 SHORTCUTS: Shortcuts = {
     "start": (
@@ -90,11 +90,11 @@ class AfterTraining:
 
     model_card: Callable[..., str]  # the text of RUN/model/README.md
     write_report: Callable[[Path], Path]  # writes RUN/report.html
-    load: Callable[..., Any]  # omnilead.load
+    load: Callable[..., Any]  # loads a model, as omnilead.load does
 
 
 class TrainingParser(Parser):
-    """A parser that knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
+    """A parser that knows the settings: for `--steps 10` it suggests `--set train.steps=10`."""
 
     settings: Callable[[], Any]  # returns the class of the settings
     shortcuts: Shortcuts
@@ -118,7 +118,7 @@ class TrainingParser(Parser):
         super().exit(status, message)
 
 
-def command(
+def run_training_command(
     name: str,
     about: str | None,
     train: "Train",
@@ -129,8 +129,9 @@ def command(
     arguments: Sequence[str] | None = None,
     after: AfterTraining | None = None,
 ) -> int:
-    """Parses the arguments and trains with engine.pretrain.train_run. `default`: the default config,
-    for --help. Errors are one line and an exit code."""
+    """Parses the command line and calls `train`, which is engine.pretrain.train_run. Returns the
+    exit code; errors are printed as one line. `default`: what --help names as the default
+    config."""
     parser = _make_parser(name, about, default, shortcuts, pretended=name == "pretrain")
     parser.settings = lambda: settings()[0]
     args = parser.parse_args(arguments)
@@ -156,9 +157,10 @@ def command(
 
     kind, read = settings()
 
-    def work() -> int:
+    def execute() -> int:
         if args.schema:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
+            # if `| head` closes the pipe, end without an error
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             return show(json_schema(kind) + "\n")
         if args.export:
             say(str(export_run(RunFolder(args.export), task(), after)))
@@ -172,7 +174,7 @@ def command(
         return 0
 
     return run_command(
-        f"omnilead {name}", work, explain_training_error, HOW_TO_CONTINUE, tell_failure
+        f"omnilead {name}", execute, explain_training_error, HOW_TO_CONTINUE, tell_failure
     )
 
 
@@ -188,9 +190,8 @@ def _dry_run(config: Any, task: "Task", args: argparse.Namespace) -> str:
     else:
         datasets = open_datasets(config)
     config.require_files()
-    from omnilead.engine.training.dry_run import (
-        dry_run,  # not before: see engine.pretrain.train_run
-    )
+    # This imports PyTorch, which takes seconds, so wrong settings are reported before
+    from omnilead.engine.training.dry_run import dry_run
 
     return dry_run(config, task(), datasets, args.dry_run, args.crops, args.hourly)
 
@@ -238,13 +239,13 @@ def _make_parser(
     add("--hourly", type=parse_price, metavar="PRICE", help=about_hourly)
     add("--export", type=local_run_path, metavar="RUN", help="write RUN/model and exit")
     add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
-    # added by deepspeed's launcher; LOCAL_RANK is used instead
+    # DeepSpeed's launcher adds this option; the variable LOCAL_RANK is used instead
     add("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
 def _settings_of_options(args: argparse.Namespace, shortcuts: Shortcuts) -> list[str]:
-    """The options that stand for a setting, as arguments of --set."""
+    """Returns the settings for which options were given, as `setting=value` like those of --set."""
     overrides = []
     for name, (setting, _) in shortcuts.items():
         value = getattr(args, name)
@@ -268,7 +269,7 @@ def finish_run(run: "RunFolder", task: "type[TrainingTask]", after: AfterTrainin
 def export_run(
     run: "RunFolder", task: "type[TrainingTask]", after: AfterTraining | None = None
 ) -> Path:
-    """Writes RUN/model."""
+    """Writes RUN/model from a checkpoint of the run. `after`: makes the model card."""
     from omnilead.engine.training.export import read_export, write_export
 
     read, card = read_export(run, task), ""
@@ -278,19 +279,19 @@ def export_run(
 
 
 def explain_training_error(error: Exception) -> UserError | None:
-    """The error for the user that replaces this one; None for a bug. Its code is 2 if settings or
-    files are wrong, 1 if the run failed."""
+    """Returns the error that the user sees instead of `error`; None if it is a bug. Its exit code
+    is 2 if settings or files are wrong, 1 if the run failed."""
     if isinstance(error, UserError):
         return error
     if is_out_of_memory(error):
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         return TrainError(f"out of memory: {LESS_MEMORY} ({reason})")
-    if isinstance(error, UnicodeEncodeError):  # torch accepts no such path
+    if isinstance(error, UnicodeEncodeError):  # torch accepts only paths in UTF-8
         return ConfigError(f"{error.object[:200]!r}: not UTF-8: choose another name")
     if isinstance(error, OSError):
         what = (error.filename,) if error.filename else (Flag("--out"), " RUN")
         if error.errno in NOT_WRITABLE:
-            mend = ": choose another with ", Flag("--out"), " RUN"
+            mend = ": choose another folder with ", Flag("--out"), " RUN"
             return ConfigError(*what, f": {error.strerror}", *mend)
         return TrainError(*what, f": {error.strerror}: the last checkpoint is intact")
     if isinstance(error, RuntimeError):
@@ -315,14 +316,16 @@ class TrainingRun:
 
     @naming_arguments()
     def model(self, **options: Any) -> Any:
-        """The TrainedModel that omnilead.load(RUN, **options) returns."""
+        """Loads the trained model: returns what omnilead.load(RUN, **options) returns."""
         if not self.after:
-            raise ConfigError(f"{self.path}: the engine trains models, and does not load them")
+            raise ConfigError(
+                f"{self.path}: the engine trains models but cannot load them: use omnilead.load"
+            )
         return self.after.load(self.path, **options)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Training metrics, one row for each logged step: pandas.DataFrame(run.metrics)."""
+        """The training metrics, one row for each logged step: pandas.DataFrame(run.metrics)."""
         return read_metric_rows(self.path / METRICS).rows
 
     @property
@@ -368,5 +371,5 @@ def run_from_python(
             raise
         raise failure from error
     if not finished:
-        raise KeyboardInterrupt(f"{os.fspath(out)}: stopped: the same call resumes")
+        raise KeyboardInterrupt(f"{os.fspath(out)}: training was stopped: the same call resumes it")
     return TrainingRun(RunFolder(os.fspath(out)).path, after)

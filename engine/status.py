@@ -44,7 +44,7 @@ from omnilead.engine.settings.run_files import (
 
 LATEST = "checkpoints/latest"
 RECENT_S = 60.0
-SILENT_S = 300.0  # without a line; compiling and validating take less on most machines
+SILENT_S = 300.0  # seconds without a log line; on most machines compiling and validating take less
 
 
 def crops_per_s(measured: list[tuple[float, float]]) -> float:
@@ -62,8 +62,8 @@ def spans_of_last_minute(measured: list[tuple[float, float]]) -> list[tuple[floa
 
 
 def read_gauges(run: Path) -> dict[str, float]:
-    """The values that the training last wrote for Prometheus; empty for a run of an earlier
-    version."""
+    """Returns the values that the training last wrote for Prometheus; {} for a run of an earlier
+    version, which wrote none."""
     path = run / PROMETHEUS
     text = path.read_text(errors="replace") if path.is_file() else ""
     pattern = re.compile(r"^omnilead_(\w+)\{.*\} ([-+.e\d]+)$", re.MULTILINE)
@@ -71,14 +71,15 @@ def read_gauges(run: Path) -> dict[str, float]:
 
 
 def is_training(run: Path) -> bool:
-    """True if a process on this machine trains here. The test takes a shared lock, so that two
-    tests at the same time do not mistake each other for a training."""
+    """True if a process on this machine trains in this folder. The test takes a shared lock,
+    because with an exclusive lock two tests at the same time would take each other for a
+    training."""
     try:
         with open(run / LOCK, "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no lock file, or a file system without locks
+    except OSError:  # there is no lock file, or its file system has no locks
         pass
     return False
 
@@ -95,7 +96,7 @@ def file_age(file: Path) -> timedelta:
 
 
 def download(url: str, run: Path) -> None:
-    """Downloads the small files of a run in a bucket, with the times of their upload."""
+    """Downloads the small files of a run in a bucket. The files get the times of their upload."""
     place = RemoteFolder(url)
     names = set(place.names())
     for name in names & {METRICS, VALIDATION, PROMETHEUS, FACTS, LATEST}:
@@ -109,8 +110,8 @@ def download(url: str, run: Path) -> None:
 
 
 def screen_lines(run: Path, name: str) -> Iterator[tuple[str, str]]:
-    """Yields (what, text) for each line. `run`: the folder with the files of the run that the user
-    calls `name`."""
+    """Yields (label, text) for each line of the screen. `run`: a local folder with the run's files.
+    `name`: the run as the user named it."""
     if not (run / METRICS).is_file():
         raise ConfigError(f"{name}: no {METRICS}: give the folder of a pretrain or finetune run")
     rows, _ = read_metric_rows(run / METRICS)
@@ -169,7 +170,8 @@ def describe_losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str,
 
 
 def describe_time(gauges_now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
-    """The shares of time in words. RUN/metrics.prom and TensorBoard have the loader's stages."""
+    """Says how much time goes into what. The times of the loader's own stages are in
+    RUN/metrics.prom and TensorBoard."""
     text = f"{number_or_nan(row['data_wait_pct']):.1f} % of training waits for data"
     since = [line for line in rows if line["step"] > gauges_now.get("first_step", math.inf)]
     elapsed_s = gauges_now.get("logged_at_seconds", 0.0) - gauges_now.get("started_at_seconds", 0.0)
@@ -186,7 +188,8 @@ def main(arguments: Sequence[str] | None = None, after: AfterTraining | None = N
 
 
 def explain_failure(error: Exception) -> UserError | None:
-    """Returns the error for the user; None for a bug. A damaged file may raise many kinds."""
+    """Returns the error that the user sees; None if it is a bug. Damaged files raise several kinds
+    of errors, which all become a ConfigError."""
     if isinstance(error, OSError | ValueError | LookupError | TypeError):
         return ConfigError(str(error))
     return error if isinstance(error, UserError) else None
@@ -196,7 +199,9 @@ def _write_report(run: str, after: AfterTraining | None) -> None:
     if not after:
         raise ConfigError("--html: reports are made by omnilead.downstream, which is not installed")
     if "://" in run:
-        raise ConfigError(f"{run}: --html writes into a run's folder: give its working folder")
+        raise ConfigError(
+            f"{run}: --html writes into the run's folder, which must be local: give its working folder"
+        )
     say(str(after.write_report(Path(run))))
 
 
@@ -208,7 +213,8 @@ def status(
 ) -> int:
     name = run.rstrip("/") or "/"
     if html:
-        _write_report(name, after)  # also if the run is too damaged for the screen
+        # first, so that a run too damaged for the screen still gets a report
+        _write_report(name, after)
     with tempfile.TemporaryDirectory() as copies:
         folder = Path(name)
         if "://" in name:

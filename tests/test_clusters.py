@@ -258,7 +258,7 @@ def test_a_node_that_dies_and_returns_changes_no_loss(shell, dataset, tmp_path):
     until(lambda: "2 x cpu" in "".join(log(tmp_path, name) for name in names[:2]))
     gate.write_text("3")
     latest = tmp_path / "run" / "checkpoints" / "latest"
-    # Else the first waits for the part of the other (checkpoint.LOST_S)
+    # Else the first waits for the part of the other (checkpoint.LOST_RANKS_WAIT_S)
     until(lambda: first.poll() is not None or (latest.exists() and latest.read_text() == "step-3"))
     assert first.poll() is None, log(tmp_path, "first.txt")
     kill_all(lost)

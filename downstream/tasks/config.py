@@ -158,8 +158,8 @@ class FinetuneConfig(RunConfig):
                 raise ConfigError(error) from None
 
     @property
-    def length_matters(self) -> bool:
-        return super().length_matters or self.task.margin_warmup > 0
+    def depends_on_total_steps(self) -> bool:
+        return super().depends_on_total_steps or self.task.margin_warmup > 0
 
     def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
         views, t = self.pipeline.views, self.train

@@ -1,4 +1,4 @@
-"""The inputs of a training step.
+"""Makes the inputs of a training step.
 
 inputs = PretrainInputs(config, datasets)      # once
 arguments = inputs(batch, tau)                 # of engine.model.pretrainer.Pretrainer, each step
@@ -20,7 +20,7 @@ from ..model.draws import row_keys
 from ..settings.counter import RandomStream, uniform
 from .config import Config, RunConfig
 
-# Tensors with one row per crop, scalars, and None for what is not given
+# The arguments of a model: a tensor with one row per crop, a scalar tensor, or None if not given
 Arguments = tuple[Tensor | None, ...]
 
 
@@ -31,7 +31,8 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 
 def slice_arguments(arguments: Arguments, start: int, stop: int) -> Arguments:
-    """The arguments for crops start to stop of the batch: scalars are the same for all crops."""
+    """Returns the arguments for the crops from `start` to `stop` of a batch. Scalars are not cut,
+    since they hold for all crops."""
     part_of_arguments: list[Tensor | None] = []
     for argument in arguments:
         if argument is not None and argument.ndim > 0:
@@ -41,7 +42,7 @@ def slice_arguments(arguments: Arguments, start: int, stop: int) -> Arguments:
 
 
 def whole_crops(x_BSLT: Tensor) -> Tensor:
-    """x_BLT: crops of 10 s from their halves."""
+    """Joins the two halves of each crop: returns x_BLT of 10 s."""
     return x_BSLT.transpose(1, 2).flatten(2)
 
 
@@ -71,10 +72,11 @@ class PretrainInputs:
         return x_BSLT.to(self.dtype), to_device(keys_BS, device), tau, ids_B, attributes_B2
 
     def windows(self, batch: Batch) -> Tensor:
-        """x_BSLT: one window, or two adjacent ones, at a random place of each crop; with two views
-        of 5 s, the beginning of each view. Leads are masked in each window."""
+        """Returns x_BSLT: one window of each crop, or two adjacent ones, from a random place. If
+        the loader gave two views of 5 s, returns the beginning of each view. Each window has its
+        own masked leads."""
         x_BSLT, places = batch.x_BSLT, batch.places
-        if batch.keep_BSL1 is None:  # halves of 5 s, as the loader gives them
+        if batch.keep_BSL1 is None:  # the loader gave halves of 5 s, which are the windows
             return x_BSLT
         signals, crops, device = self.model_input, len(x_BSLT), x_BSLT.device
         keep_BSL1 = to_device(batch.keep_BSL1, device)

@@ -3,13 +3,14 @@ disk, which is uploaded after every checkpoint.
 
     bucket = Bucket("s3://bucket/run")
     bucket.fetch()                 # downloads the newest checkpoint, unless the one here is as new
-    bucket.claim()                 # unless the run was refused: another machine's ends
-    bucket.send(keep)              # after each checkpoint, by the thread that wrote it
-    bucket.send(keep, last=True)   # at the end: what cannot be uploaded is an error
+    bucket.claim()                 # before training: a training of this run on another machine ends
+    bucket.upload(keep)            # after each checkpoint, by the thread that wrote it
+    bucket.upload(keep, last=True) # at the end: a failed upload is an error
 
 A kill at any moment leaves a checkpoint in the bucket that can be resumed from: manifest.json is
 uploaded after the other files of a checkpoint, `latest` after both. If another machine starts the
-same run, the first one ends at its next upload: it may be one that was given up.
+same run, the training on the first machine ends at its next upload: the user may have given that
+machine up.
 """
 
 import json
@@ -31,19 +32,18 @@ from ..settings.run_files import LOCK, METRICS, VALIDATION
 from . import checkpoint_files
 from .checkpoint_files import BEST, CHECKPOINTS, LATEST, MANIFEST, STATE, step_of
 
-OWNER_TOKEN = secrets.token_bytes(
-    16
-)  # written to LOCK in a bucket: tells which process started last
-Files = dict[str, list[str]]  # checkpoint name -> names of its files
+# Written to LOCK in a bucket, to tell which process started the run last
+OWNER_TOKEN = secrets.token_bytes(16)
+Files = dict[str, list[str]]  # name of a checkpoint -> names of its files
 
 
 class Bucket:
-    """A run's folder in object storage, and the working folder of this machine."""
+    """A run's folder in object storage, and the local working folder that training writes to."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.place = RemoteFolder(url.rstrip("/"))
-        # the same for every start on this machine
+        # Every start of this run on this machine gets the same folder
         self.working_folder = self.place.workdir() / "run" / Path(url).name
         self.reachable = True  # False after an upload that failed
 
@@ -53,7 +53,7 @@ class Bucket:
         say(f"{self.url}: the working folder is {run}, uploaded after every checkpoint")
         if place.exists(META):
             raise ConfigError(
-                f"{self.url}: is a dataset: choose another with ", Flag("--out"), " RUN"
+                f"{self.url}: is a dataset: choose another folder with ", Flag("--out"), " RUN"
             )
         complete = {
             name: files for name, files in self._checkpoint_files().items() if MANIFEST in files
@@ -64,7 +64,7 @@ class Bucket:
         name = self._fetch_newest(complete, local_checkpoint)
         if not name:
             return
-        for best in self._checkpoints_at(BEST, complete):
+        for best in self._checkpoints_named_by(BEST, complete):
             if best == name or not self._download(complete[best], root / best):
                 write_whole(root / BEST, best)
         for file in (METRICS, VALIDATION):
@@ -73,24 +73,25 @@ class Bucket:
         write_whole(root / LATEST, name)
 
     def claim(self) -> None:
-        """Claims the run for this machine, so that a training elsewhere ends. Called when it is
-        known that training continues here; also shows before training if the bucket cannot be
-        written."""
+        """Claims the run for this machine, so that a training of it elsewhere ends. Called when it
+        is certain that training continues here. It also shows, before training, whether the bucket
+        can be written."""
         try:
             self.place.write(LOCK, OWNER_TOKEN)
         except FileNotFoundError as error:
             raise ConfigError(f"{self.url}: {error}: make the bucket, or choose another") from None
 
-    def send(self, keep: int, last: bool = False) -> None:
-        """Uploads what the bucket lacks of the newest and the best checkpoint, and all other files,
-        on rank 0. If the bucket cannot be reached, training continues and says so once; each later
-        checkpoint tries once, without retries. At the end of training it is an error."""
+    def upload(self, keep: int, last: bool = False) -> None:
+        """Uploads, on rank 0, what the bucket lacks of the newest and the best checkpoint, and all
+        other files of the run. If the bucket cannot be reached, a warning says so once, training
+        continues, and each later checkpoint tries again, without retries. With `last`, at the end
+        of training, an error is raised instead."""
         if launched_rank().rank:
             return
         try:
             if not self.reachable and not last:
                 replace(self.place, tries=1).exists(LOCK)
-            self._upload(keep)
+            self._upload_changes(keep)
         except (DataError, OSError) as error:
             text = f"cannot upload: {error}: all is in {self.working_folder}: "
             if last:
@@ -106,11 +107,11 @@ class Bucket:
                 say(f"{self.url}: has been uploaded again, up to the newest checkpoint")
 
     def _fetch_newest(self, complete: Files, local_checkpoint: Path | None) -> str:
-        """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the local
-        one is as new, or there is none."""
+        """Downloads the newest intact checkpoint of the bucket and returns its name. Returns "" if
+        the local checkpoint is as new, or if the bucket has none."""
         if local_checkpoint and not complete:
-            checkpoint_files.warn(f"{self.place.url}: has no checkpoint: {local_checkpoint} counts")
-        for name in dict.fromkeys([*self._checkpoints_at(LATEST, complete), *complete]):
+            checkpoint_files.warn(f"{self.place.url}: has no checkpoint: using {local_checkpoint}")
+        for name in dict.fromkeys([*self._checkpoints_named_by(LATEST, complete), *complete]):
             if local_checkpoint and step_of(local_checkpoint) >= step_of(Path(name)):
                 return ""
             why = self._download(complete[name], self.working_folder / CHECKPOINTS / name)
@@ -119,26 +120,28 @@ class Bucket:
             checkpoint_files.warn(f"{self.place.url}: {why}")
         if complete and not local_checkpoint:
             raise checkpoint_files.CheckpointError(
-                f"{self.place.url}: no checkpoint is whole: use ", Flag("--out"), " NEW"
+                f"{self.place.url}: no checkpoint is intact: begin a new run with ",
+                Flag("--out"),
+                " NEW",
             )
         return ""
 
-    def _upload(self, keep: int) -> None:
+    def _upload_changes(self, keep: int) -> None:
         place, run = self.place, self.working_folder
         if place.exists(LOCK) and place.read(LOCK, len(OWNER_TOKEN)) != OWNER_TOKEN:
             raise checkpoint_files.CheckpointError(
-                f"{place.url}: the run was started elsewhere as well, and goes on there: this one ends"
+                f"{place.url}: this run was started elsewhere as well and goes on there, so it ends here"
             )
         pointers = {}
         for pointer in (BEST, LATEST):
             if path := checkpoint_files.checkpoint_named(run / CHECKPOINTS, pointer):
                 pointers[pointer] = path
-                self._send_checkpoint(path)
+                self._upload_checkpoint(path)
         for file in run.rglob("*"):
             name = file.relative_to(run)
             if file.is_file() and name.parts[0] not in (CHECKPOINTS, LOCK):
-                with suppress(FileNotFoundError):  # it was temporary
-                    # not `upload`: training may write to it at the same time
+                with suppress(FileNotFoundError):  # the file was temporary and is gone
+                    # not `place.upload`, because training may write to the file at the same time
                     place.write(name.as_posix(), file.read_bytes())
         for pointer, path in pointers.items():
             place.write(f"{CHECKPOINTS}/{pointer}", path.name.encode())
@@ -146,15 +149,15 @@ class Bucket:
             self._prune(pointers, keep)
 
     def _checkpoint_files(self) -> Files:
-        """The checkpoints in the bucket with the names of their files, the newest first."""
+        """Returns the checkpoints in the bucket with the names of their files, the newest first."""
         files_of_steps: Files = {}
         for file in map(Path, self.place.names(CHECKPOINTS)):
             if step_of(file.parent) >= 0 and len(file.parts) == 3 and not file.name.startswith("."):
                 files_of_steps.setdefault(file.parent.name, []).append(file.name)
         return dict(sorted(files_of_steps.items(), key=lambda item: -step_of(Path(item[0]))))
 
-    def _checkpoints_at(self, pointer: str, complete: Files) -> list[str]:
-        with suppress(ReadError):  # there is none
+    def _checkpoints_named_by(self, pointer: str, complete: Files) -> list[str]:
+        with suppress(ReadError):  # the bucket has no such pointer
             name = (
                 self.place.read(f"{CHECKPOINTS}/{pointer}", 1000).decode(errors="replace").strip()
             )
@@ -162,7 +165,7 @@ class Bucket:
         return []
 
     def _download(self, files: list[str], path: Path) -> str | None:
-        """Downloads a checkpoint to `path`; returns what is wrong with it, if anything."""
+        """Downloads a checkpoint to `path`. Returns what is wrong with it; None if it is intact."""
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         for file in sorted(files, key=lambda file: file == MANIFEST):
@@ -179,18 +182,21 @@ class Bucket:
             file.flush()
             os.fsync(file.fileno())
 
-    def _send_checkpoint(self, path: Path) -> None:
+    def _upload_checkpoint(self, path: Path) -> None:
         """Uploads the files of a checkpoint that the bucket does not have yet."""
         remote_folder = f"{CHECKPOINTS}/{path.name}"
         manifest, before = json.loads((path / MANIFEST).read_text()), {}
-        with suppress(ReadError, ValueError, TypeError):  # none yet, or damaged
+        # if the bucket has no manifest of this checkpoint, or a damaged one, all files are uploaded
+        with suppress(ReadError, ValueError, TypeError):
             before = dict(
                 json.loads(
                     self.place.read(f"{remote_folder}/{MANIFEST}", checkpoint_files.CHUNK_BYTES)
                 )
             )
         changed = [name for name in manifest if manifest[name] != before.get(name)]
-        if changed == [STATE]:  # by Writer.amend: the new manifest also lists the old file
+        # Writer.amend_progress changed only state.json. The new manifest fits the old state.json
+        # too, so it is uploaded first
+        if changed == [STATE]:
             changed = [MANIFEST, STATE]
         elif changed:
             self.place.remove(f"{remote_folder}/{MANIFEST}")
@@ -199,7 +205,8 @@ class Bucket:
             self.place.upload(path / name, f"{remote_folder}/{name}")
 
     def _prune(self, pointers: dict[str, Path], keep: int) -> None:
-        """Removes checkpoints as in the working folder, and unfinished uploads."""
+        """Removes old checkpoints from the bucket, by the rule of the working folder, and
+        unfinished uploads."""
         last = step_of(pointers[LATEST])
         steps = {
             name: files

@@ -1,18 +1,18 @@
 """Atomic checkpoints: RUN/checkpoints/step-N/, and `latest`, which names the last complete one.
 
-    writer = Writer(root, ranks, config.train, make_room, upload)   # RunFolder.writer
+    writer = Writer(root, ranks, config.train, prepare_folder, upload)   # RunFolder.writer
     writer.save(engine, state, loader_state)  # copies, and writes while training goes on
     writer.wait()                             # until it is written; WriteError if it cannot be
-    writer.amend(progress)                    # changes state.json of the checkpoint of this step
+    writer.amend_progress(progress)           # changes state.json of the checkpoint of this step
     load_checkpoint(engine, path, universal=False)       # universal=True after to_universal(path)
 
 Each rank copies its weights and optimiser state into memory of the host, which it keeps for the
 next time, and a thread writes the copy, one checkpoint at a time. When its files are on the disk,
-the thread notes their sizes and checksums in .rankR.json. That of rank 0 waits for all notes; no
-thread communicates in another way, as training does at the same time. Then it writes manifest.json
-(size and crc32c of every file), syncs it to disk, and only then replaces `latest`: a kill at any
-moment leaves the last checkpoint valid. state.json beside the weights holds the training progress,
-loader-rankR.json the loader's state.
+the thread writes their sizes and checksums to .rankR.json. The thread of rank 0 waits for these files
+of all ranks; threads communicate in no other way, as training communicates at the same time. Then it
+writes manifest.json (size and crc32c of every file), syncs it to disk, and only then replaces
+`latest`: a kill at any moment leaves the last checkpoint valid. state.json beside the weights holds
+the training progress, loader-rankR.json the loader's state.
 
 To resume on another number of ranks, ZeRO's partitions are first converted to DeepSpeed's universal
 format. DeepSpeed's files are pickles. They are read with weights_only, by DeepSpeed too, so no code
@@ -63,36 +63,37 @@ from .config import TrainConfig
 from .distributed import Ranks, import_deepspeed, lost_a_rank, on_first_rank
 
 UNIVERSAL = "universal"
-LOST_S = 30  # when a run ends with an error, other ranks have as long to finish their parts
-# DeepSpeed's checkpoints hold only these besides tensors and plain containers; they just keep
-# values
+# seconds that other ranks have to finish their parts when a run ends with an error
+LOST_RANKS_WAIT_S = 30
+# Besides tensors and plain containers, DeepSpeed's checkpoints hold only objects of these classes,
+# which do nothing but hold values
 LOADABLE_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-# torch.load refuses to have both set
+# torch.load raises an error if both variables are set
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORBID_WEIGHTS_ONLY = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class Writer:
-    """Writes checkpoints in a thread, one at a time. All ranks call the methods at the same
-    step."""
+    """Writes checkpoints in a thread, one at a time. All ranks call its methods at the same
+    steps."""
 
     def __init__(
         self,
         root: Path,
         ranks: Ranks,
         settings: TrainConfig,
-        make_room: Callable[[Path], None],
+        prepare_folder: Callable[[Path], None],
         upload: Callable[[], None],
     ) -> None:
-        """`make_room`: called by the first rank before a checkpoint is written. `upload`: by each
-        rank's thread when one is written."""
-        self.make_room, self.upload = make_room, upload
+        """`prepare_folder`: called on rank 0 before a checkpoint is written. `upload`: called in
+        the thread of each rank when it has written its part."""
+        self.prepare_folder, self.upload = prepare_folder, upload
         self.root, self.ranks, self.settings = root, ranks, settings
-        self.ends_s = math.inf  # nothing is written after it
+        self.ends_s = math.inf  # writing is given up at this time (time.monotonic)
         self.pending: Future[None] | None = None
         self.copies: dict[Any, Any] = {}
 
@@ -101,8 +102,9 @@ class Writer:
         path = self.root / f"step-{state['step']}"
         parts: list[tuple[Path, Any]] = []
         with _write_errors(path):
-            on_first_rank(self.ranks, lambda: self.make_room(path))
-            # DeepSpeed says what belongs in which file
+            on_first_rank(self.ranks, lambda: self.prepare_folder(path))
+            # DeepSpeed decides what belongs in which file. Here it collects the contents instead of
+            # writing files, which the thread does later
             engine.checkpoint_engine.save = lambda state_dict, path: parts.append(
                 (Path(path), self._copy(state_dict, Path(path).name))
             )
@@ -110,31 +112,34 @@ class Writer:
         facts = json.dumps(state, indent=1), json.dumps(loader_state)
         thread = ThreadPoolExecutor(1)
         self.pending = thread.submit(self._write, path, parts, *facts)
-        thread.shutdown(False)  # it ends when that is done
+        thread.shutdown(False)  # the thread ends when the checkpoint is written
 
-    def amend(self, progress: dict[str, Any]) -> None:
-        """Changes the progress in the checkpoint of its step."""
+    def amend_progress(self, progress: dict[str, Any]) -> None:
+        """Changes the stored progress of the checkpoint of step progress["step"]."""
         self.wait()
-        on_first_rank(self.ranks, lambda: amend(self.root, progress))
+        on_first_rank(self.ranks, lambda: amend_progress(self.root, progress))
 
     def wait(self) -> None:
         if pending := self.pending:
             pending.exception()
-            self.pending = None  # not before: Ctrl-C may come first
+            # cleared only after waiting: if Ctrl-C interrupts that, `close` waits again
+            self.pending = None
             pending.result()
 
-    def check(self) -> None:
-        """Raises the error of a checkpoint that could not be written."""
+    def raise_if_failed(self) -> None:
+        """Raises the error of the last checkpoint if writing it has failed. Does not wait for
+        it."""
         if self.pending and self.pending.done():
             self.wait()
 
     def close(self, error: BaseException | None) -> None:
-        """Finishes the checkpoint that is being written, also after an error; but not if it waits
-        for lost ranks, nor after a second Ctrl-C."""
+        """Finishes the checkpoint that is being written, also after an error. Gives it up after a
+        second Ctrl-C, and when other ranks do not finish their parts in LOST_RANKS_WAIT_S
+        seconds."""
         if isinstance(error, KeyboardInterrupt):
             self.ends_s = 0
         elif self.ranks.world > 1:
-            self.ends_s = time.monotonic() + LOST_S
+            self.ends_s = time.monotonic() + LOST_RANKS_WAIT_S
         try:
             self.wait()
         except UserError as second:
@@ -142,7 +147,8 @@ class Writer:
                 warn(str(second))
 
     def _copy(self, state: Any, name: str) -> Any:
-        """A copy on the host, always in the same memory: freshly allocated pages are slower."""
+        """Returns a copy of `state` in the host's memory. Every checkpoint uses the same memory,
+        because freshly allocated pages are slower."""
         copied: dict[int, Any] = {}
         for i, leaf in enumerate(tree_leaves(state)):
             if isinstance(leaf, torch.Tensor):
@@ -156,7 +162,7 @@ class Writer:
         with _write_errors(path):
             name = f"loader-rank{self.ranks.rank}.json"
             write_whole(path / name, loader)
-            note = {name: _size_and_checksum(loader)}
+            rank_manifest = {name: _size_and_checksum(loader)}
             for file, content in parts:
                 with open(file, "wb") as opened:
                     part: Any = _PartFile(opened, self)
@@ -164,31 +170,32 @@ class Writer:
                     if part.error:
                         raise part.error
                     os.fsync(opened.fileno())
-                note[file.name] = {"bytes": part.bytes, "crc32c": part.crc32c}
-            write_whole(path / f".rank{self.ranks.rank}.json", json.dumps(note))
-            if self.ranks.first:
-                _publish(path, state, self._gather_notes(path), self.settings.keep)
+                rank_manifest[file.name] = {"bytes": part.bytes, "crc32c": part.crc32c}
+            write_whole(path / f".rank{self.ranks.rank}.json", json.dumps(rank_manifest))
+            if self.ranks.is_first:
+                _publish(path, state, self._wait_for_rank_manifests(path), self.settings.keep)
         self.upload()
 
-    def _gather_notes(self, path: Path) -> dict[str, Any]:
-        notes: dict[str, Any] = {}
+    def _wait_for_rank_manifests(self, path: Path) -> dict[str, Any]:
+        manifest: dict[str, Any] = {}
         until_s = time.monotonic() + self.settings.timeout_s
         for rank in range(self.ranks.world):
-            note = path / f".rank{rank}.json"
-            while not note.is_file():
+            file = path / f".rank{rank}.json"
+            while not file.is_file():
                 if time.monotonic() > min(until_s, self.ends_s):
                     raise CheckpointError(
-                        f"{path}: rank {rank} did not write its part: if it still runs, put RUN on "
-                        "a disk that all ranks share"
+                        f"{path}: rank {rank} did not write its part: if that rank still runs, put RUN "
+                        "on a disk that all ranks share"
                     )
                 time.sleep(0.02)
-            notes |= json.loads(note.read_text())
-        return notes
+            manifest |= json.loads(file.read_text())
+        return manifest
 
 
 class _PartFile:
-    """A file for torch.save that knows its size and checksum without being read. Keeps an error for
-    later: not every version of PyTorch's writer survives one."""
+    """A file for torch.save that counts its bytes and computes their checksum while they are
+    written. It stores an error instead of raising it, because not every version of PyTorch's writer
+    survives one."""
 
     def __init__(self, file: IO[Any], writer: Writer) -> None:
         self.file, self.writer = file, writer
@@ -202,7 +209,7 @@ class _PartFile:
             self.crc32c = google_crc32c.extend(self.crc32c, chunk)
             try:
                 if time.monotonic() > self.writer.ends_s:
-                    raise InterruptedError("not finished")
+                    raise InterruptedError("writing was stopped before its end")
                 if not self.error:
                     self.file.write(chunk)
             except OSError as error:
@@ -236,12 +243,13 @@ def _size_and_checksum(text: str) -> dict[str, int]:
     return {"bytes": len(content), "crc32c": google_crc32c.value(content)}
 
 
-def amend(root: Path, progress: dict[str, Any]) -> None:
+def amend_progress(root: Path, progress: dict[str, Any]) -> None:
     path = root / f"step-{progress['step']}"
     state = read_state(path) | progress
     text = json.dumps(state, indent=1)
     manifest = json.loads((path / MANIFEST).read_text())
-    # A kill before the last of these leaves the earlier state.json, which is whole as well
+    # A kill before the last of these writes leaves the old state.json, which the new manifest
+    # accepts too
     manifest[STATE] = _size_and_checksum(text) | {"before": manifest[STATE]}
     _point_to_best(root, path, state)
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
@@ -259,35 +267,34 @@ def _publish(path: Path, state: str, manifest: dict[str, Any], keep: int) -> Non
     manifest[STATE] = _size_and_checksum(state)
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
     sync_folder(path)
-    # first: a run resumes after `latest`, and would not write it
+    # `best` is written before `latest`: a run that is killed in between resumes after the step of
+    # `latest`, so it would not write `best` again
     _point_to_best(root, path, json.loads(state))
     write_whole(root / LATEST, path.name)
-    for note in path.glob(".rank*.json"):
-        note.unlink()
+    for file in path.glob(".rank*.json"):
+        file.unlink()
     _prune(root, path, keep)
 
 
 def _prune(root: Path, newest: Path, keep: int) -> None:
-    """Removes old checkpoints. Keeps the last `keep` up to `newest`, the best, and those of later
-    steps, which this run has not reached."""
+    """Removes old checkpoints. Keeps the newest `keep` of those up to `newest`, the best one, and
+    those of later steps, which this run has not reached yet."""
     for path in [path for path in complete_checkpoints(root) if step_of(path) <= step_of(newest)][
         keep:
     ]:
         if path != checkpoint_named(root, BEST):
-            (path / MANIFEST).unlink()  # without it the folder is no checkpoint
+            (path / MANIFEST).unlink()  # a folder without a manifest does not count as a checkpoint
             shutil.rmtree(path)
 
 
 def to_universal(path: Path) -> None:
-    """Writes step-N/universal, atomically."""
+    """Converts a checkpoint to DeepSpeed's universal format, in step-N/universal, atomically."""
     import_deepspeed()
     from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
 
     universal, temporary = path / UNIVERSAL, path / f".{UNIVERSAL}"
-    for leftover in (
-        universal,
-        temporary,
-    ):  # left by an earlier resume; not covered by the manifest
+    # An earlier resume may have left these folders, which the manifest does not cover
+    for leftover in (universal, temporary):
         shutil.rmtree(leftover, ignore_errors=True)
     arguments = Namespace(
         input_folder=str(path),
@@ -298,7 +305,7 @@ def to_universal(path: Path) -> None:
         strict=True,
         inject_missing_state=True,
     )
-    with reading(path):
+    with reading_safely(path):
         try:
             with silenced_output():
                 ds_to_universal.main(arguments)
@@ -317,19 +324,19 @@ def load_checkpoint(engine: Any, path: Path, universal: bool) -> None:
     """Loads a checkpoint into the engine. Called by all ranks."""
     source = path / UNIVERSAL if universal else path
     try:
-        with reading(source):
+        with reading_safely(source):
             loaded, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
     finally:
-        # otherwise DeepSpeed writes the next checkpoint in that format
+        # otherwise DeepSpeed would write the next checkpoint in the universal format
         engine._config.load_universal_checkpoint = False
     if loaded is None:
         raise CheckpointError(f"{source}: DeepSpeed cannot read it: ", *HOW_TO_RESTORE)
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Runs no code in a checkpoint, and turns whatever DeepSpeed cannot read into a one-line
-    CheckpointError."""
+def reading_safely(path: Path) -> Iterator[None]:
+    """A context for reading the checkpoint `path`. No code in it is run, and an error of reading
+    becomes a CheckpointError of one line."""
     try:
         with weights_only():
             yield
@@ -347,9 +354,9 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def weights_only() -> Iterator[None]:
-    """Makes every torch.load in this process read only tensors, plain containers and LOADABLE_CLASSES, and refuse
-    everything else. DeepSpeed asks for weights_only=False, which an environment variable of
-    PyTorch overrides."""
+    """Makes every torch.load in this process read only tensors, plain containers and
+    LOADABLE_CLASSES, and refuse everything else. DeepSpeed passes weights_only=False, but an
+    environment variable of PyTorch overrides that."""
     import_deepspeed()
     before = {
         name: os.environ.pop(name, None) for name in (FORCE_WEIGHTS_ONLY, FORBID_WEIGHTS_ONLY)
@@ -367,7 +374,7 @@ def weights_only() -> Iterator[None]:
 
 @contextmanager
 def silenced_output() -> Iterator[None]:
-    """A context without standard output and standard error."""
+    """A context in which standard output and standard error print nothing."""
     with (
         open(os.devnull, "w", errors="replace") as nowhere,
         redirect_stdout(nowhere),

@@ -1,4 +1,4 @@
-"""The checkpoints in RUN/checkpoints: which are complete and intact, and their progress.
+"""Finds the checkpoints in RUN/checkpoints, tells which are complete and intact, and reads their progress.
 
     path = complete_checkpoints(root)[0]      # the newest; checkpoint_named(root, LATEST): the one that `latest` names
     find_fault(path)                          # what is missing or damaged; None
@@ -18,14 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from omnilead.data_tools.io.errors import Flag
 from omnilead.data_tools.io.terminal import UserError, tell
 
-CHECKPOINTS = "checkpoints"  # in RUN
+CHECKPOINTS = "checkpoints"  # the folder of checkpoints in RUN
 LATEST = "latest"
 BEST = "best"
 MANIFEST = "manifest.json"
 STATE = "state.json"
-# written by DeepSpeed's conversion, which a kill may interrupt
+# DeepSpeed's conversion to the universal format writes this file; a kill may leave it behind
 LATEST_UNIVERSAL = "latest_universal"
-# Parts of an error
+# The end of error messages about a damaged checkpoint
 HOW_TO_RESTORE = "restore the file, or begin a new run with ", Flag("--out"), " NEW"
 CHUNK_BYTES = 16 * 2**20
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -50,13 +50,14 @@ def crc32c(path: Path) -> int:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name; -1 if it is not a checkpoint's name."""
+    """Returns the step in a checkpoint's name; -1 if it is not a checkpoint's name."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdigit() and len(number) < 19 else -1
 
 
 def checkpoint_named(root: Path, pointer: str) -> Path | None:
-    """The checkpoint that `latest` or `best` names."""
+    """Returns the checkpoint whose name is in the file `pointer` (`latest` or `best`); None if the
+    file is missing or names none."""
     try:
         path = root / (root / pointer).read_text().strip()
     except (OSError, ValueError):
@@ -65,15 +66,16 @@ def checkpoint_named(root: Path, pointer: str) -> Path | None:
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Finished checkpoints, the newest first."""
+    """Returns the checkpoints that have a manifest, the newest first."""
     complete = (
         path for path in root.glob("step-*") if step_of(path) >= 0 and (path / MANIFEST).is_file()
     )
     return sorted(complete, key=step_of, reverse=True)
 
 
-def make_room(root: Path, path: Path) -> None:
-    """Removes unfinished checkpoints that a killed run left behind."""
+def remove_leftovers(root: Path, path: Path) -> None:
+    """Makes the folder `root`, and removes from it unfinished checkpoints and temporary files of a
+    killed run, and the folder `path`."""
     root.mkdir(exist_ok=True)
     for unfinished in root.glob("step-*"):
         if step_of(unfinished) >= 0 and not (unfinished / MANIFEST).is_file():
@@ -115,7 +117,7 @@ def warn(text: str) -> None:
 
 
 class _State(BaseModel):
-    """The keys of every state.json; tasks add their own."""
+    """The keys that every state.json has; tasks add keys of their own."""
 
     model_config = ConfigDict(strict=True)
     step: Count
@@ -130,9 +132,8 @@ class _State(BaseModel):
     preprocessing_sha256: str
     datasets: list[str]
     sources: list[str] = []
-    code: dict[
-        Annotated[str, Field(pattern=r"^[^/\x00]+\.py$")], str
-    ] = {}  # names of plugged-in files
+    # name of a plugged-in file -> its checksum
+    code: dict[Annotated[str, Field(pattern=r"^[^/\x00]+\.py$")], str] = {}
     config: dict[str, Any]
 
 
@@ -156,7 +157,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_loader_state(path: Path) -> dict[str, Any]:
-    """The loader's state, which is the same on all ranks."""
+    """Returns the loader's state. It is the same on all ranks, so that of rank 0 is read."""
     file = path / "loader-rank0.json"
     state = _read_json(file)
     if not isinstance(state.get("recipe"), dict):

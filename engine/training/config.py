@@ -1,4 +1,4 @@
-"""Settings: one frozen, validated object. Errors are one line that names the key.
+"""Reads settings into one frozen object and validates them. An error is one line that names the setting.
 
     load_config("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])     # a Config, from a file and --set
     load_config("diagnosis", ["start=RUN"], FinetuneConfig)      # downstream.tasks.config
@@ -39,13 +39,13 @@ from ..settings.resuming import MayChange
 
 CPUINFO = Path("/proc/cpuinfo")
 AMD_DRIVER = Path("/dev/kfd")
-VALUE_CHARACTERS = 80  # characters of a wrong value
+MAX_SHOWN_CHARACTERS = 80  # characters of a name or value that an error message shows
 DEVICE_SETTING = re.compile(r"(^|\.)(device|gpu|cuda|accelerator)s?$")
-WHICH_DEVICE = (
+HOW_TO_CHOOSE_DEVICE = (
     "training takes a GPU if it sees one: CUDA_VISIBLE_DEVICES=1 in the environment chooses it, "
     "CUDA_VISIBLE_DEVICES= hides them all"
 )
-ALIASES = {  # names in other libraries
+ALIASES = {  # names of these settings in other libraries
     "train.lr": "learning_rate",
     "train.batch_crops": "batch_size",
     "train.micro_batch": "micro_batch_size per_device_train_batch_size",
@@ -87,10 +87,10 @@ class Section(BaseModel):
 class RoleSelection(Section):
     """Selects crops of a dataset by role: see data_tools.dataset.Dataset.select."""
 
-    # with (true) or without (false) the role of pre-training; null: both
+    # true: crops for pre-training; false: all other crops; null: both
     pretrain: bool | None = None
-    dx: Literal["train", "valid", "test"] | None = None  # the role in diagnosis; null: any
-    # the role in identification; null: any
+    dx: Literal["train", "valid", "test"] | None = None  # role of the crops in diagnosis; null: any
+    # role of the crops in patient identification; null: any
     identity: Literal["train", "valid", "gallery", "probe"] | None = None
 
 
@@ -98,76 +98,88 @@ class DataConfig(Section):
     # folders or s3:// addresses; also patterns such as ds/2027-*, and .txt files that list them
     datasets: MayChange[tuple[str, ...]] = ()
     train: RoleSelection = RoleSelection(pretrain=True)
-    # for the validation loss; datasets without such crops are skipped
+    # crops for the validation loss; datasets that have none are skipped
     valid: RoleSelection = RoleSelection(dx="valid")
-    # Train and validate only on crops for which this is true, such as age >= 18 and not flags.flat
+    # condition that crops must meet, in training and validation, such as age >= 18 and not
+    # flags.flat
     where: str = ""
-    # share of the patients of `train` kept for validation instead of `valid`
+    # share of the patients of `train` to hold out for validation; `valid` is then not used; 0: none
     hold_out: float = Field(default=0.0, ge=0, lt=1)
-    # train once on crops of the same waveform: on the first, in the order of `datasets`
+    # of crops with the same waveform, train only on the first one in the order of `datasets`
     dedup: bool = False
-    anonymous: MayChange[bool] = False  # s3:// without credentials
+    anonymous: MayChange[bool] = False  # read s3:// without credentials
 
 
 class TrainConfig(Section):
     steps: int | None = Field(default=None, ge=1)  # set either steps or epochs
     epochs: float | None = Field(default=None, gt=0, le=1e6)  # passes over the training crops
     batch_crops: int = Field(default=512, ge=1)  # global batch size, over all ranks
-    # Crops per rank and forward pass; None: all of them. Fewer means gradient accumulation, where
-    # crops are contrasted only within a micro-batch (of all ranks): CMSC, SimCLR, 3KG see
-    # micro_batch x ranks candidates. Code diversity and survival likewise. Of labels, those known in
-    # each micro-batch are averaged, then the micro-batches.
+    # Crops per rank and forward pass; None: all crops of the rank. A smaller number means gradient
+    # accumulation: CMSC, SimCLR and 3KG then contrast a crop only with the others in its
+    # micro-batch of all ranks, which are micro_batch x ranks candidates. The losses of code
+    # diversity and of survival also see one micro-batch at a time. Losses of labels are averaged
+    # over the known labels of each micro-batch, then over the micro-batches.
     micro_batch: MayChange[int | None] = Field(default=None, ge=1)
     # auto: bf16 if the hardware supports it, else fp32
     precision: Literal["auto", "bf16", "fp32"] = "bf16"
-    # None: the stage in the DeepSpeed JSON, else 1
+    # ZeRO stage; None: the stage in the DeepSpeed JSON, or 1 if it sets none
     zero_stage: MayChange[int | None] = Field(default=None, ge=0, le=3)
-    # DeepSpeed JSON file, or zero0 to zero3; it may set ZeRO and communication only
+    # DeepSpeed JSON file, or a shipped one: zero0 to zero3; it may set only ZeRO and communication
     deepspeed: MayChange[str | None] = None
-    # scope of torch.compile; None: layers on CUDA, else eager: on a CPU layers made `small` half as fast
+    # scope of torch.compile; None: layers on CUDA, eager on a CPU, where `layers` made the config
+    # `small` half as fast
     compile: MayChange[Literal["eager", "layers", "step"] | None] = None
-    # activation checkpointing: the transformer layers keep only their inputs, and are computed again
-    # in the backward pass: equal losses, less memory, a third more computing
+    # activation checkpointing: the transformer layers keep only their inputs and are computed again
+    # in the backward pass. The losses are equal; it needs less memory and a third more computing
     recompute_layers: MayChange[bool] = False
     lr: Rate = 5e-5  # peak learning rate
-    # shares of lr, such as {stem: 0.01, context: 0.1}: stem are the encoder's convolutions, context is the
-    # rest of it, head all other weights; what is not named has 1
+    # factors of lr for parts of the model, such as {stem: 0.01, context: 0.1}. stem: the encoder's
+    # convolutions; context: the rest of the encoder; head: all other weights. A part that is not
+    # named has the factor 1
     lr_factors: dict[Literal["stem", "context", "head"], Rate] = Field(default_factory=dict)
-    # fixed: constant lr; tri_stage: warm-up, hold, decay
+    # fixed: constant lr; warmup_cosine: warm-up, then half a cosine; tri_stage: warm-up, hold,
+    # decay
     schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"
-    warmup: float = Field(default=0.1, ge=0, le=1)  # share of all steps
-    hold: float = Field(default=0.2, ge=0, le=1)  # share of all steps, tri_stage only
+    warmup: float = Field(default=0.1, ge=0, le=1)  # length of the warm-up, as a share of all steps
+    # length of the hold in tri_stage, as a share of all steps
+    hold: float = Field(default=0.2, ge=0, le=1)
     # first learning rate, as a fraction of lr
     start_factor: float = Field(default=0.01, ge=0, le=1)
     end_factor: float = Field(default=0.01, ge=0, le=1)  # last learning rate, as a fraction of lr
-    weight_decay: float = Field(default=0.01, ge=0, le=1)  # decoupled, on every parameter
-    betas: tuple[Beta, Beta] = (0.9, 0.98)  # of AdamW
-    eps: float = Field(default=1e-6, gt=0, le=1)  # of AdamW
-    clip_norm: float = Field(default=0.0, ge=0)  # 0: no gradient clipping
-    # stop after N non-finite steps in a row; checked when logging
+    # decoupled weight decay, of every parameter
+    weight_decay: float = Field(default=0.01, ge=0, le=1)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)  # decay rates of AdamW's two moving averages
+    eps: float = Field(default=1e-6, gt=0, le=1)  # term that AdamW adds to its denominator
+    # norm to which gradients are clipped; 0: no clipping
+    clip_norm: float = Field(default=0.0, ge=0)
+    # the run stops after this many steps in a row with a non-finite loss or gradient; checked when
+    # logging
     max_nonfinite: MayChange[int] = Field(default=10, ge=1, le=10**6)
-    seed: int = Field(default=0, ge=0, lt=2**63)  # for data order, augmentation, initial weights
-    # deterministic GPU kernels; an operation that has none is an error that names it
+    # seed of the data order, the augmentation and the initial weights
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    # use deterministic GPU kernels; an operation without one stops the run with an error that names
+    # it
     deterministic: MayChange[bool] = False
-    # loggers besides metrics.jsonl
+    # services that get the training curves, besides metrics.jsonl
     track: MayChange[tuple[Literal["tensorboard", "wandb", "mlflow"], ...]] = ("tensorboard",)
-    log_every: MayChange[int] = Field(default=10, ge=1)  # steps
-    validate_every: MayChange[int] = Field(default=0, ge=0)  # steps; 0: never
-    valid_batches: MayChange[int] = Field(default=16, ge=1)  # at most, in each validation
+    log_every: MayChange[int] = Field(default=10, ge=1)  # steps between log lines
+    validate_every: MayChange[int] = Field(default=0, ge=0)  # steps between validations; 0: never
+    valid_batches: MayChange[int] = Field(default=16, ge=1)  # most batches in a validation
     # the metric that chooses the best checkpoint; None: the task's first validation metric
     best: BestMetric | None = None
-    # early stopping after this many validations in a row without improvement; 0: never
+    # stop early after this many validations in a row without improvement; 0: never
     patience: MayChange[int] = Field(default=0, ge=0)
     # patients to identify in each validation of pre-training; 0: none
     probe_patients: MayChange[int] = Field(default=256, ge=0)
-    # steps between checkpoints; 0: by time only, and at the end
+    # steps between checkpoints; 0: checkpoints only by time and at the end
     save_every_steps: MayChange[int] = Field(default=0, ge=0)
     # minutes between checkpoints, which are written while training goes on
     save_every_minutes: MayChange[float] = Field(default=30.0, gt=0)
-    keep: MayChange[int] = Field(default=3, ge=1)  # newest checkpoints to keep, besides the best
+    # number of newest checkpoints to keep, besides the best
+    keep: MayChange[int] = Field(default=3, ge=1)
     # peak TFLOP/s of one device, for MFU; None: measured at the start
     peak_tflops: MayChange[float | None] = Field(default=None, gt=0)
-    # the run ends when a rank does not respond for this long
+    # seconds after which the run ends if a rank does not respond
     timeout_s: MayChange[float] = Field(default=600.0, gt=0, le=1e6)
 
     @field_validator("precision")
@@ -187,8 +199,8 @@ def has_bf16() -> bool:
 
 
 def may_have_gpu() -> bool:
-    """True if there is a driver. Without one there is no need to ask PyTorch, whose import takes a
-    second."""
+    """True if PyTorch should be asked for a GPU: it is imported already, or a GPU driver is
+    installed. Importing PyTorch takes a second."""
     if "torch" in sys.modules or AMD_DRIVER.exists():
         return True
     try:
@@ -201,11 +213,10 @@ def may_have_gpu() -> bool:
 class RunConfig(Section):
     """Settings of every training run."""
 
-    config_folder: ClassVar[str] = (
-        "pretrain"  # subfolder of configs/ in which a config is found by name
-    )
-    defaults: ClassVar[dict[str, Any]] = {}  # where they differ from the sections' own
-    other_commands: ClassVar[dict[str, str]] = {}  # settings that belong to another command
+    # subfolder of configs/ in which a shipped config is found by its name
+    config_folder: ClassVar[str] = "pretrain"
+    defaults: ClassVar[dict[str, Any]] = {}  # values that replace defaults of the sections
+    other_commands: ClassVar[dict[str, str]] = {}  # setting of another command -> that command
     run: MayChange[str]  # folder of the run
     data: Any
     pipeline: PipelineConfig = PipelineConfig()
@@ -213,16 +224,17 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
 
     def tree(self) -> dict[str, Any]:
-        """Nested dicts as in JSON and YAML."""
+        """Returns the settings as nested dicts of JSON values."""
         return self.model_dump(mode="json")
 
     def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
-        """Pairs (condition, message): the condition is true if settings contradict each other."""
+        """Returns pairs (condition, message). A true condition means that settings contradict each
+        other."""
         return []
 
     @property
     def plugin_settings(self) -> list[tuple[str, str]]:
-        """The settings that may name the user's own code."""
+        """The settings that may name the user's own code: pairs (dotted name, value)."""
         return self.augment.plugin_settings
 
     def require_files(self) -> None:
@@ -231,8 +243,9 @@ class RunConfig(Section):
         read_plugins(self.plugin_settings, self.run)
 
     @property
-    def length_matters(self) -> bool:
-        """True if a step depends on the total number of steps."""
+    def depends_on_total_steps(self) -> bool:
+        """True if a single step depends on the total number of steps, as with a learning-rate
+        schedule."""
         return self.train.schedule != "fixed"
 
     @property
@@ -248,10 +261,10 @@ class RunConfig(Section):
 
 
 class Config(RunConfig):
-    """Pre-training."""
+    """The settings of a pre-training."""
 
-    run: MayChange[str] = "runs/pretrain"  # folder of the run; an unfinished run there is resumed
-    start: str = ""  # run or model folder to continue training from; "": random weights
+    run: MayChange[str] = "runs/pretrain"  # folder of the run; an unfinished run in it is resumed
+    start: str = ""  # run or model folder from whose weights training starts; "": random weights
     data: DataConfig = DataConfig()
     input: InputConfig = InputConfig()
     model: ModelConfig = ModelConfig()
@@ -272,13 +285,15 @@ class Config(RunConfig):
 
     @property
     def model_input(self) -> "Input":
-        from ..model.input import Input  # late: PyTorch takes seconds
+        # imported here because PyTorch takes seconds to import
+        from ..model.input import Input
 
         return Input(self.augment.output_leads, self.augment.seen_leads, **vars(self.input))
 
     @property
     def windows(self) -> int:
-        """The number of windows of a crop in a step, at a random place: objective.windows."""
+        """The number of windows of each crop in a step: objective.windows if it is set, otherwise
+        2, or 1 if a window is longer than half a crop."""
         return self.objective.windows or (1 if self.input.window_s > HALF_S else 2)
 
     @property
@@ -343,12 +358,13 @@ class Config(RunConfig):
 
 
 class ZeroSection(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)  # DeepSpeed checks the rest
+    model_config = ConfigDict(extra="allow", strict=True)  # DeepSpeed checks all other entries
     stage: Literal[0, 1, 2, 3] = 1
 
 
 class DeepSpeedFile(Section):
-    """The entries that a DeepSpeed JSON may set; all others come from `train`."""
+    """The entries that a DeepSpeed JSON may set. All other entries follow from the settings in
+    `train`."""
 
     zero_optimization: ZeroSection = ZeroSection()
     communication_data_type: str | None = None
@@ -361,13 +377,13 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 def build_config(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
-    """Validated settings from nested dicts."""
+    """Builds validated settings of class `kind` from nested dicts."""
     tree = _with_dataset_paths(merge(kind.defaults, tree))
     train = tree.get("train")
     if isinstance(train, dict) and isinstance(rates := train.get("lr"), list) and rates:
         if len(rates) > 1:
             raise ConfigError(
-                f"train.lr={rates}: a run has one learning rate: start one for each: ",
+                f"train.lr={rates}: a run has one learning rate: start one run for each rate: ",
                 Flag("--lr"),
                 f" {rates[0]} ",
                 Flag("--out"),
@@ -376,15 +392,15 @@ def build_config(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # ty
         tree = tree | {"train": train | {"lr": rates[0]}}
     try:
         return _validate(kind, json.dumps(tree))
-    except TypeError as error:  # a date, for example
+    except TypeError as error:  # YAML has dates, for example, and JSON has none
         raise ConfigError(
             f"a value has a type that JSON does not have: {error}: write text or a number"
         ) from None
 
 
 def _with_dataset_paths(tree: dict[str, Any]) -> dict[str, Any]:
-    """The settings with patterns and lists of datasets replaced by paths, so that a run keeps the
-    datasets that it was started with."""
+    """Returns the settings with patterns and lists of datasets replaced by paths, so that a run
+    keeps the datasets that it was started with."""
     data = tree.get("data")
     paths = data.get("datasets") if isinstance(data, dict) else None
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
@@ -406,17 +422,20 @@ def _validate(kind: type[Parsed], text: str, source: str = "") -> Parsed:
 def _explain_errors(errors: Sequence[Any], kind: type[BaseModel]) -> str:
     for error in errors:
         if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            key = ".".join(map(str, error["loc"]))[:VALUE_CHARACTERS]
+            key = ".".join(map(str, error["loc"]))[:MAX_SHOWN_CHARACTERS]
             return f"{key}: no such setting{_suggest_keys(key, kind)}"
     first = errors[0]
     if first["type"] == "json_invalid":
         return "settings are not valid JSON or UTF-8 text: write other values"
-    # pydantic also names the types of a union that it tried: str, constrained-float[...]
+    # pydantic adds to the key the types of a union that it tried, such as str or
+    # constrained-float[...]; they are left out here
     parts = [str(part) for part in first["loc"]]
-    key = ".".join(part for part in parts if not re.search(r"\W|^str$", part))[:VALUE_CHARACTERS]
+    key = ".".join(part for part in parts if not re.search(r"\W|^str$", part))[
+        :MAX_SHOWN_CHARACTERS
+    ]
     value, message = repr(first["input"]), first["msg"][0].lower() + first["msg"][1:]
-    if len(value) > VALUE_CHARACTERS:
-        return f"{key}={value[:VALUE_CHARACTERS]}...: {message}"
+    if len(value) > MAX_SHOWN_CHARACTERS:
+        return f"{key}={value[:MAX_SHOWN_CHARACTERS]}...: {message}"
     mend = f": write {key}=[{first['input']}]" if first["type"] == "tuple_type" else ""
     return f"{key}={value}: {message}{mend}"
 
@@ -425,7 +444,7 @@ def _suggest_keys(key: str, kind: type[BaseModel]) -> str:
     if issubclass(kind, RunConfig) and key in kind.other_commands:
         return f" here: it belongs to {kind.other_commands[key]}"
     if DEVICE_SETTING.search(key):
-        return f": {WHICH_DEVICE}"
+        return f": {HOW_TO_CHOOSE_DEVICE}"
     near = settings_named(key, kind) or nearest_settings(key, kind)
     if near:
         return f": did you mean {near[0]}?"
@@ -433,7 +452,8 @@ def _suggest_keys(key: str, kind: type[BaseModel]) -> str:
 
 
 def settings_named(key: str, kind: type[BaseModel]) -> list[str]:
-    """The settings whose name, here or in another library, is the last part of `key`."""
+    """Returns the settings whose last part, or whose name in another library, is the last part of
+    `key`."""
     name = key.rpartition(".")[2]
     matching = []
     for setting in flatten(kind().model_dump()):
@@ -448,26 +468,27 @@ def nearest_settings(key: str, kind: type[BaseModel]) -> list[str]:
 
 
 def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> dict[str, Any]:
-    """DeepSpeed's configuration: ZeRO and communication from the file, everything else from the
-    settings."""
+    """Returns DeepSpeed's configuration: ZeRO and communication from the file train.deepspeed,
+    everything else from the settings."""
     settings = _deepspeed_file(config).model_dump(exclude_unset=True)
     zero: dict[str, Any] = settings.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
     if zero["stage"] in (1, 2):
-        # the optimizer computes it without waiting for the device
+        # GuardedAdamW computes the norm without waiting for the device
         zero["compute_grad_norm"] = False
     elif zero["stage"] == 3:
-        zero["sub_group_size"] = 10**12  # one call of the optimizer per step
+        zero["sub_group_size"] = 10**12  # so many that the optimizer is called once per step
     micro, accumulation = micro_batch_and_passes(config, world)
     return settings | {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "zero_optimization": zero,
         "bf16": {"enabled": config.train.precision == "bf16", "check_grad_overflow": False},
-        # DeepSpeed's default is 1; the optimizer clips, by train.clip_norm
+        # Overrides DeepSpeed's default of 1, because GuardedAdamW clips, by train.clip_norm
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**62,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per step
+        # this timer would wait for the device twice per step
+        "timers": {"throughput": {"enabled": False}},
         "checkpoint": {"load_universal": universal},
     }
 
@@ -508,7 +529,7 @@ def micro_batch_and_passes(config: RunConfig, world: int) -> tuple[int, int]:
 
 
 def count_candidates(config: Config, world: int) -> int:
-    """The number of crops that are contrasted with each other."""
+    """Returns how many crops are contrasted with each other."""
     return micro_batch_and_passes(config, world)[0] * (
         world if config.objective.across_ranks else 1
     )
@@ -567,8 +588,9 @@ def load_config(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     kind: type[Kind] | None = None,
 ) -> Kind:
-    """Reads a YAML file, or a shipped config by name, and applies overrides: "key=value", or values
-    by dotted key. `kind`: engine.training.config.Config, unless another is given."""
+    """Reads a YAML file, or a shipped config by its name, and applies `overrides`: a list of
+    "key=value", or a mapping from dotted keys to values. `kind`: the class of the settings; None:
+    Config."""
 
     config_kind: Any = kind or Config
     tree = read_yaml(find_config(path, config_kind.config_folder), config_kind.config_folder)

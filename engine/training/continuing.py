@@ -2,7 +2,7 @@
 converted model.
 
     started = read_starting_weights(config)            # ConfigError if the architectures differ
-    print(started.into(model))                # what was loaded, and what starts afresh
+    print(started.load_into(model))           # what was loaded, and what starts afresh
 
 This is a separate run: optimiser, learning rate and data order start afresh. The heads of the local
 objective are loaded if all of them fit. Code in the folder is never run.
@@ -35,7 +35,8 @@ from ..settings.leads import describe_leads
 from .config import Config
 from .read_settings import INPUT_SETTINGS
 
-MASK_EMBEDDING = "encoder.mask_embedding"  # only objectives that mask tokens have it
+# only encoders whose objective masks tokens have this weight
+MASK_EMBEDDING = "encoder.mask_embedding"
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,12 @@ class StartingWeights:
     start: str
     weights: dict[str, Tensor]
     seen: pa.Table
-    facts: dict[str, Any]  # for checkpoints and config.json
+    facts: dict[str, Any]  # entries that are added to checkpoints and to the exported config.json
 
     @torch.no_grad()
     def load_into(self, model: nn.Module) -> str:
-        """Loads the weights into the model; returns a sentence on what was loaded and what starts
-        afresh."""
+        """Loads the weights into the model. Returns a sentence that says what was loaded and what
+        starts afresh."""
         state = model.state_dict()
         encoder = {name: w for name, w in state.items() if name.startswith("encoder.")}
         heads = {name: w for name, w in state.items() if name.startswith("local.")}
@@ -115,13 +116,13 @@ def check_fits(config: Config, start_config: ModelConfig, signals: Input) -> Non
                 differences.append(f"{section}.{key} is {value!r} there, {run_values[key]!r} here")
         if differences:
             raise ConfigError(
-                f"start={start}: another {what}: {'; '.join(differences)}: set the same, or leave out ",
+                f"start={start}: has another {what}: {'; '.join(differences)}: set the same values, or leave out ",
                 Flag("--config"),
             )
     if signals.leads != augment.output_leads:
         raise ConfigError(
             f"start={start}: augment.leads={augment.leads!r}: use "
-            f"{describe_leads(signals.leads)}, as it was trained on these"
+            f"{describe_leads(signals.leads)}, the leads on which this model was trained"
         )
 
 

@@ -1,10 +1,11 @@
-"""Ranks: the same under `deepspeed`, `torchrun` and plain `python`, on CPU (gloo) and CUDA (nccl).
+"""Starts and connects ranks, in the same way under `deepspeed`, `torchrun` and plain `python`, on CPU (gloo) and
+CUDA (nccl).
 
     with started_ranks(config.train) as ranks: ...  # ranks.rank, ranks.world, ranks.device
     on_first_rank(ranks, work)                # work() on rank 0; its result or its error on every rank
     with process_state_restored(): ...        # restores environment, threads, compiled graphs
     largest = MaxOverRanks(ranks)
-    stop = largest(asked)                     # regularly, on all ranks: whether any was asked, one call before
+    stop = largest(asked)                     # called regularly on all ranks: the largest `asked` of the call before
 
 A single process opens no port. DeepSpeed uses this process group.
 """
@@ -36,10 +37,9 @@ from ..settings.launcher import cores_per_rank, launched_rank
 from .config import TrainConfig
 
 T = TypeVar("T")
-LOOPBACK = re.compile(
-    r"\b127\.\d+\.\d+\.\d+|::1\b|\blocalhost\b"
-)  # addresses of the machine itself
-# Where Python waits for other ranks; ZeRO 3 waits through nvtx
+# Addresses by which a machine reaches only itself
+LOOPBACK = re.compile(r"\b127\.\d+\.\d+\.\d+|::1\b|\blocalhost\b")
+# Modules whose functions wait for other ranks. ZeRO 3 waits in functions that nvtx wraps
 COLLECTIVES = ("torch.distributed", "deepspeed.comm", "deepspeed.utils.nvtx")
 
 
@@ -48,23 +48,23 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
-    control: Any  # gloo group for messages between hosts; None for a single process
+    control: Any  # gloo group for messages between the ranks; None for a single process
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.rank == 0
 
 
 @contextmanager
 def started_ranks(config: TrainConfig) -> Iterator[Ranks]:
-    """A context for training with all ranks. It leaves the process as it was, so that it can train
-    again."""
+    """A context in which this process is one of the ranks of a training. Afterwards the process is
+    as it was before, so that it can train again."""
     with process_state_restored():
         ranks = start_ranks(config.timeout_s, config.deterministic)
         try:
             yield ranks
         except BaseException:
-            if ranks.world == 1:  # else closing would wait for the other ranks
+            if ranks.world == 1:  # with several ranks, closing would wait for the others
                 close_groups()
             raise
         close_groups()
@@ -90,7 +90,7 @@ def start_ranks(timeout_s: float, deterministic: bool = False) -> Ranks:
             )
         torch.cuda.set_device(device)
     backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=timeout_s)
-    own_gpu = device if cuda else None  # else NCCL guesses it, and warns
+    own_gpu = device if cuda else None  # without it, NCCL guesses the GPU and warns
     if world == 1:
         dist.init_process_group(
             backend, timeout=timeout, world_size=1, rank=0, store=HashStore(), device_id=own_gpu
@@ -124,23 +124,25 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
 
 
 def join_ranks() -> int:
-    """Returns the rank. With several ranks it also creates a process group, so that they can wait
-    for each other."""
+    """Returns the rank of this process. With several ranks it also creates a process group, so that
+    they can wait for each other."""
     rank, world, _ = launched_rank()
     if world > 1:
         torch.set_num_threads(cores_per_rank())
-        _join("gloo", timedelta(minutes=10))  # a rank may have failed before it got here
-        # A rank's share of the work may take long
+        # A rank may have failed before it got here, so the others wait 10 minutes at most
+        _join("gloo", timedelta(minutes=10))
+        # Later, ranks may wait for a day, because a rank's share of the work may take long
         dist.distributed_c10d._set_pg_timeout(timedelta(days=1), dist.group.WORLD)
     return rank
 
 
 @contextmanager
 def process_state_restored() -> Iterator[None]:
-    """Restores what a training changes in its process, which may be a notebook's."""
+    """A context that restores, at its end, what a training changes in its process, which may be a
+    notebook."""
     environment = dict(os.environ)
     threads = torch.get_num_threads()
-    hook = sys.excepthook  # torch.distributed replaces it
+    hook = sys.excepthook  # torch.distributed replaces this hook
     deterministic, linear = torch.are_deterministic_algorithms_enabled(), F.linear
     cudnn: Any = torch.backends.cudnn
     tf32 = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
@@ -149,7 +151,8 @@ def process_state_restored() -> Iterator[None]:
         try:
             yield
         finally:
-            # Compiled graphs keep the model alive, and torch compiles a function at most eight times
+            # Forget compiled graphs: they keep the model alive, and torch compiles a function at
+            # most eight times
             if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()
             for name in os.environ.keys() - environment.keys():
@@ -157,9 +160,10 @@ def process_state_restored() -> Iterator[None]:
             os.environ.update(environment)
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(deterministic)
-            cudnn.allow_tf32 = "tf32" in tf32  # sets both, and the older flag
+            cudnn.allow_tf32 = "tf32" in tf32  # sets the two precisions below, and an older flag
             cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = tf32
-            F.linear = linear  # ZeRO 3 replaces it, and later gradients would differ by rounding
+            # ZeRO 3 replaced it: gradients of a later training would differ by rounding
+            F.linear = linear
             sys.excepthook = hook
 
 
@@ -191,8 +195,8 @@ def require_function(engine: Any, name: str, arguments: Sequence[str]) -> None:
 
 def lost_a_rank(error: BaseException) -> bool:
     """True if a collective failed because another rank did not answer. NCCL and the store raise a
-    DistError; gloo raises a plain RuntimeError, which its origin tells from an error of a
-    plug-in."""
+    DistError. gloo raises a plain RuntimeError: the module that raised it distinguishes it from an
+    error of a plug-in."""
     if launched_rank().world == 1:
         return False
     if isinstance(error, dist.DistError):
@@ -208,8 +212,8 @@ def _raised_in(error: BaseException, packages: Sequence[str]) -> bool:
 
 
 def close_groups() -> None:
-    """Closes all process groups, so that this process can train again; DeepSpeed's groups by
-    DeepSpeed's function."""
+    """Closes all process groups, so that this process can train again. If DeepSpeed has started,
+    its own function closes them."""
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
@@ -220,7 +224,7 @@ def close_groups() -> None:
 def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
     """Runs work() on rank 0; every rank returns its result or raises its error."""
     answer: list[Any] = [None, None]
-    if ranks.first:
+    if ranks.is_first:
         try:
             answer[0] = work()
         except Exception as error:
@@ -234,18 +238,19 @@ def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 class DeepSpeedLauncher:
-    """The command `deepspeed`. SIGTERM ends it at once, without telling deepspeed.launcher.launch,
-    the process between it and the ranks: so the ranks watch the command themselves."""
+    """Watches the command `deepspeed`, which starts deepspeed.launcher.launch, which starts the
+    ranks. SIGTERM ends the command at once, without telling the launcher, so the ranks watch the
+    command themselves."""
 
     def __init__(self) -> None:
         self.poll = select.poll()
-        if "CROSS_SIZE" not in os.environ:  # set by deepspeed.launcher.launch
+        if "CROSS_SIZE" not in os.environ:  # only deepspeed.launcher.launch sets it
             return
         try:
             status = Path(f"/proc/{os.getppid()}/status").read_text()
             command = int(re.findall(r"^PPid:\s*(\d+)", status, re.MULTILINE)[0])
             self.poll.register(os.pidfd_open(command), select.POLLIN)
-        except OSError:  # neither Linux nor a container that shows other processes
+        except OSError:  # this is not Linux, or a container hides other processes
             return
 
     def has_ended(self) -> bool:
@@ -253,8 +258,8 @@ class DeepSpeedLauncher:
 
 
 class MaxOverRanks:
-    """The maximum of a number over all ranks, one call late: communication overlaps with the work
-    between two calls."""
+    """The maximum of a number over all ranks. With several ranks, a call returns the maximum of the
+    previous call, so that communication overlaps with the work between two calls."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.group = ranks.control
@@ -269,8 +274,8 @@ class MaxOverRanks:
         return before
 
     def finish(self) -> int:
-        """Waits for the communication and returns the maximum. Also called before the process group
-        is closed."""
+        """Waits for the communication of the last call and returns its maximum; 0 if there is
+        nothing to wait for. Must also be called before the process group is closed."""
         if self.pending is None:
             return 0
         (work, largest), self.pending = self.pending, None

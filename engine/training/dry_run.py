@@ -37,22 +37,24 @@ from .distributed import Ranks
 from .task import TrainingTask
 from .train import batch_norm_remarks, format_duration, recompute_layers, total_steps
 
-PRODUCTS_FLOPS = {
+MATMUL_FLOPS = {
     torch.bfloat16: 0.97 * 769e12,
-    # By the data sheet: 67 TFLOP/s without TF32, which training does not use, beside 989 in bf16
+    # By the data sheet: 67 TFLOP/s in fp32 without TF32, which training does not use, against 989
+    # in bf16
     torch.float32: 0.97 * 769e12 * 67 / 989,
 }
-KEPT_BYTES_S = 0.118e9 / (1 / 1748 - 175.9e9 / PRODUCTS_FLOPS[torch.bfloat16])
-# A tenth of the measured model's, and of its smallest measured step of 256 crops: below them a GPU
-# also waits for its kernels to start
-LEAST_MEASURED_GFLOP = 17.6  # for a crop
-LEAST_STEP_GFLOP = 4_500  # for a pass on one GPU
-STORED_CROP_BYTES = 122_368  # in a shard: samples 120,832, their row as JSON 1,536
+ACTIVATION_BYTES_S = 0.118e9 / (1 / 1748 - 175.9e9 / MATMUL_FLOPS[torch.bfloat16])
+# With less than a tenth of the work that was measured, a GPU also waits for its kernels to start.
+# The smallest measured pass of the measured model had 256 crops
+MIN_CROP_GFLOP = 17.6  # for one crop: a tenth of the measured model's
+MIN_PASS_GFLOP = 4_500  # for one pass on one GPU: a tenth of the smallest measured pass
+# bytes of a crop in a shard: 120,832 of samples, 1,536 of its row as JSON
+STORED_CROP_BYTES = 122_368
 
 
 class TrainingAmount(NamedTuple):
-    """The amount of training, with the datasets or the many crops that a pretended dataset stands
-    for."""
+    """How much a run trains. `crops`: those of the datasets, or the number for which a pretended
+    dataset stands."""
 
     crops: int
     trained_crops: int
@@ -69,9 +71,9 @@ def dry_run(
     crops: int | None = None,
     hourly: float | None = None,
 ) -> str:
-    """The settings, and lines that describe the training. Raises the errors of a training, except
-    those about RUN. `crops`: how many the pretended dataset stands for. `hourly`: the price of a
-    GPU."""
+    """Returns the settings, and lines that describe the training. Raises the errors of a training,
+    except those about RUN. `crops`: the number for which a pretended dataset stands. `hourly`: the
+    price of a GPU for an hour."""
     task = task_class.prepare(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
     order = crop_order(replace(config.loader, windows=task.windows), datasets, task.selection)
     model = task.model(torch.Generator().manual_seed(config.train.seed))
@@ -132,7 +134,7 @@ def describe_memory(
     memory = state_bytes(model, dtype_of(task.config), zero_stage(task.config), gpus)
     activations, unknown = f"activations of {crops} crops", ""
     try:
-        memory[activations] = crops * activation_bytes(task, model, order)
+        memory[activations] = crops * peak_activation_bytes_per_crop(task, model, order)
     except Exception as error:
         if not task.code:
             raise
@@ -155,7 +157,7 @@ def describe_time_and_disk(
     checkpoint = format_size(sum(states.values()))
     disk = f"disk: {checkpoint} a checkpoint; the {task.config.train.keep} newest and the best are kept"
     try:
-        crops_s = gpus / crop_seconds(task, model, order)
+        crops_s = gpus / seconds_per_crop(task, model, order)
     except Exception as error:
         if not task.code:
             raise
@@ -166,10 +168,10 @@ def describe_time_and_disk(
         as_measured += ", products by the data sheet's share of fp32"
     estimate = "an estimate"
     micro_crops, _ = micro_batch_and_passes(task.config, gpus)
-    if task.flops_per_crop < LEAST_MEASURED_GFLOP * 1e9:
+    if task.flops_per_crop < MIN_CROP_GFLOP * 1e9:
         estimate = "at least"
         as_measured += ", but so small a model also waits for its kernels to start"
-    elif micro_crops * task.flops_per_crop < LEAST_STEP_GFLOP * 1e9:
+    elif micro_crops * task.flops_per_crop < MIN_PASS_GFLOP * 1e9:
         estimate = "at least"
         as_measured += (
             f", but with {micro_crops} crops at a time a GPU also waits for its kernels to start"
@@ -187,17 +189,18 @@ def describe_time_and_disk(
     return lines
 
 
-def crop_seconds(task: TrainingTask, model: Any, order: Order) -> float:
-    """The seconds that a crop takes on one GPU: for its matrix products, and for the bytes that it
-    moves."""
+def seconds_per_crop(task: TrainingTask, model: Any, order: Order) -> float:
+    """Returns the seconds that a crop takes on one GPU: the time of its matrix products, and of the
+    bytes that its activations move."""
     recomputed = task.config.train.recompute_layers
     if recomputed:
         model.encoder.recomputes = False
-    kept = activation_bytes_per_crop(task, model, order)
+    kept = saved_bytes_per_crop(task, model, order)
     if recomputed:
         model.encoder.recomputes = True
-    seconds = task.flops_per_crop / PRODUCTS_FLOPS[dtype_of(task.config)] + kept / KEPT_BYTES_S
-    # Forward twice, and backward, which costs as much as two forward
+    seconds = task.flops_per_crop / MATMUL_FLOPS[dtype_of(task.config)] + kept / ACTIVATION_BYTES_S
+    # A backward pass costs as much as two forward passes. With recomputing there are two forward
+    # passes, so the cost is 4 instead of 3
     return seconds * (4 / 3 if recomputed else 1)
 
 
@@ -206,7 +209,8 @@ def format_size(size: float) -> str:
 
 
 def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> dict[str, float]:
-    """Bytes of weights, gradients and AdamW's state, which with bf16 includes float32 weights."""
+    """Returns the bytes of weights, gradients and AdamW's state. With bf16, that state includes
+    float32 weights."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adamw = 12 if dtype == torch.bfloat16 else 8
@@ -220,19 +224,19 @@ def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> 
     return states
 
 
-def activation_bytes(task: TrainingTask, model: Any, order: Order) -> float:
-    """The bytes per crop that autograd keeps until the backward pass. With train.recompute_layers
-    they include one recomputed layer."""
-    kept_by_layers = activation_bytes_per_crop(task, model, order)
+def peak_activation_bytes_per_crop(task: TrainingTask, model: Any, order: Order) -> float:
+    """Returns the bytes per crop that autograd keeps until the backward pass. With
+    train.recompute_layers this includes one layer that is being recomputed."""
+    kept_by_layers = saved_bytes_per_crop(task, model, order)
     if not task.config.train.recompute_layers:
         return kept_by_layers
     model.encoder.recomputes = False
-    without = activation_bytes_per_crop(task, model, order)
+    without = saved_bytes_per_crop(task, model, order)
     model.encoder.recomputes = True
     return kept_by_layers + (without - kept_by_layers) / len(model.encoder.layers)
 
 
-def activation_bytes_per_crop(task: TrainingTask, model: nn.Module, order: Order) -> float:
+def saved_bytes_per_crop(task: TrainingTask, model: nn.Module, order: Order) -> float:
     fewer_places, more_places = (order.batch(0)[:n] for n in (1, min(3, order.batch_crops)))
     if len(more_places) == 1:
         return saved_tensor_bytes(task, model, more_places)
@@ -253,7 +257,8 @@ def saved_tensor_bytes(task: TrainingTask, model: nn.Module, places: Places) -> 
     masks = None
     if not task.input.is_plain:
         masks = np.ones((len(places), task.windows, leads, 1), bool)
-    # Real ones: a filter that is computed here is kept, and a fake one would spoil the next training
+    # Real tensors, because filters that are computed here are cached: fake ones would spoil the
+    # next training
     x_BSLT = torch.zeros(len(places), 2, leads, HALF)
     arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, gpu_operations():
@@ -268,7 +273,8 @@ def saved_tensor_bytes(task: TrainingTask, model: nn.Module, places: Places) -> 
 
 
 class FusedAttention(torch.autograd.Function):
-    """Keeps for backward what fused attention keeps: no scores."""
+    """Stands for a GPU's fused attention: for the backward pass it keeps inputs and output, but no
+    scores."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -281,14 +287,15 @@ class FusedAttention(torch.autograd.Function):
 
 @contextmanager
 def gpu_operations() -> Iterator[None]:
-    """A context with the operations of a GPU: torch's own, and fused attention."""
+    """A context in which operations are those of a GPU: torch's own instead of the replacements for
+    a CPU, and fused attention."""
     attention, for_a_cpu = F.scaled_dot_product_attention, REPLACEMENTS["cpu"].copy()
 
-    def fused(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def fused_attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         y: Tensor = FusedAttention.apply(q, k, v)
         return y
 
-    F.scaled_dot_product_attention = fused  # type: ignore[assignment]
+    F.scaled_dot_product_attention = fused_attention  # type: ignore[assignment]
     REPLACEMENTS["cpu"].clear()
     try:
         yield

@@ -1,6 +1,6 @@
 """Compares the ranks before training. Each rank reads its own copy of the data, settings, plug-ins
-and omnilead itself; a run whose ranks differ would train to its end and record only what rank 0
-has.
+and omnilead itself. If the copies differed, the run would train to its end and record only the copy
+of rank 0.
 
     require_equal(ranks, facts_of_rank(config, datasets))       # ConfigError: the same line on every rank
 
@@ -26,18 +26,18 @@ from .distributed import Ranks, on_first_rank
 from .loggers import versions
 
 ROOT = Path(__file__).resolve().parents[2]
-WINGS = ("data_tools", "engine", "downstream")
-MACHINE_SETTINGS = (
-    "data.",
-    "pipeline.",
-)  # of these sections, the settings that may change: paths, threads
-LISTED_DIFFERENCES = 3  # differences in a message
+PACKAGE_FOLDERS = ("data_tools", "engine", "downstream")
+# In these sections, settings that may change on a resume, such as paths and threads, may also differ
+# between ranks
+MACHINE_SETTINGS = ("data.", "pipeline.")
+LISTED_DIFFERENCES = 3  # most differences that an error message lists
 ABSENT = "none"
-RankFacts = Mapping[str, tuple[str, str]]  # key -> (name in messages, value)
+RankFacts = Mapping[str, tuple[str, str]]  # key of a fact -> (its name in messages, its value)
 
 
 def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
-    """The data, settings, plug-ins and versions of this rank."""
+    """Returns what must be equal on all ranks: the data, settings, plug-ins and versions of this
+    rank."""
     facts = {}
     for number, dataset in enumerate(datasets):
         name = f"another dataset at {dataset.root.url}: fingerprint "
@@ -58,15 +58,17 @@ def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
 
 
 def facts_of_task(facts: Mapping[str, Any]) -> RankFacts:
-    """Facts that a task has read since: its labels and the model that it starts from."""
+    """Converts the facts that a task has found, such as its labels and the model that it starts
+    from, to RankFacts."""
     return {name: (f"{name}=", str(value)) for name, value in flatten(facts).items()}
 
 
 def require_equal(ranks: Ranks, facts: RankFacts) -> None:
-    """Raises ConfigError on every rank if one has other facts than rank 0. Called by all ranks."""
+    """Raises ConfigError on every rank if the facts of a rank differ from those of rank 0. All
+    ranks must call it."""
     if ranks.world == 1:
         return
-    by_rank: list[Any] | None = [None] * ranks.world if ranks.first else None
+    by_rank: list[Any] | None = [None] * ranks.world if ranks.is_first else None
     dist.gather_object((socket.gethostname(), facts), by_rank, dst=0, group=ranks.control)
     on_first_rank(ranks, lambda: _refuse_differences(by_rank or []))
 
@@ -82,7 +84,7 @@ def _refuse_differences(by_rank: Sequence[tuple[str, RankFacts]]) -> None:
 
 
 def describe_differences(of_first: RankFacts, facts: RankFacts) -> list[str]:
-    """Says how a rank differs from rank 0, for a message."""
+    """Returns phrases for a message that say how a rank's facts differ from those of rank 0."""
     found = []
     for key in dict.fromkeys([*facts, *of_first]):
         name, _ = facts.get(key) or of_first[key]
@@ -94,7 +96,7 @@ def describe_differences(of_first: RankFacts, facts: RankFacts) -> list[str]:
 
 
 def _own_code() -> bytes:
-    files = [file for wing in WINGS for file in sorted((ROOT / wing).rglob("*.py"))]
+    files = [file for folder in PACKAGE_FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
     return b"\0".join(file.read_bytes() for file in files)
 
 

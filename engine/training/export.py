@@ -1,4 +1,4 @@
-"""Exports a run: RUN/model from a checkpoint, and what its model card says."""
+"""Exports a run: writes RUN/model from a checkpoint, and finds out what data its weights have seen."""
 
 import json
 from contextlib import suppress
@@ -32,11 +32,13 @@ class Export(NamedTuple):
     state: dict[str, Any]  # state of the checkpoint
     weights: dict[str, Tensor]
     seen: pa.Table
-    source_hz: list[float]  # lowest and highest rate at which what it was fitted on was recorded
+    # lowest and highest rate at which the labelled crops were recorded; []: none, or unknown
+    source_hz: list[float]
 
 
 def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
-    """The content of RUN/model, from the best or the newest checkpoint."""
+    """Reads what RUN/model will hold from the run's best or newest checkpoint, whichever the task
+    exports."""
     path = run.best_checkpoint() if task.exports_best else run.newest_checkpoint(warn)
     if path is None:
         raise CheckpointError(f"{run.path}: has no checkpoint: train it first")
@@ -47,30 +49,33 @@ def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
             "has learnt nothing and no model is written: look at the data and at augment.extra, or lower train.lr"
         )
     config: Any = saved_config(path, state, task.settings)
-    with distributed.process_state_restored():  # reading may import DeepSpeed
+    # reading may import DeepSpeed, which changes the process
+    with distributed.process_state_restored():
         state_dict = full_weights(path)
     weights = task.exported_weights(config, state_dict)
     known = seen_by_checkpoint(run.path, config, state, task)
     if not known.datasets:
-        known = join_with_written(run.model, known, _history(config, state))
+        known = join_with_exported(run.model, known, _history(config, state))
     return Export(config, state, weights, known.seen, known.source_hz)
 
 
 class SeenData(NamedTuple):
     """The data that the weights of a checkpoint have seen."""
 
-    seen: pa.Table  # includes what the model that they started from has seen
-    # How often each crop was drawn (Order.draw_counts), by the fingerprint of its dataset
+    # crops that the weights have seen, including those that the starting model had seen
+    seen: pa.Table
+    # fingerprint of a dataset -> how often each of its crops was drawn (Order.draw_counts)
     times_drawn: dict[str, np.ndarray]
-    source_hz: list[float]  # lowest and highest rate of the labelled ones; []: none, or unknown
-    datasets: list[str]  # paths of the run's data; []: they are gone
+    # lowest and highest rate at which the labelled crops were recorded; []: none, or unknown
+    source_hz: list[float]
+    datasets: list[str]  # paths of the run's datasets; []: they were not found
 
 
 def seen_by_checkpoint(
     run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]
 ) -> SeenData:
-    """The data that a checkpoint has seen. Works from any folder, and after the data have moved if
-    the run was restarted since."""
+    """Returns the data that a checkpoint has seen. The run may be opened from any folder. Datasets
+    that have moved are found if the run was restarted since."""
     records = [folder.read_seen(run)] if folder.is_model(config.start) else []
     times_drawn = {}
     rates_hz = set[float]()
@@ -93,12 +98,12 @@ def seen_by_checkpoint(
 
 
 def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, Dataset]:
-    """The datasets of a run by where they are found: as they were typed, else where they lay when the
-    checkpoint was written or the run was last started."""
+    """Returns path -> dataset for the datasets of a run. Tries the paths in the settings, then
+    those noted when the checkpoint was written, then those noted when the run was last started."""
     places_last: list[str] = []
     with suppress(OSError, ValueError, LookupError, TypeError):
         places_last = list(map(str, json.loads((run / FACTS).read_text())["dataset_paths"]))
-    places_then = state.get("dataset_paths", [])  # not in checkpoints of earlier versions
+    places_then = state.get("dataset_paths", [])  # checkpoints of earlier versions have no such key
     found: dict[str, tuple[str, Dataset]] = {}  # by fingerprint
     first_error: tuple[object, ...] = ()
     for place in dict.fromkeys([*config.data.datasets, *places_then, *places_last]):
@@ -112,17 +117,20 @@ def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, D
             found.setdefault(dataset.fingerprint, (place, dataset))
     if not found.keys() >= set(state["datasets"]):
         datasets = ", ".join(config.data.datasets)
-        raise ConfigError(f"{datasets}: not the data of this run", *first_error)
+        raise ConfigError(
+            f"{datasets}: are not the datasets that this run trained on", *first_error
+        )
     return dict(found[fingerprint] for fingerprint in state["datasets"])
 
 
-def join_with_written(model: Path, known: SeenData, history: dict[str, Any]) -> SeenData:
-    """Adds what RUN/model says, if the run's data are gone: everything if it has these very
-    weights, a part if it has earlier ones."""
+def join_with_exported(model: Path, known: SeenData, history: dict[str, Any]) -> SeenData:
+    """Adds what RUN/model says about the data, for a run whose datasets are gone. If RUN/model has
+    the very weights of this checkpoint, its record is used; if it has earlier weights, its record
+    is joined with what is known."""
     try:
         written = folder.read_seen(model)
         document = folder.read_document(model / folder.CONFIG)
-    except ConfigError:  # none there, or a damaged one
+    except ConfigError:  # RUN/model is missing or damaged
         return known
     if document.get("trained") != history:
         return known._replace(seen=seen.join_records([written, known.seen]))
@@ -132,11 +140,11 @@ def join_with_written(model: Path, known: SeenData, history: dict[str, Any]) -> 
 
 
 def full_weights(path: Path) -> dict[str, Tensor]:
-    """All weights in float32, under the model's own names. Frozen weights keep the precision of
-    training."""
+    """Returns all weights of a checkpoint in float32, under the model's own names. Frozen weights
+    are only as exact as the precision of training."""
     stage = checkpoint_files.read_state(path)["zero_stage"]
     weights: dict[str, Tensor] = {}
-    with checkpoint.reading(path), checkpoint.silenced_output():
+    with checkpoint.reading_safely(path), checkpoint.silenced_output():
         if stage < 2:  # stages 2 and 3 keep the frozen weights in the optimizer's files
             weights = torch.load(
                 path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=True
@@ -154,7 +162,8 @@ def full_weights(path: Path) -> dict[str, Tensor]:
 
 
 def write_export(run: RunFolder, export: Export, task: type[TrainingTask], card: str) -> Path:
-    """Writes RUN/model: weights in safetensors, the input specification, the card."""
+    """Writes RUN/model: the weights in safetensors, the specification of the input, and the model
+    card."""
     config, state, weights, record, source_hz = export
     document = task.exported_config(config, state) | {"trained": _history(config, state)}
     if "head" in document and source_hz:
@@ -172,7 +181,8 @@ def write_export(run: RunFolder, export: Export, task: type[TrainingTask], card:
 
 
 def preprocessing_of(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
-    """The content of preprocessing.json: the signals that the model takes."""
+    """Returns the content of preprocessing.json, which specifies the signals that the model
+    takes."""
     leads = describe_leads(config.augment.output_leads).split(",")
     seen = describe_leads(config.augment.seen_leads).split(",")
     signals = {**DEFAULT_INPUT, "leads": leads, "segment_s": 5.0, **state.get("input", {})}

@@ -1,4 +1,4 @@
-"""Metrics of a run: progress lines, RUN's files, and curves for tracking services.
+"""Writes the metrics of a run: progress lines, files in RUN, and curves for tracking services.
 
     logger = RunLogger(run, config, keys, facts, done, total)      # on rank 0 only
     logger.services |= open_services(run, config, step)            # engine.training.tracking
@@ -40,8 +40,9 @@ from ..settings.run_files import FACTS, METRICS, PROMETHEUS, VALID, VALIDATION
 from .config import RunConfig, TrainConfig
 from .tracking import Service
 
-LINE_COLUMNS = 100  # width of a line in the terminal
-MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
+LINE_COLUMNS = 100  # most characters in a line of the terminal
+# matrix products to time; the fastest counts, as the machine may be busy for a moment
+TIMED_MATMULS = 60
 PACKAGES = (
     "torch",
     "deepspeed",
@@ -59,10 +60,10 @@ def peak_tflops(config: TrainConfig, device: torch.device) -> float:
         return config.peak_tflops
     size = 8192 if device.type == "cuda" else 768
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    # random, because zeros and ones cost a GPU less power
+    # random numbers, because zeros and ones cost a GPU less power
     a = torch.randn(size, size, dtype=dtype, device=device)
     best_s = float("inf")
-    for _ in range(MATMULS):
+    for _ in range(TIMED_MATMULS):
         started = _matmul_seconds(device)
         a @ a
         best_s = min(best_s, _matmul_seconds(device) - started)
@@ -90,7 +91,7 @@ class RunLogger:
         config: RunConfig,
         keys: tuple[str, ...],
         facts: Row,
-        done: tuple[int, int],  # the last steps that are trained and validated
+        done: tuple[int, int],  # (last step that is trained, last step that is validated)
         total: int,
     ) -> None:
         step, validated = done
@@ -105,7 +106,7 @@ class RunLogger:
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
         write_whole(run / FACTS, json.dumps(facts | software_and_hardware(), indent=1) + "\n")
-        self.services: dict[str, Service] = {}  # engine.training.tracking
+        self.services: dict[str, Service] = {}  # opened by engine.training.tracking
         move_repeated_lines(run / METRICS, step)
         move_repeated_lines(run / VALIDATION, validated)
         self.files = {name: open(run / name, "a", buffering=1) for name in (METRICS, VALIDATION)}  # noqa: SIM115
@@ -142,7 +143,7 @@ class RunLogger:
         self._call_services(lambda service: service.close())
 
     def _write(self, name: str, line: Row, curves: Row) -> None:
-        """Writes `line` to the file and `curves` to the services."""
+        """Writes `line` to the file RUN/`name`, and `curves` to the tracking services."""
         self.files[name].write(
             json.dumps({k: v if _is_finite(v) else None for k, v in line.items()}, allow_nan=False)
             + "\n"
@@ -156,14 +157,15 @@ class RunLogger:
         self.gauges |= finite_curves | {"logged_at_seconds": time.time()}
         if name == METRICS:
             self.gauges["step"] = line["step"]
-            with suppress(FileNotFoundError):  # RUN was moved: the next checkpoint says so
+            # RUN was moved, which the next checkpoint will report
+            with suppress(FileNotFoundError):
                 write_gauges(self.prometheus, self.gauges)
 
     def _call_services(self, call: Callable[[Service], None]) -> None:
         for name, service in list(self.services.items()):
             try:
                 call(service)
-            except Exception as error:  # whatever a service raises, training goes on
+            except Exception as error:  # no error of a service may stop the training
                 say(
                     f"warning: {name} failed and is no longer used: "
                     f"{' '.join(str(error).split())[:200]}"
@@ -175,15 +177,16 @@ def write_gauges(path: Path, gauges: Mapping[str, float]) -> None:
     """Writes gauges for the textfile collector of Prometheus' node_exporter, in the OpenMetrics
     format."""
     run = path.parent.resolve().name
-    for letter, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n")):  # the format's only ones
+    # the only characters to escape in this format
+    for letter, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n")):
         run = run.replace(letter, escaped)
     lines = []
     for name, value in gauges.items():
         metric = "omnilead_" + re.sub(r"\W", "_", name, flags=re.ASCII)
         lines += [f"# TYPE {metric} gauge", f'{metric}{{run="{run}"}} {value}']
-    temporary = path.with_suffix(".new")  # the collector reads *.prom
+    temporary = path.with_suffix(".new")  # the collector reads only *.prom
     temporary.write_text("\n".join([*lines, "# EOF\n"]))
-    os.replace(temporary, path)  # not synced to the disk: a crash may lose it
+    os.replace(temporary, path)  # not synced to the disk, so a crash may lose this file
 
 
 def _is_finite(value: Any) -> bool:
@@ -195,7 +198,7 @@ def fold_line(line: str) -> str:
 
 
 def progress_lines(row: Row, total: int, left_s: float) -> str:
-    """The progress line; the loss's parts, if any, are on a second line."""
+    """Returns the progress line and, if the loss has parts, a second line with them."""
     parts = ", ".join(
         f"{key[5:]} {row[key]:.3f}"
         for key in row
@@ -214,8 +217,8 @@ def progress_lines(row: Row, total: int, left_s: float) -> str:
 
 
 def move_repeated_lines(path: Path, step: int) -> None:
-    """Moves lines after `step`, and one that a kill truncated, to NAME.cut.jsonl: those steps are
-    repeated."""
+    """Moves the lines after `step`, and a line that a kill truncated, to NAME.cut.jsonl, because
+    the resumed run repeats those steps."""
     if not path.is_file():
         return
     kept_lines: list[bytes] = []
@@ -235,7 +238,7 @@ def move_repeated_lines(path: Path, step: int) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that training uses."""
+    """Returns the versions of Python and of the packages that training uses."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

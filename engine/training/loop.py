@@ -42,32 +42,32 @@ from .run_folder import RunFolder
 from .task import TrainingTask
 
 DROPOUT_STREAM = 200
-SECOND_SIGNAL_S = (
-    2  # from this long after a Ctrl-C, another one counts: launchers may send each one twice
-)
+# Seconds after a Ctrl-C in which another one is ignored, because launchers may send each one twice
+SECOND_SIGNAL_S = 2
 
 
 class Stopped(Exception):
-    """Raised on all ranks when one was asked to stop. The message says what is not finished."""
+    """Raised on all ranks when one of them was asked to stop. The message says what is not
+    finished."""
 
 
 @dataclass
 class Progress:
-    """Training progress, saved in checkpoints."""
+    """The progress of a training, which checkpoints store."""
 
     step: int = 0  # steps done
     crops_seen: int = 0
     skipped_steps: int = 0
-    in_a_row: int = 0  # consecutive steps skipped up to now
-    # the best step, its validation metric, and values chosen there
+    in_a_row: int = 0  # number of consecutive steps, up to now, that were skipped
+    # the best step, its validation metric, and the values that its validation chose
     best: dict[str, Any] = field(default_factory=dict)
-    stale: int = 0  # validations since the best
-    validation_due: bool = True  # the validation of this step is not finished
+    stale: int = 0  # validations since the best one
+    validation_due: bool = True  # True until the validation of this step is finished
 
     @property
-    def done(self) -> tuple[int, int]:
-        """The last step that is trained and the last that is validated; -1: not even the untrained
-        model was."""
+    def last_trained_and_validated(self) -> tuple[int, int]:
+        """(the last step that is trained, the last step that is validated). If not even the
+        untrained model is validated, the second is -1."""
         return self.step, self.step - self.validation_due
 
 
@@ -92,20 +92,20 @@ class Loop:
         self.recent: deque[tuple[int, Places]] = deque(maxlen=t.max_nonfinite)
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
-        self.terminated = False  # True after SIGTERM or Ctrl-C
+        self.terminated = False  # True once SIGTERM or Ctrl-C has come
         self.launcher = DeepSpeedLauncher()
-        self.interrupted_at_s: float | None = None  # the time of Ctrl-C
+        self.interrupted_at_s: float | None = None  # when the first Ctrl-C came (time.monotonic)
         self.unfinished = ""  # what was not finished when the run was stopped
         self.asked_to_stop = MaxOverRanks(self.ranks)
         self.asked_to_save = MaxOverRanks(self.ranks)
-        self.loader_state = State()  # after the last whole step
+        self.loader_state = State()  # state of the loader after the last whole step
         self.writer = self.folder.writer(self.ranks, t)
         self.saved = replace(self.progress)
         self.saved_at_s = time.monotonic()
 
     def train(self, tracer: Any = None) -> bool:
-        """Trains. Returns True when all steps are done, False if the run was asked to stop. `tracer`: see
-        engine.training.profiling.Profile.traced."""
+        """Trains until all steps are done, and returns True; returns False if the run was asked to
+        stop. `tracer`: see engine.training.profiling.Profile.traced."""
         self.engine.train()
         batches = iter(self.loader)
         with self._signals_handled():
@@ -119,7 +119,7 @@ class Loop:
                     self._after_step(losses, batch)
                     if tracer:
                         tracer.step()
-                    self.writer.check()
+                    self.writer.raise_if_failed()
                     if self._save_is_due():
                         self._save()
                     self._stop_if_asked()
@@ -128,8 +128,9 @@ class Loop:
             except Stopped as stopped:
                 self.unfinished = str(stopped)
                 self._save_and_wait()
-                # After SIGTERM a launcher whose ranks have ended fails, and Slurm then kills the
-                # others: no rank ends before the first has written `latest` and uploaded it
+                # After SIGTERM, a launcher fails when its ranks have ended, and Slurm then kills
+                # all other ranks. So no rank may end before rank 0 has written `latest` and
+                # uploaded it
                 on_first_rank(self.ranks, lambda: None)
                 return False
             finally:
@@ -139,8 +140,9 @@ class Loop:
                 batches.close()  # type: ignore[attr-defined]
 
     def _stop_if_asked(self, unfinished: str = "") -> None:
-        """Raises Stopped on all ranks at the same call: the one after the first call that told the
-        others. Called by all ranks between micro-batches."""
+        """Raises Stopped on all ranks in the same call: the one after the call in which all ranks
+        were told. All ranks call it between micro-batches. `unfinished`: what will not be
+        finished."""
         if self.asked_to_stop(self.terminated or self.launcher.has_ended()):
             raise Stopped(unfinished)
 
@@ -150,8 +152,9 @@ class Loop:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """A context in which SIGTERM and Ctrl-C end the run after a micro-batch, a second Ctrl-C at once (the data or
-        a rank may never come). Only a main thread may handle signals."""
+        """A context in which SIGTERM and Ctrl-C end the run after the current micro-batch. A second
+        Ctrl-C ends it at once, because the data or another rank may never come. Signals can be
+        handled only in the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -169,7 +172,8 @@ class Loop:
         now_s = time.monotonic()
         if self.interrupted_at_s is None:
             self.interrupted_at_s = now_s
-            if self.ranks.first:  # not print: the signal may have come in the middle of another
+            # not `print`, because the signal may have interrupted one
+            if self.ranks.is_first:
                 os.write(
                     2, b"stopping after this micro-batch; Ctrl-C again: at once, no checkpoint\n"
                 )
@@ -181,7 +185,7 @@ class Loop:
             return next(batches)  # type: ignore[no-any-return]
         except DataError as error:
             if self.ranks.world > 1:
-                # no checkpoint: the other ranks only see that this rank is gone
+                # No checkpoint is written, because the other ranks only see that this one is gone
                 raise TrainError(f"rank {self.ranks.rank}: {error}") from None
             self._save_and_wait()
             raise TrainError(error) from None
@@ -191,7 +195,7 @@ class Loop:
         step, t = self.progress.step, self.config.train
         for group, share in zip(self.adam.param_groups, self.adam.shares, strict=True):
             group["lr"] = share * lr_at(t, step, self.total)
-        # the same dropout after a resume
+        # Seeded by the step, so that dropout is the same after a resume
         torch.manual_seed(int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1)
         arguments = self.task.arguments(batch, step, self.total)
         reports: list[dict[str, Tensor]] = []
@@ -257,7 +261,7 @@ class Loop:
         )
 
     def _describe_nonfinite(self) -> str:
-        """A sentence that names the crops of the last skipped steps."""
+        """Returns a sentence that names the crops of the last skipped steps."""
         crops = []
         for step, places in list(self.recent)[-3:]:
             rows = ", ".join(map(str, places.row[:8].tolist()))
@@ -272,14 +276,14 @@ class Loop:
     def _validate(self) -> None:
         started_s = time.perf_counter()
         message = f"the validation of step {self.progress.step} begins again"
-        # another graph for a few batches is not worth compiling
+        # Not compiled, because another graph is not worth it for a few batches
         with torch.compiler.set_stance("force_eager"):
             row = self.task.validate(self.engine, lambda: self._stop_if_asked(message))
         self.progress.validation_due = False
         if self.logger is not None and row:
             counts = {"step": self.progress.step, "crops_seen": self.progress.crops_seen}
             self.logger.log_validation(counts | row)
-        if self.progress.step > 0:  # the untrained model is never best
+        if self.progress.step > 0:  # the untrained model never counts as the best
             self._compare_with_best(row)
         self.loader.meter.pause(time.perf_counter() - started_s)
 
@@ -292,15 +296,15 @@ class Loop:
             progress.best = {"step": progress.step, name: value, **self.task.chosen_values()}
             progress.stale = 0
             self._save()
-        elif np.isfinite(value) or progress.best:  # a metric may be undefined on these crops
+        elif np.isfinite(value) or progress.best:  # the metric may be undefined on these crops
             progress.stale += 1
 
     def _save_is_due(self) -> bool:
-        """True on all ranks if it is time for a checkpoint. Rank 0's clock decides, and the others
-        learn it a step later: a checkpoint written meanwhile counts."""
+        """True on all ranks if it is time for a checkpoint. Rank 0's clock decides. The other ranks
+        learn it a step later, unless a checkpoint was written meanwhile."""
         t, step = self.config.train, self.progress.step
         late = time.monotonic() - self.saved_at_s >= 60 * t.save_every_minutes
-        asked_at_step = self.asked_to_save(step if late and self.ranks.first else 0)
+        asked_at_step = self.asked_to_save(step if late and self.ranks.is_first else 0)
         by_step = 0 < t.save_every_steps <= step - self.saved.step
         return by_step or asked_at_step > self.saved.step
 
@@ -309,16 +313,17 @@ class Loop:
         self.writer.wait()
 
     def _save(self) -> None:
-        """Writes a checkpoint of this step while training continues, but none of the untrained
-        model. One that exists is not written again, because that would delete it first."""
+        """Writes a checkpoint of this step while training continues; none of the untrained model.
+        If this step has a checkpoint already, only its progress is changed, because writing it
+        again would delete it first."""
         self.progress.skipped_steps = int(self.adam.skipped)
         self.progress.in_a_row = int(self.adam.in_a_row)
         if self.progress.step == 0 or self.progress == self.saved:
             return
         if self.progress.step > self.saved.step:
             self._write_checkpoint()
-        else:  # only validated since the last checkpoint
-            self.writer.amend(vars(self.progress))
+        else:  # since the last checkpoint, this step was only validated
+            self.writer.amend_progress(vars(self.progress))
         self.saved, self.saved_at_s = replace(self.progress), time.monotonic()
 
     def _write_checkpoint(self) -> None:
@@ -328,13 +333,12 @@ class Loop:
 
 
 def run_facts(config: RunConfig, datasets: Sequence[Dataset], ranks: Ranks) -> dict[str, Any]:
-    """Facts about a run for its checkpoints and run.json."""
+    """Returns facts about a run for its checkpoints and for run.json."""
     return {
         "format": 1,
         "datasets": [dataset.fingerprint for dataset in datasets],
-        "dataset_paths": [
-            dataset.root.url for dataset in datasets
-        ],  # absolute, unlike those in config
+        # Absolute paths, unlike those in `config`
+        "dataset_paths": [dataset.root.url for dataset in datasets],
         "crops": [len(dataset) for dataset in datasets],
         "sources": sorted({name for dataset in datasets for name in source_names(dataset)}),
         "preprocessing_sha256": datasets[0].preprocessing_sha256,

@@ -31,10 +31,13 @@ from torch import Tensor, nn
 from ..settings.errors import ConfigError
 from .config import TrainConfig
 
-Groups = list[tuple[float, list[nn.Parameter]]]  # shares of the learning rate, and weights
-# Modules of an encoder that see a few samples: of S4 and the ResNet, and of the authors'
+# (factor of the learning rate, weights) for each group
+Groups = list[tuple[float, list[nn.Parameter]]]
+# Modules of an encoder that see only a few samples: `stem` in S4 and the ResNet, the others in the
+# authors' encoder
 STEMS = ("stem", "conv", "feature_norm")
-NORM_PART = 2**16  # numbers; a norm of so many is off by 4e-7
+# numbers whose norm a CPU computes at a time: the norm of so many is off by 4e-7
+NORM_CHUNK_SIZE = 2**16
 
 
 class GuardedAdamW(torch.optim.AdamW):
@@ -49,7 +52,8 @@ class GuardedAdamW(torch.optim.AdamW):
         self.shares = [share for share, _ in groups]
         self.clip_norm, self.partitioned = clip_norm, partitioned
         self.calls, self.calls_per_step = 0, len(groups) if partitioned else 1
-        # The gradients of groups whose call comes later in the same step
+        # Returns the gradients of the groups for which `step` is called later in the same training
+        # step
         self.pending: Callable[[], list[Tensor]] = list
         device = self.param_groups[0]["params"][0].device
         self.norm, self.skipped, self.in_a_row = (torch.zeros((), device=device) for _ in range(3))
@@ -57,19 +61,20 @@ class GuardedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.calls % self.calls_per_step == 0:
-            self._measure()
+            self._compute_norm_and_clipping()
         self.calls += 1
         super().step()
 
-    def _measure(self) -> None:
-        """Computes the norm of all gradients, how they are clipped, and whether to skip the step."""
+    def _compute_norm_and_clipping(self) -> None:
+        """Computes the norm of all gradients, by how much they are clipped, and whether the step is
+        skipped."""
         weights = (p for group in self.param_groups for p in group["params"])
         grads = [p.grad for p in weights if p.grad is not None]
         grads += [grad.float() for grad in self.pending()]
         if self.norm.is_cpu:
-            # There torch adds up squares one after the other: with 1 million of them the norm is off
-            # by 2.5e-5, with half as many, of one of two ranks, by 1.1e-5
-            grads = [part for grad in grads for part in grad.flatten().split(NORM_PART)]
+            # On a CPU torch adds up squares one after the other. With 1 million squares the norm is
+            # off by 2.5e-5; with the half million of one of two ranks, by 1.1e-5
+            grads = [part for grad in grads for part in grad.flatten().split(NORM_CHUNK_SIZE)]
         norms = torch._foreach_norm(grads)
         square = torch.stack([norm.float() for norm in norms]).square().sum()
         if self.partitioned and dist.get_world_size() > 1:
@@ -83,9 +88,9 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 def lr_groups(model: nn.Module, factors: Mapping[str, float]) -> Groups:
-    """Trained weights in groups, each with its factor of the learning rate. `factors`:
+    """Returns the trained weights in groups, each with its factor of the learning rate. `factors`:
     train.lr_factors."""
-    if not factors:  # in the order that checkpoints have
+    if not factors:  # checkpoints have the weights in this order
         return [(1.0, [p for p in model.parameters() if p.requires_grad])]
     parts: dict[str, list[nn.Parameter]] = {"stem": [], "context": [], "head": []}
     for name, p in model.named_parameters():
@@ -99,7 +104,7 @@ def lr_groups(model: nn.Module, factors: Mapping[str, float]) -> Groups:
         if not parts[part]:
             raise ConfigError(
                 f"train.lr_factors={dict(factors)}: this model has no trained weights in its {part}: "
-                "leave it out"
+                f"leave {part} out"
             )
     groups: dict[float, list[nn.Parameter]] = {}
     for part, weights in parts.items():

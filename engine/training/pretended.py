@@ -11,13 +11,13 @@ from omnilead.data_tools.dataset import COLUMNS, Dataset
 from omnilead.data_tools.ecg.constants import CROP, FS_HZ, LEADS
 from omnilead.data_tools.io.storage import LocalFolder
 
-MOST_ROWS = 65_536  # most rows of its table, unless four batches have more
+MAX_ROWS = 65_536  # most rows of a pretended table, unless four batches have more
 
 
 class PretendedDataset(Dataset):
     @cached_property
     def _samples_bytes(self) -> pa.Buffer:
-        """The bytes of samples.parquet, in which each crop is of another patient."""
+        """The content of samples.parquet, a table in which each crop is of another patient."""
         rows = np.arange(len(self))
         names = [f"{row}" for row in rows]
         known: dict[str, Any] = {
@@ -46,8 +46,9 @@ class PretendedDataset(Dataset):
 
 
 def pretend_dataset(crops: int, batch_crops: int) -> PretendedDataset:
-    """A dataset with a table of `crops` crops, or of the first ones if they are many."""
-    rows = min(crops, max(MOST_ROWS, 4 * batch_crops))
+    """Returns a dataset with a table of `crops` crops; if they are many, the table has only the
+    first ones."""
+    rows = min(crops, max(MAX_ROWS, 4 * batch_crops))
     no_sum = "0" * 64
     meta: dict[str, Any] = {
         "fs_hz": FS_HZ,

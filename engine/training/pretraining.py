@@ -47,24 +47,27 @@ from .task import (
 from .validation import (
     PatientProbe,
     ValidationLoss,
-    choose_on_first_rank,
+    choose_crops_on_first_rank,
     first_of_each_waveform,
     selected_rows,
     training_selection,
 )
 
-# The read-out of embeddings (downstream.tasks.readout). Of those tried, it diagnosed 1,662 real ECGs
-# best from 12 leads: docs/readouts.md
+# The read-out of embeddings that an exported model uses (downstream.tasks.readout). Of the
+# read-outs that were tried, this one diagnosed 1,662 real ECGs best from 12 leads: docs/readouts.md
 DEFAULT_READOUT = "mean+std+rhythm"
-READOUT_WITHOUT_RHYTHM = (
-    "mean+std"  # for a model that does not see the signal in which rhythm is measured
-)
-OWN_LOSSES = {"local", "diversity", "features"}  # names of losses
-COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # share of all codes; number of log lines in a row
-COLLAPSED_SPREAD = 0.05  # spread of JEPA's targets, whose standard deviation over their width is 1
-AVERAGED_PREFIX = (
-    "plugin.target."  # JEPA's average of the encoder's weights, which is exported instead of them
-)
+# For a model that takes another signal than the one in which rhythm is measured
+READOUT_WITHOUT_RHYTHM = "mean+std"
+# names that the losses of a plugged-in objective must not have
+BUILT_IN_LOSSES = {"local", "diversity", "features"}
+# The quantizer collapses if less than this share of all codes is in use, in this many log lines in
+# a row
+COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3
+# JEPA collapses if the spread of its targets is below this. Their standard deviation over their
+# width is 1
+COLLAPSED_SPREAD = 0.05
+# JEPA's moving average of the encoder's weights, which is exported instead of these weights
+AVERAGED_PREFIX = "plugin.target."
 
 
 @dataclass(eq=False, kw_only=True)
@@ -95,14 +98,14 @@ class PretrainTask(TrainingTask):
         "skipped_steps",
         "memory_gb",
     )
-    encoder: nn.Module | None  # one that is not the authors'
-    tokens: int  # tokens in a window
+    encoder: nn.Module | None  # None: the authors' encoder, which Pretrainer makes
+    tokens: int  # number of tokens in a window
     inputs: PretrainInputs
     validation_loss: ValidationLoss
     probe: PatientProbe
-    copies: int  # crops whose waveform another one has
+    copies: int  # number of crops that have the waveform of an earlier crop
     start: StartingWeights | None
-    low_logs: int = 0  # log lines in a row with few codes in use
+    low_logs: int = 0  # log lines in a row that show a collapse
 
     @classmethod
     def prepare(cls, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
@@ -114,7 +117,7 @@ class PretrainTask(TrainingTask):
         )
         best = best_metric_and_sign(config.train.best, ("loss", "identification_accuracy"))
         inputs = PretrainInputs(config, datasets)
-        choose_on_first_rank(datasets, config.data, ranks)
+        choose_crops_on_first_rank(datasets, config.data, ranks)
         kept_rows, copies, copied = on_first_rank(
             ranks, partial(rows_copies_and_remarks, config, datasets)
         )
@@ -190,7 +193,8 @@ class PretrainTask(TrainingTask):
         return row
 
     def resume_facts(self) -> dict[str, Any]:
-        """Adds the number of candidates, which is part of the objective."""
+        """Adds the starting model, the input, and the number of crops that are contrasted with each
+        other, which is part of the objective."""
         facts = super().resume_facts()
         if self.start:
             facts |= self.start.facts
@@ -212,15 +216,15 @@ class PretrainTask(TrainingTask):
         return {"chance": chance, "validation": differs}
 
     def _chance_metrics(self, prefix: str, crops: int) -> dict[str, float]:
-        """Returns the losses and accuracies of guessing. `crops`: how many are contrasted."""
+        """Returns the losses and accuracies that guessing would give. `crops`: how many crops are
+        contrasted with each other."""
         objective, model = self.config.objective, self.config.model
         chance: dict[str, float] = {}
         if objective.local > 0:
             negatives = objective.negatives
             other_tokens = max(1.0, self.tokens * masked_share(model, self.tokens) - 1)
-            rivals = other_tokens * (
-                1 - (1 - 1 / other_tokens) ** negatives
-            )  # some are drawn more than once
+            # The expected number of different negatives, because some are drawn more than once
+            rivals = other_tokens * (1 - (1 - 1 / other_tokens) ** negatives)
             chance[f"{prefix}loss_local"] = math.log(1 + negatives)
             chance[f"{prefix}accuracy_local"] = 1 / (1 + rivals)
         if objective.contrast > 0 and crops and not objective.is_class:
@@ -251,7 +255,7 @@ class PretrainTask(TrainingTask):
         return {"gumbel_tau": temperature(self.config.model, step) if local else None}
 
     def warning(self, values: dict[str, float]) -> str | None:
-        """Warns once, and early, when the quantizer or JEPA's targets collapse."""
+        """Returns a warning, once and early, when the quantizer or JEPA's targets collapse."""
         codes, spread = values.get("code_perplexity"), values.get("target_spread")
         m, lr = self.config.model, self.config.train.lr
         text = None
@@ -324,7 +328,7 @@ class PretrainTask(TrainingTask):
 
 
 def left_out_text(config: Config, datasets: Sequence[Dataset], copies: int) -> str:
-    """Says how many crops data.where and data.dedup leave out, in words to append to a sentence."""
+    """Says how many crops data.where and data.dedup leave out, as text to append to a sentence."""
     selection = training_selection(config)
     text = ""
     if config.data.where:
@@ -341,8 +345,8 @@ def left_out_text(config: Config, datasets: Sequence[Dataset], copies: int) -> s
 def rows_copies_and_remarks(
     config: Config, datasets: Sequence[Dataset]
 ) -> tuple[list[np.ndarray], int, list[str]]:
-    """Returns (for each dataset, the crops that data.dedup trains on; the number of copies; a remark
-    on copies if data.dedup is not set)."""
+    """Returns (for each dataset, the rows of the crops that data.dedup trains on, or [] without it;
+    the number of copies; a remark on copies if data.dedup is not set)."""
     kept_rows, copies = first_of_each_waveform(config, datasets)
     if config.data.dedup:
         return kept_rows, copies, []
@@ -356,8 +360,8 @@ def rows_copies_and_remarks(
 def refuse_shared_patients(
     config: Config, datasets: Sequence[Dataset], validated: Selection
 ) -> None:
-    """Raises ConfigError if crops of a held-out patient are trained on in another dataset. Called on rank
-    0 only: each rank would compare the same gigabytes of names."""
+    """Raises ConfigError if crops of a held-out patient are trained on in another dataset. Called
+    on rank 0 only, because each rank would compare the same gigabytes of patient names."""
     trained, held = [], []
     for dataset in datasets:
         trained.append(selected_rows(dataset, training_selection(config)))
@@ -372,7 +376,7 @@ def attribute_remarks(config: Config, inputs: PretrainInputs) -> list[str]:
         known_share = np.isfinite(labels_N2[:, ATTRIBUTES.index(name)]).mean()
         if not known_share:
             raise ConfigError(
-                f"objective.attributes: no real ECG here has a known {name}: leave it out"
+                f"objective.attributes: no real ECG here has a known {name}: leave {name} out"
             )
         remarks.append(f"{name} is known of {known_share:.1%} of the crops")
     return remarks
@@ -393,7 +397,7 @@ def validation_remarks(
     if data.hold_out:
         raise ConfigError(
             f"data.hold_out={data.hold_out}: selects no patient of these datasets"
-            f"{left_out_text(config, datasets, copies)}: raise it, or leave it out"
+            f"{left_out_text(config, datasets, copies)}: raise data.hold_out, or leave it out"
         )
     role = ", ".join(f"{name}={value!r}" for name, value in data.valid if value is not None)
     return [
@@ -405,8 +409,8 @@ def validation_remarks(
 def examine_objective(
     model: Pretrainer, dtype: torch.dtype, windows: int = 2, samples: int = HALF
 ) -> list[str]:
-    """Run an objective that is a class on two crops of so many windows; ConfigError if it breaks
-    its interface. Returns the names of what it logs."""
+    """Runs an objective that is a class on two crops of `windows` windows. Raises ConfigError if
+    the objective breaks its interface. Returns the names of the values that the objective logs."""
     model_copy = copy.deepcopy(model)
     for p in model_copy.parameters():
         p.data = p.data.to(dtype)
@@ -414,14 +418,16 @@ def examine_objective(
     with blaming(setting), single_process(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         x_BSLT = torch.randn(2, windows, model.config.leads, samples)
-        x_BSLT[1, -1] = 0  # a masked lead, as RLM may give
+        x_BSLT[1, -1] = 0  # a window with all leads masked, as random lead masking may give
         losses, logged = model_copy.class_losses_and_logs(
             x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1)
         )
-        taken_names = OWN_LOSSES | model.objective.attributes.keys()
+        taken_names = BUILT_IN_LOSSES | model.objective.attributes.keys()
         if not losses or taken_names & losses.keys():
             names = ", ".join(sorted(taken_names))
-            raise ConfigError(f"returns {list(losses)}: name one loss or more, and none {names}")
+            raise ConfigError(
+                f"the objective returns {list(losses)}: return one loss or more, and call none {names}"
+            )
         for name, loss in losses.items():
             if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
                 raise ConfigError(f"loss {name!r} is not a scalar tensor with a gradient")
@@ -429,5 +435,7 @@ def examine_objective(
         total.backward()
         grads = [p.grad for p in model_copy.encoder.parameters() if p.grad is not None]
         if not grads or not all(x.isfinite().all() for x in (total, *grads)):
-            raise ConfigError("gives the encoder no gradient, or one that is not finite")
+            raise ConfigError(
+                "the objective gives the encoder no gradient, or one that is not finite"
+            )
     return [*(f"loss_{name}" for name in losses), *logged]

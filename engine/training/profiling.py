@@ -1,4 +1,4 @@
-"""A trace of some steps of a training (`--profile N`), on rank 0.
+"""Traces some steps of a training (`--profile N`), on rank 0.
 
     with Profile(20).traced(folder, device) as tracer: ...
 
@@ -21,25 +21,26 @@ from omnilead.data_tools.io.terminal import say
 
 from ..settings.errors import ConfigError
 
-WARM_UP = 5  # untraced steps first, in which kernels are compiled and buffers allocated
+WARM_UP = 5  # steps before the traced ones, in which kernels are compiled and buffers allocated
 TERMINAL_ROWS, FILE_ROWS = 12, 200
-ALLOCATIONS = 10**5  # most allocations in the memory snapshot
+MAX_ALLOCATIONS = 10**5  # most allocations that the memory snapshot holds
 
 
 @dataclass
 class Profile:
     steps: int  # number of steps to trace
 
-    def check(self, left: int) -> None:
+    def require_enough_steps(self, left: int) -> None:
         if self.steps > left - WARM_UP:
             raise ConfigError(
-                f"--profile {self.steps}: {left} steps are left, of which {WARM_UP} warm up: give a "
-                "smaller number, or raise train.steps"
+                f"--profile {self.steps}: {left} steps are left, of which {WARM_UP} warm up and are not traced: trace "
+                "fewer steps, or raise train.steps"
             )
 
     @contextmanager
     def traced(self, folder: Path, device: torch.device) -> Iterator[Any]:
-        """Yields an object whose step() is called after each training step."""
+        """A context that traces steps. Yields an object whose step() must be called after each
+        training step."""
         # silences the profiler's own messages on standard error
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         cuda = device.type == "cuda"
@@ -74,4 +75,4 @@ class AllocationProfile(profile):
     def step(self) -> None:
         super().step()
         if self.step_num == WARM_UP:
-            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS, stacks="python")
+            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS, stacks="python")

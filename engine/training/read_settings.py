@@ -1,4 +1,4 @@
-"""Reads the settings of a pre-training: a config, or those of the run or model that it continues.
+"""Reads the settings of a pre-training from a config, or from the run or model that it continues.
 
 config = read_settings(None, {"start": "RUN"})      # those of the run, or of the model and its objective
 """
@@ -13,14 +13,11 @@ from ..settings.errors import ConfigError, Flag
 from ..settings.files import flatten, portable_spec
 from .config import Config, build_config, load_config
 
-QUICKSTART = "quickstart"  # the config if none is given
+QUICKSTART = "quickstart"  # the shipped config that is read if none is given
 INPUT_SETTINGS = ("window_s", "fs_hz", "band_hz", "clip_mv", "scale")
-CODE_SETTINGS = (
-    "model.encoder",
-    "augment.extra",
-    "objective.method",
-)  # may name the user's own code
-# and defaults
+# Settings that may name the user's own code
+CODE_SETTINGS = ("model.encoder", "augment.extra", "objective.method")
+# Settings that may name a file or a service, and their defaults
 SERVICE_DEFAULTS: dict[str, Any] = {
     "train.deepspeed": None,
     "train.track": ["tensorboard"],
@@ -31,9 +28,10 @@ SERVICE_DEFAULTS: dict[str, Any] = {
 def read_settings(
     config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Config:
-    """Reads settings as engine.training.config.load_config does. Without a config, they are the run `start`'s. If
-    `start` is a model folder or a fine-tuned run, they are its model and objective. Without
-    `start`, they are the quick start's."""
+    """Reads settings as engine.training.config.load_config does. Without a config, it takes the
+    settings of the run `start`. If `start` is a model folder or a fine-tuned run, it takes the
+    model, objective and input of `start`. Without a config and without `start`, it reads the quick
+    start."""
     set_by_user = apply_overrides({}, overrides)
     start = set_by_user.get("start")
     if config or not start or not isinstance(start, str):
@@ -48,34 +46,38 @@ def read_settings(
     if "task" not in settings:
         left_out = ("run", "start", "data")
         tree = {name: section for name, section in settings.items() if name not in left_out}
-    else:  # a model folder, or a fine-tuned run
+    else:  # `start` is a model folder or a fine-tuned run
         with model_folder(start) as (folder, _):
             document = read_document(folder / CONFIG)
             preprocessing = read_document(folder / PREPROCESSING)
-        from ..model.input import Input  # late: PyTorch takes seconds
+        from ..model.input import Input  # imported here because PyTorch takes seconds to import
 
         tree = {name: document[name] for name in ("model", "objective") if name in document}
         signals = Input.from_document(preprocessing, config_of(document).leads)
         tree["input"] = {name: getattr(signals, name) for name in INPUT_SETTINGS}
-    refuse_foreign(start, flatten(tree), flatten(set_by_user))
+    refuse_foreign_settings(start, flatten(tree), flatten(set_by_user))
     objective, method = tree.get("objective", {}), flatten(set_by_user).get("objective.method")
     if method and portable_spec(str(method)) != portable_spec(str(objective.get("method"))):
-        objective.pop("options", None)  # they are for the other class
+        # these options are for the class of `start`, which the user replaced
+        objective.pop("options", None)
     return build_config(apply_overrides(tree, overrides))
 
 
-def refuse_foreign(start: str, settings: dict[str, Any], set_by_user: dict[str, Any]) -> None:
-    """The run may come from anyone: code, files and services that it names are used only if they
-    are named again."""
+def refuse_foreign_settings(
+    start: str, settings: dict[str, Any], set_by_user: dict[str, Any]
+) -> None:
+    """Raises ConfigError if `settings`, those of `start`, name code, files or services that the
+    user has not named again. The run `start` may come from anyone."""
     for key, value in settings.items():
         option = Flag(f"--set {key}={value}")
         if key in set_by_user:
             continue
         if key in CODE_SETTINGS and ":" in str(value):
             raise ConfigError(
-                f"start={start}: {key}={value} is code: to run it, name the file: ", option
+                f"start={start}: {key}={value} is code: to run that code, name the file: ", option
             )
         if key in SERVICE_DEFAULTS and value != SERVICE_DEFAULTS[key]:
             raise ConfigError(
-                f"start={start}: {key}={value} is a file or a service: to use it again, ", option
+                f"start={start}: {key}={value} is a file or a service: to use it again, add ",
+                option,
             )

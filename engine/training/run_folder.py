@@ -1,5 +1,5 @@
-"""RUN, the folder of a training run: its path, lock, checkpoints, copy in a bucket and other files;
-and opening the datasets that it trains on.
+"""Manages RUN, the folder of a training run: its path, lock, checkpoints and other files, and its copy
+in a bucket. Also opens the datasets that the run trains on.
 
     folder = RunFolder("s3://bucket/run")     # or a local path
     folder.make()
@@ -9,7 +9,7 @@ and opening the datasets that it trains on.
         folder.claim()
         folder.write_run_files(code, files)
         writer = folder.writer(ranks, config.train)   # uploads each checkpoint
-        folder.send(config.train.keep, last=True)     # when RUN/model is written
+        folder.upload(config.train.keep, last=True)     # when RUN/model is written
 """
 
 import os
@@ -38,7 +38,7 @@ from .checkpoint_files import (
     checkpoint_named,
     complete_checkpoints,
     find_fault,
-    make_room,
+    remove_leftovers,
 )
 from .config import RunConfig, TrainConfig
 
@@ -53,21 +53,23 @@ MAKE_DEMO = (
 
 class RunFolder:
     def __init__(self, name: str | Path) -> None:
-        """`name`: as the user gave it. A string may be s3://bucket/run: then training writes to
-        `path`, a working folder. A Path is a folder of this machine."""
+        """`name`: the folder as the user gave it. A string may be s3://bucket/run: then training
+        writes to a local working folder, `path`. A Path is always a local folder."""
         self.name = str(name)
         self.bucket = Bucket(name) if isinstance(name, str) and "://" in name else None
         self.path = self.bucket.working_folder if self.bucket else Path(name)
         self.checkpoints = self.path / CHECKPOINTS
         self.model = self.path / "model"
-        self.lock_file: os.stat_result | None = None  # set while this process trains here
+        self.lock_file: os.stat_result | None = None  # None unless this process holds the lock
 
     def make(self) -> None:
-        mend = "choose another with ", Flag("--out"), " RUN"
+        mend = "choose another folder with ", Flag("--out"), " RUN"
         if (self.path / META).exists() or (self.path.parent / META).exists():
-            raise ConfigError(f"{self.name}: is a dataset, or lies in one: ", *mend)
+            raise ConfigError(f"{self.name}: is a dataset, or lies in a dataset: ", *mend)
         if (self.path / WEIGHTS).exists():
-            raise ConfigError(f"{self.name}: is a model, which the run would hide: ", *mend)
+            raise ConfigError(
+                f"{self.name}: is a model, which a run in this folder would hide: ", *mend
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -75,9 +77,10 @@ class RunFolder:
 
     @contextmanager
     def locked(self, ranks: "Ranks") -> Iterator[None]:
-        """Refuses a second process in the same folder: they would delete each other's
-        checkpoints."""
-        from .distributed import on_first_rank  # late, like below: PyTorch takes seconds
+        """A context that holds the lock of this folder. It refuses a second process, because the
+        two would delete each other's checkpoints."""
+        # imported here because PyTorch takes seconds to import
+        from .distributed import on_first_rank
 
         with ExitStack() as open_files:
             on_first_rank(ranks, lambda: self._lock(open_files))
@@ -88,7 +91,7 @@ class RunFolder:
             lock = open_files.enter_context(open(self.path / LOCK, "w"))  # noqa: SIM115
         except OSError as error:
             raise CheckpointError(
-                f"{self.path}: {error.strerror}: choose another with ", Flag("--out"), " RUN"
+                f"{self.path}: {error.strerror}: choose another folder with ", Flag("--out"), " RUN"
             ) from None
         if locked_by_another(lock, str(self.path)):
             raise CheckpointError(
@@ -98,41 +101,43 @@ class RunFolder:
             )
         self.lock_file = os.stat(self.path / LOCK)
 
-    def _make_room(self, path: Path) -> None:
-        """Makes room for a checkpoint. Refuses if the folder was moved, since another training may
-        have begun here."""
+    def _prepare_for_checkpoint(self, path: Path) -> None:
+        """Removes what a killed run left, before a checkpoint is written. Raises WriteError if the
+        folder was moved, since another training may have begun in its place."""
         lock = self.path / LOCK
         if self.lock_file and not (lock.exists() and os.path.samestat(lock.stat(), self.lock_file)):
             raise WriteError(
                 f"{self.path}: was moved or deleted during training: run the same command to start "
                 "anew"
             )
-        make_room(self.checkpoints, path)
+        remove_leftovers(self.checkpoints, path)
 
     def fetch(self) -> None:
-        """Downloads the newest checkpoint, unless the one here is as new."""
+        """Downloads the newest checkpoint from the bucket, unless the local one is as new."""
         if self.bucket:
             self.bucket.fetch()
 
     def claim(self) -> None:
-        """Claims the run for this machine, which ends it on another."""
+        """Claims a run in a bucket for this machine, which ends a training of it on another
+        machine."""
         if self.bucket:
             self.bucket.claim()
 
-    def send(self, keep: int, last: bool = False) -> None:
-        """Uploads what is new. `last`: what cannot be uploaded is an error."""
+    def upload(self, keep: int, last: bool = False) -> None:
+        """Uploads what is new to the bucket. `last`: at the end of training, a failed upload is an
+        error."""
         if self.bucket:
-            self.bucket.send(keep, last)
+            self.bucket.upload(keep, last)
 
     def writer(self, ranks: "Ranks", settings: TrainConfig) -> "Writer":
         from .checkpoint import Writer
 
-        upload = partial(self.send, settings.keep)
-        return Writer(self.checkpoints, ranks, settings, self._make_room, upload)
+        upload = partial(self.upload, settings.keep)
+        return Writer(self.checkpoints, ranks, settings, self._prepare_for_checkpoint, upload)
 
     def newest_checkpoint(self, warn: Callable[[str], object] | None = None) -> Path | None:
-        """The checkpoint that `latest` names, else the newest complete one; `warn` is called with
-        what was skipped and why."""
+        """Returns the checkpoint that `latest` names if it is intact, otherwise the newest intact
+        one; None if the run has no checkpoint. `warn` is called with what was skipped and why."""
         root = self.checkpoints
         latest, finished = checkpoint_named(root, LATEST), complete_checkpoints(root)
         if latest is None and not finished and not (root / LATEST).exists():
@@ -151,13 +156,13 @@ class RunFolder:
         raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: ", *HOW_TO_RESTORE)
 
     def best_checkpoint(self) -> Path | None:
-        """The best checkpoint by validation; without validation the newest."""
+        """Returns the best checkpoint by validation; without validation, the newest."""
         path = checkpoint_named(self.checkpoints, BEST)
         return path if path and find_fault(path) is None else self.newest_checkpoint()
 
     def write_run_files(self, code: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
-        """Writes plug-in code, and files such as labels, without which the run's model could not be
-        exported."""
+        """Writes plug-in code and other files, such as labels, without which the run's model could
+        not be exported."""
         for name, content in code.items():
             (self.path / CODE_FOLDER).mkdir(exist_ok=True)
             write_whole(self.path / CODE_FOLDER / name, content)

@@ -1,5 +1,5 @@
-"""A task: what is trained, how it is validated, and what is exported. The training loop knows
-nothing else about it.
+"""Defines what a training task is: what is trained, how it is validated, and what is exported. The
+training loop knows nothing else about the task.
 
 class PretrainTask(TrainingTask): ...             # engine.training.pretraining; FinetuneTask in downstream.finetuning.task
 task = PretrainTask.prepare(config, datasets, ranks)
@@ -38,66 +38,69 @@ Between = Callable[[], None]  # called by all ranks between batches; raises when
 
 @dataclass(eq=False, kw_only=True)
 class TrainingTask(ABC):
-    """A task with what `prepare` has read, chosen and built."""
+    """What is trained. The method `prepare` makes a task; the fields hold what it has read, chosen
+    and built."""
 
     settings: ClassVar[type[RunConfig]]
-    exports_best: ClassVar[bool]  # export the best checkpoint, or the newest
+    exports_best: ClassVar[bool]  # True: export the best checkpoint; False: the newest
     config: Any
     datasets: Sequence[Dataset]
     ranks: Ranks
-    keys: tuple[str, ...]  # of each line in metrics.jsonl
-    # The validation metric that chooses the best step; 1: higher is better, -1: lower
+    keys: tuple[str, ...]  # keys of each line in metrics.jsonl
+    # (the validation metric that chooses the best step; 1 if higher is better, -1 if lower)
     best: tuple[str, int]
     selection: Selection  # the crops to train on
     flops_per_crop: float
-    input: Input  # how the model sees an ECG
-    windows: int  # windows of each crop in a step: LoaderConfig.windows
-    remarks: Sequence[str]  # printed at the start
-    code: Mapping[str, bytes]  # plugged-in files by name, for RUN/code and RUN/model
-    kept_files: Mapping[str, bytes]  # files other than code, by name, that are written to RUN
+    input: Input  # the signals that the model takes
+    windows: int  # number of windows of each crop in a step, as in LoaderConfig
+    remarks: Sequence[str]  # lines that are printed at the start of training
+    code: Mapping[str, bytes]  # name -> content of plugged-in code, for RUN/code and RUN/model
+    kept_files: Mapping[str, bytes]  # name -> content of other files to write to RUN
 
     @classmethod
     @abstractmethod
     def prepare(cls, config: Any, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
-        """A task on these datasets; called by all ranks. ConfigError if nothing can be learnt from them."""
+        """Makes a task on these datasets. All ranks call it. Raises ConfigError if nothing can be
+        learnt from them."""
 
     @abstractmethod
     def model(self, generator: torch.Generator) -> nn.Module:
-        """The model with initial weights. Called with `arguments`, it returns a dict of scalars
-        with the key `loss`."""
+        """Returns the model with initial weights. Called with `arguments`, the model returns a dict
+        of scalars with the key `loss`."""
 
     def groups(self, model: Any) -> Groups:
-        """Trained weights in groups, each with its factor of the learning rate."""
+        """Returns the trained weights in groups, each with its factor of the learning rate."""
         return lr_groups(model, self.config.train.lr_factors)
 
     @abstractmethod
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
-        """The model's arguments in step `step` of `total`."""
+        """Returns the arguments with which the model is called in step `step` of `total`."""
 
     def after_step(self, model: Any) -> None:
-        """Called when a step has changed the weights of what `model` returned."""
+        """Called after each step that has changed the weights of `model`."""
         return
 
     @abstractmethod
     def validate(self, engine: Any, between: Between) -> dict[str, float]:
-        """Validation metrics by name; empty if there is nothing to validate on. Called by all
-        ranks, as is `between` before each batch."""
+        """Returns validation metrics by name; {} if there is nothing to validate on. All ranks call
+        it, and it calls `between` on all ranks before each batch."""
 
     def chosen_values(self) -> dict[str, Any]:
-        """Values that the last validation chose, such as thresholds, for the best checkpoint."""
+        """Returns values that the last validation chose, such as thresholds. The best checkpoint
+        stores them."""
         return {}
 
     @abstractmethod
     def explanations(self) -> dict[str, Any]:
-        """Entries of run.json: `chance`, the value of each curve when guessing (validation:
-        valid/NAME); `validation`, how validation differs from training."""
+        """Returns entries for run.json. `chance`: what guessing would give for each curve (curves
+        of validation are called valid/NAME). `validation`: how validation differs from training."""
 
     @abstractmethod
     def left_out_text(self) -> str:
-        """The number of crops that data.where leaves out, as words to append to a sentence."""
+        """Says how many crops data.where leaves out, as text to append to a sentence."""
 
     def resume_facts(self) -> dict[str, Any]:
-        """Further facts that must not change when a run is resumed."""
+        """Returns facts, besides settings and data, that must not change when a run is resumed."""
         sums = {
             name: f"sha256 {hashlib.sha256(content).hexdigest()[:16]}"
             for name, content in self.code.items()
@@ -105,43 +108,46 @@ class TrainingTask(ABC):
         return {"code": sums} if sums else {}
 
     def may_change(self, fact: str) -> bool:
-        """True if the fact of this dotted name may change when a run is resumed."""
+        """True if the fact of this dotted name may change when a run is resumed, although
+        resume_facts returns it."""
         return False
 
     def extra_metrics(self, step: int) -> dict[str, float | None]:
         return {}
 
     def warning(self, values: dict[str, float]) -> str | None:
-        """A warning about the logged values, if there is one."""
+        """Returns a warning about the logged values; None if they are fine."""
         return None
 
     @staticmethod
     @abstractmethod
     def exported_config(config: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """The exported model's config.json; `state`: the checkpoint's, with `facts`."""
+        """Returns config.json of the exported model. `state`: state.json of the checkpoint, which
+        includes resume_facts."""
 
     @staticmethod
     @abstractmethod
     def card_title_and_lines(config: Any, state: dict[str, Any]) -> tuple[str, list[str]]:
-        """Returns (title, lines) of the model card."""
+        """Returns (title, lines of text) for the model card."""
 
     @staticmethod
     @abstractmethod
     def crop_uses(
         config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
-        """Returns, for each dataset, (the dataset; how often the checkpoint's weights have seen each of its
-        crops, as by Order.draw_counts; the use, as in engine.data.seen)."""
+        """Returns, for each dataset, (the dataset; how often the checkpoint's weights have seen
+        each of its crops; how they were used). Counts are like those of Order.draw_counts; uses are
+        named in engine.data.seen."""
 
     @staticmethod
     def exported_weights(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights to export, from a checkpoint's weights."""
+        """Returns the weights to export, from all weights of a checkpoint."""
         return weights
 
 
 def best_metric_and_sign(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
-    """Returns `TrainingTask.best`: the metric that train.best names, by default the first of the
-    task's validation metrics, and 1, or -1 if lower is better."""
+    """Returns the value of `TrainingTask.best`: (metric, sign). The metric is `name`, which is
+    train.best, or else the first of `metrics`. The sign is -1 if lower is better, else 1."""
     name = {"f1": "f_measure"}.get(name or metrics[0], name or metrics[0])
     if name not in metrics:
         raise ConfigError(
@@ -151,12 +157,13 @@ def best_metric_and_sign(name: str | None, metrics: Sequence[str]) -> tuple[str,
 
 
 def start_text(start: str) -> str:
-    """`start` in words for the model card, which may be shared: without folders of this machine."""
+    """Returns `start` as the model card names it: without folders of this machine, because the card
+    may be shared."""
     return start if "://" in start else Path(start).name
 
 
 def best_step_text(best: Mapping[str, float]) -> str:
-    """The best step in words for the model card."""
+    """Describes the best step in a sentence for the model card."""
     name = next((name for name in best if name != "step"), None)
     if name is None:
         return "There was no validation."
@@ -164,7 +171,7 @@ def best_step_text(best: Mapping[str, float]) -> str:
 
 
 def describe_encoder(config: ModelConfig) -> str:
-    """The encoder in one line for the model card."""
+    """Describes the encoder in one line for the model card."""
     if not config.encoder:
         size = (
             f"{len(config.conv)} convolutions, {config.layers} {'causal ' * config.causal}transformer "

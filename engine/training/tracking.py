@@ -1,4 +1,4 @@
-"""Tracking services (train.track), on rank 0.
+"""Logs curves to the tracking services of train.track, on rank 0.
 
     require_installed(config)                          # before any work
     services = open_services(run, config, step)        # for engine.training.loggers.RunLogger
@@ -25,13 +25,13 @@ from ..settings.errors import ConfigError
 from ..settings.files import flatten
 from .config import RunConfig
 
-SERVICE_IDS = "boards.json"
-# MLflow's limits: parameters per call, characters per value
+SERVICE_IDS_FILE = "boards.json"
+# MLflow's limits: parameters in a call, characters in a value
 MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500
 
 
 class Service(NamedTuple):
-    id: str | None  # the service's id of the run, to resume it there
+    id: str | None  # the run's id in the service, with which a resumed run goes on there
     log: Callable[[dict[str, float], int], None]
     close: Callable[[], None]
 
@@ -42,7 +42,8 @@ def open_tensorboard(run: Path, config: RunConfig, step: int, run_id: str | None
     hook = threading.excepthook
 
     def ignore_writer(failed: threading.ExceptHookArgs) -> None:
-        """Prints no traceback of TensorBoard's thread: the next call raises its error."""
+        """Prints no traceback if TensorBoard's thread fails, because the next call of the writer
+        raises the thread's error."""
         if not type(failed.thread).__module__.startswith("tensorboard."):
             hook(failed)
 
@@ -98,7 +99,7 @@ def is_installed(name: str) -> bool:
 
 def require_installed(config: RunConfig) -> None:
     for name in config.train.track:
-        # TensorBoard is on by default, so it may be missing
+        # TensorBoard is on by default, so it is no error if it is missing
         if name != "tensorboard" and not is_installed(name):
             raise ConfigError(
                 f"train.track={list(config.train.track)}: {name} is not installed: pip install "
@@ -108,7 +109,7 @@ def require_installed(config: RunConfig) -> None:
 
 def open_services(run: Path, config: RunConfig, step: int) -> dict[str, Service]:
     """Opens the services that train.track names."""
-    path = run / SERVICE_IDS
+    path = run / SERVICE_IDS_FILE
     services: dict[str, Service] = {}
     ids: dict[str, str] = json.loads(path.read_text()) if step and path.is_file() else {}
     for name in config.train.track:
@@ -117,7 +118,7 @@ def open_services(run: Path, config: RunConfig, step: int) -> dict[str, Service]
             continue
         try:
             services[name] = SERVICES[name](run, config, step, ids.get(name))
-        except Exception as error:  # no account, no network
+        except Exception as error:  # for example no account, or no network
             raise ConfigError(
                 f"train.track: {name} failed to start: {' '.join(str(error).split())[:250]}"
             ) from None

@@ -34,11 +34,11 @@ from .optimizer import GuardedAdamW
 from .run_folder import RunFolder
 from .task import TrainingTask
 
-LONG_RUN_S = 600  # of a run on a CPU, from which on its duration is estimated
-# A training's share of the rate of a matrix product. Measured on two cores: 0.55 to 0.6 at the paper's size, in float32 and
-# in bfloat16; 0.24 for configs/pretrain/small.yaml
-SHARE_OF_PEAK = 0.5
-COMPILE_DEFAULTS = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
+LONG_RUN_S = 600  # seconds; the duration of a longer run on a CPU is estimated at its start
+# The share of a matrix product's rate that a training reaches. Measured on two cores: 0.55 to 0.6
+# at the paper's size, in float32 and in bfloat16; 0.24 for configs/pretrain/small.yaml
+TRAINING_SHARE_OF_PEAK = 0.5
+COMPILE_DEFAULTS = {"cpu": "eager", "cuda": "layers"}  # device -> default of train.compile
 
 
 @dataclass
@@ -46,21 +46,21 @@ class Resumed:
     path: Path
     state: dict[str, Any]
     loader_state: dict[str, Any]
-    universal: bool  # ZeRO's partitions must be converted for another number of ranks
+    universal: bool  # True: ZeRO's partitions must be converted for another number of ranks
 
     def progress(self, loader_step: int, total: int) -> Progress:
-        """The progress to resume from. ConfigError or CheckpointError if the checkpoint does not
-        fit the loader or the number of steps."""
+        """Returns the progress to resume from. Raises ConfigError or CheckpointError if the
+        checkpoint does not fit the loader or `total`, the number of steps."""
         step = self.state["step"]
         if loader_step != step:
             raise CheckpointError(
-                f"{self.path}: state.json is of step {step}, the loader's state of step "
+                f"{self.path}: state.json is of step {step}, but the loader's state of step "
                 f"{loader_step}: ",
                 *checkpoint_files.HOW_TO_RESTORE,
             )
         if step > total:
             raise ConfigError(
-                f"{self.path.parent.parent}: has done {step} steps, more than {total}: raise train.steps, "
+                f"{self.path.parent.parent}: has done {step} steps, more than the {total} of this run: raise train.steps, "
                 "or use ",
                 Flag("--out"),
                 " NEW",
@@ -83,7 +83,7 @@ def make_loader(task: TrainingTask, resumed: Resumed | None) -> Loader:
 
 
 def progress_of(config: RunConfig, loader: Loader, resumed: Resumed | None) -> tuple[Progress, int]:
-    """(the progress of a run, its total number of steps)."""
+    """Returns (the progress with which the run starts, its total number of steps)."""
     total = total_steps(config, loader.steps_per_epoch)
     return resumed.progress(loader.step, total) if resumed else Progress(), total
 
@@ -97,19 +97,24 @@ def make_logger(
     task: TrainingTask, folder: RunFolder, engine: Any, progress: Progress, total: int
 ) -> RunLogger:
     facts = run_json(task, engine) | {"steps": total}
-    return RunLogger(folder.path, task.config, task.keys, facts, progress.done, total)
+    return RunLogger(
+        folder.path, task.config, task.keys, facts, progress.last_trained_and_validated, total
+    )
 
 
-def announce(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> None:
-    """Prints the first lines of a run."""
-    say(heading(task, loader, progress, engine))
+def print_run_description(
+    task: TrainingTask, loader: Loader, progress: Progress, engine: Any
+) -> None:
+    """Prints the first lines of a run, which describe it and give remarks."""
+    say(describe_run(task, loader, progress, engine))
     for remark in [*task.remarks, *batch_norm_remarks(engine, task.ranks.world)]:
         say(remark)
 
 
 def batch_norm_remarks(model: nn.Module, ranks: int) -> list[str]:
-    """A line if batch norm makes the training depend on the number of ranks."""
-    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d  # not SyncBatchNorm
+    """Returns a remark if batch norm makes the training depend on the number of ranks, otherwise
+    []."""
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d  # SyncBatchNorm is not one of them
     if ranks == 1 or not any(isinstance(part, kinds) for part in model.modules()):
         return []
     return [
@@ -119,25 +124,26 @@ def batch_norm_remarks(model: nn.Module, ranks: int) -> list[str]:
 
 
 def run_loop(loop: Loop, profile: Any, opened: ExitStack) -> bool:
-    """`profile`: engine.training.profiling.Profile, of some steps."""
+    """Runs the training loop. Returns whether all steps are done. `profile`: an
+    engine.training.profiling.Profile that traces some steps, or None."""
     gc.collect()
-    gc.freeze()  # otherwise a collection during a step would visit everything that was imported
+    gc.freeze()  # otherwise garbage collection in a step would visit everything that was imported
     opened.callback(gc.unfreeze)
     ranks, tracer = loop.task.ranks, None
-    if profile and ranks.first:
+    if profile and ranks.is_first:
         tracer = opened.enter_context(profile.traced(loop.folder.path / "profile", ranks.device))
-    if ranks.first and ranks.device.type == "cpu" and (slow := estimated_duration(loop)):
+    if ranks.is_first and ranks.device.type == "cpu" and (slow := estimated_duration(loop)):
         say(slow)
     finished = loop.train(tracer)
-    if ranks.first and not finished:
-        say(how_it_stopped(loop))
+    if ranks.is_first and not finished:
+        say(describe_stop(loop))
     return finished
 
 
 def estimated_duration(loop: Loop) -> str:
-    """A sentence on how long a long run will take on a CPU; "" for a short run."""
+    """Returns a sentence on how long a long run will take on a CPU; "" for a short run."""
     crops, steps = loop.config.train.batch_crops, loop.total - loop.progress.step
-    step_s = crops * loop.task.flops_per_crop / (SHARE_OF_PEAK * loop.peak_flops)
+    step_s = crops * loop.task.flops_per_crop / (TRAINING_SHARE_OF_PEAK * loop.peak_flops)
     if steps * step_s < LONG_RUN_S:
         return ""
     peak = "train.peak_tflops" if loop.config.train.peak_tflops else "a matrix product"
@@ -155,7 +161,7 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.1f} seconds"
 
 
-def how_it_stopped(loop: Loop) -> str:
+def describe_stop(loop: Loop) -> str:
     resumes = "the same command resumes"
     if loop.progress.step == 0:
         resumes = "no checkpoint yet, the same command starts again"
@@ -164,7 +170,8 @@ def how_it_stopped(loop: Loop) -> str:
 
 
 def make_engine(task: TrainingTask, resumed: Resumed | None) -> tuple[Any, GuardedAdamW]:
-    """(the model in DeepSpeed's engine, its optimiser), with random weights or a checkpoint's."""
+    """Returns (DeepSpeed's engine with the model, its optimiser), with random weights or those of a
+    checkpoint."""
     universal = bool(resumed and resumed.universal)
     if resumed and universal:
         distributed.on_first_rank(task.ranks, lambda: checkpoint.to_universal(resumed.path))
@@ -203,7 +210,8 @@ def initialize_deepspeed(task: TrainingTask, universal: bool) -> tuple[Any, Guar
         adam.pending = lambda: pending_gradients(engine.optimizer, adam)
     if stage == 3:
         distributed.require_function(engine, "optimizer._get_norm_groups", [])
-        # Its own look at the norm waits for the device in each step; the optimizer's does not
+        # DeepSpeed's own computation of the norm waits for the device in each step; that of
+        # GuardedAdamW does not
         engine.optimizer._get_norm_groups = lambda: [torch.zeros(())]
     if t.recompute_layers:
         recompute_layers(model)
@@ -214,14 +222,14 @@ def initialize_deepspeed(task: TrainingTask, universal: bool) -> tuple[Any, Guar
 
 
 def pending_gradients(zero: Any, adam: GuardedAdamW) -> list[Tensor]:
-    """The gradients of groups that ZeRO has not handed to the optimizer, at the first call of a
-    step."""
+    """Returns the gradients of the groups that ZeRO has not yet handed to the optimizer, at the
+    optimizer's first call in a step."""
     kept = getattr(zero, "averaged_gradients", {})
     groups = [grads for grads in kept.values() if grads is not None]
     if len(groups) != adam.calls_per_step - 1:
         raise ConfigError(
-            "train.lr_factors: needs all gradients at once, and DeepSpeed keeps them elsewhere: leave "
-            "it out, or offload_optimizer in train.deepspeed, or use deepspeed 0.19.8"
+            "train.lr_factors: needs all gradients at once, which DeepSpeed does not keep here: leave out "
+            "train.lr_factors, or offload_optimizer in train.deepspeed, or use deepspeed 0.19.8"
         )
     return [grad for grads in groups for grad in grads]
 
@@ -236,10 +244,11 @@ def recompute_layers(model: Any) -> None:
 
 
 def compile_model(model: Any, parts: str, **options: Any) -> None:
-    """`layers`: compiles the transformer layers (identical, so only once) and other parts with
-    many small operations. Other encoders are compiled whole, and CPC and JEPA with them, as one graph.
-    `step`: compiles forward and loss as one graph."""
-    # torch's own; TF32 is off on purpose; dynamo reads .grad, not this code
+    """Compiles `parts` of a model. "layers": the transformer layers, which are identical and so
+    compiled once, and other parts with many small operations; an encoder without such layers is
+    compiled whole, in one graph with CPC or JEPA. "step": forward pass and loss, as one graph."""
+    # Hide warnings about torch's own code, about TF32, which is off on purpose, and about .grad,
+    # which dynamo reads and not this code
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
@@ -256,12 +265,13 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
         and not isinstance(encoder, Encoder)
         and model.objective.method in OBJECTIVES
     ):
-        # With the encoder: 1.3 times as fast as apart (S4 and CPC on an H200)
+        # This compiles the encoder too. One graph is 1.3 times as fast as two (S4 and CPC on an
+        # H200)
         plugin.compile(**options)
         if model.local is None and model.attributes is None:
             return
     methods = [(encoder, "features"), (encoder, "first_layer_input")]
-    if not isinstance(encoder, Encoder):  # an objective may call these alone
+    if not isinstance(encoder, Encoder):  # an objective may call each of these methods by itself
         methods.append((encoder, "context"))
     methods += [(model, name) for name in ("draw", "local_objective", "pool")]
     for owner, name in methods:
@@ -270,13 +280,13 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
 
 
 def run_json(task: TrainingTask, engine: Any) -> dict[str, Any]:
-    """The content of run.json."""
+    """Returns the content of run.json: facts about the run and explanations of its curves."""
     facts = run_facts(task.config, task.datasets, task.ranks) | task.resume_facts()
     facts |= {"best": task.best[0], "attention": attention_backend(engine.module)}
     return facts | task.explanations()
 
 
-def heading(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> str:
+def describe_run(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> str:
     config, ranks = task.config, task.ranks
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     begins = f"resumes after step {progress.step}" if progress.step else "begins"
@@ -291,8 +301,8 @@ def heading(task: TrainingTask, loader: Loader, progress: Progress, engine: Any)
 
 
 def find_checkpoint(task: TrainingTask, folder: RunFolder) -> Resumed | None:
-    """The newest whole checkpoint, if there is one. ConfigError if it is another run's, or if data
-    or settings that shape the training have changed."""
+    """Returns the newest intact checkpoint, or None if there is none. Raises ConfigError if it
+    belongs to another run, or if data or settings that shape the training have changed."""
     ranks = task.ranks
     on_first_rank(ranks, folder.fetch)
     path = on_first_rank(ranks, lambda: folder.newest_checkpoint(checkpoint_files.warn))
@@ -310,7 +320,7 @@ def find_checkpoint(task: TrainingTask, folder: RunFolder) -> Resumed | None:
 def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> None:
     config: RunConfig = task.config
     saved = saved_config(path, state, type(config))
-    if run_subject(state["config"]) != run_subject(config.tree()):
+    if kind_of_run(state["config"]) != kind_of_run(config.tree()):
         raise other_run_error(path, state)
     facts = run_facts(config, task.datasets, task.ranks)
     facts_now = {name: facts[name] for name in ("preprocessing_sha256", "datasets", "zero_stage")}
@@ -318,7 +328,7 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
     before = flatten({name: state.get(name) for name in facts_now}) | flatten(saved.tree())
     facts_now = flatten(facts_now) | flatten(config.tree())
     settings_that_may = changeable_settings(type(config))
-    if not config.length_matters:
+    if not config.depends_on_total_steps:
         settings_that_may |= {"train.steps", "train.epochs"}
     changes = []
     for key in dict.fromkeys(["start", *before, *facts_now]):
@@ -334,7 +344,8 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
         run = path.parent.parent
         mend: list[object] = ["change it back, or use ", Flag("--out"), " NEW"]
         is_longer = any(change.startswith(("train.steps ", "train.epochs ")) for change in changes)
-        if is_longer and isinstance(config, Config):  # fine-tuning would begin with a new head
+        # with --start a fine-tuning would begin with a new head
+        if is_longer and isinstance(config, Config):
             mend += [
                 "; to train its model longer: ",
                 Flag("--start"),
@@ -346,9 +357,10 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
 
 
 def describe_datasets(facts: dict[str, Any]) -> str:
-    """The datasets of run_facts or of a checkpoint, by path, size and fingerprint."""
+    """Describes the datasets of run_facts or of a checkpoint by path, size and fingerprint."""
     urls, fingerprints = facts["config"]["data"]["datasets"], facts["datasets"]
-    sizes = facts.get("crops") or [None] * len(urls)  # not in checkpoints of earlier versions
+    # checkpoints of earlier versions have no sizes
+    sizes = facts.get("crops") or [None] * len(urls)
     parts = []
     for url, size, fingerprint in zip(urls, sizes, fingerprints, strict=False):
         crops = f"{size:,} crops, " if size is not None else ""
@@ -357,12 +369,12 @@ def describe_datasets(facts: dict[str, Any]) -> str:
 
 
 def shorten_checksums(value: Any) -> str:
-    """The value as text, with checksums cut to eight digits as in other messages."""
+    """Returns the value as text, with checksums cut to eight digits, as in other messages."""
     return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{24,}\b", r"\1", str(value))
 
 
-def run_subject(settings: dict[str, Any]) -> str:
-    """A run with these settings in words."""
+def kind_of_run(settings: dict[str, Any]) -> str:
+    """Returns the kind of a run with these settings: "pre-training" or "fine-tuning for TASK"."""
     if "task" not in settings:
         return "pre-training"
     task = settings["task"]
@@ -371,11 +383,11 @@ def run_subject(settings: dict[str, Any]) -> str:
 
 
 def other_run_error(path: Path, state: dict[str, Any]) -> ConfigError:
-    """The error for a checkpoint of another run than the one that was asked for."""
+    """Returns the error for a checkpoint of another run than the one that was asked for."""
     settings = state["config"]
     program = "finetune" if "task" in settings else "pretrain"
     where = (
-        f"{path.parent.parent}: holds another run, a {run_subject(settings)} (step {state['step']})"
+        f"{path.parent.parent}: holds another run, a {kind_of_run(settings)} (step {state['step']})"
     )
     return ConfigError(
         f"{where}: use ",
@@ -385,8 +397,8 @@ def other_run_error(path: Path, state: dict[str, Any]) -> ConfigError:
 
 
 def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> RunConfig:
-    """A checkpoint's settings, with defaults for settings that did not exist when it was
-    written."""
+    """Returns a checkpoint's settings. Those that did not exist when it was written have their
+    defaults."""
     if ("task" in state["config"]) != ("task" in kind.model_fields):
         raise other_run_error(path, state)
     try:
@@ -397,7 +409,7 @@ def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> Ru
     if seen != trained:
         raise CheckpointError(
             f"{path / checkpoint_files.STATE}: crops_seen={seen}, but {state['step']} steps of "
-            f"{config.train.batch_crops} crops are {trained}: ",
+            f"{config.train.batch_crops} crops make {trained}: ",
             *checkpoint_files.HOW_TO_RESTORE,
         )
     return config

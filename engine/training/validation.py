@@ -1,4 +1,4 @@
-"""Validation during training: loss on held-out crops, and patient identification.
+"""Validates during training: measures the loss on held-out crops, and patient identification.
 
 ValidationLoss(config, datasets, ranks).measure(engine, between)     # the same crops, masks and negatives every time
 PatientProbe(config, datasets, ranks).accuracy(engine, between)      # share of patients identified; needs no labels
@@ -34,7 +34,7 @@ from .config import Config, DataConfig, RunConfig, count_candidates
 from .distributed import Ranks, on_first_rank
 from .task import Between
 
-CROPS_PER_BATCH = 16  # crops encoded at a time
+CROPS_PER_BATCH = 16  # number of crops that the encoder takes at a time
 NOT_LOGGED = (
     "loss_diversity",
     "loss_features",
@@ -47,8 +47,9 @@ NOT_LOGGED = (
 
 @contextmanager
 def eval_mode(engine: Any) -> Iterator[None]:
-    """A context with the model in evaluation mode. Running statistics, which a plugged-in encoder
-    may have, are taken from rank 0, as in checkpoints. Called by all ranks."""
+    """A context with the model in evaluation mode; all ranks call it. Running statistics, which a
+    plugged-in encoder may have, are copied from rank 0 first, because checkpoints hold those of
+    rank 0."""
     engine.eval()
     for buffer in engine.module.buffers() if world_size() > 1 else ():
         dist.broadcast(buffer, 0)
@@ -59,7 +60,7 @@ def eval_mode(engine: Any) -> Iterator[None]:
 
 
 def training_selection(config: Config) -> Selection:
-    """The crops that pre-training draws."""
+    """Returns the selection of crops on which pre-training trains."""
     data = config.data
     return Selection(**dict(data.train), halves=2, hold_out=data.hold_out, where=data.where)
 
@@ -67,10 +68,10 @@ def training_selection(config: Config) -> Selection:
 def first_of_each_waveform(
     config: Config, datasets: Sequence[Dataset]
 ) -> tuple[list[np.ndarray], int]:
-    """Returns (for each dataset, the crops that data.dedup trains on; the number that it leaves out). A
-    waveform's 64 bits are the checksums of its two parts, which determine its crc32c: comparing
-    that too would add nothing. The chance that any two of 10**7 different crops share their bits is
-    3 in 10**6."""
+    """Returns (for each dataset, the rows of the crops that data.dedup trains on; the number of
+    crops that it leaves out). Waveforms are compared by 64 bits, the checksums of their two parts.
+    These determine a waveform's crc32c, so comparing that too would add nothing. The chance that
+    any two of 10**7 different crops share their bits is 3 in 10**6."""
     rows: list[np.ndarray] = []
     waveforms = []
     for dataset in datasets:
@@ -89,14 +90,14 @@ def first_of_each_waveform(
         if config.data.dedup and not is_first.any():
             raise ConfigError(
                 f"data.dedup=true: all {len(rows_of_dataset):,} crops of {dataset.root.url} for pre-training are "
-                "in the datasets before it too: leave it out"
+                "in the datasets before it too: leave this dataset out"
             )
     return kept_rows, int((~is_first_N).sum())
 
 
-def choose_on_first_rank(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> None:
-    """Chooses the held-out patients and the crops of data.where on rank 0, for all ranks: ten
-    million names take seconds of a core, and the ranks of a machine share its cores."""
+def choose_crops_on_first_rank(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> None:
+    """Chooses the held-out patients and the crops of data.where on rank 0, for all ranks. Ten
+    million patient names take seconds of a core, and the ranks of a machine share its cores."""
     choices: list[tuple[Any, Any]] = [(data.hold_out, validation_split), (data.where, where_mask)]
     for dataset in datasets:
         for by, choose in choices:
@@ -105,17 +106,17 @@ def choose_on_first_rank(datasets: Sequence[Dataset], data: DataConfig, ranks: R
 
 
 def selected_rows(dataset: Dataset, selection: Selection) -> np.ndarray:
-    """Returns the rows of the selected crops."""
+    """Returns the numbers of the rows that `selection` selects in the dataset."""
     try:
         rows = DatasetRows.select(dataset, selection)
-    except OrderError:  # there is none
+    except OrderError:  # no row is selected
         return np.arange(0)
     return np.arange(len(rows)) if rows.numbers is None else rows.numbers
 
 
 class ValidationLoss:
-    """The loss on held-out crops. `crops`: crops in a batch; 0 if there are too few to validate
-    on."""
+    """The loss on held-out crops. The attribute `crops` is the number of crops in a batch; 0 if
+    there are too few to validate on."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
@@ -133,7 +134,7 @@ class ValidationLoss:
         self.inputs = PretrainInputs(config, self.datasets if self.crops else [])
 
     def count_trained_on(self) -> int:
-        """The number of validation crops that are also trained on."""
+        """Returns the number of validation crops that are also trained on."""
         shared = 0
         for dataset in self.datasets:
             trained = selected_rows(dataset, training_selection(self.config))
@@ -141,9 +142,9 @@ class ValidationLoss:
         return shared
 
     def measure(self, engine: Any, between: Between) -> dict[str, float]:
-        """Means over at most train.valid_batches batches. Each rank takes whole batches, so the
-        result depends neither on the number of ranks nor on the micro-batch; all ranks call the
-        engine equally often, as ZeRO stage 3 requires."""
+        """Returns mean losses over at most train.valid_batches batches. Each rank takes whole
+        batches, so the result depends neither on the number of ranks nor on the micro-batch. All
+        ranks call the engine equally often, as ZeRO stage 3 requires."""
         settings = replace(
             self.config.loader,
             backend="torch",
@@ -168,7 +169,8 @@ class ValidationLoss:
                     between()
                     losses = engine(*self.inputs(batch))
                     for name, value in losses.items():
-                        # selected, not multiplied: what does not count may be NaN
+                        # surplus batches count as 0; their loss is replaced, not multiplied by 0,
+                        # because it may be NaN
                         counts = value if number < self.batches else torch.zeros_like(value)
                         sums[name] = sums.get(name, 0) + counts.float()
         finally:
@@ -179,12 +181,12 @@ class ValidationLoss:
 
 
 class PatientProbe:
-    """Patient identification (paper, section "Patient identification") for the first patients
-    with a gallery and a probe crop. Embeddings are means over the tokens of the first window."""
+    """Identifies patients (paper, section "Patient identification"): the first ones with a gallery
+    and a probe crop. An embedding is the mean over the tokens of a crop's first window."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
-        self.pairs: list[tuple[Dataset, int, int]] = []  # dataset, gallery row, probe row
+        self.pairs: list[tuple[Dataset, int, int]] = []  # (dataset, gallery row, probe row)
         for dataset in datasets:
             has_window = config.model_input.count_windows(dataset.column("halves")) > 0
             sides = []
@@ -219,8 +221,9 @@ class PatientProbe:
 
 
 def identified_share(gallery_PD: Tensor, probe_PD: Tensor) -> float:
-    """The share of patients whose probe is nearest (by cosine) to their own gallery entry. A tie
-    counts as a random draw among its entries. Equals downstream.tasks.metrics.identification_scores."""
+    """Returns the share of patients whose probe is nearest (by cosine) to their own gallery entry.
+    Of entries that tie for nearest, each counts with the chance that it is drawn. Equals
+    downstream.tasks.metrics.identification_scores."""
     gallery_PD = F.normalize(gallery_PD.double(), dim=-1)
     probe_PD = F.normalize(probe_PD.double(), dim=-1)
     cosine_PP = probe_PD @ gallery_PD.T
@@ -240,17 +243,18 @@ def predict_on_ranks(
     windows: int,
     between: Between = lambda: None,
 ) -> Tensor:
-    """Returns forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` returns x_RLT,
-    `windows` for each crop, from crops in microvolts and their numbers of halves. Ranks share the
-    work and call the model and `between` equally often, as ZeRO stage 3 requires: the last crop is
-    repeated to fill up."""
+    """Returns forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` returns
+    x_RLT, with `windows` rows for each crop, from crops in microvolts and their numbers of halves.
+    The ranks share the work. They call the model and `between` equally often, as ZeRO stage 3
+    requires, so the last crop is repeated to fill up."""
     share = math.ceil(len(crops) / ranks.world)
     numbers = range(ranks.rank * share, (ranks.rank + 1) * share)
     own_crops = [crops[min(number, len(crops) - 1)] for number in numbers]
     dtype = dtype_of(config)
     halves: dict[str, np.ndarray] = {}
     for dataset, _ in own_crops:
-        if dataset.root.url not in halves:  # a whole column: 10 MB of ten million crops
+        # the whole column is read; it is 10 MB for ten million crops
+        if dataset.root.url not in halves:
             halves[dataset.root.url] = dataset.column("halves")
 
     def batches() -> Iterator[CropBatch]:
@@ -261,9 +265,9 @@ def predict_on_ranks(
             halves_B = np.array([halves[dataset.root.url][row] for dataset, row in batch])
             yield CropBatch(uv_BLT, halves_B)
 
-    def prepare(uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
+    def cut_windows(uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         return windows_of(uv_BLT, halves_B).to(dtype)
 
-    outputs = [y_RD for _, y_RD in predict(batches(), prepare, forward, ranks.device)]
+    outputs = [y_RD for _, y_RD in predict(batches(), cut_windows, forward, ranks.device)]
     y_RD = torch.from_numpy(np.concatenate(outputs)).to(ranks.device)
     return all_gather_no_grad(y_RD)[: windows * len(crops)].cpu()

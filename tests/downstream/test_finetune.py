@@ -312,7 +312,10 @@ def test_a_folder_with_another_run_is_refused(tune, tuned, dataset, base, tmp_pa
     assert says in pretrain(tmp_path, dataset.root.url, name="dx").one_line()
     assert (pre / "metrics.jsonl").read_bytes() == (base / "metrics.jsonl").read_bytes()
     shutil.copytree(base / "model", tmp_path / "head")
-    assert "head: is a model, which the run would hide" in tune("diagnosis", "head").one_line()
+    assert (
+        "head: is a model, which a run in this folder would hide"
+        in tune("diagnosis", "head").one_line()
+    )
 
 
 def test_which_metric_chooses_the_best_step():

@@ -240,14 +240,14 @@ def test_an_objective_of_one_s_own(own, objectives):
 @pytest.mark.parametrize(
     ("name", "says"),
     tabulated("""
-Nothing | returns []: name one loss or more
+Nothing | returns []: return one loss or more
 Number  | loss 'global' is not a scalar tensor
 Rows    | loss 'global' is not a scalar tensor
 Cut     | loss 'near' is not a scalar tensor with a gradient
 Root    | gives the encoder no gradient, or one that is not finite
 Flat    | or one that is not finite
 Head    | gives the encoder no gradient
-Taken   | returns ['local']: name one loss or more, and none diversity, features, local
+Taken   | returns ['local']: return one loss or more, and call none diversity, features, local
 Keeper  | keeps the encoder
 Absent  | has no attribute 'Absent'
 """),

@@ -240,15 +240,15 @@ def test_a_damaged_checkpoint_in_the_bucket_is_named_and_the_one_before_counts(s
             assert "resumes after step 2" in ended.good() and "step-5" in store.steps()
             store.fs.rm(f"{store.url}/checkpoints/step-5", recursive=True)
         else:
-            assert ended.codes == [2] and "no checkpoint is whole: use" in ended.output
+            assert ended.codes == [2] and "no checkpoint is intact: begin" in ended.output
 
 
 def test_of_an_amended_checkpoint_only_progress_is_uploaded(store):
     store.train("a", train__steps=2).good()
     folder = store.folder("a")
-    checkpoint.amend(folder / "checkpoints", {"step": 2, "stale": 1})
+    checkpoint.amend_progress(folder / "checkpoints", {"step": 2, "stale": 1})
     store.server.log.clear()
-    RunFolder(store.url).send(3)
+    RunFolder(store.url).upload(3)
     put = [path for method, path, _ in store.server.log if method == "PUT" and "step-2" in path]
     assert [path.rpartition("/")[2] for path in put] == ["manifest.json", "state.json"]
     state = json.loads(store.fs.cat(f"{store.url}/checkpoints/step-2/state.json"))

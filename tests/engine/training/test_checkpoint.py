@@ -143,13 +143,13 @@ def test_killed_while_the_progress_of_a_checkpoint_changes(step, monkeypatch):
 
         monkeypatch.setattr(checkpoint, "write_whole", deadly)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.amend(step.parent, progress)
+            checkpoint.amend_progress(step.parent, progress)
         assert (
             checkpoint_files.find_fault(step) is None
             and checkpoint_files.read_state(step) == before
         )
     monkeypatch.setattr(checkpoint, "write_whole", written)
-    checkpoint.amend(step.parent, progress)
+    checkpoint.amend_progress(step.parent, progress)
     assert (
         checkpoint_files.find_fault(step) is None
         and checkpoint_files.read_state(step) == before | progress
@@ -219,20 +219,20 @@ def slow_rank_1(out):
     if os.environ["RANK"] == "1":
         blocked(lambda _: "rank 1 did not write its part" in out.read_text())
     else:
-        write = checkpoint.Writer._gather_notes
+        write = checkpoint.Writer._wait_for_rank_manifests
 
         def impatient(self, path):
             self.settings = self.settings.model_copy(update={"timeout_s": 1.0})
             return write(self, path)
 
-        checkpoint.Writer._gather_notes = impatient
+        checkpoint.Writer._wait_for_rank_manifests = impatient
 
 
 def test_a_rank_that_does_not_write_its_part_ends_the_run(training, tmp_path):
     how = {"train__save_every_steps": 2, "train__steps": 10_000}
     ended = training(world=2, before=partial(slow_rank_1, tmp_path / "out.txt"), **how)
     assert ended.codes[0] == 2 and "Traceback" not in ended.output, ended.output
-    assert "rank 1 did not write its part: if it still runs, put RUN" in ended.output
+    assert "rank 1 did not write its part: if that rank still runs, put RUN" in ended.output
     assert RunFolder(tmp_path / "run").newest_checkpoint() is None
 
 
@@ -333,7 +333,7 @@ def test_only_checkpoints_up_to_the_newest_are_pruned(keep, left, tmp_path):
     (tmp_path / "step-3.mine").mkdir()
     (tmp_path / checkpoint_files.BEST).write_text("step-5")
     checkpoint._prune(tmp_path, tmp_path / "step-30", keep)
-    checkpoint_files.make_room(tmp_path, tmp_path / "step-31")
+    checkpoint_files.remove_leftovers(tmp_path, tmp_path / "step-31")
     names = {f"step-{step}" for step in left} | {"step-3.mine"}
     assert {path.name for path in tmp_path.glob("step-*")} == names
 
@@ -413,7 +413,7 @@ def test_a_forged_loader_state_is_refused_by_name(text, tmp_path):
         ("loader-rank0.json", {"crops_seen": 8}, "loader's state of step 1"),
         ("state.json", {"step": 1, "crops_seen": 8}, "state.json is of step 1"),
         ("state.json", {"config": {"train": {"lr": "x"}}}, "state.json: config: train.lr='x'"),
-        ("state.json", {"crops_seen": 99}, "crops_seen=99, but 3 steps of 8 crops are 24"),
+        ("state.json", {"crops_seen": 99}, "crops_seen=99, but 3 steps of 8 crops make 24"),
         ("state.json", {"world": 2}, "world=2, but 1 ranks wrote loader-rankR.json"),
     ],
 )
@@ -434,7 +434,7 @@ def not_exported(run, capsys):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"crops_seen": 99}, "crops_seen=99, but 3 steps of 8 crops are 24"),
+        ({"crops_seen": 99}, "crops_seen=99, but 3 steps of 8 crops make 24"),
         ({"config": {"task": {}}}, "holds another run, a fine-tuning for None"),
         ({"code": ["x.py"]}, "code=['x.py']"),
         ({"code": {"../../../x.py": ""}}, "state.json: code."),

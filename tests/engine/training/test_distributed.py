@@ -97,7 +97,7 @@ def at_step_four(how):
     from omnilead.engine.training import checkpoint
     from omnilead.engine.training.loop import Loop
 
-    checkpoint.LOST_S = 1
+    checkpoint.LOST_RANKS_WAIT_S = 1
     step = Loop._step
 
     def patched(self, batch):

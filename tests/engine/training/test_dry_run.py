@@ -14,8 +14,8 @@ from omnilead.engine import pretrain
 from omnilead.engine.data.loader import Batch, crop_order
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.dry_run import (
-    activation_bytes,
     gpu_operations,
+    peak_activation_bytes_per_crop,
     saved_tensor_bytes,
     state_bytes,
 )
@@ -196,7 +196,7 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
     assert saved_tensor_bytes(task, model, places) == pytest.approx(counted, rel=0.02)
     if config.train.recompute_layers:
         order = crop_order(loader, datasets, task.selection)
-        least = activation_bytes(task, model, order)
+        least = peak_activation_bytes_per_crop(task, model, order)
         model.encoder.recomputes = False
         whole = saved_tensor_bytes(task, model, places)
         assert counted < 0.7 * whole

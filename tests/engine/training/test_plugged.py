@@ -293,7 +293,7 @@ def test_a_run_with_age_and_sex_resumes_on_any_ranks_and_exports_no_heads(
 
 def test_age_and_sex_that_nobody_knows_are_an_error(training):
     line = training(**BOTH).one_line()
-    assert "objective.attributes: no real ECG here has a known age: leave it out" in line
+    assert "objective.attributes: no real ECG here has a known age: leave age out" in line
 
 
 def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):

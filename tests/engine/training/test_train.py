@@ -145,7 +145,7 @@ def test_changed_data_or_settings_are_refused_by_name(training, dataset, tmp_pat
         ("augment__rlm", 0.1, "augment.rlm changed from 0.5 to 0.1"),
         ("train__zero_stage", 2, "zero_stage changed from 1 to 2"),
         ("train__micro_batch", 4, "train.micro_batch x ranks changed from 8 to 4"),
-        ("train__steps", 1, "has done 2 steps, more than 1"),
+        ("train__steps", 1, "has done 2 steps, more than the 1 of this run"),
     ):
         assert says in training(**{name: value}).one_line()
     (step,) = (tmp_path / "run" / "checkpoints").glob("step-*")

@@ -85,7 +85,7 @@ def notebook(tmp, url):
 
     with (
         mock.patch.object(Loop, "_step", interrupted),
-        pytest.raises(KeyboardInterrupt, match="run it again to resume"),
+        pytest.raises(KeyboardInterrupt, match="start the same run again to resume it"),
     ):
         trained("resumed")
     with (
