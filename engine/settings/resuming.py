@@ -10,14 +10,15 @@ T = TypeVar("T")
 
 
 class Mark:
-    """Marks a setting that may change."""
+    """Annotates a setting that may change when a run is resumed."""
 
 
 MayChange = Annotated[T, Mark()]
 
 
 def changeable_settings(section: type, prefix: str = "") -> set[str]:
-    """The dotted names of the marked settings in a section, or in all of a run."""
+    """Returns the dotted names of the settings that may change when a run is resumed, in one
+    section or in all sections of a run's settings."""
     names = set()
     fields: dict[str, Any] = getattr(section, "__pydantic_fields__", {})
     for name, field in fields.items():

@@ -285,7 +285,7 @@ NOTHING = DatasetRows.from_sizes("empty", [3], np.array([], int))
     [
         ({"rows": ()}, "no dataset"),
         ({"batch_crops": 0}, "train.batch_crops=0"),
-        ({"batch_crops": 101}, "train.batch_crops=101: 100 crops are selected: use 1 to 100"),
+        ({"batch_crops": 101}, "train.batch_crops=101: 100 crops are selected: use a number from 1 to 100"),
         ({"weights": (1.0, 2.0)}, "pipeline.weights=.1.0, 2.0.: give a positive number for each"),
         ({"weights": (0.0,)}, "give a positive number"),
         ({"weights": (float("nan"),)}, "give a positive number"),
