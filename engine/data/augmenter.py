@@ -100,7 +100,7 @@ class Plan:
     # what Augmenter.window_masks returns: the leads to keep in each window
     keep_BSL1: np.ndarray | None = None
 
-    def plan_of(self, crops: slice) -> "Plan":
+    def plan_of_part(self, crops: slice) -> "Plan":
         """Returns the part of this plan for a slice of its crops."""
         p = {name: values[crops] for name, values in self.parameters.items()}
         keep_BSL1 = None if self.keep_BSL1 is None else self.keep_BSL1[crops]
@@ -162,7 +162,7 @@ class Augmenter:
         return {name: to_device(values, self.device) for name, values in p.items()}
 
     def __call__(self, crops_BLT: torch.Tensor, p: Tensors) -> torch.Tensor:
-        x: torch.Tensor = self._split(crops_BLT, p.get("start")).float()
+        x: torch.Tensor = self._halves_or_window(crops_BLT, p.get("start")).float()
         x = augment(x.mul_(MV_PER_UV), p, self.stages, self.ops)
         # without augmentation, both views are the same window
         return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)
@@ -178,7 +178,9 @@ class Augmenter:
         silent = x_BSLT.new_zeros((*x_BSLT.shape[:2], len(ALL_LEADS), HALF))
         x_BSLT += augment(silent, self.to_device(p), stages, self.ops)
 
-    def _split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None) -> torch.Tensor:
+    def _halves_or_window(
+        self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None
+    ) -> torch.Tensor:
         """Returns the two halves of each crop (without copying) or, with `start_B`, one window
         of each crop, which `augment` turns into two views."""
         if start_B is None:
@@ -209,7 +211,7 @@ class Draw(torch.Generator):
     a torch.Generator it is seeded once for each step and rank, and all functions draw from it in
     turn."""
 
-    def move_to(self, seed: int, places: Places, function: int) -> None:
+    def set_crops(self, seed: int, places: Places, function: int) -> None:
         """Makes `uniform` and `normal` draw the numbers of these crops. `function`: the index of
         the user's function that will draw."""
         crop_B11 = crop_key(places)[:, None, None]
@@ -273,7 +275,7 @@ class ExtraAugmentation:
 
     def _apply(self, number: int, x_BSLT: torch.Tensor, places: Places) -> torch.Tensor:
         setting, function = self.functions[number]
-        self.draw.move_to(self.seed, places, number)
+        self.draw.set_crops(self.seed, places, number)
         with blaming(setting):
             return require_like(x_BSLT, function(x_BSLT, self.draw))
 

@@ -143,7 +143,7 @@ class Pipeline:
             device_id=device_id,
             prefetch_queue_depth=PREFETCH,
         )
-        def definition() -> Any:
+        def define_graph() -> Any:
             stamp, crops, *parameters = fn.external_source(
                 source=self._feed_next, num_outputs=2 + len(self.names), batch=True, no_copy=True
             )
@@ -162,7 +162,7 @@ class Pipeline:
             x = fn.cast(x, dtype=types.DALIDataType.FLOAT) * np.float32(MV_PER_UV)
             return stamp, augment(x, p, self.stages, DaliOps())
 
-        return definition
+        return define_graph
 
     def _feed_next(self) -> list[np.ndarray]:
         position, crops, p = next(self.feed)

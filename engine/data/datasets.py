@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from omnilead.data_tools.dataset import Data, Dataset, Ecg, open_all
 
-from ..settings.errors import ConfigError, Flag, first_names
+from ..settings.errors import ConfigError, Flag, join_first_names
 
 LISTED_DATASETS = 3  # number of datasets that a message lists
 
@@ -38,7 +38,7 @@ class Datasets:
 
     @property
     def name(self) -> str:
-        return first_names([dataset.root.url for dataset in self.all], LISTED_DATASETS)
+        return join_first_names([dataset.root.url for dataset in self.all], LISTED_DATASETS)
 
     @property
     def fingerprint(self) -> str:

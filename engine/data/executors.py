@@ -45,7 +45,7 @@ class ReadCrops:
     def batch(self, crops: slice) -> "ReadCrops":
         """Returns the batch that consists of a slice of these crops. Raises DatasetError if one
         of its crops could not be read."""
-        plan, report = self.plan.plan_of(crops), self.report.report_on(crops)
+        plan, report = self.plan.plan_of_part(crops), self.report.report_of_batch(crops)
         return ReadCrops(plan, self.buffer[crops], report)
 
 

@@ -89,7 +89,7 @@ class Loader:
             self.extra.examine(len(config.augment.output_leads))
         self.order = crop_order(config, datasets, selection)
         # fails early if the batch cannot be divided among ranks and micro-batches
-        self.order.rank_places(0, rank, world, micro=config.micro_batch)
+        self.order.places_of_rank(0, rank, world, micro=config.micro_batch)
         self.crops = config.batch_crops // world
         self.reuse_batches = reuse_batches
         self.recipe = self._recipe(datasets, selection)
@@ -173,11 +173,11 @@ class Loader:
         steps = max(1, CROPS_PER_PLAN // crops) * executor.batches_per_read
         for first in count(self.step, steps):
             with self.meter.timed("plan"):
-                places = self.order.rank_places(
+                places = self.order.places_of_rank(
                     first, self.rank, self.world, steps, self.config.micro_batch
                 )
                 plan = self.augmenter.plan(places)
-            yield from map(plan.plan_of, _slices(len(places), crops))
+            yield from map(plan.plan_of_part, _slices(len(places), crops))
 
     def _single_batches(self, read: Iterator[ReadCrops]) -> Generator[ReadCrops, None, None]:
         """Yields the single batches out of groups that were read together."""

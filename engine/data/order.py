@@ -4,7 +4,7 @@ save is `crops_seen`.
     rows = DatasetRows.select(Dataset.open("DATASET"), Selection(pretrain=True))
     order = Order((rows,), batch_crops=512, seed=0)
     order.batch(step)                       # the global batch: the same crops in the same order for every world size
-    order.rank_places(step, rank, world)    # this rank's part of it
+    order.places_of_rank(step, rank, world)    # this rank's part of it
     order.places(crops_seen, 512).row       # to resume, start from crops_seen
 
 Nothing is shuffled in memory: a keyed permutation maps a position to a row, in 0.20 ms for 512 of
@@ -12,7 +12,7 @@ Nothing is shuffled in memory: a keyed permutation maps a position to a row, in 
 
 One dataset: position p of epoch e is permute(p, N, key(seed, e)). The incomplete last batch of an
 epoch is dropped: different rows in each epoch. Several datasets: each has its own epochs and drops
-nothing; `dataset_and_turn` assigns positions to datasets.
+nothing; `dataset_and_draw_number` assigns positions to datasets.
 
 Block order (block_shards = G > 0) permutes the shards, then the crops within each block of G
 shards, so that a batch needs only G shards. Crops are in random order across shards, so batches are
@@ -37,7 +37,7 @@ from .patients import cached_choice, validation_split
 from .where import where_mask
 
 # number of positions in a cycle, in which each dataset has its exact share, rounded to 2**-30
-DEAL = 2**30
+CYCLE_POSITIONS = 2**30
 LOOK_AHEAD = 4096
 
 
@@ -45,7 +45,9 @@ class OrderError(ConfigError):
     """Raised if the settings allow no order of crops, or select none."""
 
 
-def dataset_and_turn(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def dataset_and_draw_number(
+    position: np.ndarray, quotas: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns, in closed form, the dataset of each position (int16) and how many earlier positions
     that dataset has (int64).
 
@@ -61,8 +63,8 @@ def dataset_and_turn(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.nd
     for d, quota in enumerate(quotas[:-1]):
         remaining_quota = sum(quotas[d:])
         before, after = (
-            _count_dealt(place, quota, remaining_quota),
-            _count_dealt(place + 1, quota, remaining_quota),
+            _count_own_positions(place, quota, remaining_quota),
+            _count_own_positions(place + 1, quota, remaining_quota),
         )
         is_own = left & (after > before)
         dataset[is_own], turn[is_own] = d, (cycle * quota + before)[is_own]
@@ -72,7 +74,7 @@ def dataset_and_turn(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.nd
     return dataset, turn
 
 
-def _count_dealt(places: Any, quota: int, remaining_quota: int) -> Any:
+def _count_own_positions(places: Any, quota: int, remaining_quota: int) -> Any:
     """Returns how many of the first `places` positions a dataset has that gets `quota` of every
     `remaining_quota` positions (Bresenham's algorithm)."""
     return (places * quota + remaining_quota // 2) // remaining_quota
@@ -186,7 +188,7 @@ class DatasetRows:
         """Returns the row numbers of the selected rows with these indices."""
         return index if self.numbers is None else self.numbers[index].astype(np.int64)
 
-    def next_row(self, row: int) -> int:
+    def next_selected_row(self, row: int) -> int:
         """Returns the selected row that follows `row`; after the last one, the first."""
         if self.numbers is None:
             return (row + 1) % len(self)
@@ -269,16 +271,16 @@ class Order:
 
     @cached_property
     def _quotas(self) -> tuple[int, ...]:
-        """Returns how many positions each dataset has in one cycle of `dataset_and_turn`: its
+        """Returns how many positions each dataset has in one cycle of `dataset_and_draw_number`: its
         number of crops, or its share of 2**30, rounded by largest remainder."""
         sizes = [len(rows) for rows in self.rows]
-        if len(sizes) == 1 or (self.weights is None and sum(sizes) <= DEAL):
+        if len(sizes) == 1 or (self.weights is None and sum(sizes) <= CYCLE_POSITIONS):
             return tuple(sizes)
         weights = self.weights or sizes
-        shares = [weight / sum(weights) * DEAL for weight in weights]
+        shares = [weight / sum(weights) * CYCLE_POSITIONS for weight in weights]
         quotas = [int(share) for share in shares]
         by_remainder = sorted(range(len(shares)), key=lambda d: (quotas[d] - shares[d], d))
-        for d in by_remainder[: DEAL - sum(quotas)]:
+        for d in by_remainder[: CYCLE_POSITIONS - sum(quotas)]:
             quotas[d] += 1
         return tuple(quotas)
 
@@ -293,7 +295,7 @@ class Order:
         cycle, place = divmod(crops_seen, sum(self._quotas))
         for d, rows in enumerate(self.rows):
             quota, size = self._quotas[d], self._epoch_crops(d)
-            drawn_positions = _count_dealt(place, quota, sum(self._quotas[d:]))
+            drawn_positions = _count_own_positions(place, quota, sum(self._quotas[d:]))
             place -= drawn_positions
             epochs, begun = divmod(cycle * quota + drawn_positions, size)
             counts = np.full(len(rows), epochs, np.int32)
@@ -308,9 +310,9 @@ class Order:
         return times
 
     def batch(self, step: int) -> Places:
-        return self.rank_places(step, 0, 1)
+        return self.places_of_rank(step, 0, 1)
 
-    def rank_places(
+    def places_of_rank(
         self, step: int, rank: int, world: int, steps: int = 1, micro: int | None = None
     ) -> Places:
         """Returns a rank's share of `steps` successive global batches. The micro-batches that
@@ -332,7 +334,7 @@ class Order:
         return self._places_at((first[:, None] + parts.reshape(-1)).reshape(-1))
 
     def _places_at(self, position: np.ndarray) -> Places:
-        dataset, turn = dataset_and_turn(position, self._quotas)
+        dataset, turn = dataset_and_draw_number(position, self._quotas)
         row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):
             own_positions = np.flatnonzero(dataset == d)

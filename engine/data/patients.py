@@ -24,26 +24,28 @@ from omnilead.data_tools.ecg.constants import SYNTHETIC
 
 HOLD_OUT_KEY = b"omnilead data.hold_out"
 OWNER_COLUMNS = ("source", "patient", "record")
-PREFIX_BITS = 24  # leading bits of a waveform's number, by which most waveforms are told apart
-NAMES_PER_HASH = 65_536  # number of names that are Python objects at a time
+WAVEFORM_PREFIX_BITS = (
+    24  # leading bits of a waveform's number, by which most waveforms are told apart
+)
+NAMES_AT_A_TIME = 65_536  # number of names that are Python objects at a time
 Split = tuple[np.ndarray, np.ndarray]
 # For each dataset, the results of `cached_choice` by data.hold_out or data.where. They are kept as
 # long as the dataset, because every validation needs them
-CHOICES: WeakKeyDictionary[Dataset, dict[float | str, Any]] = WeakKeyDictionary()
+CHOICE_CACHE: WeakKeyDictionary[Dataset, dict[float | str, Any]] = WeakKeyDictionary()
 
 
 def source_names(dataset: Dataset) -> list[str]:
     return [source.name for source in dataset.facts.sources]
 
 
-def is_hospital(source: pa.Array) -> pa.Array:
+def is_hospital_source(source: pa.Array) -> pa.Array:
     return pc.is_in(source, pa.array(VENDORS))
 
 
 def patient_source(source: pa.Array) -> pa.Array:
     """Returns the source in which a patient's id is unique. A hospital uses the same ids in all
     its file formats, so these count as one source."""
-    return pc.if_else(is_hospital(source), VENDORS[0], source)
+    return pc.if_else(is_hospital_source(source), VENDORS[0], source)
 
 
 def validation_split(dataset: Dataset, share: float) -> Split:
@@ -55,7 +57,7 @@ def validation_split(dataset: Dataset, share: float) -> Split:
 def cached_choice(dataset: Dataset, by: Any, choose: Callable[[Dataset, Any], Any]) -> Any:
     """Returns choose(dataset, by). Later calls with the same dataset and `by` return the result
     of the first call."""
-    chosen_by = CHOICES.setdefault(dataset, {})
+    chosen_by = CHOICE_CACHE.setdefault(dataset, {})
     if by not in chosen_by:
         chosen_by[by] = choose(dataset, by)
     return chosen_by[by]
@@ -63,7 +65,7 @@ def cached_choice(dataset: Dataset, by: Any, choose: Callable[[Dataset, Any], An
 
 def store_choice(dataset: Dataset, by: float | str, chosen: Any) -> None:
     """Makes `cached_choice` return `chosen`, which another process has computed."""
-    CHOICES.setdefault(dataset, {})[by] = chosen
+    CHOICE_CACHE.setdefault(dataset, {})[by] = chosen
 
 
 def _validation_split(dataset: Dataset, share: float) -> Split:
@@ -83,8 +85,8 @@ def _has_held_waveform(waveform_N: np.ndarray, held_N: np.ndarray) -> np.ndarray
     looked up in one call, since arrow hashes the held-out waveforms in each call. Arrow's table
     is larger than a core's cache, so only waveforms that begin with the same bits as a held-out
     one are looked up."""
-    prefix_N = (waveform_N >> np.uint64(64 - PREFIX_BITS)).astype(np.int32)
-    is_held = np.zeros(2**PREFIX_BITS, bool)
+    prefix_N = (waveform_N >> np.uint64(64 - WAVEFORM_PREFIX_BITS)).astype(np.int32)
+    is_held = np.zeros(2**WAVEFORM_PREFIX_BITS, bool)
     is_held[prefix_N[held_N]] = True
     copied_N = is_held[prefix_N]
     is_copied = pc.is_in(pa.array(waveform_N[copied_N]), pa.array(waveform_N[held_N]))
@@ -114,7 +116,7 @@ def owners_and_known(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
     patient, source = part["patient"], part["source"]
     has_patient = pc.fill_null(pc.not_equal(patient, ""), False)
     name = pc.if_else(has_patient, patient, part["record"])
-    source = pc.if_else(pc.and_(has_patient, is_hospital(source)), VENDORS[0], source)
+    source = pc.if_else(pc.and_(has_patient, is_hospital_source(source)), VENDORS[0], source)
     joined = pc.binary_join_element_wise(source, name, "/")
     is_known = has_patient.to_numpy(zero_copy_only=False)
     return joined, is_known
@@ -198,8 +200,8 @@ def keyed_digests(names: pa.Array, key: bytes, size: int) -> bytearray:
     """Returns the keyed hashes of all names, concatenated; each has `size` bytes."""
     keyed = blake2b(key=key, digest_size=size)
     digest_bytes = bytearray()
-    for start in range(0, len(names), NAMES_PER_HASH):
-        for name in names.slice(start, NAMES_PER_HASH).cast(pa.binary()).to_pylist():
+    for start in range(0, len(names), NAMES_AT_A_TIME):
+        for name in names.slice(start, NAMES_AT_A_TIME).cast(pa.binary()).to_pylist():
             keyed_name = keyed.copy()  # a copy takes 0.35 us, a new hash with a key 0.5 us
             keyed_name.update(name)
             digest_bytes += keyed_name.digest()

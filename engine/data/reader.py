@@ -44,9 +44,9 @@ from .staging import Key, Staging
 MAX_DESCRIPTORS = 256
 # least number of crops per thread: waking a thread for fewer costs more than reading them
 LEAST_READS_PER_THREAD = 8
-UNCHECKED = -1
+SKIP_CHECKSUM = -1
 # these errors do not mean that a file is bad: the machine has no descriptors or memory left
-MACHINE_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class _CropRead(NamedTuple):
     offset: int  # in bytes; in zarr, the index among the chunks of the storage object
     position: int
     row: int
-    crc: int  # the checksum to verify, or UNCHECKED
+    crc: int  # the checksum to verify, or SKIP_CHECKSUM
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ReadReport:
     skipped: tuple[BadCrop, ...]  # bad crops that were replaced
     failed: BadCrop | None = None  # with on_corrupt=stop, the first bad crop if there is one
 
-    def report_on(self, crops: slice) -> "ReadReport":
+    def report_of_batch(self, crops: slice) -> "ReadReport":
         """Returns the report on one of several batches that were read together. Raises
         DatasetError if the bad crop in `failed` belongs to that batch."""
         if self.failed and crops.start <= self.failed.position < crops.stop:
@@ -226,11 +226,11 @@ class CropReader:
                 f"an array of {crops.dtype} {list(crops.shape)} cannot hold {count} crops of int16 "
                 f"{list(CROP_SHAPE)}"
             )
-        return self.read_to(places, crops).report_on(slice(0, count))
+        return self.read_to(places, crops).report_of_batch(slice(0, count))
 
     def read_to(self, places: Places, output: np.ndarray | CropSink) -> ReadReport:
         """Reads crops into an array or a CropSink. A bad crop that may not be skipped raises no
-        error here, but in the report's method `report_on`."""
+        error here, but in the report's method `report_of_batch`."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
         bad_crops = sorted(self._read(index, rows, output))
         if bad_crops and self.on_corrupt == "stop":
@@ -256,7 +256,7 @@ class CropReader:
                 raise DatasetError(
                     f"{self._sources[d].url}: none of its {len(allowed)} selected crops can be read"
                 )
-            rows[p] = allowed.next_row(int(rows[p]))
+            rows[p] = allowed.next_selected_row(int(rows[p]))
             still_bad = self._read(np.array([d]), rows[p : p + 1], output, p)
             if not still_bad:
                 return skipped
@@ -289,9 +289,9 @@ class CropReader:
             )
         crc = source.crc[rows].astype(np.int64)
         if self.check == "never":
-            crc[:] = UNCHECKED
+            crc[:] = SKIP_CHECKSUM
         elif self.check == "first":
-            crc[source.checked[rows]] = UNCHECKED
+            crc[source.checked[rows]] = SKIP_CHECKSUM
         shard, offset = source.shards_and_offsets(rows)
         order = np.lexsort((offset, shard))
         columns = (np.full(len(rows), d), shard, offset, positions + first, rows, crc)
@@ -305,7 +305,7 @@ class CropReader:
         shards = dict.fromkeys(read[:2] for read in reads if self._sources[read.dataset].staged)
         if not (self.staging and shards):
             return self._read_in_threads(reads, output, {})
-        with self.staging.hold(shards) as paths:
+        with self.staging.hold_shards(shards) as paths:
             bad_crops = self._read_in_threads(reads, output, paths)
             positions = {bad_crop.position for bad_crop in bad_crops if retry}
             failed = [read for read in reads if read.position in positions]
@@ -339,7 +339,7 @@ class CropReader:
         self, reads: list[_CropRead], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
         """Reads one thread's share of the crops, and returns the bad ones."""
-        files = _OpenFile(self._file, self._sources, paths)
+        files = _CurrentShard(self._file, self._sources, paths)
         if isinstance(output, np.ndarray):
             results = [self._read_crop(read, output[read.position], files) for read in reads]
             return [bad_crop for bad_crop in results if bad_crop]
@@ -361,7 +361,9 @@ class CropReader:
             output.write(crops_BLT, positions, rows)
         return bad_crops
 
-    def _read_crop(self, read: _CropRead, crop: np.ndarray, files: "_OpenFile") -> BadCrop | None:
+    def _read_crop(
+        self, read: _CropRead, crop: np.ndarray, files: "_CurrentShard"
+    ) -> BadCrop | None:
         source, problem = self._sources[read.dataset], ""
         try:
             if source.chunks:
@@ -370,7 +372,7 @@ class CropReader:
                 missing = CROP_BYTES - read_into(files.descriptor(read), crop, read.offset)
                 if missing:
                     problem = f"the file is {missing} bytes too short"
-            if not problem and read.crc != UNCHECKED and google_crc32c.value(crop) != read.crc:
+            if not problem and read.crc != SKIP_CHECKSUM and google_crc32c.value(crop) != read.crc:
                 problem = "it fails its crc32c"
         except DatasetError as error:  # the whole shard could not be fetched
             reason = f"{error} (crop {read.row} at byte {read.offset})"
@@ -378,7 +380,7 @@ class CropReader:
         except ChunkError as error:
             problem = str(error)
         except OSError as error:
-            if error.errno in MACHINE_IS_FULL:
+            if error.errno in RESOURCE_ERRORS:
                 raise
             problem = error.strerror or str(error)
         if not problem:
@@ -389,7 +391,7 @@ class CropReader:
         return BadCrop(read.position, read.dataset, read.row, reason)
 
 
-class _OpenFile:
+class _CurrentShard:
     """Keeps the shard open that a thread is reading. As the thread's crops are sorted by shard,
     it opens each shard once."""
 

@@ -1,7 +1,7 @@
 """Keeps a record of what a model has seen: hashes of the patients and waveforms of the crops that
 it was trained on.
 
-    seen = join_records([start.seen, record_of_crops(dataset, rows, "unlabelled")])
+    seen = join_seen_records([start.seen, seen_record_of_crops(dataset, rows, "unlabelled")])
     path.write_bytes(to_bytes(seen)); seen = read_seen_record(path)
     uses_by_crop(seen, dataset, rows)       # of each crop: has the model seen it or another of its patient, and how?
     seen_notes(seen, [dataset], [rows], [patients], "scored here")     # sentences for whoever reads the scores
@@ -40,7 +40,7 @@ from .patients import OWNER_COLUMNS, batches_with_masks, keyed_digests, owners_a
 # ascending: if a crop had several uses, the last in this order counts
 USES = ("unlabelled", "selected", "labelled")
 LABELLED = USES.index("labelled")
-OPEN_KEY = b"omnilead seen"
+PUBLIC_NAME_KEY = b"omnilead seen"
 # With 48 bits, and 10^7 patients and as many waveforms in the record, one in 14 million others is
 # mistaken for seen
 HASH_BITS = 48
@@ -65,7 +65,7 @@ NOTHING_SEEN = pa.Table.from_arrays(
 
 
 @cache
-def unknown_record() -> pa.Table:
+def unknown_seen_record() -> pa.Table:
     """Returns a record of one hash that no crop has. It stands for unknown training data: all
     that a model may have seen in another program, or before such records existed."""
     return pa.table(
@@ -73,7 +73,7 @@ def unknown_record() -> pa.Table:
     )
 
 
-def record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
+def seen_record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
     """Returns the record of what a model has seen if it was trained on these crops with this
     use."""
     people = []
@@ -82,7 +82,7 @@ def record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
     for part, mask in batches_with_masks(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
         crops = part.filter(mask)
         names, _ = owners_and_known(crops)
-        of_people = _name_hashes(names, OPEN_KEY)
+        of_people = _name_hashes(names, PUBLIC_NAME_KEY)
         if dataset.name_key and not has_pseudonyms:
             secret = ~dataset.is_public(crops)
             of_people[secret] = _name_hashes(names.filter(pa.array(secret)), dataset.name_key)
@@ -96,16 +96,16 @@ def record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
         "use": np.full(sum(map(len, hashes)), USES.index(use), np.int8),
         "guessable": np.zeros(sum(map(len, hashes)), bool),
     }
-    return join_records(
+    return join_seen_records(
         [
             _add_key_marks(
-                pa.table(table, SEEN_SCHEMA), dataset_marks(dataset) if is_keyed else set()
+                pa.table(table, SEEN_SCHEMA), dataset_key_marks(dataset) if is_keyed else set()
             )
         ]
     )
 
 
-def dataset_marks(dataset: Dataset) -> set[str]:
+def dataset_key_marks(dataset: Dataset) -> set[str]:
     """Returns a set with the mark of this dataset's key, or an empty set. The mark tells which
     key hashed the names that are not public."""
     return {dataset.name_mark} if dataset.name_mark else set()
@@ -120,8 +120,8 @@ def _add_key_marks(seen: pa.Table, keys: set[str]) -> pa.Table:
     return seen.replace_schema_metadata({KEY_MARKS: " ".join(sorted(keys))})
 
 
-def join_records(records: Sequence[pa.Table]) -> pa.Table:
-    """Returns the union of the records (`record_of_crops`) of several models or datasets."""
+def join_seen_records(records: Sequence[pa.Table]) -> pa.Table:
+    """Returns the union of the records (`seen_record_of_crops`) of several models or datasets."""
     rows = pa.concat_tables([NOTHING_SEEN, *records])
     hashes, patient, use, guessable = (column.to_numpy() for column in rows.columns)
     key = hashes << 1 | patient
@@ -238,7 +238,7 @@ def seen_notes(
             "It is not known what the model was trained on elsewhere: it may have seen patients "
             f"that are {where}."
         )
-    known_marks = set[str]().union(*map(dataset_marks, datasets))
+    known_marks = set[str]().union(*map(dataset_key_marks, datasets))
     if known_marks:
         sentences += unknown_key_notes(seen, known_marks)
     use, ids = [], []
@@ -282,8 +282,8 @@ def unknown_key_notes(seen: pa.Table, known_marks: set[str]) -> list[str]:
 
 def name_keys(datasets: Iterable[Dataset]) -> list[bytes]:
     """Returns all keys with which the patients of these datasets may have been hashed; the first
-    is OPEN_KEY."""
-    keys = [OPEN_KEY]
+    is PUBLIC_NAME_KEY."""
+    keys = [PUBLIC_NAME_KEY]
     for dataset in datasets:
         if dataset.name_key and dataset.name_key not in keys:
             keys.append(dataset.name_key)

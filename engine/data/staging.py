@@ -2,7 +2,7 @@
 before they are used.
 
     order of shards -> [4 threads: root.read_range, 8 MiB a part -> sha256 + SHA.partial -> rename]
-    -> SHA.tar -> hold, paths
+    -> SHA.tar -> hold_shards, paths
 
 The shards that the order needs next are downloaded while earlier ones are read. The least recently
 used shard is evicted first, but never one in use. Files are named by checksum, so datasets and the
@@ -91,7 +91,7 @@ class Staging:
             threading.Thread(target=self._prefetch, name="staging", daemon=True).start()
 
     @contextmanager
-    def hold(self, keys: Iterable[Key]) -> Iterator[dict[Key, str | DatasetError]]:
+    def hold_shards(self, keys: Iterable[Key]) -> Iterator[dict[Key, str | DatasetError]]:
         """Yields, for each shard, the path of its verified local copy, or the error that makes
         it unusable. No process evicts these shards before the end of the block. If processes
         wait for each other's space, this one releases all its shards and tries again."""
@@ -105,7 +105,7 @@ class Staging:
         for left in reversed(range(TRIES)):
             with ExitStack() as locks:
                 try:
-                    paths = {key: self._lock(key, locks) for key in keys}
+                    paths = {key: self._lock_shard(key, locks) for key in keys}
                 except NoRoom:
                     if not left:
                         raise
@@ -121,7 +121,7 @@ class Staging:
         self._closing = True
         self._notify()
 
-    def _lock(self, key: Key, locks: ExitStack) -> str | DatasetError:
+    def _lock_shard(self, key: Key, locks: ExitStack) -> str | DatasetError:
         with self._changed:
             if key in self._coming and key not in self._current[key[0]]:
                 reached = self._coming.index(key) + 1

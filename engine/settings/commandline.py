@@ -42,18 +42,18 @@ from .files import find_config, merge
 
 Actions = Mapping[str, tuple[Callable[..., Any], str, str]]
 LENGTH_SETTINGS = ("train.steps", "train.epochs")
-CODE_OPTION: Any = {
+ALLOW_CODE_OPTION: Any = {
     "action": "store_true",
     "help": "allow running the custom encoder or head code in the model folder",
 }
 # how long the other ranks wait for rank 0 to print; torchrun kills them 0.1 s after rank 0 exits,
 # deepspeed after 1 s
-FIRST_TELLS_S = 10.0
+OTHER_RANKS_WAIT_S = 10.0
 # how long to wait for deepspeed's end; deepspeed itself waits 30 s for ranks that do not end
-DEEPSPEED_ENDS_S = 60
+DEEPSPEED_END_TIMEOUT_S = 60
 RESUMABLE = ": run the same command again to resume"
 # After one of these errors, the same command would fail again
-PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
+PERMANENT_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
 
@@ -257,7 +257,7 @@ def require_writable(place: Path, flag: str) -> None:
 
 
 @contextmanager
-def writing(place: Path, flag: str) -> Iterator[None]:
+def report_write_errors(place: Path, flag: str) -> Iterator[None]:
     """Raises OutputError if the block cannot write a command's result to the path that `flag`
     sets."""
     try:
@@ -269,7 +269,7 @@ def writing(place: Path, flag: str) -> Iterator[None]:
 
 
 def write_result(place: Path, text: str, flag: str) -> None:
-    with writing(place, flag):
+    with report_write_errors(place, flag):
         write_whole(place, text)
 
 
@@ -317,7 +317,7 @@ def tell_failure(program: str, message: str, code: int) -> None:
     line = f"{program}: {of_rank}{on_one_line(message)}"
     note_for_torchrun(line)
     if code == 2 and rank != "0":
-        time.sleep(FIRST_TELLS_S)
+        time.sleep(OTHER_RANKS_WAIT_S)
     with suppress(OSError):
         tell(line)
     repeat_after_deepspeed(line)
@@ -337,12 +337,12 @@ def run_on_ranks(
     """Runs the work of a command that may have several ranks, and returns its exit code. `out`:
     where the command writes. `flag`: the option that sets `out`."""
 
-    def explain(error: Exception) -> UserError | None:
+    def as_user_error(error: Exception) -> UserError | None:
         if isinstance(error, OSError):
             return file_error(error, out, flag)
         return error if isinstance(error, UserError) else None
 
-    return run_command(program, work, explain, RESUMABLE if out else "", tell_failure)
+    return run_command(program, work, as_user_error, RESUMABLE if out else "", tell_failure)
 
 
 def file_error(
@@ -351,7 +351,7 @@ def file_error(
     """Returns the error that tells a user about a file that could not be read or written. `out`:
     where the command writes. `flag`: the option that sets `out`."""
     about = file_error_parts(error, flag, out)
-    if error.errno in PERMANENT:
+    if error.errno in PERMANENT_ERRORS:
         return DataError(*about)
     return OutputError(*about, RESUMABLE if out else "")
 
@@ -370,7 +370,7 @@ def repeat_after_deepspeed(line: str) -> None:
         os.setsid()
         ended = select.poll()
         ended.register(os.pidfd_open(launcher), select.POLLIN)
-        ended.poll(DEEPSPEED_ENDS_S * 1000)
+        ended.poll(DEEPSPEED_END_TIMEOUT_S * 1000)
         tell(line)
     finally:
         os._exit(0)

@@ -23,16 +23,16 @@ from omnilead.data_tools.io.splitmix import GOLDEN_GAMMA, mix
 
 # An odd constant. `bits` adds k times this to the k-th counter, so that its result depends on the
 # order of the counters
-_WORD = 0xD1B54A32D192ED03
+_POSITION_FACTOR = 0xD1B54A32D192ED03
 # Each makes one of the two uniform numbers from which `normal` computes a normal one
-_RADIUS = 0x8CB92BA72F3D8DD7
-_ANGLE = 0xAEF17502108EF2D9
+_RADIUS_KEY = 0x8CB92BA72F3D8DD7
+_ANGLE_KEY = 0xAEF17502108EF2D9
 _ALL_BITS = 2**64 - 1
 
 MAX_SIZE = 2**40  # largest number of elements that `permute` takes
 # Half rounds of the Feistel network. With 6, pairs of elements are visibly dependent in
 # permutations of fewer than 50 elements; with 8, only of fewer than 17
-HALF_ROUNDS = 8
+FEISTEL_HALF_ROUNDS = 8
 # Up to this number of elements, `permute` ranks hashes: a Feistel network does not make all
 # permutations equally likely, whatever the number of rounds
 MAX_RANKED = 32
@@ -62,7 +62,7 @@ def bits(seed: Counter, *counters: Counter) -> np.ndarray:
     values = (seed, *counters)
     state = np.zeros(1, np.uint64)  # one element, not a scalar: numpy scalars warn on overflow
     for k, value in enumerate(values, 1):
-        word = _as_uint64(value) * GOLDEN_GAMMA + (k * _WORD & _ALL_BITS)
+        word = _as_uint64(value) * GOLDEN_GAMMA + (k * _POSITION_FACTOR & _ALL_BITS)
         # xor, because with addition crops with neighbouring states would draw the same numbers,
         # shifted
         state = mix(state ^ word)
@@ -82,9 +82,9 @@ def normal(seed: Counter, *counters: Counter) -> np.ndarray:
     varies."""
     words = bits(seed, *counters)
     state = words.reshape(-1)
-    angle = _to_unit_interval(mix(state ^ _ANGLE))
+    angle = _to_unit_interval(mix(state ^ _ANGLE_KEY))
     angle *= 2.0 * np.pi
-    radius = _to_unit_interval(mix(state ^ _RADIUS))
+    radius = _to_unit_interval(mix(state ^ _RADIUS_KEY))
     np.subtract(1.0, radius, out=radius)  # now in (0, 1], so that the logarithm is finite
     np.log(radius, out=radius)
     radius *= -2.0
@@ -167,7 +167,7 @@ def _permute_by_feistel(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.nda
 
 def _feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
     high, low = np.divmod(x, b)
-    for k in range(0, HALF_ROUNDS, 2):
+    for k in range(0, FEISTEL_HALF_ROUNDS, 2):
         high = (high + _round(low, key + k)) % a
         low = (low + _round(high, key + (k + 1))) % b
     return np.asarray(high * b + low)

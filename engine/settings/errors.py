@@ -16,7 +16,7 @@ Kind = TypeVar("Kind")
 Facts = dict[str, Any]  # values by name, as in a JSON object
 
 
-def first_names(names: Sequence[Any], most: int) -> str:
+def join_first_names(names: Sequence[Any], most: int) -> str:
     """Joins the first `most` names with commas for a message; "..." stands for the rest."""
     text = ", ".join(map(str, names[:most]))
     if len(names) > most:
@@ -49,17 +49,17 @@ def one_line_errors(kind: type[Kind]) -> type[Kind]:
     validate: Any = kind.__init__
 
     @functools.wraps(validate)
-    def checked(self: Any, *args: Any, **settings: Any) -> None:
+    def init_with_one_line_errors(self: Any, *args: Any, **settings: Any) -> None:
         try:
             validate(self, *args, **settings)
         except ValidationError as error:
-            raise ConfigError(f"{kind.__name__}: {_wrong_setting(kind, error)}") from None
+            raise ConfigError(f"{kind.__name__}: {_describe_wrong_setting(kind, error)}") from None
 
-    kind.__init__ = checked  # type: ignore[method-assign]
+    kind.__init__ = init_with_one_line_errors  # type: ignore[method-assign]
     return kind
 
 
-def _wrong_setting(kind: Any, error: Any) -> str:
+def _describe_wrong_setting(kind: Any, error: Any) -> str:
     errors, mend = error.errors(include_url=False), ""
     key, value = str(errors[0]["loc"][0]), errors[0]["input"]
     setting = f"{key}={reprlib.repr(value)}"

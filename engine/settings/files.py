@@ -87,7 +87,7 @@ def portable_spec(spec: str) -> str:
     return f"{file.name}:{spec.rpartition(':')[2]}" if (file := plugin_file(spec)) else spec
 
 
-def read_plugins(
+def read_plugin_files(
     settings: Iterable[tuple[str, str]], run: str, others: Mapping[str, bytes] | None = None
 ) -> dict[str, bytes]:
     """Returns {file name: content} of `others` and of the files of code that the settings name.

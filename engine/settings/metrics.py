@@ -21,10 +21,10 @@ class Metric(NamedTuple):
     percent: bool = False
 
 
-_YES_NO = ("binary", "multilabel")
+_YES_NO_TASKS = ("binary", "multilabel")
 
 
-_CLASSES = (*_YES_NO, "multiclass")
+_CLASSIFICATION_TASKS = (*_YES_NO_TASKS, "multiclass")
 
 
 # The first metric in this list that scores a kind of task is the score of these tasks, and chooses
@@ -37,14 +37,14 @@ METRIC_OF = {
         # thresholds chosen in validation
         Metric("challenge", "CinC 2021 score at 0.5", False, in_brief=True, in_bench=True),
         Metric("challenge_chosen", "CinC 2021 score, chosen thresholds", None, in_bench=True),
-        Metric("auroc", "AUROC", False, _CLASSES, in_brief=True, in_bench=True),
-        Metric("auprc", "AUPRC", False, _CLASSES, in_brief=True, in_bench=True),
-        Metric("accuracy", "accuracy", False, _CLASSES, in_bench=True, percent=True),
+        Metric("auroc", "AUROC", False, _CLASSIFICATION_TASKS, in_brief=True, in_bench=True),
+        Metric("auprc", "AUPRC", False, _CLASSIFICATION_TASKS, in_brief=True, in_bench=True),
+        Metric("accuracy", "accuracy", False, _CLASSIFICATION_TASKS, in_bench=True, percent=True),
         Metric("balanced_accuracy", "balanced accuracy", False, ("multiclass",)),
-        Metric("f_measure", "F-measure", False, _CLASSES, in_brief=True),
-        Metric("sensitivity", "sensitivity", False, _YES_NO),
-        Metric("specificity", "specificity", False, _YES_NO),
-        Metric("brier", "Brier score", True, _CLASSES, in_brief=True, in_bench=True),
+        Metric("f_measure", "F-measure", False, _CLASSIFICATION_TASKS, in_brief=True),
+        Metric("sensitivity", "sensitivity", False, _YES_NO_TASKS),
+        Metric("specificity", "specificity", False, _YES_NO_TASKS),
+        Metric("brier", "Brier score", True, _CLASSIFICATION_TASKS, in_brief=True, in_bench=True),
         Metric("mae", "mean absolute error", True, ("regression",), in_brief=True, in_bench=True),
         Metric("rmse", "RMSE", True, ("regression",)),
         Metric("r2", "R\u00b2", False, ("regression",), in_brief=True),

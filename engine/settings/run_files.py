@@ -12,7 +12,7 @@ METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
 
 
-FACTS = "run.json"
+RUN_FACTS = "run.json"
 
 
 PROMETHEUS = "metrics.prom"
@@ -30,7 +30,7 @@ MAX_NUMBER = 1e12  # larger numbers cannot be steps, losses, rates or seconds
 LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
 
 
-VALID = "valid/"  # prefix of validation metrics where they appear beside training metrics
+VALID_PREFIX = "valid/"  # prefix of validation metrics where they appear beside training metrics
 
 
 class MetricRows(NamedTuple):

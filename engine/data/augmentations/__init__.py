@@ -67,7 +67,7 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
     @property
     def plugin_settings(self) -> list[tuple[str, str]]:
         """Returns a pair (setting, value) for each file of code that these settings name, as
-        engine.settings.files.read_plugins takes them."""
+        engine.settings.files.read_plugin_files takes them."""
         return [("augment.extra", name) for name, _ in self.extra_functions]
 
     @property

@@ -17,7 +17,7 @@ from ...settings.errors import ConfigError
 from ...settings.leads import ALL_LEADS
 from .leads import LeadSettings, limb_leads
 from .stage import (
-    ONE_FOR_ALL,
+    ONE_DRAW_FOR_ALL_LEADS,
     STRICT,
     TAU,
     WHITE_BANK,
@@ -94,26 +94,26 @@ class PhysiologicalNoise(Noise):
     kind = ""
 
     @property
-    def is_authors(self) -> bool:
+    def is_authors_variant(self) -> bool:
         return f"authors_{self.kind}" in self.settings.kinds
 
     @property
     def active(self) -> bool:
-        return self.is_authors or self.kind in self.settings.kinds
+        return self.is_authors_variant or self.kind in self.settings.kinds
 
     @property
     def description(self) -> str:
-        return f"authors_{self.kind}" if self.is_authors else self.kind
+        return f"authors_{self.kind}" if self.is_authors_variant else self.kind
 
     @property
     def fits_single_crop_writer(self) -> bool:
-        return not (self.is_authors or self.settings.per_lead)
+        return not (self.is_authors_variant or self.settings.per_lead)
 
     @property
     def leads(self) -> tuple[int, ...]:
-        """Returns the leads for which parameters are drawn; without `per_lead`, ONE_FOR_ALL: one
-        draw for all leads."""
-        return self.settings.noise_leads if self.settings.per_lead else ONE_FOR_ALL
+        """Returns the leads for which parameters are drawn. Without `per_lead`, these are
+        ONE_DRAW_FOR_ALL_LEADS."""
+        return self.settings.noise_leads if self.settings.per_lead else ONE_DRAW_FOR_ALL_LEADS
 
     def check(self) -> None:
         named, kinds = f"augment.noise={self.settings.noise!r}", self.settings.kinds
@@ -148,8 +148,9 @@ class Powerline(PhysiologicalNoise):
         # all components have the same phase, as in the paper
         turn = random.uniform(self.stream, self.leads)
         hz: Any = self.settings.powerline_hz
-        if self.is_authors:  # the authors' code picks 50 or 60 Hz at random (augmentations.py:61)
-            american = random.uniform(self.stream, ONE_FOR_ALL, [1]) >= 0.5
+        # the authors' code picks 50 or 60 Hz at random (augmentations.py:61)
+        if self.is_authors_variant:
+            american = random.uniform(self.stream, ONE_DRAW_FOR_ALL_LEADS, [1]) >= 0.5
             hz = np.where(american, 60, 50)
         return {
             "powerline_amplitude": share * self.settings.amplitude_mv.powerline,
@@ -175,7 +176,7 @@ class Emg(PhysiologicalNoise):
     def draw(self, random: Random) -> Params:
         leads = self.settings.noise_leads
         # each lead has its own amplitude in the authors' code (augmentations.py:92)
-        share = random.uniform(self.stream, leads if self.is_authors else self.leads)
+        share = random.uniform(self.stream, leads if self.is_authors_variant else self.leads)
         place = random.uniform(RandomStream.WHITE, leads)
         start = place * (WHITE_BANK - random.samples)
         return {
@@ -201,9 +202,11 @@ class Wander(PhysiologicalNoise):
         share = random.uniform(self.stream, leads, range(WANDER_COMPONENTS))
         turn = random.uniform(self.stream, leads, range(WANDER_COMPONENTS, 2 * WANDER_COMPONENTS))
         # the authors' code draws three frequencies, and C for each lead (augmentations.py:160-180)
-        if self.is_authors:
+        if self.is_authors_variant:
             place = random.uniform(
-                self.stream, ONE_FOR_ALL, range(2 * WANDER_COMPONENTS, 3 * WANDER_COMPONENTS)
+                self.stream,
+                ONE_DRAW_FOR_ALL_LEADS,
+                range(2 * WANDER_COMPONENTS, 3 * WANDER_COMPONENTS),
             )
             hz = 0.01 + place * 0.19
             spread = random.normal(self.stream, self.settings.noise_leads, first)
@@ -247,7 +250,7 @@ class Shift(PhysiologicalNoise):
         amplitude = (2 * u - 1) * self.settings.amplitude_mv.shift
         # The authors' code takes +1 or -1 mV for each lead, and subtracts one U(0, max) for all
         # leads (augmentations.py:124-126). They probably meant to multiply.
-        if self.is_authors:
+        if self.is_authors_variant:
             # (augmentations.py:124-126; they probably meant times)
             up = random.uniform(self.stream, self.settings.noise_leads, [3]) < 0.5
             amplitude = np.where(up, 1.0, -1.0) - u * self.settings.amplitude_mv.shift

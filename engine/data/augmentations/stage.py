@@ -22,7 +22,7 @@ from ...settings import counter
 from ...settings.counter import RandomStream
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-ONE_FOR_ALL = (0,)  # given in place of lead numbers: one draw for all leads
+ONE_DRAW_FOR_ALL_LEADS = (0,)  # given in place of lead numbers: one draw for all leads
 TAU = 2 * math.pi
 # Numbers in the bank of white noise. They take 16 MiB, which fits in a CPU's cache, and the noise
 # of two leads overlaps with probability 0.001

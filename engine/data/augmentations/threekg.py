@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from .leads import LeadSettings, limb_leads
-from .stage import ONE_FOR_ALL, STRICT, Node, Nodes, Params, Random, Stage
+from .stage import ONE_DRAW_FOR_ALL_LEADS, STRICT, Node, Nodes, Params, Random, Stage
 
 # Maps I, II and V1 to V6 to Frank's X (left), Y (inferior) and Z (posterior): Edenbrandt and Pahlm
 # 1988. The pseudo-inverse of this matrix equals Dower's matrix to within 0.005. Since this matrix
@@ -21,9 +21,9 @@ INVERSE_DOWER = np.array(
     ]
 )
 DOWER = np.linalg.pinv(INVERSE_DOWER)
-INDEPENDENT = (0, 1, 6, 7, 8, 9, 10, 11)
+INDEPENDENT_LEADS = (0, 1, 6, 7, 8, 9, 10, 11)
 TO_DIPOLE = np.zeros((3, 12))  # [3, 12]
-TO_DIPOLE[:, INDEPENDENT] = INVERSE_DOWER
+TO_DIPOLE[:, INDEPENDENT_LEADS] = INVERSE_DOWER
 FROM_DIPOLE = np.concatenate([limb_leads(*DOWER[:2]), DOWER[2:]])  # [12, 3]
 
 
@@ -62,7 +62,7 @@ class Rotation(Stage):
     def draw(self, random: Random) -> Params:
         threekg = self.settings.threekg
         assert threekg
-        u = random.uniform(self.stream, ONE_FOR_ALL, range(6))[:, :, 0]
+        u = random.uniform(self.stream, ONE_DRAW_FOR_ALL_LEADS, range(6))[:, :, 0]
         angle_rad = np.deg2rad(threekg.angle_deg) * (2 * u[..., :3] - 1)
         scale = 1 + (threekg.scale - 1) * u[..., 3:]
         return {"matrix": threekg_matrix(angle_rad, scale)}
