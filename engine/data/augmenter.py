@@ -116,7 +116,8 @@ class Augmenter:
     seed: int
     device: torch.device
     measured_leads: MeasuredLeads | None = None  # None: all leads of all crops were measured
-    # number of windows per crop whose leads the model's input masks, as in LoaderConfig
+    # number of windows that the model's input cuts from each crop and masks; 0: the stages mask
+    # halves or views (LoaderConfig.windows)
     windows: int = 0
 
     @cached_property

@@ -24,10 +24,10 @@ from .config import FS_HZ, HALF, MV_PER_UV, Views
 
 PREFETCH = 2
 # Number of batches that DALI may still be reading, because it does not copy what it is fed: the
-# batches that it prefetches, the batch that it returns, and the batch before, whose copy to the GPU
-# `release` has not waited for.
+# batches that it prefetches, the batch that it returns, and the batch before that one, whose copy
+# to the GPU `release` has not waited for.
 BATCHES_IN_USE = PREFETCH + 2
-HOST_PARAMETER = "start"  # the parameter that stays on the host, where fn.slice needs it
+HOST_PARAMETER = "start"  # name of the parameter that stays on the host, where fn.slice needs it
 
 
 def check_installed() -> None:

@@ -69,8 +69,7 @@ class Executor(ABC):
         return 1
 
     def buffers(self, ahead: int) -> Sequence[Any]:
-        """Returns buffers to read `ahead` batches into, and as many more as there are batches in
-        use."""
+        """Returns buffers for the batches to read: `ahead` + `batches_in_use`."""
         return self.reader.buffers(ahead + self.batches_in_use, self.crops)
 
     def read(self, plan: Plan, buffer: Any) -> ReadCrops:

@@ -15,7 +15,7 @@ from omnilead.data_tools.dataset import COLUMNS, Dataset
 from ..settings.errors import ConfigError
 from .patients import batches_with_masks, patient_source
 
-LEAK_KINDS = ("record", "patient", "waveform")  # what a crop may share with another one
+LEAK_KINDS = ("record", "patient", "waveform")  # what two crops may have in common
 
 
 def refuse_leak(
@@ -75,8 +75,8 @@ def _first_in_both(names: pa.ChunkedArray, others: pa.ChunkedArray) -> str:
 def _names_by_side(
     dataset: Dataset, sides: Sequence[np.ndarray], kind: str
 ) -> list[pa.ChunkedArray]:
-    """Returns, for each of `sides`, the records, patients or waveforms (`kind`) of its rows,
-    without unknown patients."""
+    """Returns, for each of `sides` (arrays of rows), the names of its records, patients or
+    waveforms, as `kind` says. Unknown patients are left out."""
     names_of_sides: list[list[pa.Array]] = [[] for _ in sides]
     columns = [kind] if kind == "waveform" else ["source", kind]
     for part, *masks in batches_with_masks(dataset, columns, sides):

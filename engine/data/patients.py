@@ -24,9 +24,8 @@ from omnilead.data_tools.ecg.constants import SYNTHETIC
 
 HOLD_OUT_KEY = b"omnilead data.hold_out"
 OWNER_COLUMNS = ("source", "patient", "record")
-WAVEFORM_PREFIX_BITS = (
-    24  # leading bits of a waveform's number, by which most waveforms are told apart
-)
+# leading bits of a waveform's number, by which most waveforms are told apart
+WAVEFORM_PREFIX_BITS = 24
 NAMES_AT_A_TIME = 65_536  # number of names that are Python objects at a time
 Split = tuple[np.ndarray, np.ndarray]
 # For each dataset, the results of `cached_choice` by data.hold_out or data.where. They are kept as

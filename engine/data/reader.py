@@ -107,8 +107,8 @@ class CropSink(Protocol):
     crops_per_write: int
 
     def write(self, crops_BLT: torch.Tensor, positions: list[int], rows: list[int]) -> None:
-        """Takes the first crops of a buffer, as many as there are `positions`. `positions` and
-        `rows`: the crops' positions in the batch and their rows. All of them are readable. The
+        """Takes crops from the start of a buffer, as many as `positions` has; all of them are
+        readable. `positions` and `rows`: the crops' positions in the batch, and their rows. The
         replacement of a bad crop comes in a call of its own, with another row than the requested
         one."""
 
@@ -285,7 +285,8 @@ class CropReader:
         source, rows = self._sources[d], rows[positions]
         if rows.min() < 0 or rows.max() >= len(source.checked):
             raise IndexError(
-                f"{source.url}: rows {rows.min()} to {rows.max()} do not exist: the dataset has {len(source.checked)} crops"
+                f"{source.url}: rows {rows.min()} to {rows.max()} are not all in the dataset, which has "
+                f"{len(source.checked)} crops"
             )
         crc = source.crc[rows].astype(np.int64)
         if self.check == "never":

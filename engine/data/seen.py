@@ -40,6 +40,7 @@ from .patients import OWNER_COLUMNS, batches_with_masks, keyed_digests, owners_a
 # ascending: if a crop had several uses, the last in this order counts
 USES = ("unlabelled", "selected", "labelled")
 LABELLED = USES.index("labelled")
+# The same for all models: hashes names that are public, and pseudonyms
 PUBLIC_NAME_KEY = b"omnilead seen"
 # With 48 bits, and 10^7 patients and as many waveforms in the record, one in 14 million others is
 # mistaken for seen

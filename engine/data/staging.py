@@ -272,7 +272,9 @@ class Staging:
                 if missing
                 else "its bytes fail their sha256"
             )
-            raise DatasetError(f"{self._file_name(key)}: {fault}, in two downloads: restore it")
+            raise DatasetError(
+                f"{self._file_name(key)}: {fault}, twice (in two downloads): restore it"
+            )
         except FileNotFoundError:
             raise DatasetError(f"{self._file_name(key)}: no such file: restore it") from None
         finally:
@@ -297,7 +299,8 @@ class Staging:
             for i, ordered_key in reversed(list(enumerate(order, 1)))
         }
         if not needed:
-            if key not in order:  # meanwhile the run has used this shard without this thread's help
+            # the run has meanwhile passed this shard, which need no longer be prefetched
+            if key not in order:
                 return False
             # shards that come before this one in the order still need space of their own
             earlier = set(takewhile(lambda ordered_key: ordered_key != key, order))

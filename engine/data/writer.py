@@ -67,10 +67,10 @@ class CropWriter:
 
 
 class SingleCropWriter(CropWriter):
-    """Augments each crop in three passes without scratch memory. For halves of all 12 leads, if
-    all stages allow it (Stage.fits_single_crop_writer). Everything that does not depend on the
-    signals is computed once for the whole batch, because numpy and torch calls for one crop cost
-    more than their arithmetic."""
+    """Augments each crop in three passes without scratch memory. Can be used for halves of all
+    12 leads if all stages support it (Stage.fits_single_crop_writer). Everything that does not
+    depend on the signals is computed once for the whole batch, because numpy and torch calls for
+    one crop cost more than their arithmetic."""
 
     crops_per_write = 1
 
