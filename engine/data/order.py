@@ -129,9 +129,9 @@ class DatasetRows:
         cls,
         dataset: Dataset,
         selection: Selection = ALL_CROPS,
-        place: int = 0,
+        dataset_index: int = 0,
     ) -> "DatasetRows":
-        """Returns the selected rows of a dataset. `place`: the dataset's index in
+        """Returns the selected rows of a dataset. `dataset_index`: the dataset's index in
         `selection.rows`."""
         name, crops = dataset.root.url, [shard.crops for shard in dataset.shards]
         if not crops:  # the dataset is stored only as zarr
@@ -142,7 +142,7 @@ class DatasetRows:
                 f"{name}: {sum(crops)} crops in its shards, {len(dataset)} in its table: run "
                 "omnilead verify"
             )
-        numbers = selection.rows[place] if selection.rows else None
+        numbers = selection.rows[dataset_index] if selection.rows else None
         role = selection.pretrain, selection.dx, selection.identity
         if role != (None, None, None):
             numbers = dataset.select(*role)

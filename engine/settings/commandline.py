@@ -242,35 +242,35 @@ def parse_action(
     return actions[options.pop("action")][0], options
 
 
-def require_writable(place: Path, flag: str) -> None:
+def require_writable(path: Path, flag: str) -> None:
     """Raises ConfigError if a file cannot be written, so that a command fails before hours of
     work."""
-    folder, mend = place.parent, "name a file in an existing folder"
-    if place.is_dir():
-        raise ConfigError(flag, f" {place}: is a folder: {mend}")
+    folder, mend = path.parent, "name a file in an existing folder"
+    if path.is_dir():
+        raise ConfigError(flag, f" {path}: is a folder: {mend}")
     if not folder.is_dir():
-        raise ConfigError(flag, f" {place}: the folder {folder} does not exist: {mend}")
+        raise ConfigError(flag, f" {path}: the folder {folder} does not exist: {mend}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
-            flag, f" {place}: no permission to write in {folder}: choose another folder"
+            flag, f" {path}: no permission to write in {folder}: choose another folder"
         )
 
 
 @contextmanager
-def report_write_errors(place: Path, flag: str) -> Iterator[None]:
+def report_write_errors(path: Path, flag: str) -> Iterator[None]:
     """Raises OutputError if the block cannot write a command's result to the path that `flag`
     sets."""
     try:
         yield
     except OSError as error:
         raise OutputError(
-            flag, f" {place}: {error.strerror or error}: {write_error_advice(error)}"
+            flag, f" {path}: {error.strerror or error}: {write_error_advice(error)}"
         ) from None
 
 
-def write_result(place: Path, text: str, flag: str) -> None:
-    with report_write_errors(place, flag):
-        write_whole(place, text)
+def write_result(path: Path, text: str, flag: str) -> None:
+    with report_write_errors(path, flag):
+        write_whole(path, text)
 
 
 def positive_integer(text: str) -> int:
