@@ -225,7 +225,9 @@ def hash_seen_crops(url: str) -> Job:
     yield 0
     while True:
         dataset = Dataset.open(url)
-        seen.to_bytes(seen.record_of_crops(dataset, dataset.select(pretrain=True), "unlabelled"))
+        seen.to_bytes(
+            seen.seen_record_of_crops(dataset, dataset.select(pretrain=True), "unlabelled")
+        )
         yield 1
 
 

@@ -32,10 +32,10 @@ from omnilead.engine.settings.commandline import parse_options
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.metrics import label_of
 from omnilead.engine.settings.run_files import (
-    FACTS,
     LOCK,
     METRICS,
     PROMETHEUS,
+    RUN_FACTS,
     VALIDATION,
     crops_and_seconds,
     number_or_nan,
@@ -99,7 +99,7 @@ def download(url: str, run: Path) -> None:
     """Downloads the small files of a run in a bucket. The files get the times of their upload."""
     place = RemoteFolder(url)
     names = set(place.names())
-    for name in names & {METRICS, VALIDATION, PROMETHEUS, FACTS, LATEST}:
+    for name in names & {METRICS, VALIDATION, PROMETHEUS, RUN_FACTS, LATEST}:
         file = run / name
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(place.read_range(name, 0, place.size(name)))
@@ -118,7 +118,7 @@ def screen_lines(run: Path, name: str) -> Iterator[tuple[str, str]]:
     if not rows:
         raise ConfigError(f"{name}/{METRICS}: has no step yet: wait for the first line")
     row, step = rows[-1], rows[-1]["step"]
-    total = json.loads((run / FACTS).read_text())["steps"]
+    total = json.loads((run / RUN_FACTS).read_text())["steps"]
     training = is_training(run)
     if step == total and (run / "model").is_dir() and not training:
         state = "finished"

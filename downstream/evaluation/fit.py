@@ -12,7 +12,7 @@ from pathlib import Path
 from omnilead.data_tools.dataset import Data
 from omnilead.data_tools.io.terminal import tell
 from omnilead.engine.data.datasets import open_together
-from omnilead.engine.settings.commandline import writing
+from omnilead.engine.settings.commandline import report_write_errors
 from omnilead.engine.settings.errors import Facts, Flag
 
 from ..inference.commands import refuse_ranks
@@ -101,7 +101,7 @@ def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
     for note in notes:
         tell(f"note: {note}")
     head = fit_head(embedder, data, labels, train, options.head_options, parts)
-    with writing(out, Flag("--out")):
+    with report_write_errors(out, Flag("--out")):
         write_head(head, model, out)
     shutil.rmtree(parts, ignore_errors=True)
     return head, labels

@@ -15,7 +15,7 @@ import pyarrow as pa
 from torch import nn
 
 from omnilead.engine.data.datasets import Datasets
-from omnilead.engine.data.seen import join_records, record_of_crops
+from omnilead.engine.data.seen import join_seen_records, seen_record_of_crops
 from omnilead.engine.model.folder import write_model
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.leads import describe_leads
@@ -131,8 +131,8 @@ def seen_table(datasets: Datasets, rows: Array) -> pa.Table:
     of_datasets = []
     for dataset, rows_of_dataset in zip(datasets.all, datasets.rows_by_dataset(rows), strict=True):
         if len(rows_of_dataset):
-            of_datasets.append(record_of_crops(dataset, rows_of_dataset, "labelled"))
-    return join_records(of_datasets)
+            of_datasets.append(seen_record_of_crops(dataset, rows_of_dataset, "labelled"))
+    return join_seen_records(of_datasets)
 
 
 def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptions) -> Array:
@@ -252,7 +252,7 @@ def write_head(head: Head, model: TrainedModel, out: Path) -> None:
     }
     limited_input = model.input.limited_to(head.leads)
     signals = model.preprocessing | {"seen": describe_leads(limited_input.seen_leads).split(",")}
-    seen = join_records([model.seen, head.seen])
+    seen = join_seen_records([model.seen, head.seen])
     write_model(out, modules.state_dict(), document, signals, head_card(head), model.code, seen)
 
 

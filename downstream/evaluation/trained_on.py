@@ -15,7 +15,7 @@ from omnilead.data_tools.io.spreadsheet import csv_text
 from omnilead.engine.data.seen import (
     USES,
     CropUses,
-    dataset_marks,
+    dataset_key_marks,
     name_keys,
     unknown_key_notes,
     uses_of_crops,
@@ -62,7 +62,7 @@ def report_lines(
     with_keys = [dataset for dataset in opened.values() if dataset]
     if data and trained.times:
         with_keys += [Dataset.open(url, anonymous) for url in trained.datasets]
-    keys, marks = name_keys(with_keys), set[str]().union(*map(dataset_marks, with_keys))
+    keys, marks = name_keys(with_keys), set[str]().union(*map(dataset_key_marks, with_keys))
     if pseudonymize:
         marks.add(pseudonym_mark(pseudonymize))
     tables = []
@@ -76,7 +76,7 @@ def report_lines(
         table = _records_table(crops, uses, times)
         yield f"\n{url}"
         yield from _count_lines(uses, table, times)
-        if not dataset or dataset_marks(dataset):
+        if not dataset or dataset_key_marks(dataset):
             yield from unknown_key_notes(trained.seen, marks)
         tables.append(table)
     if out:

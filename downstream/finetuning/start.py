@@ -19,7 +19,7 @@ from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.folder import config_of, is_model
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Flag
-from omnilead.engine.settings.files import read_plugins
+from omnilead.engine.settings.files import read_plugin_files
 from omnilead.engine.settings.leads import describe_leads
 from omnilead.engine.training.checkpoint_files import warn
 from omnilead.engine.training.config import Config, load_config
@@ -50,7 +50,7 @@ def read_start(start: str, code: bool = False) -> Start:
     folder."""
     if not is_model(start):
         config = load_config(start, kind=Config)
-        brought = read_plugins([("model.encoder", config.model.encoder)], start)
+        brought = read_plugin_files([("model.encoder", config.model.encoder)], start)
         return Start(config.model, config.model_input, f"random {config.model}", code=brought)
     model = inference.load(start, code)
     weights = dict(model.encoder.state_dict())

@@ -40,9 +40,9 @@ from omnilead.engine.model.folder import SEEN, is_model
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.window import HALF_S
 from omnilead.engine.settings.errors import ConfigError, Facts
-from omnilead.engine.settings.files import portable_spec, read_plugins
+from omnilead.engine.settings.files import portable_spec, read_plugin_files
 from omnilead.engine.settings.leads import describe_leads
-from omnilead.engine.settings.run_files import LABELS, VALID
+from omnilead.engine.settings.run_files import LABELS, VALID_PREFIX
 from omnilead.engine.training.arguments import Arguments, dtype_of, whole_crops
 from omnilead.engine.training.config import micro_batch_and_passes
 from omnilead.engine.training.distributed import Ranks, on_first_rank
@@ -180,7 +180,7 @@ class FinetuneTask(TrainingTask):
         kept = {LABELS: parquet_bytes(labels.table)} if labels.table else {}
         if is_model(config.start):
             kept[SEEN] = to_bytes(start.seen)
-        code = read_plugins(config.plugin_settings, config.run, start.code)
+        code = read_plugin_files(config.plugin_settings, config.run, start.code)
         encoder, flops_per_crop = own_encoder_and_flops(config, architecture, start, model_input)
         return cls(
             config=config,
@@ -260,7 +260,7 @@ class FinetuneTask(TrainingTask):
         held_out = self.held_out
         chance = self.kind.chance_metrics_in_training(self.targets)
         of_held_out = self.kind.chance_metrics(held_out.y, held_out.windows_N, self.targets)
-        return chance | {f"{VALID}{name}": value for name, value in of_held_out.items()}
+        return chance | {f"{VALID_PREFIX}{name}": value for name, value in of_held_out.items()}
 
     def model(self, generator: torch.Generator) -> nn.Module:
         encoder = self.encoder or encoders.build_encoder(

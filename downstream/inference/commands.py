@@ -24,7 +24,7 @@ from omnilead.engine.data.seen import were_seen_with_labels
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.kernels import disable_tf32
 from omnilead.engine.settings.commandline import RESUMABLE, file_error, require_writable
-from omnilead.engine.settings.errors import ConfigError, Flag, OutputError, first_names
+from omnilead.engine.settings.errors import ConfigError, Flag, OutputError, join_first_names
 from omnilead.engine.settings.files import File
 from omnilead.engine.settings.launcher import cores_per_rank, launched_rank
 
@@ -151,7 +151,7 @@ def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> 
     if left and world == 1:
         raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
-        numbers = first_names(left, PARTS_LISTED)
+        numbers = join_first_names(left, PARTS_LISTED)
         doing = f"others compute parts {numbers} (none runs? start the same command again)"
         return Written(out, None, f"rank {rank} of {world}: done; {doing}\n")
     if parts.rows is None:

@@ -8,14 +8,14 @@ from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.shared_options import DatasetPaths
 from omnilead.data_tools.io.terminal import show
 from omnilead.engine.settings.commandline import (
-    CODE_OPTION,
+    ALLOW_CODE_OPTION,
     one_blas_thread,
     parse_options,
     run_on_ranks,
 )
 from omnilead.engine.settings.files import File
 
-Code = Annotated[bool, Option(CODE_OPTION["help"])]
+Code = Annotated[bool, Option(ALLOW_CODE_OPTION["help"])]
 Model = Annotated[File, Option("RUN, small, s3://... or hf://org/name", "RUN", "--model")]
 Ecgs = Annotated[
     Sequence[File] | File,

@@ -42,7 +42,7 @@ from omnilead.data_tools.io.terminal import is_interactive
 from omnilead.engine.data.batches import CropBatch, predict
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.commandline import RESUMABLE
-from omnilead.engine.settings.errors import ConfigError, Facts, OutputError, first_names
+from omnilead.engine.settings.errors import ConfigError, Facts, OutputError, join_first_names
 from omnilead.engine.settings.leads import ALL_LEADS, describe_leads
 
 from ..tasks.kinds import KINDS, Array
@@ -143,7 +143,7 @@ def prediction_output(model: TrainedModel) -> Output:
         "thresholds": head.thresholds,
         "unit": head.unit,
     }
-    what = f"predictions of {head.task} ({first_names(head.classes, 3)})"
+    what = f"predictions of {head.task} ({join_first_names(head.classes, 3)})"
     columns = partial(kind.output_columns, classes=head.classes, thresholds=head.thresholds)
     job = {"predictions": meaning}
     return Output(model, model.scores, schema, columns, what, job, head.sentences, scores=True)

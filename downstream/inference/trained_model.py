@@ -46,7 +46,7 @@ from omnilead.data_tools.ecg.resampling import RATE_RANGE_HZ
 from omnilead.data_tools.io.errors import Flag, ReadError
 from omnilead.data_tools.io.plugins import load_plugin
 from omnilead.engine.data.config import CROP, FS_HZ
-from omnilead.engine.data.seen import unknown_record
+from omnilead.engine.data.seen import unknown_seen_record
 from omnilead.engine.model.config import validate
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import build_encoder
@@ -65,7 +65,7 @@ from omnilead.engine.model.folder import (
 )
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.model.window import HALF_S, SCALES
-from omnilead.engine.settings.errors import ConfigError, Facts, blaming, first_names
+from omnilead.engine.settings.errors import ConfigError, Facts, blaming, join_first_names
 from omnilead.engine.settings.files import File
 from omnilead.engine.settings.leads import describe_leads, leads_in_order
 from omnilead.engine.settings.metrics import METRIC_OF, label_of
@@ -158,7 +158,7 @@ class HeadInfo:
         ]
         if found.left_out:
             said.append(
-                f"not tested, since a fold had too few labels: {first_names(found.left_out, 5)}"
+                f"not tested, since a fold had too few labels: {join_first_names(found.left_out, 5)}"
             )
         if self.thresholds:
             tested = [name for name in self.classes if name not in found.left_out]
@@ -199,7 +199,7 @@ class TrainedModel(nn.Module):
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
-        self.seen = unknown_record()  # the data that it was trained on (engine.data.seen)
+        self.seen = unknown_seen_record()  # the data that it was trained on (engine.data.seen)
         self.readout = self.suitable_readout(config.get("readout", PAPER))
         self.eval()
 
@@ -226,7 +226,7 @@ class TrainedModel(nn.Module):
         signals, head = self.input, self.head_info
         does = f"makes an embedding of {self.readout_width(self.readout)} numbers"
         if head and head.classes:
-            names = first_names(head.classes, CLASSES_IN_REPR)
+            names = join_first_names(head.classes, CLASSES_IN_REPR)
             unit = f" in {head.unit}" if head.unit else ""
             does = f"predicts {head.task} ({head.kind} of {len(head.classes)}: {names}{unit})"
         band = "" if signals.band_hz is None else " from {:g} to {:g} Hz".format(*signals.band_hz)

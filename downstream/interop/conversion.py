@@ -58,7 +58,7 @@ from omnilead.engine.model.folder import (
 from omnilead.engine.model.input import Input, describe_signals
 from omnilead.engine.model.window import SCALES
 from omnilead.engine.settings.errors import ConfigError, blaming
-from omnilead.engine.settings.files import portable_spec, read_plugins
+from omnilead.engine.settings.files import portable_spec, read_plugin_files
 from omnilead.engine.settings.leads import ALL_LEADS, describe_leads, leads_in_order
 
 from ..inference.trained_model import THRESHOLD, load
@@ -522,7 +522,7 @@ def from_torch(
         {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])},
         "model",
     )
-    code = read_plugins([("--encoder", encoder)], "")
+    code = read_plugin_files([("--encoder", encoder)], "")
     x_RLT = fixed_input(preprocessing)
     file_weights = read_tensors(path)
     module = build_encoder(config, generator=torch.Generator().manual_seed(0))

@@ -31,7 +31,7 @@ from omnilead.engine.model.folder import (
 )
 from omnilead.engine.model.input import describe_signals
 from omnilead.engine.model.s4 import S4, conjugate_pairs
-from omnilead.engine.settings.errors import ConfigError, blaming, first_names
+from omnilead.engine.settings.errors import ConfigError, blaming, join_first_names
 
 from .conversion import float_tensors, preprocessing_document, read_tensors
 from .hub import front_matter
@@ -68,7 +68,7 @@ def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
     write_model(out, encoder, {"model": asdict(config)}, preprocessing, card)
     notes = [f"assumed ECG-CPC's input, which it does not state: {describe_signals(preprocessing)}"]
     if left := [name for name in state if not name.startswith(NETWORK_PREFIXES)]:
-        notes.append(f"left out, as they are heads: {first_names(left, LISTED_WEIGHTS)}")
+        notes.append(f"left out, as they are heads: {join_first_names(left, LISTED_WEIGHTS)}")
     return notes
 
 

@@ -22,11 +22,11 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import flatten
 from omnilead.engine.settings.metrics import METRIC_OF, Metric
 from omnilead.engine.settings.run_files import (
-    FACTS,
     MAX_NUMBER,
     METRICS,
     REPORT,
-    VALID,
+    RUN_FACTS,
+    VALID_PREFIX,
     VALIDATION,
     crops_and_seconds,
     number_or_nan,
@@ -106,7 +106,7 @@ class RunLog:
         self.facts: Any = {}
         self.remarks: list[str] = []
         try:
-            self.facts = json.loads((run / FACTS).read_text())
+            self.facts = json.loads((run / RUN_FACTS).read_text())
         except FileNotFoundError:
             pass
         except (OSError, ValueError, RecursionError) as error:
@@ -237,7 +237,7 @@ def result_rows(log: RunLog, best: float | None) -> Iterator[list[str]]:
 def score_row(log: RunLog, metric: Metric, step: float | None) -> list[str] | None:
     """Returns a held-out score, or else the recent training score, beside that of guessing."""
     key, percent = metric.name, metric.percent
-    value, prefix, detail = log.held_out.value_at(key, step), VALID, "held out"
+    value, prefix, detail = log.held_out.value_at(key, step), VALID_PREFIX, "held out"
     if not math.isfinite(value):
         value, prefix, detail = log.metrics.recent_mean(key), "", "training"
     if not math.isfinite(value):
@@ -316,7 +316,7 @@ def curve_pictures(log: RunLog, best: float | None) -> Iterator[Picture]:
         name = IDENTIFICATION_METRIC
     score = held_out.steps_and_values(name)
     if len(score[0]) > 1:
-        chance = number_or_nan(log.fact("chance", VALID + name))
+        chance = number_or_nan(log.fact("chance", VALID_PREFIX + name))
         marked = None if name == IDENTIFICATION_METRIC else best
         lines = {"held out": score}
         yield curves_over_steps(metric_title(name), lines, METRIC_OF[name].percent, chance, marked)

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import NAMES_IN_MESSAGE
 from omnilead.data_tools.ecg.record_tables import undo_decimal_point
-from omnilead.engine.settings.errors import ConfigError, Flag, first_names
+from omnilead.engine.settings.errors import ConfigError, Flag, join_first_names
 
 from .config import TaskConfig, TaskKind
 from .sheet import (
@@ -206,8 +206,8 @@ def _refuse_a_third_value(sheet: str, column: LabelColumn) -> None:
     ]
     others = [column.quote_value(value) for value in rows_of if value.lower() not in BOOLEANS]
     raise ConfigError(
-        f"{sheet}: column {column.name!r} holds {first_names(values, MOST_NUMERIC_CLASSES)}: does "
-        f"{first_names(others, NAMES_IN_MESSAGE)} mean unknown? Then leave these cells empty. If it is a class, "
+        f"{sheet}: column {column.name!r} holds {join_first_names(values, MOST_NUMERIC_CLASSES)}: does "
+        f"{join_first_names(others, NAMES_IN_MESSAGE)} mean unknown? Then leave these cells empty. If it is a class, "
         "choose the kind: ",
         Flag("--kind"),
         " multiclass (in a YAML task: kind)",

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omnilead.engine.settings.errors import ConfigError, first_names
+from omnilead.engine.settings.errors import ConfigError, join_first_names
 
 from .config import TaskKind
 
@@ -476,7 +476,7 @@ def sensitivity_sentences(points: Mapping[str, Sequence[float]], classes: Names)
         )
     if without := [name for name in classes if name not in points]:
         sentences.append(
-            f"no score with 95 % sensitivity for {first_names(without, 5)}: that takes {LEAST_POSITIVES} "
+            f"no score with 95 % sensitivity for {join_first_names(without, 5)}: that takes {LEAST_POSITIVES} "
             "positives and a negative"
         )
     return sentences

@@ -14,7 +14,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.dataset.rejects import FLAG_REASONS, read_rejects
 from omnilead.data_tools.ecg.record_names import NAMES_IN_MESSAGE, match_records
 from omnilead.data_tools.io.errors import DataError
-from omnilead.engine.settings.errors import first_names
+from omnilead.engine.settings.errors import join_first_names
 
 from .config import TaskConfig
 from .join import JoinedSheet
@@ -49,7 +49,7 @@ def remarks_on_refused(
     if not said:
         return []
     return [
-        f"{task.labels}: {first_names(said, NAMES_IN_MESSAGE)}: no score counts them; rejects.csv of the data says why"
+        f"{task.labels}: {join_first_names(said, NAMES_IN_MESSAGE)}: no score counts them; rejects.csv of the data says why"
     ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import NAMES_IN_MESSAGE
-from omnilead.engine.settings.errors import first_names
+from omnilead.engine.settings.errors import join_first_names
 
 from .config import TaskConfig
 from .join import JoinedSheet
@@ -79,7 +79,7 @@ def _remarks_on_missing_zeros(task: TaskConfig, y_RK: Array) -> list[str]:
     negative = (y_RK == 0).sum(0)
     never = [name for name, records in zip(task.columns, negative, strict=True) if not records]
     return (
-        [f"no record is 0 in {first_names(never, NAMES_IN_MESSAGE)}: {EMPTY_CELL_NOTE}"]
+        [f"no record is 0 in {join_first_names(never, NAMES_IN_MESSAGE)}: {EMPTY_CELL_NOTE}"]
         if never
         else []
     )
@@ -94,7 +94,7 @@ def _remarks_on_rare_classes(records_of: dict[str, int]) -> list[str]:
     if not rare:
         return []
     return [
-        f"fewer than {RARE_RECORDS} records are positive in {first_names(rare, NAMES_IN_MESSAGE)}: too few to learn or to "
+        f"fewer than {RARE_RECORDS} records are positive in {join_first_names(rare, NAMES_IN_MESSAGE)}: too few to learn or to "
         "choose a threshold by"
     ]
 
@@ -130,16 +130,14 @@ def _counts_text(task: TaskConfig, y_RK: Array) -> str:
     elif KINDS[task.kind].has_classes:
         names = task.classes or task.columns
         most_first = sorted(zip(positive.tolist(), names, strict=True), reverse=True)
-        counts = first_names(
+        counts = join_first_names(
             [f"{name} {records:,}" for records, name in most_first], NAMES_IN_MESSAGE
         )
     elif task.kind == "survival":
         counts = f"{positive[0]:,} with the event, {int((y_RK < 0).sum()):,} without"
     else:
         counts = f"{len(y_RK) - unknown:,} from {np.nanmin(y_RK):g} to {np.nanmax(y_RK):g}"
-    return (
-        f"{first_names(task.columns, NAMES_IN_MESSAGE)}: {task.kind}: {counts}, {unknown:,} unknown"
-    )
+    return f"{join_first_names(task.columns, NAMES_IN_MESSAGE)}: {task.kind}: {counts}, {unknown:,} unknown"
 
 
 def _remarks_on_words(task: TaskConfig, sheet: JoinedSheet) -> list[str]:

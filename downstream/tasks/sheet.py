@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from omnilead.data_tools.ecg.record_names import NAMES_IN_MESSAGE
 from omnilead.data_tools.ecg.record_tables import RESERVED, missing_words, read_table
 from omnilead.data_tools.io.errors import DataError, Flag
-from omnilead.engine.settings.errors import ConfigError, first_names
+from omnilead.engine.settings.errors import ConfigError, join_first_names
 
 from .config import TaskConfig
 
@@ -96,7 +96,7 @@ def may_be_missing(column: pa.ChunkedArray, minus_is_no: bool) -> pa.ChunkedArra
 
 def quote_words(words: pa.ChunkedArray) -> str:
     """Lists the different words for a message."""
-    return first_names(
+    return join_first_names(
         [repr(word) for word in sorted(words.unique().to_pylist())], NAMES_IN_MESSAGE
     )
 

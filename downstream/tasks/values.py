@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import index_in
 from omnilead.data_tools.ecg.record_tables import missing_words, undo_decimal_point
-from omnilead.engine.settings.errors import ConfigError, Flag, first_names
+from omnilead.engine.settings.errors import ConfigError, Flag, join_first_names
 
 from .config import TaskConfig, TaskKind
 from .join import JoinedSheet
@@ -59,7 +59,7 @@ def _positive_column(task: TaskConfig, sheet: JoinedSheet) -> Array:
     if positive is None:
         raise ConfigError(
             f"{sheet.name}: column {name!r} has no {task.positive!r}, which counts as 1: it holds "
-            f"{first_names(list(map(repr, sort_values(values))), SHOWN_CLASSES)}"
+            f"{join_first_names(list(map(repr, sort_values(values))), SHOWN_CLASSES)}"
         )
     y_R = pc.cast(pc.equal(column, positive), pa.float32())
     return np.asarray(y_R.to_numpy(zero_copy_only=False))[:, None]

@@ -1,4 +1,5 @@
-"""int16 microvolts -> float32 millivolts in two views -> augmentations, on any torch device.
+"""Turns int16 microvolts into float32 millivolts in two views, and augments these, on any torch
+device.
 
     crops_BLT int16 [B, 12, 5000] -> x_BSLT float32 [B, S, L, 2500]
 
@@ -38,17 +39,19 @@ from .config import FS_HZ, HALF, MV_PER_UV, Views
 from .order import Places
 from .torch_ops import TorchOps
 
-# A user's augmentation is tried on these crops, and again with the False ones changed: the True ones must
-# come out the same. If it mixes crops, a True one meets a False one
+# `examine` runs a user's augmentation on a batch, and then again with other crops in place of half
+# of them: first of those that are False here, then of those that are True. The output for the other
+# half must stay the same. If the augmentation mixes crops, a True one meets a False one
 UNCHANGED_B = (False, True, True, False, True, False, False, True)
-TOLERANCE_MV = 1e-6  # a GPU may add in another order
+TOLERANCE_MV = 1e-6  # outputs that differ by less count as equal: a GPU may add in another order
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
 
 
-@lru_cache(maxsize=4)  # every validation calls this
+@lru_cache(maxsize=4)  # cached, because every validation calls this
 def missing_leads(dataset: Dataset) -> np.ndarray:
-    """uint16 [crops]: one bit for each missing lead; bit 0 is lead I."""
+    """Returns uint16 [crops], in which each bit that is set stands for a missing lead; bit 0 is
+    lead I."""
     bits_of_parts = [np.zeros(0, np.uint16)]
     for part in dataset.row_batches(["missing_leads"]):
         missing, bits = part["missing_leads"], np.zeros(len(part), np.uint16)
@@ -61,14 +64,14 @@ def missing_leads(dataset: Dataset) -> np.ndarray:
 
 
 def crops_without_leads(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
-    """bool [crops]: True where none of these leads was measured."""
+    """Returns bool [crops]: True where none of `leads` was measured."""
     asked_bits = sum(1 << lead for lead in leads)
     return np.asarray(missing_leads(dataset) & asked_bits == asked_bits)
 
 
 def measured_leads_lookup(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
-    """A function that returns the measured leads of a batch; None if no record has missing
-    leads."""
+    """Returns a function that returns the measured leads of a batch; None if no record lacks a
+    lead."""
     bits = [missing_leads(dataset) for dataset in datasets]
 
     def measured_leads_of(places: Places) -> np.ndarray:
@@ -78,7 +81,8 @@ def measured_leads_lookup(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
 
 
 def crop_key(places: Places) -> np.ndarray:
-    """The key of each crop for the counter-based generator: dataset and row in one integer."""
+    """Returns one integer for each crop, made of its dataset and row: the key of the crop in the
+    counter-based generator."""
     return np.asarray(places.dataset.astype(np.int64) << 40 | places.row)
 
 
@@ -93,10 +97,11 @@ class Plan:
 
     places: Places
     parameters: Params
-    keep_BSL1: np.ndarray | None = None  # Augmenter.window_masks
+    # what Augmenter.window_masks returns: the leads to keep in each window
+    keep_BSL1: np.ndarray | None = None
 
-    def plan_of(self, crops: slice) -> "Plan":
-        """Returns the plan of some of its crops."""
+    def plan_of_part(self, crops: slice) -> "Plan":
+        """Returns the part of this plan for a slice of its crops."""
         p = {name: values[crops] for name, values in self.parameters.items()}
         keep_BSL1 = None if self.keep_BSL1 is None else self.keep_BSL1[crops]
         return Plan(self.places[crops], p, keep_BSL1)
@@ -104,19 +109,22 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Augmenter:
-    """Augments batches of crops. Holds what all batches have in common."""
+    """Augments batches of crops. Holds what is the same for all batches."""
 
     config: AugmentConfig
     views: Views  # two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
     seed: int
     device: torch.device
-    measured_leads: MeasuredLeads | None = None  # None: all leads of all crops
-    windows: int = 0  # as in LoaderConfig
+    measured_leads: MeasuredLeads | None = None  # None: all leads of all crops were measured
+    # number of windows that the model's input cuts from each crop and masks; 0: the stages mask
+    # halves or views (LoaderConfig.windows)
+    windows: int = 0
 
     @cached_property
     def stages(self) -> list[Stage]:
         stages = self.config.stages
-        if self.windows:  # the model's input filters, cuts and masks them, by `window_masks`
+        # the model's input filters each crop, cuts it into windows and masks them by `window_masks`
+        if self.windows:
             stages = [
                 UsableLeads(self.config) if isinstance(stage, RandomLeads) else stage
                 for stage in stages
@@ -132,18 +140,18 @@ class Augmenter:
         return Random(self.seed, places.epoch, crop_key(places), views, measured_BL=measured_BL)
 
     def plan(self, places: Places) -> Plan:
-        """Draw all random parameters of a batch."""
+        """Draws all random parameters of a batch."""
         return Plan(places, self.draw_parameters(places), self.window_masks(places))
 
     def window_masks(self, places: Places) -> np.ndarray | None:
-        """bool [B, windows, L, 1]: the leads to keep in each window of a crop; None if the stages
-        mask halves or views instead."""
+        """Returns bool [B, windows, L, 1], True for each lead to keep in each window of a crop;
+        None if the stages mask halves or views instead."""
         if not self.windows:
             return None
         return RandomLeads(self.config).keep_masks(self.random_numbers(places, self.windows))
 
     def draw_parameters(self, places: Places) -> Params:
-        """Draw the random parameters of all stages."""
+        """Draws the random parameters of all stages."""
         p = draw_parameters(self.stages, self.random_numbers(places))
         if self.views == "window":
             key = (self.seed, RandomStream.WINDOW, places.epoch, crop_key(places))
@@ -151,18 +159,18 @@ class Augmenter:
         return p
 
     def to_device(self, p: Params) -> Tensors:
-        """Copy the parameters to the device asynchronously: a few kilobytes for a batch."""
+        """Copies the parameters to the device asynchronously: a few kilobytes for a batch."""
         return {name: to_device(values, self.device) for name, values in p.items()}
 
     def __call__(self, crops_BLT: torch.Tensor, p: Tensors) -> torch.Tensor:
-        x: torch.Tensor = self._split(crops_BLT, p.get("start")).float()
+        x: torch.Tensor = self._halves_or_window(crops_BLT, p.get("start")).float()
         x = augment(x.mul_(MV_PER_UV), p, self.stages, self.ops)
-        # without augmentation, the window is repeated as two views
+        # without augmentation, both views are the same window
         return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)
 
     def add_white_noise(self, x_BSLT: torch.Tensor, p: Params) -> None:
-        """Add the white noise that DALI has left out. The stages after it are linear, so they may
-        already have been applied."""
+        """Adds the white noise that DALI has left out. DALI may already have applied the stages
+        after it, because they are linear."""
         if not any(stage.bank_parameters for stage in self.stages):
             return
         stages = [
@@ -171,8 +179,11 @@ class Augmenter:
         silent = x_BSLT.new_zeros((*x_BSLT.shape[:2], len(ALL_LEADS), HALF))
         x_BSLT += augment(silent, self.to_device(p), stages, self.ops)
 
-    def _split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None) -> torch.Tensor:
-        """The two halves (without copying), or one window, which `augment` turns into two views."""
+    def _halves_or_window(
+        self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the two halves of each crop (without copying) or, with `start_B`, one window
+        of each crop, which `augment` turns into two views."""
         if start_B is None:
             return crops_BLT.view(*crops_BLT.shape[:2], 2, HALF).transpose(1, 2)
         index = start_B[:, None, None] + torch.arange(HALF, device=crops_BLT.device)
@@ -182,7 +193,7 @@ class Augmenter:
 @contextmanager
 def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds the global generators of torch, numpy and Python, from which a library may draw, and
-    restores them."""
+    restores their former states afterwards."""
     before = np.random.get_state(), random.getstate()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -196,22 +207,25 @@ def seeded_generators(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class Draw(torch.Generator):
-    """Random numbers for your own augmentation. `uniform` and `normal` give each half (or view) of
-    a crop the same numbers in an epoch, whatever the batch, rank and device. As a torch.Generator
-    it is seeded for each step and rank, once for all functions."""
+    """Random numbers for your own augmentation. `uniform` and `normal` give each half (or view)
+    of a crop numbers that do not depend on batch, rank or device, and are new in each epoch. As
+    a torch.Generator it is seeded once for each step and rank, and all functions draw from it in
+    turn."""
 
-    def move_to(self, seed: int, places: Places, function: int) -> None:
-        """Move to the numbers of these crops. `function`: the index of the user's function."""
+    def set_crops(self, seed: int, places: Places, function: int) -> None:
+        """Makes `uniform` and `normal` draw the numbers of these crops. `function`: the index of
+        the user's function that will draw."""
         crop_B11 = crop_key(places)[:, None, None]
         self.key = seed, RandomStream.OWN, function, places.epoch[:, None, None], crop_B11
         self.calls = 0
 
     def uniform(self, *shape: int) -> torch.Tensor:
-        """[crops, halves, *shape] float32, from 0 to 1; each call gives new numbers."""
+        """Returns float32 [crops, halves, *shape], uniform from 0 to 1; each call gives new
+        numbers."""
         return self._tensor_of_draws(counter.uniform, shape)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """[crops, halves, *shape] float32, standard normal; each call gives new numbers."""
+        """Returns float32 [crops, halves, *shape], standard normal; each call gives new numbers."""
         return self._tensor_of_draws(counter.normal, shape)
 
     def _tensor_of_draws(
@@ -224,13 +238,13 @@ class Draw(torch.Generator):
 
 
 class ExtraAugmentation:
-    """Your own augmentations, `augment.extra: file.py:function`, applied after all others to the
-    batch on its device, whichever backend made it.
+    """Applies your own augmentations, `augment.extra: file.py:function`, to a batch on its device.
+    They come after all other augmentations, with every backend.
 
         def dim(x_BSLT, draw, most=0.5):         # float32 millivolts; may be changed in place
             return x_BSLT * (1 - most * draw.uniform(1, 1))
 
-    Masked and missing leads stay zeros. Random numbers: Draw. The global generators of torch, numpy and
+    Masked and missing leads stay zeros. `draw` is a Draw: random numbers. The global generators of torch, numpy and
     Python are seeded from the run's seed, the step and the rank: a resumed run draws the same numbers;
     another number of ranks draws different ones, as with dropout."""
 
@@ -241,7 +255,7 @@ class ExtraAugmentation:
         rank: int,
         device: torch.device,
     ) -> None:
-        """`named_functions`: (file.py:function, its options) for each function."""
+        """`named_functions`: for each function, (file.py:function, its options)."""
         self.seed, self.rank, self.draw = seed, rank, Draw(device)
         self.functions = []
         for name, options in named_functions:
@@ -256,33 +270,35 @@ class ExtraAugmentation:
         with seeded_generators(seed, x_BSLT.device):
             for number in range(len(self.functions)):
                 x_BSLT = self._apply(number, x_BSLT, places)
-                x_BSLT = x_BSLT.masked_fill(absent_BSL1, 0.0)  # a copy: it may be expanded
+                # not in place, as x_BSLT may be an expanded tensor
+                x_BSLT = x_BSLT.masked_fill(absent_BSL1, 0.0)
         return x_BSLT
 
     def _apply(self, number: int, x_BSLT: torch.Tensor, places: Places) -> torch.Tensor:
         setting, function = self.functions[number]
-        self.draw.move_to(self.seed, places, number)
+        self.draw.set_crops(self.seed, places, number)
         with blaming(setting):
             return require_like(x_BSLT, function(x_BSLT, self.draw))
 
     def examine(self, leads: int) -> None:
-        """Try each function on noise; ConfigError if it returns NaN, mixes crops, or returns something
-        else for the same batch."""
+        """Tries each function on noise. Raises ConfigError if it returns NaN or infinity, mixes
+        the crops of a batch, or returns different outputs for the same batch."""
         device, generator = self.draw.device, torch.Generator().manual_seed(0)
         shape = len(UNCHANGED_B), 2, leads, HALF
         x_BSLT, other_BSLT = (
             (0.3 * torch.randn(shape, generator=generator)).to(device) for _ in range(2)
         )
-        x_BSLT[1, :, 0] = other_BSLT[1, :, 0] = 0  # as a lead that is masked
+        # lead 0 of crop 1 is all zeros, as if it were masked
+        x_BSLT[1, :, 0] = other_BSLT[1, :, 0] = 0
         stays_B = torch.tensor(UNCHANGED_B, device=device)
         for number, (setting, _) in enumerate(self.functions):
             y_BSLT = self._repeatable_output(number, x_BSLT)
             with blaming(setting):
                 if not y_BSLT.isfinite().all():
-                    raise ConfigError("returns NaN or infinity for noise")
+                    raise ConfigError("returns NaN or infinity for noise: return finite numbers")
                 if not agree_within_rounding(y_BSLT, self._repeatable_output(number, x_BSLT)):
                     raise ConfigError(
-                        "returns something else for the same batch: take random numbers from `draw` only"
+                        "returns something else for the same batch in a second call: take random numbers from `draw` only"
                     )
                 for kept_B in (stays_B, ~stays_B):
                     mixed_BSLT = torch.where(kept_B[:, None, None, None], x_BSLT, other_BSLT)
@@ -290,11 +306,11 @@ class ExtraAugmentation:
                         y_BSLT[kept_B], self._repeatable_output(number, mixed_BSLT)[kept_B]
                     ):
                         raise ConfigError(
-                            "a crop changes when other crops of the batch change: crops must be independent"
+                            "the output for a crop changes when other crops of the batch change: crops must be independent"
                         )
 
     def _repeatable_output(self, number: int, x_BSLT: torch.Tensor) -> torch.Tensor:
-        """The function's output for a batch, always with the same random numbers."""
+        """Returns the function's output for a batch; every call uses the same random numbers."""
         rows = np.arange(len(x_BSLT))
         places = Places(np.zeros_like(rows), rows, np.zeros_like(rows))
         self.draw.manual_seed(0)
@@ -304,21 +320,23 @@ class ExtraAugmentation:
 
 
 def agree_within_rounding(a_BSLT: torch.Tensor, b_BSLT: torch.Tensor) -> bool:
-    """True if two batches differ by rounding at most."""
+    """Returns True if two batches differ at most by rounding."""
     return bool(torch.isclose(a_BSLT, b_BSLT, rtol=0, atol=TOLERANCE_MV).all())
 
 
 def require_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Returns y; ConfigError if its type, shape or device differs from that of x."""
+    """Returns y. Raises ConfigError if the type, shape or device of y differs from that of x."""
     if (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device):
         return y
     difference = f"{list(y.shape)} {y.dtype} on {y.device}"
-    raise ConfigError(f"{list(x.shape)} became {difference}: keep its shape, type and device")
+    raise ConfigError(
+        f"{list(x.shape)} became {difference}: keep the batch's shape, type and device"
+    )
 
 
 class Upload:
     """Copies host memory to a GPU on a stream of its own, so that a copy does not wait for
-    queued kernels. Call `wait` before writing to that host memory again."""
+    queued kernels. Call `wait` before writing to the copied host memory again."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -331,7 +349,8 @@ class Upload:
             self.copied.record()
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(self.copied)
-        uploaded.record_stream(computing)  # so that its memory is not reused while kernels read it
+        # keeps the memory from being reused while kernels read it
+        uploaded.record_stream(computing)
         return uploaded
 
     def wait(self) -> None:

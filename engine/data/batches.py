@@ -27,18 +27,20 @@ from .order import Places
 from .reader import CropReader, read_ahead
 from .staging import Staging
 
-CACHE_SHARDS = 8  # shards of a remote dataset cached on the local disk
-SPARSE_SHARE = 0.5  # below this share of the shards' bytes, crops are read one by one
+CACHE_SHARDS = 8  # size of the temporary cache on the local disk, in shards of a remote dataset
+# if the crops are less than this share of their shards' bytes, they are read one by one
+SPARSE_SHARE = 0.5
 
 log = logging.getLogger(__name__)
 
 
 def start_download(x: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Starts a copy to the host and returns a function that waits for the copy. Work queued on the
-    GPU later does not delay it."""
+    """Starts copying x to the host. Returns a function that waits for the copy and returns it.
+    Work that is queued on the GPU later does not delay the copy."""
     if not x.is_cuda:
         return x.cpu().numpy
-    host, copied = x.to("cpu", non_blocking=True), torch.cuda.Event()  # to pinned memory
+    # torch makes this copy in pinned memory
+    host, copied = x.to("cpu", non_blocking=True), torch.cuda.Event()
     copied.record(torch.cuda.current_stream(x.device))
 
     def wait() -> np.ndarray:
@@ -51,7 +53,7 @@ def start_download(x: torch.Tensor) -> Callable[[], np.ndarray]:
 class CropBatch(NamedTuple):
     uv_BLT: np.ndarray  # int16 [B, 12, 5000] in microvolts, valid until the next batch is requested
     halves_B: np.ndarray  # how many halves of 5 s each crop has: 1 or 2
-    crops: Any = None  # which crops these are, in the caller's terms
+    crops: Any = None  # the caller's own description of the crops, such as their rows
 
 
 def predict(
@@ -60,18 +62,19 @@ def predict(
     forward: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> Iterator[tuple[CropBatch, np.ndarray]]:
-    """Yields each batch, without its signal, and forward(prepare(uv_BLT, halves_B)) in float32.
-    `prepare`: returns the model's input, like engine.model.input.Input.windows."""
+    """Yields (batch without its signal, outputs) for each batch. Outputs are
+    forward(prepare(uv_BLT, halves_B)) in float32. `prepare` returns the model's input, like
+    engine.model.input.Input.windows."""
     upload = Upload(device) if device.type == "cuda" else None
 
-    # not inference_mode: ZeRO stage 3 may gather weights here that training uses afterwards
+    # not torch.inference_mode: ZeRO stage 3 may gather weights here that training uses afterwards
     @torch.no_grad()
     def launch(batch: CropBatch) -> tuple[CropBatch, Callable[[], np.ndarray]]:
         host = torch.from_numpy(batch.uv_BLT)
         uv_BLT = upload(host) if upload else host.to(device)
         outputs = start_download(forward(prepare(uv_BLT, batch.halves_B)).float())
         if upload:
-            upload.wait()  # the next batch may overwrite the host's memory
+            upload.wait()  # waits, because the next batch may overwrite the host's memory
         return batch._replace(uv_BLT=np.empty(0, np.int16)), outputs
 
     waiting: tuple[CropBatch, Callable[[], np.ndarray]] | None = None
@@ -89,9 +92,9 @@ def dataset_batches(
     threads: int = 2,
     pin: bool = False,
 ) -> Iterator[CropBatch]:
-    """Reads crops by their rows, which become `crops` of each batch. `on_corrupt`: "skip" leaves
-    out unreadable crops. Shards of a remote dataset pass through a temporary cache; if few of
-    their crops are needed, these are read one by one."""
+    """Yields batches of crops, given their rows; `crops` of each batch has the rows.
+    `on_corrupt`: "skip" leaves out unreadable crops. Shards of a remote dataset pass through a
+    temporary cache, unless few of their crops are needed: these are then read one by one."""
     if not batches:
         return
     halves, staging = dataset.column("halves"), None
@@ -122,7 +125,7 @@ def dataset_batches(
         ):
             good = (
                 report.row == request.row
-            )  # a bad crop is replaced by another, which was not asked for
+            )  # leaves out crops that the reader put in place of bad ones, as nobody asked for them
             rows = request.row[good]
             if len(rows):
                 yield CropBatch(uv_BLT if good.all() else uv_BLT[good], halves[rows], rows)

@@ -31,18 +31,20 @@ class PipelineConfig:
     views: Views = "halves"
     # 0: shuffle the whole dataset; G: shuffle G shards at a time, for remote data and slow disks
     block_shards: Annotated[int, Field(ge=0)] = 0
-    weights: tuple[float, ...] | None = None  # sampling weights of several datasets; None: by size
-    # format to read if a dataset has both; null: tar
+    # sampling weight of each dataset; None: its number of selected crops
+    weights: tuple[float, ...] | None = None
+    # format to read; null: tar if the dataset has it, else zarr
     source: MayChange[Literal["tar", "zarr"] | None] = None
     # verify a crop's checksum at its first read, at every read, or never
     check: MayChange[Literal["first", "always", "never"]] = "first"
-    # stop at a crop that cannot be read, or skip and count it
+    # stop: raise an error at a crop that cannot be read; skip: read another crop instead, and count
+    # it
     on_corrupt: MayChange[Literal["stop", "skip"]] = "stop"
-    # reading threads; None: 1, on a GPU 2
+    # number of threads that read crops; None: 1 on a CPU, 2 on a GPU
     threads: MayChange[Annotated[int | None, Field(ge=1)]] = None
     read_ahead: MayChange[Annotated[int, Field(ge=1)]] = 2  # minimum number of prefetched batches
     cache_dir: MayChange[str | None] = None  # local cache folder for datasets on s3://
-    cache_bytes: MayChange[int] = 100 * 2**30  # size limit of cache_dir
+    cache_bytes: MayChange[int] = 100 * 2**30  # size limit of cache_dir in bytes
 
 
 @one_line_errors
@@ -50,11 +52,12 @@ class PipelineConfig:
 class LoaderConfig(PipelineConfig):
     """The section `pipeline` and the settings of other sections that the loader needs."""
 
-    batch_crops: int = 512  # over all ranks
-    # crops of a rank contrasted at a time; None: its whole share
+    batch_crops: int = 512  # crops in a batch, over all ranks
+    # number of crops of a rank that are contrasted at a time; None: all crops of the rank
     micro_batch: Annotated[int | None, Field(ge=1)] = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    # 0: random lead masking is drawn for each half. Else a crop will become so many windows, and
-    # Batch.keep_BSL1 has a mask for each: leads must be masked after their filter
+    # 0: random lead masking is drawn for each half of a crop. n > 0: the model's input will cut
+    # each crop into n windows, and Batch.keep_BSL1 has a mask for each window, because leads must
+    # be masked after the windows are filtered
     windows: Annotated[int, Field(ge=0)] = 0

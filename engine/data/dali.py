@@ -23,11 +23,11 @@ from .augmenter import Augmenter
 from .config import FS_HZ, HALF, MV_PER_UV, Views
 
 PREFETCH = 2
-# Batches that DALI may still be reading, as it does not copy what it is fed: those that it
-# prefetches, the one it returns, and the one before, whose copy to the GPU `release` has not waited
-# for.
+# Number of batches that DALI may still be reading, because it does not copy what it is fed: the
+# batches that it prefetches, the batch that it returns, and the batch before that one, whose copy
+# to the GPU `release` has not waited for.
 BATCHES_IN_USE = PREFETCH + 2
-HOST_PARAMETER = "start"  # fn.slice needs this one on the host
+HOST_PARAMETER = "start"  # name of the parameter that stays on the host, where fn.slice needs it
 
 
 def check_installed() -> None:
@@ -41,8 +41,8 @@ def check_installed() -> None:
 
 
 class DaliOps:
-    """TorchOps for a graph: a sample of DALI is one crop, without the batch axis. White noise is
-    missing."""
+    """The operations of TorchOps for a DALI graph, except white noise. DALI computes with single
+    crops, so there is no batch axis."""
 
     def __init__(self) -> None:
         from nvidia.dali import types
@@ -59,7 +59,8 @@ class DaliOps:
         return fn.cat(*leads, axis=1)
 
     def matmul(self, matrix: Node, x: Node) -> Node:
-        """The matrix product, as a sum of column times row: DALI has none."""
+        """Returns the matrix product as a sum of columns times rows, because DALI has no matrix
+        product."""
         total = matrix[:, :, 0:1] * x[:, 0:1, :]
         for lead in ALL_LEADS[1:]:
             total = total + matrix[:, :, lead : lead + 1] * x[:, lead : lead + 1, :]
@@ -96,8 +97,8 @@ class InFlight:
         self.current = batch
 
     def release(self) -> None:
-        """Call before the next batch, when all kernels that read the current one are queued. Keeps
-        at most two batches."""
+        """Lets go of batches that the GPU has finished reading; keeps at most two batches. Call
+        before the next batch, when all kernels that read the current batch are queued."""
         if self.current is not None:
             event = self.event()
             event.record()
@@ -108,8 +109,8 @@ class InFlight:
 
 class Pipeline:
     """Runs DALI ahead of its consumer. `feed` yields (position, crops int16 [B, 12, 5000],
-    parameters) and may overwrite the crops BATCHES_IN_USE items later. `example`: the parameters of
-    any batch."""
+    parameters), and may overwrite the crops after BATCHES_IN_USE more items. `example`: the
+    parameters of any batch, for their names."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class Pipeline:
             device_id=device_id,
             prefetch_queue_depth=PREFETCH,
         )
-        def definition() -> Any:
+        def define_graph() -> Any:
             stamp, crops, *parameters = fn.external_source(
                 source=self._feed_next, num_outputs=2 + len(self.names), batch=True, no_copy=True
             )
@@ -161,7 +162,7 @@ class Pipeline:
             x = fn.cast(x, dtype=types.DALIDataType.FLOAT) * np.float32(MV_PER_UV)
             return stamp, augment(x, p, self.stages, DaliOps())
 
-        return definition
+        return define_graph
 
     def _feed_next(self) -> list[np.ndarray]:
         position, crops, p = next(self.feed)
@@ -170,13 +171,14 @@ class Pipeline:
         return self.fed_arrays[-1]
 
     def release(self) -> None:
-        """Call before `next_batch`: waits until the GPU has finished with all but the last batches."""
+        """Waits until the GPU has finished with all but the last batches. Call before
+        `next_batch`."""
         if self.in_flight:
             self.in_flight.release()
 
     def next_batch(self) -> tuple[int, torch.Tensor]:
-        """Returns (position of the batch, x_BSLT). The tensor shares DALI's memory. On a GPU, torch's
-        current stream waits for it, and the host does not."""
+        """Returns (position of the batch, x_BSLT). The tensor shares DALI's memory. On a GPU,
+        torch's current stream waits for the tensor, but the host does not."""
         on_stream = [torch.cuda.current_stream(self.device)] if self.device.type == "cuda" else []
         stamp, x = self.pipeline.run(*on_stream)
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(x.as_tensor())
@@ -185,8 +187,8 @@ class Pipeline:
         return int(np.asarray(stamp.as_cpu().at(0))[0]), tensor
 
     def close(self) -> None:
-        """Shut down now, not at garbage collection: until then DALI may read the crops that it was
-        fed."""
+        """Shuts DALI down at once, not at garbage collection: until then DALI may read the crops
+        that it was fed."""
         self.pipeline._shutdown()
 
 

@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from omnilead.data_tools.dataset import Data, Dataset, Ecg, open_all
 
-from ..settings.errors import ConfigError, Flag, first_names
+from ..settings.errors import ConfigError, Flag, join_first_names
 
-LISTED_DATASETS = 3  # datasets in a message
+LISTED_DATASETS = 3  # number of datasets that a message lists
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Datasets:
 
     @cached_property
     def first_rows(self) -> np.ndarray:
-        """The number of the first crop of each dataset."""
+        """Returns, for each dataset, the number of its first crop in the consecutive numbering."""
         return np.cumsum([0, *map(len, self.all)])[:-1]
 
     def __len__(self) -> int:
@@ -38,18 +38,19 @@ class Datasets:
 
     @property
     def name(self) -> str:
-        return first_names([dataset.root.url for dataset in self.all], LISTED_DATASETS)
+        return join_first_names([dataset.root.url for dataset in self.all], LISTED_DATASETS)
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's fingerprint; of several datasets, a hash of their fingerprints in this
-        order."""
+        """Returns the fingerprint of a single dataset, or a hash of the fingerprints of several
+        datasets in this order."""
         prints = [dataset.fingerprint for dataset in self.all]
         return prints[0] if len(prints) == 1 else sha256(" ".join(prints).encode()).hexdigest()
 
     @property
     def plan(self) -> str | None:
-        """The plan by which `omnilead shard` assigned the roles."""
+        """Returns the plan by which `omnilead shard` assigned the roles of crops; different
+        plans are joined by "and"."""
         plans = dict.fromkeys(dataset.facts.plan for dataset in self.all)
         return " and ".join(map(str, plans)) if len(plans) > 1 else next(iter(plans))
 
@@ -64,21 +65,22 @@ class Datasets:
         return self.concatenate(lambda dataset: dataset.column(name))
 
     def concatenate(self, values_of: Callable[[Dataset], np.ndarray]) -> np.ndarray:
-        """values_of(dataset) of all datasets, concatenated."""
+        """Returns values_of(dataset) of all datasets, concatenated."""
         return np.concatenate([values_of(dataset) for dataset in self.all])
 
     def select(self, identity: str) -> np.ndarray:
-        """The crops with this role in identification."""
+        """Returns the numbers of the crops that have this role in identification."""
         return np.flatnonzero(
             self.concatenate(lambda dataset: dataset.column("id_role")) == identity
         )
 
     def dataset_numbers(self, rows: np.ndarray) -> np.ndarray:
-        """The number of the dataset that each crop is in."""
+        """Returns, for each crop, the index of its dataset."""
         return np.asarray(np.searchsorted(self.first_rows, rows, side="right") - 1)
 
     def rows_by_dataset(self, rows: np.ndarray) -> list[np.ndarray]:
-        """For each dataset, the rows that these crops have in it."""
+        """Returns, for each dataset, those of these crops that are in it, as rows of that
+        dataset."""
         number_N = self.dataset_numbers(rows)
         return [
             rows[number_N == number] - begin
@@ -86,15 +88,15 @@ class Datasets:
         ]
 
     def split_by_dataset(self, values_N: np.ndarray) -> list[np.ndarray]:
-        """The values of all crops, split into one array per dataset."""
+        """Splits an array with a value for each crop into one array per dataset."""
         return np.split(values_N, self.first_rows[1:])
 
 
 def open_together(
     data: Data | Sequence[Data], anonymous: bool = False, option: str = Flag("--data")
 ) -> Datasets:
-    """Opens datasets that are used together (data_tools.dataset.dataset_paths). `option`: its name in
-    messages."""
+    """Opens datasets that are used together (data_tools.dataset.dataset_paths). `option`: the
+    option that named them, for messages."""
     datasets = open_all(data, anonymous, option)
     names = " and ".join(dataset.root.url for dataset in datasets)
     if not datasets:

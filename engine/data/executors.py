@@ -29,7 +29,8 @@ from .reader import CropReader, CropSink, ReadReport
 from .stage_timer import StageTimer
 from .writer import crop_writer
 
-# on a CPU, small batches are read together, so that reads lie closer: a third less time at 64 crops
+# On a CPU, small batches are read together, up to this many crops. The crops of a read then lie
+# closer together in the files, which saves a third of the time with batches of 64 crops
 CROPS_PER_READ = 256
 
 
@@ -37,48 +38,51 @@ CROPS_PER_READ = 256
 class ReadCrops:
     """One or more batches that have been read."""
 
-    plan: Plan  # plan of the crops that were read; some may be replacements
+    plan: Plan  # plan of the crops that were read; some may be replacements of bad crops
     buffer: Any
     report: ReadReport
 
     def batch(self, crops: slice) -> "ReadCrops":
-        """Returns one of the batches. Raises if it has a crop that could not be read."""
-        plan, report = self.plan.plan_of(crops), self.report.report_on(crops)
+        """Returns the batch that consists of a slice of these crops. Raises DatasetError if one
+        of its crops could not be read."""
+        plan, report = self.plan.plan_of_part(crops), self.report.report_of_batch(crops)
         return ReadCrops(plan, self.buffer[crops], report)
 
 
 @dataclass(frozen=True, eq=False)
 class Executor(ABC):
-    """Reads planned crops and makes batches of them."""
+    """Base class: reads planned crops and makes batches of them."""
 
     augmenter: Augmenter
     reader: CropReader
     meter: StageTimer
     crops: int  # crops in a batch
-    reuse_batches: bool = False  # TorchOnCpu may reuse them: see Loader
+    # True: TorchOnCpu may overwrite a batch when the next one is requested
+    reuse_batches: bool = False
 
-    batches_in_use: ClassVar = 1  # buffers that may still be read when the next batch is asked for
+    # number of buffers that may still be read when the next batch is requested
+    batches_in_use: ClassVar = 1
 
     @property
     def batches_per_read(self) -> int:
-        """The number of batches that are read at a time."""
+        """Returns the number of batches that are read at a time."""
         return 1
 
     def buffers(self, ahead: int) -> Sequence[Any]:
-        """Memory to read `ahead` batches into, beside those in use."""
+        """Returns buffers for the batches to read: `ahead` + `batches_in_use`."""
         return self.reader.buffers(ahead + self.batches_in_use, self.crops)
 
     def read(self, plan: Plan, buffer: Any) -> ReadCrops:
-        """Read a plan's crops, and with torch on a CPU augment them."""
+        """Reads the crops of a plan. TorchOnCpu also augments them."""
         output = self.read_target(plan, buffer)
         with self.meter.timed("read"):
             report = self.reader.read_to(plan.places, output)
-        if report.skipped:  # what is random about a replacement depends on its row
+        if report.skipped:  # the random parameters of a replacement depend on its row
             plan = self.augmenter.plan(replace(plan.places, row=report.row))
         return ReadCrops(plan, buffer, report)
 
     def read_target(self, plan: Plan, buffer: Any) -> np.ndarray | CropSink:
-        """Returns what the reader writes the crops to."""
+        """Returns the array or CropSink to which the reader gives the crops."""
         crops: np.ndarray = buffer
         return crops
 
@@ -86,15 +90,16 @@ class Executor(ABC):
     def augment(
         self, batches: Iterator[ReadCrops]
     ) -> Generator[tuple[ReadCrops, Tensor], None, None]:
-        """Yields (batch, the model's input made of it)."""
+        """Yields (batch, x_BSLT) for each batch that was read; x_BSLT is the model's input."""
 
 
 class TorchOnCpu(Executor):
-    """The threads that read crops also turn them into tensors, while they are in the core's cache."""
+    """The threads that read crops also augment them, while the crops are in the core's cache."""
 
     @property
     def batches_per_read(self) -> int:
-        # from s3://, one batch at a time, so that a batch does not wait for the next one's shards
+        # From s3://, one batch is read at a time, so that it does not wait for the shards of the
+        # next batch
         return 1 if self.reader.staging else max(1, CROPS_PER_READ // self.crops)
 
     def buffers(self, ahead: int) -> Sequence[Tensor]:
@@ -120,7 +125,7 @@ class TorchOnCpu(Executor):
 
 
 class TorchOnGpu(Executor):
-    """Crops are read into pinned memory, and augmented on the GPU."""
+    """Reads crops into pinned memory, and augments them on the GPU."""
 
     def augment(
         self, batches: Iterator[ReadCrops]
@@ -132,12 +137,14 @@ class TorchOnGpu(Executor):
                 x_BSLT = self.augmenter(upload(torch.from_numpy(batch.buffer)), p)
             yield batch, x_BSLT
             with self.meter.timed("read_wait"):
-                # before the next batch is asked for, which returns this one's buffer to the reader
+                # waits here, because the request for the next batch returns this batch's buffer to
+                # the reader
                 upload.wait()
 
 
 class Dali(Executor):
-    """DALI prefetches, so a batch is kept until DALI returns it."""
+    """Augments with DALI. DALI prefetches, so each batch is kept until DALI has returned its
+    x_BSLT."""
 
     batches_in_use = dali.BATCHES_IN_USE
 

@@ -1,4 +1,4 @@
-"""Data leakage: patients in the training set of one dataset and the test set of another.
+"""Finds data leakage: patients in the training set of one dataset and the test set of another.
 
 refuse_leak(datasets, trained, held)                 # rows of each: a patient trained on in one is held out in another
 """
@@ -15,7 +15,7 @@ from omnilead.data_tools.dataset import COLUMNS, Dataset
 from ..settings.errors import ConfigError
 from .patients import batches_with_masks, patient_source
 
-LEAK_KINDS = ("record", "patient", "waveform")  # what two crops may share
+LEAK_KINDS = ("record", "patient", "waveform")  # what two crops may have in common
 
 
 def refuse_leak(
@@ -24,11 +24,12 @@ def refuse_leak(
     held: Sequence[np.ndarray],
     option: str = "data.datasets",
 ) -> None:
-    """Raises ConfigError if one dataset trains on a record, patient or waveform that another holds
-    out. `trained`, `held`: rows of each dataset. `option`: what named the datasets."""
+    """Raises ConfigError if one dataset trains on a record, patient or waveform that another
+    dataset holds out. `trained`, `held`: for each dataset, the rows trained on and the rows held
+    out. `option`: the option that named the datasets, for the message."""
     if len(datasets) < 2 or not any(map(len, held)):
         return
-    for kind in LEAK_KINDS:  # one at a time: names take the most memory
+    for kind in LEAK_KINDS:  # one kind at a time, since its names take the most memory
         learnt, tested = [], []
         for dataset, *sides in zip(datasets, trained, held, strict=True):
             names, tested_names = _names_by_side(dataset, sides, kind)
@@ -46,8 +47,8 @@ def refuse_leak(
 
 
 def held_out_rows(dataset: Dataset) -> np.ndarray:
-    """The rows that pre-training must not see: those with the role valid, test, gallery or
-    probe."""
+    """Returns the rows that pre-training must not see: those with the role valid, test, gallery
+    or probe."""
     table = dataset.table(["dx_role", "id_role"])
     diagnosed = pc.is_in(table["dx_role"], pa.array(["valid", "test"]))
     identified = pc.is_in(table["id_role"], pa.array(["gallery", "probe"]))
@@ -55,8 +56,8 @@ def held_out_rows(dataset: Dataset) -> np.ndarray:
 
 
 def describe_overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str:
-    """Describe a record, patient or waveform in both `rows` of `a` and `others` of `b`; "" if there
-    is none."""
+    """Returns the name of a record, patient or waveform that is both in `rows` of `a` and in
+    `others` of `b`; "" if there is none."""
     for kind in LEAK_KINDS:
         (names,) = _names_by_side(a, [rows], kind)
         (other_names,) = _names_by_side(b, [others], kind)
@@ -66,7 +67,7 @@ def describe_overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarra
 
 
 def _first_in_both(names: pa.ChunkedArray, others: pa.ChunkedArray) -> str:
-    """The first of the names that is among the others; "" if there is none."""
+    """Returns the first of `names` that is also in `others`; "" if there is none."""
     shared = names.filter(pc.is_in(names, others))
     return str(shared[0]) if len(shared) else ""
 
@@ -74,7 +75,8 @@ def _first_in_both(names: pa.ChunkedArray, others: pa.ChunkedArray) -> str:
 def _names_by_side(
     dataset: Dataset, sides: Sequence[np.ndarray], kind: str
 ) -> list[pa.ChunkedArray]:
-    """The names of the crops of each side, without those whose patient is unknown."""
+    """Returns, for each of `sides` (arrays of rows), the names of its records, patients or
+    waveforms, as `kind` says. Unknown patients are left out."""
     names_of_sides: list[list[pa.Array]] = [[] for _ in sides]
     columns = [kind] if kind == "waveform" else ["source", kind]
     for part, *masks in batches_with_masks(dataset, columns, sides):

@@ -37,8 +37,9 @@ from .reader import BadCrop, CropReader, fill_ahead
 from .stage_timer import StageTimer
 from .staging import Staging
 
-CROPS_PER_PLAN = 1024  # planned at a time, to share the overhead of numpy calls
-# The settings of LoaderConfig that determine a batch
+# number of crops that are planned at a time, to share the overhead of numpy calls
+CROPS_PER_PLAN = 1024
+# The settings of LoaderConfig that determine what a batch contains
 RECIPE_SETTINGS = ("batch_crops", "seed", "views", "block_shards", "weights", "augment", "windows")
 State = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -49,13 +50,14 @@ class Batch:
     x_BSLT: torch.Tensor  # float32 millivolts on the device
     places: Places  # dataset, row and epoch of each crop
     skipped: tuple[BadCrop, ...] = ()  # unreadable crops that were replaced
-    keep_BSL1: np.ndarray | None = None  # bool, with LoaderConfig.windows
+    # bool: the leads to keep in each window; None if LoaderConfig.windows is 0
+    keep_BSL1: np.ndarray | None = None
 
 
 def crop_order(
     config: LoaderConfig, datasets: Sequence[Dataset], selection: Selection = ALL_CROPS
 ) -> Order:
-    """The order of the selected crops."""
+    """Returns the order in which the selected crops are drawn."""
     selected = [DatasetRows.select(dataset, selection, d) for d, dataset in enumerate(datasets)]
     return Order(
         tuple(selected), config.batch_crops, config.seed, config.weights, config.block_shards
@@ -77,8 +79,8 @@ class Loader:
         step: int = 0,
         reuse_batches: bool = False,
     ) -> None:
-        """`step`: where to start without a `state`. `reuse_batches`: on a CPU, a batch may be
-        overwritten when the next one is asked for, which saves copying it."""
+        """`step`: the step to start at without a `state`. `reuse_batches`: on a CPU, a batch may
+        be overwritten when the next one is requested, which saves copying it."""
         self.config, self.device, self.rank, self.world = config, device, rank, world
         self.backend = self._choose_backend()
         self.extra = None
@@ -86,8 +88,8 @@ class Loader:
             self.extra = ExtraAugmentation(named_functions, config.seed, rank, device)
             self.extra.examine(len(config.augment.output_leads))
         self.order = crop_order(config, datasets, selection)
-        # fail early if the batch cannot be divided
-        self.order.rank_places(0, rank, world, micro=config.micro_batch)
+        # fails early if the batch cannot be divided among ranks and micro-batches
+        self.order.places_of_rank(0, rank, world, micro=config.micro_batch)
         self.crops = config.batch_crops // world
         self.reuse_batches = reuse_batches
         self.recipe = self._recipe(datasets, selection)
@@ -99,7 +101,8 @@ class Loader:
             config.augment, config.views, config.seed, device, measured, config.windows
         )
         self.staging = self._make_staging(datasets)
-        # a second thread costs a CPU a third more time per crop; it halves the wait for a cold disk
+        # a second thread costs a CPU a third more time per crop, but halves the wait for a cold
+        # disk
         self.threads = config.threads or (1 if device.type == "cpu" else 2)
         self.reader = CropReader(
             datasets,
@@ -126,7 +129,7 @@ class Loader:
         return self.order.steps_per_epoch
 
     def close(self) -> None:
-        if self.staging:  # close it first: a reader may be waiting for a shard
+        if self.staging:  # closed before the reader, which may be waiting for a shard
             self.staging.close()
         self.reader.close()
 
@@ -145,8 +148,8 @@ class Loader:
                 yield batch, {"crops_seen": seen, "recipe": self.recipe}
 
     def _batches(self) -> Generator[Batch, None, None]:
-        """Plan and read in a thread of their own, ahead of training; augment in the thread that asks
-        for the batch, unless the reading threads have done it."""
+        """Yields batches. A thread of its own plans and reads them ahead of training. The thread
+        that requests a batch augments it, unless the reading threads have done so."""
         executor = self._make_executor()
         plans = self._plans(executor)
         buffers = executor.buffers(self.config.read_ahead)
@@ -165,19 +168,19 @@ class Loader:
         return kind(self.augmenter, self.reader, self.meter, self.crops, self.reuse_batches)
 
     def _plans(self, executor: Executor) -> Iterator[Plan]:
-        """A plan for each group of batches that are read together."""
+        """Yields a plan for each group of batches that are read together."""
         crops = executor.batches_per_read * self.crops
         steps = max(1, CROPS_PER_PLAN // crops) * executor.batches_per_read
         for first in count(self.step, steps):
             with self.meter.timed("plan"):
-                places = self.order.rank_places(
+                places = self.order.places_of_rank(
                     first, self.rank, self.world, steps, self.config.micro_batch
                 )
                 plan = self.augmenter.plan(places)
-            yield from map(plan.plan_of, _slices(len(places), crops))
+            yield from map(plan.plan_of_part, _slices(len(places), crops))
 
     def _single_batches(self, read: Iterator[ReadCrops]) -> Generator[ReadCrops, None, None]:
-        """Yields single batches from groups that were read together."""
+        """Yields the single batches out of groups that were read together."""
         while True:
             with self.meter.timed("read_wait"):
                 several = next(read)
@@ -203,7 +206,8 @@ class Loader:
         return Staging(remote, cache_dir, self.config.cache_bytes, order, together, ahead)
 
     def _recipe(self, datasets: Sequence[Dataset], selection: Selection) -> dict[str, Any]:
-        """Everything besides `crops_seen` that determines the next batch, as JSON."""
+        """Returns everything besides `crops_seen` that determines the next batch, in JSON's
+        types."""
         return {
             "datasets": [dataset.fingerprint for dataset in datasets],
             "roles": dict(sorted(selection.criteria().items())),
@@ -213,10 +217,14 @@ class Loader:
 
 
 def step_to_resume(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
-    """The step to resume at. Raises if `state` is from a run with another recipe."""
+    """Returns the step to resume at. Raises ConfigError if `state` is from a run with another
+    recipe."""
     before: Any = state.get("recipe")
     if not isinstance(before, dict):
-        raise ConfigError("cannot resume: the loader's state has no recipe: start a new run")
+        raise ConfigError(
+            "cannot resume: the saved state has no `recipe`, the data and settings from which its "
+            "batches were made: start a new run"
+        )
     before, recipe_now = flatten(_upgrade_recipe(before)), flatten(recipe)
     for key in sorted(before.keys() | recipe_now.keys()):
         saved = before.get(key)
@@ -227,14 +235,14 @@ def step_to_resume(state: State, recipe: dict[str, Any], batch_crops: int) -> in
     seen = state.get("crops_seen")
     if type(seen) is not int or not 0 <= seen < 2**63 or seen % batch_crops:
         raise ConfigError(
-            f"cannot resume: crops_seen={str(seen)[:40]} is not a whole number of batches: start "
+            f"cannot resume: crops_seen={str(seen)[:40]} is not the number of crops in whole batches: start "
             "a new run"
         )
     return seen // batch_crops
 
 
 def _recipe_settings(config: LoaderConfig) -> dict[str, Any]:
-    """The settings that determine a batch, as JSON."""
+    """Returns the settings that determine what a batch contains, in JSON's types."""
     tree: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return {name: tree[name] for name in RECIPE_SETTINGS}
 
@@ -244,7 +252,8 @@ def _upgrade_recipe(recipe: dict[str, Any]) -> dict[str, Any]:
     saved = {name: recipe[name] for name in RECIPE_SETTINGS if name in recipe}
     try:
         config = TypeAdapter(LoaderConfig).validate_json(json.dumps(saved))
-    except ValidationError:  # it has settings that no longer exist: the comparison reports them
+    # the recipe has settings that no longer exist; `step_to_resume` reports them
+    except ValidationError:
         return recipe
     return recipe | _recipe_settings(config)
 

@@ -1,10 +1,10 @@
-"""The order of crops: a pure function of the seed, the position and the datasets. Its only state is
-`crops_seen`.
+"""The order of crops: a pure function of the seed, the position and the datasets. The only state to
+save is `crops_seen`.
 
     rows = DatasetRows.select(Dataset.open("DATASET"), Selection(pretrain=True))
     order = Order((rows,), batch_crops=512, seed=0)
     order.batch(step)                       # the global batch: the same crops in the same order for every world size
-    order.rank_places(step, rank, world)    # this rank's part of it
+    order.places_of_rank(step, rank, world)    # this rank's part of it
     order.places(crops_seen, 512).row       # to resume, start from crops_seen
 
 Nothing is shuffled in memory: a keyed permutation maps a position to a row, in 0.20 ms for 512 of
@@ -12,7 +12,7 @@ Nothing is shuffled in memory: a keyed permutation maps a position to a row, in 
 
 One dataset: position p of epoch e is permute(p, N, key(seed, e)). The incomplete last batch of an
 epoch is dropped: different rows in each epoch. Several datasets: each has its own epochs and drops
-nothing; `dataset_and_turn` assigns positions to datasets.
+nothing; `dataset_and_draw_number` assigns positions to datasets.
 
 Block order (block_shards = G > 0) permutes the shards, then the crops within each block of G
 shards, so that a batch needs only G shards. Crops are in random order across shards, so batches are
@@ -36,15 +36,18 @@ from ..settings.errors import ConfigError
 from .patients import cached_choice, validation_split
 from .where import where_mask
 
-DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
+# number of positions in a cycle, in which each dataset has its exact share, rounded to 2**-30
+CYCLE_POSITIONS = 2**30
 LOOK_AHEAD = 4096
 
 
 class OrderError(ConfigError):
-    """Settings that allow no order, or an empty selection."""
+    """Raised if the settings allow no order of crops, or if no crops are selected."""
 
 
-def dataset_and_turn(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def dataset_and_draw_number(
+    position: np.ndarray, quotas: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns, in closed form, the dataset of each position (int16) and how many earlier positions
     that dataset has (int64).
 
@@ -56,11 +59,12 @@ def dataset_and_turn(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.nd
     dataset = np.full(position.shape, len(quotas) - 1, np.int16)
     turn = np.empty(position.shape, np.int64)
     left = np.ones(position.shape, bool)
-    for d, quota in enumerate(quotas[:-1]):  # each dataset against all later ones
+    # decides which positions dataset d has, and which the later datasets share
+    for d, quota in enumerate(quotas[:-1]):
         remaining_quota = sum(quotas[d:])
         before, after = (
-            _count_dealt(place, quota, remaining_quota),
-            _count_dealt(place + 1, quota, remaining_quota),
+            _count_own_positions(place, quota, remaining_quota),
+            _count_own_positions(place + 1, quota, remaining_quota),
         )
         is_own = left & (after > before)
         dataset[is_own], turn[is_own] = d, (cycle * quota + before)[is_own]
@@ -70,29 +74,32 @@ def dataset_and_turn(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.nd
     return dataset, turn
 
 
-def _count_dealt(places: Any, quota: int, remaining_quota: int) -> Any:
-    """The number of the first `places` places that go to a dataset that gets `quota` of every
-    `remaining_quota` (Bresenham)."""
+def _count_own_positions(places: Any, quota: int, remaining_quota: int) -> Any:
+    """Returns how many of the first `places` positions belong to a dataset that gets `quota` of
+    every `remaining_quota` positions, evenly spread (Bresenham's algorithm)."""
     return (places * quota + remaining_quota // 2) // remaining_quota
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Which crops of the datasets are drawn; by default all."""
+    """Says which crops of the datasets are drawn; by default all."""
 
-    # The roles of Dataset.select
+    # roles, as in Dataset.select; None: any role
     pretrain: bool | None = None
     dx: str | None = None
     identity: str | None = None
-    halves: int | None = None  # 2: no crop whose second half is empty
-    # Leave out this share of the patients, or with `held` select only these (validation_split)
+    # crops with fewer halves are left out; with 2, these are the crops whose second half is empty
+    halves: int | None = None
+    # share of the patients to leave out, or, with `held`, to select alone (validation_split)
     hold_out: float = 0.0
     held: bool = False
-    where: str = ""  # data.where
-    rows: Sequence[np.ndarray] = ()  # rows of each dataset; (): all that meet the criteria above
+    where: str = ""  # an expression that selects crops (data.where); "": all crops
+    # for each dataset, the rows to select from if no role is given; (): all rows
+    rows: Sequence[np.ndarray] = ()
 
     def criteria(self) -> dict[str, Any]:
-        """The criteria that are set, in JSON's types: a digest for the rows of each dataset."""
+        """Returns the criteria that are set, in JSON's types. The rows of a dataset are given by
+        their sha256."""
         chosen: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -108,24 +115,26 @@ ALL_CROPS = Selection()
 
 @dataclass(frozen=True, eq=False)
 class DatasetRows:
-    """The selected rows of one dataset. In a dataset that is only zarr, a shard is one storage
-    object."""
+    """The selected rows of one dataset. If a dataset is stored only as zarr, each storage object
+    counts as a shard."""
 
     name: str
-    numbers: np.ndarray | None  # row numbers, ascending, 4 bytes each; None: all rows
+    # selected row numbers, ascending, 4 bytes each if possible; None: all rows
+    numbers: np.ndarray | None
     first: np.ndarray  # [shards + 1] number of selected rows before each shard
-    shard_first: np.ndarray  # [shards + 1] number of rows before each shard
+    shard_first: np.ndarray  # [shards + 1] number of rows, selected or not, before each shard
 
     @classmethod
     def select(
         cls,
         dataset: Dataset,
         selection: Selection = ALL_CROPS,
-        place: int = 0,
+        dataset_index: int = 0,
     ) -> "DatasetRows":
-        """The selected rows of the `place`-th dataset."""
+        """Returns the selected rows of a dataset. `dataset_index`: the dataset's index in
+        `selection.rows`."""
         name, crops = dataset.root.url, [shard.crops for shard in dataset.shards]
-        if not crops:  # a dataset that is only zarr
+        if not crops:  # the dataset is stored only as zarr
             starts = range(0, len(dataset), SHARD_CROPS)
             crops = [min(SHARD_CROPS, len(dataset) - start) for start in starts]
         if sum(crops) != len(dataset):
@@ -133,7 +142,7 @@ class DatasetRows:
                 f"{name}: {sum(crops)} crops in its shards, {len(dataset)} in its table: run "
                 "omnilead verify"
             )
-        numbers = selection.rows[place] if selection.rows else None
+        numbers = selection.rows[dataset_index] if selection.rows else None
         role = selection.pretrain, selection.dx, selection.identity
         if role != (None, None, None):
             numbers = dataset.select(*role)
@@ -154,7 +163,7 @@ class DatasetRows:
             )
             raise OrderError(
                 f"{name}: no crop has {text}; its roles are {dataset.facts.roles.model_dump()}: select "
-                "others"
+                "other crops"
             )
         return cls.from_sizes(name, crops, numbers)
 
@@ -162,12 +171,13 @@ class DatasetRows:
     def from_sizes(
         cls, name: str, shard_crops: Sequence[int], numbers: np.ndarray | None = None
     ) -> "DatasetRows":
-        """The given rows of a dataset whose shards have these sizes."""
+        """Returns the rows `numbers` of a dataset whose shards have `shard_crops` crops each;
+        None: all rows."""
         shard_first = np.concatenate([[0], np.cumsum(shard_crops, dtype=np.int64)])
         if numbers is None or len(numbers) == shard_first[-1]:
             return cls(name, None, shard_first, shard_first)
         numbers = numbers.astype(np.int32 if shard_first[-1] < 2**31 else np.int64)
-        # in one dtype: searchsorted would otherwise copy the numbers
+        # both in one dtype, since searchsorted would otherwise copy the numbers
         first = np.searchsorted(numbers, shard_first.astype(numbers.dtype))
         return cls(name, numbers, first, shard_first)
 
@@ -175,11 +185,11 @@ class DatasetRows:
         return int(self.first[-1])
 
     def row(self, index: np.ndarray) -> np.ndarray:
-        """Row numbers of the index-th selected rows."""
+        """Returns the row numbers of the selected rows with these indices."""
         return index if self.numbers is None else self.numbers[index].astype(np.int64)
 
-    def next_row(self, row: int) -> int:
-        """The next selected row; after the last, the first."""
+    def next_selected_row(self, row: int) -> int:
+        """Returns the selected row that follows `row`; after the last one, the first."""
         if self.numbers is None:
             return (row + 1) % len(self)
         return int(self.numbers[np.searchsorted(self.numbers, row, side="right") % len(self)])
@@ -190,8 +200,8 @@ class DatasetRows:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Crops at consecutive positions. `epoch` counts per dataset: (dataset, row, epoch) is the key
-    of the augmentation."""
+    """The dataset, row and epoch of crops that are drawn one after the other. Each dataset
+    counts its own epochs. The augmentation of a crop depends on (dataset, row, epoch)."""
 
     dataset: np.ndarray  # int16 [n]
     row: np.ndarray  # int64 [n]
@@ -201,7 +211,8 @@ class Places:
         return len(self.row)
 
     def take(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """The values of these crops. `values`: for each dataset, an array over its crops."""
+        """Returns one value for each of these crops. `values`: for each dataset, an array with a
+        value for each of its crops."""
         values_of_crops = np.empty((len(self), *values[0].shape[1:]), values[0].dtype)
         for d, dataset_values in enumerate(values):
             is_own = self.dataset == d
@@ -215,9 +226,10 @@ class Places:
 @dataclass(frozen=True)
 class Order:
     rows: tuple[DatasetRows, ...]
-    batch_crops: int  # over all ranks
+    batch_crops: int  # crops in a global batch, over all ranks
     seed: int = 0
-    # None: by size, so that every crop is drawn equally often
+    # sampling weight of each dataset; None: its number of selected crops, so that every crop is
+    # drawn equally often
     weights: tuple[float, ...] | None = None
     block_shards: int = 0
 
@@ -227,11 +239,13 @@ class Order:
             raise OrderError("no dataset: give at least one")
         for rows in self.rows:
             if not 0 < len(rows) <= MAX_SIZE:
-                raise OrderError(f"{rows.name}: {len(rows)} crops are selected: select 1 to 2**40")
+                raise OrderError(
+                    f"{rows.name}: {len(rows)} crops are selected: select from 1 to 2**40"
+                )
         if not 1 <= self.batch_crops <= total:
             raise OrderError(
-                f"train.batch_crops={self.batch_crops}: {total} crops are selected: use 1 to "
-                f"{total}"
+                f"train.batch_crops={self.batch_crops}: {total} crops are selected: use a "
+                f"number from 1 to {total}"
             )
         if weights is not None:
             positive = all(0 < weight < math.inf for weight in weights)
@@ -242,13 +256,13 @@ class Order:
                 )
         if not all(self._quotas):
             raise OrderError(
-                f"pipeline.weights={weights}: one share is below 2**-30: raise it, or leave the "
-                "dataset out"
+                f"pipeline.weights={weights}: one weight is less than 2**-30 of their sum: raise it, or leave "
+                "the dataset out"
             )
 
     @property
     def crops_per_epoch(self) -> int:
-        """The number of crops in an epoch, over all ranks and datasets."""
+        """Returns the number of crops in an epoch, over all ranks and datasets."""
         return self.steps_per_epoch * self.batch_crops
 
     @property
@@ -257,31 +271,31 @@ class Order:
 
     @cached_property
     def _quotas(self) -> tuple[int, ...]:
-        """Positions of each dataset in one cycle of `dataset_and_turn`: its size, or its share of 2**30,
-        rounded by largest remainder."""
+        """Returns how many positions each dataset has in one cycle of `dataset_and_draw_number`:
+        its number of crops, or its share of 2**30, rounded by largest remainder."""
         sizes = [len(rows) for rows in self.rows]
-        if len(sizes) == 1 or (self.weights is None and sum(sizes) <= DEAL):
+        if len(sizes) == 1 or (self.weights is None and sum(sizes) <= CYCLE_POSITIONS):
             return tuple(sizes)
         weights = self.weights or sizes
-        shares = [weight / sum(weights) * DEAL for weight in weights]
+        shares = [weight / sum(weights) * CYCLE_POSITIONS for weight in weights]
         quotas = [int(share) for share in shares]
         by_remainder = sorted(range(len(shares)), key=lambda d: (quotas[d] - shares[d], d))
-        for d in by_remainder[: DEAL - sum(quotas)]:
+        for d in by_remainder[: CYCLE_POSITIONS - sum(quotas)]:
             quotas[d] += 1
         return tuple(quotas)
 
     def places(self, crops_seen: int, count: int) -> Places:
-        """The `count` crops that follow the first `crops_seen` of the run."""
+        """Returns the `count` crops that follow the first `crops_seen` crops of the run."""
         return self._places_at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
 
     def draw_counts(self, crops_seen: int) -> list[np.ndarray]:
-        """For each dataset, how often each of its crops is among the first `crops_seen` of the
-        run."""
+        """Returns, for each dataset, how often each of its crops is among the first `crops_seen`
+        crops of the run."""
         times = []
         cycle, place = divmod(crops_seen, sum(self._quotas))
         for d, rows in enumerate(self.rows):
             quota, size = self._quotas[d], self._epoch_crops(d)
-            drawn_positions = _count_dealt(place, quota, sum(self._quotas[d:]))
+            drawn_positions = _count_own_positions(place, quota, sum(self._quotas[d:]))
             place -= drawn_positions
             epochs, begun = divmod(cycle * quota + drawn_positions, size)
             counts = np.full(len(rows), epochs, np.int32)
@@ -296,14 +310,14 @@ class Order:
         return times
 
     def batch(self, step: int) -> Places:
-        return self.rank_places(step, 0, 1)
+        return self.places_of_rank(step, 0, 1)
 
-    def rank_places(
+    def places_of_rank(
         self, step: int, rank: int, world: int, steps: int = 1, micro: int | None = None
     ) -> Places:
-        """A rank's share of `steps` successive global batches. The micro-batches that all ranks
-        process at the same time are adjacent in the global batch, so the same crops are
-        contrasted for any number of ranks."""
+        """Returns a rank's share of `steps` successive global batches. The micro-batches that
+        all ranks process at the same time are adjacent in the global batch, so the same crops
+        are contrasted whatever the number of ranks."""
         if world < 1 or self.batch_crops % world:
             raise OrderError(
                 f"train.batch_crops={self.batch_crops} cannot be shared equally by {world} ranks: "
@@ -320,7 +334,7 @@ class Order:
         return self._places_at((first[:, None] + parts.reshape(-1)).reshape(-1))
 
     def _places_at(self, position: np.ndarray) -> Places:
-        dataset, turn = dataset_and_turn(position, self._quotas)
+        dataset, turn = dataset_and_draw_number(position, self._quotas)
         row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):
             own_positions = np.flatnonzero(dataset == d)
@@ -329,7 +343,8 @@ class Order:
         return Places(dataset, row, epoch)
 
     def _epoch_crops(self, dataset: int) -> int:
-        """The crops of one epoch of a dataset. A single dataset drops the incomplete last batch."""
+        """Returns the number of crops in one epoch of a dataset. A single dataset drops the
+        incomplete last batch; several datasets drop nothing."""
         return self.crops_per_epoch if len(self.rows) == 1 else len(self.rows[dataset])
 
     def _selected_index(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
@@ -346,20 +361,21 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class _EpochLayout:
-    """The non-empty shards in the order of one epoch."""
+    """The order of the shards in one epoch, without empty shards."""
 
-    index: np.ndarray  # [shards] index of the first row of each shard among the selected rows
-    before: np.ndarray  # [shards + 1] number of rows in earlier shards of this epoch
-    block_first: np.ndarray  # [blocks + 1] number of rows in earlier blocks
-    block_key: np.ndarray  # [blocks]
+    index: np.ndarray  # [shards] for each shard, the index of its first row among the selected rows
+    # [shards + 1] number of rows before each shard, in the order of this epoch
+    before: np.ndarray
+    block_first: np.ndarray  # [blocks + 1] number of rows before each block
+    block_key: np.ndarray  # [blocks] key of the permutation within each block
 
 
 @lru_cache(maxsize=64)
 def _epoch_layout(
     rows: DatasetRows, seed: int, dataset: int, epoch: int, block_shards: int
 ) -> _EpochLayout:
-    """Returns the order of shards in an epoch. Only this work grows with the number of shards: 1 to
-    5 ms for 10,000, once per epoch."""
+    """Returns the order of shards in an epoch. This is the only work that grows with the number
+    of shards: 1 to 5 ms for 10,000 shards, once per epoch."""
     crops = np.diff(rows.first)
     filled = np.flatnonzero(crops)
     key = bits(seed, RandomStream.SHARD_ORDER, dataset, epoch)
@@ -379,8 +395,8 @@ def _index_in_blocks(layout: _EpochLayout, i: np.ndarray) -> np.ndarray:
 
 
 def shards_needed(order: Order, crops_seen: int) -> Iterator[tuple[int, int]]:
-    """Yields (dataset, shard) endlessly, in the order in which they are needed after `crops_seen`,
-    each once per epoch of its dataset."""
+    """Yields (dataset, shard) endlessly, in the order in which the shards are needed after the
+    first `crops_seen` crops. Each shard comes once in each epoch of its dataset."""
     epochs: dict[int, tuple[int, set[int]]] = {}
     for start in count(crops_seen, LOOK_AHEAD):
         places = order.places(start, LOOK_AHEAD)

@@ -42,17 +42,20 @@ from .order import DatasetRows, Places
 from .staging import Key, Staging
 
 MAX_DESCRIPTORS = 256
-LEAST_READS_PER_THREAD = 8  # crops per thread: for fewer, waking a thread costs more than its reads
-UNCHECKED = -1
-MACHINE_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that do not mean a bad file
+# least number of crops per thread: waking a thread for fewer costs more than reading them
+LEAST_READS_PER_THREAD = 8
+SKIP_CHECKSUM = -1
+# these errors do not mean that a file is bad: the machine has no descriptors or memory left
+RESOURCE_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 log = logging.getLogger(__name__)
 
 
 def use_one_thread() -> None:
-    """Keep torch from starting OpenMP threads for this thread's operations: they would take cores
-    from the training step."""
-    # initialises the thread's setting first: torch would otherwise reset it at the first operation
+    """Keeps torch from starting OpenMP threads for the operations of the calling thread, since
+    they would take cores from the training step."""
+    # initialises torch's own setting in this thread, which would otherwise reset OpenMP's at the
+    # first operation
     torch.get_num_threads()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).omp_set_num_threads(1)
@@ -70,21 +73,22 @@ class BadCrop(NamedTuple):
 class _CropRead(NamedTuple):
     dataset: int
     shard: int
-    offset: int  # in zarr: index among the chunks of its storage object
+    offset: int  # in bytes; in zarr, the index among the chunks of the storage object
     position: int
     row: int
-    crc: int  # or UNCHECKED
+    crc: int  # the checksum to verify, or SKIP_CHECKSUM
 
 
 @dataclass(frozen=True)
 class ReadReport:
-    row: np.ndarray  # the rows in the batch: as requested, except where a bad crop was replaced
+    # the row of each crop in the batch: the requested one, except where a bad crop was replaced
+    row: np.ndarray
     skipped: tuple[BadCrop, ...]  # bad crops that were replaced
-    failed: BadCrop | None = None  # the first bad crop with on_corrupt=stop
+    failed: BadCrop | None = None  # with on_corrupt=stop, the first bad crop if there is one
 
-    def report_on(self, crops: slice) -> "ReadReport":
-        """Returns the report on one of several batches that were read together. Raises if that
-        batch has the bad crop."""
+    def report_of_batch(self, crops: slice) -> "ReadReport":
+        """Returns the report on one of several batches that were read together. Raises
+        DatasetError if the bad crop in `failed` belongs to that batch."""
         if self.failed and crops.start <= self.failed.position < crops.stop:
             raise DatasetError(self.failed.reason)
         inside = [
@@ -97,13 +101,16 @@ class ReadReport:
 
 
 class CropSink(Protocol):
-    """Takes crops that were read, instead of a batch: all threads write to it at the same time."""
+    """Takes crops as they are read, in place of an array for the whole batch. All threads write
+    to it at the same time."""
 
     crops_per_write: int
 
     def write(self, crops_BLT: torch.Tensor, positions: list[int], rows: list[int]) -> None:
-        """Take the first crops of a buffer, which are good: the rows at these positions of the batch.
-        The replacement of a bad crop comes alone, and its row is not that of the request."""
+        """Takes crops from the start of a buffer, as many as `positions` has; all of them are
+        readable. `positions` and `rows`: the crops' positions in the batch, and their rows. The
+        replacement of a bad crop comes in a call of its own, with another row than the requested
+        one."""
 
 
 class _File:
@@ -120,7 +127,8 @@ class _File:
 
 
 class _Source:
-    """A dataset as CropReader reads it."""
+    """A dataset as CropReader reads it: in which format, where each crop is, and which crops
+    have been verified."""
 
     def __init__(self, dataset: Dataset, source: str | None, staged: bool) -> None:
         self.url = dataset.root.url
@@ -132,7 +140,7 @@ class _Source:
             )
         if dataset.root.remote and source == "tar" and not staged:
             raise DatasetError(
-                f"{self.url} is remote: its shards are read through a cache (pipeline.cache_dir)"
+                f"{self.url} is remote: its shards are read through a cache: set pipeline.cache_dir"
             )
         if not len(dataset):
             raise DatasetError(f"{self.url}: the dataset has no crops")
@@ -143,7 +151,8 @@ class _Source:
         self.chunks = dataset.chunks if source == "zarr" else None
 
     def shards_and_offsets(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each row's (shard, offset); in a zarr copy (storage object, index in it)."""
+        """Returns (shard, offset) for each row; in a zarr copy, (storage object, index of the
+        chunk in that object)."""
         if self.chunks:
             return np.divmod(rows, self.chunks.block)
         return self.shard[rows], self.offset[rows]
@@ -154,7 +163,8 @@ class _Source:
         return f"{self.url}/{self.names[read.shard]}: crop {read.row} at byte {read.offset}"
 
 
-Paths = dict[Key, str | DatasetError]  # local copies of a batch's remote shards
+# for each remote shard of a batch, its local copy or why it is unusable
+Paths = dict[Key, str | DatasetError]
 
 
 class CropReader:
@@ -171,17 +181,18 @@ class CropReader:
         staging: Staging | None = None,
         rows: Sequence[DatasetRows] | None = None,
     ) -> None:
-        """`source`: the format to read; None: tar if the dataset has it. `staging`: for remote
-        datasets. `rows`: the crops of each dataset that may replace a bad one; None: any."""
+        """`source`: the format to read; None: tar if the dataset has it, else zarr. `staging`:
+        the local cache of remote datasets. `rows`: for each dataset, the crops that may replace
+        a bad one; None: any crop."""
         self.check, self.on_corrupt, self.staging = check, on_corrupt, staging
         self.threads, self.pin = threads, pin and torch.cuda.is_available()
         staged = staging.datasets if staging else {}
         self._sources = [
             _Source(dataset, source, d in staged) for d, dataset in enumerate(datasets)
         ]
-        # fewer than the limit, as each thread may still hold an evicted one
+        # keeps fewer files than the limit, as each thread may still hold one that was evicted
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)
-        # one thread less, as the calling thread reads too
+        # has one thread less than `threads`, as the calling thread reads too
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader", use_one_thread)
         self._rows = rows or [
             DatasetRows.from_sizes(dataset.root.url, [len(dataset)]) for dataset in datasets
@@ -190,7 +201,7 @@ class CropReader:
 
     @property
     def skipped(self) -> int:
-        """Number of bad crops in this process, each counted once."""
+        """Returns the number of bad crops that this process has skipped, each counted once."""
         return len(self._bad)
 
     def close(self) -> None:
@@ -198,7 +209,8 @@ class CropReader:
         self._file.cache_clear()
 
     def buffers(self, count: int, crops: int) -> list[np.ndarray]:
-        """Buffers to read into; in pinned memory with `pin` if there is a GPU."""
+        """Returns `count` buffers for `crops` crops each, in pinned memory with `pin` if there
+        is a GPU."""
         buffers = []
         for _ in range(count):
             buffer = torch.empty((crops, *CROP_SHAPE), dtype=torch.int16, pin_memory=self.pin)
@@ -206,19 +218,19 @@ class CropReader:
         return buffers
 
     def read(self, places: Places, crops: np.ndarray) -> ReadReport:
-        """Read crops [n] into int16 [n, 12, 5000], in microvolts. A bad crop that may not be
-        skipped raises an error; the buffer is then invalid."""
+        """Reads the crops at `places` into `crops`, int16 [n, 12, 5000] in microvolts. Raises
+        DatasetError at a bad crop that may not be skipped; `crops` is then invalid."""
         count = len(places.row)
         if crops.dtype != np.int16 or crops.shape != (count, *CROP_SHAPE):
             raise ValueError(
-                f"{crops.dtype} {list(crops.shape)} cannot hold {count} crops of int16 "
+                f"an array of {crops.dtype} {list(crops.shape)} cannot hold {count} crops of int16 "
                 f"{list(CROP_SHAPE)}"
             )
-        return self.read_to(places, crops).report_on(slice(0, count))
+        return self.read_to(places, crops).report_of_batch(slice(0, count))
 
     def read_to(self, places: Places, output: np.ndarray | CropSink) -> ReadReport:
-        """Read crops into a batch or a sink. A bad crop that may not be skipped is in the report,
-        whose `report_on` raises."""
+        """Reads crops into an array or a CropSink. A bad crop that may not be skipped raises no
+        error here, but in the report's method `report_of_batch`."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
         bad_crops = sorted(self._read(index, rows, output))
         if bad_crops and self.on_corrupt == "stop":
@@ -231,9 +243,8 @@ class CropReader:
     def _substitute(
         self, bad_crop: BadCrop, rows: np.ndarray, output: np.ndarray | CropSink
     ) -> list[BadCrop]:
-        """Replace a bad crop by the next good selected row: the same one on every rank and after
-        every restart.
-        Returns all bad crops on the way."""
+        """Replaces a bad crop by the next good selected row, which is the same on every rank and
+        after every restart. Returns all bad crops that were skipped, the given one first."""
         p, d, allowed = bad_crop.position, bad_crop.dataset, self._rows[bad_crop.dataset]
         skipped: list[BadCrop] = []
         while True:
@@ -245,7 +256,7 @@ class CropReader:
                 raise DatasetError(
                     f"{self._sources[d].url}: none of its {len(allowed)} selected crops can be read"
                 )
-            rows[p] = allowed.next_row(int(rows[p]))
+            rows[p] = allowed.next_selected_row(int(rows[p]))
             still_bad = self._read(np.array([d]), rows[p : p + 1], output, p)
             if not still_bad:
                 return skipped
@@ -254,7 +265,8 @@ class CropReader:
     def _read(
         self, index: np.ndarray, rows: np.ndarray, output: np.ndarray | CropSink, first: int = 0
     ) -> list[BadCrop]:
-        """Read these rows into the positions from `first` on."""
+        """Reads these rows into consecutive positions of `output`, from `first` on. Returns the
+        bad crops."""
         reads: list[_CropRead] = []
         for d in np.unique(index).tolist():
             reads += self._in_file_order(d, np.flatnonzero(index == d), rows, first)
@@ -269,17 +281,18 @@ class CropReader:
     def _in_file_order(
         self, d: int, positions: np.ndarray, rows: np.ndarray, first: int
     ) -> Iterator[_CropRead]:
-        """The reads of one dataset, sorted by shard and offset."""
+        """Returns the reads of one dataset, sorted by shard and offset."""
         source, rows = self._sources[d], rows[positions]
         if rows.min() < 0 or rows.max() >= len(source.checked):
             raise IndexError(
-                f"{source.url}: rows {rows.min()} to {rows.max()}: it has {len(source.checked)} crops"
+                f"{source.url}: rows {rows.min()} to {rows.max()} are not all in the dataset, which has "
+                f"{len(source.checked)} crops"
             )
         crc = source.crc[rows].astype(np.int64)
         if self.check == "never":
-            crc[:] = UNCHECKED
+            crc[:] = SKIP_CHECKSUM
         elif self.check == "first":
-            crc[source.checked[rows]] = UNCHECKED
+            crc[source.checked[rows]] = SKIP_CHECKSUM
         shard, offset = source.shards_and_offsets(rows)
         order = np.lexsort((offset, shard))
         columns = (np.full(len(rows), d), shard, offset, positions + first, rows, crc)
@@ -288,12 +301,12 @@ class CropReader:
     def _read_all(
         self, reads: list[_CropRead], output: np.ndarray | CropSink, retry: bool = True
     ) -> list[BadCrop]:
-        """Divide the reads among the threads. Damaged files in the cache are downloaded again,
-        once."""
+        """Divides the reads among the threads and returns the bad crops. Damaged files in the
+        cache are downloaded again, once."""
         shards = dict.fromkeys(read[:2] for read in reads if self._sources[read.dataset].staged)
         if not (self.staging and shards):
             return self._read_in_threads(reads, output, {})
-        with self.staging.hold(shards) as paths:
+        with self.staging.hold_shards(shards) as paths:
             bad_crops = self._read_in_threads(reads, output, paths)
             positions = {bad_crop.position for bad_crop in bad_crops if retry}
             failed = [read for read in reads if read.position in positions]
@@ -318,7 +331,7 @@ class CropReader:
         try:
             bad_crops = self._read_share(reads[:size], output, paths)
         finally:
-            wait(futures)  # otherwise they could write to a buffer after it was returned
+            wait(futures)  # otherwise threads could still write to a buffer after it was returned
         for future in futures:
             bad_crops += future.result()
         return bad_crops
@@ -326,8 +339,8 @@ class CropReader:
     def _read_share(
         self, reads: list[_CropRead], output: np.ndarray | CropSink, paths: Paths
     ) -> list[BadCrop]:
-        """Read one thread's share."""
-        files = _OpenFile(self._file, self._sources, paths)
+        """Reads one thread's share of the crops, and returns the bad ones."""
+        files = _CurrentShard(self._file, self._sources, paths)
         if isinstance(output, np.ndarray):
             results = [self._read_crop(read, output[read.position], files) for read in reads]
             return [bad_crop for bad_crop in results if bad_crop]
@@ -349,7 +362,9 @@ class CropReader:
             output.write(crops_BLT, positions, rows)
         return bad_crops
 
-    def _read_crop(self, read: _CropRead, crop: np.ndarray, files: "_OpenFile") -> BadCrop | None:
+    def _read_crop(
+        self, read: _CropRead, crop: np.ndarray, files: "_CurrentShard"
+    ) -> BadCrop | None:
         source, problem = self._sources[read.dataset], ""
         try:
             if source.chunks:
@@ -358,15 +373,15 @@ class CropReader:
                 missing = CROP_BYTES - read_into(files.descriptor(read), crop, read.offset)
                 if missing:
                     problem = f"the file is {missing} bytes too short"
-            if not problem and read.crc != UNCHECKED and google_crc32c.value(crop) != read.crc:
+            if not problem and read.crc != SKIP_CHECKSUM and google_crc32c.value(crop) != read.crc:
                 problem = "it fails its crc32c"
-        except DatasetError as error:  # the whole shard is unusable
+        except DatasetError as error:  # the whole shard could not be fetched
             reason = f"{error} (crop {read.row} at byte {read.offset})"
             return BadCrop(read.position, read.dataset, read.row, reason)
         except ChunkError as error:
             problem = str(error)
         except OSError as error:
-            if error.errno in MACHINE_IS_FULL:
+            if error.errno in RESOURCE_ERRORS:
                 raise
             problem = error.strerror or str(error)
         if not problem:
@@ -377,8 +392,9 @@ class CropReader:
         return BadCrop(read.position, read.dataset, read.row, reason)
 
 
-class _OpenFile:
-    """The shard that a thread reads: its crops are sorted by shard."""
+class _CurrentShard:
+    """Keeps the shard open that a thread is reading. As the thread's crops are sorted by shard,
+    it opens each shard once."""
 
     def __init__(
         self, open_file: Callable[[str], _File], sources: Sequence[_Source], paths: Paths
@@ -399,7 +415,8 @@ class _OpenFile:
             return self.open_file(f"{source.url}/{source.names[read.shard]}")
         if isinstance(path, DatasetError):
             raise path
-        return _File(path)  # not cached: an open descriptor would keep an evicted shard on disk
+        # not by open_file, which keeps descriptors open: an evicted shard would stay on the disk
+        return _File(path)
 
 
 Request = TypeVar("Request")
@@ -413,9 +430,9 @@ def fill_ahead(
     buffers: Sequence[Buffer],
     in_use: int = 1,
 ) -> Generator[Result, None, None]:
-    """Run make(request, buffer) in a thread, in the order of the requests. The last `in_use`
-    results stay valid; asking for the next result lets the thread reuse the oldest buffer. The
-    error of a request is raised when its turn comes."""
+    """Runs make(request, buffer) in a thread, and yields the results in the order of the
+    requests. The last `in_use` results stay valid; asking for the next one lets the thread reuse
+    the oldest buffer. If `make` fails for a request, its error is raised in place of the result."""
     free: SimpleQueue[Buffer | None] = SimpleQueue()
     ready: SimpleQueue[tuple[Buffer, Result] | BaseException | None] = SimpleQueue()
     for buffer in buffers:
@@ -429,12 +446,13 @@ def fill_ahead(
             while True:
                 free.get_nowait()
         free.put(None)
-        if thread.is_alive():  # a thread that starts only now finds the None and stops
-            # Longer than a disk read; a thread that waits for the network is abandoned
+        if thread.is_alive():  # if the thread only starts now, it finds the None and stops
+            # 2 s are longer than a disk read takes. A thread that waits for the network is
+            # abandoned
             thread.join(timeout=2)
 
-    # A daemon thread inside numpy's C++ code at interpreter exit aborts the process with SIGABRT
-    # (in 3 exits of 10).
+    # Stops the thread at interpreter exit: a daemon thread that is then inside numpy's C++ code
+    # aborts the process with SIGABRT (in 3 exits of 10).
     atexit.register(stop)
     used: deque[Buffer] = deque()
     try:
@@ -447,7 +465,9 @@ def fill_ahead(
             if len(used) == in_use:
                 free.put(used.popleft())
     finally:
-        item = None  # an error keeps its frames alive, and these the buffers
+        # drops the last result: an error keeps this frame alive, and the frame would keep the
+        # buffer
+        item = None
         atexit.unregister(stop)
         stop()
 
@@ -478,8 +498,8 @@ def read_ahead(
     depth: int = 2,
     in_use: int = 1,
 ) -> Generator[tuple[Places, np.ndarray, ReadReport], None, None]:
-    """Prefetch (request, its crops, report), at most `depth` beyond those in use. A request has at
-    most shape[0] crops."""
+    """Yields (request, its crops, report) for each request, and reads at most `depth` requests
+    ahead of those in use. A request has at most shape[0] crops."""
 
     def fill(request: Places, buffer: np.ndarray) -> tuple[Places, np.ndarray, ReadReport]:
         crops = buffer[: len(request.row)]

@@ -1,6 +1,7 @@
-"""What a model has seen: hashes of the patients and waveforms of the crops it was trained on.
+"""Keeps a record of what a model has seen: hashes of the patients and waveforms of the crops that
+it was trained on.
 
-    seen = join_records([start.seen, record_of_crops(dataset, rows, "unlabelled")])
+    seen = join_seen_records([start.seen, seen_record_of_crops(dataset, rows, "unlabelled")])
     path.write_bytes(to_bytes(seen)); seen = read_seen_record(path)
     uses_by_crop(seen, dataset, rows)       # of each crop: has the model seen it or another of its patient, and how?
     seen_notes(seen, [dataset], [rows], [patients], "scored here")     # sentences for whoever reads the scores
@@ -36,47 +37,53 @@ from omnilead.data_tools.io.terminal import tell
 from ..settings.errors import ConfigError
 from .patients import OWNER_COLUMNS, batches_with_masks, keyed_digests, owners_and_known
 
-USES = ("unlabelled", "selected", "labelled")  # ascending: the last counts if a crop had several
+# ascending: if a crop had several uses, the last in this order counts
+USES = ("unlabelled", "selected", "labelled")
 LABELLED = USES.index("labelled")
-OPEN_KEY = b"omnilead seen"
-# 48 bits: of 10^7 patients and as many waveforms, one in 14 million strangers is taken for seen
+# The same for all models: hashes names that are public, and pseudonyms
+PUBLIC_NAME_KEY = b"omnilead seen"
+# With 48 bits, and 10^7 patients and as many waveforms in the record, one in 14 million others is
+# mistaken for seen
 HASH_BITS = 48
 SEEN_SCHEMA = pa.schema(
     [
         ("hash", pa.int64()),  # ascending
         ("patient", pa.bool_()),  # else a waveform
         ("use", pa.int8()),  # index of USES
-        # A name that may not be public, hashed without a key by an earlier version: not to be published
+        # True if an earlier version hashed, without a key, a name that may not be public: not to be
+        # published
         ("guessable", pa.bool_()),
     ]
 )
-KEY_MARKS = (
-    b"omnilead keys"  # in the file's metadata: a mark of each key; absent in earlier versions
-)
-# pa.table() and empty_table() would make pyarrow import pandas, if it is installed
+# Key of the file's metadata under which a mark (a public id) of each hash key is stored. Files of
+# earlier versions lack it
+KEY_MARKS = b"omnilead keys"
+# made by from_arrays: pa.table() and empty_table() would make pyarrow import pandas, if it is
+# installed
 NOTHING_SEEN = pa.Table.from_arrays(
     [pa.nulls(0, field.type) for field in SEEN_SCHEMA], schema=SEEN_SCHEMA
 )
 
 
 @cache
-def unknown_record() -> pa.Table:
-    """A record of one unknown patient: stands for all that a model may have seen in another
-    program, or before records existed."""
+def unknown_seen_record() -> pa.Table:
+    """Returns a record of one hash that no crop has. It stands for unknown training data: all
+    that a model may have seen in another program, or before such records existed."""
     return pa.table(
         {"hash": [-1], "patient": [False], "use": [0], "guessable": [False]}, SEEN_SCHEMA
     )
 
 
-def record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
-    """The record of these crops of a dataset."""
+def seen_record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
+    """Returns the record of what a model has seen if it was trained on these crops with this
+    use."""
     people = []
     waves = []
     is_keyed = has_pseudonyms = bool(dataset.facts.pseudonyms)
     for part, mask in batches_with_masks(dataset, [*OWNER_COLUMNS, "waveform"], [rows]):
         crops = part.filter(mask)
         names, _ = owners_and_known(crops)
-        of_people = _name_hashes(names, OPEN_KEY)
+        of_people = _name_hashes(names, PUBLIC_NAME_KEY)
         if dataset.name_key and not has_pseudonyms:
             secret = ~dataset.is_public(crops)
             of_people[secret] = _name_hashes(names.filter(pa.array(secret)), dataset.name_key)
@@ -90,23 +97,23 @@ def record_of_crops(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
         "use": np.full(sum(map(len, hashes)), USES.index(use), np.int8),
         "guessable": np.zeros(sum(map(len, hashes)), bool),
     }
-    return join_records(
+    return join_seen_records(
         [
             _add_key_marks(
-                pa.table(table, SEEN_SCHEMA), dataset_marks(dataset) if is_keyed else set()
+                pa.table(table, SEEN_SCHEMA), dataset_key_marks(dataset) if is_keyed else set()
             )
         ]
     )
 
 
-def dataset_marks(dataset: Dataset) -> set[str]:
-    """The mark of this dataset's key, in a set: tells which key hashed its names that are not
-    public."""
+def dataset_key_marks(dataset: Dataset) -> set[str]:
+    """Returns a set with the mark of this dataset's key, or an empty set. The mark tells which
+    key hashed the names that are not public."""
     return {dataset.name_mark} if dataset.name_mark else set()
 
 
 def key_marks(seen: pa.Table) -> set[str]:
-    """Returns the marks of the keys by which the names in seen.parquet were hashed."""
+    """Returns the marks of the keys with which the names in seen.parquet were hashed."""
     return {*(seen.schema.metadata or {}).get(KEY_MARKS, b"").decode().split()}
 
 
@@ -114,8 +121,8 @@ def _add_key_marks(seen: pa.Table, keys: set[str]) -> pa.Table:
     return seen.replace_schema_metadata({KEY_MARKS: " ".join(sorted(keys))})
 
 
-def join_records(records: Sequence[pa.Table]) -> pa.Table:
-    """The union of the records of several models or datasets."""
+def join_seen_records(records: Sequence[pa.Table]) -> pa.Table:
+    """Returns the union of the records (`seen_record_of_crops`) of several models or datasets."""
     rows = pa.concat_tables([NOTHING_SEEN, *records])
     hashes, patient, use, guessable = (column.to_numpy() for column in rows.columns)
     key = hashes << 1 | patient
@@ -134,25 +141,26 @@ def join_records(records: Sequence[pa.Table]) -> pa.Table:
 def to_bytes(seen: pa.Table) -> bytes:
     """Returns the content of seen.parquet."""
     sink = pa.BufferOutputStream()
-    # ascending hashes differ by little: half the size
+    # ascending hashes differ by little, so that storing their differences halves the size
     encoding = {"hash": "DELTA_BINARY_PACKED"}
     pq.write_table(seen, sink, use_dictionary=False, column_encoding=encoding, compression="zstd")
     return bytes(sink.getvalue())
 
 
 def read_seen_record(path: Path) -> pa.Table:
-    """Reads seen.parquet; ConfigError if it is damaged."""
+    """Reads seen.parquet. Raises ConfigError if the file is damaged."""
     try:
         seen = pq.ParquetFile(path).read(use_threads=False)
         if seen.schema != SEEN_SCHEMA or any(column.null_count for column in seen.columns):
-            raise ValueError("it has other columns")
+            raise ValueError("its columns are not those of seen.parquet")
         if not np.isin(seen["use"].to_numpy(), range(len(USES))).all():
-            raise ValueError("a use is unknown")
+            raise ValueError("its column use has an unknown value")
         key_marks(seen)
     except (OSError, ValueError, pa.ArrowException) as error:
         why = str(error).splitlines()[0]
         raise ConfigError(f"{path}: cannot be read: {why}: copy it again") from None
-    if KEY_MARKS not in (seen.schema.metadata or {}):  # nobody knows which of its names are public
+    # a file of an earlier version, which does not say which of its names are public
+    if KEY_MARKS not in (seen.schema.metadata or {}):
         place = seen.schema.get_field_index("guessable")
         seen = seen.set_column(place, SEEN_SCHEMA.field(place), seen["patient"])
     if pc.any(seen["guessable"]).as_py():
@@ -165,15 +173,15 @@ def read_seen_record(path: Path) -> pa.Table:
 
 
 def without_guessable_hashes(seen: pa.Table) -> pa.Table:
-    """The record without hashes of names that could be guessed."""
+    """Returns the record without the hashes of names that could be guessed."""
     return seen.filter(pc.invert(seen["guessable"]))
 
 
 def uses_by_crop(
     seen: pa.Table, dataset: Dataset, rows: np.ndarray, besides: Sequence[Dataset] = ()
 ) -> np.ndarray:
-    """For each crop, how it or another crop of its patient was used: an index of USES, -1 if it was
-    not. `besides`: other datasets whose keys may be tried."""
+    """Returns, for each crop, how the model has used this crop or another crop of its patient:
+    an index of USES, or -1 if it has not. `besides`: other datasets, whose keys are tried too."""
     rows, place = np.unique(rows, return_inverse=True)
     keys = name_keys([dataset, *besides])
     people: list[list[np.ndarray]] = [[] for _ in keys]
@@ -190,23 +198,25 @@ def uses_by_crop(
 
 
 class CropUses(NamedTuple):
-    """How each crop was used: an index of USES, -1 if it was not."""
+    """How a model has used each of several crops. A use is an index of USES, or -1 if there was
+    none."""
 
     waveform: np.ndarray
-    owner: np.ndarray  # any crop of the same patient
-    owner_hash: np.ndarray  # equal for crops of the same patient
+    owner: np.ndarray  # use of any crop of the same patient
+    owner_hash: np.ndarray  # a number that is equal for crops of the same patient
 
 
 def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> CropUses:
-    """Returns how each of `crops` was used. `crops`: a table with their source, patient, record and
-    waveform. `keys`: from name_keys."""
+    """Returns how a model has used each of `crops`, a table with the columns source, patient,
+    record and waveform. `keys`: from name_keys."""
     people, waves = _patient_and_waveform_hashes(crops.combine_chunks().to_batches()[0], keys)
     owner = np.max([_use_by_hash(seen, True, under_key) for under_key in people], axis=0)
     return CropUses(_use_by_hash(seen, False, waves), owner, people[0])
 
 
 def were_seen_with_labels(seen: pa.Table, waveform_N: np.ndarray) -> np.ndarray:
-    """bool [N]: True where a model was trained on this very waveform with its labels."""
+    """Returns bool [N]: True where a model was trained, with labels, on a bit-identical
+    waveform."""
     use_N = _use_by_hash(seen, False, _waveform_hashes(waveform_N))
     return np.asarray(use_N == LABELLED)
 
@@ -219,16 +229,17 @@ def seen_notes(
     where: str,
     validation: bool = False,
 ) -> list[str]:
-    """Sentences on how many of the patients of these crops a model has seen, and how. `patients`:
-    the id of each crop of each dataset (engine.data.patients.owner_ids); `where`: for example
-    "scored here". `validation`: these crops were used to choose the model."""
+    """Returns sentences that say how many patients of these crops a model has seen, and how.
+    `rows`: the crops of each dataset. `patients`: for each dataset, the id of every crop's
+    patient (engine.data.patients.owner_ids). `where`: for example "scored here". `validation`:
+    True if these crops were used to choose the model."""
     sentences = []
     if len(seen) and seen["hash"][0].as_py() == -1:
         sentences.append(
             "It is not known what the model was trained on elsewhere: it may have seen patients "
             f"that are {where}."
         )
-    known_marks = set[str]().union(*map(dataset_marks, datasets))
+    known_marks = set[str]().union(*map(dataset_key_marks, datasets))
     if known_marks:
         sentences += unknown_key_notes(seen, known_marks)
     use, ids = [], []
@@ -260,7 +271,8 @@ def seen_notes(
 
 
 def unknown_key_notes(seen: pa.Table, known_marks: set[str]) -> list[str]:
-    """A sentence if a model knows patients by keys with other marks than these; else nothing."""
+    """Returns a sentence if some patients in the record were hashed with a key whose mark is not
+    in `known_marks`; else nothing."""
     if key_marks(seen) <= known_marks:
         return []
     return [
@@ -270,8 +282,9 @@ def unknown_key_notes(seen: pa.Table, known_marks: set[str]) -> list[str]:
 
 
 def name_keys(datasets: Iterable[Dataset]) -> list[bytes]:
-    """All keys that may have hashed the patients of these datasets, the open one first."""
-    keys = [OPEN_KEY]
+    """Returns all keys with which the patients of these datasets may have been hashed; the first
+    is PUBLIC_NAME_KEY."""
+    keys = [PUBLIC_NAME_KEY]
     for dataset in datasets:
         if dataset.name_key and dataset.name_key not in keys:
             keys.append(dataset.name_key)
@@ -281,7 +294,7 @@ def name_keys(datasets: Iterable[Dataset]) -> list[bytes]:
 def _patient_and_waveform_hashes(
     crops: pa.RecordBatch, keys: Sequence[bytes]
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns (for each key, the hashes of the crops' patients; the hashes of their waveforms)."""
+    """Returns (the hashes of the crops' patients for each key, the hashes of their waveforms)."""
     names, _ = owners_and_known(crops)
     people = [_name_hashes(names, key) for key in keys]
     return people, _waveform_hashes(crops["waveform"].to_numpy())
@@ -295,13 +308,14 @@ def _name_hashes(names: pa.Array, key: bytes) -> np.ndarray:
 
 
 def _waveform_hashes(words: np.ndarray) -> np.ndarray:
-    """Hashes of waveforms. Mixed, since the two checksums that make up a waveform's number are not
-    independent."""
+    """Returns the hashes of waveforms. A waveform's number consists of two checksums that are
+    not independent, so its bits are mixed."""
     return (mix(words.copy()) >> np.uint64(64 - HASH_BITS)).astype(np.int64)
 
 
 def _use_by_hash(seen: pa.Table, patient: bool, hashes: np.ndarray) -> np.ndarray:
-    """The use of each hash; -1 if it is not there."""
+    """Returns the use that the record has for each hash; -1 if the record does not have the
+    hash."""
     kind = seen.filter(pc.equal(seen["patient"], patient))
     use = kind["use"].take(pc.index_in(pa.array(hashes), kind["hash"]))
     return np.asarray(pc.fill_null(use, -1))

@@ -1,4 +1,5 @@
-"""Where a loader spends its time: for the log, and for `data_wait_pct`, the time that training waits."""
+"""Measures where a loader spends its time: for the log, and for `data_wait_pct`, the percentage
+of time that training waits."""
 
 import time
 from collections import defaultdict
@@ -32,8 +33,8 @@ class StageTimer:
 
     @contextmanager
     def timed(self, stage: str, without: str = "") -> Iterator[None]:
-        """Adds the time in the block to a stage. `without`: a nested stage in the same thread, whose
-        time is subtracted."""
+        """Adds the time that the block takes to a stage. `without`: a nested stage in the same
+        thread, whose time is subtracted."""
         began, nested = time.perf_counter(), self._busy_s.get(without, 0.0)
         try:
             yield
@@ -45,7 +46,7 @@ class StageTimer:
         self._busy_s[stage] += seconds
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was not training, such as validation."""
+        """Leaves `seconds` out of the profile: time that was not training, such as validation."""
         self._since += seconds
 
     def snapshot(self) -> dict[str, float]:

@@ -2,7 +2,7 @@
 before they are used.
 
     order of shards -> [4 threads: root.read_range, 8 MiB a part -> sha256 + SHA.partial -> rename]
-    -> SHA.tar -> hold, paths
+    -> SHA.tar -> hold_shards, paths
 
 The shards that the order needs next are downloaded while earlier ones are read. The least recently
 used shard is evicted first, but never one in use. Files are named by checksum, so datasets and the
@@ -29,21 +29,23 @@ from omnilead.data_tools.dataset import DataError, Dataset, DatasetError
 from omnilead.data_tools.io.storage import write_at
 
 PART_BYTES = 8 * 2**20
-DOWNLOADS = 4  # concurrent downloads; the only memory they use is one part each
-POLL_S = 0.05  # how often to check on other processes
-TRIES, WAIT_S = 6, 10.0  # tries, and waits between, while other processes hold the space
+DOWNLOADS = 4  # concurrent downloads; each takes memory for one part only
+POLL_S = 0.05  # seconds between looks at what other processes have done
+# how often to try, and how long to wait at most, while other processes hold the space
+TRIES, WAIT_S = 6, 10.0
 MORE_SPACE = "raise pipeline.cache_bytes, or lower pipeline.block_shards"
 CACHED_NAME = re.compile(r"[0-9a-f]{64}\.(?:tar|partial)", re.ASCII)
 Key = tuple[int, int]  # dataset, shard
 
 
 class StagingError(DataError):
-    """A network, disk or space problem, not a damaged dataset: it stops the run, as skipping crops
-    would not help."""
+    """Raised for a problem with network, disk or space rather than a damaged dataset. It stops
+    the run, as skipping crops would not help."""
 
 
 class NoRoom(StagingError):
-    """Other processes hold all the space, and may be waiting for what this one holds."""
+    """Raised if other processes hold all the space. They may be waiting for space that this
+    process holds."""
 
 
 class Staging:
@@ -57,9 +59,9 @@ class Staging:
         ahead: int = 4,
         timeout_s: float = 60,
     ) -> None:
-        """`order`: shards in the order of use, `together` consecutive ones of each dataset at a
-        time. `ahead`: how many shards to prefetch. `timeout_s`: how long to wait for space that
-        others hold."""
+        """`order`: the shards in the order of use. `together`: how many consecutive shards of
+        each dataset are in use at a time. `ahead`: how many shards to prefetch. `timeout_s`: how
+        long to wait for space that other processes hold."""
         self.datasets, self.cache = datasets, Path(cache_dir)
         self.max_bytes, self.timeout_s = max_bytes, timeout_s
         self._shards = {}
@@ -67,42 +69,43 @@ class Staging:
             for s, shard in enumerate(dataset.shards):
                 self._shards[d, s] = shard
         self._order = iter(order)
-        # the latest shards in the order
+        # for each dataset, the shards in use: the last `together` that the run has reached in the
+        # order
         self._current = {d: deque[Key](maxlen=together) for d in datasets}
         self._coming = list(islice(self._order, ahead))
-        self._tried: set[Key] = set()  # shards of _coming that are downloaded or downloading
+        self._tried: set[Key] = set()  # shards that have been downloaded, or are being downloaded
         self._failed: dict[Key, DatasetError] = {}
         self._verified: set[Key] = set()
         self._closing, self._changed = False, threading.Condition()
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
             with self._cache_lock():
-                self._make_room(None, 0, True)  # an earlier run may have had a larger limit
+                self._make_room(None, 0, True)  # evicts shards if an earlier run had a larger limit
         except OSError as error:
             raise StagingError(
                 f"pipeline.cache_dir={self.cache}: {error.strerror}: choose another directory"
             ) from None
         atexit.register(self.close)
-        # daemons, so that a program can exit without waiting for the network
+        # daemon threads, so that a program can exit without waiting for the network
         for _ in range(DOWNLOADS):
             threading.Thread(target=self._prefetch, name="staging", daemon=True).start()
 
     @contextmanager
-    def hold(self, keys: Iterable[Key]) -> Iterator[dict[Key, str | DatasetError]]:
-        """Yields the local paths of verified shards, or the error of an unusable one. No process evicts
-        them before the end of the block. If processes wait for each other's space, this one
-        releases all its shards and tries again."""
+    def hold_shards(self, keys: Iterable[Key]) -> Iterator[dict[Key, str | DatasetError]]:
+        """Yields, for each shard, the path of its verified local copy, or the error that makes
+        it unusable. No process evicts these shards before the end of the block. If processes
+        wait for each other's space, this one releases all its shards and tries again."""
         keys = list(keys)
         need = sum(map(self._shard_bytes, keys))
         if need > self.max_bytes:
             raise StagingError(
-                f"{self.cache}: {self.max_bytes} bytes cannot hold the shards of one batch "
-                f"({need}): {MORE_SPACE}"
+                f"{self.cache}: its limit of {self.max_bytes} bytes cannot hold the shards of one batch "
+                f"({need} bytes): {MORE_SPACE}"
             )
         for left in reversed(range(TRIES)):
             with ExitStack() as locks:
                 try:
-                    paths = {key: self._lock(key, locks) for key in keys}
+                    paths = {key: self._lock_shard(key, locks) for key in keys}
                 except NoRoom:
                     if not left:
                         raise
@@ -112,13 +115,13 @@ class Staging:
             time.sleep(random.random() * WAIT_S)
 
     def close(self) -> None:
-        """Stops: waiting calls raise an error, and downloads end at their next part. The files stay
-        for the next run."""
+        """Stops the downloads at their next part; calls that wait for a shard raise an error.
+        The files stay for the next run."""
         atexit.unregister(self.close)
         self._closing = True
         self._notify()
 
-    def _lock(self, key: Key, locks: ExitStack) -> str | DatasetError:
+    def _lock_shard(self, key: Key, locks: ExitStack) -> str | DatasetError:
         with self._changed:
             if key in self._coming and key not in self._current[key[0]]:
                 reached = self._coming.index(key) + 1
@@ -126,7 +129,8 @@ class Staging:
                     self._current[coming_key[0]].append(coming_key)
                 new_keys = list(islice(self._order, reached))
                 self._coming = self._coming[reached:] + new_keys
-                self._tried.difference_update(new_keys)  # they may have been evicted
+                # shards that come again may have been evicted
+                self._tried.difference_update(new_keys)
                 self._failed = {
                     failed_key: error
                     for failed_key, error in self._failed.items()
@@ -163,7 +167,8 @@ class Staging:
                     self._changed.wait()
                     continue
                 self._tried.add(key)
-            with suppress(DataError):  # the call that needs the shard will get the same error
+            # ignored here: the call that needs the shard will get the same error
+            with suppress(DataError):
                 if (lock := self._fetch(key, needed=False)) is not None:
                     os.close(lock)
                     continue
@@ -172,15 +177,16 @@ class Staging:
                     self._tried.discard(key)
 
     def _fetch(self, key: Key, needed: bool) -> int | None:
-        """Returns a descriptor with a shared lock on the verified file; None: no space to prefetch it
-        yet."""
+        """Returns a descriptor with a shared lock on the verified file; None if there is not yet
+        space to prefetch it."""
         end = time.monotonic() + self.timeout_s
         try:
             while not self._closing:
                 lock = _open_locked(self._local_path(key), os.O_RDONLY, fcntl.LOCK_SH)
                 if lock is not None and self._is_intact(key, lock):
-                    with suppress(PermissionError):  # another user's file
-                        os.utime(lock)  # most recently used: evicted last
+                    with suppress(PermissionError):  # the file may belong to another user
+                        # makes it the most recently used file, which is evicted last
+                        os.utime(lock)
                     return lock
                 partial, room = self._claim_download(key, needed)
                 if partial is not None:
@@ -192,18 +198,21 @@ class Staging:
                         f"{self.cache}: no space for {self._file_name(key)}: other processes hold all "
                         f"of it: {MORE_SPACE}"
                     )
-                else:  # another process downloads it, or holds the space
+                else:  # another process downloads the shard, or holds the space
                     with self._changed:
                         self._changed.wait(POLL_S)
         except OSError as error:  # usually a full disk
             why = error.strerror or str(error)
             raise StagingError(
-                f"{self.cache}: {why}, for {self._file_name(key)}: free space, or set pipeline.cache_dir"
+                f"{self.cache}: {why}, when storing {self._file_name(key)}: free space, or set pipeline.cache_dir"
             ) from None
-        raise StagingError(f"{self._file_name(key)}: the cache was closed")
+        raise StagingError(
+            f"{self._file_name(key)}: the cache was closed before this shard was in it"
+        )
 
     def _is_intact(self, key: Key, lock: int) -> bool:
-        """Verify a file that an earlier run left before its first use."""
+        """Returns True if the cached file is intact; deletes it otherwise. A file that an
+        earlier run has left is verified before its first use."""
         if key not in self._verified:
             with open(os.dup(lock), "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != self._shards[key].sha256:
@@ -214,12 +223,13 @@ class Staging:
         return True
 
     def _claim_download(self, key: Key, needed: bool) -> tuple[int | None, bool]:
-        """Returns (descriptor of the locked partial file, None if another process downloads it; True
-        if there is space)."""
+        """Returns (descriptor of the locked partial file, True if there is space). The
+        descriptor is None if there is no space, or if another process has the shard or downloads
+        it."""
         partial = self._local_path(key).with_suffix(".partial")
         with self._cache_lock():
             dead = _open_locked(partial, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if dead is not None:  # left by a killed process
+            if dead is not None:  # a killed process has left the partial file
                 partial.unlink()
                 os.close(dead)
             if partial.exists() or self._local_path(key).exists():
@@ -232,7 +242,8 @@ class Staging:
             return lock, True
 
     def _download(self, key: Key, lock: int) -> None:
-        """Download to the locked partial file and rename it if its checksum is right; try twice."""
+        """Downloads to the locked partial file, and renames it if its checksum is right. Tries
+        twice."""
         partial, size = self._local_path(key).with_suffix(".partial"), self._shard_bytes(key)
         name, root = f"shards/{self._shards[key].name}", self.datasets[key[0]].root
         try:
@@ -250,7 +261,8 @@ class Staging:
                     write_at(lock, part, start)
                 if not missing and sha256.hexdigest() == self._shards[key].sha256:
                     os.fsync(lock)
-                    # unlocked, a listing in another process could see neither name, or both
+                    # under the lock, as a listing in another process could otherwise see neither
+                    # name, or both
                     with self._cache_lock():
                         os.rename(partial, self._local_path(key))
                     self._verified.add(key)
@@ -260,7 +272,9 @@ class Staging:
                 if missing
                 else "its bytes fail their sha256"
             )
-            raise DatasetError(f"{self._file_name(key)}: {fault}, twice: restore it")
+            raise DatasetError(
+                f"{self._file_name(key)}: {fault}, twice (in two downloads): restore it"
+            )
         except FileNotFoundError:
             raise DatasetError(f"{self._file_name(key)}: no such file: restore it") from None
         finally:
@@ -268,8 +282,9 @@ class Staging:
             os.close(lock)
 
     def _make_room(self, key: Key | None, need: int, needed: bool) -> bool:
-        """Evict unlocked files, the least recently used first. Shards that the order needs now
-        or next are evicted only for one that is `needed` at once, those needed last first."""
+        """Makes room for `need` bytes and returns True if there is enough. Evicts unlocked
+        files, the least recently used first. Shards that the order needs now or next are evicted
+        only for a shard that is `needed` at once; the one that the order needs last goes first."""
         files = []
         for entry in os.scandir(self.cache):
             if CACHED_NAME.fullmatch(entry.name):
@@ -284,9 +299,10 @@ class Staging:
             for i, ordered_key in reversed(list(enumerate(order, 1)))
         }
         if not needed:
-            if key not in order:  # it was used meanwhile, without this thread
+            # the run has meanwhile passed this shard, which need no longer be prefetched
+            if key not in order:
                 return False
-            # those before it still need space of their own
+            # shards that come before this one in the order still need space of their own
             earlier = set(takewhile(lambda ordered_key: ordered_key != key, order))
             bytes_used += sum(
                 self._shard_bytes(earlier_key)
@@ -308,8 +324,8 @@ class Staging:
 
     @contextmanager
     def _cache_lock(self) -> Iterator[None]:
-        """A lock between all threads and processes: only one at a time counts, evicts, claims and
-        renames."""
+        """Holds a lock that all threads and processes share: only one at a time counts, evicts,
+        claims or renames files."""
         with open(self.cache / "lock", "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -325,8 +341,8 @@ class Staging:
 
 
 def _open_locked(path: Path, flags: int, operation: int) -> int | None:
-    """Returns a locked descriptor of the file that now has this name; None: it is gone, or another
-    process has locked it."""
+    """Returns a locked descriptor of the file that now has this name; None if the file is gone
+    or another process has locked it."""
     try:
         file = os.open(path, flags | os.O_CLOEXEC, 0o644)
     except FileNotFoundError:
@@ -335,7 +351,7 @@ def _open_locked(path: Path, flags: int, operation: int) -> int | None:
         fcntl.flock(file, operation)
         if os.path.samestat(
             os.fstat(file), os.stat(path)
-        ):  # not renamed or unlinked between the two
+        ):  # the file was not renamed or unlinked between open and flock
             return file
     except (BlockingIOError, FileNotFoundError):
         pass

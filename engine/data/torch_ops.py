@@ -1,4 +1,5 @@
-"""The operations that stages are made of, in torch; dali.py has them for a DALI graph.
+"""The operations that stages are made of, in torch. dali.DaliOps has the same operations for a DALI
+graph.
 
 ops = TorchOps(HALF, FS_HZ, device, seed)
 x = stage.apply(x, p, ops)
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from .augmentations.stage import TAU, Wave, time_axes, white_bank
 
-FINE_STEP = 50  # samples in a fine step of `cosines`: about the square root of T
+# number of samples that `cosines` computes from one coarse sample: about the square root of T
+FINE_STEP = 50
 
 
 class TorchOps:
-    """The operations that stages are made of. dali.DaliOps has the same operations for a DALI
-    graph."""
+    """The operations that stages are made of, on tensors. dali.DaliOps has the same operations
+    for a DALI graph."""
 
     def __init__(self, samples: int, fs_hz: float, device: torch.device, seed: int) -> None:
         axes = [torch.from_numpy(axis).to(device) for axis in time_axes(samples, fs_hz)]
@@ -31,7 +33,8 @@ class TorchOps:
         return torch.from_numpy(white_bank(self.seed)).to(self.sample.device)
 
     def white_noise(self, start: Tensor) -> Tensor:
-        """Copy white noise [.., L, T] from the bank at these places, [.., L, 1]."""
+        """Copies white noise [.., L, T] from the bank. `start`, [.., L, 1]: where the noise of
+        each lead begins in the bank."""
         windows = self.bank.unfold(0, len(self.sample), 1)
         slices = windows.index_select(0, start.reshape(-1))
         return slices.view(*start.shape[:-1], -1)
@@ -46,8 +49,8 @@ class TorchOps:
         return matrix @ x
 
     def multiply(self, x: Tensor, factor: Tensor) -> Tensor:
-        """x *= factor. In place: a new x would make DALI's batch with physio3 on a CPU a fifth
-        slower."""
+        """Multiplies x by `factor` in place. A new tensor would make DALI's batch with physio3
+        on a CPU a fifth slower."""
         return _copy_if_two_views(x, factor).mul_(factor)
 
     def add(self, x: Tensor, waves: Sequence[Wave]) -> Tensor:
@@ -56,7 +59,8 @@ class TorchOps:
         for gain, wave in waves:
             shares = wave.shape[-2] == 1 and (gain is None or gain.shape[-2] == 1)
             (shared if shares else by_lead).append((gain, wave))
-        if shared:  # summed first: their sum takes 1/L of the memory of x
+        # noise that all leads share is summed first, as the sum takes 1/L of the memory of x
+        if shared:
             total = self.sum(shared)
             x = _copy_if_two_views(x, total).add_(total)
         for gain, wave in by_lead:
@@ -64,7 +68,7 @@ class TorchOps:
             if gain is None:
                 x.add_(wave)
             else:
-                x.addcmul_(gain, wave.to(x.dtype))  # the shift's wave is bool
+                x.addcmul_(gain, wave.to(x.dtype))  # the wave of Shift is bool
         return x
 
     def sum(self, waves: Sequence[Wave]) -> Tensor:
@@ -72,7 +76,8 @@ class TorchOps:
         return functools.reduce(operator.add, scaled)
 
     def cosines(self, a: Tensor, hz: Tensor, phase: Tensor, time_s: Tensor, count: int) -> Tensor:
-        """sum_k a_k cos(2 pi f_k t + phi_k), over the last axis of a, f and phi.
+        """Returns sum_k a_k cos(2 pi hz_k t + phase_k); k is an index into the last axis of a, hz
+        and phase.
 
         cos(u + v) = cos u cos v - sin u sin v, where u is every 50th sample and v the offset from
         it, 0 to 49: 50 times fewer cosines. It also holds for time modulo 0.1 s, where t is u + v
@@ -87,7 +92,7 @@ class TorchOps:
             v = (omega * fine_s)[..., None, :]
             if total is None:
                 total = (amplitude * u.cos()) * v.cos()
-            else:  # in place: a new tensor would be one more pass over memory
+            else:  # in place, because a new tensor would be one more pass over memory
                 total.addcmul_(amplitude * u.cos(), v.cos())
             total.addcmul_(amplitude * u.sin(), v.sin(), value=-1)
         assert total is not None
@@ -95,6 +100,7 @@ class TorchOps:
 
 
 def _copy_if_two_views(x: Tensor, other: Tensor) -> Tensor:
-    """x, or a copy of it in the shape of the result, if one half becomes two views."""
+    """Returns x. If x has one half and `other` makes two views of it, returns a copy of x in the
+    shape of both together."""
     shape = torch.broadcast_shapes(x.shape, other.shape)
     return x if x.shape == shape else x.expand(shape).clone()

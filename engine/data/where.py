@@ -1,4 +1,5 @@
-"""data.where: which crops a run uses, as an expression over columns of samples.parquet and of a label table.
+"""data.where: selects the crops that a run uses, by an expression over columns of samples.parquet
+and of a label table.
 
     age >= 18 and not flags.einthoven
     sex == "F" and source in ["ptb-xl", "georgia"]
@@ -25,15 +26,17 @@ from omnilead.data_tools.ecg.constants import CROP_FLAGS, MAYBE_MISSING
 
 from ..settings.errors import ConfigError
 
-MAX_CHARACTERS = 500  # also bounds how deep an expression is
-MAX_SHOWN_DEPTH = 100  # depth up to which a refused expression is printed
+MAX_CHARACTERS = 500  # longest expression; this also limits how deep it can be nested
+# a message shows the unusable part of an expression only if it is nested no deeper than this
+MAX_SHOWN_DEPTH = 100
 HOW_TO_WRITE = 'write, for example, age >= 18 and not flags.einthoven, sex == "F", record in ["A", "B"], age is None'
 FLAG_COLUMNS = [f"flags.{flag}" for flag in CROP_FLAGS]
 FUNCTIONS: dict[type[ast.AST], Any] = {
     ast.And: pc.and_kleene,
     ast.Or: pc.or_kleene,
     ast.Not: pc.invert,
-    ast.USub: pc.negate_checked,  # an unsigned column is an error, not 254
+    # raises an error for an unsigned column, where -2 would wrap around to 254
+    ast.USub: pc.negate_checked,
     ast.Eq: pc.equal,
     ast.NotEq: pc.not_equal,
     ast.Lt: pc.less,
@@ -44,14 +47,14 @@ FUNCTIONS: dict[type[ast.AST], Any] = {
 
 
 def where_mask(dataset: Dataset, where: str, cells: pa.Table | None = None) -> np.ndarray:
-    """bool [crops]: True where the expression is true. `cells`: columns of a label table, a row for
-    each crop; they take precedence over the dataset's columns."""
+    """Returns bool [crops]: True where the expression is true. `cells`: columns of a label
+    table, with a row for each crop; they take precedence over the dataset's columns."""
     try:
         if len(where) > MAX_CHARACTERS:
             raise ValueError(f"has more than {MAX_CHARACTERS} characters")
         truth = _Evaluator(dataset, cells).evaluate(_parse_expression(where.strip()))
         if not isinstance(truth, pa.BooleanArray):
-            raise ValueError(f"is not true or false for each crop: {HOW_TO_WRITE}")
+            raise ValueError(f"must be true or false for each crop: {HOW_TO_WRITE}")
     except (SyntaxError, ValueError, OverflowError, RecursionError, pa.ArrowException) as error:
         why = str(error).partition("\n")[0]
         if isinstance(error, SyntaxError):
@@ -70,13 +73,15 @@ def _words_as_null(values: Any) -> Any:
 
 
 def _parse_expression(where: str) -> ast.expr:
-    with warnings.catch_warnings(action="ignore"):  # Python's, of 5in [5] or of "\\d"
+    # hides Python's warnings, for example about 5in [5] or "\\d"
+    with warnings.catch_warnings(action="ignore"):
         return ast.parse(where, mode="eval").body
 
 
 def _expression_text(refused: ast.expr) -> str:
-    """The text of an expression; RecursionError if it is deeper than MAX_SHOWN_DEPTH. Python's own
-    limit would not do: PyTorch's compiler raises it."""
+    """Returns the text of an expression. Raises RecursionError if the expression is nested
+    deeper than MAX_SHOWN_DEPTH. Python's recursion limit cannot be relied on, because PyTorch's
+    compiler raises it."""
     level: list[ast.AST] = [refused]
     depth = 0
     while level:
@@ -88,13 +93,14 @@ def _expression_text(refused: ast.expr) -> str:
 
 
 class _Evaluator:
-    """Evaluates expressions over the columns of a dataset and of a label table."""
+    """Evaluates an expression over the columns of a dataset and of a label table."""
 
     def __init__(self, dataset: Dataset, cells: pa.Table | None) -> None:
         self.dataset, self.cells = dataset, cells or pa.table({})
 
     def evaluate(self, node: ast.expr) -> Any:
-        """The value of an expression for each crop, or a constant; null if unknown."""
+        """Returns the value of an expression for each crop, or a constant; null where the value
+        is unknown."""
         match node:
             case ast.Constant(bool() | int() | float() | str() as value):
                 return pa.scalar(value)
@@ -127,7 +133,7 @@ class _Evaluator:
             )
         sides = [self.evaluate(left), self.evaluate(right)]
         if sum(pa.types.is_string(side.type) for side in sides) == 1:
-            # numbers in a label table are texts, or words such as NA where there is none
+            # a label table holds numbers as text, and words such as NA where a number is missing
             sides = [pc.cast(_words_as_null(side), pa.float64()) for side in sides]
         return FUNCTIONS[type(op)](*sides)
 
@@ -136,7 +142,7 @@ class _Evaluator:
         dataset_columns = [field.name for field in COLUMNS if not pa.types.is_nested(field.type)]
         column_names = [*of_labels, *dataset_columns, *FLAG_COLUMNS]
         if name not in column_names:
-            raise ValueError(f"no column {name!r}, only {', '.join(column_names)}")
+            raise ValueError(f"there is no column {name!r}: use {', '.join(column_names)}")
         if name in FLAG_COLUMNS:
             flag = name.removeprefix("flags.")
             return pa.array(flag_mask(self.dataset.table(["flags"]), [flag]))

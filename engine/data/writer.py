@@ -1,6 +1,6 @@
-"""Writes crops into a batch on a CPU, augmented: the threads that read them do it, a few at a time, while
-they are in the core's cache. Five times faster than a whole batch at once, where page faults take most
-of the time.
+"""Augments crops on a CPU and writes them into a batch. The threads that read crops do this, a few
+crops at a time, while these are in the core's cache. That is five times faster than augmenting a
+whole batch at once, where page faults take most of the time.
 
     writer = crop_writer(augmenter, plan, out_BSLT, meter)       # once for a batch, for all threads
     writer.write(crops_BLT, positions, rows)                     # engine.data.reader.CropSink
@@ -21,12 +21,15 @@ from .config import HALF, MV_PER_UV
 from .stage_timer import StageTimer
 from .torch_ops import TorchOps
 
-CROPS_PER_WRITE = 16  # crops augmented at a time: 4 MB of float32; the fastest of 4 to 32
-CROPS_PER_WAVE = 64  # crops whose common noise is made at a time: 1 MB; the fastest of 4 to 64
+# number of crops augmented at a time: 4 MB of float32; the fastest number from 4 to 32
+CROPS_PER_WRITE = 16
+# number of crops whose shared noise is made at a time: 1 MB; the fastest number from 4 to 64
+CROPS_PER_WAVE = 64
 
 
 class CropWriter:
-    """Writes crops with any augmentation, as many at a time as fit in the cache."""
+    """Augments crops with any stages, and writes them into a batch. Takes as many crops at a
+    time as fit in the cache."""
 
     crops_per_write = CROPS_PER_WRITE
 
@@ -40,7 +43,7 @@ class CropWriter:
         self.parameters = augmenter.to_device(plan.parameters)
 
     def write(self, crops_BLT: Tensor, positions: list[int], rows: list[int]) -> None:
-        """Writes the first crops of a buffer to these positions of the batch."""
+        """Augments the first crops of a buffer, and writes them to these positions of the batch."""
         began = time.perf_counter()
         if rows[0] == self.planned_rows[positions[0]]:
             self._augment(crops_BLT, positions)
@@ -55,8 +58,8 @@ class CropWriter:
         self.out_BSLT.index_copy_(0, index, x_BSLT)
 
     def _write_replacement(self, crops_BLT: Tensor, position: int, row: int) -> None:
-        """Writes a replacement of a bad crop. Its parameters are drawn now, as they depend on the
-        row."""
+        """Augments and writes the replacement of a bad crop. Its random parameters are drawn
+        only now, because they depend on its row."""
         one = slice(position, position + 1)
         plan = self.augmenter.plan(replace(self.plan.places[one], row=np.array([row])))
         writer = type(self)(self.augmenter, plan, self.out_BSLT[one], self.meter)
@@ -64,9 +67,10 @@ class CropWriter:
 
 
 class SingleCropWriter(CropWriter):
-    """Augments each crop in three passes without scratch memory: for halves of all 12 leads, if all stages
-    fit (Stage.fits_single_crop_writer). Computes what does not depend on the crop once for the batch:
-    numpy and torch calls for one crop cost more than their arithmetic."""
+    """Augments each crop in three passes without scratch memory. Can be used for halves of all
+    12 leads if all stages support it (Stage.fits_single_crop_writer). Everything that does not
+    depend on the signals is computed once for the whole batch, because numpy and torch calls for
+    one crop cost more than their arithmetic."""
 
     crops_per_write = 1
 
@@ -100,7 +104,8 @@ class SingleCropWriter(CropWriter):
         (i,) = positions
         out_SLT = self.out[i]
         halves_SLT = crops_BLT.view(len(ALL_LEADS), 2, HALF).transpose(0, 1)
-        out_SLT.copy_(halves_SLT).mul_(self.scale[i])  # torch.mul takes up to a fifth longer
+        # in two steps: torch.mul takes up to a fifth longer
+        out_SLT.copy_(halves_SLT).mul_(self.scale[i])
         if self.waves:
             out_SLT.addcmul_(self.keep[i], self.waves[i])
         for gain, start in self.white:
@@ -110,7 +115,7 @@ class SingleCropWriter(CropWriter):
 def crop_writer(
     augmenter: Augmenter, plan: Plan, out_BSLT: Tensor, meter: StageTimer
 ) -> CropWriter:
-    """The fastest writer that supports all stages."""
+    """Returns the fastest writer that supports all stages of `augmenter`."""
     by_crop = augmenter.views == "halves" and all(
         stage.fits_single_crop_writer for stage in augmenter.stages
     )
@@ -119,7 +124,8 @@ def crop_writer(
 
 
 def _shared_noise(stages: Sequence[Noise], p: Tensors, ops: TorchOps, crops: int) -> Tensor:
-    """[B, 2, 1, 2500]: for each crop, the sum of the noises that all leads share."""
+    """Returns [B, 2, 1, 2500]: for each half of each crop, the sum of the noises that all leads
+    share."""
     waves = torch.empty(crops, 2, 1, HALF)
     for start in range(0, crops, CROPS_PER_WAVE):
         part = slice(start, start + CROPS_PER_WAVE)

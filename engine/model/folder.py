@@ -268,7 +268,9 @@ def _mapping_in(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def read_seen(folder: Path) -> pa.Table:
     """The record of what the model in a folder, or the start of a run, was trained on."""
     return (
-        seen.read_seen_record(folder / SEEN) if (folder / SEEN).exists() else seen.unknown_record()
+        seen.read_seen_record(folder / SEEN)
+        if (folder / SEEN).exists()
+        else seen.unknown_seen_record()
     )
 
 

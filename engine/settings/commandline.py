@@ -1,4 +1,4 @@
-"""Input and output of commands: settings files, --set, files of results, Ctrl-C.
+"""Input and output of commands: settings files, --set, files of results, failures of ranks, Ctrl-C.
 
 read_yaml(path)                   # merged over the file that its `base:` names
 parse_yaml("5e-5", "--set lr")    # 5e-5
@@ -42,33 +42,37 @@ from .files import find_config, merge
 
 Actions = Mapping[str, tuple[Callable[..., Any], str, str]]
 LENGTH_SETTINGS = ("train.steps", "train.epochs")
-CODE_OPTION: Any = {
+ALLOW_CODE_OPTION: Any = {
     "action": "store_true",
     "help": "allow running the custom encoder or head code in the model folder",
 }
-FIRST_TELLS_S = 10.0  # torchrun ends other ranks after 0.1 s, deepspeed after 1 s
-DEEPSPEED_ENDS_S = 60  # it waits 30 s for ranks that do not end
+# how long the other ranks wait for rank 0 to print; torchrun kills them 0.1 s after rank 0 exits,
+# deepspeed after 1 s
+OTHER_RANKS_WAIT_S = 10.0
+# how long to wait for deepspeed's end; deepspeed itself waits 30 s for ranks that do not end
+DEEPSPEED_END_TIMEOUT_S = 60
 RESUMABLE = ": run the same command again to resume"
-# Errors with which the same command would fail again
-PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
+# After one of these errors, the same command would fail again
+PERMANENT_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
 
 class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Has limits, because a file may come from anyone: an alias counts as all the values it
-    repeats ("billion laughs"), and integers have at most 63 bits. Reads 5e-5 as a number, where
-    YAML 1.1 has a string. A key must not stand twice: PyYAML would use the last value without a
-    word."""
+    """Loads YAML with limits, because a file may come from anyone: an alias counts as all the
+    values that it repeats ("billion laughs"), and integers have at most 63 bits. Reads 5e-5 as a
+    number, where YAML 1.1 has a string. A key may not occur twice, because PyYAML would silently
+    use its last value."""
 
     def __init__(self, stream: bytes | str) -> None:
         super().__init__(stream)
         self.values = 0
-        self.sizes: dict[int, int] = {}  # number of values of each finished node, by its id
+        self.sizes: dict[int, int] = {}  # number of values in each finished node, by id(node)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         is_alias, before = self.check_event(yaml.AliasEvent), self.values
         node = super().compose_node(parent, index)
-        # an unfinished node contains itself
+        # an alias of an unfinished node makes that node contain itself, and counts as too many
+        # values
         self.values += self.sizes.get(id(node), MAX_YAML_VALUES) if is_alias else 1
         if self.values > MAX_YAML_VALUES:
             raise yaml.YAMLError(
@@ -109,8 +113,8 @@ _YamlLoader.add_implicit_resolver(
 
 
 def read_yaml(path: Path, folder: str = "", above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Reads a file and merges it over its `base:`, a path relative to the file or a config shipped
-    in `folder`."""
+    """Reads a YAML file and merges it over its `base:`, which is a path relative to the file or
+    a config shipped in `folder`."""
     tree = read_mapping(path)
     base = tree.pop("base", None)
     if base is None:
@@ -129,7 +133,7 @@ def read_yaml(path: Path, folder: str = "", above: tuple[Path, ...] = ()) -> dic
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Reads one YAML file, without its `base:`."""
+    """Reads one YAML file without merging it over its `base:`."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_YAML_BYTES + 1)
@@ -137,7 +141,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         OSError,
         ValueError,
         RuntimeError,
-    ) as error:  # also NUL in a name, or a loop of symbolic links
+    ) as error:  # ValueError: NUL in a name; RuntimeError: a loop of symbolic links
         raise ConfigError(
             f"{path}: {getattr(error, 'strerror', None) or error}: give another ", Flag("--config")
         ) from None
@@ -158,7 +162,7 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
         return yaml.load(text, _YamlLoader)
     except (
         Exception
-    ) as error:  # scalar constructors raise any error; RecursionError if nested too deeply
+    ) as error:  # a scalar's constructor may raise any error, and too deep nesting a RecursionError
         raise ConfigError(
             source, f": not valid YAML: {' '.join(str(error).split())}"[:300]
         ) from None
@@ -167,8 +171,8 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
 def apply_overrides(
     tree: dict[str, Any], overrides: Sequence[str] | Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Applies --set strings, or values by dotted key. Setting train.steps unsets train.epochs, and
-    the reverse."""
+    """Applies --set strings, or values by dotted key, to `tree`. Setting train.steps unsets
+    train.epochs, and setting train.epochs unsets train.steps."""
     pairs = list(
         overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides)
     )
@@ -197,7 +201,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
 
 
 def command_parser(name: str, about: str | None) -> Parser:
-    """A parser that shows the text about a command as it is written."""
+    """Returns a parser whose help shows the text `about` a command with its own line breaks."""
     as_written = argparse.RawDescriptionHelpFormatter
     return Parser(f"omnilead {name}", description=about, formatter_class=as_written)
 
@@ -205,12 +209,13 @@ def command_parser(name: str, about: str | None) -> Parser:
 def parse_options(
     function: Callable[..., Any], name: str, about: str | None, arguments: Sequence[str] | None
 ) -> dict[str, Any]:
-    """The arguments for `function`, which declares the options of a command."""
+    """Parses the command line, and returns the arguments for `function`. Its parameters declare
+    the command's options."""
     parser = command_parser(name, about)
     add_options(parser, function)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     options = vars(parser.parse_args(arguments))
-    del options["local_rank"]  # added by deepspeed's launcher; LOCAL_RANK is used instead
+    del options["local_rank"]  # deepspeed's launcher adds --local_rank; LOCAL_RANK is used instead
     return options
 
 
@@ -220,8 +225,9 @@ def parse_action(
     actions: Actions,
     arguments: Sequence[str] | None,
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Returns (function of the chosen action, its arguments). `actions`: by name, (function, which
-    declares the options; what it does; arguments of an example)."""
+    """Returns (function of the chosen action, its arguments). `actions`: for each action's name,
+    (function, whose parameters declare the options; what the action does; arguments of an
+    example)."""
     parser = command_parser(name, about)
     commands = parser.add_subparsers(dest="action", required=True, metavar="|".join(actions))
     for action, (function, text, example) in actions.items():
@@ -236,37 +242,40 @@ def parse_action(
     return actions[options.pop("action")][0], options
 
 
-def require_writable(place: Path, flag: str) -> None:
-    """Raises ConfigError, before hours of work, if a file cannot be written."""
-    folder, mend = place.parent, "name a file in an existing folder"
-    if place.is_dir():
-        raise ConfigError(flag, f" {place}: is a folder: {mend}")
+def require_writable(path: Path, flag: str) -> None:
+    """Raises ConfigError if a file cannot be written, so that a command fails before hours of
+    work."""
+    folder, mend = path.parent, "name a file in an existing folder"
+    if path.is_dir():
+        raise ConfigError(flag, f" {path}: is a folder: {mend}")
     if not folder.is_dir():
-        raise ConfigError(flag, f" {place}: the folder {folder} does not exist: {mend}")
+        raise ConfigError(flag, f" {path}: the folder {folder} does not exist: {mend}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
-            flag, f" {place}: no permission to write in {folder}: choose another folder"
+            flag, f" {path}: no permission to write in {folder}: choose another folder"
         )
 
 
 @contextmanager
-def writing(place: Path, flag: str) -> Iterator[None]:
-    """Raises OutputError if a command's result cannot be written to the path that `flag` sets."""
+def report_write_errors(path: Path, flag: str) -> Iterator[None]:
+    """Raises OutputError if the block cannot write a command's result to the path that `flag`
+    sets."""
     try:
         yield
     except OSError as error:
         raise OutputError(
-            flag, f" {place}: {error.strerror or error}: {write_error_advice(error)}"
+            flag, f" {path}: {error.strerror or error}: {write_error_advice(error)}"
         ) from None
 
 
-def write_result(place: Path, text: str, flag: str) -> None:
-    with writing(place, flag):
-        write_whole(place, text)
+def write_result(path: Path, text: str, flag: str) -> None:
+    with report_write_errors(path, flag):
+        write_whole(path, text)
 
 
 def positive_integer(text: str) -> int:
-    """Parses a whole number, such as 1000, 1e6 or 1_000_000. An argparse type."""
+    """Parses a whole number of at least 1, such as 1000, 1e6 or 1_000_000. For use as a type in
+    argparse."""
     try:
         number = float(text)
     except ValueError:
@@ -277,7 +286,7 @@ def positive_integer(text: str) -> int:
 
 
 def parse_price(text: str) -> float:
-    """Parses a price of at least 0. An argparse type."""
+    """Parses a price of at least 0. For use as a type in argparse."""
     try:
         value = float(text)
     except ValueError:
@@ -288,18 +297,19 @@ def parse_price(text: str) -> float:
 
 
 def local_run_path(text: str) -> Path:
-    """Returns the path of a run on this machine. An argparse type."""
+    """Returns the path of a run on this machine. For use as a type in argparse."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
-            f"{text}: give the run's working folder, which its first line names"
+            f"{text}: give the run's working folder, which the first line of its output names"
         )
     return Path(text)
 
 
 def tell_failure(program: str, message: str, code: int) -> None:
-    """Prints why a command fails. Code 2: all ranks fail for the same reason, so rank 0 prints it.
-    The others wait, because a launcher kills all ranks as soon as one exits; a rank that is still
-    alive afterwards has failed alone, and prints its own reason. Ctrl-C reaches all ranks."""
+    """Prints why a command fails. With code 2, all ranks usually fail for the same reason, so
+    rank 0 prints it and the others wait, because a launcher kills all ranks as soon as one
+    exits. A rank that is still alive after the wait has failed alone, and prints its own reason.
+    Ctrl-C (code 130) reaches all ranks, so only rank 0 prints it."""
     rank = os.environ.get("RANK", "0")
     if code == 130 and rank != "0":
         return
@@ -307,7 +317,7 @@ def tell_failure(program: str, message: str, code: int) -> None:
     line = f"{program}: {of_rank}{on_one_line(message)}"
     note_for_torchrun(line)
     if code == 2 and rank != "0":
-        time.sleep(FIRST_TELLS_S)
+        time.sleep(OTHER_RANKS_WAIT_S)
     with suppress(OSError):
         tell(line)
     repeat_after_deepspeed(line)
@@ -324,50 +334,51 @@ def run_on_ranks(
     out: str | os.PathLike[str] | None = None,
     flag: str = Flag("--out"),
 ) -> int:
-    """Runs the work of a command that may have several ranks, and returns its exit code. `flag` and
-    `out`: where it writes."""
+    """Runs the work of a command that may have several ranks, and returns its exit code. `out`:
+    where the command writes. `flag`: the option that sets `out`."""
 
-    def explain(error: Exception) -> UserError | None:
+    def as_user_error(error: Exception) -> UserError | None:
         if isinstance(error, OSError):
             return file_error(error, out, flag)
         return error if isinstance(error, UserError) else None
 
-    return run_command(program, work, explain, RESUMABLE if out else "", tell_failure)
+    return run_command(program, work, as_user_error, RESUMABLE if out else "", tell_failure)
 
 
 def file_error(
     error: OSError, out: str | os.PathLike[str] | None, flag: str = Flag("--out")
 ) -> UserError:
-    """The error for the user about a file that could not be read or written. `flag` and `out`: where
-    the command writes."""
+    """Returns the error that tells a user about a file that could not be read or written. `out`:
+    where the command writes. `flag`: the option that sets `out`."""
     about = file_error_parts(error, flag, out)
-    if error.errno in PERMANENT:
+    if error.errno in PERMANENT_ERRORS:
         return DataError(*about)
     return OutputError(*about, RESUMABLE if out else "")
 
 
 def repeat_after_deepspeed(line: str) -> None:
-    """Prints the line again as the last one, since deepspeed prints the processes that it kills and its
-    whole command when a rank fails. A forked process waits for deepspeed's end."""
+    """Prints the line again after deepspeed has ended. When a rank fails, deepspeed prints the
+    processes that it kills and its whole command, which would hide the line. A forked process
+    waits for deepspeed's end."""
     launcher = os.getppid()
     try:
-        if "CROSS_SIZE" not in os.environ or os.fork():  # set by deepspeed.launcher.launch
+        if "CROSS_SIZE" not in os.environ or os.fork():  # deepspeed.launcher.launch sets CROSS_SIZE
             return
-    except OSError:  # no memory for it
+    except OSError:  # there is no memory to fork
         return
     try:
         os.setsid()
         ended = select.poll()
         ended.register(os.pidfd_open(launcher), select.POLLIN)
-        ended.poll(DEEPSPEED_ENDS_S * 1000)
+        ended.poll(DEEPSPEED_END_TIMEOUT_S * 1000)
         tell(line)
     finally:
         os._exit(0)
 
 
 def note_for_torchrun(line: str) -> None:
-    """Leaves this line for torchrun, which prints it after its own report and traceback, instead of
-    a hint at PyTorch's documentation."""
+    """Writes the line to the file from which torchrun takes error messages. Torchrun prints it
+    after its own report and traceback, instead of a hint at PyTorch's documentation."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
@@ -375,29 +386,29 @@ def note_for_torchrun(line: str) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exits without shutting down the interpreter, where gloo threads that still hold tensors would
-    raise SIGABRT."""
+    """Exits without shutting down the interpreter: gloo threads that still hold tensors would
+    raise SIGABRT then."""
     code = show("") or code
     sys.stderr.flush()
     os._exit(code)
 
 
 def one_blas_thread() -> None:
-    """Limits NumPy to one BLAS thread: its threads and PyTorch's would block each other, and make
-    probes ten times as slow. Call before importing NumPy."""
+    """Limits NumPy to one BLAS thread. Call before importing NumPy. More BLAS threads and
+    PyTorch's threads would block each other, and make probes ten times as slow."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def handle_interrupts(name: str) -> None:
-    """Prints one line instead of a traceback for Ctrl-C (importing torch takes seconds; exit code
-    130) or a lack of memory."""
+    """Makes Python print one line instead of a traceback after Ctrl-C (exit code 130) or a lack
+    of memory. Call before importing torch, which takes seconds."""
     guard_streams()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             tell(f"{name}: interrupted")
-            # Python would end itself by SIGINT: 130 in a shell, but -2 for a program that started
-            # it
+            # Python would end itself by SIGINT: a shell sees 130 then, but a program that started
+            # Python sees -2
             exit_process(130)
         elif is_out_of_memory(error):
             tell(f"{name}: out of memory: raise the limit (ulimit -v), or free some")

@@ -21,27 +21,29 @@ import numpy as np
 
 from omnilead.data_tools.io.splitmix import GOLDEN_GAMMA, mix
 
-# 2**64 / golden ratio, odd: multiples of it are spread over all 64 bits
-# makes the result depend on the order of the counters: word k adds (k + 1) times this
-_WORD = 0xD1B54A32D192ED03
-# the two uniforms behind a normal
-_RADIUS = 0x8CB92BA72F3D8DD7
-_ANGLE = 0xAEF17502108EF2D9
+# An odd constant. `bits` adds k times this to the k-th counter, so that its result depends on the
+# order of the counters
+_POSITION_FACTOR = 0xD1B54A32D192ED03
+# Each makes one of the two uniform numbers from which `normal` computes a normal one
+_RADIUS_KEY = 0x8CB92BA72F3D8DD7
+_ANGLE_KEY = 0xAEF17502108EF2D9
 _ALL_BITS = 2**64 - 1
 
-MAX_SIZE = 2**40  # largest permutation
-# with 6, pairs of elements are visibly dependent below n = 50; with 8 only below 17
-HALF_ROUNDS = 8
-# up to this size, no number of rounds makes all permutations of a Feistel network equally likely
+MAX_SIZE = 2**40  # largest number of elements that `permute` takes
+# Half rounds of the Feistel network. With 6, pairs of elements are visibly dependent in
+# permutations of fewer than 50 elements; with 8, only of fewer than 17
+FEISTEL_HALF_ROUNDS = 8
+# Up to this number of elements, `permute` ranks hashes: a Feistel network does not make all
+# permutations equally likely, whatever the number of rounds
 MAX_RANKED = 32
 
 Counter = int | np.integer | np.ndarray
 
 
 class RandomStream(IntEnum):
-    """The purpose of a random number: two purposes never share a draw. Saved runs depend on the
-    values: add, never renumber. Each stage of the augmentations has its own number (5 to 11, 17, and
-    new ones from 19)."""
+    """The purpose for which a random number is drawn: two purposes never share a draw. Saved
+    runs depend on the values: add new ones, but never renumber. Each augmentation stage has a
+    number of its own (5 to 11, 17, and new ones from 19)."""
 
     ORDER = 1
     SHARD_ORDER = 2
@@ -55,32 +57,34 @@ class RandomStream(IntEnum):
 
 
 def bits(seed: Counter, *counters: Counter) -> np.ndarray:
-    """Random uint64 in the broadcast shape of the counters (integers or integer arrays, taken
-    modulo 2**64)."""
+    """Returns random uint64 in the broadcast shape of the counters, which are integers or
+    integer arrays, taken modulo 2**64."""
     values = (seed, *counters)
     state = np.zeros(1, np.uint64)  # one element, not a scalar: numpy scalars warn on overflow
     for k, value in enumerate(values, 1):
-        word = _as_uint64(value) * GOLDEN_GAMMA + (k * _WORD & _ALL_BITS)
-        # xor, not addition: with addition, crops with neighbouring states would draw the same
-        # numbers, shifted
+        word = _as_uint64(value) * GOLDEN_GAMMA + (k * _POSITION_FACTOR & _ALL_BITS)
+        # xor, because with addition crops with neighbouring states would draw the same numbers,
+        # shifted
         state = mix(state ^ word)
     return state.reshape(np.broadcast_shapes(*map(np.shape, values)))
 
 
 def uniform(seed: Counter, *counters: Counter) -> np.ndarray:
-    """float64 in [0, 1): multiples of 2**-53."""
+    """Returns random float64 in [0, 1), multiples of 2**-53, in the broadcast shape of the
+    counters."""
     words = bits(seed, *counters)
     return _to_unit_interval(words.reshape(-1)).reshape(words.shape)
 
 
 def normal(seed: Counter, *counters: Counter) -> np.ndarray:
-    """float64, standard normal, at most 8.6 (Box-Muller). Machines may differ by rounding: log and
-    cos vary by an ulp."""
+    """Returns standard normal float64 in the broadcast shape of the counters, by Box-Muller,
+    between -8.6 and 8.6. Two machines may differ by rounding, as the last bit of log and cos
+    varies."""
     words = bits(seed, *counters)
     state = words.reshape(-1)
-    angle = _to_unit_interval(mix(state ^ _ANGLE))
+    angle = _to_unit_interval(mix(state ^ _ANGLE_KEY))
     angle *= 2.0 * np.pi
-    radius = _to_unit_interval(mix(state ^ _RADIUS))
+    radius = _to_unit_interval(mix(state ^ _RADIUS_KEY))
     np.subtract(1.0, radius, out=radius)  # now in (0, 1], so that the logarithm is finite
     np.log(radius, out=radius)
     radius *= -2.0
@@ -104,8 +108,8 @@ def _as_uint64(value: Counter) -> np.ndarray:
 
 
 def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
-    """The image (int64) of i in the permutation of [0, n) with this key, for n from 1 to 2**40. The
-    arguments broadcast."""
+    """Returns the image (int64) of i under the permutation of [0, n) that `key` determines, for
+    n from 1 to 2**40. The arguments broadcast."""
     shape = np.broadcast_shapes(np.shape(i), np.shape(n), np.shape(key))
     x = np.broadcast_to(i, shape).reshape(-1)
     size = _flatten(np.asarray(n), shape)
@@ -126,7 +130,8 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
 
 
 def _flatten(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The value, flattened: one element for all, or one each."""
+    """Returns the value as an array of one dimension: one element if it has only one, else one
+    for each element of `shape`."""
     if value.size == 1:
         return value.reshape(1)
     return np.broadcast_to(value, shape).reshape(-1)
@@ -137,8 +142,8 @@ def _take(value: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 
 def _permute_by_rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Rank the elements by a hash without ties (it is a bijection): every permutation is equally
-    likely."""
+    """Returns the rank of each x among the elements of [0, n), which are ranked by a hash. The
+    hash is a bijection, so no two are equal, and every permutation is equally likely."""
     element = np.arange(MAX_RANKED)
     hashes = bits(key[:, None], element)
     own_hashes = bits(key, x)
@@ -147,8 +152,8 @@ def _permute_by_rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarra
 
 
 def _permute_by_feistel(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A Feistel network on [0, a * b), a = ceil(sqrt n) and b = ceil(n / a), applied until the
-    result is in [0, n): nearly always once, as the domain exceeds n by less than a."""
+    """Applies a Feistel network on [0, a * b), with a = ceil(sqrt n) and b = ceil(n / a), until
+    the result is in [0, n). Once is nearly always enough, as a * b exceeds n by less than a."""
     a = np.ceil(np.sqrt(n)).astype(np.uint64)  # IEEE rounds sqrt the same way on every machine
     b = (n + a - 1) // a
     out = _feistel(x, a, b, key)
@@ -162,13 +167,13 @@ def _permute_by_feistel(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.nda
 
 def _feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
     high, low = np.divmod(x, b)
-    for k in range(0, HALF_ROUNDS, 2):
+    for k in range(0, FEISTEL_HALF_ROUNDS, 2):
         high = (high + _round(low, key + k)) % a
         low = (low + _round(high, key + (k + 1))) % b
     return np.asarray(high * b + low)
 
 
 def _round(x: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """The round function of the network: 53 bits of a hash, so that sums do not overflow before the
-    modulus."""
+    """Returns 53 bits of a hash: the round function of the Feistel network. With 53 bits, its
+    sums do not overflow before the modulus is taken."""
     return np.asarray(mix(x * GOLDEN_GAMMA ^ key) >> 11)

@@ -13,11 +13,11 @@ from omnilead.data_tools.io.terminal import UserError
 Kind = TypeVar("Kind")
 
 
-Facts = dict[str, Any]  # by name, as in a JSON object
+Facts = dict[str, Any]  # values by name, as in a JSON object
 
 
-def first_names(names: Sequence[Any], most: int) -> str:
-    """The first names, joined for a message."""
+def join_first_names(names: Sequence[Any], most: int) -> str:
+    """Joins the first `most` names with commas for a message; "..." stands for the rest."""
     text = ", ".join(map(str, names[:most]))
     if len(names) > most:
         text += ", ..."
@@ -25,40 +25,41 @@ def first_names(names: Sequence[Any], most: int) -> str:
 
 
 class ConfigError(UserError):
-    """A setting is wrong: the message is one line with the key, its value and what to write
-    instead."""
+    """Raised if a setting is wrong. The message is one line with the key, its value and what to
+    write instead."""
 
 
 class OutputError(UserError):
-    """A result cannot be computed or written: the message is one line."""
+    """Raised if a result cannot be computed or written. The message is one line."""
 
     code = 1
 
 
 class TrainError(UserError):
-    """The run failed. The message is one line."""
+    """Raised if a run failed. The message is one line."""
 
     code = 1
 
 
 def one_line_errors(kind: type[Kind]) -> type[Kind]:
-    """Decorates a dataclass that pydantic checks: a wrong argument is a ConfigError."""
-    from pydantic import ValidationError  # late, so that --help does not wait for it
+    """Decorates a dataclass that pydantic checks: a wrong argument raises a ConfigError of one
+    line instead of pydantic's ValidationError."""
+    from pydantic import ValidationError  # imported late, so that --help does not wait for pydantic
 
     validate: Any = kind.__init__
 
     @functools.wraps(validate)
-    def checked(self: Any, *args: Any, **settings: Any) -> None:
+    def init_with_one_line_errors(self: Any, *args: Any, **settings: Any) -> None:
         try:
             validate(self, *args, **settings)
         except ValidationError as error:
-            raise ConfigError(f"{kind.__name__}: {_wrong_setting(kind, error)}") from None
+            raise ConfigError(f"{kind.__name__}: {_describe_wrong_setting(kind, error)}") from None
 
-    kind.__init__ = checked  # type: ignore[method-assign]
+    kind.__init__ = init_with_one_line_errors  # type: ignore[method-assign]
     return kind
 
 
-def _wrong_setting(kind: Any, error: Any) -> str:
+def _describe_wrong_setting(kind: Any, error: Any) -> str:
     errors, mend = error.errors(include_url=False), ""
     key, value = str(errors[0]["loc"][0]), errors[0]["input"]
     setting = f"{key}={reprlib.repr(value)}"
@@ -75,8 +76,9 @@ def _wrong_setting(kind: Any, error: Any) -> str:
 
 @contextmanager
 def blaming(setting: str, hint: str = "") -> Iterator[None]:
-    """Wraps plugged-in code: whatever it raises becomes one line about the setting that named
-    it. Its sys.exit would end a run as if all were well."""
+    """Wraps a call of plugged-in code or the loading of a file. Whatever is raised becomes one
+    line about `setting`, which named the code or file. This includes SystemExit: a sys.exit in
+    the code would otherwise end a run as if all were well."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -1,5 +1,5 @@
-"""Settings files: configs shipped in configs/, merging and flattening trees of settings, and files
-of the user's own code that settings name."""
+"""Finds the configs shipped in configs/, merges and flattens trees of settings, and reads the
+files of the user's own code that settings name."""
 
 import difflib
 import os
@@ -19,13 +19,13 @@ File = str | os.PathLike[str]
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-OWN_CODE = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
-CODE_FOLDER = "code"  # folder in a run, with copies of the files of the user's own code
-FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # in a model folder
+OWN_CODE = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, a function or class in the user's own code
+CODE_FOLDER = "code"  # folder of a run for copies of the files of the user's own code
+FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # what a file in a model folder may be called
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Returns `below` updated with `above`, section by section."""
+    """Returns a copy of `below` updated with `above`, section by section."""
     merged = dict(below)
     for name, value in above.items():
         inner = merged.get(name)
@@ -39,13 +39,14 @@ def find_config(
     name: str | Path, folder: str = "", key: str = Flag("--config"), beside: str | Path = ""
 ) -> Path:
     """Finds a file by its path relative to `beside`, or a shipped config by its name, with or
-    without suffix."""
+    without suffix. `key`: the option or setting that gave the name, for messages."""
     stem = str(name).removeprefix("configs/").removeprefix(f"{folder}/")
     for path in (
         Path(beside, name),
         *(CONFIGS / folder / f"{stem}{suffix}" for suffix in ("", ".yaml", ".json")),
     ):
-        if os.path.lexists(path) and not os.path.isdir(path):  # named pipes are allowed
+        # not isfile(), as named pipes are allowed
+        if os.path.lexists(path) and not os.path.isdir(path):
             return path
     names = shipped_configs(folder)
     near = difflib.get_close_matches(Path(stem).stem, names, 3, 0.5)
@@ -59,7 +60,7 @@ def find_config(
 
 
 def shipped_configs(folder: str) -> list[str]:
-    """The names of the configs in a folder."""
+    """Returns the names of the configs in a folder of configs/."""
     return sorted(path.stem for path in (CONFIGS / folder).glob("*.*"))
 
 
@@ -76,24 +77,27 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def plugin_file(spec: str) -> Path | None:
-    """The file in file.py:Name; None if `spec` names no file."""
+    """Returns the path of the file in `spec`, file.py:Name; None if `spec` names no file."""
     return Path(spec.rpartition(":")[0]) if ":" in spec else None
 
 
 def portable_spec(spec: str) -> str:
-    """`spec` as it is saved in a model folder, where the file lies next to the weights."""
+    """Returns `spec` without the folder of its file: a model folder has the file next to the
+    weights."""
     return f"{file.name}:{spec.rpartition(':')[2]}" if (file := plugin_file(spec)) else spec
 
 
-def read_plugins(
+def read_plugin_files(
     settings: Iterable[tuple[str, str]], run: str, others: Mapping[str, bytes] | None = None
 ) -> dict[str, bytes]:
-    """{name: content} of `others` and of the files that these settings, pairs (name, value), refer
-    to. `run` may have copies of the files."""
+    """Returns {file name: content} of `others` and of the files of code that the settings name.
+    `settings`: pairs (setting, value). `run`: the run's folder; if a file is missing, the
+    message names its copy there."""
     files = dict(others or {})
     for setting, spec in settings:
         if file := plugin_file(spec):
-            if not FILE_NAME.fullmatch(file.name):  # publishing would leave it out
+            # publishing a model leaves out files with other names
+            if not FILE_NAME.fullmatch(file.name):
                 raise ConfigError(
                     f"{setting}={spec}: name the file with letters, digits, _, - and . only"
                 )

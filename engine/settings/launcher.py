@@ -1,5 +1,5 @@
-"""Reads what the launcher (deepspeed, torchrun) sets in the environment: ranks, and the cores for
-each."""
+"""Reads what the launcher (deepspeed, torchrun) sets in the environment: this process's rank,
+and how many CPU cores each rank may use."""
 
 import os
 from typing import NamedTuple
@@ -10,16 +10,17 @@ from .errors import ConfigError
 class LaunchedRank(NamedTuple):
     rank: int
     world: int  # number of ranks
-    local: int  # rank among those of this machine
+    local: int  # rank among the ranks of this machine
 
 
 def launched_rank() -> LaunchedRank:
-    """Returns this process's rank, as the launcher set it."""
+    """Returns this process's rank, as the launcher set it in the environment; without a
+    launcher, rank 0 of 1."""
     names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
     try:
         rank, world, local = (int(os.environ.get(name, default)) for name, default in names)
         if not 0 <= rank < world:
-            raise ValueError(f"RANK={rank}, WORLD_SIZE={world}")
+            raise ValueError(f"RANK={rank} is not from 0 to below WORLD_SIZE={world}")
     except ValueError as error:
         raise ConfigError(
             f"RANK, WORLD_SIZE, LOCAL_RANK in the environment: {error}: start with deepspeed or "
@@ -29,7 +30,7 @@ def launched_rank() -> LaunchedRank:
 
 
 def cores_per_rank() -> int:
-    """CPU cores of this machine for each of its ranks."""
+    """Returns the number of this machine's CPU cores for each rank that runs on it."""
     local_ranks = next(
         (
             int(os.environ[name])

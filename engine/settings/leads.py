@@ -1,4 +1,4 @@
-"""Leads by name or number.
+"""Sets of leads, given by names or by the number of leads.
 
 parse_leads("3")                  # (0, 1, 7); also "12", "6", "2", "1" or names: "I,II,V2"
 describe_leads((0, 1, 7))         # "I,II,V2"
@@ -17,7 +17,7 @@ from .errors import ConfigError
 LIMB_LEADS, ALL_LEADS = tuple(range(6)), tuple(range(12))
 
 
-# Oh et al. 2022, section 4
+# the subsets of leads in Oh et al. 2022, section 4, by their number of leads
 LEAD_SUBSETS = {
     "12": ALL_LEADS,
     "6": LIMB_LEADS,
@@ -31,7 +31,8 @@ _INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
 
 
 def leads_in_order(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:
-    """Indices into LEADS, in the order given."""
+    """Returns the indices of the leads in LEADS, in the order given. `key`: the setting, for
+    messages."""
     mend = f'use {", ".join(LEAD_SUBSETS)}, or names out of {" ".join(LEADS)} such as "I,II,V2"'
     text = str(leads) if isinstance(leads, str | int) else ",".join(map(str, leads))
     if text.strip() in LEAD_SUBSETS:
@@ -46,11 +47,11 @@ def leads_in_order(leads: str | int | Iterable[str], key: str = "leads") -> tupl
 
 
 def parse_leads(leads: str | int | Iterable[str], key: str = "leads") -> tuple[int, ...]:
-    """Indices into LEADS, ascending: a model takes its leads in the order of LEADS, whatever order
-    is given."""
+    """Returns the indices of the leads in LEADS, ascending. A model takes its leads in the order
+    of LEADS, whatever order is given."""
     return tuple(sorted(leads_in_order(leads, key)))
 
 
 def describe_leads(leads: Iterable[int]) -> str:
-    """The names of leads; the inverse of `parse_leads`."""
+    """Returns the names of leads, joined by commas, as `parse_leads` reads them."""
     return ",".join(LEADS[i] for i in leads)

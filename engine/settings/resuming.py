@@ -9,19 +9,20 @@ from typing import Annotated, Any, TypeVar, get_args
 T = TypeVar("T")
 
 
-class Mark:
-    """Marks a setting that may change."""
+class ChangeableMark:
+    """Annotates a setting that may change when a run is resumed."""
 
 
-MayChange = Annotated[T, Mark()]
+MayChange = Annotated[T, ChangeableMark()]
 
 
 def changeable_settings(section: type, prefix: str = "") -> set[str]:
-    """The dotted names of the marked settings in a section, or in all of a run."""
+    """Returns the dotted names of the settings that may change when a run is resumed, in one
+    section or in all sections of a run's settings."""
     names = set()
     fields: dict[str, Any] = getattr(section, "__pydantic_fields__", {})
     for name, field in fields.items():
-        if any(isinstance(mark, Mark) for mark in field.metadata):
+        if any(isinstance(mark, ChangeableMark) for mark in field.metadata):
             names.add(f"{prefix}{name}")
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type):

@@ -1,24 +1,24 @@
-"""The files in RUN that training writes and reports and `status` read."""
+"""Names of the files in a run's folder, RUN, and readers for the metrics in it."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Files in RUN: training writes them, `status` and the report of a run read them
+# Files in RUN: training writes them; `omnilead status` and a run's report read them
 METRICS = "metrics.jsonl"
 
 
 VALIDATION = "validation.jsonl"
 
 
-FACTS = "run.json"
+RUN_FACTS = "run.json"
 
 
 PROMETHEUS = "metrics.prom"
 
 
-LOCK = ".lock"  # held while a process trains
+LOCK = ".lock"  # locked while a process trains in RUN
 
 
 REPORT = "report.html"
@@ -30,17 +30,17 @@ MAX_NUMBER = 1e12  # larger numbers cannot be steps, losses, rates or seconds
 LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
 
 
-VALID = "valid/"  # prefix of validation metrics where they appear beside training metrics
+VALID_PREFIX = "valid/"  # prefix of validation metrics where they appear beside training metrics
 
 
 class MetricRows(NamedTuple):
-    rows: list[dict[str, Any]]  # by step
-    unreadable: int  # number of unreadable lines
+    rows: list[dict[str, Any]]  # one row for each step, ascending
+    unreadable: int  # number of lines that cannot be read
 
 
 def read_metric_rows(path: Path) -> MetricRows:
-    """Reads metrics.jsonl or validation.jsonl. A step that was repeated after a restart counts
-    once."""
+    """Reads metrics.jsonl or validation.jsonl. If a step was repeated after a restart, only its
+    last row counts."""
     by_step: dict[float, dict[str, Any]] = {}
     unreadable = 0
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
@@ -58,7 +58,8 @@ def read_metric_rows(path: Path) -> MetricRows:
 
 def crops_and_seconds(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """Returns (crops, seconds of training) between each row and the one before it. The seconds
-    exclude validation and checkpoints, as crops_per_s does. Rows without a speed are left out."""
+    exclude validation and checkpoints, as crops_per_s does. Rows without crops_per_s are left
+    out."""
     spans, before = [], 0.0
     for row in rows:
         seen, rate = number_or_nan(row.get("crops_seen")), number_or_nan(row.get("crops_per_s"))

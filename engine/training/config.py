@@ -33,7 +33,7 @@ from ..settings.commandline import apply_overrides, read_yaml
 from ..settings.descriptions import described_schema
 from ..settings.errors import ConfigError, Flag
 from ..settings.files import CONFIGS as CONFIGS
-from ..settings.files import find_config, flatten, merge, read_plugins
+from ..settings.files import find_config, flatten, merge, read_plugin_files
 from ..settings.metrics import METRIC_OF
 from ..settings.resuming import MayChange
 
@@ -240,7 +240,7 @@ class RunConfig(Section):
     def require_files(self) -> None:
         """Raises ConfigError if a file that a setting names does not exist. Needs no PyTorch, which takes
         seconds to import."""
-        read_plugins(self.plugin_settings, self.run)
+        read_plugin_files(self.plugin_settings, self.run)
 
     @property
     def depends_on_total_steps(self) -> bool:

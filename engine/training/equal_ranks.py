@@ -18,8 +18,8 @@ import torch.distributed as dist
 import omnilead
 from omnilead.data_tools.dataset import Dataset
 
-from ..settings.errors import ConfigError, first_names
-from ..settings.files import flatten, read_plugins
+from ..settings.errors import ConfigError, join_first_names
+from ..settings.files import flatten, read_plugin_files
 from ..settings.resuming import changeable_settings
 from .config import RunConfig
 from .distributed import Ranks, on_first_rank
@@ -48,7 +48,7 @@ def facts_of_rank(config: RunConfig, datasets: Sequence[Dataset]) -> RankFacts:
     for setting, value in flatten(config.tree()).items():
         if setting not in may_differ:
             facts[setting] = f"{setting}=", str(value)
-    for file, content in read_plugins(config.plugin_settings, config.run).items():
+    for file, content in read_plugin_files(config.plugin_settings, config.run).items():
         facts[f"code {file}"] = f"another {file}: sha256 ", _short_sha256(content)
     for package, version in versions().items():
         facts[f"version {package}"] = f"{package} ", version
@@ -78,7 +78,7 @@ def _refuse_differences(by_rank: Sequence[tuple[str, RankFacts]]) -> None:
     for rank, (machine, facts) in enumerate(by_rank):
         if found := describe_differences(of_first, facts):
             raise ConfigError(
-                f"rank {rank} on {machine} has {first_names(found, LISTED_DIFFERENCES)}: give all ranks the "
+                f"rank {rank} on {machine} has {join_first_names(found, LISTED_DIFFERENCES)}: give all ranks the "
                 "data, settings, code and versions of rank 0"
             )
 

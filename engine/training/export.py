@@ -18,7 +18,7 @@ from ..model import folder
 from ..model.window import DEFAULT_INPUT, SCALES
 from ..settings.errors import ConfigError, TrainError
 from ..settings.leads import describe_leads
-from ..settings.run_files import FACTS
+from ..settings.run_files import RUN_FACTS
 from . import checkpoint, checkpoint_files, distributed
 from .checkpoint_files import CheckpointError, WriteError, warn
 from .config import RunConfig
@@ -83,7 +83,7 @@ def seen_by_checkpoint(
     try:
         found = _find_datasets(run, config, state)
         for dataset, times, use in task.crop_uses(config, state, run, list(found.values())):
-            records.append(seen.record_of_crops(dataset, np.flatnonzero(times), use))
+            records.append(seen.seen_record_of_crops(dataset, np.flatnonzero(times), use))
             if use != "selected":
                 times_drawn[dataset.fingerprint] = times
             if use == "labelled":
@@ -91,10 +91,10 @@ def seen_by_checkpoint(
         places = list(found)
     except (ConfigError, DataError, OSError) as error:
         warn(f"{run}: cannot say what it was trained on: {error}")
-        records.append(seen.unknown_record())
+        records.append(seen.unknown_seen_record())
         rates_hz = set()
     source_hz = [min(rates_hz), max(rates_hz)] if rates_hz else []
-    return SeenData(seen.join_records(records), times_drawn, source_hz, places)
+    return SeenData(seen.join_seen_records(records), times_drawn, source_hz, places)
 
 
 def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, Dataset]:
@@ -102,7 +102,7 @@ def _find_datasets(run: Path, config: Any, state: dict[str, Any]) -> dict[str, D
     those noted when the checkpoint was written, then those noted when the run was last started."""
     places_last: list[str] = []
     with suppress(OSError, ValueError, LookupError, TypeError):
-        places_last = list(map(str, json.loads((run / FACTS).read_text())["dataset_paths"]))
+        places_last = list(map(str, json.loads((run / RUN_FACTS).read_text())["dataset_paths"]))
     places_then = state.get("dataset_paths", [])  # checkpoints of earlier versions have no such key
     found: dict[str, tuple[str, Dataset]] = {}  # by fingerprint
     first_error: tuple[object, ...] = ()
@@ -133,7 +133,7 @@ def join_with_exported(model: Path, known: SeenData, history: dict[str, Any]) ->
     except ConfigError:  # RUN/model is missing or damaged
         return known
     if document.get("trained") != history:
-        return known._replace(seen=seen.join_records([written, known.seen]))
+        return known._replace(seen=seen.join_seen_records([written, known.seen]))
     head = document.get("head")
     source_hz = head.get("source_hz", []) if isinstance(head, dict) else []
     return known._replace(seen=written, source_hz=source_hz)

@@ -36,7 +36,7 @@ from tqdm.auto import tqdm
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import is_notebook, say
 
-from ..settings.run_files import FACTS, METRICS, PROMETHEUS, VALID, VALIDATION
+from ..settings.run_files import METRICS, PROMETHEUS, RUN_FACTS, VALID_PREFIX, VALIDATION
 from .config import RunConfig, TrainConfig
 from .tracking import Service
 
@@ -105,7 +105,7 @@ class RunLogger:
         }
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
-        write_whole(run / FACTS, json.dumps(facts | software_and_hardware(), indent=1) + "\n")
+        write_whole(run / RUN_FACTS, json.dumps(facts | software_and_hardware(), indent=1) + "\n")
         self.services: dict[str, Service] = {}  # opened by engine.training.tracking
         move_repeated_lines(run / METRICS, step)
         move_repeated_lines(run / VALIDATION, validated)
@@ -131,7 +131,7 @@ class RunLogger:
             self.bar.update(row["step"] - self.bar.n)
 
     def log_validation(self, row: Row) -> None:
-        self._write(VALIDATION, row, {f"{VALID}{key}": value for key, value in row.items()})
+        self._write(VALIDATION, row, {f"{VALID_PREFIX}{key}": value for key, value in row.items()})
         values = [f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen")]
         say(fold_line("  ".join(["  validation", *values])))
 

@@ -30,8 +30,8 @@ from ..model.objectives import single_process
 from ..model.pretrainer import Pretrainer
 from ..model.quantizer import temperature
 from ..settings.errors import ConfigError, blaming
-from ..settings.files import portable_spec, read_plugins
-from ..settings.run_files import VALID
+from ..settings.files import portable_spec, read_plugin_files
+from ..settings.run_files import VALID_PREFIX
 from .arguments import Arguments, PretrainInputs, dtype_of
 from .config import Config, count_candidates
 from .continuing import StartingWeights, read_starting_weights
@@ -110,7 +110,7 @@ class PretrainTask(TrainingTask):
     @classmethod
     def prepare(cls, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> Self:
         local = config.objective.local > 0
-        code = read_plugins(config.plugin_settings, config.run)
+        code = read_plugin_files(config.plugin_settings, config.run)
         model_input = config.model_input
         encoder, tokens = encoder_and_token_count(
             config.model, local, dtype_of(config), config.train.seed, samples=model_input.samples
@@ -209,9 +209,11 @@ class PretrainTask(TrainingTask):
             count_candidates(self.config, self.ranks.world),
             self.validation_loss.crops,
         )
-        chance = self._chance_metrics("", in_training) | self._chance_metrics(VALID, held_out)
+        chance = self._chance_metrics("", in_training) | self._chance_metrics(
+            VALID_PREFIX, held_out
+        )
         if self.probe.pairs:
-            chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
+            chance[f"{VALID_PREFIX}identification_accuracy"] = 1 / len(self.probe.pairs)
         differs = self._validation_differences(in_training, held_out) if held_out else []
         return {"chance": chance, "validation": differs}
 

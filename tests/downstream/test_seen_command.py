@@ -19,7 +19,7 @@ from omnilead.data_tools.sharding.shard import ShardOptions, shard
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import crop_order
 from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.data.seen import read_seen_record, record_of_crops, to_bytes
+from omnilead.engine.data.seen import read_seen_record, seen_record_of_crops, to_bytes
 from omnilead.engine.model.folder import read_document, write_config
 from omnilead.engine.training.checkpoint_files import read_state
 from omnilead.engine.training.config import build_config
@@ -274,7 +274,7 @@ def test_the_owner_asks_about_another_ecg_of_a_patient(pseudonyms, run, tmp_path
         sources = open_sources(str(tmp_path / place))
         made[place] = shard(sources, options)
     model = Path(shutil.copytree(run / "model", tmp_path / "model"))
-    record = record_of_crops(made["old"], np.arange(len(made["old"])), "labelled")
+    record = seen_record_of_crops(made["old"], np.arange(len(made["old"])), "labelled")
     (model / "seen.parquet").write_bytes(to_bytes(record))
     write_config(model, read_document(model / "config.json"))
     file, new, old = tmp_path / "new" / "a.xml", made["new"].root.url, made["old"].root.url

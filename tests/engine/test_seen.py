@@ -75,14 +75,14 @@ def test_a_record_of_use(whole):
     """Patients and waveforms, each with its last use; records are joined and survive a file."""
     people = patient_ids([whole])[0]
     rows = np.arange(30)
-    record = seen.record_of_crops(whole, rows, "unlabelled")
+    record = seen.seen_record_of_crops(whole, rows, "unlabelled")
     assert len(record) == len(np.unique(people[rows])) + len(
         np.unique(whole.column("waveform")[rows])
     )
     found = seen.uses_by_crop(record, whole, np.arange(len(whole)))
     assert np.array_equal(found >= 0, np.isin(people, people[rows]))
-    more = seen.join_records(
-        [record, seen.record_of_crops(whole, rows[:5], "labelled"), seen.NOTHING_SEEN]
+    more = seen.join_seen_records(
+        [record, seen.seen_record_of_crops(whole, rows[:5], "labelled"), seen.NOTHING_SEEN]
     )
     again = seen.uses_by_crop(more, whole, np.arange(len(whole)))
     assert np.array_equal(again == seen.LABELLED, np.isin(people, people[:5]))
@@ -94,7 +94,7 @@ def test_a_waveform_under_another_name_is_known_again(whole, archive, tmp_path):
     published; they could be guessed."""
     options = ShardOptions(str(tmp_path / "other"), pseudonym_key=bytes(32), **ALL)
     other = shard(open_sources(str(archive)), options)
-    record = seen.record_of_crops(whole, np.arange(len(whole)), "unlabelled")
+    record = seen.seen_record_of_crops(whole, np.arange(len(whole)), "unlabelled")
     assert (seen.uses_by_crop(record, other, np.arange(len(other))) >= 0).all()
     patients = record.filter(record["patient"])
     assert (seen.uses_by_crop(patients, other, np.arange(len(other))) < 0).all()
@@ -103,7 +103,10 @@ def test_a_waveform_under_another_name_is_known_again(whole, archive, tmp_path):
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1", None])
 def test_a_damaged_record_is_one_line(whole, damage, tmp_path):
-    path, record = tmp_path / "seen.parquet", seen.record_of_crops(whole, np.arange(5), "selected")
+    path, record = (
+        tmp_path / "seen.parquet",
+        seen.seen_record_of_crops(whole, np.arange(5), "selected"),
+    )
     path.write_bytes(seen.to_bytes(record))
     assert seen.read_seen_record(path).equals(record)
     if damage is None:
@@ -240,7 +243,7 @@ def test_a_probe_is_fitted_on_validation_too(whole, base, tmp_path):
     for split in ("train", "valid"):
         rows = known.rows_of_dataset(0, split)
         assert (seen.uses_by_crop(model.seen, whole, rows) == seen.LABELLED).all()
-    chosen = seen.record_of_crops(whole, rows, "selected")
+    chosen = seen.seen_record_of_crops(whole, rows, "selected")
     people = patient_ids([whole])[0] | 1
     (note,) = seen.seen_notes(chosen, [whole], [rows], [people], "scored here")
     told = "that are scored here helped to choose the model in validation"
@@ -286,7 +289,7 @@ def test_an_export_without_its_data_says_so(whole, tmp_path, capsys):
     ended = pretrain(tmp_path, str(copied), train__steps=1, objective__local=0, data__train={})
     assert ended.ok, ended.output
     record = omnilead.load(tmp_path / "run").seen
-    assert len(record) and not record.equals(seen.unknown_record())
+    assert len(record) and not record.equals(seen.unknown_seen_record())
     shutil.rmtree(copied)
     from omnilead.engine.pretrain import main
 
@@ -295,7 +298,7 @@ def test_an_export_without_its_data_says_so(whole, tmp_path, capsys):
     assert omnilead.load(tmp_path / "run").seen.equals(record)  # what was written before
     shutil.rmtree(tmp_path / "run" / "model")
     assert main(["--export", str(tmp_path / "run")]) == 0
-    assert omnilead.load(tmp_path / "run").seen.equals(seen.unknown_record())
+    assert omnilead.load(tmp_path / "run").seen.equals(seen.unknown_seen_record())
 
 
 def test_the_record_is_part_of_the_folder(base, tmp_path):
@@ -343,7 +346,7 @@ def asked(record, dataset):
 def guessed(record, source, candidates):
     """The names that a stranger finds who has the program and a model's record."""
     names = pa.array([f"{source}/{one}" for one in candidates])
-    words = [seen._name_hashes(names, key) for key in (seen.OPEN_KEY, b"omnilead removed")]
+    words = [seen._name_hashes(names, key) for key in (seen.PUBLIC_NAME_KEY, b"omnilead removed")]
     known = record["hash"].to_numpy()
     return {candidates[i] for hashes in words for i in np.flatnonzero(np.isin(hashes, known))}
 
@@ -369,7 +372,7 @@ def test_nobody_finds_names_from_a_model_folder(source, named, clinics, base, tm
     """Of whatever source: an array, WFDB with --patients, a plug-in, a hospital's files, or one that only
     bears the name of a published archive. The owner of the dataset can ask."""
     dataset, candidates = clinics(source, named), list(range(100_000, 102_000))
-    record = seen.record_of_crops(dataset, np.arange(len(dataset)), "unlabelled")
+    record = seen.seen_record_of_crops(dataset, np.arange(len(dataset)), "unlabelled")
     folder = Path(shutil.copytree(base / "model", tmp_path / "model"))
     (folder / "seen.parquet").write_bytes(seen.to_bytes(record))
     write_config(folder, read_document(folder / "config.json"))
@@ -393,17 +396,17 @@ def test_open_hashes_of_earlier_versions_are_read_and_not_published(
     clinics, base, tmp_path, capsys
 ):
     dataset = clinics("clinic")
-    record = seen.record_of_crops(dataset, np.arange(len(dataset)), "unlabelled")
+    record = seen.seen_record_of_crops(dataset, np.arange(len(dataset)), "unlabelled")
     names = pa.array([f"clinic/{one}" for one in IDS])
     waves = record.filter(pc.invert(record["patient"]))
     people = {
-        "hash": np.sort(seen._name_hashes(names, seen.OPEN_KEY)),
+        "hash": np.sort(seen._name_hashes(names, seen.PUBLIC_NAME_KEY)),
         "patient": [True] * len(IDS),
     }
     people |= {"use": [0] * len(IDS), "guessable": [False] * len(IDS)}
-    old = seen.join_records([waves, pa.table(people, seen.SEEN_SCHEMA)]).replace_schema_metadata(
-        None
-    )
+    old = seen.join_seen_records(
+        [waves, pa.table(people, seen.SEEN_SCHEMA)]
+    ).replace_schema_metadata(None)
     folder = Path(shutil.copytree(base / "model", tmp_path / "model"))
     (folder / "seen.parquet").write_bytes(seen.to_bytes(old))
     write_config(folder, read_document(folder / "config.json"))
@@ -413,7 +416,7 @@ def test_open_hashes_of_earlier_versions_are_read_and_not_published(
     assert "those of a model that RUN was started from stay" in said
     assert guessed(found, "clinic", list(range(100_000, 102_000))) == set(IDS)
     assert asked(found, dataset) == len(IDS)
-    grown = seen.join_records([found, record])  # a model that was started from it
+    grown = seen.join_seen_records([found, record])  # a model that was started from it
     (tmp_path / "grown").write_bytes(seen.to_bytes(grown))
     for record in (found, seen.read_seen_record(tmp_path / "grown")):
         assert guessed(seen.without_guessable_hashes(record), "clinic", IDS) == set()
@@ -441,7 +444,7 @@ def test_patients_are_known_again_in_another_dataset_of_the_same_key(tmp_path):
     told = {}
     for name in several:
         dataset = made[name, 0]
-        record = seen.record_of_crops(dataset, np.arange(len(dataset)), "labelled")
+        record = seen.seen_record_of_crops(dataset, np.arange(len(dataset)), "labelled")
         for other in several:
             test, rows = made[other, 1000], np.arange(16)
             of_crops = patient_ids([test])
@@ -462,7 +465,7 @@ def test_patients_are_known_again_in_another_dataset_of_the_same_key(tmp_path):
 def test_the_key_of_a_dataset_stays_in_those_made_from_it(tmp_path):
     out = tmp_path / "out"
     first = made_of(Clinic("clinic", IDS), out)
-    record = seen.record_of_crops(first, np.arange(len(first)), "unlabelled")
+    record = seen.seen_record_of_crops(first, np.arange(len(first)), "unlabelled")
     more = made_of(Clinic("clinic", [*IDS[:4], 5], seed=1000), tmp_path / "more", first)
     theirs = np.flatnonzero(np.char.endswith(more.column("record").astype(str), "_1000"))
     assert (seen.uses_by_crop(record, more, theirs) >= 0).sum() == 4
@@ -484,6 +487,6 @@ def test_a_key_does_not_begin_with_public_data(tmp_path):
     assert made_of(Clinic("georgia", IDS, named=False, **how), tmp_path / "b").name_key is None
     assert made_of(Clinic("georgia", IDS, **how), tmp_path / "c").name_key  # of the user's table
     both = made_of(Clinic("clinic", IDS, seed=1000), tmp_path / "both", public)
-    record = seen.record_of_crops(both, np.arange(len(both)), "unlabelled")
+    record = seen.seen_record_of_crops(both, np.arange(len(both)), "unlabelled")
     assert guessed(record, "ptb-xl", IDS) == set(IDS) and guessed(record, "clinic", IDS) == set()
     assert asked(record, both) == 2 * len(IDS)

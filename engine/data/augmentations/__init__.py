@@ -1,5 +1,5 @@
-"""The augmentations of ECG crops. STAGES is the formula, and each stage is a class in a file here;
-stage.py says what it must have.
+"""The augmentations of ECG crops. STAGES lists them in the order in which they are applied. Each is
+a class in a file of this folder; stage.py says what such a class must have.
 
 `python -m docs.augmentations augmentations.png --data DATASET` draws them.
 """
@@ -17,8 +17,8 @@ from .noise import Emg, LimbLeads, NoiseSettings, Powerline, Shift, Wander
 from .stage import STRICT, Stage
 from .threekg import Rotation, ThreeKGSettings, TimeMask
 
-# In the order in which they are applied. What follows noise must be linear, because torch adds white
-# noise to DALI's output; what follows RandomLeads must leave zeros as they are.
+# All stages, in the order in which they are applied. Stages after the noise must be linear, because
+# torch adds white noise to DALI's output. Stages after RandomLeads must leave zeros as they are.
 STAGES: tuple[type[Stage], ...] = (
     Rotation,
     Leads,
@@ -38,9 +38,9 @@ STAGES: tuple[type[Stage], ...] = (
 class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSettings):
     """The section `augment` of the settings: the settings of all stages."""
 
-    # your own function(x_BSLT, draw) as file.py:function, or a list of them, each as file.py:function
-    # or with options, {name: file.py:function, strength: 0.1}; applied after the others:
-    # omnilead.engine.data.augmenter
+    # your own function(x_BSLT, draw), given as file.py:function, or a list of such functions, each
+    # given as file.py:function or, with options, as {name: file.py:function, strength: 0.1}. They
+    # are applied after all other augmentations (omnilead.engine.data.augmenter.ExtraAugmentation)
     extra: str | tuple[str | dict[str, Any], ...] = field(default="", hash=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
 
     @property
     def extra_functions(self) -> list[tuple[str, dict[str, Any]]]:
-        """The name and the options of each function in `extra`."""
+        """Returns the name and the options of each function in `extra`."""
         functions = (self.extra,) if isinstance(self.extra, str) else self.extra
         named = [
             {"name": function} if isinstance(function, str) else dict(function)
@@ -66,22 +66,24 @@ class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSett
 
     @property
     def plugin_settings(self) -> list[tuple[str, str]]:
-        """The (setting, value) pairs that name files of code, for
-        engine.settings.files.read_plugins."""
+        """Returns a pair (setting, value) for each file of code that these settings name, as
+        engine.settings.files.read_plugin_files takes them."""
         return [("augment.extra", name) for name, _ in self.extra_functions]
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages that these settings switch on."""
+        """Returns the stages that these settings switch on."""
         stages = [stage(self) for stage in STAGES]
         return [stage for stage in stages if stage.active]
 
     @property
     def descriptions(self) -> list[str]:
-        """The names of the augmentations that are on, without `extra`."""
+        """Returns the names of the augmentations that these settings switch on, without the
+        functions in `extra`."""
         return [stage.description for stage in self.stages if stage.description]
 
     @property
     def changes_zeros(self) -> bool:
-        """True if leads that were not measured must be masked explicitly."""
+        """True if a stage may change zeros. Leads that were not measured must then be zeroed
+        again."""
         return any(stage.changes_zeros for stage in self.stages)

@@ -1,4 +1,4 @@
-"""A random gain for each lead: electrodes and amplifiers differ."""
+"""A random gain for each lead, since electrodes and amplifiers differ."""
 
 from typing import Annotated, Any
 

@@ -1,5 +1,6 @@
-"""The leads that a model uses (its input has only these, or the others as zeros), and random lead
-masking (RLM), Oh et al. 2022: each half is shown a random subset of them."""
+"""Selects the leads that a model uses, and masks random ones. Leads that the model does not use
+are left out of its input, or are zeros in it. Random lead masking (RLM, Oh et al. 2022) shows
+the model a random subset of the leads in each half of a crop."""
 
 from typing import Annotated, Any
 
@@ -11,14 +12,15 @@ from ...settings.errors import ConfigError
 from ...settings.leads import ALL_LEADS, parse_leads
 from .stage import STRICT, Node, Nodes, Params, Random, Stage
 
-# in YAML, 3 is a number
+# YAML reads `leads: 3` as a number
 AsText = BeforeValidator(lambda value: str(value) if type(value) is int else value)
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class LeadSettings:
     leads: Annotated[str | tuple[str, ...], AsText] = "12"  # leads that the model uses
-    padded: bool = True  # keep the other leads as zeros; false: leave them out
+    # true: leads that the model does not use are zeros in its input; false: they are left out
+    padded: bool = True
 
     @property
     def seen_leads(self) -> tuple[int, ...]:
@@ -30,12 +32,13 @@ class LeadSettings:
 
     @property
     def noise_leads(self) -> tuple[int, ...]:
-        """Leads that get noise: all of them if some are later computed from others."""
+        """Returns the leads to which noise is added. NoiseSettings overrides this: all leads get
+        noise if the limb leads are recomputed afterwards."""
         return self.output_leads
 
 
 def limb_leads(lead_1: Node, lead_2: Node) -> list[Node]:
-    """Returns I, II, III, aVR, aVL and aVF, from I and II (Einthoven, Goldberger)."""
+    """Returns I, II, III, aVR, aVL and aVF, computed from I and II (Einthoven, Goldberger)."""
     return [
         lead_1,
         lead_2,
@@ -47,8 +50,8 @@ def limb_leads(lead_1: Node, lead_2: Node) -> list[Node]:
 
 
 class Leads(Stage):
-    """Leave out the leads that the model does not use: before the noise, unless LimbLeads needs
-    them afterwards."""
+    """Leaves out the leads that the model does not use, before noise is added. Not active if
+    LimbLeads needs all leads after the noise: LimbLeads then leaves them out."""
 
     settings: LeadSettings
     examples = ({"leads": "3", "padded": False},)
@@ -69,22 +72,25 @@ class Leads(Stage):
 class RandomLeadSettings(LeadSettings):
     # random lead masking: probability of zeroing each lead of each half; 0 = off
     rlm: Annotated[float, Field(ge=0, le=1)] = 0.5
-    rlm_keep_one: bool = False  # never mask all leads of a half (the paper's masking can)
+    # true: at least one lead of each half stays unmasked; the paper's masking may mask all leads
+    rlm_keep_one: bool = False
 
 
 class UsableLeads(Stage):
-    """Zero the leads that the model does not use or the record lacks."""
+    """Zeroes the leads that the model does not use and the leads that the record lacks."""
 
     settings: RandomLeadSettings
     fits_single_crop_writer = True
-    active = True  # always: missing leads are known only when it draws
+    active = True  # always active, because only `draw` learns which leads of a crop are missing
 
     @property
     def changes_zeros(self) -> bool:
         return False
 
     def usable_leads(self, random: Random) -> np.ndarray:
-        """bool [L, 1], or [B, 1, L, 1] if records lack leads"""
+        """Returns bool [L, 1], True for each lead that the model uses. If `random` knows which
+        leads of each crop were measured: [B, 1, L, 1], True for each lead that is used and
+        measured."""
         leads = self.settings.output_leads
         usable = np.isin(leads, self.settings.seen_leads)[:, None]
         if random.measured_BL is not None:
@@ -104,14 +110,15 @@ class UsableLeads(Stage):
 
 
 class RandomLeads(UsableLeads):
-    """Zeroes unusable leads, and in each half each usable lead where u < p (augmentations.py:199-201)."""
+    """Zeroes the unusable leads and, in each half, each usable lead with probability `rlm`
+    (fairseq-signals augmentations.py:199-201)."""
 
     stream = 5
     examples = ({"rlm": 0.5}, {"rlm": 0.9, "rlm_keep_one": True}, {"leads": "I,V1"})
 
     @property
     def changes_zeros(self) -> bool:
-        """True if one lead is always kept: it must have been measured."""
+        """True with `rlm_keep_one`: the lead that is always kept must be one that was measured."""
         return self.settings.rlm_keep_one
 
     @property
@@ -128,11 +135,13 @@ class RandomLeads(UsableLeads):
         return {"keep": self.keep_masks(random)} if self.settings.rlm else super().draw(random)
 
     def keep_masks(self, random: Random) -> np.ndarray:
-        """bool [B, S, L, 1]: the leads to keep in each view or window of `random`."""
+        """Returns bool [B, S, L, 1], True for each lead to keep in each half, view or window of
+        `random`."""
         usable = self.usable_leads(random)
         u = np.where(usable, random.uniform(self.stream, self.settings.output_leads), -1.0)
         keep: np.ndarray = (u >= self.settings.rlm) & usable
-        if self.settings.rlm_keep_one:  # every lead is equally likely to have the largest u
+        # keeps the lead with the largest u, which is any usable lead with equal probability
+        if self.settings.rlm_keep_one:
             largest = u.max(axis=-2, keepdims=True)
             keep |= (u == largest) & usable
         return keep

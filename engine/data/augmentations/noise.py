@@ -17,7 +17,7 @@ from ...settings.errors import ConfigError
 from ...settings.leads import ALL_LEADS
 from .leads import LeadSettings, limb_leads
 from .stage import (
-    ONE_FOR_ALL,
+    ONE_DRAW_FOR_ALL_LEADS,
     STRICT,
     TAU,
     WHITE_BANK,
@@ -44,8 +44,8 @@ Millivolts = Annotated[float, Field(ge=0, le=10)]
 
 @checked_dataclass(frozen=True, config=STRICT)
 class AmplitudeMv:
-    """Largest amplitude of each kind of noise, as in the paper; the authors' code has 0.1
-    (tasks/ecg_pretraining.py:136)."""
+    """Largest amplitude of each kind of noise in mV. The defaults are the paper's; the authors'
+    code uses 0.1 (tasks/ecg_pretraining.py:136)."""
 
     powerline: Millivolts = 0.5  # mains hum
     emg: Millivolts = 0.5  # muscle noise
@@ -55,15 +55,17 @@ class AmplitudeMv:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class NoiseSettings(LeadSettings):
-    # kinds of noise, or a set: physio3, physio4, authors_physio3, authors_physio4
+    # kinds of noise (powerline, emg, wander, shift, or one of these with the prefix authors_), or a
+    # set of kinds: physio3, physio4, authors_physio3, authors_physio4
     noise: str | tuple[str, ...] = ()
     amplitude_mv: AmplitudeMv = field(default_factory=AmplitudeMv)
-    # draw noise parameters for each lead instead of once for all; white noise always differs by
-    # lead
+    # true: draw the parameters of the noise for each lead; false: draw them once for all leads.
+    # White noise always differs between leads
     per_lead: bool = False
-    # recompute the limb leads from I and II after adding noise; None: for authors_* only
+    # true: recompute the limb leads from I and II after adding noise; None: only if the name of a
+    # kind of noise begins with authors_
     dependency: bool | None = None
-    # 60 in the Americas; authors_powerline picks 50 or 60 at random
+    # frequency of the mains, 60 in the Americas; authors_powerline picks 50 or 60 at random instead
     powerline_hz: Literal[50, 60] = 50
     # number of harmonics of powerline_hz
     powerline_components: Annotated[int, Field(ge=1, le=4)] = 1
@@ -86,31 +88,32 @@ class NoiseSettings(LeadSettings):
 
 
 class PhysiologicalNoise(Noise):
-    """One of PAPER_NOISE, or the authors' variant of it."""
+    """A kind of noise in PAPER_NOISE, or its variant in the authors' code (AUTHORS_NOISE)."""
 
     settings: NoiseSettings
     kind = ""
 
     @property
-    def is_authors(self) -> bool:
+    def is_authors_variant(self) -> bool:
         return f"authors_{self.kind}" in self.settings.kinds
 
     @property
     def active(self) -> bool:
-        return self.is_authors or self.kind in self.settings.kinds
+        return self.is_authors_variant or self.kind in self.settings.kinds
 
     @property
     def description(self) -> str:
-        return f"authors_{self.kind}" if self.is_authors else self.kind
+        return f"authors_{self.kind}" if self.is_authors_variant else self.kind
 
     @property
     def fits_single_crop_writer(self) -> bool:
-        return not (self.is_authors or self.settings.per_lead)
+        return not (self.is_authors_variant or self.settings.per_lead)
 
     @property
     def leads(self) -> tuple[int, ...]:
-        """Leads for which parameters are drawn."""
-        return self.settings.noise_leads if self.settings.per_lead else ONE_FOR_ALL
+        """Returns the leads for which parameters are drawn. Without `per_lead`, these are
+        ONE_DRAW_FOR_ALL_LEADS."""
+        return self.settings.noise_leads if self.settings.per_lead else ONE_DRAW_FOR_ALL_LEADS
 
     def check(self) -> None:
         named, kinds = f"augment.noise={self.settings.noise!r}", self.settings.kinds
@@ -120,11 +123,11 @@ class PhysiologicalNoise(Noise):
                 raise ConfigError(f"{named}: unknown kind {kind!r}: use {known_kinds}")
         if len({kind.removeprefix("authors_") for kind in kinds}) < len(kinds):
             raise ConfigError(
-                f"{named}: a kind occurs twice: give each once, the paper's or the authors'"
+                f"{named}: a kind occurs twice: give each kind once, with or without authors_"
             )
         if self.settings.per_lead and set(kinds) & set(AUTHORS_NOISE):
             raise ConfigError(
-                "augment.per_lead=True: the authors' kinds fix what is drawn per lead: use false"
+                "augment.per_lead=True: authors_* noise itself sets what is drawn for each lead: use false"
             )
 
 
@@ -142,11 +145,12 @@ class Powerline(PhysiologicalNoise):
     def draw(self, random: Random) -> Params:
         count = self.settings.powerline_components
         share = random.uniform(self.stream, self.leads, range(2, 2 + count))
-        # the same for all components, as in the paper
+        # all components have the same phase, as in the paper
         turn = random.uniform(self.stream, self.leads)
         hz: Any = self.settings.powerline_hz
-        if self.is_authors:  # 50 or 60 Hz at random (augmentations.py:61)
-            american = random.uniform(self.stream, ONE_FOR_ALL, [1]) >= 0.5
+        # the authors' code picks 50 or 60 Hz at random (augmentations.py:61)
+        if self.is_authors_variant:
+            american = random.uniform(self.stream, ONE_DRAW_FOR_ALL_LEADS, [1]) >= 0.5
             hz = np.where(american, 60, 50)
         return {
             "powerline_amplitude": share * self.settings.amplitude_mv.powerline,
@@ -161,8 +165,8 @@ class Powerline(PhysiologicalNoise):
 
 
 class Emg(PhysiologicalNoise):
-    """Muscle noise (electromyographic): n(t) ~ N(0, a^2), a ~ U(0, max), in each lead of each crop a
-    random slice of the bank."""
+    """Muscle (electromyographic) noise: n(t) ~ N(0, a^2), a ~ U(0, max). Each lead of each crop
+    gets a random slice of the bank of white noise."""
 
     kind = "emg"
     stream = 7
@@ -172,7 +176,7 @@ class Emg(PhysiologicalNoise):
     def draw(self, random: Random) -> Params:
         leads = self.settings.noise_leads
         # each lead has its own amplitude in the authors' code (augmentations.py:92)
-        share = random.uniform(self.stream, leads if self.is_authors else self.leads)
+        share = random.uniform(self.stream, leads if self.is_authors_variant else self.leads)
         place = random.uniform(RandomStream.WHITE, leads)
         start = place * (WHITE_BANK - random.samples)
         return {
@@ -197,9 +201,12 @@ class Wander(PhysiologicalNoise):
         leads, first = self.leads, [3 * WANDER_COMPONENTS]
         share = random.uniform(self.stream, leads, range(WANDER_COMPONENTS))
         turn = random.uniform(self.stream, leads, range(WANDER_COMPONENTS, 2 * WANDER_COMPONENTS))
-        if self.is_authors:  # three frequencies, and C for each lead (augmentations.py:160-180)
+        # the authors' code draws three frequencies, and C for each lead (augmentations.py:160-180)
+        if self.is_authors_variant:
             place = random.uniform(
-                self.stream, ONE_FOR_ALL, range(2 * WANDER_COMPONENTS, 3 * WANDER_COMPONENTS)
+                self.stream,
+                ONE_DRAW_FOR_ALL_LEADS,
+                range(2 * WANDER_COMPONENTS, 3 * WANDER_COMPONENTS),
             )
             hz = 0.01 + place * 0.19
             spread = random.normal(self.stream, self.settings.noise_leads, first)
@@ -220,8 +227,9 @@ class Wander(PhysiologicalNoise):
 
 
 class Shift(PhysiologicalNoise):
-    """Jumps of the baseline: n(t) = n from start to stop and 0 elsewhere, n ~ U(-max, max). The paper only says "a randomly
-    sampled span". Here: length N(0.2 T, (0.04 T)^2), as the authors' code; any position."""
+    """Jumps of the baseline: n(t) = n from start to stop and 0 elsewhere, n ~ U(-max, max). The
+    paper only says "a randomly sampled span". Here its length is drawn from N(0.2 T, (0.04
+    T)^2), as in the authors' code, and its position is uniform."""
 
     kind = "shift"
     stream = 9
@@ -234,13 +242,15 @@ class Shift(PhysiologicalNoise):
     def draw(self, random: Random) -> Params:
         spread = random.normal(self.stream, self.leads, [1])
         length = (0.2 + 0.04 * spread) * random.samples
-        # the lower bound is 5 sigma away, the upper 20
+        # hardly ever clips: the lower bound is 5 standard deviations from the mean, the upper 20
         length = np.clip(length, 1, random.samples)
         place = random.uniform(self.stream, self.leads, [2])
         start = np.floor(place * (random.samples - length))
         u = random.uniform(self.stream, self.leads)
         amplitude = (2 * u - 1) * self.settings.amplitude_mv.shift
-        if self.is_authors:  # +1 or -1 mV for each lead, minus one U(0, max) for all
+        # The authors' code takes +1 or -1 mV for each lead, and subtracts one U(0, max) for all
+        # leads (augmentations.py:124-126). They probably meant to multiply.
+        if self.is_authors_variant:
             # (augmentations.py:124-126; they probably meant times)
             up = random.uniform(self.stream, self.settings.noise_leads, [3]) < 0.5
             amplitude = np.where(up, 1.0, -1.0) - u * self.settings.amplitude_mv.shift
@@ -253,8 +263,8 @@ class Shift(PhysiologicalNoise):
 
 
 class LimbLeads(Stage):
-    """Recompute III, aVR, aVL and aVF from I and II, and keep the leads that the model uses. This
-    is linear, so once after all noise equals once after each kind."""
+    """Recomputes III, aVR, aVL and aVF from I and II, and returns only the output leads.
+    Recomputing is linear: once after all noise gives the same as once after each kind of noise."""
 
     settings: NoiseSettings
     examples = ({"noise": "wander", "dependency": True},)

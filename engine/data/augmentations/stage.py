@@ -1,4 +1,5 @@
-"""The base class of augmentations, which are applied one after the other, and their random numbers.
+"""The base class of the augmentations, which are applied one after the other, and the random
+numbers that they draw.
 
     p = Stage(settings).draw(random)            arrays, a function of (seed, epoch, crop, view)
     x = Stage(settings).apply(x, p, ops)        in torch, or in a DALI graph
@@ -21,20 +22,22 @@ from ...settings import counter
 from ...settings.counter import RandomStream
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-ONE_FOR_ALL = (0,)  # in place of lead numbers: one draw for all leads
+ONE_DRAW_FOR_ALL_LEADS = (0,)  # given in place of lead numbers: one draw for all leads
 TAU = 2 * math.pi
-# 16 MiB: fits in a CPU's cache, and the noise of two leads overlaps with probability 0.001
+# Numbers in the bank of white noise. They take 16 MiB, which fits in a CPU's cache, and the noise
+# of two leads overlaps with probability 0.001
 WHITE_BANK = 2**22
 Params = dict[str, np.ndarray]
 Node = Any  # a tensor, or a node of a DALI graph
 Nodes = Mapping[str, Node]
-Wave = tuple[Node, Node]  # gain [.., S, 1 or L, 1], None for 1; and wave [.., S, 1 or L, T]
+# (gain [.., S, 1 or L, 1], or None for a gain of 1; wave [.., S, 1 or L, T])
+Wave = tuple[Node, Node]
 
 
 class Random:
-    """Random numbers [B, S, leads, slots] for a batch of crops. Slot n is the n-th number that a
-    stream draws for a lead. The numbers depend on neither rank, batch size, order of crops,
-    restarts nor the other leads."""
+    """Draws random numbers [B, S, leads, slots] for a batch of crops. Slot n is the n-th number
+    that a stream draws for a lead. The numbers of a lead do not depend on rank, batch size,
+    order of crops, restarts or the other leads."""
 
     def __init__(
         self,
@@ -45,8 +48,8 @@ class Random:
         samples: int = 2500,
         measured_BL: np.ndarray | None = None,
     ) -> None:
-        """`crop_B`: the augmenter.crop_key of each crop. `measured_BL`: bool [B, 12], which leads
-        were recorded; None: all."""
+        """`crop_B`: for each crop, its augmenter.crop_key. `measured_BL`: bool [B, 12], True for
+        each lead that was recorded; None: all leads were."""
         epoch, crop = np.broadcast_arrays(np.atleast_1d(epoch_B), np.atleast_1d(crop_B))
         self.seed, self.samples, self.measured_BL = seed, samples, measured_BL
         self.epoch = epoch[:, None, None, None]
@@ -67,15 +70,18 @@ class Random:
 
 
 class Stage(ABC):
-    """Base class of the stages. `settings` is the whole AugmentConfig; a subclass annotates the
-    part that it reads."""
+    """Base class of the stages. `settings` is the whole AugmentConfig; each subclass annotates
+    `settings` with the part that it reads."""
 
-    # Stream of its random numbers, which nothing else uses. Saved runs depend on it: never change it
+    # Number of the stage's random stream, which nothing else uses. Never change it: saved runs
+    # depend on it
     stream = 0
-    # Settings that switch it on. Tests run it with each of them, and with the first beside other stages
+    # Settings that switch the stage on. Tests run the stage with each of these settings, and run
+    # the first of them together with other stages
     examples: ClassVar[Sequence[dict[str, Any]]] = ()
-    # If its noise is cut from a bank of white noise: the names of the parameters for its strength and
-    # its start in the bank. DALI cannot read the bank: torch adds this noise to DALI's output
+    # For noise that is cut from the bank of white noise: the names of the parameters for its
+    # strength and for its start in the bank. DALI cannot read the bank, so torch adds this noise to
+    # DALI's output
     bank_parameters: tuple[str, ...] = ()
 
     def __init__(self, settings: Any) -> None:
@@ -88,18 +94,19 @@ class Stage(ABC):
 
     @property
     def description(self) -> str:
-        """The name for the model card; "" if this stage is not an augmentation."""
+        """Returns the name for the model card; "" if this stage is not an augmentation."""
         return ""
 
     @property
     def fits_single_crop_writer(self) -> bool:
-        """True if writer.SingleCropWriter, the fast path on a CPU, supports this stage: noise that
-        all leads share or that comes from the bank, and keeping or zeroing leads."""
+        """True if writer.SingleCropWriter, the fast path on a CPU, supports this stage. It
+        supports noise that all leads share, noise from the bank of white noise, and stages that
+        only keep or zero leads."""
         return False
 
     @property
     def changes_zeros(self) -> bool:
-        """True if zeros may become other values: RandomLeads then zeroes the leads that were not
+        """True if the stage may change zeros. RandomLeads then zeroes the leads that were not
         measured."""
         return True
 
@@ -107,19 +114,18 @@ class Stage(ABC):
         """Raises ConfigError if the settings contradict each other."""
 
     def draw(self, random: Random) -> Params:
-        """The random parameters of this stage. Their names must differ from those of other
-        stages."""
+        """Returns the random parameters of this stage, under names that no other stage uses."""
         return {}
 
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
-        """The augmented `x`, which may be overwritten. `ops`: TorchOps or dali.DaliOps. Subclasses
-        of Noise define `wave` instead; a stage with neither raises an error, so that none is
-        skipped silently."""
+        """Returns the augmented `x`, and may overwrite `x`. `ops`: TorchOps or dali.DaliOps.
+        Subclasses of Noise define `wave` instead. A stage with neither raises an error, so that
+        it is not skipped silently."""
         raise TypeError(f"augmentation {type(self).__name__}: has neither apply() nor wave()")
 
 
 class Noise(Stage):
-    """A stage that adds gain * wave."""
+    """A stage that adds gain * wave to the signal; `wave` returns both."""
 
     def wave(self, p: Nodes, ops: Any) -> Wave:
         gain, start = self.bank_parameters
@@ -139,7 +145,7 @@ def augment(x: Node, p: Nodes, stages: Sequence[Stage], ops: Any) -> Node:
 
 
 def draw_parameters(stages: Sequence[Stage], random: Random) -> Params:
-    """The parameters of all stages, contiguous float32, bool or int32."""
+    """Draws the parameters of all stages, as contiguous arrays of float32, bool or int32."""
     p: Params = {}
     for stage in stages:
         for name, values in stage.draw(random).items():
@@ -150,17 +156,18 @@ def draw_parameters(stages: Sequence[Stage], random: Random) -> Params:
 
 
 def time_axes(samples: int, fs_hz: float) -> Iterator[np.ndarray]:
-    """float32 [T] three times: sample number; time in s; time modulo 0.1 s, the common period of
-    all mains hum, because float32 loses the phase of large angles."""
+    """Yields three axes, float32 [T]: the sample number; the time in s; and the time modulo 0.1
+    s, the common period of all mains hum. The last one is for hum, because float32 loses the
+    phase of large angles."""
     index = np.arange(samples)
     time_s = index / fs_hz
     for axis in (index, time_s, (time_s + 0.05) % 0.1 - 0.05):
         yield axis.astype(np.float32)
 
 
-@lru_cache(maxsize=1)  # shared by all loaders of a run
+@lru_cache(maxsize=1)  # all loaders of a run share the bank
 def white_bank(seed: int) -> np.ndarray:
-    """WHITE_BANK standard normal float32 numbers, drawn once in 0.2 s. Fresh numbers for each crop
-    would cost ten times as much as all other draws."""
+    """Returns WHITE_BANK standard normal float32 numbers, drawn once in 0.2 s. Fresh numbers for
+    each crop would cost ten times as much as all other draws."""
     numbers = counter.normal(seed, RandomStream.WHITE, np.arange(WHITE_BANK))
     return numbers.astype(np.float32)

@@ -1,5 +1,5 @@
-"""3KG: the heart seen from another angle (Gopal et al. 2021; fairseq-signals
-perturb_ecg_dataset.py:120-199)."""
+"""3KG, an augmentation that shows the heart from another angle (Gopal et al. 2021;
+fairseq-signals perturb_ecg_dataset.py:120-199)."""
 
 from typing import Annotated, Any
 
@@ -8,11 +8,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from .leads import LeadSettings, limb_leads
-from .stage import ONE_FOR_ALL, STRICT, Node, Nodes, Params, Random, Stage
+from .stage import ONE_DRAW_FOR_ALL_LEADS, STRICT, Node, Nodes, Params, Random, Stage
 
-# From I II V1..V6 to Frank's X (left), Y (inferior), Z (posterior): Edenbrandt and Pahlm 1988. Its
-# pseudo-inverse is Dower's matrix to within 0.005 and inverts it exactly, so the dipole of a view
-# is exactly the rotated dipole.
+# Maps I, II and V1 to V6 to Frank's X (left), Y (inferior) and Z (posterior): Edenbrandt and Pahlm
+# 1988. The pseudo-inverse of this matrix equals Dower's matrix to within 0.005. Since this matrix
+# inverts it exactly, the dipole of a view is exactly the rotated dipole.
 INVERSE_DOWER = np.array(
     [
         [0.156, -0.010, -0.172, -0.074, 0.122, 0.231, 0.239, 0.194],
@@ -21,19 +21,20 @@ INVERSE_DOWER = np.array(
     ]
 )
 DOWER = np.linalg.pinv(INVERSE_DOWER)
-INDEPENDENT = (0, 1, 6, 7, 8, 9, 10, 11)
+INDEPENDENT_LEADS = (0, 1, 6, 7, 8, 9, 10, 11)
 TO_DIPOLE = np.zeros((3, 12))  # [3, 12]
-TO_DIPOLE[:, INDEPENDENT] = INVERSE_DOWER
+TO_DIPOLE[:, INDEPENDENT_LEADS] = INVERSE_DOWER
 FROM_DIPOLE = np.concatenate([limb_leads(*DOWER[:2]), DOWER[2:]])  # [12, 3]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class ThreeKG:
-    """The section augment.threekg."""
+    """Settings of 3KG, the section augment.threekg."""
 
-    # largest angle of the dipole's three rotations; each is uniform within +- this
+    # largest angle in degrees of the dipole's three rotations; each angle is uniform between minus
+    # this and this
     angle_deg: Annotated[float, Field(ge=0, le=180)] = 45.0
-    # largest scale factor; one for each axis, uniform from 1 to this
+    # largest scale factor; each axis has its own factor, uniform from 1 to this
     scale: Annotated[float, Field(ge=1, le=10)] = 1.5
     # share of the samples to zero, in one cyclic window per lead
     time_mask: Annotated[float, Field(ge=0, le=0.99)] = 0.5
@@ -45,7 +46,8 @@ class ThreeKGSettings(LeadSettings):
 
 
 class Rotation(Stage):
-    """Twelve leads -> dipole -> rotated and scaled -> twelve leads."""
+    """Computes the dipole from twelve leads, rotates and scales it, and computes twelve leads
+    from it."""
 
     settings: ThreeKGSettings
     stream = 10
@@ -60,7 +62,7 @@ class Rotation(Stage):
     def draw(self, random: Random) -> Params:
         threekg = self.settings.threekg
         assert threekg
-        u = random.uniform(self.stream, ONE_FOR_ALL, range(6))[:, :, 0]
+        u = random.uniform(self.stream, ONE_DRAW_FOR_ALL_LEADS, range(6))[:, :, 0]
         angle_rad = np.deg2rad(threekg.angle_deg) * (2 * u[..., :3] - 1)
         scale = 1 + (threekg.scale - 1) * u[..., 3:]
         return {"matrix": threekg_matrix(angle_rad, scale)}
@@ -70,7 +72,8 @@ class Rotation(Stage):
 
 
 class TimeMask(Stage):
-    """Zero a cyclic window of each lead."""
+    """Zeroes one random window of each lead. The window is cyclic: it may begin near the end and
+    continue at the start."""
 
     settings: ThreeKGSettings
     stream = 11
@@ -101,8 +104,8 @@ class TimeMask(Stage):
 
 
 def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """[..., 12, 12] float64: twelve leads -> dipole -> rotated, then scaled along each axis ->
-    twelve leads.
+    """Returns float64 [..., 12, 12]: the product of the matrices that turn twelve leads into a
+    dipole, rotate it, scale it along each axis, and turn it into twelve leads.
 
     The dipole has only three components, so even angle 0 with scale 1 is a projection, not the
     identity.
@@ -112,8 +115,8 @@ def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def rotation_matrix(angle_rad: np.ndarray) -> np.ndarray:
-    """[..., 3] -> [..., 3, 3]: rotate about the fixed axes z, then y, then x (scipy's
-    Rotation.from_euler("zyx"))."""
+    """Returns matrices [..., 3, 3] that rotate by the angles [..., 3] about the fixed axes z,
+    then y, then x (scipy's Rotation.from_euler("zyx"))."""
     turned = np.eye(3)
     for axis in range(3):
         angle = angle_rad[..., 2 - axis]

@@ -16,7 +16,7 @@ from omnilead.data_tools.ecg.crops import crop_count, prepare_crop
 from omnilead.data_tools.ecg.record import EcgRecord
 from omnilead.downstream.finetuning.start import read_start
 from omnilead.downstream.inference.trained_model import cut_crops
-from omnilead.engine.data.seen import unknown_record
+from omnilead.engine.data.seen import unknown_seen_record
 from omnilead.engine.model.config import ObjectiveConfig
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.folder import LoadError, config_of, write_config
@@ -219,7 +219,7 @@ def test_incomplete_documents_are_read(saved_model):
     del content["model"]["leads"]
     write_config(folder, content | {"trained": None})
     assert omnilead.load(folder).history == {} and read_start(str(folder)).seen.equals(
-        unknown_record()
+        unknown_seen_record()
     )
 
 

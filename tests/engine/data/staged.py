@@ -41,7 +41,7 @@ def through(dataset, how=None):
 @contextmanager
 def held(staging, *shards):
     """Hold shards and return their paths; raises the error of an unusable one."""
-    with staging.hold([(0, shard) for shard in shards]) as paths:
+    with staging.hold_shards([(0, shard) for shard in shards]) as paths:
         for path in paths.values():
             if isinstance(path, Exception):
                 raise path

@@ -25,7 +25,7 @@ def test_a_replacement_crop_has_its_own_parameters(augment, threads, dataset, tm
     assert [bad[:3] for bad in batch.skipped] == [(5, 0, rows[5])]
     assert batch.places.row.tolist() == [
         *rows[:5],
-        source.order.rows[0].next_row(rows[5]),
+        source.order.rows[0].next_selected_row(rows[5]),
         *rows[6:],
     ]
     augmenter = skipping.augmenter

@@ -152,7 +152,7 @@ def test_what_an_own_augmentation_draws():
     def drawn(function=0, epoch=0, rows=(5, 9)):
         draw = Draw()
         places = Places(np.zeros(2, np.int16), np.array(rows), np.full(2, epoch))
-        draw.move_to(7, places, function)
+        draw.set_crops(7, places, function)
         return torch.cat([draw.uniform(3), draw.uniform(3), draw.normal(3)], dim=-1)
 
     numbers = drawn()

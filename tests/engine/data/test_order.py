@@ -19,7 +19,7 @@ from omnilead.engine.data.order import (
     Order,
     OrderError,
     Selection,
-    dataset_and_turn,
+    dataset_and_draw_number,
     shards_needed,
 )
 
@@ -100,10 +100,10 @@ def test_all_world_sizes_share_the_same_global_batches(rows, block_shards, step)
     whole = [listed(order.batch(step)), listed(order.batch(step + 1))]
     assert whole[0] == listed(order.places(step * 840, 840))
     for world in range(1, 9):
-        slices = [listed(order.rank_places(step, rank, world)) for rank in range(world)]
+        slices = [listed(order.places_of_rank(step, rank, world)) for rank in range(world)]
         assert [len(part) for part in slices] == [840 // world] * world
         assert list(chain(*slices)) == whole[0]  # in order, so no rank has a crop of another's
-        several = listed(order.rank_places(step, world - 1, world, steps=2))
+        several = listed(order.places_of_rank(step, world - 1, world, steps=2))
         assert several == whole[0][-840 // world :] + whole[1][-840 // world :]
 
 
@@ -114,7 +114,7 @@ def test_contrasted_crops_are_the_same_for_all_world_sizes(part):
     whole = listed(order.batch(7)) + listed(order.batch(8))
     for world in (1, 2, 4, 8):
         micro = part // world
-        shares = [listed(order.rank_places(7, rank, world, 2, micro)) for rank in range(world)]
+        shares = [listed(order.places_of_rank(7, rank, world, 2, micro)) for rank in range(world)]
         met = [
             chain(*(share[at : at + micro] for share in shares))
             for at in range(0, 96 // world, micro)
@@ -128,7 +128,7 @@ def test_seeking_to_step_ten_million(block_shards):
     order = Order((sized(101), sized(50)), batch_crops=2, weights=(2, 1), block_shards=block_shards)
     before = np.zeros(2, np.int64)
     for start in range(0, 2 * 10**7, 4 * 10**6):
-        dataset, _ = dataset_and_turn(np.arange(start, start + 4 * 10**6), order._quotas)
+        dataset, _ = dataset_and_draw_number(np.arange(start, start + 4 * 10**6), order._quotas)
         before += np.bincount(dataset, minlength=2)
     for dataset, row, epoch in listed(order.batch(10**7)):
         alone = Order((order.rows[dataset],), 1, block_shards=block_shards)
@@ -165,7 +165,7 @@ def test_weights_hold_in_every_run_of_positions(weights, start):
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(0, 10))
 def test_deal_gives_each_dataset_its_quota_in_order(quotas, cycle):
     total = sum(quotas)
-    dataset, turn = dataset_and_turn(np.arange(cycle * total, (cycle + 2) * total), quotas)
+    dataset, turn = dataset_and_draw_number(np.arange(cycle * total, (cycle + 2) * total), quotas)
     for d, quota in enumerate(quotas):
         assert (turn[dataset == d] == cycle * quota + np.arange(2 * quota)).all()
 
@@ -266,8 +266,8 @@ def test_rows_of_a_dataset_follow_its_roles(dataset):
 def test_after_a_row_comes_the_next_selected_one():
     """It replaces a row that cannot be read."""
     some, every = (DatasetRows.from_sizes("d", [10], rows) for rows in (np.array([2, 5, 9]), None))
-    assert [some.next_row(row) for row in (2, 3, 5, 9)] == [5, 5, 9, 2]
-    assert [every.next_row(row) for row in (2, 9)] == [3, 0]
+    assert [some.next_selected_row(row) for row in (2, 3, 5, 9)] == [5, 5, 9, 2]
+    assert [every.next_selected_row(row) for row in (2, 9)] == [3, 0]
 
 
 def test_a_zarr_store_has_shards_of_its_storage_objects(dataset):
@@ -285,7 +285,10 @@ NOTHING = DatasetRows.from_sizes("empty", [3], np.array([], int))
     [
         ({"rows": ()}, "no dataset"),
         ({"batch_crops": 0}, "train.batch_crops=0"),
-        ({"batch_crops": 101}, "train.batch_crops=101: 100 crops are selected: use 1 to 100"),
+        (
+            {"batch_crops": 101},
+            "train.batch_crops=101: 100 crops are selected: use a number from 1 to 100",
+        ),
         ({"weights": (1.0, 2.0)}, "pipeline.weights=.1.0, 2.0.: give a positive number for each"),
         ({"weights": (0.0,)}, "give a positive number"),
         ({"weights": (float("nan"),)}, "give a positive number"),
@@ -308,4 +311,4 @@ def test_an_invalid_order_is_a_one_line_error(wrong, message):
 )
 def test_impossible_shares_are_refused(world, micro, message):
     with pytest.raises(OrderError, match=message):
-        Order((sized(100),), 10).rank_places(0, 0, world, micro=micro)
+        Order((sized(100),), 10).places_of_rank(0, 0, world, micro=micro)

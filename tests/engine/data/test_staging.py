@@ -331,7 +331,7 @@ def test_two_processes_waiting_for_each_others_space_do_not_deadlock(ten, staged
     its second."""
     monkeypatch.setattr(module, "TRIES", 20)
     monkeypatch.setattr(module, "WAIT_S", 1.0)
-    met, second, lock = threading.Barrier(2), {1, 5}, Staging._lock
+    met, second, lock = threading.Barrier(2), {1, 5}, Staging._lock_shard
 
     def meet(staging, key, locks):
         if key[1] in second:
@@ -344,7 +344,7 @@ def test_two_processes_waiting_for_each_others_space_do_not_deadlock(ten, staged
             for path, shard in zip(paths, shards, strict=True):
                 assert right(path, ten, shard)
 
-    monkeypatch.setattr(Staging, "_lock", meet)
+    monkeypatch.setattr(Staging, "_lock_shard", meet)
     stagings = [staged(ten, 2, timeout_s=0.3) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(read_two, stagings, [(0, 1), (4, 5)]))

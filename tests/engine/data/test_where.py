@@ -70,7 +70,7 @@ def test_columns_of_a_label_table_come_first_and_may_hold_numbers_as_text():
     assert rows("quality > 0", words) == [0, 3]
     assert rows("not quality > 1", words) == [0]
     assert rows("quality == 'NA'", words) == [1]
-    with pytest.raises(ConfigError, match="no column 'qualty', only quality, age, shard"):
+    with pytest.raises(ConfigError, match="no column 'qualty': use quality, age, shard"):
         rows("qualty > 1", cells)
 
 
@@ -78,15 +78,15 @@ def test_columns_of_a_label_table_come_first_and_may_hold_numbers_as_text():
     "where, said",
     [
         *tabulated(r"""
-ages >= 18                              | no column 'ages', only shard, .*sex, .*flags.flat
-flags.flatt                             | no column 'flags.flatt', only .*flags.einthoven
+ages >= 18                              | no column 'ages': use shard, .*sex, .*flags.flat
+flags.flatt                             | no column 'flags.flatt': use .*flags.einthoven
 flags                                   | no column 'flags'
 age.real                                | no column 'age.real'
 age >=                                  | not understood at character
 age > 1; age                            | not understood at character 8
-age                                     | not true or false for each crop: write, for example
-1 < 2                                   | not true or false for each crop
-True                                    | not true or false for each crop
+age                                     | must be true or false for each crop: write, for example
+1 < 2                                   | must be true or false for each crop
+True                                    | must be true or false for each crop
 not sex                                 | invert
 sex > 3                                 | Failed to parse string: 'F'
 age > 99999999999999999999999           | too large

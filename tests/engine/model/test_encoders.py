@@ -21,7 +21,7 @@ from omnilead.engine.model.encoders import (
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.resnet import ResNet
 from omnilead.engine.settings.errors import ConfigError
-from omnilead.engine.settings.files import read_plugins
+from omnilead.engine.settings.files import read_plugin_files
 from omnilead.engine.training.pretraining import examine_objective
 from omnilead.engine.training.task import describe_encoder
 from tests.tables import tabulated
@@ -317,7 +317,7 @@ def test_files_with_the_same_name_are_separate_modules_and_changes_are_reloaded(
 
 def test_a_file_of_code_has_a_name_that_can_be_published():
     with pytest.raises(ConfigError, match=r"--encoder=my net\.py:Net: name the file with"):
-        read_plugins([("--encoder", "my net.py:Net")], "")
+        read_plugin_files([("--encoder", "my net.py:Net")], "")
 
 
 def test_the_resnet():

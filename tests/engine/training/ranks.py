@@ -72,7 +72,7 @@ def free_port():
 
 def train(arguments, before=None):
     torch.set_num_threads(1)
-    commandline.FIRST_TELLS_S = 0
+    commandline.OTHER_RANKS_WAIT_S = 0
     if before:
         before()
     command = "finetune" if "task.yaml" in " ".join(arguments) else "pretrain"

@@ -389,7 +389,7 @@ def test_a_rank_with_bad_crops_names_them(dataset, tmp_path):
     damaged = Dataset.open(str(tmp_path / "damaged"))
     config = load_config(tmp_path / "tiny.yaml", settings(tmp_path, damaged.root.url)[3::2], Config)
     order = Order((DatasetRows.select(damaged, training_selection(config)),), 8)
-    row = int(order.rank_places(3, 1, 2).row[0])  # of rank 1, in the fourth step
+    row = int(order.places_of_rank(3, 1, 2).row[0])  # of rank 1, in the fourth step
     shard, offset, _ = damaged.addresses
     with open(tmp_path / "damaged" / "shards" / damaged.shards[shard[row]].name, "r+b") as file:
         file.seek(offset[row])
