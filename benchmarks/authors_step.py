@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omnilead.engine.model.config import ModelConfig
-from omnilead.engine.model.draws import Draws, count_negatives, masked_slots
+from omnilead.engine.model.draws import Draws, count_draws, masked_slots
 from omnilead.engine.model.encoder import ScaleGradient
 from omnilead.engine.model.objectives import perplexity
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -51,7 +51,7 @@ def convert_draws(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draw
     if "gumbel_noise" in arrays:
         shape = rows, masked, config.codebooks, config.codes
         noise = torch.from_numpy(arrays["gumbel_noise"]).view(shape)
-    return Draws(mask_RN, slot_RM, valid_RM, count_negatives(other_RMK, masked), noise)
+    return Draws(mask_RN, slot_RM, valid_RM, count_draws(other_RMK, masked), noise)
 
 
 class AuthorsStep(nn.Module):

@@ -106,7 +106,7 @@ def rates_and_parts(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[st
     return rates, sources
 
 
-def ratio_blocks(parts: Sequence[Part]) -> Iterator[str]:
+def ratio_table_blocks(parts: Sequence[Part]) -> Iterator[str]:
     """Yields blocks of RESULTS.md: how many times as fast omnilead is, by machine; none without
     records."""
     measured = [(panel, *rates_and_parts(panel, parts)) for panel in PANELS]

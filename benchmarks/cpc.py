@@ -39,17 +39,17 @@ from benchmarks.step import (
 from omnilead.data_tools.io.terminal import keep_freed_memory
 from omnilead.engine.model.cpc import draw_candidates
 from omnilead.engine.model.draws import row_keys
-from omnilead.engine.model.encoders import build_encoder, cast_statistics, encoder_flops
+from omnilead.engine.model.encoders import build_encoder, cast_batch_norm_statistics, encoder_flops
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.model.s4 import StateSpace, conjugate_pairs
+from omnilead.engine.model.s4 import StateSpace, conjugate_pair_basis
 from omnilead.engine.training.config import Config, load_config
 from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 
 CONFIG_NAME = "ecg_cpc"
 RECREATION = "re-creation of ECG-CPC's step"
-EMBEDDING = "omnilead, embedding"
+EMBEDDING_SIDE = "omnilead, embedding"
 # windows; the re-creation copies 226 MB for each
-WINDOWS = {"cpu": 16, "cuda": 1024}
+WINDOWS_PER_BATCH = {"cpu": 16, "cuda": 1024}
 GRADIENT_TOLERANCE = 1e-4
 
 
@@ -66,7 +66,7 @@ class CpcRun:
         return f"{self.side}: {self.precision}, {self.batch} windows"
 
 
-class AuthorsStep(nn.Module):
+class AuthorsCpcStep(nn.Module):
     """Computes the loss of a batch with the weights of `model`."""
 
     def __init__(self, model: Pretrainer) -> None:
@@ -74,7 +74,9 @@ class AuthorsStep(nn.Module):
         self.encoder: Any = model.encoder
         self.head: Any = model.plugin
         self.poles: Any
-        self.poles, self.p, _ = map(torch.from_numpy, conjugate_pairs(self.state_space(0).states))
+        self.poles, self.p, _ = map(
+            torch.from_numpy, conjugate_pair_basis(self.state_space(0).states)
+        )
 
     def state_space(self, layer: int) -> StateSpace:
         space: StateSpace = self.encoder.layers[layer].space
@@ -140,12 +142,15 @@ def contrastive_loss(predicted_RnF: Tensor, z_RNF: Tensor, idx_RnK: Tensor) -> T
 def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     device = options.device
     say("checking that both sides give the same loss and gradients")
-    difference = call_fresh(largest_difference)
+    difference = call_fresh(largest_loss_or_gradient_difference)
     if not difference <= GRADIENT_TOLERANCE:
         raise CaseError(f"the two sides differ by {difference:.1e}: nothing was timed")
-    batch, steps = options.batch or WINDOWS[device], options.steps or STEPS_PER_REPEAT[device]
+    batch, steps = (
+        options.batch or WINDOWS_PER_BATCH[device],
+        options.steps or STEPS_PER_REPEAT[device],
+    )
     cases: Cases = {}
-    sides = (OURS, EMBEDDING) if device == "cuda" else (RECREATION, OURS, EMBEDDING)
+    sides = (OURS, EMBEDDING_SIDE) if device == "cuda" else (RECREATION, OURS, EMBEDDING_SIDE)
     for side, precision in ((side, p) for p in ("fp32", "bf16") for side in sides):
         if (side, precision) != (RECREATION, "bf16"):  # the authors train in float32
             run = CpcRun(side, precision, batch, steps, device)
@@ -173,7 +178,7 @@ def build_pretrainer(**options: Any) -> Pretrainer:
     return Pretrainer(config.model, config.objective, generator=torch.Generator().manual_seed(1))
 
 
-def largest_difference() -> float:
+def largest_loss_or_gradient_difference() -> float:
     """Returns the largest relative difference of loss and gradients, without dropout."""
     # On some inputs a ReLU within rounding of 0 is on for one side only, which moves a gradient by 1e-2
     torch.manual_seed(1)
@@ -181,7 +186,7 @@ def largest_difference() -> float:
     x_RLT, keys_RS = torch.randn(rows, 12, 600), torch.arange(rows)[:, None]
     drawn_RnK = draw_candidates(keys_RS.flatten(), 300, 14, 128)
     target_Rn1 = torch.arange(14, 300)[:, None].expand(rows, -1, 1)
-    theirs = AuthorsStep(model)(x_RLT, torch.cat([target_Rn1, drawn_RnK], 2))
+    theirs = AuthorsCpcStep(model)(x_RLT, torch.cat([target_Rn1, drawn_RnK], 2))
     ours = model(x_RLT[:, None], keys_RS)["loss"]
     weights = list(model.parameters())
     pairs = [(ours.detach(), theirs.detach())]
@@ -200,14 +205,14 @@ def repeat_steps(run: CpcRun) -> Iterator[Any]:
     prepare_side = {
         RECREATION: prepare_authors,
         OURS: prepare_ours,
-        EMBEDDING: prepare_embedding,
+        EMBEDDING_SIDE: prepare_embedding,
     }
-    advance = prepare_side[run.side](run)
-    advance()
+    run_step = prepare_side[run.side](run)
+    run_step()
     yield
     while True:
         for _ in range(run.steps):
-            advance()
+            run_step()
         synchronize(run.device)
         yield run.steps * run.batch
 
@@ -217,17 +222,17 @@ def prepare_ours(run: CpcRun) -> Callable[[], None]:
     model = build_pretrainer().to(run.device).train()
     optimize = make_optimizer_step(model, run.precision)
     dtype = next(model.parameters()).dtype
-    cast_statistics(model, dtype)
+    cast_batch_norm_statistics(model, dtype)
     compile_model(model, COMPILE_DEFAULTS[run.device])
     x_BSLT = torch.randn(run.batch, 1, 12, 600, device=run.device).to(dtype)
     updates = count()
 
-    def advance() -> None:
+    def run_step() -> None:
         keys_BS = torch.from_numpy(row_keys(1, next(updates), np.arange(run.batch), 1))
         model(x_BSLT, keys_BS.to(run.device, non_blocking=True))["loss"].backward()
         optimize()
 
-    return advance
+    return run_step
 
 
 def prepare_embedding(run: CpcRun) -> Callable[[], None]:
@@ -237,20 +242,20 @@ def prepare_embedding(run: CpcRun) -> Callable[[], None]:
     x_RLT = torch.randn(run.batch, 12, 600, device=run.device).to(dtype)
 
     @torch.inference_mode()
-    def advance() -> None:
+    def run_step() -> None:
         encoder(x_RLT)
 
-    return advance
+    return run_step
 
 
 def prepare_authors(run: CpcRun) -> Callable[[], None]:
     """Returns a function that runs one step of the re-creation."""
-    model = AuthorsStep(build_pretrainer()).train()
+    model = AuthorsCpcStep(build_pretrainer()).train()
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
     x_RLT = torch.randn(run.batch, 12, 600)
     target_n1 = torch.arange(14, 300)[:, None]
 
-    def advance() -> None:
+    def run_step() -> None:
         other_RnK = torch.randint(299, (run.batch, 286, 128))
         other_RnK += other_RnK >= target_n1
         idx_RnK = torch.cat([target_n1.expand(run.batch, -1, 1), other_RnK], 2)
@@ -258,4 +263,4 @@ def prepare_authors(run: CpcRun) -> Callable[[], None]:
         adam.step()
         adam.zero_grad()
 
-    return advance
+    return run_step

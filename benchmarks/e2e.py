@@ -41,8 +41,8 @@ from benchmarks.measure import (
 
 DEFAULT_MODEL = {"cpu": "small", "cuda": "paper"}
 # on a GPU also the recipe whose steps are so short that a run may wait for its loader
-OTHER_MODELS = {"cpu": (), "cuda": ("s4_cpc",)}
-LOOP_BATCH = {"cpu": 64, "cuda": 256}  # on a CPU, the batch of the model's config
+MORE_MODELS = {"cpu": (), "cuda": ("s4_cpc",)}
+DEFAULT_BATCH = {"cpu": 64, "cuda": 256}  # on a CPU, the batch of the model's config
 STEPS_PER_TURN = {"cpu": 2, "cuda": 20}
 DATA_SOURCES = {
     "tar": (),
@@ -67,7 +67,7 @@ class LoopRun:
 
 def loop_run(options: argparse.Namespace, work: Path) -> LoopRun:
     device = options.device
-    model, batch = options.model or DEFAULT_MODEL[device], options.batch or LOOP_BATCH[device]
+    model, batch = options.model or DEFAULT_MODEL[device], options.batch or DEFAULT_BATCH[device]
     dataset, run = str(work / "dataset"), str(work / "run")
     steps = options.steps or STEPS_PER_TURN[device]
     return LoopRun(dataset, run, device, model, batch, steps, options.repeats)
@@ -76,7 +76,7 @@ def loop_run(options: argparse.Namespace, work: Path) -> LoopRun:
 def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     dataset = make_dataset(work, options.records or 600, format="both")
     base = loop_run(options, work)
-    models = [base.model, *([] if options.model else OTHER_MODELS[base.device])]
+    models = [base.model, *([] if options.model else MORE_MODELS[base.device])]
     cases: Cases = {}
     for model in models:
         for name, settings in DATA_SOURCES.items():
@@ -103,7 +103,7 @@ def loop_turns(run: LoopRun) -> Result:
     measured: Result = {}
 
     def train(loop: Loop, *_: Any) -> bool:
-        measured.update(measure_sides(loop, run, original))
+        measured.update(time_sides_in_turns(loop, run, original))
         return False  # training has not ended: no export
 
     original, Loop.train = Loop.train, train  # type: ignore[method-assign]
@@ -138,7 +138,7 @@ def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
         raise CaseError(log.read_text().strip().splitlines()[-1])
 
 
-def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Result:
+def time_sides_in_turns(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Result:
     from benchmarks import step
     from omnilead.engine.training.train import COMPILE_DEFAULTS
 

@@ -25,7 +25,7 @@ from benchmarks.measure import (
 )
 
 EMBED_BATCH = {"cpu": 16, "cuda": 256}  # the command's defaults
-INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
+INPUT_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "tar": ("dataset", {}),
     "WFDB": ("archive", {}),
     "arrays, 500 Hz": ("500.npy", {"fs_hz": 500}),
@@ -42,9 +42,9 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
     np.save(work / "500.npy", mv_BLT)
     np.save(work / "250.npy", mv_BLT[..., ::2])
     name, batch = options.model or DEFAULT_MODEL[device], options.batch or EMBED_BATCH[device]
-    write_untrained(work / "model", name)
+    write_untrained_model(work / "model", name)
     cases: Cases = {}
-    for kind, (place, input_options) in INPUTS.items():
+    for kind, (place, input_options) in INPUT_KINDS.items():
         embed_options = {
             "data": str(work / place),
             "device": device,
@@ -55,7 +55,7 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
     return describe_input(dataset, device=device, model=name), cases
 
 
-def write_untrained(folder: Path, model: str) -> None:
+def write_untrained_model(folder: Path, model: str) -> None:
     """Writes a model with random weights as engine.training.export would before the first step."""
     import torch
 

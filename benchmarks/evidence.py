@@ -45,7 +45,7 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import find_config
 
 Tree = dict[str, Any]
-STEPS_OF_RESULT = {  # results of the record, and the steps that they come from
+STEP_KIND_OF_RESULT = {  # results of the record, and the steps that they come from
     "synthetic": "bench",
     "real": "real-scores",
     tables.BY_CROPS: "real-crops",
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_plan(options: argparse.Namespace) -> int:
     folder = WorkDir(options.out.absolute())
     tree = read_yaml(find_config(options.plan, "evidence", "PLAN"))
-    jobs = drop_absent_real_steps(read_plan(tree, folder.path, options.only), folder)
+    jobs = drop_real_steps_without_ecgs(read_plan(tree, folder.path, options.only), folder)
     if options.dry_run:
         return show_plan(folder, jobs, options.jobs)
     folder.start(jobs)
@@ -109,7 +109,7 @@ def jobs_of_plan(tree: Tree, out: Path) -> Iterator[Job]:
     for step in tree["steps"]:
         value_names = step.get("each", {})
         lists = [values[name] for name in value_names.values()]
-        substitutions = words_of_groups(names, words["out"]) | values | words
+        substitutions = arguments_of_groups(names, words["out"]) | values | words
         for combination in itertools.product(*lists):
             job = job_of_step(
                 step, substitutions | dict(zip(value_names, combination, strict=True)), names, out
@@ -118,7 +118,7 @@ def jobs_of_plan(tree: Tree, out: Path) -> Iterator[Job]:
             yield replace(job, minutes=float(tree.get("pace", 1) * step["minutes"]))
 
 
-def words_of_groups(names: Sequence[str], out: str) -> dict[str, str]:
+def arguments_of_groups(names: Sequence[str], out: str) -> dict[str, str]:
     """{group: the words NAME=FOLDER of its steps}, where steps are called GROUP/NAME."""
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -127,7 +127,7 @@ def words_of_groups(names: Sequence[str], out: str) -> dict[str, str]:
     return {group: " ".join(members) for group, members in groups.items()}
 
 
-def drop_absent_real_steps(jobs: list[Job], folder: WorkDir) -> list[Job]:
+def drop_real_steps_without_ecgs(jobs: list[Job], folder: WorkDir) -> list[Job]:
     """Leaves out the steps real-* if the folders with real ECGs are absent."""
     for job in jobs:
         if job.name == "real-data" and not folder.is_done(job):
@@ -147,7 +147,7 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     steps that never ran here."""
     steps, place = read_plan(tree, folder.path), folder.path
     results = {}
-    for name, kind in STEPS_OF_RESULT.items():
+    for name, kind in STEP_KIND_OF_RESULT.items():
         document = join_scores(steps, folder, kind)
         if document["rows"]:
             notes = dict.fromkeys(note.replace(f"{place}/", "") for note in document["notes"])
