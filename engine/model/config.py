@@ -46,12 +46,12 @@ ENCODERS = {
 }
 ATTRIBUTES = ("age", "sex")  # in the order of their heads
 # Global objectives: functions of pooled encodings, and classes (omnilead.engine.model.encoders)
-CONTRASTS = ("cmsc", "simclr", "3kg")
-OBJECTIVES = {
+FUNCTION_OBJECTIVES = ("cmsc", "simclr", "3kg")
+CLASS_OBJECTIVES = {
     "cpc": "omnilead.engine.model.cpc:predictive_coding",
     "jepa": "omnilead.engine.model.jepa:JointEmbedding",
 }
-VALUE_CHARACTERS = 80  # characters of a wrong value in a message
+MAX_VALUE_CHARACTERS = 80  # characters of a wrong value in a message
 HALF_SAMPLES = 2500  # samples in 5 s
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted
 Probability = Annotated[float, Field(ge=0, le=0.99, allow_inf_nan=False)]
@@ -193,12 +193,12 @@ class ObjectiveConfig:
     attributes: dict[Literal["age", "sex"], Weight] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        methods = (*CONTRASTS, *OBJECTIVES)
+        methods = (*FUNCTION_OBJECTIVES, *CLASS_OBJECTIVES)
         if self.method not in methods and not OWN_CODE.fullmatch(self.method):
             raise ConfigError(
                 f"objective.method={self.method!r}: use {', '.join(methods)}, or your own file.py:Class"
             )
-        if self.options and self.method in CONTRASTS:
+        if self.options and self.method in FUNCTION_OBJECTIVES:
             raise ConfigError(
                 f"objective.options={self.options}: objective.method={self.method} takes no options"
             )
@@ -209,24 +209,24 @@ class ObjectiveConfig:
             )
 
     @property
-    def is_class(self) -> bool:
+    def method_is_class(self) -> bool:
         """True if the global objective is a class."""
-        return self.contrast > 0 and self.method not in CONTRASTS
+        return self.contrast > 0 and self.method not in FUNCTION_OBJECTIVES
 
     @property
-    def across_ranks(self) -> bool:
+    def compares_across_ranks(self) -> bool:
         """True if candidates include crops of other ranks."""
         return self.gathered and (self.method, self.form) != ("cmsc", "authors")
 
     @property
-    def needs_ids(self) -> bool:
+    def needs_patient_ids(self) -> bool:
         """True if the loss needs the patient of each crop."""
         return self.contrast > 0 and (
             self.method == "3kg" or (self.method == "cmsc" and self.form == "authors")
         )
 
 
-def validate(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Kind:
+def parse_settings(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Kind:
     """A settings dataclass from a JSON object. ConfigError names the first invalid key as
     `section.key`."""
     try:
@@ -234,7 +234,9 @@ def validate(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Kin
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key, value = ".".join(map(str, (section, *first["loc"][:1]))), repr(first["input"])
-        value = value if len(value) <= VALUE_CHARACTERS else f"{value[:VALUE_CHARACTERS]}..."
+        value = (
+            value if len(value) <= MAX_VALUE_CHARACTERS else f"{value[:MAX_VALUE_CHARACTERS]}..."
+        )
         raise ConfigError(f"{key}={value}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
     except TypeError as error:  # a date, for example
         raise ConfigError(f"{section}: {error}: write text or a number") from None
@@ -262,10 +264,14 @@ def flops_per_crop(
     flops += config.layers * (
         2 * tokens * (4 * d * d + 2 * d * config.ffn) + 4 * tokens * tokens * d
     )
-    return windows * (3 * flops + (local_flops(config, tokens, d, width) if local else 0.0))
+    return windows * (
+        3 * flops + (local_objective_flops(config, tokens, d, width) if local else 0.0)
+    )
 
 
-def local_flops(config: ModelConfig, tokens: int, width: int, feature_width: int) -> float:
+def local_objective_flops(
+    config: ModelConfig, tokens: int, width: int, feature_width: int
+) -> float:
     """FLOPs of the local objective for one window, with an encoder of these widths and 100
     negatives."""
     heads = (

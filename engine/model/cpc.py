@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..settings.errors import ConfigError
-from .draws import ModelStream, count_negatives, random_integers
+from .draws import ModelStream, count_draws, random_integers
 from .objectives import unit_vectors
 
 
@@ -134,15 +134,17 @@ class Float32Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (a_RnF, b_RNF), (n, tokens) = ctx.saved_tensors, ctx.sizes
-        g_RnN = F.pad(grads[0], (0, -tokens % ALIGNED, 0, -n % ALIGNED)).to(a_RnF.dtype)
+        g_RnN = F.pad(grads[0], (0, -tokens % TOKEN_MULTIPLE, 0, -n % TOKEN_MULTIPLE)).to(
+            a_RnF.dtype
+        )
         return (g_RnN @ b_RNF)[:, :n], (g_RnN.transpose(1, 2) @ a_RnF)[:, :tokens]
 
 
-ALIGNED = 8  # tokens: products of other sizes take twice as long on an H200
+TOKEN_MULTIPLE = 8  # tokens: products of other sizes take twice as long on an H200
 
 
 def pad_tokens(x_RND: Tensor) -> Tensor:
-    return F.pad(x_RND, (0, 0, 0, -x_RND.shape[1] % ALIGNED))
+    return F.pad(x_RND, (0, 0, 0, -x_RND.shape[1] % TOKEN_MULTIPLE))
 
 
 def sampled_loss(predicted_RnF: Tensor, z_RNF: Tensor, drawn_RnK: Tensor, ahead: int) -> Tensor:
@@ -152,7 +154,7 @@ def sampled_loss(predicted_RnF: Tensor, z_RNF: Tensor, drawn_RnK: Tensor, ahead:
             s_RnN: Tensor = Float32Product.apply(predicted_RnF, z_RNF)
         else:
             s_RnN = predicted_RnF.float() @ z_RNF.float().transpose(1, 2)
-    times_RnN = count_negatives(drawn_RnK, z_RNF.shape[1])
+    times_RnN = count_draws(drawn_RnK, z_RNF.shape[1])
     times_RnN.diagonal(ahead, 1, 2).fill_(1.0)
     # Weighted by hand: the logarithm of a count of 0 is slow on a CPU. Tokens that are no
     # candidates may score above the largest candidate: the clamp keeps their exp finite

@@ -2,7 +2,7 @@
 noise.
 
     keys = row_keys(seed, epoch_B, crop_B, halves=2)          numpy, on the host: one 64-bit key for each half of each crop
-    draws = draw_step(config, keys_R, tokens, negatives)           torch, on any device: a pure function of the keys
+    draws = draw_for_step(config, keys_R, tokens, negatives)           torch, on any device: a pure function of the keys
 
 All are counter-based: the draws of a crop in an epoch are the same on any rank, at any batch size
 and after any restart, and integers are the same on every device. No shape depends on a draw, so
@@ -70,7 +70,7 @@ def row_keys(seed: int, epoch: Counter, crop: Counter, halves: int = 2) -> np.nd
     return keys_BS.view(np.int64)
 
 
-def draw_step(
+def draw_for_step(
     config: ModelConfig, keys_R: Tensor, tokens: int, negatives: int, sample_codes: bool = True
 ) -> Draws:
     """All draws of a step. `sample_codes` false: no Gumbel noise (evaluation)."""
@@ -86,7 +86,7 @@ def draw_step(
 
 def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """mask_RN: True for the tokens of all spans, which may overlap."""
-    starts = bernoulli_starts if config.mask_starts == "bernoulli" else counted_starts
+    starts = draw_bernoulli_starts if config.mask_starts == "bernoulli" else draw_fixed_count_starts
     started_RN = starts(config, keys_R, tokens).cumsum(1)
     ended_RN = F.pad(started_RN, (config.mask_span, 0))[:, :tokens]
     mask_RN = started_RN > ended_RN
@@ -95,14 +95,14 @@ def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     return mask_RN
 
 
-def bernoulli_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
+def draw_bernoulli_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """Draws starts: each token is one with probability share / span, independently."""
     random_RN = random_integers(keys_R, ModelStream.STARTS, tokens) & 0xFFFFFF
     probability = config.mask_share / config.mask_span
     return (random_RN < probability * 2**24).long()
 
 
-def counted_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
+def draw_fixed_count_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """Draw starts without replacement: the first few in a random order of all tokens."""
     limit = max_spans(config, tokens)
     random_R = random_hash(keys_R, ModelStream.SPANS) & 0xFFFFFF
@@ -151,11 +151,11 @@ def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
     other_RMK = other_RX.unflatten(1, (count, negatives))
     own_M1 = torch.arange(count, device=keys_R.device)[:, None]
     other_RMK = other_RMK + (other_RMK >= own_M1)
-    times_RMM = count_negatives(other_RMK.clamp(max=count - 1), count)
+    times_RMM = count_draws(other_RMK.clamp(max=count - 1), count)
     return times_RMM.mul_(valid_RM[:, None])  # a row with one masked token has no negatives
 
 
-def count_negatives(other_RMK: Tensor, count: int) -> Tensor:
+def count_draws(other_RMK: Tensor, count: int) -> Tensor:
     """Count the drawn slots -> times_RMM. Sums of ones are exact in any order."""
     device = other_RMK.device
     times_RMM = torch.zeros(*other_RMK.shape[:2], count, device=device)

@@ -253,7 +253,7 @@ def attention_backend(model: nn.Module, tokens: int = 156) -> str:
     return "none"
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention = Attention(config)
@@ -297,7 +297,7 @@ class Encoder(nn.Module):
         self.position = PositionalConvolution(config)
         self.norm = nn.LayerNorm(config.width)
         self.dropout = Dropout(config.dropout, config.kernels)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.layers))
 
     def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
         z_RNF = self.conv(x_RLT)

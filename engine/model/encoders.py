@@ -6,7 +6,7 @@ file.py:Class`; and an objective that is a class. Initial weights.
         def forward(self, x_RLT): ...                 # c_RND, from windows: 5 s in millivolts, or as `input` says
 
     encoder = build_encoder(config, generator=generator)
-    examine(encoder, config, masked=False)            # ConfigError if it does not follow this interface
+    check_encoder(encoder, config, masked=False)            # ConfigError if it does not follow this interface
     encoder_flops(encoder, config, local=False)       # FLOPs of a training step
 
 For the local objective a class also needs `features`, `context` and `feature_width`
@@ -35,20 +35,27 @@ from omnilead.data_tools.io.plugins import load_plugin
 from ..data.config import HALF
 from ..settings.errors import ConfigError, blaming
 from .config import (
+    CLASS_OBJECTIVES,
     ENCODERS,
-    OBJECTIVES,
     ModelConfig,
     ObjectiveConfig,
     flops_per_crop,
-    local_flops,
+    local_objective_flops,
     max_masked,
 )
-from .encoder import ConvBlock, Dropout, Encoder, Layer, MaskedEncoder, PositionalConvolution
+from .encoder import (
+    ConvBlock,
+    Dropout,
+    Encoder,
+    MaskedEncoder,
+    PositionalConvolution,
+    TransformerLayer,
+)
 from .quantizer import Quantizer
 
-EXAMINED_ROWS = 4  # segments in the batch that examines an encoder
+CHECKED_ROWS = 4  # segments in the batch that examines an encoder
 # relative to the largest number: outputs of a row in two batches
-TOLERANCE = {
+OUTPUT_TOLERANCE = {
     torch.float32: 1e-3,
     torch.bfloat16: 5e-2,
 }
@@ -77,7 +84,7 @@ def build_encoder(
             leads=config.leads,
             **config.options,
         )
-        return require_weights(encoder)
+        return require_parameters(encoder)
 
 
 def options_with_defaults(config: ModelConfig) -> dict[str, Any]:
@@ -103,7 +110,7 @@ def build_module(
     return module
 
 
-def require_weights(module: nn.Module) -> nn.Module:
+def require_parameters(module: nn.Module) -> nn.Module:
     if next(module.parameters(), None) is None:
         raise ConfigError("must have weights")
     return module
@@ -114,7 +121,7 @@ def build_objective(
 ) -> nn.Module:
     """Build `objective.method`: a shipped class, or your own Class(encoder, **objective.options)."""
     with blaming(f"objective.method={config.method}, objective.options={config.options}"):
-        kind = load_plugin(OBJECTIVES.get(config.method, config.method))
+        kind = load_plugin(CLASS_OBJECTIVES.get(config.method, config.method))
         objective = build_module(kind, generator, encoder, **config.options)
         if set(objective.parameters()) & set(encoder.parameters()):
             raise ConfigError("keeps the encoder: use the one that forward is given")
@@ -129,16 +136,16 @@ def encoder_and_token_count(
     kind: Any = None,
     samples: int = HALF,
 ) -> tuple[nn.Module | None, int]:
-    """Build and examine an encoder. Returns (the encoder, or None for the authors'; the tokens in a
+    """Build and check_encoder an encoder. Returns (the encoder, or None for the authors'; the tokens in a
     window of `samples`)."""
     if not config.encoder:
         return None, config.tokens(samples)
     encoder = build_encoder(config, masked, torch.Generator().manual_seed(seed), kind)
-    cast_statistics(encoder, dtype)
-    return encoder, examine(encoder, config, masked, dtype, samples)
+    cast_batch_norm_statistics(encoder, dtype)
+    return encoder, check_encoder(encoder, config, masked, dtype, samples)
 
 
-def cast_statistics(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_batch_norm_statistics(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts the statistics of batch norms: DeepSpeed casts only weights, and their types must agree."""
     for part in model.modules():
         if isinstance(part, _NormBase) and part.running_mean is not None:
@@ -147,7 +154,7 @@ def cast_statistics(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def examine(
+def check_encoder(
     encoder: nn.Module,
     config: ModelConfig,
     masked: bool = False,
@@ -155,12 +162,12 @@ def examine(
     samples: int = HALF,
 ) -> int:
     """Run an encoder; ConfigError if it breaks its interface. Returns the number of tokens in a
-    window. `masked`: also examine what the local objective needs."""
+    window. `masked`: also check_encoder what the local objective needs."""
     examined = cast(Any, copy.deepcopy(encoder).eval())
     for p in examined.parameters():
         p.data = p.data.to(dtype)
     generator = torch.Generator().manual_seed(0)
-    shape = EXAMINED_ROWS, config.leads, samples
+    shape = CHECKED_ROWS, config.leads, samples
     x_RLT = torch.randn(shape, generator=generator).to(dtype)
     other_RLT = torch.randn(shape, generator=generator).to(dtype)
     x_RLT[1] = 0  # a row of zeros, as RLM may give
@@ -182,12 +189,12 @@ def examine(
             features_RNF = _checked_output(
                 "features", examined.features(x_RLT)[0], examined.feature_width, shape
             )
-            _examine_masking(examined, features_RNF.to(dtype))
+            _check_masking(examined, features_RNF.to(dtype))
     return tokens
 
 
-def _examine_masking(encoder: Any, z_RNF: Tensor) -> None:
-    mask_RN = torch.arange(z_RNF.shape[1]).expand(EXAMINED_ROWS, -1) % 2 == 0
+def _check_masking(encoder: Any, z_RNF: Tensor) -> None:
+    mask_RN = torch.arange(z_RNF.shape[1]).expand(CHECKED_ROWS, -1) % 2 == 0
     hidden_RNF = torch.where(mask_RN[..., None], 1 - 2 * z_RNF, z_RNF)
     first = _checked_output("context", encoder.context(z_RNF, mask_RN), encoder.width, z_RNF.shape)
     second = _checked_output(
@@ -201,9 +208,9 @@ def _examine_masking(encoder: Any, z_RNF: Tensor) -> None:
 
 def _checked_output(name: str, y: Tensor, width: int, shape: Sequence[int]) -> Tensor:
     """The output for an input of this shape, in float32."""
-    if y.ndim != 3 or len(y) != EXAMINED_ROWS or y.shape[2] != width:
+    if y.ndim != 3 or len(y) != CHECKED_ROWS or y.shape[2] != width:
         raise ConfigError(
-            f"{name} returns {list(y.shape)} for {list(shape)}, not [{EXAMINED_ROWS}, tokens, {width}]"
+            f"{name} returns {list(y.shape)} for {list(shape)}, not [{CHECKED_ROWS}, tokens, {width}]"
         )
     if not y.isfinite().all():
         raise ConfigError(f"{name} returns NaN or infinity for noise and zeros")
@@ -212,7 +219,9 @@ def _checked_output(name: str, y: Tensor, width: int, shape: Sequence[int]) -> T
 
 def outputs_agree(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """True if two outputs differ by no more than rounding in `dtype`."""
-    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE[dtype] * a.abs().max())
+    return a.shape == b.shape and bool(
+        (a - b).abs().max() <= OUTPUT_TOLERANCE[dtype] * a.abs().max()
+    )
 
 
 def encoder_flops(
@@ -244,7 +253,9 @@ def encoder_flops(
     flops: float = 3 * counter.get_total_flops() / rows
     if local:
         _, tokens, width = c_RND.shape
-        flops += local_flops(config, tokens, width, int(getattr(encoder_copy, "feature_width", 0)))
+        flops += local_objective_flops(
+            config, tokens, width, int(getattr(encoder_copy, "feature_width", 0))
+        )
     return windows * flops
 
 
@@ -323,7 +334,7 @@ def _initialise_transformer(model: nn.Module, generator: torch.Generator | None)
             if isinstance(module.project, nn.Identity):
                 bound = 1 / math.sqrt(module.width)
                 nn.init.uniform_(module.position.bias, -bound, bound, generator)
-        elif isinstance(module, Layer):
+        elif isinstance(module, TransformerLayer):
             attention = module.attention
             linears = [attention.qkv, attention.out, module.fc1, module.fc2]
             for linear in linears:

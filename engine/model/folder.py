@@ -34,7 +34,7 @@ from omnilead.data_tools.io.terminal import tell
 from ..data import seen
 from ..settings.errors import ConfigError
 from ..settings.files import CONFIGS, FILE_NAME, plugin_file
-from .config import ModelConfig, validate
+from .config import ModelConfig, parse_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,11 +47,11 @@ WEIGHTS, CONFIG, PREPROCESSING, CARD, SEEN = (
     "README.md",
     "seen.parquet",
 )
-SHA256 = "sha256"  # key in config.json
-FORMAT = 1
-LISTED_WEIGHTS = 4  # names shown in a message
+SHA256_KEY = "sha256"  # key in config.json
+FORMAT_VERSION = 1
+MAX_SHOWN_ITEMS = 4  # names shown in a message
 HUB_SCHEME = "hf://"
-MODELS = "models"  # a folder of configs/
+SHIPPED_MODELS = "models"  # a folder of configs/
 CHECKPOINTS = "checkpoints"  # a folder of a run
 WRONG_TOKEN = "your token is wrong or may not write there: `hf auth login`, or HF_TOKEN"
 NO_TOKEN = "there is no token: `hf auth login`, or HF_TOKEN"
@@ -69,7 +69,7 @@ class LoadError(ConfigError):
     """A folder that is not a complete, undamaged model of omnilead."""
 
 
-def require_free_folder(out: Path) -> None:
+def require_new_or_empty_folder(out: Path) -> None:
     """Raises ConfigError unless `out` is a new or empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
@@ -91,7 +91,7 @@ def write_model(
         raise ConfigError(f"{folder}: name a new folder")
     with suppress(FileExistsError):  # if it is a file, writing says so below
         folder.parent.mkdir(parents=True, exist_ok=True)
-    with _no_other_writer(folder.parent) as is_alone:
+    with _lock_folder(folder.parent) as is_alone:
         if is_alone:
             _remove_leftovers(folder)
         # Not a process number: the first processes of two containers have the same
@@ -107,7 +107,7 @@ def write_model(
                 (temporary / name).write_bytes(content)
             if record is not None:
                 (temporary / SEEN).write_bytes(seen.to_bytes(record))
-            write_config(temporary, {"format_version": FORMAT, **config})
+            write_config(temporary, {"format_version": FORMAT_VERSION, **config})
             if folder.exists():
                 os.replace(folder, old_folder)
             os.replace(temporary, folder)
@@ -117,7 +117,7 @@ def write_model(
 
 
 @contextmanager
-def _no_other_writer(parent: Path) -> Iterator[bool]:
+def _lock_folder(parent: Path) -> Iterator[bool]:
     """Waits until nobody else writes a model in this folder. Yields False if the file system cannot
     lock folders."""
     try:
@@ -161,17 +161,17 @@ def save_weights(weights: dict[str, "Tensor"], path: Path) -> None:
     path.chmod(mode)
 
 
-def weights_in(folder: Path) -> dict[str, "Tensor"]:
+def load_weights(folder: Path) -> dict[str, "Tensor"]:
     """All weights of the model in a folder."""
     from safetensors.torch import load_file
 
     try:
         return load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise unreadable_weights(folder / WEIGHTS, error) from None
+        raise unreadable_weights_error(folder / WEIGHTS, error) from None
 
 
-def unreadable_weights(path: Path, error: Exception) -> LoadError:
+def unreadable_weights_error(path: Path, error: Exception) -> LoadError:
     text = f"{path}: cannot be read as safetensors: {error}: copy it again"
     return LoadError(text.splitlines()[0])
 
@@ -188,28 +188,28 @@ def config_text(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
     """The text of config.json for files with these sha256."""
     # as read back
     content = json.loads(json.dumps(config))
-    content.pop(SHA256, None)
+    content.pop(SHA256_KEY, None)
     return _json_text(
-        content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}}
+        content | {SHA256_KEY: {**sums, CONFIG: _content_sha256(content | {SHA256_KEY: sums})}}
     )
 
 
-def checked_digest(folder: Path, mend: str = "") -> str:
+def verified_digest(folder: Path, mend: str = "") -> str:
     """A digest of all files of the model; LoadError if a file does not match its sha256 in
     config.json."""
     document = read_document(folder / CONFIG)
-    sums = document.get(SHA256)
+    sums = document.get(SHA256_KEY)
     sums = sums if isinstance(sums, dict) else {}
     sums_of_others = {name: value for name, value in sums.items() if name != CONFIG}
-    actual = {CONFIG: _content_sha256(document | {SHA256: sums_of_others})}
-    names = [PREPROCESSING, WEIGHTS, *code_in(folder)]
+    actual = {CONFIG: _content_sha256(document | {SHA256_KEY: sums_of_others})}
+    names = [PREPROCESSING, WEIGHTS, *read_plugin_files(folder)]
     if (folder / SEEN).exists() or SEEN in sums:
         names.append(SEEN)
     for name in names:
         try:
             actual[name] = file_sha256(folder / name)
         except OSError as error:
-            raise _unreadable(folder / name, error) from None
+            raise _unreadable_file_error(folder / name, error) from None
     for name, digest in actual.items():
         if sums and sums.get(name) != digest:
             difference = (
@@ -225,9 +225,9 @@ def checked_digest(folder: Path, mend: str = "") -> str:
     return hashlib.sha256("".join(actual.values()).encode()).hexdigest()
 
 
-def code_in(folder: Path) -> dict[str, bytes]:
+def read_plugin_files(folder: Path) -> dict[str, bytes]:
     """{name: content} of the plugged-in files that config.json names and that exist."""
-    sums = read_document(folder / CONFIG).get(SHA256)
+    sums = read_document(folder / CONFIG).get(SHA256_KEY)
     return {
         file.name: file.read_bytes()
         for file in sorted(folder.glob("*.py"))
@@ -239,13 +239,13 @@ def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]
     """The names of the model's files that are uploaded and downloaded with config.json
     (`document`). Code: only the files that its settings name; ConfigError if Python, started in the
     model's folder, would import one of them instead of a module."""
-    sums = document.get(SHA256)
+    sums = document.get(SHA256_KEY)
     listed = set(sums) if isinstance(sums, dict) else {WEIGHTS, PREPROCESSING}
-    head = _mapping_in(document, "head")
+    head = _mapping_or_empty(document, "head")
     specs = (
-        _mapping_in(document, "model").get("encoder"),
-        _mapping_in(document, "objective").get("method"),
-        _mapping_in(head, "definition").get("head"),
+        _mapping_or_empty(document, "model").get("encoder"),
+        _mapping_or_empty(document, "objective").get("method"),
+        _mapping_or_empty(head, "definition").get("head"),
     )
     plugins = {file.name for spec in specs if (file := plugin_file(str(spec or "")))}
     for name in sorted(plugins & listed):
@@ -260,7 +260,7 @@ def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]
     return sorted(known & listed)
 
 
-def _mapping_in(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _mapping_or_empty(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     inner = document.get(name)
     return inner if isinstance(inner, dict) else {}
 
@@ -287,11 +287,11 @@ def _json_text(value: Any) -> str:
 
 def shipped_models() -> list[str]:
     """The names of the models that come with omnilead."""
-    return sorted(path.name for path in (CONFIGS / MODELS).iterdir() if path.is_dir())
+    return sorted(path.name for path in (CONFIGS / SHIPPED_MODELS).iterdir() if path.is_dir())
 
 
 @cache  # a command opens a model more than once
-def note_local_folder(name: str) -> None:
+def note_folder_hides_shipped_model(name: str) -> None:
     tell(f"note: {name} is the folder {name} here, not the model that comes with omnilead")
 
 
@@ -300,25 +300,25 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
     """Yields (a verified folder with weights, its digest). Downloads a remote folder first."""
     text = os.fspath(path)
     if text.startswith(HUB_SCHEME):
-        yield hub_folder_and_digest(text.removeprefix(HUB_SCHEME))
+        yield download_from_hub(text.removeprefix(HUB_SCHEME))
         return
     if "://" in text:
         with tempfile.TemporaryDirectory() as local:
             folder = _download(text.rstrip("/"), Path(local))
-            yield folder, checked_digest(folder)
+            yield folder, verified_digest(folder)
         return
-    folder = local_folder(text)
-    yield folder, checked_digest(folder)
+    folder = find_local_model(text)
+    yield folder, verified_digest(folder)
 
 
-def local_folder(text: str) -> Path:
+def find_local_model(text: str) -> Path:
     """The folder with the weights of a run or model on this machine, or of a shipped model."""
     run = Path(text)
     if text in shipped_models():
         if run.exists():
-            note_local_folder(text)
+            note_folder_hides_shipped_model(text)
         else:
-            run = CONFIGS / MODELS / text
+            run = CONFIGS / SHIPPED_MODELS / text
     folder = run / "model" if (run / "model").is_dir() else run
     if not (folder / WEIGHTS).is_file():
         if not run.exists():
@@ -365,12 +365,12 @@ def _download(url: str, local: Path) -> Path:
     return local
 
 
-def hub_folder_and_digest(repo: str) -> tuple[Path, str]:
+def download_from_hub(repo: str) -> tuple[Path, str]:
     """Download org/name@revision, one commit, into the Hub's local cache. Returns the folder and
     its digest. A damaged file, which would stay in the cache, is downloaded once more."""
     name, _, revision = repo.partition("@")
     damage: LoadError | None = None
-    with hub_api_and_add_class(repo) as (hub, _):
+    with open_hub_api(repo) as (hub, _):
         for is_retry in (False, True):
             get = partial(hub.hf_hub_download, name, force_download=is_retry)
             try:
@@ -379,7 +379,7 @@ def hub_folder_and_digest(repo: str) -> tuple[Path, str]:
                 names = published_files(read_document(config), f"{HUB_SCHEME}{repo}")
                 for file in {WEIGHTS, PREPROCESSING, *names}:
                     get(file, revision=folder.name)
-                return folder, checked_digest(folder, "not mended by fetching it again")
+                return folder, verified_digest(folder, "not mended by fetching it again")
             except LoadError as error:
                 damage = error
             except Exception:
@@ -390,7 +390,7 @@ def hub_folder_and_digest(repo: str) -> tuple[Path, str]:
 
 
 @contextmanager
-def hub_api_and_add_class(repo: str) -> Iterator[tuple[Any, Any]]:
+def open_hub_api(repo: str) -> Iterator[tuple[Any, Any]]:
     """Yields (the Hub's API, the class for adding a file to a commit); errors become one line."""
     try:
         from huggingface_hub import CommitOperationAdd, HfApi, get_token
@@ -419,7 +419,7 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable_file_error(path, error) from None
     if not isinstance(document, dict):
         raise LoadError(f"{path}: contains a {type(document).__name__}, not an object")
     return document
@@ -428,17 +428,17 @@ def read_document(path: Path) -> dict[str, Any]:
 def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelConfig:
     """The architecture that config.json describes."""
     version, model = document.get("format_version"), document.get("model")
-    if version != FORMAT:
-        raise LoadError(f"{path}: format_version={version!r}: only {FORMAT} is supported")
+    if version != FORMAT_VERSION:
+        raise LoadError(f"{path}: format_version={version!r}: only {FORMAT_VERSION} is supported")
     if not isinstance(model, dict):
         raise LoadError(f"{path}: has no model settings: is it a config.json of omnilead?")
     try:
-        return validate(ModelConfig, model, "model")
+        return parse_settings(ModelConfig, model, "model")
     except ConfigError as error:
         raise LoadError(f"{path}: {error}") from None
 
 
-def _unreadable(path: Path, error: Exception) -> LoadError:
+def _unreadable_file_error(path: Path, error: Exception) -> LoadError:
     if isinstance(error, FileNotFoundError):
         return LoadError(
             f"{path}: no such file: a model folder has {WEIGHTS}, {CONFIG} and {PREPROCESSING}"
@@ -448,7 +448,7 @@ def _unreadable(path: Path, error: Exception) -> LoadError:
     return LoadError(f"{path}: cannot be read: {error}".splitlines()[0])
 
 
-def describe_misfits(
+def describe_weight_mismatches(
     shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> str:
     """Lists missing and unexpected weights and wrong shapes in one line; "" if there are none."""
@@ -465,7 +465,7 @@ def describe_misfits(
     for kind, names in kinds.items():
         if names:
             and_more = (
-                f" and {len(names) - LISTED_WEIGHTS} more" if len(names) > LISTED_WEIGHTS else ""
+                f" and {len(names) - MAX_SHOWN_ITEMS} more" if len(names) > MAX_SHOWN_ITEMS else ""
             )
-            sentences.append(f"{len(names)} {kind}: {', '.join(names[:LISTED_WEIGHTS])}{and_more}")
+            sentences.append(f"{len(names)} {kind}: {', '.join(names[:MAX_SHOWN_ITEMS])}{and_more}")
     return "; ".join(sentences)

@@ -30,15 +30,24 @@ from ..data.augmenter import crops_without_leads
 from ..data.config import CROP, FS_HZ, HALF, MV_PER_UV
 from ..settings.errors import ConfigError
 from ..settings.leads import ALL_LEADS, describe_leads, leads_in_order, parse_leads
-from .window import CROP_S, HALF_S, SCALES, Window, check_signals, samples_at
+from .window import (
+    CROP_S,
+    HALF_S,
+    SCALE_MEANINGS,
+    InputFormat,
+    check_rate_and_band,
+    resampled_length,
+)
 
-BAND_ORDER = 2
+BAND_PASS_ORDER = 2
 # Samples by which scipy.signal.sosfiltfilt extends a signal at both ends, for this order
-BAND_EDGE = 15
-FAST_FFT = 1024  # lengths that are multiples of it take half to a quarter of the time of others
+BAND_PASS_EDGE_SAMPLES = 15
+FAST_FFT_MULTIPLE = (
+    1024  # lengths that are multiples of it take half to a quarter of the time of others
+)
 # Samples that a convolution makes at each place: 0.15 ms a crop of a CPU core at 100 Hz; one by one
 # takes five times as long, a dense matrix ten times
-BLOCK_SAMPLES = 32
+RESAMPLED_BLOCK_SAMPLES = 32
 CROPS_PER_FILTER = (
     4  # crops filtered at a time on a CPU: 0.75 ms each of a core; all 64 at once, 1.9
 )
@@ -49,7 +58,7 @@ class SignalError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Input(Window):
+class Input(InputFormat):
     """The input of a trained model, from its preprocessing.json."""
 
     leads: tuple[int, ...]  # one for each channel
@@ -62,10 +71,12 @@ class Input(Window):
 
     @classmethod
     def from_document(cls, document: Any, channels: int) -> "Input":
-        if document.get("scale") not in list(SCALES):
-            raise ConfigError(f"scale={document.get('scale')!r}: supported: {' and '.join(SCALES)}")
+        if document.get("scale") not in list(SCALE_MEANINGS):
+            raise ConfigError(
+                f"scale={document.get('scale')!r}: supported: {' and '.join(SCALE_MEANINGS)}"
+            )
         window_s, fs_hz, band_hz = map(document.get, ("segment_s", "fs_hz", "band_hz"))
-        check_signals(fs_hz, band_hz)
+        check_rate_and_band(fs_hz, band_hz)
         if type(window_s) not in (int, float) or not 0 < window_s <= CROP_S:
             raise ConfigError(
                 f"segment_s={window_s!r}: must be above 0 and at most {CROP_S:g} s, a crop"
@@ -89,7 +100,7 @@ class Input(Window):
         return cls(leads, seen, document["scale"], float(fs_hz), float(window_s), band, clip_mv)
 
     @property
-    def padded(self) -> bool:
+    def takes_all_leads(self) -> bool:
         return set(self.leads) == set(ALL_LEADS)
 
     def limited_to(self, leads: str | Iterable[str]) -> "Input":
@@ -100,7 +111,7 @@ class Input(Window):
                 f"leads={describe_leads(lead_numbers)}: the model was trained on "
                 f"{describe_leads(self.seen_leads)} only"
             )
-        if not self.padded and set(lead_numbers) != set(self.leads):
+        if not self.takes_all_leads and set(lead_numbers) != set(self.leads):
             raise ConfigError(
                 f"leads={describe_leads(lead_numbers)}: the model needs all of "
                 f"{describe_leads(self.leads)}"
@@ -110,16 +121,16 @@ class Input(Window):
     def require_leads(self, present: Iterable[int]) -> None:
         given_leads = sorted(set(present))
         missing = [lead for lead in self.leads if lead not in given_leads]
-        if self.padded and not set(given_leads) & set(self.seen_leads):
+        if self.takes_all_leads and not set(given_leads) & set(self.seen_leads):
             needed = f"the model was trained on {describe_leads(self.seen_leads)}: give at least one of them"
             raise SignalError(f"leads={describe_leads(given_leads)}: {needed}")
-        if missing and not self.padded:
+        if missing and not self.takes_all_leads:
             raise SignalError(
                 f"leads={describe_leads(given_leads)}: the model needs {describe_leads(missing)} too"
             )
 
     @property
-    def needed_s(self) -> float:
+    def shortest_ecg_s(self) -> float:
         """The shortest ECG in s that has a window: crops have 5 or 10 s."""
         return HALF_S if self.window_s <= HALF_S else CROP_S
 
@@ -134,26 +145,26 @@ class Input(Window):
         return np.asarray(has_window & ~crops_without_leads(dataset, self.seen_leads))
 
     @property
-    def missing_text(self) -> str:
+    def unusable_crops_text(self) -> str:
         """The reason, for a message, why crops are unusable."""
         leads = describe_leads(self.seen_leads)
-        return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short_text}"
+        return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short_hint}"
 
     @property
-    def too_short_text(self) -> str:
+    def too_short_hint(self) -> str:
         """Words to append to the reason if a crop may be too short; else ""."""
-        if self.needed_s == HALF_S:
+        if self.shortest_ecg_s == HALF_S:
             return ""
         return f", or shorter than {self.window_s:g} s, which the model takes at once"
 
     def windows(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         """x_RLT: all windows of crops [B, 12, 5000], crop by crop."""
-        x_RLT = self.crops(uv_BLT, halves_B).flatten(0, 1)
+        x_RLT = self.padded_windows(uv_BLT, halves_B).flatten(0, 1)
         there_BS = np.arange(self.count_windows()) < self.count_windows(halves_B)[:, None]
         there_R = torch.from_numpy(np.flatnonzero(there_BS)).to(x_RLT.device, non_blocking=True)
         return x_RLT if there_BS.all() else x_RLT[there_R]
 
-    def crops(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
+    def padded_windows(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         """x_BSLT: equally many windows for each crop; missing windows are zeros."""
         # One at a time: indexing with a list would make a GPU wait
         if self.leads != ALL_LEADS:
@@ -174,7 +185,7 @@ class Input(Window):
         """x_BSLT: adjacent windows, as many as `keep_BSL1` has. `start_B` (0 to 1): their start, as
         a share of the room that they leave in the crop. A lead that is all zeros in a crop, or not
         kept in a window, is zero and does not count in a mean."""
-        crops_BLT, x_BLT = x_BLT, self._crops(x_BLT, halves_B)
+        crops_BLT, x_BLT = x_BLT, self._process_measured_halves(x_BLT, halves_B)
         count = self.count_windows() if keep_BSL1 is None else keep_BSL1.shape[1]
         samples = count * self.samples
         if start_B is None:
@@ -193,11 +204,13 @@ class Input(Window):
             there_BSL1 = there_BSL1 & keep_BSL1
         return normalise(x_BSLT, there_BSL1, (2, 3))
 
-    def _crops(self, x_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
+    def _process_measured_halves(self, x_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         """Crops at the model's rate, zero after their measured halves."""
-        if self.is_plain or (halves_B == 2).all():
+        if self.uses_stored_halves or (halves_B == 2).all():
             return self._process(x_BLT)
-        samples = 2 * self.samples if self.by_halves else samples_at(self.fs_hz, CROP)
+        samples = (
+            2 * self.samples if self.resamples_by_halves else resampled_length(self.fs_hz, CROP)
+        )
         crops_BLT = x_BLT.new_zeros(*x_BLT.shape[:2], samples)
         for halves in np.unique(halves_B).tolist():
             crops = torch.from_numpy(np.flatnonzero(halves_B == halves)).to(x_BLT.device)
@@ -212,7 +225,7 @@ class Input(Window):
             at_a_time = CROPS_PER_FILTER if x_BLT.device.type == "cpu" else len(x_BLT)
             parts = [band_pass(chunk_BLT, self.band_hz) for chunk_BLT in x_BLT.split(at_a_time)]
             x_BLT = torch.cat(parts)
-        if self.fs_hz != FS_HZ and self.by_halves:
+        if self.fs_hz != FS_HZ and self.resamples_by_halves:
             x_BLT = resample_tensor(x_BLT.unflatten(2, (-1, HALF)), self.fs_hz).flatten(2)
         elif self.fs_hz != FS_HZ:
             x_BLT = resample_tensor(x_BLT, self.fs_hz)
@@ -238,12 +251,12 @@ def band_pass(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
     last axis: once forwards and once backwards, each a convolution with the filter's response to
     an impulse, in the frequency domain. A band-pass gives 0 for a constant, so that subtracting
     the first sample is the state that sosfiltfilt starts in."""
-    edge = BAND_EDGE
+    edge = BAND_PASS_EDGE_SAMPLES
     before = 2 * x[..., :1] - x[..., 1 : edge + 1].flip(-1)
     after = 2 * x[..., -1:] - x[..., -1 - edge : -1].flip(-1)
     y = torch.cat([before, x, after], -1)
     samples = y.shape[-1]
-    length = -(-2 * samples // FAST_FFT) * FAST_FFT
+    length = -(-2 * samples // FAST_FFT_MULTIPLE) * FAST_FFT_MULTIPLE
     response = _band_pass_response(band_hz, samples, length, x.device)
     for _ in range(2):
         y = torch.fft.irfft(torch.fft.rfft(y - y[..., :1], length) * response, length)
@@ -259,7 +272,7 @@ def _band_pass_response(
 
     impulse = np.zeros(samples)
     impulse[0] = 1.0
-    sos = butter(BAND_ORDER, band_hz, "bandpass", fs=FS_HZ, output="sos")
+    sos = butter(BAND_PASS_ORDER, band_hz, "bandpass", fs=FS_HZ, output="sos")
     spectrum = np.fft.rfft(sosfilt(sos, impulse), length)
     return torch.from_numpy(spectrum).to(device, torch.complex64)
 
@@ -270,7 +283,7 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
     down, up = rate_ratio(fs_hz)
     if up == down:  # 499.999 Hz counts as 500 Hz
         return x
-    blocks = -(-BLOCK_SAMPLES // up)
+    blocks = -(-RESAMPLED_BLOCK_SAMPLES // up)
     weight_UK = _resampling_weights(up, down, blocks, x.device)
     stride = blocks * down
     margin = (weight_UK.shape[1] - stride) // 2
@@ -279,7 +292,7 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
     rows_R1T = F.pad(x.reshape(-1, 1, samples), (margin, margin + padding), mode="replicate")
     made_RUN = F.conv1d(rows_R1T, weight_UK[:, None], stride=stride)
     samples_made = made_RUN.transpose(1, 2).reshape(*x.shape[:-1], -1)
-    return samples_made[..., : samples_at(fs_hz, samples)]
+    return samples_made[..., : resampled_length(fs_hz, samples)]
 
 
 @lru_cache(maxsize=2)
@@ -293,7 +306,7 @@ def _resampling_weights(up: int, down: int, blocks: int, device: torch.device) -
     return torch.from_numpy(np.ascontiguousarray(middle)).to(device, torch.float32)
 
 
-def describe_signals(signals: Mapping[str, Any]) -> str:
+def describe_input_format(signals: Mapping[str, Any]) -> str:
     """The input in words for model cards: for example 500 Hz, 5 s at a time, millivolts, not
     normalised."""
     band = signals.get("band_hz")
@@ -302,5 +315,5 @@ def describe_signals(signals: Mapping[str, Any]) -> str:
     window_s = signals.get("segment_s", HALF_S)
     return (
         f"{signals['fs_hz']:g} Hz, {window_s:g} s at a time, {filtered}{clipped}"
-        f"{SCALES[signals['scale']]}"
+        f"{SCALE_MEANINGS[signals['scale']]}"
     )

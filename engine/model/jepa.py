@@ -31,7 +31,7 @@ from ..settings.errors import ConfigError
 from .draws import ModelStream, random_integers
 from .s4 import CHUNK_TOKENS, S4Layer, StateSpace
 
-BLOCKS = 4  # blocks to predict in each row
+PREDICTED_BLOCKS = 4  # blocks to predict in each row
 CONTEXT_SHARES = (0.85, 1.0)  # shares of the tokens: shortest and longest block
 PREDICTED_SHARES = (0.15, 0.2)
 FEWEST_TOKENS = 20  # tokens: with fewer, four blocks may leave no context
@@ -52,7 +52,7 @@ class JointEmbedding(nn.Module):
         self.predictor = S4Layer(space, encoder.width, dropout=0.0)
         self.names = [name for name, _ in encoder.named_parameters()]
         self.statistics = [name for name in encoder.state_dict() if name not in self.names]
-        self.target = with_buffers_for_weights(encoder)
+        self.target = copy_with_weights_as_buffers(encoder)
 
     def train(self, mode: bool = True) -> "JointEmbedding":
         super().train(mode)
@@ -86,20 +86,20 @@ class JointEmbedding(nn.Module):
         momentum = self.momentum if momentum is None else momentum
         weights = [encoder.get_parameter(name) for name in self.names]
         averages = [self.target.get_buffer(name) for name in self.names]
-        with gathered_weights(weights):
+        with gathered_zero3_weights(weights):
             torch._foreach_lerp_(averages, [w.float() for w in weights], 1 - momentum)
         for name in self.statistics:  # such as a batch norm's
             self.target.get_buffer(name).copy_(encoder.get_buffer(name))
 
 
-def added_flops(encoder_flops: float, tokens: int, width: int) -> float:
+def jepa_flops(encoder_flops: float, tokens: int, width: int) -> float:
     """FLOPs of a window without the encoder's own, forward and backward: the target's forward pass,
     and the predictor, which has the products of a bidirectional S4Layer."""
     predictor = 4 * tokens * width**2 + 2 * (2 * tokens * CHUNK_TOKENS * width)
     return encoder_flops / 3 + 3 * predictor
 
 
-def with_buffers_for_weights(encoder: nn.Module) -> nn.Module:
+def copy_with_weights_as_buffers(encoder: nn.Module) -> nn.Module:
     """A copy whose weights are float32 buffers of the same names: optimisers and ZeRO leave them alone."""
     made = copy.deepcopy(encoder)
     for module in made.modules():
@@ -110,7 +110,7 @@ def with_buffers_for_weights(encoder: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def gathered_weights(weights: Sequence[Any]) -> Iterator[None]:
+def gathered_zero3_weights(weights: Sequence[Any]) -> Iterator[None]:
     """A context in which weights that ZeRO 3 has divided among the ranks are whole. ZeRO 3 keeps
     small ones whole, and fails if they are divided between steps."""
     divided = [w for w in weights if hasattr(w, "ds_id") and w.numel() != w.ds_numel]
@@ -130,14 +130,14 @@ def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     that contain each token)."""
     if tokens < FEWEST_TOKENS:
         raise ConfigError(f"{tokens} tokens in a window: needs at least {FEWEST_TOKENS}")
-    random_RX = random_integers(keys_R, ModelStream.BLOCKS, 2 * (1 + BLOCKS)) & 0xFFFFFF
-    long_R2, short_RX = (random_RX.float() * 2.0**-24).split([2, 2 * BLOCKS], 1)
-    context_RN1 = inside_blocks(long_R2, CONTEXT_SHARES, tokens)
-    weight_RN = inside_blocks(short_RX, PREDICTED_SHARES, tokens).sum(2)
+    random_RX = random_integers(keys_R, ModelStream.BLOCKS, 2 * (1 + PREDICTED_BLOCKS)) & 0xFFFFFF
+    long_R2, short_RX = (random_RX.float() * 2.0**-24).split([2, 2 * PREDICTED_BLOCKS], 1)
+    context_RN1 = tokens_in_blocks(long_R2, CONTEXT_SHARES, tokens)
+    weight_RN = tokens_in_blocks(short_RX, PREDICTED_SHARES, tokens).sum(2)
     return ~context_RN1[:, :, 0] | (weight_RN > 0), weight_RN
 
 
-def inside_blocks(random_RX: Tensor, shares: tuple[float, float], tokens: int) -> Tensor:
+def tokens_in_blocks(random_RX: Tensor, shares: tuple[float, float], tokens: int) -> Tensor:
     """[R, N, K]: True if a token is in a block. Two numbers from 0 to 1 define each of the K
     blocks."""
     length_R1K, start_R1K = random_RX[:, None].chunk(2, 2)

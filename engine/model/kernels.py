@@ -29,7 +29,7 @@ from torch import Tensor
 
 Operation = Callable[..., Tensor]
 INTEGER_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-BLOCK_OUTPUTS = 26  # outputs of the convolution in a block: 156 tokens are six blocks
+OUTPUTS_PER_BLOCK = 26  # outputs of the convolution in a block: 156 tokens are six blocks
 
 
 def dropout(
@@ -181,7 +181,7 @@ class Softmax(torch.autograd.Function):
         return torch._softmax_backward_data(grads[0], shares, -1, shares.dtype)
 
 
-def convolve_by_waves(
+def convolve_by_fourier(
     x_RND: Tensor,
     weight_DcK: Tensor,
     bias_D: Tensor,
@@ -210,15 +210,15 @@ def convolve_by_waves(
         y_im = torch.bmm(x_im, w_re)
         y_im = torch.baddbmm(y_im, x_re, w_im, alpha=-1)
         y_NX = torch.addmm(
-            inverse_waves(cos_QN, period) @ join_groups(y_re, rows, groups),
-            inverse_waves(sin_QN, period),
+            inverse_fourier_matrix(cos_QN, period) @ join_groups(y_re, rows, groups),
+            inverse_fourier_matrix(sin_QN, period),
             join_groups(y_im, rows, groups),
         )
     y_RND = y_NX.view(tokens, rows, width).transpose(0, 1)
     return y_RND.to(x_RND.dtype) + bias_D
 
 
-def inverse_waves(wave_QN: Tensor, period: int) -> Tensor:
+def inverse_fourier_matrix(wave_QN: Tensor, period: int) -> Tensor:
     """The waves [N, Q] of the inverse transform: a frequency and its mirror image count as two, the
     first and the last have none."""
     share_Q1 = torch.full((len(wave_QN), 1), 2 / period, dtype=wave_QN.dtype)
@@ -265,14 +265,14 @@ def convolve_in_blocks(
 
 
 class BlockConvolution(torch.autograd.Function):
-    """One matrix product per group: BLOCK_OUTPUTS at a time from the inputs they need, with the
+    """One matrix product per group: OUTPUTS_PER_BLOCK at a time from the inputs they need, with the
     weight as a band matrix. This is a fifth more arithmetic than needed, in a shape that suits
     tensor cores. The input's gradient is also a convolution. The weight's gradient is a product
-    that has each tap BLOCK_OUTPUTS times; these are summed in float32, always in the same order."""
+    that has each tap OUTPUTS_PER_BLOCK times; these are summed in float32, always in the same order."""
 
     @staticmethod
     def forward(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
-        return convolve_each_block(x_RND, weight_DcK, groups, weight_DcK.shape[2] // 2)
+        return multiply_blocks_by_band(x_RND, weight_DcK, groups, weight_DcK.shape[2] // 2)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
@@ -288,7 +288,7 @@ class BlockConvolution(torch.autograd.Function):
         weight_Goik = weight_Goik.view(groups, group_width, group_width, kernel)
         turned = weight_Goik.transpose(1, 2).flip(3)
         turned = turned.reshape(weight_DcK.shape)
-        grad_x = convolve_each_block(grad_RND, turned, groups, (kernel - 1) // 2)
+        grad_x = multiply_blocks_by_band(grad_RND, turned, groups, (kernel - 1) // 2)
         grad_weight = weight_gradient(x_RND.to(grad_RND.dtype), grad_RND, kernel, groups)
         return (
             grad_x.to(x_RND.dtype),
@@ -304,37 +304,37 @@ def weight_gradient(
     groups: int,
 ) -> Tensor:
     rows, tokens, width = x_RND.shape
-    group_width, blocks = width // groups, -(-tokens // BLOCK_OUTPUTS)
-    y = F.pad(grad_RND, (0, 0, 0, blocks * BLOCK_OUTPUTS - tokens))
-    y = y.reshape(rows * blocks, BLOCK_OUTPUTS, groups, group_width).permute(2, 0, 1, 3)
-    y = y.reshape(groups, rows * blocks, BLOCK_OUTPUTS * group_width)
+    group_width, blocks = width // groups, -(-tokens // OUTPUTS_PER_BLOCK)
+    y = F.pad(grad_RND, (0, 0, 0, blocks * OUTPUTS_PER_BLOCK - tokens))
+    y = y.reshape(rows * blocks, OUTPUTS_PER_BLOCK, groups, group_width).permute(2, 0, 1, 3)
+    y = y.reshape(groups, rows * blocks, OUTPUTS_PER_BLOCK * group_width)
     x = block_inputs(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
     band = torch.bmm(x, y).view(
-        groups, -1, group_width, BLOCK_OUTPUTS, group_width
-    )  # [G, window, c in, BLOCK_OUTPUTS, c out]
+        groups, -1, group_width, OUTPUTS_PER_BLOCK, group_width
+    )  # [G, window, c in, OUTPUTS_PER_BLOCK, c out]
     # Tap k connects output b to input b + k. Views, because the compiler may pad the product: with
     # strides written out (as_strided) the gradient was another one on an H100, without a word.
-    taps = band.unfold(1, BLOCK_OUTPUTS, 1).diagonal(
+    taps = band.unfold(1, OUTPUTS_PER_BLOCK, 1).diagonal(
         dim1=3, dim2=5
-    )  # [G, K, c in, c out, BLOCK_OUTPUTS]
+    )  # [G, K, c in, c out, OUTPUTS_PER_BLOCK]
     summed = taps.sum(-1, dtype=torch.promote_types(taps.dtype, torch.float32))
     return summed.permute(0, 3, 2, 1).reshape(width, group_width, kernel)
 
 
-def convolve_each_block(
+def multiply_blocks_by_band(
     x_RND: Tensor,
     weight_DcK: Tensor,
     groups: int,
     left: int,
 ) -> Tensor:
-    """Convolve BLOCK_OUTPUTS at a time; output n needs inputs from n - left on."""
+    """Convolve OUTPUTS_PER_BLOCK at a time; output n needs inputs from n - left on."""
     rows, tokens, width = x_RND.shape
     kernel, group_width = weight_DcK.shape[2], width // groups
     taps_Goik = weight_DcK.view(groups, group_width, group_width, kernel)
-    taps_Goik = F.pad(taps_Goik, (BLOCK_OUTPUTS - 1, BLOCK_OUTPUTS - 1))
-    # [G, window, c in, BLOCK_OUTPUTS, c out]
-    band = taps_Goik.unfold(3, BLOCK_OUTPUTS, 1).flip(4).permute(0, 3, 2, 4, 1)
-    band = band.reshape(groups, -1, BLOCK_OUTPUTS * group_width)
+    taps_Goik = F.pad(taps_Goik, (OUTPUTS_PER_BLOCK - 1, OUTPUTS_PER_BLOCK - 1))
+    # [G, window, c in, OUTPUTS_PER_BLOCK, c out]
+    band = taps_Goik.unfold(3, OUTPUTS_PER_BLOCK, 1).flip(4).permute(0, 3, 2, 4, 1)
+    band = band.reshape(groups, -1, OUTPUTS_PER_BLOCK * group_width)
     y = torch.bmm(block_inputs(x_RND, kernel, groups, left), band)
     y = y.view(groups, rows, -1, group_width)[:, :, :tokens]
     return y.permute(1, 2, 0, 3).reshape(rows, tokens, width)
@@ -348,11 +348,11 @@ def block_inputs(
 ) -> Tensor:
     """The inputs that each block needs: [G, R * blocks, window * c in]."""
     rows, tokens, width = x_RND.shape
-    blocks = -(-tokens // BLOCK_OUTPUTS)
-    right = blocks * BLOCK_OUTPUTS - tokens + kernel - 1 - left
+    blocks = -(-tokens // OUTPUTS_PER_BLOCK)
+    right = blocks * OUTPUTS_PER_BLOCK - tokens + kernel - 1 - left
     x_RTGc = F.pad(x_RND, (0, 0, left, right))
     x_RTGc = x_RTGc.reshape(rows, -1, groups, width // groups)
-    windows = x_RTGc.unfold(1, kernel + BLOCK_OUTPUTS - 1, BLOCK_OUTPUTS)
+    windows = x_RTGc.unfold(1, kernel + OUTPUTS_PER_BLOCK - 1, OUTPUTS_PER_BLOCK)
     windows = windows.permute(2, 0, 1, 4, 3)
     return windows.reshape(groups, rows * blocks, -1)
 
@@ -363,7 +363,7 @@ REPLACEMENTS: dict[str, dict[str, Operation]] = {
         "linear": linear,
         "group_norm_gelu": group_norm_gelu,
         "attention": attention,
-        "convolve": convolve_by_waves,
+        "convolve": convolve_by_fourier,
     },
     "cuda": {"convolve": convolve_in_blocks},
 }

@@ -52,24 +52,24 @@ from torch import Tensor
 # torch.compile cannot trace these, and would fall back to eager mode for every caller.
 _all_gather = torch.compiler.disable(functional.all_gather)
 _all_reduce = torch.compiler.disable(functional.all_reduce)
-_single_process = False
+_without_other_ranks = False
 
 
 @contextmanager
-def single_process() -> Iterator[None]:
+def without_other_ranks() -> Iterator[None]:
     """A context in which each rank computes alone, as if there were no others."""
-    global _single_process
-    before, _single_process = _single_process, True
+    global _without_other_ranks
+    before, _without_other_ranks = _without_other_ranks, True
     try:
         yield
     finally:
-        _single_process = before
+        _without_other_ranks = before
 
 
 def world_size() -> int:
     return (
         dist.get_world_size()
-        if not _single_process and dist.is_available() and dist.is_initialized()
+        if not _without_other_ranks and dist.is_available() and dist.is_initialized()
         else 1
     )
 
@@ -200,11 +200,11 @@ def local_loss(
     counted_RMM = torch.where(own_MM, 1.0, counted_RMM)
     loss_RM = (s_RMM + counted_RMM.log()).logsumexp(-1) - s_RM
     loss = mean_over_rows(loss_RM, valid_RM)
-    hits_RM = _hits(s_RMM.detach(), s_RM.detach(), times_RMM > 0, same_RMM)
+    hits_RM = _target_is_nearest(s_RMM.detach(), s_RM.detach(), times_RMM > 0, same_RMM)
     return loss, mean_over_rows(hits_RM.float(), valid_RM)
 
 
-def _hits(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM: Tensor) -> Tensor:
+def _target_is_nearest(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM: Tensor) -> Tensor:
     """True where the target is the nearest, by the authors' definition: no candidate is nearer, and
     not all are equally near (wav2vec2_criterion.py:300-310)."""
     candidate_RMM = s_RMM.masked_fill(same_RMM, -torch.inf)

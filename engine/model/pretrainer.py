@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..settings.errors import ConfigError
 from .config import ATTRIBUTES, ModelConfig, ObjectiveConfig
-from .draws import Draws, draw_step
+from .draws import Draws, draw_for_step
 from .encoder import Dropout, MaskedEncoder, pool, take_tokens
 from .encoders import build_encoder, build_objective, initialise
 from .objectives import (
@@ -84,9 +84,9 @@ class Pretrainer(nn.Module):
         all other weights."""
         super().__init__()
         self.config, self.objective = config, objective
-        self.needs_ids = objective.needs_ids
+        self.needs_patient_ids = objective.needs_patient_ids
         # attributes, so that they can be replaced by compiled versions
-        self.draw, self.pool = draw_step, pool
+        self.draw, self.pool = draw_for_step, pool
         local = objective.local > 0
         # an objective of your own may mask tokens
         mask = local or objective.method == "jepa" or ":" in objective.method
@@ -105,7 +105,9 @@ class Pretrainer(nn.Module):
             initialise(self.local, generator)
         # its weights are trained, and in checkpoints, but not exported
         self.plugin = (
-            build_objective(objective, self.encoder, generator) if objective.is_class else None
+            build_objective(objective, self.encoder, generator)
+            if objective.method_is_class
+            else None
         )
         # likewise; drawn last: all other weights are the same without it
         self.attributes = nn.Linear(self.encoder.width, 2) if objective.attributes else None
@@ -125,7 +127,7 @@ class Pretrainer(nn.Module):
 
         keys_BS: int64 keys for the random draws, unless `draws` (rows ordered by crop, then half)
         are given. tau: Gumbel temperature, a scalar tensor. ids_B: patients, for objectives that
-        need them (ObjectiveConfig.needs_ids). attributes_B2: as of engine.data.patients.age_and_sex,
+        need them (ObjectiveConfig.needs_patient_ids). attributes_B2: as of engine.data.patients.age_and_sex,
         for ObjectiveConfig.attributes. In eval mode codes are not sampled and there is no dropout.
         """
         views, objective = x_BSLT.shape[1], self.objective
@@ -222,7 +224,7 @@ class Pretrainer(nn.Module):
         self, g_BSD: Tensor, ids_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         o = self.objective
-        if not self.needs_ids:
+        if not self.needs_patient_ids:
             return nt_xent(g_BSD, o.temperature, o.gathered, o.detach_norm)
         if ids_B is None:
             raise ValueError(

@@ -27,7 +27,7 @@ def temperature(config: ModelConfig, updates: int) -> float:
     return max(config.tau_start * config.tau_decay**updates, config.tau_end)
 
 
-class LookUp(torch.autograd.Function):
+class StraightThroughLookUp(torch.autograd.Function):
     """codebook_GVd[g, codes_AG] -> [A, G, d]. The gradient for soft is that of soft_AGV @ codebook;
     for codebook, the usual."""
 
@@ -88,7 +88,7 @@ class Quantizer(nn.Module):
         else:
             noisy_AGV = (logits_AGV + noise_RMGV.reshape(logits_AGV.shape)) / tau
             codes_AG = noisy_AGV.detach().argmax(-1)
-            values = LookUp.apply(noisy_AGV.softmax(-1), self.codebook, codes_AG)
+            values = StraightThroughLookUp.apply(noisy_AGV.softmax(-1), self.codebook, codes_AG)
         at_AG = best_AG + self.codes * torch.arange(self.books, device=best_AG.device)
         # sums of 0 and 1 are exact in any order
         counts = torch.zeros(self.books * self.codes, device=best_AG.device)

@@ -30,7 +30,7 @@ from torch import Tensor, channels_last, nn
 
 from .encoder import Dropout
 
-KERNEL, STRIDE, GROUPS = 17, 4, 8
+KERNEL, STRIDE, NORM_GROUPS = 17, 4, 8
 
 
 def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1) -> nn.Conv2d:
@@ -51,9 +51,9 @@ class ResidualBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
         self.conv1 = convolution(inputs, outputs)
-        self.norm1 = nn.GroupNorm(GROUPS, outputs)
+        self.norm1 = nn.GroupNorm(NORM_GROUPS, outputs)
         self.conv2 = convolution(outputs, outputs, stride=STRIDE)
-        self.norm2 = nn.GroupNorm(GROUPS, outputs)
+        self.norm2 = nn.GroupNorm(NORM_GROUPS, outputs)
         self.skip = convolution(inputs, outputs, kernel=1)
         self.dropout = Dropout(dropout, "auto")
 
@@ -77,13 +77,17 @@ class ResNet(nn.Module):
         dropout: float = 0.2,
     ) -> None:
         super().__init__()
-        is_allowed = [type(width) is int and width > 0 and width % GROUPS == 0 for width in widths]
+        is_allowed = [
+            type(width) is int and width > 0 and width % NORM_GROUPS == 0 for width in widths
+        ]
         if not all(is_allowed) or len(widths) < 2:
-            raise ValueError(f"widths={list(widths)}: must be two or more multiples of {GROUPS}")
+            raise ValueError(
+                f"widths={list(widths)}: must be two or more multiples of {NORM_GROUPS}"
+            )
         first = widths[0]
         self.width = widths[-1]
         self.stem = convolution(leads, first)
-        self.norm = nn.GroupNorm(GROUPS, first)
+        self.norm = nn.GroupNorm(NORM_GROUPS, first)
         self.blocks = nn.ModuleList()
         for inputs, outputs in pairwise(widths):
             self.blocks.append(ResidualBlock(inputs, outputs, dropout))

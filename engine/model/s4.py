@@ -52,22 +52,22 @@ CHUNK_TOKENS = 32  # tokens. On a CPU 16 takes 1.2 times as long, 64 as long or 
 GPU_CHUNK_TOKENS = 2  # tokens. On an H200 1 takes 1.02 times as long, 4 takes 1.2 times
 DT_RANGE = 0.001, 0.1
 NORMS = ("layer", "batch", "group")
-GROUPS = 8  # of the stem's group norm
+STEM_NORM_GROUPS = 8  # of the stem's group norm
 MAX_STATES = 16  # V's condition is 8e4 with 8 states, 8e10 with 16
 
 
-def hippo_legs(states: int) -> tuple[np.ndarray, np.ndarray]:
+def hippo_legs_matrices(states: int) -> tuple[np.ndarray, np.ndarray]:
     """A [n, n] and B [n]."""
     root_n = np.sqrt(2 * np.arange(states) + 1)
     a_nn = -np.tril(np.outer(root_n, root_n), -1) - np.diag(np.arange(states) + 1.0)
     return a_nn, root_n
 
 
-def conjugate_pairs(states: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def conjugate_pair_basis(states: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the authors' basis, in which A + P P^T is diagonal: one eigenvalue of each pair [n / 2];
     P in this basis [n / 2], made positive by turning the eigenvectors; and the map [n, n] from C in
     it (real and imaginary part of each pair) to C in LegS's."""
-    a_nn, b_n = hippo_legs(states)
+    a_nn, b_n = hippo_legs_matrices(states)
     p_n = b_n / math.sqrt(2)
     skew_nn = a_nn + np.outer(p_n, p_n) + np.eye(states) / 2
     frequencies, vectors = np.linalg.eigh(-1j * skew_nn)
@@ -78,28 +78,28 @@ def conjugate_pairs(states: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return -0.5 + 1j * frequencies[kept], np.abs(along), to_legs_nn
 
 
-class Discrete:
+class DiscretisedSystem:
     """A' and B' of channels with these steps, in float64."""
 
     def __init__(self, dt_D: Tensor, states: int) -> None:
-        a_nn, b_n = hippo_legs(states)
+        a_nn, b_n = hippo_legs_matrices(states)
         # numpy 2.5 gives real ones as complex numbers
         eigenvalues_n, vectors_nn = (values.real for values in np.linalg.eig(a_nn))
         self.vectors_nn = torch.from_numpy(vectors_nn).to(dt_D.device)
         self.inverse_nn = torch.from_numpy(np.linalg.inv(vectors_nn)).to(dt_D.device)
         half_Dn = dt_D[:, None] / 2 * torch.from_numpy(eigenvalues_n).to(dt_D.device)
         self.poles_Dn = (1 + half_Dn) / (1 - half_Dn)
-        b_of_dt_Dnn = self.matrices(dt_D[:, None] / (1 - half_Dn))
+        b_of_dt_Dnn = self.with_eigenvalues(dt_D[:, None] / (1 - half_Dn))
         self.b_Dn = b_of_dt_Dnn @ torch.from_numpy(b_n).to(dt_D.device)
 
-    def matrices(self, eigenvalues: Tensor) -> Tensor:
+    def with_eigenvalues(self, eigenvalues: Tensor) -> Tensor:
         """[..., n] -> [..., n, n]: the matrices of A's eigenvectors with these eigenvalues."""
         return self.vectors_nn * eigenvalues[..., None, :] @ self.inverse_nn
 
     def powers(self, first: int, count: int) -> Tensor:
         """[D, count, n, n]: A'^first and those that follow."""
         exponents_T1 = torch.arange(first, first + count, device=self.b_Dn.device)[:, None]
-        return self.matrices(self.poles_Dn[:, None] ** exponents_T1)
+        return self.with_eigenvalues(self.poles_Dn[:, None] ** exponents_T1)
 
 
 class StateSpace(nn.Module):
@@ -119,23 +119,23 @@ class StateSpace(nn.Module):
         self.D = nn.Parameter(torch.randn(width))
         low, high = map(math.log, DT_RANGE)
         self.register_buffer("log_dt", low + (high - low) * torch.rand(width))
-        self.freeze()
+        self.compute_frozen_buffers()
         if not self.C.is_meta:  # C as drawn -> C (1 - A'^L)
-            to_legs_nn = torch.from_numpy(conjugate_pairs(states)[2]).to(self.C)
+            to_legs_nn = torch.from_numpy(conjugate_pair_basis(states)[2]).to(self.C)
             stored_Dnn = to_legs_nn @ torch.linalg.inv(self.read_Dnn)
             drawn = self.C.data.flatten(2)[:, :, None]
             self.C.data.copy_((drawn @ stored_Dnn).view(shape))
 
-    def freeze(self) -> None:
+    def compute_frozen_buffers(self) -> None:
         """Computes the buffers that depend on dt alone."""
-        self.in_registers = self.D.is_cuda and kernels_compile()
+        self.in_registers = self.D.is_cuda and triton_kernels_compile()
         if self.log_dt.is_meta:
             return
-        discrete = Discrete(self.log_dt.double().exp(), self.states)
-        to_legs_nn = torch.from_numpy(conjugate_pairs(self.states)[2]).to(self.log_dt.device)
+        discrete = DiscretisedSystem(self.log_dt.double().exp(), self.states)
+        to_legs_nn = torch.from_numpy(conjugate_pair_basis(self.states)[2]).to(self.log_dt.device)
         powers_DTnn = discrete.powers(0, self.chunk + 1)
         driven_DTn = (powers_DTnn[:, :-1] @ discrete.b_Dn[:, None, :, None])[..., 0]
-        true_from_stored = discrete.matrices(1 / (1 - discrete.poles_Dn**self.length))
+        true_from_stored = discrete.with_eigenvalues(1 / (1 - discrete.poles_Dn**self.length))
         frozen = {
             # C as it is stored -> C of LegS's states
             "read_Dnn": to_legs_nn @ true_from_stored,
@@ -147,7 +147,7 @@ class StateSpace(nn.Module):
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
-        self.freeze()
+        self.compute_frozen_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StateSpace":
         """Casts weights, for example to bfloat16; frozen buffers stay float32."""
@@ -156,7 +156,7 @@ class StateSpace(nn.Module):
         for name, values in frozen.items():
             assert values is not None
             self._buffers[name] = values.to(self.D.device)
-        self.in_registers = self.D.is_cuda and kernels_compile()
+        self.in_registers = self.D.is_cuda and triton_kernels_compile()
         return self
 
     def forward(self, u_RND: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class StateSpace(nn.Module):
         with torch.autocast(u_RND.device.type, enabled=False):
             if self.in_registers:
                 weights = self.chunk_weights(c_Dh2, d_D, GPU_CHUNK_TOKENS)
-                y_RND: Tensor = ChunksInRegisters.apply(u_RND, *weights)
+                y_RND: Tensor = GPUChunkedConvolution.apply(u_RND, *weights)
                 return y_RND
             k_DT, out_DTn, left_DTn, step_Dnn = self.chunk_weights(c_Dh2, d_D, self.chunk)
             y_RND = ChunkedConvolution.apply(
@@ -205,7 +205,7 @@ def toeplitz(kernel_DT: Tensor) -> Tensor:
     return skewed_DX.view(channels, chunk, -1)[:, :, :chunk]
 
 
-def states_before(left_DRCn: Tensor, step_Dnn: Tensor) -> Tensor:
+def states_before_chunks(left_DRCn: Tensor, step_Dnn: Tensor) -> Tensor:
     """The state that earlier chunks leave, for each chunk."""
     states = [torch.zeros_like(left_DRCn[:, :, 0])]
     for c in range(left_DRCn.shape[2] - 1):
@@ -213,7 +213,7 @@ def states_before(left_DRCn: Tensor, step_Dnn: Tensor) -> Tensor:
     return torch.stack(states, 2)
 
 
-def by_channel(x_RND: Tensor, chunk: int) -> Tensor:
+def chunks_by_channel(x_RND: Tensor, chunk: int) -> Tensor:
     """[D, R * C, T]. torch transposes two axes ten times as fast as three."""
     width = x_RND.shape[2]
     return x_RND.reshape(-1, width).t().contiguous().view(width, -1, chunk)
@@ -228,9 +228,9 @@ class ChunkedConvolution(torch.autograd.Function):
         ctx: Any, u_RND: Tensor, k_DTT: Tensor, out_DnT: Tensor, left_DTn: Tensor, step_Dnn: Tensor
     ) -> Tensor:
         rows, chunk = u_RND.shape[0], k_DTT.shape[1]
-        u_DXT = by_channel(u_RND, chunk)
+        u_DXT = chunks_by_channel(u_RND, chunk)
         left_DRCn = torch.bmm(u_DXT, left_DTn).float().unflatten(1, (rows, -1))
-        s_DXn = states_before(left_DRCn, step_Dnn).flatten(1, 2)
+        s_DXn = states_before_chunks(left_DRCn, step_Dnn).flatten(1, 2)
         y_DXT = torch.bmm(u_DXT, k_DTT).baddbmm_(s_DXn.to(u_DXT.dtype), out_DnT)
         ctx.save_for_backward(u_DXT, s_DXn, k_DTT, out_DnT, left_DTn, step_Dnn)
         return y_DXT.flatten(1).t().contiguous().view_as(u_RND)
@@ -240,13 +240,13 @@ class ChunkedConvolution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         u_DXT, s_DXn, k_DTT, out_DnT, left_DTn, step_Dnn = ctx.saved_tensors
         grad_RND = grads[0]
-        g_DXT = by_channel(grad_RND, k_DTT.shape[1])
+        g_DXT = chunks_by_channel(grad_RND, k_DTT.shape[1])
         grad_k_DTT = torch.bmm(u_DXT.transpose(1, 2), g_DXT)
         grad_out_DnT = torch.bmm(s_DXn.to(g_DXT.dtype).transpose(1, 2), g_DXT)
         # A state is changed by the chunks before, so its gradient comes from those after
         grad_s_DXn = torch.bmm(g_DXT, out_DnT.transpose(1, 2)).float()
         later_DRCn = grad_s_DXn.unflatten(1, (grad_RND.shape[0], -1)).flip(2)
-        later_DRCn = states_before(later_DRCn, step_Dnn.transpose(1, 2)).flip(2)
+        later_DRCn = states_before_chunks(later_DRCn, step_Dnn.transpose(1, 2)).flip(2)
         grad_left_DXn = later_DRCn.flatten(1, 2).to(g_DXT.dtype)
         grad_u_DXT = torch.bmm(g_DXT, k_DTT.transpose(1, 2))
         grad_u_DXT = grad_u_DXT.baddbmm_(grad_left_DXn, left_DTn.transpose(1, 2))
@@ -254,7 +254,7 @@ class ChunkedConvolution(torch.autograd.Function):
         return grad_u_RND, grad_k_DTT, grad_out_DnT, None, None
 
 
-class ChunksInRegisters(torch.autograd.Function):
+class GPUChunkedConvolution(torch.autograd.Function):
     """The same sum on a GPU, in chunks of two tokens (engine.model.s4_kernels)."""
 
     @staticmethod
@@ -305,7 +305,7 @@ def _(u_RND: Tensor, g_RND: Tensor, left_DTn: Tensor, step_Dnn: Tensor) -> tuple
 
 
 @cache
-def kernels_compile() -> bool:
+def triton_kernels_compile() -> bool:
     """False if Triton cannot compile for this GPU, after a line that says why."""
     try:
         u_RND, weights = torch.zeros(1, 1, 1, device="cuda"), torch.zeros(1, 2, 2, device="cuda")
@@ -352,7 +352,7 @@ class StemBlock(nn.Module):
         bound = 1 / math.sqrt(inputs * kernel)
         self.weight = nn.Parameter(torch.empty(outputs, inputs, kernel).uniform_(-bound, bound))
         norms = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
-        self.norm: nn.Module = nn.GroupNorm(GROUPS, outputs)
+        self.norm: nn.Module = nn.GroupNorm(STEM_NORM_GROUPS, outputs)
         if norm in norms:
             self.norm = norms[norm](outputs)
 
@@ -448,8 +448,8 @@ def check_options(
         )
     if norm not in NORMS:
         raise ConfigError(f"norm={norm!r}: use {', '.join(NORMS)}")
-    if norm == "group" and width % GROUPS:
-        raise ConfigError(f"width={width}: must be a multiple of {GROUPS} for norm=group")
+    if norm == "group" and width % STEM_NORM_GROUPS:
+        raise ConfigError(f"width={width}: must be a multiple of {STEM_NORM_GROUPS} for norm=group")
     if min(width, layers, length) < 1 or not 0 <= dropout < 1:
         raise ConfigError(
             f"width={width}, layers={layers}, length={length}, dropout={dropout}: must be 1 or more, and "

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHANNELS = 128  # of a program, a thread each
-CHUNKS_AHEAD = 4  # chunks that are read before the first of them is used
+CHANNELS_PER_PROGRAM = 128  # of a program, a thread each
+PREFETCHED_CHUNKS = 4  # chunks that are read before the first of them is used
 
 
 @triton.jit
-def load_all(place, exists, count: tl.constexpr):
+def load_channel_values(place, exists, count: tl.constexpr):
     """`count` numbers for each channel."""
     numbers = ()
     for i in tl.static_range(count):
@@ -32,7 +32,7 @@ def load_all(place, exists, count: tl.constexpr):
 
 
 @triton.jit
-def zeros(count: tl.constexpr, channels: tl.constexpr):
+def zero_channel_values(count: tl.constexpr, channels: tl.constexpr):
     numbers = ()
     for _ in tl.static_range(count):
         numbers = numbers + (tl.zeros([channels], tl.float32),)
@@ -75,11 +75,11 @@ def filter_kernel(
     """With `back`, `u` holds the gradient of y, and `y` receives that of u."""
     row, d = tl.program_id(0), tl.program_id(1) * channels + tl.arange(0, channels)
     exists = d < width
-    k_T = load_all(k + d * chunk, exists, chunk)
-    out_Tn = load_all(out + d * chunk * states, exists, chunk * states)
-    left_Tn = load_all(left + d * chunk * states, exists, chunk * states)
-    step_nn = load_all(step + d * states * states, exists, states * states)
-    s = zeros(states, channels)
+    k_T = load_channel_values(k + d * chunk, exists, chunk)
+    out_Tn = load_channel_values(out + d * chunk * states, exists, chunk * states)
+    left_Tn = load_channel_values(left + d * chunk * states, exists, chunk * states)
+    step_nn = load_channel_values(step + d * states * states, exists, states * states)
+    s = zero_channel_values(states, channels)
     base = row.to(tl.int64) * tokens * width + d
     count = tl.cdiv(tokens, chunk)
     for first in range(0, count, ahead):
@@ -122,10 +122,13 @@ def gradient_kernel(
     """The gradients of k and `out` for each row."""
     row, d = tl.program_id(0), tl.program_id(1) * channels + tl.arange(0, channels)
     exists = d < width
-    left_Tn = load_all(left + d * chunk * states, exists, chunk * states)
-    step_nn = load_all(step + d * states * states, exists, states * states)
-    s = zeros(states, channels)
-    k_T, out_Tn = zeros(chunk, channels), zeros(chunk * states, channels)
+    left_Tn = load_channel_values(left + d * chunk * states, exists, chunk * states)
+    step_nn = load_channel_values(step + d * states * states, exists, states * states)
+    s = zero_channel_values(states, channels)
+    k_T, out_Tn = (
+        zero_channel_values(chunk, channels),
+        zero_channel_values(chunk * states, channels),
+    )
     base = row.to(tl.int64) * tokens * width + d
     count = tl.cdiv(tokens, chunk)
     for first in range(0, count, ahead):
@@ -162,7 +165,7 @@ def filter_chunks(
     rows, tokens, width = u_RND.shape
     u_RND = u_RND.contiguous()
     y_RND = torch.empty_like(u_RND)
-    filter_kernel[rows, triton.cdiv(width, CHANNELS)](
+    filter_kernel[rows, triton.cdiv(width, CHANNELS_PER_PROGRAM)](
         u_RND,
         y_RND,
         k_DT.contiguous(),
@@ -173,9 +176,9 @@ def filter_chunks(
         tokens,
         *out_DTn.shape[1:],
         back,
-        CHANNELS,
-        CHUNKS_AHEAD,
-        num_warps=CHANNELS // 32,
+        CHANNELS_PER_PROGRAM,
+        PREFETCHED_CHUNKS,
+        num_warps=CHANNELS_PER_PROGRAM // 32,
     )
     return y_RND
 
@@ -187,7 +190,7 @@ def weight_gradients(
     (rows, tokens, width), (_, chunk, states) = u_RND.shape, left_DTn.shape
     k_RDT = torch.empty(rows, width, chunk, device=u_RND.device)
     out_RDTn = torch.empty(rows, width, chunk, states, device=u_RND.device)
-    gradient_kernel[rows, triton.cdiv(width, CHANNELS)](
+    gradient_kernel[rows, triton.cdiv(width, CHANNELS_PER_PROGRAM)](
         u_RND.contiguous(),
         g_RND.contiguous(),
         k_RDT,
@@ -198,8 +201,8 @@ def weight_gradients(
         tokens,
         chunk,
         states,
-        CHANNELS,
-        CHUNKS_AHEAD,
-        num_warps=CHANNELS // 32,
+        CHANNELS_PER_PROGRAM,
+        PREFETCHED_CHUNKS,
+        num_warps=CHANNELS_PER_PROGRAM // 32,
     )
     return k_RDT.sum(0), out_RDTn.sum(0)

@@ -13,7 +13,7 @@ from ..settings.errors import ConfigError, one_line_errors
 from .config import STRICT
 
 HALF_S, CROP_S = HALF / FS_HZ, CROP / FS_HZ
-SCALES = {
+SCALE_MEANINGS = {
     "millivolt": "millivolts, not normalised",
     "zscore": "mean 0 and standard deviation 1 in each lead of each record of 10 s",
     "layernorm": "mean 0 and standard deviation 1 over all leads of each window",
@@ -21,7 +21,7 @@ SCALES = {
 DEFAULT_INPUT = {"fs_hz": 500, "scale": "millivolt"}
 
 
-class Window:
+class InputFormat:
     """The window of a model's input, and what follows from it."""
 
     window_s: float
@@ -31,7 +31,7 @@ class Window:
     scale: str
 
     @property
-    def signals(self) -> dict[str, Any]:
+    def preprocessing_fields(self) -> dict[str, Any]:
         """The window as in preprocessing.json, without the leads. The defaults (5 s, no band, no
         limit) are left out."""
         signals: dict[str, Any] = {"fs_hz": self.fs_hz, "scale": self.scale}
@@ -44,26 +44,26 @@ class Window:
         return signals
 
     @property
-    def is_plain(self) -> bool:
+    def uses_stored_halves(self) -> bool:
         """True if its windows are the halves of a crop as they are stored."""
-        return self.signals == DEFAULT_INPUT
+        return self.preprocessing_fields == DEFAULT_INPUT
 
     @property
-    def by_halves(self) -> bool:
+    def resamples_by_halves(self) -> bool:
         """True if each half of a crop is resampled on its own."""
         return self.window_s == HALF_S and not self.band_hz
 
     @property
     def samples(self) -> int:
         """The number of samples in a window."""
-        if self.by_halves:
-            return samples_at(self.fs_hz, HALF)
+        if self.resamples_by_halves:
+            return resampled_length(self.fs_hz, HALF)
         return int(self.window_s * self.fs_hz + 1e-6)
 
 
 @one_line_errors
 @checked_dataclass(frozen=True, config=STRICT)
-class InputConfig(Window):
+class InputConfig(InputFormat):
     """The section `input` of the settings: what the encoder sees of a crop of 10 s at 500 Hz."""
 
     # seconds that the encoder sees at once; a crop has as many windows side by side as fit
@@ -77,10 +77,10 @@ class InputConfig(Window):
     scale: Literal["millivolt", "zscore", "layernorm"] = "millivolt"
 
     def __post_init__(self) -> None:
-        check_signals(self.fs_hz, self.band_hz, "input.")
+        check_rate_and_band(self.fs_hz, self.band_hz, "input.")
 
 
-def check_signals(fs_hz: Any, band_hz: Any, section: str = "") -> None:
+def check_rate_and_band(fs_hz: Any, band_hz: Any, section: str = "") -> None:
     """Raises ConfigError if crops cannot be resampled or filtered like this."""
     try:
         rate_ratio(fs_hz)
@@ -104,7 +104,7 @@ def check_signals(fs_hz: Any, band_hz: Any, section: str = "") -> None:
         )
 
 
-def samples_at(fs_hz: float, samples: int) -> int:
+def resampled_length(fs_hz: float, samples: int) -> int:
     """The samples at fs_hz of a signal that has `samples` at 500 Hz."""
     up, down = rate_ratio(fs_hz)
     return -(-samples * down // up)

@@ -27,7 +27,7 @@ from omnilead.data_tools.dataset import dataset_paths
 from ..data.augmentations import AugmentConfig
 from ..data.config import LoaderConfig, PipelineConfig
 from ..model.config import ModelConfig, ObjectiveConfig, max_masked
-from ..model.folder import local_folder
+from ..model.folder import find_local_model
 from ..model.window import CROP_S, HALF_S, InputConfig
 from ..settings.commandline import apply_overrides, read_yaml
 from ..settings.errors import ConfigError, Flag
@@ -38,7 +38,7 @@ from ..settings.resuming import MayChange
 
 CPUINFO = Path("/proc/cpuinfo")
 AMD_DRIVER = Path("/dev/kfd")
-VALUE_CHARACTERS = 80  # characters of a wrong value
+MAX_VALUE_CHARACTERS = 80  # characters of a wrong value
 DEVICE_SETTING = re.compile(r"(^|\.)(device|gpu|cuda|accelerator)s?$")
 WHICH_DEVICE = (
     "training takes a GPU if it sees one: CUDA_VISIBLE_DEVICES=1 in the environment chooses it, "
@@ -267,7 +267,7 @@ class Config(RunConfig):
     def require_files(self) -> None:
         super().require_files()
         if self.start and "://" not in self.start:
-            local_folder(self.start)
+            find_local_model(self.start)
 
     @property
     def model_input(self) -> "Input":
@@ -283,14 +283,15 @@ class Config(RunConfig):
     @property
     def loader(self) -> LoaderConfig:
         return replace(
-            super().loader, windows=0 if self.input.is_plain and self.windows == 2 else self.windows
+            super().loader,
+            windows=0 if self.input.uses_stored_halves and self.windows == 2 else self.windows,
         )
 
     def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
         objective, augment, t = self.objective, self.augment, self.train
         leads = len(augment.output_leads)
         views = "halves" if objective.method == "cmsc" else "window"
-        contrast = objective.contrast > 0 and not objective.is_class
+        contrast = objective.contrast > 0 and not objective.method_is_class
         if not self.model.encoder:
             tokens = self.model.tokens(self.input.samples)
             if objective.local > 0:
@@ -405,17 +406,19 @@ def _validate(kind: type[Parsed], text: str, source: str = "") -> Parsed:
 def _explain_errors(errors: Sequence[Any], kind: type[BaseModel]) -> str:
     for error in errors:
         if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            key = ".".join(map(str, error["loc"]))[:VALUE_CHARACTERS]
+            key = ".".join(map(str, error["loc"]))[:MAX_VALUE_CHARACTERS]
             return f"{key}: no such setting{_suggest_keys(key, kind)}"
     first = errors[0]
     if first["type"] == "json_invalid":
         return "settings are not valid JSON or UTF-8 text: write other values"
     # pydantic also names the types of a union that it tried: str, constrained-float[...]
     parts = [str(part) for part in first["loc"]]
-    key = ".".join(part for part in parts if not re.search(r"\W|^str$", part))[:VALUE_CHARACTERS]
+    key = ".".join(part for part in parts if not re.search(r"\W|^str$", part))[
+        :MAX_VALUE_CHARACTERS
+    ]
     value, message = repr(first["input"]), first["msg"][0].lower() + first["msg"][1:]
-    if len(value) > VALUE_CHARACTERS:
-        return f"{key}={value[:VALUE_CHARACTERS]}...: {message}"
+    if len(value) > MAX_VALUE_CHARACTERS:
+        return f"{key}={value[:MAX_VALUE_CHARACTERS]}...: {message}"
     mend = f": write {key}=[{first['input']}]" if first["type"] == "tuple_type" else ""
     return f"{key}={value}: {message}{mend}"
 
@@ -509,7 +512,7 @@ def micro_batch_and_passes(config: RunConfig, world: int) -> tuple[int, int]:
 def count_candidates(config: Config, world: int) -> int:
     """The number of crops that are contrasted with each other."""
     return micro_batch_and_passes(config, world)[0] * (
-        world if config.objective.across_ranks else 1
+        world if config.objective.compares_across_ranks else 1
     )
 
 

@@ -251,7 +251,7 @@ def saved_tensor_bytes(task: TrainingTask, model: nn.Module, places: Places) -> 
         return x
 
     masks = None
-    if not task.input.is_plain:
+    if not task.input.uses_stored_halves:
         masks = np.ones((len(places), task.windows, leads, 1), bool)
     # Real ones: a filter that is computed here is kept, and a fake one would spoil the next training
     x_BSLT = torch.zeros(len(places), 2, leads, HALF)

@@ -15,7 +15,7 @@ from omnilead.data_tools.io.terminal import write_error_advice
 
 from ..data import seen
 from ..model import folder
-from ..model.window import DEFAULT_INPUT, SCALES
+from ..model.window import DEFAULT_INPUT, SCALE_MEANINGS
 from ..settings.errors import ConfigError, TrainError
 from ..settings.leads import describe_leads
 from ..settings.run_files import FACTS
@@ -176,7 +176,7 @@ def preprocessing_of(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]
     leads = describe_leads(config.augment.output_leads).split(",")
     seen = describe_leads(config.augment.seen_leads).split(",")
     signals = {**DEFAULT_INPUT, "leads": leads, "segment_s": 5.0, **state.get("input", {})}
-    signals["meaning"] = SCALES[signals["scale"]]
+    signals["meaning"] = SCALE_MEANINGS[signals["scale"]]
     if seen != leads:
         signals["seen"] = seen
     signals["sha256"] = state["preprocessing_sha256"]

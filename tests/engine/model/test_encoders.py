@@ -13,8 +13,8 @@ from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import (
     build_encoder,
+    check_encoder,
     encoder_flops,
-    examine,
     has_dropout,
     initialise,
 )
@@ -172,7 +172,7 @@ def test_a_custom_encoder_trains_with_every_objective(own):
     )
     assert first.scale == 2.0 and first.conv.weight.equal(second.conv.weight)  # type: ignore[union-attr]
     for dtype in (torch.float32, torch.bfloat16):
-        assert examine(first, config, True, dtype) == 100
+        assert check_encoder(first, config, True, dtype) == 100
     keys = torch.arange(4).view(2, 2)
     for objective in (ObjectiveConfig(), ObjectiveConfig(local=0, method="simclr")):
         model = Pretrainer(config, objective, generator=torch.Generator().manual_seed(3))
@@ -210,7 +210,7 @@ def test_a_custom_encoder_trains_with_every_objective(own):
 def test_errors_of_a_custom_encoder_are_reported_at_the_start(name, settings, words, own):
     config = of(own, name, **settings)
     with pytest.raises(ConfigError) as raised:
-        examine(build_encoder(config), config, masked=True)
+        check_encoder(build_encoder(config), config, masked=True)
     assert words in str(raised.value) and "\n" not in str(raised.value)
     assert name != "Raising" or "(own.py, line " in str(raised.value)
 
@@ -324,7 +324,7 @@ def test_the_resnet():
     config = ModelConfig(encoder="resnet", options={"widths": [16, 24, 32]})
     encoder = build_encoder(config, generator=torch.Generator().manual_seed(0)).eval()
     for dtype in (torch.float32, torch.bfloat16):
-        assert examine(encoder, config, dtype=dtype) == 157
+        assert check_encoder(encoder, config, dtype=dtype) == 157
     two, x = torch.randn(2, 2, 1237), torch.zeros(2, 12, 1237)
     x[:, [1, 7]] = two
     fewer = ResNet(2, [16, 24, 32]).eval()
