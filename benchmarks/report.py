@@ -268,7 +268,7 @@ def results_page(parts: Sequence[Part]) -> str:
         "[README.md](README.md).",
         "### Targets and measurements",
         targets_table(parts),
-        *chart.ratio_blocks(sorted(parts, key=sort_key)),
+        *chart.ratio_table_blocks(sorted(parts, key=sort_key)),
     ]
     for benchmark in tables.TABLES:
         for device in ("cuda", "cpu"):

@@ -30,8 +30,8 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.sources.hospital_files import HOSPITAL_FORMATS
 from omnilead.downstream.inference.trained_model import load
 from omnilead.downstream.tasks.config import FinetuneConfig
-from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validate
-from omnilead.engine.model.encoders import examine
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, parse_settings
+from omnilead.engine.model.encoders import check_encoder
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.commandline import apply_overrides
 from omnilead.engine.settings.files import flatten
@@ -129,7 +129,7 @@ def the_autoencoder_learns():
     }
     model = apply_overrides({}, small)["model"] | {"input_dropout": 0.0, "dropout": 0.0}
     objective = ObjectiveConfig(local=0, method="mae.py:Mae")
-    mae = Pretrainer(validate(ModelConfig, model, "model"), objective)
+    mae = Pretrainer(parse_settings(ModelConfig, model, "model"), objective)
     t_T = torch.arange(2500) / 500
     x_BSLT = (6 * t_T + torch.rand(8, 2, 1, 1)).sin() * torch.rand(8, 2, 12, 1)
     adam, losses = torch.optim.AdamW(mae.parameters(), 3e-3), []
@@ -240,7 +240,7 @@ def foreign_models(folder, dataset):
     for (network, outputs), expression in zip(expected.items(), returned, strict=True):
         exec(ADAPTER.format(expression), made := {"Net": network})
         own, net = made["Encoder"](12).eval(), network(32).eval()
-        examine(own, ModelConfig(), samples=500)
+        check_encoder(own, ModelConfig(), samples=500)
         net.load_state_dict(own.state_dict())
         torch.testing.assert_close(own(x_RLT), outputs(net))
 

@@ -82,7 +82,7 @@ class ShownLeads:
             return []
         return [
             f"{data.name}: {lost:,} crops are left out: none of the shown leads was recorded in "
-            f"them{self.input.too_short_text}."
+            f"them{self.input.too_short_hint}."
         ]
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.data import seen
 from omnilead.engine.data.datasets import Datasets
-from omnilead.engine.model.config import validate
+from omnilead.engine.model.config import parse_settings
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.window import HALF_S
 from omnilead.engine.settings.commandline import RESUMABLE, read_yaml
@@ -467,7 +467,7 @@ def load_task(name: str) -> TaskConfig:
     section = read_yaml(path, "tasks").get("task")
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: has no section `task`: write task: {{name: ..., kind: ...}}")
-    return validate(TaskConfig, section, "task")
+    return parse_settings(TaskConfig, section, "task")
 
 
 def find_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
@@ -484,7 +484,7 @@ def find_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Task
                 Flag("--task"),
             )
     if head and head.definition and name == own_task:
-        task = validate(TaskConfig, head.definition, "task")
+        task = parse_settings(TaskConfig, head.definition, "task")
         # The model may come from anyone: what it names is not opened
         if task.labels and not labels:
             raise ConfigError(
@@ -542,13 +542,13 @@ def crops_with_leads_and_note(
     blank = ~data.concatenate(model_input.usable_crops)
     if any(blank[rows].all() for rows in sides):
         raise ConfigError(
-            f"{data.name}: {model_input.missing_text}: choose other ", Flag("--leads")
+            f"{data.name}: {model_input.unusable_crops_text}: choose other ", Flag("--leads")
         )
     notes = []
     if without := sum(int(blank[rows].sum()) for rows in sides):
         notes.append(
             f"{without:,} of {sum(map(len, sides)):,} crops are left out: none of "
-            f"{describe_leads(model_input.seen_leads)} was recorded in them{model_input.too_short_text}."
+            f"{describe_leads(model_input.seen_leads)} was recorded in them{model_input.too_short_hint}."
         )
     return [rows[~blank[rows]] for rows in sides], notes
 

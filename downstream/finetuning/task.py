@@ -34,9 +34,9 @@ from omnilead.engine.data.loader import Batch, crop_order
 from omnilead.engine.data.order import Selection
 from omnilead.engine.data.seen import seen_notes, to_bytes
 from omnilead.engine.model import encoders
-from omnilead.engine.model.config import ModelConfig, validate
+from omnilead.engine.model.config import ModelConfig, parse_settings
 from omnilead.engine.model.encoder import Encoder, pool
-from omnilead.engine.model.folder import SEEN, is_model
+from omnilead.engine.model.folder import SEEN, names_a_model
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.window import HALF_S
 from omnilead.engine.settings.errors import ConfigError, Facts
@@ -178,7 +178,7 @@ class FinetuneTask(TrainingTask):
             *validation_remarks(kind, labels, held_out),
         ]
         kept = {LABELS: parquet_bytes(labels.table)} if labels.table else {}
-        if is_model(config.start):
+        if names_a_model(config.start):
             kept[SEEN] = to_bytes(start.seen)
         code = read_plugin_files(config.plugin_settings, config.run, start.code)
         encoder, flops_per_crop = own_encoder_and_flops(config, architecture, start, model_input)
@@ -190,7 +190,7 @@ class FinetuneTask(TrainingTask):
             selection=selection,
             flops_per_crop=flops_per_crop,
             input=model_input,
-            windows=0 if model_input.is_plain else int(model_input.count_windows()),
+            windows=0 if model_input.uses_stored_halves else int(model_input.count_windows()),
             remarks=remarks,
             code=code,
             kept_files=kept,
@@ -234,8 +234,8 @@ class FinetuneTask(TrainingTask):
                 "scale": self.targets.scale_K.tolist(),
             }
         facts = json.loads(json.dumps(facts))  # as a checkpoint returns it
-        if not self.input.is_plain:
-            facts["input"] = self.input.signals
+        if not self.input.uses_stored_halves:
+            facts["input"] = self.input.preprocessing_fields
         if self.kind.name == "survival":  # its loss compares the patients of a micro-batch
             candidates = micro_batch_and_passes(self.config, self.ranks.world)[0] * self.ranks.world
             facts["train.micro_batch x ranks"] = candidates
@@ -319,7 +319,7 @@ class FinetuneTask(TrainingTask):
             self.ranks,
             crops,
             forward,
-            lambda uv_BLT, halves_B: self.input.crops(uv_BLT, halves_B).flatten(0, 1),
+            lambda uv_BLT, halves_B: self.input.padded_windows(uv_BLT, halves_B).flatten(0, 1),
             windows=int(self.input.count_windows()),
             between=between,
         )
@@ -331,7 +331,7 @@ class FinetuneTask(TrainingTask):
         )
 
     def seen(self, batch: Batch) -> Tensor:
-        if self.input.is_plain:
+        if self.input.uses_stored_halves:
             return batch.x_BSLT
         assert batch.keep_BSL1 is not None
         keep_BSL1 = to_device(batch.keep_BSL1, batch.x_BSLT.device)
@@ -411,7 +411,7 @@ class FinetuneTask(TrainingTask):
     def card_title_and_lines(config: FinetuneConfig, state: Facts) -> tuple[str, list[str]]:
         best, task = state.get("best") or {}, config.task
         which = "the best by it" if best.get("step") == state["step"] else "the newest"
-        model = validate(ModelConfig, state["finetuning"]["architecture"], "model")
+        model = parse_settings(ModelConfig, state["finetuning"]["architecture"], "model")
         head = portable_spec(task.head) or "a linear layer"
         outputs = f"Mean over time, then {head}: {task.kind} (config.json, head)."
         if task.head == "start":
@@ -441,7 +441,7 @@ class FinetuneTask(TrainingTask):
             config = config.model_copy(
                 update={"task": replace(config.task, labels=str(run / LABELS))}
             )
-        architecture = validate(ModelConfig, state["finetuning"]["architecture"], "model")
+        architecture = parse_settings(ModelConfig, state["finetuning"]["architecture"], "model")
         model_input = Input.from_document(preprocessing_of(config, state), architecture.leads)
         labels = drop_short_crops(read_labels(config, datasets), datasets, model_input)
         order = crop_order(
@@ -527,7 +527,7 @@ def training_selection(
             what = "a known label in the training split"
             if labels.role:
                 what = f"{labels.role}=train"
-            if model_input.needed_s > HALF_S:
+            if model_input.shortest_ecg_s > HALF_S:
                 what += f" and the {model_input.window_s:g} s that the model takes at once"
             why = f"{dataset.root.url} has no crop with {what}: nothing to learn from"
             if labels.role == "dx":
@@ -536,7 +536,7 @@ def training_selection(
     if not labels.role or labels.left_out:
         return Selection(rows=rows)
     role: Any = {labels.role: "train"}
-    return Selection(**role, halves=2 if model_input.needed_s > HALF_S else None)
+    return Selection(**role, halves=2 if model_input.shortest_ecg_s > HALF_S else None)
 
 
 def split_remark(labels: TaskLabels) -> str:

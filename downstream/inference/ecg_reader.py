@@ -381,7 +381,9 @@ def dataset_source(
     blank = ~model_input.usable_crops(dataset)[rows]
     if blank.all():
         raise ConfigError(
-            Flag("--data"), f" {url}: {model_input.missing_text}: choose other ", Flag("--leads")
+            Flag("--data"),
+            f" {url}: {model_input.unusable_crops_text}: choose other ",
+            Flag("--leads"),
         )
     left_out = []
     if blank.any():
@@ -390,7 +392,8 @@ def dataset_source(
         without, others = names.filter(pa.array(blank)), names.filter(pa.array(~blank))
         lost = without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist()
         left_out = [
-            skip_or_stop(options, f"{url}: {name}", model_input.missing_text) for name in lost
+            skip_or_stop(options, f"{url}: {name}", model_input.unusable_crops_text)
+            for name in lost
         ]
     return DatasetSource(
         dataset,
@@ -605,7 +608,7 @@ def drop_unusable_crops(ecg: PreparedRecord, model_input: Input) -> PreparedReco
     if len(there) == len(ecg.halves):
         return ecg
     if not there:
-        return ReadError(model_input.missing_text)
+        return ReadError(model_input.unusable_crops_text)
     return ecg._replace(
         crops_uv=ecg.crops_uv[there],
         start_s=tuple(ecg.start_s[i] for i in there),

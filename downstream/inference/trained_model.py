@@ -47,7 +47,7 @@ from omnilead.data_tools.io.errors import Flag, ReadError
 from omnilead.data_tools.io.plugins import load_plugin
 from omnilead.engine.data.config import CROP, FS_HZ
 from omnilead.engine.data.seen import unknown_seen_record
-from omnilead.engine.model.config import validate
+from omnilead.engine.model.config import parse_settings
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import build_encoder
 from omnilead.engine.model.folder import (
@@ -55,16 +55,16 @@ from omnilead.engine.model.folder import (
     PREPROCESSING,
     WEIGHTS,
     LoadError,
-    code_in,
     config_of,
-    describe_misfits,
+    describe_weight_mismatches,
     model_folder,
     read_document,
+    read_plugin_files,
     read_seen,
-    unreadable_weights,
+    unreadable_weights_error,
 )
 from omnilead.engine.model.input import Input, SignalError
-from omnilead.engine.model.window import HALF_S, SCALES
+from omnilead.engine.model.window import HALF_S, SCALE_MEANINGS
 from omnilead.engine.settings.errors import ConfigError, Facts, blaming, join_first_names
 from omnilead.engine.settings.files import File
 from omnilead.engine.settings.leads import describe_leads, leads_in_order
@@ -233,13 +233,13 @@ class TrainedModel(nn.Module):
         return (
             f"TrainedModel: {does} from leads {describe_leads(signals.seen_leads)}, "
             f"{signals.window_s:g} s at a time at {signals.fs_hz:g} Hz{band} "
-            f"({SCALES[signals.scale]}); it converts other rates and units"
+            f"({SCALE_MEANINGS[signals.scale]}); it converts other rates and units"
         )
 
     def suitable_readout(self, text: str) -> Readout:
         """Returns the parts of a read-out that suits this model; "": the model's own."""
         parts = parse_readout(text) if text else self.readout
-        if measures_signal(parts) and not self.input.is_plain:
+        if measures_signal(parts) and not self.input.uses_stored_halves:
             raise ConfigError(
                 f"readout={text}: rhythm, beats and waveform need a model whose input is in millivolts at "
                 f"{FS_HZ:g} Hz, 5 s at a time and without a band: use mean or mean+std"
@@ -457,7 +457,7 @@ def load(
             model = TrainedModel(own, top, document, preprocessing, digest)
         except ConfigError as error:
             raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
-        model.code, model.seen = code_in(folder), read_seen(folder)
+        model.code, model.seen = read_plugin_files(folder), read_seen(folder)
         return model
 
 
@@ -476,7 +476,7 @@ def class_in_folder(folder: Path, spec: str, code: bool, part: str) -> Any:
     if not file:
         return None
     give = f"omnilead.load(..., {part}={name})"
-    if file not in code_in(folder):
+    if file not in read_plugin_files(folder):
         raise LoadError(
             f"{folder / file}: the file with the {part} is not in {CONFIG}: copy the folder "
             f"again, or {give}"
@@ -505,7 +505,7 @@ def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo 
     if (head := document.get("head")) is None:
         return None
     try:
-        return validate(HeadInfo, head, "head")
+        return parse_settings(HeadInfo, head, "head")
     except ConfigError as error:
         raise LoadError(f"{path}: head={str(head)[:60]}: {error}") from None
 
@@ -524,7 +524,7 @@ def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> Non
             if head:
                 model["head"] = head
             expected = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
-            if wrong := describe_misfits(shapes, expected):
+            if wrong := describe_weight_mismatches(shapes, expected):
                 raise LoadError(f"{path}: the weights do not fit {CONFIG}: {wrong}")
             weights = {}
             for name, own in model.state_dict().items():
@@ -537,7 +537,7 @@ def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> Non
                 weights[name] = tensor
             model.load_state_dict(weights, assign=True)
     except (SafetensorError, OSError) as error:
-        raise unreadable_weights(path, error) from None
+        raise unreadable_weights_error(path, error) from None
 
 
 class EcgCrops(NamedTuple):
@@ -606,12 +606,12 @@ def _usable_crops(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Itera
 def _count_crops_with_windows(record: EcgRecord, wanted: Input) -> int:
     samples = samples_at_500(record.signal.shape[1], record.fs_hz)
     count = samples // CROP
-    if wanted.needed_s == HALF_S:
+    if wanted.shortest_ecg_s == HALF_S:
         count = crop_count(record.signal.shape[1], record.fs_hz)
     if not count:
         raise SignalError(
             f"{samples / FS_HZ:g} s of signal: the model takes segments of {wanted.window_s:g} s: "
-            f"give at least {wanted.needed_s:g} s"
+            f"give at least {wanted.shortest_ecg_s:g} s"
         )
     return count
 

@@ -39,24 +39,24 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.storage import write_whole
-from omnilead.engine.model.config import ModelConfig, validate
+from omnilead.engine.model.config import ModelConfig, parse_settings
 from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.encoders import build_encoder, examine, outputs_agree
+from omnilead.engine.model.encoders import build_encoder, check_encoder, outputs_agree
 from omnilead.engine.model.folder import (
     CONFIG,
-    LISTED_WEIGHTS,
+    MAX_SHOWN_ITEMS,
     PREPROCESSING,
     config_of,
-    describe_misfits,
+    describe_weight_mismatches,
     file_sha256,
+    load_weights,
     model_folder,
     read_document,
-    require_free_folder,
-    weights_in,
+    require_new_or_empty_folder,
     write_model,
 )
-from omnilead.engine.model.input import Input, describe_signals
-from omnilead.engine.model.window import SCALES
+from omnilead.engine.model.input import Input, describe_input_format
+from omnilead.engine.model.window import SCALE_MEANINGS
 from omnilead.engine.settings.errors import ConfigError, blaming
 from omnilead.engine.settings.files import portable_spec, read_plugin_files
 from omnilead.engine.settings.leads import ALL_LEADS, describe_leads, leads_in_order
@@ -92,7 +92,7 @@ def from_fairseq(
 ) -> list[str]:
     """Converts a checkpoint to a model folder. Returns notes on what was assumed. `classes`: names
     of a classifier's outputs, or a file of them."""
-    require_free_folder(out)
+    require_new_or_empty_folder(out)
     content = read_checkpoint(checkpoint)
     cfg, args = as_json(content.get("cfg")), as_json(content.get("args"))
     if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):
@@ -144,7 +144,7 @@ def preprocessing_document(
         "leads": leads,
         "segment_s": window_s,
         "scale": scale,
-        "meaning": SCALES[scale],
+        "meaning": SCALE_MEANINGS[scale],
         **band,
     }
 
@@ -296,7 +296,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         raise ConfigError(f"{out}: exists: choose another name")
     with model_folder(run) as (folder, _):
         document = read_document(folder / CONFIG)
-        config, state = config_of(document, folder / CONFIG), weights_in(folder)
+        config, state = config_of(document, folder / CONFIG), load_weights(folder)
         preprocessing = read_document(folder / PREPROCESSING)
     # Saved by from_fairseq; models trained with omnilead have none
     origin = document.get("fairseq") or {}
@@ -347,9 +347,9 @@ def to_fairseq(run: str | Path, out: Path) -> None:
 
 def require_fairseq_input(run: str | Path, model_input: Input, preprocessing: Settings) -> None:
     """Raises ConfigError for signals that fairseq-signals would not make."""
-    if not model_input.is_plain:
+    if not model_input.uses_stored_halves:
         raise ConfigError(
-            f"{run}: its input is {describe_signals(preprocessing)}: fairseq-signals would not make it so"
+            f"{run}: its input is {describe_input_format(preprocessing)}: fairseq-signals would not make it so"
         )
     leads = f"{run}: its leads are {describe_leads(model_input.leads)}"
     if model_input.leads != tuple(sorted(model_input.leads)):
@@ -373,7 +373,7 @@ def _model_card(
 A lead-agnostic ECG encoder of the wav2vec 2.0 family (Oh et al., CHIL 2022): {parameters:,} parameters, {len(config.conv)}
 convolutions, {config.layers} transformer layers of width {config.width}.
 
-Input: {config.leads} leads at {describe_signals(preprocessing)}. See {PREPROCESSING};
+Input: {config.leads} leads at {describe_input_format(preprocessing)}. See {PREPROCESSING};
 {CONFIG} holds the settings, including the original ones. Every weight equals the original bit for bit; the optimiser's state is
 not included. The licence is that of the original.
 
@@ -516,8 +516,8 @@ def from_torch(
 ) -> list[str]:
     """Writes a model folder from the weights in a file and their class, `encoder`. `renamed`: (old,
     new), how names begin in the file and in the class. Returns a report."""
-    require_free_folder(out)
-    config = validate(
+    require_new_or_empty_folder(out)
+    config = parse_settings(
         ModelConfig,
         {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])},
         "model",
@@ -526,7 +526,7 @@ def from_torch(
     x_RLT = fixed_input(preprocessing)
     file_weights = read_tensors(path)
     module = build_encoder(config, generator=torch.Generator().manual_seed(0))
-    examine(module, config, samples=x_RLT.shape[2])
+    check_encoder(module, config, samples=x_RLT.shape[2])
     fresh_RD = mean_embedding(module, x_RLT)
     names, left = matching_names_and_remark(
         path, module.state_dict(), file_weights, prefix, renamed
@@ -542,7 +542,7 @@ def from_torch(
         "file": path.name,
         "sha256": file_sha256(path),
         "input": f"torch.randn({[*x_RLT.shape]}, generator=torch.Generator().manual_seed(0))",
-        "embedding": c_RD[0, :LISTED_WEIGHTS].tolist(),
+        "embedding": c_RD[0, :MAX_SHOWN_ITEMS].tolist(),
     }
     document = {
         "model": asdict(config) | {"encoder": portable_spec(encoder)},
@@ -625,7 +625,7 @@ def matching_names_and_remark(
         best = [prefix]
     if len(best) > 1:
         raise ConfigError(
-            f"{path}: has the weights under {best[:LISTED_WEIGHTS]}: choose with --prefix"
+            f"{path}: has the weights under {best[:MAX_SHOWN_ITEMS]}: choose with --prefix"
         )
     names = {name: best[0] + inner for name, inner in inner_names.items()}
     expected = shapes_of(encoder_weights)
@@ -633,13 +633,15 @@ def matching_names_and_remark(
         {name: file_weights[their] for name, their in names.items() if their in file_weights}
     )
     left = (
-        describe_misfits({their: () for their in file_weights if their not in names.values()}, {})
+        describe_weight_mismatches(
+            {their: () for their in file_weights if their not in names.values()}, {}
+        )
         or "none"
     )
     if shapes != expected:
         fit = shapes.items() & expected.items()
         raise ConfigError(
-            f"{path}: {len(fit)} of {len(expected)} weights fit: {describe_misfits(shapes, expected)}; left "
+            f"{path}: {len(fit)} of {len(expected)} weights fit: {describe_weight_mismatches(shapes, expected)}; left "
             f"over: {left}: change --options, --leads, --prefix or --map"
         )
     return names, left
@@ -692,7 +694,7 @@ def _torch_card(config: ModelConfig, origin: Settings, preprocessing: Settings) 
 All weights of the class `{name}` (its code is in this folder) come from {origin["file"]}, sha256
 {origin["sha256"]}. The licence is that of the original.
 
-Input: {config.leads} leads at {describe_signals(preprocessing)}. See {PREPROCESSING}.
+Input: {config.leads} leads at {describe_input_format(preprocessing)}. See {PREPROCESSING}.
 
     import omnilead
     model = omnilead.load("THIS_FOLDER", code=True)
@@ -701,6 +703,6 @@ Input: {config.leads} leads at {describe_signals(preprocessing)}. See {PREPROCES
 To check by hand: the class with the original weights, in eval mode, gives
 
     x = {origin["input"]}
-    {name}(leads={config.leads}, **{config.options})(x).mean(1)[0, :{LISTED_WEIGHTS}]      # {origin["embedding"]}
+    {name}(leads={config.leads}, **{config.options})(x).mean(1)[0, :{MAX_SHOWN_ITEMS}]      # {origin["embedding"]}
 """
     return front_matter({}, text)

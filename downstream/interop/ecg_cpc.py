@@ -23,14 +23,14 @@ from torch import Tensor
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.folder import (
-    LISTED_WEIGHTS,
+    MAX_SHOWN_ITEMS,
     PREPROCESSING,
-    describe_misfits,
-    require_free_folder,
+    describe_weight_mismatches,
+    require_new_or_empty_folder,
     write_model,
 )
-from omnilead.engine.model.input import describe_signals
-from omnilead.engine.model.s4 import S4, conjugate_pairs
+from omnilead.engine.model.input import describe_input_format
+from omnilead.engine.model.s4 import S4, conjugate_pair_basis
 from omnilead.engine.settings.errors import ConfigError, blaming, join_first_names
 
 from .conversion import float_tensors, preprocessing_document, read_tensors
@@ -51,7 +51,7 @@ NOT_ECG_CPC = "is it a checkpoint of ECG-CPC?"
 
 def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
     """Writes a model folder. Returns notes on what was left out and assumed."""
-    require_free_folder(out)
+    require_new_or_empty_folder(out)
     tensors = read_tensors(checkpoint)
     with blaming(str(checkpoint)):
         state = without_prefix(tensors)
@@ -66,9 +66,11 @@ def from_ecg_cpc(checkpoint: Path, out: Path) -> list[str]:
     card = front_matter({}, _model_card(checkpoint.name, options, preprocessing, parameters))
     encoder = {f"encoder.{name}": w for name, w in weights.items()}
     write_model(out, encoder, {"model": asdict(config)}, preprocessing, card)
-    notes = [f"assumed ECG-CPC's input, which it does not state: {describe_signals(preprocessing)}"]
+    notes = [
+        f"assumed ECG-CPC's input, which it does not state: {describe_input_format(preprocessing)}"
+    ]
     if left := [name for name in state if not name.startswith(NETWORK_PREFIXES)]:
-        notes.append(f"left out, as they are heads: {join_first_names(left, LISTED_WEIGHTS)}")
+        notes.append(f"left out, as they are heads: {join_first_names(left, MAX_SHOWN_ITEMS)}")
     return notes
 
 
@@ -81,7 +83,7 @@ An ECG encoder of {parameters:,} parameters: {len(options["kernels"])} convoluti
 of a structured state space (S4) of width {options["width"]}, pre-trained by contrastive predictive coding
 (arXiv 2509.25095).
 
-Input: {len(LEADS)} leads at {describe_signals(preprocessing)}. See {PREPROCESSING}. The four windows
+Input: {len(LEADS)} leads at {describe_input_format(preprocessing)}. See {PREPROCESSING}. The four windows
 of a record of 10 s are averaged. The licence is that of the original.
 
     import omnilead
@@ -104,7 +106,7 @@ def options_and_weights(state: Weights) -> tuple[dict[str, Any], Weights]:
     known = set(names.values())
     for number in range(options["layers"]):
         known |= {f"{LAYER_PREFIX}.{number}.{KERNEL}.{name}" for name in FROZEN_PARTS}
-    if wrong := describe_misfits(dict.fromkeys(state, ()), dict.fromkeys(known, ())):
+    if wrong := describe_weight_mismatches(dict.fromkeys(state, ()), dict.fromkeys(known, ())):
         raise ConfigError(f"the weights do not fit the model: {wrong}")
     weights: Weights = {}
     for name, tensor in expected.items():
@@ -183,7 +185,7 @@ def to_our_basis(state: Weights, kernel: str, states: int) -> Tensor:
     too."""
     c, p, b, w = (torch.view_as_complex(state[kernel + name].double()) for name in "CPBw")
     phase = p / p.abs()
-    expected_w, expected_p, _ = conjugate_pairs(states)
+    expected_w, expected_p, _ = conjugate_pair_basis(states)
     for name, given, expected in (
         ("P", p.abs(), expected_p),
         ("B", b / phase, expected_p * math.sqrt(2)),

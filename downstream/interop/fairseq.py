@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validate
-from omnilead.engine.model.folder import describe_misfits
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, parse_settings
+from omnilead.engine.model.folder import describe_weight_mismatches
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL_LEADS, describe_leads
@@ -208,7 +208,7 @@ def _rename_weights(state: Weights, config: ModelConfig, spelled: str) -> Weight
 
 
 def _require_shapes(state: Weights, expected: Weights) -> None:
-    if wrong := describe_misfits(shapes_of(state), shapes_of(expected)):
+    if wrong := describe_weight_mismatches(shapes_of(state), shapes_of(expected)):
         raise ConfigError(f"the weights do not fit the model: {wrong}")
 
 
@@ -258,7 +258,7 @@ def read_model_config(cfg: Settings) -> ModelConfig:
         _parse_temperatures,
         "(start, end, decay)",
     )
-    return validate(ModelConfig, values, "model")
+    return parse_settings(ModelConfig, values, "model")
 
 
 def read_setting(

@@ -24,14 +24,14 @@ from omnilead.engine.model.folder import (
     SEEN,
     LoadError,
     config_text,
-    hub_api_and_add_class,
     model_folder,
+    open_hub_api,
     published_files,
     read_document,
     read_seen,
-    require_free_folder,
+    require_new_or_empty_folder,
 )
-from omnilead.engine.model.input import describe_signals
+from omnilead.engine.model.input import describe_input_format
 from omnilead.engine.model.window import DEFAULT_INPUT
 from omnilead.engine.settings.commandline import parse_yaml
 from omnilead.engine.settings.errors import Facts
@@ -103,7 +103,7 @@ def model_card(
         title=title,
         lines="\n".join(f"- {line}" for line in lines),
         parameters=sum(w.numel() for w in weights.values()),
-        signals=describe_signals(signals),
+        signals=describe_input_format(signals),
         leads=f"{len(leads)} leads ({describe_leads(leads).replace(',', ', ')})",
         sources=", ".join(sources) or "unknown sources",
         datasets=", ".join(fingerprint[:16] for fingerprint in state["datasets"]),
@@ -153,7 +153,7 @@ def _model_index_result(task: str, sources: list[str], measured: Facts) -> Facts
 
 def push(model: str | Path, repo: str, private: bool = False, licence: str | None = None) -> str:
     """Upload RUN/model in one commit and return the repository's address."""
-    with model_folder(model) as (folder, _), hub_api_and_add_class(repo) as (hub, add):
+    with model_folder(model) as (folder, _), open_hub_api(repo) as (hub, add):
         files = files_to_upload(folder, licence)
         if not hub.token:
             raise LoadError(f"{HUB_SCHEME}{repo}: {NO_TOKEN}")
@@ -212,7 +212,7 @@ def _last_name(place: Any) -> str:
 def pull(repo: str, out: Path) -> None:
     staged = out / ".omnilead-pull"  # OUT may be a shell's own folder, which cannot be replaced
     shutil.rmtree(staged, ignore_errors=True)  # left by a pull that was killed
-    require_free_folder(out)
+    require_new_or_empty_folder(out)
     with model_folder(f"hf://{repo}") as (folder, _):
         staged.mkdir(parents=True)
         try:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from omnilead.data_tools.io.plugins import load_plugin
 from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.encoders import EXAMINED_ROWS, build_module, require_weights
+from omnilead.engine.model.encoders import CHECKED_ROWS, build_module, require_parameters
 from omnilead.engine.settings.errors import ConfigError, blaming
 from omnilead.engine.settings.leads import ALL_LEADS
 
@@ -95,11 +95,11 @@ def build_head(
     setting = f"task.head={spec}" + (f", task.head_options={options}" if options else "")
     with blaming(f"{setting}, {width} wide, {outputs} outputs"):
         made = kind or load_plugin(HEADS.get(spec, spec))
-        head = require_weights(build_module(made, generator, width, outputs, **options))
-        inputs = torch.randn(EXAMINED_ROWS, HEAD_PROBE_TOKENS, width)
+        head = require_parameters(build_module(made, generator, width, outputs, **options))
+        inputs = torch.randn(CHECKED_ROWS, HEAD_PROBE_TOKENS, width)
         example = inputs if sees_tokens(head) else pool(inputs)
         y = copy.deepcopy(head).eval()(example)
-        if list(y.shape) != [EXAMINED_ROWS, outputs] or not y.isfinite().all():
+        if list(y.shape) != [CHECKED_ROWS, outputs] or not y.isfinite().all():
             raise ConfigError(
                 f"returns {list(y.shape)} or non-finite numbers for input {list(example.shape)}"
             )

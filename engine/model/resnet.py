@@ -30,11 +30,11 @@ from torch import Tensor, channels_last, nn
 
 from .encoder import Dropout
 
-KERNEL, STRIDE, GROUPS = 17, 4, 8
+KERNEL, STRIDE, NORM_GROUPS = 17, 4, 8
 
 
 def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1) -> nn.Conv2d:
-    """A convolution over time; the output has 1 / `stride` of the samples, rounded up."""
+    """Return a convolution over time whose output is `stride` times shorter than its input, rounded up."""
     conv = nn.Conv2d(
         inputs,
         outputs,
@@ -48,21 +48,24 @@ def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1
 
 
 class ResidualBlock(nn.Module):
+    """Two convolutions with a skip connection, which divide the length by STRIDE."""
+
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
         self.conv1 = convolution(inputs, outputs)
-        self.norm1 = nn.GroupNorm(GROUPS, outputs)
+        self.norm1 = nn.GroupNorm(NORM_GROUPS, outputs)
         self.conv2 = convolution(outputs, outputs, stride=STRIDE)
-        self.norm2 = nn.GroupNorm(GROUPS, outputs)
+        self.norm2 = nn.GroupNorm(NORM_GROUPS, outputs)
         self.skip = convolution(inputs, outputs, kernel=1)
         self.dropout = Dropout(dropout, "auto")
 
     def forward(self, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The output of the block after and before the activation."""
+        """Return (the output of the block, the same before its norm, ReLU and dropout). The arguments are
+        these two outputs of the previous block, or twice the output of the stem."""
         h = F.relu(self.norm1(self.conv1(a)))
         h = self.conv2(self.dropout(h))
         shorter = F.max_pool2d(y, (1, STRIDE + 1), (1, STRIDE), (0, STRIDE // 2))
-        h = h + self.skip(shorter)  # same length as conv2's
+        h = h + self.skip(shorter)  # the pooled skip input is as long as the output of conv2
         a = F.relu(self.norm2(h))
         return self.dropout(a), h
 
@@ -77,13 +80,17 @@ class ResNet(nn.Module):
         dropout: float = 0.2,
     ) -> None:
         super().__init__()
-        is_allowed = [type(width) is int and width > 0 and width % GROUPS == 0 for width in widths]
+        is_allowed = [
+            type(width) is int and width > 0 and width % NORM_GROUPS == 0 for width in widths
+        ]
         if not all(is_allowed) or len(widths) < 2:
-            raise ValueError(f"widths={list(widths)}: must be two or more multiples of {GROUPS}")
+            raise ValueError(
+                f"widths={list(widths)}: must be two or more multiples of {NORM_GROUPS}"
+            )
         first = widths[0]
         self.width = widths[-1]
         self.stem = convolution(leads, first)
-        self.norm = nn.GroupNorm(GROUPS, first)
+        self.norm = nn.GroupNorm(NORM_GROUPS, first)
         self.blocks = nn.ModuleList()
         for inputs, outputs in pairwise(widths):
             self.blocks.append(ResidualBlock(inputs, outputs, dropout))
@@ -101,7 +108,7 @@ class ResNet(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """The weights for a subset of leads. The output equals that of the full model with the
-        other leads zero."""
+        """Return the weights of a model of fewer leads: those with the numbers in `rows`. Its output is
+        the same as that of the full model if all other leads are zero."""
         stem = weights["stem.weight"][:, list(rows)]
         return {**weights, "stem.weight": stem.contiguous()}

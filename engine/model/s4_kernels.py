@@ -1,5 +1,6 @@
-"""The products of chunks of S4 (engine.model.s4) on a GPU, in Triton: a thread keeps the states of one
-channel of one row in registers and goes from chunk to chunk, so that u is read and y is written once.
+"""Triton kernels for S4 (engine.model.s4) on a GPU. A thread keeps the states of one channel of one row
+in registers and goes from chunk to chunk, so that the input u is read once and the output y is written
+once.
 
     y_i = sum over j <= i of k_(i-j) u_j + out_i s        within a chunk
     s   = step s + sum over j of left_j u_j               from chunk to chunk
@@ -7,10 +8,10 @@ channel of one row in registers and goes from chunk to chunk, so that u is read 
     grad_u_j = sum over i >= j of k_(i-j) g_i + left_j r  backward, from the last chunk to the first
     r        = step^T r + sum over i of out_i g_i
 
-So the gradient of u is the same kernel, with `out` and `left` exchanged and their tokens reversed. The
-kernel for the gradients of k and `out` computes s again instead of storing it, and writes a sum for each
-row; torch adds the rows, without atomics, so two runs agree bit for bit. `step` is lower triangular in
-LegS's basis, which saves half of its multiplications.
+So the gradient of u is computed by the same kernel, with `out` and `left` exchanged and their tokens
+reversed. The kernel for the gradients of k and `out` computes s again instead of storing it, and writes a
+sum for each row; torch adds the rows, without atomics, so two runs agree bit for bit. `step` is lower
+triangular in LegS's basis, which saves half of the multiplications by it.
 """
 
 import torch
@@ -18,13 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHANNELS = 128  # of a program, a thread each
-CHUNKS_AHEAD = 4  # chunks that are read before the first of them is used
+CHANNELS_PER_PROGRAM = 128  # a Triton program computes this many channels, one in each thread
+PREFETCHED_CHUNKS = 4  # chunks of input that are loaded before the first of them is computed
 
 
 @triton.jit
-def load_all(place, exists, count: tl.constexpr):
-    """`count` numbers for each channel."""
+def load_channel_values(place, exists, count: tl.constexpr):
+    """Load `count` numbers for each channel, as a tuple of vectors; `exists` masks the channels."""
     numbers = ()
     for i in tl.static_range(count):
         numbers = numbers + (tl.load(place + i, exists, 0.0),)
@@ -32,7 +33,8 @@ def load_all(place, exists, count: tl.constexpr):
 
 
 @triton.jit
-def zeros(count: tl.constexpr, channels: tl.constexpr):
+def zero_channel_values(count: tl.constexpr, channels: tl.constexpr):
+    """Return `count` zeros for each channel, as a tuple of vectors."""
     numbers = ()
     for _ in tl.static_range(count):
         numbers = numbers + (tl.zeros([channels], tl.float32),)
@@ -41,6 +43,8 @@ def zeros(count: tl.constexpr, channels: tl.constexpr):
 
 @triton.jit
 def next_state(s, step, left, u, chunk: tl.constexpr, states: tl.constexpr, back: tl.constexpr):
+    """Return the states after a chunk, from the states `s` before it and its inputs `u`. `back`
+    multiplies by the transposed `step`."""
     sums = ()
     for i in tl.static_range(states):
         total = left[i] * u[0]
@@ -72,14 +76,15 @@ def filter_kernel(
     channels: tl.constexpr,
     ahead: tl.constexpr,
 ):
-    """With `back`, `u` holds the gradient of y, and `y` receives that of u."""
+    """Compute y from u, chunk by chunk. With `back`, `u` holds the gradient of y, `y` receives the
+    gradient of u, and the chunks are taken from the last to the first."""
     row, d = tl.program_id(0), tl.program_id(1) * channels + tl.arange(0, channels)
     exists = d < width
-    k_T = load_all(k + d * chunk, exists, chunk)
-    out_Tn = load_all(out + d * chunk * states, exists, chunk * states)
-    left_Tn = load_all(left + d * chunk * states, exists, chunk * states)
-    step_nn = load_all(step + d * states * states, exists, states * states)
-    s = zeros(states, channels)
+    k_T = load_channel_values(k + d * chunk, exists, chunk)
+    out_Tn = load_channel_values(out + d * chunk * states, exists, chunk * states)
+    left_Tn = load_channel_values(left + d * chunk * states, exists, chunk * states)
+    step_nn = load_channel_values(step + d * states * states, exists, states * states)
+    s = zero_channel_values(states, channels)
     base = row.to(tl.int64) * tokens * width + d
     count = tl.cdiv(tokens, chunk)
     for first in range(0, count, ahead):
@@ -119,13 +124,16 @@ def gradient_kernel(
     channels: tl.constexpr,
     ahead: tl.constexpr,
 ):
-    """The gradients of k and `out` for each row."""
+    """Compute the gradients of k and `out` for each row from u and the gradient g of y."""
     row, d = tl.program_id(0), tl.program_id(1) * channels + tl.arange(0, channels)
     exists = d < width
-    left_Tn = load_all(left + d * chunk * states, exists, chunk * states)
-    step_nn = load_all(step + d * states * states, exists, states * states)
-    s = zeros(states, channels)
-    k_T, out_Tn = zeros(chunk, channels), zeros(chunk * states, channels)
+    left_Tn = load_channel_values(left + d * chunk * states, exists, chunk * states)
+    step_nn = load_channel_values(step + d * states * states, exists, states * states)
+    s = zero_channel_values(states, channels)
+    k_T, out_Tn = (
+        zero_channel_values(chunk, channels),
+        zero_channel_values(chunk * states, channels),
+    )
     base = row.to(tl.int64) * tokens * width + d
     count = tl.cdiv(tokens, chunk)
     for first in range(0, count, ahead):
@@ -158,11 +166,12 @@ def gradient_kernel(
 def filter_chunks(
     u_RND: Tensor, k_DT: Tensor, out_DTn: Tensor, left_DTn: Tensor, step_Dnn: Tensor, back: bool
 ) -> Tensor:
-    """y of u. `back`: with the tokens of a chunk in reverse in `out` and `left`."""
+    """Return y [R, N, D] for the input u. With `back`, return the gradient of u for the gradient of y
+    in `u_RND`; the caller then exchanges `out` and `left` and reverses their tokens."""
     rows, tokens, width = u_RND.shape
     u_RND = u_RND.contiguous()
     y_RND = torch.empty_like(u_RND)
-    filter_kernel[rows, triton.cdiv(width, CHANNELS)](
+    filter_kernel[rows, triton.cdiv(width, CHANNELS_PER_PROGRAM)](
         u_RND,
         y_RND,
         k_DT.contiguous(),
@@ -173,9 +182,9 @@ def filter_chunks(
         tokens,
         *out_DTn.shape[1:],
         back,
-        CHANNELS,
-        CHUNKS_AHEAD,
-        num_warps=CHANNELS // 32,
+        CHANNELS_PER_PROGRAM,
+        PREFETCHED_CHUNKS,
+        num_warps=CHANNELS_PER_PROGRAM // 32,
     )
     return y_RND
 
@@ -183,11 +192,11 @@ def filter_chunks(
 def weight_gradients(
     u_RND: Tensor, g_RND: Tensor, left_DTn: Tensor, step_Dnn: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of k_DT and out_DTn, if that of y is g."""
+    """Return the gradients of (k_DT, out_DTn) if the gradient of y is g."""
     (rows, tokens, width), (_, chunk, states) = u_RND.shape, left_DTn.shape
     k_RDT = torch.empty(rows, width, chunk, device=u_RND.device)
     out_RDTn = torch.empty(rows, width, chunk, states, device=u_RND.device)
-    gradient_kernel[rows, triton.cdiv(width, CHANNELS)](
+    gradient_kernel[rows, triton.cdiv(width, CHANNELS_PER_PROGRAM)](
         u_RND.contiguous(),
         g_RND.contiguous(),
         k_RDT,
@@ -198,8 +207,8 @@ def weight_gradients(
         tokens,
         chunk,
         states,
-        CHANNELS,
-        CHUNKS_AHEAD,
-        num_warps=CHANNELS // 32,
+        CHANNELS_PER_PROGRAM,
+        PREFETCHED_CHUNKS,
+        num_warps=CHANNELS_PER_PROGRAM // 32,
     )
     return k_RDT.sum(0), out_RDTn.sum(0)

@@ -56,7 +56,7 @@ class PretrainInputs:
         self.model_input = config.model_input
         self.views = config.pipeline.views
         objective = config.objective
-        self.patients = patient_ids(datasets) if datasets and objective.needs_ids else None
+        self.patients = patient_ids(datasets) if datasets and objective.needs_patient_ids else None
         self.attributes = age_and_sex(datasets) if objective.attributes else []
 
     def __call__(self, batch: Batch, tau: Tensor | None = None) -> Arguments:

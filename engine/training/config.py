@@ -27,7 +27,7 @@ from omnilead.data_tools.dataset import dataset_paths
 from ..data.augmentations import AugmentConfig
 from ..data.config import LoaderConfig, PipelineConfig
 from ..model.config import ModelConfig, ObjectiveConfig, max_masked
-from ..model.folder import local_folder
+from ..model.folder import find_local_model
 from ..model.window import CROP_S, HALF_S, InputConfig
 from ..settings.commandline import apply_overrides, read_yaml
 from ..settings.descriptions import described_schema
@@ -281,7 +281,7 @@ class Config(RunConfig):
     def require_files(self) -> None:
         super().require_files()
         if self.start and "://" not in self.start:
-            local_folder(self.start)
+            find_local_model(self.start)
 
     @property
     def model_input(self) -> "Input":
@@ -299,14 +299,15 @@ class Config(RunConfig):
     @property
     def loader(self) -> LoaderConfig:
         return replace(
-            super().loader, windows=0 if self.input.is_plain and self.windows == 2 else self.windows
+            super().loader,
+            windows=0 if self.input.uses_stored_halves and self.windows == 2 else self.windows,
         )
 
     def problems(self, world: int) -> list[tuple[Any, str | tuple[str, ...]]]:
         objective, augment, t = self.objective, self.augment, self.train
         leads = len(augment.output_leads)
         views = "halves" if objective.method == "cmsc" else "window"
-        contrast = objective.contrast > 0 and not objective.is_class
+        contrast = objective.contrast > 0 and not objective.method_is_class
         if not self.model.encoder:
             tokens = self.model.tokens(self.input.samples)
             if objective.local > 0:
@@ -531,7 +532,7 @@ def micro_batch_and_passes(config: RunConfig, world: int) -> tuple[int, int]:
 def count_candidates(config: Config, world: int) -> int:
     """Returns how many crops are contrasted with each other."""
     return micro_batch_and_passes(config, world)[0] * (
-        world if config.objective.across_ranks else 1
+        world if config.objective.compares_across_ranks else 1
     )
 
 

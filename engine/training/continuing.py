@@ -22,11 +22,11 @@ from ..model.folder import (
     CONFIG,
     PREPROCESSING,
     config_of,
-    describe_misfits,
+    describe_weight_mismatches,
+    load_weights,
     model_folder,
     read_document,
     read_seen,
-    weights_in,
 )
 from ..model.input import Input
 from ..settings.errors import ConfigError, Flag
@@ -60,7 +60,9 @@ class StartingWeights:
         elif MASK_EMBEDDING not in start_weights:
             start_weights[MASK_EMBEDDING] = state[MASK_EMBEDDING]
             new.append("the mask embedding")
-        if problem := describe_misfits(shapes_by_name(start_weights), shapes_by_name(encoder)):
+        if problem := describe_weight_mismatches(
+            shapes_by_name(start_weights), shapes_by_name(encoder)
+        ):
             raise ConfigError(
                 f"start={self.start}: its weights are not those of this encoder: {problem}"
             )
@@ -88,7 +90,7 @@ def read_starting_weights(config: Config) -> StartingWeights:
         document = read_document(folder / CONFIG)
         preprocessing = read_document(folder / PREPROCESSING)
         start_config = config_of(document, folder / CONFIG)
-        weights, seen = weights_in(folder), read_seen(folder)
+        weights, seen = load_weights(folder), read_seen(folder)
     check_fits(config, start_config, Input.from_document(preprocessing, start_config.leads))
     trained = document.get("trained")
     trained = trained if isinstance(trained, dict) else {}

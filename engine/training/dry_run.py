@@ -255,7 +255,7 @@ def saved_tensor_bytes(task: TrainingTask, model: nn.Module, places: Places) -> 
         return x
 
     masks = None
-    if not task.input.is_plain:
+    if not task.input.uses_stored_halves:
         masks = np.ones((len(places), task.windows, leads, 1), bool)
     # Real tensors, because filters that are computed here are cached: fake ones would spoil the
     # next training

@@ -15,7 +15,7 @@ from omnilead.data_tools.io.terminal import write_error_advice
 
 from ..data import seen
 from ..model import folder
-from ..model.window import DEFAULT_INPUT, SCALES
+from ..model.window import DEFAULT_INPUT, SCALE_MEANINGS
 from ..settings.errors import ConfigError, TrainError
 from ..settings.leads import describe_leads
 from ..settings.run_files import RUN_FACTS
@@ -76,7 +76,7 @@ def seen_by_checkpoint(
 ) -> SeenData:
     """Returns the data that a checkpoint has seen. The run may be opened from any folder. Datasets
     that have moved are found if the run was restarted since."""
-    records = [folder.read_seen(run)] if folder.is_model(config.start) else []
+    records = [folder.read_seen(run)] if folder.names_a_model(config.start) else []
     times_drawn = {}
     rates_hz = set[float]()
     places: list[str] = []
@@ -186,7 +186,7 @@ def preprocessing_of(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]
     leads = describe_leads(config.augment.output_leads).split(",")
     seen = describe_leads(config.augment.seen_leads).split(",")
     signals = {**DEFAULT_INPUT, "leads": leads, "segment_s": 5.0, **state.get("input", {})}
-    signals["meaning"] = SCALES[signals["scale"]]
+    signals["meaning"] = SCALE_MEANINGS[signals["scale"]]
     if seen != leads:
         signals["seen"] = seen
     signals["sha256"] = state["preprocessing_sha256"]

@@ -23,10 +23,15 @@ from ..data.loader import Batch, crop_order
 from ..data.order import Selection
 from ..data.seen import to_bytes
 from ..model.config import ATTRIBUTES, masked_share
-from ..model.encoders import cast_statistics, encoder_and_token_count, encoder_flops, has_dropout
+from ..model.encoders import (
+    cast_batch_norm_statistics,
+    encoder_and_token_count,
+    encoder_flops,
+    has_dropout,
+)
 from ..model.folder import SEEN
-from ..model.jepa import JointEmbedding, added_flops
-from ..model.objectives import single_process
+from ..model.jepa import JointEmbedding, jepa_flops
+from ..model.objectives import without_other_ranks
 from ..model.pretrainer import Pretrainer
 from ..model.quantizer import temperature
 from ..settings.errors import ConfigError, blaming
@@ -135,9 +140,9 @@ class PretrainTask(TrainingTask):
         ]
         start = read_starting_weights(config) if config.start else None
         flops = encoder_flops(encoder, config.model, local, model_input.samples, config.windows)
-        if config.objective.is_class and config.objective.method == "jepa":
+        if config.objective.method_is_class and config.objective.method == "jepa":
             width = int(getattr(encoder, "width", config.model.width))
-            flops += config.windows * added_flops(flops / config.windows, tokens, width)
+            flops += config.windows * jepa_flops(flops / config.windows, tokens, width)
         return cls(
             config=config,
             datasets=datasets,
@@ -168,7 +173,7 @@ class PretrainTask(TrainingTask):
         model = Pretrainer(config.model, config.objective, self.encoder, generator)
         if model.plugin is not None:
             dtype = dtype_of(config)
-            cast_statistics(model.plugin, dtype)
+            cast_batch_norm_statistics(model.plugin, dtype)
             names = examine_objective(model, dtype, config.windows, config.model_input.samples)
             self.keys = tuple(dict.fromkeys([*self.keys, *names]))
         if self.start:
@@ -198,8 +203,8 @@ class PretrainTask(TrainingTask):
         facts = super().resume_facts()
         if self.start:
             facts |= self.start.facts
-        if not self.config.model_input.is_plain:
-            facts["input"] = self.config.model_input.signals
+        if not self.config.model_input.uses_stored_halves:
+            facts["input"] = self.config.model_input.preprocessing_fields
         if self.config.objective.contrast > 0:
             facts["train.micro_batch x ranks"] = count_candidates(self.config, self.ranks.world)
         return facts
@@ -229,7 +234,7 @@ class PretrainTask(TrainingTask):
             rivals = other_tokens * (1 - (1 - 1 / other_tokens) ** negatives)
             chance[f"{prefix}loss_local"] = math.log(1 + negatives)
             chance[f"{prefix}accuracy_local"] = 1 / (1 + rivals)
-        if objective.contrast > 0 and crops and not objective.is_class:
+        if objective.contrast > 0 and crops and not objective.method_is_class:
             one_half = objective.method == "cmsc" and objective.form == "authors"
             choices = crops if one_half else 2 * crops - 1
             chance[f"{prefix}loss_global"] = math.log(choices)
@@ -244,7 +249,7 @@ class PretrainTask(TrainingTask):
             differs.append("dropout is off")
         if local:
             differs.append("codes are the likeliest ones, not sampled")
-        contrasted = config.objective.contrast > 0 and not config.objective.is_class
+        contrasted = config.objective.contrast > 0 and not config.objective.method_is_class
         if contrasted and held_out != in_training:
             differs.append(f"crops are contrasted in batches of {held_out:,}, not {in_training:,}")
         masked = ["tokens"] * local + ["leads"] * (config.augment.rlm > 0)
@@ -284,7 +289,9 @@ class PretrainTask(TrainingTask):
         document: dict[str, Any] = {
             "model": model,
             "objective": asdict(objective) | {"method": portable_spec(objective.method)},
-            "readout": DEFAULT_READOUT if config.model_input.is_plain else READOUT_WITHOUT_RHYTHM,
+            "readout": DEFAULT_READOUT
+            if config.model_input.uses_stored_halves
+            else READOUT_WITHOUT_RHYTHM,
         }
         if "continued" in state:
             document["continued"] = state["continued"]
@@ -306,7 +313,7 @@ class PretrainTask(TrainingTask):
     def exported_weights(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         not_exported = "plugin.", "attributes."
         kept = {name: w for name, w in weights.items() if not name.startswith(not_exported)}
-        if config.objective.is_class and config.objective.method == "jepa":
+        if config.objective.method_is_class and config.objective.method == "jepa":
             for name in kept:
                 kept[name] = weights.get(name.replace("encoder.", AVERAGED_PREFIX, 1), kept[name])
         return kept
@@ -417,7 +424,7 @@ def examine_objective(
     for p in model_copy.parameters():
         p.data = p.data.to(dtype)
     setting = f"objective.method={model.objective.method}"
-    with blaming(setting), single_process(), torch.random.fork_rng(devices=[]):
+    with blaming(setting), without_other_ranks(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         x_BSLT = torch.randn(2, windows, model.config.leads, samples)
         x_BSLT[1, -1] = 0  # a window with all leads masked, as random lead masking may give

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from omnilead.data_tools.io.terminal import say
 
 from ..data.loader import Loader
-from ..model.config import OBJECTIVES
+from ..model.config import CLASS_OBJECTIVES
 from ..model.encoder import Encoder, attention_backend
 from ..settings.errors import ConfigError, Flag
 from ..settings.files import flatten
@@ -263,7 +263,7 @@ def compile_model(model: Any, parts: str, **options: Any) -> None:
     if (
         plugin is not None
         and not isinstance(encoder, Encoder)
-        and model.objective.method in OBJECTIVES
+        and model.objective.method in CLASS_OBJECTIVES
     ):
         # This compiles the encoder too. One graph is 1.3 times as fast as two (S4 and CPC on an
         # H200)

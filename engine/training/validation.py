@@ -26,7 +26,7 @@ from ..data.order import DatasetRows, OrderError, Selection
 from ..data.patients import owner_and_known_of_rows, store_choice, validation_split
 from ..data.where import where_mask
 from ..model.encoder import pool
-from ..model.objectives import all_gather_no_grad, single_process, sum_over_ranks, world_size
+from ..model.objectives import all_gather_no_grad, sum_over_ranks, without_other_ranks, world_size
 from ..settings.errors import ConfigError
 from ..settings.metrics import COSINE_TIE
 from .arguments import PretrainInputs, dtype_of
@@ -164,7 +164,7 @@ class ValidationLoss:
         )
         sums: dict[str, Tensor] = {}
         try:
-            with eval_mode(engine), torch.no_grad(), single_process():
+            with eval_mode(engine), torch.no_grad(), without_other_ranks():
                 for number, (batch, _) in enumerate(islice(loader, share), first):
                     between()
                     losses = engine(*self.inputs(batch))
@@ -213,7 +213,7 @@ class PatientProbe:
                 self.ranks,
                 crops,
                 lambda x_RLT: pool(encoder(x_RLT)),
-                lambda uv_BLT, halves_B: signals.crops(uv_BLT, halves_B)[:, 0],
+                lambda uv_BLT, halves_B: signals.padded_windows(uv_BLT, halves_B)[:, 0],
                 windows=1,
                 between=between,
             )

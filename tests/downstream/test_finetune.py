@@ -39,7 +39,7 @@ from omnilead.downstream.tasks.metrics import MEASURES, measure
 from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.data.seen import LABELLED, name_keys, uses_of_crops
-from omnilead.engine.model.config import ModelConfig, flops_per_crop, validate
+from omnilead.engine.model.config import ModelConfig, flops_per_crop, parse_settings
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.folder import LoadError, write_config
@@ -155,7 +155,7 @@ def test_only_a_head_that_sees_all_tokens_is_trained(tuned, dataset, base, tmp_p
     swapped = tokens[:, torch.randperm(tokens.shape[1])]  # weighs tokens by what they are
     torch.testing.assert_close(model.head(tokens), model.head(swapped))
     torch.testing.assert_close(model.logits(x_RLT), model.head(tokens))
-    row, shape = rows(run)[0], validate(ModelConfig, model.config["model"], "model")
+    row, shape = rows(run)[0], parse_settings(ModelConfig, model.config["model"], "model")
     flops = row["mfu"] * 1e12 / row["crops_per_s"]  # of a device with 1 TFLOP/s
     assert flops == pytest.approx(flops_per_crop(shape, local=False) / 3)
     found = omnilead.evaluate(run, data=dataset.root.url, role="valid")

@@ -12,7 +12,7 @@ from omnilead.__main__ import main
 from omnilead.downstream import convert
 from omnilead.downstream.interop.ecg_cpc import KERNEL, LAYER_PREFIX, NORM_PREFIX, STEM_PREFIX
 from omnilead.downstream.interop.onnx import NEEDED_PACKAGES
-from omnilead.engine.model.s4 import S4, conjugate_pairs
+from omnilead.engine.model.s4 import S4, conjugate_pair_basis
 
 PARITY = Path(__file__).parents[3].parent / "shared" / "parity" / "ecg_cpc_small"
 WIDTH, LENGTH = 16, 40
@@ -25,7 +25,7 @@ def their_state(encoder):
         state[f"{STEM_PREFIX}.{i}.0.weight"] = ours[f"stem.{i}.weight"]
         for part in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
             state[f"{STEM_PREFIX}.{i}.1.{part}"] = ours[f"stem.{i}.norm.{part}"]
-    w, p, _ = map(torch.from_numpy, conjugate_pairs(8))
+    w, p, _ = map(torch.from_numpy, conjugate_pair_basis(8))
     for i in range(len(encoder.layers)):
         own, theirs = f"layers.{i}", f"{LAYER_PREFIX}.{i}"
         phase = torch.polar(torch.ones(4), torch.arange(4.0) + i)

@@ -15,10 +15,10 @@ from omnilead.engine.model.config import ModelConfig, masked_share
 from omnilead.engine.model.draws import (
     ModelStream,
     _mix,
+    draw_for_step,
     draw_gumbel,
     draw_mask,
     draw_negatives,
-    draw_step,
     masked_slots,
     random_hash,
     row_keys,
@@ -48,7 +48,7 @@ def runs(mask):
 )
 def test_draws_never_change(how, digest, noise):
     """A run that a later version resumes gets the same masks, negatives and noise."""
-    *whole, noise_RMGV = draw_step(replace(CONFIG, **how), keys(8), 156, 100)
+    *whole, noise_RMGV = draw_for_step(replace(CONFIG, **how), keys(8), 156, 100)
     content = b"".join(part.numpy().astype("<i4").tobytes() for part in whole)
     assert hashlib.sha256(content).hexdigest()[:16] == digest
     drawn = noise_RMGV.double().flatten()
@@ -78,7 +78,10 @@ def test_compiled_hashes_are_the_same():
 
 def test_a_row_s_draws_do_not_depend_on_its_batch():
     config = replace(CONFIG, codes=8)
-    whole, part = draw_step(config, keys(16), 156, 100), draw_step(config, keys(16)[5:9], 156, 100)
+    whole, part = (
+        draw_for_step(config, keys(16), 156, 100),
+        draw_for_step(config, keys(16)[5:9], 156, 100),
+    )
     assert_close([drawn[5:9] for drawn in whole], list(part), rtol=0, atol=0)
     again = row_keys(3, 0, np.array([2, 3]))
     assert np.array_equal(again.ravel(), keys(16)[4:8].numpy())
@@ -110,7 +113,7 @@ def test_masks_as_described_in_the_paper():
     assert count.var() == pytest.approx(9.48, abs=1)
     assert mask.double().mean() == pytest.approx(masked_share(config, 156), abs=0.004)
     # rows with one masked token, with none, with all
-    few = draw_step(config, keys(400), 20, 7, sample_codes=False)
+    few = draw_for_step(config, keys(400), 20, 7, sample_codes=False)
     slots_R = few.valid_RM.sum(1)
     assert {0, 1, 20} <= set(slots_R.tolist()) and torch.equal(slots_R, few.mask_RN.sum(1))
 
@@ -153,7 +156,7 @@ def test_gumbel_noise_is_gumbel():
     assert noise.mean() == pytest.approx(0.57722, abs=0.01)
     assert noise.var() == pytest.approx(1.64493, abs=0.02)
     assert (noise < 0).double().mean() == pytest.approx(np.exp(-1), abs=0.003)
-    assert draw_step(SMALL, keys(4), 50, 5, sample_codes=False).noise_RMGV is None
+    assert draw_for_step(SMALL, keys(4), 50, 5, sample_codes=False).noise_RMGV is None
 
 
 def test_numbers_for_an_objective_of_one_s_own():
@@ -164,4 +167,4 @@ def test_numbers_for_an_objective_of_one_s_own():
 
 def test_a_crop_too_short_for_its_spans_is_refused():
     with pytest.raises(ConfigError, match=r"model\.mask_span"):
-        draw_step(CONFIG, keys(2), 11, 100)
+        draw_for_step(CONFIG, keys(2), 11, 100)

@@ -12,7 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
-from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop, validate
+from omnilead.engine.model.config import (
+    ModelConfig,
+    ObjectiveConfig,
+    flops_per_crop,
+    parse_settings,
+)
 from omnilead.engine.model.encoder import (
     Attention,
     ConvStack,
@@ -160,7 +165,7 @@ def test_the_temperature_falls_to_its_end():
 )  # fmt: skip
 def test_wrong_settings_are_one_line_that_names_the_key(wrong):
     with pytest.raises(ConfigError) as caught:
-        validate(ModelConfig, wrong, "model")
+        parse_settings(ModelConfig, wrong, "model")
     text = str(caught.value)
     assert f"model.{next(iter(wrong))}" in text and "\n" not in text and len(text) < 300
 

@@ -13,8 +13,8 @@ from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import (
     build_encoder,
+    check_encoder,
     encoder_flops,
-    examine,
     has_dropout,
     initialise,
 )
@@ -172,7 +172,7 @@ def test_a_custom_encoder_trains_with_every_objective(own):
     )
     assert first.scale == 2.0 and first.conv.weight.equal(second.conv.weight)  # type: ignore[union-attr]
     for dtype in (torch.float32, torch.bfloat16):
-        assert examine(first, config, True, dtype) == 100
+        assert check_encoder(first, config, True, dtype) == 100
     keys = torch.arange(4).view(2, 2)
     for objective in (ObjectiveConfig(), ObjectiveConfig(local=0, method="simclr")):
         model = Pretrainer(config, objective, generator=torch.Generator().manual_seed(3))
@@ -188,12 +188,12 @@ def test_a_custom_encoder_trains_with_every_objective(own):
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("Wide", {}, "forward returns [4, 100, 8] for [4, 12, 2500], not [4, tokens, 9]"),
-        ("Flat", {}, "forward returns [4, 8]"),
-        ("NotANumber", {}, "forward returns NaN or infinity for noise and zeros"),
-        ("Mixing", {}, "rows must be independent"),
-        ("Seeing", {}, "context sees the masked tokens"),
-        ("Single", {}, "features returns [100, 4]"),
+        ("Wide", {}, "the shape [4, 100, 8] for an input [4, 12, 2500]: must be [4, tokens, 9]"),
+        ("Flat", {}, "forward returns the shape [4, 8]"),
+        ("NotANumber", {}, "forward returns NaN or infinity for windows of noise and zeros"),
+        ("Mixing", {}, "must depend on that row alone"),
+        ("Seeing", {}, "the output of context depends on the features of masked tokens"),
+        ("Single", {}, "features returns the shape [100, 4]"),
         ("Raising", {}, "own.py:Raising: RuntimeError: "),
         (
             "Twelve",
@@ -203,14 +203,14 @@ def test_a_custom_encoder_trains_with_every_objective(own):
         ("Good", {"options": {"depth": 3}}, "unexpected keyword argument 'depth'"),
         ("Good", {"mask_span": 99}, "model.mask_span=99: too long for 100 tokens"),
         ("NoModule", {}, "must be an nn.Module"),
-        ("Weightless", {}, "must have weights"),
+        ("Weightless", {}, "has no weights: an encoder needs parameters"),
         ("Absent", {}, "has no attribute 'Absent'"),
     ],
 )
 def test_errors_of_a_custom_encoder_are_reported_at_the_start(name, settings, words, own):
     config = of(own, name, **settings)
     with pytest.raises(ConfigError) as raised:
-        examine(build_encoder(config), config, masked=True)
+        check_encoder(build_encoder(config), config, masked=True)
     assert words in str(raised.value) and "\n" not in str(raised.value)
     assert name != "Raising" or "(own.py, line " in str(raised.value)
 
@@ -248,7 +248,7 @@ Root    | gives the encoder no gradient, or one that is not finite
 Flat    | or one that is not finite
 Head    | gives the encoder no gradient
 Taken   | returns ['local']: return one loss or more, and call none diversity, features, local
-Keeper  | keeps the encoder
+Keeper  | holds the encoder's weights
 Absent  | has no attribute 'Absent'
 """),
 )
@@ -268,7 +268,7 @@ def test_predictive_coding_needs_a_causal_encoder():
     causal = replace(SMALL, causal=True, conv_norm="layer")
     for options in ({"steps": 0}, {"temperature": 0}, {"temperature": -0.1}):
         with pytest.raises(
-            ConfigError, match=r"objective\.method=cpc, .*: use at least 1 for steps"
+            ConfigError, match=r"objective\.method=cpc, .*: steps must be at least 1"
         ):
             Pretrainer(causal, replace(objective, options=options))
     model = Pretrainer(causal, replace(objective, options={"steps": 156}))
@@ -324,7 +324,7 @@ def test_the_resnet():
     config = ModelConfig(encoder="resnet", options={"widths": [16, 24, 32]})
     encoder = build_encoder(config, generator=torch.Generator().manual_seed(0)).eval()
     for dtype in (torch.float32, torch.bfloat16):
-        assert examine(encoder, config, dtype=dtype) == 157
+        assert check_encoder(encoder, config, dtype=dtype) == 157
     two, x = torch.randn(2, 2, 1237), torch.zeros(2, 12, 1237)
     x[:, [1, 7]] = two
     fewer = ResNet(2, [16, 24, 32]).eval()

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 import omnilead
 from omnilead.downstream import convert, embed, evaluate, finetune
 from omnilead.engine.model import folder as folders
-from omnilead.engine.model.folder import CONFIG, PREPROCESSING, SHA256, WEIGHTS, LoadError
+from omnilead.engine.model.folder import CONFIG, PREPROCESSING, SHA256_KEY, WEIGHTS, LoadError
 
 
 def flip(path, bit):
@@ -66,7 +66,7 @@ def test_every_command_refuses_a_changed_folder(saved_model, tmp_path, dataset, 
 def test_hashes_are_those_of_sha256sum_and_only_the_card_may_be_edited(saved_model, capsys):
     folder = saved_model()
     document = json.loads((folder / CONFIG).read_text())
-    sums = document[SHA256]
+    sums = document[SHA256_KEY]
     assert sums.keys() == {path.name for path in folder.iterdir()}
     for name in (PREPROCESSING, WEIGHTS, "README.md"):
         assert sums[name] == folders.file_sha256(folder / name)
@@ -74,7 +74,7 @@ def test_hashes_are_those_of_sha256sum_and_only_the_card_may_be_edited(saved_mod
     (folder / CONFIG).write_text(json.dumps(document))  # other spaces
     omnilead.load(folder)
     assert capsys.readouterr().err == ""
-    del document[SHA256]  # as older versions wrote
+    del document[SHA256_KEY]  # as older versions wrote
     (folder / CONFIG).write_text(json.dumps(document))
     omnilead.load(folder)
     err = capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_a_run_without_a_model_is_exported_by_the_command_that_trains_it(saved_m
 def test_a_folder_with_a_shipped_models_name_is_said(saved_model, tmp_path, monkeypatch, capsys):
     shutil.copytree(saved_model(), tmp_path / "small")
     monkeypatch.chdir(tmp_path)
-    folders.note_local_folder.cache_clear()
+    folders.note_folder_hides_shipped_model.cache_clear()
     for _ in range(2):
         omnilead.load("small")
     assert capsys.readouterr().err.count("note: small is the folder small here, not the mo") == 1
@@ -142,8 +142,8 @@ def test_two_writers_with_one_process_number_wait_for_each_other(tmp_path, monke
         assert not inside.acquire(timeout=0.2), "both write at once"
         go_on.set()
         assert [writer.result() for writer in writers] == [None, None]
-    folders.checked_digest(model)
-    assert f"card {int(folders.weights_in(model)['w'])}" == (model / "README.md").read_text()
+    folders.verified_digest(model)
+    assert f"card {int(folders.load_weights(model)['w'])}" == (model / "README.md").read_text()
     assert os.listdir(tmp_path) == ["model"]
 
 
@@ -163,12 +163,12 @@ def test_two_writers_where_folders_cannot_be_locked_do_not_mix_their_files(tmp_p
     with ThreadPoolExecutor(2) as pool:
         first, second = (pool.submit(write_number, model, number) for number in (0, 1))
         first.result()
-        folders.checked_digest(model)
-        assert int(folders.weights_in(model)["w"]) == 0
+        folders.verified_digest(model)
+        assert int(folders.load_weights(model)["w"]) == 0
         first_done.set()
         second.result()
-    folders.checked_digest(model)
-    assert int(folders.weights_in(model)["w"]) == 1
+    folders.verified_digest(model)
+    assert int(folders.load_weights(model)["w"]) == 1
     assert os.listdir(tmp_path) == ["model"]
 
 

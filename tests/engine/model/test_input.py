@@ -95,7 +95,7 @@ def test_windows_are_those_of_scipy(config, dataset):
     x_RLT = of.windows(torch.from_numpy(uv_BLT), halves_B)
     np.testing.assert_allclose(x_RLT, np.concatenate(expected), atol=1e-5)
     assert not x_RLT[of.count_windows() : 2 * of.count_windows(), 3].any()
-    assert of.is_plain == (not config)
+    assert of.uses_stored_halves == (not config)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,10 @@ def test_two_views_of_five_seconds_become_shorter(dataset):
         ({"window_s": 10.5}, "input.window_s=10.5: input should be less than or equal to 10"),
         ({"window_s": 8.0}, "input.window_s=8: a crop has no two such windows to contrast"),
         ({"fs_hz": 501.0}, "input.fs_hz=501.0: input should be less than or equal to 500"),
-        ({"fs_hz": 257.3}, "input.fs_hz=257.3: must be 50 to 2000, and its ratio to 500 one of"),
+        (
+            {"fs_hz": 257.3},
+            "input.fs_hz=257.3: must be 50 to 2000 Hz, and its ratio to 500 Hz a fraction",
+        ),
         ({"fs_hz": 100.0, "band_hz": [0.5, 50.0]}, "input.band_hz=(0.5, 50.0): give [LOW, HIGH]"),
         ({"band_hz": [40.0, 0.5]}, "input.band_hz=(40.0, 0.5): give [LOW, HIGH]"),
         ({"scale": "unit"}, "input.scale='unit': input should be 'millivolt', 'zscore' or"),
@@ -187,12 +190,15 @@ def test_amplitudes_are_limited_after_resampling_and_before_scaling():
     of = Input.from_document(document, 12)
     free = replace(of, clip_mv=None)
     clipped_BSLT = free.cut_windows(x_BLT, halves_B).clamp(-3, 3)
-    assert of.cut_windows(x_BLT, halves_B).equal(clipped_BSLT) and of.signals["clip_mv"] == 3
+    assert (
+        of.cut_windows(x_BLT, halves_B).equal(clipped_BSLT)
+        and of.preprocessing_fields["clip_mv"] == 3
+    )
     scaled = Input.from_document(document | {"scale": "zscore"}, 12).cut_windows(x_BLT, halves_B)
     assert not scaled.allclose(
         replace(free, scale="zscore").cut_windows(x_BLT, halves_B), atol=0.01
     )
-    assert not replace(of, fs_hz=500.0).is_plain
+    assert not replace(of, fs_hz=500.0).uses_stored_halves
     for wrong in (-1, 0, "3", 1e9):
         with pytest.raises(ConfigError, match=f"clip_mv={wrong!r}: must be above 0 and at most"):
             Input.from_document(document | {"clip_mv": wrong}, 12)
@@ -280,7 +286,7 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
 def test_older_folders_load_as_before():
     document = {"segment_s": 5.0, "fs_hz": 500, "scale": "millivolt", "leads": ["I", "II"]}
     assert Input.from_document(document, 2) == Input((0, 1), (0, 1))
-    assert Input(ALL_LEADS, ALL_LEADS).is_plain
+    assert Input(ALL_LEADS, ALL_LEADS).uses_stored_halves
 
 
 NET = """

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.draws import row_keys
 from omnilead.engine.model.encoders import encoder_flops
-from omnilead.engine.model.jepa import added_flops, draw_blocks
+from omnilead.engine.model.jepa import draw_blocks, jepa_flops
 from omnilead.engine.settings.errors import ConfigError
 
 TOKENS = 50  # of 800 samples
@@ -33,7 +33,7 @@ def test_its_flops_are_those_of_its_passes():
         model(waves(1, 1600), keys(1))["loss"].backward()
     windows, tokens = 2, 800
     encoder = encoder_flops(model.encoder, config, False, 1600, windows=1)
-    ours = windows * (encoder + added_flops(encoder, tokens, 48))
+    ours = windows * (encoder + jepa_flops(encoder, tokens, 48))
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.1)
 
 
@@ -49,7 +49,9 @@ def test_blocks_have_the_lengths_and_places_of_the_recipe():
     assert 0.03 < float(unhidden.float().mean()) < 0.07  # 7.5 %, less what is predicted
     weight_N = weight_RN.float().mean(0)
     assert_close(weight_N, weight_N.flip(0), rtol=0, atol=0.1)  # no end is favoured
-    with pytest.raises(ConfigError, match="19 tokens in a window: needs at least 20"):
+    with pytest.raises(
+        ConfigError, match="a window has 19 tokens, but the objective needs at least 20"
+    ):
         draw_blocks(row_of_keys(1), 19)
 
 
@@ -156,10 +158,10 @@ def test_it_is_one_graph(config):
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        (LAYER, {"momentum": 1.0}, "momentum=1.0: use at least 0, and less than 1"),
+        (LAYER, {"momentum": 1.0}, "momentum=1.0: must be at least 0 and less than 1"),
         (LAYER, {"momenta": 1.0}, "momenta"),
-        (replace(LAYER, causal=True), {}, "looks both ways: set model.causal=false"),
-        (ModelConfig(encoder="s4", options={"width": 48}), {}, "looks both ways"),
+        (replace(LAYER, causal=True), {}, "sees earlier and later ones: set model.causal=false"),
+        (ModelConfig(encoder="s4", options={"width": 48}), {}, "sees earlier and later ones"),
         (ModelConfig(encoder="resnet"), {}, "your own needs features.. and context"),
     ],
 )

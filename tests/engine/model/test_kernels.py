@@ -73,7 +73,7 @@ def test_convolutions(tokens, kernel):
     plain convolution."""
     inputs = [randn(2, tokens, 24), randn(24, 6, kernel), randn(24)]
     expected = values_and_gradients(partial(plain.convolve, groups=4), inputs)
-    for function in (kernels.convolve_by_waves, kernels.convolve_in_blocks):
+    for function in (kernels.convolve_by_fourier, kernels.convolve_in_blocks):
         near(values_and_gradients(partial(function, groups=4), inputs), expected, 1e-12, least=1)
 
 
@@ -88,7 +88,7 @@ def test_the_plain_convolution_in_bf16():
         assert_close(got.double(), exact, rtol=4e-3, atol=0.04)
 
 
-@pytest.mark.parametrize("function", [kernels.convolve_by_waves, kernels.convolve_in_blocks])
+@pytest.mark.parametrize("function", [kernels.convolve_by_fourier, kernels.convolve_in_blocks])
 def test_convolutions_in_bf16(function):
     """Almost as accurate as torch's, 1.7e-3; the same in autocast as in bf16."""
     inputs = [x.bfloat16() for x in (randn(8, 156, 64), randn(64, 4, 128), randn(64))]

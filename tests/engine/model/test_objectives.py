@@ -11,11 +11,11 @@ from tiny import SMALL, keys, seeded, waves
 from torch.testing import assert_close
 
 from omnilead.engine.model.cpc import PredictiveCoding, SampledCoding, draw_candidates
-from omnilead.engine.model.draws import count_negatives
+from omnilead.engine.model.draws import count_draws
 from omnilead.engine.model.objectives import (
     attribute_losses,
     authors_cmsc_loss,
-    diversity,
+    diversity_loss_and_perplexities,
     local_loss,
     mean_over_rows,
     nt_xent,
@@ -62,7 +62,7 @@ def case(rows, slots, codes, counts):
 def test_the_gram_matrix_gives_the_loss_of_gathered_negatives(codes, counts):
     x, y, other, valid, code = case(3, 13, codes, counts)
     x, y = x.requires_grad_(), y.requires_grad_()
-    loss, accuracy = local_loss(x, y, count_negatives(other, 13), valid, code)
+    loss, accuracy = local_loss(x, y, count_draws(other, 13), valid, code)
     rows = [gathered_loss(x[r, :n], y[r, :n], other[r, :n], 0.1) for r, n in enumerate(counts)]
     losses, hits = map(torch.stack, zip(*rows, strict=True))
     assert_close(loss, losses.mean(), rtol=1e-5, atol=1e-6)
@@ -73,7 +73,7 @@ def test_the_gram_matrix_gives_the_loss_of_gathered_negatives(codes, counts):
 
 def test_without_codes_no_negative_is_excluded():
     x, y, other, valid, code = case(2, 9, 3, [9, 9])
-    times = count_negatives(other, 9)
+    times = count_draws(other, 9)
     assert local_loss(x, y, times, valid)[0] > local_loss(x, y, times, valid, code)[0]
 
 
@@ -86,7 +86,9 @@ def test_with_equal_token_counts_the_loss_is_the_authors_mean_over_tokens():
 def test_diversity():
     """Even probabilities of 8 codes in two books, of which the tokens take one each."""
     even, one = torch.full((2, 8), 10 / 8), torch.eye(8)[:2] * 10
-    loss, *perplexities = diversity(even, one, torch.tensor(10.0), gathered=False)
+    loss, *perplexities = diversity_loss_and_perplexities(
+        even, one, torch.tensor(10.0), gathered=False
+    )
     assert float(loss) == pytest.approx(0, abs=1e-5)
     assert perplexities == pytest.approx([16, 2], rel=1e-5)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
-from omnilead.engine.model.draws import Draws, draw_step
+from omnilead.engine.model.draws import Draws, draw_for_step
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.train import compile_model, recompute_layers
@@ -90,7 +90,7 @@ def test_only_the_loss_has_a_gradient_and_it_is_the_weighted_sum():
 def test_spare_slots_change_nothing():
     """M slots, some invalid, give the same as exactly one slot per masked token."""
     model = seeded()
-    padded = draw_step(replace(SMALL, mask_trim=True), keys(4).flatten(), 50, 100)
+    padded = draw_for_step(replace(SMALL, mask_trim=True), keys(4).flatten(), 50, 100)
     used = int(padded.valid_RM.sum(1)[0])
     assert padded.valid_RM[:, :used].all() and used < padded.valid_RM.shape[1]
     assert padded.noise_RMGV is not None
@@ -245,7 +245,7 @@ def test_a_gpu_computes_what_a_cpu_does(how, monkeypatch):
 @pytest.mark.gpu
 def test_a_gpu_draws_what_a_cpu_does():
     mine, theirs = (
-        [part.cpu() for part in draw_step(SMALL, keys(16).flatten().to(device), 50, 20)]
+        [part.cpu() for part in draw_for_step(SMALL, keys(16).flatten().to(device), 50, 20)]
         for device in ("cuda", "cpu")
     )
     assert_close(mine[:4], theirs[:4], rtol=0, atol=0)

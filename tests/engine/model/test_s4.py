@@ -20,9 +20,9 @@ from omnilead.downstream.interop.ecg_cpc import options_and_weights
 from omnilead.engine.model import s4
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.cpc import Float32Product, sampled_loss
-from omnilead.engine.model.encoders import build_encoder, encoder_flops, examine, has_dropout
+from omnilead.engine.model.encoders import build_encoder, check_encoder, encoder_flops, has_dropout
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.model.s4 import S4, StateSpace, hippo_legs
+from omnilead.engine.model.s4 import S4, StateSpace, hippo_legs_matrices
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.config import load_config
 from omnilead.engine.training.train import compile_model
@@ -96,7 +96,7 @@ def test_the_gradients_are_the_authors(authors):
 
 def by_spectra(space, u_RND):
     """The output by a kernel as long as the input and its spectrum, in float64."""
-    a, b = hippo_legs(space.states)
+    a, b = hippo_legs_matrices(space.states)
     p = b / math.sqrt(2)
     values, vectors = np.linalg.eig(a + np.outer(p, p))
     kept = np.argsort(-values.imag)[: space.states // 2]
@@ -135,7 +135,7 @@ def test_any_chunk_is_the_convolution_with_the_whole_kernel(chunk, tokens, bidir
     torch.manual_seed(0)
     space = StateSpace(5, 8, 50, bidirectional)
     space.chunk = chunk
-    space.freeze()
+    space.compute_frozen_buffers()
     u_RND = torch.randn(3, tokens, 5, requires_grad=True)
     y_RND = space(u_RND)
     weights_RND = torch.randn_like(y_RND)
@@ -198,7 +198,7 @@ def test_who_sees_what(norm, bidirectional):
         for part in build.modules():
             if isinstance(part, nn.BatchNorm1d):
                 part.to(dtype)
-        assert examine(build, config, masked=True, dtype=dtype, samples=601) == 301
+        assert check_encoder(build, config, masked=True, dtype=dtype, samples=601) == 301
     x_RLT = torch.randn(2, 12, 600)
     changed_RLT = x_RLT.clone()
     changed_RLT[..., 302:] += 1.0
@@ -242,7 +242,7 @@ def test_golden_losses_and_gradients_of_the_shipped_recipes(name, expected):
     model = by_numpy(Pretrainer(replace(config.model, options=options), config.objective))
     for layer in model.encoder.layers:
         layer.space.log_dt.copy_(torch.linspace(-6.9, -2.3, SMALL["width"]))
-        layer.space.freeze()
+        layer.space.compute_frozen_buffers()
     x_BSLT = waves(3, config.input.samples)[:, : config.windows]
     loss = model(x_BSLT, keys(3)[:, : config.windows])["loss"]
     loss.backward()
@@ -272,10 +272,10 @@ def test_without_a_compiler_for_its_kernels_a_gpu_takes_products(monkeypatch, ca
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
     for error, works in ((RuntimeError("Failed to find\nC compiler"), False), (None, True)):
-        s4.kernels_compile.cache_clear()
+        s4.triton_kernels_compile.cache_clear()
         monkeypatch.setattr(s4, "filter_chunks", mock.Mock(side_effect=error))
-        assert [s4.kernels_compile(), s4.kernels_compile()] == [works, works]
-    s4.kernels_compile.cache_clear()
+        assert [s4.triton_kernels_compile(), s4.triton_kernels_compile()] == [works, works]
+    s4.triton_kernels_compile.cache_clear()
     (line,) = capsys.readouterr().err.splitlines()
     assert "S4 runs slower" in line and "Failed to find C compiler: install gcc" in line
 
@@ -378,11 +378,11 @@ def test_the_recurrence_on_a_gpu_is_the_convolution(dtype, states, width, tokens
 @pytest.mark.parametrize(
     ("options", "says"),
     tabulated("""
-{"states": 7}                | states=7: must be even: they are conjugate pairs
-{"states": 64}               | states=64: at most 16
+{"states": 7}                | states=7: must be even and at least 2: states are conjugate pairs
+{"states": 64}               | states=64: must be at most 16
 {"norm": "none"}             | norm='none': use layer, batch, group
-{"kernels": [3]}             | kernels=[3], strides=[2, 1, 1, 1]: give a kernel and a stride for each convolution
-{"strides": [2, 1, 1, 0]}    | strides=[2, 1, 1, 0]: give a kernel and a stride for each convolution
+{"kernels": [3]}             | kernels=[3], strides=[2, 1, 1, 1]: give each convolution a kernel and a stride of at least 1
+{"strides": [2, 1, 1, 0]}    | strides=[2, 1, 1, 0]: give each convolution a kernel and a stride of at least 1
 {"dropout": 1.0}             | dropout=1.0: must be
 {"width": 12, "norm": "group"} | width=12: must be a multiple of 8
 {"depth": 2}                 | unexpected keyword argument 'depth'
@@ -398,15 +398,23 @@ def test_wrong_options_are_one_line(options, says):
 @pytest.mark.parametrize(
     ("options", "objective", "says"),
     [
-        ({"bidirectional": True}, {}, "s4 needs bidirectional=false and another norm than group"),
-        ({"norm": "group"}, {}, "s4 needs bidirectional=false and another norm than group"),
+        (
+            {"bidirectional": True},
+            {},
+            "for s4 use the options bidirectional=false and norm=layer or batch",
+        ),
+        (
+            {"norm": "group"},
+            {},
+            "for s4 use the options bidirectional=false and norm=layer or batch",
+        ),
         ({}, {"form": "some"}, "form='some': use all or sampled"),
         (
             {},
             {"form": "sampled", "steps": 3},
-            "steps is no option of form=sampled: use ahead, negatives",
+            "form=sampled has no option steps: use ahead, negatives",
         ),
-        ({}, {"form": "sampled", "ahead": 0}, "use at least 1 for ahead and for negatives"),
+        ({}, {"form": "sampled", "ahead": 0}, "ahead=0, negatives=128: both must be at least 1"),
     ],
 )
 def test_what_predictive_coding_cannot_do_is_one_line(options, objective, says):

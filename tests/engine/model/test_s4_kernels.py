@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 
 INTERPRETED = """
 import json, torch
-from omnilead.engine.model.s4 import GPU_CHUNK_TOKENS, ChunksInRegisters, StateSpace
+from omnilead.engine.model.s4 import GPU_CHUNK_TOKENS, GPUChunkedConvolution, StateSpace
 
 class InRegisters(StateSpace):
     def filter_by(self, u_RND, c_Dh2, d_D):
-        return ChunksInRegisters.apply(u_RND, *self.chunk_weights(c_Dh2, d_D, GPU_CHUNK_TOKENS))
+        return GPUChunkedConvolution.apply(u_RND, *self.chunk_weights(c_Dh2, d_D, GPU_CHUNK_TOKENS))
 
 torch.manual_seed(0)
 differences = {}
@@ -43,7 +43,7 @@ from triton.compiler import ASTSource
 from omnilead.engine.model import s4_kernels
 from omnilead.engine.model.s4 import GPU_CHUNK_TOKENS
 sizes = {"chunk": GPU_CHUNK_TOKENS, "states": 8}
-sizes |= {"channels": s4_kernels.CHANNELS, "ahead": s4_kernels.CHUNKS_AHEAD}
+sizes |= {"channels": s4_kernels.CHANNELS_PER_PROGRAM, "ahead": s4_kernels.PREFETCHED_CHUNKS}
 directions = {s4_kernels.filter_kernel: ({"back": False}, {"back": True}), s4_kernels.gradient_kernel: ({},)}
 for kernel, options in directions.items():
     for option in options:
@@ -52,7 +52,7 @@ for kernel, options in directions.items():
         types |= {name: "*bf16" for name in ("u", "y", "g") if name in types}
         types |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-        warps = {"num_warps": s4_kernels.CHANNELS // 32}
+        warps = {"num_warps": s4_kernels.CHANNELS_PER_PROGRAM // 32}
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=warps)
         # a product of two 32-bit numbers is too small for the samples of a day
         assert not re.search(r"muli .*%width.* : i32", made.asm["ttir"]), made.asm["ttir"]
@@ -66,12 +66,12 @@ for kernel, options in directions.items():
 IN_A_GRAPH = """
 import torch
 from torch.library import opcheck
-from omnilead.engine.model.s4 import ChunksInRegisters, StateSpace, filter_chunks, weight_gradients
+from omnilead.engine.model.s4 import GPUChunkedConvolution, StateSpace, filter_chunks, weight_gradients
 space = StateSpace(3, 4, 300)
 u_RND = torch.randn(2, 5, 3, requires_grad=True)
 
 def filtered(u_RND, C, D):
-    return ChunksInRegisters.apply(u_RND, *space.chunk_weights(C[0], D, 2)).square().sum()
+    return GPUChunkedConvolution.apply(u_RND, *space.chunk_weights(C[0], D, 2)).square().sum()
 
 given = u_RND, space.C, space.D
 expected = torch.autograd.grad(filtered(*given), given)

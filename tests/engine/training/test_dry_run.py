@@ -186,7 +186,7 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
         return x
 
     x_BSLT = torch.randn(3, 2, 12, 2500)
-    masks = None if task.input.is_plain else np.ones((3, task.windows, 12, 1), bool)
+    masks = None if task.input.uses_stored_halves else np.ones((3, task.windows, 12, 1), bool)
     arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
     with gpu_operations(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model(*arguments)

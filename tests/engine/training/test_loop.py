@@ -36,7 +36,7 @@ from omnilead.downstream.finetuning.task import FinetuneTask
 from omnilead.engine.data.config import HALF
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.reader import CropReader
-from omnilead.engine.model.draws import draw_step, row_keys
+from omnilead.engine.model.draws import draw_for_step, row_keys
 from omnilead.engine.model.objectives import local_loss, nt_xent
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.files import CONFIGS
@@ -90,7 +90,9 @@ def test_chance_equals_the_score_of_random_representations(dataset):
     chance, held_out = task.explanations()["chance"], task.validation_loss.crops
     random, tokens = torch.Generator().manual_seed(0), config.model.tokens(HALF)
     keys_R = torch.from_numpy(row_keys(0, 0, np.arange(40))).flatten()
-    draws = draw_step(config.model, keys_R, tokens, config.objective.negatives, sample_codes=False)
+    draws = draw_for_step(
+        config.model, keys_R, tokens, config.objective.negatives, sample_codes=False
+    )
     x_RMP, y_RMP = (torch.randn(*draws.valid_RM.shape, 16, generator=random) for _ in range(2))
     loss, hits = local_loss(x_RMP, y_RMP, draws.times_RMM, draws.valid_RM, temperature=1e4)
     assert chance["loss_local"] == pytest.approx(float(loss), rel=0.06)
