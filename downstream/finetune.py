@@ -91,13 +91,13 @@ def finetune(
     config: str | Path | None = None,
     **settings: Any,
 ) -> "TrainingRun":
-    """Fine-tunes a run or a model on a table of labels, a shipped task or a config. Called again,
-    it resumes.
+    """Fine-tunes a run or a model on a table of labels, a shipped task or a config. If `out`
+    already holds this run, resumes it.
 
-    The arguments are the options of `omnilead finetune`, `settings` those of --set by their dotted
-    names. Without `config`, batch size, steps and learning rate are chosen to suit the data. Ctrl-C
-    writes a checkpoint and raises KeyboardInterrupt. Other errors have one-line messages, such as
-    engine.settings.errors.ConfigError.
+    The arguments are the options of `omnilead finetune`. `settings` are those that the command
+    takes with --set, by their dotted names. Without `config`, batch size, steps and learning rate
+    are chosen to suit the data. Ctrl-C writes a checkpoint and raises KeyboardInterrupt. Other
+    errors, such as engine.settings.errors.ConfigError, have one-line messages.
     """
     of_task = {
         "labels": labels,

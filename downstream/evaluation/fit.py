@@ -33,12 +33,12 @@ from .records import FIT_SPLITS, ShownLeads, probed_records
 from .results import EvalOptions, input_and_warnings, leakage_notes
 from .vectors import require_cache
 
-CLASSES_SHOWN = 12  # if there is one more, it is shown as well
+CLASSES_SHOWN = 12  # a single further class is shown, too
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The options of downstream.fit, which explains them."""
+    """The options of `omnilead fit`. downstream.fit explains them."""
 
     data: Data | Sequence[Data]
     out: str
@@ -59,8 +59,8 @@ class FitOptions:
 
 
 def fit_scores_and_sentences(options: FitOptions) -> tuple[Facts, list[str]]:
-    """Fits a head and writes it. Returns its `cross_validated` scores, and sentences for the
-    user."""
+    """Fits a head to the label table of the options, and writes it with the model. Returns the
+    scores of its cross-validation, and sentences for the user."""
     refuse_ranks("a head is")
     head, labels = fit_task(
         task_of_table(options.labels, options.columns, options.kind, options.positive), options
@@ -81,11 +81,12 @@ def fit_scores_and_sentences(options: FitOptions) -> tuple[Facts, list[str]]:
 
 
 def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
-    """Fits a head for any task, writes it with the model, and tells notes on the data. Returns the
-    head and its labels."""
+    """Fits a head for any task, writes it with the model, and prints notes on the data. Returns the
+    head and the labels that it was fitted to."""
     out = Path(options.out)
     require_new_folder(out, Flag("--out"))
-    parts = out.with_name(f"{out.name}.parts")  # kept after an interruption
+    # Holds the embeddings; after an interruption it stays, to resume
+    parts = out.with_name(f"{out.name}.parts")
     require_cache(parts)
     data = open_together(options.data, options.anonymous)
     embedder = embedder_of(options.model, options.model, options.embedding)
@@ -108,8 +109,8 @@ def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
 
 
 def class_lines(classes: Facts) -> list[str]:
-    """Returns a line with the AUROC of each class, the most frequent first; none for a single
-    class."""
+    """Returns lines for the terminal with the AUROC of each class, the most frequent class first.
+    Returns no line if there is only one class."""
     if len(classes) < 2:
         return []
     frequent = sorted(classes, key=lambda name: -classes[name]["positives"])

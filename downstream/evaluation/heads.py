@@ -1,8 +1,8 @@
-"""A frozen model with a probe as its head: what `omnilead fit` writes, and how good it is
-by cross-validation.
+"""Fits a probe as the head of a frozen model, cross-validates it, and writes both as a model, for
+`omnilead fit`.
 
     head = fit_head(embedder, datasets, labels, train, HeadOptions("boosted"), Path("PARTS"))
-    head.sentences        # sentences: the cross-validated score, the 95 % sensitivity point
+    head.sentences        # the cross-validated score, the point of 95 % sensitivity
     write_head(head, model, Path("MODEL"))
 """
 
@@ -40,41 +40,47 @@ from .records import ProbedRecords, assign_folds, fold_groups
 from .results import nan_to_none
 from .vectors import Embedder, cached_vectors
 
-NOT_TESTED = -1  # stands where a record has no fold
+NOT_TESTED = -1  # the number of the fold of a record that is never held out
 
 
 class HeadOptions(NamedTuple):
     """Options for fitting a head."""
 
     reader: str = "linear"
-    readout: str = ""  # "": the model's own
+    readout: str = ""  # "": the model's own read-out
     leads: str = "12"
-    folds: int = (
-        0  # in cross-validation; 0: DEFAULT_FOLDS, or the first of them if there are many ECGs
-    )
+    # Number of folds of the cross-validation. 0: DEFAULT_FOLDS, of which only the first is tested if
+    # there are many ECGs
+    folds: int = 0
 
 
 class Head(NamedTuple):
+    """A fitted head, and what is written about it."""
+
     probe: Probe
     readout: Readout
     leads: str  # the leads that the head was fitted on
-    seen: pa.Table  # the data that the head was fitted on (engine.data.seen)
+    seen: pa.Table  # the ECGs that the head was fitted on, as in engine.data.seen
     document: Facts  # `head` in config.json
-    people: str  # such as: 120 ECGs of 80 patients
-    sentences: list[str]  # for the user: how good the head is
+    people: str  # whom it was fitted on: "120 ECGs of 80 patients"
+    sentences: list[str]  # say how good the head is
 
     @property
     def description(self) -> str:
+        """Returns what the head is, in words."""
         return "boosted trees" if isinstance(self.probe.head, Trees) else "a linear layer"
 
 
 def require_new_folder(out: Path, flag: str) -> None:
-    """Raises ConfigError unless the folder can be created."""
+    """Raises ConfigError if the folder exists or cannot be created. `flag`: the option that names
+    the folder."""
     if os.path.lexists(out):
-        raise ConfigError(flag, f" {out}: exists: choose another folder")
+        raise ConfigError(flag, f" {out}: already exists: choose another folder")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(flag, f" {out}: no folder can be made in {folder}: choose another")
+        raise ConfigError(
+            flag, f" {out}: no folder can be created in {folder}: choose another place"
+        )
 
 
 def require_known_labels(labels: TaskLabels, train: ProbedRecords) -> None:
@@ -96,15 +102,19 @@ def fit_head(
     options: HeadOptions,
     parts: Path,
 ) -> Head:
-    """Fits a head on all of `train` and cross-validates it. `parts`: folder for embeddings."""
-    fold_N = fold_of_records(datasets, train, options)  # refuses a wrong number of folds at once
+    """Fits a head on all records of `train`, and cross-validates it. `parts`: the folder that
+    embeddings are saved in."""
+    # This refuses a wrong number of folds before anything is computed
+    fold_N = fold_of_records(datasets, train, options)
     readout = readout_of_head(embedder, options)
-    # The model will measure rhythm itself, in its own leads
+    # The read-out keeps rhythm, since the written model measures it itself, in the leads that it is
+    # shown
     vectors = cached_vectors(
         with_readout(embedder, readout), datasets, train.rows, options.leads, parts
     )
     x_ND, record_N = train.mean_embeddings([vectors]), np.arange(len(train.y_NK))
-    if options.reader == "boosted":  # fitted on windows, since a model scores windows
+    # Trees are fitted on windows, because the model will score windows
+    if options.reader == "boosted":
         x_ND, record_N = train.windows_and_records(vectors)
     data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], labels.task.kind)
     fit = READERS[options.reader]
@@ -127,7 +137,8 @@ def fit_head(
 
 
 def seen_table(datasets: Datasets, rows: Array) -> pa.Table:
-    """Returns what a head was fitted on, as a table (engine.data.seen)."""
+    """Returns the table of the ECGs that a head was fitted on, as in engine.data.seen. `rows`:
+    their crops."""
     of_datasets = []
     for dataset, rows_of_dataset in zip(datasets.all, datasets.rows_by_dataset(rows), strict=True):
         if len(rows_of_dataset):
@@ -136,8 +147,9 @@ def seen_table(datasets: Datasets, rows: Array) -> pa.Table:
 
 
 def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptions) -> Array:
-    """Returns the fold of each record; NOT_TESTED for most of many records, and for all of one
-    patient."""
+    """Returns the fold in which each record is held out. It is NOT_TESTED for all records if they
+    are of one patient. If there are many records, only one fold is held out, and the others are
+    NOT_TESTED."""
     group_N = fold_groups(datasets, train)
     count = options.folds or min(DEFAULT_FOLDS, len(np.unique(group_N)))
     if count < 2:
@@ -149,7 +161,8 @@ def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptio
 
 
 def readout_of_head(embedder: Embedder, options: HeadOptions) -> Readout:
-    """Returns the head's read-out: boosted trees also get the measurements and the mean beat."""
+    """Returns the read-out of the head. To that of the options, boosted trees add the measurements
+    and the mean beat."""
     model = embedder.trained_model
     readout = model.suitable_readout(options.readout)
     if options.reader == "boosted":
@@ -159,7 +172,7 @@ def readout_of_head(embedder: Embedder, options: HeadOptions) -> Readout:
 
 
 def head_document(labels: TaskLabels, probe: Probe) -> Facts:
-    """Returns `head` for config.json."""
+    """Returns the section `head` of config.json."""
     kind = KINDS[probe.kind]
     document: Facts = {"task": labels.task.name, "kind": probe.kind, "unit": labels.task.unit}
     document |= labels.resume_facts
@@ -176,8 +189,9 @@ def head_document(labels: TaskLabels, probe: Probe) -> Facts:
 def held_out_scores(
     fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: Array
 ) -> Array:
-    """Returns the mean score of each record's rows for the outputs `used_K`, by a probe of all
-    records of other folds; 0 for records that are not tested."""
+    """Returns the scores of each record for the outputs `used_K`: the mean over its rows of the
+    scores by a probe that was fitted on the records of all other folds. Records that are never held
+    out get 0."""
     sums_NK = np.zeros((len(fold_N), used_K.sum()))
     folds = np.unique(fold_N[fold_N != NOT_TESTED])
     held_FR = [fold_N[record_N] == fold for fold in folds]
@@ -193,8 +207,8 @@ def held_out_scores(
 def cross_validation(
     labels: TaskLabels, train: ProbedRecords, scores_NK: Array, fold_N: Array, used_K: Array
 ) -> Facts:
-    """Returns `thresholds` and `cross_validated` for config.json
-    (downstream.inference.trained_model.HeadInfo)."""
+    """Returns `cross_validated` and, if the kind of task has them, `thresholds`, for the section
+    `head` of config.json (downstream.inference.trained_model.HeadInfo)."""
     tested_N, names = fold_N != NOT_TESTED, np.array(labels.classes)
     y_NK, patient_N = train.y_NK[tested_N][:, used_K], train.patient_N[tested_N]
     fold_N = fold_N[tested_N]
@@ -229,8 +243,8 @@ def cross_validation(
 
 
 def patients_text(patient_N: Array) -> str:
-    """Counts ECGs and patients, such as "120 ECGs of 80 patients". Odd ids are patients
-    (TaskLabels.patients)."""
+    """Returns how many ECGs and patients there are, such as "120 ECGs of 80 patients". An odd id is
+    a known patient, an even id a record whose patient is unknown (TaskLabels.patients)."""
     known_N = patient_N % 2 == 1
     patients, unknown = len(np.unique(patient_N[known_N])), int((~known_N).sum())
     if not unknown:
@@ -242,12 +256,13 @@ def patients_text(patient_N: Array) -> str:
 
 
 def write_head(head: Head, model: TrainedModel, out: Path) -> None:
-    """Writes the model with this head, for `omnilead predict` and `evaluate`."""
+    """Writes the model with this head to a folder that `omnilead predict` and `omnilead evaluate`
+    can load."""
     modules = nn.ModuleDict({"encoder": model.encoder, "head": head.probe.head.float()})
     document = model.config | {
         "head": head.document,
         "readout": "+".join(head.readout),
-        # The head was fitted without missing leads
+        # 0, because the head was fitted on ECGs without masked leads
         "trained": model.history | {"rlm": 0},
     }
     limited_input = model.input.limited_to(head.leads)
@@ -257,13 +272,15 @@ def write_head(head: Head, model: TrainedModel, out: Path) -> None:
 
 
 def full_precision_model(embedder: Embedder, folder: str, code: bool) -> TrainedModel:
-    """Returns the model with the weights of its file, which bf16 would round."""
+    """Returns the model with the weights as stored in its file. The weights of the embedder are not
+    used if they were rounded to bf16."""
     if embedder.model and embedder.precision != "bf16":
         return embedder.model
     return load(name_and_folder(folder)[1], code)
 
 
 def head_card(head: Head) -> str:
+    """Returns the text of the model card."""
     return (
         f"# ECG {head.document['task']}: {head.description} on a frozen encoder\n\nThe encoder is read out "
         f"as {'+'.join(head.readout)}. The head, {head.description}, was fitted on {head.people}. "

@@ -1,5 +1,5 @@
-"""Tables of a trained model's embeddings and predictions: what `omnilead embed` and `omnilead
-predict` do.
+"""Makes tables of a trained model's embeddings and predictions, for `omnilead embed` and `omnilead
+predict`.
 
     table = embed("RUN", data="DATASET", leads="I,II", per="crop")        # a pyarrow table in memory
     done = predict("TUNED", data=["A.hea"], out="F.csv", per="record")    # in a file; done.rows, done.message
@@ -43,20 +43,21 @@ from .outputs import (
 )
 from .trained_model import TrainedModel, load
 
-PARTS_LISTED = 8  # numbers that a message lists
-SENTENCES_SHOWN = 4  # sentences that a message has about a model
+PARTS_LISTED = 8  # a message lists at most this many numbers of parts
+SENTENCES_SHOWN = 4  # a message has at most this many sentences about the model
 
 
 class Written(NamedTuple):
-    """A file that was written, or whose last parts other ranks compute."""
+    """The output file of a command, which may lack parts that other ranks still compute."""
 
     out: Path
-    rows: int | None  # None on ranks that did not complete the file
-    message: str  # for the user; "" if another rank has told
+    rows: int | None  # number of rows; None on ranks that did not complete the file
+    message: str  # for the user; "" if another rank prints it
 
 
 class Setup(NamedTuple):
-    """A model on its device, and what it is shown."""
+    """A loaded model with the input that it is shown, the precision it computes in, and the
+    completed options."""
 
     model: TrainedModel
     input: Input
@@ -72,7 +73,7 @@ def embed(
     readout: str = "",
     **options: Any,
 ) -> pa.Table | Written:
-    """Runs `omnilead embed`: see downstream/embed.py."""
+    """Does the work of `omnilead embed`. downstream/embed.py explains the options."""
     place = Path(out) if out else None
     if place and place.suffix not in ("", ".parquet"):
         name = place.with_suffix(".parquet").name
@@ -88,13 +89,15 @@ def predict(
     out: File | None = None,
     **options: Any,
 ) -> pa.Table | Written:
-    """Runs `omnilead predict`: see downstream/predict.py."""
+    """Does the work of `omnilead predict`. downstream/predict.py explains the options."""
     place = Path(out) if out else None
     if place and place.suffix not in (".csv", ".parquet"):
         raise ConfigError(Flag("--out"), f" {out}: must end in .csv or .parquet")
     if place and place.suffix == ".csv" and place.exists() and read_job(place) is None:
         raise ConfigError(
-            Flag("--out"), f" {out}: already exists: remove it, or choose another ", Flag("--out")
+            Flag("--out"),
+            f" {out}: already exists, and does not say which job wrote it: remove it, or choose another ",
+            Flag("--out"),
         )
     return _make_table(outputs.prediction_output, model, data, place, options)
 
@@ -106,7 +109,9 @@ def _make_table(
     out: Path | None,
     options: dict[str, Any],
 ) -> pa.Table | Written:
-    launched_rank()  # refuses wrong environment variables before the model is loaded
+    """Applies the model to the ECGs. Returns the table or, with `out`, what was written."""
+    # Called first, to refuse wrong environment variables before the model is loaded
+    launched_rank()
     if out:
         require_writable(out, Flag("--out"))
     else:
@@ -121,13 +126,15 @@ def _make_table(
         table = whole_table(source, output, setup.input, setup.options.per)
         counts = Counts().add_table(table, sum(map(len, source.skipped.values())))
         for doubt in _table_doubts(setup, output, source, counts):
-            warnings.warn(doubt, stacklevel=5)  # points at the call of omnilead.embed or predict
+            # The warning points at the user's call of omnilead.embed or predict
+            warnings.warn(doubt, stacklevel=5)
         return table
     except OSError as error:
         raise file_error(error, out) from None
 
 
 def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Written:
+    """Computes this rank's parts of the table, and completes the file if no part is missing."""
     rank, world, _ = launched_rank()
     options = setup.options
     if opened.private and rank == 0:
@@ -171,7 +178,8 @@ def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> 
 def _table_doubts(
     setup: Setup, output: Output, source: CropSource, counts: Counts
 ) -> Iterator[str]:
-    """Yields what the user of a table must know."""
+    """Yields warnings about the table: leads that are missing, implausible amplitudes and rates,
+    ECGs that the model was fitted on, and records that could not be read."""
     of_rows = f"of {counts.rows:,} rows"
     if counts.lacking and (why := setup.model.missing_leads_doubt()):
         yield f"{counts.lacking:,} {of_rows} lack leads (column {MISSING}): {why}"
@@ -206,7 +214,8 @@ def load_setup(
     code: bool = False,
     **options: Any,
 ) -> Setup:
-    """Loads the model and completes the options: see EcgOptions and `load_model_and_precision`."""
+    """Loads the model on its device, and replaces defaults of the options by their values for it.
+    See EcgOptions and `load_model_and_precision` for the arguments."""
     several = [data] if isinstance(data, str | os.PathLike) else data
     urls = tuple(os.fspath(url) for url in several)
     chosen = {name: value for name, value in options.items() if value is not None}
@@ -218,7 +227,7 @@ def load_setup(
             Flag("--unit"),
             " are for .npy and .npz files, and ",
             Flag("--data"),
-            " names none: leave them out",
+            " names no such file: leave them out",
         )
     loaded, precision = load_model_and_precision(model, device, precision, code)
     on_gpu, cores = loaded.device.type == "cuda", cores_per_rank()
@@ -234,8 +243,8 @@ def load_setup(
 
 
 def select_device(name: str) -> torch.device:
-    """Returns the device for --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. Ranks
-    use a machine's GPUs in turn."""
+    """Returns the device that --device names, such as cpu, cuda or cuda:1. "auto" is a GPU if there
+    is one. With several ranks on a machine, each takes the next of its GPUs."""
     try:
         device = torch.device(
             ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
@@ -252,8 +261,9 @@ def select_device(name: str) -> torch.device:
 def load_model_and_precision(
     path: File, device: str = "auto", precision: str = "auto", code: bool = False
 ) -> tuple[TrainedModel, str]:
-    """Loads a model on its device; returns the precision that it computes in, too. "auto": a GPU if
-    there is one; there bf16 if the model was trained in bf16, else fp32."""
+    """Loads a model on its device. Returns the model and the precision that it computes in. Device
+    "auto": a GPU if there is one. Precision "auto": bf16 on a GPU if the model was trained in bf16,
+    else fp32."""
     place = select_device(device)
     if place.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank())
@@ -264,14 +274,18 @@ def load_model_and_precision(
         precision = "bf16" if place.type == "cuda" and trained == "bf16" else "fp32"
     model.encoder.to(place, torch.bfloat16 if precision == "bf16" else torch.float32)
     if model.head:
-        model.head.to(place)  # a probe's standardisation is in its weights: bf16 would round it
+        # The head stays in fp32, because its weights include the standardisation of a probe, which
+        # bf16 would round
+        model.head.to(place)
     return model, precision
 
 
 def refuse_ranks(what: str) -> None:
+    """Raises ConfigError if the program was started on several ranks. `what`: subject and verb for
+    the message."""
     world = launched_rank().world
     if world > 1:
         raise ConfigError(
-            f"WORLD_SIZE={world}: {what} computed by one process: start it without deepspeed or "
-            "torchrun"
+            f"WORLD_SIZE={world}: {what} computed by a single process: start the program without "
+            "deepspeed or torchrun"
         )

@@ -1,4 +1,4 @@
-"""The tables, a view of the scores measured so far beside the paper's: DIR/table-N.md, .csv and .json.
+"""Writes the tables DIR/table-N.md, .csv and .json: the scores measured so far, beside the paper's.
 
     write_tables(plan)
 
@@ -26,7 +26,7 @@ STATE_LEGEND = {
 
 
 class Cell(NamedTuple):
-    """A line of the csv."""
+    """A cell of a table, which is a line of the CSV file."""
 
     table: int
     row: str
@@ -41,8 +41,8 @@ class Cell(NamedTuple):
     state: str
     paper_mean: float | None
     paper_interval: float | None
-    scores: list[float] | str  # text in the csv
-    auroc: float | None  # for Dx only; the paper does not print it
+    scores: list[float] | str  # in the CSV file: text, with spaces between the scores
+    auroc: float | None  # for the task Dx only; the paper does not print AUROCs
     auroc_interval: float | None
 
 
@@ -85,6 +85,7 @@ def table_cells(table: Table, plan: PaperPlan) -> list[Cell]:
 
 
 def make_cell(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) -> Cell:
+    """Returns the cell with our scores so far, their state, and the paper's score."""
     jobs = [plan.jobs[name] for name in plan.cells.get((table.number, row.name, task, leads), ())]
     documents = [read_json(plan.folder.path / job.makes) for job in jobs]
     scores = [document["score"] for document in documents if document.get("score") is not None]
@@ -104,19 +105,22 @@ def make_cell(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) ->
 
 
 def mean_and_interval(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """Returns the mean of the values that are not None, and half of its 95 % interval if there are
+    at least two."""
     known_values = [value for value in values if value is not None]
     mean, half = mean_and_half_width(known_values) if known_values else (None, None)
     return mean, half if len(known_values) > 1 else None
 
 
 def has_failed(plan: PaperPlan, job: Job) -> bool:
-    """True if this job or one that it needs has failed."""
+    """Returns True if this job, or a job that it needs, has failed."""
     needed = (has_failed(plan, plan.jobs[name]) for name in job.needs)
     return bool(plan.folder.read_note(job, "error")) or any(needed)
 
 
 def is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
-    """Applies the rule in the table's caption to the scores as printed."""
+    """Returns True if the cell is bold by the rule that the table's caption states, applied to the
+    scores as rounded for print."""
     gain, rivals = table.bold == "gain", []
     for other in cells:
         same_column = (other.task, other.leads) == (cell.task, cell.leads)
@@ -130,7 +134,7 @@ def is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
 
 
 def table_markdown(table: Table, cells: list[Cell], text: str) -> str:
-    """Renders the rows and columns that were asked for."""
+    """Returns a table as Markdown, with the rows and columns that the user asked for."""
     requested = [cell for cell in cells if cell.seeds_asked] or cells
     columns = [leads for leads in LEAD_COUNTS if any(cell.leads == leads for cell in requested)]
     lines = [["Methods", "", *map(table.column_title, columns)], ["---"] * (len(columns) + 2)]
@@ -176,7 +180,7 @@ def score_text(mean: float | None, interval: float | None) -> str:
 
 
 def protocol_text(plan: PaperPlan) -> str:
-    """Says in one paragraph how this differs from the paper."""
+    """Returns a paragraph that says how this reproduction differs from the paper."""
     scale, data = plan.scale, plan.data
     dx = " / ".join(f"{data.count_crops('dx', role):,}" for role in ("train", "valid", "test"))
     leak = ""

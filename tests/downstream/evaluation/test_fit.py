@@ -176,7 +176,10 @@ def test_a_folder_of_others_is_not_taken_for_its_embeddings(
     (others / "thesis.txt").write_text("mine")
     given = ["--model", str(encoder), "--data", dataset.root.url, "--labels", str(sheet)]
     assert main(["fit", *given, "--columns", "ill", "--out", str(tmp_path / "MODEL")]) == 2
-    assert "MODEL.parts: is for embeddings alone, and has thesis.txt" in capsys.readouterr().err
+    assert (
+        "MODEL.parts: only saved embeddings may be in this folder, but it has thesis.txt"
+        in capsys.readouterr().err
+    )
     assert (others / "thesis.txt").read_text() == "mine"
 
 
@@ -202,7 +205,10 @@ def test_how_many_people_a_head_was_fitted_on():
     [
         ("--labels nowhere.csv", "nowhere.csv"),
         ("--labels same.csv", "nothing to learn or to score; an empty cell is unknown: write 0"),
-        ("--labels mine.csv --columns ill --out .", "--out .: exists: choose another folder"),
+        (
+            "--labels mine.csv --columns ill --out .",
+            "--out .: already exists: choose another folder",
+        ),
         ("--labels mine.csv --columns ill --folds 999", "--folds 999: only "),
         ("--labels gaps.csv", "no record of train and valid has a known label in well: leave"),
         ("--labels mine.csv --columns ill --leads X", "no lead is called 'X'"),
