@@ -29,4 +29,4 @@ def load(path: Path, **options: Any) -> Any:
     return load_model(path, **options)
 
 
-AFTER = AfterTraining(model_card, write_report, load)
+AFTER_TRAINING = AfterTraining(model_card, write_report, load)

@@ -127,10 +127,10 @@ def bench(
     # These imports wait until here, so that --help does not load PyTorch
     from omnilead.downstream.evaluation import bench as comparison
     from omnilead.downstream.evaluation.embedders import EmbedOptions
-    from omnilead.downstream.evaluation.plan import BenchOptions, labels_and_tasks
+    from omnilead.downstream.evaluation.plan import BenchOptions, separate_labels_and_tasks
     from omnilead.downstream.reports.bench_report import write_comparison
 
-    labels, tasks = labels_and_tasks(labels, tuple(tasks))
+    labels, tasks = separate_labels_and_tasks(labels, tuple(tasks))
     options = BenchOptions(
         models=tuple(models),
         data=data,

@@ -26,7 +26,7 @@ from omnilead.engine.settings.files import File
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from omnilead.downstream.inference.commands import Written
+    from omnilead.downstream.inference.commands import WrittenTable
 
 
 def embed(
@@ -50,7 +50,7 @@ def embed(
     ] = "crop",
     readout: shared.Readout = "",
     pseudonymize: shared.Pseudonymize = None,
-) -> "pa.Table | Written":
+) -> "pa.Table | WrittenTable":
     """Computes embeddings of ECGs, as `omnilead embed`. Returns a pyarrow table or, with `out`,
     writes a parquet file. The file is written in parts, so that the same call resumes after an
     interruption, and ranks of torchrun or deepspeed share the parts."""

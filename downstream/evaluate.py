@@ -229,7 +229,7 @@ def label_table_of_run(model: str) -> str:
 def score_lines(document: Facts, halves: bool = False) -> Iterator[str]:
     """Yields lines for the terminal with the scores of whole records and, if `halves`, of single
     halves of 5 s."""
-    from omnilead.downstream.evaluation.results import sentence_to_report, windows_text
+    from omnilead.downstream.evaluation.results import scored_windows_text, sentence_to_report
 
     yield "{task}, role {role}, leads {leads}: {model} on {dataset}".format(**document)
     labels = {name: label_of(name) for name in document["metrics"]}
@@ -238,7 +238,7 @@ def score_lines(document: Facts, halves: bool = False) -> Iterator[str]:
     record = document.get("record")
     parts = [record, document] if record and halves else [record or document]
     if record:
-        counts = [f"{record['n']:,} records", f"{document['n']:,} {windows_text(document)}"]
+        counts = [f"{record['n']:,} records", f"{document['n']:,} {scored_windows_text(document)}"]
         yield f"{'':<{width}}{''.join(f'{count:<30}' for count in counts[: len(parts)])}".rstrip()
     else:
         yield f"{document['n']:,} probes against {document['gallery']:,} in the gallery"

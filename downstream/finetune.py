@@ -34,7 +34,7 @@ if not __package__:
 
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
-from omnilead.downstream.after_training import AFTER
+from omnilead.downstream.after_training import AFTER_TRAINING
 from omnilead.downstream.inference import options as shared
 from omnilead.engine.pretrain import train_run
 from omnilead.engine.run import SHORTCUTS, Shortcuts, command, run_from_python
@@ -109,7 +109,14 @@ def finetune(
     settings |= {f"task.{name}": value for name, value in of_task.items() if value is not None}
     settings["start"] = start
     return run_from_python(
-        train_run, finetune_task_class, config_class_and_reader, config, data, out, settings, AFTER
+        train_run,
+        finetune_task_class,
+        config_class_and_reader,
+        config,
+        data,
+        out,
+        settings,
+        AFTER_TRAINING,
     )
 
 
@@ -122,7 +129,7 @@ main = partial(
     config_class_and_reader,
     None,
     {**SHORTCUTS, **FINETUNE_SHORTCUTS},
-    after=AFTER,
+    after=AFTER_TRAINING,
 )
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from omnilead.engine.settings.files import File
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from omnilead.downstream.inference.commands import Written
+    from omnilead.downstream.inference.commands import WrittenTable
 
 
 def predict(
@@ -58,7 +58,7 @@ def predict(
         ),
     ] = "record",
     pseudonymize: shared.Pseudonymize = None,
-) -> "pa.Table | Written":
+) -> "pa.Table | WrittenTable":
     """Computes predictions of a fine-tuned model, as `omnilead predict`. Returns a pyarrow table
     or, with `out`, writes a parquet or CSV file. The file is written in parts, as by
     `omnilead.embed`."""

@@ -70,12 +70,12 @@ def print_seen(
 ) -> int:
     """Prints which records, patients and waveforms the model was trained on. Returns the exit
     code."""
-    from omnilead.downstream.evaluation.trained_on import report_lines
+    from omnilead.downstream.evaluation.trained_on import training_data_lines
 
     table = Path(out) if out else None
     if table:
         require_writable(table, "--out")
-    lines = report_lines(model, data, table, anonymous, pseudonymize)
+    lines = training_data_lines(model, data, table, anonymous, pseudonymize)
     return show("\n".join(lines) + "\n")
 
 

@@ -25,7 +25,7 @@ from omnilead.data_tools.io.terminal import is_interactive, tell
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import Facts
 
-from ..inference.commands import refuse_ranks
+from ..inference.commands import refuse_several_ranks
 from .boosted import INSTALL_LIGHTGBM, has_lightgbm
 from .differences import (
     ROW_KEYS,
@@ -42,7 +42,7 @@ from .embedders import BOOSTED_ROW, ComparedRow, rows_to_compare
 from .plan import IDENTIFICATION, BenchOptions, BenchPlan, ProbedTask, datasets_text, plan_bench
 from .probe import Fit, ProbeData, ProbeJob, fit_process_count, run_probe_jobs
 from .records import ShownLeads, train_test_rows
-from .results import EvalOptions, input_and_warnings, leakage_notes, nan_to_none
+from .results import EvalOptions, leakage_notes, limited_input_and_warnings, nan_to_none
 from .vectors import Embedder, Vectors, cached_vectors
 
 # Two comparisons can be in one table only if they agree in all of these settings
@@ -51,7 +51,7 @@ COMPARISON_SETTINGS = ("fingerprint", "test_data", "seed", "fit_leads", "folds",
 
 def bench(options: BenchOptions) -> Facts:
     """Compares the models. Returns the content of OUT/bench.json."""
-    refuse_ranks("a comparison is")
+    refuse_several_ranks("a comparison is")
     rows = rows_to_compare(options.models, options.embedding, options.reader, options.seed)
     plan = plan_bench(options, ShownLeads(longest_input(rows), options.shown_leads))
     # This raises ConfigError for bad input before anything is computed
@@ -67,14 +67,14 @@ def bench(options: BenchOptions) -> Facts:
         "models": random,
         "fit_leads": options.fit_leads or None,
         "folds": options.folds,
-        "readouts": readouts_of(rows, options.embedding.readout),
+        "readouts": readout_by_row(rows, options.embedding.readout),
     }
     warn_if_replacing(about, options, plan)
     scores = scores_of_rows(rows, options, plan)
     return dict(nan_to_none({**about, "notes": notes, **rows_and_differences(scores, random)}))
 
 
-def readouts_of(rows: Sequence[ComparedRow], readout: str) -> dict[str, str]:
+def readout_by_row(rows: Sequence[ComparedRow], readout: str) -> dict[str, str]:
     """Returns {name of a row: read-out of its model}, such as "mean+std". Rows without a model are
     left out."""
     readouts = {}
@@ -147,16 +147,18 @@ class TimeEstimate:
         self.has_fitted = True
         took_s = monotonic() - self.fits_began
         part_s = self.fits_began - self.began + took_s * self.fits / fit_process_count()
-        self.tell_once(f"the first of {self.fits} fits took {took_s:.0f} s", part_s * self.parts)
+        self.print_estimate_once(
+            f"the first of {self.fits} fits took {took_s:.0f} s", part_s * self.parts
+        )
 
     def count_parts(self, done: int) -> None:
         """Notes that more parts are done, and prints the estimate if it was not printed yet."""
         self.done += done
         took_s = monotonic() - self.began
         what = f"{self.done} of {self.parts} parts took {took_s:.0f} s"
-        self.tell_once(what, took_s * self.parts / self.done)
+        self.print_estimate_once(what, took_s * self.parts / self.done)
 
-    def tell_once(self, what: str, all_s: float) -> None:
+    def print_estimate_once(self, what: str, all_s: float) -> None:
         """Prints the estimate `all_s` if it is a minute or more and none was printed before.
         `what`: what was timed."""
         minutes = round(all_s / 60)
@@ -181,7 +183,7 @@ def row_scores(
     if not plan.tasks and not row.identifies:
         return {}
     samples_of_draws = [
-        samples_of_draw(row, embedders, lead, plan, folder, clock) for embedders in row.draws
+        metrics_of_draw(row, embedders, lead, plan, folder, clock) for embedders in row.draws
     ]
     scores: Scores = {}
     for name, share in samples_of_draws[0]:
@@ -202,7 +204,7 @@ def row_scores(
     return scores
 
 
-def samples_of_draw(
+def metrics_of_draw(
     row: ComparedRow,
     embedders: Sequence[Embedder],
     lead: str,
@@ -221,7 +223,7 @@ def samples_of_draw(
         ]
     samples_by_task: dict[tuple[str, Any], Samples] = {}
     for name, task in plan.tasks.items():
-        by_share = samples_of_probes(task, vectors[fit], vectors[test], row.fit, clock)
+        by_share = metrics_of_probes(task, vectors[fit], vectors[test], row.fit, clock)
         for share, samples in by_share.items():
             samples_by_task[name, share] = samples
     if plan.identities and row.identifies:
@@ -230,7 +232,7 @@ def samples_of_draw(
     return samples_by_task
 
 
-def samples_of_probes(
+def metrics_of_probes(
     task: ProbedTask,
     fitted: Sequence[Vectors],
     tested: Sequence[Vectors],
@@ -279,7 +281,7 @@ def comparison_notes(
         notes += [f"{name}: {note}" for note in task.remarks]
     models = {row.name: row.model for row in rows if row.random and row.model}
     for name, leads, data in product(models, plan.shown.leads, plan.rows_to_embed):
-        warned = input_and_warnings(models[name], data, EvalOptions(leads=leads))[1]
+        warned = limited_input_and_warnings(models[name], data, EvalOptions(leads=leads))[1]
         notes += [f"{name}: {note}" for note in warned]
     for data in plan.rows_to_embed:
         notes += plan.shown.left_out_notes(data)
@@ -302,12 +304,12 @@ def comparison_notes(
         )
     elif plan.tested is plan.fitted:
         notes += [
-            few_tested_note(name, task) for name, task in plan.tasks.items() if task.has_small_test
+            small_test_note(name, task) for name, task in plan.tasks.items() if task.has_small_test
         ]
     return list(dict.fromkeys(notes))
 
 
-def few_tested_note(name: str, task: ProbedTask) -> str:
+def small_test_note(name: str, task: ProbedTask) -> str:
     """Returns a note that the test of this task has few ECGs."""
     all_records = sum(len(records.y_NK) for records in (task.train, task.test))
     return (

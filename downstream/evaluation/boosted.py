@@ -6,7 +6,7 @@
 One setting for few labels and for many, chosen on folds 1 to 7 of PTB-XL with 85 and 850 labelled
 ECGs (benchmarks/LOG.md): small trees that see a twentieth of the numbers each. A number that is
 missing (NaN, or 0) goes where it lowers the loss; if it was never missing, where most ECGs went.
-A class with fewer than LEAST_EXAMPLES positives or negatives gets its base rate. In survival the loss is
+A class with fewer than MIN_EXAMPLES_OF_CLASS positives or negatives gets its base rate. In survival the loss is
 the partial likelihood; the diagonal of its Hessian is approximated by that of a Poisson model.
 """
 
@@ -23,7 +23,7 @@ from ..tasks.kinds import KINDS, event_loss
 from ..tasks.metrics import Array
 from .probe import Probe, ProbeData, standardised_data_and_scaling
 
-ROUNDS = 400
+BOOSTING_ROUNDS = 400
 LIGHTGBM_SETTINGS = {
     "learning_rate": 0.03,
     "num_leaves": 7,
@@ -36,7 +36,7 @@ LIGHTGBM_SETTINGS = {
 }
 # Each tree sees this share of the features, but at least so many
 FEATURE_SHARE, LEAST_FEATURES = 0.05, 32
-LEAST_EXAMPLES = 3
+MIN_EXAMPLES_OF_CLASS = 3
 INSTALL_LIGHTGBM = "lightgbm is not installed: pip install 'omnilead[bench]'"
 Node = dict[str, Any]  # a node in LightGBM's dump
 
@@ -65,7 +65,7 @@ def fit_boosted_trees(data: ProbeData) -> Probe:
             y_N = y_N[known_N]
             if KINDS[data.kind].has_classes:
                 positives = y_N.sum()
-                if min(positives, len(y_N) - positives) < LEAST_EXAMPLES:
+                if min(positives, len(y_N) - positives) < MIN_EXAMPLES_OF_CLASS:
                     rate = (positives + 0.5) / (len(y_N) + 1)
                     trees_and_outputs.append(({"leaf_value": np.log(rate / (1 - rate))}, number))
                     continue
@@ -87,7 +87,7 @@ def _fit_trees_and_outputs(
     settings: Facts = {**LIGHTGBM_SETTINGS, **more_settings, "feature_fraction": share}
     settings["num_threads"] = torch.get_num_threads()
     settings["objective"] = OBJECTIVES[kind]
-    booster = lightgbm.train(settings, lightgbm.Dataset(x_ND, y_N), ROUNDS)
+    booster = lightgbm.train(settings, lightgbm.Dataset(x_ND, y_N), BOOSTING_ROUNDS)
     trees = booster.dump_model()["tree_info"]
     return [
         (tree["tree_structure"], tree["tree_index"] % more_settings.get("num_class", 1))

@@ -23,8 +23,8 @@ RESAMPLES = 1000
 # percentiles
 INTERVAL_METHOD = "BCa"
 RANKING_METRICS = ("auroc", "auprc", "c_index")  # these metrics rank ECGs by their scores
-RANGE_OF = {"mae": (0, np.inf), "rmse": (0, np.inf), "r2": (-np.inf, 1), "pearson": (-1, 1)}
-OTHER_RANGE = (0, 1)  # the range of all other metrics
+METRIC_RANGES = {"mae": (0, np.inf), "rmse": (0, np.inf), "r2": (-np.inf, 1), "pearson": (-1, 1)}
+DEFAULT_METRIC_RANGE = (0, 1)  # the range of all other metrics
 Samples = dict[str, Array]  # by metric: its values on the B weightings of the rows, [B] or [K, B]
 Scored = tuple[Facts, Samples]
 Scores = dict[tuple[Any, ...], Scored]  # by ROW_KEYS
@@ -110,7 +110,7 @@ def widen_spread(samples: Samples, fold_N: Array) -> Samples:
         with warnings.catch_warnings(action="ignore"):
             mean_K1 = np.nanmean(value_KB[:, 1:], 1, keepdims=True)
         drawn = mean_K1 + factor * (value_KB[:, 1:] - mean_K1)
-        drawn = drawn.clip(*RANGE_OF.get(name, OTHER_RANGE))
+        drawn = drawn.clip(*METRIC_RANGES.get(name, DEFAULT_METRIC_RANGE))
         wider[name] = np.hstack([value_KB[:, :1], drawn])
     return wider
 

@@ -32,7 +32,7 @@ from .vectors import Embedder
 
 RANDOM_ROW, MEAN_BEAT_ROW, MEASUREMENTS_ROW = "random weights", "mean beat", "measurements"
 BOOSTED_ROW = "boosted features"
-READERS = {"linear": fit_linear_probe, "boosted": fit_boosted_trees}
+FIT_FUNCTION_OF_READER = {"linear": fit_linear_probe, "boosted": fit_boosted_trees}
 RANDOM_DRAWS = 5  # several draws, because the scores of two draws differ by as much as 0.02
 
 
@@ -82,7 +82,7 @@ def rows_to_compare(
     )
     measured = _measurement_embedder(MEASUREMENTS_ROW, mean_beat.measurements)
     rows = _model_rows(models, measured, options, seed)
-    rows = [row._replace(fit=READERS[reader]) for row in rows]
+    rows = [row._replace(fit=FIT_FUNCTION_OF_READER[reader]) for row in rows]
     untrained = [
         ComparedRow(MEAN_BEAT_ROW, [[beat]]),
         ComparedRow(MEASUREMENTS_ROW, [[measured]], identifies=False),
@@ -109,7 +109,7 @@ def _model_rows(
             raise ConfigError(
                 Flag("--models"), f" {text}: the name {name!r} is taken: write NAME={folder}"
             )
-        embedder = embedder_of(name, folder, options)
+        embedder = load_embedder(name, folder, options)
         architecture = architecture_key(embedder, options.readout)
         random = f"{RANDOM_ROW} of {name}" if random_of else RANDOM_ROW
         random = random_of.setdefault(architecture, random)
@@ -143,7 +143,7 @@ def name_and_folder(text: str) -> tuple[str, str]:
     return name or (path.parent.name if path.name == "model" else path.name), folder
 
 
-def embedder_of(name: str, folder: str, options: EmbedOptions) -> Embedder:
+def load_embedder(name: str, folder: str, options: EmbedOptions) -> Embedder:
     """Loads the model in this folder. Returns it as an embedder, with the read-out of the
     options."""
     model, precision = load_model_and_precision(
@@ -151,14 +151,14 @@ def embedder_of(name: str, folder: str, options: EmbedOptions) -> Embedder:
     )
     batch = options.batch or (256 if model.device.type == "cuda" else 16)
     embedder = Embedder(name, "", model.input, model, model, batch, precision=precision)
-    return with_readout(embedder, readout_of_tokens(model, options.readout))
+    return with_readout(embedder, readout_without_rhythm(model, options.readout))
 
 
 def with_readout(embedder: Embedder, readout: Readout) -> Embedder:
     """Returns an embedder of the same model with another read-out."""
     model = embedder.trained_model
     return embedder._replace(
-        digest=repr([model.digest, embedder.precision, readout, _code_digest(readout)]),
+        digest=repr([model.digest, embedder.precision, readout, _measurement_code_digest(readout)]),
         forward=partial(model.read, readout=readout),
         identity_dims=mean_slice(readout, model.encoder.width),
     )
@@ -167,7 +167,7 @@ def with_readout(embedder: Embedder, readout: Readout) -> Embedder:
 def _random_embedder(embedder: Embedder, architecture: str, readout: str, seed: int) -> Embedder:
     """Returns an embedder with random weights of the model's architecture and the same read-out."""
     model = embedder.trained_model
-    parts = readout_of_tokens(model, readout)
+    parts = readout_without_rhythm(model, readout)
 
     def forward(x_RLT: Tensor) -> Tensor:
         return _random_model(model, seed).read(x_RLT, parts)
@@ -180,7 +180,7 @@ def _random_model(model: TrainedModel, seed: int) -> TrainedModel:
     return model.with_random_weights(seed)
 
 
-def readout_of_tokens(model: TrainedModel, readout: str) -> Readout:
+def readout_without_rhythm(model: TrainedModel, readout: str) -> Readout:
     """Returns the model's read-out without `rhythm`, which is measured in the signal and depends on
     no model."""
     parts = tuple(part for part in model.suitable_readout(readout) if part != "rhythm")
@@ -200,11 +200,11 @@ def _measurement_embedder(
     def forward(x_RLT: Tensor) -> Tensor:
         return torch.from_numpy(measure(x_RLT.numpy()))
 
-    digest = f"{name} {_code_digest(('rhythm',))}"
+    digest = f"{name} {_measurement_code_digest(('rhythm',))}"
     return Embedder(name, digest, Input(ALL_LEADS, ALL_LEADS), forward, identity_dims=identity_dims)
 
 
-def _code_digest(readout: Readout) -> str:
+def _measurement_code_digest(readout: Readout) -> str:
     """Returns a digest of the code that measures the signal, so that saved vectors are not reused
     after it changed; "" if the read-out measures nothing."""
     if not measures_signal(readout):
@@ -221,4 +221,6 @@ def architecture_key(embedder: Embedder, readout: str) -> str:
     parts = [getattr(config, name) for name in config.architecture_settings]
     of_model = model.suitable_readout(readout)
     code = sorted(model.code.items())
-    return repr([parts, model.input, code, embedder.precision, of_model, _code_digest(of_model)])
+    return repr(
+        [parts, model.input, code, embedder.precision, of_model, _measurement_code_digest(of_model)]
+    )

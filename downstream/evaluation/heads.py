@@ -20,7 +20,7 @@ from omnilead.engine.model.folder import write_model
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.leads import describe_leads
 
-from ..inference.trained_model import THRESHOLD, TrainedModel, head_of, load
+from ..inference.trained_model import THRESHOLD, TrainedModel, load, parse_head_info
 from ..inference.trees import Trees
 from ..tasks.kinds import KINDS, best_thresholds, sensitive_points
 from ..tasks.labels import TaskLabels
@@ -33,14 +33,14 @@ from .differences import (
     score_interval,
     widen_spread,
 )
-from .embedders import READERS, name_and_folder, with_readout
+from .embedders import FIT_FUNCTION_OF_READER, name_and_folder, with_readout
 from .plan import scorable_outputs
-from .probe import DEFAULT_FOLDS, MANY_ROWS, Fit, Probe, ProbeData, ProbeJob, run_probe_jobs
+from .probe import DEFAULT_FOLDS, ROWS_FOR_ONE_FOLD, Fit, Probe, ProbeData, ProbeJob, run_probe_jobs
 from .records import ProbedRecords, assign_folds, fold_groups
 from .results import nan_to_none
 from .vectors import Embedder, cached_vectors
 
-NOT_TESTED = -1  # the number of the fold of a record that is never held out
+NEVER_HELD_OUT = -1  # the number of the fold of a record that is never held out
 
 
 class HeadOptions(NamedTuple):
@@ -54,7 +54,7 @@ class HeadOptions(NamedTuple):
     folds: int = 0
 
 
-class Head(NamedTuple):
+class FittedHead(NamedTuple):
     """A fitted head, and what is written about it."""
 
     probe: Probe
@@ -101,7 +101,7 @@ def fit_head(
     train: ProbedRecords,
     options: HeadOptions,
     parts: Path,
-) -> Head:
+) -> FittedHead:
     """Fits a head on all records of `train`, and cross-validates it. `parts`: the folder that
     embeddings are saved in."""
     # This refuses a wrong number of folds before anything is computed
@@ -117,9 +117,9 @@ def fit_head(
     if options.reader == "boosted":
         x_ND, record_N = train.windows_and_records(vectors)
     data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], labels.task.kind)
-    fit = READERS[options.reader]
+    fit = FIT_FUNCTION_OF_READER[options.reader]
     probe = fit(data)
-    document = head_document(labels, probe)
+    document = head_section(labels, probe)
     source_hz = datasets.column("fs_source_hz")[train.rows]
     document["source_hz"] = [float(source_hz.min()), float(source_hz.max())]
     sentences = ["not cross-validated: all ECGs are of one patient"]
@@ -129,14 +129,14 @@ def fit_head(
         if used_K.any():
             scores_NK = held_out_scores(fit, data, record_N, fold_N, used_K)
             document |= cross_validation(labels, train, scores_NK, fold_N, used_K)
-            info = head_of({"head": document})
+            info = parse_head_info({"head": document})
             sentences = info.sentences if info else []
-    seen = seen_table(datasets, np.sort(train.rows))
-    people = patients_text(train.patient_N)
-    return Head(probe, readout, options.leads, seen, document, people, sentences)
+    seen = fitted_ecgs_table(datasets, np.sort(train.rows))
+    people = ecgs_and_patients_text(train.patient_N)
+    return FittedHead(probe, readout, options.leads, seen, document, people, sentences)
 
 
-def seen_table(datasets: Datasets, rows: Array) -> pa.Table:
+def fitted_ecgs_table(datasets: Datasets, rows: Array) -> pa.Table:
     """Returns the table of the ECGs that a head was fitted on, as in engine.data.seen. `rows`:
     their crops."""
     of_datasets = []
@@ -147,16 +147,16 @@ def seen_table(datasets: Datasets, rows: Array) -> pa.Table:
 
 
 def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptions) -> Array:
-    """Returns the fold in which each record is held out. It is NOT_TESTED for all records if they
+    """Returns the fold in which each record is held out. It is NEVER_HELD_OUT for all records if they
     are of one patient. If there are many records, only one fold is held out, and the others are
-    NOT_TESTED."""
+    NEVER_HELD_OUT."""
     group_N = fold_groups(datasets, train)
     count = options.folds or min(DEFAULT_FOLDS, len(np.unique(group_N)))
     if count < 2:
-        return np.full(len(group_N), NOT_TESTED)
+        return np.full(len(group_N), NEVER_HELD_OUT)
     fold_N = assign_folds(group_N, count)
-    if not options.folds and len(fold_N) > MANY_ROWS:
-        fold_N[fold_N > 0] = NOT_TESTED
+    if not options.folds and len(fold_N) > ROWS_FOR_ONE_FOLD:
+        fold_N[fold_N > 0] = NEVER_HELD_OUT
     return fold_N
 
 
@@ -171,7 +171,7 @@ def readout_of_head(embedder: Embedder, options: HeadOptions) -> Readout:
     return readout
 
 
-def head_document(labels: TaskLabels, probe: Probe) -> Facts:
+def head_section(labels: TaskLabels, probe: Probe) -> Facts:
     """Returns the section `head` of config.json."""
     kind = KINDS[probe.kind]
     document: Facts = {"task": labels.task.name, "kind": probe.kind, "unit": labels.task.unit}
@@ -193,7 +193,7 @@ def held_out_scores(
     scores by a probe that was fitted on the records of all other folds. Records that are never held
     out get 0."""
     sums_NK = np.zeros((len(fold_N), used_K.sum()))
-    folds = np.unique(fold_N[fold_N != NOT_TESTED])
+    folds = np.unique(fold_N[fold_N != NEVER_HELD_OUT])
     held_FR = [fold_N[record_N] == fold for fold in folds]
     jobs = (
         ProbeJob(fit, data.take(np.flatnonzero(~held_R)), used_K, data.x_ND[held_R])
@@ -209,7 +209,7 @@ def cross_validation(
 ) -> Facts:
     """Returns `cross_validated` and, if the kind of task has them, `thresholds`, for the section
     `head` of config.json (downstream.inference.trained_model.HeadInfo)."""
-    tested_N, names = fold_N != NOT_TESTED, np.array(labels.classes)
+    tested_N, names = fold_N != NEVER_HELD_OUT, np.array(labels.classes)
     y_NK, patient_N = train.y_NK[tested_N][:, used_K], train.patient_N[tested_N]
     fold_N = fold_N[tested_N]
     scores_NK, kind = scores_NK[tested_N], labels.task.kind
@@ -242,7 +242,7 @@ def cross_validation(
     return {"cross_validated": nan_to_none(cross_validated), "thresholds": threshold_K.tolist()}
 
 
-def patients_text(patient_N: Array) -> str:
+def ecgs_and_patients_text(patient_N: Array) -> str:
     """Returns how many ECGs and patients there are, such as "120 ECGs of 80 patients". An odd id is
     a known patient, an even id a record whose patient is unknown (TaskLabels.patients)."""
     known_N = patient_N % 2 == 1
@@ -255,7 +255,7 @@ def patients_text(patient_N: Array) -> str:
     return f"{known_records:,} ECGs of {patients:,} patients and {unknown:,} of unknown patients"
 
 
-def write_head(head: Head, model: TrainedModel, out: Path) -> None:
+def write_head(head: FittedHead, model: TrainedModel, out: Path) -> None:
     """Writes the model with this head to a folder that `omnilead predict` and `omnilead evaluate`
     can load."""
     modules = nn.ModuleDict({"encoder": model.encoder, "head": head.probe.head.float()})
@@ -268,7 +268,9 @@ def write_head(head: Head, model: TrainedModel, out: Path) -> None:
     limited_input = model.input.limited_to(head.leads)
     signals = model.preprocessing | {"seen": describe_leads(limited_input.seen_leads).split(",")}
     seen = join_records([model.seen, head.seen])
-    write_model(out, modules.state_dict(), document, signals, head_card(head), model.code, seen)
+    write_model(
+        out, modules.state_dict(), document, signals, model_card_of_head(head), model.code, seen
+    )
 
 
 def full_precision_model(embedder: Embedder, folder: str, code: bool) -> TrainedModel:
@@ -279,7 +281,7 @@ def full_precision_model(embedder: Embedder, folder: str, code: bool) -> Trained
     return load(name_and_folder(folder)[1], code)
 
 
-def head_card(head: Head) -> str:
+def model_card_of_head(head: FittedHead) -> str:
     """Returns the text of the model card."""
     return (
         f"# ECG {head.document['task']}: {head.description} on a frozen encoder\n\nThe encoder is read out "

@@ -28,12 +28,12 @@ from .results import (
     EvalOptions,
     crops_with_leads_and_note,
     evaluation_facts,
-    input_and_warnings,
     leakage_notes,
+    limited_input_and_warnings,
     nan_to_none,
     outputs_and_positions,
     rates_note,
-    require_rows,
+    require_crops,
 )
 from .vectors import Vectors
 
@@ -118,7 +118,7 @@ class IdentificationResult:
         return dict(nan_to_none(document))
 
 
-class Pairs(NamedTuple):
+class EmbeddedPairs(NamedTuple):
     """The gallery crops and the probe crops to compare, and their embeddings."""
 
     rows: Array  # all crops, of the gallery and of the probes
@@ -142,7 +142,7 @@ class Pairs(NamedTuple):
 def identify(model: TrainedModel, data: Datasets, options: EvalOptions) -> IdentificationResult:
     """Scores how well the model and random weights identify patients. Both embed each crop in one
     pass over the data."""
-    model_input, notes = input_and_warnings(model, data, options)
+    model_input, notes = limited_input_and_warnings(model, data, options)
     width = model.encoder.width
     output = vector_output(model, joined_embedding_function(model), 2 * width)
     pairs_of = pair_halves_of_crops if options.role == "valid" else pair_crops_of_patients
@@ -172,25 +172,25 @@ def joined_embedding_function(model: TrainedModel) -> Callable[[Tensor], Tensor]
 
 def pair_halves_of_crops(
     output: Output, data: Datasets, model_input: Input, options: EvalOptions
-) -> Pairs:
+) -> EmbeddedPairs:
     """Pairs the first window of each crop of the split valid with the second window."""
     rows = _crops_with_two_windows(data, model_input)
     (rows,), left_out = crops_with_leads_and_note(data, model_input, rows)
     c_RD, _ = outputs_and_positions(output, data, rows, model_input, options)
     windows = model_input.count_windows()
-    return Pairs(rows, rows, c_RD[::windows], rows, c_RD[1::windows], left_out)
+    return EmbeddedPairs(rows, rows, c_RD[::windows], rows, c_RD[1::windows], left_out)
 
 
 def pair_crops_of_patients(
     output: Output, data: Datasets, model_input: Input, options: EvalOptions
-) -> Pairs:
+) -> EmbeddedPairs:
     """Pairs the gallery crops with the probe crops, which are other crops of the same patients."""
     sides = gallery_and_probe_rows(data)
     (gallery, probe), left_out = crops_with_leads_and_note(data, model_input, *sides)
     rows = np.union1d(gallery, probe)
     c_BD, _ = outputs_and_positions(output, data, rows, model_input, options, "first")
     gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
-    return Pairs(rows, gallery, gallery_PD, probe, probe_QD, left_out)
+    return EmbeddedPairs(rows, gallery, gallery_PD, probe, probe_QD, left_out)
 
 
 def _crops_with_two_windows(data: Datasets, model_input: Input) -> Array:
@@ -206,11 +206,11 @@ def _crops_with_two_windows(data: Datasets, model_input: Input) -> Array:
         )
     rows = data.select("valid")
     rows = rows[data.column("halves")[rows] == 2]
-    require_rows(rows, data, "id=valid and two halves", "records that are not kept for tests")
+    require_crops(rows, data, "id=valid and two halves", "records that are not kept for tests")
     return np.asarray(rows)
 
 
-class Identities(NamedTuple):
+class GalleryAndProbes(NamedTuple):
     """The crops whose patients `omnilead bench` identifies: probes, and the gallery to find them
     in."""
 
@@ -237,12 +237,12 @@ class Identities(NamedTuple):
         return {"accuracy": (hits_N @ self.weight_NB / self.weight_NB.sum(0))[None]}
 
 
-def crops_to_identify(tested: Datasets, measured_B: Array) -> Identities:
+def crops_to_identify(tested: Datasets, measured_B: Array) -> GalleryAndProbes:
     """Returns the gallery crops and the probe crops that every model can see. `measured_B`: True
     for the crops that every model can see."""
     gallery, probe = gallery_and_probe_rows(tested, np.flatnonzero(measured_B))
     patient_B = np.concatenate(patient_ids(tested.all))
-    return Identities(gallery, probe, patient_B, bootstrap_weights(patient_B[probe]))
+    return GalleryAndProbes(gallery, probe, patient_B, bootstrap_weights(patient_B[probe]))
 
 
 def gallery_and_probe_rows(data: Datasets, among: Array | None = None) -> list[Array]:
@@ -256,6 +256,6 @@ def gallery_and_probe_rows(data: Datasets, among: Array | None = None) -> list[A
             "patients of ptb-xl with two sessions: shard --id-sources names others. To score labels, fit a "
             "model to them: omnilead fit"
         )
-        require_rows(rows, data, f"id={role}", source)
+        require_crops(rows, data, f"id={role}", source)
         sides.append(rows)
     return sides

@@ -32,7 +32,7 @@ from ..tasks.metrics import TOO_FEW_NOTE, Array, has_few_patients
 from ..tasks.splits import SPLITS
 from .differences import Samples, bootstrap_weights
 from .embedders import EmbedOptions
-from .identification import Identities, crops_to_identify
+from .identification import GalleryAndProbes, crops_to_identify
 from .records import (
     FIT_SPLITS,
     ProbedRecords,
@@ -43,7 +43,7 @@ from .records import (
     probed_records,
     train_test_rows,
 )
-from .results import FEW_TESTED, load_task
+from .results import FEW_TESTED_ECGS, load_task
 
 IDENTIFICATION = "identification"
 TABLE_SUFFIXES = (".parquet", ".csv")
@@ -125,7 +125,7 @@ class ProbedTask(NamedTuple):
 
     @property
     def has_small_test(self) -> bool:
-        return len(self.test.y_NK) < FEW_TESTED
+        return len(self.test.y_NK) < FEW_TESTED_ECGS
 
     def scored_facts(self, share: float, samples: Samples) -> Facts:
         """Returns the counts of records, patients and draws, and the values of each class, as
@@ -156,7 +156,7 @@ class BenchPlan(NamedTuple):
     fitted: Datasets
     tested: Datasets
     tasks: dict[str, ProbedTask]  # by name
-    identities: Identities | None
+    identities: GalleryAndProbes | None
     shown: ShownLeads
     fit_leads: str  # leads shown while a probe is fitted; "": the leads of the test
 
@@ -176,7 +176,7 @@ class BenchPlan(NamedTuple):
 def plan_bench(options: BenchOptions, shown: ShownLeads) -> BenchPlan:
     """Reads the data, labels and tasks of the comparison; ConfigError if a task or its labels do
     not suit the data."""
-    words = task_words(options)
+    words = typed_tasks(options)
     require_labels(Flag("--labels"), options.labels)
     require_labels(Flag("--test-labels"), options.test_labels)
     tested = fitted = open_together(options.data, options.anonymous)
@@ -187,7 +187,7 @@ def plan_bench(options: BenchOptions, shown: ShownLeads) -> BenchPlan:
         if word == IDENTIFICATION:
             continue
         try:
-            task = task_to_probe(word, fitted, tested, options, shown)
+            task = read_probed_task(word, fitted, tested, options, shown)
         except ConfigError as error:
             raise ConfigError(Flag("--tasks"), f" {word}: ", error) from None
         name, columns = task.labels.task.name, task.labels.task.columns
@@ -211,7 +211,7 @@ def is_table(name: str) -> bool:
     return name.endswith(TABLE_SUFFIXES) or is_workbook(name)
 
 
-def labels_and_tasks(
+def separate_labels_and_tasks(
     labels: str | Sequence[str], tasks: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]]:
     """Returns the values of --labels and --tasks. If --labels names several tables, each of them is
@@ -230,7 +230,7 @@ def labels_and_tasks(
     return "", names
 
 
-def task_words(options: BenchOptions) -> Sequence[str]:
+def typed_tasks(options: BenchOptions) -> Sequence[str]:
     """Returns the tasks as the user typed them; ConfigError if there is no task, or if an option
     has no effect."""
     words = options.tasks
@@ -269,20 +269,20 @@ def task_words(options: BenchOptions) -> Sequence[str]:
     return words
 
 
-def task_to_probe(
+def read_probed_task(
     word: str, fitted: Datasets, tested: Datasets, options: BenchOptions, shown: ShownLeads
 ) -> ProbedTask:
     """Reads a task of the comparison, with the records and labels that its probes are fitted on and
     tested on."""
-    task = _task_of_word(word, options)
+    task = _task_from_argument(word, options)
     splits = CROSS_VALIDATION_SPLITS if options.folds else TRAIN_TEST_SPLITS
     if options.folds and task.labels and task.split != "roles":
         # A column `split` would leave out the records for which it is empty, so it is not used
         task = replace(task, split="8:1:1")
-    test_labels = labels = labels_to_probe(fitted, task, splits.needed)
+    test_labels = labels = read_labels_to_probe(fitted, task, splits.needed)
     if tested is not fitted:
         url = find_label_table(options.test_labels, word) or task.labels
-        test_labels = labels_to_test(tested, task, labels, url)
+        test_labels = read_labels_to_test(tested, task, labels, url)
     if not options.folds and tested is fitted:
         refuse_leak_between(fitted, labels)
     train = probed_records(fitted, labels, splits.fitted, shown)
@@ -304,7 +304,9 @@ def task_to_probe(
     )
 
 
-def labels_to_test(tested: Datasets, task: TaskConfig, labels: TaskLabels, url: str) -> TaskLabels:
+def read_labels_to_test(
+    tested: Datasets, task: TaskConfig, labels: TaskLabels, url: str
+) -> TaskLabels:
     """Reads the labels of the tested dataset, which is not the fitted one. They have the outputs of
     `labels`, and a split of their own."""
     columns, classes = labels.task.columns, labels.task.classes
@@ -374,7 +376,7 @@ def scorable_outputs(
     return used_K
 
 
-def labels_to_probe(data: Datasets, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
+def read_labels_to_probe(data: Datasets, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
     """Reads the labels of a task; ConfigError if no record of these splits has labels that
     differ."""
     if task.kind == "identity":
@@ -413,7 +415,7 @@ def task_of_table(
     return replace(task, kind=kind) if kind else guess_kind(task)
 
 
-def _task_of_word(word: str, options: BenchOptions) -> TaskConfig:
+def _task_from_argument(word: str, options: BenchOptions) -> TaskConfig:
     """Returns the task that a word after --tasks names: a shipped task with its label table, or a
     table, whose kind is guessed. ConfigError if a shipped task needs a table that is not there."""
     if word.endswith(SHEET_SUFFIXES) or is_workbook(word):

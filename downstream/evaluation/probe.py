@@ -39,7 +39,7 @@ SOLVER_STEPS = 1000  # a solver stops after this many steps
 LOGISTIC_TOLERANCE = 1e-3  # a tolerance of a tenth of this changes no score in the fourth digit
 DEFAULT_FOLDS = 5  # number of folds of a cross-validation
 MOST_JOB_BYTES = 2**27  # only jobs with smaller embeddings are sent to other processes
-MANY_ROWS = 5000  # with more rows than this, only one of the folds is held out
+ROWS_FOR_ONE_FOLD = 5000  # with more rows than this, only one of the folds is held out
 # If the error at a penalty exceeds the least error of the fold by this share, weaker penalties are
 # not tried
 STOP_IF_WORSE_BY = 0.02
@@ -168,7 +168,7 @@ def train_and_held_out_rows(patient_N: Array) -> Iterator[tuple[Array, Array]]:
     splits = GroupKFold(count).split(patient_N, groups=patient_N)
     for train_rows, held_out in splits:
         yield train_rows, held_out
-        if len(patient_N) > MANY_ROWS:
+        if len(patient_N) > ROWS_FOR_ONE_FOLD:
             return
 
 

@@ -32,7 +32,7 @@ from .vectors import Vectors
 
 FIT_SPLITS = ("train", "valid")  # the splits that a probe is fitted on
 # A share of the patients up to 0.1 is drawn so many times; a larger share is drawn less often
-LABEL_DRAWS = 5
+MAX_LABEL_DRAWS = 5
 
 
 class ProbedRecords(NamedTuple):
@@ -46,9 +46,11 @@ class ProbedRecords(NamedTuple):
     def mean_embeddings(self, embeddings: Sequence[Vectors]) -> Array:
         """Returns the mean embedding of each record over its windows [N, D]. The embeddings of
         several embedders are concatenated."""
-        return np.hstack([self._mean(vectors.take(self.rows)) for vectors in embeddings])
+        return np.hstack(
+            [self._means_of_records(vectors.take(self.rows)) for vectors in embeddings]
+        )
 
-    def _mean(self, vectors: Vectors) -> Array:
+    def _means_of_records(self, vectors: Vectors) -> Array:
         sum_ND = np.add.reduceat(vectors.c_BSD.sum(1), self.begins)
         count_N = np.add.reduceat(vectors.windows_B, self.begins)
         return np.asarray(sum_ND / count_N[:, None])
@@ -111,7 +113,7 @@ def draws_of_share(patient_N: Array, share: float) -> Iterator[Array]:
     smaller share are among those of a larger one."""
     patients = np.unique(patient_N)
     count = max(1, round(share * len(patients)))
-    for draw in range(max(1, min(LABEL_DRAWS, int(0.5 / share)))):
+    for draw in range(max(1, min(MAX_LABEL_DRAWS, int(0.5 / share)))):
         order = np.argsort(counter.uniform(0, counter.RandomStream.LABELS, draw, patients))
         yield np.flatnonzero(np.isin(patient_N, patients[order[:count]]))
 

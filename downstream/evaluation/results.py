@@ -36,10 +36,10 @@ from ..inference.ecg_reader import DatasetSource, Per
 from ..inference.outputs import (
     Output,
     ParquetParts,
+    compute_parts,
+    compute_table,
     embedding_matrix,
-    make_parts,
     vector_output,
-    whole_table,
 )
 from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from ..tasks.config import TaskConfig
@@ -62,13 +62,13 @@ from .differences import RESAMPLES
 GROUP_RESAMPLES = 200
 AGE_EDGES = (18, 40, 60, 80)  # years
 AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
-FEW_TESTED = 100  # with fewer tested ECGs, the interval of an AUROC is often wider than 0.2
-CHALLENGE_CHOSEN = "challenge_chosen"
+FEW_TESTED_ECGS = 100  # with fewer tested ECGs, the interval of an AUROC is often wider than 0.2
+CHOSEN_THRESHOLDS_SCORE = "challenge_chosen"
 CHALLENGE_NOTE = (
     f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
     "with chosen thresholds uses the threshold of each class that had the highest F1 in validation."
 )
-DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
+DIAGNOSIS_HEAD = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class TaskResult:
     patients_N: Sequence[Any]
     facts: Facts = field(default_factory=dict)  # what was scored: model, data, role, leads ...
     notes: Sequence[str] = ()  # notes for the user on the model and the data
-    head: HeadInfo = DIAGNOSIS
+    head: HeadInfo = DIAGNOSIS_HEAD
     crops_N: Array | None = None  # the crop of each row, as its number in the data
     # By "age", "sex" and "source": the group of each row
     groups_N: Mapping[str, Array] = field(default_factory=dict)
@@ -246,8 +246,8 @@ def score_arrays(
         metrics[name] = summary.pop(name)
         if name == "challenge" and head.chosen:
             challenge_score = challenge_statistic(labels, scores > np.asarray(head.chosen))
-            metrics[CHALLENGE_CHOSEN] = challenge_score(np.ones(len(labels), np.int64))
-            intervals[CHALLENGE_CHOSEN] = bootstrap_interval(
+            metrics[CHOSEN_THRESHOLDS_SCORE] = challenge_score(np.ones(len(labels), np.int64))
+            intervals[CHOSEN_THRESHOLDS_SCORE] = bootstrap_interval(
                 challenge_score, patients, resamples
             ).tolist()
     is_few = has_few_patients(head.kind, labels, patients)
@@ -297,7 +297,7 @@ def score_task(
 ) -> TaskResult:
     """Scores a fine-tuned model on the labelled crops of a split. Returns the result."""
     head = head_for_task(model, task)
-    model_input, notes = input_and_warnings(model, data, options)
+    model_input, notes = limited_input_and_warnings(model, data, options)
     if head.sentences:
         notes.append(f"The model: {'; '.join(head.sentences)}.")
     labels = read_task(task, data.all)
@@ -308,7 +308,7 @@ def score_task(
     output = vector_output(model, model.scores, len(model.classes))
     scores_RK, crop_R = outputs_and_positions(output, data, rows, model_input, options)
     columns = [model.classes.index(name) for name in labels.classes]
-    scored_head = with_thresholds(head, labels, columns)
+    scored_head = head_for_labels(head, labels, columns)
     if scored_head.chosen:
         notes.append(CHALLENGE_NOTE)
     notes += leakage_notes(model, data, rows, labels.all_patients, options.role)
@@ -374,7 +374,7 @@ def labelled_rows(labels: TaskLabels, data: Datasets, role: str) -> Array:
     """Returns the labelled crops of a split; ConfigError if there is nothing to score."""
     name, rows = labels.name or data.name, labels.all_rows(role)
     if labels.role:
-        require_rows(rows, data, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES_HINT}")
+        require_crops(rows, data, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES_HINT}")
     if not len(rows):
         raise ConfigError(
             f"{name}: no record of {data.name} is in the split {role}: choose another ",
@@ -388,7 +388,7 @@ def labelled_rows(labels: TaskLabels, data: Datasets, role: str) -> Array:
     return rows
 
 
-def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) -> HeadInfo:
+def head_for_labels(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) -> HeadInfo:
     """Returns the head, reduced to the classes of the labels. For the Challenge's classes the
     thresholds are 0.5, as in the Challenge. Their thresholds that were chosen in validation become
     `chosen`, and give a score of their own."""
@@ -446,7 +446,7 @@ def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role:
 def few_scored_note(data: Datasets, rows: Array, labels: TaskLabels) -> list[str]:
     """Returns a note if few ECGs of a label table are scored."""
     scored = len(set(record_names(data, rows)))
-    if not labels.task.labels or scored >= FEW_TESTED:
+    if not labels.task.labels or scored >= FEW_TESTED_ECGS:
         return []
     return [
         f"{scored:,} ECGs are scored, which says little: `omnilead bench --folds 5` tests every labelled "
@@ -524,7 +524,7 @@ def find_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Task
     return replace(task, labels=labels) if labels else task
 
 
-def require_rows(rows: Array, data: Datasets, criterion: str, source: str) -> None:
+def require_crops(rows: Array, data: Datasets, criterion: str, source: str) -> None:
     """Raises ConfigError if there are no crops. `criterion`: what the crops must have. `source`:
     what the data may lack."""
     if not len(rows):
@@ -532,7 +532,7 @@ def require_rows(rows: Array, data: Datasets, criterion: str, source: str) -> No
         raise ConfigError(f"{data.name}: no crop has {criterion}: {reason}")
 
 
-def input_and_warnings(
+def limited_input_and_warnings(
     model: TrainedModel, data: Datasets, options: EvalOptions
 ) -> tuple[Input, list[str]]:
     """Returns the input of the model, limited to the leads of the options, and warnings about the
@@ -607,7 +607,7 @@ def sentence_to_report(document: Mapping[str, Any]) -> str:
     return f"to report: {label_of(name)} {value:.3f} ({interval}) on {what}"
 
 
-def windows_text(facts: Mapping[str, Any]) -> str:
+def scored_windows_text(facts: Mapping[str, Any]) -> str:
     """Returns the name of the windows that were scored: halves of 5 s, or windows of the model's
     length."""
     window_s = facts.get("window_s")
@@ -660,7 +660,7 @@ def _outputs_of_dataset(
     model = output.model
     source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
     if file is None:
-        return embedding_matrix(whole_table(source, output, model_input, per))
+        return embedding_matrix(compute_table(source, output, model_input, per))
     job = {
         "model": model.digest,
         "data": dataset.fingerprint,
@@ -673,7 +673,7 @@ def _outputs_of_dataset(
     }
     with ParquetParts(file, job, *launched_rank()[:2]) as parts:
         if not parts.finished:
-            make_parts(source, output, model_input, per, parts)
+            compute_parts(source, output, model_input, per, parts)
         _wait_for_ranks()  # after this, the rank that finished last has joined the parts
         if not file.exists():
             why = "cannot be read back"

@@ -31,7 +31,7 @@ from omnilead.engine.training.task import TrainingTask
 from omnilead.engine.training.train import saved_config
 
 from ..finetuning.task import FinetuneTask
-from ..inference.ecg_reader import EcgOptions, crops_of_files, dataset_of, pseudonym_mark
+from ..inference.ecg_reader import EcgOptions, crops_of_files, find_dataset, pseudonym_mark
 
 ID_COLUMNS = ["source", "record", "patient"]
 CROP_SCHEMA = pa.schema([COLUMNS.field(name) for name in (*ID_COLUMNS, "waveform")])
@@ -48,7 +48,7 @@ class TrainedOn(NamedTuple):
     times: dict[str, np.ndarray]
 
 
-def report_lines(
+def training_data_lines(
     model: str,
     data: Sequence[str] | None,
     out: Path | None,
@@ -61,7 +61,7 @@ def report_lines(
     trained = read_trained_on(model)
     yield from _summary_lines(model, trained)
     options = EcgOptions((), anonymous=anonymous, pseudonymize=pseudonymize)
-    opened = {url: dataset_of(replace(options, data=(url,))) for url in data or trained.datasets}
+    opened = {url: find_dataset(replace(options, data=(url,))) for url in data or trained.datasets}
     # Patient ids are hashed with the keys of all datasets, since a patient of one dataset may occur
     # in another, or in a file
     with_keys = [dataset for dataset in opened.values() if dataset]
@@ -80,7 +80,7 @@ def report_lines(
         uses = uses_of_crops(trained.seen, crops, keys)
         table = _records_table(crops, uses, times)
         yield f"\n{url}"
-        yield from _count_lines(uses, table, times)
+        yield from _use_count_lines(uses, table, times)
         if not dataset or dataset_marks(dataset):
             yield from unknown_key_notes(trained.seen, marks)
         tables.append(table)
@@ -137,7 +137,7 @@ def _records_table(crops: pa.Table, uses: CropUses, times: np.ndarray | None) ->
     )
 
 
-def _count_lines(uses: CropUses, records: pa.Table, times: np.ndarray | None) -> Iterator[str]:
+def _use_count_lines(uses: CropUses, records: pa.Table, times: np.ndarray | None) -> Iterator[str]:
     """Yields the lines of a table that says how many crops, records and patients have each use."""
     by_record = records["waveform"].to_numpy()
     first_crops = np.unique(uses.owner_hash, return_index=True)[1]

@@ -29,7 +29,7 @@ from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Flag
 
 from ..inference.outputs import progress_bar
-from ..inference.trained_model import NOT_FINITE, TrainedModel
+from ..inference.trained_model import NOT_FINITE_MESSAGE, TrainedModel
 from ..tasks.metrics import Array
 
 CROPS_PER_FILE = 4096  # at most this many crops are saved in a file
@@ -98,9 +98,9 @@ def _cached_vectors_of(
     with progress_bar(len(missing), f" crops, {embedder.name}, leads {leads}") as bar:
         for start in range(0, len(missing), CROPS_PER_FILE):
             block = missing[start : start + CROPS_PER_FILE]
-            part = _embed(embedder, dataset, block, limited_input, bar)
+            part = _embed_crops(embedder, dataset, block, limited_input, bar)
             if not np.isfinite(part.c_BSD).all():
-                raise ConfigError(f"{embedder.name}: {NOT_FINITE}")
+                raise ConfigError(f"{embedder.name}: {NOT_FINITE_MESSAGE}")
             buffer = io.BytesIO()
             np.savez(buffer, **part._asdict())
             write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
@@ -125,7 +125,7 @@ def require_cache(folder: Path) -> None:
             )
 
 
-def _embed(
+def _embed_crops(
     embedder: Embedder, dataset: Dataset, rows: Array, limited_input: Input, bar: Any
 ) -> Vectors:
     device = embedder.model.device if embedder.model else torch.device("cpu")

@@ -29,25 +29,25 @@ from omnilead.engine.settings.files import File
 from omnilead.engine.settings.launcher import cores_per_rank, launched_rank
 
 from . import outputs
-from .ecg_reader import FLAGS, CropSource, EcgOptions, OpenedData, array_files, open_data
+from .ecg_reader import FLAGS_COLUMN, CropSource, EcgOptions, OpenedData, array_files, open_data
 from .outputs import (
-    MISSING,
-    Counts,
+    MISSING_LEADS_COLUMN,
     Output,
     ParquetParts,
+    RowCounts,
+    compute_parts,
+    compute_table,
     has_skipped_file,
-    make_parts,
     read_job,
     skipped_file,
-    whole_table,
 )
 from .trained_model import TrainedModel, load
 
-PARTS_LISTED = 8  # a message lists at most this many numbers of parts
-SENTENCES_SHOWN = 4  # a message has at most this many sentences about the model
+MAX_PARTS_LISTED = 8  # a message lists at most this many numbers of parts
+MAX_SENTENCES_SHOWN = 4  # a message has at most this many sentences about the model
 
 
-class Written(NamedTuple):
+class WrittenTable(NamedTuple):
     """The output file of a command, which may lack parts that other ranks still compute."""
 
     out: Path
@@ -55,7 +55,7 @@ class Written(NamedTuple):
     message: str  # for the user; "" if another rank prints it
 
 
-class Setup(NamedTuple):
+class ModelSetup(NamedTuple):
     """A loaded model with the input that it is shown, the precision it computes in, and the
     completed options."""
 
@@ -72,7 +72,7 @@ def embed(
     out: File | None = None,
     readout: str = "",
     **options: Any,
-) -> pa.Table | Written:
+) -> pa.Table | WrittenTable:
     """Does the work of `omnilead embed`. downstream/embed.py explains the options."""
     place = Path(out) if out else None
     if place and place.suffix not in ("", ".parquet"):
@@ -88,7 +88,7 @@ def predict(
     data: File | Sequence[File],
     out: File | None = None,
     **options: Any,
-) -> pa.Table | Written:
+) -> pa.Table | WrittenTable:
     """Does the work of `omnilead predict`. downstream/predict.py explains the options."""
     place = Path(out) if out else None
     if place and place.suffix not in (".csv", ".parquet"):
@@ -108,24 +108,24 @@ def _make_table(
     data: File | Sequence[File],
     out: Path | None,
     options: dict[str, Any],
-) -> pa.Table | Written:
+) -> pa.Table | WrittenTable:
     """Applies the model to the ECGs. Returns the table or, with `out`, what was written."""
     # Called first, to refuse wrong environment variables before the model is loaded
     launched_rank()
     if out:
         require_writable(out, Flag("--out"))
     else:
-        refuse_ranks("a table in memory is")
+        refuse_several_ranks("a table in memory is")
     try:
-        setup = load_setup(model, data, **options)
+        setup = load_model_setup(model, data, **options)
         output = output_of(setup.model)
         opened = open_data(setup.options, setup.input)
         if out:
             return _write_file(setup, output, opened, out)
         source = opened.source()
-        table = whole_table(source, output, setup.input, setup.options.per)
-        counts = Counts().add_table(table, sum(map(len, source.skipped.values())))
-        for doubt in _table_doubts(setup, output, source, counts):
+        table = compute_table(source, output, setup.input, setup.options.per)
+        counts = RowCounts().add_table(table, sum(map(len, source.skipped.values())))
+        for doubt in _table_warnings(setup, output, source, counts):
             # The warning points at the user's call of omnilead.embed or predict
             warnings.warn(doubt, stacklevel=5)
         return table
@@ -133,7 +133,7 @@ def _make_table(
         raise file_error(error, out) from None
 
 
-def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Written:
+def _write_file(setup: ModelSetup, output: Output, opened: OpenedData, out: Path) -> WrittenTable:
     """Computes this rank's parts of the table, and completes the file if no part is missing."""
     rank, world, _ = launched_rank()
     options = setup.options
@@ -154,38 +154,38 @@ def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> 
     with ParquetParts(out, job, rank, world) as parts:
         begun = not parts.finished
         if begun:
-            left = make_parts(source, output, setup.input, options.per, parts)
+            left = compute_parts(source, output, setup.input, options.per, parts)
     if left and world == 1:
         raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
-        numbers = first_names(left, PARTS_LISTED)
+        numbers = first_names(left, MAX_PARTS_LISTED)
         doing = f"others compute parts {numbers} (none runs? start the same command again)"
-        return Written(out, None, f"rank {rank} of {world}: done; {doing}\n")
+        return WrittenTable(out, None, f"rank {rank} of {world}: done; {doing}\n")
     if parts.rows is None:
         message = "" if begun or rank else f"{out}: is complete already\n"
-        return Written(out, None, message)
-    for doubt in _table_doubts(setup, output, source, parts.counts):
+        return WrittenTable(out, None, message)
+    for doubt in _table_warnings(setup, output, source, parts.counts):
         tell(f"note: {out}: {doubt}")
     if has_skipped_file(out):
         tell(f"note: {skipped_file(out)}: which ECGs were skipped, and why")
     if output.sentences:
-        more = "; ..., see config.json" if len(output.sentences) > SENTENCES_SHOWN else ""
-        tell(f"note: {out}: the model: {'; '.join(output.sentences[:SENTENCES_SHOWN])}{more}")
+        more = "; ..., see config.json" if len(output.sentences) > MAX_SENTENCES_SHOWN else ""
+        tell(f"note: {out}: the model: {'; '.join(output.sentences[:MAX_SENTENCES_SHOWN])}{more}")
     message = f"{out}: {parts.rows:,} {output.what}, computed in {setup.precision}\n"
-    return Written(out, parts.rows, message)
+    return WrittenTable(out, parts.rows, message)
 
 
-def _table_doubts(
-    setup: Setup, output: Output, source: CropSource, counts: Counts
+def _table_warnings(
+    setup: ModelSetup, output: Output, source: CropSource, counts: RowCounts
 ) -> Iterator[str]:
     """Yields warnings about the table: leads that are missing, implausible amplitudes and rates,
     ECGs that the model was fitted on, and records that could not be read."""
     of_rows = f"of {counts.rows:,} rows"
     if counts.lacking and (why := setup.model.missing_leads_doubt()):
-        yield f"{counts.lacking:,} {of_rows} lack leads (column {MISSING}): {why}"
+        yield f"{counts.lacking:,} {of_rows} lack leads (column {MISSING_LEADS_COLUMN}): {why}"
     if counts.implausible:
         yield (
-            f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS}): is the "
+            f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS_COLUMN}): is the "
             "scale of these ECGs right?"
         )
     yield from source.heart_rates.doubts()
@@ -205,7 +205,7 @@ def _table_doubts(
         yield f"without {counts.refused:,} of {records}, which cannot be read"
 
 
-def load_setup(
+def load_model_setup(
     model: File,
     data: File | Sequence[File],
     *,
@@ -213,7 +213,7 @@ def load_setup(
     precision: str = "auto",
     code: bool = False,
     **options: Any,
-) -> Setup:
+) -> ModelSetup:
     """Loads the model on its device, and replaces defaults of the options by their values for it.
     See EcgOptions and `load_model_and_precision` for the arguments."""
     several = [data] if isinstance(data, str | os.PathLike) else data
@@ -239,7 +239,7 @@ def load_setup(
         pin=on_gpu,
     )
     shown = loaded.input.limited_to(asked.leads) if asked.leads else loaded.input
-    return Setup(loaded, shown, precision, complete)
+    return ModelSetup(loaded, shown, precision, complete)
 
 
 def select_device(name: str) -> torch.device:
@@ -280,7 +280,7 @@ def load_model_and_precision(
     return model, precision
 
 
-def refuse_ranks(what: str) -> None:
+def refuse_several_ranks(what: str) -> None:
     """Raises ConfigError if the program was started on several ranks. `what`: subject and verb for
     the message."""
     world = launched_rank().world

@@ -5,7 +5,7 @@ parts of equal batches.
     for batch in opened.source().read_batches([0, 2], progress):    # CropBatch, of these parts
         ...
 
-A part is always the same PART_BATCHES batches, so results do not depend on where a run was
+A part is always the same BATCHES_PER_PART batches, so results do not depend on where a run was
 interrupted. Records from files are prepared by the dataset builder's own code.
 """
 
@@ -60,24 +60,24 @@ from ..tasks.kinds import Array
 from .trained_model import cut_crops
 
 Per = Literal["crop", "record", "half", "first"]
-PART_BATCHES = 16
+BATCHES_PER_PART = 16
 # Only so many skipped files are printed, because a folder may have 100,000 files that are no ECGs
 SKIPS_SHOWN = 5
 # (number of the record, the record, index of the crop in it)
 RecordCrop = tuple[int, Prepared, int]
 # The column with the flags of a crop, as in a dataset, such as einthoven,implausible; null if there
 # are none
-FLAGS = "flags"
+FLAGS_COLUMN = "flags"
 # The column of predictions with the file that an ECG came from; null if it came from a dataset, or
 # if names are replaced by pseudonyms
-PATH = "path"
+PATH_COLUMN = "path"
 CROP_COLUMNS = {
     "source": pa.string(),
     "record": pa.string(),
     "patient": pa.string(),
     "row": pa.int64(),
     "start_s": pa.float64(),
-    FLAGS: pa.string(),
+    FLAGS_COLUMN: pa.string(),
 }
 
 
@@ -118,7 +118,7 @@ class SourceCrops(NamedTuple):
     """Facts about the crops of one batch, which stand in CropBatch.crops."""
 
     part: int
-    table: pa.Table  # the columns CROP_COLUMNS and PATH, with a row for each crop
+    table: pa.Table  # the columns CROP_COLUMNS and PATH_COLUMN, with a row for each crop
     record_B: Array  # the number of each crop's record, ascending
     missing_BL: Array | None = None  # True for leads that the model uses but does not get
 
@@ -164,17 +164,17 @@ class DatasetSource:
         self.left_out = left_out
         self.heart_rates = HeartRates()
         table = dataset.table([name for name in CROP_COLUMNS if name != "row"])
-        flags = pc.binary_join(table[FLAGS], ",")
+        flags = pc.binary_join(table[FLAGS_COLUMN], ",")
         flags = pc.if_else(pc.equal(flags, ""), pa.scalar(None, pa.string()), flags)
-        table = table.set_column(table.column_names.index(FLAGS), FLAGS, flags)
+        table = table.set_column(table.column_names.index(FLAGS_COLUMN), FLAGS_COLUMN, flags)
         table = table.append_column("row", pa.array(np.arange(len(dataset))))
-        self.table = table.append_column(PATH, pa.nulls(len(dataset), pa.string()))
+        self.table = table.append_column(PATH_COLUMN, pa.nulls(len(dataset), pa.string()))
         self.record = np.arange(len(rows))
         if per == "record":
             rows, self.record = self._sorted_rows_and_records(rows)
         # A part begins where a record begins, so that no record is split between parts
         first = np.flatnonzero(np.diff(self.record, prepend=-1))
-        wanted = np.arange(0, len(rows), batch * PART_BATCHES)
+        wanted = np.arange(0, len(rows), batch * BATCHES_PER_PART)
         begins = first[np.searchsorted(first, wanted, side="right") - 1]
         self.rows = rows
         self.begins = np.append(np.unique(begins), len(rows))
@@ -236,7 +236,7 @@ class RecordSource:
         workers: int,
     ) -> None:
         self.paths, self.read, self.batch, self.workers = paths, read, batch, workers
-        self.parts = -(-len(paths) // (batch * PART_BATCHES))
+        self.parts = -(-len(paths) // (batch * BATCHES_PER_PART))
         self.skipped: dict[int, list[Skipped]] = {}
         self.rates_hz: set[float] = set()  # recording rates of the ECGs read so far
         self.heart_rates = HeartRates()
@@ -251,7 +251,7 @@ class RecordSource:
 
     def _record_range(self, part: int) -> range:
         """Returns the numbers of the records in a part."""
-        size = self.batch * PART_BATCHES
+        size = self.batch * BATCHES_PER_PART
         return range(len(self.paths))[part * size : (part + 1) * size]
 
     def count_units(self, parts: Iterable[int]) -> int:
@@ -290,9 +290,11 @@ def _make_batch(part: int, crops: Sequence[RecordCrop], paths: Sequence[str | No
     rows = []
     for number, ecg, crop in crops:
         flags, path = ",".join(ecg.flags[crop]) or None, paths[number]
-        rows.append(ecg._asdict() | {"start_s": ecg.start_s[crop], FLAGS: flags, PATH: path})
+        rows.append(
+            ecg._asdict() | {"start_s": ecg.start_s[crop], FLAGS_COLUMN: flags, PATH_COLUMN: path}
+        )
     # Records have no key `row`, the row of a dataset, so that column becomes null
-    table = pa.Table.from_pylist(rows, schema=pa.schema({**CROP_COLUMNS, PATH: pa.string()}))
+    table = pa.Table.from_pylist(rows, schema=pa.schema({**CROP_COLUMNS, PATH_COLUMN: pa.string()}))
     uv_BLT = np.stack([ecg.crops_uv[crop] for _, ecg, crop in crops])
     halves_B = np.array([ecg.halves[crop] for _, ecg, crop in crops])
     record_B = np.array([number for number, _, _ in crops])
@@ -312,7 +314,7 @@ class OpenedData(NamedTuple):
 
 def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
     """Finds the ECGs that the options name. Returns them unread."""
-    dataset = dataset_of(options)
+    dataset = find_dataset(options)
     if dataset is not None:
         rows = np.arange(len(dataset))
         return OpenedData(
@@ -332,7 +334,7 @@ def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
     return OpenedData(identity, partial(record_source, records, key, model_input, options), private)
 
 
-def dataset_of(options: EcgOptions) -> Dataset | None:
+def find_dataset(options: EcgOptions) -> Dataset | None:
     """Opens the dataset that `data` names; None if `data` names files or folders of files."""
     for url in options.data:
         remote = "://" in url
@@ -521,7 +523,7 @@ def _archive_records(url: str, options: EcgOptions, model_input: Input) -> Itera
         mend = "`omnilead shard --source`, and give the dataset"
         raise ConfigError(found, mend, more) from None
     for source in sources:
-        _tell_notes([source.left_out])
+        _print_notes([source.left_out])
         missing = []
         for key in source.keys():  # noqa: SIM118 - no dictionary
             if isinstance(key, AbsentKey):
@@ -530,12 +532,12 @@ def _archive_records(url: str, options: EcgOptions, model_input: Input) -> Itera
             stamp = source.root.stamp(key) or source.root.stamp(key.rpartition("#")[0])
             record = _source_record(source, key, f"{source.root.url}/{key}", stamp)
             yield record._replace(of_folder=True)
-        _tell_notes([missing_note(source.root.url, missing, source.root.private)])
+        _print_notes([missing_note(source.root.url, missing, source.root.private)])
         if isinstance(source, HospitalFiles):
-            _tell_notes(source.notes())
+            _print_notes(source.notes())
 
 
-def _tell_notes(notes: Iterable[str]) -> None:
+def _print_notes(notes: Iterable[str]) -> None:
     """Prints the notes that are not empty, on rank 0 only."""
     for note in notes:
         if note and launched_rank().rank == 0:
@@ -563,7 +565,7 @@ def array_records(
     if options.fs_hz is None:
         raise ConfigError(Flag("--data"), f" {path}: give its sampling rate with ", Flag("--fs"))
     try:
-        ecgs = _arrays_in(path)
+        ecgs = _find_arrays(path)
         stamp = f"{path.stat().st_size},{path.stat().st_mtime_ns}".encode()
         if not ecgs:
             raise ArrayError("the file has no ECG")
@@ -578,7 +580,7 @@ def array_records(
         yield RecordToRead(f"{path}{ecg.suffix}", stamp, read, ecg.label, of_folder=of_folder)
 
 
-def _arrays_in(path: Path) -> list[EcgArray]:
+def _find_arrays(path: Path) -> list[EcgArray]:
     """Returns the ECGs in an .npy or .npz file."""
     if zipfile.is_zipfile(path):
         return [

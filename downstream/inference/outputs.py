@@ -3,8 +3,8 @@ so that the work can resume after a kill.
 
     output = embedding_output(model)                                        # or prediction_output(model)
     with ParquetParts(Path("F.parquet"), job, rank, world) as parts:  # job: all that determines the content, as plain JSON
-        missing = make_parts(source, output, model.input, "crop", parts)
-    table = whole_table(source, output, model.input, "half")                # the same without files
+        missing = compute_parts(source, output, model.input, "crop", parts)
+    table = compute_table(source, output, model.input, "half")                # the same without files
 
 `per`: one row for each window of the model (of 5 s: half), each crop's first window, each crop of
 10 s (the mean of its windows) or each record (the mean of all its windows). Parts (downstream.inference.ecg_reader) are kept in
@@ -47,20 +47,20 @@ from omnilead.engine.settings.leads import ALL_LEADS, describe_leads
 
 from ..tasks.kinds import KINDS, Array
 from ..tasks.readout import PAPER
-from .ecg_reader import CROP_COLUMNS, FLAGS, PATH, CropSource, Per, Skipped
-from .trained_model import NOT_FINITE, TrainedModel
+from .ecg_reader import CROP_COLUMNS, FLAGS_COLUMN, PATH_COLUMN, CropSource, Per, Skipped
+from .trained_model import NOT_FINITE_MESSAGE, TrainedModel
 
-CSV = ".csv"
-EMBEDDING = "embedding"  # name of the column that holds a vector
+CSV_SUFFIX = ".csv"
+EMBEDDING_COLUMN = "embedding"  # name of the column that holds a vector
 # The column of predictions with the leads that the model uses but did not get, such as II,V1; null
 # if it got all
-MISSING = "missing_leads"
-JOB_KEY = b"omnilead"  # key in the metadata of a parquet file: the job that wrote it
+MISSING_LEADS_COLUMN = "missing_leads"
+JOB_METADATA_KEY = b"omnilead"  # key in the metadata of a parquet file: the job that wrote it
 # Key in the metadata of a part: its records that could not be read
-SKIPPED_KEY = b"omnilead.skipped"
+SKIPPED_METADATA_KEY = b"omnilead.skipped"
 
 
-class Counts(NamedTuple):
+class RowCounts(NamedTuple):
     """How many rows a table has, how many of them are doubtful, and how many records could not be
     read."""
 
@@ -69,16 +69,16 @@ class Counts(NamedTuple):
     implausible: int = 0  # rows with an implausible amplitude
     refused: int = 0  # records that could not be read
 
-    def add_table(self, table: pa.Table, refused: int) -> "Counts":
+    def add_table(self, table: pa.Table, refused: int) -> "RowCounts":
         """Returns the counts with those of a further table added."""
         lacking = implausible = 0
-        if MISSING in table.column_names:
-            lacking = len(table) - table[MISSING].null_count
-        if FLAGS in table.column_names:
-            of_rows = pc.match_substring(table[FLAGS], IMPLAUSIBLE)
+        if MISSING_LEADS_COLUMN in table.column_names:
+            lacking = len(table) - table[MISSING_LEADS_COLUMN].null_count
+        if FLAGS_COLUMN in table.column_names:
+            of_rows = pc.match_substring(table[FLAGS_COLUMN], IMPLAUSIBLE)
             implausible = pc.sum(of_rows, min_count=0).as_py()
         added = len(table), lacking, implausible, refused
-        return Counts(*map(sum, zip(self, added, strict=True)))
+        return RowCounts(*map(sum, zip(self, added, strict=True)))
 
 
 class Output(NamedTuple):
@@ -87,7 +87,7 @@ class Output(NamedTuple):
 
     model: TrainedModel
     forward: Callable[[Tensor], Tensor]
-    # CROP_COLUMNS, perhaps MISSING and PATH, and the columns that `columns` makes
+    # CROP_COLUMNS, perhaps MISSING_LEADS_COLUMN and PATH_COLUMN, and the columns that `columns` makes
     schema: pa.Schema
     columns: Callable[[Array], list[pa.Array]]
     what: str  # the words for the outputs in messages
@@ -111,14 +111,14 @@ def vector_output(model: TrainedModel, forward: Callable[[Tensor], Tensor], widt
     def columns(c_ND: Array) -> list[pa.Array]:
         return [pa.FixedSizeListArray.from_arrays(pa.array(c_ND.reshape(-1)), width)]
 
-    schema = pa.schema([*CROP_COLUMNS.items(), (EMBEDDING, pa.list_(pa.float32(), width))])
+    schema = pa.schema([*CROP_COLUMNS.items(), (EMBEDDING_COLUMN, pa.list_(pa.float32(), width))])
     return Output(model, forward, schema, columns, f"embeddings of {width}", {})
 
 
 def embedding_matrix(table: pa.Table) -> Array:
     """Returns the vectors of a table as a matrix with the same rows."""
     return np.asarray(
-        table[EMBEDDING].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
+        table[EMBEDDING_COLUMN].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
     )
 
 
@@ -135,7 +135,12 @@ def prediction_output(model: TrainedModel) -> Output:
     kind = KINDS[head.kind]
     fields = kind.output_fields(head.classes, head.unit)
     schema = pa.schema(
-        [*CROP_COLUMNS.items(), (MISSING, pa.string()), (PATH, pa.string()), *fields]
+        [
+            *CROP_COLUMNS.items(),
+            (MISSING_LEADS_COLUMN, pa.string()),
+            (PATH_COLUMN, pa.string()),
+            *fields,
+        ]
     )
     for name in schema.names:
         if schema.names.count(name) > 1:
@@ -178,8 +183,8 @@ def part_tables(
 
     with closing(source.read_batches(parts, progress)) as batches:
         crops: Iterable[CropBatch] = batches
-        if MISSING in output.schema.names:
-            crops = note_missing_leads(batches, output.model.input, model_input)
+        if MISSING_LEADS_COLUMN in output.schema.names:
+            crops = with_missing_leads(batches, output.model.input, model_input)
         outputs = predict(crops, prepare_windows, output.forward, output.model.device)
         for part, group in groupby(outputs, key=lambda batch: batch[0].crops.part):
             empty.remove(part)
@@ -189,7 +194,7 @@ def part_tables(
         yield part, output.schema.empty_table()
 
 
-def note_missing_leads(
+def with_missing_leads(
     batches: Iterable[CropBatch], used: Input, shown: Input
 ) -> Iterator[CropBatch]:
     """Yields the batches with `missing_BL`: True for each lead that the model uses, but that was
@@ -205,7 +210,7 @@ def _part_table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per
     H."""
     y_HD = np.concatenate([y_HD for _, y_HD in batches])
     if not np.isfinite(y_HD).all():
-        raise OutputError(NOT_FINITE)
+        raise OutputError(NOT_FINITE_MESSAGE)
     halves_B = np.concatenate([batch.halves_B for batch, _ in batches])
     windows_B = 1 if per == "first" else output.model.input.count_windows(halves_B)
     crop_H = np.repeat(np.arange(len(halves_B)), windows_B)
@@ -221,13 +226,13 @@ def _part_table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per
     rows = crops.take(crop_H[first_N])
     columns = {name: rows[name] for name in CROP_COLUMNS}
     if per == "record":
-        columns[FLAGS] = _joined_flags(crops[FLAGS], crop_H, first_N)
+        columns[FLAGS_COLUMN] = _joined_flags(crops[FLAGS_COLUMN], crop_H, first_N)
     if per == "half":
         columns["start_s"] = _window_starts(rows, crop_H, output.model.input)
-    if MISSING in output.schema.names:
-        columns[MISSING] = _missing_leads(batches, crop_H, first_N)
-    if PATH in output.schema.names:
-        columns[PATH] = rows[PATH]
+    if MISSING_LEADS_COLUMN in output.schema.names:
+        columns[MISSING_LEADS_COLUMN] = _missing_leads(batches, crop_H, first_N)
+    if PATH_COLUMN in output.schema.names:
+        columns[PATH_COLUMN] = rows[PATH_COLUMN]
     return pa.Table.from_arrays([*columns.values(), *output.columns(y_ND)], schema=output.schema)
 
 
@@ -269,13 +274,13 @@ class ParquetParts:
         self.finished = out.exists()
         # Number of rows of `out`, known to the rank that has joined its parts
         self.rows: int | None = None
-        self.counts = Counts()  # the counts of `out`, known to the same rank
+        self.counts = RowCounts()  # the counts of `out`, known to the same rank
         self._lock: Any = None
         if not self.finished:
             self._lock_folder()
             return
-        self._require_same(read_job(out), out)
-        if rank == 0 and out.suffix != CSV:
+        self._require_same_job(read_job(out), out)
+        if rank == 0 and out.suffix != CSV_SUFFIX:
             self.rows = pq.read_metadata(out).num_rows
 
     def _lock_folder(self) -> None:
@@ -295,18 +300,18 @@ class ParquetParts:
             for path in self.folder.glob("*.parquet"):
                 before = read_job(path)
                 if before is not None:
-                    self._require_same(before, self.folder)
+                    self._require_same_job(before, self.folder)
             refused.pop_all()  # from here on the lock is held until `__exit__`
 
-    def _require_same(self, job: Any, place: Path) -> None:
+    def _require_same_job(self, job: Any, place: Path) -> None:
         """Raises ConfigError if `job`, which wrote the file or folder `place`, is not this job."""
         before = job if isinstance(job, dict) else {}
         for name in sorted(self.job.keys() | before.keys()):
             was, now = before.get(name), self.job.get(name)
             if was != now:
-                self._refuse_file(place, f"{name} was {str(was)[:60]}, now {str(now)[:60]}")
+                self._refuse_other_job(place, f"{name} was {str(was)[:60]}, now {str(now)[:60]}")
 
-    def _refuse_file(self, place: Path, why: str) -> None:
+    def _refuse_other_job(self, place: Path, why: str) -> None:
         """Raises the ConfigError for a file or folder of another job."""
         raise ConfigError(
             f"{place}: another job wrote it: {why}: remove it, or choose another file"
@@ -323,7 +328,7 @@ class ParquetParts:
                 continue
             for name in set(names) ^ set(before):
                 what = "without" if name in names else "with"
-                self._refuse_file(self.folder, f"its parts are {what} a column {name}")
+                self._refuse_other_job(self.folder, f"its parts are {what} a column {name}")
 
     def _read_part(self, number: int, schema: pa.Schema | None = None) -> pa.Table | None:
         """Returns the table of a part; None if the part is missing or damaged."""
@@ -352,7 +357,7 @@ class ParquetParts:
     def write_part(self, number: int, table: pa.Table, skipped: Sequence[Skipped] = ()) -> None:
         """Writes a part. Does nothing if other ranks have completed the file in the meantime."""
         buffer = io.BytesIO()
-        facts = {JOB_KEY: json.dumps(self.job), SKIPPED_KEY: json.dumps(skipped)}
+        facts = {JOB_METADATA_KEY: json.dumps(self.job), SKIPPED_METADATA_KEY: json.dumps(skipped)}
         table = table.replace_schema_metadata(facts)
         pq.write_table(table, buffer, write_page_checksum=True)
         try:
@@ -372,7 +377,7 @@ class ParquetParts:
         missing: list[int] = []
         try:
             if not self.out.exists():
-                facts = schema.with_metadata({JOB_KEY: json.dumps(self.job)})
+                facts = schema.with_metadata({JOB_METADATA_KEY: json.dumps(self.job)})
                 missing = self._join_into_file(count, facts, list(left_out))
         except FileNotFoundError:  # another rank has joined all parts and removed them
             if not self.out.exists():
@@ -389,15 +394,17 @@ class ParquetParts:
         # The name includes the number of ranks and the process, because a run with another number
         # of ranks may join the parts at the same time
         joined = self.folder / f"whole-{self.rank}-of-{self.world}-{os.getpid()}"
-        counts = Counts()
-        with _table_writer(joined, schema, self.out.suffix == CSV) as write:
+        counts = RowCounts()
+        with _table_writer(joined, schema, self.out.suffix == CSV_SUFFIX) as write:
             for number in range(count):
                 table = self._read_part(number, schema)
                 if table is None:
                     missing.append(number)
                     continue
                 of_part = json.loads(
-                    pq.read_schema(self._part_path(number)).metadata.get(SKIPPED_KEY, b"[]")
+                    pq.read_schema(self._part_path(number)).metadata.get(
+                        SKIPPED_METADATA_KEY, b"[]"
+                    )
                 )
                 skipped += (Skipped(*ecg) for ecg in of_part)
                 counts = counts.add_table(table, len(of_part))
@@ -410,7 +417,7 @@ class ParquetParts:
             raise nothing_read_error(counts.refused)
         with open(joined, "rb") as file:
             os.fsync(file.fileno())
-        if self.out.suffix == CSV:
+        if self.out.suffix == CSV_SUFFIX:
             record = {"job": self.job, "bytes": joined.stat().st_size}
             write_whole(job_record_path(self.out), json.dumps(record))
         write_skipped(self.out, skipped)
@@ -481,15 +488,15 @@ def read_job(path: Path) -> Any:
     beside a CSV file. None if the record is missing, damaged, or about an earlier CSV file of the
     same name."""
     try:
-        if path.suffix == CSV:
+        if path.suffix == CSV_SUFFIX:
             record = json.loads(job_record_path(path).read_text())
             return record["job"] if record["bytes"] == path.stat().st_size else None
-        return json.loads((pq.read_schema(path).metadata or {}).get(JOB_KEY, b"null"))
+        return json.loads((pq.read_schema(path).metadata or {}).get(JOB_METADATA_KEY, b"null"))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def make_parts(
+def compute_parts(
     source: CropSource, output: Output, model_input: Input, per: Per, parts: ParquetParts
 ) -> list[int]:
     """Computes this rank's parts, and joins all parts into the file if none is missing. Returns the
@@ -505,7 +512,7 @@ def make_parts(
     return parts.join_parts(source.parts, output.schema, source.left_out)
 
 
-def whole_table(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
+def compute_table(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
     """Returns the table of all parts, which is computed in memory."""
     numbers = range(source.parts)
     with progress_bar(source.count_units(numbers), source.unit) as bar:

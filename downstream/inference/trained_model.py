@@ -81,12 +81,12 @@ from .trees import Trees
 # is above the second or below the third. ECGs peak at 0.1 to 10 mV
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01
 NOT_MEASURED = -32_768  # the value in int16 of a sample that was not measured
-ROWS_ENCODED = 64  # number of segments that are encoded at a time
-NOT_FINITE = "the model's outputs are not finite: its weights are broken"
+SEGMENTS_PER_BATCH = 64  # number of segments that are encoded at a time
+NOT_FINITE_MESSAGE = "the model's outputs are not finite: its weights are broken"
 THRESHOLD = 0.5
 CLASSES_IN_REPR = 8  # the repr of a model names at most so many classes
 # This sampling rate is enough for what is usually read from an ECG: waves up to 150 Hz
-ENOUGH_HZ = 300
+SUFFICIENT_RATE_HZ = 300
 ModuleClass = type[nn.Module] | None
 Count = Annotated[int, Field(ge=1, le=2**24)]  # bounded, because config.json may come from anyone
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -209,7 +209,7 @@ class TrainedModel(nn.Module):
         self.encoder, self.head = encoder, head
         self.config, self.preprocessing, self.digest = config, preprocessing, digest
         self.input = Input.from_document(preprocessing, config_of(config).leads)
-        self.head_info = head_of(config)
+        self.head_info = parse_head_info(config)
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         # {name: content} of the files with custom code in the model folder
@@ -223,7 +223,11 @@ class TrainedModel(nn.Module):
         was fitted on that its scores may not hold; "" if there are none."""
         if not (self.head_info and self.head_info.source_hz):
             return ""
-        widest = min(ENOUGH_HZ, self.input.fs_hz, 2 * (self.input.band_hz or (0, ENOUGH_HZ))[1])
+        widest = min(
+            SUFFICIENT_RATE_HZ,
+            self.input.fs_hz,
+            2 * (self.input.band_hz or (0, SUFFICIENT_RATE_HZ))[1],
+        )
         low, high = (min(rate, widest) for rate in self.head_info.source_hz)
         other = [
             rate for rate in sorted(rates_hz) if not 0.8 * low <= min(rate, widest) <= 1.25 * high
@@ -333,7 +337,7 @@ class TrainedModel(nn.Module):
         c = c_RND
         if isinstance(self.head, Trees) and not c_RND.isfinite().all():
             # Trees would take NaN for a value that was not measured
-            raise ConfigError(NOT_FINITE)
+            raise ConfigError(NOT_FINITE_MESSAGE)
         if not sees_tokens(self.head):
             c = read_out(self.readout, c_RND, x_RLT, self.input.leads)
         y: Tensor = self.head(c.to(next(self.head.parameters()).dtype))
@@ -420,7 +424,7 @@ class TrainedModel(nn.Module):
             missing.append([lead for lead in self.input.seen_leads if not measured_L[lead]])
         which = sorted(set(chain.from_iterable(missing)))
         if which and (why := self.missing_leads_doubt()):
-            yield f"without leads {describe_leads(which)}{_concerned_text(missing)}: {why}"
+            yield f"without leads {describe_leads(which)}{_affected_ecgs_text(missing)}: {why}"
 
     def _mean_outputs(
         self, forward: Callable[[Tensor], Tensor], width: int, ecgs: Sequence["EcgCrops"]
@@ -429,10 +433,10 @@ class TrainedModel(nn.Module):
         if not ecgs:
             return torch.zeros(0, width, device=self.device)
         parts = [self._segments_of(ecg) for ecg in ecgs]
-        y_RD = torch.cat([forward(x_RLT) for x_RLT in torch.cat(parts).split(ROWS_ENCODED)])
+        y_RD = torch.cat([forward(x_RLT) for x_RLT in torch.cat(parts).split(SEGMENTS_PER_BATCH)])
         y_BD = torch.stack([part.mean(0) for part in y_RD.split([len(part) for part in parts])])
         if not y_BD.isfinite().all():
-            raise ConfigError(NOT_FINITE)
+            raise ConfigError(NOT_FINITE_MESSAGE)
         return y_BD
 
 
@@ -444,11 +448,11 @@ def _is_batch(signal: Any) -> bool:
 def _amplitude_warnings(ecgs: Sequence["EcgCrops"], unit: str) -> Iterator[str]:
     """Yields a warning if the amplitude of some of these crops is not that of an ECG."""
     if doubts := [ecg.doubt for ecg in ecgs if ecg.doubt]:
-        where = _concerned_text([ecg.doubt for ecg in ecgs])
+        where = _affected_ecgs_text([ecg.doubt for ecg in ecgs])
         yield f"{IMPLAUSIBLE_AMPLITUDE}{where}: {doubts[0]}: is unit={unit!r} right?"
 
 
-def _concerned_text(concerns: Sequence[object]) -> str:
+def _affected_ecgs_text(concerns: Sequence[object]) -> str:
     """Returns the words for how many ECGs a warning concerns; "" if it concerns all. `concerns`:
     for each ECG, something true if the warning concerns it."""
     if all(concerns):
@@ -469,8 +473,11 @@ def load(
             read_document(folder / CONFIG),
             read_document(folder / PREPROCESSING),
         )
-        config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
-        readout = readout_of_document(document, folder / CONFIG)
+        config, head_info = (
+            config_of(document, folder / CONFIG),
+            parse_head_info(document, folder / CONFIG),
+        )
+        readout = parse_model_readout(document, folder / CONFIG)
         if encoder and not config.encoder:
             raise LoadError(
                 f"{folder}: encoder={encoder.__name__}: this model has the paper's encoder, which is built "
@@ -530,7 +537,7 @@ def class_in_folder(folder: Path, spec: str, code: bool, part: str) -> Any:
         return load_plugin(f"{folder / file}:{name}")
 
 
-def readout_of_document(document: Mapping[str, Any], path: Path) -> Readout:
+def parse_model_readout(document: Mapping[str, Any], path: Path) -> Readout:
     """Returns the model's own read-out, `readout` in config.json."""
     try:
         return parse_readout(str(document.get("readout", PAPER)))
@@ -538,7 +545,7 @@ def readout_of_document(document: Mapping[str, Any], path: Path) -> Readout:
         raise LoadError(f"{path}: {error}") from None
 
 
-def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo | None:
+def parse_head_info(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo | None:
     """Returns the section `head` of config.json; None if there is none."""
     if (head := document.get("head")) is None:
         return None

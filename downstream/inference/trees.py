@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from omnilead.engine.model.folder import LoadError
 
 MAX_DEPTH = 64
-ROWS_SCORED = 64  # number of rows that are scored at a time
+ROWS_PER_BATCH = 64  # number of rows that are scored at a time
 
 
 class Trees(nn.Module):
@@ -66,7 +66,7 @@ class Trees(nn.Module):
         return self
 
     def forward(self, c_RD: Tensor) -> Tensor:
-        return torch.cat([self._score_rows(part) for part in c_RD.float().split(ROWS_SCORED)])
+        return torch.cat([self._score_rows(part) for part in c_RD.float().split(ROWS_PER_BATCH)])
 
     def _score_rows(self, c_RD: Tensor) -> Tensor:
         missing_RD = c_RD.isnan() | (c_RD == 0)

@@ -52,7 +52,7 @@ CHILD_CODE = (
 )
 STOPPED = "stopped"
 COMMANDS_FILE = "commands.json"
-PATHS_NAMED = 3  # at most this many paths are listed in a message
+MAX_PATHS_LISTED = 3  # at most this many paths are listed in a message
 # Its `environment`: the variables for jobs that this thread starts
 THREAD_LOCAL = threading.local()
 
@@ -105,7 +105,7 @@ class WorkDir:
     def job_file(self, job: Job, suffix: str) -> Path:
         return self.path / "jobs" / f"{job.name.replace('/', '_')}.{suffix}"
 
-    def read_note(self, job: Job, key: str) -> Any:
+    def read_outcome(self, job: Job, key: str) -> Any:
         """Returns a note on the last end of the job: with key "seconds" how long the job took, with
         "error" why it failed; None if there is no such note."""
         return read_json(self.job_file(job, "json")).get(key)
@@ -141,11 +141,13 @@ class WorkDir:
                     refused.append(str(self.path / job.name))
         if refused:
             and_more = (
-                f" and {len(refused) - PATHS_NAMED} more" if len(refused) > PATHS_NAMED else ""
+                f" and {len(refused) - MAX_PATHS_LISTED} more"
+                if len(refused) > MAX_PATHS_LISTED
+                else ""
             )
             raise ConfigError(
                 f"these results were made by other commands or settings than this plan's: "
-                f"{', '.join(refused[:PATHS_NAMED])}{and_more}: remove them, or use another --out"
+                f"{', '.join(refused[:MAX_PATHS_LISTED])}{and_more}: remove them, or use another --out"
             )
         write_json(path, before | commands_now)
 
@@ -168,7 +170,7 @@ def expected_seconds(folder: WorkDir, jobs: Collection[Job]) -> dict[str, float]
     the ratio of actual to planned time of the finished jobs of the same kind."""
     took, minutes = defaultdict[str, float](float), defaultdict[str, float](float)
     for job in jobs:
-        seconds = folder.read_note(job, "seconds")
+        seconds = folder.read_outcome(job, "seconds")
         if seconds and folder.is_done(job):
             took[job.kind] += seconds
             minutes[job.kind] += job.minutes
@@ -273,7 +275,9 @@ def _report_end(folder: WorkDir, job: Job, future: Future[str], number: str) -> 
     error = future.exception()  # set if the worker raised an error, or died repeatedly
     why = f"{type(error).__name__}: {error}" if error else future.result()
     if not why:
-        say(f"{number} {job.name}: done in {duration_text(folder.read_note(job, 'seconds') or 0)}")
+        say(
+            f"{number} {job.name}: done in {duration_text(folder.read_outcome(job, 'seconds') or 0)}"
+        )
     elif why == STOPPED:
         say(f"{job.name}: stopped")
     else:

@@ -33,13 +33,13 @@ from .jobs import Job, WorkDir, job_of_step
 Settings = dict[str, Any]
 PAPER_CONFIGS = CONFIGS / "reproduce"
 # By the paper's name of a task: its config, configs/finetune/NAME.yaml
-TASKS = {"Dx": "diagnosis", "Id": "identification"}
+CONFIG_OF_TASK = {"Dx": "diagnosis", "Id": "identification"}
 LEAD_COUNTS = (12, 6, 3, 2, 1)
-STAGES = ("pretrain", *TASKS.values())
+STAGES = ("pretrain", *CONFIG_OF_TASK.values())
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
     """A row of a table in the paper: a method, and the scores that the paper prints."""
 
     name: str
@@ -54,7 +54,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class PaperTable:
     """A table of the paper."""
 
     number: int
@@ -63,25 +63,25 @@ class Table:
     # Which cells are bold: the best of a column ("best"), or those better than the row `against`
     # ("gain")
     bold: str
-    rows: Mapping[str, Row]
+    rows: Mapping[str, PaperRow]
 
     def column_title(self, leads: int) -> str:
         return f"{'P-' if self.padded and leads < 12 else ''}{leads}-lead"
 
 
 @cache
-def read_paper() -> Settings:
+def read_paper_config() -> Settings:
     """Returns configs/reproduce/paper.yaml: the tables, the steps of a cell, and the expected
     minutes of each kind of job."""
     return read_yaml(PAPER_CONFIGS / "paper.yaml")
 
 
 @cache
-def paper_tables() -> dict[int, Table]:
+def paper_tables() -> dict[int, PaperTable]:
     built = {}
-    for number, table in read_paper()["tables"].items():
-        rows = {name: Row(name, **row) for name, row in table["rows"].items()}
-        built[number] = Table(number=number, **table | {"rows": rows})
+    for number, table in read_paper_config()["tables"].items():
+        rows = {name: PaperRow(name, **row) for name, row in table["rows"].items()}
+        built[number] = PaperTable(number=number, **table | {"rows": rows})
     return built
 
 
@@ -123,7 +123,7 @@ class ReproductionScale:
             method = "w2v_cmsc_rlm" if stage == "pretrain" else stage
             places = {"data.datasets": ["DATASET"], "start": "RUN"}
             check_config(load_config(method, {**settings[stage], **places}, kind), 1)
-        usual = read_paper()["minutes"]
+        usual = read_paper_config()["minutes"]
         minutes = usual | (tree.get("minutes") or {})
         if minutes.keys() != usual.keys() or set(map(type, minutes.values())) - {int, float}:
             raise ConfigError(f"{path}: minutes: {minutes}: write a number for {', '.join(usual)}")
@@ -132,7 +132,7 @@ class ReproductionScale:
         )
 
 
-def as_options(settings: Settings) -> str:
+def set_options_text(settings: Settings) -> str:
     """Returns the settings as --set options of a command. Values are JSON, which is also YAML."""
     pairs = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     return " ".join(f"--set {shlex.quote(pair)}" for pair in pairs)
@@ -157,7 +157,7 @@ class DatasetInfo:
 class PaperPlan:
     """The jobs that fill the chosen tables, and the cells that they fill."""
 
-    tables: Sequence[Table]
+    tables: Sequence[PaperTable]
     scale: ReproductionScale
     data: DatasetInfo
     folder: WorkDir
@@ -168,15 +168,15 @@ class PaperPlan:
     # By path of a YAML file: its settings, an architecture that starts from random weights
     starts: dict[str, Settings] = field(default_factory=dict)
 
-    def add_cell(self, table: Table, row: Row, task: str, leads: int, seed: int) -> str:
+    def add_cell(self, table: PaperTable, row: PaperRow, task: str, leads: int, seed: int) -> str:
         """Adds the jobs of one seed of a cell: the paper's steps. Returns the name of the
         evaluation, which is the last of them."""
-        channels, stage = 12 if table.padded else leads, TASKS[task]
+        channels, stage = 12 if table.padded else leads, CONFIG_OF_TASK[task]
         pretraining = dict(self.scale.settings["pretrain"])
         if channels < 12:
             pretraining |= {"augment.leads": channels, "augment.padded": False}
             pretraining["model.leads"] = channels
-        start, steps = f"pretrain/{row.pretrain}-{channels}", read_paper()["steps"]
+        start, steps = f"pretrain/{row.pretrain}-{channels}", read_paper_config()["steps"]
         if row.random:  # the first step is pre-training, which random weights skip
             start, steps = f"starts/random-{channels}.yaml", steps[1:]
             tree = load_config(row.pretrain, pretraining, Config).tree()
@@ -186,10 +186,12 @@ class PaperPlan:
             "out": shlex.quote(str(self.folder.path)),
             "data": shlex.quote(self.data.path),
             "method": row.pretrain,
-            "pretraining": as_options(pretraining),
+            "pretraining": set_options_text(pretraining),
             "start": start,
             "task": stage,
-            "finetuning": as_options({**row.finetune.get(stage, {}), **self.scale.settings[stage]}),
+            "finetuning": set_options_text(
+                {**row.finetune.get(stage, {}), **self.scale.settings[stage]}
+            ),
             "leads": leads,
             "padded": json.dumps(channels == 12),
             "seed": seed,
@@ -208,7 +210,7 @@ class PaperPlan:
 
 
 def make_plan(
-    chosen: Sequence[Table], scale: ReproductionScale, data: DatasetInfo, folder: WorkDir, seeds: int,
+    chosen: Sequence[PaperTable], scale: ReproductionScale, data: DatasetInfo, folder: WorkDir, seeds: int,
     rows: Sequence[str] = (), leads: Sequence[int] = (), tasks: Sequence[str] = (),
 ) -> PaperPlan:  # fmt: skip
     """Returns the plan for the chosen tables. `rows`, `leads` and `tasks` select cells; if one of
@@ -221,7 +223,9 @@ def make_plan(
         )
     plan = PaperPlan(chosen, scale, data, folder, seeds)
     for table in chosen:
-        for row, n, task in product(table.rows.values(), leads or LEAD_COUNTS, tasks or TASKS):
+        for row, n, task in product(
+            table.rows.values(), leads or LEAD_COUNTS, tasks or CONFIG_OF_TASK
+        ):
             if row.printed[task][n] and (not rows or row.name in rows):
                 names = [plan.add_cell(table, row, task, n, seed) for seed in range(seeds)]
                 plan.cells[table.number, row.name, task, n] = names

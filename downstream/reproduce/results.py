@@ -16,7 +16,7 @@ from omnilead.data_tools.io.terminal import echo
 
 from ..tasks.metrics import mean_and_half_width
 from .jobs import Job, read_json, write_json
-from .paper import LEAD_COUNTS, TASKS, PaperPlan, Row, Table
+from .paper import CONFIG_OF_TASK, LEAD_COUNTS, PaperPlan, PaperRow, PaperTable
 
 STATE_LEGEND = {
     "not yet": "...: not run yet.",
@@ -25,7 +25,7 @@ STATE_LEGEND = {
 }
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A cell of a table, which is a line of the CSV file."""
 
     table: int
@@ -61,7 +61,7 @@ def write_tables(plan: PaperPlan) -> None:
         }
         write_json(path.with_suffix(".json"), document)
         lines = [cell._replace(scores=" ".join(map(repr, cell.scores))) for cell in cells]
-        write_whole(path.with_suffix(".csv"), csv_text([Cell._fields, *lines]))
+        write_whole(path.with_suffix(".csv"), csv_text([TableCell._fields, *lines]))
         write_whole(path.with_suffix(".md"), table_markdown(table, cells, text))
 
 
@@ -78,13 +78,15 @@ def show_tables(plan: PaperPlan) -> None:
     echo(text)
 
 
-def table_cells(table: Table, plan: PaperPlan) -> list[Cell]:
-    positions = product(table.rows.values(), TASKS, LEAD_COUNTS)
+def table_cells(table: PaperTable, plan: PaperPlan) -> list[TableCell]:
+    positions = product(table.rows.values(), CONFIG_OF_TASK, LEAD_COUNTS)
     cells = [make_cell(table, row, task, leads, plan) for row, task, leads in positions]
     return [cell._replace(bold=is_bold(cell, table, cells)) for cell in cells]
 
 
-def make_cell(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) -> Cell:
+def make_cell(
+    table: PaperTable, row: PaperRow, task: str, leads: int, plan: PaperPlan
+) -> TableCell:
     """Returns the cell with our scores so far, their state, and the paper's score."""
     jobs = [plan.jobs[name] for name in plan.cells.get((table.number, row.name, task, leads), ())]
     documents = [read_json(plan.folder.path / job.makes) for job in jobs]
@@ -97,7 +99,7 @@ def make_cell(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) ->
         state = "done" if len(scores) == len(jobs) else "part"
     elif jobs:
         state = "failed" if any(has_failed(plan, job) for job in jobs) else "not yet"
-    return Cell(
+    return TableCell(
         table.number, row.name, task, leads, table.column_title(leads),
         *mean_and_interval(scores), False, len(scores), len(jobs), state,
         paper_mean, paper_interval, scores, *mean_and_interval(areas),
@@ -115,10 +117,10 @@ def mean_and_interval(values: Iterable[float | None]) -> tuple[float | None, flo
 def has_failed(plan: PaperPlan, job: Job) -> bool:
     """Returns True if this job, or a job that it needs, has failed."""
     needed = (has_failed(plan, plan.jobs[name]) for name in job.needs)
-    return bool(plan.folder.read_note(job, "error")) or any(needed)
+    return bool(plan.folder.read_outcome(job, "error")) or any(needed)
 
 
-def is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
+def is_bold(cell: TableCell, table: PaperTable, cells: list[TableCell]) -> bool:
     """Returns True if the cell is bold by the rule that the table's caption states, applied to the
     scores as rounded for print."""
     gain, rivals = table.bold == "gain", []
@@ -133,7 +135,7 @@ def is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
     return own_score > max(rivals) if gain else own_score >= max(rivals)
 
 
-def table_markdown(table: Table, cells: list[Cell], text: str) -> str:
+def table_markdown(table: PaperTable, cells: list[TableCell], text: str) -> str:
     """Returns a table as Markdown, with the rows and columns that the user asked for."""
     requested = [cell for cell in cells if cell.seeds_asked] or cells
     columns = [leads for leads in LEAD_COUNTS if any(cell.leads == leads for cell in requested)]
@@ -160,7 +162,7 @@ def table_markdown(table: Table, cells: list[Cell], text: str) -> str:
     )
 
 
-def cell_text(cell: Cell) -> str:
+def cell_text(cell: TableCell) -> str:
     if cell.state == "none in the paper":
         return "-"
     text = {"failed": "failed", "not yet": "..."}.get(

@@ -400,7 +400,7 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     weight = bootstrap_weights(test.patient_N)
     task = plan.ProbedTask(labels, train, test, draws, used, weight, set(), every)
     vectors = [vectors_of.Vectors(every, np.full(200, 2), c_BSD)]
-    for share, of_classes in bench.samples_of_probes(
+    for share, of_classes in bench.metrics_of_probes(
         task, vectors, vectors, fit_linear_probe, bench.TimeEstimate(1, 1)
     ).items():
         facts, samples = (
@@ -506,7 +506,7 @@ def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
         fitted.append(set(data.patient_N))
         return fit_linear_probe(data)
 
-    monkeypatch.setitem(embedders.READERS, "linear", spied)
+    monkeypatch.setitem(embedders.FIT_FUNCTION_OF_READER, "linear", spied)
     how = {"labels": sheet, "columns": ["ill"], **again}
     monkeypatch.setattr(bench, "monotonic", count(0, 30).__next__)
     split = omnilead.bench(models[:1], **how)

@@ -27,7 +27,7 @@ def kept(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(lightgbm, "train", remembered)
-    monkeypatch.setattr(boosted, "ROUNDS", 30)
+    monkeypatch.setattr(boosted, "BOOSTING_ROUNDS", 30)
     return made
 
 

@@ -12,7 +12,7 @@ import omnilead
 from omnilead.__main__ import main
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.downstream.evaluation.fit import class_lines
-from omnilead.downstream.evaluation.heads import patients_text
+from omnilead.downstream.evaluation.heads import ecgs_and_patients_text
 from omnilead.downstream.inference.trained_model import HeadInfo, load
 from tests.conftest import save_model
 
@@ -195,9 +195,12 @@ def test_ecgs_of_valid_alone_are_enough(encoder, sheet, dataset, tmp_path):
 
 def test_how_many_people_a_head_was_fitted_on():
     """Ids of patients are odd; others are of records."""
-    assert patients_text(np.array([1, 1, 3])) == "3 ECGs of 2 patients"
-    assert patients_text(np.array([2, 4])) == "2 ECGs of unknown patients"
-    assert patients_text(np.array([1, 3, 3, 2])) == "3 ECGs of 2 patients and 1 of unknown patients"
+    assert ecgs_and_patients_text(np.array([1, 1, 3])) == "3 ECGs of 2 patients"
+    assert ecgs_and_patients_text(np.array([2, 4])) == "2 ECGs of unknown patients"
+    assert (
+        ecgs_and_patients_text(np.array([1, 3, 3, 2]))
+        == "3 ECGs of 2 patients and 1 of unknown patients"
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from omnilead.data_tools.dataset import Dataset, DatasetError
 from omnilead.downstream.inference.ecg_reader import CROP_COLUMNS, Skipped, SourceCrops
 from omnilead.downstream.inference.outputs import (
     ParquetParts,
+    compute_parts,
     has_skipped_file,
-    make_parts,
     part_tables,
     vector_output,
     write_skipped,
@@ -242,7 +242,7 @@ def test_parts_that_an_earlier_version_began_without_a_column_are_refused(tmp_pa
             r"out\.parts: another job wrote it: its parts are without a column path: remove it, or"
         )
         with pytest.raises(ConfigError, match=says):
-            make_parts(
+            compute_parts(
                 SimpleNamespace(),
                 SimpleNamespace(schema=pa.schema([("x", pa.int64()), ("path", pa.string())])),
                 None,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import omnilead
 from omnilead.downstream import embed
-from omnilead.downstream.after_training import AFTER
+from omnilead.downstream.after_training import AFTER_TRAINING
 from omnilead.downstream.interop.onnx import to_onnx
 from omnilead.engine.data import patients
 from omnilead.engine.data.augmentations import AugmentConfig
@@ -137,7 +137,7 @@ def test_code_in_a_model_folder_runs_only_on_request(base, dataset, tmp_path):
     with pytest.raises(LoadError, match=says):
         omnilead.load(run)
     with pytest.raises(LoadError, match=says):
-        TrainingRun(run, AFTER).model()
+        TrainingRun(run, AFTER_TRAINING).model()
     model = omnilead.load(run, code=True)
     first = model.embed(dataset.read(0), 500, "12", "uV")
     assert (
