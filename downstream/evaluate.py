@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from omnilead.downstream.inference.trained_model import TrainedModel
     from omnilead.engine.data.datasets import Datasets
 
-CLASSES_PRINTED = 12  # With more classes than this, the terminal shows no table of the classes
+CLASSES_PRINTED = 12  # with more classes than this, the terminal shows no table of classes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -125,8 +125,9 @@ def scores_of_rows(rows: Sequence[ComparedRow], options: BenchOptions, plan: Ben
 class TimeEstimate:
     """Prints once how long the comparison may take, if that is a minute or more. A part is one draw
     of a row with one set of leads. The estimate follows the first fit of the first part or, if a
-    part has fewer than two fits, a finished part. It assumes that all parts take equally long:
-    random weights take as long as their model, most baselines less, and boosting more."""
+    part has fewer than two fits, a finished part. It assumes that all parts take equally long. In
+    fact most baselines take less time than a model or its random weights, and boosting takes
+    more."""
 
     def __init__(self, parts: int, fits: int) -> None:
         """`parts`: the number of parts. `fits`: the number of probes that are fitted in each
@@ -285,7 +286,7 @@ def comparison_notes(
         notes += [f"{name}: {note}" for note in warned]
     for data in plan.rows_to_embed:
         notes += plan.shown.left_out_notes(data)
-    # By task: the tested crops, and the patient of each crop. The models may have seen these
+    # For each task, the tested crops and their patients, to find out which models have seen these
     # patients
     tested = {name: (task.test.rows, task.patient_B) for name, task in plan.tasks.items()}
     if identities := plan.identities:

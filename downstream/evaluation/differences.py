@@ -19,8 +19,8 @@ from ..tasks.metrics import Array, bca_interval, exact_interval, statistic_of, w
 
 ROW_KEYS = ("model", "task", "leads", "share")  # the keys that together identify a row
 RESAMPLES = 1000
-# Metrics.bca_interval made the intervals; a bench.json without `interval_method` has plain
-# percentiles
+# The function metrics.bca_interval makes the intervals. A bench.json without `interval_method` has
+# plain percentiles
 INTERVAL_METHOD = "BCa"
 RANKING_METRICS = ("auroc", "auprc", "c_index")  # these metrics rank ECGs by their scores
 METRIC_RANGES = {"mae": (0, np.inf), "rmse": (0, np.inf), "r2": (-np.inf, 1), "pearson": (-1, 1)}
@@ -59,8 +59,8 @@ def average_draws(draws: Sequence[Samples], seed: int = 1) -> Samples:
 
 
 def metrics_by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:
-    """Returns {metric: values [K, B]}, for each class and weighting. For regression, the values [1,
-    B] are means over the K columns."""
+    """Returns {metric: values [K, B]}, for each class and weighting. In a regression, the values
+    are means over the K columns, with the shape [1, B]."""
     if not KINDS[kind].has_classes:
         statistic = statistic_of(kind, y_NK, scores_NK)
         values_MB = np.stack([statistic(weight_N) for weight_N in weight_NB.T], 1)

@@ -107,8 +107,8 @@ def fit_head(
     # This refuses a wrong number of folds before anything is computed
     fold_N = fold_of_records(datasets, train, options)
     readout = readout_of_head(embedder, options)
-    # The read-out keeps rhythm, since the written model measures it itself, in the leads that it is
-    # shown
+    # A read-out with rhythm keeps it here, because the written model will measure rhythm itself, in
+    # the leads that it is shown
     vectors = cached_vectors(
         with_readout(embedder, readout), datasets, train.rows, options.leads, parts
     )

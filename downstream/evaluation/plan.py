@@ -103,7 +103,7 @@ class ProbedTask(NamedTuple):
     # The records of train and valid. With --folds, all labelled records, which are also `test`
     train: ProbedRecords
     test: ProbedRecords
-    draws: dict[float, list[Array]]  # by share: the rows of `train` that each draw fits on
+    draws: dict[float, list[Array]]  # by share: for each draw, the rows of `train` to fit on
     # By share, bool [K]: True for outputs that can be fitted and scored, because their labels
     # differ in the test and in each draw
     used_outputs: dict[float, Array]
@@ -135,7 +135,7 @@ class ProbedTask(NamedTuple):
         used = names[used_K].tolist()
         per_class = {}
         for metric, value_KB in samples.items():
-            # Else these are means over the columns of a regression, which has no values by class
+            # A regression is skipped, since its values are means over the columns
             if len(value_KB) == len(used):
                 per_class[metric] = dict(zip(used, value_KB[:, 0].tolist(), strict=True))
         return {
@@ -377,8 +377,8 @@ def scorable_outputs(
 
 
 def read_labels_to_probe(data: Datasets, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
-    """Reads the labels of a task; ConfigError if no record of these splits has labels that
-    differ."""
+    """Reads the labels of a task; ConfigError if these splits have no labelled records, or if their
+    labels do not differ."""
     if task.kind == "identity":
         raise ConfigError(
             "is a task of identifying patients: use `identification`, which takes no table"
@@ -449,7 +449,7 @@ def datasets_text(data: Data | Sequence[Data]) -> str:
 def require_labels(option: str, folder: str) -> None:
     """Raises ConfigError if there is no such folder or table. `option`: the option that names
     it."""
-    # "", no table, passes: it stands for the current folder
+    # If no table was given, `folder` is "", which Path takes for the current folder
     if not Path(workbook_and_sheet(folder)[0]).exists():
         raise ConfigError(option, f" {folder}: no such folder or table")
 

@@ -51,6 +51,7 @@ class ProbedRecords(NamedTuple):
         )
 
     def _means_of_records(self, vectors: Vectors) -> Array:
+        """Returns the mean vector of each record over its windows [N, D]."""
         sum_ND = np.add.reduceat(vectors.c_BSD.sum(1), self.begins)
         count_N = np.add.reduceat(vectors.windows_B, self.begins)
         return np.asarray(sum_ND / count_N[:, None])

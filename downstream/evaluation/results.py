@@ -284,7 +284,8 @@ def labels_scores_patients_by_record(
 
 
 def nan_to_none(value: Any) -> Any:
-    """Returns the value with None for each NaN, which JSON does not have."""
+    """Returns the value with None in place of NaN and infinite numbers, which JSON does not
+    have."""
     if isinstance(value, dict):
         return {key: nan_to_none(inside) for key, inside in value.items()}
     if isinstance(value, list):
@@ -427,8 +428,8 @@ def leakage_notes(
 
 
 def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role: str) -> list[str]:
-    """Returns a note if labelled ECGs are outside the split although the model was not trained on
-    the labels of any, so that they could be scored, too."""
+    """Returns a note if labelled ECGs outside the split could be scored as well, because the model
+    was trained on none of the labelled ECGs."""
     known_crops, scored = int((~np.isnan(labels.all_y).all(1)).sum()), len(labels.all_rows(role))
     if not labels.task.labels or known_crops <= scored:
         return []

@@ -347,10 +347,11 @@ class ParquetParts:
         return range(self.rank, count, self.world)
 
     def missing_parts(self, count: int) -> list[int]:
-        """Returns the numbers of those parts of this rank that are missing or damaged. Notes if the
+        """Returns the numbers of those parts of this rank that are missing or damaged; none if the
         whole file exists."""
         numbers = [number for number in self.own_parts(count) if self._read_part(number) is None]
-        # The file is checked last, because another rank removes the parts only after it exists
+        # Whether the whole file exists is checked last, because another rank may remove the parts
+        # once it does
         self.finished = self.out.exists()
         return [] if self.finished else numbers
 
