@@ -1,6 +1,6 @@
 """Functions that the engine calls at the end of a training: they write a model card and
-RUN/report.html, and load the model. Each imports its module when it is called, because PyTorch and
-matplotlib import slowly."""
+RUN/report.html, and load the model. Each function imports the module that it needs only when it is
+called, because PyTorch and matplotlib import slowly."""
 
 from pathlib import Path
 from typing import Any

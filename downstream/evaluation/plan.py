@@ -434,7 +434,7 @@ def _task_from_argument(word: str, options: BenchOptions) -> TaskConfig:
         if options.labels:
             absent = f"no {word}.parquet in ", Flag("--labels"), f" {options.labels}"
         command = f"omnilead labels {word.partition('-')[0]} SRC --out {folder}"
-        raise ConfigError(*absent, f": `{command}` writes it")
+        raise ConfigError(*absent, f": `{command}` writes this table")
     return replace(task, labels=url or task.labels)
 
 

@@ -600,9 +600,9 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         (
             "ptbxl-form --labels .",
             "--tasks ptbxl-form: no ptbxl-form.parquet in --labels .: `omnilead labels ptbxl SRC "
-            "--out .` writes it",
+            "--out .` writes this table",
         ),
-        ("code15 --labels .", "`omnilead labels code15 SRC --out .` writes it"),
+        ("code15 --labels .", "`omnilead labels code15 SRC --out .` writes this table"),
         (
             "alive --labels .",
             "--tasks alive: is no shipped task, but a table has this name: to probe it, give --tasks alive.csv",
