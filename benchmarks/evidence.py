@@ -39,7 +39,7 @@ from omnilead.downstream.reproduce.jobs import (
     show_plan,
     write_json,
 )
-from omnilead.downstream.reproduce.paper import ReproductionScale, as_options
+from omnilead.downstream.reproduce.paper import ReproductionScale, set_options_text
 from omnilead.engine.settings.commandline import positive_integer, read_yaml, run_on_ranks
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import find_config
@@ -104,7 +104,7 @@ def read_plan(tree: Tree, out: Path, only: str = "") -> list[Job]:
 def jobs_of_plan(tree: Tree, out: Path) -> Iterator[Job]:
     """Yield a job for each step of a plan and each combination of its `each` values."""
     settings = ReproductionScale.read(tree["scale"]).settings["pretrain"]
-    scale = as_options(settings | tree.get("settings", {}))
+    scale = set_options_text(settings | tree.get("settings", {}))
     words = {"out": shlex.quote(str(out)), "scale": scale}
     values = {}
     for key, value in tree["values"].items():

@@ -32,7 +32,7 @@ from omnilead.downstream.evaluation.differences import (
 )
 from omnilead.downstream.evaluation.identification import identify
 from omnilead.downstream.evaluation.results import (
-    CHALLENGE_CHOSEN,
+    CHOSEN_THRESHOLDS_SCORE,
     EvalOptions,
     find_task,
     labels_scores_patients_by_record,
@@ -157,7 +157,10 @@ def score_run(run: Path, dataset: Dataset, options: argparse.Namespace) -> Score
     )
     weight_NB, samples = bootstrap_weights(np.array(people)), dict[str, Array]()
     of_challenge = halves.head.classes == CLASSES
-    for name, thresholds in (("challenge", THRESHOLD), (CHALLENGE_CHOSEN, halves.head.chosen)):
+    for name, thresholds in (
+        ("challenge", THRESHOLD),
+        (CHOSEN_THRESHOLDS_SCORE, halves.head.chosen),
+    ):
         if of_challenge and thresholds:
             statistic = challenge_statistic(y_NK, scores_NK > np.asarray(thresholds))
             samples[name] = np.array([statistic(weight_N) for weight_N in weight_NB.T])

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 
 class Comparison(dict[str, Any]):
-    """The content of OUT/bench.json, with its scores as a table."""
+    """The content of OUT/bench.json as a dictionary, which can also be read as a table of its
+    scores."""
 
     @property
     def table(self) -> "pa.Table":
-        """A row for each score: model, task, leads, share, metric, value, low and high of its interval, n,
-        patients."""
+        """Returns a table with a row for each score. Its columns are model, task, leads, share,
+        metric, value, low and high (the ends of the 95 % interval), n and patients."""
         import pyarrow as pa
 
         lines = []
@@ -122,14 +123,14 @@ def bench(
     anonymous: shared.Anonymous = False,
 ) -> Comparison:
     """Compares models on frozen embeddings, as `omnilead bench`: returns the content of
-    OUT/bench.json, also as a table. Errors have one-line messages."""
-    # imported late, so that --help does not wait for PyTorch
+    OUT/bench.json, which can also be read as a table. The message of an error has one line."""
+    # These imports wait until here, so that --help does not load PyTorch
     from omnilead.downstream.evaluation import bench as comparison
     from omnilead.downstream.evaluation.embedders import EmbedOptions
-    from omnilead.downstream.evaluation.plan import BenchOptions, labels_and_tasks
+    from omnilead.downstream.evaluation.plan import BenchOptions, separate_labels_and_tasks
     from omnilead.downstream.reports.bench_report import write_comparison
 
-    labels, tasks = labels_and_tasks(labels, tuple(tasks))
+    labels, tasks = separate_labels_and_tasks(labels, tuple(tasks))
     options = BenchOptions(
         models=tuple(models),
         data=data,

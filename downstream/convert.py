@@ -171,8 +171,9 @@ ACTIONS: Actions = {
 
 
 def require_local(source: str) -> Path:
+    """Returns the path of a checkpoint; ConfigError if it is an address such as s3://..."""
     if "://" in source:
-        raise ConfigError(f"{source}: download the checkpoint first")
+        raise ConfigError(f"{source}: not a local file: download the checkpoint, and give its path")
     return Path(source)
 
 

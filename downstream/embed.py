@@ -26,7 +26,7 @@ from omnilead.engine.settings.files import File
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from omnilead.downstream.inference.commands import Written
+    from omnilead.downstream.inference.commands import WrittenTable
 
 
 def embed(
@@ -50,12 +50,12 @@ def embed(
     ] = "crop",
     readout: shared.Readout = "",
     pseudonymize: shared.Pseudonymize = None,
-) -> "pa.Table | Written":
-    """Returns embeddings of ECGs, as `omnilead embed`: a pyarrow table; or, with `out`, writes a
-    parquet file in parts, so that the same call resumes after an interruption, and ranks of
-    torchrun or deepspeed share the parts."""
+) -> "pa.Table | WrittenTable":
+    """Computes embeddings of ECGs, as `omnilead embed`. Returns a pyarrow table or, with `out`,
+    writes a parquet file. The file is written in parts, so that the same call resumes after an
+    interruption, and ranks of torchrun or deepspeed share the parts."""
     options = locals()
-    # imported late, so that --help does not wait for PyTorch
+    # These imports wait until here, so that --help does not load PyTorch
     from omnilead.downstream.inference import commands
 
     return commands.embed(**options)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from omnilead.downstream.inference.trained_model import TrainedModel
     from omnilead.engine.data.datasets import Datasets
 
-CLASSES_PRINTED = 12  # printed on the terminal
+CLASSES_PRINTED = 12  # with more classes than this, the terminal shows no table of classes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run_evaluate() -> int:
         document = evaluate(**options)
         if document is None:
-            return 0  # the first rank tells the scores
+            return 0  # this is not rank 0, which prints the scores
         text = "\n".join(score_lines(document, options["halves"])) + "\n"
         return show(f"{text}{options['report']}\n" if options["report"] else text)
 
@@ -102,7 +102,7 @@ def evaluate(
     anonymous: shared.Anonymous = False,
 ) -> Facts | None:
     """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns the content of
-    --json; None on all ranks but the first. Errors have one-line messages."""
+    --json, or None on all ranks but the first. The message of an error has one line."""
     from omnilead.downstream.evaluation.results import EvalOptions
     from omnilead.downstream.inference.commands import select_device
     from omnilead.downstream.inference.trained_model import load
@@ -129,7 +129,8 @@ def evaluate(
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Closes the ranks' process group at the end; OutputError if another rank has died."""
+    """Closes the process group of the ranks when the block ends; OutputError if another rank has
+    died."""
     from omnilead.engine.training.distributed import close_groups, lost_a_rank
 
     try:
@@ -147,7 +148,8 @@ def process_group() -> Iterator[None]:
 def score_model(
     model: "TrainedModel", data: "Datasets", task: str, labels: str, options: "EvalOptions"
 ) -> "TaskResult | IdentificationResult":
-    """Returns the model's scores in the named task (auto: its own), with these labels."""
+    """Returns the model's scores in the task of this name with the label table `labels`. "auto":
+    the task that the model was fine-tuned for."""
     from omnilead.downstream.evaluation.identification import identify
     from omnilead.downstream.evaluation.results import find_task, score_task
 
@@ -158,14 +160,15 @@ def score_model(
 
 
 class ResultFiles(NamedTuple):
-    """The files that the scores are written to, if any."""
+    """The files that the scores are written to: JSON, an HTML page, both or none."""
 
     json: Path | None
     page: Path | None
 
     @property
     def halves_file(self) -> Path | None:
-        """The file that keeps the model's outputs until the scores are written."""
+        """Returns the file that keeps the model's outputs until the scores are written; None if no
+        file was asked for."""
         first = self.json or self.page
         return Path(f"{first}.halves.parquet") if first else None
 
@@ -185,11 +188,11 @@ class ResultFiles(NamedTuple):
         world = launched_rank().world
         if world > 1 and not self.halves_file:
             raise ConfigError(
-                f"WORLD_SIZE={world}: several ranks need ",
+                f"WORLD_SIZE={world}: several ranks keep their outputs in a file next to the results: give ",
                 Flag("--json"),
                 " F or ",
                 Flag("--report"),
-                " F, next to which they keep the outputs",
+                " F",
             )
 
     def write_scores(
@@ -199,6 +202,8 @@ class ResultFiles(NamedTuple):
         data: "Datasets",
         halves: bool,
     ) -> None:
+        """Writes the JSON file and the HTML page that were asked for, and removes the kept
+        outputs."""
         from omnilead.downstream.evaluation.results import halves_file_of_dataset
 
         if self.json:
@@ -214,15 +219,17 @@ class ResultFiles(NamedTuple):
 
 
 def label_table_of_run(model: str) -> str:
-    """Returns the label table that RUN keeps from its training; "" if there is none. The path or
-    address that a model names is never opened, because the model may come from anyone."""
+    """Returns the path of the label table that RUN has kept from its training; "" if there is none.
+    A path or address that the model itself names is never opened, because the model may come from
+    anyone."""
     table = Path(model, LABELS)
     return str(table) if table.is_file() and not table.is_symlink() else ""
 
 
 def score_lines(document: Facts, halves: bool = False) -> Iterator[str]:
-    """Yields lines for the terminal: scores of records; with `halves`, of halves, too."""
-    from omnilead.downstream.evaluation.results import sentence_to_report, windows_text
+    """Yields lines for the terminal with the scores of whole records and, if `halves`, of single
+    halves of 5 s."""
+    from omnilead.downstream.evaluation.results import scored_windows_text, sentence_to_report
 
     yield "{task}, role {role}, leads {leads}: {model} on {dataset}".format(**document)
     labels = {name: label_of(name) for name in document["metrics"]}
@@ -231,7 +238,7 @@ def score_lines(document: Facts, halves: bool = False) -> Iterator[str]:
     record = document.get("record")
     parts = [record, document] if record and halves else [record or document]
     if record:
-        counts = [f"{record['n']:,} records", f"{document['n']:,} {windows_text(document)}"]
+        counts = [f"{record['n']:,} records", f"{document['n']:,} {scored_windows_text(document)}"]
         yield f"{'':<{width}}{''.join(f'{count:<30}' for count in counts[: len(parts)])}".rstrip()
     else:
         yield f"{document['n']:,} probes against {document['gallery']:,} in the gallery"

@@ -34,7 +34,7 @@ if not __package__:
 
 from omnilead.data_tools.io.commands import run_as_omnilead
 from omnilead.data_tools.io.options import Option
-from omnilead.downstream.after_training import AFTER
+from omnilead.downstream.after_training import AFTER_TRAINING
 from omnilead.downstream.inference import options as shared
 from omnilead.engine.pretrain import train_run
 from omnilead.engine.run import SHORTCUTS, Shortcuts, run_from_python, run_training_command
@@ -91,13 +91,13 @@ def finetune(
     config: str | Path | None = None,
     **settings: Any,
 ) -> "TrainingRun":
-    """Fine-tunes a run or a model on a table of labels, a shipped task or a config. Called again,
-    it resumes.
+    """Fine-tunes a run or a model on a table of labels, a shipped task or a config. If `out`
+    already holds this run, resumes it.
 
-    The arguments are the options of `omnilead finetune`, `settings` those of --set by their dotted
-    names. Without `config`, batch size, steps and learning rate are chosen to suit the data. Ctrl-C
-    writes a checkpoint and raises KeyboardInterrupt. Other errors have one-line messages, such as
-    engine.settings.errors.ConfigError.
+    The arguments are the options of `omnilead finetune`. `settings` are those that the command
+    takes with --set, by their dotted names. Without `config`, batch size, steps and learning rate
+    are chosen to suit the data. Ctrl-C writes a checkpoint and raises KeyboardInterrupt. Other
+    errors, such as engine.settings.errors.ConfigError, have one-line messages.
     """
     of_task = {
         "labels": labels,
@@ -109,7 +109,14 @@ def finetune(
     settings |= {f"task.{name}": value for name, value in of_task.items() if value is not None}
     settings["start"] = start
     return run_from_python(
-        train_run, finetune_task_class, config_class_and_reader, config, data, out, settings, AFTER
+        train_run,
+        finetune_task_class,
+        config_class_and_reader,
+        config,
+        data,
+        out,
+        settings,
+        AFTER_TRAINING,
     )
 
 
@@ -122,7 +129,7 @@ main = partial(
     config_class_and_reader,
     None,
     {**SHORTCUTS, **FINETUNE_SHORTCUTS},
-    after=AFTER,
+    after=AFTER_TRAINING,
 )
 
 if __name__ == "__main__":

@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FittedModel:
-    """A model folder with its head. Pass it wherever a path to a model is expected."""
+    """A model folder with the head that `fit` fitted. It can be passed wherever a path to a model
+    is expected."""
 
     path: Path
-    scores: Facts  # cross-validated, as config.json holds them
-    sentences: Sequence[str]  # what it is, and how good
+    scores: Facts  # the scores of the cross-validation, as in config.json
+    sentences: Sequence[str]  # say what the head is, and how good it is
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -49,18 +50,20 @@ class FittedModel:
     def _loaded(self) -> "TrainedModel":
         from omnilead.downstream.inference.trained_model import load
 
-        return load(self.path, code=True)  # what wrote it ran its code
+        # `fit` has already run the model's custom code, so running it again adds no risk
+        return load(self.path, code=True)
 
     def model(self) -> "TrainedModel":
-        """Returns what omnilead.load(MODEL) does."""
+        """Returns the same as omnilead.load(MODEL), loaded once."""
         return self._loaded
 
     def predict(self, *ecg: Any, **options: Any) -> Any:
-        """Predicts an ECG, as omnilead.load(MODEL).predict does."""
+        """Predicts an ECG. Takes and returns the same as omnilead.load(MODEL).predict."""
         return self._loaded.predict(*ecg, **options)
 
     @property
     def report(self) -> str:
+        """Returns the lines that `omnilead fit` prints: what the head is, and how good it is."""
         return "\n".join(self.sentences)
 
 
@@ -94,9 +97,9 @@ def fit(
     precision: shared.Precision = "auto",
     anonymous: shared.Anonymous = False,
 ) -> FittedModel:
-    """Fits a classifier of your own labels on a frozen model, as `omnilead fit`, and returns it. Errors
-    have one-line messages."""
-    # imported late, so that --help does not wait for PyTorch
+    """Fits a classifier of your own labels on a frozen model, as `omnilead fit`, and returns it. The
+    message of an error has one line."""
+    # These imports wait until here, so that --help does not load PyTorch
     from omnilead.downstream.evaluation import fit as fitting
     from omnilead.downstream.evaluation.embedders import EmbedOptions
 

@@ -32,7 +32,8 @@ def push(
         Option("licence of the weights, for the model card: mit, cc-by-4.0, ...", "ID"),
     ] = None,
 ) -> None:
-    from omnilead.downstream.interop import hub  # late, so that --help does not wait for PyTorch
+    # Imported here, so that --help does not load PyTorch
+    from omnilead.downstream.interop import hub
 
     echo(hub.push(model, repo, private, licence))
 

@@ -31,7 +31,7 @@ from omnilead.engine.settings.files import File
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from omnilead.downstream.inference.commands import Written
+    from omnilead.downstream.inference.commands import WrittenTable
 
 
 def predict(
@@ -58,11 +58,12 @@ def predict(
         ),
     ] = "record",
     pseudonymize: shared.Pseudonymize = None,
-) -> "pa.Table | Written":
-    """Returns predictions of a fine-tuned model, as `omnilead predict`: a pyarrow table; or, with
-    `out`, writes a parquet or CSV file, in parts as `omnilead.embed` does."""
+) -> "pa.Table | WrittenTable":
+    """Computes predictions of a fine-tuned model, as `omnilead predict`. Returns a pyarrow table
+    or, with `out`, writes a parquet or CSV file. The file is written in parts, as by
+    `omnilead.embed`."""
     options = locals()
-    # imported late, so that --help does not wait for PyTorch
+    # These imports wait until here, so that --help does not load PyTorch
     from omnilead.downstream.inference import commands
 
     return commands.predict(**options)

@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_model_first(arguments: Sequence[str]) -> list[str]:
-    """Converts `--model MODEL`, as other commands have it, to the argument MODEL."""
+    """Returns the arguments with `--model MODEL`, which other commands take, replaced by MODEL as
+    the first argument."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model", nargs="?")
     named, others = parser.parse_known_args(arguments)
@@ -67,13 +68,14 @@ def print_seen(
     ] = None,
     anonymous: shared.Anonymous = False,
 ) -> int:
-    """Prints what the model has seen."""
-    from omnilead.downstream.evaluation.trained_on import report_lines
+    """Prints which records, patients and waveforms the model was trained on. Returns the exit
+    code."""
+    from omnilead.downstream.evaluation.trained_on import training_data_lines
 
     table = Path(out) if out else None
     if table:
         require_writable(table, "--out")
-    lines = report_lines(model, data, table, anonymous, pseudonymize)
+    lines = training_data_lines(model, data, table, anonymous, pseudonymize)
     return show("\n".join(lines) + "\n")
 
 

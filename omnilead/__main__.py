@@ -86,9 +86,9 @@ def after_training() -> "AfterTraining | None":
     if not importlib.util.find_spec("omnilead.downstream"):
         tell("note: without omnilead.downstream a run gets no model card and no report.html")
         return None
-    from omnilead.downstream.after_training import AFTER
+    from omnilead.downstream.after_training import AFTER_TRAINING
 
-    return AFTER
+    return AFTER_TRAINING
 
 
 def listed_commands() -> str:

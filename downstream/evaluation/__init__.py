@@ -1,1 +1,1 @@
-"""Scores of models, and reports of runs."""
+"""Scores and compares models, fits heads on frozen models, and says what a model was trained on."""

@@ -4,8 +4,8 @@
     found["rows"][0]            # model, task, leads, share, metrics, intervals, n, patients, draws, per_class, left_out
     found["differences"][0]     # model, against, task, leads, share, metric, difference, interval
 
-Baselines are random weights of the same architectures, and what needs no pre-training: the mean beat,
-measurements, and gradient boosting on both.
+The baselines are random weights of the same architectures, and methods without pre-training: the mean
+beat, measurements of the signal, and gradient boosting on both.
 A probe is fitted on a share of the patients of train and valid, and scored on test, with one row per
 record. A smaller share is a subset of a larger one; small shares are drawn several times and
 averaged over the draws. Identification compares the first 5 s by cosine.
@@ -25,7 +25,7 @@ from omnilead.data_tools.io.terminal import is_interactive, tell
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import Facts
 
-from ..inference.commands import refuse_ranks
+from ..inference.commands import refuse_several_ranks
 from .boosted import INSTALL_LIGHTGBM, has_lightgbm
 from .differences import (
     ROW_KEYS,
@@ -42,19 +42,20 @@ from .embedders import BOOSTED_ROW, ComparedRow, rows_to_compare
 from .plan import IDENTIFICATION, BenchOptions, BenchPlan, ProbedTask, datasets_text, plan_bench
 from .probe import Fit, ProbeData, ProbeJob, fit_process_count, run_probe_jobs
 from .records import ShownLeads, train_test_rows
-from .results import EvalOptions, input_and_warnings, leakage_notes, nan_to_none
+from .results import EvalOptions, leakage_notes, limited_input_and_warnings, nan_to_none
 from .vectors import Embedder, Vectors, cached_vectors
 
-# Rows of comparisons that agree in all of these can be in one table
+# Two comparisons can be in one table only if they agree in all of these settings
 COMPARISON_SETTINGS = ("fingerprint", "test_data", "seed", "fit_leads", "folds", "readouts")
 
 
 def bench(options: BenchOptions) -> Facts:
-    """Returns the content of OUT/bench.json."""
-    refuse_ranks("a comparison is")
+    """Compares the models. Returns the content of OUT/bench.json."""
+    refuse_several_ranks("a comparison is")
     rows = rows_to_compare(options.models, options.embedding, options.reader, options.seed)
     plan = plan_bench(options, ShownLeads(longest_input(rows), options.shown_leads))
-    notes = comparison_notes(rows, options, plan)  # refuses bad input early
+    # This raises ConfigError for bad input before anything is computed
+    notes = comparison_notes(rows, options, plan)
     if not has_lightgbm():
         notes.append(f"{BOOSTED_ROW}: left out: {INSTALL_LIGHTGBM}")
     random = {row.name: row.random for row in rows}
@@ -66,15 +67,16 @@ def bench(options: BenchOptions) -> Facts:
         "models": random,
         "fit_leads": options.fit_leads or None,
         "folds": options.folds,
-        "readouts": readouts_of(rows, options.embedding.readout),
+        "readouts": readout_by_row(rows, options.embedding.readout),
     }
     warn_if_replacing(about, options, plan)
     scores = scores_of_rows(rows, options, plan)
     return dict(nan_to_none({**about, "notes": notes, **rows_and_differences(scores, random)}))
 
 
-def readouts_of(rows: Sequence[ComparedRow], readout: str) -> dict[str, str]:
-    """{row: read-out of its model}"""
+def readout_by_row(rows: Sequence[ComparedRow], readout: str) -> dict[str, str]:
+    """Returns {name of a row: read-out of its model}, such as "mean+std". Rows without a model are
+    left out."""
     readouts = {}
     for row in rows:
         if row.model:
@@ -83,13 +85,14 @@ def readouts_of(rows: Sequence[ComparedRow], readout: str) -> dict[str, str]:
 
 
 def warn_if_replacing(about: Facts, options: BenchOptions, plan: BenchPlan) -> None:
-    """Warns if OUT has tables of other rows, data or read-outs: they will be replaced."""
+    """Warns if OUT has tables of other rows, data or read-outs, because this comparison will
+    replace them."""
     try:
         before = json.loads((options.out / "bench.json").read_text())
         rows_before = {tuple(row[key] for key in ROW_KEYS) for row in before["rows"]}
         models, data = ", ".join(before["models"]), before["data"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # no tables of this command
+        return  # OUT has no bench.json that this command could have written
     names = about["models"]
     rows_now = {*product(names, plan.tasks, options.leads, options.shares)}
     if plan.identities:
@@ -103,7 +106,8 @@ def warn_if_replacing(about: Facts, options: BenchOptions, plan: BenchPlan) -> N
 
 
 def scores_of_rows(rows: Sequence[ComparedRow], options: BenchOptions, plan: BenchPlan) -> Scores:
-    """Computes the scores of all rows. Embeddings are kept in OUT/parts."""
+    """Returns the scores of all rows. Saves the embeddings in OUT/parts, for the next
+    comparison."""
     scores: Scores = {}
     fits = sum(task.fit_count for task in plan.tasks.values())
     clock = TimeEstimate(len(options.leads) * sum(len(row.draws) for row in rows), fits)
@@ -112,42 +116,52 @@ def scores_of_rows(rows: Sequence[ComparedRow], options: BenchOptions, plan: Ben
             for key, scored in row_scores(row, leads, plan, options.out / "parts", clock).items():
                 scores[row.name, *key] = scored
             clock.count_parts(len(row.draws))
-        if not is_interactive():  # there are no progress bars
+        # Without a terminal there are no progress bars, so a line is printed
+        if not is_interactive():
             tell(f"bench: {number} of {len(rows)} done: {row.name}")
     return scores
 
 
 class TimeEstimate:
-    """Prints once how long the comparison may take, if a minute or more: after the first fit of the
-    first part, else after a part. Random weights take as long as their model; most baselines take
-    less, and boosting more."""
+    """Prints once how long the comparison may take, if that is a minute or more. A part is one draw
+    of a row with one set of leads. The estimate follows the first fit of the first part or, if a
+    part has fewer than two fits, a finished part. It assumes that all parts take equally long. In
+    fact most baselines take less time than a model or its random weights, and boosting takes
+    more."""
 
     def __init__(self, parts: int, fits: int) -> None:
-        """`fits`: how many each part has."""
+        """`parts`: the number of parts. `fits`: the number of probes that are fitted in each
+        part."""
         self.parts, self.fits, self.done = parts, fits, 0
         self.began = self.fits_began = monotonic()
         self.has_told, self.has_fitted = False, fits < 2
 
     def begin_fits(self) -> None:
-        """Starts timing the fits of a part, whose embeddings are there."""
+        """Starts timing the fits of a part, after its embeddings were computed."""
         if not self.has_fitted:
             self.fits_began = monotonic()
 
     def count_fit(self) -> None:
+        """Notes that a fit is done. After the first fit, prints the estimate."""
         if self.has_fitted:
             return
         self.has_fitted = True
         took_s = monotonic() - self.fits_began
         part_s = self.fits_began - self.began + took_s * self.fits / fit_process_count()
-        self.tell_once(f"the first of {self.fits} fits took {took_s:.0f} s", part_s * self.parts)
+        self.print_estimate_once(
+            f"the first of {self.fits} fits took {took_s:.0f} s", part_s * self.parts
+        )
 
     def count_parts(self, done: int) -> None:
+        """Notes that more parts are done, and prints the estimate if it was not printed yet."""
         self.done += done
         took_s = monotonic() - self.began
         what = f"{self.done} of {self.parts} parts took {took_s:.0f} s"
-        self.tell_once(what, took_s * self.parts / self.done)
+        self.print_estimate_once(what, took_s * self.parts / self.done)
 
-    def tell_once(self, what: str, all_s: float) -> None:
+    def print_estimate_once(self, what: str, all_s: float) -> None:
+        """Prints the estimate `all_s` if it is a minute or more and none was printed before.
+        `what`: what was timed."""
         minutes = round(all_s / 60)
         if minutes and not self.has_told:
             self.has_told = True
@@ -157,7 +171,7 @@ class TimeEstimate:
 
 
 def longest_input(rows: Sequence[ComparedRow]) -> Input:
-    """Returns the input with the longest window."""
+    """Returns the model input with the longest window among all rows."""
     inputs = [embedder.input for row in rows for draw in row.draws for embedder in draw]
     return max(inputs, key=lambda model_input: model_input.window_s)
 
@@ -165,18 +179,18 @@ def longest_input(rows: Sequence[ComparedRow]) -> Input:
 def row_scores(
     row: ComparedRow, lead: str, plan: BenchPlan, folder: Path, clock: TimeEstimate
 ) -> Scores:
-    """Returns a row's scores with these leads, by task, leads and share: means over its draws."""
+    """Returns the scores of a row with these leads, by task, leads and share. They are means over
+    the draws of the row."""
     if not plan.tasks and not row.identifies:
         return {}
     samples_of_draws = [
-        samples_of_draw(row, embedders, lead, plan, folder, clock) for embedders in row.draws
+        metrics_of_draw(row, embedders, lead, plan, folder, clock) for embedders in row.draws
     ]
     scores: Scores = {}
     for name, share in samples_of_draws[0]:
         of_draws = [samples[name, share] for samples in samples_of_draws]
-        means = average_draws(
-            of_draws, crc32(row.name.encode())
-        )  # every row resamples its own draws
+        # The seed is the row's own, since each row resamples its draws independently
+        means = average_draws(of_draws, crc32(row.name.encode()))
         if name in plan.tasks:
             facts = plan.tasks[name].scored_facts(share, means)
             is_few = share in plan.tasks[name].few_shares
@@ -191,7 +205,7 @@ def row_scores(
     return scores
 
 
-def samples_of_draw(
+def metrics_of_draw(
     row: ComparedRow,
     embedders: Sequence[Embedder],
     lead: str,
@@ -199,7 +213,8 @@ def samples_of_draw(
     folder: Path,
     clock: TimeEstimate,
 ) -> dict[tuple[str, Any], Samples]:
-    """Returns metrics [K, B] of joined embedders, by task and share."""
+    """Returns metrics [K, B] on the bootstrap resamples, by task and share, for one draw of a row,
+    whose embedders' vectors are joined."""
     fit, test = (plan.fitted, plan.fit_leads or lead), (plan.tested, lead)
     vectors = {}
     for data, leads in dict.fromkeys([fit, test] if plan.tasks else [test]):
@@ -209,7 +224,7 @@ def samples_of_draw(
         ]
     samples_by_task: dict[tuple[str, Any], Samples] = {}
     for name, task in plan.tasks.items():
-        by_share = samples_of_probes(task, vectors[fit], vectors[test], row.fit, clock)
+        by_share = metrics_of_probes(task, vectors[fit], vectors[test], row.fit, clock)
         for share, samples in by_share.items():
             samples_by_task[name, share] = samples
     if plan.identities and row.identifies:
@@ -218,21 +233,22 @@ def samples_of_draw(
     return samples_by_task
 
 
-def samples_of_probes(
+def metrics_of_probes(
     task: ProbedTask,
     fitted: Sequence[Vectors],
     tested: Sequence[Vectors],
     fit: Fit,
     clock: TimeEstimate,
 ) -> dict[float, Samples]:
-    """Returns metrics [K, B] by share, averaged over the draws of the share."""
+    """Returns metrics [K, B] on the bootstrap resamples, by share, averaged over the draws of the
+    labels."""
     data = ProbeData(
         task.train.mean_embeddings(fitted), task.train.y_NK, task.train.patient_N, task.kind
     )
     test_ND = task.test.mean_embeddings(tested)
     jobs = (
         ProbeJob(fit, data.take(rows), task.used_outputs[share], test_ND[scored])
-        for share in reversed(task.draws)  # the largest takes longest, so it begins first
+        for share in reversed(task.draws)  # the largest share takes longest, so it begins first
         for draw in task.draws[share]
         for rows, scored in train_test_rows(draw, task.fold_N)
     )
@@ -259,18 +275,19 @@ def samples_of_probes(
 def comparison_notes(
     rows: Sequence[ComparedRow], options: BenchOptions, plan: BenchPlan
 ) -> list[str]:
-    """Returns notes on labels, data leakage, preprocessing that differs and missing leads;
+    """Returns notes on labels, data leakage, differences in preprocessing, and missing leads.
     ConfigError if the data do not suit a model."""
     notes = []
     for name, task in plan.tasks.items():
         notes += [f"{name}: {note}" for note in task.remarks]
     models = {row.name: row.model for row in rows if row.random and row.model}
     for name, leads, data in product(models, plan.shown.leads, plan.rows_to_embed):
-        warned = input_and_warnings(models[name], data, EvalOptions(leads=leads))[1]
+        warned = limited_input_and_warnings(models[name], data, EvalOptions(leads=leads))[1]
         notes += [f"{name}: {note}" for note in warned]
     for data in plan.rows_to_embed:
         notes += plan.shown.left_out_notes(data)
-    # Which models have seen the patients that they are tested on
+    # For each task, the tested crops and their patients, to find out which models have seen these
+    # patients
     tested = {name: (task.test.rows, task.patient_B) for name, task in plan.tasks.items()}
     if identities := plan.identities:
         crops = np.concatenate([identities.gallery, identities.probe])
@@ -288,12 +305,13 @@ def comparison_notes(
         )
     elif plan.tested is plan.fitted:
         notes += [
-            few_tested_note(name, task) for name, task in plan.tasks.items() if task.has_small_test
+            small_test_note(name, task) for name, task in plan.tasks.items() if task.has_small_test
         ]
     return list(dict.fromkeys(notes))
 
 
-def few_tested_note(name: str, task: ProbedTask) -> str:
+def small_test_note(name: str, task: ProbedTask) -> str:
+    """Returns a note that the test of this task has few ECGs."""
     all_records = sum(len(records.y_NK) for records in (task.train, task.test))
     return (
         f"{name}: {len(task.test.y_NK)} ECGs are tested, which says little: --folds 5 tests "

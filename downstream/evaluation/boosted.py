@@ -1,4 +1,4 @@
-"""Gradient boosting on the numbers of an ECG, by LightGBM (the extra `bench`).
+"""Fits gradient-boosted trees to embeddings or measurements of ECGs, by LightGBM (the extra `bench`).
 
     probe = fit_boosted_trees(ProbeData(x_ND, y_NK, patient_N, "multilabel"))
     probe.head                               # downstream.inference.trees
@@ -6,8 +6,8 @@
 One setting for few labels and for many, chosen on folds 1 to 7 of PTB-XL with 85 and 850 labelled
 ECGs (benchmarks/LOG.md): small trees that see a twentieth of the numbers each. A number that is
 missing (NaN, or 0) goes where it lowers the loss; if it was never missing, where most ECGs went.
-A class with fewer than FEW positives or negatives gets its base rate. Survival: the partial
-likelihood, with the diagonal of its curvature that a Poisson model has.
+A class with fewer than MIN_EXAMPLES_OF_CLASS positives or negatives gets its base rate. In survival the loss is
+the partial likelihood; the diagonal of its Hessian is approximated by that of a Poisson model.
 """
 
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from ..tasks.kinds import KINDS, event_loss
 from ..tasks.metrics import Array
 from .probe import Probe, ProbeData, standardised_data_and_scaling
 
-ROUNDS = 400
+BOOSTING_ROUNDS = 400
 LIGHTGBM_SETTINGS = {
     "learning_rate": 0.03,
     "num_leaves": 7,
@@ -34,8 +34,9 @@ LIGHTGBM_SETTINGS = {
     "force_row_wise": True,
     "verbose": -1,
 }
-FEATURE_SHARE, LEAST_FEATURES = 0.05, 32  # of the numbers that each tree sees
-LEAST_EXAMPLES = 3
+# Each tree sees this share of the features, but at least so many
+FEATURE_SHARE, LEAST_FEATURES = 0.05, 32
+MIN_EXAMPLES_OF_CLASS = 3
 INSTALL_LIGHTGBM = "lightgbm is not installed: pip install 'omnilead[bench]'"
 Node = dict[str, Any]  # a node in LightGBM's dump
 
@@ -45,9 +46,11 @@ def has_lightgbm() -> bool:
 
 
 def fit_boosted_trees(data: ProbeData) -> Probe:
-    """Fits trees for each output; for exclusive classes, all together."""
+    """Returns a probe of boosted trees, fitted for each output alone, or for all outputs together
+    if the classes are exclusive."""
     data, center_K, scale_K = standardised_data_and_scaling(data)
-    trees_and_outputs: list[tuple[Node, int]] = []  # trees, and their outputs
+    # Each tree with the number of the output that it adds to
+    trees_and_outputs: list[tuple[Node, int]] = []
     x_ND, outputs = data.x_ND.astype(np.float32), data.y_NK.shape[1]
     x_ND[x_ND == 0] = np.nan
     if KINDS[data.kind].exclusive:
@@ -62,7 +65,7 @@ def fit_boosted_trees(data: ProbeData) -> Probe:
             y_N = y_N[known_N]
             if KINDS[data.kind].has_classes:
                 positives = y_N.sum()
-                if min(positives, len(y_N) - positives) < LEAST_EXAMPLES:
+                if min(positives, len(y_N) - positives) < MIN_EXAMPLES_OF_CLASS:
                     rate = (positives + 0.5) / (len(y_N) + 1)
                     trees_and_outputs.append(({"leaf_value": np.log(rate / (1 - rate))}, number))
                     continue
@@ -76,14 +79,15 @@ def fit_boosted_trees(data: ProbeData) -> Probe:
 def _fit_trees_and_outputs(
     x_ND: Array, y_N: Array, kind: str, **more_settings: Any
 ) -> list[tuple[Node, int]]:
-    """Fits with LightGBM. Returns (tree, number of its class) in their order."""
+    """Fits trees with LightGBM. Returns (tree, number of the class that it adds to) in the order of
+    boosting."""
     import lightgbm
 
     share = min(1.0, max(FEATURE_SHARE, LEAST_FEATURES / x_ND.shape[1]))
     settings: Facts = {**LIGHTGBM_SETTINGS, **more_settings, "feature_fraction": share}
     settings["num_threads"] = torch.get_num_threads()
     settings["objective"] = OBJECTIVES[kind]
-    booster = lightgbm.train(settings, lightgbm.Dataset(x_ND, y_N), ROUNDS)
+    booster = lightgbm.train(settings, lightgbm.Dataset(x_ND, y_N), BOOSTING_ROUNDS)
     trees = booster.dump_model()["tree_info"]
     return [
         (tree["tree_structure"], tree["tree_index"] % more_settings.get("num_class", 1))
@@ -92,7 +96,8 @@ def _fit_trees_and_outputs(
 
 
 def _cox_gradient_and_hessian(risk_N: Array, data: Any) -> tuple[Array, Array]:
-    """Returns the gradient and the diagonal of the Hessian of the loss of the events."""
+    """Returns the gradient of the summed Cox loss, and the approximate diagonal of its Hessian, as
+    LightGBM asks an objective for them."""
     risk_N1 = torch.tensor(risk_N[:, None], requires_grad=True)
     y_N1 = torch.from_numpy(data.get_label()[:, None].astype(np.float64))
     event_N = (y_N1[:, 0] > 0).double()
@@ -112,7 +117,7 @@ OBJECTIVES: Facts = {
 
 
 def convert_trees(trees_and_outputs: list[tuple[Node, int]], outputs: int) -> Trees:
-    """Converts LightGBM's trees to ours."""
+    """Returns LightGBM's trees as the module Trees."""
     nodes: list[tuple[int, float, tuple[int, int, int], float]] = []
     roots = [_append_tree(tree, nodes) for tree, _ in trees_and_outputs]
     feature, threshold, child, value = zip(*nodes, strict=True)
@@ -130,7 +135,8 @@ def convert_trees(trees_and_outputs: list[tuple[Node, int]], outputs: int) -> Tr
 
 
 def _append_tree(tree: Node, nodes: list[Any]) -> int:
-    """Appends a tree, its root first. Returns the root's index."""
+    """Appends the nodes of a tree to `nodes`, its root before its children. Returns the index of
+    the root."""
     index = len(nodes)
     nodes.append((0, 0.0, (index, index, index), tree.get("leaf_value", 0.0)))
     if "leaf_value" not in tree:
@@ -140,9 +146,10 @@ def _append_tree(tree: Node, nodes: list[Any]) -> int:
         if tree["missing_type"] != "NaN":
             counts = [side.get("leaf_count", side.get("internal_count", 0)) for side in sides]
             first = counts[0] >= counts[1]
-        # LightGBM splits missing values from all others at 1e300
+        # LightGBM writes the threshold 1e300 where it splits missing values from all others
         exact = min(tree["threshold"], float(np.finfo(np.float32).max))
-        # Rounded down, which sends every float32 number the same way
+        # The threshold is rounded down to float32, so that every float32 number goes the same way
+        # as by the exact threshold
         threshold = np.float32(exact)
         if threshold > exact:
             threshold = np.nextafter(threshold, np.float32(-np.inf))

@@ -1,5 +1,5 @@
-"""Scores with 95 % intervals, and paired differences between models: all from the same bootstrap
-resamples of test patients, and of draws.
+"""Computes scores with 95 % intervals, and paired differences between models. All are computed on the
+same bootstrap resamples of the test patients and of the draws.
 
     weight_NB = bootstrap_weights(patient_N)              # B weightings of the rows; the first counts each once
     samples = mean_over_classes(metrics_by_class("multilabel", y_NK, scores_NK, weight_NB))     # metrics [B]
@@ -17,20 +17,23 @@ from omnilead.engine.settings.errors import Facts
 from ..tasks.kinds import KINDS
 from ..tasks.metrics import Array, bca_interval, exact_interval, statistic_of, weighted_measures
 
-ROW_KEYS = ("model", "task", "leads", "share")  # that identify a row
+ROW_KEYS = ("model", "task", "leads", "share")  # the keys that together identify a row
 RESAMPLES = 1000
-INTERVAL_METHOD = "BCa"  # metrics.bca_interval; documents that do not say so have plain percentiles
-RANKING_METRICS = ("auroc", "auprc", "c_index")  # metrics that compare the scores of ECGs
-RANGE_OF = {"mae": (0, np.inf), "rmse": (0, np.inf), "r2": (-np.inf, 1), "pearson": (-1, 1)}
-OTHER_RANGE = (0, 1)  # the range of the others
-Samples = dict[str, Array]  # metrics [B]
+# The function metrics.bca_interval makes the intervals. A bench.json without `interval_method` has
+# plain percentiles
+INTERVAL_METHOD = "BCa"
+RANKING_METRICS = ("auroc", "auprc", "c_index")  # these metrics rank ECGs by their scores
+METRIC_RANGES = {"mae": (0, np.inf), "rmse": (0, np.inf), "r2": (-np.inf, 1), "pearson": (-1, 1)}
+DEFAULT_METRIC_RANGE = (0, 1)  # the range of all other metrics
+Samples = dict[str, Array]  # by metric: its values on the B weightings of the rows, [B] or [K, B]
 Scored = tuple[Facts, Samples]
-Scores = dict[tuple[Any, ...], Scored]  # by KEYS
+Scores = dict[tuple[Any, ...], Scored]  # by ROW_KEYS
 
 
 def bootstrap_weights(group_N: Array) -> Array:
-    """Returns weights [N, B]: how often each row counts. It counts once in the first column, and as
-    drawn in bootstraps of the groups in the others (NaN if there is one group)."""
+    """Returns weights [N, B]: how often each row counts in each of B weightings. In the first, each
+    row counts once. In each of the others, a row counts as often as its group was drawn in a
+    bootstrap of the groups, or the weight is NaN if there is only one group."""
     groups, group_N = np.unique(group_N, return_inverse=True)
     n, rng = len(groups), np.random.default_rng(0)
     columns_BG: list[Array] = [np.ones(n)]
@@ -41,9 +44,9 @@ def bootstrap_weights(group_N: Array) -> Array:
 
 
 def average_draws(draws: Sequence[Samples], seed: int = 1) -> Samples:
-    """Averages over draws of labels or of random weights. Each resample also draws from them, one
-    fewer than there are, so that its means vary as much as the mean of all draws does (Rao and Wu
-    1988)."""
+    """Returns the metrics, averaged over draws of labels or of random weights. Each resample
+    averages over draws that are drawn again, with replacement and one fewer than there are, so that
+    its means vary as much as the mean of all draws does (Rao and Wu 1988)."""
     n, fewer = len(draws), max(1, len(draws) - 1)
     weight_BR = np.random.default_rng(seed).multinomial(fewer, np.full(n, 1 / n), RESAMPLES) / fewer
     weight_RB = np.vstack([np.full(n, 1 / n), weight_BR]).T
@@ -56,7 +59,8 @@ def average_draws(draws: Sequence[Samples], seed: int = 1) -> Samples:
 
 
 def metrics_by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:
-    """Returns metrics [K, B]; for regression their means over K, [1, B]."""
+    """Returns {metric: values [K, B]}, for each class and weighting. In a regression, the values
+    are means over the K columns, with the shape [1, B]."""
     if not KINDS[kind].has_classes:
         statistic = statistic_of(kind, y_NK, scores_NK)
         values_MB = np.stack([statistic(weight_N) for weight_N in weight_NB.T], 1)
@@ -69,10 +73,11 @@ def metrics_by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array)
 def metrics_by_fold(
     kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array, fold_N: Array
 ) -> Samples:
-    """Returns metrics [K, B] of cross-validation. Each fold has a probe of its own, so scores of
-    two folds can be compared only if they are values or probabilities. Metrics that rank ECGs
-    therefore rank them within each fold, and weight a fold by its pairs of an ECG with the class
-    and one without (survival: by its events, unless none can be compared)."""
+    """Returns {metric: values [K, B]} of cross-validation. Each fold has a probe of its own, so
+    scores of two folds can be compared only if they are values or probabilities. Metrics that rank
+    ECGs therefore rank them within each fold, and average over the folds. The weight of a fold is
+    its number of pairs of an ECG with the class and an ECG without it. In survival, the weight is
+    the number of events of the fold. A fold in which the metric is undefined has no weight."""
     samples = metrics_by_class(kind, y_NK, scores_NK, weight_NB)
     ranks = [name for name in RANKING_METRICS if name in samples]
     sums = {name: np.zeros_like(samples[name]) for name in ranks}
@@ -88,31 +93,34 @@ def metrics_by_fold(
             defined_KB = (of_fold_KB > 0) & ~np.isnan(ranked[name])
             sums[name] += np.where(defined_KB, ranked[name] * of_fold_KB, 0)
             counts[name] += np.where(defined_KB, of_fold_KB, 0)
-    with np.errstate(invalid="ignore"):  # no pairs: NaN
+    with np.errstate(invalid="ignore"):  # a class for which all folds have no weight gets NaN
         return samples | {name: sums[name] / counts[name] for name in ranks}
 
 
 def widen_spread(samples: Samples, fold_N: Array) -> Samples:
     """Widens the spread of the resamples by sqrt(1 + K / (K - 1)), as in the corrected t test of
     Nadeau and Bengio (2003). The probes of K folds share most of their ECGs, so their errors are
-    correlated, which resampling test patients does not show. Without it, 95 % intervals covered the
-    AUROC on 1,300 other ECGs in 33 of 40 draws of 360 ECGs of PTB-XL; with it, in all."""
+    correlated, and resampling the test patients does not show this. Without the factor, 95 %
+    intervals covered the AUROC on 1,300 other ECGs in 33 of 40 draws of 360 ECGs of PTB-XL; with
+    the factor, in all 40."""
     folds, wider = len(np.unique(fold_N)), {}
     factor = np.sqrt(1 + folds / (folds - 1)) if folds > 1 else 1.0
     for name, value_KB in samples.items():
-        with warnings.catch_warnings(action="ignore"):  # undefined in all resamples: NaN
+        # A metric that is undefined in all resamples stays NaN
+        with warnings.catch_warnings(action="ignore"):
             mean_K1 = np.nanmean(value_KB[:, 1:], 1, keepdims=True)
         drawn = mean_K1 + factor * (value_KB[:, 1:] - mean_K1)
-        drawn = drawn.clip(*RANGE_OF.get(name, OTHER_RANGE))
+        drawn = drawn.clip(*METRIC_RANGES.get(name, DEFAULT_METRIC_RANGE))
         wider[name] = np.hstack([value_KB[:, :1], drawn])
     return wider
 
 
 def mean_over_classes(samples: Samples, is_few: bool = False) -> Samples:
-    """Means of metrics [K, B] over the classes for which they are defined. `is_few`: too few
-    patients for resamples, which become NaN."""
+    """Returns the mean of each metric [K, B] over the classes for which it is defined. `is_few`:
+    there are too few patients for a bootstrap, so the values on resamples become NaN."""
     means = {}
-    with warnings.catch_warnings(action="ignore"):  # the mean of nothing but NaN is NaN
+    # A metric that is defined for no class stays NaN
+    with warnings.catch_warnings(action="ignore"):
         for name, value_KB in samples.items():
             means[name] = np.nanmean(value_KB, 0)
             if is_few:
@@ -121,8 +129,9 @@ def mean_over_classes(samples: Samples, is_few: bool = False) -> Samples:
 
 
 def rows_and_differences(scores: Scores, random: Mapping[str, str]) -> Facts:
-    """Returns the rows, and their differences from the first model and from random weights of the
-    same architecture (`random`: {row: its row of random weights})."""
+    """Returns the rows of bench.json, and their differences from the first model and from random
+    weights of the same architecture. `random`: {name of a row: name of its row of random
+    weights}."""
     rows, differences, first = [], [], next(iter(random))
     settings = list(dict.fromkeys(key[1:] for key in scores))
     for key in sorted(scores, key=lambda key: settings.index(key[1:])):
@@ -135,7 +144,7 @@ def rows_and_differences(scores: Scores, random: Mapping[str, str]) -> Facts:
             row["intervals"][name] = score_interval(value_B, people)
         rows.append(row)
         for other in dict.fromkeys([random[key[0]], first]):
-            # Not every row identifies patients
+            # Rows that do not identify patients have no score to compare in that task
             if other == key[0] or (other, *key[1:]) not in scores:
                 continue
             _, against = scores[other, *key[1:]]
@@ -147,9 +156,10 @@ def rows_and_differences(scores: Scores, random: Mapping[str, str]) -> Facts:
 
 
 def score_interval(value_B: Array, people: int = 0) -> list[float]:
-    """Returns the 95 % interval of a score. Clopper and Pearson's if it is a share of `people` and
-    is 0 or 1, which resamples never change. NaN if all resamples agree, unless on 0: a model does
-    not differ from itself."""
+    """Returns the 95 % interval of a score or of a difference. If a score is a share of `people`
+    and is 0 or 1, resamples never change it, so the interval is Clopper and Pearson's. If all
+    resamples agree, the interval is NaN, except for a difference of 0: a model does not differ from
+    itself."""
     if people > 1 and np.isclose(value_B[0], (0, 1)).any():
         return exact_interval(round(value_B[0]) * people, people)
     ends: list[float] = bca_interval(value_B).tolist()

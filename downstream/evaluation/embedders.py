@@ -1,5 +1,5 @@
-"""Frozen embeddings to compare: of models, of random weights of their architectures, and of
-measurements that need no training.
+"""Makes the rows of a comparison: embeddings by frozen models, by random weights of their architectures,
+and by measurements that need no training.
 
     first, *others = rows_to_compare(["A=RUN", "hf://org/name"], EmbedOptions())
     first.draws[0][0].forward(x_RLT)
@@ -32,35 +32,36 @@ from .vectors import Embedder
 
 RANDOM_ROW, MEAN_BEAT_ROW, MEASUREMENTS_ROW = "random weights", "mean beat", "measurements"
 BOOSTED_ROW = "boosted features"
-READERS = {"linear": fit_linear_probe, "boosted": fit_boosted_trees}
-RANDOM_DRAWS = 5  # draws of random weights: their scores differ by as much as 0.02
+FIT_FUNCTION_OF_READER = {"linear": fit_linear_probe, "boosted": fit_boosted_trees}
+RANDOM_DRAWS = 5  # several draws, because the scores of two draws differ by as much as 0.02
 
 
 @dataclass(frozen=True)
 class EmbedOptions:
-    """Options for loading models and reading them out."""
+    """Options for loading models and for reading out their embeddings."""
 
-    readout: str = ""  # parts joined by +; "": the model's own
+    readout: str = ""  # parts joined by +; "": the model's own read-out
     batch: int | None = None  # crops encoded at a time; None: 16, on a GPU 256
     device: str = "auto"
     precision: str = "auto"
-    code: bool = False  # run the custom code in a model folder
+    code: bool = False  # whether custom code in a model folder may run
 
 
 class ComparedRow(NamedTuple):
     """A row of the comparison: its name and its embedders."""
 
     name: str
-    # Each draw is a list of embedders, whose vectors are joined. Random weights are drawn several
-    # times, and the scores averaged
+    # Each draw is a list of embedders, whose vectors are joined. Random weights have several draws,
+    # over which the scores are averaged; other rows have one
     draws: list[list[Embedder]]
-    random: str = ""  # the row of random weights of the same architecture
+    # Name of the row of random weights of the same architecture; "" if there is none
+    random: str = ""
     fit: Fit = fit_linear_probe
     identifies: bool = True  # whether patient identification is scored, too
 
     @property
     def model(self) -> TrainedModel | None:
-        """The model of the row; None for a baseline."""
+        """Returns the model of the row; None if the row is a baseline without a trained model."""
         if self.name == self.random:
             return None
         models = [embedder.model for draw in self.draws for embedder in draw if embedder.model]
@@ -70,9 +71,10 @@ class ComparedRow(NamedTuple):
 def rows_to_compare(
     models: Sequence[str], options: EmbedOptions, reader: str = "linear", seed: int = 0
 ) -> list[ComparedRow]:
-    """Returns the rows: models, random weights after the first model of their architecture, then
-    what needs no training. Without LightGBM, no row is boosted. `models`: FOLDER or NAME=FOLDER.
-    `reader`: what is fitted on the models' embeddings. `seed`: of the first random weights."""
+    """Returns the rows: the models, with random weights after the first model of each architecture,
+    then the methods without pre-training. Without LightGBM, there is no row of gradient boosting.
+    `models`: FOLDER or NAME=FOLDER. `reader`: the kind of probe that is fitted on the models'
+    embeddings. `seed`: the seed of the first draw of random weights; each further draw adds 1."""
     if reader == "boosted" and not has_lightgbm():
         raise ConfigError(Flag("--reader"), f" boosted: {INSTALL_LIGHTGBM}")
     beat = _measurement_embedder(
@@ -80,7 +82,7 @@ def rows_to_compare(
     )
     measured = _measurement_embedder(MEASUREMENTS_ROW, mean_beat.measurements)
     rows = _model_rows(models, measured, options, seed)
-    rows = [row._replace(fit=READERS[reader]) for row in rows]
+    rows = [row._replace(fit=FIT_FUNCTION_OF_READER[reader]) for row in rows]
     untrained = [
         ComparedRow(MEAN_BEAT_ROW, [[beat]]),
         ComparedRow(MEASUREMENTS_ROW, [[measured]], identifies=False),
@@ -100,18 +102,19 @@ def _model_rows(
     models: Sequence[str], measured: Embedder, options: EmbedOptions, seed: int
 ) -> list[ComparedRow]:
     rows: dict[str, ComparedRow] = {}
-    random_of: dict[str, str] = {}  # architecture -> name of the row of its random weights
+    random_of: dict[str, str] = {}  # {architecture: name of the row of its random weights}
     for text in models:
         name, folder = name_and_folder(text)
         if name in rows or name in (RANDOM_ROW, MEAN_BEAT_ROW, MEASUREMENTS_ROW, BOOSTED_ROW):
             raise ConfigError(
                 Flag("--models"), f" {text}: the name {name!r} is taken: write NAME={folder}"
             )
-        embedder = embedder_of(name, folder, options)
+        embedder = load_embedder(name, folder, options)
         architecture = architecture_key(embedder, options.readout)
         random = f"{RANDOM_ROW} of {name}" if random_of else RANDOM_ROW
         random = random_of.setdefault(architecture, random)
-        # The measurements are the same for all models: computed once
+        # The measurements of a signal do not depend on the model, so all rows share the embedder
+        # that computes them
         readout = embedder.trained_model.suitable_readout(options.readout)
         rhythm = [measured] if "rhythm" in readout else []
         rows[name] = ComparedRow(name, [[embedder, *rhythm]], random)
@@ -125,7 +128,7 @@ def _model_rows(
 
 
 def name_and_folder(text: str) -> tuple[str, str]:
-    """Returns the name of a model and its folder, from NAME=FOLDER or FOLDER."""
+    """Returns the name and the folder of a model, which the user typed as NAME=FOLDER or FOLDER."""
     name, equals, folder = text.partition("=")
     if not equals or "/" in name or Path(text).exists():
         name, folder = "", text
@@ -135,35 +138,36 @@ def name_and_folder(text: str) -> tuple[str, str]:
     if "," in folder and not path.exists():
         named_runs = [f"{name or 'A'}-{n}={run}" for n, run in enumerate(folder.split(","), 1)]
         raise ConfigError(
-            Flag("--models"), f" {text}: one run to a name: write {' '.join(named_runs)}"
+            Flag("--models"), f" {text}: a name can have only one run: write {' '.join(named_runs)}"
         )
     return name or (path.parent.name if path.name == "model" else path.name), folder
 
 
-def embedder_of(name: str, folder: str, options: EmbedOptions) -> Embedder:
-    """Loads the model in this folder, with the read-out of the options."""
+def load_embedder(name: str, folder: str, options: EmbedOptions) -> Embedder:
+    """Loads the model in this folder. Returns it as an embedder, with the read-out of the
+    options."""
     model, precision = load_model_and_precision(
         folder, options.device, options.precision, options.code
     )
     batch = options.batch or (256 if model.device.type == "cuda" else 16)
     embedder = Embedder(name, "", model.input, model, model, batch, precision=precision)
-    return with_readout(embedder, readout_of_tokens(model, options.readout))
+    return with_readout(embedder, readout_without_rhythm(model, options.readout))
 
 
 def with_readout(embedder: Embedder, readout: Readout) -> Embedder:
-    """Returns the same model with another read-out."""
+    """Returns an embedder of the same model with another read-out."""
     model = embedder.trained_model
     return embedder._replace(
-        digest=repr([model.digest, embedder.precision, readout, _code_digest(readout)]),
+        digest=repr([model.digest, embedder.precision, readout, _measurement_code_digest(readout)]),
         forward=partial(model.read, readout=readout),
         identity_dims=mean_slice(readout, model.encoder.width),
     )
 
 
 def _random_embedder(embedder: Embedder, architecture: str, readout: str, seed: int) -> Embedder:
-    """Returns random weights of the architecture of a model, read out in the same way."""
+    """Returns an embedder with random weights of the model's architecture and the same read-out."""
     model = embedder.trained_model
-    parts = readout_of_tokens(model, readout)
+    parts = readout_without_rhythm(model, readout)
 
     def forward(x_RLT: Tensor) -> Tensor:
         return _random_model(model, seed).read(x_RLT, parts)
@@ -171,17 +175,19 @@ def _random_embedder(embedder: Embedder, architecture: str, readout: str, seed: 
     return embedder._replace(digest=f"{architecture} {seed}", forward=forward)
 
 
-@lru_cache(maxsize=1)  # the paper's model takes 0.4 GB, so one draw at a time
+@lru_cache(maxsize=1)  # only one draw is kept, because the paper's model takes 0.4 GB
 def _random_model(model: TrainedModel, seed: int) -> TrainedModel:
     return model.with_random_weights(seed)
 
 
-def readout_of_tokens(model: TrainedModel, readout: str) -> Readout:
-    """Returns the read-out without `rhythm`, which has nothing of the model."""
+def readout_without_rhythm(model: TrainedModel, readout: str) -> Readout:
+    """Returns the model's read-out without `rhythm`, which is measured in the signal and depends on
+    no model."""
     parts = tuple(part for part in model.suitable_readout(readout) if part != "rhythm")
     if not parts:
         raise ConfigError(
-            Flag("--readout"), " rhythm: it has nothing of a model: add mean, std or beats"
+            Flag("--readout"),
+            " rhythm: rhythm is measured in the signal, not by the model: add mean, std or beats",
         )
     return parts
 
@@ -189,16 +195,18 @@ def readout_of_tokens(model: TrainedModel, readout: str) -> Readout:
 def _measurement_embedder(
     name: str, measure: Callable[[Array], Array], identity_dims: slice = slice(None)
 ) -> Embedder:
+    """Returns an embedder that needs no model. `measure` maps signals in millivolts to vectors."""
+
     def forward(x_RLT: Tensor) -> Tensor:
         return torch.from_numpy(measure(x_RLT.numpy()))
 
-    digest = f"{name} {_code_digest(('rhythm',))}"
+    digest = f"{name} {_measurement_code_digest(('rhythm',))}"
     return Embedder(name, digest, Input(ALL_LEADS, ALL_LEADS), forward, identity_dims=identity_dims)
 
 
-def _code_digest(readout: Readout) -> str:
-    """Returns a digest of the code that measures the signal; "" if the read-out measures
-    nothing."""
+def _measurement_code_digest(readout: Readout) -> str:
+    """Returns a digest of the code that measures the signal, so that saved vectors are not reused
+    after it changed; "" if the read-out measures nothing."""
     if not measures_signal(readout):
         return ""
     files = [Path(str(module.__file__)) for module in (mean_beat, readouts)]
@@ -206,10 +214,13 @@ def _code_digest(readout: Readout) -> str:
 
 
 def architecture_key(embedder: Embedder, readout: str) -> str:
-    """Returns a key. Models that share it have the same random weights and the same read-out."""
+    """Returns a key that two models share only if their random weights and their read-out are the
+    same."""
     model = embedder.trained_model
     config = config_of(model.config)
     parts = [getattr(config, name) for name in config.architecture_settings]
     of_model = model.suitable_readout(readout)
     code = sorted(model.code.items())
-    return repr([parts, model.input, code, embedder.precision, of_model, _code_digest(of_model)])
+    return repr(
+        [parts, model.input, code, embedder.precision, of_model, _measurement_code_digest(of_model)]
+    )

@@ -15,12 +15,12 @@ from omnilead.engine.data.datasets import open_together
 from omnilead.engine.settings.commandline import report_write_errors
 from omnilead.engine.settings.errors import Facts, Flag
 
-from ..inference.commands import refuse_ranks
+from ..inference.commands import refuse_several_ranks
 from ..tasks.config import TaskConfig, TaskKind
 from ..tasks.labels import TaskLabels
-from .embedders import EmbedOptions, embedder_of
+from .embedders import EmbedOptions, load_embedder
 from .heads import (
-    Head,
+    FittedHead,
     HeadOptions,
     fit_head,
     full_precision_model,
@@ -28,17 +28,17 @@ from .heads import (
     require_new_folder,
     write_head,
 )
-from .plan import datasets_text, labels_to_probe, refuse_leak_between, task_of_table
+from .plan import datasets_text, read_labels_to_probe, refuse_leak_between, task_of_table
 from .records import FIT_SPLITS, ShownLeads, probed_records
-from .results import EvalOptions, input_and_warnings, leakage_notes
+from .results import EvalOptions, leakage_notes, limited_input_and_warnings
 from .vectors import require_cache
 
-CLASSES_SHOWN = 12  # if there is one more, it is shown as well
+CLASSES_SHOWN = 12  # a single further class is shown, too
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The options of downstream.fit, which explains them."""
+    """The options of `omnilead fit`. downstream.fit explains them."""
 
     data: Data | Sequence[Data]
     out: str
@@ -59,9 +59,9 @@ class FitOptions:
 
 
 def fit_scores_and_sentences(options: FitOptions) -> tuple[Facts, list[str]]:
-    """Fits a head and writes it. Returns its `cross_validated` scores, and sentences for the
-    user."""
-    refuse_ranks("a head is")
+    """Fits a head to the label table of the options, and writes it with the model. Returns the
+    scores of its cross-validation, and sentences for the user."""
+    refuse_several_ranks("a head is")
     head, labels = fit_task(
         task_of_table(options.labels, options.columns, options.kind, options.positive), options
     )
@@ -80,19 +80,20 @@ def fit_scores_and_sentences(options: FitOptions) -> tuple[Facts, list[str]]:
     return cross_validated, sentences
 
 
-def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
-    """Fits a head for any task, writes it with the model, and tells notes on the data. Returns the
-    head and its labels."""
+def fit_task(task: TaskConfig, options: FitOptions) -> tuple[FittedHead, TaskLabels]:
+    """Fits a head for any task, writes it with the model, and prints notes on the data. Returns the
+    head and the labels that it was fitted to."""
     out = Path(options.out)
     require_new_folder(out, Flag("--out"))
-    parts = out.with_name(f"{out.name}.parts")  # kept after an interruption
+    # Holds the embeddings; after an interruption it stays, to resume
+    parts = out.with_name(f"{out.name}.parts")
     require_cache(parts)
     data = open_together(options.data, options.anonymous)
-    embedder = embedder_of(options.model, options.model, options.embedding)
+    embedder = load_embedder(options.model, options.model, options.embedding)
     model = full_precision_model(embedder, options.model, options.embedding.code)
-    notes = input_and_warnings(model, data, EvalOptions(leads=options.leads))[1]
+    notes = limited_input_and_warnings(model, data, EvalOptions(leads=options.leads))[1]
     shown = ShownLeads(embedder.input, (options.leads,))
-    labels = labels_to_probe(data, task, FIT_SPLITS)
+    labels = read_labels_to_probe(data, task, FIT_SPLITS)
     refuse_leak_between(data, labels)
     train = probed_records(data, labels, FIT_SPLITS, shown)
     require_known_labels(labels, train)
@@ -108,8 +109,8 @@ def fit_task(task: TaskConfig, options: FitOptions) -> tuple[Head, TaskLabels]:
 
 
 def class_lines(classes: Facts) -> list[str]:
-    """Returns a line with the AUROC of each class, the most frequent first; none for a single
-    class."""
+    """Returns lines for the terminal with the AUROC of each class, the most frequent class first.
+    Returns no line if there is only one class."""
     if len(classes) < 2:
         return []
     frequent = sorted(classes, key=lambda name: -classes[name]["positives"])

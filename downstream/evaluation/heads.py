@@ -1,8 +1,8 @@
-"""A frozen model with a probe as its head: what `omnilead fit` writes, and how good it is
-by cross-validation.
+"""Fits a probe as the head of a frozen model, cross-validates it, and writes both as a model, for
+`omnilead fit`.
 
     head = fit_head(embedder, datasets, labels, train, HeadOptions("boosted"), Path("PARTS"))
-    head.sentences        # sentences: the cross-validated score, the 95 % sensitivity point
+    head.sentences        # the cross-validated score, the point of 95 % sensitivity
     write_head(head, model, Path("MODEL"))
 """
 
@@ -20,7 +20,7 @@ from omnilead.engine.model.folder import write_model
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.leads import describe_leads
 
-from ..inference.trained_model import THRESHOLD, TrainedModel, head_of, load
+from ..inference.trained_model import THRESHOLD, TrainedModel, load, parse_head_info
 from ..inference.trees import Trees
 from ..tasks.kinds import KINDS, best_thresholds, sensitive_points
 from ..tasks.labels import TaskLabels
@@ -33,48 +33,54 @@ from .differences import (
     score_interval,
     widen_spread,
 )
-from .embedders import READERS, name_and_folder, with_readout
+from .embedders import FIT_FUNCTION_OF_READER, name_and_folder, with_readout
 from .plan import scorable_outputs
-from .probe import DEFAULT_FOLDS, MANY_ROWS, Fit, Probe, ProbeData, ProbeJob, run_probe_jobs
+from .probe import DEFAULT_FOLDS, ROWS_FOR_ONE_FOLD, Fit, Probe, ProbeData, ProbeJob, run_probe_jobs
 from .records import ProbedRecords, assign_folds, fold_groups
 from .results import nan_to_none
 from .vectors import Embedder, cached_vectors
 
-NOT_TESTED = -1  # stands where a record has no fold
+NEVER_HELD_OUT = -1  # the number of the fold of a record that is never held out
 
 
 class HeadOptions(NamedTuple):
     """Options for fitting a head."""
 
     reader: str = "linear"
-    readout: str = ""  # "": the model's own
+    readout: str = ""  # "": the model's own read-out
     leads: str = "12"
-    folds: int = (
-        0  # in cross-validation; 0: DEFAULT_FOLDS, or the first of them if there are many ECGs
-    )
+    # Number of folds of the cross-validation. 0: DEFAULT_FOLDS, of which only the first is tested if
+    # there are many ECGs
+    folds: int = 0
 
 
-class Head(NamedTuple):
+class FittedHead(NamedTuple):
+    """A fitted head, and what is written about it."""
+
     probe: Probe
     readout: Readout
     leads: str  # the leads that the head was fitted on
-    seen: pa.Table  # the data that the head was fitted on (engine.data.seen)
+    seen: pa.Table  # the ECGs that the head was fitted on, as in engine.data.seen
     document: Facts  # `head` in config.json
-    people: str  # such as: 120 ECGs of 80 patients
-    sentences: list[str]  # for the user: how good the head is
+    people: str  # whom it was fitted on: "120 ECGs of 80 patients"
+    sentences: list[str]  # say how good the head is
 
     @property
     def description(self) -> str:
+        """Returns what the head is, in words."""
         return "boosted trees" if isinstance(self.probe.head, Trees) else "a linear layer"
 
 
 def require_new_folder(out: Path, flag: str) -> None:
-    """Raises ConfigError unless the folder can be created."""
+    """Raises ConfigError if the folder exists or cannot be created. `flag`: the option that names
+    the folder."""
     if os.path.lexists(out):
-        raise ConfigError(flag, f" {out}: exists: choose another folder")
+        raise ConfigError(flag, f" {out}: already exists: choose another folder")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(flag, f" {out}: no folder can be made in {folder}: choose another")
+        raise ConfigError(
+            flag, f" {out}: no folder can be created in {folder}: choose another place"
+        )
 
 
 def require_known_labels(labels: TaskLabels, train: ProbedRecords) -> None:
@@ -95,21 +101,25 @@ def fit_head(
     train: ProbedRecords,
     options: HeadOptions,
     parts: Path,
-) -> Head:
-    """Fits a head on all of `train` and cross-validates it. `parts`: folder for embeddings."""
-    fold_N = fold_of_records(datasets, train, options)  # refuses a wrong number of folds at once
+) -> FittedHead:
+    """Fits a head on all records of `train`, and cross-validates it. `parts`: the folder that
+    embeddings are saved in."""
+    # This refuses a wrong number of folds before anything is computed
+    fold_N = fold_of_records(datasets, train, options)
     readout = readout_of_head(embedder, options)
-    # The model will measure rhythm itself, in its own leads
+    # A read-out with rhythm keeps it here, because the written model will measure rhythm itself, in
+    # the leads that it is shown
     vectors = cached_vectors(
         with_readout(embedder, readout), datasets, train.rows, options.leads, parts
     )
     x_ND, record_N = train.mean_embeddings([vectors]), np.arange(len(train.y_NK))
-    if options.reader == "boosted":  # fitted on windows, since a model scores windows
+    # Trees are fitted on windows, because the model will score windows
+    if options.reader == "boosted":
         x_ND, record_N = train.windows_and_records(vectors)
     data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], labels.task.kind)
-    fit = READERS[options.reader]
+    fit = FIT_FUNCTION_OF_READER[options.reader]
     probe = fit(data)
-    document = head_document(labels, probe)
+    document = head_section(labels, probe)
     source_hz = datasets.column("fs_source_hz")[train.rows]
     document["source_hz"] = [float(source_hz.min()), float(source_hz.max())]
     sentences = ["not cross-validated: all ECGs are of one patient"]
@@ -119,15 +129,16 @@ def fit_head(
         if used_K.any():
             scores_NK = held_out_scores(fit, data, record_N, fold_N, used_K)
             document |= cross_validation(labels, train, scores_NK, fold_N, used_K)
-            info = head_of({"head": document})
+            info = parse_head_info({"head": document})
             sentences = info.sentences if info else []
-    seen = seen_table(datasets, np.sort(train.rows))
-    people = patients_text(train.patient_N)
-    return Head(probe, readout, options.leads, seen, document, people, sentences)
+    seen = fitted_ecgs_table(datasets, np.sort(train.rows))
+    people = ecgs_and_patients_text(train.patient_N)
+    return FittedHead(probe, readout, options.leads, seen, document, people, sentences)
 
 
-def seen_table(datasets: Datasets, rows: Array) -> pa.Table:
-    """Returns what a head was fitted on, as a table (engine.data.seen)."""
+def fitted_ecgs_table(datasets: Datasets, rows: Array) -> pa.Table:
+    """Returns the table of the ECGs that a head was fitted on, as in engine.data.seen. `rows`:
+    their crops."""
     of_datasets = []
     for dataset, rows_of_dataset in zip(datasets.all, datasets.rows_by_dataset(rows), strict=True):
         if len(rows_of_dataset):
@@ -136,20 +147,22 @@ def seen_table(datasets: Datasets, rows: Array) -> pa.Table:
 
 
 def fold_of_records(datasets: Datasets, train: ProbedRecords, options: HeadOptions) -> Array:
-    """Returns the fold of each record; NOT_TESTED for most of many records, and for all of one
-    patient."""
+    """Returns the fold in which each record is held out. It is NEVER_HELD_OUT for all records if they
+    are of one patient. If there are many records, only one fold is held out, and the others are
+    NEVER_HELD_OUT."""
     group_N = fold_groups(datasets, train)
     count = options.folds or min(DEFAULT_FOLDS, len(np.unique(group_N)))
     if count < 2:
-        return np.full(len(group_N), NOT_TESTED)
+        return np.full(len(group_N), NEVER_HELD_OUT)
     fold_N = assign_folds(group_N, count)
-    if not options.folds and len(fold_N) > MANY_ROWS:
-        fold_N[fold_N > 0] = NOT_TESTED
+    if not options.folds and len(fold_N) > ROWS_FOR_ONE_FOLD:
+        fold_N[fold_N > 0] = NEVER_HELD_OUT
     return fold_N
 
 
 def readout_of_head(embedder: Embedder, options: HeadOptions) -> Readout:
-    """Returns the head's read-out: boosted trees also get the measurements and the mean beat."""
+    """Returns the read-out of the head. To that of the options, boosted trees add the measurements
+    and the mean beat."""
     model = embedder.trained_model
     readout = model.suitable_readout(options.readout)
     if options.reader == "boosted":
@@ -158,8 +171,8 @@ def readout_of_head(embedder: Embedder, options: HeadOptions) -> Readout:
     return readout
 
 
-def head_document(labels: TaskLabels, probe: Probe) -> Facts:
-    """Returns `head` for config.json."""
+def head_section(labels: TaskLabels, probe: Probe) -> Facts:
+    """Returns the section `head` of config.json."""
     kind = KINDS[probe.kind]
     document: Facts = {"task": labels.task.name, "kind": probe.kind, "unit": labels.task.unit}
     document |= labels.resume_facts
@@ -176,10 +189,11 @@ def head_document(labels: TaskLabels, probe: Probe) -> Facts:
 def held_out_scores(
     fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, used_K: Array
 ) -> Array:
-    """Returns the mean score of each record's rows for the outputs `used_K`, by a probe of all
-    records of other folds; 0 for records that are not tested."""
+    """Returns the scores of each record for the outputs `used_K`: the mean over its rows of the
+    scores by a probe that was fitted on the records of all other folds. Records that are never held
+    out get 0."""
     sums_NK = np.zeros((len(fold_N), used_K.sum()))
-    folds = np.unique(fold_N[fold_N != NOT_TESTED])
+    folds = np.unique(fold_N[fold_N != NEVER_HELD_OUT])
     held_FR = [fold_N[record_N] == fold for fold in folds]
     jobs = (
         ProbeJob(fit, data.take(np.flatnonzero(~held_R)), used_K, data.x_ND[held_R])
@@ -193,9 +207,9 @@ def held_out_scores(
 def cross_validation(
     labels: TaskLabels, train: ProbedRecords, scores_NK: Array, fold_N: Array, used_K: Array
 ) -> Facts:
-    """Returns `thresholds` and `cross_validated` for config.json
-    (downstream.inference.trained_model.HeadInfo)."""
-    tested_N, names = fold_N != NOT_TESTED, np.array(labels.classes)
+    """Returns `cross_validated` and, if the kind of task has them, `thresholds`, for the section
+    `head` of config.json (downstream.inference.trained_model.HeadInfo)."""
+    tested_N, names = fold_N != NEVER_HELD_OUT, np.array(labels.classes)
     y_NK, patient_N = train.y_NK[tested_N][:, used_K], train.patient_N[tested_N]
     fold_N = fold_N[tested_N]
     scores_NK, kind = scores_NK[tested_N], labels.task.kind
@@ -228,9 +242,9 @@ def cross_validation(
     return {"cross_validated": nan_to_none(cross_validated), "thresholds": threshold_K.tolist()}
 
 
-def patients_text(patient_N: Array) -> str:
-    """Counts ECGs and patients, such as "120 ECGs of 80 patients". Odd ids are patients
-    (TaskLabels.patients)."""
+def ecgs_and_patients_text(patient_N: Array) -> str:
+    """Returns how many ECGs and patients there are, such as "120 ECGs of 80 patients". An odd id is
+    a known patient, an even id a record whose patient is unknown (TaskLabels.patients)."""
     known_N = patient_N % 2 == 1
     patients, unknown = len(np.unique(patient_N[known_N])), int((~known_N).sum())
     if not unknown:
@@ -241,29 +255,34 @@ def patients_text(patient_N: Array) -> str:
     return f"{known_records:,} ECGs of {patients:,} patients and {unknown:,} of unknown patients"
 
 
-def write_head(head: Head, model: TrainedModel, out: Path) -> None:
-    """Writes the model with this head, for `omnilead predict` and `evaluate`."""
+def write_head(head: FittedHead, model: TrainedModel, out: Path) -> None:
+    """Writes the model with this head to a folder that `omnilead predict` and `omnilead evaluate`
+    can load."""
     modules = nn.ModuleDict({"encoder": model.encoder, "head": head.probe.head.float()})
     document = model.config | {
         "head": head.document,
         "readout": "+".join(head.readout),
-        # The head was fitted without missing leads
+        # 0, because the head was fitted on ECGs without masked leads
         "trained": model.history | {"rlm": 0},
     }
     limited_input = model.input.limited_to(head.leads)
     signals = model.preprocessing | {"seen": describe_leads(limited_input.seen_leads).split(",")}
     seen = join_seen_records([model.seen, head.seen])
-    write_model(out, modules.state_dict(), document, signals, head_card(head), model.code, seen)
+    write_model(
+        out, modules.state_dict(), document, signals, model_card_of_head(head), model.code, seen
+    )
 
 
 def full_precision_model(embedder: Embedder, folder: str, code: bool) -> TrainedModel:
-    """Returns the model with the weights of its file, which bf16 would round."""
+    """Returns the model with the weights as stored in its file. The weights of the embedder are not
+    used if they were rounded to bf16."""
     if embedder.model and embedder.precision != "bf16":
         return embedder.model
     return load(name_and_folder(folder)[1], code)
 
 
-def head_card(head: Head) -> str:
+def model_card_of_head(head: FittedHead) -> str:
+    """Returns the text of the model card."""
     return (
         f"# ECG {head.document['task']}: {head.description} on a frozen encoder\n\nThe encoder is read out "
         f"as {'+'.join(head.readout)}. The head, {head.description}, was fitted on {head.people}. "

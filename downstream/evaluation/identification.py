@@ -1,4 +1,4 @@
-"""Identification: whether the gallery crop most similar to a probe crop is of the same patient.
+"""Scores identification: how often the gallery crop most similar to a probe crop is of the same patient.
 
     identify(model, data, EvalOptions()).document()["score"]     # accuracy
 
@@ -28,18 +28,20 @@ from .results import (
     EvalOptions,
     crops_with_leads_and_note,
     evaluation_facts,
-    input_and_warnings,
     leakage_notes,
+    limited_input_and_warnings,
     nan_to_none,
     outputs_and_positions,
     rates_note,
-    require_rows,
+    require_crops,
 )
 from .vectors import Vectors
 
 
 @dataclass(frozen=True, eq=False)
 class IdentificationResult:
+    """The embeddings and patients of gallery and probes, and the scores that follow from them."""
+
     gallery_PD: Array
     gallery_ids: Sequence[Any]
     probe_QD: Array
@@ -47,7 +49,7 @@ class IdentificationResult:
     facts: Facts = field(default_factory=dict)
     notes: Sequence[str] = ()
     resamples: int = RESAMPLES
-    # Random weights of the same architecture, on the same pairs
+    # The result of random weights of the same architecture on the same crops
     untrained: "IdentificationResult | None" = None
 
     @cached_property
@@ -58,8 +60,10 @@ class IdentificationResult:
 
     @cached_property
     def accuracy_interval(self) -> list[float]:
+        """Returns the 95 % interval of the accuracy."""
         hits, people = self.scores["hits"], len(set(self.probe_ids))
-        if people > 1 and hits.mean() in (0, 1):  # all resamples would agree
+        # All resamples would agree, so the interval is exact instead
+        if people > 1 and hits.mean() in (0, 1):
             return exact_interval(int(hits[0]) * people, people)
 
         def accuracy(weight_Q: Array) -> Any:
@@ -90,6 +94,7 @@ class IdentificationResult:
         return remarks
 
     def document(self) -> Facts:
+        """Returns the scores as `omnilead evaluate --json` writes them."""
         scores = self.scores
         metrics = {name: scores[name] for name in ("accuracy", "top5", "chance", "ties")}
         intervals = {"accuracy": self.accuracy_interval}
@@ -113,18 +118,19 @@ class IdentificationResult:
         return dict(nan_to_none(document))
 
 
-class Pairs(NamedTuple):
-    """The crops to compare, and their embeddings."""
+class EmbeddedPairs(NamedTuple):
+    """The gallery crops and the probe crops to compare, and their embeddings."""
 
-    rows: Array  # all crops
-    gallery: Array  # crops
+    rows: Array  # all crops, of the gallery and of the probes
+    gallery: Array  # the crop of each row of `gallery_PD`
     gallery_PD: Array
-    probe: Array  # crops
+    probe: Array  # the crop of each row of `probe_QD`
     probe_QD: Array
-    left_out: list[str]  # a note on crops that cannot be compared
+    left_out: list[str]  # at most one note: how many crops cannot be compared, and why
 
     def compare(self, dimensions: slice, patients: Array) -> IdentificationResult:
-        """Compares the crops by these dimensions of their embeddings."""
+        """Returns the result of comparing the crops by these dimensions of their embeddings.
+        `patients`: the patient of each crop of the data."""
         return IdentificationResult(
             self.gallery_PD[:, dimensions],
             patients[self.gallery].tolist(),
@@ -134,8 +140,9 @@ class Pairs(NamedTuple):
 
 
 def identify(model: TrainedModel, data: Datasets, options: EvalOptions) -> IdentificationResult:
-    """Identifies patients by the model and by random weights, in one pass over the crops."""
-    model_input, notes = input_and_warnings(model, data, options)
+    """Scores how well the model and random weights identify patients. Both embed each crop in one
+    pass over the data."""
+    model_input, notes = limited_input_and_warnings(model, data, options)
     width = model.encoder.width
     output = vector_output(model, joined_embedding_function(model), 2 * width)
     pairs_of = pair_halves_of_crops if options.role == "valid" else pair_crops_of_patients
@@ -153,8 +160,8 @@ def identify(model: TrainedModel, data: Datasets, options: EvalOptions) -> Ident
 
 
 def joined_embedding_function(model: TrainedModel) -> Callable[[Tensor], Tensor]:
-    """Returns a function that maps windows to the model's embeddings, joined to those by random
-    weights of its architecture."""
+    """Returns a function that embeds windows twice, by the model and by random weights of its
+    architecture, and concatenates the two embeddings."""
     untrained = model.with_random_weights()
 
     def embed_with_both(x_RLT: Tensor) -> Tensor:
@@ -165,57 +172,63 @@ def joined_embedding_function(model: TrainedModel) -> Callable[[Tensor], Tensor]
 
 def pair_halves_of_crops(
     output: Output, data: Datasets, model_input: Input, options: EvalOptions
-) -> Pairs:
-    """Pairs the first window of each crop with the second."""
+) -> EmbeddedPairs:
+    """Pairs the first window of each crop of the split valid with the second window."""
     rows = _crops_with_two_windows(data, model_input)
     (rows,), left_out = crops_with_leads_and_note(data, model_input, rows)
     c_RD, _ = outputs_and_positions(output, data, rows, model_input, options)
     windows = model_input.count_windows()
-    return Pairs(rows, rows, c_RD[::windows], rows, c_RD[1::windows], left_out)
+    return EmbeddedPairs(rows, rows, c_RD[::windows], rows, c_RD[1::windows], left_out)
 
 
 def pair_crops_of_patients(
     output: Output, data: Datasets, model_input: Input, options: EvalOptions
-) -> Pairs:
-    """Pairs a crop of each patient with another one."""
+) -> EmbeddedPairs:
+    """Pairs the gallery crops with the probe crops, which are other crops of the same patients."""
     sides = gallery_and_probe_rows(data)
     (gallery, probe), left_out = crops_with_leads_and_note(data, model_input, *sides)
     rows = np.union1d(gallery, probe)
     c_BD, _ = outputs_and_positions(output, data, rows, model_input, options, "first")
     gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
-    return Pairs(rows, gallery, gallery_PD, probe, probe_QD, left_out)
+    return EmbeddedPairs(rows, gallery, gallery_PD, probe, probe_QD, left_out)
 
 
 def _crops_with_two_windows(data: Datasets, model_input: Input) -> Array:
+    """Returns the crops of the split valid that have two halves; ConfigError if there are none, or
+    if the model takes more than a half at once."""
     if model_input.count_windows() < 2:
         raise ConfigError(
             Flag("--role"),
-            f" valid: compares two windows of a crop, but the model takes {model_input.window_s:g} s "
-            "at once: use ",
+            " valid: identification then compares two windows of each crop, but a crop has no two windows "
+            f"of the {model_input.window_s:g} s that the model takes at once: use ",
             Flag("--role"),
             " test",
         )
     rows = data.select("valid")
     rows = rows[data.column("halves")[rows] == 2]
-    require_rows(rows, data, "id=valid and two halves", "records that are not kept for tests")
+    require_crops(rows, data, "id=valid and two halves", "records that are not kept for tests")
     return np.asarray(rows)
 
 
-class Identities(NamedTuple):
-    """The crops whose patients `omnilead bench` identifies."""
+class GalleryAndProbes(NamedTuple):
+    """The crops whose patients `omnilead bench` identifies: probes, and the gallery to find them
+    in."""
 
-    gallery: Array  # crops
-    probe: Array
-    patient_B: Array  # the patient of each crop of the data
-    weight_NB: Array  # bootstrap weights of the probes
+    gallery: Array  # numbers of the gallery crops
+    probe: Array  # numbers of the probe crops
+    patient_B: Array  # the patient of each crop of the tested datasets
+    weight_NB: Array  # how often each probe counts in each bootstrap weighting
 
     @property
     def counts(self) -> Facts:
+        """Returns the numbers of probes, of their patients, and of gallery crops."""
         patients = np.unique(self.patient_B[self.probe])
         return {"n": len(self.probe), "patients": len(patients), "gallery": len(self.gallery)}
 
     def scores(self, embeddings: Sequence[Vectors], identity_dims: slice) -> Samples:
-        """Accuracy by cosine of some dimensions of the joined vectors."""
+        """Returns the accuracy [1, B] on the bootstrap resamples, by the cosine between embeddings.
+        `embeddings`: vectors of several embedders, which are joined. `identity_dims`: the
+        dimensions of the joined vectors that are compared."""
         sides = []
         for crops in (self.gallery, self.probe):
             first_ND = np.hstack([vectors.take(crops).c_BSD[:, 0] for vectors in embeddings])
@@ -224,15 +237,17 @@ class Identities(NamedTuple):
         return {"accuracy": (hits_N @ self.weight_NB / self.weight_NB.sum(0))[None]}
 
 
-def crops_to_identify(tested: Datasets, measured_B: Array) -> Identities:
-    """Returns the gallery and the probes among `measured_B`: the crops that every model can see."""
+def crops_to_identify(tested: Datasets, measured_B: Array) -> GalleryAndProbes:
+    """Returns the gallery crops and the probe crops that every model can see. `measured_B`: True
+    for the crops that every model can see."""
     gallery, probe = gallery_and_probe_rows(tested, np.flatnonzero(measured_B))
     patient_B = np.concatenate(patient_ids(tested.all))
-    return Identities(gallery, probe, patient_B, bootstrap_weights(patient_B[probe]))
+    return GalleryAndProbes(gallery, probe, patient_B, bootstrap_weights(patient_B[probe]))
 
 
 def gallery_and_probe_rows(data: Datasets, among: Array | None = None) -> list[Array]:
-    """Returns the gallery and the probe crops; ConfigError if there are none."""
+    """Returns [gallery crops, probe crops]; ConfigError if there are none of either. `among`: only
+    these crops are returned, if given."""
     sides = []
     for role in ("gallery", "probe"):
         rows = data.select(role)
@@ -241,6 +256,6 @@ def gallery_and_probe_rows(data: Datasets, among: Array | None = None) -> list[A
             "patients of ptb-xl with two sessions: shard --id-sources names others. To score labels, fit a "
             "model to them: omnilead fit"
         )
-        require_rows(rows, data, f"id={role}", source)
+        require_crops(rows, data, f"id={role}", source)
         sides.append(rows)
     return sides

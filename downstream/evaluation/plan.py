@@ -1,9 +1,9 @@
-"""Plans a comparison of models: its tasks, with the records and labels of their probes, and the
+"""Plans a comparison of models: reads its tasks, with the records and labels of their probes, and the
 crops of identification.
 
     plan = plan_bench(BenchOptions(...), shown)  # ConfigError if a task does not suit the data
-    plan.tasks["sex"].train                     # ProbedRecords
-    plan.rows_to_embed[plan.tested]                      # crops that every model embeds
+    plan.tasks["sex"].train                      # ProbedRecords
+    plan.rows_to_embed[plan.tested]              # crops that every model embeds
 """
 
 import os
@@ -32,7 +32,7 @@ from ..tasks.metrics import TOO_FEW_NOTE, Array, has_few_patients
 from ..tasks.splits import SPLITS
 from .differences import Samples, bootstrap_weights
 from .embedders import EmbedOptions
-from .identification import Identities, crops_to_identify
+from .identification import GalleryAndProbes, crops_to_identify
 from .records import (
     FIT_SPLITS,
     ProbedRecords,
@@ -43,21 +43,23 @@ from .records import (
     probed_records,
     train_test_rows,
 )
-from .results import FEW_TESTED, load_task
+from .results import FEW_TESTED_ECGS, load_task
 
 IDENTIFICATION = "identification"
 TABLE_SUFFIXES = (".parquet", ".csv")
-SHEET_SUFFIXES = (*TABLE_SUFFIXES, ".tsv", ".xls")  # the last one is refused as a sheet
+# An .xls file is listed so that it is refused as a table that cannot be read, not as an unknown
+# task
+SHEET_SUFFIXES = (*TABLE_SUFFIXES, ".tsv", ".xls")
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The options of downstream.bench, which explains them."""
+    """The options of `omnilead bench`. downstream.bench explains them."""
 
     models: tuple[str, ...]
     data: Data | Sequence[Data]
     out: Path
-    test_data: Data | Sequence[Data] = ()  # (): test on `data`
+    test_data: Data | Sequence[Data] = ()  # () if probes are tested on `data`, too
     tasks: tuple[str, ...] = ()
     labels: str = ""
     columns: tuple[str, ...] = ()
@@ -65,8 +67,9 @@ class BenchOptions:
     positive: str = ""
     test_labels: str = ""
     leads: tuple[str, ...] = ("12",)  # without repeats
-    fit_leads: str = ""  # "": the leads of the test
-    shares: tuple[float, ...] = (1.0,)  # ascending, without repeats
+    fit_leads: str = ""  # leads that probes are fitted on; "": those that they are tested on
+    # Shares of the patients of train and valid; ascending, without repeats
+    shares: tuple[float, ...] = (1.0,)
     folds: int | None = None
     reader: str = "linear"
     seed: int = 0
@@ -75,13 +78,15 @@ class BenchOptions:
 
     @property
     def shown_leads(self) -> tuple[str, ...]:
+        """Returns all sets of leads that models are shown: those of the test, and those that probes
+        are fitted on."""
         return (*self.leads, self.fit_leads) if self.fit_leads else self.leads
 
 
 class ProbeSplits(NamedTuple):
-    """The splits that a probe uses, by name."""
+    """The names of the splits that probes are fitted on and tested on."""
 
-    needed: Sequence[str]  # at least one of these splits must have labels
+    needed: Sequence[str]  # at least one of these splits must have labelled records
     fitted: Sequence[str]
     tested: Sequence[str]
 
@@ -91,16 +96,21 @@ CROSS_VALIDATION_SPLITS = ProbeSplits(SPLITS[1:], SPLITS[1:], SPLITS[1:])
 
 
 class ProbedTask(NamedTuple):
+    """A task of the comparison: the records and labels that its probes are fitted on and tested
+    on."""
+
     labels: TaskLabels
-    train: ProbedRecords  # with valid; with --folds all labelled records, also as `test`
+    # The records of train and valid. With --folds, all labelled records, which are also `test`
+    train: ProbedRecords
     test: ProbedRecords
-    draws: dict[float, list[Array]]  # by share: the drawn training records
-    # By share, bool [K]: outputs whose labels vary in test and in each draw
+    draws: dict[float, list[Array]]  # by share: for each draw, the rows of `train` to fit on
+    # By share, bool [K]: True for outputs that can be fitted and scored, because their labels
+    # differ in the test and in each draw
     used_outputs: dict[float, Array]
-    weight_NB: Array  # bootstrap weights of the test records
-    few_shares: set[float]  # shares of which the test has too few patients for intervals
-    patient_B: Array  # the patient of each crop of the tested dataset
-    fold_N: Array | None = None  # with --folds, the fold of each record
+    weight_NB: Array  # how often each test record counts in each bootstrap weighting
+    few_shares: set[float]  # shares at which the test has too few patients for intervals
+    patient_B: Array  # the patient of each crop of the tested datasets
+    fold_N: Array | None = None  # with --folds, the fold in which each record is tested
     remarks: Sequence[str] = ()
 
     @property
@@ -109,26 +119,29 @@ class ProbedTask(NamedTuple):
 
     @property
     def fit_count(self) -> int:
-        """The number of probes that are fitted for a model."""
+        """Returns the number of probes that are fitted for a model."""
         draws = (draw for of_share in self.draws.values() for draw in of_share)
         return sum(len(train_test_rows(draw, self.fold_N)) for draw in draws)
 
     @property
     def has_small_test(self) -> bool:
-        return len(self.test.y_NK) < FEW_TESTED
+        return len(self.test.y_NK) < FEW_TESTED_ECGS
 
     def scored_facts(self, share: float, samples: Samples) -> Facts:
-        """Returns counts, and the values of each class, for bench.json."""
+        """Returns the counts of records, patients and draws, and the values of each class, as
+        bench.json has them."""
         draws, used_K = self.draws[share], self.used_outputs[share]
         names, people = np.array(self.labels.classes), np.unique(self.test.patient_N)
         used = names[used_K].tolist()
         per_class = {}
         for metric, value_KB in samples.items():
-            if len(value_KB) == len(used):  # values of regression are means over the columns
+            # A regression is skipped, since its values are means over the columns
+            if len(value_KB) == len(used):
                 per_class[metric] = dict(zip(used, value_KB[:, 0].tolist(), strict=True))
         return {
             "n": len(self.test.y_NK),
-            "patients": len(people) if (people & 1).all() else None,  # None if some are unknown
+            # None if some patients are unknown
+            "patients": len(people) if (people & 1).all() else None,
             "labelled": len(train_test_rows(draws[0], self.fold_N)[0][0]),
             "draws": len(draws),
             "classes": len(used),
@@ -143,15 +156,15 @@ class BenchPlan(NamedTuple):
     fitted: Datasets
     tested: Datasets
     tasks: dict[str, ProbedTask]  # by name
-    identities: Identities | None
+    identities: GalleryAndProbes | None
     shown: ShownLeads
-    fit_leads: str  # shown while a probe is fitted; "": those that are shown in the test
+    fit_leads: str  # leads shown while a probe is fitted; "": the leads of the test
 
     @property
     def rows_to_embed(self) -> dict[Datasets, Array]:
-        """{datasets: crops to embed}"""
+        """Returns {datasets: numbers of the crops that every model embeds}."""
         none = np.zeros(0, np.int64)
-        rows = {self.fitted: [none], self.tested: [none]}  # the two may be the same
+        rows = {self.fitted: [none], self.tested: [none]}  # `fitted` and `tested` may be one key
         for task in self.tasks.values():
             rows[self.fitted].append(task.train.rows)
             rows[self.tested].append(task.test.rows)
@@ -161,8 +174,9 @@ class BenchPlan(NamedTuple):
 
 
 def plan_bench(options: BenchOptions, shown: ShownLeads) -> BenchPlan:
-    """Reads what to compare on; ConfigError if a task or its labels do not suit the data."""
-    words = task_words(options)
+    """Reads the data, labels and tasks of the comparison; ConfigError if a task or its labels do
+    not suit the data."""
+    words = typed_tasks(options)
     require_labels(Flag("--labels"), options.labels)
     require_labels(Flag("--test-labels"), options.test_labels)
     tested = fitted = open_together(options.data, options.anonymous)
@@ -173,7 +187,7 @@ def plan_bench(options: BenchOptions, shown: ShownLeads) -> BenchPlan:
         if word == IDENTIFICATION:
             continue
         try:
-            task = task_to_probe(word, fitted, tested, options, shown)
+            task = read_probed_task(word, fitted, tested, options, shown)
         except ConfigError as error:
             raise ConfigError(Flag("--tasks"), f" {word}: ", error) from None
         name, columns = task.labels.task.name, task.labels.task.columns
@@ -192,14 +206,16 @@ def plan_bench(options: BenchOptions, shown: ShownLeads) -> BenchPlan:
 
 
 def is_table(name: str) -> bool:
-    """True for a file of labels; False for a folder or a shipped task."""
+    """Returns True if this is the name of a file of labels, False if it is that of a folder or of a
+    shipped task."""
     return name.endswith(TABLE_SUFFIXES) or is_workbook(name)
 
 
-def labels_and_tasks(
+def separate_labels_and_tasks(
     labels: str | Sequence[str], tasks: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns --labels and --tasks; each of several label tables is a task."""
+    """Returns the values of --labels and --tasks. If --labels names several tables, each of them is
+    a task, and --labels becomes empty."""
     names = (labels,) if isinstance(labels, str) else tuple(labels)
     if len(names) < 2:
         return "".join(names), tasks
@@ -208,15 +224,15 @@ def labels_and_tasks(
             Flag("--labels"),
             f" {' '.join(names)}: with ",
             Flag("--tasks"),
-            " it is one table or folder: name the tables that are tasks with ",
+            " this can be only one table or one folder: name tables that are tasks with ",
             Flag("--tasks"),
         )
     return "", names
 
 
-def task_words(options: BenchOptions) -> Sequence[str]:
-    """Returns the tasks as they were typed; ConfigError if there is none, or an option has no
-    use."""
+def typed_tasks(options: BenchOptions) -> Sequence[str]:
+    """Returns the tasks as the user typed them; ConfigError if there is no task, or if an option
+    has no effect."""
     words = options.tasks
     if not words and is_table(options.labels):
         words = (options.labels,)
@@ -244,7 +260,7 @@ def task_words(options: BenchOptions) -> Sequence[str]:
     if options.folds and options.test_data:
         raise ConfigError(
             Flag("--folds"),
-            " tests the ECGs of ",
+            " tests only the ECGs of ",
             Flag("--data"),
             ": leave ",
             Flag("--test-data"),
@@ -253,18 +269,20 @@ def task_words(options: BenchOptions) -> Sequence[str]:
     return words
 
 
-def task_to_probe(
+def read_probed_task(
     word: str, fitted: Datasets, tested: Datasets, options: BenchOptions, shown: ShownLeads
 ) -> ProbedTask:
-    """Reads the records and labels of a task's probes."""
-    task = _task_of_word(word, options)
+    """Reads a task of the comparison, with the records and labels that its probes are fitted on and
+    tested on."""
+    task = _task_from_argument(word, options)
     splits = CROSS_VALIDATION_SPLITS if options.folds else TRAIN_TEST_SPLITS
     if options.folds and task.labels and task.split != "roles":
-        task = replace(task, split="8:1:1")  # a column `split` with gaps would leave records out
-    test_labels = labels = labels_to_probe(fitted, task, splits.needed)
+        # A column `split` would leave out the records for which it is empty, so it is not used
+        task = replace(task, split="8:1:1")
+    test_labels = labels = read_labels_to_probe(fitted, task, splits.needed)
     if tested is not fitted:
         url = find_label_table(options.test_labels, word) or task.labels
-        test_labels = labels_to_test(tested, task, labels, url)
+        test_labels = read_labels_to_test(tested, task, labels, url)
     if not options.folds and tested is fitted:
         refuse_leak_between(fitted, labels)
     train = probed_records(fitted, labels, splits.fitted, shown)
@@ -286,9 +304,11 @@ def task_to_probe(
     )
 
 
-def labels_to_test(tested: Datasets, task: TaskConfig, labels: TaskLabels, url: str) -> TaskLabels:
-    """Reads the labels of another dataset than the fitted one, for outputs of the same names, with
-    a split of its own."""
+def read_labels_to_test(
+    tested: Datasets, task: TaskConfig, labels: TaskLabels, url: str
+) -> TaskLabels:
+    """Reads the labels of the tested dataset, which is not the fitted one. They have the outputs of
+    `labels`, and a split of their own."""
     columns, classes = labels.task.columns, labels.task.classes
     return read_task(replace(task, columns=columns, classes=classes, labels=url), tested.all)
 
@@ -296,7 +316,8 @@ def labels_to_test(tested: Datasets, task: TaskConfig, labels: TaskLabels, url: 
 def leak_remarks(
     fitted: Datasets, train: ProbedRecords, tested: Datasets, test: ProbedRecords
 ) -> list[str]:
-    """Remarks if another dataset's test has patients or ECGs of the fitted records."""
+    """Returns a remark if the test of another dataset has patients or ECGs of the fitted records;
+    else none."""
     if tested is fitted:
         return []
     trained, held = fitted.rows_by_dataset(np.sort(train.rows)), tested.rows_by_dataset(test.rows)
@@ -309,8 +330,8 @@ def leak_remarks(
 
 
 def refuse_leak_between(data: Datasets, labels: TaskLabels) -> None:
-    """Raises ConfigError if a record, patient or waveform is fitted on in one dataset and tested in
-    another, as may happen if the datasets were made separately."""
+    """Raises ConfigError if a record, patient or waveform is in train or valid of one dataset and
+    in test of another, which can happen if the datasets were made separately."""
     trained = data.rows_by_dataset(
         np.sort(np.concatenate([labels.all_rows(name) for name in FIT_SPLITS]))
     )
@@ -324,7 +345,8 @@ def outputs_to_score(
     draws: dict[float, list[Array]],
     fold_N: Array | None,
 ) -> dict[float, Array]:
-    """Returns `used_outputs` of a ProbedTask; ConfigError if nothing can be scored at a share."""
+    """Returns {share: bool [K]}, `used_outputs` of a ProbedTask; ConfigError if no output can be
+    scored at some share."""
     used = {share: scorable_outputs(kind, train, test, draws[share], fold_N) for share in draws}
     for share, used_K in used.items():
         if not used_K.any():
@@ -345,7 +367,8 @@ def scorable_outputs(
     draws: Sequence[Array],
     fold_N: Array | None,
 ) -> Array:
-    """bool [K]: True for outputs whose labels vary in test and wherever a probe is fitted."""
+    """Returns bool [K]: True for outputs whose labels differ in the test and in every set of
+    records that a probe is fitted on. `name`: the kind of task."""
     used_K = KINDS[name].varying_outputs(test.y_NK)
     for draw in draws:
         for rows, _ in train_test_rows(draw, fold_N):
@@ -353,10 +376,13 @@ def scorable_outputs(
     return used_K
 
 
-def labels_to_probe(data: Datasets, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
-    """Reads the labels of a task; ConfigError if there is nothing to fit on."""
+def read_labels_to_probe(data: Datasets, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
+    """Reads the labels of a task; ConfigError if these splits have no labelled records, or if their
+    labels do not differ."""
     if task.kind == "identity":
-        raise ConfigError("is of patients: use identification, without a table")
+        raise ConfigError(
+            "is a task of identifying patients: use `identification`, which takes no table"
+        )
     labels = read_task(task, data.all)
     if not any(len(labels.all_rows(split)) for split in splits):
         mend = ": a probe needs train and test" if len(splits) == 1 else ""
@@ -369,6 +395,7 @@ def labels_to_probe(data: Datasets, task: TaskConfig, splits: Sequence[str]) -> 
 
 
 def require_varying_labels(labels: TaskLabels, splits: Sequence[str], data: Datasets) -> None:
+    """Raises ConfigError if all labels of each output are the same in these splits."""
     kind, split = KINDS[labels.task.kind], splits[0]
     y_NK = np.concatenate([labels.all_y[labels.all_rows(name)] for name in splits])
     if kind.varying_outputs(y_NK).any():
@@ -382,21 +409,23 @@ def require_varying_labels(labels: TaskLabels, splits: Sequence[str], data: Data
 def task_of_table(
     url: str, columns: Sequence[str] = (), kind: TaskKind | None = None, positive: str = ""
 ) -> TaskConfig:
-    """Returns the task of a label table; its kind is guessed if it is None."""
+    """Returns the task of a label table. Its kind is guessed if `kind` is None."""
     name = table_name(url)[:64]
     task = TaskConfig(name, labels=url, columns=tuple(columns), positive=positive)
     return replace(task, kind=kind) if kind else guess_kind(task)
 
 
-def _task_of_word(word: str, options: BenchOptions) -> TaskConfig:
-    """Returns the named task with its label table, or the task of a table, whose kind is guessed.
-    ConfigError if a shipped task needs a table and there is none."""
+def _task_from_argument(word: str, options: BenchOptions) -> TaskConfig:
+    """Returns the task that a word after --tasks names: a shipped task with its label table, or a
+    table, whose kind is guessed. ConfigError if a shipped task needs a table that is not there."""
     if word.endswith(SHEET_SUFFIXES) or is_workbook(word):
         return task_of_table(word, options.columns, options.kind, options.positive)
     url, is_shipped = find_label_table(options.labels, word), word in shipped_configs("tasks")
     if url and not is_shipped and not Path(word).exists():
         raise ConfigError(
-            "is no shipped task: to probe the table, give ", Flag("--tasks"), f" {url}"
+            "is no shipped task, but a table has this name: to probe it, give ",
+            Flag("--tasks"),
+            f" {url}",
         )
     task = load_task(word)
     needed = task.split == "column" or not set(task.columns) <= set(DATASET_COLUMNS)
@@ -405,12 +434,12 @@ def _task_of_word(word: str, options: BenchOptions) -> TaskConfig:
         if options.labels:
             absent = f"no {word}.parquet in ", Flag("--labels"), f" {options.labels}"
         command = f"omnilead labels {word.partition('-')[0]} SRC --out {folder}"
-        raise ConfigError(*absent, f": `{command}` writes it")
+        raise ConfigError(*absent, f": `{command}` writes this table")
     return replace(task, labels=url or task.labels)
 
 
 def datasets_text(data: Data | Sequence[Data]) -> str:
-    """Returns the datasets as text, for a command line or a table."""
+    """Returns the datasets' paths or addresses as one text, for a command line or a table."""
     return " ".join(
         one.root.url if isinstance(one, Dataset) else shlex.quote(os.fspath(one))
         for one in as_list(data)
@@ -418,17 +447,21 @@ def datasets_text(data: Data | Sequence[Data]) -> str:
 
 
 def require_labels(option: str, folder: str) -> None:
-    if not Path(workbook_and_sheet(folder)[0]).exists():  # "" is the current folder
+    """Raises ConfigError if there is no such folder or table. `option`: the option that names
+    it."""
+    # If no table was given, `folder` is "", which Path takes for the current folder
+    if not Path(workbook_and_sheet(folder)[0]).exists():
         raise ConfigError(option, f" {folder}: no such folder or table")
 
 
 def find_label_table(folder: str, word: str) -> str:
-    """Returns the label table of a task: in a folder written by `omnilead labels`, or `folder`
-    itself; "" if there is none."""
+    """Returns the path of the label table of a task; "" if there is none. `folder`: a folder that
+    `omnilead labels` has written, or a table, which is returned itself."""
     if is_table(folder):
         return folder
     names = [Path(word).stem]
     if not is_table(word):
-        names.append(word.partition("-")[0])  # code15-mortality is in the table code15
+        # The table of a task such as code15-mortality may be called code15
+        names.append(word.partition("-")[0])
     paths = [Path(folder, name + suffix) for name in names for suffix in TABLE_SUFFIXES]
     return next((str(path) for path in paths if folder and path.is_file()), "")

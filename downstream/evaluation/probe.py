@@ -1,4 +1,4 @@
-"""Linear probes of frozen embeddings.
+"""Fits linear probes to frozen embeddings.
 
     probe = fit_linear_probe(ProbeData(x_ND, y_NK, patient_N, "multilabel"))
     probe.scores(test_ND)                # probabilities, values or risks
@@ -32,19 +32,23 @@ from omnilead.data_tools.io.cluster import reuse_processes, run_in_order
 from ..tasks.kinds import KINDS, event_loss
 from ..tasks.metrics import Array
 
-# L2 penalties per feature, the strongest first, because each fit starts from the last solution
+# L2 penalties per feature. The strongest is first, because each fit starts from the solution of the
+# fit before
 PENALTY_STRENGTHS = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
-SOLVER_STEPS = 1000  # at most
-LOGISTIC_TOLERANCE = 1e-3  # a tenth of this changes no score in the fourth digit
-DEFAULT_FOLDS = 5  # of cross-validation
-MOST_JOB_BYTES = 2**27  # size of the embeddings that a job may send to a process
-MANY_ROWS = 5000  # with more rows than this, one fold is enough
-# If an error exceeds a fold's least by this share, weaker penalties are not tried
+SOLVER_STEPS = 1000  # a solver stops after this many steps
+LOGISTIC_TOLERANCE = 1e-3  # a tolerance of a tenth of this changes no score in the fourth digit
+DEFAULT_FOLDS = 5  # number of folds of a cross-validation
+MOST_JOB_BYTES = 2**27  # only jobs with smaller embeddings are sent to other processes
+ROWS_FOR_ONE_FOLD = 5000  # with more rows than this, only one of the folds is held out
+# If the error at a penalty exceeds the least error of the fold by this share, weaker penalties are
+# not tried
 STOP_IF_WORSE_BY = 0.02
-ABSENT_CLASS_LOGIT = -20.0  # the logit of an exclusive class without examples
+ABSENT_CLASS_LOGIT = -20.0  # logit of a class that no training row has, where classes are exclusive
 
 
 class ProbeData(NamedTuple):
+    """The rows that a probe is fitted on: features, labels, patients, and the kind of task."""
+
     x_ND: Array
     y_NK: Array
     patient_N: Array
@@ -55,17 +59,17 @@ class ProbeData(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """A fitted probe, as the head of a model. Values are standardised in it: value = output * scale
-    + center."""
+    """A fitted probe: `head` maps embeddings to outputs, which can become the head of a model. It
+    was fitted to standardised values: value = output * scale + center."""
 
     kind: str
     head: nn.Module
     center_K: Array
     scale_K: Array
-    strength: float = 0.0  # the chosen penalty
+    strength: float = 0.0  # the penalty that was chosen, one of PENALTY_STRENGTHS
 
     def scores(self, x_ND: Array) -> Array:
-        """Probabilities, values or risks."""
+        """Returns probabilities, values or risks, by the kind of task."""
         with torch.no_grad():
             logits_NK = self.head(torch.from_numpy(x_ND.astype(np.float64))).double()
             scores_NK = KINDS[self.kind].scores(logits_NK).numpy()
@@ -73,29 +77,32 @@ class Probe(NamedTuple):
 
 
 Fit = Callable[[ProbeData], Probe]
-Weights = tuple[Array, Array]  # [K, D], and intercepts [K]
+Weights = tuple[Array, Array]  # weights [K, D] and intercepts [K] of K outputs
 _in_processes = ContextVar("in_processes", default=False)
 
 
 class ProbeJob(NamedTuple):
-    """A probe to fit, and what it scores."""
+    """The rows to fit a probe on, and the rows that the probe then scores."""
 
     fit: Fit
     data: ProbeData
-    used_K: Array  # bool: outputs to score
+    used_K: Array  # True for the outputs that are scored
     test_ND: Array
 
     def scores(self) -> Array:
+        """Fits the probe. Returns its scores of `test_ND` for the outputs `used_K`."""
         solved_K = self.used_K
-        if KINDS[self.data.kind].exclusive:  # solved together, also those that are not scored
+        # Exclusive classes are fitted together, so those that are not scored are fitted, too
+        if KINDS[self.data.kind].exclusive:
             solved_K = np.ones_like(self.used_K)
         probe = self.fit(self.data._replace(y_NK=self.data.y_NK[:, solved_K]))
         return probe.scores(self.test_ND)[:, self.used_K[solved_K]]
 
 
 def run_probe_jobs(jobs: Iterable[ProbeJob]) -> Iterator[Array]:
-    """Yields the scores of each job. Inside `fitting_in_processes`, as many processes fit as
-    PyTorch has threads. The first job must be the largest."""
+    """Yields the scores of each job. Inside `fitting_in_processes`, as many processes fit at a time
+    as PyTorch has threads. The first job must have the most data, because it decides whether
+    processes are used."""
     queue = iter(jobs)
     first = next(queue)
     is_small = first.data.x_ND.nbytes + first.test_ND.nbytes <= MOST_JOB_BYTES
@@ -109,8 +116,8 @@ def fit_process_count() -> int:
 
 @contextmanager
 def fitting_in_processes() -> Iterator[None]:
-    """Lets several processes fit probes. For commands only: the processes would run a user's script
-    again."""
+    """Lets several processes fit probes while the block runs. Only commands may use it, because in
+    a user's script each process would run the script again."""
     token = _in_processes.set(True)
     try:
         with reuse_processes():
@@ -120,7 +127,8 @@ def fitting_in_processes() -> Iterator[None]:
 
 
 def standardised_data_and_scaling(data: ProbeData) -> tuple[ProbeData, Array, Array]:
-    """Returns the data with standardised values, their center and scale; classes and risks stay."""
+    """Returns the data with standardised values, and their center [K] and scale [K]. Labels that
+    are classes or times of events are not changed: center 0, scale 1."""
     outputs = data.y_NK.shape[1]
     if not KINDS[data.kind].has_scale:
         return data, np.zeros(outputs), np.ones(outputs)
@@ -129,8 +137,8 @@ def standardised_data_and_scaling(data: ProbeData) -> tuple[ProbeData, Array, Ar
 
 
 def fit_linear_probe(data: ProbeData) -> Probe:
-    """Fits with the penalty whose error is least on patients held out of the training rows; with a
-    single patient, with the strongest."""
+    """Returns a linear probe, fitted with the penalty that has the least error on held-out patients
+    of the training rows. If all rows are of one patient, the strongest penalty is used."""
     data, center_K, scale_K = standardised_data_and_scaling(data)
     kind = KINDS[data.kind]
     errors, tried = np.zeros(len(PENALTY_STRENGTHS)), len(PENALTY_STRENGTHS)
@@ -152,35 +160,38 @@ def fit_linear_probe(data: ProbeData) -> Probe:
 
 
 def train_and_held_out_rows(patient_N: Array) -> Iterator[tuple[Array, Array]]:
-    """Yields (training rows, held-out rows) for each fold of the patients; for one fold if there
-    are many rows."""
+    """Yields (training rows, held-out rows) for each fold of the patients. If there are many rows,
+    only the first fold is yielded; if there is one patient, none."""
     count = min(DEFAULT_FOLDS, len(np.unique(patient_N)))
     if count < 2:
         return
     splits = GroupKFold(count).split(patient_N, groups=patient_N)
     for train_rows, held_out in splits:
         yield train_rows, held_out
-        if len(patient_N) > MANY_ROWS:
+        if len(patient_N) > ROWS_FOR_ONE_FOLD:
             return
 
 
 def _fit_each_penalty(data: ProbeData, strengths: Sequence[float]) -> Iterator[Probe]:
+    """Yields a probe for each penalty strength, fitted on all rows of `data`."""
     scaler = StandardScaler().fit(data.x_ND)
     x_ND, outputs = scaler.transform(data.x_ND), data.y_NK.shape[1]
     alphas = [strength * x_ND.shape[1] for strength in strengths]
     fits = SOLVERS[data.kind](x_ND, data.y_NK, alphas)
     for strength, (weights_KD, bias_K) in zip(strengths, fits, strict=True):
         layer = nn.Linear(x_ND.shape[1], outputs).double()
-        weights_KD = weights_KD / scaler.scale_  # for features that are not standardised
+        # The layer takes features that are not standardised
+        weights_KD = weights_KD / scaler.scale_
         layer.weight.data = torch.from_numpy(weights_KD)
         layer.bias.data = torch.from_numpy(bias_K - weights_KD @ scaler.mean_)
         yield Probe(data.kind, layer, np.zeros(outputs), np.ones(outputs), strength)
 
 
 def solve_logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
-    """Minimises the summed loss of the known labels + alpha / 2 * squared weights. scikit-learn's
-    LogisticRegression gives the same, but takes two to four times as long. A class without
-    positives or without negatives gets its rate."""
+    """Yields the logistic regressions of the K outputs for each alpha. They minimise the summed
+    loss of the known labels + alpha / 2 * squared weights. scikit-learn's LogisticRegression gives
+    the same, but takes two to four times as long. An output without positives or without negatives
+    gets its base rate."""
     x_ND = x_ND.astype(np.float64)
     weights_KD, bias_K = np.zeros((y_NK.shape[1], x_ND.shape[1])), np.zeros(y_NK.shape[1])
     for alpha in alphas:
@@ -201,7 +212,8 @@ def solve_logistic(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterato
 def _logistic_weights_and_bias(
     x_ND: Array, y_N: Array, penalty: float, weights_D: Array, bias: float
 ) -> tuple[Array, float]:
-    """Returns the solution, starting from these weights."""
+    """Returns the weights and the bias of one logistic regression. The solver starts from
+    `weights_D` and `bias`."""
 
     def loss_and_gradient(w_D1: Array) -> tuple[float, Array]:
         w_D, logit_N = w_D1[:-1], x_ND @ w_D1[:-1] + w_D1[-1]
@@ -222,6 +234,7 @@ def _logistic_weights_and_bias(
 
 
 def solve_softmax(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
+    """Yields the softmax regression over exclusive classes for each alpha."""
     known_N = ~np.isnan(y_NK).any(1)
     x_ND, class_N = x_ND[known_N].astype(np.float64), y_NK[known_N].argmax(1)
     present = np.unique(class_N)
@@ -230,7 +243,8 @@ def solve_softmax(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator
         weights_KD = np.zeros((y_NK.shape[1], x_ND.shape[1]))
         bias_K = np.full(y_NK.shape[1], ABSENT_CLASS_LOGIT)
         bias_K[present] = 0
-        if len(present) == 2:  # scikit-learn keeps the weights of the second class only
+        # Of two classes, scikit-learn returns weights for the second only
+        if len(present) == 2:
             model.set_params(C=1 / alpha).fit(x_ND, class_N)
             weights_KD[present[1]], bias_K[present[1]] = model.coef_[0], model.intercept_[0]
         elif len(present) > 2:
@@ -240,10 +254,12 @@ def solve_softmax(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator
 
 
 def solve_ridge(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[Weights]:
+    """Yields the ridge regressions of the K outputs for each alpha."""
     known_NK = ~np.isnan(y_NK)
     for alpha in alphas:
         weights_KD, bias_K = np.zeros((y_NK.shape[1], x_ND.shape[1])), np.zeros(y_NK.shape[1])
-        for known_N in np.unique(known_NK.T, axis=0):  # columns with the same known rows
+        # Columns whose labels are known in the same rows are fitted together
+        for known_N in np.unique(known_NK.T, axis=0):
             same_K = (known_N == known_NK.T).all(1)
             if known_N.any():
                 model = Ridge(alpha).fit(x_ND[known_N], y_NK[known_N][:, same_K])
@@ -252,7 +268,8 @@ def solve_ridge(x_ND: Array, y_NK: Array, alphas: Sequence[float]) -> Iterator[W
 
 
 def solve_cox(x_ND: Array, y_N1: Array, alphas: Sequence[float]) -> Iterator[Weights]:
-    """Minimises the summed loss of the events + alpha / 2 * squared weights."""
+    """Yields the Cox regression for each alpha. It minimises the summed loss of the events + alpha
+    / 2 * squared weights."""
     x, y, events = torch.from_numpy(x_ND).double(), torch.from_numpy(y_N1), max((y_N1 > 0).sum(), 1)
     weights_D = np.zeros(x_ND.shape[1])
     for alpha in alphas:

@@ -1,7 +1,8 @@
-"""The records that probes are fitted on and tested on: drawn shares of their patients, and folds.
+"""Selects the records that probes are fitted on and tested on, draws shares of their patients, and makes
+folds.
 
     shown = ShownLeads(model.input, ("12", "1"))
-    train = probed_records(data, labels, FITTED, shown)
+    train = probed_records(data, labels, FIT_SPLITS, shown)
     train.mean_embeddings([vectors])                                  # an embedding for each record
     fold_N = assign_folds(fold_groups(data, train), 5)
     for rows, scored in train_test_rows(rows, fold_N): ...             # what one probe is fitted on, and what it scores
@@ -29,30 +30,34 @@ from ..tasks.labels import TaskLabels
 from ..tasks.metrics import Array
 from .vectors import Vectors
 
-FIT_SPLITS = ("train", "valid")  # splits that a probe is fitted on
-LABEL_DRAWS = 5  # for shares up to 0.1; larger shares have fewer draws
+FIT_SPLITS = ("train", "valid")  # the splits that a probe is fitted on
+# A share of the patients up to 0.1 is drawn so many times; a larger share is drawn less often
+MAX_LABEL_DRAWS = 5
 
 
 class ProbedRecords(NamedTuple):
-    """The records of one split."""
+    """The labelled records of the splits that a probe is fitted on, or tested on."""
 
-    rows: Array  # crops, grouped by record
-    begins: Array  # where each record begins in `rows`
+    rows: Array  # numbers of the crops, grouped by record
+    begins: Array  # the index in `rows` of the first crop of each record
     y_NK: Array
     patient_N: Array
 
     def mean_embeddings(self, embeddings: Sequence[Vectors]) -> Array:
-        """Returns the mean embedding of each record over its windows; those of several embedders
-        are joined."""
-        return np.hstack([self._mean(vectors.take(self.rows)) for vectors in embeddings])
+        """Returns the mean embedding of each record over its windows [N, D]. The embeddings of
+        several embedders are concatenated."""
+        return np.hstack(
+            [self._means_of_records(vectors.take(self.rows)) for vectors in embeddings]
+        )
 
-    def _mean(self, vectors: Vectors) -> Array:
+    def _means_of_records(self, vectors: Vectors) -> Array:
+        """Returns the mean vector of each record over its windows [N, D]."""
         sum_ND = np.add.reduceat(vectors.c_BSD.sum(1), self.begins)
         count_N = np.add.reduceat(vectors.windows_B, self.begins)
         return np.asarray(sum_ND / count_N[:, None])
 
     def windows_and_records(self, vectors: Vectors) -> tuple[Array, Array]:
-        """Returns the embeddings of all windows, and the record of each."""
+        """Returns the embeddings of all windows, and the number of the record of each window."""
         _, windows_B, c_BSD = vectors.take(self.rows)
         there_BS = np.arange(c_BSD.shape[1]) < windows_B[:, None]
         record_B = np.searchsorted(self.begins, np.arange(len(self.rows)), "right") - 1
@@ -61,22 +66,22 @@ class ProbedRecords(NamedTuple):
 
 @dataclass(frozen=True)
 class ShownLeads:
-    """The leads that models are shown. Only crops with something of every set of leads are used, so
-    that all rows of a comparison score the same ECGs."""
+    """The sets of leads that models are shown. A crop is used only if some lead of every set was
+    recorded, so that all rows of a comparison score the same ECGs."""
 
-    input: Input  # the input with the longest window of all models
-    leads: tuple[str, ...]  # sets of leads, each of which is shown by itself
+    input: Input  # the model input with the longest window of all models
+    leads: tuple[str, ...]  # sets of leads; a model is shown one set at a time
 
     def usable_crops(self, data: Datasets) -> Array:
-        """bool [crops]: True if every set of leads has a recorded lead, and every model a
-        window."""
+        """Returns bool [crops]: True if some lead of every set was recorded, and the crop has a
+        window for every model."""
         inputs = [replace(self.input, seen_leads=parse_leads(leads)) for leads in self.leads]
         return np.asarray(
             np.all([data.concatenate(model_input.usable_crops) for model_input in inputs], axis=0)
         )
 
     def left_out_notes(self, data: Datasets) -> list[str]:
-        """Notes how many crops are not usable, if there are any."""
+        """Returns a note that says how many crops are not usable and why; no note if all are."""
         lost = int((~self.usable_crops(data)).sum())
         if not lost:
             return []
@@ -89,7 +94,8 @@ class ShownLeads:
 def probed_records(
     data: Datasets, labels: TaskLabels, splits: Sequence[str], shown: ShownLeads
 ) -> ProbedRecords:
-    """Returns the labelled records of these splits; ConfigError if there are none."""
+    """Returns the labelled records of these splits that models can be shown; ConfigError if there
+    are none."""
     rows = np.concatenate([labels.all_rows(split) for split in splits])
     rows = rows[shown.usable_crops(data)[rows]]
     if not len(rows):
@@ -104,32 +110,33 @@ def probed_records(
 
 
 def draws_of_share(patient_N: Array, share: float) -> Iterator[Array]:
-    """Yields the rows of a share of the patients for each draw. A smaller share is a subset of a
-    larger one."""
+    """Yields, for each draw, the rows of a share of the patients. In one draw, the patients of a
+    smaller share are among those of a larger one."""
     patients = np.unique(patient_N)
     count = max(1, round(share * len(patients)))
-    for draw in range(max(1, min(LABEL_DRAWS, int(0.5 / share)))):
+    for draw in range(max(1, min(MAX_LABEL_DRAWS, int(0.5 / share)))):
         order = np.argsort(counter.uniform(0, counter.RandomStream.LABELS, draw, patients))
         yield np.flatnonzero(np.isin(patient_N, patients[order[:count]]))
 
 
 def train_test_rows(rows: Array, fold_N: Array | None) -> list[tuple[Array, Any]]:
-    """(training records, test records) for each probe: one pair, or one for each fold. The training
-    records are among `rows`."""
+    """Returns (training records, test records) for each probe: one pair for each fold, or only one
+    pair if `fold_N` is None. The training records are among `rows`."""
     if fold_N is None:
         return [(rows, slice(None))]
     return [(rows[fold_N[rows] != fold], fold_N == fold) for fold in np.unique(fold_N)]
 
 
 def fold_groups(data: Datasets, records: ProbedRecords) -> Array:
-    """Returns the group of each record. Records of one patient are one group, and so are records
-    with the same waveform, since an ECG may occur under two names. A group is named by one of its
-    patients."""
+    """Returns the number of a group for each record; a group must not be split between folds.
+    Records of one patient are in one group, and so are records with the same waveform, since an ECG
+    may occur under two names."""
     crops = len(records.rows)
     record_B = np.repeat(np.arange(len(records.y_NK)), np.diff(records.begins, append=crops))
     wave_B = np.unique(data.column("waveform")[records.rows], return_inverse=True)[1]
     patients, patient_N = np.unique(records.patient_N, return_inverse=True)
-    # A graph whose nodes are patients, then waveforms
+    # The nodes of this graph are the patients and, after them, the waveforms. An edge joins a
+    # patient to each waveform of the patient
     edges = patient_N[record_B], len(patients) + wave_B
     nodes = len(patients) + crops
     graph = coo_matrix((np.ones(crops), edges), (nodes, nodes))
@@ -140,11 +147,12 @@ def fold_groups(data: Datasets, records: ProbedRecords) -> Array:
 
 
 def assign_folds(group_N: Array, count: int) -> Array:
-    """Returns the fold of each record."""
+    """Returns the number of the fold of each record; ConfigError if there are fewer groups than
+    folds."""
     groups = len(np.unique(group_N))
     if count > groups:
         raise ConfigError(
-            Flag("--folds"), f" {count}: only {groups:,} patients have labels: use fewer"
+            Flag("--folds"), f" {count}: only {groups:,} patients have labels: use fewer folds"
         )
     fold_N = np.zeros(len(group_N), np.int64)
     for fold, (_, held_out) in enumerate(GroupKFold(count).split(group_N, groups=group_N)):

@@ -3,8 +3,8 @@
     score_task(model, data, task, EvalOptions(role="test", leads="I,II,V2")).document()["score"]     # of a TaskConfig
     TaskResult(labels_NK, scores_NK, records, patients).document()                                       # from arrays alone
 
-A sample is a half of 5 s (paper, section "Datasets"). Intervals are from a bootstrap over patients,
-which draws all halves of a patient together.
+A sample is a half of 5 s, as in the paper (section "Datasets"). Intervals are from a bootstrap over
+patients, which draws all halves of a patient together.
 """
 
 import math
@@ -36,10 +36,10 @@ from ..inference.ecg_reader import DatasetSource, Per
 from ..inference.outputs import (
     Output,
     ParquetParts,
+    compute_parts,
+    compute_table,
     embedding_matrix,
-    make_parts,
     vector_output,
-    whole_table,
 )
 from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from ..tasks.config import TaskConfig
@@ -62,64 +62,73 @@ from .differences import RESAMPLES
 GROUP_RESAMPLES = 200
 AGE_EDGES = (18, 40, 60, 80)  # years
 AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
-FEW_TESTED = 100  # with fewer ECGs, the interval of an AUROC is often wider than 0.2
-CHALLENGE_CHOSEN = "challenge_chosen"
+FEW_TESTED_ECGS = 100  # with fewer tested ECGs, the interval of an AUROC is often wider than 0.2
+CHOSEN_THRESHOLDS_SCORE = "challenge_chosen"
 CHALLENGE_NOTE = (
     f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
     "with chosen thresholds uses the threshold of each class that had the highest F1 in validation."
 )
-DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
+DIAGNOSIS_HEAD = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    role: str = "test"  # split to score: test or valid
-    leads: str = (
-        ""  # as for engine.settings.leads.parse_leads; "": all that the model was trained on
-    )
+    """Options for scoring a model."""
+
+    role: str = "test"  # the split that is scored: test or valid
+    # The leads that the model is shown, as for engine.settings.leads.parse_leads; "": all that it was
+    # trained on
+    leads: str = ""
     batch: int = 32  # crops encoded at a time
-    name: str = "model"  # names the model in the results
-    # File for the model's outputs, made in parts, so that a killed evaluation can resume
+    name: str = "model"  # the name that the results give to the model
+    # The file that keeps the model's outputs. It is written in parts, so that a killed evaluation
+    # can resume
     halves_file: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class TaskResult:
-    """The labels and scores of each half of 5 s. `record_scores`: metrics of the records,
-    whose scores are means over their halves."""
+    """The labels and scores of each half of 5 s, from which all metrics are computed.
+    `record_scores`: the metrics of whole records; the score of a record is the mean over its
+    halves."""
 
-    # 0, 1 or NaN (unknown); for regression, values; for survival, times, negative if censored
+    # 0, 1 or NaN, which is unknown; in regression, values; in survival, times, negative if censored
     labels_NK: Array
-    scores_NK: Array  # probabilities; for regression, values; for survival, risks
+    scores_NK: Array  # probabilities; in regression, values; in survival, risks
     records_N: Sequence[Any]
     patients_N: Sequence[Any]
-    facts: Facts = field(default_factory=dict)  # model, data, role, leads
-    notes: Sequence[str] = ()  # warnings about the data
-    head: HeadInfo = DIAGNOSIS
-    crops_N: Array | None = None  # crops of the data
-    groups_N: Mapping[str, Array] = field(default_factory=dict)  # age, sex, source of each row
+    facts: Facts = field(default_factory=dict)  # what was scored: model, data, role, leads ...
+    notes: Sequence[str] = ()  # notes for the user on the model and the data
+    head: HeadInfo = DIAGNOSIS_HEAD
+    crops_N: Array | None = None  # the crop of each row, as its number in the data
+    # By "age", "sex" and "source": the group of each row
+    groups_N: Mapping[str, Array] = field(default_factory=dict)
     resamples: int = RESAMPLES
-    resampling_unit: str = "patients"  # what intervals resample: TaskLabels.resampling_unit
+    resampling_unit: str = "patients"  # what the bootstrap draws, as by TaskLabels.resampling_unit
 
     @cached_property
     def half_scores(self) -> Facts:
+        """Returns the metrics of single halves, with intervals."""
         return score_arrays(
             self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head
         )
 
     @cached_property
     def record_scores(self) -> Facts:
+        """Returns the metrics of whole records, with intervals."""
         return self._score_records(np.arange(len(self.labels_NK)), self.resamples)
 
     @cached_property
     def group_scores(self) -> dict[str, Facts]:
-        """Counts, positives of each class, metrics and intervals of the records, by age, sex and
-        source."""
+        """Returns the metrics of the records of each group, by age, sex and source, with their
+        counts, intervals and positives of each class."""
         groups: dict[str, Facts] = {}
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
                 rows = np.flatnonzero(values_N == value)
-                scores = self.record_scores  # the same number must have one interval
+                # A group of all records has the scores of all records, so that one number does not
+                # get two intervals
+                scores = self.record_scores
                 if len(rows) < len(values_N):
                     scores = self._score_records(rows, min(self.resamples, GROUP_RESAMPLES))
                 group = {key: scores[key] for key in ("n", "patients", "metrics", "intervals")}
@@ -135,7 +144,7 @@ class TaskResult:
     def record_labels_scores_patients(
         self, rows: Array | slice = slice(None)
     ) -> tuple[Array, Array, list[Any]]:
-        """Returns labels, mean scores and patients of the records in these rows."""
+        """Returns the labels, mean scores and patients of the records in these rows."""
         records, patients = np.asarray(self.records_N)[rows], np.asarray(self.patients_N)[rows]
         return labels_scores_patients_by_record(
             self.labels_NK[rows], self.scores_NK[rows], records, patients
@@ -143,14 +152,16 @@ class TaskResult:
 
     @cached_property
     def errors_NK(self) -> Array:
-        """Values' errors in standard deviations of the column; 0 where the label is unknown."""
+        """Returns the absolute errors [N, K] of the scores. In regression, their unit is the
+        standard deviation of the column. The error of an unknown label is 0."""
         has_scale = KINDS[self.head.kind].has_scale
         spread_K = np.nanstd(self.labels_NK, 0) if has_scale else np.ones(1)
         error_NK = np.abs(self.scores_NK - self.labels_NK) / np.where(spread_K > 0, spread_K, 1)
         return np.asarray(np.nan_to_num(error_NK))
 
     def worst_rows(self, count: int) -> list[int]:
-        """Rows of the records with the largest errors: the worst half of each."""
+        """Returns one row for each of the `count` records with the largest errors: that of its
+        worst half."""
         order = np.argsort(-self.errors_NK.max(1), kind="stable")
         _, first = np.unique(np.asarray(self.records_N)[order], return_index=True)
         rows: list[int] = order[np.sort(first)][:count].tolist()
@@ -187,6 +198,8 @@ class TaskResult:
         return remarks
 
     def _scores_without_interval(self) -> list[str]:
+        """Returns a remark that names the metrics on which all resamples agree; no remark if there
+        are none."""
         same = [
             name
             for name, ends in self.record_scores["intervals"].items()
@@ -197,6 +210,7 @@ class TaskResult:
         )
 
     def document(self) -> Facts:
+        """Returns the scores as `omnilead evaluate --json` writes them."""
         head = self.head
         document = {
             "task": head.task,
@@ -217,8 +231,8 @@ class TaskResult:
 def score_arrays(
     labels: Array, scores: Array, patients: Sequence[Any], resamples: int, head: HeadInfo
 ) -> Facts:
-    """Returns n, patients, metrics, intervals, classes, without_positives, without_negatives. The
-    first metric is the score."""
+    """Returns a dictionary with n, patients, metrics, intervals, classes, without_positives and
+    without_negatives. The first of the metrics is the score of the task."""
     if broken := int((~np.isfinite(scores)).any(1).sum()):
         raise MetricError(
             f"the model gave NaN for {broken:,} of {len(scores):,} samples: check its weights and "
@@ -232,14 +246,16 @@ def score_arrays(
         metrics[name] = summary.pop(name)
         if name == "challenge" and head.chosen:
             challenge_score = challenge_statistic(labels, scores > np.asarray(head.chosen))
-            metrics[CHALLENGE_CHOSEN] = challenge_score(np.ones(len(labels), np.int64))
-            intervals[CHALLENGE_CHOSEN] = bootstrap_interval(
+            metrics[CHOSEN_THRESHOLDS_SCORE] = challenge_score(np.ones(len(labels), np.int64))
+            intervals[CHOSEN_THRESHOLDS_SCORE] = bootstrap_interval(
                 challenge_score, patients, resamples
             ).tolist()
     is_few = has_few_patients(head.kind, labels, patients)
     exact = exact_intervals(metrics, labels, patients)
     for name, (low, high) in intervals.items():
-        if is_few or np.isclose(low, high):  # resamples that agree do not make a score certain
+        # An interval of no width is replaced, because agreeing resamples do not make a score
+        # certain
+        if is_few or np.isclose(low, high):
             intervals[name] = exact[name]
     if KINDS[head.kind].has_classes:
         metrics["calibration_error"] = calibration_curve(labels, scores).error
@@ -257,7 +273,8 @@ def score_arrays(
 def labels_scores_patients_by_record(
     labels: Array, scores: Array, records: Any, patients: Any
 ) -> tuple[Array, Array, list[Any]]:
-    """Returns labels, mean scores and patients of the records, ordered by name."""
+    """Returns the labels, mean scores and patients of the records, ordered by the name of the
+    record."""
     _, first, record_N, halves = np.unique(
         np.asarray(records), return_index=True, return_inverse=True, return_counts=True
     )
@@ -267,7 +284,8 @@ def labels_scores_patients_by_record(
 
 
 def nan_to_none(value: Any) -> Any:
-    """Replaces NaN, which JSON does not have, by None."""
+    """Returns the value with None in place of NaN and infinite numbers, which JSON does not
+    have."""
     if isinstance(value, dict):
         return {key: nan_to_none(inside) for key, inside in value.items()}
     if isinstance(value, list):
@@ -278,9 +296,9 @@ def nan_to_none(value: Any) -> Any:
 def score_task(
     model: TrainedModel, data: Datasets, task: TaskConfig, options: EvalOptions
 ) -> TaskResult:
-    """Scores a fine-tuned model on the labelled crops of a split."""
+    """Scores a fine-tuned model on the labelled crops of a split. Returns the result."""
     head = head_for_task(model, task)
-    model_input, notes = input_and_warnings(model, data, options)
+    model_input, notes = limited_input_and_warnings(model, data, options)
     if head.sentences:
         notes.append(f"The model: {'; '.join(head.sentences)}.")
     labels = read_task(task, data.all)
@@ -291,7 +309,7 @@ def score_task(
     output = vector_output(model, model.scores, len(model.classes))
     scores_RK, crop_R = outputs_and_positions(output, data, rows, model_input, options)
     columns = [model.classes.index(name) for name in labels.classes]
-    scored_head = with_thresholds(head, labels, columns)
+    scored_head = head_for_labels(head, labels, columns)
     if scored_head.chosen:
         notes.append(CHALLENGE_NOTE)
     notes += leakage_notes(model, data, rows, labels.all_patients, options.role)
@@ -316,20 +334,20 @@ def score_task(
 
 
 def head_for_task(model: TrainedModel, task: TaskConfig) -> HeadInfo:
-    """Returns the model's head; ConfigError if it cannot do the task."""
+    """Returns the facts about the model's head; ConfigError if the head cannot do the task."""
     head = model.head_info
     if model.head is None or head is None:
         kind = f"fine-tuned for {head.task}" if head else "only pre-trained"
         raise ConfigError(
             Flag("--task"),
-            f" {task.name}: the model has no head, it is {kind}: fine-tune it with omnilead finetune, "
-            "or fit a head with omnilead fit",
+            f" {task.name}: the model is {kind} and has no head to score: fine-tune it with omnilead "
+            "finetune, or fit a head with omnilead fit",
         )
     if task.kind != head.kind:
         raise ConfigError(
             Flag("--task"),
-            f" {task.name}: is {task.kind}, the model is fine-tuned for {head.task}, which is "
-            f"{head.kind}: leave ",
+            f" {task.name}: the kind of this task is {task.kind}, but the model was fine-tuned for "
+            f"{head.task}, of kind {head.kind}: leave ",
             Flag("--task"),
             " out, or choose another model",
         )
@@ -337,8 +355,8 @@ def head_for_task(model: TrainedModel, task: TaskConfig) -> HeadInfo:
 
 
 def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
-    """Raises ConfigError unless the model knows every class and exclusive classes all have
-    labels."""
+    """Raises ConfigError if the labels have a class that the model does not know or, where classes
+    are exclusive, if they lack a class of the model."""
     unknown = [name for name in labels.classes if name not in model.classes]
     if unknown:
         difference = f"not {', '.join(unknown[:5])}"
@@ -354,10 +372,10 @@ def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
 
 
 def labelled_rows(labels: TaskLabels, data: Datasets, role: str) -> Array:
-    """Returns the crops of a split; ConfigError if there is nothing to score."""
+    """Returns the labelled crops of a split; ConfigError if there is nothing to score."""
     name, rows = labels.name or data.name, labels.all_rows(role)
     if labels.role:
-        require_rows(rows, data, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES_HINT}")
+        require_crops(rows, data, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES_HINT}")
     if not len(rows):
         raise ConfigError(
             f"{name}: no record of {data.name} is in the split {role}: choose another ",
@@ -371,10 +389,10 @@ def labelled_rows(labels: TaskLabels, data: Datasets, role: str) -> Array:
     return rows
 
 
-def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) -> HeadInfo:
-    """Returns the head with the classes of the labels. The Challenge's classes are predicted
-    above 0.5, as in the Challenge; thresholds that were chosen in validation have a score of
-    their own."""
+def head_for_labels(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) -> HeadInfo:
+    """Returns the head, reduced to the classes of the labels. For the Challenge's classes the
+    thresholds are 0.5, as in the Challenge. Their thresholds that were chosen in validation become
+    `chosen`, and give a score of their own."""
     changes: Facts = {"task": labels.task.name, "classes": labels.classes, "chosen": ()}
     for name in ("thresholds", "center", "scale"):
         values = getattr(head, name)
@@ -387,6 +405,8 @@ def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) 
 
 
 def rates_note(model: TrainedModel, data: Datasets, rows: Array) -> list[str]:
+    """Returns a note if the sampling rates of the crops differ much from those that the head was
+    fitted on."""
     note = model.note_on_rates(np.unique(data.column("fs_source_hz")[rows]).tolist())
     return [f"{note}."] if note else []
 
@@ -394,7 +414,8 @@ def rates_note(model: TrainedModel, data: Datasets, rows: Array) -> list[str]:
 def leakage_notes(
     model: TrainedModel, data: Datasets, rows: Array, patient_N: Array, role: str = "test"
 ) -> list[str]:
-    """Notes on how many patients of these crops the model has seen, and how."""
+    """Returns notes on how many patients of these crops the model has seen in training, and in
+    which way."""
     valid = role == "valid"
     return seen.seen_notes(
         model.seen,
@@ -407,8 +428,8 @@ def leakage_notes(
 
 
 def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role: str) -> list[str]:
-    """Returns a note if more of the label table could be scored, because the model has not seen
-    those ECGs."""
+    """Returns a note if labelled ECGs outside the split could be scored as well, because the model
+    was trained on none of the labelled ECGs."""
     known_crops, scored = int((~np.isnan(labels.all_y).all(1)).sum()), len(labels.all_rows(role))
     if not labels.task.labels or known_crops <= scored:
         return []
@@ -424,8 +445,9 @@ def unscored_note(model: TrainedModel, data: Datasets, labels: TaskLabels, role:
 
 
 def few_scored_note(data: Datasets, rows: Array, labels: TaskLabels) -> list[str]:
+    """Returns a note if few ECGs of a label table are scored."""
     scored = len(set(record_names(data, rows)))
-    if not labels.task.labels or scored >= FEW_TESTED:
+    if not labels.task.labels or scored >= FEW_TESTED_ECGS:
         return []
     return [
         f"{scored:,} ECGs are scored, which says little: `omnilead bench --folds 5` tests every labelled "
@@ -434,8 +456,8 @@ def few_scored_note(data: Datasets, rows: Array, labels: TaskLabels) -> list[str
 
 
 def record_names(data: Datasets, rows: Array) -> list[str]:
-    """Returns the record of each crop. A name that several datasets have is followed by the
-    dataset's."""
+    """Returns the name of the record of each crop, as source/record. If several datasets have the
+    same name, the address of the dataset is appended."""
     table = data.table(["source", "record"]).take(rows).to_pydict()
     names = [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
     shared = set(records_in_several_datasets(data.all))
@@ -462,7 +484,7 @@ def subgroups_of(data: Datasets, rows: Array) -> dict[str, Array]:
 
 
 def load_task(name: str) -> TaskConfig:
-    """Reads the task with this name in configs/tasks, or in a YAML file."""
+    """Reads a task from configs/tasks by its name, or from a YAML file by its path."""
     path = find_config(name, "tasks", Flag("--task"))
     section = read_yaml(path, "tasks").get("task")
     if not isinstance(section, dict):
@@ -471,8 +493,8 @@ def load_task(name: str) -> TaskConfig:
 
 
 def find_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
-    """Returns the task of this name, with these labels. auto: the task the model was fine-tuned
-    for, else identification."""
+    """Returns the task of this name, with the label table `labels` if it is given. "auto": the task
+    that the model was fine-tuned for or, if there is none, identification."""
     head = model.head_info
     own_task = head.task if head else "identification"
     if name == "auto":
@@ -485,11 +507,11 @@ def find_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Task
             )
     if head and head.definition and name == own_task:
         task = parse_settings(TaskConfig, head.definition, "task")
-        # The model may come from anyone: what it names is not opened
+        # A label table that the model names is not opened, because the model may come from anyone
         if task.labels and not labels:
             raise ConfigError(
-                f"the model does not keep the labels of its task {task.name}, {task.labels}: give them "
-                "with ",
+                f"the labels of the model's task {task.name}, {task.labels}, are not stored with the "
+                "model: give them with ",
                 Flag("--labels"),
             )
     else:
@@ -497,22 +519,25 @@ def find_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Task
     if task.kind == "identity" and labels:
         raise ConfigError(
             Flag("--labels"),
-            f" {labels}: the model was not fitted to labels: omnilead fit --model RUN --labels "
-            f"{labels} --data DATASET --out MODEL writes one that is",
+            f" {labels}: the task is to identify patients, which needs no labels. To score labels, fit "
+            f"a head to them: omnilead fit --model RUN --labels {labels} --data DATASET --out MODEL",
         )
     return replace(task, labels=labels) if labels else task
 
 
-def require_rows(rows: Array, data: Datasets, criterion: str, source: str) -> None:
+def require_crops(rows: Array, data: Datasets, criterion: str, source: str) -> None:
+    """Raises ConfigError if there are no crops. `criterion`: what the crops must have. `source`:
+    what the data may lack."""
     if not len(rows):
         reason = f"it was made with --plan {data.plan}, or has no {source}"
         raise ConfigError(f"{data.name}: no crop has {criterion}: {reason}")
 
 
-def input_and_warnings(
+def limited_input_and_warnings(
     model: TrainedModel, data: Datasets, options: EvalOptions
 ) -> tuple[Input, list[str]]:
-    """Returns the model's input, and warnings about the data."""
+    """Returns the input of the model, limited to the leads of the options, and warnings about the
+    data."""
     try:
         model_input = model.input.limited_to(options.leads) if options.leads else model.input
     except ConfigError as error:
@@ -537,8 +562,8 @@ def input_and_warnings(
 def crops_with_leads_and_note(
     data: Datasets, model_input: Input, *sides: Array
 ) -> tuple[list[Array], list[str]]:
-    """Returns the crops that have a window in which at least one of the model's leads was recorded,
-    and a note on the others."""
+    """Returns the crops of each of `sides` that have a window in which at least one of the model's
+    leads was recorded, and a note on the crops that are left out, if any."""
     blank = ~data.concatenate(model_input.usable_crops)
     if any(blank[rows].all() for rows in sides):
         raise ConfigError(
@@ -554,6 +579,8 @@ def crops_with_leads_and_note(
 
 
 def evaluation_facts(data: Datasets, options: EvalOptions, model_input: Input) -> Facts:
+    """Returns what was scored, for the results: model, data, role, leads and, if it is not a half,
+    the window."""
     facts: Facts = {} if model_input.window_s == HALF_S else {"window_s": model_input.window_s}
     if len(data.all) > 1:
         facts["datasets"] = {dataset.root.url: dataset.fingerprint for dataset in data.all}
@@ -568,8 +595,8 @@ def evaluation_facts(data: Datasets, options: EvalOptions, model_input: Input) -
 
 
 def sentence_to_report(document: Mapping[str, Any]) -> str:
-    """Returns the sentence that states the score of an evaluation: of records, with its
-    interval."""
+    """Returns the sentence that says which score of an evaluation to report: that of whole records,
+    with its interval."""
     part = document.get("record") or document
     name, value = next(iter(part["metrics"].items()))
     if value is None:
@@ -581,8 +608,9 @@ def sentence_to_report(document: Mapping[str, Any]) -> str:
     return f"to report: {label_of(name)} {value:.3f} ({interval}) on {what}"
 
 
-def windows_text(facts: Mapping[str, Any]) -> str:
-    """Names what is scored: halves of 5 s, or windows of the model."""
+def scored_windows_text(facts: Mapping[str, Any]) -> str:
+    """Returns the name of the windows that were scored: halves of 5 s, or windows of the model's
+    length."""
     window_s = facts.get("window_s")
     return f"windows of {window_s:g} s" if window_s else "halves of 5 s"
 
@@ -595,8 +623,8 @@ def outputs_and_positions(
     options: EvalOptions,
     per: Per = "half",
 ) -> tuple[Array, Array]:
-    """Returns the outputs [R, D] of the windows of these crops, which ascend, and the position in
-    `rows` of each. Ranks share the parts."""
+    """Returns the outputs [R, D] of all windows of these crops, and for each window the position of
+    its crop in `rows`, which must ascend. Ranks share the work."""
     windows = 1
     if per == "half":
         windows = model_input.count_windows(data.column("halves")[rows])
@@ -614,7 +642,8 @@ def outputs_and_positions(
 
 
 def halves_file_of_dataset(first: Path | None, number: int) -> Path | None:
-    """Returns the file that keeps the outputs for a dataset; None if none does."""
+    """Returns the file that keeps the outputs for the dataset of this number; None if outputs are
+    not kept. `first`: the file for the first dataset."""
     return first.with_name(f"{first.name}.{number}") if first and number else first
 
 
@@ -627,10 +656,12 @@ def _outputs_of_dataset(
     per: Per,
     file: Path | None,
 ) -> Array:
+    """Returns the outputs [R, D] of all windows of the dataset's crops. With `file`, they are kept
+    there, and ranks share the work."""
     model = output.model
     source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
     if file is None:
-        return embedding_matrix(whole_table(source, output, model_input, per))
+        return embedding_matrix(compute_table(source, output, model_input, per))
     job = {
         "model": model.digest,
         "data": dataset.fingerprint,
@@ -643,18 +674,19 @@ def _outputs_of_dataset(
     }
     with ParquetParts(file, job, *launched_rank()[:2]) as parts:
         if not parts.finished:
-            make_parts(source, output, model_input, per, parts)
-        _wait_for_ranks()  # the last one has joined the parts
+            compute_parts(source, output, model_input, per, parts)
+        _wait_for_ranks()  # after this, the rank that finished last has joined the parts
         if not file.exists():
             why = "cannot be read back"
             if parts.world > 1:
                 why += ": do all ranks write to the same folder?"
             raise OutputError(f"{file}: {why}{RESUMABLE}")
         table = pq.read_table(file)
-        _wait_for_ranks()  # rank 0 will remove the file
+        _wait_for_ranks()  # rank 0 removes the file soon, so every rank must have read it
     return embedding_matrix(table)
 
 
 def _wait_for_ranks() -> None:
+    """Waits until all ranks are here, if there are several."""
     if dist.is_initialized():
         dist.barrier()

@@ -1,5 +1,5 @@
-"""Tells which datasets and files a run or a model was trained on: lines and a table, for `omnilead
-seen`."""
+"""Reports which ECGs of datasets and files a run or a model was trained on, as lines for the terminal
+and as a table, for `omnilead seen`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,34 +31,39 @@ from omnilead.engine.training.task import TrainingTask
 from omnilead.engine.training.train import saved_config
 
 from ..finetuning.task import FinetuneTask
-from ..inference.ecg_reader import EcgOptions, crops_of_files, dataset_of, pseudonym_mark
+from ..inference.ecg_reader import EcgOptions, crops_of_files, find_dataset, pseudonym_mark
 
 ID_COLUMNS = ["source", "record", "patient"]
 CROP_SCHEMA = pa.schema([COLUMNS.field(name) for name in (*ID_COLUMNS, "waveform")])
 
 
 class TrainedOn(NamedTuple):
+    """What a model or a run was trained on."""
+
     step: Any
-    seen: pa.Table  # engine.data.seen
-    # If it is a run: its datasets, and how often each crop was drawn, by the dataset's fingerprint
+    seen: pa.Table  # hashes of waveforms and patients, as in engine.data.seen
+    # For a run: its datasets, and by the fingerprint of a dataset how often each crop was drawn.
+    # Both are empty for a model
     datasets: Sequence[str]
     times: dict[str, np.ndarray]
 
 
-def report_lines(
+def training_data_lines(
     model: str,
     data: Sequence[str] | None,
     out: Path | None,
     anonymous: bool,
     pseudonymize: str | None = None,
 ) -> Iterator[str]:
-    """Yields lines for the terminal. `data`: datasets and files (default: those of a run); `out`: a
-    CSV file to write; `pseudonymize`: a key file, for files."""
+    """Yields lines for the terminal. `data`: datasets and files; None for the datasets of the run.
+    `out`: a CSV file to write. `pseudonymize`: a key file, by which patients in files are
+    recognised."""
     trained = read_trained_on(model)
     yield from _summary_lines(model, trained)
     options = EcgOptions((), anonymous=anonymous, pseudonymize=pseudonymize)
-    opened = {url: dataset_of(replace(options, data=(url,))) for url in data or trained.datasets}
-    # The key of one dataset also finds its patients in others and in files
+    opened = {url: find_dataset(replace(options, data=(url,))) for url in data or trained.datasets}
+    # Patient ids are hashed with the keys of all datasets, since a patient of one dataset may occur
+    # in another, or in a file
     with_keys = [dataset for dataset in opened.values() if dataset]
     if data and trained.times:
         with_keys += [Dataset.open(url, anonymous) for url in trained.datasets]
@@ -75,7 +80,7 @@ def report_lines(
         uses = uses_of_crops(trained.seen, crops, keys)
         table = _records_table(crops, uses, times)
         yield f"\n{url}"
-        yield from _count_lines(uses, table, times)
+        yield from _use_count_lines(uses, table, times)
         if not dataset or dataset_key_marks(dataset):
             yield from unknown_key_notes(trained.seen, marks)
         tables.append(table)
@@ -84,7 +89,7 @@ def report_lines(
 
 
 def read_trained_on(model: str) -> TrainedOn:
-    """Reads what a model, or a run up to its newest checkpoint, was trained on."""
+    """Reads what a model was trained on, or a run up to its newest checkpoint."""
     path = RunFolder(Path(model)).newest_checkpoint(checkpoint_files.warn)
     if path is None:
         with model_folder(model) as (folder, _):
@@ -100,6 +105,7 @@ def read_trained_on(model: str) -> TrainedOn:
 
 
 def _summary_lines(model: str, trained: TrainedOn) -> Iterator[str]:
+    """Yields lines that say how many waveforms and patients the model has seen."""
     is_patient = trained.seen["patient"].to_numpy()
     is_unknown = trained.seen["hash"].to_numpy() < 0
     has_seen = "is known to have" if is_unknown.any() else "has"
@@ -113,13 +119,14 @@ def _summary_lines(model: str, trained: TrainedOn) -> Iterator[str]:
 
 
 def _crops_and_times(dataset: Dataset, trained: TrainedOn) -> tuple[pa.Table, np.ndarray | None]:
-    """Returns the crops, and how often the run drew each, if it was trained on this dataset."""
+    """Returns the table of the dataset's crops, and how often the run drew each of them, or None if
+    the run was not trained on this dataset."""
     return dataset.table(CROP_SCHEMA.names), trained.times.get(dataset.fingerprint)
 
 
 def _records_table(crops: pa.Table, uses: CropUses, times: np.ndarray | None) -> pa.Table:
-    """Returns a row for each record: the last use of its waveforms and of its owner (-1: none), and
-    times."""
+    """Returns a table with a row for each record: the last use of its waveforms, the last use of
+    its patient (both an index of USES, -1 for none), and how often its crops were drawn."""
     times_drawn = pa.nulls(len(crops), pa.int64()) if times is None else pa.array(times)
     columns = [*(crops[name] for name in ID_COLUMNS), uses.waveform, uses.owner, times_drawn]
     table = pa.table(columns, [*ID_COLUMNS, "waveform", "owner", "times"])
@@ -130,8 +137,8 @@ def _records_table(crops: pa.Table, uses: CropUses, times: np.ndarray | None) ->
     )
 
 
-def _count_lines(uses: CropUses, records: pa.Table, times: np.ndarray | None) -> Iterator[str]:
-    """Yields a table: how many crops, records and patients have each use."""
+def _use_count_lines(uses: CropUses, records: pa.Table, times: np.ndarray | None) -> Iterator[str]:
+    """Yields the lines of a table that says how many crops, records and patients have each use."""
     by_record = records["waveform"].to_numpy()
     first_crops = np.unique(uses.owner_hash, return_index=True)[1]
     by_patient = uses.owner[first_crops]
@@ -144,8 +151,9 @@ def _count_lines(uses: CropUses, records: pa.Table, times: np.ndarray | None) ->
 
 
 def _write_csv(out: Path, tables: Sequence[pa.Table]) -> None:
+    """Writes the rows of all tables to a CSV file, with the uses as words."""
     if not tables:
-        raise ConfigError(f"--out {out}: of which ECGs? Add --data DATASET")
+        raise ConfigError(f"--out {out}: there are no ECGs to list: name some with --data DATASET")
     table = pa.concat_tables(tables)
     for name in ("waveform", "owner"):
         column = table.schema.get_field_index(name)

@@ -1,4 +1,4 @@
-"""The vectors of crops by a model or a measurement, kept in files.
+"""Computes the embedding vectors of crops by a model or a measurement, and caches them in files.
 
     vectors = cached_vectors(embedder, data, rows, "12", Path("OUT/parts"))
     vectors.take(rows).c_BSD
@@ -29,36 +29,42 @@ from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Flag
 
 from ..inference.outputs import progress_bar
-from ..inference.trained_model import NOT_FINITE, TrainedModel
+from ..inference.trained_model import NOT_FINITE_MESSAGE, TrainedModel
 from ..tasks.metrics import Array
 
-CROPS_PER_FILE = 4096  # crops in a file
+CROPS_PER_FILE = 4096  # at most this many crops are saved in a file
 
 
 class Embedder(NamedTuple):
-    """Maps windows to vectors."""
+    """A function that maps windows to vectors, with the input that it needs and a digest that names
+    it in the cache."""
 
     name: str
     digest: str
     input: Input
     forward: Callable[[Tensor], Tensor]
-    model: TrainedModel | None = None  # None: a measurement of the signal
+    model: TrainedModel | None = None  # None if `forward` measures the signal without a model
     batch: int = 64
-    identity_dims: slice = slice(None)  # the dimensions by which patients are identified
+    identity_dims: slice = slice(None)  # the dimensions that patients are identified by
     precision: str = ""
 
     @property
     def trained_model(self) -> TrainedModel:
+        """Returns the model; AssertionError if the embedder has none."""
         assert self.model, f"{self.name} is measured in the signal"
         return self.model
 
 
 class Vectors(NamedTuple):
-    row_B: Array  # crops, ascending
-    windows_B: Array  # how many windows each crop has; halves, unless a model has other windows
-    c_BSD: Array  # zeros where a crop lacks a window
+    """The vectors of all windows of some crops."""
+
+    row_B: Array  # numbers of the crops, ascending
+    # Number of windows of each crop; a window is a half of 5 s, unless the model takes others
+    windows_B: Array
+    c_BSD: Array  # the vectors, with zeros for windows that a crop lacks
 
     def take(self, rows: Array) -> "Vectors":
+        """Returns the vectors of these crops, which must be among those here."""
         positions = np.searchsorted(self.row_B, rows)
         return Vectors(*(array[positions] for array in self))
 
@@ -66,8 +72,9 @@ class Vectors(NamedTuple):
 def cached_vectors(
     embedder: Embedder, data: Datasets, rows: Array, leads: str, folder: Path
 ) -> Vectors:
-    """Returns the vectors of these crops, ascending; leads that the model is not shown are zero.
-    Each dataset has files of its own, so that they can be reused with others."""
+    """Returns the vectors of these crops, sorted by crop. Leads that are not in `leads` are zero.
+    Computes only those that the folder lacks, and saves them there. Each dataset has files of its
+    own, so that they can be reused when it is combined with others."""
     parts = []
     rows = np.unique(rows)
     for dataset, begin, rows_of_dataset in zip(
@@ -91,9 +98,9 @@ def _cached_vectors_of(
     with progress_bar(len(missing), f" crops, {embedder.name}, leads {leads}") as bar:
         for start in range(0, len(missing), CROPS_PER_FILE):
             block = missing[start : start + CROPS_PER_FILE]
-            part = _embed(embedder, dataset, block, limited_input, bar)
+            part = _embed_crops(embedder, dataset, block, limited_input, bar)
             if not np.isfinite(part.c_BSD).all():
-                raise ConfigError(f"{embedder.name}: {NOT_FINITE}")
+                raise ConfigError(f"{embedder.name}: {NOT_FINITE_MESSAGE}")
             buffer = io.BytesIO()
             np.savez(buffer, **part._asdict())
             write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
@@ -104,20 +111,21 @@ def _cached_vectors_of(
 
 
 def require_cache(folder: Path) -> None:
-    """Raises ConfigError if the folder holds anything that `cached_vectors` does not keep there."""
+    """Raises ConfigError if the folder holds anything but files of `cached_vectors`, so that
+    nothing else is lost when the folder is removed after use."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if folder.is_file():
         names = [folder.name]
     for name in names:
         if not re.fullmatch("[0-9a-f]{24}", name):
             raise ConfigError(
-                f"{folder}: is for embeddings alone, and has {name}: choose another ",
+                f"{folder}: only saved embeddings may be in this folder, but it has {name}: choose another ",
                 Flag("--out"),
                 ", or move what is there",
             )
 
 
-def _embed(
+def _embed_crops(
     embedder: Embedder, dataset: Dataset, rows: Array, limited_input: Input, bar: Any
 ) -> Vectors:
     device = embedder.model.device if embedder.model else torch.device("cpu")
@@ -141,10 +149,12 @@ def concatenate_vectors(parts: Sequence[Vectors]) -> Vectors:
 
 
 def _saved_vectors(folder: Path) -> Iterator[Vectors]:
+    """Yields the vectors of each readable file in the folder."""
     for path in sorted(folder.glob("*.npz")):
         with (
             suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
-            open(path, "rb") as file,  # numpy would leave a damaged archive open
+            # Opened here, because numpy would leave a damaged archive open
+            open(path, "rb") as file,
             np.load(file) as arrays,
         ):
             yield Vectors(*(arrays[name] for name in Vectors._fields))

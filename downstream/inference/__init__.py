@@ -1,2 +1,2 @@
-"""A trained model at work: loading it, preparing any ECG for it, and writing its embeddings and
+"""Uses a trained model: loads it, prepares any ECG for it, and writes its embeddings and
 predictions."""

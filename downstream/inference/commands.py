@@ -1,5 +1,5 @@
-"""Tables of a trained model's embeddings and predictions: what `omnilead embed` and `omnilead
-predict` do.
+"""Makes tables of a trained model's embeddings and predictions, for `omnilead embed` and `omnilead
+predict`.
 
     table = embed("RUN", data="DATASET", leads="I,II", per="crop")        # a pyarrow table in memory
     done = predict("TUNED", data=["A.hea"], out="F.csv", per="record")    # in a file; done.rows, done.message
@@ -29,34 +29,35 @@ from omnilead.engine.settings.files import File
 from omnilead.engine.settings.launcher import cores_per_rank, launched_rank
 
 from . import outputs
-from .ecg_reader import FLAGS, CropSource, EcgOptions, OpenedData, array_files, open_data
+from .ecg_reader import FLAGS_COLUMN, CropSource, EcgOptions, OpenedData, array_files, open_data
 from .outputs import (
-    MISSING,
-    Counts,
+    MISSING_LEADS_COLUMN,
     Output,
     ParquetParts,
+    RowCounts,
+    compute_parts,
+    compute_table,
     has_skipped_file,
-    make_parts,
     read_job,
     skipped_file,
-    whole_table,
 )
 from .trained_model import TrainedModel, load
 
-PARTS_LISTED = 8  # numbers that a message lists
-SENTENCES_SHOWN = 4  # sentences that a message has about a model
+MAX_PARTS_LISTED = 8  # a message lists at most this many numbers of parts
+MAX_SENTENCES_SHOWN = 4  # a message has at most this many sentences about the model
 
 
-class Written(NamedTuple):
-    """A file that was written, or whose last parts other ranks compute."""
+class WrittenTable(NamedTuple):
+    """The output file of a command, which may lack parts that other ranks still compute."""
 
     out: Path
-    rows: int | None  # None on ranks that did not complete the file
-    message: str  # for the user; "" if another rank has told
+    rows: int | None  # number of rows; None on ranks that did not complete the file
+    message: str  # for the user; "" if another rank prints it
 
 
-class Setup(NamedTuple):
-    """A model on its device, and what it is shown."""
+class ModelSetup(NamedTuple):
+    """A loaded model with the input that it is shown, the precision it computes in, and the
+    completed options."""
 
     model: TrainedModel
     input: Input
@@ -71,8 +72,8 @@ def embed(
     out: File | None = None,
     readout: str = "",
     **options: Any,
-) -> pa.Table | Written:
-    """Runs `omnilead embed`: see downstream/embed.py."""
+) -> pa.Table | WrittenTable:
+    """Does the work of `omnilead embed`. downstream/embed.py explains the options."""
     place = Path(out) if out else None
     if place and place.suffix not in ("", ".parquet"):
         name = place.with_suffix(".parquet").name
@@ -87,14 +88,16 @@ def predict(
     data: File | Sequence[File],
     out: File | None = None,
     **options: Any,
-) -> pa.Table | Written:
-    """Runs `omnilead predict`: see downstream/predict.py."""
+) -> pa.Table | WrittenTable:
+    """Does the work of `omnilead predict`. downstream/predict.py explains the options."""
     place = Path(out) if out else None
     if place and place.suffix not in (".csv", ".parquet"):
         raise ConfigError(Flag("--out"), f" {out}: must end in .csv or .parquet")
     if place and place.suffix == ".csv" and place.exists() and read_job(place) is None:
         raise ConfigError(
-            Flag("--out"), f" {out}: already exists: remove it, or choose another ", Flag("--out")
+            Flag("--out"),
+            f" {out}: already exists, and does not say which job wrote it: remove it, or choose another ",
+            Flag("--out"),
         )
     return _make_table(outputs.prediction_output, model, data, place, options)
 
@@ -105,29 +108,33 @@ def _make_table(
     data: File | Sequence[File],
     out: Path | None,
     options: dict[str, Any],
-) -> pa.Table | Written:
-    launched_rank()  # refuses wrong environment variables before the model is loaded
+) -> pa.Table | WrittenTable:
+    """Applies the model to the ECGs. Returns the table or, with `out`, what was written."""
+    # Called first, to refuse wrong environment variables before the model is loaded
+    launched_rank()
     if out:
         require_writable(out, Flag("--out"))
     else:
-        refuse_ranks("a table in memory is")
+        refuse_several_ranks("a table in memory is")
     try:
-        setup = load_setup(model, data, **options)
+        setup = load_model_setup(model, data, **options)
         output = output_of(setup.model)
         opened = open_data(setup.options, setup.input)
         if out:
             return _write_file(setup, output, opened, out)
         source = opened.source()
-        table = whole_table(source, output, setup.input, setup.options.per)
-        counts = Counts().add_table(table, sum(map(len, source.skipped.values())))
-        for doubt in _table_doubts(setup, output, source, counts):
-            warnings.warn(doubt, stacklevel=5)  # points at the call of omnilead.embed or predict
+        table = compute_table(source, output, setup.input, setup.options.per)
+        counts = RowCounts().add_table(table, sum(map(len, source.skipped.values())))
+        for doubt in _table_warnings(setup, output, source, counts):
+            # The warning points at the user's call of omnilead.embed or predict
+            warnings.warn(doubt, stacklevel=5)
         return table
     except OSError as error:
         raise file_error(error, out) from None
 
 
-def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Written:
+def _write_file(setup: ModelSetup, output: Output, opened: OpenedData, out: Path) -> WrittenTable:
+    """Computes this rank's parts of the table, and completes the file if no part is missing."""
     rank, world, _ = launched_rank()
     options = setup.options
     if opened.private and rank == 0:
@@ -147,37 +154,38 @@ def _write_file(setup: Setup, output: Output, opened: OpenedData, out: Path) -> 
     with ParquetParts(out, job, rank, world) as parts:
         begun = not parts.finished
         if begun:
-            left = make_parts(source, output, setup.input, options.per, parts)
+            left = compute_parts(source, output, setup.input, options.per, parts)
     if left and world == 1:
         raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
-        numbers = join_first_names(left, PARTS_LISTED)
+        numbers = join_first_names(left, MAX_PARTS_LISTED)
         doing = f"others compute parts {numbers} (none runs? start the same command again)"
-        return Written(out, None, f"rank {rank} of {world}: done; {doing}\n")
+        return WrittenTable(out, None, f"rank {rank} of {world}: done; {doing}\n")
     if parts.rows is None:
         message = "" if begun or rank else f"{out}: is complete already\n"
-        return Written(out, None, message)
-    for doubt in _table_doubts(setup, output, source, parts.counts):
+        return WrittenTable(out, None, message)
+    for doubt in _table_warnings(setup, output, source, parts.counts):
         tell(f"note: {out}: {doubt}")
     if has_skipped_file(out):
         tell(f"note: {skipped_file(out)}: which ECGs were skipped, and why")
     if output.sentences:
-        more = "; ..., see config.json" if len(output.sentences) > SENTENCES_SHOWN else ""
-        tell(f"note: {out}: the model: {'; '.join(output.sentences[:SENTENCES_SHOWN])}{more}")
+        more = "; ..., see config.json" if len(output.sentences) > MAX_SENTENCES_SHOWN else ""
+        tell(f"note: {out}: the model: {'; '.join(output.sentences[:MAX_SENTENCES_SHOWN])}{more}")
     message = f"{out}: {parts.rows:,} {output.what}, computed in {setup.precision}\n"
-    return Written(out, parts.rows, message)
+    return WrittenTable(out, parts.rows, message)
 
 
-def _table_doubts(
-    setup: Setup, output: Output, source: CropSource, counts: Counts
+def _table_warnings(
+    setup: ModelSetup, output: Output, source: CropSource, counts: RowCounts
 ) -> Iterator[str]:
-    """Yields what the user of a table must know."""
+    """Yields warnings about the table: leads that are missing, implausible amplitudes and rates,
+    ECGs that the model was fitted on, and records that could not be read."""
     of_rows = f"of {counts.rows:,} rows"
     if counts.lacking and (why := setup.model.missing_leads_doubt()):
-        yield f"{counts.lacking:,} {of_rows} lack leads (column {MISSING}): {why}"
+        yield f"{counts.lacking:,} {of_rows} lack leads (column {MISSING_LEADS_COLUMN}): {why}"
     if counts.implausible:
         yield (
-            f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS}): is the "
+            f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS_COLUMN}): is the "
             "scale of these ECGs right?"
         )
     yield from source.heart_rates.doubts()
@@ -197,7 +205,7 @@ def _table_doubts(
         yield f"without {counts.refused:,} of {records}, which cannot be read"
 
 
-def load_setup(
+def load_model_setup(
     model: File,
     data: File | Sequence[File],
     *,
@@ -205,8 +213,9 @@ def load_setup(
     precision: str = "auto",
     code: bool = False,
     **options: Any,
-) -> Setup:
-    """Loads the model and completes the options: see EcgOptions and `load_model_and_precision`."""
+) -> ModelSetup:
+    """Loads the model on its device, and replaces defaults of the options by their values for it.
+    See EcgOptions and `load_model_and_precision` for the arguments."""
     several = [data] if isinstance(data, str | os.PathLike) else data
     urls = tuple(os.fspath(url) for url in several)
     chosen = {name: value for name, value in options.items() if value is not None}
@@ -218,7 +227,7 @@ def load_setup(
             Flag("--unit"),
             " are for .npy and .npz files, and ",
             Flag("--data"),
-            " names none: leave them out",
+            " names no such file: leave them out",
         )
     loaded, precision = load_model_and_precision(model, device, precision, code)
     on_gpu, cores = loaded.device.type == "cuda", cores_per_rank()
@@ -230,12 +239,12 @@ def load_setup(
         pin=on_gpu,
     )
     shown = loaded.input.limited_to(asked.leads) if asked.leads else loaded.input
-    return Setup(loaded, shown, precision, complete)
+    return ModelSetup(loaded, shown, precision, complete)
 
 
 def select_device(name: str) -> torch.device:
-    """Returns the device for --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. Ranks
-    use a machine's GPUs in turn."""
+    """Returns the device that --device names, such as cpu, cuda or cuda:1. "auto" is a GPU if there
+    is one. With several ranks on a machine, each takes the next of its GPUs."""
     try:
         device = torch.device(
             ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
@@ -252,8 +261,9 @@ def select_device(name: str) -> torch.device:
 def load_model_and_precision(
     path: File, device: str = "auto", precision: str = "auto", code: bool = False
 ) -> tuple[TrainedModel, str]:
-    """Loads a model on its device; returns the precision that it computes in, too. "auto": a GPU if
-    there is one; there bf16 if the model was trained in bf16, else fp32."""
+    """Loads a model on its device. Returns the model and the precision that it computes in. Device
+    "auto": a GPU if there is one. Precision "auto": bf16 on a GPU if the model was trained in bf16,
+    else fp32."""
     place = select_device(device)
     if place.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank())
@@ -264,14 +274,18 @@ def load_model_and_precision(
         precision = "bf16" if place.type == "cuda" and trained == "bf16" else "fp32"
     model.encoder.to(place, torch.bfloat16 if precision == "bf16" else torch.float32)
     if model.head:
-        model.head.to(place)  # a probe's standardisation is in its weights: bf16 would round it
+        # The head stays in fp32, because its weights include the standardisation of a probe, which
+        # bf16 would round
+        model.head.to(place)
     return model, precision
 
 
-def refuse_ranks(what: str) -> None:
+def refuse_several_ranks(what: str) -> None:
+    """Raises ConfigError if the program was started on several ranks. `what`: subject and verb for
+    the message."""
     world = launched_rank().world
     if world > 1:
         raise ConfigError(
-            f"WORLD_SIZE={world}: {what} computed by one process: start it without deepspeed or "
-            "torchrun"
+            f"WORLD_SIZE={world}: {what} computed by a single process: start the program without "
+            "deepspeed or torchrun"
         )

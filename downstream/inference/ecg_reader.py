@@ -5,7 +5,7 @@ parts of equal batches.
     for batch in opened.source().read_batches([0, 2], progress):    # CropBatch, of these parts
         ...
 
-A part is always the same PART_BATCHES batches, so results do not depend on where a run was
+A part is always the same BATCHES_PER_PART batches, so results do not depend on where a run was
 interrupted. Records from files are prepared by the dataset builder's own code.
 """
 
@@ -60,26 +60,29 @@ from ..tasks.kinds import Array
 from .trained_model import cut_crops
 
 Per = Literal["crop", "record", "half", "first"]
-PART_BATCHES = 16
-SKIPS_SHOWN = 5  # a folder may have 100,000 files that are no ECGs
-# The number of a record, the record, and which of its crops
+BATCHES_PER_PART = 16
+# Only so many skipped files are printed, because a folder may have 100,000 files that are no ECGs
+SKIPS_SHOWN = 5
+# (number of the record, the record, index of the crop in it)
 RecordCrop = tuple[int, PreparedRecord, int]
-# A column: a crop's flags as in a dataset, such as einthoven,implausible; null: none
-FLAGS = "flags"
-# A column of predictions: the file that an ECG came from; null: a dataset, or names are pseudonyms
-PATH = "path"
+# The column with the flags of a crop, as in a dataset, such as einthoven,implausible; null if there
+# are none
+FLAGS_COLUMN = "flags"
+# The column of predictions with the file that an ECG came from; null if it came from a dataset, or
+# if names are replaced by pseudonyms
+PATH_COLUMN = "path"
 CROP_COLUMNS = {
     "source": pa.string(),
     "record": pa.string(),
     "patient": pa.string(),
     "row": pa.int64(),
     "start_s": pa.float64(),
-    FLAGS: pa.string(),
+    FLAGS_COLUMN: pa.string(),
 }
 
 
 class Skipped(NamedTuple):
-    """An ECG that is left out."""
+    """An ECG that is left out, and why."""
 
     path: str
     reason: str
@@ -87,61 +90,64 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class EcgOptions:
-    """Options: the ECGs to read, and how to read them."""
+    """Options that say which ECGs to read, and how to read them."""
 
-    data: tuple[str, ...]  # a dataset; or folders, records, arrays, hospital files
+    data: tuple[str, ...]  # one dataset; or folders, records, arrays and hospital files
     per: Per = "crop"
-    leads: str | None = None  # shown to the model; also the names of the rows of arrays
+    leads: str | None = None  # leads shown to the model; for arrays, also the names of the rows
     fs_hz: float | None = None  # sampling rate of arrays
     unit: str = ""  # unit of arrays; "": mV
-    batch: int = 0  # crops encoded at a time; 0: 16, on a GPU 256
-    workers: int = 0  # reading threads; 0: a quarter of the cores, with a GPU all
-    # auto: stop, but leave out what cannot be read in a folder
+    batch: int = 0  # crops encoded at a time; 0: 16 on a CPU, 256 on a GPU
+    workers: int = 0  # number of reading threads; 0: all cores with a GPU, else a quarter of them
+    # What to do with unreadable data. "auto": skip them in a folder, stop elsewhere
     on_corrupt: Literal["auto", "stop", "skip"] = "auto"
-    anonymous: bool = False  # public s3:// data without credentials
-    pseudonymize: str | None = None  # a key file
-    pin: bool = False  # batches in pinned memory, from which a GPU copies without waiting
-    skip_numbers: Iterator[int] = field(
-        default_factory=count, compare=False
-    )  # counts the ECGs that are left out
+    anonymous: bool = False  # whether to read public s3:// data without credentials
+    pseudonymize: str | None = None  # path of a key file, by which names become pseudonyms
+    # Whether batches are in pinned memory, from which a GPU copies without waiting
+    pin: bool = False
+    # Counts the ECGs that are left out
+    skip_numbers: Iterator[int] = field(default_factory=count, compare=False)
 
     def skips_unreadable(self, of_folder: bool = False) -> bool:
-        """True if unreadable data are left out. `of_folder`: in a file that the user did not
-        name."""
+        """Returns True if unreadable data are left out, False if they are an error. `of_folder`:
+        the data are in a folder that the user named, not in a file that the user named."""
         return self.on_corrupt == "skip" or (self.on_corrupt == "auto" and of_folder)
 
 
 class SourceCrops(NamedTuple):
-    """The crops of a source that are in a CropBatch."""
+    """Facts about the crops of one batch, which stand in CropBatch.crops."""
 
     part: int
-    table: pa.Table  # COLUMNS and PATH, one row for each crop
-    record_B: Array  # number of each crop's record, ascending
-    missing_BL: Array | None = None  # leads that the model uses but does not get
+    table: pa.Table  # the columns CROP_COLUMNS and PATH_COLUMN, with a row for each crop
+    record_B: Array  # the number of each crop's record, ascending
+    missing_BL: Array | None = None  # True for leads that the model uses but does not get
 
 
 class Waveforms(NamedTuple):
-    """The number of each crop's ECG, and its waveform as in a dataset."""
+    """For each crop, the number of its ECG and the hash of its waveform, as in a dataset."""
 
     ecg_N: Array
     waveform_N: Array
 
 
 def _record_numbers(table: pa.Table) -> Array:
-    """Numbers the records of rows in the order of their first rows."""
+    """Returns the number of the record of each row. Records are numbered in the order in which they
+    first occur."""
     names = pc.binary_join_element_wise(table["source"], table["record"], "\t")
     numbers: Array = names.combine_chunks().dictionary_encode().indices.to_numpy()
     return numbers
 
 
 class DatasetSource:
-    """Crops of a dataset. Every source has the same members: `parts`, their number;
-    `count_units`, in some of them; `read_batches`, which calls `progress` with the number of units
-    read; `skipped`, the ECGs left out of each part that was read; `left_out`, those in no part;
-    `rates_hz`, the recording rates; `heart_rates` of the ECGs read; and `waveforms`."""
+    """Reads the crops of a dataset. Every source has these members: `parts`, the number of parts;
+    `count_units`, the number of crops or records in some parts; `read_batches`, which calls
+    `progress` with the number of units read; `skipped`, the ECGs that were left out of each part
+    that was read; `left_out`, the ECGs that are in no part; `rates_hz`, the recording rates;
+    `heart_rates` of the ECGs that were read; and `waveforms`."""
 
     unit = " crops"
-    skipped: Mapping[int, list[Skipped]] = {}  # crops are skipped one by one, where they are read
+    # Always empty, because `dataset_batches` skips single crops itself
+    skipped: Mapping[int, list[Skipped]] = {}
 
     def __init__(
         self,
@@ -152,23 +158,23 @@ class DatasetSource:
         left_out: Sequence[Skipped] = (),
         **reading: Any,
     ) -> None:
-        """`rows`: the order of the crops; with per="record" they are sorted by record. `reading`:
-        see dataset_batches."""
+        """`rows`: the crops to read, in this order or, with per="record", sorted by record.
+        `reading`: further arguments of dataset_batches."""
         self.dataset, self.batch, self.reading = dataset, batch, reading
         self.left_out = left_out
         self.heart_rates = HeartRates()
         table = dataset.table([name for name in CROP_COLUMNS if name != "row"])
-        flags = pc.binary_join(table[FLAGS], ",")
+        flags = pc.binary_join(table[FLAGS_COLUMN], ",")
         flags = pc.if_else(pc.equal(flags, ""), pa.scalar(None, pa.string()), flags)
-        table = table.set_column(table.column_names.index(FLAGS), FLAGS, flags)
+        table = table.set_column(table.column_names.index(FLAGS_COLUMN), FLAGS_COLUMN, flags)
         table = table.append_column("row", pa.array(np.arange(len(dataset))))
-        self.table = table.append_column(PATH, pa.nulls(len(dataset), pa.string()))
+        self.table = table.append_column(PATH_COLUMN, pa.nulls(len(dataset), pa.string()))
         self.record = np.arange(len(rows))
         if per == "record":
             rows, self.record = self._sorted_rows_and_records(rows)
-        # A part begins where a record begins
+        # A part begins where a record begins, so that no record is split between parts
         first = np.flatnonzero(np.diff(self.record, prepend=-1))
-        wanted = np.arange(0, len(rows), batch * PART_BATCHES)
+        wanted = np.arange(0, len(rows), batch * BATCHES_PER_PART)
         begins = first[np.searchsorted(first, wanted, side="right") - 1]
         self.rows = rows
         self.begins = np.append(np.unique(begins), len(rows))
@@ -184,7 +190,7 @@ class DatasetSource:
         return Waveforms(_record_numbers(self.table)[self.rows], waveform_N)
 
     def _sorted_rows_and_records(self, rows: Array) -> tuple[Array, Array]:
-        """Returns the rows sorted by record, and the number of each row's record."""
+        """Returns the rows sorted by record, and the number of the record of each row."""
         order = [(name, "ascending") for name in ("source", "record", "start_s")]
         table = self.table.take(rows).sort_by(order)
         numbers = _record_numbers(table)
@@ -215,8 +221,9 @@ class DatasetSource:
 
 
 class RecordSource:
-    """Records by number. `read` is called from several threads and returns a
-    data_tools.sources.PreparedRecord, or says why the record is left out. `paths`: the file of each."""
+    """Reads records by their number. `read` returns a record as a data_tools.sources.PreparedRecord, or a
+    Skipped that says why it is left out; it is called from several threads. `paths`: the file of
+    each record, or None."""
 
     unit = " records"
     left_out: Sequence[Skipped] = ()
@@ -229,20 +236,22 @@ class RecordSource:
         workers: int,
     ) -> None:
         self.paths, self.read, self.batch, self.workers = paths, read, batch, workers
-        self.parts = -(-len(paths) // (batch * PART_BATCHES))
+        self.parts = -(-len(paths) // (batch * BATCHES_PER_PART))
         self.skipped: dict[int, list[Skipped]] = {}
         self.rates_hz: set[float] = set()  # recording rates of the ECGs read so far
         self.heart_rates = HeartRates()
-        self.crops_read = array("Q")  # for each crop: the number of its ECG, its waveform
+        # For each crop, two numbers: of its ECG, and the hash of its waveform
+        self.crops_read = array("Q")
 
     @property
     def waveforms(self) -> Waveforms:
-        """The waveforms of what was read."""
+        """Returns the waveforms of the crops that were read so far."""
         crops = np.array(self.crops_read, np.uint64).reshape(-1, 2)
         return Waveforms(crops[:, 0], crops[:, 1])
 
     def _record_range(self, part: int) -> range:
-        size = self.batch * PART_BATCHES
+        """Returns the numbers of the records in a part."""
+        size = self.batch * BATCHES_PER_PART
         return range(len(self.paths))[part * size : (part + 1) * size]
 
     def count_units(self, parts: Iterable[int]) -> int:
@@ -261,6 +270,8 @@ class RecordSource:
     def _read_crops(
         self, part: int, records: Iterator[PreparedRecord | Skipped], progress: Callable[[int], Any]
     ) -> Iterator[RecordCrop]:
+        """Yields the crops of a part, and notes what is skipped, the recording rates, heart rates
+        and waveforms."""
         self.skipped[part] = []
         for number, record in zip(self._record_range(part), records, strict=False):
             progress(1)
@@ -279,9 +290,11 @@ def _make_batch(part: int, crops: Sequence[RecordCrop], paths: Sequence[str | No
     rows = []
     for number, ecg, crop in crops:
         flags, path = ",".join(ecg.flags[crop]) or None, paths[number]
-        rows.append(ecg._asdict() | {"start_s": ecg.start_s[crop], FLAGS: flags, PATH: path})
-    # without a column `row`: null
-    table = pa.Table.from_pylist(rows, schema=pa.schema({**CROP_COLUMNS, PATH: pa.string()}))
+        rows.append(
+            ecg._asdict() | {"start_s": ecg.start_s[crop], FLAGS_COLUMN: flags, PATH_COLUMN: path}
+        )
+    # Records have no key `row`, the row of a dataset, so that column becomes null
+    table = pa.Table.from_pylist(rows, schema=pa.schema({**CROP_COLUMNS, PATH_COLUMN: pa.string()}))
     uv_BLT = np.stack([ecg.crops_uv[crop] for _, ecg, crop in crops])
     halves_B = np.array([ecg.halves[crop] for _, ecg, crop in crops])
     record_B = np.array([number for number, _, _ in crops])
@@ -292,13 +305,16 @@ CropSource = DatasetSource | RecordSource
 
 
 class OpenedData(NamedTuple):
-    identity: dict[str, Any]  # JSON that tells these ECGs from others
+    """The ECGs that the options name, ready to be read."""
+
+    identity: dict[str, Any]  # facts, as JSON, that differ if the ECGs are others
     source: Callable[[], CropSource]
-    private: str = ""  # says what in the table identifies patients
+    private: str = ""  # names what in the table can identify patients; "" if nothing does
 
 
 def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
-    dataset = dataset_of(options)
+    """Finds the ECGs that the options name. Returns them unread."""
+    dataset = find_dataset(options)
     if dataset is not None:
         rows = np.arange(len(dataset))
         return OpenedData(
@@ -307,7 +323,8 @@ def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
         )
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     records = list(records_to_read(options, model_input))
-    digest = hashlib.sha256(key or b"")  # with a key, nobody without it can guess names and compare
+    # The digest includes the key, so that only its owner can guess names and compare digests
+    digest = hashlib.sha256(key or b"")
     for record in records:
         digest.update(json.dumps([record.name, record.stamp.decode()]).encode())
     identity = {"data": digest.hexdigest(), "fs_hz": options.fs_hz, "unit": options.unit}
@@ -317,8 +334,8 @@ def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
     return OpenedData(identity, partial(record_source, records, key, model_input, options), private)
 
 
-def dataset_of(options: EcgOptions) -> Dataset | None:
-    """Returns the dataset that `data` names; None if it names files."""
+def find_dataset(options: EcgOptions) -> Dataset | None:
+    """Opens the dataset that `data` names; None if `data` names files or folders of files."""
     for url in options.data:
         remote = "://" in url
         if not remote and not Path(url, META).is_file():
@@ -326,19 +343,19 @@ def dataset_of(options: EcgOptions) -> Dataset | None:
         try:
             dataset = Dataset.open(url, options.anonymous)
         except DataError:
-            if remote:  # a remote folder may be an archive
+            if remote:  # a remote folder that is no dataset may be an archive of records
                 continue
             raise
         if len(options.data) > 1:
             raise ConfigError(
                 Flag("--data"),
-                f" {' '.join(options.data)}: give one dataset, or files, but not both",
+                f" {' '.join(options.data)}: give either one dataset, or files without a dataset",
             )
         if options.pseudonymize:
             raise ConfigError(
                 Flag("--pseudonymize"),
-                f" {options.pseudonymize}: a dataset's names are those it was made with: use it with "
-                "`omnilead shard`",
+                f" {options.pseudonymize}: the names in a dataset cannot be replaced: give the key to "
+                "`omnilead shard` when the dataset is made",
             )
         return dataset
     return None
@@ -347,8 +364,11 @@ def dataset_of(options: EcgOptions) -> Dataset | None:
 def skip_or_stop(
     options: EcgOptions, name: str, reason: object, of_folder: bool = False
 ) -> Skipped:
+    """Returns an ECG that cannot be read as Skipped, and prints the first few; DataError if the
+    options say to stop."""
     if options.pseudonymize and isinstance(reason, ReadError):
-        name, reason = "a record", reason.reason  # names and details may tell who it is
+        # The name of a record, and details of the error, may identify the patient
+        name, reason = "a record", reason.reason
     if not options.skips_unreadable(of_folder):
         raise DataError(
             f"{name}: ",
@@ -357,12 +377,14 @@ def skip_or_stop(
             Flag("--on-corrupt"),
             " skip)",
         )
-    number = next(options.skip_numbers)  # atomic: several threads skip records
+    # `next` is atomic here, since several threads may skip records at a time
+    number = next(options.skip_numbers)
     line = f"skipped: {name}: {reason}"
     if number == SKIPS_SHOWN:
         line = "skipped: more, which are only counted"
     if number <= SKIPS_SHOWN:
-        with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
+        # The line is printed above a progress bar
+        with tqdm.external_write_mode(file=sys.stderr):
             tell(line)
     return Skipped(name, str(reason))
 
@@ -370,13 +392,14 @@ def skip_or_stop(
 def dataset_source(
     dataset: Dataset, rows: Array, model_input: Input, options: EcgOptions
 ) -> DatasetSource:
-    """Leaves out crops without any of the model's leads, or shorter than its window. A record that has no other crops counts as
-    unreadable."""
+    """Returns a source of the dataset's crops, without those that have none of the model's leads or
+    are shorter than its window. A record that loses all its crops counts as unreadable."""
     url = dataset.root.url
     if dataset.root.remote and options.per == "record":
         raise ConfigError(
             Flag("--per"),
-            f" record of {url}: remote crops are read shard by shard: use crop or half",
+            f" record of {url}: crops of a remote dataset cannot be read by record, only shard by shard: use "
+            "crop or half",
         )
     blank = ~model_input.usable_crops(dataset)[rows]
     if blank.all():
@@ -408,15 +431,21 @@ def dataset_source(
 
 
 class RecordToRead(NamedTuple):
+    """A record that was found but not read yet."""
+
     name: str
-    stamp: bytes  # digest that changes with the content
+    stamp: bytes  # a digest that changes with the content of the file
     read: Callable[[], PreparedRecord | ReadError]
-    label: str  # its name without folders and odd characters, for the table; if not unique, `name`
-    private: str = ""  # says what in its row identifies the patient
-    of_folder: bool = False  # the user named its folder, not the file
+    # The record's name in the table, without folders and odd characters; if it is not unique, the
+    # table has `name` instead
+    label: str
+    private: str = ""  # names what in its row can identify the patient; "" if nothing does
+    of_folder: bool = False  # True if the user named the folder, not the file
 
 
 def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
+    """Yields the records that the options name: arrays, single records, hospital files, and those
+    of archives and folders."""
     for url in options.data:
         exists = Path(url).exists()
         if url.endswith(ARRAY_SUFFIXES) and exists:
@@ -438,13 +467,14 @@ def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordT
 
 
 def pseudonym_mark(keyfile: str) -> str:
-    """Returns the mark of this key, as in the dataset.json of a dataset with its pseudonyms."""
+    """Returns the mark that identifies this key, without revealing it. The dataset.json of a
+    dataset whose names were hashed with the key has the same mark."""
     return str(key_mark(read_key(keyfile)))
 
 
 def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
-    """Returns the record of each crop, as in PreparedRecord, and its waveform
-    (data_tools.dataset.crc_and_waveform_hash)."""
+    """Returns a dictionary for each crop of the files: the fields of its record, as in PreparedRecord,
+    and `waveform`, the hash of its waveform (data_tools.dataset.crc_and_waveform_hash)."""
     crops: list[dict[str, Any]] = []
     skipped = 0
     key = read_key(options.pseudonymize) if options.pseudonymize else None
@@ -457,7 +487,10 @@ def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
         names = pseudonymize_record(key, ecg)._asdict()
         crops += [names | {"waveform": crc_and_waveform_hash(crop)[1]} for crop in ecg.crops_uv]
     if not crops:
-        raise ConfigError(Flag("--data"), f" {options.data[0]}: no ECG can be read: give others")
+        raise ConfigError(
+            Flag("--data"),
+            f" {options.data[0]}: no ECG in these data can be read: give other files",
+        )
     if skipped > SKIPS_SHOWN:
         tell(f"skipped: {skipped:,} ECGs in all")
     return crops
@@ -472,6 +505,8 @@ def array_files(url: str) -> list[Path]:
 
 
 def _archive_records(url: str, options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
+    """Yields the records of an archive, or of the array files in a folder, and prints notes on
+    records that are left out."""
     try:
         sources = open_sources(
             url,
@@ -491,7 +526,7 @@ def _archive_records(url: str, options: EcgOptions, model_input: Input) -> Itera
         mend = "`omnilead shard --source`, and give the dataset"
         raise ConfigError(found, mend, more) from None
     for source in sources:
-        _tell_notes([source.left_out])
+        _print_notes([source.left_out])
         missing = []
         for key in source.keys():  # noqa: SIM118 - no dictionary
             if isinstance(key, AbsentKey):
@@ -500,12 +535,13 @@ def _archive_records(url: str, options: EcgOptions, model_input: Input) -> Itera
             stamp = source.root.stamp(key) or source.root.stamp(key.rpartition("#")[0])
             record = _source_record(source, key, f"{source.root.url}/{key}", stamp)
             yield record._replace(of_folder=True)
-        _tell_notes([missing_note(source.root.url, missing, source.root.private)])
+        _print_notes([missing_note(source.root.url, missing, source.root.private)])
         if isinstance(source, HospitalFiles):
-            _tell_notes(source.notes())
+            _print_notes(source.notes())
 
 
-def _tell_notes(notes: Iterable[str]) -> None:
+def _print_notes(notes: Iterable[str]) -> None:
+    """Prints the notes that are not empty, on rank 0 only."""
     for note in notes:
         if note and launched_rank().rank == 0:
             tell(f"note: {note}")
@@ -517,7 +553,9 @@ def _source_record(source: Source, key: str, name: str, stamp: bytes) -> RecordT
 
 
 class EcgArray(NamedTuple):
-    suffix: str  # appended to the file's name
+    """An array in a file, which may hold several ECGs."""
+
+    suffix: str  # appended to the path of the file to name the ECG, such as [3]
     label: str
     values: Callable[[], Array]
 
@@ -525,13 +563,15 @@ class EcgArray(NamedTuple):
 def array_records(
     path: Path, options: EcgOptions, model_input: Input, of_folder: bool = False
 ) -> Iterator[RecordToRead]:
+    """Yields a record for each ECG in an array file. ConfigError if the file cannot be read, unless
+    it was found in a folder: then one unreadable record."""
     if options.fs_hz is None:
         raise ConfigError(Flag("--data"), f" {path}: give its sampling rate with ", Flag("--fs"))
     try:
-        ecgs = _arrays_in(path)
+        ecgs = _find_arrays(path)
         stamp = f"{path.stat().st_size},{path.stat().st_mtime_ns}".encode()
         if not ecgs:
-            raise ArrayError("has no ECG")
+            raise ArrayError("the file has no ECG")
     except (ArrayError, OSError) as error:
         if not of_folder:
             raise ConfigError(Flag("--data"), f" {path}: ", error) from None
@@ -543,7 +583,8 @@ def array_records(
         yield RecordToRead(f"{path}{ecg.suffix}", stamp, read, ecg.label, of_folder=of_folder)
 
 
-def _arrays_in(path: Path) -> list[EcgArray]:
+def _find_arrays(path: Path) -> list[EcgArray]:
+    """Returns the ECGs in an .npy or .npz file."""
     if zipfile.is_zipfile(path):
         return [
             EcgArray(f"[{name}]", name, partial(npz_array, path, name)) for name in npz_names(path)
@@ -556,14 +597,16 @@ def _arrays_in(path: Path) -> list[EcgArray]:
         ]
     if values.ndim != 2 and values.size:
         shape = list(values.shape)
-        raise ArrayError(f"shape {shape}, not [leads, samples] or [ECGs, leads, samples]")
-    # Opened again when it is read: a process cannot map the files of a large folder at once
+        raise ArrayError(f"its shape is {shape}, not [leads, samples] or [ECGs, leads, samples]")
+    # The file is opened again when it is read, because a process cannot map all files of a large
+    # folder at the same time
     return [EcgArray("", path.stem, partial(open_npy, path))] if values.size else []
 
 
 def _read_array(
     ecg: EcgArray, options: EcgOptions, model_input: Input
 ) -> PreparedRecord | ReadError:
+    """Returns the prepared crops of an array, or the reason why it cannot be used."""
     leads = [LEADS[i] for i in leads_in_order(options.leads or "12")]
     assert options.fs_hz is not None
     try:
@@ -582,7 +625,8 @@ def _read_array(
 def record_source(
     records: Sequence[RecordToRead], key: bytes | None, model_input: Input, options: EcgOptions
 ) -> RecordSource:
-    """Returns the source of these records. `key`: gives records and patients their pseudonyms."""
+    """Returns a source that reads these records. `key`: the key by which records and patients get
+    pseudonyms, if any."""
     labels = Counter(record.label for record in records)
 
     def read(number: int) -> PreparedRecord | Skipped:
@@ -601,8 +645,9 @@ def record_source(
 
 
 def drop_unusable_crops(ecg: PreparedRecord, model_input: Input) -> PreparedRecord | ReadError:
-    """Drops crops without a window, and crops in which all leads that the model uses are zero, that
-    is, not recorded."""
+    """Returns the record without crops that are shorter than a window, and without crops in which
+    all leads that the model uses are zero, which means that they were not recorded. ReadError if no
+    crop is left."""
     measured_B = ecg.crops_uv[:, list(model_input.seen_leads)].any(axis=(1, 2))
     there = np.flatnonzero(measured_B & (model_input.count_windows(ecg.halves) > 0)).tolist()
     if len(there) == len(ecg.halves):

@@ -1,5 +1,5 @@
-"""Options that several commands share (see data_tools/io/options.py), and what `embed` and `predict` are
-as commands."""
+"""Defines options that several commands share (see data_tools/io/options.py), and runs `embed` and
+`predict` as commands."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
@@ -82,7 +82,8 @@ Reader = Annotated[
 def run_table_command(
     name: str, table_of: Callable[..., Any], about: str | None, arguments: Sequence[str] | None
 ) -> int:
-    """Parses the options that `table_of` declares, calls it, and prints its message."""
+    """Parses the options that `table_of` declares, calls it, and prints its message. Returns the
+    exit code."""
     options = parse_options(table_of, name, about, arguments)
     one_blas_thread()
     return run_on_ranks(

@@ -1,17 +1,17 @@
-"""A model's outputs for a dataset or single records as a table, made in parts, so that the work can
-resume after a kill.
+"""Computes the table of a model's outputs for a dataset or single records. The table is made in parts,
+so that the work can resume after a kill.
 
     output = embedding_output(model)                                        # or prediction_output(model)
     with ParquetParts(Path("F.parquet"), job, rank, world) as parts:  # job: all that determines the content, as plain JSON
-        missing = make_parts(source, output, model.input, "crop", parts)
-    table = whole_table(source, output, model.input, "half")                # the same without files
+        missing = compute_parts(source, output, model.input, "crop", parts)
+    table = compute_table(source, output, model.input, "half")                # the same without files
 
 `per`: one row for each window of the model (of 5 s: half), each crop's first window, each crop of
 10 s (the mean of its windows) or each record (the mean of all its windows). Parts (downstream.inference.ecg_reader) are kept in
-F.parquet.parts/ until the table is complete; a damaged part is computed again, one of another job
+F.parquet.parts/ until the table is complete. A damaged part is computed again; a part of another job
 is refused. Under torchrun or deepspeed, rank r of W computes parts r, r + W, ..., and the rank that
-finishes last joins all of them. Ranks share nothing but the folder: none waits for another. A CSV
-file cannot say which job wrote it: .F.csv.job says so to whoever comes later.
+finishes last joins all parts. Ranks share only the folder, and no rank waits for another. A CSV file
+cannot hold the job that wrote it, so the job is kept beside it, in .F.csv.job.
 """
 
 import io
@@ -47,77 +47,84 @@ from omnilead.engine.settings.leads import ALL_LEADS, describe_leads
 
 from ..tasks.kinds import KINDS, Array
 from ..tasks.readout import PAPER
-from .ecg_reader import CROP_COLUMNS, FLAGS, PATH, CropSource, Per, Skipped
-from .trained_model import NOT_FINITE, TrainedModel
+from .ecg_reader import CROP_COLUMNS, FLAGS_COLUMN, PATH_COLUMN, CropSource, Per, Skipped
+from .trained_model import NOT_FINITE_MESSAGE, TrainedModel
 
-CSV = ".csv"
-EMBEDDING = "embedding"  # name of a column
-# a column of predictions: leads that the model uses but did not get, such as II,V1; null: none
-MISSING = "missing_leads"
-JOB_KEY = b"omnilead"  # in a parquet file's metadata: the job
-SKIPPED_KEY = b"omnilead.skipped"  # in a part's metadata: its records that could not be read
+CSV_SUFFIX = ".csv"
+EMBEDDING_COLUMN = "embedding"  # name of the column that holds a vector
+# The column of predictions with the leads that the model uses but did not get, such as II,V1; null
+# if it got all
+MISSING_LEADS_COLUMN = "missing_leads"
+JOB_METADATA_KEY = b"omnilead"  # key in the metadata of a parquet file: the job that wrote it
+# Key in the metadata of a part: its records that could not be read
+SKIPPED_METADATA_KEY = b"omnilead.skipped"
 
 
-class Counts(NamedTuple):
-    """Counts of the doubtful rows of a table, and of the records that could not be read."""
+class RowCounts(NamedTuple):
+    """How many rows a table has, how many of them are doubtful, and how many records could not be
+    read."""
 
     rows: int = 0
-    lacking: int = 0  # rows that lack leads which the model uses
-    implausible: int = 0
-    refused: int = 0
+    lacking: int = 0  # rows that lack leads that the model uses
+    implausible: int = 0  # rows with an implausible amplitude
+    refused: int = 0  # records that could not be read
 
-    def add_table(self, table: pa.Table, refused: int) -> "Counts":
+    def add_table(self, table: pa.Table, refused: int) -> "RowCounts":
+        """Returns the counts with those of a further table added."""
         lacking = implausible = 0
-        if MISSING in table.column_names:
-            lacking = len(table) - table[MISSING].null_count
-        if FLAGS in table.column_names:
-            of_rows = pc.match_substring(table[FLAGS], IMPLAUSIBLE)
+        if MISSING_LEADS_COLUMN in table.column_names:
+            lacking = len(table) - table[MISSING_LEADS_COLUMN].null_count
+        if FLAGS_COLUMN in table.column_names:
+            of_rows = pc.match_substring(table[FLAGS_COLUMN], IMPLAUSIBLE)
             implausible = pc.sum(of_rows, min_count=0).as_py()
         added = len(table), lacking, implausible, refused
-        return Counts(*map(sum, zip(self, added, strict=True)))
+        return RowCounts(*map(sum, zip(self, added, strict=True)))
 
 
 class Output(NamedTuple):
-    """A model's outputs for each window, and the columns made from their means."""
+    """What a model computes for each window, and which columns are made from the means over
+    windows."""
 
     model: TrainedModel
     forward: Callable[[Tensor], Tensor]
-    schema: pa.Schema  # COLUMNS, perhaps MISSING and PATH, and those that `columns` makes
+    # CROP_COLUMNS, perhaps MISSING_LEADS_COLUMN and PATH_COLUMN, and the columns that `columns` makes
+    schema: pa.Schema
     columns: Callable[[Array], list[pa.Array]]
-    what: str  # names the outputs in messages
-    job: Facts  # settings that tell this output from embeddings
-    sentences: Sequence[str] = ()  # notes on the model for the user
-    scores: bool = False  # True if these are scores of the model's head
+    what: str  # the words for the outputs in messages
+    job: Facts  # settings of the job, by which it differs from that of plain embeddings
+    sentences: Sequence[str] = ()  # notes for the user on how good the model is
+    scores: bool = False  # True if the outputs are scores by the model's head
 
 
 def embedding_output(model: TrainedModel, readout: str = "") -> Output:
-    """Returns the output for embeddings. `readout`: downstream.tasks.readout; "": the model's
-    own."""
+    """Returns the output that makes embeddings. `readout`: see downstream.tasks.readout; "" for the
+    model's own read-out."""
     parts = model.suitable_readout(readout)
     output = vector_output(model, partial(model.read, readout=parts), model.readout_width(parts))
     return output if parts == (PAPER,) else output._replace(job={"readout": "+".join(parts)})
 
 
 def vector_output(model: TrainedModel, forward: Callable[[Tensor], Tensor], width: int) -> Output:
-    """Returns an output with the result of `forward` in one column."""
+    """Returns an output that stores the result of `forward` in one column, as vectors of this
+    width."""
 
     def columns(c_ND: Array) -> list[pa.Array]:
         return [pa.FixedSizeListArray.from_arrays(pa.array(c_ND.reshape(-1)), width)]
 
-    schema = pa.schema([*CROP_COLUMNS.items(), (EMBEDDING, pa.list_(pa.float32(), width))])
+    schema = pa.schema([*CROP_COLUMNS.items(), (EMBEDDING_COLUMN, pa.list_(pa.float32(), width))])
     return Output(model, forward, schema, columns, f"embeddings of {width}", {})
 
 
 def embedding_matrix(table: pa.Table) -> Array:
-    """Returns the vectors of a table, one row each."""
+    """Returns the vectors of a table as a matrix with the same rows."""
     return np.asarray(
-        table[EMBEDDING].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
+        table[EMBEDDING_COLUMN].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
     )
 
 
 def prediction_output(model: TrainedModel) -> Output:
-    """Returns the output for predictions: probabilities and decisions at the model's thresholds, or
-    values in their unit."""
+    """Returns the output that makes predictions: probabilities and decisions at the model's
+    thresholds, or values in their unit."""
     head = model.head_info
     if head is None or not head.classes:
         was = f"fine-tuned for {head.task}, which needs no classes" if head else "only pre-trained"
@@ -128,13 +135,18 @@ def prediction_output(model: TrainedModel) -> Output:
     kind = KINDS[head.kind]
     fields = kind.output_fields(head.classes, head.unit)
     schema = pa.schema(
-        [*CROP_COLUMNS.items(), (MISSING, pa.string()), (PATH, pa.string()), *fields]
+        [
+            *CROP_COLUMNS.items(),
+            (MISSING_LEADS_COLUMN, pa.string()),
+            (PATH_COLUMN, pa.string()),
+            *fields,
+        ]
     )
     for name in schema.names:
         if schema.names.count(name) > 1:
             raise ConfigError(
-                f"two columns would be called {name!r}: fine-tune the model with another name for "
-                "that label"
+                f"two columns of the table would be called {name!r}: fine-tune the model with another "
+                "name for the label"
             )
     meaning = {
         "task": head.task,
@@ -157,11 +169,12 @@ def part_tables(
     per: Per,
     progress: Callable[[int], Any] = lambda units: None,
 ) -> Iterator[tuple[int, pa.Table]]:
-    """Yields the table of each part."""
+    """Yields (number, table) of each of these parts."""
     empty = set(parts)
 
     def prepare_windows(uv_BLT: Tensor, halves_B: Array) -> Tensor:
-        x_RLT = model_input.windows(uv_BLT, halves_B)  # normalised over the whole crop
+        # Windows are normalised over the whole crop, so the others are dropped afterwards
+        x_RLT = model_input.windows(uv_BLT, halves_B)
         if per != "first":
             return x_RLT
         count_B = model_input.count_windows(halves_B)
@@ -170,20 +183,22 @@ def part_tables(
 
     with closing(source.read_batches(parts, progress)) as batches:
         crops: Iterable[CropBatch] = batches
-        if MISSING in output.schema.names:
-            crops = note_missing_leads(batches, output.model.input, model_input)
+        if MISSING_LEADS_COLUMN in output.schema.names:
+            crops = with_missing_leads(batches, output.model.input, model_input)
         outputs = predict(crops, prepare_windows, output.forward, output.model.device)
         for part, group in groupby(outputs, key=lambda batch: batch[0].crops.part):
             empty.remove(part)
             yield part, _part_table(list(group), output, per)
-    for part in sorted(empty):  # none of its records or crops could be read
+    # These parts have no row, because none of their records or crops could be read
+    for part in sorted(empty):
         yield part, output.schema.empty_table()
 
 
-def note_missing_leads(
+def with_missing_leads(
     batches: Iterable[CropBatch], used: Input, shown: Input
 ) -> Iterator[CropBatch]:
-    """Notes which of the leads that the model uses were not recorded, or are not shown to it."""
+    """Yields the batches with `missing_BL`: True for each lead that the model uses, but that was
+    not recorded or is not shown to it."""
     used_L, hidden_L = np.isin(ALL_LEADS, used.seen_leads), ~np.isin(ALL_LEADS, shown.seen_leads)
     for batch in batches:
         missing_BL = used_L & (hidden_L | ~batch.uv_BLT.any(axis=2))
@@ -191,10 +206,11 @@ def note_missing_leads(
 
 
 def _part_table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per) -> pa.Table:
-    """Means of the outputs y_HD over the windows H of each row N."""
+    """Returns the table of a part. The outputs of a row are the means of y_HD over its windows
+    H."""
     y_HD = np.concatenate([y_HD for _, y_HD in batches])
     if not np.isfinite(y_HD).all():
-        raise OutputError(NOT_FINITE)
+        raise OutputError(NOT_FINITE_MESSAGE)
     halves_B = np.concatenate([batch.halves_B for batch, _ in batches])
     windows_B = 1 if per == "first" else output.model.input.count_windows(halves_B)
     crop_H = np.repeat(np.arange(len(halves_B)), windows_B)
@@ -210,25 +226,25 @@ def _part_table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per
     rows = crops.take(crop_H[first_N])
     columns = {name: rows[name] for name in CROP_COLUMNS}
     if per == "record":
-        columns[FLAGS] = _joined_flags(crops[FLAGS], crop_H, first_N)
+        columns[FLAGS_COLUMN] = _joined_flags(crops[FLAGS_COLUMN], crop_H, first_N)
     if per == "half":
         columns["start_s"] = _window_starts(rows, crop_H, output.model.input)
-    if MISSING in output.schema.names:
-        columns[MISSING] = _missing_leads(batches, crop_H, first_N)
-    if PATH in output.schema.names:
-        columns[PATH] = rows[PATH]
+    if MISSING_LEADS_COLUMN in output.schema.names:
+        columns[MISSING_LEADS_COLUMN] = _missing_leads(batches, crop_H, first_N)
+    if PATH_COLUMN in output.schema.names:
+        columns[PATH_COLUMN] = rows[PATH_COLUMN]
     return pa.Table.from_arrays([*columns.values(), *output.columns(y_ND)], schema=output.schema)
 
 
 def _window_starts(rows: pa.Table, crop_H: Array, model_input: Input) -> pa.Array:
-    """Returns the start of each window in seconds; a crop's second window starts later than the
-    crop."""
+    """Returns the start of each window in seconds. The second window of a crop starts later than
+    the crop does."""
     window_H = np.arange(len(crop_H)) - np.searchsorted(crop_H, crop_H)
     return pa.array(rows["start_s"].to_numpy() + window_H * model_input.window_s)
 
 
 def _joined_flags(flags_B: pa.ChunkedArray, crop_H: Array, first_N: Array) -> pa.Array:
-    """Returns the flags of all crops of each row."""
+    """Returns the flags of each row, joined by commas: those of all its crops."""
     if flags_B.null_count == len(flags_B):
         return pa.nulls(len(first_N), pa.string())
     joined = []
@@ -241,7 +257,7 @@ def _joined_flags(flags_B: pa.ChunkedArray, crop_H: Array, first_N: Array) -> pa
 def _missing_leads(
     batches: list[tuple[CropBatch, Array]], crop_H: Array, first_N: Array
 ) -> pa.Array:
-    """Returns the names of the leads that are missing in any crop of a row."""
+    """Returns the names of the leads that are missing in any crop of a row, for each row."""
     missing_BL = np.concatenate([batch.crops.missing_BL for batch, _ in batches])
     missing_NL = np.logical_or.reduceat(missing_BL[crop_H], first_N)
     names = [describe_leads(np.flatnonzero(missing_L)) or None for missing_L in missing_NL]
@@ -249,25 +265,26 @@ def _missing_leads(
 
 
 class ParquetParts:
-    """The parts of a table, in a folder until all are there."""
+    """Keeps the parts of a table in a folder, and joins them into one file when all are there."""
 
     def __init__(self, out: Path, job: Facts, rank: int = 0, world: int = 1) -> None:
         self.out, self.rank, self.world = out, rank, world
-        self.job = json.loads(json.dumps(job))  # with lists for tuples, as JSON is read back
+        self.job = json.loads(json.dumps(job))  # lists replace tuples, as when JSON is read back
         self.folder = out.with_name(f"{out.name}.parts")
         self.finished = out.exists()
-        self.rows: int | None = None  # rows of `out`, on the rank that has joined its parts
-        self.counts = Counts()  # complete on the same rank
+        # Number of rows of `out`, known to the rank that has joined its parts
+        self.rows: int | None = None
+        self.counts = RowCounts()  # the counts of `out`, known to the same rank
         self._lock: Any = None
         if not self.finished:
             self._lock_folder()
             return
-        self._require_same(read_job(out), out)
-        if rank == 0 and out.suffix != CSV:
+        self._require_same_job(read_job(out), out)
+        if rank == 0 and out.suffix != CSV_SUFFIX:
             self.rows = pq.read_metadata(out).num_rows
 
     def _lock_folder(self) -> None:
-        """Locks the folder for this rank, and refuses parts of another job."""
+        """Locks the folder for this rank, and raises ConfigError if it has parts of another job."""
         if self.folder.is_file():
             raise ConfigError(
                 f"{self.out}: {self.folder} is a file: remove it, or choose another file"
@@ -277,36 +294,44 @@ class ParquetParts:
         with ExitStack() as refused:
             self._lock = refused.enter_context(open(lock, "w"))
             if locked_by_another(self._lock, str(self.out)):
-                raise OutputError(f"{self.out}: another process is writing it")
+                raise OutputError(
+                    f"{self.out}: another process is writing this file: wait for it, or choose another file"
+                )
             for path in self.folder.glob("*.parquet"):
                 before = read_job(path)
                 if before is not None:
-                    self._require_same(before, self.folder)
-            refused.pop_all()  # the lock is held until the end
+                    self._require_same_job(before, self.folder)
+            refused.pop_all()  # from here on the lock is held until `__exit__`
 
-    def _require_same(self, job: Any, place: Path) -> None:
+    def _require_same_job(self, job: Any, place: Path) -> None:
+        """Raises ConfigError if `job`, which wrote the file or folder `place`, is not this job."""
         before = job if isinstance(job, dict) else {}
         for name in sorted(self.job.keys() | before.keys()):
             was, now = before.get(name), self.job.get(name)
             if was != now:
-                self._refuse_file(place, f"{name} was {str(was)[:60]}, now {str(now)[:60]}")
+                self._refuse_other_job(place, f"{name} was {str(was)[:60]}, now {str(now)[:60]}")
 
-    def _refuse_file(self, place: Path, why: str) -> None:
-        raise ConfigError(f"{place}: of another job: {why}: remove it, or choose another file")
+    def _refuse_other_job(self, place: Path, why: str) -> None:
+        """Raises the ConfigError for a file or folder of another job."""
+        raise ConfigError(
+            f"{place}: another job wrote it: {why}: remove it, or choose another file"
+        )
 
     def require_columns(self, names: Sequence[str]) -> None:
-        """Refuses parts with other columns: an earlier version began them."""
+        """Raises ConfigError if parts in the folder have other columns, which means that an earlier
+        version of this program wrote them."""
         for path in self.folder.glob("*.parquet"):
             try:
                 before = pq.read_schema(path).names
-            except (pa.ArrowException, OSError):  # damaged, or another rank has removed it
+            # The part is damaged, or another rank has removed it
+            except (pa.ArrowException, OSError):
                 continue
             for name in set(names) ^ set(before):
                 what = "without" if name in names else "with"
-                self._refuse_file(self.folder, f"its parts are {what} a column {name}")
+                self._refuse_other_job(self.folder, f"its parts are {what} a column {name}")
 
     def _read_part(self, number: int, schema: pa.Schema | None = None) -> pa.Table | None:
-        """Reads a part's table; None if it is missing or damaged."""
+        """Returns the table of a part; None if the part is missing or damaged."""
         try:
             return pq.read_table(
                 self._part_path(number), schema=schema, page_checksum_verification=True
@@ -318,24 +343,28 @@ class ParquetParts:
         return self.folder / f"{number:06d}.parquet"
 
     def own_parts(self, count: int) -> range:
-        """Returns this rank's parts, out of `count`."""
+        """Returns the numbers of the parts that this rank computes, out of `count`."""
         return range(self.rank, count, self.world)
 
     def missing_parts(self, count: int) -> list[int]:
-        """Returns this rank's parts that are still missing or damaged."""
+        """Returns the numbers of those parts of this rank that are missing or damaged; none if the
+        whole file exists."""
         numbers = [number for number in self.own_parts(count) if self._read_part(number) is None]
-        # Checked last: another rank removes the parts only after this file exists
+        # Whether the whole file exists is checked last, because another rank may remove the parts
+        # once it does
         self.finished = self.out.exists()
         return [] if self.finished else numbers
 
     def write_part(self, number: int, table: pa.Table, skipped: Sequence[Skipped] = ()) -> None:
+        """Writes a part. Does nothing if other ranks have completed the file in the meantime."""
         buffer = io.BytesIO()
-        facts = {JOB_KEY: json.dumps(self.job), SKIPPED_KEY: json.dumps(skipped)}
+        facts = {JOB_METADATA_KEY: json.dumps(self.job), SKIPPED_METADATA_KEY: json.dumps(skipped)}
         table = table.replace_schema_metadata(facts)
         pq.write_table(table, buffer, write_page_checksum=True)
         try:
             write_whole(self._part_path(number), buffer.getvalue())
-        except FileNotFoundError:  # ranks of another number have joined all parts and removed them
+        # A run with another number of ranks has joined all parts and removed the folder
+        except FileNotFoundError:
             self.finished = self.out.exists()
             if not self.finished:
                 raise
@@ -344,34 +373,39 @@ class ParquetParts:
         self, count: int, schema: pa.Schema, left_out: Sequence[Skipped] = ()
     ) -> list[int]:
         """Joins all parts into one file, atomically. Returns the numbers of missing parts, which
-        other ranks compute. Ranks that finish together may all join: they write the same bytes.
-        `left_out`: ECGs that are in no part."""
+        other ranks compute. Ranks that finish together may all join the parts, and then write the
+        same bytes. `left_out`: ECGs that are in no part."""
         missing: list[int] = []
         try:
             if not self.out.exists():
-                facts = schema.with_metadata({JOB_KEY: json.dumps(self.job)})
+                facts = schema.with_metadata({JOB_METADATA_KEY: json.dumps(self.job)})
                 missing = self._join_into_file(count, facts, list(left_out))
-        except FileNotFoundError:  # another rank has joined the parts and removed them
+        except FileNotFoundError:  # another rank has joined all parts and removed them
             if not self.out.exists():
                 raise
         return [] if self.out.exists() else missing
 
     def _join_into_file(self, count: int, schema: pa.Schema, skipped: list[Skipped]) -> list[int]:
+        """Joins all parts in a temporary file, and renames it to `out`. Returns the numbers of
+        missing parts; if there are any, `out` is not written."""
         files = set(os.listdir(self.folder))
         missing = [number for number in range(count) if self._part_path(number).name not in files]
         if missing:
             return missing
-        # also unlike that of ranks of another number, who may join at the same time
+        # The name includes the number of ranks and the process, because a run with another number
+        # of ranks may join the parts at the same time
         joined = self.folder / f"whole-{self.rank}-of-{self.world}-{os.getpid()}"
-        counts = Counts()
-        with _table_writer(joined, schema, self.out.suffix == CSV) as write:
+        counts = RowCounts()
+        with _table_writer(joined, schema, self.out.suffix == CSV_SUFFIX) as write:
             for number in range(count):
                 table = self._read_part(number, schema)
                 if table is None:
                     missing.append(number)
                     continue
                 of_part = json.loads(
-                    pq.read_schema(self._part_path(number)).metadata.get(SKIPPED_KEY, b"[]")
+                    pq.read_schema(self._part_path(number)).metadata.get(
+                        SKIPPED_METADATA_KEY, b"[]"
+                    )
                 )
                 skipped += (Skipped(*ecg) for ecg in of_part)
                 counts = counts.add_table(table, len(of_part))
@@ -384,7 +418,7 @@ class ParquetParts:
             raise nothing_read_error(counts.refused)
         with open(joined, "rb") as file:
             os.fsync(file.fileno())
-        if self.out.suffix == CSV:
+        if self.out.suffix == CSV_SUFFIX:
             record = {"job": self.job, "bytes": joined.stat().st_size}
             write_whole(job_record_path(self.out), json.dumps(record))
         write_skipped(self.out, skipped)
@@ -399,7 +433,8 @@ class ParquetParts:
     def __exit__(self, *error: object) -> None:
         if self._lock:
             self._lock.close()
-        if self.out.exists():  # the parts are no longer needed, whichever rank joined them
+        # The parts are not needed any more, even if another rank has joined them
+        if self.out.exists():
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -407,7 +442,8 @@ class ParquetParts:
 def _table_writer(
     path: Path, schema: pa.Schema, as_csv: bool
 ) -> Iterator[Callable[[pa.Table], None]]:
-    """Appends tables to a file: in parquet, one row group each."""
+    """Yields a function that appends a table to the file. In parquet, each table becomes a row
+    group."""
     if not as_csv:
         with pq.ParquetWriter(path, schema) as writer:
             yield writer.write_table
@@ -417,12 +453,12 @@ def _table_writer(
 
 
 def skipped_file(out: Path) -> Path:
-    """Returns the path beside `out` that lists what was skipped."""
+    """Returns the path of the file beside `out` that lists the skipped ECGs."""
     return out.with_name(f"{out.name}.skipped.csv")
 
 
 def has_skipped_file(out: Path) -> bool:
-    """True if there is such a file, written by this program."""
+    """Returns True if `out` has a file of skipped ECGs that this program has written."""
     try:
         with open(skipped_file(out), "rb") as file:
             return file.readline().strip() == ",".join(Skipped._fields).encode()
@@ -431,38 +467,41 @@ def has_skipped_file(out: Path) -> bool:
 
 
 def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
+    """Writes the file that lists the skipped ECGs. If there are none, removes such a file of an
+    earlier job."""
     place = skipped_file(out)
     is_own = has_skipped_file(out)
     if skipped:
         if place.exists() and not is_own:
-            raise OutputError(f"{place}: is of another program: move it{RESUMABLE}")
+            raise OutputError(f"{place}: another program wrote this file: move it{RESUMABLE}")
         write_whole(place, csv_text([Skipped._fields, *skipped]))
-    elif is_own:  # it describes an earlier file of this name
+    elif is_own:  # the list belongs to an earlier `out` of the same name
         place.unlink(missing_ok=True)
 
 
 def job_record_path(out: Path) -> Path:
-    """Returns the path of the file that says which job has written a CSV file."""
+    """Returns the path of the file that says which job wrote a CSV file."""
     return out.with_name(f".{out.name}.job")
 
 
 def read_job(path: Path) -> Any:
-    """Reads the job from a file's metadata, or from the record of a CSV file; None if it is
-    missing, damaged, or of an earlier file of this name."""
+    """Returns the job that wrote a file, from the metadata of a parquet file, or from the record
+    beside a CSV file. None if the record is missing, damaged, or about an earlier CSV file of the
+    same name."""
     try:
-        if path.suffix == CSV:
+        if path.suffix == CSV_SUFFIX:
             record = json.loads(job_record_path(path).read_text())
             return record["job"] if record["bytes"] == path.stat().st_size else None
-        return json.loads((pq.read_schema(path).metadata or {}).get(JOB_KEY, b"null"))
+        return json.loads((pq.read_schema(path).metadata or {}).get(JOB_METADATA_KEY, b"null"))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def make_parts(
+def compute_parts(
     source: CropSource, output: Output, model_input: Input, per: Per, parts: ParquetParts
 ) -> list[int]:
-    """Computes this rank's parts, and joins the file if no part is missing. Returns the missing
-    parts."""
+    """Computes this rank's parts, and joins all parts into the file if none is missing. Returns the
+    numbers of the missing parts."""
     parts.require_columns(output.schema.names)
     missing = parts.missing_parts(source.parts)
     total = source.count_units(parts.own_parts(source.parts))
@@ -474,8 +513,8 @@ def make_parts(
     return parts.join_parts(source.parts, output.schema, source.left_out)
 
 
-def whole_table(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
-    """Returns the table of all parts, in memory."""
+def compute_table(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
+    """Returns the table of all parts, which is computed in memory."""
     numbers = range(source.parts)
     with progress_bar(source.count_units(numbers), source.unit) as bar:
         parts = part_tables(source, output, model_input, numbers, per, bar.update)
@@ -487,6 +526,7 @@ def whole_table(source: CropSource, output: Output, model_input: Input, per: Per
 
 
 def nothing_read_error(refused: int) -> DataError:
+    """Returns the error for data of which no record can be read."""
     return DataError(f"no record can be read: {refused:,} skipped, for the reasons above")
 
 

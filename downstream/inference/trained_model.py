@@ -7,12 +7,12 @@
     model(x_RLT), model.logits(x_RLT), model.scores(x_RLT)          # for segments that are already preprocessed (model.input)
     cut_crops(signal_LT, 250, "II,V1", "mV", model.input)           # int16 [B, 12, 5000], their start times, halves and flags
 
-An ECG in memory is cut by `data_tools.ecg.crops`, like a dataset, so a record has the same embedding
-from either source.
+An ECG in memory is cut by `data_tools.ecg.crops`, like the ECGs of a dataset, so a record has the same
+embedding from either source.
 
-Files whose sha256 differs from config.json are refused (engine.model.folder), as are missing or
-unexpected weights and wrong shapes. Only the quantiser and the projections of pre-training are
-ignored.
+A file is refused if its sha256 is not that in config.json (engine.model.folder). Weights are refused if
+any are missing, unexpected or of another shape, except that the quantiser and the projections of
+pre-training are ignored.
 """
 
 import warnings
@@ -77,19 +77,22 @@ from ..tasks.kinds import KINDS, sensitivity_sentences
 from ..tasks.readout import PAPER, Readout, measures_signal, parse_readout, read_out, readout_width
 from .trees import Trees
 
-# Limits for a typical lead's median and peak, and for its peak from below; hearts peak at 0.1 to 10
+# A unit is refused if the median sample is above the first limit, or if the peak of the median lead
+# is above the second or below the third. ECGs peak at 0.1 to 10 mV
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01
-NOT_MEASURED = -32_768  # in int16
-ROWS_ENCODED = 64  # segments encoded at a time
-NOT_FINITE = "the model's outputs are not finite: its weights are broken"
+NOT_MEASURED = -32_768  # the value in int16 of a sample that was not measured
+SEGMENTS_PER_BATCH = 64  # number of segments that are encoded at a time
+NOT_FINITE_MESSAGE = "the model's outputs are not finite: its weights are broken"
 THRESHOLD = 0.5
-CLASSES_IN_REPR = 8  # classes in its repr
-ENOUGH_HZ = 300  # enough for what is usually read from an ECG: up to 150 Hz
+CLASSES_IN_REPR = 8  # the repr of a model names at most so many classes
+# This sampling rate is enough for what is usually read from an ECG: waves up to 150 Hz
+SUFFICIENT_RATE_HZ = 300
 ModuleClass = type[nn.Module] | None
-Count = Annotated[int, Field(ge=1, le=2**24)]  # bounded, as config.json may be anyone's
+Count = Annotated[int, Field(ge=1, le=2**24)]  # bounded, because config.json may come from anyone
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
-Leads = str | Iterable[str]  # names of leads, as for engine.settings.leads.leads_in_order
+# Names of leads in the order of the rows, as for engine.settings.leads.leads_in_order
+Leads = str | Iterable[str]
 
 
 STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -97,37 +100,46 @@ STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 @dataclass(frozen=True, config=STRICT)
 class CrossValidation:
-    """Scores of a head in cross-validation, `head.cross_validated` in config.json: each ECG is
-    scored by a head that was fitted without its patient."""
+    """The scores of a head in cross-validation, which config.json holds as `head.cross_validated`.
+    Each ECG is scored by a head that was fitted without its patient."""
 
     folds: Count
     n: Count  # number of ECGs
     metrics: dict[Name, float | None]
-    intervals: dict[Name, tuple[float | None, float | None]]  # 95 %, over patients
-    # By class: the score that 95 % of the positives reach, and the specificity there
+    # 95 % intervals from a bootstrap over patients
+    intervals: dict[Name, tuple[float | None, float | None]]
+    # By class: the threshold that 95 % of the positives reach, and the specificity at this
+    # threshold
     sensitive: dict[Name, tuple[Share, Share]] = field(default_factory=dict)
-    left_out: tuple[Name, ...] = ()  # classes or values of which a fold had too few labels
+    # Outputs that were not tested, because a fold had too few labels for them
+    left_out: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True, config=STRICT)
 class HeadInfo:
-    """The meaning of a fine-tuned model's K outputs: `head` in config.json."""
+    """What the K outputs of a fine-tuned model mean: the section `head` of config.json."""
 
     task: str
     kind: TaskKind
-    classes: tuple[Name, ...] = ()  # [K]; for binary and regression, the label columns
-    # [K] for binary and multilabel: a class is predicted above its threshold
+    # Names of the K classes; in a binary task or a regression, of the label columns
+    classes: tuple[Name, ...] = ()
+    # For binary and multilabel tasks, one for each class: the class is predicted if its probability
+    # is above this threshold
     thresholds: tuple[Share, ...] = ()
-    # [K] chosen on validation data, for the Challenge's classes (`thresholds`: 0.5)
+    # For the Challenge's classes, whose `thresholds` are 0.5: the thresholds chosen on validation
+    # data, one for each class
     chosen: tuple[Share, ...] = ()
-    unit: str = ""  # of values (regression) or times (survival)
-    center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
+    unit: str = ""  # the unit of the values of a regression, or of the times of a survival task
+    # In a regression, one for each output: value = logit * scale + center
+    center: tuple[float, ...] = ()
     scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
-    trees: tuple[Count, Count] | None = None  # how many nodes and trees, of a boosted head
+    # The numbers of nodes and of trees; None if the head is not boosted
+    trees: tuple[Count, Count] | None = None
     cross_validated: CrossValidation | None = None
-    # lowest and highest recording rate of the ECGs that it was fitted on; (): not known
+    # The lowest and the highest recording rate of the ECGs that the head was fitted on; () if they
+    # are unknown
     source_hz: tuple[float, ...] = ()
-    # Settings of the task: labels, split, ...
+    # The settings of the task, such as labels and split
     definition: Facts = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -138,11 +150,12 @@ class HeadInfo:
             counted = ", ".join(f"{length} {name}" for name, length in lengths.items())
             raise ConfigError(f"{self.kind} with {counted}")
         if len(set(self.classes)) < len(self.classes):
-            raise ConfigError("two classes have the same name")
+            raise ConfigError("two classes have the same name: give each class its own")
 
     @property
     def sentences(self) -> list[str]:
-        """Says how good the head was in cross-validation."""
+        """Returns sentences that say how good the head was in cross-validation; none if it was not
+        cross-validated."""
         found = self.cross_validated
         if found is None:
             return []
@@ -166,22 +179,23 @@ class HeadInfo:
         return said
 
     def scores(self, logits_RK: Tensor) -> Tensor:
-        """Probabilities, values in `unit`, or risks."""
+        """Returns probabilities, values in `unit`, or risks, by the kind of task."""
         if KINDS[self.kind].has_scale:
             return logits_RK * logits_RK.new_tensor(self.scale) + logits_RK.new_tensor(self.center)
         return KINDS[self.kind].scores(logits_RK)
 
 
 def _rates_text(rates_hz: Sequence[float]) -> str:
+    """Returns the range of the rates, such as "100 to 500"."""
     low, high = min(rates_hz), max(rates_hz)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 class TrainedModel(nn.Module):
-    """A trained model in eval mode. R segments (`input.window_s`), L leads, T samples, D `encoder.width`;
-    `digest` identifies its files."""
+    """A trained model in eval mode. `digest` identifies its files. Axes of tensors: R segments of
+    `input.window_s`, L leads, T samples, N tokens, D = `encoder.width`, K outputs, B ECGs."""
 
-    encoder: Any  # nn.Module with a `width`
+    encoder: Any  # an nn.Module with an attribute `width`
 
     def __init__(
         self,
@@ -195,20 +209,25 @@ class TrainedModel(nn.Module):
         self.encoder, self.head = encoder, head
         self.config, self.preprocessing, self.digest = config, preprocessing, digest
         self.input = Input.from_document(preprocessing, config_of(config).leads)
-        self.head_info = head_of(config)
+        self.head_info = parse_head_info(config)
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
-        self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
-        self.seen = unknown_seen_record()  # the data that it was trained on (engine.data.seen)
+        # {name: content} of the files with custom code in the model folder
+        self.code: dict[str, bytes] = {}
+        self.seen = unknown_seen_record()  # which ECGs the model was trained on, as in engine.data.seen
         self.readout = self.suitable_readout(config.get("readout", PAPER))
         self.eval()
 
     def note_on_rates(self, rates_hz: Iterable[float]) -> str:
-        """Returns a note if ECGs were recorded so much slower or faster than those that the head
-        was fitted on that it may matter; else ""."""
+        """Returns a note if some ECGs were recorded at rates so different from those that the head
+        was fitted on that its scores may not hold; "" if there are none."""
         if not (self.head_info and self.head_info.source_hz):
             return ""
-        widest = min(ENOUGH_HZ, self.input.fs_hz, 2 * (self.input.band_hz or (0, ENOUGH_HZ))[1])
+        widest = min(
+            SUFFICIENT_RATE_HZ,
+            self.input.fs_hz,
+            2 * (self.input.band_hz or (0, SUFFICIENT_RATE_HZ))[1],
+        )
         low, high = (min(rate, widest) for rate in self.head_info.source_hz)
         other = [
             rate for rate in sorted(rates_hz) if not 0.8 * low <= min(rate, widest) <= 1.25 * high
@@ -222,7 +241,8 @@ class TrainedModel(nn.Module):
         )
 
     def __repr__(self) -> str:
-        """Describes input and output, in place of PyTorch's list of layers."""
+        """Returns one sentence on the input and the output, in place of PyTorch's list of
+        layers."""
         signals, head = self.input, self.head_info
         does = f"makes an embedding of {self.readout_width(self.readout)} numbers"
         if head and head.classes:
@@ -237,7 +257,8 @@ class TrainedModel(nn.Module):
         )
 
     def suitable_readout(self, text: str) -> Readout:
-        """Returns the parts of a read-out that suits this model; "": the model's own."""
+        """Returns the parts of the read-out `text`, or of the model's own if `text` is "".
+        ConfigError if the read-out does not suit the model."""
         parts = parse_readout(text) if text else self.readout
         if measures_signal(parts) and not self.input.uses_stored_halves:
             raise ConfigError(
@@ -247,6 +268,7 @@ class TrainedModel(nn.Module):
         return parts
 
     def readout_width(self, readout: Readout) -> int:
+        """Returns the number of dimensions of an embedding with this read-out."""
         return readout_width(readout, self.encoder.width)
 
     @property
@@ -256,12 +278,12 @@ class TrainedModel(nn.Module):
 
     @property
     def history(self) -> Facts:
-        """The facts about its training in config.json."""
+        """Returns the facts about the training, `trained` in config.json; {} if there are none."""
         trained = self.config.get("trained")
         return trained if isinstance(trained, dict) else {}
 
     def with_random_weights(self, seed: int = 0) -> "TrainedModel":
-        """Returns a model of the same architecture with random weights, without a head."""
+        """Returns a model of the same architecture with random weights and without a head."""
         config = config_of(self.config)
         kind = type(self.encoder) if config.encoder else None
         encoder = build_encoder(config, generator=torch.Generator().manual_seed(seed), kind=kind)
@@ -269,9 +291,10 @@ class TrainedModel(nn.Module):
         return model.to(self.device, next(self.parameters()).dtype)
 
     def missing_leads_doubt(self) -> str:
-        """Says why predictions are doubtful if some of the model's leads are missing; "" if it was
-        trained with random lead masking."""
-        # Unknown for models of other programs and of older versions
+        """Returns the reason why predictions are doubtful if some of the model's leads are missing;
+        "" if the model was trained with random lead masking."""
+        # Models of other programs or of older versions do not say if leads were masked, which makes
+        # this NaN
         masked = number_or_nan(self.history.get("rlm"))
         if masked > 0:
             return ""
@@ -282,24 +305,30 @@ class TrainedModel(nn.Module):
         )
 
     def tokens(self, x_RLT: Tensor) -> Tensor:
+        """Returns the tokens c_RND of the encoder."""
         c_RND: Tensor = self.encoder(x_RLT.to(next(self.encoder.parameters()).dtype))
         return c_RND
 
     def pool_tokens(self, x_RLT: Tensor) -> Tensor:
-        """Returns c_RD, float32: the mean over tokens, as in the paper."""
+        """Returns embeddings c_RD in float32: the mean over the tokens, as in the paper."""
         return self.read(x_RLT, (PAPER,))
 
     def read(self, x_RLT: Tensor, readout: Readout) -> Tensor:
-        """The parts of a read-out, joined, in float32."""
+        """Returns embeddings in float32 with this read-out, whose parts are concatenated."""
         return read_out(readout, self.tokens(x_RLT), x_RLT, self.input.leads)
 
     def forward(self, x_RLT: Tensor) -> Tensor:
+        """Returns the mean over the tokens: see pool_tokens."""
         return self.pool_tokens(x_RLT)
 
     def logits(self, x_RLT: Tensor) -> Tensor:
+        """Returns the outputs of the head for these segments; ConfigError if the model has no
+        head."""
         return self.logits_of(self.tokens(x_RLT), x_RLT)
 
     def logits_of(self, c_RND: Tensor, x_RLT: Tensor) -> Tensor:
+        """Returns the outputs of the head for these tokens of the segments x_RLT; ConfigError if
+        the model has no head."""
         if self.head is None:
             raise ConfigError(
                 "this model has no head: logits and scores need a model that was fine-tuned on "
@@ -307,20 +336,22 @@ class TrainedModel(nn.Module):
             )
         c = c_RND
         if isinstance(self.head, Trees) and not c_RND.isfinite().all():
-            raise ConfigError(NOT_FINITE)  # trees would take NaN for a value that was not measured
+            # Trees would take NaN for a value that was not measured
+            raise ConfigError(NOT_FINITE_MESSAGE)
         if not sees_tokens(self.head):
             c = read_out(self.readout, c_RND, x_RLT, self.input.leads)
         y: Tensor = self.head(c.to(next(self.head.parameters()).dtype))
         return y.float()
 
     def scores(self, x_RLT: Tensor) -> Tensor:
-        """y_RK: probabilities of `classes`, or values in `unit`."""
+        """Returns y_RK: the probabilities of `classes`, values in `unit`, or risks, by the kind of
+        task."""
         logits_RK = self.logits(x_RLT)
         assert self.head_info is not None
         return self.head_info.scores(logits_RK)
 
     def segments(self, signal: Any, fs_hz: float, leads: Leads, unit: str = "mV") -> Tensor:
-        """The model's input x_RLT for one ECG [L, T]."""
+        """Returns the model's input x_RLT for one ECG [L, T]. Arguments: see `embed`."""
         return self._segments_of(cut_crops(signal, fs_hz, leads, unit, self.input))
 
     def _segments_of(self, ecg: "EcgCrops") -> Tensor:
@@ -336,18 +367,21 @@ class TrainedModel(nn.Module):
         unit: str = "mV",
         readout: str = "",
     ) -> Tensor:
-        """Embed an ECG [L, T] -> [E], or several [B, L, T] -> [B, E] (numpy or torch): the mean
-        over its segments (of 5 s, or the model's window). readout: "mean", "mean+std+rhythm", ...; "": the model's own.
+        """Returns the embedding [E] of one ECG [L, T], or the embeddings [B, E] of several [B, L,
+        T]. ECGs are numpy arrays or torch tensors. An embedding is the mean over the segments of
+        the ECG, which are 5 s long, or as long as the model's window.
 
-        leads: the names of the rows, in any order; other leads are zeros, for which random lead
-        masking has prepared the model. NaN (in int16 -32768) means not measured. `cut_crops` says
-        what is refused. Warns of an amplitude that is not an ECG's.
+        leads: the names of the rows, in any order. Other leads are zeros, for which random lead
+        masking has prepared the model. readout: parts joined by +, such as "mean" or
+        "mean+std+rhythm"; "" for the model's own. NaN (in int16 -32768) is a sample that was not
+        measured. `cut_crops` says which ECGs are refused. Warns if an amplitude is not an ECG's.
         """
         parts = self.suitable_readout(readout)
         forward, width = partial(self.read, readout=parts), self.readout_width(parts)
         ecgs = self._cut_crops(signal, fs_hz, leads, unit)
         for warning in _amplitude_warnings(ecgs, unit):
-            warnings.warn(warning, stacklevel=3)  # the second frame is torch's decorator
+            # The third frame is the caller, since the second is torch's decorator
+            warnings.warn(warning, stacklevel=3)
         c_BD = self._mean_outputs(forward, width, ecgs)
         return c_BD if _is_batch(signal) else c_BD[0]
 
@@ -355,19 +389,21 @@ class TrainedModel(nn.Module):
     def predict(
         self, signal: Any, fs_hz: float, leads: Leads, unit: str = "mV"
     ) -> dict[str, float] | list[dict[str, float]]:
-        """{class: probability} or {name: value in `self.unit`} for an ECG [L, T], a list of them
-        for several [B, L, T]: means over segments, as `evaluate` scores a record.
-        Arguments: see `embed`. Warns of an amplitude that is not an ECG's, and if leads are
-        missing (not named, NaN or all zero) that the model was not trained without."""
+        """Returns {class: probability} or {name: value in `self.unit`} for an ECG [L, T], or a list
+        of these for several ECGs [B, L, T]. A prediction is the mean over the segments of the ECG,
+        as `evaluate` scores a record. Arguments: see `embed`. Warns if an amplitude is not an
+        ECG's. Also warns if leads are missing (not named, NaN or all zero), unless the model was
+        trained with missing leads."""
         ecgs = self._cut_crops(signal, fs_hz, leads, unit)
         for warning in (*_amplitude_warnings(ecgs, unit), *self._missing_lead_warnings(ecgs)):
-            warnings.warn(warning, stacklevel=3)  # the second frame is torch's decorator
+            # The third frame is the caller, since the second is torch's decorator
+            warnings.warn(warning, stacklevel=3)
         y_BK = self._mean_outputs(self.scores, len(self.classes), ecgs)
         answers = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
         return answers if _is_batch(signal) else answers[0]
 
     def _cut_crops(self, signal: Any, fs_hz: float, leads: Leads, unit: str) -> list["EcgCrops"]:
-        """Returns the crops of each ECG, one or several."""
+        """Returns the crops of each ECG in `signal`, which holds one ECG or several."""
         leads = leads if isinstance(leads, str) else tuple(leads)
         ecgs = []
         for i, record in enumerate(signal if _is_batch(signal) else [signal]):
@@ -380,42 +416,45 @@ class TrainedModel(nn.Module):
         return ecgs
 
     def _missing_lead_warnings(self, ecgs: Sequence["EcgCrops"]) -> Iterator[str]:
-        """Yields a warning if leads that the model uses were not measured in a crop."""
+        """Yields a warning if some crop lacks leads that the model uses, unless the model was
+        trained with missing leads."""
         missing = []
         for ecg in ecgs:
             measured_L = np.asarray(ecg.uv_BLT.any(axis=2).all(axis=0))
             missing.append([lead for lead in self.input.seen_leads if not measured_L[lead]])
         which = sorted(set(chain.from_iterable(missing)))
         if which and (why := self.missing_leads_doubt()):
-            yield f"without leads {describe_leads(which)}{_concerned_text(missing)}: {why}"
+            yield f"without leads {describe_leads(which)}{_affected_ecgs_text(missing)}: {why}"
 
     def _mean_outputs(
         self, forward: Callable[[Tensor], Tensor], width: int, ecgs: Sequence["EcgCrops"]
     ) -> Tensor:
-        """[B, width]: the output of `forward` for each ECG, averaged over its segments."""
+        """Returns [B, width]: the output of `forward` for each ECG, averaged over its segments."""
         if not ecgs:
             return torch.zeros(0, width, device=self.device)
         parts = [self._segments_of(ecg) for ecg in ecgs]
-        y_RD = torch.cat([forward(x_RLT) for x_RLT in torch.cat(parts).split(ROWS_ENCODED)])
+        y_RD = torch.cat([forward(x_RLT) for x_RLT in torch.cat(parts).split(SEGMENTS_PER_BATCH)])
         y_BD = torch.stack([part.mean(0) for part in y_RD.split([len(part) for part in parts])])
         if not y_BD.isfinite().all():
-            raise ConfigError(NOT_FINITE)
+            raise ConfigError(NOT_FINITE_MESSAGE)
         return y_BD
 
 
 def _is_batch(signal: Any) -> bool:
+    """Returns True if the signal holds several ECGs."""
     return getattr(signal, "ndim", None) == 3
 
 
 def _amplitude_warnings(ecgs: Sequence["EcgCrops"], unit: str) -> Iterator[str]:
-    """Yields a warning if the amplitude of one of these is not an ECG's."""
+    """Yields a warning if the amplitude of some of these crops is not that of an ECG."""
     if doubts := [ecg.doubt for ecg in ecgs if ecg.doubt]:
-        where = _concerned_text([ecg.doubt for ecg in ecgs])
+        where = _affected_ecgs_text([ecg.doubt for ecg in ecgs])
         yield f"{IMPLAUSIBLE_AMPLITUDE}{where}: {doubts[0]}: is unit={unit!r} right?"
 
 
-def _concerned_text(concerns: Sequence[object]) -> str:
-    """Says how many ECGs a warning concerns, if not all. `concerns`: each ECG's fault, if any."""
+def _affected_ecgs_text(concerns: Sequence[object]) -> str:
+    """Returns the words for how many ECGs a warning concerns; "" if it concerns all. `concerns`:
+    for each ECG, something true if the warning concerns it."""
     if all(concerns):
         return ""
     return f" in {sum(map(bool, concerns)):,} of {len(concerns):,} ECGs"
@@ -427,19 +466,22 @@ def load(
     encoder: ModuleClass = None,
     head: ModuleClass = None,
 ) -> TrainedModel:
-    """Load a model. For a plugged-in encoder or head: `code` runs its file in the folder;
-    `encoder`, `head` pass its class."""
+    """Loads a model. If the model has an encoder or a head of your own, `code` runs the file with
+    its class in the model folder; `encoder` and `head` give the class instead."""
     with model_folder(path) as (folder, digest):
         document, preprocessing = (
             read_document(folder / CONFIG),
             read_document(folder / PREPROCESSING),
         )
-        config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
-        readout = readout_of_document(document, folder / CONFIG)
+        config, head_info = (
+            config_of(document, folder / CONFIG),
+            parse_head_info(document, folder / CONFIG),
+        )
+        readout = parse_model_readout(document, folder / CONFIG)
         if encoder and not config.encoder:
             raise LoadError(
-                f"{folder}: encoder={encoder.__name__}: this model has the authors' encoder: "
-                "leave it out"
+                f"{folder}: encoder={encoder.__name__}: this model has the paper's encoder, which is built "
+                "in: leave the argument out"
             )
         kind = encoder or class_in_folder(folder, config.encoder, code, "encoder")
         with torch.device("cpu" if config.encoder else "meta"):
@@ -462,7 +504,9 @@ def load(
 
 
 def _build_head(head: HeadInfo | None, width: int) -> nn.Module | None:
-    if head is None or not head.classes:  # class vectors of identification are not exported
+    # The class vectors of identification are not exported, so there is no head
+    """Returns the head, still without its weights; None if the model has no head."""
+    if head is None or not head.classes:
         return None
     if head.trees:
         return Trees(*head.trees, len(head.classes))
@@ -470,21 +514,22 @@ def _build_head(head: HeadInfo | None, width: int) -> nn.Module | None:
 
 
 def class_in_folder(folder: Path, spec: str, code: bool, part: str) -> Any:
-    """Returns the class in a model folder; None if `spec` is built into omnilead. Code runs only if
-    asked."""
+    """Returns the class of the encoder or head (`part`) from a file in the model folder; None if
+    `spec` names a class that is built into omnilead. LoadError unless `code` allows to run the
+    file."""
     file, _, name = spec.rpartition(":")
     if not file:
         return None
     give = f"omnilead.load(..., {part}={name})"
     if file not in read_plugin_files(folder):
         raise LoadError(
-            f"{folder / file}: the file with the {part} is not in {CONFIG}: copy the folder "
-            f"again, or {give}"
+            f"{folder / file}: this file with the {part} is missing, or {CONFIG} does not list it: copy the "
+            f"folder again, or use {give}"
         )
     if not code:
         raise LoadError(
-            f"{folder}: its {part} is code in that folder, {file}, which runs only if asked: read it, "
-            "then use ",
+            f"{folder}: the {part} is code in {file} of that folder, which runs only if you allow it: read "
+            "the file, then use ",
             Flag("--code"),
             f", omnilead.load(..., code=True), or {give}",
         )
@@ -492,16 +537,16 @@ def class_in_folder(folder: Path, spec: str, code: bool, part: str) -> Any:
         return load_plugin(f"{folder / file}:{name}")
 
 
-def readout_of_document(document: Mapping[str, Any], path: Path) -> Readout:
-    """Parses `readout` in config.json."""
+def parse_model_readout(document: Mapping[str, Any], path: Path) -> Readout:
+    """Returns the model's own read-out, `readout` in config.json."""
     try:
         return parse_readout(str(document.get("readout", PAPER)))
     except ConfigError as error:
         raise LoadError(f"{path}: {error}") from None
 
 
-def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo | None:
-    """Parses `head` in config.json; None if there is none."""
+def parse_head_info(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo | None:
+    """Returns the section `head` of config.json; None if there is none."""
     if (head := document.get("head")) is None:
         return None
     try:
@@ -511,7 +556,7 @@ def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo 
 
 
 def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> None:
-    """Loads all weights from the file."""
+    """Loads the weights of the encoder and the head from the file; LoadError if they do not fit."""
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {}
@@ -541,26 +586,30 @@ def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> Non
 
 
 class EcgCrops(NamedTuple):
+    """The crops of one ECG."""
+
     uv_BLT: np.ndarray  # int16 [B, 12, 5000]; 0 where nothing was measured
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
-    flags: tuple[tuple[str, ...], ...]  # as for a dataset's crops
-    doubt: str  # data_tools.ecg.crops.amplitude_doubt
+    flags: tuple[tuple[str, ...], ...]  # the flags of each crop, as in a dataset
+    # Why the amplitude is doubtful, by data_tools.ecg.crops.amplitude_doubt; "" if it is not
+    doubt: str
 
 
 def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> EcgCrops:
-    """Cut one ECG [L, T] into crops from its start, as for a dataset: a remainder of 5 s or more
-    is a crop with one half, less is dropped. An ECG shorter than 5 s is refused. A lead with NaN
-    (in int16 -32768, in a masked array a masked sample) is zero in that whole crop. Crops
-    without a measured lead, or with only flat leads, are left out."""
+    """Returns the crops of one ECG [L, T], cut from its start as for a dataset. A remainder of 5 s
+    or more becomes a crop with one half; a shorter remainder is dropped. An ECG shorter than 5 s is
+    refused. If a lead has a sample that was not measured in a crop (NaN, in int16 -32768, in a
+    masked array masked), the whole lead is zero in that crop. Crops in which no lead was measured,
+    or all leads are flat, are left out."""
     indices = leads_in_order(leads)
     wanted.require_leads(indices)
     values, names = _signal_array(signal), tuple(LEADS[lead] for lead in indices)
     if values.ndim == 2 and len(values) != len(names) == values.shape[1]:
         raise SignalError(
-            f"has {len(values):,} rows and {len(names)} columns: transpose it to [leads, samples]"
+            f"the signal has {len(values):,} rows and {len(names)} columns: transpose it to [leads, samples]"
         )
-    invalid = NOT_MEASURED if values.dtype == np.int16 else None  # as loadmat returns it
+    invalid = NOT_MEASURED if values.dtype == np.int16 else None  # loadmat returns such arrays
     try:
         record = EcgRecord("", values, float(fs_hz), names, unit_name(str(unit)), invalid=invalid)
         count = _count_crops_with_windows(record, wanted)
@@ -575,8 +624,8 @@ def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input)
     usable = list(_usable_crops(record, uv_BLT, wanted))
     if not usable:
         raise SignalError(
-            "no valid lead: in every 10 s crop, all leads are flat, or each that the model uses has a "
-            "sample that is NaN (one leaves out the lead)"
+            "no valid lead: in every 10 s crop, all leads are flat, or each lead that the model uses has "
+            "a sample that is NaN (a single NaN leaves out the lead in that crop)"
         )
     return EcgCrops(
         uv_BLT[: len(usable)],
@@ -588,8 +637,8 @@ def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input)
 
 
 def _usable_crops(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Iterator[Crop]:
-    """Yields the crops in which a lead was measured that the model uses; their samples go to the
-    first rows of uv_BLT."""
+    """Yields the crops in which a lead that the model uses was measured. Writes their samples to
+    the first rows of uv_BLT."""
     used, row = {LEADS[lead] for lead in wanted.seen_leads}, 0
     for index in range(len(uv_BLT)):
         try:
@@ -604,32 +653,35 @@ def _usable_crops(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Itera
 
 
 def _count_crops_with_windows(record: EcgRecord, wanted: Input) -> int:
+    """Returns the number of crops that are long enough for a window; SignalError if there are
+    none."""
     samples = samples_at_500(record.signal.shape[1], record.fs_hz)
     count = samples // CROP
     if wanted.shortest_ecg_s == HALF_S:
         count = crop_count(record.signal.shape[1], record.fs_hz)
     if not count:
         raise SignalError(
-            f"{samples / FS_HZ:g} s of signal: the model takes segments of {wanted.window_s:g} s: "
+            f"{samples / FS_HZ:g} s of signal are too short: the model takes segments of {wanted.window_s:g} s: "
             f"give at least {wanted.shortest_ecg_s:g} s"
         )
     return count
 
 
 def _signal_array(signal: Any) -> np.ndarray:
+    """Returns the signal as an array, in which masked samples are NaN, or NOT_MEASURED in int16."""
     if isinstance(signal, Tensor):
         signal = signal.detach().cpu()
         signal = (signal.double() if signal.is_floating_point() else signal).numpy()
     array = np.asarray(signal)
     none: float = np.nan
-    if array.dtype.kind == "i" and array.dtype.itemsize == 2:  # in either byte order
+    if array.dtype.kind == "i" and array.dtype.itemsize == 2:  # int16 in either byte order
         array, none = array.astype(np.int16, copy=False), NOT_MEASURED
     return np.where(np.ma.getmaskarray(signal), none, array) if np.ma.is_masked(signal) else array
 
 
 def _require_plausible(mv_LT: np.ndarray, unit: str) -> None:
-    """Refuses amplitudes whose unit is off by a factor of 1,000. Single leads may be off: the median
-    lead decides."""
+    """Raises SignalError if the unit seems to be wrong by a factor of 1,000. The medians over
+    samples and leads decide, because single leads may be off."""
     measured = np.isfinite(mv_LT)
     if not measured.any():
         return
@@ -641,7 +693,10 @@ def _require_plausible(mv_LT: np.ndarray, unit: str) -> None:
     seen = f"unit={unit!r}: a typical lead peaks at {peak:.3g} mV"
     if middle > LARGE_MV or peak > HUGE_MV:
         raise SignalError(
-            f"{seen} (median {middle:.3g} mV), too large for an ECG: is the unit smaller?"
+            f"{seen} (median {middle:.3g} mV), which is too large for an ECG: check the unit, "
+            "which is probably smaller"
         )
     if 0 < peak < TINY_MV:
-        raise SignalError(f"{seen}, too small for an ECG: is the unit larger?")
+        raise SignalError(
+            f"{seen}, which is too small for an ECG: check the unit, which is probably larger"
+        )

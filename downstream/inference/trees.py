@@ -1,4 +1,4 @@
-"""Boosted trees as the head of a model: numbers of an ECG in, logits out.
+"""Boosted trees as the head of a model: they map the embedding of an ECG to logits.
 
     trees = Trees(nodes, trees, outputs)       # zeros, until weights are loaded or assigned
     trees.require_valid(width)                         # LoadError unless every path ends at a leaf
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from omnilead.engine.model.folder import LoadError
 
 MAX_DEPTH = 64
-ROWS_SCORED = 64  # scored at a time
+ROWS_PER_BATCH = 64  # number of rows that are scored at a time
 
 
 class Trees(nn.Module):
+    """Trees whose leaves add to the logits of one output each."""
+
     feature: Tensor
     child: Tensor
     root: Tensor
@@ -32,13 +34,15 @@ class Trees(nn.Module):
             ("feature", (nodes,)),
             ("child", (nodes, 3)),
             ("root", (trees,)),
-            ("output", (trees,)),  # what a tree adds to
+            ("output", (trees,)),  # number of the output that each tree adds to
         ):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.int64))
         self.threshold = nn.Parameter(torch.zeros(nodes), requires_grad=False)
         self.value = nn.Parameter(torch.zeros(nodes), requires_grad=False)
 
     def require_valid(self, width: int) -> "Trees":
+        """Raises LoadError unless every path from a root ends at a leaf, and all numbers are in
+        range for embeddings of this width. Returns the trees."""
         own = torch.arange(len(self.feature))[:, None]
         leaf = (self.child == own).all(1, keepdim=True)
         for name, bad in (
@@ -50,17 +54,19 @@ class Trees(nn.Module):
             ("value", ~self.value.isfinite()),
         ):
             if bad.any():
-                raise LoadError(f"head.{name}: is out of range: these are no trees of omnilead")
+                raise LoadError(
+                    f"head.{name}: a value is out of range: omnilead did not write these trees"
+                )
         nodes = self.root.unique()
         while not leaf[nodes].all():
             nodes = self.child[nodes].unique()
             self.depth += 1
             if self.depth > MAX_DEPTH:
-                raise LoadError(f"head.child: a tree is deeper than {MAX_DEPTH}")
+                raise LoadError(f"head.child: a tree is deeper than {MAX_DEPTH} levels")
         return self
 
     def forward(self, c_RD: Tensor) -> Tensor:
-        return torch.cat([self._score_rows(part) for part in c_RD.float().split(ROWS_SCORED)])
+        return torch.cat([self._score_rows(part) for part in c_RD.float().split(ROWS_PER_BATCH)])
 
     def _score_rows(self, c_RD: Tensor) -> Tensor:
         missing_RD = c_RD.isnan() | (c_RD == 0)

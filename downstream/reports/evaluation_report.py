@@ -20,7 +20,7 @@ from omnilead.engine.settings.errors import Facts
 from omnilead.engine.settings.metrics import METRIC_OF
 
 from ..evaluation.identification import IdentificationResult
-from ..evaluation.results import TaskResult, nan_to_none, sentence_to_report, windows_text
+from ..evaluation.results import TaskResult, nan_to_none, scored_windows_text, sentence_to_report
 from ..inference.trained_model import HeadInfo
 from ..tasks.kinds import KINDS
 from ..tasks.metrics import TOO_FEW_NOTE, Array, kaplan_meier_curve, predict_classes
@@ -74,7 +74,7 @@ def interval_text(ends: Sequence[float], percent: bool = False) -> str:
 def task_content(result: TaskResult, data: Datasets | None, halves: bool) -> dict[str, Any]:
     half, record, head = result.half_scores, result.record_scores, result.head
     windows, sentence = (
-        windows_text(result.facts),
+        scored_windows_text(result.facts),
         sentence_to_report(nan_to_none({"record": record})),
     )
     y_NK, scores_NK, _ = result.record_labels_scores_patients()

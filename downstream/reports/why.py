@@ -29,10 +29,10 @@ from omnilead.engine.settings.commandline import parse_options, require_writable
 from omnilead.engine.settings.errors import ConfigError
 
 from ..inference import options as shared
-from ..inference.commands import Setup, load_setup
-from ..inference.ecg_reader import CropSource, dataset_of, dataset_source, open_data
+from ..inference.commands import ModelSetup, load_model_setup
+from ..inference.ecg_reader import CropSource, dataset_source, find_dataset, open_data
 from ..inference.outputs import prediction_output
-from ..inference.trained_model import ROWS_ENCODED, TrainedModel
+from ..inference.trained_model import SEGMENTS_PER_BATCH, TrainedModel
 from ..tasks.metrics import Array
 
 FOR_COLOUR, AGAINST_COLOUR = "#d95f02", "#0072b2"  # differ for any colour vision
@@ -90,7 +90,7 @@ def draw_why(
 ) -> int:
     require_writable(Path(png), "--png")
     plots.picture_kind(Path(png))
-    setup = load_setup(
+    setup = load_model_setup(
         model,
         what,
         device=device,
@@ -121,7 +121,7 @@ def output_index(why: str, model: TrainedModel) -> int:
     return model.classes.index(why)
 
 
-def explain(setup: Setup, ecg: ReadEcg, k: int) -> Explanation:
+def explain(setup: ModelSetup, ecg: ReadEcg, k: int) -> Explanation:
     """Computes what each lead that the model is shown adds to its output k."""
     x_RLT = setup.input.windows(ecg.uv_BLT, ecg.halves_B).to(setup.model.device)
     channels = [setup.input.leads.index(lead) for lead in setup.input.seen_leads]
@@ -146,7 +146,7 @@ def output_and_falls(
     """Returns output k of the model, and how much it falls when each of these channels is zero."""
 
     def output(x_RLT: Tensor) -> float:
-        y_RK = torch.cat([model.logits(part) for part in x_RLT.split(ROWS_ENCODED)])
+        y_RK = torch.cat([model.logits(part) for part in x_RLT.split(SEGMENTS_PER_BATCH)])
         if model.head_info and model.head_info.kind == "regression":
             y_RK = model.head_info.scores(y_RK)
         return y_RK[:, k].mean().item()
@@ -159,9 +159,9 @@ def output_and_falls(
     return with_all, added
 
 
-def read_ecg(setup: Setup, what: str, crop: int | None) -> ReadEcg:
+def read_ecg(setup: ModelSetup, what: str, crop: int | None) -> ReadEcg:
     """Reads the ECG in a file, or a crop of a dataset; ConfigError unless it is one ECG."""
-    dataset = dataset_of(setup.options)
+    dataset = find_dataset(setup.options)
     if (dataset is None) != (crop is None):
         reason = "a dataset's ECGs are chosen by" if dataset else "only a dataset has"
         raise ConfigError(f"{what}: {reason} --crop ROW")

@@ -53,8 +53,9 @@ def reproduce(
         str, Option("run jobs on a Dask cluster instead, one per worker thread", "ADDRESS")
     ] = "",
 ) -> int:
-    """Plans the jobs, runs those that are left, and prints the tables. Returns the exit code."""
-    # imported late, so that --help does not wait for PyTorch
+    """Plans the jobs, runs those that are not done yet, and prints the tables. Returns the exit
+    code."""
+    # These imports wait until here, so that --help does not load PyTorch
     from omnilead.downstream.reproduce import start
     from omnilead.downstream.reproduce.jobs import (
         Job,

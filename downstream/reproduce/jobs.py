@@ -1,8 +1,8 @@
 """Runs a plan of commands below a folder DIR, each in a process of its own, several at a time, on this
-machine or on a Dask cluster. What is done is not done again.
+machine or on a Dask cluster. Jobs that are done are not run again.
 
     folder = WorkDir(Path("DIR"))
-    folder.start(plan)                                     # refuses results of other commands
+    folder.start(plan)                                     # ConfigError if DIR has results of other commands
     with open_executor_and_slots(4) as (executor, slots):
         code = run_jobs(folder, plan, executor, slots)
 
@@ -43,35 +43,37 @@ from omnilead.engine.settings.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
-RUN_OMNILEAD = ("-m", "omnilead")  # `omnilead`, after `python`
-# `python -ISc CHILD ...` is `python ...`, but the kernel kills it when the thread that started it
-# ends
+RUN_OMNILEAD = ("-m", "omnilead")  # the arguments of `python` that start omnilead
+# `python -ISc CHILD_CODE ...` runs `python ...` in a process that the kernel kills when the thread
+# that started it ends
 CHILD_CODE = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.executable, "
     "[sys.executable, *sys.argv[1:]])"
 )
 STOPPED = "stopped"
 COMMANDS_FILE = "commands.json"
-PATHS_NAMED = 3  # paths in a message
-THREAD_LOCAL = threading.local()  # .environment: for the jobs that this thread starts
+MAX_PATHS_LISTED = 3  # at most this many paths are listed in a message
+# Its `environment`: the variables for jobs that this thread starts
+THREAD_LOCAL = threading.local()
 
 
 @dataclass(frozen=True)
 class Job:
     name: str  # such as pretrain/MODEL or finetune/MODEL/CELL
-    command: tuple[str, ...]  # omnilead ..., or python ...
-    needs: tuple[str, ...]  # names of jobs to run before
+    command: tuple[str, ...]  # begins with `omnilead` or `python`
+    needs: tuple[str, ...]  # names of the jobs that must be done before this one
     makes: str  # the path below DIR that exists once the job is done
-    minutes: float = 0  # expected duration
-    basis: str = ""  # checksum of settings that its command does not show
+    minutes: float = 0  # how long the job is expected to take
+    basis: str = ""  # checksum of the settings that the command does not show; "" if there are none
 
     @property
     def kind(self) -> str:
+        """Returns the first part of the name, such as pretrain."""
         return self.name.partition("/")[0]
 
     @property
     def python_arguments(self) -> tuple[str, ...]:
-        """The command after `python`."""
+        """Returns the arguments of `python` that run the command."""
         program, *words = self.command
         return (*RUN_OMNILEAD, *words) if program == "omnilead" else tuple(words)
 
@@ -79,9 +81,10 @@ class Job:
 def job_of_step(
     step: Mapping[str, Any], words: Mapping[str, Any], earlier: Iterable[str], out: Path
 ) -> Job:
-    """Returns the job of a step in a plan's YAML: a command, and the path that it makes in the
-    folder NAME below DIR, or below DIR itself if the path begins with /. `words` replace the names
-    in braces. The job needs the earlier jobs whose folders its command names."""
+    """Returns the job of a step in a plan's YAML. A step states a command (`run`) and a path that
+    the command makes (`makes`), in the folder NAME below DIR, or below DIR itself if the path
+    begins with /. `words` replace the names in braces. The job needs those of the `earlier` jobs
+    whose folders its command names."""
     name, makes = step["name"].format_map(words), step["makes"].format_map(words)
     command = tuple(shlex.split(step["run"].format_map(words)))
     read = set()
@@ -95,19 +98,21 @@ def job_of_step(
 
 @dataclass(frozen=True)
 class WorkDir:
+    """The folder DIR with the results, logs and commands of the jobs."""
+
     path: Path
 
     def job_file(self, job: Job, suffix: str) -> Path:
         return self.path / "jobs" / f"{job.name.replace('/', '_')}.{suffix}"
 
-    def read_note(self, job: Job, key: str) -> Any:
-        """Returns the seconds that a job took, or the error of its last attempt; None if there is
-        none."""
+    def read_outcome(self, job: Job, key: str) -> Any:
+        """Returns a note on the last end of the job: with key "seconds" how long the job took, with
+        "error" why it failed; None if there is no such note."""
         return read_json(self.job_file(job, "json")).get(key)
 
     def is_done(self, job: Job) -> bool:
-        """True if what the job makes is there. An empty or damaged JSON file does not count, nor a
-        score that is undefined."""
+        """Returns True if the path that the job makes exists. If this is a JSON file, it must also
+        be readable, not empty, and have no undefined score."""
         path = self.path / job.makes
         if path.suffix != ".json":
             return path.exists()
@@ -118,8 +123,9 @@ class WorkDir:
         return [job for job in jobs if not self.is_done(job)]
 
     def start(self, jobs: Collection[Job], places: Mapping[str, str] | None = None) -> None:
-        """Creates the folder, or refuses results of other commands than the plan's, and what was made
-        from them. `places`: words for paths that may change."""
+        """Creates the folder and notes the commands of the jobs. ConfigError if the folder has
+        results of other commands, or results of jobs that need such results. `places`: words that
+        replace paths in the notes, because these paths may change."""
         (self.path / "jobs").mkdir(parents=True, exist_ok=True)
         path = self.path / COMMANDS_FILE
         before, commands_now, changed = read_json(path), dict[str, str](), set[str]()
@@ -135,11 +141,13 @@ class WorkDir:
                     refused.append(str(self.path / job.name))
         if refused:
             and_more = (
-                f" and {len(refused) - PATHS_NAMED} more" if len(refused) > PATHS_NAMED else ""
+                f" and {len(refused) - MAX_PATHS_LISTED} more"
+                if len(refused) > MAX_PATHS_LISTED
+                else ""
             )
             raise ConfigError(
-                f"made by other commands or settings than this plan's: "
-                f"{', '.join(refused[:PATHS_NAMED])}{and_more}: remove them, or use another --out"
+                f"these results were made by other commands or settings than this plan's: "
+                f"{', '.join(refused[:MAX_PATHS_LISTED])}{and_more}: remove them, or use another --out"
             )
         write_json(path, before | commands_now)
 
@@ -158,11 +166,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def expected_seconds(folder: WorkDir, jobs: Collection[Job]) -> dict[str, float]:
-    """{job: seconds} for the jobs that are left: the planned time, times the ratio of actual to
-    planned time of finished jobs of the kind."""
+    """Returns {job: seconds} for the jobs that are not done. Their planned time is multiplied by
+    the ratio of actual to planned time of the finished jobs of the same kind."""
     took, minutes = defaultdict[str, float](float), defaultdict[str, float](float)
     for job in jobs:
-        seconds = folder.read_note(job, "seconds")
+        seconds = folder.read_outcome(job, "seconds")
         if seconds and folder.is_done(job):
             took[job.kind] += seconds
             minutes[job.kind] += job.minutes
@@ -181,7 +189,8 @@ def forecast_text(jobs: Collection[Job], expected: Mapping[str, float], at_once:
 
 
 def show_plan(folder: WorkDir, jobs: Collection[Job], at_once: int) -> int:
-    """Prints every command, and how long what is left takes."""
+    """Prints the command and the expected time of every job, and the expected time of all jobs that
+    are not done. Returns the exit code."""
     expected = expected_seconds(folder, jobs)
     for job in jobs:
         state = f"about {duration_text(expected[job.name])}" if job.name in expected else "done"
@@ -194,8 +203,8 @@ def show_plan(folder: WorkDir, jobs: Collection[Job], at_once: int) -> int:
 def open_executor_and_slots(
     jobs: int, cluster: str = ""
 ) -> Iterator[tuple[Executor, Callable[[], int]]]:
-    """Opens a Dask cluster, or `jobs` threads of this machine. Yields an executor, and a function
-    that returns how many workers there are."""
+    """Connects to a Dask cluster, or opens `jobs` threads on this machine. Yields an executor, and
+    a function that returns how many jobs can run at a time."""
     if cluster:
         with dask_client(cluster) as client:
             yield client.get_executor(pure=False), lambda: sum(client.nthreads().values())
@@ -205,7 +214,8 @@ def open_executor_and_slots(
 
 
 def local_executor(jobs: int) -> ThreadPoolExecutor:
-    """Returns threads that start jobs, each with its share of the cores and of the GPUs."""
+    """Returns an executor whose threads start jobs. Each thread has its share of the cores, and one
+    of the GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = map(str, range(torch.cuda.device_count())) if visible is None else visible.split(",")
     gpus = [gpu for gpu in names if gpu]
@@ -229,9 +239,9 @@ def run_jobs(
     slots: Callable[[], int],
     on_done: Callable[[Job], None] = lambda job: None,
 ) -> int:
-    """Runs up to slots() jobs at a time, in their order, until none is left that can run, or SIGTERM
-    or Ctrl-C stops them. A job that needs a failed one does not run. Returns the exit code: 130
-    after Ctrl-C, 1 if a job failed."""
+    """Runs jobs in their order, up to slots() at a time, until no job can be started or SIGTERM or
+    Ctrl-C stops them. A job that needs a failed job does not run. Returns the exit code: 130 after
+    Ctrl-C, 1 if a job failed, else 0."""
     waiting = folder.unfinished_jobs(jobs)
     running: dict[Future[str], Job] = {}
     failed: dict[str, str] = {}
@@ -253,17 +263,21 @@ def run_jobs(
                     on_done(job)
                 elif why != STOPPED:
                     failed[job.name] = why
-    for name, why in failed.items():  # repeated at the end, where the user looks
+    # The failures are printed again at the end, where the user looks for them
+    for name, why in failed.items():
         tell(f"{name} failed: {why}")
     return 130 if signal.SIGINT in signals else int(bool(failed))
 
 
 def _report_end(folder: WorkDir, job: Job, future: Future[str], number: str) -> str:
-    """Prints and notes how a job ended. Returns "" if it is done, else why not."""
-    error = future.exception()  # raised by the worker, if it died repeatedly, for example
+    """Prints how a job ended and, if it failed, notes why. Returns "" if the job is done, else the
+    reason."""
+    error = future.exception()  # set if the worker raised an error, or died repeatedly
     why = f"{type(error).__name__}: {error}" if error else future.result()
     if not why:
-        say(f"{number} {job.name}: done in {duration_text(folder.read_note(job, 'seconds') or 0)}")
+        say(
+            f"{number} {job.name}: done in {duration_text(folder.read_outcome(job, 'seconds') or 0)}"
+        )
     elif why == STOPPED:
         say(f"{job.name}: stopped")
     else:
@@ -274,8 +288,9 @@ def _report_end(folder: WorkDir, job: Job, future: Future[str], number: str) -> 
 
 @contextmanager
 def _stop_file_and_signals(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
-    """Yields a path that exists after SIGTERM or Ctrl-C, and the signals received. The file, unlike
-    a signal, reaches workers on other machines."""
+    """Yields the path of a file that exists after SIGTERM or Ctrl-C, and a list of the signals
+    received. A file is used because workers on other machines can see it, but do not get the
+    signal."""
     signals: list[int] = []
     stop = folder.path / "jobs" / f"stop-{socket.gethostname()}-{os.getpid()}"
 
@@ -293,7 +308,8 @@ def _stop_file_and_signals(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
 
 
 def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
-    """Runs `python WORDS` on a worker. Returns "" if the job is done, else why not."""
+    """Runs `python WORDS` in a process of its own, on the worker. Returns "" if the job is done,
+    else the reason. `stop`: the file whose existence stops the job."""
     with open(folder.job_file(job, "lock"), "w") as lock:
         while locked_by_another(lock, str(folder.path)) and not stop.exists():
             time.sleep(POLL_S)
@@ -314,11 +330,13 @@ def run_job(folder: WorkDir, job: Job, words: Sequence[str], stop: Path) -> str:
             )  # fmt: skip
         while child.poll() is None and not stop.exists():
             time.sleep(POLL_S)
-        child.terminate()  # if it still runs, it writes a checkpoint and exits
+        # A process that still runs writes a checkpoint and exits
+        child.terminate()
         code = child.wait()
     if folder.is_done(job):
         write_json(folder.job_file(job, "json"), {"seconds": round(time.monotonic() - started, 3)})
-        if job.kind == "finetune":  # hundreds of checkpoints would fill a disk
+        # Hundreds of fine-tunings would fill a disk with checkpoints
+        if job.kind == "finetune":
             shutil.rmtree(path_made.parent / "checkpoints", ignore_errors=True)
         return ""
     if stop.exists() and code <= 0:
@@ -337,7 +355,7 @@ def _child_environment() -> dict[str, str]:
 
 
 def duration_text(seconds: float) -> str:
-    """90 -> 2 min"""
+    """Returns a duration in a suitable unit: "2 min" for 90 seconds."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

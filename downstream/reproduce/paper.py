@@ -1,4 +1,4 @@
-"""The paper's tables (configs/reproduce/paper.yaml) as a plan of jobs, at a scale
+"""Plans the jobs that reproduce the paper's tables (configs/reproduce/paper.yaml) at a scale
 (configs/reproduce/scales/*.yaml). A job that several cells or tables need is in the plan once.
 
 paper_tables()[1].rows["W2V"].printed["Dx"][12]             # [0.714, 0.011]
@@ -32,61 +32,71 @@ from .jobs import Job, WorkDir, job_of_step
 
 Settings = dict[str, Any]
 PAPER_CONFIGS = CONFIGS / "reproduce"
-# As the paper calls them: configs/finetune/TASK.yaml
-TASKS = {"Dx": "diagnosis", "Id": "identification"}
+# By the paper's name of a task: its config, configs/finetune/NAME.yaml
+CONFIG_OF_TASK = {"Dx": "diagnosis", "Id": "identification"}
 LEAD_COUNTS = (12, 6, 3, 2, 1)
-STAGES = ("pretrain", *TASKS.values())
+STAGES = ("pretrain", *CONFIG_OF_TASK.values())
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
+    """A row of a table in the paper: a method, and the scores that the paper prints."""
+
     name: str
-    pretrain: str  # the method: configs/pretrain/NAME.yaml
-    # By task and leads: mean, half of the interval; None: no cell
+    pretrain: str  # name of the method's config, configs/pretrain/NAME.yaml
+    # By task and number of leads: the paper's mean and half of its interval; None if the paper has
+    # no such cell
     printed: Mapping[str, Mapping[int, list[float] | None]]
-    random: bool = False  # random weights instead of pre-trained ones
-    against: str = ""  # the row it is compared with, where the table shows gains
-    # By task: settings of this row alone
+    random: bool = False  # fine-tuned from random weights, without pre-training
+    against: str = ""  # if the table's `bold` is "gain": the row to compare with
+    # By task: settings that only this row's fine-tuning has
     finetune: Mapping[str, Settings] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Table:
+class PaperTable:
+    """A table of the paper."""
+
     number: int
     title: str
-    padded: bool  # pre-trained once on 12 leads; missing leads are zeros
-    bold: str  # best: of a column; gain: better than the row `against`
-    rows: Mapping[str, Row]
+    padded: bool  # whether models are pre-trained on 12 leads, and missing leads are zeros
+    # Which cells are bold: the best of a column ("best"), or those better than the row `against`
+    # ("gain")
+    bold: str
+    rows: Mapping[str, PaperRow]
 
     def column_title(self, leads: int) -> str:
         return f"{'P-' if self.padded and leads < 12 else ''}{leads}-lead"
 
 
 @cache
-def read_paper() -> Settings:
+def read_paper_config() -> Settings:
+    """Returns configs/reproduce/paper.yaml: the tables, the steps of a cell, and the expected
+    minutes of each kind of job."""
     return read_yaml(PAPER_CONFIGS / "paper.yaml")
 
 
 @cache
-def paper_tables() -> dict[int, Table]:
+def paper_tables() -> dict[int, PaperTable]:
     built = {}
-    for number, table in read_paper()["tables"].items():
-        rows = {name: Row(name, **row) for name, row in table["rows"].items()}
-        built[number] = Table(number=number, **table | {"rows": rows})
+    for number, table in read_paper_config()["tables"].items():
+        rows = {name: PaperRow(name, **row) for name, row in table["rows"].items()}
+        built[number] = PaperTable(number=number, **table | {"rows": rows})
     return built
 
 
 @dataclass(frozen=True)
 class ReproductionScale:
-    """Settings that make the models smaller or the training shorter, by stage and dotted key."""
+    """Settings that make the models smaller or the training shorter. `settings`: by stage, then by
+    dotted key."""
 
     name: str
     settings: Mapping[str, Settings]
-    minutes: Mapping[str, float]  # by kind of job: how long it is expected to take
+    minutes: Mapping[str, float]  # by kind of job: its expected duration
 
     @classmethod
     def read(cls, name: str) -> "ReproductionScale":
-        """Reads a shipped scale, or a YAML file of the same form."""
+        """Reads a shipped scale by its name, or a YAML file of the same form by its path."""
         path = find_config(name, "reproduce/scales", "--scale").absolute()
         tree = read_yaml(path)
         for stage, section in tree.items():
@@ -106,13 +116,14 @@ class ReproductionScale:
                     kind.config_folder,
                 )
             settings[stage] = flatten(base) | flatten(section)
-            for key in ("run", "data.datasets"):  # each job sets its own
+            for key in ("run", "data.datasets"):  # each job sets these two itself
                 settings[stage].pop(key, None)
-            # A wrong setting is an error now, not after days of pre-training
+            # The settings are checked now, so that a wrong one does not fail after days of
+            # pre-training
             method = "w2v_cmsc_rlm" if stage == "pretrain" else stage
             places = {"data.datasets": ["DATASET"], "start": "RUN"}
             check_config(load_config(method, {**settings[stage], **places}, kind), 1)
-        usual = read_paper()["minutes"]
+        usual = read_paper_config()["minutes"]
         minutes = usual | (tree.get("minutes") or {})
         if minutes.keys() != usual.keys() or set(map(type, minutes.values())) - {int, float}:
             raise ConfigError(f"{path}: minutes: {minutes}: write a number for {', '.join(usual)}")
@@ -121,45 +132,52 @@ class ReproductionScale:
         )
 
 
-def as_options(settings: Settings) -> str:
-    """Returns the settings as --set options; JSON is also YAML."""
+def set_options_text(settings: Settings) -> str:
+    """Returns the settings as --set options of a command. Values are JSON, which is also YAML."""
     pairs = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     return " ".join(f"--set {shlex.quote(pair)}" for pair in pairs)
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
+    """Facts about the dataset that the tables are reproduced on."""
+
     path: str
     fingerprint: str
-    split: str  # how roles were assigned: paper, paper-split, all
-    roles: Mapping[str, Any]  # number of crops of each role, as in dataset.json
+    split: str  # how the roles were assigned: `shard --plan`, such as paper or paper-split
+    roles: Mapping[str, Any]  # the number of crops of each role, as in dataset.json
 
     def count_crops(self, group: str, role: str = "") -> int:
+        """Returns the number of crops with a role, such as dx train or pretrain."""
         counts = self.roles.get(group, 0)
         return int(counts if isinstance(counts, int) else counts.get(role, 0))
 
 
 @dataclass
 class PaperPlan:
-    tables: Sequence[Table]
+    """The jobs that fill the chosen tables, and the cells that they fill."""
+
+    tables: Sequence[PaperTable]
     scale: ReproductionScale
     data: DatasetInfo
     folder: WorkDir
     seeds: int
     jobs: dict[str, Job] = field(default_factory=dict)
-    # names of evaluations, by table, row, task, leads
+    # By table, row, task and number of leads: the names of the evaluations, one for each seed
     cells: dict[tuple[int, str, str, int], list[str]] = field(default_factory=dict)
-    starts: dict[str, Settings] = field(default_factory=dict)  # YAML files: random weights
+    # By path of a YAML file: its settings, an architecture that starts from random weights
+    starts: dict[str, Settings] = field(default_factory=dict)
 
-    def add_cell(self, table: Table, row: Row, task: str, leads: int, seed: int) -> str:
-        """Adds the paper's steps for one seed of a cell. Returns the name of its evaluation."""
-        channels, stage = 12 if table.padded else leads, TASKS[task]
+    def add_cell(self, table: PaperTable, row: PaperRow, task: str, leads: int, seed: int) -> str:
+        """Adds the jobs of one seed of a cell: the paper's steps. Returns the name of the
+        evaluation, which is the last of them."""
+        channels, stage = 12 if table.padded else leads, CONFIG_OF_TASK[task]
         pretraining = dict(self.scale.settings["pretrain"])
         if channels < 12:
             pretraining |= {"augment.leads": channels, "augment.padded": False}
             pretraining["model.leads"] = channels
-        start, steps = f"pretrain/{row.pretrain}-{channels}", read_paper()["steps"]
-        if row.random:  # without the first step, pre-training
+        start, steps = f"pretrain/{row.pretrain}-{channels}", read_paper_config()["steps"]
+        if row.random:  # the first step is pre-training, which random weights skip
             start, steps = f"starts/random-{channels}.yaml", steps[1:]
             tree = load_config(row.pretrain, pretraining, Config).tree()
             self.starts[start] = {key: tree[key] for key in tree if key not in ("run", "data")}
@@ -168,10 +186,12 @@ class PaperPlan:
             "out": shlex.quote(str(self.folder.path)),
             "data": shlex.quote(self.data.path),
             "method": row.pretrain,
-            "pretraining": as_options(pretraining),
+            "pretraining": set_options_text(pretraining),
             "start": start,
             "task": stage,
-            "finetuning": as_options({**row.finetune.get(stage, {}), **self.scale.settings[stage]}),
+            "finetuning": set_options_text(
+                {**row.finetune.get(stage, {}), **self.scale.settings[stage]}
+            ),
             "leads": leads,
             "padded": json.dumps(channels == 12),
             "seed": seed,
@@ -190,11 +210,11 @@ class PaperPlan:
 
 
 def make_plan(
-    chosen: Sequence[Table], scale: ReproductionScale, data: DatasetInfo, folder: WorkDir, seeds: int,
+    chosen: Sequence[PaperTable], scale: ReproductionScale, data: DatasetInfo, folder: WorkDir, seeds: int,
     rows: Sequence[str] = (), leads: Sequence[int] = (), tasks: Sequence[str] = (),
 ) -> PaperPlan:  # fmt: skip
-    """Returns the plan for the chosen tables. `rows`, `leads` and `tasks` select cells; if empty,
-    all."""
+    """Returns the plan for the chosen tables. `rows`, `leads` and `tasks` select cells; if one of
+    them is empty, it excludes none."""
     names = list(dict.fromkeys(name for table in chosen for name in table.rows))
     if unknown := [name for name in rows if name not in names]:
         numbers = ", ".join(str(table.number) for table in chosen)
@@ -203,16 +223,19 @@ def make_plan(
         )
     plan = PaperPlan(chosen, scale, data, folder, seeds)
     for table in chosen:
-        for row, n, task in product(table.rows.values(), leads or LEAD_COUNTS, tasks or TASKS):
+        for row, n, task in product(
+            table.rows.values(), leads or LEAD_COUNTS, tasks or CONFIG_OF_TASK
+        ):
             if row.printed[task][n] and (not rows or row.name in rows):
                 names = [plan.add_cell(table, row, task, n, seed) for seed in range(seeds)]
                 plan.cells[table.number, row.name, task, n] = names
-    # Pre-training first: it takes longest, and the others wait for it
+    # Pre-training comes first, because it takes longest and fine-tuning waits for it
     plan.jobs = dict(sorted(plan.jobs.items(), key=lambda item: item[1].kind != "pretrain"))
     return plan
 
 
 def settings_checksum(folder: str, name: str, start: Settings | None = None) -> str:
-    """Returns a checksum of the settings that a training's command does not show."""
+    """Returns a checksum of the settings that the command of a training does not show: the config's
+    file, and the settings of random weights to start from."""
     text = json.dumps([read_yaml(CONFIGS / folder / f"{name}.yaml"), start])
     return f" {zlib.crc32(text.encode()):08x}"

@@ -1,4 +1,4 @@
-"""The tables, a view of the scores measured so far beside the paper's: DIR/table-N.md, .csv and .json.
+"""Writes the tables DIR/table-N.md, .csv and .json: the scores measured so far, beside the paper's.
 
     write_tables(plan)
 
@@ -16,7 +16,7 @@ from omnilead.data_tools.io.terminal import echo
 
 from ..tasks.metrics import mean_and_half_width
 from .jobs import Job, read_json, write_json
-from .paper import LEAD_COUNTS, TASKS, PaperPlan, Row, Table
+from .paper import CONFIG_OF_TASK, LEAD_COUNTS, PaperPlan, PaperRow, PaperTable
 
 STATE_LEGEND = {
     "not yet": "...: not run yet.",
@@ -25,8 +25,8 @@ STATE_LEGEND = {
 }
 
 
-class Cell(NamedTuple):
-    """A line of the csv."""
+class TableCell(NamedTuple):
+    """A cell of a table, which is a line of the CSV file."""
 
     table: int
     row: str
@@ -41,8 +41,8 @@ class Cell(NamedTuple):
     state: str
     paper_mean: float | None
     paper_interval: float | None
-    scores: list[float] | str  # text in the csv
-    auroc: float | None  # for Dx only; the paper does not print it
+    scores: list[float] | str  # in the CSV file: text, with spaces between the scores
+    auroc: float | None  # for the task Dx only; the paper does not print AUROCs
     auroc_interval: float | None
 
 
@@ -61,7 +61,7 @@ def write_tables(plan: PaperPlan) -> None:
         }
         write_json(path.with_suffix(".json"), document)
         lines = [cell._replace(scores=" ".join(map(repr, cell.scores))) for cell in cells]
-        write_whole(path.with_suffix(".csv"), csv_text([Cell._fields, *lines]))
+        write_whole(path.with_suffix(".csv"), csv_text([TableCell._fields, *lines]))
         write_whole(path.with_suffix(".md"), table_markdown(table, cells, text))
 
 
@@ -78,13 +78,16 @@ def show_tables(plan: PaperPlan) -> None:
     echo(text)
 
 
-def table_cells(table: Table, plan: PaperPlan) -> list[Cell]:
-    positions = product(table.rows.values(), TASKS, LEAD_COUNTS)
+def table_cells(table: PaperTable, plan: PaperPlan) -> list[TableCell]:
+    positions = product(table.rows.values(), CONFIG_OF_TASK, LEAD_COUNTS)
     cells = [make_cell(table, row, task, leads, plan) for row, task, leads in positions]
     return [cell._replace(bold=is_bold(cell, table, cells)) for cell in cells]
 
 
-def make_cell(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) -> Cell:
+def make_cell(
+    table: PaperTable, row: PaperRow, task: str, leads: int, plan: PaperPlan
+) -> TableCell:
+    """Returns the cell with our scores so far, their state, and the paper's score."""
     jobs = [plan.jobs[name] for name in plan.cells.get((table.number, row.name, task, leads), ())]
     documents = [read_json(plan.folder.path / job.makes) for job in jobs]
     scores = [document["score"] for document in documents if document.get("score") is not None]
@@ -96,7 +99,7 @@ def make_cell(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) ->
         state = "done" if len(scores) == len(jobs) else "part"
     elif jobs:
         state = "failed" if any(has_failed(plan, job) for job in jobs) else "not yet"
-    return Cell(
+    return TableCell(
         table.number, row.name, task, leads, table.column_title(leads),
         *mean_and_interval(scores), False, len(scores), len(jobs), state,
         paper_mean, paper_interval, scores, *mean_and_interval(areas),
@@ -104,19 +107,22 @@ def make_cell(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) ->
 
 
 def mean_and_interval(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """Returns the mean of the values that are not None, and half of its 95 % interval if there are
+    at least two."""
     known_values = [value for value in values if value is not None]
     mean, half = mean_and_half_width(known_values) if known_values else (None, None)
     return mean, half if len(known_values) > 1 else None
 
 
 def has_failed(plan: PaperPlan, job: Job) -> bool:
-    """True if this job or one that it needs has failed."""
+    """Returns True if this job, or a job that it needs, has failed."""
     needed = (has_failed(plan, plan.jobs[name]) for name in job.needs)
-    return bool(plan.folder.read_note(job, "error")) or any(needed)
+    return bool(plan.folder.read_outcome(job, "error")) or any(needed)
 
 
-def is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
-    """Applies the rule in the table's caption to the scores as printed."""
+def is_bold(cell: TableCell, table: PaperTable, cells: list[TableCell]) -> bool:
+    """Returns True if the cell is bold by the rule that the table's caption states, applied to the
+    scores as rounded for print."""
     gain, rivals = table.bold == "gain", []
     for other in cells:
         same_column = (other.task, other.leads) == (cell.task, cell.leads)
@@ -129,8 +135,8 @@ def is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
     return own_score > max(rivals) if gain else own_score >= max(rivals)
 
 
-def table_markdown(table: Table, cells: list[Cell], text: str) -> str:
-    """Renders the rows and columns that were asked for."""
+def table_markdown(table: PaperTable, cells: list[TableCell], text: str) -> str:
+    """Returns a table as Markdown, with the rows and columns that the user asked for."""
     requested = [cell for cell in cells if cell.seeds_asked] or cells
     columns = [leads for leads in LEAD_COUNTS if any(cell.leads == leads for cell in requested)]
     lines = [["Methods", "", *map(table.column_title, columns)], ["---"] * (len(columns) + 2)]
@@ -156,7 +162,7 @@ def table_markdown(table: Table, cells: list[Cell], text: str) -> str:
     )
 
 
-def cell_text(cell: Cell) -> str:
+def cell_text(cell: TableCell) -> str:
     if cell.state == "none in the paper":
         return "-"
     text = {"failed": "failed", "not yet": "..."}.get(
@@ -176,7 +182,7 @@ def score_text(mean: float | None, interval: float | None) -> str:
 
 
 def protocol_text(plan: PaperPlan) -> str:
-    """Says in one paragraph how this differs from the paper."""
+    """Returns a paragraph that says how this reproduction differs from the paper."""
     scale, data = plan.scale, plan.data
     dx = " / ".join(f"{data.count_crops('dx', role):,}" for role in ("train", "valid", "test"))
     leak = ""

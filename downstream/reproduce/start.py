@@ -13,23 +13,25 @@ from omnilead.engine.settings.errors import ConfigError
 from .jobs import COMMANDS_FILE, WorkDir, read_json, write_json
 from .paper import DatasetInfo, PaperPlan, ReproductionScale
 
-START_FILE = "settings/data.json"
-MEND_DX = "add records of CPSC 2018 or Georgia, or name other sources with shard --dx-sources"
-MEND_ID = "add PTB-XL, whose patients have several sessions, or name other sources with shard --id-sources"
-MEND_FEW = "add more records"
-NEEDED_ROLES = {  # role: what to do if --plan paper gave it to no crop
-    "pretrain": MEND_FEW,
-    "dx train": MEND_DX,
-    "dx valid": MEND_DX,
-    "dx test": MEND_DX,
-    "id train": MEND_FEW,
-    "id valid": MEND_FEW,
-    "id gallery": MEND_ID,
-    "id probe": MEND_ID,
+SCALE_AND_DATA_FILE = "settings/data.json"
+REMEDY_DX = "add records of CPSC 2018 or Georgia, or name other sources with shard --dx-sources"
+REMEDY_ID = "add PTB-XL, whose patients have several sessions, or name other sources with shard --id-sources"
+REMEDY_FEW = "add more records"
+REMEDY_OF_ROLE = {  # By role: what the user can do if --plan paper gave the role to no crop
+    "pretrain": REMEDY_FEW,
+    "dx train": REMEDY_DX,
+    "dx valid": REMEDY_DX,
+    "dx test": REMEDY_DX,
+    "id train": REMEDY_FEW,
+    "id valid": REMEDY_FEW,
+    "id gallery": REMEDY_ID,
+    "id probe": REMEDY_ID,
 }
 
 
 def open_dataset(url: str) -> DatasetInfo:
+    """Returns facts about the dataset; ConfigError if it lacks crops of a role that the paper's
+    plan needs."""
     if not url:
         raise ConfigError(
             "--data is missing: name a dataset made by omnilead shard SRC --out DATASET"
@@ -39,7 +41,7 @@ def open_dataset(url: str) -> DatasetInfo:
     data = DatasetInfo(
         path, dataset.fingerprint, str(dataset.facts.plan), dataset.facts.roles.model_dump()
     )
-    for role, mend in NEEDED_ROLES.items():
+    for role, mend in REMEDY_OF_ROLE.items():
         if data.count_crops(*role.split()):
             continue
         if data.split != "paper":
@@ -49,11 +51,11 @@ def open_dataset(url: str) -> DatasetInfo:
 
 
 def begin_folder(plan: PaperPlan) -> None:
-    """Creates the folder, or refuses one that was started with other data or another scale."""
+    """Creates the folder; ConfigError if it was started with other data or another scale."""
     folder, scale = plan.folder, plan.scale
     if folder.path.is_file() or (folder.path / META).exists():
-        raise ConfigError(f"--out {folder.path}: is a file or a dataset: name another folder")
-    path = folder.path / START_FILE
+        raise ConfigError(f"--out {folder.path}: this is a file or a dataset: name another folder")
+    path = folder.path / SCALE_AND_DATA_FILE
     before = read_json(path)
     facts_now = {"scale": scale.name, "settings": scale.settings, **asdict(plan.data)}
     for key in before.keys() - {"path"}:
@@ -72,8 +74,9 @@ def begin_folder(plan: PaperPlan) -> None:
 
 
 def accept_earlier_commands(plan: PaperPlan) -> None:
-    """Forgets commands of earlier versions, which named data and runs by --set alone. What they
-    made counts, if it depended on the same settings."""
+    """Removes the noted commands of earlier versions of this program, which named data and runs by
+    --set alone, so that they are not refused as changed. Their results count as done if they
+    depended on the same settings."""
     path = plan.folder.path / COMMANDS_FILE
     commands = read_json(path)
     for job in plan.jobs.values():
@@ -85,9 +88,10 @@ def accept_earlier_commands(plan: PaperPlan) -> None:
 
 
 def read_scale_and_data(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
-    path = folder.path / START_FILE
+    """Reads back from DIR the scale and the dataset that it was started with."""
+    path = folder.path / SCALE_AND_DATA_FILE
     tree = read_json(path)
-    tree.pop("settings", None)  # read again from the scale's file
+    tree.pop("settings", None)  # the settings are read from the scale's file instead
     try:
         scale, data = str(tree.pop("scale")), DatasetInfo(**tree)
         RoleFacts.model_validate(data.roles)

@@ -88,7 +88,7 @@ def same(one, other):
 
 
 def test_a_checkpoint_is_a_local_file(tmp_path, capsys):
-    assert "s3://b/x.pt: download the checkpoint first" in refused(
+    assert "s3://b/x.pt: not a local file: download the checkpoint" in refused(
         capsys, "from-fairseq", "s3://b/x.pt", tmp_path / "out"
     )
 

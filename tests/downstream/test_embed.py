@@ -139,7 +139,7 @@ def test_a_folder_of_arrays_is_read_as_its_files_are(embedded, folder, tmp_path,
     np.testing.assert_allclose(*both, atol=2e-6)
     said = capsys.readouterr().err
     assert "skipped" in said and "bad.npy: cannot be read as numbers" in said
-    assert "empty.npy: has no ECG" in said
+    assert "empty.npy: the file has no ECG" in said
     with pytest.raises(ConfigError, match="sampling rate"):
         embedded(place)
     with pytest.raises(DataError, match=r"bad.npy: cannot be read"):

@@ -68,13 +68,13 @@ def predicted(folder):
     ("change", "says"),
     [
         *[
-            (put("head.threshold", value), "head.threshold: is out of range")
+            (put("head.threshold", value), "head.threshold: a value is out of range")
             for value in (NAN, np.inf, -np.inf)
         ],
-        (put("head.threshold", NAN, 6), "head.threshold: is out of range"),  # of a leaf
-        (put("head.value", np.inf), "head.value: is out of range"),
-        (put("head.root", 7), "head.root: is out of range"),
-        (put("head.child", 0), "head.child: is out of range"),
+        (put("head.threshold", NAN, 6), "head.threshold: a value is out of range"),  # of a leaf
+        (put("head.value", np.inf), "head.value: a value is out of range"),
+        (put("head.root", 7), "head.root: a value is out of range"),
+        (put("head.child", 0), "head.child: a value is out of range"),
         (cast("head.output", torch.float32), "head.output is torch.float32, not torch.int64"),
         (cast("head.feature", torch.int32), "head.feature is torch.int32, not torch.int64"),
         (cast("head.child", torch.bool), "head.child is torch.bool, not torch.int64"),

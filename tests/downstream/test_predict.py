@@ -143,9 +143,9 @@ def test_csv_equals_parquet_also_from_two_ranks(
         predicted("rhythm", "--batch", "2", name="shared.csv")
         assert capsys.readouterr().out == said
     other = [*words(out.parent / "rhythm", dataset.root.url, shared), "--batch", "3"]
-    assert f"{shared}: of another job: batch was 2, now 3" in refused(other, capsys)
+    assert f"{shared}: another job wrote it: batch was 2, now 3" in refused(other, capsys)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert f"{shared}: of another job: batch was 2, now 3" in refused(other, capsys)
+    assert f"{shared}: another job wrote it: batch was 2, now 3" in refused(other, capsys)
 
 
 @pytest.mark.parametrize("order", [["0"], ["0", "1"]])
@@ -372,7 +372,7 @@ def test_a_folders_unreadable_files_are_listed_and_the_others_predicted(tmp_path
     assert listed == csv.read_csv(tmp_path / "F.csv.skipped.csv").to_pylist()
     (tmp_path / "F.parquet.skipped.csv").write_text("mine\n")
     assert predict.main(words(model, export, tmp_path / "F.parquet")) == 1
-    assert "F.parquet.skipped.csv: is of another program" in capsys.readouterr().err
+    assert "F.parquet.skipped.csv: another program wrote this file" in capsys.readouterr().err
     assert (tmp_path / "F.parquet.skipped.csv").read_text() == "mine\n"
     (tmp_path / "F.parquet.skipped.csv").unlink()
     assert predict.main(words(model, export, tmp_path / "F.parquet")) == 0
@@ -469,9 +469,9 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
     damaged.unlink()
     key.write_bytes(bytes(range(1, 33)))
     assert embed.main(words(model, export, out, *hidden)) == 2
-    assert "of another job" in capsys.readouterr().err
+    assert "another job wrote it" in capsys.readouterr().err
     on_dataset = words(model, dataset.root.url, tmp_path / "F.csv", *hidden)
-    assert "a dataset's names are those it was made with" in refused(on_dataset, capsys)
+    assert "the names in a dataset cannot be replaced" in refused(on_dataset, capsys)
 
 
 @pytest.mark.parametrize(
@@ -479,7 +479,7 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
     [
         (None, "F.csv", "only pre-trained: fine-tune it with `omnilead finetune`"),
         ("identity", "F.csv", "fine-tuned for identification.*use `omnilead embed`"),
-        ("twice", "F.csv", "two columns would be called 'patient'"),
+        ("twice", "F.csv", "two columns of the table would be called 'patient'"),
         ("rhythm", "F.txt", "F.txt: must end in .csv or .parquet"),
         ("rhythm", "no/F.csv", "no"),
     ],

@@ -76,7 +76,7 @@ def test_every_door_gives_the_same_numbers(dataset, tmp_path):
         expected = model.embed(signal, 500, LEADS, readout=text)
         np.testing.assert_allclose(found["embedding"][0].as_py(), expected, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(model.embed(signal, 500, LEADS, readout="mean"), expected[:width])
-    with pytest.raises(ConfigError, match=r"of another job: readout was mean\+std"):
+    with pytest.raises(ConfigError, match=r"another job wrote it: readout was mean\+std"):
         omnilead.embed(**given, out=out)
 
 
@@ -123,8 +123,8 @@ def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
     assert half.head.weight.equal(model.head.weight)  # rounded, it would lose the standardisation
     assert "was not trained with missing leads" in model.missing_leads_doubt()
     for out, says in (
-        ("B", "B: exists"),
-        ("A/config.json/B", "no folder can be made in"),
+        ("B", "B: already exists"),
+        ("A/config.json/B", "no folder can be created in"),
     ):
         with pytest.raises(ConfigError, match=f"--out .*{says}"):
             save_probed(**given, task=task, out=tmp_path / out)

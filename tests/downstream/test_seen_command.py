@@ -178,7 +178,10 @@ def test_what_is_unknown_and_what_is_wrong_is_one_line(run, whole, saved_model, 
     wrong = partial(seen, capsys)
     for words, why in (
         ((tmp_path / "nosuch",), "no such folder"),
-        ((run / "model", "--out", tmp_path / "x.csv"), "of which ECGs? Add --data"),
+        (
+            (run / "model", "--out", tmp_path / "x.csv"),
+            "there are no ECGs to list: name some with --data",
+        ),
         ((run / "model", "--data", tmp_path / "none"), "none: does not exist"),
         ((run / "model", "--data", tmp_path / "broken.hea"), "broken.hea"),
         ((run, "--out", tmp_path / "no" / "x.csv"), "does not exist"),

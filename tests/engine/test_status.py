@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from omnilead.__main__ import main
-from omnilead.downstream.after_training import AFTER
+from omnilead.downstream.after_training import AFTER_TRAINING
 from omnilead.engine import status
 from omnilead.engine.settings.run_files import LOCK, METRICS, PROMETHEUS, VALIDATION
 from omnilead.engine.training.loggers import write_gauges
@@ -127,7 +127,7 @@ def test_the_report_is_one_page(run, capsys):
     assert main(["status", str(run), "--html"]) == 2 and (run / "report.html").is_file()
     for arguments, handed, says in (
         ([str(run), "--html"], None, "omnilead.downstream, which is not installed"),
-        (["s3://bucket/run", "--html"], AFTER, "give its working folder"),
+        (["s3://bucket/run", "--html"], AFTER_TRAINING, "give its working folder"),
     ):
         assert status.main(arguments, handed) == 2
         assert says in capsys.readouterr().err

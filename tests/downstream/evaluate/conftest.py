@@ -64,8 +64,8 @@ def make_quick(patch):
     patch.setattr(differences, "RESAMPLES", 20)
     patch.setattr(embedders, "RANDOM_DRAWS", 2)
     patch.setattr(probe, "PENALTY_STRENGTHS", probe.PENALTY_STRENGTHS[::6])
-    patch.setattr(boosted, "ROUNDS", 5)
-    patch.setattr(ecg_reader, "PART_BATCHES", 1)
+    patch.setattr(boosted, "BOOSTING_ROUNDS", 5)
+    patch.setattr(ecg_reader, "BATCHES_PER_PART", 1)
     patch.setattr(
         results,
         "bootstrap_interval",

@@ -292,10 +292,13 @@ def test_labels_that_a_model_names_are_not_opened(
         (run / "model").symlink_to(model)
         for config in ({"task": {"labels": place}}, {"base": str(secret)}):
             (run / "config.yaml").write_text(json.dumps(config))
-            refused(f"does not keep the labels of its task rhythm, {place}: give .* --labels", run)
+            refused(
+                f"labels of the model's task rhythm, {place}, are not stored with the model: give .* --labels",
+                run,
+            )
     kept = run / "labels.parquet"
     kept.symlink_to(secret)  # nor what lies elsewhere
-    refused("the model does not keep the labels", run)
+    refused("are not stored with the model", run)
     named = saved_model("named", head=RHYTHM | {"task": str(secret), "definition": {}})
     refused("fine-tuned for .*secret.csv', which is no shipped task", named)
     assert not opened
@@ -320,7 +323,7 @@ def test_labels_must_fit_the_model(tables, saved_model, refused, tmp_path):
         (four, folds, "the model knows 4 classes, of which the labels have AF, none, other"),
     ):
         refused(message, model, "--labels", labels)
-    other_kind = "is regression, the model is fine-tuned for rhythm, which is multiclass"
+    other_kind = "is regression, but the model was fine-tuned for rhythm, of kind multiclass"
     refused(f"--task age: {other_kind}", rhythm, "--task", "age")
     refused("--task 'ages': .*did you mean age", rhythm, "--task", "ages")
     other = tmp_path / "other.csv"

@@ -29,7 +29,7 @@ from tests.waiting import HANG_S
     ("head", "task", "pattern"),
     [
         (None, "diagnosis", "no head, it is only pre-trained: fine-tune it"),
-        (IDENTIFICATION, "diagnosis", "no head, it is fine-tuned for identification"),
+        (IDENTIFICATION, "diagnosis", "is fine-tuned for identification and has no head"),
         (
             DIAGNOSIS | {"classes": ["AF", "NSR"], "thresholds": [0.5] * 2},
             "auto",
@@ -200,7 +200,7 @@ def test_outputs_kept_from_an_interrupted_evaluation(
             code=130,
         )
     refused(
-        "f.json.halves.parquet: of another job: .*choose another",
+        "f.json.halves.parquet: another job wrote it: .*choose another",
         diagnostic,
         *arguments,
         "--leads",
@@ -219,7 +219,10 @@ def test_outputs_kept_from_an_interrupted_evaluation(
 
 def test_ranks_need_a_file_and_each_other(diagnostic, tmp_path, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused("WORLD_SIZE=2: several ranks need --json F or --report F", diagnostic)
+    refused(
+        "WORLD_SIZE=2: several ranks keep their outputs in a file next to the results: give --json F or --report F",
+        diagnostic,
+    )
     refused(
         "MASTER_PORT='': rank 0 cannot join 2 ranks: ", diagnostic, "--report", tmp_path / "f.html"
     )

@@ -282,7 +282,9 @@ def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, 
     weights["head.child"][0] = 10**9
     save_file(weights, place)
     write_config(head, json.loads((head / "config.json").read_text()))
-    with pytest.raises(ConfigError, match=r"model\.safetensors: head\.child: is out of range"):
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors: head\.child: a value is out of range"
+    ):
         omnilead.load(head)
 
 
@@ -398,7 +400,7 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     weight = bootstrap_weights(test.patient_N)
     task = plan.ProbedTask(labels, train, test, draws, used, weight, set(), every)
     vectors = [vectors_of.Vectors(every, np.full(200, 2), c_BSD)]
-    for share, of_classes in bench.samples_of_probes(
+    for share, of_classes in bench.metrics_of_probes(
         task, vectors, vectors, fit_linear_probe, bench.TimeEstimate(1, 1)
     ).items():
         facts, samples = (
@@ -477,7 +479,9 @@ def test_a_patient_and_the_copies_of_an_ecg_are_in_one_fold():
     fold = assign_folds(group, 3)
     assert fold[0] == fold[1] and fold[2] == fold[3] and fold[4] == fold[5]
     assert sorted(np.unique(fold)) == [0, 1, 2]
-    with pytest.raises(ConfigError, match="--folds 6: only 5 patients have labels: use fewer"):
+    with pytest.raises(
+        ConfigError, match="--folds 6: only 5 patients have labels: use fewer folds"
+    ):
         assign_folds(group, 6)
     everybody = ProbedRecords(np.arange(10), begins, np.zeros((8, 1)), np.arange(8))
     dataset.column = lambda name: np.arange(10)
@@ -502,7 +506,7 @@ def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
         fitted.append(set(data.patient_N))
         return fit_linear_probe(data)
 
-    monkeypatch.setitem(embedders.READERS, "linear", spied)
+    monkeypatch.setitem(embedders.FIT_FUNCTION_OF_READER, "linear", spied)
     how = {"labels": sheet, "columns": ["ill"], **again}
     monkeypatch.setattr(bench, "monotonic", count(0, 30).__next__)
     split = omnilead.bench(models[:1], **how)
@@ -596,12 +600,12 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         (
             "ptbxl-form --labels .",
             "--tasks ptbxl-form: no ptbxl-form.parquet in --labels .: `omnilead labels ptbxl SRC "
-            "--out .` writes it",
+            "--out .` writes this table",
         ),
-        ("code15 --labels .", "`omnilead labels code15 SRC --out .` writes it"),
+        ("code15 --labels .", "`omnilead labels code15 SRC --out .` writes this table"),
         (
             "alive --labels .",
-            "--tasks alive: is no shipped task: to probe the table, give --tasks alive.csv",
+            "--tasks alive: is no shipped task, but a table has this name: to probe it, give --tasks alive.csv",
         ),
         ("sex --labels alive.csv", "alive.csv: no column 'sex'"),
         ("sex --labels nowhere", "--labels nowhere: no such folder"),
@@ -615,7 +619,10 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
             "sex --columns ill",
             "--columns, --kind and --positive are for a table of labels: name one with",
         ),
-        ("sex --folds 5 --test-data D", "--folds tests the ECGs of --data: leave --test-data out"),
+        (
+            "sex --folds 5 --test-data D",
+            "--folds tests only the ECGs of --data: leave --test-data out",
+        ),
         ("sex --folds 99999", "--folds 99999: only "),
         ("sex --share 0.01", "no class has positives and negatives in both: use a larger share"),
         ("sex --leads 13", "leads='13': no lead is called"),
@@ -636,8 +643,11 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --models A=nowhere", "nowhere: no such folder"),
         ("sex --models none/lr=1/RUN", " none/lr=1/RUN: no such folder"),
         ("sex --models A=", "--models A=: names no folder: write NAME=RUN"),
-        ("sex --models A=B,C", "--models A=B,C: one run to a name: write A-1=B A-2=C"),
-        ("sex --readout rhythm", "it has nothing of a model: add mean, std or beats"),
+        ("sex --models A=B,C", "--models A=B,C: a name can have only one run: write A-1=B A-2=C"),
+        (
+            "sex --readout rhythm",
+            "rhythm is measured in the signal, not by the model: add mean, std or beats",
+        ),
         ("sex --readout loud", "readout='loud'"),
         ("sex --models B B", "--models B: the name 'B' is taken: write NAME=B"),
     ],
@@ -685,7 +695,7 @@ def test_several_ranks_are_refused(models, dataset, tmp_path, monkeypatch, capsy
     monkeypatch.setenv("WORLD_SIZE", "2")
     given = ["--models", models[1], "--data", dataset.root.url, "--tasks", "sex"]
     assert main(["bench", *given, "--out", str(tmp_path / "OUT")]) == 2
-    assert "WORLD_SIZE=2: a comparison is computed by one process" in capsys.readouterr().err
+    assert "WORLD_SIZE=2: a comparison is computed by a single process" in capsys.readouterr().err
     assert not (tmp_path / "OUT").exists()
 
 

@@ -27,7 +27,7 @@ def kept(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(lightgbm, "train", remembered)
-    monkeypatch.setattr(boosted, "ROUNDS", 30)
+    monkeypatch.setattr(boosted, "BOOSTING_ROUNDS", 30)
     return made
 
 
@@ -91,7 +91,7 @@ def test_unknown_labels_are_left_out_and_rare_classes_get_their_rate(kept):
 def test_arrays_that_are_no_trees_are_refused(name, value):
     trees = fitted((Z > 0).astype(float)).head
     getattr(trees, name)[1 if name == "child" else 0] = value
-    with pytest.raises(LoadError, match=f"head.{name}: is out of range"):
+    with pytest.raises(LoadError, match=f"head.{name}: a value is out of range"):
         trees.require_valid(6)
 
 

@@ -12,7 +12,7 @@ import omnilead
 from omnilead.__main__ import main
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.downstream.evaluation.fit import class_lines
-from omnilead.downstream.evaluation.heads import patients_text
+from omnilead.downstream.evaluation.heads import ecgs_and_patients_text
 from omnilead.downstream.inference.trained_model import HeadInfo, load
 from tests.conftest import save_model
 
@@ -176,7 +176,10 @@ def test_a_folder_of_others_is_not_taken_for_its_embeddings(
     (others / "thesis.txt").write_text("mine")
     given = ["--model", str(encoder), "--data", dataset.root.url, "--labels", str(sheet)]
     assert main(["fit", *given, "--columns", "ill", "--out", str(tmp_path / "MODEL")]) == 2
-    assert "MODEL.parts: is for embeddings alone, and has thesis.txt" in capsys.readouterr().err
+    assert (
+        "MODEL.parts: only saved embeddings may be in this folder, but it has thesis.txt"
+        in capsys.readouterr().err
+    )
     assert (others / "thesis.txt").read_text() == "mine"
 
 
@@ -192,9 +195,12 @@ def test_ecgs_of_valid_alone_are_enough(encoder, sheet, dataset, tmp_path):
 
 def test_how_many_people_a_head_was_fitted_on():
     """Ids of patients are odd; others are of records."""
-    assert patients_text(np.array([1, 1, 3])) == "3 ECGs of 2 patients"
-    assert patients_text(np.array([2, 4])) == "2 ECGs of unknown patients"
-    assert patients_text(np.array([1, 3, 3, 2])) == "3 ECGs of 2 patients and 1 of unknown patients"
+    assert ecgs_and_patients_text(np.array([1, 1, 3])) == "3 ECGs of 2 patients"
+    assert ecgs_and_patients_text(np.array([2, 4])) == "2 ECGs of unknown patients"
+    assert (
+        ecgs_and_patients_text(np.array([1, 3, 3, 2]))
+        == "3 ECGs of 2 patients and 1 of unknown patients"
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +208,10 @@ def test_how_many_people_a_head_was_fitted_on():
     [
         ("--labels nowhere.csv", "nowhere.csv"),
         ("--labels same.csv", "nothing to learn or to score; an empty cell is unknown: write 0"),
-        ("--labels mine.csv --columns ill --out .", "--out .: exists: choose another folder"),
+        (
+            "--labels mine.csv --columns ill --out .",
+            "--out .: already exists: choose another folder",
+        ),
         ("--labels mine.csv --columns ill --folds 999", "--folds 999: only "),
         ("--labels gaps.csv", "no record of train and valid has a known label in well: leave"),
         ("--labels mine.csv --columns ill --leads X", "no lead is called 'X'"),

@@ -13,8 +13,8 @@ from omnilead.data_tools.dataset import Dataset, DatasetError
 from omnilead.downstream.inference.ecg_reader import CROP_COLUMNS, Skipped, SourceCrops
 from omnilead.downstream.inference.outputs import (
     ParquetParts,
+    compute_parts,
     has_skipped_file,
-    make_parts,
     part_tables,
     vector_output,
     write_skipped,
@@ -226,7 +226,9 @@ def test_a_list_of_what_was_skipped_replaces_none_but_its_own(tmp_path):
     assert not place.exists()
     place.write_text("path,why\n")
     write_skipped(out, [])
-    with pytest.raises(OutputError, match=r"F\.csv\.skipped\.csv: is of another program: move it"):
+    with pytest.raises(
+        OutputError, match=r"F\.csv\.skipped\.csv: another program wrote this file: move it"
+    ):
         write_skipped(out, skipped)
     assert place.read_text() == "path,why\n" and not has_skipped_file(out)
 
@@ -236,9 +238,11 @@ def test_parts_that_an_earlier_version_began_without_a_column_are_refused(tmp_pa
         parts.write_part(0, part(0))
         parts.require_columns(["x"])
         (parts.folder / "000001.parquet").write_text("damaged")
-        says = r"out\.parts: of another job: its parts are without a column path: remove it, or"
+        says = (
+            r"out\.parts: another job wrote it: its parts are without a column path: remove it, or"
+        )
         with pytest.raises(ConfigError, match=says):
-            make_parts(
+            compute_parts(
                 SimpleNamespace(),
                 SimpleNamespace(schema=pa.schema([("x", pa.int64()), ("path", pa.string())])),
                 None,

@@ -332,8 +332,8 @@ def test_models_of_fewer_leads(saved_model):
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"signal": ecg() * 1e3}, "is the unit smaller"),
-        ({"unit": "uV"}, "is the unit larger"),
+        ({"signal": ecg() * 1e3}, "check the unit, which is probably smaller"),
+        ({"unit": "uV"}, "check the unit, which is probably larger"),
         ({"unit": "mmHg"}, "unknown unit: .mmHg.: give .* V, mV or uV"),
         ({"fs_hz": float("nan")}, "fs_hz=nan"),
         ({"fs_hz": "fast"}, "fs_hz='fast'"),
@@ -342,7 +342,7 @@ def test_models_of_fewer_leads(saved_model):
         ({"signal": ecg().T}, "has 5,000 rows and 12 columns: transpose it to .leads, samples."),
         ({"signal": ecg() > 0}, "bool"),
         ({"signal": ecg(4.9)}, "4.9 s"),
-        ({"signal": np.zeros((12, 0))}, "0 s of signal"),
+        ({"signal": np.zeros((12, 0))}, "0 s of signal are too short"),
         ({"signal": np.full((12, 5000), np.nan)}, "no valid lead"),
         ({"signal": np.ones((12, 5000))}, "no valid lead"),
         ({"signal": np.stack([ecg(), ecg() * np.nan])}, r"signal\[1\]: no valid lead"),

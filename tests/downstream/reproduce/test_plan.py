@@ -10,8 +10,8 @@ import pytest
 from omnilead.downstream.reproduce import jobs
 from omnilead.downstream.reproduce.jobs import Job, WorkDir, write_json
 from omnilead.downstream.reproduce.paper import (
+    CONFIG_OF_TASK,
     LEAD_COUNTS,
-    TASKS,
     DatasetInfo,
     ReproductionScale,
     make_plan,
@@ -142,7 +142,7 @@ def test_a_scale_leaves_methods_alone_and_fits_every_method(name):
         row.pretrain for table in paper_tables().values() for row in table.rows.values()
     }:
         check_config(load_config(CONFIGS / "pretrain" / f"{method}.yaml", pretraining), 1)
-    for task in TASKS.values():
+    for task in CONFIG_OF_TASK.values():
         path = CONFIGS / "finetune" / f"{task}.yaml"
         config = load_config(path, settings[task], FinetuneConfig)
         assert config.task.name == task

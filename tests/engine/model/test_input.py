@@ -207,7 +207,9 @@ def test_amplitudes_are_limited_after_resampling_and_before_scaling():
 def test_an_ecg_without_a_whole_window_is_refused(dataset, tmp_path):
     model = omnilead.load(save_model(tmp_path / "a", preprocessing={"segment_s": 8.0}))
     uv_LT = dataset.read(0)
-    with pytest.raises(ConfigError, match=r"9 s of signal: .* segments of 8 s: give at least 10 s"):
+    with pytest.raises(
+        ConfigError, match=r"9 s of signal are too short: .* segments of 8 s: give at least 10 s"
+    ):
         model.embed(uv_LT[:, :4500], 500, "12", "uV")
     longer = np.concatenate([uv_LT, uv_LT], 1)
     assert len(model.segments(longer[:, :9000], 500, "12", "uV")) == 1

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import omnilead
 from omnilead.downstream import embed
-from omnilead.downstream.after_training import AFTER
+from omnilead.downstream.after_training import AFTER_TRAINING
 from omnilead.downstream.interop.onnx import to_onnx
 from omnilead.engine.data import patients
 from omnilead.engine.data.augmentations import AugmentConfig
@@ -133,11 +133,11 @@ def test_code_in_a_model_folder_runs_only_on_request(base, dataset, tmp_path):
     assert "with its code in this folder" in (run / "README.md").read_text()
     config = json.loads((run / "config.json").read_text())
     assert config["model"]["encoder"] == "own.py:Net" and "own.py" in config["sha256"]
-    says = r"code in that folder, own\.py, which runs only if asked: .*`code`.*code=True"
+    says = r"code in own\.py of that folder, which runs only if you allow it: .*`code`.*code=True"
     with pytest.raises(LoadError, match=says):
         omnilead.load(run)
     with pytest.raises(LoadError, match=says):
-        TrainingRun(run, AFTER).model()
+        TrainingRun(run, AFTER_TRAINING).model()
     model = omnilead.load(run, code=True)
     first = model.embed(dataset.read(0), 500, "12", "uV")
     assert (
@@ -152,7 +152,7 @@ def test_code_in_a_model_folder_runs_only_on_request(base, dataset, tmp_path):
     with pytest.raises(LoadError, match=r"own\.py: was changed or damaged"):
         omnilead.load(run, code=True)
     (run / "own.py").unlink()
-    says = r"own\.py: the file with the encoder is not in config\.json"
+    says = r"own\.py: this file with the encoder is missing, or config\.json does not list it"
     with pytest.raises(LoadError, match=says):
         omnilead.load(run, code=True)
     assert omnilead.load(run, encoder=own_class).code == {}
@@ -160,7 +160,7 @@ def test_code_in_a_model_folder_runs_only_on_request(base, dataset, tmp_path):
 
 def test_fine_tuning_from_a_plugged_in_encoder(base, own, dataset, tmp_path):
     tune = partial(finetune, tmp_path, dataset.root.url, base / "whole", "diagnosis")
-    assert "runs only if asked" in tune().one_line()
+    assert "runs only if you allow it" in tune().one_line()
     fewer = tune(code=True, augment__leads="2", augment__padded=False).one_line()
     assert "own.py:Net cannot take fewer leads: use augment.padded=true" in fewer
     odd = tune(code=True, task__head=f"{own}:Odd").one_line()
