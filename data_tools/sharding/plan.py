@@ -476,9 +476,7 @@ def _planning_numbers(header: Header) -> tuple[int, ...]:
     crops = crop_count(header.samples, header.fs_hz)
     check_member_name(header.source, header.name, crops)
     if not crops:
-        raise ReadError(
-            "too short", f"{header.samples / header.fs_hz:.2f} s, at least 5 s are needed"
-        )
+        raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
     length_and_rate = f"{header.samples} {header.fs_hz}".encode()
     fingerprint = hash_bytes(header.fingerprint + length_and_rate)
     dropped = dropped_samples(header.samples, header.fs_hz)
@@ -492,9 +490,7 @@ def check_member_name(source: str, name: str, crops: int) -> None:
             "record name", "may have only letters, digits, _ and -, and at most 64 of them"
         )
     if (length := len(f"{source}-{name}-{crops - 1:03d}.json")) > MAX_NAME:
-        raise ReadError(
-            "record name", f"has {length} characters in a shard, {MAX_NAME} at most are allowed"
-        )
+        raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
 
 
 def reject_line(
