@@ -256,7 +256,7 @@ class Order:
                 )
         if not all(self._quotas):
             raise OrderError(
-                f"pipeline.weights={weights}: one weight is less than 2**-30 of their sum: raise it, or leave "
+                f"pipeline.weights={weights}: one weight is below 2**-30 of their sum: raise it, or leave "
                 "the dataset out"
             )
 
