@@ -1,5 +1,5 @@
-"""What it costs: one runner, one record a run, tables made from records. See README.md for the
-rules."""
+"""Benchmarks of speed and evidence of quality. A run of a benchmark writes a record, and the tables are
+made from records. README.md has the rules."""
 
 import argparse
 from pathlib import Path
@@ -11,7 +11,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def program_parser(name: str, text: str | None) -> Parser:
-    """Returns the parser of a program in this folder."""
+    """Return the command-line parser of the program benchmarks/NAME.py, with `text` as its description."""
     return Parser(
         f"python -m benchmarks.{name}",
         description=text,

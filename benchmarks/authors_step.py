@@ -1,15 +1,15 @@
-"""A re-creation of the authors' training step for comparison with ours: eager, as fairseq-signals
-computes it.
+"""A re-creation of the authors' training step, for comparison with omnilead's. It runs in eager mode and
+computes what fairseq-signals computes.
 
     source [2B, L, T], adjacent rows the halves of a crop -> Conv1d stack -> layer norm ->
     projection -> x[mask] = mask_emb -> [T, B, C] transformer with F.multi_head_attention_forward ->
     x[mask], one-hot quantiser, negatives gathered to [100, 2B, M, 256] -> sums of four losses ->
     gradients divided by the masked tokens -> AdamW, one tensor after another
 
-This is not their code, but uses their definitions, layouts and operators, without their data path,
-logging and checkpoints. Only the optimiser is torch's, which takes as long as theirs, and the
-weights are those of our Pretrainer, so that the same weights and draws can be shown to give the
-same loss and gradients (tests/benchmarks/test_step.py).
+This is not the authors' code, but uses their definitions, layouts and operators, without their data path,
+logging and checkpoints. The optimiser is torch's, which takes as long as theirs. The weights are those of
+omnilead's Pretrainer, so that the same weights and draws can be shown to give the same loss and gradients
+(tests/benchmarks/test_step.py).
 
 Source: fairseq-signals modules/ (conv_feature_extraction, conv_positional_encoding,
 transformer_encoder, multi_head_attention, gumbel_vector_quantizer), models/wav2vec2/, criterions/
@@ -33,20 +33,22 @@ from omnilead.engine.settings.errors import ConfigError
 
 
 class AuthorsDraws(NamedTuple):
-    mask_indices: np.ndarray  # bool [R, N], M in each row
-    neg_idxs: Tensor  # int64 [R, M * K], among the masked tokens of all segments
-    gumbel_noise: Tensor  # [R * M * G, V]
+    mask_indices: np.ndarray  # bool [R, N], True for M masked tokens in each row
+    neg_idxs: Tensor  # int64 [R, M * K], indices among the R * M masked tokens of the batch
+    gumbel_noise: Tensor  # [R * M * G, V], for each codebook of each masked token
 
 
 def convert_draws(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draws:
-    """Converts the authors' draws to our format."""
+    """Convert the authors' draws to those of omnilead.engine.model.draws."""
     mask_RN = torch.from_numpy(arrays["mask_indices"])
     rows, masked = len(mask_RN), int(mask_RN.sum(1)[0])
     slot_RM, valid_RM = masked_slots(mask_RN, masked)
     begin_R11 = torch.arange(0, rows * masked, masked)[:, None, None]
     other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, masked, -1) - begin_R11
     if other_RMK.min() < 0 or other_RMK.max() >= masked:
-        raise ConfigError("neg_idxs: a negative is from another segment, which is not supported")
+        raise ConfigError(
+            "neg_idxs: a negative is from another row than its token: draw negatives within a row"
+        )
     noise = None
     if "gumbel_noise" in arrays:
         shape = rows, masked, config.codebooks, config.codes
@@ -55,7 +57,7 @@ def convert_draws(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draw
 
 
 class AuthorsStep(nn.Module):
-    """Computes the loss of a batch, summed over masked tokens, and the number of masked tokens."""
+    """The authors' step: returns the loss of a batch, summed over masked tokens, and their number."""
 
     def __init__(self, model: Pretrainer) -> None:
         super().__init__()
@@ -90,23 +92,26 @@ class AuthorsStep(nn.Module):
         return loss + weights.contrast * contrast * masked, masked
 
     def convolve(self, x: Tensor) -> Tensor:
+        """Return the output of the convolutions."""
         for block in self.encoder.conv.blocks:
             weight = block.weight.unflatten(1, (block.kernel, -1)).transpose(1, 2)
             x = F.conv1d(x, weight, stride=block.kernel)
-            if (norm := block.norm) is not None:  # norms run in float32
+            if (norm := block.norm) is not None:  # the authors compute norms in float32
                 scale, shift = norm.weight.float(), norm.bias.float()
                 x = F.group_norm(x.float(), x.shape[1], scale, shift, norm.eps).type_as(x)
             x = F.gelu(x)
         return x
 
     def transform(self, x: Tensor) -> Tensor:
+        """Return the output of the positional convolution and the transformer layers."""
         position, tokens = self.encoder.position, x.shape[1]
         padding, groups = self.config.position_kernel // 2, position.groups
         y = x.transpose(1, 2)
         y = F.conv1d(y, position.weight(), position.bias, padding=padding, groups=groups)
-        x = x + F.gelu(y[:, :, :tokens]).transpose(1, 2)  # an even kernel gives one token more
+        # with an even kernel, y has one token more than x, which is dropped
+        x = x + F.gelu(y[:, :, :tokens]).transpose(1, 2)
         x = self.dropout(self.encoder.norm(x))
-        x = x.transpose(0, 1)  # B x T x C -> T x B x C
+        x = x.transpose(0, 1)  # batch x time x channels becomes time x batch x channels
         for layer in self.encoder.layers:
             x = layer.norm1(x + self.dropout(self.attend(layer.attention, x)))
             hidden = F.dropout(F.gelu(layer.fc1(x)), self.config.activation_dropout, self.training)
@@ -132,13 +137,14 @@ class AuthorsStep(nn.Module):
     def quantize_with_perplexity(
         self, x: Tensor, tau: float, noise: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Multiplies one-hot vectors by the codebook, [R * M, G * V, width / G] numbers, and sums
+        """Return (the quantised features, the perplexity of the code probabilities). Like the authors, this
+        multiplies one-hot vectors by the codebook, which makes [R * M, G * V, width / G] numbers, and sums
         over V."""
         rows, masked, width = x.shape
         tokens, groups, codes = rows * masked, self.config.codebooks, self.config.codes
         x = self.local.quantizer.logits(x.reshape(-1, width)).view(tokens * groups, codes)
         hard = torch.zeros_like(x).scatter_(-1, x.max(-1)[1].view(-1, 1), 1.0)
-        # the perplexity of the codes, which the authors log
+        # the authors log the perplexity of the chosen codes, so computing it belongs to their step
         perplexity(hard.view(tokens, groups, codes).float().mean(0))
         soft = torch.softmax(x.view(tokens, groups, codes).float(), -1)
         x = gumbel_softmax(x.float(), tau, noise).type_as(x).view(tokens, -1)
@@ -148,22 +154,22 @@ class AuthorsStep(nn.Module):
 
 
 def gumbel_softmax(logits: Tensor, tau: float, noise: Tensor) -> Tensor:
-    """Computes F.gumbel_softmax(hard=True) with given noise."""
+    """Return what F.gumbel_softmax(hard=True) returns for this Gumbel noise."""
     soft = ((logits + noise) / tau).softmax(-1)
     hard = torch.zeros_like(logits).scatter_(-1, soft.max(-1, keepdim=True)[1], 1.0)
     return hard - soft.detach() + soft
 
 
 def gather_negatives(y: Tensor, neg_idxs: Tensor) -> Tensor:
-    """Gathers negatives: y [R, M, P] -> [K, R, M, P]."""
+    """Return a copy of the negatives of each masked token: [K, R, M, P] from y [R, M, P]."""
     rows, masked, width = y.shape
     gathered = y.reshape(-1, width)[neg_idxs.view(-1).to(y.device)]
     return gathered.view(rows, masked, -1, width).permute(2, 0, 1, 3)
 
 
 def compute_preds(x: Tensor, y: Tensor, negatives: Tensor, temperature: float) -> Tensor:
-    """[1 + K, R, M]: cosines with the positive and each gathered negative; -inf if a negative
-    equals the positive."""
+    """Return [1 + K, R, M]: the cosines of x with the positive and each negative, divided by the
+    temperature; -inf for a negative that equals the positive."""
     same = (y == negatives).all(-1)
     targets = torch.cat([y.unsqueeze(0), negatives], dim=0)
     logits = torch.cosine_similarity(x.float(), targets.float(), dim=-1).type_as(x)
@@ -176,15 +182,16 @@ def compute_preds(x: Tensor, y: Tensor, negatives: Tensor, temperature: float) -
 def local_loss(logits: Tensor) -> Tensor:
     logits = logits.transpose(0, 2).reshape(-1, logits.shape[0])
     target = logits.new_zeros(len(logits), dtype=torch.long)
-    with torch.no_grad():  # the accuracy that the authors log; it waits for the device
+    # the authors log the accuracy, whose .item() waits for the device, so computing it belongs to their step
+    with torch.no_grad():
         best, worst = logits.argmax(-1) == 0, logits.argmin(-1) == 0
         _ = best.long().sum().item() - (best & worst).long().sum().item()
     return F.cross_entropy(logits.float(), target, reduction="sum")
 
 
 def cmsc_loss(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
-    """Returns CMSC's loss: first halves against second halves in both directions; positives are
-    pairs of the same patient."""
+    """Return CMSC's loss: the cross-entropy of first halves against second halves and the reverse, where
+    pairs of the same patient are positive."""
     x = x.float()
     pooled = x.sum(1) / (x != 0).sum(1)
     pooled = pooled / pooled.detach().norm(dim=1, keepdim=True)
@@ -198,7 +205,8 @@ def cmsc_loss(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
 def make_draws(
     config: ModelConfig, negatives: int, rows: int, tokens: int, device: torch.device
 ) -> AuthorsDraws:
-    """Draws masks in numpy and negatives in torch on the host, noise on the model's device."""
+    """Return the draws of a step, made as the authors make them: masks in numpy and negatives in torch on
+    the host, noise on the device of the model."""
     mask = compute_mask_indices(config, rows, tokens)
     masked = int(mask[0].sum())
     position = torch.arange(masked).unsqueeze(-1).expand(-1, negatives).flatten()
@@ -211,8 +219,8 @@ def make_draws(
 
 
 def compute_mask_indices(config: ModelConfig, rows: int, tokens: int) -> np.ndarray:
-    """Draws span starts without replacement, their number rounded once per batch; then trims each
-    row to the smallest count."""
+    """Return the masks, bool [R, N]. Span starts are drawn without replacement, equally many in each row,
+    and tokens are then unmasked at random until all rows have as many as the row with the fewest."""
     spans = max(2, int(config.mask_share * tokens / config.mask_span + np.random.rand()))
     chosen = []
     for _ in range(rows):

@@ -1,7 +1,7 @@
-"""Draw README's chart, results/speed.svg, and make the table of ratios in RESULTS.md: what omnilead
-and other programs do in a CPU-second, in the newest whole record of each machine.
+"""Draw the chart in README.md, results/speed.svg, and make the tables of ratios in RESULTS.md. Both compare
+how much omnilead and other programs do in a CPU-second, by the newest complete record of each machine.
 
-An SVG as text, readable in light and in dark, and the same from the same records.
+The SVG is written as text, is readable in light and in dark mode, and is the same for the same records.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ PAGE_WIDTH, LABEL_WIDTH, NUMBER_WIDTH = (
     760,
     256,
     84,
-)  # pixels: of the page, for programs' names, for a number after a bar
-BAR_HEIGHT, PROGRAM_GAP = 15, 8  # pixels
+)  # in pixels: widths of the page, of the column of program names, of the number after a bar
+BAR_HEIGHT, PROGRAM_GAP = 15, 8  # in pixels: height of a bar, gap between the bars of two programs
 SVG_STYLE = (
     "text{font:16px system-ui,sans-serif;fill:#1f2328}.h{font-weight:600}.s{font-size:14px;fill:#59636e}"
     ".page{fill:#fff;stroke:#d1d9e0}.us0{fill:#0b62a8}.us1{fill:#6fa8d6}.o0{fill:#818b98}.o1{fill:#bcc4cd}"
@@ -26,10 +26,12 @@ SVG_STYLE = (
 
 
 class Panel(NamedTuple):
+    """A part of the chart, and a table of ratios: programs compared by one benchmark."""
+
     benchmark: str
     title: str
-    programs: dict[str, str]  # a name for readers -> the case in the record
-    form: str  # format of a number
+    programs: dict[str, str]  # name of a program in the chart -> its case in the record; ours first
+    form: str  # Python's format for the numbers
 
 
 PANELS = (
@@ -83,12 +85,13 @@ RATIO_NOTE = (
     "`.npy, conversion in NumPy`, and check nothing; omnilead checks crc32c once per crop. \\* re-created: "
     "written by us after fairseq-signals."
 )
-Rates = dict[str, dict[str, float]]  # program -> machine -> rate, of the machines that measured it
+Rates = dict[str, dict[str, float]]  # program -> {machine: rate}, for machines that measured it
 
 
 def rates_and_parts(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[str, Part]]:
-    """Returns the rates, and the part of each machine that they come from: the last of `parts`,
-    oldest first, that has our case and at least one other."""
+    """Return (the rates of a panel, {machine: the record that its rates come from}). `parts` are records,
+    oldest first. For each machine the newest one counts that has omnilead's case and the case of the next
+    program in the panel."""
     ours, *others = panel.programs.values()
     sources: dict[str, Part] = {}
     for part in parts:
@@ -107,8 +110,8 @@ def rates_and_parts(panel: Panel, parts: Sequence[Part]) -> tuple[Rates, dict[st
 
 
 def ratio_table_blocks(parts: Sequence[Part]) -> Iterator[str]:
-    """Yields blocks of RESULTS.md: how many times as fast omnilead is, by machine; none without
-    records."""
+    """Yield blocks of Markdown for RESULTS.md: for each panel, how many times as fast omnilead is as each
+    other program, by machine. Without records, yield nothing."""
     measured = [(panel, *rates_and_parts(panel, parts)) for panel in PANELS]
     measured = [(panel, rates, sources) for panel, rates, sources in measured if sources]
     if measured:
@@ -129,7 +132,7 @@ def ratio_table_blocks(parts: Sequence[Part]) -> Iterator[str]:
 
 
 def draw_chart(parts: Sequence[Part]) -> str:
-    """Returns the chart as SVG."""
+    """Return the chart as the text of an SVG."""
     lines: list[str] = []
     machines: list[str] = []
     y = 34
@@ -172,4 +175,5 @@ def draw_chart(parts: Sequence[Part]) -> str:
 
 
 def _bar_svg(kind: str, y: int, width: float) -> str:
+    """Return a bar in the colour of the CSS class `kind`."""
     return f'<rect class="{kind}" x="{LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT - 3}"/>'

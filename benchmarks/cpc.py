@@ -1,14 +1,15 @@
-"""One step of ECG-CPC (configs/pretrain/ecg_cpc.yaml) on windows of 2.5 s in memory, on one thread: ours
-and a re-creation of the authors'.
+"""Time a training step of ECG-CPC (configs/pretrain/ecg_cpc.yaml) in omnilead and in a re-creation of the
+authors' code, on one thread, with windows of 2.5 s that are in memory. The re-creation computes as the
+authors do:
 
     network    channels before time; kernels from sums over poles at each frequency (Cauchy), products
                of spectra
     loss       a target and 128 negatives copied for each token, in one array
 
-Our encoder alone (embedding) is timed, too, and matrix products show the peak rate of a core. Timing
-starts only if both sides give the same loss and gradients for the same weights and draws;
-tests/benchmarks/test_cpc.py compares the re-creation with the authors' numbers. Windows are noise. On
-a GPU our step is measured alone: it is compiled.
+omnilead's encoder alone (embedding) is timed, too, and matrix products show the peak rate of a core. Timing
+starts only if omnilead and the re-creation give the same loss and gradients for the same weights and draws;
+tests/benchmarks/test_cpc.py compares the re-creation with the authors' numbers. Windows are noise. On a
+GPU, only omnilead is measured, with a compiled step.
 
 Source: AI4HealthUOL/ecg-fm-benchmarking and ecg-pretraining-strategies.
 """
@@ -48,13 +49,15 @@ from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 CONFIG_NAME = "ecg_cpc"
 RECREATION = "re-creation of ECG-CPC's step"
 EMBEDDING_SIDE = "omnilead, embedding"
-# windows; the re-creation copies 226 MB for each
+# Windows in a batch by default. The re-creation copies 226 MB for each window
 WINDOWS_PER_BATCH = {"cpu": 16, "cuda": 1024}
 GRADIENT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class CpcRun:
+    """A case of the benchmark. `side` is the re-creation, omnilead's step or omnilead's encoder alone."""
+
     side: str
     precision: str
     batch: int
@@ -67,7 +70,7 @@ class CpcRun:
 
 
 class AuthorsCpcStep(nn.Module):
-    """Computes the loss of a batch with the weights of `model`."""
+    """A re-creation of the authors' step: returns the loss of a batch, with the weights of `model`."""
 
     def __init__(self, model: Pretrainer) -> None:
         super().__init__()
@@ -99,6 +102,7 @@ class AuthorsCpcStep(nn.Module):
         return contrastive_loss(self.head.map(x_RND)[:, :-ahead], z_RND, idx_RnK)
 
     def filter_signal(self, space: StateSpace, u_RDN: Tensor) -> Tensor:
+        """Return the output of a state space, computed as a product of spectra."""
         tokens = u_RDN.shape[2]
         spectrum = torch.fft.rfft(u_RDN, 2 * tokens) * torch.fft.rfft(
             self.convolution_kernel(space)[:, :tokens], 2 * tokens
@@ -106,7 +110,8 @@ class AuthorsCpcStep(nn.Module):
         return torch.fft.irfft(spectrum, 2 * tokens)[..., :tokens] + space.D[:, None] * u_RDN
 
     def convolution_kernel(self, space: StateSpace) -> Tensor:
-        """Returns the kernel [D, L], by Cauchy sums and the rank-1 correction."""
+        """Return the convolution kernel [D, L] of a state space. As in the authors' code, its spectrum is
+        computed by sums over poles (Cauchy) with a correction of rank 1."""
         angle = torch.arange(space.length // 2 + 1) * (-2 * math.pi / space.length)
         omega = torch.polar(torch.ones_like(angle), angle)
         z = 2 * (1 - omega) / (1 + omega)
@@ -127,7 +132,8 @@ class AuthorsCpcStep(nn.Module):
 
 
 def contrastive_loss(predicted_RnF: Tensor, z_RNF: Tensor, idx_RnK: Tensor) -> Tensor:
-    """Copies the targets and negatives of each token. `idx_RnK`: the target, then the negatives."""
+    """Return the loss, computed like the authors' from copies of the candidates of each token. `idx_RnK`
+    holds the index of the target, then those of the negatives."""
     rows, tokens, width = z_RNF.shape
     flat = z_RNF.reshape(-1, width)
     first = torch.arange(0, rows * tokens, tokens)[:, None, None]
@@ -144,7 +150,10 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
     say("checking that both sides give the same loss and gradients")
     difference = call_fresh(largest_loss_or_gradient_difference)
     if not difference <= GRADIENT_TOLERANCE:
-        raise CaseError(f"the two sides differ by {difference:.1e}: nothing was timed")
+        raise CaseError(
+            f"loss or gradients of omnilead and the re-creation differ by {difference:.1e}, more than "
+            f"{GRADIENT_TOLERANCE:g}: nothing was timed"
+        )
     batch, steps = (
         options.batch or WINDOWS_PER_BATCH[device],
         options.steps or STEPS_PER_REPEAT[device],
@@ -152,7 +161,7 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
     cases: Cases = {}
     sides = (OURS, EMBEDDING_SIDE) if device == "cuda" else (RECREATION, OURS, EMBEDDING_SIDE)
     for side, precision in ((side, p) for p in ("fp32", "bf16") for side in sides):
-        if (side, precision) != (RECREATION, "bf16"):  # the authors train in float32
+        if (side, precision) != (RECREATION, "bf16"):  # the authors train in float32 only
             run = CpcRun(side, precision, batch, steps, device)
             cases[run.name] = (repeat_steps, (run,))
     for precision in ("fp32", "bf16"):
@@ -179,8 +188,10 @@ def build_pretrainer(**options: Any) -> Pretrainer:
 
 
 def largest_loss_or_gradient_difference() -> float:
-    """Returns the largest relative difference of loss and gradients, without dropout."""
-    # On some inputs a ReLU within rounding of 0 is on for one side only, which moves a gradient by 1e-2
+    """Return the largest relative difference between omnilead and the re-creation in the loss and the
+    gradients, without dropout."""
+    # The seed matters: on some inputs, the input of a ReLU is so close to 0 that rounding makes it positive
+    # in only one of the two, which changes a gradient by 1e-2
     torch.manual_seed(1)
     model, rows = build_pretrainer(dropout=0.0), 2
     x_RLT, keys_RS = torch.randn(rows, 12, 600), torch.arange(rows)[:, None]
@@ -197,11 +208,12 @@ def largest_loss_or_gradient_difference() -> float:
 
 
 def repeat_steps(run: CpcRun) -> Iterator[Any]:
-    """Yields once when warm, then the number of windows trained on, repeatedly."""
+    """Yield None after a warm-up step, then the number of windows in each repeat of `run.steps` steps,
+    without end."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     if run.device == "cpu":
-        keep_freed_memory()  # for both sides
+        keep_freed_memory()  # applies to omnilead and to the re-creation alike
     prepare_side = {
         RECREATION: prepare_authors,
         OURS: prepare_ours,
@@ -218,7 +230,7 @@ def repeat_steps(run: CpcRun) -> Iterator[Any]:
 
 
 def prepare_ours(run: CpcRun) -> Callable[[], None]:
-    """Returns a function that runs one training step of ours."""
+    """Return a function that runs one training step of omnilead."""
     model = build_pretrainer().to(run.device).train()
     optimize = make_optimizer_step(model, run.precision)
     dtype = next(model.parameters()).dtype
@@ -236,7 +248,7 @@ def prepare_ours(run: CpcRun) -> Callable[[], None]:
 
 
 def prepare_embedding(run: CpcRun) -> Callable[[], None]:
-    """Returns a function that encodes one batch."""
+    """Return a function that encodes one batch with omnilead's encoder."""
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     encoder = build_pretrainer().encoder.to(run.device, dtype).eval()
     x_RLT = torch.randn(run.batch, 12, 600, device=run.device).to(dtype)
@@ -249,7 +261,7 @@ def prepare_embedding(run: CpcRun) -> Callable[[], None]:
 
 
 def prepare_authors(run: CpcRun) -> Callable[[], None]:
-    """Returns a function that runs one step of the re-creation."""
+    """Return a function that runs one training step of the re-creation."""
     model = AuthorsCpcStep(build_pretrainer()).train()
     adam = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
     x_RLT = torch.randn(run.batch, 12, 600)

@@ -1,4 +1,5 @@
-"""The training loop against the bare step: the overhead of loader, DeepSpeed, optimiser and log.
+"""Measure the overhead of the training loop, with its loader, DeepSpeed, optimiser and log, over a bare
+training step.
 
 For each data source, a fresh process starts `engine/pretrain.py` and replaces its loop by turns of
 a few steps each:
@@ -40,11 +41,12 @@ from benchmarks.measure import (
 )
 
 DEFAULT_MODEL = {"cpu": "small", "cuda": "paper"}
-# on a GPU also the recipe whose steps are so short that a run may wait for its loader
+# Configs measured beside the default one. The steps of s4_cpc are so short that training on a GPU may wait for
+# the loader
 MORE_MODELS = {"cpu": (), "cuda": ("s4_cpc",)}
-DEFAULT_BATCH = {"cpu": 64, "cuda": 256}  # on a CPU, the batch of the model's config
+DEFAULT_BATCH = {"cpu": 64, "cuda": 256}  # 64 crops are the batch in the config `small`
 STEPS_PER_TURN = {"cpu": 2, "cuda": 20}
-DATA_SOURCES = {
+DATA_SOURCES = {  # name of a source -> the settings that choose it
     "tar": (),
     "zarr": ("pipeline.backend=torch", "pipeline.source=zarr"),
 }
@@ -52,6 +54,8 @@ DATA_SOURCES = {
 
 @dataclass(frozen=True)
 class LoopRun:
+    """A case of the benchmark: a config and a source of data."""
+
     dataset: str
     run: str
     device: str = "cpu"
@@ -60,12 +64,13 @@ class LoopRun:
     steps: int = 10  # steps per turn
     turns: int = 3
     threads: int = 2
-    settings: tuple[str, ...] = ()  # for --set
+    settings: tuple[str, ...] = ()  # further words for --set
     sides: tuple[str, ...] = ("bare", "held", "loaded")
     environment: dict[str, str] = field(default_factory=dict)
 
 
 def loop_run(options: argparse.Namespace, work: Path) -> LoopRun:
+    """Return the case for the options of the command line."""
     device = options.device
     model, batch = options.model or DEFAULT_MODEL[device], options.batch or DEFAULT_BATCH[device]
     dataset, run = str(work / "dataset"), str(work / "run")
@@ -88,12 +93,13 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
 
 
 def compare_sides(run: LoopRun) -> Result:
+    """Time the sides `bare`, `held` and `loaded` in turns. Return rates and overheads in percent."""
     return rates_and_percentages(loop_turns(run), run.device)
 
 
 def loop_turns(run: LoopRun) -> Result:
-    """Replaces Loop.train, for the rest of this process, by turns of each side and return their
-    seconds and CPU-seconds."""
+    """Start a training whose Loop.train takes turns of the run's sides, and return their seconds and
+    CPU-seconds. Loop.train stays replaced for the rest of this process."""
     os.environ.update(run.environment)
     import torch
 
@@ -104,7 +110,7 @@ def loop_turns(run: LoopRun) -> Result:
 
     def train(loop: Loop, *_: Any) -> bool:
         measured.update(time_sides_in_turns(loop, run, original))
-        return False  # training has not ended: no export
+        return False  # says that training has not ended, so that no model is exported
 
     original, Loop.train = Loop.train, train  # type: ignore[method-assign]
     pretrain(run, "train.steps=1000000", "train.log_every=1000000")
@@ -112,8 +118,8 @@ def loop_turns(run: LoopRun) -> Result:
 
 
 def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
-    """Runs engine/pretrain.py in this process. Its output goes to a file beside the run; a
-    CaseError has the last line."""
+    """Run engine/pretrain.py in this process, with its output in a file beside the run. If it fails, raise
+    a CaseError with the last line of the output."""
     from benchmarks.step import config_name
     from omnilead.engine import pretrain
 
@@ -126,7 +132,7 @@ def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
         "train.epochs=null",
         "train.schedule=fixed",
         "train.validate_every=0",
-        "train.peak_tflops=1",  # skip measuring the peak for MFU
+        "train.peak_tflops=1",  # any value, so that the peak for MFU is not measured
         "augment.rlm=0.5",
         *settings,
         *run.settings,
@@ -139,15 +145,19 @@ def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
 
 
 def time_sides_in_turns(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Result:
+    """Time turns of the run's sides inside a started training loop, and two checkpoints after them. `train`
+    is the original Loop.train."""
     from benchmarks import step
     from omnilead.engine.training.train import COMPILE_DEFAULTS
 
     batches, load = iter(loop.loader), loop._next_batch
     first, state = load(batches)
-    held_batch = replace(first, x_BSLT=first.x_BSLT.clone())  # the loader will overwrite its buffer
+    # a copy, because the loader will overwrite the buffer of the first batch
+    held_batch = replace(first, x_BSLT=first.x_BSLT.clone())
     waits: list[float] = []
     save = loop._save
-    loop._save, loop._diagnose = (lambda: None), (lambda batch: None)  # train() ends with these
+    # Loop.train ends with a checkpoint and a diagnosis, which must not count in each turn
+    loop._save, loop._diagnose = (lambda: None), (lambda batch: None)
 
     def load_timed(_: Any) -> Any:
         asked_at_s = time.perf_counter()
@@ -178,7 +188,8 @@ def time_sides_in_turns(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -
     run_sides = {name: sides[name] for name in run.sides}
     rows = take_turns(run_sides, run.turns, run.steps * run.batch)
     last = loop.progress.step
-    for number in (last - 1, last):  # the first allocates the memory for all others
+    # two checkpoints, of which the second is reported: the first also allocates memory that later ones reuse
+    for number in (last - 1, last):
         loop.progress.step = number
         saved = time_work(save)
         written = time_work(loop.writer.wait)
@@ -191,14 +202,14 @@ def time_sides_in_turns(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -
 
 
 def precision() -> str:
-    """Returns what `train.precision: auto` means on this machine."""
+    """Return bf16 or fp32: what `train.precision: auto` means on this machine."""
     from omnilead.engine.training.config import has_bf16
 
     return "bf16" if has_bf16() else "fp32"
 
 
 def rates_and_percentages(measured: Result, device: str) -> Result:
-    """Computes rates, and percentages from adjacent turns."""
+    """Return the rates of the sides, and overheads in percent from adjacent turns."""
     rows = measured.pop("rows")
 
     def percent_above(side: str, other: str) -> dict[str, float]:

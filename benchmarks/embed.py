@@ -1,5 +1,5 @@
-"""Embeddings: `downstream.embed` from each kind of input to a parquet file, against the encoder alone
-on one batch.
+"""Compare the command `omnilead embed`, which reads an input of some kind and writes embeddings to a parquet
+file, with the encoder alone, which runs on a batch in memory.
 
 For each input, a fresh process loads a model with random weights and takes turns: the encoder alone
 on as many crops as the input has, then the command, which reads, prepares and encodes them and
@@ -24,7 +24,8 @@ from benchmarks.measure import (
     take_turns,
 )
 
-EMBED_BATCH = {"cpu": 16, "cuda": 256}  # the command's defaults
+EMBED_BATCH = {"cpu": 16, "cuda": 256}  # crops in a batch, as by default in `omnilead embed`
+# kind of input -> (its file or folder in the working folder, further options of `omnilead embed`)
 INPUT_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "tar": ("dataset", {}),
     "WFDB": ("archive", {}),
@@ -34,7 +35,8 @@ INPUT_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
-    """Makes the same crops as an archive, as a dataset and as arrays of millivolts."""
+    """Write the same crops as an archive, as a dataset and as arrays in millivolts. Return (facts about the
+    input, a case for each kind of input)."""
     import numpy as np
 
     dataset, device = make_dataset(work, options.records or 600, keep_archive=True), options.device
@@ -56,7 +58,8 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
 
 
 def write_untrained_model(folder: Path, model: str) -> None:
-    """Writes a model with random weights as engine.training.export would before the first step."""
+    """Write a model folder with random weights, as engine.training.export would write it before the first
+    training step."""
     import torch
 
     from benchmarks.step import config_of
@@ -72,7 +75,8 @@ def write_untrained_model(folder: Path, model: str) -> None:
 
 
 def compare_with_encoder(work: Path, options: Any, crops: int, turns: int) -> Result:
-    """Runs the encoder and the command in turns."""
+    """Run the encoder alone and the command in turns, and return their rates and the share of the encoder's
+    speed that the command reaches."""
     import torch
 
     from omnilead.downstream.inference import commands
@@ -80,19 +84,20 @@ def compare_with_encoder(work: Path, options: Any, crops: int, turns: int) -> Re
     device, batch, out = options["device"], options["batch"], work / "out.parquet"
     torch.set_num_threads(2)
     prepared = commands.load_model_and_precision(work / "model", device)
-    commands.load_model_and_precision = lambda *_: prepared  # use it instead of the command's own
+    # the command then uses this loaded model, so that loading is not timed
+    commands.load_model_and_precision = lambda *_: prepared
     x_RLT = torch.randn(2 * batch, 12, 2500, device=device)
 
     @torch.inference_mode()
-    def bare() -> None:
+    def run_encoder_alone() -> None:
         for start in range(0, crops, batch):
             prepared[0].pool_tokens(x_RLT[: 2 * (crops - start)]).cpu()
 
-    def command() -> None:
+    def run_command() -> None:
         out.unlink(missing_ok=True)
         commands.embed(work / "model", out=out, **options)
 
-    rows = take_turns({"alone": bare, "command": command}, turns, crops)
+    rows = take_turns({"alone": run_encoder_alone, "command": run_command}, turns, crops)
     return {
         **rates(rows["command"]),
         **rates(rows["alone"], "bare_"),

@@ -1,9 +1,9 @@
-"""Evidence for pre-training: the steps of a plan, run by one command that can be killed and goes
-on, and their record.
+"""Run the steps of a plan that produces evidence for pre-training, and write a record of their scores. A
+command that was killed continues when it is started again.
 
     python -m benchmarks.evidence cpu --out DIR --jobs 2        configs/evidence/cpu.yaml; also smoke, gpu, or a file of yours
     python -m benchmarks.evidence cpu --out DIR --dry-run       every command, and how long what is left takes
-    python -m benchmarks.evidence cpu --out DIR --only bench    the steps whose names begin so, and those that they need
+    python -m benchmarks.evidence cpu --out DIR --only bench    the steps whose names begin with bench, and those that they need
 
 A step of a plan is a command. NAME is its folder below DIR, and MAKES the file or folder in it that
 exists once it is done. `each` repeats it for all combinations of values. In a command {out} is DIR,
@@ -45,7 +45,7 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import find_config
 
 Tree = dict[str, Any]
-STEP_KIND_OF_RESULT = {  # results of the record, and the steps that they come from
+STEP_KIND_OF_RESULT = {  # name of a result in the record -> the kind of the steps whose scores it joins
     "synthetic": "bench",
     "real": "real-scores",
     tables.BY_CROPS: "real-crops",
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_plan(options: argparse.Namespace) -> int:
+    """Run the steps of the plan that are not done yet, write the record and return an exit status."""
     folder = WorkDir(options.out.absolute())
     tree = read_yaml(find_config(options.plan, "evidence", "PLAN"))
     jobs = drop_real_steps_without_ecgs(read_plan(tree, folder.path, options.only), folder)
@@ -80,25 +81,28 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def read_plan(tree: Tree, out: Path, only: str = "") -> list[Job]:
-    """Returns the plan's steps in its order, or those whose names begin with `only` and what they
-    need."""
+    """Return the steps of the plan in its order. With `only`, return the steps whose names begin with it,
+    and the steps that these need."""
     try:
         steps = list(jobs_of_plan(tree, out))
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"not a plan: {type(error).__name__} {error}: see configs/evidence/cpu.yaml"
+            f"the plan has the wrong form: {type(error).__name__} {error}: compare it with "
+            "configs/evidence/cpu.yaml"
         ) from None
     chosen: set[str] = set()
-    for step in reversed(steps):  # a step comes after those that it needs
+    # backwards, because a plan has each step after the steps that it needs
+    for step in reversed(steps):
         if step.name.startswith(only) or step.name in chosen:
             chosen |= {step.name, *step.needs}
     if not chosen:
         kinds = ", ".join(dict.fromkeys(step.kind for step in steps))
-        raise ConfigError(f"--only {only}: no step has such a name: use {kinds}")
+        raise ConfigError(f"--only {only}: no step's name begins with this: use {kinds}")
     return [step for step in steps if step.name in chosen]
 
 
 def jobs_of_plan(tree: Tree, out: Path) -> Iterator[Job]:
+    """Yield a job for each step of a plan and each combination of its `each` values."""
     settings = ReproductionScale.read(tree["scale"]).settings["pretrain"]
     scale = as_options(settings | tree.get("settings", {}))
     words = {"out": shlex.quote(str(out)), "scale": scale}
@@ -119,7 +123,8 @@ def jobs_of_plan(tree: Tree, out: Path) -> Iterator[Job]:
 
 
 def arguments_of_groups(names: Sequence[str], out: str) -> dict[str, str]:
-    """{group: the words NAME=FOLDER of its steps}, where steps are called GROUP/NAME."""
+    """Return {group: NAME=FOLDER for each of its steps, separated by spaces}. The name of a step is
+    GROUP/NAME."""
     groups: dict[str, list[str]] = {}
     for name in names:
         group, _, member = name.partition("/")
@@ -128,7 +133,8 @@ def arguments_of_groups(names: Sequence[str], out: str) -> dict[str, str]:
 
 
 def drop_real_steps_without_ecgs(jobs: list[Job], folder: WorkDir) -> list[Job]:
-    """Leaves out the steps real-* if the folders with real ECGs are absent."""
+    """Return the jobs without the steps real-* if a folder of real ECGs that the step real-data reads does
+    not exist, and say so."""
     for job in jobs:
         if job.name == "real-data" and not folder.is_done(job):
             for word in job.command:
@@ -143,8 +149,8 @@ def drop_real_steps_without_ecgs(jobs: list[Job], folder: WorkDir) -> list[Job]:
 
 
 def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
-    """Writes DIR/evidence.json, .md and .png from all scores that are there, and names finished
-    steps that never ran here."""
+    """Write DIR/evidence.json, .md and .png from the scores of all finished steps. The record names
+    the finished steps that never ran in DIR."""
     steps, place = read_plan(tree, folder.path), folder.path
     results = {}
     for name, kind in STEP_KIND_OF_RESULT.items():
@@ -155,7 +161,7 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     if not results:
         return say("no scores yet")
     record = machine_facts() | {"benchmark": "evidence", "results": results}
-    del record["page_cache"]  # nothing was timed
+    del record["page_cache"]  # matters only for timings, which this record does not have
     device = "cuda" if record["hardware"]["gpus"] else "cpu"
     record["config"] = {"plan": plan, **tree, "device": device}
     done = [step for step in steps if (place / step.makes).exists()]
@@ -171,8 +177,8 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
 
 
 def join_scores(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:
-    """Joins the scores of all steps of a kind, or reads those in a folder of this name made by
-    hand."""
+    """Return the joined scores of all steps of a kind. If the plan has no such step, read the scores in
+    DIR/KIND/bench.json, which may have been put there by hand."""
     scores_of_kind: Tree = {"rows": [], "differences": [], "notes": []}
     paths = [folder.path / step.makes for step in steps if step.kind == kind]
     for path in paths or [folder.path / kind / "bench.json"]:

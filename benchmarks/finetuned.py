@@ -1,4 +1,4 @@
-"""Fine-tuned models of several seeds on the test split of a dataset, with paired differences of
+"""Score fine-tuned models of several seeds on the test split of a dataset, and compare them in pairs over
 patients and seeds.
 
     python -m benchmarks.finetuned NAME=RUN ... --task diagnosis --leads 12 --data DATASET --out OUT
@@ -47,7 +47,7 @@ from omnilead.engine.data.datasets import Datasets
 from omnilead.engine.settings.commandline import run_on_ranks
 from omnilead.engine.settings.errors import ConfigError
 
-RANDOM_START = "random"
+RANDOM_START = "random"  # the START of runs from random weights; other starts are compared with it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,19 +65,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def score_runs(options: argparse.Namespace) -> int:
+    """Score all runs of the task and write OUT/bench.json and tables. Return an exit status."""
     dataset, starts, scores = Dataset.open(options.data), dict[str, dict[str, Path]](), Scores()
     prefix = f"{options.task}-{options.leads}-"
     for name, run in runs_named(options.runs, prefix).items():
         start, _, seed = name.rpartition("-")
         starts.setdefault(start, {})[seed] = run
     if not starts:
-        raise ConfigError(f"no run is named {prefix}START-SEED")
+        raise ConfigError(
+            f"no run is named {prefix}START-SEED: give each run as NAME=RUN with such a NAME"
+        )
     seeds = {start: sorted(runs_by_seed) for start, runs_by_seed in starts.items()}
     if len(set(map(tuple, seeds.values()))) > 1:
         each_has = "; ".join(
             f"{start} {' '.join(runs_by_seed)}" for start, runs_by_seed in seeds.items()
         )
-        raise ConfigError(f"seeds {each_has}: name the same for each")
+        raise ConfigError(
+            f"the starts have different seeds: {each_has}: give runs with the same seeds for each start"
+        )
     names = sorted(starts, key=RANDOM_START.__eq__)
     notes = ["Means over seeds."]
     for start in names:
@@ -112,8 +117,8 @@ def score_runs(options: argparse.Namespace) -> int:
 
 
 def training_remarks(runs: Sequence[Path]) -> Iterator[str]:
-    """Yields why these runs may be worse than they could be: their training was too short, or the
-    best learning rate was not tried."""
+    """Yield remarks on why these runs may be worse than they could be: training was too short, or the chosen
+    learning rate is the lowest or highest that was tried."""
     ended = [json.loads((run / "result.json").read_text()) for run in runs]
     short = [result for result in ended if result.get("converged") is False]
     if short:
@@ -133,7 +138,8 @@ def training_remarks(runs: Sequence[Path]) -> Iterator[str]:
 
 
 def score_run(run: Path, dataset: Dataset, options: argparse.Namespace) -> Scored:
-    """Returns facts, and metrics under all weightings of the patients."""
+    """Return (facts about the test data, {metric: its values under each bootstrap weighting of the
+    patients})."""
     model, eval_options = omnilead.load(str(run)), EvalOptions(leads=options.leads)
     task = find_task(model, labels=options.labels)
     if task.kind == "identity":

@@ -84,7 +84,7 @@ def test_identification_is_scored_as_by_evaluate(dataset, tmp_path):
         (["a"], "no run is named diagnosis-12-START-SEED"),
         (
             ["diagnosis-12-random-1", "diagnosis-12-random-2", "diagnosis-12-w2v-1"],
-            "seeds random 1 2; w2v 1: name the same for each",
+            "different seeds: random 1 2; w2v 1: give runs with the same seeds",
         ),
     ],
 )
