@@ -107,7 +107,7 @@ def files_that_are_not_there(data, folder):
     pretrain = f"pretrain --config small {places} --set train.precision=fp32"
     finetune = f"finetune --start small {places}"
     model, head = f"{pretrain} --start {folder / 'no'}", f"{finetune} --labels {labels} --set"
-    no_model = f"{folder / 'no'}: no such folder: give RUN or RUN/model, or a shipped model: small"
+    no_model = f"{folder / 'no'}: no such folder: give the folder of a run or model, or a shipped model: small"
     no_labels = f"{folder / 'no.csv'}: no such file: name a CSV or parquet file of labels"
     return {
         model: no_model,

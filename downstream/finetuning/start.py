@@ -16,7 +16,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.data.seen import NOTHING_SEEN
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder
-from omnilead.engine.model.folder import config_of, is_model
+from omnilead.engine.model.folder import config_of, names_a_model
 from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError, Flag
 from omnilead.engine.settings.files import read_plugins
@@ -48,7 +48,7 @@ class Start(NamedTuple):
 def read_start(start: str, code: bool = False) -> Start:
     """Reads the model or the YAML to start from. `code`: allow running encoder code in the
     folder."""
-    if not is_model(start):
+    if not names_a_model(start):
         config = load_config(start, kind=Config)
         brought = read_plugins([("model.encoder", config.model.encoder)], start)
         return Start(config.model, config.model_input, f"random {config.model}", code=brought)

@@ -36,7 +36,7 @@ from omnilead.engine.data.seen import seen_notes, to_bytes
 from omnilead.engine.model import encoders
 from omnilead.engine.model.config import ModelConfig, parse_settings
 from omnilead.engine.model.encoder import Encoder, pool
-from omnilead.engine.model.folder import SEEN, is_model
+from omnilead.engine.model.folder import SEEN, names_a_model
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.window import HALF_S
 from omnilead.engine.settings.errors import ConfigError, Facts
@@ -178,7 +178,7 @@ class FinetuneTask(TrainingTask):
             *validation_remarks(kind, labels, held_out),
         ]
         kept = {LABELS: parquet_bytes(labels.table)} if labels.table else {}
-        if is_model(config.start):
+        if names_a_model(config.start):
             kept[SEEN] = to_bytes(start.seen)
         code = read_plugins(config.plugin_settings, config.run, start.code)
         encoder, flops_per_crop = own_encoder_and_flops(config, architecture, start, model_input)

@@ -17,7 +17,7 @@ from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.leads import AsText
 from omnilead.engine.data.augmentations.stage import STRICT
 from omnilead.engine.model.config import ModelConfig, Probability, Share
-from omnilead.engine.model.folder import find_local_model, is_model
+from omnilead.engine.model.folder import find_local_model, names_a_model
 from omnilead.engine.settings.errors import ConfigError, one_line_errors
 from omnilead.engine.settings.files import OWN_CODE
 from omnilead.engine.settings.resuming import MayChange
@@ -146,7 +146,7 @@ class FinetuneConfig(RunConfig):
 
     def require_files(self) -> None:
         super().require_files()
-        if not is_model(self.start):
+        if not names_a_model(self.start):
             load_config(self.start, kind=Config)
         elif "://" not in self.start:
             find_local_model(self.start)

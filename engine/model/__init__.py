@@ -1,1 +1,1 @@
-"""The encoder, the quantiser, and the model that combines them for pre-training."""
+"""Encoders, the objectives of pre-training, the model that combines them, and model folders."""

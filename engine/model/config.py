@@ -44,16 +44,18 @@ ENCODERS = {
     "resnet": "omnilead.engine.model.resnet:ResNet",
     "s4": "omnilead.engine.model.s4:S4",
 }
-ATTRIBUTES = ("age", "sex")  # in the order of their heads
-# Global objectives: functions of pooled encodings, and classes (omnilead.engine.model.encoders)
+ATTRIBUTES = ("age", "sex")  # in the order of the outputs of Pretrainer.attributes
+# Global objectives of two kinds: functions of the pooled outputs of the encoder, and classes, which run the
+# encoder themselves (engine.model.encoders.build_objective)
 FUNCTION_OBJECTIVES = ("cmsc", "simclr", "3kg")
 CLASS_OBJECTIVES = {
     "cpc": "omnilead.engine.model.cpc:predictive_coding",
     "jepa": "omnilead.engine.model.jepa:JointEmbedding",
 }
-MAX_VALUE_CHARACTERS = 80  # characters of a wrong value in a message
+MAX_VALUE_CHARACTERS = 80  # a message shows at most this many characters of a wrong value
 HALF_SAMPLES = 2500  # samples in 5 s
-Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted
+# Numbers have upper bounds, because a config may come from a stranger
+Count = Annotated[int, Field(ge=1, le=65_536)]
 Probability = Annotated[float, Field(ge=0, le=0.99, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
@@ -67,50 +69,55 @@ class ModelConfig:
     objective. Other encoders are configured by `options`; they ignore the settings from `conv`
     to `input_dropout`, except `kernels`."""
 
-    # "": the authors'; resnet; s4; or your own, file.py:Class (omnilead.engine.model.encoders)
+    # the encoder: "" is the authors' wav2vec 2.0; resnet and s4 come with omnilead; file.py:Class is a class
+    # of yours (see omnilead.engine.model.encoders)
     encoder: str = ""
-    # arguments of the encoder's class
+    # arguments of the class of a resnet, an s4 or an encoder of yours
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     leads: Count = 12  # input channels
     conv: Annotated[
         tuple[tuple[Count, Annotated[int, Field(ge=1, le=1024)]], ...],
         Field(min_length=1, max_length=16),
-        # (width, kernel = stride) of each block
+        # [width, kernel] of each convolution; the stride equals the kernel size
     ] = ((256, 2),) * 4
-    # group: one group norm, in block 0 (authors); layer: in each block (paper)
+    # group: a group norm after the first convolution only, as in the authors' code; layer: a layer norm after
+    # each convolution, as in the paper
     conv_norm: Literal["group", "layer"] = "group"
-    feature_grad: Share = 0.1  # scales the gradient of the convolutions; 0 freezes them
-    width: Count = 768  # width of the tokens
-    layers: Annotated[int, Field(ge=1, le=1000)] = 12  # transformer layers
+    feature_grad: Share = 0.1  # factor on the gradient of the convolutions; 0 freezes them
+    width: Count = 768  # width of the transformer's tokens
+    layers: Annotated[int, Field(ge=1, le=1000)] = 12  # number of transformer layers
     heads: Count = 12  # attention heads
     ffn: Count = 3072  # width of the feed-forward layers
     position_kernel: Count = 128  # kernel size of the positional convolution, in tokens
     position_groups: Count = 16  # groups of the positional convolution
-    # a token sees only itself and those before it, as objective.method=cpc needs
+    # true: a token sees only itself and earlier tokens, which objective.method=cpc needs
     causal: bool = False
-    # faster implementations of operations: omnilead.engine.model.kernels
+    # auto: faster implementations of some operations (omnilead.engine.model.kernels); plain: torch's
     kernels: Literal["plain", "auto"] = "auto"
     # dropout on the residual branches, and on the tokens before the first layer
     dropout: Probability = 0.1
     attention_dropout: Probability = 0.1  # dropout on attention weights
     activation_dropout: Probability = 0.0  # dropout inside the feed-forward layers
     input_dropout: Probability = 0.1  # dropout on the projected features
-    feature_dropout: Probability = 0.1  # dropout on the features to be quantised
-    codebooks: Count = 2  # codebooks of the quantiser
-    codes: Count = 320  # codes in each codebook
-    code_width: Count = 256  # width of a quantised feature: all codebooks together
-    projection: Count = 256  # width of the space in which contexts and targets are compared
-    # Gumbel temperature: max(start * decay ** updates, end)
+    feature_dropout: Probability = 0.1  # dropout on the features before they are quantised
+    codebooks: Count = 2  # number of codebooks of the quantiser
+    codes: Count = 320  # number of codes in each codebook
+    code_width: Count = 256  # width of a quantised feature, which joins a code of each codebook
+    projection: Count = 256  # width of the projections of contexts and targets that are compared
+    # first Gumbel temperature; after n updates it is max(tau_start * tau_decay ** n, tau_end)
     tau_start: Annotated[float, Field(ge=1e-3, le=1e3)] = 2.0
     tau_end: Annotated[float, Field(ge=1e-3, le=1e3)] = 0.5  # lowest Gumbel temperature
-    # decay of the Gumbel temperature per update
+    # factor on the Gumbel temperature in each update
     tau_decay: Annotated[float, Field(gt=0, le=1)] = 0.999995
-    # share of tokens in spans if none overlapped; with overlaps about half are masked
+    # share of the tokens that masked spans would cover if no two overlapped; as they do, about half of the tokens
+    # are masked
     mask_share: Share = 0.65
     mask_span: Count = 10  # length of a masked span, in tokens
-    # count: a fixed number of spans (authors); bernoulli: random (paper)
+    # count: the number of spans is fixed up to rounding, as in the authors' code; bernoulli: each token starts a
+    # span at random, as in the paper
     mask_starts: Literal["count", "bernoulli"] = "count"
-    # trim the masked tokens of every row to the smallest count in the batch (authors)
+    # true: unmask tokens at random until all rows of a batch have as many masked tokens as the row with the fewest,
+    # as in the authors' code
     mask_trim: bool = False
 
     def __post_init__(self) -> None:
@@ -118,7 +125,7 @@ class ModelConfig:
             shipped = ", ".join(filter(None, ENCODERS))
             raise ConfigError(
                 f"model.encoder={self.encoder!r}: use {shipped}, your own file.py:Class, or '' "
-                "for the authors'"
+                "for the authors' encoder"
             )
         if self.options and not self.encoder:
             raise ConfigError(
@@ -147,7 +154,7 @@ class ModelConfig:
 
     @property
     def architecture_settings(self) -> list[str]:
-        """The names of the settings that the encoder's weights depend on."""
+        """Return the names of the settings that must stay the same for the encoder's weights to be valid."""
         names = ["encoder", "options", "leads"]
         if not self.encoder:
             names += ["conv", "conv_norm", "width", "layers", "heads", "ffn"]
@@ -159,11 +166,12 @@ class ModelConfig:
         return self.conv[-1][0]
 
     def tokens(self, samples: int) -> int:
-        patch = prod(kernel for _, kernel in self.conv)  # samples in a token
+        """Return the number of tokens that the authors' encoder makes of a window of `samples`."""
+        patch = prod(kernel for _, kernel in self.conv)  # the number of samples in a token
         if samples < patch:
             raise ConfigError(
-                f"model.conv: a token is {patch} samples, the input {samples}: use fewer or "
-                "shorter blocks"
+                f"model.conv: a token takes {patch} samples, but a window has {samples}: use fewer "
+                "convolutions or smaller kernels"
             )
         return samples // patch
 
@@ -175,21 +183,26 @@ class ObjectiveConfig:
     diversity: Weight = 0.1  # weight of the code diversity loss, part of the local objective
     features: Weight = 10.0  # weight of the feature penalty, part of the local objective
     contrast: Weight = 1.0  # weight of the global objective
-    # global objective: cmsc, simclr, 3kg, cpc, jepa, or your own, file.py:Class
+    # global objective: cmsc, simclr, 3kg, cpc, jepa, or a class of yours as file.py:Class
     method: str = "cmsc"
-    # arguments of the objective: of cpc (form, and steps, temperature or ahead, negatives), jepa (momentum), or
-    # of your own
+    # arguments of an objective that is a class. cpc: form (`all` with steps, temperature; `sampled` with ahead,
+    # negatives); jepa: momentum; a class of yours: its own arguments
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    form: Literal["paper", "authors"] = "paper"  # variant of CMSC
+    form: Literal["paper", "authors"] = "paper"  # CMSC as in the paper or as in the authors' code
     # temperature of the local and the global objective
     temperature: Annotated[float, Field(ge=1e-4, le=1e4)] = 0.1
-    negatives: Annotated[int, Field(ge=1, le=10_000)] = 100  # negatives for each masked token
-    gathered: bool = True  # take candidates and code usage from all ranks, with gradient
-    # no gradient through the norm of global representations (CMSC's form `authors` never has it)
+    # number of negatives for each masked token
+    negatives: Annotated[int, Field(ge=1, le=10_000)] = 100
+    # true: candidates and code usage come from all ranks, with gradients; false: from the own rank
+    gathered: bool = True
+    # true: no gradient flows through the norms of the vectors that the global objective compares; with
+    # objective.form=authors it never does
     detach_norm: bool = False
-    # windows of a crop in a step, side by side at a random place; null: two to contrast, one if longer than 5 s
+    # number of windows that a step takes from a crop, side by side from a random start; null: two, or one if
+    # windows are longer than 5 s
     windows: Annotated[int, Field(ge=1, le=100)] | None = None
-    # weights of predicting age and sex, where the dataset knows them: {age: 1.0, sex: 1.0}
+    # weights of the losses for predicting age and sex, such as {age: 1.0, sex: 1.0}; crops without a known age or
+    # sex do not count
     attributes: dict[Literal["age", "sex"], Weight] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -210,25 +223,25 @@ class ObjectiveConfig:
 
     @property
     def method_is_class(self) -> bool:
-        """True if the global objective is a class."""
+        """True if the global objective is in use and is a class, not a function."""
         return self.contrast > 0 and self.method not in FUNCTION_OBJECTIVES
 
     @property
     def compares_across_ranks(self) -> bool:
-        """True if candidates include crops of other ranks."""
+        """True if the global objective compares crops with those of other ranks."""
         return self.gathered and (self.method, self.form) != ("cmsc", "authors")
 
     @property
     def needs_patient_ids(self) -> bool:
-        """True if the loss needs the patient of each crop."""
+        """True if the global objective needs to know the patient of each crop."""
         return self.contrast > 0 and (
             self.method == "3kg" or (self.method == "cmsc" and self.form == "authors")
         )
 
 
 def parse_settings(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Kind:
-    """A settings dataclass from a JSON object. ConfigError names the first invalid key as
-    `section.key`."""
+    """Return the settings dataclass `kind` made from a mapping. A ConfigError names
+    the first invalid key as `section.key`."""
     try:
         return TypeAdapter(kind).validate_json(json.dumps(settings))
     except ValidationError as error:
@@ -238,15 +251,15 @@ def parse_settings(kind: type[Kind], settings: Mapping[str, Any], section: str) 
             value if len(value) <= MAX_VALUE_CHARACTERS else f"{value[:MAX_VALUE_CHARACTERS]}..."
         )
         raise ConfigError(f"{key}={value}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
-    except TypeError as error:  # a date, for example
+    except TypeError as error:  # a value that JSON cannot hold, such as a date in a YAML file
         raise ConfigError(f"{section}: {error}: write text or a number") from None
 
 
 def flops_per_crop(
     config: ModelConfig, local: bool = True, samples: int = HALF_SAMPLES, windows: int = 2
 ) -> float:
-    """FLOPs of a crop's windows, forward and backward (three times forward). Counts matrix products
-    only; a multiply-add is two.
+    """Return the FLOPs of a training step for one crop with the authors' encoder. Forward and backward
+    together are three times the forward pass. Only matrix products count; a multiply-add is two FLOPs.
 
     The quantiser and the projections see only masked tokens, about half. This counts the work that
     the objective needs in any implementation: one cosine for each negative that the authors gather,
@@ -272,8 +285,8 @@ def flops_per_crop(
 def local_objective_flops(
     config: ModelConfig, tokens: int, width: int, feature_width: int
 ) -> float:
-    """FLOPs of the local objective for one window, with an encoder of these widths and 100
-    negatives."""
+    """Return the FLOPs of the local objective for one window, forward and backward, with 100 negatives
+    and an encoder whose tokens and features have these widths."""
     heads = (
         width * config.projection
         + feature_width * config.codebooks * config.codes
@@ -284,8 +297,8 @@ def local_objective_flops(
 
 
 def masked_share(config: ModelConfig, tokens: int) -> float:
-    """Expected share of masked tokens. A token stays unmasked if no span that would cover it is
-    drawn."""
+    """Return the expected share of masked tokens. It is 1 minus the mean over tokens of the probability
+    that no drawn span covers the token."""
     starts, rate = tokens - config.mask_span, config.mask_share / config.mask_span
     if config.mask_starts == "bernoulli":
         return 1 - sum((1 - rate) ** min(n + 1, config.mask_span) for n in range(tokens)) / tokens
@@ -293,19 +306,20 @@ def masked_share(config: ModelConfig, tokens: int) -> float:
         return config.mask_share
     unmasked, spans = 0.0, min(rate * tokens, float(starts))
     for n in range(tokens):
-        # starts whose span covers token n
+        # the number of possible starts whose span covers token n
         covering = min(n, starts - 1) - max(0, n - config.mask_span + 1) + 1
         unmasked += prod(max(0.0, 1 - spans / (starts - j)) for j in range(covering))
     return 1 - unmasked / tokens
 
 
 def max_spans(config: ModelConfig, tokens: int) -> int:
+    """Return the largest number of spans that mask_starts=count can draw in a row."""
     spans = config.mask_share * tokens / config.mask_span
     return max(2, floor(spans + 1 - 1e-9))
 
 
 def max_masked(config: ModelConfig, tokens: int) -> int:
-    """M: the largest possible number of masked tokens."""
+    """Return M, the largest possible number of masked tokens in a row."""
     if config.mask_starts == "bernoulli":
         return tokens
     spans = max_spans(config, tokens)

@@ -5,18 +5,18 @@
     s_tu  = cos(W_k c_t, z_u) / temperature
     loss  = mean over k = 1 .. steps and t of  log sum_u exp s_tu - s_t(t+k)
 
-W_k is one linear map for each step ahead, and candidates u are all tokens of the same 5 s: guessing
-costs log(tokens). No loss compares different ECGs, so it depends neither on the batch nor on the
-ranks. The maps are thrown away afterwards. What is exported is the encoder with its causal
+W_k is one linear map for each step ahead, and the candidates u are all tokens of the same 5 s, so the loss
+of guessing is log(tokens). The loss never compares different ECGs, so it depends neither on the batch nor on
+the ranks. The maps are thrown away afterwards. What is exported is the encoder with its causal
 transformer, which is what was trained.
 
 `objective.options: {form: sampled}` is the form of ECG-CPC: one step of 14 ahead, and for each t as
 candidates, beside t + 14, 128 of the other tokens, drawn with replacement; no temperature and no cosine;
-summed over t, so that guessing costs (tokens - 14) log(129), and averaged over windows:
+the loss is summed over t, so that it is (tokens - 14) log(129) for guessing, and averaged over windows:
 
     s_tu  = W c_t . z_u;  loss = sum over t of  log(sum_u n_tu exp s_tu) - s_t(t+14),   n_tu: how often u is a candidate of t
 
-The authors copy 129 candidates for each t; here they are entries of one product, counted.
+The authors copy 129 candidates for each t; here all s_tu are one matrix product, weighted by n_tu.
 
 Source: van den Oord et al. 2018; for ECGs Mehari and Strodthoff 2022 (12 steps ahead, negatives of
 the same record; an LSTM has the place of the causal transformer); 2509.25095 and
@@ -37,26 +37,31 @@ from .objectives import unit_vectors
 
 
 def predictive_coding(encoder: Any, form: str = "all", **options: Any) -> nn.Module:
-    """`objective.method: cpc`. `form`: candidates are all tokens, or sampled."""
+    """Return the objective `cpc`. `form` says which tokens of the window are candidates: `all`, or those
+    `sampled`."""
     if not getattr(encoder, "causal", False):
         raise ConfigError(
-            "needs an encoder that does not look ahead: set model.causal=true and "
-            "model.conv_norm=layer; s4 needs bidirectional=false and another norm than group; your own "
-            "needs features(), context() and causal = True"
+            "needs an encoder that does not look ahead: set model.causal=true and model.conv_norm=layer; "
+            "for s4 use the options bidirectional=false and norm=layer or batch; a class of yours needs "
+            "features(), context() and causal = True"
         )
     if form not in FORMS:
         raise ConfigError(f"form={form!r}: use {' or '.join(FORMS)}")
     known = list(inspect.signature(FORMS[form]).parameters)[1:]
     if other := [name for name in options if name not in known]:
-        raise ConfigError(f"{other[0]} is no option of form={form}: use {', '.join(known)}")
+        raise ConfigError(f"form={form} has no option {other[0]}: use {', '.join(known)}")
     return FORMS[form](encoder, **options)
 
 
 class PredictiveCoding(nn.Module):
+    """The objective `cpc` with all tokens of a window as candidates."""
+
     def __init__(self, encoder: Any, steps: int = 12, temperature: float = 0.1) -> None:
         super().__init__()
         if steps < 1 or temperature <= 0:
-            raise ConfigError("use at least 1 for steps, and more than 0 for temperature")
+            raise ConfigError(
+                f"steps={steps}, temperature={temperature}: steps must be at least 1, and temperature above 0"
+            )
         self.temperature = temperature
         self.maps = nn.ModuleList()
         for _ in range(steps):
@@ -69,7 +74,7 @@ class PredictiveCoding(nn.Module):
             raise ConfigError(f"steps={steps}: must be less than the {tokens} tokens of a window")
         losses = []
         for ahead, linear in enumerate(self.maps, 1):
-            # Each of the first n tokens predicts the token `ahead` of it
+            # Each of the first n tokens predicts the token that is `ahead` tokens later
             predicted_RnF = linear(c_RND[:, :-ahead])
             with torch.autocast(z_RNF.device.type, enabled=False):
                 s_RnN = (
@@ -83,10 +88,12 @@ class PredictiveCoding(nn.Module):
 
 
 class SampledCoding(nn.Module):
+    """The objective `cpc` in the form of ECG-CPC, with sampled candidates."""
+
     def __init__(self, encoder: Any, ahead: int = 14, negatives: int = 128) -> None:
         super().__init__()
         if ahead < 1 or negatives < 1:
-            raise ConfigError("use at least 1 for ahead and for negatives")
+            raise ConfigError(f"ahead={ahead}, negatives={negatives}: both must be at least 1")
         self.ahead, self.negatives = ahead, negatives
         self.map = nn.Linear(encoder.width, encoder.feature_width, bias=False)
 
@@ -106,8 +113,8 @@ FORMS = {"all": PredictiveCoding, "sampled": SampledCoding}
 
 
 def draw_candidates(keys_R: Tensor, tokens: int, ahead: int, negatives: int) -> Tensor:
-    """[R, n, K]: for each token n, K tokens drawn with replacement, except the one that lies
-    `ahead`."""
+    """Draw K tokens of the window, with replacement, for each token that predicts. The token that it
+    predicts, `ahead` tokens later, is not drawn. Return their indices [R, n, K]."""
     predicting = tokens - ahead
     count = predicting * negatives
     random_RX = random_integers(keys_R, ModelStream.CANDIDATES, (count + 1) // 2)
@@ -119,8 +126,8 @@ def draw_candidates(keys_R: Tensor, tokens: int, ahead: int, negatives: int) -> 
 
 
 class Float32Product(torch.autograd.Function):
-    """a b^T in float32, of two in bfloat16, on a GPU: ten times as fast as a product of float32. Its
-    gradient is rounded to bfloat16, as everywhere else in such a model."""
+    """Return a b^T in float32 from a and b in bfloat16, on a GPU: ten times as fast as a product of float32
+    tensors. The gradient is rounded to bfloat16, as everywhere else in a model in bfloat16."""
 
     @staticmethod
     def forward(ctx: Any, a_RnF: Tensor, b_RNF: Tensor) -> Tensor:
@@ -140,15 +147,18 @@ class Float32Product(torch.autograd.Function):
         return (g_RnN @ b_RNF)[:, :n], (g_RnN.transpose(1, 2) @ a_RnF)[:, :tokens]
 
 
-TOKEN_MULTIPLE = 8  # tokens: products of other sizes take twice as long on an H200
+# On an H200, products whose numbers of tokens are no multiples of 8 take twice as long
+TOKEN_MULTIPLE = 8
 
 
 def pad_tokens(x_RND: Tensor) -> Tensor:
+    """Append zeros until the number of tokens is a multiple of TOKEN_MULTIPLE."""
     return F.pad(x_RND, (0, 0, 0, -x_RND.shape[1] % TOKEN_MULTIPLE))
 
 
 def sampled_loss(predicted_RnF: Tensor, z_RNF: Tensor, drawn_RnK: Tensor, ahead: int) -> Tensor:
-    """The loss, computed in float32: a sum of so many products has few digits in bfloat16."""
+    """Return the loss of ECG-CPC for the candidates drawn_RnK. It is computed in float32, because bfloat16
+    has too few digits for sums of so many products."""
     with torch.autocast(z_RNF.device.type, enabled=False):
         if z_RNF.is_cuda and predicted_RnF.dtype == z_RNF.dtype == torch.bfloat16:
             s_RnN: Tensor = Float32Product.apply(predicted_RnF, z_RNF)
@@ -156,8 +166,9 @@ def sampled_loss(predicted_RnF: Tensor, z_RNF: Tensor, drawn_RnK: Tensor, ahead:
             s_RnN = predicted_RnF.float() @ z_RNF.float().transpose(1, 2)
     times_RnN = count_draws(drawn_RnK, z_RNF.shape[1])
     times_RnN.diagonal(ahead, 1, 2).fill_(1.0)
-    # Weighted by hand: the logarithm of a count of 0 is slow on a CPU. Tokens that are no
-    # candidates may score above the largest candidate: the clamp keeps their exp finite
+    # This is a logsumexp weighted by the counts. To add the logarithms of the counts would be slow on a
+    # CPU, where a count is 0. Tokens that are no candidates may have larger scores than the largest
+    # candidate, so the clamp keeps their exp finite
     drawn_RnN = s_RnN.detach().masked_fill(times_RnN == 0, -torch.inf)
     largest_Rn1 = drawn_RnN.amax(2, keepdim=True)
     share_RnN = times_RnN * (s_RnN - largest_Rn1).clamp(max=0).exp()

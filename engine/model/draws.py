@@ -4,14 +4,15 @@ noise.
     keys = row_keys(seed, epoch_B, crop_B, halves=2)          numpy, on the host: one 64-bit key for each half of each crop
     draws = draw_for_step(config, keys_R, tokens, negatives)           torch, on any device: a pure function of the keys
 
-All are counter-based: the draws of a crop in an epoch are the same on any rank, at any batch size
+All draws are counter-based: the draws for a crop in an epoch are the same on any rank, at any batch size
 and after any restart, and integers are the same on every device. No shape depends on a draw, so
-nothing waits for the device: masked tokens fill M slots, where M is the largest possible count, and
-`valid` marks the used ones. A step takes keys, or given draws (parity, tests).
+nothing waits for the device: the masked tokens of a row fill the first of M slots, where M is the largest
+possible number, and valid_RM is True for the slots in use. A step makes its draws from keys, or is given
+them (in the parity check and in tests).
 
     mask_RN    bool    masked tokens
-    slot_RM    int64   token of each slot, ascending; 0 where not valid
-    valid_RM   bool
+    slot_RM    int64   index of the token in each slot, ascending; 0 in unused slots
+    valid_RM   bool    slots in use
     times_RMM  float32 how often slot j was drawn as a negative for slot i; K draws for each i, uniform among the other slots
     noise_RMGV float32 standard Gumbel; None if codes are not sampled
 
@@ -39,8 +40,8 @@ from .config import ModelConfig, max_masked, max_spans
 
 
 class ModelStream(IntEnum):
-    """Streams in addition to engine.settings.counter.RandomStream. Saved runs depend on the values:
-    add, never renumber."""
+    """Purposes of random numbers in a model, in addition to engine.settings.counter.RandomStream. Saved runs
+    depend on the values, so add new ones and never change a number."""
 
     ROW = 100
     SPANS = 101
@@ -62,7 +63,8 @@ class Draws(NamedTuple):
 
 
 def row_keys(seed: int, epoch: Counter, crop: Counter, halves: int = 2) -> np.ndarray:
-    """int64 [B, S]. `epoch` and `crop` are integers or arrays [B]."""
+    """Return a random key for each half of each crop in an epoch, int64 [B, S]. `epoch` and `crop` are
+    integers or arrays [B]."""
     epoch_B1 = np.atleast_1d(epoch)[:, None]
     crop_B1 = np.atleast_1d(crop)[:, None]
     half_S = np.arange(halves)
@@ -73,7 +75,8 @@ def row_keys(seed: int, epoch: Counter, crop: Counter, halves: int = 2) -> np.nd
 def draw_for_step(
     config: ModelConfig, keys_R: Tensor, tokens: int, negatives: int, sample_codes: bool = True
 ) -> Draws:
-    """All draws of a step. `sample_codes` false: no Gumbel noise (evaluation)."""
+    """Return all draws of a step for the rows with these keys. Without `sample_codes`, as in evaluation,
+    there is no Gumbel noise."""
     count = max_masked(config, tokens)
     mask_RN = draw_mask(config, keys_R, tokens)
     slot_RM, valid_RM = masked_slots(mask_RN, count)
@@ -85,25 +88,27 @@ def draw_for_step(
 
 
 def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
-    """mask_RN: True for the tokens of all spans, which may overlap."""
+    """Return mask_RN, True for the tokens in the spans that are drawn, which may overlap."""
     starts = draw_bernoulli_starts if config.mask_starts == "bernoulli" else draw_fixed_count_starts
     started_RN = starts(config, keys_R, tokens).cumsum(1)
     ended_RN = F.pad(started_RN, (config.mask_span, 0))[:, :tokens]
     mask_RN = started_RN > ended_RN
     if config.mask_trim:
-        return trim(mask_RN, keys_R)
+        return trim_to_fewest_masked(mask_RN, keys_R)
     return mask_RN
 
 
 def draw_bernoulli_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
-    """Draws starts: each token is one with probability share / span, independently."""
+    """Draw where spans start, [R, N] of 0 and 1: at each token with the probability mask_share /
+    mask_span, independently."""
     random_RN = random_integers(keys_R, ModelStream.STARTS, tokens) & 0xFFFFFF
     probability = config.mask_share / config.mask_span
     return (random_RN < probability * 2**24).long()
 
 
 def draw_fixed_count_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
-    """Draw starts without replacement: the first few in a random order of all tokens."""
+    """Draw where spans start, [R, N] of 0 and 1: mask_share * N / mask_span starts in a row, rounded up or
+    down at random and at least 2, without replacement. They are the first in a random order of the tokens."""
     limit = max_spans(config, tokens)
     random_R = random_hash(keys_R, ModelStream.SPANS) & 0xFFFFFF
     rounding_R = random_R.float() * 2.0**-24  # in [0, 1)
@@ -116,8 +121,8 @@ def draw_fixed_count_starts(config: ModelConfig, keys_R: Tensor, tokens: int) ->
     return starts_RN.scatter_(1, first_RS, drawn_RS.long())
 
 
-def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
-    """Trim every row at random to the smallest count among these rows."""
+def trim_to_fewest_masked(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
+    """Unmask tokens at random until each row has as many masked tokens as the row with the fewest."""
     fewest = mask_RN.sum(1).amin()
     order_RN = random_integers(keys_R, ModelStream.TRIM, mask_RN.shape[1])
     order_RN = torch.where(mask_RN, order_RN, torch.iinfo(torch.int64).max)
@@ -126,11 +131,11 @@ def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
 
 
 def masked_slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """slot_RM, valid_RM: the masked tokens of each row in order, then padding. Tokens beyond
-    `count` are dropped."""
+    """Return (slot_RM: the indices of the masked tokens of each row, ascending, then zeros up to `count`;
+    valid_RM: True for the slots in use). Masked tokens beyond `count` are dropped."""
     rows, tokens = mask_RN.shape
     device = mask_RN.device
-    # the extra place takes all other tokens
+    # column `count`, cut off below, takes all tokens that are not masked or do not fit
     place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count)
     place_RN = place_RN.clamp(max=count)
     token_RN = torch.arange(tokens, device=device).expand(rows, tokens)
@@ -142,8 +147,8 @@ def masked_slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
-    """times_RMM: counts of K draws with replacement for each slot, among the row's other valid
-    slots."""
+    """Draw `negatives` negatives for each slot, with replacement, among the other slots of the row that are
+    in use. Return times_RMM: how often slot j was drawn for slot i."""
     count = valid_RM.shape[1]
     others_R = (valid_RM.sum(1) - 1).clamp(min=1)
     random_RX = random_integers(keys_R, ModelStream.NEGATIVES, count * negatives) & 0x7FFFFFFF
@@ -152,11 +157,13 @@ def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
     own_M1 = torch.arange(count, device=keys_R.device)[:, None]
     other_RMK = other_RMK + (other_RMK >= own_M1)
     times_RMM = count_draws(other_RMK.clamp(max=count - 1), count)
-    return times_RMM.mul_(valid_RM[:, None])  # a row with one masked token has no negatives
+    # in a row with only one masked token, this leaves no negatives
+    return times_RMM.mul_(valid_RM[:, None])
 
 
 def count_draws(other_RMK: Tensor, count: int) -> Tensor:
-    """Count the drawn slots -> times_RMM. Sums of ones are exact in any order."""
+    """Return times_RMM: how often each of `count` slots is among the K drawn for a slot. scatter_add sums
+    in any order, which does not matter, because sums of ones are exact."""
     device = other_RMK.device
     times_RMM = torch.zeros(*other_RMK.shape[:2], count, device=device)
     ones_RMK = torch.ones((), device=device).expand(other_RMK.shape)
@@ -164,8 +171,8 @@ def count_draws(other_RMK: Tensor, count: int) -> Tensor:
 
 
 def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Gumbel noise -log(-log u). u in (0, 1) has 23 bits: exact in float32, and never log(0). Each
-    hash gives two numbers."""
+    """Return Gumbel noise -log(-log u) of shape [R, *shape]. u in (0, 1) has 23 random bits, so that it is
+    exact in float32 and neither 0 nor 1. Each 64-bit hash gives two numbers u."""
     count = math.prod(shape)
     random = random_integers(keys_R, ModelStream.GUMBEL, (count + 1) // 2)
     low, high = random & 0x7FFFFF, random >> 32 & 0x7FFFFF
@@ -176,24 +183,24 @@ def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def random_integers(keys_R: Tensor, stream: ModelStream, count: int) -> Tensor:
-    """[R, count] random int64."""
+    """Return random int64 [R, count], the same for the same keys and stream."""
     counter = torch.arange(count, device=keys_R.device)
     return random_hash(keys_R[:, None], stream, counter)
 
 
 def uniform(keys_R: Tensor, count: int) -> Tensor:
-    """[R, count] numbers in [0, 1), for an objective of your own."""
+    """Return random numbers in [0, 1), [R, count], for objectives of users; no other draws use them."""
     return (random_integers(keys_R, ModelStream.OWN, count) & 0xFFFFFF).float() * 2.0**-24
 
 
 def random_hash(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tensor:
-    """Random int64: output number `counter` of a SplitMix64 generator that starts at the key and
-    stream.
+    """Return random int64: output number `counter` of a SplitMix64 generator whose start is made from a key
+    and a stream.
 
     The step and the finaliser are those of engine.settings.counter. int64 wraps like uint64, and shifts
-    become logical by clearing the copied sign bits. The counter is added before the multiplication
-    by _STEP (the key is divided by it first): torch's compiler takes counter * _STEP for a memory
-    address beyond 64 bits, and fails.
+    become logical by clearing the copied sign bits. The counter is added before the multiplication by
+    _STEP, and the start is divided by _STEP for that, because torch's compiler takes counter * _STEP for
+    a memory address beyond 64 bits, and fails.
     """
     purpose = int(stream) * _STEP & (2**63 - 1)
     start = _mix(keys ^ purpose) * _STEP_INVERSE
@@ -201,15 +208,17 @@ def random_hash(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) ->
 
 
 _STEP = GOLDEN_GAMMA - 2**64
-_STEP_INVERSE = pow(_STEP, -1, 2**64) - 2**64  # modulo 2**64
+_STEP_INVERSE = pow(_STEP, -1, 2**64) - 2**64  # _STEP * _STEP_INVERSE is 1 modulo 2**64
 _M1, _M2 = M1 - 2**64, M2 - 2**64
 
 
 def _mix(x: Tensor) -> Tensor:
+    """Return SplitMix64's finaliser of x."""
     x = _shift_right(x, 30).bitwise_xor_(x).mul_(_M1)
     x = _shift_right(x, 27).bitwise_xor_(x).mul_(_M2)
     return _shift_right(x, 31).bitwise_xor_(x)
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Shift int64 to the right as if it were uint64."""
     return (x >> by).bitwise_and_(2 ** (64 - by) - 1)

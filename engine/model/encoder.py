@@ -32,21 +32,23 @@ from .kernels import pick_operation
 
 @runtime_checkable
 class MaskedEncoder(Protocol):
-    """The interface that the local objective needs. Global objectives need only `width` and
-    forward(x_RLT) -> c_RND."""
+    """The interface that an encoder must have for the local objective. For global objectives `width` and
+    forward(x_RLT) -> c_RND are enough."""
 
-    width: int  # D
-    feature_width: int  # F
+    width: int  # D, the width of the output
+    feature_width: int  # F, the width of the features
 
     def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
-        """z_RNF, normalised, where each token depends only on its own samples (but for a group norm's
-        mean and variance); and the mean square of the features before normalisation, a scalar."""
+        """Return (the normalised features z_RNF; the mean square of the features before normalisation, a
+        scalar). A token may depend only on its own samples, and on the mean and variance of a group norm."""
 
     def context(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
-        """c_RND, computed without seeing the masked tokens."""
+        """Return c_RND, which must not depend on the features of masked tokens."""
 
 
 class Dropout(nn.Module):
+    """Dropout that is faster on a CPU if `kernels` (model.kernels) is `auto`."""
+
     def __init__(self, p: float, kernels: str) -> None:
         super().__init__()
         self.p = p
@@ -58,6 +60,8 @@ class Dropout(nn.Module):
 
 
 class Linear(nn.Linear):
+    """A linear layer that is faster on a CPU if `kernels` (model.kernels) is `auto`."""
+
     def __init__(self, inputs: int, outputs: int, kernels: str) -> None:
         super().__init__(inputs, outputs)
         self.kernels = kernels
@@ -68,7 +72,7 @@ class Linear(nn.Linear):
 
 
 class ScaleGradient(torch.autograd.Function):
-    """The identity, with its gradient multiplied by a factor (fairseq's GradMultiply)."""
+    """Return x unchanged, and multiply its gradient by a factor (fairseq's GradMultiply)."""
 
     @staticmethod
     def forward(x: Tensor, factor: float) -> Tensor:
@@ -84,10 +88,10 @@ class ScaleGradient(torch.autograd.Function):
 
 
 class ConvBlock(nn.Module):
-    """x [R, T, C] -> [R, T // kernel, out]: convolution, optional norm, GELU.
+    """A convolution, a norm (or none) and a GELU: x [R, T, C] -> [R, T // kernel, outputs].
 
-    The stride equals the kernel size, so with time before channels, patches are views and the
-    convolution a matrix product."""
+    The stride equals the kernel size. With time before channels, the patches are therefore a view of x,
+    and the convolution is a matrix product."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, norm: str, kernels: str) -> None:
         super().__init__()
@@ -95,7 +99,7 @@ class ConvBlock(nn.Module):
         self.kernels = kernels
         self.over_time = norm == "group"
         self.weight = nn.Parameter(torch.empty(outputs, kernel * inputs))
-        # also holds the weights of a group norm
+        # a group norm over time keeps its weights in this module, too
         self.norm = nn.LayerNorm(outputs) if norm else None
 
     def forward(self, x_RTC: Tensor) -> Tensor:
@@ -114,8 +118,8 @@ class ConvBlock(nn.Module):
 
 
 def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
-    """Group norm over time, a group for each channel, then GELU; in float32 as the authors'
-    (modules/fp32_group_norm.py)."""
+    """Return GELU(group norm of y over time), where each channel is a group of its own. The norm is computed
+    in float32, as in the authors' modules/fp32_group_norm.py."""
     y = y_RTC.float()
     variance_R1C, mean_R1C = torch.var_mean(y, dim=1, correction=0, keepdim=True)
     scale_R1C = torch.rsqrt(variance_R1C + eps) * weight_C.float()
@@ -125,7 +129,7 @@ def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float)
 
 
 class ConvStack(nn.Module):
-    """Convolutions that turn samples into tokens: x_RLT -> z_RNF."""
+    """The convolutions that turn samples into tokens: x_RLT -> z_RNF."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -137,7 +141,7 @@ class ConvStack(nn.Module):
             self.blocks.append(ConvBlock(inputs, outputs, kernel, norm, config.kernels))
             inputs = outputs
             if norm == "group":
-                norm = ""  # only in block 0
+                norm = ""  # only the first convolution has a group norm
 
     def forward(self, x_RLT: Tensor) -> Tensor:
         trained = torch.is_grad_enabled() and self.feature_grad > 0
@@ -153,7 +157,7 @@ class ConvStack(nn.Module):
 
 
 class PositionalConvolution(nn.Module):
-    """x_RND -> GELU(grouped convolution over time), of the same length. A tap's weight is gain *
+    """A grouped convolution over time and a GELU, x_RND -> [R, N, D]. The weight of each tap is gain *
     direction / |direction|."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -167,7 +171,7 @@ class PositionalConvolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
 
     def weight(self) -> Tensor:
-        # at least float32: sums thousands of squares
+        # the norm is computed in float32 or better, because it sums thousands of squares
         dtype = self.direction.dtype
         direction = self.direction.to(torch.promote_types(dtype, torch.float32))
         norm = direction.square().sum((0, 1), keepdim=True).sqrt()
@@ -176,7 +180,7 @@ class PositionalConvolution(nn.Module):
 
     def forward(self, x_RND: Tensor) -> Tensor:
         tokens = x_RND.shape[1]
-        if self.causal:  # later by the taps that would look ahead
+        if self.causal:  # zeros in front delay the input, so that no tap looks ahead
             x_RND = F.pad(x_RND, (0, 0, (self.gain.numel() - 1) // 2, 0))
         kernels = self.kernels if self.training else "plain"
         convolution = pick_operation("convolve", convolve, kernels, x_RND)
@@ -185,13 +189,14 @@ class PositionalConvolution(nn.Module):
 
 
 def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
+    """Return the grouped convolution of x over time, [R, N, D]."""
     taps = weight_DcK.shape[2]
-    # as the authors: pad alike, drop the last
+    # The authors pad both ends by taps // 2 and drop the last output; this pads to the same result
     x_RDN = F.pad(x_RND.transpose(1, 2), (taps // 2, (taps - 1) // 2))
     low = weight_DcK.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
     if weight_DcK.is_cpu and low:
-        # On CPUs with AMX, torch 2.13's bf16 convolution of 4 to 15 channels a group with 16 taps
-        # returns other numbers.
+        # On CPUs with AMX, torch 2.13's bf16 convolution returns wrong numbers for groups of 4 to 15
+        # channels and 16 taps
         with torch.autocast("cpu", enabled=False):
             y_RDN = F.conv1d(x_RDN.float(), weight_DcK.float(), bias_D.float(), groups=groups)
         return y_RDN.to(x_RND.dtype).transpose(1, 2)
@@ -219,8 +224,8 @@ class Attention(nn.Module):
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float, causal: bool = False) -> Tensor:
-    """Attention, qkv [R, N, 3 D] -> [R, N, D]. Without a mask: torch's fastest implementations on a GPU take
-    none."""
+    """Return multi-head attention [R, N, D] of queries, keys and values side by side, [R, N, 3 D]. It takes
+    no mask, because torch's fastest implementations on a GPU take none."""
     q_RHNd, k_RHNd, v_RHNd = split_heads(qkv, heads)
     y_RHNd = F.scaled_dot_product_attention(
         q_RHNd, k_RHNd, v_RHNd, dropout_p=dropout_p, is_causal=causal
@@ -232,14 +237,14 @@ causal_attention = partial(attention, causal=True)
 
 
 def split_heads(qkv: Tensor, heads: int) -> list[Tensor]:
-    """Returns queries, keys and values. qkv [R, N, 3 D] holds the heads of each side by side."""
+    """Return (queries, keys, values), each [R, heads, N, D / heads], from qkv [R, N, 3 D]."""
     return [part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)]
 
 
 def attention_backend(model: nn.Module, tokens: int = 156) -> str:
-    """The name of the attention backend in training: flash, cudnn, efficient or math, as torch
-    chooses by device, type, shape and version; omnilead (engine.model.kernels); none if the encoder
-    has no layers of ours."""
+    """Return the name of the implementation of attention in training: flash, cudnn, efficient or math,
+    which torch chooses by device, type, shape and version; `omnilead` for the one in
+    engine.model.kernels; `none` if the model has no Attention module."""
     for part in model.modules():
         if isinstance(part, Attention):
             weight, width = part.qkv.weight, part.qkv.in_features
@@ -254,6 +259,8 @@ def attention_backend(model: nn.Module, tokens: int = 156) -> str:
 
 
 class TransformerLayer(nn.Module):
+    """Attention and a feed-forward network, each followed by the residual sum and a layer norm."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention = Attention(config)
@@ -275,10 +282,11 @@ class TransformerLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """x_RLT -> c_RND. `mask` false: no mask embedding, for objectives without masked tokens."""
+    """The authors' encoder, x_RLT -> c_RND. Without `mask` it has no mask embedding, which objectives
+    without masked tokens do not need."""
 
-    # Activation checkpointing: a layer keeps its input alone, and is computed again, with the same
-    # dropout, in the backward pass
+    # True turns on activation checkpointing: a layer stores only its input, and the backward pass
+    # computes the layer again with the same dropout
     recomputes = False
 
     def __init__(self, config: ModelConfig, mask: bool = True) -> None:
@@ -288,7 +296,7 @@ class Encoder(nn.Module):
         self.causal = config.causal
         self.conv = ConvStack(config)
         self.feature_norm = nn.LayerNorm(config.feature_width)
-        # as wide as the encoder: then the authors have no projection (ecg_transformer.py)
+        # without a projection if features are as wide as the encoder, as the authors (ecg_transformer.py)
         self.project: nn.Module = nn.Identity()
         if config.feature_width != config.width:
             self.project = nn.Linear(config.feature_width, config.width)
@@ -306,8 +314,11 @@ class Encoder(nn.Module):
     def context(
         self, z_RNF: Tensor, mask_RN: Tensor | None, keep_RK: Tensor | None = None
     ) -> Tensor:
-        """`keep_RK`: indices of the only tokens that go through the layers, as in a masked
-        autoencoder (ascending if the encoder is causal). Masking comes first. Returns c_RKD."""
+        """Return c_RND, without seeing the masked tokens.
+
+        `keep_RK`, instead of a mask, gives the indices of the only tokens that go through the layers, as
+        in a masked autoencoder (ascending if the encoder is causal). The result is then c_RKD; all other
+        tokens are masked in the input of the positional convolution."""
         if keep_RK is not None:
             assert mask_RN is None, "what is not in keep_RK is masked: give one of the two"
             mask_RN = torch.ones_like(z_RNF[..., 0], dtype=torch.bool).scatter_(1, keep_RK, False)
@@ -322,7 +333,7 @@ class Encoder(nn.Module):
         return x_RND
 
     def first_layer_input(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
-        """The input of the first layer."""
+        """Return the input of the first transformer layer: projected, masked, with positions, normalised."""
         x_RND = self.input_dropout(self.project(z_RNF))
         if mask_RN is not None:
             assert self.mask_embedding is not None, (
@@ -339,8 +350,8 @@ class Encoder(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """The weights for a subset of leads. The output equals that of the full model with the
-        other leads zero."""
+        """Return the weights of a model of fewer leads: those with the numbers in `rows`, out of `of` leads.
+        Its output is the same as that of the full model if all other leads are zero."""
         first = "conv.blocks.0.weight"
         by_lead = weights[first].unflatten(1, (-1, of))
         selected = by_lead[:, :, list(rows)].flatten(1)
@@ -348,13 +359,13 @@ class Encoder(nn.Module):
 
 
 def pool(c_RND: Tensor) -> Tensor:
-    """The mean over tokens, in float32. The authors divide by the number of non-zero entries
-    (wav2vec2_cmsc.py:28-37), which is the same: a layer norm's output has no zeros."""
+    """Return the mean over tokens in float32. The authors divide by the number of non-zero entries instead
+    (wav2vec2_cmsc.py:28-37), which is the same, because the output of a layer norm has no zeros."""
     return c_RND.float().mean(1)
 
 
 def take_tokens(x_RND: Tensor, slot_RM: Tensor) -> Tensor:
-    """x_RMD: the tokens at these indices."""
+    """Return x_RMD, the tokens of each row at the indices slot_RM."""
     rows, tokens, width = x_RND.shape
     first_R1 = torch.arange(0, rows * tokens, tokens, device=x_RND.device)[:, None]
     return (

@@ -1,5 +1,5 @@
-"""Build the encoder: the authors', one shipped with omnilead, or your own class, `model.encoder:
-file.py:Class`; and an objective that is a class. Initial weights.
+"""Build encoders and global objectives, check and initialise them. An encoder is the authors', one that
+comes with omnilead, or a class of yours: `model.encoder: file.py:Class`.
 
     class Mine(nn.Module):                            # Mine(leads=12, **model.options)
         width = 128                                   # D
@@ -53,8 +53,8 @@ from .encoder import (
 )
 from .quantizer import Quantizer
 
-CHECKED_ROWS = 4  # segments in the batch that examines an encoder
-# relative to the largest number: outputs of a row in two batches
+CHECKED_ROWS = 4  # rows (windows) in the batch on which check_encoder runs an encoder
+# Largest difference between two outputs that should be the same, relative to the largest number in them
 OUTPUT_TOLERANCE = {
     torch.float32: 1e-3,
     torch.bfloat16: 5e-2,
@@ -67,9 +67,9 @@ def build_encoder(
     generator: torch.Generator | None = None,
     kind: Any = None,
 ) -> nn.Module:
-    """Build an encoder and draw its weights from `generator`; encoders other than the authors' draw
-    their own, from the same seed. `kind`: the class. `mask` false: no mask embedding in the
-    authors' encoder."""
+    """Return a new encoder. The weights of the authors' encoder are drawn from `generator`; other encoders
+    draw their own, from torch's generator with the same seed. Without `mask`, the authors' encoder has no
+    mask embedding. `kind` is the class of another encoder, if it is already loaded."""
     encoder: nn.Module
     if not config.encoder:
         encoder = Encoder(config, mask)
@@ -88,43 +88,46 @@ def build_encoder(
 
 
 def options_with_defaults(config: ModelConfig) -> dict[str, Any]:
-    """model.options, for a shipped encoder with its defaults filled in."""
+    """Return model.options. For an encoder that comes with omnilead, the defaults of its options are
+    filled in."""
     if not config.encoder or config.encoder not in ENCODERS:
         return config.options
     parameters = inspect.signature(load_plugin(ENCODERS[config.encoder])).parameters
     options = {name: one.default for name, one in parameters.items() if name != "leads"}
     options |= config.options
-    # a tuple is a list in a file
+    # a tuple becomes a list when it is written to a file and read back
     return {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
 
 
 def build_module(
     kind: Any, generator: torch.Generator | None, *arguments: Any, **options: Any
 ) -> nn.Module:
+    """Return kind(*arguments, **options), with torch's generator seeded as `generator` was."""
     with torch.random.fork_rng(devices=[]):
         if generator is not None:
             torch.manual_seed(generator.initial_seed())
         module = kind(*arguments, **options)
     if not isinstance(module, nn.Module):
-        raise ConfigError("must be an nn.Module")
+        raise ConfigError(f"is a {type(module).__name__}: must be an nn.Module")
     return module
 
 
 def require_parameters(module: nn.Module) -> nn.Module:
     if next(module.parameters(), None) is None:
-        raise ConfigError("must have weights")
+        raise ConfigError("has no weights: an encoder needs parameters")
     return module
 
 
 def build_objective(
     config: ObjectiveConfig, encoder: nn.Module, generator: torch.Generator | None
 ) -> nn.Module:
-    """Build `objective.method`: a shipped class, or your own Class(encoder, **objective.options)."""
+    """Return a new objective.method: a class that comes with omnilead or one of yours, called as
+    Class(encoder, **objective.options)."""
     with blaming(f"objective.method={config.method}, objective.options={config.options}"):
         kind = load_plugin(CLASS_OBJECTIVES.get(config.method, config.method))
         objective = build_module(kind, generator, encoder, **config.options)
         if set(objective.parameters()) & set(encoder.parameters()):
-            raise ConfigError("keeps the encoder: use the one that forward is given")
+            raise ConfigError("holds the encoder's weights: use the encoder that forward is given")
     return objective
 
 
@@ -136,7 +139,7 @@ def encoder_and_token_count(
     kind: Any = None,
     samples: int = HALF,
 ) -> tuple[nn.Module | None, int]:
-    """Build and check_encoder an encoder. Returns (the encoder, or None for the authors'; the tokens in a
+    """Return (a new, checked encoder, or None for the authors'; the number of tokens that it makes of a
     window of `samples`)."""
     if not config.encoder:
         return None, config.tokens(samples)
@@ -146,7 +149,8 @@ def encoder_and_token_count(
 
 
 def cast_batch_norm_statistics(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the statistics of batch norms: DeepSpeed casts only weights, and their types must agree."""
+    """Cast the running statistics of batch norms to `dtype`. DeepSpeed casts only weights, and a batch norm
+    needs weights and statistics of the same type."""
     for part in model.modules():
         if isinstance(part, _NormBase) and part.running_mean is not None:
             part.running_mean = part.running_mean.to(dtype)
@@ -161,8 +165,8 @@ def check_encoder(
     dtype: torch.dtype = torch.float32,
     samples: int = HALF,
 ) -> int:
-    """Run an encoder; ConfigError if it breaks its interface. Returns the number of tokens in a
-    window. `masked`: also check_encoder what the local objective needs."""
+    """Run a copy of an encoder on noise, and raise ConfigError if its outputs break the interface. Return
+    the number of tokens in a window. With `masked`, also check what the local objective needs."""
     examined = cast(Any, copy.deepcopy(encoder).eval())
     for p in examined.parameters():
         p.data = p.data.to(dtype)
@@ -170,8 +174,8 @@ def check_encoder(
     shape = CHECKED_ROWS, config.leads, samples
     x_RLT = torch.randn(shape, generator=generator).to(dtype)
     other_RLT = torch.randn(shape, generator=generator).to(dtype)
-    x_RLT[1] = 0  # a row of zeros, as RLM may give
-    other_RLT[0] = x_RLT[0]  # a row that is in both batches
+    x_RLT[1] = 0  # a row of zeros, as random lead masking may make one
+    other_RLT[0] = x_RLT[0]  # the output of this row must be the same in both batches
     hint = ""
     if config.leads != 12:
         hint = f": can it take {config.leads} leads? augment.padded=true gives it 12, others zero"
@@ -180,8 +184,8 @@ def check_encoder(
         other_RND = _checked_output("forward", examined(other_RLT), examined.width, shape)
         if not outputs_agree(c_RND[0], other_RND[0], dtype):
             raise ConfigError(
-                "in eval mode a row changes when other rows of the batch change: rows must be "
-                "independent"
+                "in eval mode, the output for a row changes when other rows of the batch change: a row's output must "
+                "depend on that row alone"
             )
         tokens = int(c_RND.shape[1])
         if masked and isinstance(examined, MaskedEncoder):
@@ -194,6 +198,7 @@ def check_encoder(
 
 
 def _check_masking(encoder: Any, z_RNF: Tensor) -> None:
+    """Raise ConfigError if the output of context() depends on features of masked tokens."""
     mask_RN = torch.arange(z_RNF.shape[1]).expand(CHECKED_ROWS, -1) % 2 == 0
     hidden_RNF = torch.where(mask_RN[..., None], 1 - 2 * z_RNF, z_RNF)
     first = _checked_output("context", encoder.context(z_RNF, mask_RN), encoder.width, z_RNF.shape)
@@ -202,18 +207,21 @@ def _check_masking(encoder: Any, z_RNF: Tensor) -> None:
     )
     if not outputs_agree(first, second, z_RNF.dtype):
         raise ConfigError(
-            "context sees the masked tokens, so the local objective would be too easy"
+            "the output of context depends on the features of masked tokens: hide them, because the local "
+            "objective predicts them"
         )
 
 
 def _checked_output(name: str, y: Tensor, width: int, shape: Sequence[int]) -> Tensor:
-    """The output for an input of this shape, in float32."""
+    """Return `y`, the output of the method `name` for an input of this shape, in float32. Raise
+    ConfigError if its shape is wrong or a value is not finite."""
     if y.ndim != 3 or len(y) != CHECKED_ROWS or y.shape[2] != width:
         raise ConfigError(
-            f"{name} returns {list(y.shape)} for {list(shape)}, not [{CHECKED_ROWS}, tokens, {width}]"
+            f"{name} returns the shape {list(y.shape)} for an input {list(shape)}: must be "
+            f"[{CHECKED_ROWS}, tokens, {width}]"
         )
     if not y.isfinite().all():
-        raise ConfigError(f"{name} returns NaN or infinity for noise and zeros")
+        raise ConfigError(f"{name} returns NaN or infinity for windows of noise and zeros")
     return y.float()
 
 
@@ -231,18 +239,18 @@ def encoder_flops(
     samples: int = HALF,
     windows: int = 2,
 ) -> float:
-    """FLOPs of a crop's windows, forward and backward: by formula for the authors' encoder, for
-    others by running a few rows.
+    """Return the FLOPs of the encoder in a training step for one crop, forward and backward, and with
+    `local` those of the local objective. The authors' encoder has a formula; others run on a few rows.
 
-    The forward pass is counted, and the backward pass taken as twice that. This avoids errors of
-    torch's counter: it multiplies the weight gradient of a grouped convolution by the groups, and
+    Only the forward pass is counted, and the backward pass is taken as twice that. This avoids errors
+    of torch's counter: it multiplies the weight gradient of a grouped convolution by the groups, and
     counts fused attention and recurrent layers on a CPU as 0.
     """
     if not config.encoder or encoder is None:
         return flops_per_crop(config, local, samples, windows)
     encoder_copy, rows = copy.deepcopy(encoder).cpu().float().train(), 2
     with (
-        warnings.catch_warnings(action="ignore"),  # torch warns about TF32 on Intel GPUs
+        warnings.catch_warnings(action="ignore"),  # torch's warning about TF32 on Intel GPUs
         torch.random.fork_rng(devices=[]),
         torch.backends.mkldnn.flags(enabled=False),
         sdpa_kernel(SDPBackend.MATH),
@@ -260,8 +268,8 @@ def encoder_flops(
 
 
 def has_dropout(encoder: nn.Module | None, config: ModelConfig, *other_rates: float) -> bool:
-    """True if dropout makes training differ from evaluation. `other_rates`: dropout rates outside
-    the encoder."""
+    """Return True if any dropout rate is above 0, in the encoder or among `other_rates`, those of other
+    modules. `encoder` is None for the authors' encoder, whose rates are in `config`."""
     rates = [
         config.dropout,
         config.attention_dropout,
@@ -279,7 +287,7 @@ def has_dropout(encoder: nn.Module | None, config: ModelConfig, *other_rates: fl
 
 @torch.no_grad()
 def initialise(model: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Draw all weights in the order of the modules: the same generator gives the same weights.
+    """Draw all weights in the order of the modules, so that the same generator gives the same weights.
 
     | weights | drawn from | source in fairseq-signals |
     |---|---|---|
@@ -293,16 +301,19 @@ def initialise(model: nn.Module, generator: torch.Generator | None = None) -> No
     | codebook | U(0, 1) | modules/gumbel_vector_quantizer.py:40 |
     | every norm | gain 1, bias 0 | |
 
-    Without that bias, an ECG of zeros would be zeros in every layer. A layer norm of zeros multiplies
-    the gradient by 316, and five of them overflow float32.
+    Without the bias of the positional convolution, an ECG of zeros would be zeros in every layer. A layer
+    norm of zeros multiplies the gradient by 316, and five such norms overflow float32.
     """
     if any(p.is_meta for p in model.parameters()):
-        return  # nothing to draw: their weights are loaded. To try would import torch._dynamo, 0.7 CPU-s
+        # Parameters without memory will be loaded, so there is nothing to draw. Drawing them would
+        # import torch._dynamo, which takes 0.7 CPU-seconds
+        return
     _initialise_layers(model, generator)
     _initialise_transformer(model, generator)
 
 
 def _initialise_layers(model: nn.Module, generator: torch.Generator | None) -> None:
+    """Draw the weights of linear layers, convolutions and layer norms."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
@@ -326,7 +337,8 @@ def _initialise_layers(model: nn.Module, generator: torch.Generator | None) -> N
 
 
 def _initialise_transformer(model: nn.Module, generator: torch.Generator | None) -> None:
-    """Redraws the linear layers that _initialise_layers has drawn in transformer layers."""
+    """Draw the mask embedding, the codebook and, if features are not projected, the bias of the positional
+    convolution. Draw the linear layers of the transformer and the quantiser again."""
     for module in model.modules():
         if isinstance(module, Encoder):
             if module.mask_embedding is not None:

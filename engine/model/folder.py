@@ -1,12 +1,13 @@
-"""A model folder, such as RUN/model/: model.safetensors, config.json, preprocessing.json and a
-model card.
+"""Write, verify and read model folders such as RUN/model/: model.safetensors, config.json,
+preprocessing.json and a model card.
 
     write_model(folder, weights, config, preprocessing, card)
     with model_folder("RUN") as (folder, digest):       # RUN, RUN/model, a copy of it, s3://bucket/model, hf://org/name
         ...
 
-config.json has the sha256 of every file (its own hash excludes that entry). model_folder() verifies
-them, so that a damaged or changed model is never loaded. The model card may be edited.
+config.json holds the sha256 of every file; its own is that of its content before this sum was added.
+model_folder() verifies the sums, so that a damaged or changed model is never loaded, but not that of the
+model card, which may be edited.
 """
 
 import fcntl
@@ -39,7 +40,8 @@ from .config import ModelConfig, parse_settings
 if TYPE_CHECKING:
     from torch import Tensor
 
-# SEEN: what it was trained on (engine.data.seen); models of other programs have none
+# SEEN is the file that lists what a model was trained on (engine.data.seen). Models converted from other
+# programs have none
 WEIGHTS, CONFIG, PREPROCESSING, CARD, SEEN = (
     "model.safetensors",
     "config.json",
@@ -47,15 +49,15 @@ WEIGHTS, CONFIG, PREPROCESSING, CARD, SEEN = (
     "README.md",
     "seen.parquet",
 )
-SHA256_KEY = "sha256"  # key in config.json
+SHA256_KEY = "sha256"  # the key in config.json under which {file: its sha256} is stored
 FORMAT_VERSION = 1
-MAX_SHOWN_ITEMS = 4  # names shown in a message
+MAX_SHOWN_ITEMS = 4  # a message shows at most this many names of weights
 HUB_SCHEME = "hf://"
-SHIPPED_MODELS = "models"  # a folder of configs/
-CHECKPOINTS = "checkpoints"  # a folder of a run
+SHIPPED_MODELS = "models"  # the subfolder of configs/ with the models that come with omnilead
+CHECKPOINTS = "checkpoints"  # the subfolder of a run with its checkpoints
 WRONG_TOKEN = "your token is wrong or may not write there: `hf auth login`, or HF_TOKEN"
 NO_TOKEN = "there is no token: `hf auth login`, or HF_TOKEN"
-HUB_ERROR_TEXTS = {  # our messages for the errors of huggingface_hub
+HUB_ERROR_TEXTS = {  # class name of an error of huggingface_hub -> the message that omnilead shows
     "GatedRepoError": "is gated: ask for access on its page, then `hf auth login`",
     "RepositoryNotFoundError": "no such repository, or your token may not see it: `hf auth login`, or HF_TOKEN",
     "RevisionNotFoundError": "no such revision: give a branch, tag or commit after @",
@@ -66,11 +68,11 @@ HUB_ERROR_TEXTS = {  # our messages for the errors of huggingface_hub
 
 
 class LoadError(ConfigError):
-    """A folder that is not a complete, undamaged model of omnilead."""
+    """Raised if a folder is not a complete, undamaged model of omnilead."""
 
 
 def require_new_or_empty_folder(out: Path) -> None:
-    """Raises ConfigError unless `out` is a new or empty folder."""
+    """Raise ConfigError if `out` is a file or a folder that is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
 
@@ -84,17 +86,19 @@ def write_model(
     code: Mapping[str, bytes] | None = None,
     record: pa.Table | None = None,
 ) -> None:
-    """Write a model folder: to a temporary folder, then renamed, so that none is ever half written.
-    An existing one is replaced; between two renames there is none. `code`: plug-in files; `record`:
-    what the model has seen."""
-    if not folder.name:  # renaming a shell's own folder would leave it in one that is gone
-        raise ConfigError(f"{folder}: name a new folder")
-    with suppress(FileExistsError):  # if it is a file, writing says so below
+    """Write a model to a temporary folder and rename this to `folder`, so that `folder` is never half
+    written. An existing folder is renamed away just before and then deleted, so for a moment there is
+    none. `code` is {name: content} of plug-in files. `record` lists what the model was trained on."""
+    # "." has no name. Replacing the current folder would leave the user's shell in a deleted folder
+    if not folder.name:
+        raise ConfigError(f"{folder}: is the current or root folder: give the path of a new folder")
+    # if the parent is a file, writing fails below with a clear error
+    with suppress(FileExistsError):
         folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock_folder(folder.parent) as is_alone:
         if is_alone:
             _remove_leftovers(folder)
-        # Not a process number: the first processes of two containers have the same
+        # A process id would not be unique: the first processes of two containers have the same id
         unique = uuid4().hex
         temporary = folder.with_name(f".{folder.name}.{unique}")
         old_folder = folder.with_name(f".{folder.name}.old.{unique}")
@@ -118,11 +122,11 @@ def write_model(
 
 @contextmanager
 def _lock_folder(parent: Path) -> Iterator[bool]:
-    """Waits until nobody else writes a model in this folder. Yields False if the file system cannot
-    lock folders."""
+    """Lock `parent`, after waiting until no other process that writes a model there holds the lock.
+    Yields True, or False without a lock if the file system cannot lock the folder."""
     try:
         descriptor = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)
-    except PermissionError:  # listing is forbidden, but writing may be allowed
+    except PermissionError:  # the folder cannot be listed, but writing to it may be allowed
         yield False
         return
     try:
@@ -137,7 +141,7 @@ def _lock_folder(parent: Path) -> Iterator[bool]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes what writers of this model left behind when they were killed."""
+    """Remove temporary folders of processes that were killed while they wrote this model."""
     leftover = re.compile(rf"\.{re.escape(folder.name)}\.(old\.)?[0-9a-f]{{32}}")
     for path in folder.parent.glob(".*"):
         if leftover.fullmatch(path.name):
@@ -145,15 +149,17 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def save_weights(weights: dict[str, "Tensor"], path: Path) -> None:
-    """Save with the usual permissions: safetensors ignores the umask and lets only the owner
-    read."""
-    from safetensors.torch import save_file  # late, like the import below: PyTorch takes seconds
+    """Write weights to a safetensors file with the permissions of a new file. safetensors alone would
+    ignore the umask and let only the owner read the file."""
+    # imported here and not at the top, because safetensors.torch imports PyTorch, which takes seconds
+    from safetensors.torch import save_file
 
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
         save_file(weights, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # it ends with: (os error 28)
+    except SafetensorError as error:
+        # an error of the system, such as a full disk, ends in (os error 28)
         code = re.search(r"os error (\d+)", str(error))
         if not code:
             raise
@@ -162,7 +168,7 @@ def save_weights(weights: dict[str, "Tensor"], path: Path) -> None:
 
 
 def load_weights(folder: Path) -> dict[str, "Tensor"]:
-    """All weights of the model in a folder."""
+    """Return {name: tensor} of all weights of the model in a folder."""
     from safetensors.torch import load_file
 
     try:
@@ -172,12 +178,12 @@ def load_weights(folder: Path) -> dict[str, "Tensor"]:
 
 
 def unreadable_weights_error(path: Path, error: Exception) -> LoadError:
-    text = f"{path}: cannot be read as safetensors: {error}: copy it again"
+    text = f"{path}: cannot be read as safetensors: {error}: copy the file again"
     return LoadError(text.splitlines()[0])
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write config.json with the sha256 of the files in the folder."""
+    """Write config.json, with the sha256 of all other files that are in the folder."""
     sums = {
         path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CONFIG
     }
@@ -185,8 +191,8 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def config_text(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
-    """The text of config.json for files with these sha256."""
-    # as read back
+    """Return the text of config.json, with `sums` {file: its sha256} and a sum of its own content."""
+    # the sum is of the content as it is read back: JSON turns tuples into lists, for example
     content = json.loads(json.dumps(config))
     content.pop(SHA256_KEY, None)
     return _json_text(
@@ -195,8 +201,8 @@ def config_text(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
 
 
 def verified_digest(folder: Path, mend: str = "") -> str:
-    """A digest of all files of the model; LoadError if a file does not match its sha256 in
-    config.json."""
+    """Return a digest of all files of a model but the model card. Raise LoadError if a file does not
+    match its sha256 in config.json; `mend` is what the message tells the user to do."""
     document = read_document(folder / CONFIG)
     sums = document.get(SHA256_KEY)
     sums = sums if isinstance(sums, dict) else {}
@@ -226,7 +232,7 @@ def verified_digest(folder: Path, mend: str = "") -> str:
 
 
 def read_plugin_files(folder: Path) -> dict[str, bytes]:
-    """{name: content} of the plugged-in files that config.json names and that exist."""
+    """Return {name: content} of the .py files in the folder whose sha256 config.json holds."""
     sums = read_document(folder / CONFIG).get(SHA256_KEY)
     return {
         file.name: file.read_bytes()
@@ -236,9 +242,9 @@ def read_plugin_files(folder: Path) -> dict[str, bytes]:
 
 
 def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]:
-    """The names of the model's files that are uploaded and downloaded with config.json
-    (`document`). Code: only the files that its settings name; ConfigError if Python, started in the
-    model's folder, would import one of them instead of a module."""
+    """Return the names of the files of a model that are uploaded and downloaded with its config.json
+    (`document`). Of code, these are only the files that its settings name. Raise ConfigError if one has
+    the name of a module: Python, started in the model's folder, would import the file instead."""
     sums = document.get(SHA256_KEY)
     listed = set(sums) if isinstance(sums, dict) else {WEIGHTS, PREPROCESSING}
     head = _mapping_or_empty(document, "head")
@@ -251,8 +257,8 @@ def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]
     for name in sorted(plugins & listed):
         if shadows_a_module(name):
             raise ConfigError(
-                f"{place}: its code, {name}, has the name of a module of Python or of an installed package, "
-                "which it would replace: its owner must rename the file and train again"
+                f"{place}: its code file {name} has the name of a module of Python or of an installed package "
+                "and would replace that module: the model's owner must rename the file and train again"
             )
     known = {WEIGHTS, PREPROCESSING, CARD, SEEN} | {
         name for name in plugins if name.endswith(".py") and FILE_NAME.fullmatch(name)
@@ -261,12 +267,14 @@ def published_files(document: Mapping[str, Any], place: str | Path) -> list[str]
 
 
 def _mapping_or_empty(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return document[name] if it is a mapping, else {}."""
     inner = document.get(name)
     return inner if isinstance(inner, dict) else {}
 
 
 def read_seen(folder: Path) -> pa.Table:
-    """The record of what the model in a folder, or the start of a run, was trained on."""
+    """Return the table of what the model in `folder` was trained on; for the folder of a run, of what the
+    model from which the run starts was trained on."""
     return (
         seen.read_seen_record(folder / SEEN) if (folder / SEEN).exists() else seen.unknown_record()
     )
@@ -286,18 +294,19 @@ def _json_text(value: Any) -> str:
 
 
 def shipped_models() -> list[str]:
-    """The names of the models that come with omnilead."""
+    """Return the names of the models that come with omnilead."""
     return sorted(path.name for path in (CONFIGS / SHIPPED_MODELS).iterdir() if path.is_dir())
 
 
-@cache  # a command opens a model more than once
+@cache  # prints the note once, though a command opens a model more than once
 def note_folder_hides_shipped_model(name: str) -> None:
     tell(f"note: {name} is the folder {name} here, not the model that comes with omnilead")
 
 
 @contextmanager
 def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
-    """Yields (a verified folder with weights, its digest). Downloads a remote folder first."""
+    """Yield (the local folder of a model, verified; its digest). A remote model is downloaded first, from
+    the Hub into its cache, from elsewhere into a temporary folder."""
     text = os.fspath(path)
     if text.startswith(HUB_SCHEME):
         yield download_from_hub(text.removeprefix(HUB_SCHEME))
@@ -312,7 +321,8 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
 
 
 def find_local_model(text: str) -> Path:
-    """The folder with the weights of a run or model on this machine, or of a shipped model."""
+    """Return the folder with the weights of `text`: a run or model folder on this machine, or the name of
+    a model that comes with omnilead."""
     run = Path(text)
     if text in shipped_models():
         if run.exists():
@@ -324,7 +334,7 @@ def find_local_model(text: str) -> Path:
         if not run.exists():
             names = ", ".join(shipped_models())
             raise LoadError(
-                f"{run}: no such folder: give RUN or RUN/model, or a shipped model: {names}"
+                f"{run}: no such folder: give the folder of a run or model, or a shipped model: {names}"
             )
         if folder == run and (run / CHECKPOINTS).is_dir():
             raise LoadError(f"{run}: has checkpoints but no model/ yet: run {export_command(run)}")
@@ -334,13 +344,14 @@ def find_local_model(text: str) -> Path:
     return folder
 
 
-def is_model(start: str) -> bool:
-    """True if `start` is a model; a YAML file means random weights."""
+def names_a_model(start: str) -> bool:
+    """True if the setting `start` names a model; a YAML file names a config, from which training starts with
+    random weights."""
     return bool(start) and Path(start).suffix not in (".yaml", ".yml")
 
 
 def export_command(run: Path) -> str:
-    """The command that writes RUN/model from the newest or best checkpoint."""
+    """Return the command that writes RUN/model from the newest or best checkpoint of a run."""
     settings = run / "config.yaml"
     tunes = settings.is_file() and re.search("^task:", settings.read_text(), re.MULTILINE)
     return f"omnilead {'finetune' if tunes else 'pretrain'} --export {run}"
@@ -357,17 +368,18 @@ def _download(url: str, local: Path) -> Path:
         for name in (CONFIG, PREPROCESSING, WEIGHTS, *record, *code):
             files.get_file(f"{root}/{name}", str(local / name))
     except FileNotFoundError as error:
-        raise LoadError(f"{url}: no model there: {error}".splitlines()[0]) from None
+        raise LoadError(f"{url}: has no complete model: {error}".splitlines()[0]) from None
     except ImportError as error:
         raise LoadError(missing_package(url, error)) from None
-    except Exception as error:  # network, credentials, ...
+    except Exception as error:  # a failure of the network or the credentials, for example
         raise LoadError(f"{url}: {type(error).__name__}: {error}".splitlines()[0]) from None
     return local
 
 
 def download_from_hub(repo: str) -> tuple[Path, str]:
-    """Download org/name@revision, one commit, into the Hub's local cache. Returns the folder and
-    its digest. A damaged file, which would stay in the cache, is downloaded once more."""
+    """Download a model of the Hub, org/name or org/name@revision, into the Hub's local cache. Return
+    (its folder, its digest). All files are of the same commit. If a file is damaged, all are downloaded
+    once more, because a damaged file would stay in the cache."""
     name, _, revision = repo.partition("@")
     damage: LoadError | None = None
     with open_hub_api(repo) as (hub, _):
@@ -375,7 +387,7 @@ def download_from_hub(repo: str) -> tuple[Path, str]:
             get = partial(hub.hf_hub_download, name, force_download=is_retry)
             try:
                 config = Path(get(CONFIG, revision=revision or None))
-                folder = config.parent  # snapshots/COMMIT
+                folder = config.parent  # the cache keeps each commit in snapshots/COMMIT
                 names = published_files(read_document(config), f"{HUB_SCHEME}{repo}")
                 for file in {WEIGHTS, PREPROCESSING, *names}:
                     get(file, revision=folder.name)
@@ -391,7 +403,8 @@ def download_from_hub(repo: str) -> tuple[Path, str]:
 
 @contextmanager
 def open_hub_api(repo: str) -> Iterator[tuple[Any, Any]]:
-    """Yields (the Hub's API, the class for adding a file to a commit); errors become one line."""
+    """Yield (the API of the Hugging Face Hub, the class that adds a file to a commit). Errors of the Hub
+    are raised as LoadError with a message of one line."""
     try:
         from huggingface_hub import CommitOperationAdd, HfApi, get_token
     except ImportError:
@@ -402,9 +415,7 @@ def open_hub_api(repo: str) -> Iterator[tuple[Any, Any]]:
         yield HfApi(library_name="omnilead", token=get_token()), CommitOperationAdd
     except ConfigError:
         raise
-    except (
-        Exception
-    ) as error:  # also from the Hub's HTTP client, which changes, and for invalid names
+    except Exception as error:  # of the Hub, of its HTTP client, whose classes differ by version, or for an invalid name
         denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
         answers = (
             HUB_ERROR_TEXTS[kind.__name__]
@@ -416,22 +427,25 @@ def open_hub_api(repo: str) -> Iterator[tuple[Any, Any]]:
 
 
 def read_document(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model folder."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise _unreadable_file_error(path, error) from None
     if not isinstance(document, dict):
-        raise LoadError(f"{path}: contains a {type(document).__name__}, not an object")
+        raise LoadError(f"{path}: contains a JSON {type(document).__name__}, not an object")
     return document
 
 
 def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelConfig:
-    """The architecture that config.json describes."""
+    """Return the settings of the encoder in a config.json (`document`). `path` is named in errors."""
     version, model = document.get("format_version"), document.get("model")
     if version != FORMAT_VERSION:
-        raise LoadError(f"{path}: format_version={version!r}: only {FORMAT_VERSION} is supported")
+        raise LoadError(
+            f"{path}: format_version={version!r}: this omnilead reads only version {FORMAT_VERSION}"
+        )
     if not isinstance(model, dict):
-        raise LoadError(f"{path}: has no model settings: is it a config.json of omnilead?")
+        raise LoadError(f"{path}: has no section `model`: is it a config.json of omnilead?")
     try:
         return parse_settings(ModelConfig, model, "model")
     except ConfigError as error:
@@ -451,7 +465,8 @@ def _unreadable_file_error(path: Path, error: Exception) -> LoadError:
 def describe_weight_mismatches(
     shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Lists missing and unexpected weights and wrong shapes in one line; "" if there are none."""
+    """Return one line that lists missing weights, unexpected weights and wrong shapes; "" if there are
+    none."""
     kinds = {
         "missing": [name for name in expected if name not in shapes],
         "unexpected": [name for name in shapes if name not in expected],

@@ -1,16 +1,16 @@
 """The input of a model: the leads, windows, rate, band and scale in which it sees an ECG.
 
-Datasets and loaders have crops of 10 s at 500 Hz in millivolts, as two halves. One crop becomes
+Datasets and loaders hold crops of 10 s at 500 Hz, as two halves. In millivolts, a crop goes through
 
     band-pass -> resample -> clip -> zscore -> windows -> leads masked -> layernorm
 
     model.input.windows(uv_BLT, halves_B)           -> x_RLT, the windows of stored crops (int16 microvolts, twelve leads)
     model.input.cut_windows(x_BLT, halves_B)        -> x_BSLT, from the model's leads in millivolts at 500 Hz
-    model.input.count(halves_B)                     how many windows that crops have
+    model.input.count_windows(halves_B)             -> the number of windows of each crop
 
-Crops are filtered whole: what is zero-phase at 10 s has edges inside, if it is done by halves. Only
-an input of 5 s without a band is resampled by halves, as ever. Where a crop has only its first half,
-that half is all that is filtered, normalised and cut.
+Crops are filtered whole, because a zero-phase filter that ran on each half would leave edges in the
+middle. Only for windows of 5 s without a band-pass is each half resampled separately. If only the first
+half of a crop was measured, that half alone is filtered, normalised and cut.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,46 +40,45 @@ from .window import (
 )
 
 BAND_PASS_ORDER = 2
-# Samples by which scipy.signal.sosfiltfilt extends a signal at both ends, for this order
+# Samples by which scipy.signal.sosfiltfilt extends a signal at both ends for a filter of order 2
 BAND_PASS_EDGE_SAMPLES = 15
-FAST_FFT_MULTIPLE = (
-    1024  # lengths that are multiples of it take half to a quarter of the time of others
-)
-# Samples that a convolution makes at each place: 0.15 ms a crop of a CPU core at 100 Hz; one by one
-# takes five times as long, a dense matrix ten times
+# An FFT whose length is a multiple of 1024 takes half to a quarter of the time of others
+FAST_FFT_MULTIPLE = 1024
+# Resampling makes at least 32 output samples at each position of a convolution. For a crop and 100 Hz this
+# takes a CPU core 0.15 ms; one sample at each position takes five times as long, a dense matrix ten times
 RESAMPLED_BLOCK_SAMPLES = 32
-CROPS_PER_FILTER = (
-    4  # crops filtered at a time on a CPU: 0.75 ms each of a core; all 64 at once, 1.9
-)
+# Crops that a CPU filters at a time: a crop takes a core 0.75 ms, or 1.9 ms if all 64 are filtered at once
+CROPS_PER_FILTER = 4
 
 
 class SignalError(ConfigError):
-    """An ECG that this model cannot use."""
+    """Raised if an ECG does not fit the model, for example in its leads, length or sampling rate."""
 
 
 @dataclass(frozen=True)
 class Input(InputFormat):
-    """The input of a trained model, from its preprocessing.json."""
+    """The input of a trained model: its format and its leads, as stored in preprocessing.json."""
 
-    leads: tuple[int, ...]  # one for each channel
-    seen_leads: tuple[int, ...]  # leads that it was trained on; the others are zeros
+    leads: tuple[int, ...]  # the lead in each input channel
+    seen_leads: tuple[int, ...]  # leads that the model was trained on; other leads are set to zeros
     scale: str = "millivolt"
-    fs_hz: float = FS_HZ  # sampling rate inside the model; crops always have 500 Hz
+    fs_hz: float = FS_HZ  # sampling rate of the windows; stored crops always have 500 Hz
     window_s: float = HALF_S
     band_hz: tuple[float, float] | None = None
     clip_mv: float | None = None
 
     @classmethod
     def from_document(cls, document: Any, channels: int) -> "Input":
+        """Return the input that a preprocessing.json describes, for a model with `channels` channels."""
         if document.get("scale") not in list(SCALE_MEANINGS):
             raise ConfigError(
-                f"scale={document.get('scale')!r}: supported: {' and '.join(SCALE_MEANINGS)}"
+                f"scale={document.get('scale')!r}: use one of {', '.join(SCALE_MEANINGS)}"
             )
         window_s, fs_hz, band_hz = map(document.get, ("segment_s", "fs_hz", "band_hz"))
         check_rate_and_band(fs_hz, band_hz)
         if type(window_s) not in (int, float) or not 0 < window_s <= CROP_S:
             raise ConfigError(
-                f"segment_s={window_s!r}: must be above 0 and at most {CROP_S:g} s, a crop"
+                f"segment_s={window_s!r}: must be above 0 and at most {CROP_S:g} s, the length of a crop"
             )
         names = document.get("leads")
         if not isinstance(names, list) or len(names) != channels:
@@ -101,10 +100,11 @@ class Input(InputFormat):
 
     @property
     def takes_all_leads(self) -> bool:
+        """True if the model has a channel for each of the twelve leads, where leads may be zeros."""
         return set(self.leads) == set(ALL_LEADS)
 
     def limited_to(self, leads: str | Iterable[str]) -> "Input":
-        """The input of the same model with fewer leads; the others are zeros."""
+        """Return the input of the same model with only these leads; channels of other leads are zeros."""
         lead_numbers = parse_leads(leads)
         if not set(lead_numbers) <= set(self.seen_leads):
             raise ConfigError(
@@ -119,6 +119,7 @@ class Input(InputFormat):
         return replace(self, seen_leads=lead_numbers)
 
     def require_leads(self, present: Iterable[int]) -> None:
+        """Raise SignalError if an ECG with these leads lacks one that the model needs."""
         given_leads = sorted(set(present))
         missing = [lead for lead in self.leads if lead not in given_leads]
         if self.takes_all_leads and not set(given_leads) & set(self.seen_leads):
@@ -131,42 +132,46 @@ class Input(InputFormat):
 
     @property
     def shortest_ecg_s(self) -> float:
-        """The shortest ECG in s that has a window: crops have 5 or 10 s."""
+        """The length in s of the shortest ECG from which the model gets a window: 5 or 10, a half or a
+        whole crop."""
         return HALF_S if self.window_s <= HALF_S else CROP_S
 
     def count_windows(self, halves: Any = 2) -> Any:
-        """The number of windows that lie within the measured halves of a crop, or of each of
-        several crops."""
+        """Return the number of windows within the measured part of a crop, which has `halves` (1 or 2)
+        measured halves; an array gives the numbers of several crops."""
         return np.floor(np.asarray(halves) * (HALF_S / self.window_s) + 1e-9).astype(np.int64)
 
     def usable_crops(self, dataset: Dataset) -> np.ndarray:
-        """bool [crops]: True for crops that have a window and at least one of the model's leads."""
+        """Return bool [crops]: True for crops that are long enough for a window and in which at least one
+        of the model's leads was recorded."""
         has_window = self.count_windows(dataset.column("halves")) > 0
         return np.asarray(has_window & ~crops_without_leads(dataset, self.seen_leads))
 
     @property
     def unusable_crops_text(self) -> str:
-        """The reason, for a message, why crops are unusable."""
+        """Words of a message: why crops cannot be used."""
         leads = describe_leads(self.seen_leads)
         return f"no valid lead: the model uses {leads}, of which none was recorded{self.too_short_hint}"
 
     @property
     def too_short_hint(self) -> str:
-        """Words to append to the reason if a crop may be too short; else ""."""
+        """Words to append to a message: that a crop may also be too short. "" if no crop can be."""
         if self.shortest_ecg_s == HALF_S:
             return ""
-        return f", or shorter than {self.window_s:g} s, which the model takes at once"
+        return f", or shorter than {self.window_s:g} s, the length of the model's window"
 
     def windows(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_RLT: all windows of crops [B, 12, 5000], crop by crop."""
+        """Return all windows of the crops [B, 12, 5000] as x_RLT, crop by crop, without windows in halves
+        that were not measured."""
         x_RLT = self.padded_windows(uv_BLT, halves_B).flatten(0, 1)
         there_BS = np.arange(self.count_windows()) < self.count_windows(halves_B)[:, None]
         there_R = torch.from_numpy(np.flatnonzero(there_BS)).to(x_RLT.device, non_blocking=True)
         return x_RLT if there_BS.all() else x_RLT[there_R]
 
     def padded_windows(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_BSLT: equally many windows for each crop; missing windows are zeros."""
-        # One at a time: indexing with a list would make a GPU wait
+        """Return the windows of the crops [B, 12, 5000] as x_BSLT. Each crop has equally many; windows in
+        halves that were not measured are zeros."""
+        # Leads are taken one at a time, because indexing with a list would make a GPU wait
         if self.leads != ALL_LEADS:
             uv_BLT = torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
         x_BLT = uv_BLT.float() * MV_PER_UV
@@ -182,9 +187,12 @@ class Input(InputFormat):
         keep_BSL1: Tensor | None = None,
         start_B: Tensor | None = None,
     ) -> Tensor:
-        """x_BSLT: adjacent windows, as many as `keep_BSL1` has. `start_B` (0 to 1): their start, as
-        a share of the room that they leave in the crop. A lead that is all zeros in a crop, or not
-        kept in a window, is zero and does not count in a mean."""
+        """Return adjacent windows of each crop as x_BSLT.
+
+        `keep_BSL1` is False where a lead is masked in a window, and gives the number S of windows;
+        without it, S is as many as fit. `start_B` (0 to 1) is where the first window starts, as a
+        share of the samples that the S windows leave free in the crop. A lead that is all zeros in a
+        crop, or masked in a window, stays zero and does not count in means and deviations."""
         crops_BLT, x_BLT = x_BLT, self._process_measured_halves(x_BLT, halves_B)
         count = self.count_windows() if keep_BSL1 is None else keep_BSL1.shape[1]
         samples = count * self.samples
@@ -205,7 +213,8 @@ class Input(InputFormat):
         return normalise(x_BSLT, there_BSL1, (2, 3))
 
     def _process_measured_halves(self, x_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """Crops at the model's rate, zero after their measured halves."""
+        """Return crops filtered, resampled, clipped and scaled, with zeros in the halves that were not
+        measured."""
         if self.uses_stored_halves or (halves_B == 2).all():
             return self._process(x_BLT)
         samples = (
@@ -219,7 +228,7 @@ class Input(InputFormat):
         return crops_BLT
 
     def _process(self, x_BLT: Tensor) -> Tensor:
-        """Filters, resamples, clips and scales crops whose halves were all measured."""
+        """Filter, resample, clip and scale whole crops or first halves of crops."""
         crops_BLT = x_BLT
         if self.band_hz:
             at_a_time = CROPS_PER_FILTER if x_BLT.device.type == "cpu" else len(x_BLT)
@@ -237,8 +246,8 @@ class Input(InputFormat):
 
 
 def normalise(x: Tensor, is_measured: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """x with mean 0 and standard deviation 1 over these axes together. Leads that were not measured
-    become zeros and do not count."""
+    """Return x with mean 0 and standard deviation 1 over all of `axes` together. Leads that were not
+    measured become zeros and do not count in the mean and deviation."""
     share = is_measured.double().mean(axes, keepdim=True).clamp_min(1e-6)
     wide = x.double()
     wide = (wide - (wide * is_measured).mean(axes, keepdim=True) / share) * is_measured
@@ -247,10 +256,10 @@ def normalise(x: Tensor, is_measured: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def band_pass(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
-    """scipy.signal.sosfiltfilt(butter(2, band_hz, "bandpass", fs=500, output="sos"), x) along the
-    last axis: once forwards and once backwards, each a convolution with the filter's response to
-    an impulse, in the frequency domain. A band-pass gives 0 for a constant, so that subtracting
-    the first sample is the state that sosfiltfilt starts in."""
+    """Return scipy.signal.sosfiltfilt(butter(2, band_hz, "bandpass", fs=500, output="sos"), x) along the
+    last axis. The filter runs once forwards and once backwards, each time as a product of spectra with
+    its impulse response. sosfiltfilt starts in the state for a constant signal; here the first sample
+    is subtracted instead, which is the same, because a band-pass gives 0 for a constant."""
     edge = BAND_PASS_EDGE_SAMPLES
     before = 2 * x[..., :1] - x[..., 1 : edge + 1].flip(-1)
     after = 2 * x[..., -1:] - x[..., -1 - edge : -1].flip(-1)
@@ -268,7 +277,9 @@ def band_pass(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
 def _band_pass_response(
     band_hz: tuple[float, float], samples: int, length: int, device: torch.device
 ) -> Tensor:
-    from scipy.signal import butter, sosfilt  # half a second, for models with a filter only
+    """Return the spectrum, for FFTs of this length, of the filter's response to an impulse."""
+    # imported here, because it takes half a second and only models with a band-pass need it
+    from scipy.signal import butter, sosfilt
 
     impulse = np.zeros(samples)
     impulse[0] = 1.0
@@ -278,10 +289,10 @@ def _band_pass_response(
 
 
 def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
-    """data_tools.ecg.resampling.resample from 500 Hz along the last axis, as a convolution whose
-    every output is a block of samples."""
+    """Resample x from 500 Hz to fs_hz along the last axis, as data_tools.ecg.resampling.resample does. A
+    convolution makes a block of output samples at each position."""
     down, up = rate_ratio(fs_hz)
-    if up == down:  # 499.999 Hz counts as 500 Hz
+    if up == down:  # as for 500 Hz and rates that are rounded to it, such as 499.999 Hz
         return x
     blocks = -(-RESAMPLED_BLOCK_SAMPLES // up)
     weight_UK = _resampling_weights(up, down, blocks, x.device)
@@ -297,9 +308,10 @@ def resample_tensor(x: Tensor, fs_hz: float) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _resampling_weights(up: int, down: int, blocks: int, device: torch.device) -> Tensor:
-    """[blocks * up, K]: the weight of each of K neighbouring samples at 500 Hz in each of blocks *
-    up output samples."""
-    reach = -(-10 * max(up, down) // up)  # reach of the filter in samples at 500 Hz
+    """Return weights [blocks * up, K]: for each of the blocks * up output samples made at a position, the
+    weights of K neighbouring samples at 500 Hz."""
+    # the filter reaches this many samples at 500 Hz to each side
+    reach = -(-10 * max(up, down) // up)
     margin = -(-reach // down)
     weights = resample(np.eye((blocks + 2 * margin) * down), up, down)
     middle = weights[:, margin * up : (margin + blocks) * up].T
@@ -307,8 +319,8 @@ def _resampling_weights(up: int, down: int, blocks: int, device: torch.device) -
 
 
 def describe_input_format(signals: Mapping[str, Any]) -> str:
-    """The input in words for model cards: for example 500 Hz, 5 s at a time, millivolts, not
-    normalised."""
+    """Return the input format in words for a model card, for example "500 Hz, 5 s at a time, millivolts,
+    not normalised"."""
     band = signals.get("band_hz")
     filtered = f"band-passed from {band[0]:g} to {band[1]:g} Hz, " if band else ""
     clipped = f"limited to +-{signals['clip_mv']:g} mV, " if signals.get("clip_mv") else ""

@@ -31,22 +31,25 @@ from ..settings.errors import ConfigError
 from .draws import ModelStream, random_integers
 from .s4 import CHUNK_TOKENS, S4Layer, StateSpace
 
-PREDICTED_BLOCKS = 4  # blocks to predict in each row
-CONTEXT_SHARES = (0.85, 1.0)  # shares of the tokens: shortest and longest block
+PREDICTED_BLOCKS = 4  # number of blocks to predict in each row
+# (shortest, longest) block of context and block to predict, as shares of the tokens of a row
+CONTEXT_SHARES = (0.85, 1.0)
 PREDICTED_SHARES = (0.15, 0.2)
-FEWEST_TOKENS = 20  # tokens: with fewer, four blocks may leave no context
+FEWEST_TOKENS = 20  # with fewer tokens in a window, the four blocks to predict may leave no context
 
 
 class JointEmbedding(nn.Module):
+    """The objective `jepa`: predicts the outputs of the averaged encoder for hidden tokens."""
+
     def __init__(self, encoder: Any, momentum: float = 0.996) -> None:
         super().__init__()
         if not hasattr(encoder, "context") or getattr(encoder, "causal", False):
             raise ConfigError(
-                "needs an encoder that masks tokens and looks both ways: set model.causal=false, of s4 "
-                "model.options={bidirectional: true}; your own needs features() and context()"
+                "needs an encoder that can mask tokens and sees earlier and later ones: set model.causal=false; for "
+                "s4 set model.options={bidirectional: true}; a class of yours needs features() and context()"
             )
         if not 0 <= momentum < 1:
-            raise ConfigError(f"momentum={momentum}: use at least 0, and less than 1")
+            raise ConfigError(f"momentum={momentum}: must be at least 0 and less than 1")
         self.momentum = momentum
         space = StateSpace(encoder.width, states=8, length=300, bidirectional=True)
         self.predictor = S4Layer(space, encoder.width, dropout=0.0)
@@ -56,7 +59,7 @@ class JointEmbedding(nn.Module):
 
     def train(self, mode: bool = True) -> "JointEmbedding":
         super().train(mode)
-        self.target.eval()  # no dropout in what is predicted
+        self.target.eval()  # the targets of the prediction are computed without dropout
         return self
 
     def forward(
@@ -75,32 +78,36 @@ class JointEmbedding(nn.Module):
 
     @torch.no_grad()
     def targets(self, x_RLT: Tensor, dtype: torch.dtype) -> Tensor:
-        """The targets of the prediction: computed in `dtype`, returned in float32."""
+        """Return the targets of the prediction, target_RND: the normalised outputs of the averaged encoder,
+        computed in `dtype`, returned in float32."""
         weights = {name: self.target.get_buffer(name).to(dtype) for name in self.names}
         target_RND = functional_call(self.target, weights, x_RLT).float()
         return F.layer_norm(target_RND, target_RND.shape[-1:])
 
     @torch.no_grad()
     def after_step(self, encoder: Any, momentum: float | None = None) -> None:
-        """Moves the target towards the encoder. 0: makes them equal."""
+        """Move the weights of the averaged encoder towards those of `encoder`. A momentum of 0 makes them
+        equal."""
         momentum = self.momentum if momentum is None else momentum
         weights = [encoder.get_parameter(name) for name in self.names]
         averages = [self.target.get_buffer(name) for name in self.names]
         with gathered_zero3_weights(weights):
             torch._foreach_lerp_(averages, [w.float() for w in weights], 1 - momentum)
-        for name in self.statistics:  # such as a batch norm's
+        for name in self.statistics:  # buffers, such as the running mean of a batch norm
             self.target.get_buffer(name).copy_(encoder.get_buffer(name))
 
 
 def jepa_flops(encoder_flops: float, tokens: int, width: int) -> float:
-    """FLOPs of a window without the encoder's own, forward and backward: the target's forward pass,
-    and the predictor, which has the products of a bidirectional S4Layer."""
+    """Return the FLOPs that the objective adds to `encoder_flops`, those of the encoder, for a window,
+    forward and backward. They are a forward pass of the averaged encoder and the predictor, a
+    bidirectional S4Layer."""
     predictor = 4 * tokens * width**2 + 2 * (2 * tokens * CHUNK_TOKENS * width)
     return encoder_flops / 3 + 3 * predictor
 
 
 def copy_with_weights_as_buffers(encoder: nn.Module) -> nn.Module:
-    """A copy whose weights are float32 buffers of the same names: optimisers and ZeRO leave them alone."""
+    """Return a copy of the encoder in eval mode whose weights are float32 buffers of the same names.
+    Optimisers and ZeRO do not touch buffers."""
     made = copy.deepcopy(encoder)
     for module in made.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
@@ -111,8 +118,9 @@ def copy_with_weights_as_buffers(encoder: nn.Module) -> nn.Module:
 
 @contextmanager
 def gathered_zero3_weights(weights: Sequence[Any]) -> Iterator[None]:
-    """A context in which weights that ZeRO 3 has divided among the ranks are whole. ZeRO 3 keeps
-    small ones whole, and fails if they are divided between steps."""
+    """Return a context in which weights that ZeRO 3 has divided among the ranks are whole on each rank.
+    Small weights, which ZeRO 3 keeps whole, are left alone: ZeRO 3 fails if they are divided between
+    steps."""
     divided = [w for w in weights if hasattr(w, "ds_id") and w.numel() != w.ds_numel]
     if not divided:
         yield
@@ -126,10 +134,12 @@ def gathered_zero3_weights(weights: Sequence[Any]) -> Iterator[None]:
 
 
 def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Draws (hidden_RN: the tokens that the encoder does not see; weight_RN: the number of blocks
-    that contain each token)."""
+    """Draw blocks in each row. Return (hidden_RN: True for tokens that the encoder does not see; weight_RN:
+    the number of blocks to predict that contain each token)."""
     if tokens < FEWEST_TOKENS:
-        raise ConfigError(f"{tokens} tokens in a window: needs at least {FEWEST_TOKENS}")
+        raise ConfigError(
+            f"a window has {tokens} tokens, but the objective needs at least {FEWEST_TOKENS}"
+        )
     random_RX = random_integers(keys_R, ModelStream.BLOCKS, 2 * (1 + PREDICTED_BLOCKS)) & 0xFFFFFF
     long_R2, short_RX = (random_RX.float() * 2.0**-24).split([2, 2 * PREDICTED_BLOCKS], 1)
     context_RN1 = tokens_in_blocks(long_R2, CONTEXT_SHARES, tokens)
@@ -138,8 +148,8 @@ def draw_blocks(keys_R: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def tokens_in_blocks(random_RX: Tensor, shares: tuple[float, float], tokens: int) -> Tensor:
-    """[R, N, K]: True if a token is in a block. Two numbers from 0 to 1 define each of the K
-    blocks."""
+    """Return bool [R, N, K]: True if a token lies in a block. random_RX has K numbers from 0 to 1 for the
+    lengths of the K blocks, between the two `shares` of the tokens, then K numbers for their starts."""
     length_R1K, start_R1K = random_RX[:, None].chunk(2, 2)
     shortest, longest = shares
     length_R1K = (tokens * (shortest + (longest - shortest) * length_R1K)).floor()

@@ -1,5 +1,5 @@
 """Faster replacements for plain operations of the model, chosen by `model.kernels`:
-dropout, bias, normalisation, attention with dropout, long convolutions.
+dropout, linear layers, normalisation, attention with dropout, long convolutions.
 
     pick_operation("linear", F.linear, config.kernels, x)(x, weight, bias)
 
@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Operation = Callable[..., Tensor]
-INTEGER_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-OUTPUTS_PER_BLOCK = 26  # outputs of the convolution in a block: 156 tokens are six blocks
+# bytes of an element -> the integer type of the same size, through which its bits are masked
+INTEGER_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+OUTPUTS_PER_BLOCK = 26  # output tokens in a block of convolve_in_blocks: 156 tokens are six blocks
 
 
 def dropout(
@@ -37,22 +38,23 @@ def dropout(
     p: float,
     training: bool = True,
 ) -> Tensor:
-    """Dropout in which each 64-bit draw gives 16 random bits to four elements: ten times as fast as
-    torch, which draws and selects one element at a time. p is rounded to a multiple of 2**-16; the scale of
-    the kept elements is exact for the rounded p."""
+    """Apply dropout ten times as fast as torch on a CPU. One 64-bit random number decides about four
+    elements, 16 bits each; torch draws one number for each element. p is rounded to a multiple of
+    2**-16, and the elements that remain are scaled by 1 / (1 - rounded p)."""
     if not training or p == 0:
         return x
     dropped = round(p * 65536)
     draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     words = draws.view(torch.int16)[: x.numel()]
-    keep = words.ge_(dropped - 32768).neg_().view(x.shape)  # 0 or -1: no bits set, or all
+    # -1 keeps an element, as all its bits are set; 0 drops the element
+    keep = words.ge_(dropped - 32768).neg_().view(x.shape)
     kept: Tensor = MaskedScale.apply(x, keep, 65536 / (65536 - dropped))
     return kept
 
 
 class MaskedScale(torch.autograd.Function):
-    """scale * x where all bits of `keep` are set, zero where none is, by a bitwise `and`; likewise
-    for the gradient."""
+    """Multiply x by `scale` where `keep` is -1, and set x to zero where `keep` is 0, by a bitwise
+    `and`. The gradient is masked and scaled in the same way."""
 
     @staticmethod
     def forward(x: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -72,8 +74,8 @@ class MaskedScale(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Add the bias after the matrix product: a product that starts from copies of the bias takes 3
-    % longer."""
+    """Return x weight^T + bias. The bias is added after the matrix product, because a product that
+    starts from copies of the bias takes 3 % longer."""
     return F.linear(x, weight).add_(bias)
 
 
@@ -83,13 +85,14 @@ def group_norm_gelu(
     bias_C: Tensor,
     eps: float,
 ) -> Tensor:
+    """Do what engine.model.encoder.group_norm_gelu does, faster on a CPU."""
     result: Tensor = GroupNormGelu.apply(y_RTC, weight_C, bias_C, eps)
     return result
 
 
 class GroupNormGelu(torch.autograd.Function):
-    """Processes a few rows at a time, which stay in the cache: ten times as fast as autograd's
-    passes over all rows."""
+    """Group norm over time, then GELU. Forward and backward process a few rows at a time, which stay in
+    the CPU's cache: ten times as fast as autograd, each of whose operations passes over all rows."""
 
     @staticmethod
     def forward(ctx: Any, y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
@@ -141,15 +144,15 @@ class GroupNormGelu(torch.autograd.Function):
 
 
 def cache_sized_slices(y_RTC: Tensor) -> Iterator[slice]:
-    """Split rows into groups of two megabytes of float32 per thread, at least one row: with less,
-    waking threads costs more."""
+    """Yield slices of rows, each with two megabytes of float32 per thread, or one row if a row is
+    larger. With smaller slices, waking the threads costs more time."""
     rows = max(1, torch.get_num_threads() * 2**19 // math.prod(y_RTC.shape[1:]))
     return (slice(start, start + rows) for start in range(0, len(y_RTC), rows))
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
-    """Attention with dropout by explicit scores and softmax, for a CPU: there torch fuses attention
-    only without dropout."""
+    """Compute attention with dropout on a CPU by explicit scores and softmax, because torch's fused
+    attention on a CPU has no dropout. Without dropout, torch's fused attention is used."""
     rows, tokens, _ = qkv.shape
     parts = qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous()
     q_RHNd, k_RHNd, v_RHNd = parts.unbind(0)
@@ -164,8 +167,8 @@ def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
 
 
 class Softmax(torch.autograd.Function):
-    """Softmax over the last axis in float32. The gradient is computed from the saved output, in its
-    precision."""
+    """Softmax over the last axis, computed in float32. The gradient is computed from the output, in
+    the output's precision."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -187,10 +190,10 @@ def convolve_by_fourier(
     bias_D: Tensor,
     groups: int,
 ) -> Tensor:
-    """Convolve by Fourier transform, in float32 or better, with a tenth of the arithmetic;
-    libraries are slow at the gradients of a grouped convolution. The transforms are matrix
-    products, which are faster than an FFT for some hundred tokens. A period of tokens + kernel /
-    2 is enough: wrap-around does not reach the output."""
+    """Convolve by Fourier transform, in float32 or better, with a tenth of the arithmetic of a direct
+    convolution. Libraries are slow at the gradients of a grouped convolution. The transforms are
+    matrix products, which are faster than an FFT for some hundred tokens. A period of tokens +
+    kernel / 2 is long enough: what wraps around falls outside the output."""
     rows, tokens, width = x_RND.shape
     kernel = weight_DcK.shape[2]
     period = tokens + kernel // 2
@@ -202,7 +205,8 @@ def convolve_by_fourier(
         by_group = at_least_float32(weight_DcK).unflatten(0, (groups, -1)).transpose(1, 2)
         taps_KW = by_group.reshape(-1, kernel).t()
         x_re = split_groups(cos_QN @ x_NX, rows, groups)
-        x_im = split_groups(sin_QN @ x_NX, rows, groups)  # of the complex conjugate
+        # x_im and w_im are imaginary parts of the complex conjugates of the Fourier transforms
+        x_im = split_groups(sin_QN @ x_NX, rows, groups)
         w_re = (cos_QK @ taps_KW).view(-1, *by_group.shape[1:3])
         w_im = (sin_QK @ taps_KW).view_as(w_re)
         y_re = torch.bmm(x_re, w_re)
@@ -219,8 +223,8 @@ def convolve_by_fourier(
 
 
 def inverse_fourier_matrix(wave_QN: Tensor, period: int) -> Tensor:
-    """The waves [N, Q] of the inverse transform: a frequency and its mirror image count as two, the
-    first and the last have none."""
+    """Return the matrix [N, Q] of the inverse transform from cosines or sines [Q, N]. Each frequency is
+    counted twice, for its negative counterpart too, but the first and the last, which have none."""
     share_Q1 = torch.full((len(wave_QN), 1), 2 / period, dtype=wave_QN.dtype)
     share_Q1[0] = 1 / period
     share_Q1[-1] = 1 / period
@@ -228,14 +232,14 @@ def inverse_fourier_matrix(wave_QN: Tensor, period: int) -> Tensor:
 
 
 def split_groups(x_QX: Tensor, rows: int, groups: int) -> Tensor:
-    """[Q, R * D] -> [Q * G, R, c]."""
+    """Reshape [Q, R * D] to [Q * G, R, c], one matrix for each frequency and group."""
     group_width = x_QX.shape[1] // rows // groups
     x_QRGc = x_QX.view(-1, rows, groups, group_width)
     return x_QRGc.transpose(1, 2).reshape(-1, rows, group_width)
 
 
 def join_groups(x_QX: Tensor, rows: int, groups: int) -> Tensor:
-    """[Q * G, R, c] -> [Q, R * D]."""
+    """Reshape [Q * G, R, c] to [Q, R * D], the inverse of split_groups."""
     group_width = x_QX.shape[2]
     x_QGRc = x_QX.view(-1, groups, rows, group_width)
     return x_QGRc.transpose(1, 2).reshape(-1, rows * groups * group_width)
@@ -246,8 +250,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def cosines_and_sines(step_T: Tensor, period: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [Q, T] of every frequency of an even period. Angles are exact: integers
-    modulo the period."""
+    """Return (cosines, sines) [Q, T] at T time steps for all frequencies of an even period. Turns are
+    reduced modulo the period as integers, so that large angles lose no precision."""
     frequency_Q1 = torch.arange(period // 2 + 1)[:, None]
     turn_QT = (frequency_Q1 * step_T).remainder(period)
     angle_QT = turn_QT.double() * (2 * math.pi / period)
@@ -260,15 +264,18 @@ def convolve_in_blocks(
     bias_D: Tensor,
     groups: int,
 ) -> Tensor:
+    """Do what engine.model.encoder.convolve does, by matrix products that suit a GPU."""
     y_RND: Tensor = BlockConvolution.apply(x_RND, weight_DcK, groups)
     return y_RND + bias_D
 
 
 class BlockConvolution(torch.autograd.Function):
-    """One matrix product per group: OUTPUTS_PER_BLOCK at a time from the inputs they need, with the
-    weight as a band matrix. This is a fifth more arithmetic than needed, in a shape that suits
-    tensor cores. The input's gradient is also a convolution. The weight's gradient is a product
-    that has each tap OUTPUTS_PER_BLOCK times; these are summed in float32, always in the same order."""
+    """Convolution over time as one matrix product per group, without the bias. The tokens are cut into
+    blocks of OUTPUTS_PER_BLOCK outputs; each block is the inputs that it needs times a band matrix
+    made of the weight. This takes a fifth more arithmetic than a direct convolution, in a shape that
+    suits tensor cores. The input's gradient is computed in the same way. For the weight's gradient, a
+    matrix product gives OUTPUTS_PER_BLOCK terms for each tap, which are summed in float32, always in
+    the same order."""
 
     @staticmethod
     def forward(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
@@ -282,7 +289,8 @@ class BlockConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad_RND,) = grads
-        x_RND, weight_DcK = ctx.saved_tensors  # with autocast they are wider than the gradient
+        # with autocast, the saved x and weight are float32, while the gradient is bfloat16
+        x_RND, weight_DcK = ctx.saved_tensors
         groups, group_width, kernel = ctx.groups, weight_DcK.shape[1], weight_DcK.shape[2]
         weight_Goik = weight_DcK.to(grad_RND.dtype)
         weight_Goik = weight_Goik.view(groups, group_width, group_width, kernel)
@@ -303,6 +311,7 @@ def weight_gradient(
     kernel: int,
     groups: int,
 ) -> Tensor:
+    """Return the gradient [D, c, K] of the weight of BlockConvolution."""
     rows, tokens, width = x_RND.shape
     group_width, blocks = width // groups, -(-tokens // OUTPUTS_PER_BLOCK)
     y = F.pad(grad_RND, (0, 0, 0, blocks * OUTPUTS_PER_BLOCK - tokens))
@@ -311,12 +320,13 @@ def weight_gradient(
     x = block_inputs(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
     band = torch.bmm(x, y).view(
         groups, -1, group_width, OUTPUTS_PER_BLOCK, group_width
-    )  # [G, window, c in, OUTPUTS_PER_BLOCK, c out]
-    # Tap k connects output b to input b + k. Views, because the compiler may pad the product: with
-    # strides written out (as_strided) the gradient was another one on an H100, without a word.
+    )  # band: [G, window, c in, OUTPUTS_PER_BLOCK, c out]
+    # Tap k connects output b to input b + k. This uses views instead of as_strided, because the
+    # compiler may pad `band`: with as_strided and fixed strides, the gradient was wrong on an H100,
+    # without any error.
     taps = band.unfold(1, OUTPUTS_PER_BLOCK, 1).diagonal(
         dim1=3, dim2=5
-    )  # [G, K, c in, c out, OUTPUTS_PER_BLOCK]
+    )  # taps: [G, K, c in, c out, OUTPUTS_PER_BLOCK]
     summed = taps.sum(-1, dtype=torch.promote_types(taps.dtype, torch.float32))
     return summed.permute(0, 3, 2, 1).reshape(width, group_width, kernel)
 
@@ -327,12 +337,13 @@ def multiply_blocks_by_band(
     groups: int,
     left: int,
 ) -> Tensor:
-    """Convolve OUTPUTS_PER_BLOCK at a time; output n needs inputs from n - left on."""
+    """Convolve x with the weight, OUTPUTS_PER_BLOCK outputs at a time. The first tap of output n is at
+    input n - left."""
     rows, tokens, width = x_RND.shape
     kernel, group_width = weight_DcK.shape[2], width // groups
     taps_Goik = weight_DcK.view(groups, group_width, group_width, kernel)
     taps_Goik = F.pad(taps_Goik, (OUTPUTS_PER_BLOCK - 1, OUTPUTS_PER_BLOCK - 1))
-    # [G, window, c in, OUTPUTS_PER_BLOCK, c out]
+    # band: [G, window, c in, OUTPUTS_PER_BLOCK, c out], flattened in the next line
     band = taps_Goik.unfold(3, OUTPUTS_PER_BLOCK, 1).flip(4).permute(0, 3, 2, 4, 1)
     band = band.reshape(groups, -1, OUTPUTS_PER_BLOCK * group_width)
     y = torch.bmm(block_inputs(x_RND, kernel, groups, left), band)
@@ -346,7 +357,8 @@ def block_inputs(
     groups: int,
     left: int,
 ) -> Tensor:
-    """The inputs that each block needs: [G, R * blocks, window * c in]."""
+    """Return the inputs that each block of outputs needs, [G, R * blocks, window * c in], where a window
+    is the inputs of one block: kernel + OUTPUTS_PER_BLOCK - 1 tokens."""
     rows, tokens, width = x_RND.shape
     blocks = -(-tokens // OUTPUTS_PER_BLOCK)
     right = blocks * OUTPUTS_PER_BLOCK - tokens + kernel - 1 - left
@@ -370,7 +382,8 @@ REPLACEMENTS: dict[str, dict[str, Operation]] = {
 
 
 def pick_operation(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
-    """The operation to use on the device of x."""
+    """Return the replacement of the operation `name` for the device of x, or `plain` if `setting`
+    (model.kernels) is `plain` or there is no replacement."""
     device = "cpu" if x.device.type == "cpu" else "cuda"
     if setting == "plain" or (device == "cpu" and torch.compiler.is_compiling()):
         return plain

@@ -1,4 +1,5 @@
-"""The objectives of pre-training: functions of tensors only. Shapes: engine.model.config.
+"""The losses of the local objective and of the global objectives that are functions of the encoder's
+outputs. Tensor suffixes are explained in engine.model.config.
 
 The local objective: find the quantised features of a masked token among those of other masked
 tokens of the same 5 s.
@@ -49,7 +50,8 @@ import torch.distributed.nn.functional as functional
 import torch.nn.functional as F
 from torch import Tensor
 
-# torch.compile cannot trace these, and would fall back to eager mode for every caller.
+# torch.compile cannot trace these two collectives. Without `disable`, it would run every function that
+# calls one of them in eager mode.
 _all_gather = torch.compiler.disable(functional.all_gather)
 _all_reduce = torch.compiler.disable(functional.all_reduce)
 _without_other_ranks = False
@@ -57,7 +59,8 @@ _without_other_ranks = False
 
 @contextmanager
 def without_other_ranks() -> Iterator[None]:
-    """A context in which each rank computes alone, as if there were no others."""
+    """Return a context in which world_size() is 1, so that each rank computes as if there were no other
+    ranks."""
     global _without_other_ranks
     before, _without_other_ranks = _without_other_ranks, True
     try:
@@ -67,6 +70,7 @@ def without_other_ranks() -> Iterator[None]:
 
 
 def world_size() -> int:
+    """Return the number of ranks; 1 without a process group or inside without_other_ranks()."""
     return (
         dist.get_world_size()
         if not _without_other_ranks and dist.is_available() and dist.is_initialized()
@@ -75,12 +79,14 @@ def world_size() -> int:
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """[A, ...] -> [W * A, ...], ordered by rank, with a gradient."""
+    """Concatenate the tensors [A, ...] of all W ranks to [W * A, ...], in the order of ranks, with a
+    gradient."""
     return torch.cat(_all_gather(x.contiguous())) if world_size() > 1 else x
 
 
 def all_gather_no_grad(x: Tensor) -> Tensor:
-    """[A, ...] -> [W * A, ...], ordered by rank, without a gradient."""
+    """Concatenate the tensors [A, ...] of all W ranks to [W * A, ...], in the order of ranks, without a
+    gradient."""
     if world_size() == 1:
         return x
     parts = [torch.empty_like(x) for _ in range(world_size())]
@@ -89,14 +95,14 @@ def all_gather_no_grad(x: Tensor) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """Sum a tensor over all ranks, with a gradient."""
+    """Return the sum of the tensors of all ranks, with a gradient."""
     total: Tensor = _all_reduce(x) if world_size() > 1 else x
     return total
 
 
 def unit_vectors(g: Tensor, detach: bool = False) -> Tensor:
-    """g / |g| in float32. `detach`: no gradient through the norm (authors:
-    criterions/cmsc_criterion.py:45)."""
+    """Return g / |g| in float32. With `detach`, no gradient flows through the norm |g|, as in the authors'
+    criterions/cmsc_criterion.py:45."""
     g = g.float()
     return (
         g / g.detach().norm(dim=-1, keepdim=True).clamp(min=1e-8)
@@ -108,8 +114,8 @@ def unit_vectors(g: Tensor, detach: bool = False) -> Tensor:
 def similarities_and_own_columns(
     g_AD: Tensor, temperature: float, gathered: bool, detach_norm: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns (similarities [A, C] of own rows and all candidates, -inf for a row and itself; the
-    column of each own row)."""
+    """Return (similarities [A, C] of the rows of this rank and all candidates, -inf between a row and
+    itself; the index [A] of each row of this rank among the candidates)."""
     gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
         g_AD = unit_vectors(g_AD, detach_norm)
@@ -125,21 +131,24 @@ def similarities_and_own_columns(
 def nt_xent(
     g_BSD: Tensor, temperature: float, gathered: bool, detach_norm: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns (loss, share of rows whose other view is the nearest candidate)."""
+    """Return (the NT-Xent loss, the share of rows whose nearest candidate is the other view of their
+    crop)."""
     views = g_BSD.shape[1]
     if views != 2:
         raise ValueError(f"this objective needs two views or halves of each crop, not {views}")
     s_AC, own_A = similarities_and_own_columns(
         g_BSD.flatten(0, 1), temperature, gathered, detach_norm
     )
-    # rows 2b and 2b + 1 are the views of crop b, and every rank has an even number of rows
+    # Rows 2b and 2b + 1 are the two views of crop b, also among the candidates, because every rank has
+    # an even number of rows. XOR with 1 gives the index of the other view
     other_A = own_A ^ 1
     return F.cross_entropy(s_AC, other_A), (s_AC.argmax(1) == other_A).float().mean()
 
 
 def authors_cmsc_loss(g_BSD: Tensor, ids_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """-log softmax, averaged over rows and columns and over all pairs of crops with the same id;
-    and the accuracy."""
+    """Return (CMSC's loss, accuracy) as the authors compute them. The loss is -log softmax over rows and
+    over columns, averaged over all pairs of crops with the same id. The accuracy is the share of first
+    halves whose nearest second half has the same id."""
     with torch.autocast(g_BSD.device.type, enabled=False):
         first_BD, second_BD = unit_vectors(g_BSD, detach=True).unbind(1)
         s_BB = first_BD @ second_BD.t() / temperature
@@ -152,7 +161,7 @@ def authors_cmsc_loss(g_BSD: Tensor, ids_B: Tensor, temperature: float) -> tuple
 def threekg_loss(
     g_BSD: Tensor, ids_B: Tensor, temperature: float, gathered: bool, detach_norm: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns (loss, share of rows whose nearest candidate is of the same patient).
+    """Return (3KG's loss, the share of rows whose nearest candidate is of the same patient).
 
     The loss is averaged over all pairs of a row i and a positive p: log(exp s_ip + sum_{j of
     other patients} exp s_ij) - s_ip. Unlike in the authors' CMSC, the patient's other positives
@@ -166,10 +175,11 @@ def threekg_loss(
     positive_AC = alike_AC & (own_A[:, None] != torch.arange(len(ids_C), device=own_A.device))
     nearest_A1 = s_AC.detach().argmax(1, keepdim=True)
     others_A1 = s_AC.masked_fill(alike_AC, -torch.inf).logsumexp(1, keepdim=True)
-    # before logaddexp: an infinite entry would give a NaN gradient
+    # entries that do not count are replaced before logaddexp, where an infinite one would give a NaN
+    # gradient
     s_AC = s_AC.masked_fill(~positive_AC, 0.0)
     loss_AC = torch.where(positive_AC, torch.logaddexp(s_AC, others_A1) - s_AC, 0.0)
-    # over all ranks: a rank with more pairs weighs more
+    # the loss is a mean over the pairs of all ranks, so a rank with more pairs has more weight
     pairs = (ids_C[:, None] == ids_C).sum() - len(ids_C)
     ranks = world_size() if gathered else 1
     return loss_AC.sum() * ranks / pairs.clamp(min=1), positive_AC.gather(
@@ -185,7 +195,8 @@ def local_loss(
     codes_RMG: Tensor | None = None,
     temperature: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (loss, share of tokens whose target is nearer than all negatives), in float32."""
+    """Return (the loss of the local objective, the share of masked tokens whose target is nearer than all
+    negatives), in float32."""
     with torch.autocast(context_RMP.device.type, enabled=False):
         context_RMP = unit_vectors(context_RMP)
         target_RMP = unit_vectors(target_RMP)
@@ -205,8 +216,8 @@ def local_loss(
 
 
 def _target_is_nearest(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM: Tensor) -> Tensor:
-    """True where the target is the nearest, by the authors' definition: no candidate is nearer, and
-    not all are equally near (wav2vec2_criterion.py:300-310)."""
+    """Return bool [R, M]: True if the target of a masked token is its nearest candidate. By the authors'
+    definition (wav2vec2_criterion.py:300-310), no drawn negative is nearer, and at least one is farther."""
     candidate_RMM = s_RMM.masked_fill(same_RMM, -torch.inf)
     nearest_RM = torch.where(drawn_RMM, candidate_RMM, -torch.inf).amax(-1)
     farthest_RM = torch.where(drawn_RMM, candidate_RMM, torch.inf).amin(-1)
@@ -214,8 +225,8 @@ def _target_is_nearest(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM:
 
 
 def attribute_losses(logits_R2: Tensor, y_R2: Tensor) -> Tensor:
-    """The losses of age and of sex: means over the known labels of all ranks; 0 if there is
-    none."""
+    """Return the losses [2] of age and of sex. Each is the mean over the rows of all ranks for which the
+    value is known, or 0 if it is known for none."""
     known_R2 = y_R2.isfinite()
     y_R2 = torch.where(known_R2, y_R2, 0.0)
     age_R = F.smooth_l1_loss(logits_R2[:, 0], y_R2[:, 0], reduction="none")
@@ -226,19 +237,20 @@ def attribute_losses(logits_R2: Tensor, y_R2: Tensor) -> Tensor:
 
 
 def mean_over_rows(x_RM: Tensor, valid_RM: Tensor) -> Tensor:
+    """Return the mean over rows of the mean over the valid entries of each row."""
     count_R1 = valid_RM.sum(1, keepdim=True).clamp(min=1)
     weight_RM = valid_RM / count_R1
     x_RM = torch.where(valid_RM, x_RM, 0.0)
     return (x_RM * weight_RM).sum(1).mean()
 
 
-def diversity(
+def diversity_loss_and_perplexities(
     share_GV: Tensor, used_GV: Tensor, tokens: Tensor, gathered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(share of unused codes: (G V - perplexity) / G V; perplexity of the probabilities; perplexity
-    of the chosen codes).
+    """Return (the diversity loss, which is the share of unused codes, (G V - perplexity) / G V; the perplexity
+    of the probabilities; the perplexity of the chosen codes).
 
-    share_GV: probability of each code, summed over tokens; used_GV: how often each code was
+    share_GV is the probability of each code, summed over tokens; used_GV is how often each code was
     chosen."""
     if gathered:
         shares_and_counts = torch.stack([share_GV, used_GV])
@@ -252,7 +264,8 @@ def diversity(
 
 
 def perplexity(share_GV: Tensor) -> Tensor:
-    """The number of codes in use: the sum over codebooks of exp(entropy), from G to G * V."""
+    """Return the effective number of codes in use: the sum over codebooks of exp(entropy), from G to
+    G * V."""
     log_GV = (share_GV + 1e-7).log()
     entropy_G = -(share_GV * log_GV).sum(-1)
     return entropy_G.exp().sum()

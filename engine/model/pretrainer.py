@@ -1,4 +1,4 @@
-"""The forward pass of a pre-training step: [B, S, L, T] -> losses.
+"""The model of a pre-training step, from a batch x_BSLT to losses.
 
     model = Pretrainer(ModelConfig(), ObjectiveConfig())
     keys_BS = torch.from_numpy(row_keys(seed, epoch_B, crop_B, halves=2))       # engine.model.draws
@@ -34,7 +34,7 @@ from .encoders import build_encoder, build_objective, initialise
 from .objectives import (
     attribute_losses,
     authors_cmsc_loss,
-    diversity,
+    diversity_loss_and_perplexities,
     local_loss,
     nt_xent,
     threekg_loss,
@@ -43,14 +43,16 @@ from .quantizer import Quantized, Quantizer
 
 
 class LocalOutput(NamedTuple):
+    """What LocalHead returns for the masked tokens of a batch."""
+
     context_RMP: Tensor
     target_RMP: Tensor
     quantized: Quantized
 
 
 class LocalHead(nn.Module):
-    """The part that only the local objective uses: projections of contexts and of quantised
-    features of masked tokens."""
+    """The modules of the local objective beside the encoder. They return projections of the contexts and of
+    the quantised features of masked tokens."""
 
     def __init__(self, config: ModelConfig, width: int, feature_width: int) -> None:
         super().__init__()
@@ -70,7 +72,8 @@ class LocalHead(nn.Module):
 
 
 class Pretrainer(nn.Module):
-    # a MaskedEncoder; for global objectives, any module with a width and forward(x_RLT) -> c_RND
+    # The local objective needs a MaskedEncoder; for global objectives, any module with a `width` and
+    # forward(x_RLT) -> c_RND will do
     encoder: Any
 
     def __init__(
@@ -80,22 +83,21 @@ class Pretrainer(nn.Module):
         encoder: nn.Module | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """`encoder`: an initialised encoder; None: the one that `config` names. `generator` draws
-        all other weights."""
+        """`encoder` is an initialised encoder; without it, the encoder that `config` names is built.
+        `generator` draws all weights that are not in `encoder`."""
         super().__init__()
         self.config, self.objective = config, objective
         self.needs_patient_ids = objective.needs_patient_ids
-        # attributes, so that they can be replaced by compiled versions
+        # stored in self, so that training can replace these two functions by compiled versions
         self.draw, self.pool = draw_for_step, pool
         local = objective.local > 0
-        # an objective of your own may mask tokens
+        # a class of the user's, file.py:Class, may mask tokens, too
         mask = local or objective.method == "jepa" or ":" in objective.method
         self.encoder = build_encoder(config, mask, generator) if encoder is None else encoder
         if local and not isinstance(self.encoder, MaskedEncoder):
             raise ConfigError(
-                f"objective.local={objective.local}: {type(self.encoder).__name__} has no "
-                "features() and context(): implement "
-                "them and feature_width (engine.model.encoder.MaskedEncoder), or set "
+                f"objective.local={objective.local}: {type(self.encoder).__name__} lacks features(), context() "
+                "or feature_width: implement them (engine.model.encoder.MaskedEncoder), or set "
                 "objective.local=0"
             )
         self.local = (
@@ -103,13 +105,14 @@ class Pretrainer(nn.Module):
         )
         if self.local is not None:
             initialise(self.local, generator)
-        # its weights are trained, and in checkpoints, but not exported
+        # The weights of `plugin` are trained and stored in checkpoints, but not exported
         self.plugin = (
             build_objective(objective, self.encoder, generator)
             if objective.method_is_class
             else None
         )
-        # likewise; drawn last: all other weights are the same without it
+        # The weights of `attributes` are not exported either. They are drawn last, so that all other weights
+        # are the same without them
         self.attributes = nn.Linear(self.encoder.width, 2) if objective.attributes else None
         if self.attributes is not None:
             initialise(self.attributes, generator)
@@ -123,12 +126,13 @@ class Pretrainer(nn.Module):
         attributes_B2: Tensor | None = None,
         draws: Draws | None = None,
     ) -> dict[str, Tensor]:
-        """Losses and metrics, all scalars; only `loss` has a gradient.
+        """Return losses and metrics by name, all scalars; only `loss` has a gradient.
 
-        keys_BS: int64 keys for the random draws, unless `draws` (rows ordered by crop, then half)
-        are given. tau: Gumbel temperature, a scalar tensor. ids_B: patients, for objectives that
-        need them (ObjectiveConfig.needs_patient_ids). attributes_B2: as of engine.data.patients.age_and_sex,
-        for ObjectiveConfig.attributes. In eval mode codes are not sampled and there is no dropout.
+        `keys_BS` are int64 keys for the random draws, which `draws` replaces (rows ordered by crop, then
+        half). `tau` is the Gumbel temperature, a scalar tensor. `ids_B` are the patients, for objectives
+        that need them (ObjectiveConfig.needs_patient_ids). `attributes_B2` are age and sex as from
+        engine.data.patients.age_and_sex, for ObjectiveConfig.attributes. In eval mode, codes are not
+        sampled and there is no dropout.
         """
         views, objective = x_BSLT.shape[1], self.objective
         x_RLT = x_BSLT.flatten(0, 1)
@@ -158,7 +162,9 @@ class Pretrainer(nn.Module):
 
     def _attribute_losses(self, c_RND: Tensor, attributes_B2: Tensor | None) -> dict[str, Tensor]:
         if self.attributes is None or attributes_B2 is None:
-            raise ValueError("objective.attributes needs age and sex: pass attributes_B2")
+            raise ValueError(
+                "objective.attributes is set, but age and sex are missing: pass attributes_B2"
+            )
         y_R2 = attributes_B2.repeat_interleave(len(c_RND) // len(attributes_B2), 0)
         logits_R2 = self.attributes(self.pool(c_RND).to(self.attributes.weight.dtype))
         losses_2 = attribute_losses(logits_R2.float(), y_R2)
@@ -183,7 +189,7 @@ class Pretrainer(nn.Module):
         c_RND = self.encoder.context(z_RNF, draws.mask_RN)
         tau = torch.ones((), device=z_RNF.device) if tau is None else tau
         loss, accuracy, q = self.local_objective(c_RND, z_RNF, draws, tau)
-        unused, prob_perplexity, code_perplexity = diversity(
+        unused, prob_perplexity, code_perplexity = diversity_loss_and_perplexities(
             q.share_GV, q.hard_GV, q.tokens, self.objective.gathered
         )
         return {
@@ -200,13 +206,14 @@ class Pretrainer(nn.Module):
     def class_losses_and_logs(
         self, x_BSLT: Tensor, keys_BS: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns (losses of an objective that is a class, other values that it logs)."""
+        """Return (losses by name, other values for the log) of a global objective that is a class."""
         assert self.plugin is not None
         losses = self.plugin(self.encoder, x_BSLT, keys_BS)
         losses, logged = losses if isinstance(losses, tuple) else (losses, {})
         return losses if isinstance(losses, dict) else {"global": losses}, logged
 
     def after_step(self) -> None:
+        """Call after_step of a global objective that is a class and has this method."""
         plugin: Any = self.plugin
         if hasattr(plugin, "after_step"):
             plugin.after_step(self.encoder)
@@ -214,7 +221,7 @@ class Pretrainer(nn.Module):
     def local_objective(
         self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor
     ) -> tuple[Tensor, Tensor, Quantized]:
-        """Returns (loss, accuracy, quantised targets) of the local objective."""
+        """Return (loss, accuracy, quantised targets) of the local objective."""
         assert self.local is not None
         context_RMP, target_RMP, q = self.local(c_RND, z_RNF, draws, tau)
         negatives = draws.times_RMM, draws.valid_RM, q.codes_RMG
@@ -228,7 +235,7 @@ class Pretrainer(nn.Module):
             return nt_xent(g_BSD, o.temperature, o.gathered, o.detach_norm)
         if ids_B is None:
             raise ValueError(
-                f"objective.method={o.method!r}, form={o.form!r} needs the patients: pass ids_B"
+                f"objective.method={o.method!r} with form={o.form!r} needs the patient of each crop: pass ids_B"
             )
         if o.method == "3kg":
             return threekg_loss(g_BSD, ids_B, o.temperature, o.gathered, o.detach_norm)

@@ -22,14 +22,15 @@ from .config import ModelConfig
 
 
 def temperature(config: ModelConfig, updates: int) -> float:
-    """tau for an update, counted from 0. Pass tau to a step as a tensor: as a number, it would make
-    each step compile again."""
+    """Return the Gumbel temperature tau for an update, counted from 0. Pass it to a compiled step as a
+    tensor; as a Python number, each new value would compile the step again."""
     return max(config.tau_start * config.tau_decay**updates, config.tau_end)
 
 
 class StraightThroughLookUp(torch.autograd.Function):
-    """codebook_GVd[g, codes_AG] -> [A, G, d]. The gradient for soft is that of soft_AGV @ codebook;
-    for codebook, the usual."""
+    """Return the codebook vectors of the chosen codes, codebook_GVd[g, codes_AG], as [A, G, d]. The
+    gradient of soft_AGV is that of the product soft_AGV @ codebook (straight-through); the gradient of the
+    codebook is that of the look-up."""
 
     @staticmethod
     def forward(soft_AGV: Tensor, codebook_GVd: Tensor, codes_AG: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ class StraightThroughLookUp(torch.autograd.Function):
             codes_AG.t()[:, None, :]
             == torch.arange(codebook_GVd.shape[1], device=codes_AG.device)[:, None]
         )
-        # sums in a fixed order, unlike scatter_add
+        # a matrix product sums in a fixed order, so that runs repeat; scatter_add does not
         grad_codebook = torch.bmm(chosen_GVA.to(codebook_GVd.dtype), grad_GAd)
         return grad_soft_AGV.to(ctx.soft_dtype), grad_codebook, None
 
@@ -58,12 +59,14 @@ class StraightThroughLookUp(torch.autograd.Function):
 class Quantized(NamedTuple):
     values_RMP: Tensor
     codes_RMG: Tensor
-    share_GV: Tensor  # probability of each code, summed over valid tokens; with gradient
-    tokens: Tensor  # number of valid tokens
-    hard_GV: Tensor  # how often each code was the most probable one, without noise
+    share_GV: Tensor  # the probability of each code, summed over the masked tokens; has a gradient
+    tokens: Tensor  # the number of masked tokens
+    hard_GV: Tensor  # how many tokens have each code as the most probable one, without noise
 
 
 class Quantizer(nn.Module):
+    """Replaces each feature by one code of each codebook, side by side."""
+
     def __init__(self, config: ModelConfig, feature_width: int) -> None:
         super().__init__()
         self.books, self.codes = config.codebooks, config.codes
@@ -75,12 +78,13 @@ class Quantizer(nn.Module):
     def forward(
         self, z_RMF: Tensor, valid_RM: Tensor, tau: Tensor, noise_RMGV: Tensor | None
     ) -> Quantized:
-        """Quantises features. `noise_RMGV`: standard Gumbel; None: take the most probable code, as in evaluation."""
+        """Quantise features. With `noise_RMGV`, standard Gumbel noise, codes are sampled; without it, each
+        is the most probable one, as in evaluation."""
         rows, slots, _ = z_RMF.shape
         logits_AGV = self.logits(z_RMF).float().view(rows * slots, self.books, self.codes)
         weight_A = valid_RM.reshape(-1).float()
         best_AG = logits_AGV.detach().argmax(-1)
-        # not a matmul: autocast would use bf16
+        # a sum of products instead of a matmul, which autocast would compute in bf16
         share_GV = (logits_AGV.softmax(-1) * weight_A[:, None, None]).sum(0)
         if noise_RMGV is None:
             codes_AG = best_AG
@@ -90,7 +94,7 @@ class Quantizer(nn.Module):
             codes_AG = noisy_AGV.detach().argmax(-1)
             values = StraightThroughLookUp.apply(noisy_AGV.softmax(-1), self.codebook, codes_AG)
         at_AG = best_AG + self.codes * torch.arange(self.books, device=best_AG.device)
-        # sums of 0 and 1 are exact in any order
+        # scatter_add sums in any order, which does not matter for sums of 0 and 1, as they are exact
         counts = torch.zeros(self.books * self.codes, device=best_AG.device)
         counts = counts.scatter_add(
             0, at_AG.reshape(-1), weight_A[:, None].expand_as(at_AG).reshape(-1)

@@ -34,7 +34,7 @@ KERNEL, STRIDE, NORM_GROUPS = 17, 4, 8
 
 
 def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1) -> nn.Conv2d:
-    """A convolution over time; the output has 1 / `stride` of the samples, rounded up."""
+    """Return a convolution over time whose output is `stride` times shorter than its input, rounded up."""
     conv = nn.Conv2d(
         inputs,
         outputs,
@@ -48,6 +48,8 @@ def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1
 
 
 class ResidualBlock(nn.Module):
+    """Two convolutions with a skip connection, which divide the length by STRIDE."""
+
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
         self.conv1 = convolution(inputs, outputs)
@@ -58,11 +60,12 @@ class ResidualBlock(nn.Module):
         self.dropout = Dropout(dropout, "auto")
 
     def forward(self, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The output of the block after and before the activation."""
+        """Return (the output of the block, the same before its norm, ReLU and dropout). The arguments are
+        these two outputs of the previous block, or twice the output of the stem."""
         h = F.relu(self.norm1(self.conv1(a)))
         h = self.conv2(self.dropout(h))
         shorter = F.max_pool2d(y, (1, STRIDE + 1), (1, STRIDE), (0, STRIDE // 2))
-        h = h + self.skip(shorter)  # same length as conv2's
+        h = h + self.skip(shorter)  # the pooled skip input is as long as the output of conv2
         a = F.relu(self.norm2(h))
         return self.dropout(a), h
 
@@ -105,7 +108,7 @@ class ResNet(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """The weights for a subset of leads. The output equals that of the full model with the
-        other leads zero."""
+        """Return the weights of a model of fewer leads: those with the numbers in `rows`. Its output is
+        the same as that of the full model if all other leads are zero."""
         stem = weights["stem.weight"][:, list(rows)]
         return {**weights, "stem.weight": stem.contiguous()}

@@ -48,30 +48,34 @@ from omnilead.data_tools.io.terminal import tell
 from ..settings.errors import ConfigError
 from .encoder import Dropout
 
-CHUNK_TOKENS = 32  # tokens. On a CPU 16 takes 1.2 times as long, 64 as long or 1.2 times, 128 twice
-GPU_CHUNK_TOKENS = 2  # tokens. On an H200 1 takes 1.02 times as long, 4 takes 1.2 times
-DT_RANGE = 0.001, 0.1
+# Tokens of a chunk on a CPU. 16 tokens take 1.2 times as long, 64 as long or 1.2 times, 128 twice as long
+CHUNK_TOKENS = 32
+GPU_CHUNK_TOKENS = 2  # on an H200, chunks of 1 token take 1.02 times as long, of 4 tokens 1.2 times
+DT_RANGE = 0.001, 0.1  # smallest and largest step dt that is drawn for a channel
 NORMS = ("layer", "batch", "group")
-STEM_NORM_GROUPS = 8  # of the stem's group norm
-MAX_STATES = 16  # V's condition is 8e4 with 8 states, 8e10 with 16
+STEM_NORM_GROUPS = 8  # groups of each group norm in the stem, for norm=group
+# The matrix V of A's eigenvectors has a condition number of 8e4 with 8 states, 8e10 with 16
+MAX_STATES = 16
 
 
 def hippo_legs_matrices(states: int) -> tuple[np.ndarray, np.ndarray]:
-    """A [n, n] and B [n]."""
+    """Return the matrices (A [n, n], B [n]) of HiPPO-LegS."""
     root_n = np.sqrt(2 * np.arange(states) + 1)
     a_nn = -np.tril(np.outer(root_n, root_n), -1) - np.diag(np.arange(states) + 1.0)
     return a_nn, root_n
 
 
 def conjugate_pair_basis(states: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the authors' basis, in which A + P P^T is diagonal: one eigenvalue of each pair [n / 2];
-    P in this basis [n / 2], made positive by turning the eigenvectors; and the map [n, n] from C in
-    it (real and imaginary part of each pair) to C in LegS's."""
+    """Return the authors' basis, in which A + P P^T is diagonal and its eigenvalues are conjugate pairs,
+    as (one eigenvalue of each pair [n / 2]; P in this basis [n / 2], made real and positive by the
+    phases of the eigenvectors; the matrix [n, n] that maps C from this basis, as real and imaginary
+    parts of each pair, to LegS's basis)."""
     a_nn, b_n = hippo_legs_matrices(states)
     p_n = b_n / math.sqrt(2)
     skew_nn = a_nn + np.outer(p_n, p_n) + np.eye(states) / 2
     frequencies, vectors = np.linalg.eigh(-1j * skew_nn)
-    kept = slice(None, states // 2 - 1, -1)  # the positive frequencies, the highest first
+    # selects the positive frequencies, the highest first: one of each conjugate pair
+    kept = slice(None, states // 2 - 1, -1)
     vectors, along = vectors[:, kept], p_n @ vectors[:, kept].conj()
     vectors = vectors * along / np.abs(along)
     to_legs_nn = 2 * np.stack([vectors.real.T, vectors.imag.T], 1).reshape(states, states)
@@ -79,11 +83,11 @@ def conjugate_pair_basis(states: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 class DiscretisedSystem:
-    """A' and B' of channels with these steps, in float64."""
+    """A' and B', the matrices A and B discretised with the step dt of each channel, in float64."""
 
     def __init__(self, dt_D: Tensor, states: int) -> None:
         a_nn, b_n = hippo_legs_matrices(states)
-        # numpy 2.5 gives real ones as complex numbers
+        # numpy 2.5 returns real eigenvalues and eigenvectors as complex numbers
         eigenvalues_n, vectors_nn = (values.real for values in np.linalg.eig(a_nn))
         self.vectors_nn = torch.from_numpy(vectors_nn).to(dt_D.device)
         self.inverse_nn = torch.from_numpy(np.linalg.inv(vectors_nn)).to(dt_D.device)
@@ -93,18 +97,19 @@ class DiscretisedSystem:
         self.b_Dn = b_of_dt_Dnn @ torch.from_numpy(b_n).to(dt_D.device)
 
     def with_eigenvalues(self, eigenvalues: Tensor) -> Tensor:
-        """[..., n] -> [..., n, n]: the matrices of A's eigenvectors with these eigenvalues."""
+        """Return the matrices [..., n, n] that have A's eigenvectors and the eigenvalues [..., n]."""
         return self.vectors_nn * eigenvalues[..., None, :] @ self.inverse_nn
 
     def powers(self, first: int, count: int) -> Tensor:
-        """[D, count, n, n]: A'^first and those that follow."""
+        """Return the powers A'^first, A'^(first + 1), ... of A', `count` of them: [D, count, n, n]."""
         exponents_T1 = torch.arange(first, first + count, device=self.b_Dn.device)[:, None]
         return self.with_eigenvalues(self.poles_Dn[:, None] ** exponents_T1)
 
 
 class StateSpace(nn.Module):
-    """u_RND -> y_RND. `length`: L, for which C is stored. If it is bidirectional, a second C reads
-    the states of the tokens that follow."""
+    """A linear state space for each channel, u_RND -> y_RND. `length` is the number of tokens L in
+    C (1 - A'^L), the form in which C is stored. With `bidirectional`, a second C reads the states of
+    a system that runs backwards over the tokens that follow."""
 
     log_dt: Tensor
     read_Dnn: Tensor
@@ -120,14 +125,15 @@ class StateSpace(nn.Module):
         low, high = map(math.log, DT_RANGE)
         self.register_buffer("log_dt", low + (high - low) * torch.rand(width))
         self.compute_frozen_buffers()
-        if not self.C.is_meta:  # C as drawn -> C (1 - A'^L)
+        if not self.C.is_meta:
+            # replaces the drawn C by C (1 - A'^L), the form in which C is stored
             to_legs_nn = torch.from_numpy(conjugate_pair_basis(states)[2]).to(self.C)
             stored_Dnn = to_legs_nn @ torch.linalg.inv(self.read_Dnn)
             drawn = self.C.data.flatten(2)[:, :, None]
             self.C.data.copy_((drawn @ stored_Dnn).view(shape))
 
     def compute_frozen_buffers(self) -> None:
-        """Computes the buffers that depend on dt alone."""
+        """Compute the buffers that depend on dt and not on trained weights."""
         self.in_registers = self.D.is_cuda and triton_kernels_compile()
         if self.log_dt.is_meta:
             return
@@ -137,7 +143,7 @@ class StateSpace(nn.Module):
         driven_DTn = (powers_DTnn[:, :-1] @ discrete.b_Dn[:, None, :, None])[..., 0]
         true_from_stored = discrete.with_eigenvalues(1 / (1 - discrete.poles_Dn**self.length))
         frozen = {
-            # C as it is stored -> C of LegS's states
+            # maps C from the form in which it is stored to LegS's basis
             "read_Dnn": to_legs_nn @ true_from_stored,
             "driven_DTn": driven_DTn,  # A'^l B'
             "powers_DnTn": powers_DTnn[:, 1:].transpose(1, 2),  # A'^(i+1)
@@ -150,7 +156,8 @@ class StateSpace(nn.Module):
         self.compute_frozen_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StateSpace":
-        """Casts weights, for example to bfloat16; frozen buffers stay float32."""
+        """Move the module to a device and cast its weights, for example to bfloat16. The frozen buffers
+        are moved, but stay float32."""
         frozen = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, values in frozen.items():
@@ -167,6 +174,7 @@ class StateSpace(nn.Module):
         return y_RND + self.filter_by(following_RND, self.C[1], torch.zeros_like(self.D)).flip(1)
 
     def filter_by(self, u_RND: Tensor, c_Dh2: Tensor, d_D: Tensor) -> Tensor:
+        """Return y_RND of the system with these C and D, running forwards over the tokens."""
         tokens, dtype = u_RND.shape[1], u_RND.dtype
         with torch.autocast(u_RND.device.type, enabled=False):
             if self.in_registers:
@@ -186,8 +194,8 @@ class StateSpace(nn.Module):
     def chunk_weights(
         self, c_Dh2: Tensor, d_D: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns what the products of a chunk need: k_DT; out_DTn, C A'^(i+1); left_DTn, A'^(T-1-j) B';
-        step_Dnn, A'^T."""
+        """Return the matrices of the products for a chunk of T tokens: (k_DT, the kernel k_l; out_DTn,
+        C A'^(i+1) for token i; left_DTn, A'^(T-1-j) B' for token j; step_Dnn, A'^T)."""
         c_D1n = c_Dh2.float().flatten(1)[:, None] @ self.read_Dnn
         driven_DTn = self.driven_DTn[:, :chunk]
         k_DT = (driven_DTn * c_D1n).sum(2) + F.pad(d_D.float()[:, None], (0, chunk - 1))
@@ -197,8 +205,9 @@ class StateSpace(nn.Module):
 
 
 def toeplitz(kernel_DT: Tensor) -> Tensor:
-    """[D, T, T] such that a row u times it is K u: k_(i-j) at (j, i), 0 if i < j. Rows of 2T numbers
-    are read at a stride of 2T - 1, which shifts each by one."""
+    """Return the transposed Toeplitz matrices [D, T, T] of the kernels, so that a row vector u times the
+    matrix is K u: the entry (j, i) is k_(i-j), or 0 if i < j. Each kernel is padded to 2T numbers,
+    repeated, and read at a stride of 2T - 1, which shifts each row by one."""
     channels, chunk = kernel_DT.shape
     rows_DT2T = F.pad(kernel_DT, (0, chunk))[:, None].expand(-1, chunk, -1)
     skewed_DX = rows_DT2T.reshape(channels, -1)[:, : chunk * (2 * chunk - 1)]
@@ -206,7 +215,7 @@ def toeplitz(kernel_DT: Tensor) -> Tensor:
 
 
 def states_before_chunks(left_DRCn: Tensor, step_Dnn: Tensor) -> Tensor:
-    """The state that earlier chunks leave, for each chunk."""
+    """Return the state before each chunk [D, R, C, n]. `left_DRCn` holds what each chunk alone leaves."""
     states = [torch.zeros_like(left_DRCn[:, :, 0])]
     for c in range(left_DRCn.shape[2] - 1):
         states.append(torch.baddbmm(left_DRCn[:, :, c], states[-1], step_Dnn))
@@ -214,14 +223,16 @@ def states_before_chunks(left_DRCn: Tensor, step_Dnn: Tensor) -> Tensor:
 
 
 def chunks_by_channel(x_RND: Tensor, chunk: int) -> Tensor:
-    """[D, R * C, T]. torch transposes two axes ten times as fast as three."""
+    """Return the chunks of each channel, [D, R * C, T]. Rows and tokens are flattened first, because
+    torch transposes two axes ten times as fast as three."""
     width = x_RND.shape[2]
     return x_RND.reshape(-1, width).t().contiguous().view(width, -1, chunk)
 
 
 class ChunkedConvolution(torch.autograd.Function):
-    """The products of the module's docstring, from the right. torch's own backward would copy
-    operands that have no matrix layout one matrix at a time, and take twice as long."""
+    """The sum over l of k_l u_(t-l), by the products for chunks in the docstring of this file. Row
+    vectors are multiplied by matrices from the right. torch's own backward takes twice as long, as it
+    copies operands that are not laid out as matrices one matrix at a time."""
 
     @staticmethod
     def forward(
@@ -236,14 +247,15 @@ class ChunkedConvolution(torch.autograd.Function):
         return y_DXT.flatten(1).t().contiguous().view_as(u_RND)
 
     @staticmethod
-    @once_differentiable  # what is saved does not know how it depends on the inputs
+    @once_differentiable  # the saved tensors have no graph, so a second derivative would be wrong
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         u_DXT, s_DXn, k_DTT, out_DnT, left_DTn, step_Dnn = ctx.saved_tensors
         grad_RND = grads[0]
         g_DXT = chunks_by_channel(grad_RND, k_DTT.shape[1])
         grad_k_DTT = torch.bmm(u_DXT.transpose(1, 2), g_DXT)
         grad_out_DnT = torch.bmm(s_DXn.to(g_DXT.dtype).transpose(1, 2), g_DXT)
-        # A state is changed by the chunks before, so its gradient comes from those after
+        # What a chunk leaves affects all later chunks, so its gradient is summed from the last
+        # chunk to the first
         grad_s_DXn = torch.bmm(g_DXT, out_DnT.transpose(1, 2)).float()
         later_DRCn = grad_s_DXn.unflatten(1, (grad_RND.shape[0], -1)).flip(2)
         later_DRCn = states_before_chunks(later_DRCn, step_Dnn.transpose(1, 2)).flip(2)
@@ -255,7 +267,7 @@ class ChunkedConvolution(torch.autograd.Function):
 
 
 class GPUChunkedConvolution(torch.autograd.Function):
-    """The same sum on a GPU, in chunks of two tokens (engine.model.s4_kernels)."""
+    """The sum over l of k_l u_(t-l) on a GPU, in chunks of two tokens (engine.model.s4_kernels)."""
 
     @staticmethod
     def forward(
@@ -273,14 +285,15 @@ class GPUChunkedConvolution(torch.autograd.Function):
         return grad_u_RND, *weight_gradients(u_RND, grads[0], left_DTn, step_Dnn), None, None
 
 
-# torch.compile calls these as black boxes. Triton is imported inside: torch for CPUs comes without it
+# torch.compile treats these two custom operations as black boxes. They import s4_kernels inside, because
+# it needs Triton, which torch for CPUs comes without.
 @torch.library.custom_op("omnilead::s4_filter", mutates_args=())
 def filter_chunks(
     u_RND: Tensor, k_DT: Tensor, out_DTn: Tensor, left_DTn: Tensor, step_Dnn: Tensor, back: bool
 ) -> Tensor:
     from . import s4_kernels
 
-    with torch.cuda.device_of(u_RND):  # Triton runs on the current device
+    with torch.cuda.device_of(u_RND):  # Triton would otherwise run on the current device
         return s4_kernels.filter_chunks(u_RND, k_DT, out_DTn, left_DTn, step_Dnn, back)
 
 
@@ -306,7 +319,7 @@ def _(u_RND: Tensor, g_RND: Tensor, left_DTn: Tensor, step_Dnn: Tensor) -> tuple
 
 @cache
 def triton_kernels_compile() -> bool:
-    """False if Triton cannot compile for this GPU, after a line that says why."""
+    """Return True if Triton can compile for this GPU; if not, print the reason and return False."""
     try:
         u_RND, weights = torch.zeros(1, 1, 1, device="cuda"), torch.zeros(1, 2, 2, device="cuda")
         filter_chunks(u_RND, weights[..., 0], weights, weights, weights, False)
@@ -320,7 +333,7 @@ def triton_kernels_compile() -> bool:
 
 
 class ChannelDropout(Dropout):
-    """Drops channels of a row, for all its tokens."""
+    """Dropout of whole channels: a channel that is dropped is zero in all tokens of the row."""
 
     def forward(self, x_RND: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -344,7 +357,7 @@ class S4Layer(nn.Module):
 
 
 class StemBlock(nn.Module):
-    """Convolution, norm, ReLU; time before channels."""
+    """A convolution, a norm and a ReLU: [R, T, C] -> [R, N, D], time before channels."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, norm: str) -> None:
         super().__init__()
@@ -385,8 +398,9 @@ class S4(nn.Module):
         dropout: float = 0.2,
         length: int = 300,
     ) -> None:
-        """`norm`, of the stem: `batch` as the authors, for one rank; `group`, over time too, looks
-        ahead. `length`: tokens for which C is stored."""
+        """`norm` is the norm in the stem: `layer`; `batch`, as the authors have it, for training on one
+        rank; or `group`, which takes means over time and so looks ahead. `length` is the number of
+        tokens L in C (1 - A'^L), the form in which C is stored."""
         super().__init__()
         check_options(width, layers, states, kernels, strides, norm, dropout, length)
         self.width = self.feature_width = width
@@ -409,7 +423,7 @@ class S4(nn.Module):
         return z_RND, z_RND.float().square().mean()
 
     def context(self, z_RND: Tensor, mask_RN: Tensor | None) -> Tensor:
-        """Masked tokens are zeros."""
+        """Return c_RND from the features; those of masked tokens are replaced by zeros."""
         x_RND = z_RND if mask_RN is None else z_RND.masked_fill(mask_RN[..., None], 0.0)
         for layer in self.layers:
             x_RND = layer(x_RND)
@@ -422,8 +436,8 @@ class S4(nn.Module):
     def select_leads(
         weights: Mapping[str, Tensor], rows: Sequence[int], of: int
     ) -> dict[str, Tensor]:
-        """The weights for a subset of leads. The output equals that of the full model with the
-        other leads zero."""
+        """Return the weights of a model of fewer leads: those with the numbers in `rows`. Its output is
+        the same as that of the full model if all other leads are zero."""
         first = "stem.0.weight"
         return {**weights, first: weights[first][:, list(rows)].contiguous()}
 
@@ -439,12 +453,16 @@ def check_options(
     length: int,
 ) -> None:
     if states < 2 or states % 2:
-        raise ConfigError(f"states={states}: must be even: they are conjugate pairs")
+        raise ConfigError(
+            f"states={states}: must be even and at least 2: states are conjugate pairs"
+        )
     if states > MAX_STATES:
-        raise ConfigError(f"states={states}: at most {MAX_STATES}: more would lose precision")
+        raise ConfigError(
+            f"states={states}: must be at most {MAX_STATES}: more states would lose precision"
+        )
     if len(kernels) != len(strides) or not kernels or min(*kernels, *strides) < 1:
         raise ConfigError(
-            f"kernels={list(kernels)}, strides={list(strides)}: give a kernel and a stride for each convolution"
+            f"kernels={list(kernels)}, strides={list(strides)}: give each convolution a kernel and a stride of at least 1"
         )
     if norm not in NORMS:
         raise ConfigError(f"norm={norm!r}: use {', '.join(NORMS)}")
@@ -452,6 +470,6 @@ def check_options(
         raise ConfigError(f"width={width}: must be a multiple of {STEM_NORM_GROUPS} for norm=group")
     if min(width, layers, length) < 1 or not 0 <= dropout < 1:
         raise ConfigError(
-            f"width={width}, layers={layers}, length={length}, dropout={dropout}: must be 1 or more, and "
-            "dropout from 0 to less than 1"
+            f"width={width}, layers={layers}, length={length}, dropout={dropout}: width, layers and "
+            "length must be at least 1, and dropout from 0 to less than 1"
         )

@@ -1,5 +1,6 @@
-"""The products of chunks of S4 (engine.model.s4) on a GPU, in Triton: a thread keeps the states of one
-channel of one row in registers and goes from chunk to chunk, so that u is read and y is written once.
+"""Triton kernels for S4 (engine.model.s4) on a GPU. A thread keeps the states of one channel of one row
+in registers and goes from chunk to chunk, so that the input u is read once and the output y is written
+once.
 
     y_i = sum over j <= i of k_(i-j) u_j + out_i s        within a chunk
     s   = step s + sum over j of left_j u_j               from chunk to chunk
@@ -7,10 +8,10 @@ channel of one row in registers and goes from chunk to chunk, so that u is read 
     grad_u_j = sum over i >= j of k_(i-j) g_i + left_j r  backward, from the last chunk to the first
     r        = step^T r + sum over i of out_i g_i
 
-So the gradient of u is the same kernel, with `out` and `left` exchanged and their tokens reversed. The
-kernel for the gradients of k and `out` computes s again instead of storing it, and writes a sum for each
-row; torch adds the rows, without atomics, so two runs agree bit for bit. `step` is lower triangular in
-LegS's basis, which saves half of its multiplications.
+So the gradient of u is computed by the same kernel, with `out` and `left` exchanged and their tokens
+reversed. The kernel for the gradients of k and `out` computes s again instead of storing it, and writes a
+sum for each row; torch adds the rows, without atomics, so two runs agree bit for bit. `step` is lower
+triangular in LegS's basis, which saves half of the multiplications by it.
 """
 
 import torch
@@ -18,13 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHANNELS_PER_PROGRAM = 128  # of a program, a thread each
-PREFETCHED_CHUNKS = 4  # chunks that are read before the first of them is used
+CHANNELS_PER_PROGRAM = 128  # a Triton program computes this many channels, one in each thread
+PREFETCHED_CHUNKS = 4  # chunks of input that are loaded before the first of them is computed
 
 
 @triton.jit
 def load_channel_values(place, exists, count: tl.constexpr):
-    """`count` numbers for each channel."""
+    """Load `count` numbers for each channel, as a tuple of vectors; `exists` masks the channels."""
     numbers = ()
     for i in tl.static_range(count):
         numbers = numbers + (tl.load(place + i, exists, 0.0),)
@@ -33,6 +34,7 @@ def load_channel_values(place, exists, count: tl.constexpr):
 
 @triton.jit
 def zero_channel_values(count: tl.constexpr, channels: tl.constexpr):
+    """Return `count` zeros for each channel, as a tuple of vectors."""
     numbers = ()
     for _ in tl.static_range(count):
         numbers = numbers + (tl.zeros([channels], tl.float32),)
@@ -41,6 +43,8 @@ def zero_channel_values(count: tl.constexpr, channels: tl.constexpr):
 
 @triton.jit
 def next_state(s, step, left, u, chunk: tl.constexpr, states: tl.constexpr, back: tl.constexpr):
+    """Return the states after a chunk, from the states `s` before it and its inputs `u`. `back`
+    multiplies by the transposed `step`."""
     sums = ()
     for i in tl.static_range(states):
         total = left[i] * u[0]
@@ -72,7 +76,8 @@ def filter_kernel(
     channels: tl.constexpr,
     ahead: tl.constexpr,
 ):
-    """With `back`, `u` holds the gradient of y, and `y` receives that of u."""
+    """Compute y from u, chunk by chunk. With `back`, `u` holds the gradient of y, `y` receives the
+    gradient of u, and the chunks are taken from the last to the first."""
     row, d = tl.program_id(0), tl.program_id(1) * channels + tl.arange(0, channels)
     exists = d < width
     k_T = load_channel_values(k + d * chunk, exists, chunk)
@@ -119,7 +124,7 @@ def gradient_kernel(
     channels: tl.constexpr,
     ahead: tl.constexpr,
 ):
-    """The gradients of k and `out` for each row."""
+    """Compute the gradients of k and `out` for each row from u and the gradient g of y."""
     row, d = tl.program_id(0), tl.program_id(1) * channels + tl.arange(0, channels)
     exists = d < width
     left_Tn = load_channel_values(left + d * chunk * states, exists, chunk * states)
@@ -161,7 +166,8 @@ def gradient_kernel(
 def filter_chunks(
     u_RND: Tensor, k_DT: Tensor, out_DTn: Tensor, left_DTn: Tensor, step_Dnn: Tensor, back: bool
 ) -> Tensor:
-    """y of u. `back`: with the tokens of a chunk in reverse in `out` and `left`."""
+    """Return y [R, N, D] for the input u. With `back`, return the gradient of u for the gradient of y
+    in `u_RND`; the caller then exchanges `out` and `left` and reverses their tokens."""
     rows, tokens, width = u_RND.shape
     u_RND = u_RND.contiguous()
     y_RND = torch.empty_like(u_RND)
@@ -186,7 +192,7 @@ def filter_chunks(
 def weight_gradients(
     u_RND: Tensor, g_RND: Tensor, left_DTn: Tensor, step_Dnn: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of k_DT and out_DTn, if that of y is g."""
+    """Return the gradients of (k_DT, out_DTn) if the gradient of y is g."""
     (rows, tokens, width), (_, chunk, states) = u_RND.shape, left_DTn.shape
     k_RDT = torch.empty(rows, width, chunk, device=u_RND.device)
     out_RDTn = torch.empty(rows, width, chunk, states, device=u_RND.device)

@@ -1,4 +1,5 @@
-"""Settings of the input: the window, rate, band and scale in which a model sees an ECG (input.py)."""
+"""Settings of a model's input: window length, sampling rate, frequency band and scale. input.py
+applies them."""
 
 from typing import Annotated, Any, Literal
 
@@ -22,7 +23,8 @@ DEFAULT_INPUT = {"fs_hz": 500, "scale": "millivolt"}
 
 
 class InputFormat:
-    """The window of a model's input, and what follows from it."""
+    """The format in which a model sees an ECG: the length of a window in s, the sampling rate, the band-pass,
+    the largest amplitude and the scale."""
 
     window_s: float
     fs_hz: float
@@ -32,8 +34,8 @@ class InputFormat:
 
     @property
     def preprocessing_fields(self) -> dict[str, Any]:
-        """The window as in preprocessing.json, without the leads. The defaults (5 s, no band, no
-        limit) are left out."""
+        """Return the format as it is stored in preprocessing.json, without the leads. A window of 5 s,
+        no band-pass and no largest amplitude are defaults and left out."""
         signals: dict[str, Any] = {"fs_hz": self.fs_hz, "scale": self.scale}
         if self.window_s != HALF_S:
             signals["segment_s"] = self.window_s
@@ -45,17 +47,18 @@ class InputFormat:
 
     @property
     def uses_stored_halves(self) -> bool:
-        """True if its windows are the halves of a crop as they are stored."""
+        """True if the windows are the two halves of a crop as they are stored: not filtered,
+        resampled, clipped or scaled."""
         return self.preprocessing_fields == DEFAULT_INPUT
 
     @property
     def resamples_by_halves(self) -> bool:
-        """True if each half of a crop is resampled on its own."""
+        """True if each half of a crop is resampled separately: windows of 5 s without a band-pass."""
         return self.window_s == HALF_S and not self.band_hz
 
     @property
     def samples(self) -> int:
-        """The number of samples in a window."""
+        """The number of samples in a window at the model's sampling rate."""
         if self.resamples_by_halves:
             return resampled_length(self.fs_hz, HALF)
         return int(self.window_s * self.fs_hz + 1e-6)
@@ -64,16 +67,19 @@ class InputFormat:
 @one_line_errors
 @checked_dataclass(frozen=True, config=STRICT)
 class InputConfig(InputFormat):
-    """The section `input` of the settings: what the encoder sees of a crop of 10 s at 500 Hz."""
+    """The section `input` of the settings: the format in which the encoder sees a crop, which is stored
+    as 10 s at 500 Hz."""
 
-    # seconds that the encoder sees at once; a crop has as many windows side by side as fit
+    # length in s of a window, which the encoder sees at once; a crop of 10 s has as many as fit
     window_s: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 5.0
-    fs_hz: Annotated[float, Field(ge=50, le=500, allow_inf_nan=False)] = 500.0  # sampling rate
-    # for example [0.5, 40]: zero-phase Butterworth band-pass of order 2; null: none
+    # sampling rate of a window
+    fs_hz: Annotated[float, Field(ge=50, le=500, allow_inf_nan=False)] = 500.0
+    # limits in Hz of a zero-phase Butterworth band-pass of order 2, for example [0.5, 40]; null: no filter
     band_hz: tuple[float, float] | None = None
-    # largest amplitude, after resampling: larger ones become it; null: none
+    # amplitudes above this value in mV are clipped to it, after resampling; null: no clipping
     clip_mv: Annotated[float | None, Field(gt=0, le=1000, allow_inf_nan=False)] = None
-    # zscore: each lead of 10 s has mean 0 and deviation 1; layernorm: all leads of a window
+    # millivolt: not normalised; zscore: mean 0 and standard deviation 1 in each lead of a crop; layernorm: mean 0
+    # and standard deviation 1 over all leads of a window together
     scale: Literal["millivolt", "zscore", "layernorm"] = "millivolt"
 
     def __post_init__(self) -> None:
@@ -81,14 +87,14 @@ class InputConfig(InputFormat):
 
 
 def check_rate_and_band(fs_hz: Any, band_hz: Any, section: str = "") -> None:
-    """Raises ConfigError if crops cannot be resampled or filtered like this."""
+    """Raise ConfigError if fs_hz or band_hz is not valid. `section` precedes their names in the message."""
     try:
         rate_ratio(fs_hz)
     except (ReadError, TypeError):
         bounds = " to ".join(map("{:g}".format, RATE_RANGE_HZ))
         raise ConfigError(
-            f"{section}fs_hz={fs_hz!r}: must be {bounds}, and its ratio to {FS_HZ:g} one of whole "
-            f"numbers up to {MAX_RATE_RATIO}"
+            f"{section}fs_hz={fs_hz!r}: must be {bounds} Hz, and its ratio to {FS_HZ:g} Hz a fraction of "
+            f"whole numbers up to {MAX_RATE_RATIO}"
         ) from None
     if band_hz is None:
         return
@@ -105,6 +111,6 @@ def check_rate_and_band(fs_hz: Any, band_hz: Any, section: str = "") -> None:
 
 
 def resampled_length(fs_hz: float, samples: int) -> int:
-    """The samples at fs_hz of a signal that has `samples` at 500 Hz."""
+    """Return the number of samples at fs_hz of a signal that has `samples` samples at 500 Hz."""
     up, down = rate_ratio(fs_hz)
     return -(-samples * down // up)

@@ -71,7 +71,7 @@ def seen_by_checkpoint(
 ) -> SeenData:
     """The data that a checkpoint has seen. Works from any folder, and after the data have moved if
     the run was restarted since."""
-    records = [folder.read_seen(run)] if folder.is_model(config.start) else []
+    records = [folder.read_seen(run)] if folder.names_a_model(config.start) else []
     times_drawn = {}
     rates_hz = set[float]()
     places: list[str] = []

@@ -287,7 +287,9 @@ def test_nothing_is_overwritten_and_what_cannot_be_converted_is_one_line(tmp_pat
     path, out, other = saved(tmp_path / "a.pt"), tmp_path / "out", tmp_path / "b.pt"
     out.mkdir()
     with contextlib.chdir(out):
-        assert ".: name a new folder" in refused(capsys, "from-fairseq", path, ".")
+        assert ".: is the current or root folder: give the path of a new folder" in refused(
+            capsys, "from-fairseq", path, "."
+        )
     conversion.from_fairseq(path, out)
     assert "out: exists" in refused(capsys, "from-fairseq", path, out)
     assert "a.pt: exists" in refused(capsys, "to-fairseq", out, path)
@@ -393,7 +395,7 @@ REFUSED = {
     "unused": (net(), NET.replace("self.norm(self.conv(x))", "x[:, :1].expand(-1, 16, -1)"), [],
         "still that of the freshly built class"),
     "layout": (net(), NET.replace("self.conv(x)", "self.conv(x.transpose(1, 2))"), [], "RuntimeError"),
-    "vector": (net(), NET.replace(".transpose(1, 2)", ".mean(2)"), [], "forward returns [4, 16] for [4, 12, 2500]"),
+    "vector": (net(), NET.replace(".transpose(1, 2)", ".mean(2)"), [], "forward returns the shape [4, 16]"),
     "length": (net(), SHORT, [], "AttributeError: 'NoneType'"),
     "options": (net(), NET, ["--options", "{depth: 3}"], "unexpected keyword argument 'depth'"),
     "date": (net(), NET, ["--options", "{width: 2020-01-01}"], "date is not JSON serializable: write text"),

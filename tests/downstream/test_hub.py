@@ -137,7 +137,7 @@ def test_code_that_would_replace_a_module_is_refused(name, pull_a_stranger, caps
     code, out = pull_a_stranger(f"{name}.py:Net", f"{name}.py")
     assert code == 2 and not out.exists()
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and f"omnilead hub: hf://me/ecg: its code, {name}.py, " in err
+    assert err.count("\n") == 1 and f"omnilead hub: hf://me/ecg: its code file {name}.py " in err
     assert err.endswith("its owner must rename the file and train again\n")
 
 
@@ -220,7 +220,9 @@ def test_failures_are_one_line(
     assert "is not an omnilead model" in says("pull", "me/empty", tmp_path / "out")
     assert "not an empty folder" in says("pull", "me/ecg", full)
     assert "Repo id must" in says("push", run, "no name")
-    assert "no such folder: give RUN" in says("push", tmp_path / "none", "me/ecg")
+    assert "no such folder: give the folder of a run or model" in says(
+        "push", tmp_path / "none", "me/ecg"
+    )
     (run / "model" / folder.WEIGHTS).write_bytes(b"damaged")
     assert "was changed or damaged" in says("push", run, "me/ecg") and not server.repos["me/ecg"]
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")

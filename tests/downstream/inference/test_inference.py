@@ -77,7 +77,7 @@ def test_a_model_from_a_bucket_and_one_in_half_precision(saved_model):
     x = torch.randn(1, 12, 2500)
     model = omnilead.load("memory://bucket/run")
     assert model(x).dtype == torch.float32 and torch.equal(model(x), omnilead.load(folder)(x))
-    with pytest.raises(LoadError, match="no model there"):
+    with pytest.raises(LoadError, match="has no complete model"):
         omnilead.load("memory://bucket/other")
     with pytest.raises(LoadError, match="no such folder"):
         omnilead.load("nowhere/at/all")

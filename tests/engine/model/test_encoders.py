@@ -180,7 +180,8 @@ def test_a_custom_encoder_trains_with_every_objective(own):
         model(torch.randn(2, 2, 12, 2500), keys, torch.tensor(1.0))["loss"].backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     with pytest.raises(
-        ConfigError, match=r"objective.local=1.0: ResNet has no features\(\) and context\(\)"
+        ConfigError,
+        match=r"objective.local=1.0: ResNet lacks features\(\), context\(\) or feature_width",
     ):
         Pretrainer(ModelConfig(encoder="resnet", options={"widths": [8, 8]}), ObjectiveConfig())
 
@@ -188,12 +189,12 @@ def test_a_custom_encoder_trains_with_every_objective(own):
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("Wide", {}, "forward returns [4, 100, 8] for [4, 12, 2500], not [4, tokens, 9]"),
-        ("Flat", {}, "forward returns [4, 8]"),
-        ("NotANumber", {}, "forward returns NaN or infinity for noise and zeros"),
-        ("Mixing", {}, "rows must be independent"),
-        ("Seeing", {}, "context sees the masked tokens"),
-        ("Single", {}, "features returns [100, 4]"),
+        ("Wide", {}, "the shape [4, 100, 8] for an input [4, 12, 2500]: must be [4, tokens, 9]"),
+        ("Flat", {}, "forward returns the shape [4, 8]"),
+        ("NotANumber", {}, "forward returns NaN or infinity for windows of noise and zeros"),
+        ("Mixing", {}, "must depend on that row alone"),
+        ("Seeing", {}, "the output of context depends on the features of masked tokens"),
+        ("Single", {}, "features returns the shape [100, 4]"),
         ("Raising", {}, "own.py:Raising: RuntimeError: "),
         (
             "Twelve",
@@ -203,7 +204,7 @@ def test_a_custom_encoder_trains_with_every_objective(own):
         ("Good", {"options": {"depth": 3}}, "unexpected keyword argument 'depth'"),
         ("Good", {"mask_span": 99}, "model.mask_span=99: too long for 100 tokens"),
         ("NoModule", {}, "must be an nn.Module"),
-        ("Weightless", {}, "must have weights"),
+        ("Weightless", {}, "has no weights: an encoder needs parameters"),
         ("Absent", {}, "has no attribute 'Absent'"),
     ],
 )
@@ -248,7 +249,7 @@ Root    | gives the encoder no gradient, or one that is not finite
 Flat    | or one that is not finite
 Head    | gives the encoder no gradient
 Taken   | returns ['local']: name one loss or more, and none diversity, features, local
-Keeper  | keeps the encoder
+Keeper  | holds the encoder's weights
 Absent  | has no attribute 'Absent'
 """),
 )
@@ -268,7 +269,7 @@ def test_predictive_coding_needs_a_causal_encoder():
     causal = replace(SMALL, causal=True, conv_norm="layer")
     for options in ({"steps": 0}, {"temperature": 0}, {"temperature": -0.1}):
         with pytest.raises(
-            ConfigError, match=r"objective\.method=cpc, .*: use at least 1 for steps"
+            ConfigError, match=r"objective\.method=cpc, .*: steps must be at least 1"
         ):
             Pretrainer(causal, replace(objective, options=options))
     model = Pretrainer(causal, replace(objective, options={"steps": 156}))

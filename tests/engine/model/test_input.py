@@ -164,7 +164,10 @@ def test_two_views_of_five_seconds_become_shorter(dataset):
         ({"window_s": 10.5}, "input.window_s=10.5: input should be less than or equal to 10"),
         ({"window_s": 8.0}, "input.window_s=8: a crop has no two such windows to contrast"),
         ({"fs_hz": 501.0}, "input.fs_hz=501.0: input should be less than or equal to 500"),
-        ({"fs_hz": 257.3}, "input.fs_hz=257.3: must be 50 to 2000, and its ratio to 500 one of"),
+        (
+            {"fs_hz": 257.3},
+            "input.fs_hz=257.3: must be 50 to 2000 Hz, and its ratio to 500 Hz a fraction",
+        ),
         ({"fs_hz": 100.0, "band_hz": [0.5, 50.0]}, "input.band_hz=(0.5, 50.0): give [LOW, HIGH]"),
         ({"band_hz": [40.0, 0.5]}, "input.band_hz=(40.0, 0.5): give [LOW, HIGH]"),
         ({"scale": "unit"}, "input.scale='unit': input should be 'millivolt', 'zscore' or"),

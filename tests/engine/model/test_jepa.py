@@ -49,7 +49,9 @@ def test_blocks_have_the_lengths_and_places_of_the_recipe():
     assert 0.03 < float(unhidden.float().mean()) < 0.07  # 7.5 %, less what is predicted
     weight_N = weight_RN.float().mean(0)
     assert_close(weight_N, weight_N.flip(0), rtol=0, atol=0.1)  # no end is favoured
-    with pytest.raises(ConfigError, match="19 tokens in a window: needs at least 20"):
+    with pytest.raises(
+        ConfigError, match="a window has 19 tokens, but the objective needs at least 20"
+    ):
         draw_blocks(row_of_keys(1), 19)
 
 
@@ -156,11 +158,11 @@ def test_it_is_one_graph(config):
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        (LAYER, {"momentum": 1.0}, "momentum=1.0: use at least 0, and less than 1"),
+        (LAYER, {"momentum": 1.0}, "momentum=1.0: must be at least 0 and less than 1"),
         (LAYER, {"momenta": 1.0}, "momenta"),
-        (replace(LAYER, causal=True), {}, "looks both ways: set model.causal=false"),
-        (ModelConfig(encoder="s4", options={"width": 48}), {}, "looks both ways"),
-        (ModelConfig(encoder="resnet"), {}, "your own needs features.. and context"),
+        (replace(LAYER, causal=True), {}, "sees earlier and later ones: set model.causal=false"),
+        (ModelConfig(encoder="s4", options={"width": 48}), {}, "sees earlier and later ones"),
+        (ModelConfig(encoder="resnet"), {}, "a class of yours needs features.. and context"),
     ],
 )
 def test_what_cannot_be_is_said(model, options, said):

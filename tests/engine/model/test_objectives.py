@@ -15,7 +15,7 @@ from omnilead.engine.model.draws import count_draws
 from omnilead.engine.model.objectives import (
     attribute_losses,
     authors_cmsc_loss,
-    diversity,
+    diversity_loss_and_perplexities,
     local_loss,
     mean_over_rows,
     nt_xent,
@@ -86,7 +86,9 @@ def test_with_equal_token_counts_the_loss_is_the_authors_mean_over_tokens():
 def test_diversity():
     """Even probabilities of 8 codes in two books, of which the tokens take one each."""
     even, one = torch.full((2, 8), 10 / 8), torch.eye(8)[:2] * 10
-    loss, *perplexities = diversity(even, one, torch.tensor(10.0), gathered=False)
+    loss, *perplexities = diversity_loss_and_perplexities(
+        even, one, torch.tensor(10.0), gathered=False
+    )
     assert float(loss) == pytest.approx(0, abs=1e-5)
     assert perplexities == pytest.approx([16, 2], rel=1e-5)
 

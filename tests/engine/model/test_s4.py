@@ -378,11 +378,11 @@ def test_the_recurrence_on_a_gpu_is_the_convolution(dtype, states, width, tokens
 @pytest.mark.parametrize(
     ("options", "says"),
     tabulated("""
-{"states": 7}                | states=7: must be even: they are conjugate pairs
-{"states": 64}               | states=64: at most 16
+{"states": 7}                | states=7: must be even and at least 2: states are conjugate pairs
+{"states": 64}               | states=64: must be at most 16
 {"norm": "none"}             | norm='none': use layer, batch, group
-{"kernels": [3]}             | kernels=[3], strides=[2, 1, 1, 1]: give a kernel and a stride for each convolution
-{"strides": [2, 1, 1, 0]}    | strides=[2, 1, 1, 0]: give a kernel and a stride for each convolution
+{"kernels": [3]}             | kernels=[3], strides=[2, 1, 1, 1]: give each convolution a kernel and a stride of at least 1
+{"strides": [2, 1, 1, 0]}    | strides=[2, 1, 1, 0]: give each convolution a kernel and a stride of at least 1
 {"dropout": 1.0}             | dropout=1.0: must be
 {"width": 12, "norm": "group"} | width=12: must be a multiple of 8
 {"depth": 2}                 | unexpected keyword argument 'depth'
@@ -398,15 +398,23 @@ def test_wrong_options_are_one_line(options, says):
 @pytest.mark.parametrize(
     ("options", "objective", "says"),
     [
-        ({"bidirectional": True}, {}, "s4 needs bidirectional=false and another norm than group"),
-        ({"norm": "group"}, {}, "s4 needs bidirectional=false and another norm than group"),
+        (
+            {"bidirectional": True},
+            {},
+            "for s4 use the options bidirectional=false and norm=layer or batch",
+        ),
+        (
+            {"norm": "group"},
+            {},
+            "for s4 use the options bidirectional=false and norm=layer or batch",
+        ),
         ({}, {"form": "some"}, "form='some': use all or sampled"),
         (
             {},
             {"form": "sampled", "steps": 3},
-            "steps is no option of form=sampled: use ahead, negatives",
+            "form=sampled has no option steps: use ahead, negatives",
         ),
-        ({}, {"form": "sampled", "ahead": 0}, "use at least 1 for ahead and for negatives"),
+        ({}, {"form": "sampled", "ahead": 0}, "ahead=0, negatives=128: both must be at least 1"),
     ],
 )
 def test_what_predictive_coding_cannot_do_is_one_line(options, objective, says):

@@ -341,7 +341,7 @@ def test_a_missing_or_changed_code_file_prevents_a_resume(own, base, training, t
 
 def test_the_resnet_trains_and_is_tuned_on_fewer_leads(training, dataset, tmp_path):
     resnet = {"model__encoder": "resnet", "model__options": {"widths": [8, 16]}, "train__steps": 2}
-    assert "has no features() and context()" in training("local", **resnet).one_line()
+    assert "lacks features(), context() or feature_width" in training("local", **resnet).one_line()
     views = {"pipeline__views": "window", "objective__method": "simclr", "objective__local": 0}
     training("base", **resnet, **views).good()
     base, two = tmp_path / "base", tmp_path / "two"
