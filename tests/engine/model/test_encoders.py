@@ -180,7 +180,8 @@ def test_a_custom_encoder_trains_with_every_objective(own):
         model(torch.randn(2, 2, 12, 2500), keys, torch.tensor(1.0))["loss"].backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     with pytest.raises(
-        ConfigError, match=r"objective.local=1.0: ResNet has no features\(\) and context\(\)"
+        ConfigError,
+        match=r"objective.local=1.0: ResNet lacks features\(\), context\(\) or feature_width",
     ):
         Pretrainer(ModelConfig(encoder="resnet", options={"widths": [8, 8]}), ObjectiveConfig())
 

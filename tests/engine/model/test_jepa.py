@@ -162,7 +162,7 @@ def test_it_is_one_graph(config):
         (LAYER, {"momenta": 1.0}, "momenta"),
         (replace(LAYER, causal=True), {}, "sees earlier and later ones: set model.causal=false"),
         (ModelConfig(encoder="s4", options={"width": 48}), {}, "sees earlier and later ones"),
-        (ModelConfig(encoder="resnet"), {}, "your own needs features.. and context"),
+        (ModelConfig(encoder="resnet"), {}, "a class of yours needs features.. and context"),
     ],
 )
 def test_what_cannot_be_is_said(model, options, said):
