@@ -439,5 +439,7 @@ def test_tables_in_memory_equal_the_files(dataset, crops, embedded, monkeypatch)
         with pytest.raises(OutputError, match="No space left"):
             embedded(url)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE=2: a table in memory is computed by one"):
+    with pytest.raises(
+        ConfigError, match="WORLD_SIZE=2: a table in memory is computed by a single process"
+    ):
         embedded(url)
