@@ -214,7 +214,8 @@ class TrainedModel(nn.Module):
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         # {name: content} of the files with custom code in the model folder
         self.code: dict[str, bytes] = {}
-        self.seen = unknown_seen_record()  # which ECGs the model was trained on, as in engine.data.seen
+        # which ECGs the model was trained on, as in engine.data.seen
+        self.seen = unknown_seen_record()
         self.readout = self.suitable_readout(config.get("readout", PAPER))
         self.eval()
 
