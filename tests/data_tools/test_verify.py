@@ -309,7 +309,7 @@ SHARD = {"name": "00000.tar", "crops": 1, "bytes": 1, "sha256": "0" * 64}
             meta("shards", [SHARD | {"crops": 15}, SHARD | {"crops": 0}]),
             "entries contradict each other",
         ),
-        (meta("shards", [SHARD | {"name": "a.tar\n"}]), r"dataset\.json: shards "),
+        (meta("shards", [SHARD | {"name": "a.tar\n"}]), r"dataset\.json: the entry shards "),
         (meta("sources.0.licence", "\udc80"), r"dataset\.json: not JSON "),
     ],
 )
@@ -370,7 +370,7 @@ def test_a_forged_dataset_json_does_not_open(name, value, whole, tmp_path):
     shutil.copy(Path(whole.root.url, "dataset.json"), tmp_path)
     stated(name, value)(tmp_path)
     says = name.partition(".")[0]
-    with pytest.raises(DatasetError, match=rf"\A[^\n]*dataset\.json: {says} [^\n]*\Z"):
+    with pytest.raises(DatasetError, match=rf"\A[^\n]*dataset\.json: the entry {says} [^\n]*\Z"):
         Dataset.open(str(tmp_path))
 
 
