@@ -42,8 +42,9 @@ from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.sources.dataset import dataset_sources
 
-# bytes of a crop in a tar: two headers and two bodies
-CROP_IN_TAR_BYTES = 512 + 120_320 + 512 + 512
+CROP_IN_TAR_BYTES = (
+    512 + 120_320 + 512 + 512
+)  # bytes of a crop in a tar: two headers and two bodies
 PREFIX_OF_SOURCE = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}
 SOURCES_AND_PREFIXES = tuple(PREFIX_OF_SOURCE.items())
 DIAGNOSES = ("426783006",), ("164889003", "59118001")

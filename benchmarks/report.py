@@ -48,18 +48,16 @@ LABEL_SHARES = (1.0, 0.1)  # of labels: a line of panels each
 COST_CASE = "tar: small, 64 crops"  # the e2e case that says what a crop costs
 # An H200 at 60 % of 790 TFLOP/s, 1.13 GFLOP a crop (flops_per_crop of configs/pretrain/small.yaml)
 CROPS_PER_H200_MINUTE = 60 * 0.6 * 790e12 / 1.13e9
-# Okabe and Ito's colours; marks
 CURVE_STYLES = (
     ("#0072b2", "o"),
     ("#d55e00", "s"),
     ("#111111", "D"),
-)
-# line styles of the baselines
+)  # Okabe and Ito's colours; marks
 BASELINE_LINES = {
     "boosted features": "-.",
     "mean beat": ":",
     "random weights": "--",
-}
+}  # line styles of the baselines
 Parts = dict[tuple[str, str], Part]  # (benchmark, device) -> part
 
 

@@ -127,8 +127,9 @@ and its embedding by the model before fine-tuning. `omnilead hub push tuned NAME
 model; `omnilead.load("hf://NAME/MODEL")` loads it.
 """
 # %%
-# 10 s at 250 Hz: put your own here
-two_leads_mv = np.random.default_rng(0).normal(0, 0.2, (2, 2500))
+two_leads_mv = np.random.default_rng(0).normal(
+    0, 0.2, (2, 2500)
+)  # 10 s at 250 Hz: put your own here
 print("prediction:", tuned.model().predict(two_leads_mv, fs_hz=250, leads=["II", "V1"], unit="mV"))
 print(
     "embedding:",

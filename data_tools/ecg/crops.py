@@ -195,11 +195,10 @@ def with_amplitude_doubt(record: EcgRecord) -> EcgRecord:
 
 
 def _sample_flags(body: np.ndarray, missing: list[bool]) -> list[str]:
-    # for twelve numbers, Python is faster than numpy
     low, high = (
         body.min(axis=1).tolist(),
         body.max(axis=1).tolist(),
-    )
+    )  # for twelve numbers, Python is faster than numpy
     flags = [
         f"flat:{lead}"
         for lead, a, b, gone in zip(LEADS, low, high, missing, strict=True)
@@ -212,8 +211,9 @@ def _sample_flags(body: np.ndarray, missing: list[bool]) -> list[str]:
     ):
         flags.append("zeros")
     if not any(missing[:2]):  # the other limb leads can be derived from I and II
-        # whole numbers below 2**24: exact
-        twice_residual = _TWICE_RESIDUAL @ body[:6].astype(np.float32)
+        twice_residual = _TWICE_RESIDUAL @ body[:6].astype(
+            np.float32
+        )  # whole numbers below 2**24: exact
         if any(missing[2:6]):
             twice_residual[missing[2:6]] = 0
         if max(twice_residual.max(), -twice_residual.min()) > 2 * EINTHOVEN_UV:

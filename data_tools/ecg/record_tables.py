@@ -34,11 +34,10 @@ from .record_names import EMPTY_LINES, NAMES_IN_MESSAGE, WHOLE_FLOAT, match_reco
 from .workbook import is_workbook, read_workbook, workbook_and_sheet
 
 RESERVED = ("record", "source", "patient", "fold", "split")
-# columns of ptbxl_database.csv, and what they are here
 PTBXL_TABLE = {
     "filename_hr": "record",
     "patient_id": "patient",
-}
+}  # columns of ptbxl_database.csv, and what they are here
 # 40,1 and also -0,5e-3, but neither 1,234,567 nor 1.234,5
 DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
 DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.", 1)

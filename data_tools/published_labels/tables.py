@@ -128,8 +128,9 @@ _HEDGED = re.compile(
     r"|might|could|cannot (?:rule out|exclude)|rule out|versus|vs|criteria for|borderline(?! "
     r"(?:abnormal )?ecg))\b|\?"
 )
-# matched directly after the finding
-_DOUBTED = re.compile(r"\w*(?: can ?not be (?:ruled out|excluded)| is borderline| or aberr|\?)")
+_DOUBTED = re.compile(
+    r"\w*(?: can ?not be (?:ruled out|excluded)| is borderline| or aberr|\?)"
+)  # matched directly after the finding
 _NEGATED = re.compile(
     r"\b(?:no(?! further)|not|without|absence of|negative for)\b(?:(?!\b(?:but|with)\b)[^,;:.])*$"
 )
@@ -490,8 +491,9 @@ def _interval_labels(table: pa.Table) -> dict[str, tuple[str, np.ndarray]]:
 
 
 def _mimic_table(root: Folder) -> pa.Table:
-    # statements repeat, so each distinct one is searched once
-    words = pa.dictionary(pa.int32(), pa.binary())
+    words = pa.dictionary(
+        pa.int32(), pa.binary()
+    )  # statements repeat, so each distinct one is searched once
     kinds = {
         "study_id": pa.string(),
         **dict.fromkeys(REPORTS, words),
