@@ -397,7 +397,7 @@ def dataset_notes(dataset: Dataset) -> Iterator[str]:
         for source, count in value_counts(of_flagged).items():
             if count > crops[source] * share:
                 yield f"{count:,} of {crops[source]:,} crops of {source} {what} right?"
-    yield from _heart_rates(dataset).doubts()
+    yield from _heart_rates(dataset).warnings()
 
 
 def _heart_rates(dataset: Dataset) -> HeartRates:

@@ -180,7 +180,7 @@ def _table_doubts(
             f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS}): is the "
             "scale of these ECGs right?"
         )
-    yield from source.heart_rates.doubts()
+    yield from source.heart_rates.warnings()
     if output.scores:
         if note := setup.model.note_on_rates(source.rates_hz):
             yield note
