@@ -57,7 +57,7 @@ def show(
             )
         if file.exists() and not file.is_file():
             raise DataError(f"--png {file}: exists and is not a regular file: choose another path")
-        plots.picture_kind(file)
+        plots.picture_format(file)
     for one in shown:
         figure = show_one(one, crop, anonymous, bool(png))
     if png:

@@ -31,13 +31,14 @@ SCP_LEADS = dict(
     zip(("1", "2", "61", "62", "63", "64", "3", "4", "5", "6", "7", "8"), LEADS, strict=True)
 )
 
+# How many years one unit of age is
 AGE_UNITS = {
     "years": 1.0,
     "months": 1 / 12,
     "weeks": 7 / 365.25,
     "days": 1 / 365.25,
     "hours": 1 / 8766,
-}  # years in one unit
+}
 # An age in years, such as 45 Y, 45 years or 45,5
 AGE_IN_YEARS = re.compile(
     r"\s*(\d{1,3}(?:[.,]\d{1,2})?)\s*(?:y|yrs?|years?)?\s*", re.ASCII | re.IGNORECASE

@@ -130,9 +130,8 @@ def _name_spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
     yield EXACT, _to_record_names(path, odd_files=True)
     yield CHARACTERS, _to_record_names(path)
     while pc.any(pc.match_substring(path, "/")).as_py():
-        path = pc.replace_substring_regex(
-            path, "^[^/]*/", ""
-        )  # drops the first folder, which may lie above the archive
+        # The first folder is dropped, because it may lie above the archive
+        path = pc.replace_substring_regex(path, "^[^/]*/", "")
         yield FOLDERS, _to_record_names(path)
     yield EXACT, pc.replace_substring_regex(path, *PTBXL_FILE_NAME)
 
