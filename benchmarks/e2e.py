@@ -35,7 +35,7 @@ from benchmarks.measure import (
     median_and_range,
     percentages,
     rates,
-    take_turns,
+    time_in_turns,
     time_work,
 )
 
@@ -176,7 +176,7 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
         "loaded": lambda: run_steps(load_timed),
     }
     run_sides = {name: sides[name] for name in run.sides}
-    rows = take_turns(run_sides, run.turns, run.steps * run.batch)
+    rows = time_in_turns(run_sides, run.turns, run.steps * run.batch)
     last = loop.progress.step
     for number in (last - 1, last):  # the first allocates the memory for all others
         loop.progress.step = number

@@ -21,7 +21,7 @@ from benchmarks.measure import (
     median_and_range,
     percentages,
     rates,
-    take_turns,
+    time_in_turns,
 )
 
 EMBED_BATCH = {"cpu": 16, "cuda": 256}  # the command's defaults
@@ -92,7 +92,7 @@ def compare_with_encoder(work: Path, options: Any, crops: int, turns: int) -> Re
         out.unlink(missing_ok=True)
         commands.embed(work / "model", out=out, **options)
 
-    rows = take_turns({"alone": bare, "command": command}, turns, crops)
+    rows = time_in_turns({"alone": bare, "command": command}, turns, crops)
     return {
         **rates(rows["command"]),
         **rates(rows["alone"], "bare_"),

@@ -7,7 +7,7 @@ CROP, HALF = 5000, 2500  # samples of a crop (10 s) and of half a crop (5 s)
 CROP_SHAPE = (len(LEADS), CROP)
 CROP_BYTES = 2 * len(LEADS) * CROP  # a sample is an int16
 
-# The file formats of hospitals' ECG carts. Their records have the format as their `source`
+# The file formats of hospitals. The `source` of such a record is the name of its format
 VENDORS = ("muse-xml", "dicom", "philips-xml", "cardiosoft-xml", "hl7-aecg", "scp-ecg", "edf")
 
 # Words, in lower case, that tables have in cells without a value. Some of them may also be meant as

@@ -258,7 +258,7 @@ def fill_crop(
     if stop - start < CROP:  # of a remainder under 10 s, the crop has the first 5 s
         stop = start + HALF
     if stop > length or start < 0:
-        raise ReadError("too short", f"{length / FS_HZ:g} s have no crop {index}")
+        raise ReadError("too short", f"a record of {length / FS_HZ:g} s has no crop {index}")
     rows = lead_rows(tuple(record.leads))
     flags: list[str] = []
     out[:, stop - start :] = 0

@@ -49,10 +49,10 @@ WAVES = ("R", "S", "T", "T trough", "ST")
 # smallest QRS had 0.7 mV and the largest difference was 1.7; for white noise it is 2.9
 MIN_QRS_MV, MAX_UNLIKENESS = 0.1, 2.0
 # A median heart rate outside these limits, over MIN_RATED_ECGS to MAX_RATED_ECGS ECGs of one source,
-# leads to the question whether the sampling rate is right. Resting adults have some 60 to 80 beats a
+# leads to a warning that asks whether the sampling rate is right. Resting adults have some 60 to 80 beats a
 # minute, athletes and patients on beta blockers 50 to 55, children of two years 110. Read with half
 # the true sampling rate, ECGs of adults seem to have 30 to 48, with twice the rate 113 to 150.
-# Newborns have 140, so the question comes for them, too. The medians over 20 ECGs each of PTB-XL and
+# Newborns have 140, so the warning comes for them, too. The medians over 20 ECGs each of PTB-XL and
 # of the Challenge's databases were 59 to 104.
 PLAUSIBLE_HEART_RATES = 50, 110
 MIN_RATED_ECGS, MAX_RATED_ECGS = 20, 50

@@ -43,7 +43,7 @@ INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dc
 
 def rate_and_axis_text(signal_uv: np.ndarray, halves: int, missing: Collection[str]) -> str:
     """Returns the heart rate and electrical axis of a crop as text, or why there are none."""
-    # Imported here, because the import takes 0.14 CPU-s and `shard` imports this file without drawing
+    # Imported here, because the import takes 0.14 CPU-s and only this text needs it
     from .mean_beat import rate_and_axis
 
     mv = signal_uv[:, : HALF * halves] / 1000

@@ -63,7 +63,7 @@ class Header:
     source: str
     samples: int
     fs_hz: float
-    # Hash of the header text, with its checksums and sizes. It becomes part of the dataset's fingerprint
+    # Hash of the header text, with its checksums and sizes. It is part of what identifies a dataset
     fingerprint: bytes = b""
     # Size and time of the record's files, by which a continued run finds the files that have changed
     stamp: bytes = b""
@@ -131,8 +131,8 @@ class EcgRecord:
 
 
 def patient_source(source: str) -> str:
-    """Return the namespace of a source's patient ids: the source itself, but one namespace for all
-    formats of hospitals' files, because a patient's ECGs may be in several formats."""
+    """Return the namespace of a source's patient ids. It is the source itself, but all formats of hospitals'
+    files share one namespace."""
     return VENDORS[0] if source in VENDORS else source
 
 
@@ -268,7 +268,7 @@ def parse_pairs(text: str) -> dict[str, str]:
 
 
 # The first release of CPSC 2018 has words in `Dx:`. These are the SNOMED CT codes that the same records
-# have in later releases
+# have today
 CPSC_WORDS = parse_pairs("""
 Normal 426783006, AF 164889003, I-AVB 270492004, LBBB 164909002, RBBB 59118001, PAC 284470004,
 PVC 164884008, STD 429622005, STE 164931005

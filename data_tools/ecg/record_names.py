@@ -4,10 +4,10 @@
     matches.row[7]      # the row of the eighth record; -1: none
 
 A table names a record as the dataset does (ward_3_A1), or by its path in the archive, with or without
-the file's suffix (ward 3/A1.xml). If a row matches no record so, three approximate ways are tried, and
-a note tells how many rows they matched: the name with _ for unusual characters of the file's name; the
-path without its first folders (C:\\ecgs\\ward 3\\A1.xml); and the end of a record's name (A1), if no other
-name has this end.
+the file's suffix (ward 3/A1.xml). If a row matches no record in this way, three approximate ways are
+tried, and a note tells how many rows they matched: the name with _ for unusual characters of the
+file's name; the path without its first folders (C:\\ecgs\\ward 3\\A1.xml); and the end of a record's
+name (A1), if no other name has this end.
 """
 
 import json

@@ -4,8 +4,8 @@ column `source` if records of several databases have the same name.
     cells = read_table("my.csv")                # all columns as text, null where a cell is empty
     patients = patients_of("who.csv", read_patients("who.csv"), keys)   # null where unknown
 
-The separator of a CSV is a comma, a semicolon or a tab, or what a first line `sep=;` says. If it is no
-comma, 40,1 is a number, read as 40.1 (undo_decimal_point gives back 40,1 for messages).
+The separator of a CSV is a comma, a semicolon or a tab, or what a first line `sep=;` says. If the
+separator is not a comma, 40,1 is a number, read as 40.1 (undo_decimal_point gives back 40,1 for messages).
 record_names.py finds the rows of records.
 """
 

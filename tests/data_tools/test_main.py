@@ -56,7 +56,7 @@ shard SRC --out x --id-share 1.5 | --id-share: 1.5: must be a number from 0 to 1
 shard SRC --out x --plan all --pretrain-sources ptb | --pretrain-sources has no effect
 shard SRC --out x --pseudonymize nokey | nokey
 shard SRC --out x --pseudonymize SHORT | at least 16
-shard SRC --out x --pseudonymize OPEN | read it (-rw-r-----): chmod 600 OPEN
+shard SRC --out x --pseudonymize OPEN | read this file (-rw-r-----): chmod 600 OPEN
 shard SRC --out SHORT | --out SHORT: is a file
 shard SRC --out x --crop 3 | unrecognized arguments: --crop 3: did you mean --shard-crops? (--help
 shard SRC --out x --hypnosis 3 | unrecognized arguments: --hypnosis 3 (--help
