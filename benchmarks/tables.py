@@ -26,9 +26,8 @@ PERCENTILE_NOTE = (
     "These intervals are plain percentiles of the resamples, as `omnilead bench` took them then: those of "
     "AUPRC sit too high. The records do not have what it takes to correct them."
 )
-BY_CROPS = (
-    "real, by crops"  # name of the result of `evidence` that is shown as a picture, not as a table
-)
+# Name of the result of `evidence` that is shown as a picture, not as a table
+BY_CROPS = "real, by crops"
 
 
 TEN_MILLION = 10_000_000

@@ -48,54 +48,24 @@ class Database:
     codes: tuple[tuple[str, str], ...] = ()
 
 
-_CPSC_DURATIONS = (
-    (6, 0.04),
-    (10, 0.47),
-    (12, 0.10),
-    (15, 0.14),
-    (20, 0.10),
-    (30, 0.10),
-    (60, 0.05),
-)
-_GEORGIA_DURATIONS = ((10, 0.96), (5, 0.04))
+# (seconds, share of records) of each length that a database has
+_CPSC_S = ((6, 0.04), (10, 0.47), (12, 0.10), (15, 0.14), (20, 0.10), (30, 0.10), (60, 0.05))
+_GEORGIA_S = ((10, 0.96), (5, 0.04))
 _RBBB, _LBBB, _PAC = ("RBBB", "59118001"), ("LBBB", "164909002"), ("PAC", "63593006")
 _OTHER_PVC, _VPB = ("PVC", "164884008"), ("PVC", "17338001")
 _DATES = (" 15-May-2020 15:35:30", " 05-May-2020 14:50:55", " 25-Mar-2021 16:25:18")
 DATABASES = {
     "cpsc_2018": Database(
-        "A",
-        4,
-        1,
-        6877,
-        6877,
-        durations_s=_CPSC_DURATIONS,
-        spaced=True,
-        codes=(_RBBB, _LBBB, _OTHER_PVC),
+        "A", 4, 1, 6877, 6877, durations_s=_CPSC_S, spaced=True, codes=(_RBBB, _LBBB, _OTHER_PVC)
     ),
     "cpsc_2018_extra": Database(
-        "Q",
-        4,
-        1,
-        3581,
-        3453,
-        durations_s=_CPSC_DURATIONS,
-        date=_DATES[0],
-        codes=(_RBBB, _LBBB, _PAC),
+        "Q", 4, 1, 3581, 3453, durations_s=_CPSC_S, date=_DATES[0], codes=(_RBBB, _LBBB, _PAC)
     ),
     "st_petersburg_incart": Database("I", 4, 1, 75, 74, 257, durations_s=((60, 1.0),), spaced=True),
     "ptb": Database("S", 4, 1, 549, 516, 1000, durations_s=((30, 1.0),), spaced=True),
     "ptb-xl": Database("HR", 5, 1, 99_999, 21_837, spaced=True, unit="mv"),
     "georgia": Database(
-        "E",
-        5,
-        1,
-        10_344,
-        10_344,
-        500,
-        60,
-        _GEORGIA_DURATIONS,
-        date=_DATES[1],
-        codes=(_RBBB, _LBBB, _VPB),
+        "E", 5, 1, 10_344, 10_344, 500, 60, _GEORGIA_S, date=_DATES[1], codes=(_RBBB, _LBBB, _VPB)
     ),
     "chapman_shaoxing": Database("JS", 5, 1, 10_646, 10_247, codes=(_RBBB, _VPB)),
     "ningbo": Database("JS", 5, 10_647, 45_551, 34_905, date=_DATES[2]),
@@ -103,8 +73,8 @@ DATABASES = {
 
 
 def damage_record(digital: np.ndarray, database: str, u: np.ndarray) -> None:
-    """Damage a few records, [samples, 12 leads], in place: with chest leads that are flat, or samples that
-    were not measured. The record's random numbers `u` decide whether it is damaged, and where."""
+    """Damage one record, [samples, 12 leads], in place, if its random numbers `u` say so, as they do for a few
+    records: it gets flat chest leads, or samples that were not measured."""
     if u[0] < FLAT_SHARE:
         digital[:, 6 + int(u[1] * 6) :] = 0
     if database == "ningbo" and u[2] < INVALID_SHARE:

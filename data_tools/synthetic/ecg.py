@@ -496,8 +496,8 @@ def twelve_leads(independent: np.ndarray) -> np.ndarray:
 
 
 def _low_pass_noise(rng: BlockDraws, samples: int) -> np.ndarray:
-    """Return nearly Gaussian low-pass noise of unit variance: float32 [8, samples]. It is made from sums of
-    random bits, because NumPy's normal() would take most of the time of a simulation."""
+    """Return nearly Gaussian low-pass noise of unit variance: float32 [8, samples]. It is made by adding
+    uniform random integers, because NumPy's normal() would take most of the time of a simulation."""
     count = 4 * (samples + 1)
     words = rng.integers(0, 2**64, count, np.uint64)
     bits = words.view(np.int16) >> 1
