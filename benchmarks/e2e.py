@@ -36,7 +36,7 @@ from benchmarks.measure import (
     median_and_range,
     percentages,
     rates,
-    take_turns,
+    time_in_turns,
     time_work,
 )
 
@@ -186,7 +186,7 @@ def time_sides_in_turns(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -
         "loaded": lambda: run_steps(load_timed),
     }
     run_sides = {name: sides[name] for name in run.sides}
-    rows = take_turns(run_sides, run.turns, run.steps * run.batch)
+    rows = time_in_turns(run_sides, run.turns, run.steps * run.batch)
     last = loop.progress.step
     # two checkpoints, of which the second is reported: the first also allocates memory that later ones reuse
     for number in (last - 1, last):

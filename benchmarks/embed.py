@@ -21,7 +21,7 @@ from benchmarks.measure import (
     median_and_range,
     percentages,
     rates,
-    take_turns,
+    time_in_turns,
 )
 
 EMBED_BATCH = {"cpu": 16, "cuda": 256}  # crops in a batch, as by default in `omnilead embed`
@@ -97,7 +97,7 @@ def compare_with_encoder(work: Path, options: Any, crops: int, turns: int) -> Re
         out.unlink(missing_ok=True)
         commands.embed(work / "model", out=out, **options)
 
-    rows = take_turns({"alone": run_encoder_alone, "command": run_command}, turns, crops)
+    rows = time_in_turns({"alone": run_encoder_alone, "command": run_command}, turns, crops)
     return {
         **rates(rows["command"]),
         **rates(rows["alone"], "bare_"),

@@ -31,9 +31,9 @@ from omnilead.data_tools.sharding.roles import RoleSources
 from omnilead.downstream.reproduce.jobs import read_json, write_json
 from omnilead.engine.settings.commandline import positive_integer
 
-PROFILE_LINES = 25  # lines of a profile
+PROFILE_LINES = 25  # how many lines of the profile's table of operations are kept
 Found = dict[str, Any]
-Check = tuple[str, float, Callable[[], Found]]  # name, time limit in seconds, function
+Check = tuple[str, float, Callable[[], Found]]  # (name, time limit in seconds, function)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,10 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def checks_to_run(options: argparse.Namespace) -> Iterator[Check]:
+    """Yields all checks, the most useful first. Makes the dataset that they need, if it is missing."""
     place = options.dir.absolute()
     yield "install", 120, machine_facts
     if not (place / "dataset" / "dataset.json").exists():
-        # pre-train on all but patients with two sessions, whom the probe needs
+        # Pre-training uses everyone except patients with two sessions, whom the probe of the check `train`
+        # needs
         everyone = RoleSources(pretrain=("all",), id_share=1.0)
         make_dataset(place, options.crops, plan="paper", role_sources=everyone)
     run = LoopRun(str(place / "dataset"), "", options.device, options.model, options.batch)
@@ -98,18 +100,20 @@ def checks_to_run(options: argparse.Namespace) -> Iterator[Check]:
 
 
 def read_metrics(run: LoopRun) -> list[Found]:
+    """Returns the lines of metrics.jsonl of a run."""
     lines = Path(run.run, "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
 def smoke(run: LoopRun) -> Found:
-    """Runs two steps, a checkpoint, an export and a report."""
+    """Trains for two steps, with checkpoint, export and report. Returns the last metrics."""
     pretrain(run, "train.steps=2", "train.log_every=1")
     return read_metrics(run)[-1]
 
 
 def profile(run: LoopRun) -> Found:
-    """Traces steps of the training loop: RUN/profile has the trace and the slowest operations."""
+    """Traces `run.steps` steps of the training loop. Returns the last metrics and the slowest operations, which
+    RUN/profile has, too, with the trace."""
     from omnilead.engine.training.profiling import WARM_UP
 
     steps = WARM_UP + run.steps + 1
@@ -119,23 +123,23 @@ def profile(run: LoopRun) -> Found:
 
 
 def train(run: LoopRun, seconds: float) -> Found:
-    """Trains for this many seconds; then compares the model's embeddings with those of random
-    weights."""
+    """Trains for `seconds`, then compares the embeddings of the trained model with those of a model with random
+    weights. Returns the first and last metrics, and the scores."""
     from omnilead.engine import pretrain as program
     from omnilead.engine.training.loop import Loop
 
     def until_stopped(loop: Loop, *_: Any) -> bool:
         end = time.monotonic() + seconds
 
-        def stop_after_time() -> None:  # called after each step, the first included
-            loop.terminated |= time.monotonic() > end  # as SIGTERM does
+        def stop_after_time() -> None:  # the loop calls it after each step
+            loop.terminated |= time.monotonic() > end  # SIGTERM sets `terminated`, too
 
         return original(loop, argparse.Namespace(step=stop_after_time))
 
     original, Loop.train = Loop.train, until_stopped  # type: ignore[method-assign]
     pretrain(run, "train.steps=1000000", "train.log_every=10", "train.validate_every=250")
     if program.main(["--export", run.run]):
-        raise CaseError("the export failed")
+        raise CaseError(f"omnilead pretrain --export {run.run} failed: the lines above say why")
     compared = omnilead.bench(
         [f"trained={run.run}"],
         data=run.dataset,

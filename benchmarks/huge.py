@@ -42,17 +42,18 @@ from omnilead.data_tools.sharding.verify import verify
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.sources.dataset import dataset_sources
 
-CROP_IN_TAR_BYTES = (
-    512 + 120_320 + 512 + 512
-)  # bytes of a crop in a tar: two headers and two bodies
+# Bytes of a crop in a tar shard: header and samples, header and metadata
+CROP_IN_TAR_BYTES = 512 + 120_320 + 512 + 512
 PREFIX_OF_SOURCE = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}
 SOURCES_AND_PREFIXES = tuple(PREFIX_OF_SOURCE.items())
 DIAGNOSES = ("426783006",), ("164889003", "59118001")
 ZEROS_CRC32C = google_crc32c.value(bytes(CROP_BYTES))
-Job = Iterator[float]  # 0 once it is ready, then 1 after each time
+# A job is a generator: it yields 0 when it is ready, then 1 whenever its work is done once more
+Job = Iterator[float]
 
 
 def make_huge_dataset(root: Path, crops: int) -> Dataset:
+    """Writes the shards and the parts of a build, and returns the finished dataset."""
     (root / "shards").mkdir(parents=True)
     (root / "parts").mkdir()
     names = [shard_name(number) for number in range(-(-crops // SHARD_CROPS))]
@@ -75,13 +76,13 @@ def make_huge_dataset(root: Path, crops: int) -> Dataset:
 
 
 def finish_build(root: Path, out: Path) -> Dataset:
-    """Finishes the build whose parts lie in `root`."""
+    """Finishes a build in `out` from the parts in `root`, and returns the dataset."""
     (out / ".build").mkdir(parents=True)
     parts = sorted((root / "parts").iterdir())
     for part in parts:
         os.link(part, out / ".build" / part.name)
     names = [f"{part.stem}.tar" for part in parts]
-    seen = len(parts) * SHARD_CROPS  # at least as many records as are used
+    seen = len(parts) * SHARD_CROPS  # at least as many as there are records in a source
     sources = [
         {"name": name, "licence": "unknown", "seen": seen, "dropped_s": 0.0}
         for name in PREFIX_OF_SOURCE
@@ -94,7 +95,7 @@ def finish_build(root: Path, out: Path) -> Dataset:
 
 
 def source_and_name(row: int) -> tuple[str, str]:
-    """Returns the source and the name of a record."""
+    """Returns (source, name) of the record to which row `row` of the table belongs."""
     source, prefix = SOURCES_AND_PREFIXES[row % len(SOURCES_AND_PREFIXES)]
     return source, f"{prefix}{row:08d}"
 
@@ -104,8 +105,8 @@ def patient_of(source: str, row: int) -> str | None:
 
 
 def crop_table(rows: np.ndarray) -> pa.Table:
-    """Returns rows as a part has them; a record has one crop, and patients of PTB-XL have two
-    records."""
+    """Returns these rows of the crop table, in the form of a part of a build. Each record has one crop, and
+    each patient of PTB-XL has two records."""
     count = len(rows)
     sources, names, patients, diagnoses = [], [], [], []
     for row in rows.tolist():
@@ -136,7 +137,7 @@ def crop_table(rows: np.ndarray) -> pa.Table:
 
 
 class NoiseArchive(Source):
-    """An archive of noise."""
+    """An archive whose records are noise and exist only when they are read."""
 
     name = "headers"
 
@@ -163,6 +164,7 @@ class NoiseArchive(Source):
 
 
 def cases_of_jobs(dataset: Dataset) -> Cases:
+    """Returns all jobs as {name: (generator function, arguments)}."""
     url = dataset.root.url
     return {
         "data.hold_out": (hold_out, (url,)),
@@ -178,13 +180,15 @@ def cases_of_jobs(dataset: Dataset) -> Cases:
 
 
 def open_verified(url: str) -> Dataset:
-    """Opens a dataset and verifies the checksum of its table, as every training does first."""
+    """Opens a dataset and, by reading a column, verifies the checksum of its table. Every training begins with
+    this, too."""
     dataset = Dataset.open(url)
     dataset.column("halves")
     return dataset
 
 
 def hold_out(url: str) -> Job:
+    """Draws the patients that are held out for validation."""
     from omnilead.engine.data.patients import validation_split
 
     dataset = open_verified(url)
@@ -195,8 +199,8 @@ def hold_out(url: str) -> Job:
 
 
 def look_for_leaks(url: str) -> Job:
-    """Compares a dataset with itself: what its roles keep apart is compared in full and nothing is
-    found."""
+    """Looks for leakage between a dataset and a second opening of it. The roles keep training and held-out
+    patients apart, so that all of them are compared and no leak is found."""
     from omnilead.engine.data import leakage
 
     datasets = open_verified(url), open_verified(url)
@@ -209,6 +213,7 @@ def look_for_leaks(url: str) -> Job:
 
 
 def find_copies(url: str) -> Job:
+    """Finds the first crop of each waveform, as data.dedup does."""
     from omnilead.engine.training.config import build_config
     from omnilead.engine.training.validation import first_of_each_waveform
 
@@ -220,6 +225,7 @@ def find_copies(url: str) -> Job:
 
 
 def hash_seen_crops(url: str) -> Job:
+    """Makes the record of the crops that a model has seen."""
     from omnilead.engine.data import seen
 
     yield 0
@@ -232,6 +238,7 @@ def hash_seen_crops(url: str) -> Job:
 
 
 def plan_shards(records: int) -> Job:
+    """Plans the shards of an archive."""
     yield 0
     while True:
         shard_plan = make_plan([NoiseArchive(range(records))], seed=0)
@@ -242,6 +249,7 @@ def plan_shards(records: int) -> Job:
 
 
 def plan_from_dataset(url: str) -> Job:
+    """Plans the shards of a new dataset from an existing one."""
     yield 0
     while True:
         shard_plan = make_plan(dataset_sources(LocalFolder(url)), seed=0)
@@ -252,6 +260,7 @@ def plan_from_dataset(url: str) -> Job:
 
 
 def assign_all_roles(url: str) -> Job:
+    """Assigns the roles of all crops."""
     yield 0
     while True:
         dataset = Dataset.open(url)
@@ -263,6 +272,7 @@ def assign_all_roles(url: str) -> Job:
 
 
 def finish_again(url: str) -> Job:
+    """Finishes the build once more, in another folder, which is then deleted."""
     out = Path(url, "again")
     yield 0
     while True:
@@ -272,6 +282,7 @@ def finish_again(url: str) -> Job:
 
 
 def verify_tables(url: str) -> Job:
+    """Verifies the tables of a dataset, without its shards."""
     yield 0
     while True:
         assert not verify(Dataset.open(url), fast=True)

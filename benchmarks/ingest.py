@@ -1,4 +1,5 @@
-"""Archive to dataset: records per second and per CPU-second, compared with other programs.
+"""Measure how fast archives become datasets: records per second and per CPU-second, compared with other
+programs.
 
 The archive is synthetic (10 s records in the PhysioNet 2021 layout) and in the page cache after the
 warm-up. The others read the same files: `wfdb.rdrecord` in a loop, and our re-creation of
@@ -25,16 +26,16 @@ from omnilead.data_tools.synthetic import archive as synth
 
 
 def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
-    """Makes an archive of records at 500 Hz."""
+    """Makes an archive of records at 500 Hz and a dataset of it. Returns (facts about them, the cases)."""
     archive = work / "archive"
     patients = (options.records or 2000) // 2
     synth.synthesise(archive, patients=patients, two_sessions=0, seed=11, progress=False)
-    for name in ("synthetic-st_petersburg_incart", "synthetic-ptb"):  # records at other rates
+    for name in ("synthetic-st_petersburg_incart", "synthetic-ptb"):  # not sampled at 500 Hz
         shutil.rmtree(archive / "training" / name)
     dataset = shard_archive(archive, work / "dataset")
     cases: Cases = {
-        "read: omnilead": (repeat_work, (read_omnilead, archive)),
-        "read: wfdb.rdrecord": (repeat_work, (read_wfdb, archive)),
+        "read: omnilead": (repeat_work, (read_with_omnilead, archive)),
+        "read: wfdb.rdrecord": (repeat_work, (read_with_wfdb, archive)),
         "ingest: omnilead, tar": (repeat_work, (ingest, archive)),
         "ingest: re-creation of fairseq-signals' preprocessing": (
             repeat_work,
@@ -46,6 +47,7 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
 
 
 def repeat_work(work: Callable[[Path], float], place: Path) -> Iterator[float]:
+    """Does some work repeatedly, and yields each time how many units were done."""
     while True:
         yield work(place)
 
@@ -59,11 +61,13 @@ def shard_archive(archive: Path, out: Path) -> Dataset:
     return shard(open_sources(str(archive)), ShardOptions(str(out), quiet=True))
 
 
-def read_omnilead(archive: Path) -> float:
+def read_with_omnilead(archive: Path) -> float:
+    """Reads all records of an archive with our sources. Returns their number."""
     return sum(1 for source in open_sources(str(archive)) for _ in source)
 
 
-def read_wfdb(archive: Path) -> float:
+def read_with_wfdb(archive: Path) -> float:
+    """Reads the first 300 records of an archive with wfdb.rdrecord. Returns their number."""
     import wfdb
 
     records = record_paths(archive)[:300]
@@ -71,6 +75,7 @@ def read_wfdb(archive: Path) -> float:
 
 
 def ingest(archive: Path) -> float:
+    """Makes a dataset of an archive, then deletes it. Returns the number of records."""
     out = archive.parent / f"out-{os.getpid()}"
     dataset = shard_archive(archive, out)
     shutil.rmtree(out)
@@ -78,8 +83,8 @@ def ingest(archive: Path) -> float:
 
 
 def ingest_like_fairseq(archive: Path) -> float:
-    """Runs our re-creation, written after reading the original, with the same input and output; not
-    their code."""
+    """Runs our re-creation of fairseq-signals' preprocessing. It has the same input and output; it was written
+    after reading the original, and is not their code. Returns the number of records."""
     import wfdb
     from scipy.io import loadmat
 
@@ -99,7 +104,7 @@ def ingest_like_fairseq(archive: Path) -> float:
 
 
 def write_segment(path: Path, feats: np.ndarray, patient: int) -> None:
-    """Writes a file as fairseq-signals' preprocessing does."""
+    """Writes a 5 s segment as a .mat file with the same fields as that of fairseq-signals' preprocessing."""
     from scipy.io import savemat
 
     facts: dict[str, Any] = {"curr_sample_rate": 500, "patient_id": patient, "age": 0, "sex": 1}
@@ -107,7 +112,7 @@ def write_segment(path: Path, feats: np.ndarray, patient: int) -> None:
 
 
 def verify_dataset(dataset: Path) -> float:
-    """Verifies a dataset; returns gigabytes of shards."""
+    """Verifies a dataset, and returns the size of its shards in gigabytes."""
     opened = Dataset.open(str(dataset))
     assert verify(opened) == []
     return sum(entry.bytes for entry in opened.shards) / 1e9

@@ -1,8 +1,8 @@
-"""Other libraries' ways to keep crops and to read them in a shuffled order, each the fastest that was
-found (LOG.md): the formats that `benchmarks.loader` measures beside ours.
+"""Store crops with other libraries and read them in a shuffled order. `benchmarks.loader` measures these
+formats beside ours. Each library is used in the fastest way that was found (LOG.md).
 
-`write_NAME(dataset, place)` stores the crops; `read_NAME(place)` returns what a DataLoader takes, and
-a function from an item to its int16 samples.
+`write_NAME(dataset, place)` stores the crops; `open_NAME(place)` returns a collection for a DataLoader, and
+a function from an item of it to the int16 samples of the crop.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +16,12 @@ import torch
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
 
 SAMPLES = CROP_SHAPE[0] * CROP_SHAPE[1]
-# A collection of stored crops, and a function that converts an item to a tensor
+# (a collection of stored crops, a function that converts an item of it to a tensor)
 ItemsAndConverter = tuple[Any, Callable[[Any], torch.Tensor]]
 
 
 def read_crops(dataset: Path) -> Iterator[np.ndarray]:
+    """Yields the samples of all crops of a dataset."""
     opened = Dataset.open(str(dataset))
     return map(opened.read, range(len(opened)))
 
@@ -39,7 +40,7 @@ def open_npy(place: Path) -> ItemsAndConverter:
 
 
 def write_hugging_face(dataset: Path, place: Path) -> None:
-    """Writes crops as bytes: columns of numbers take four times as long to read."""
+    """Writes crops as bytes, because columns of numbers would take four times as long to read."""
     from datasets import Features, Value
     from datasets.arrow_writer import ArrowWriter
 
@@ -60,8 +61,8 @@ def read_samples(dataset: str, row: int) -> torch.Tensor:
 
 
 def write_litdata(dataset: Path, place: Path) -> None:
-    """Writes blocks of a stream of numbers, which litdata maps into memory; tensors take 1.7 times
-    as long."""
+    """Writes all crops as one stream of numbers (TokensLoader), because litdata maps such a stream into memory.
+    Reading tensors would take 1.7 times as long."""
     import litdata
 
     litdata.optimize(
@@ -98,13 +99,13 @@ def open_mosaicml(place: Path) -> ItemsAndConverter:
     return data, lambda item: torch.from_numpy(item["ecg"])
 
 
-def write_nothing(dataset: Path, place: Path) -> None:
-    """Links our shards, which webdataset reads."""
+def link_shards(dataset: Path, place: Path) -> None:
+    """Links to our own shards, because webdataset can read them as they are."""
     place.symlink_to(dataset / "shards")
 
 
 def open_webdataset(place: Path) -> ItemsAndConverter:
-    """Reads with webdataset's usual shuffle buffer."""
+    """Opens our shards with webdataset, with a shuffle buffer of 1000 crops."""
     import webdataset
 
     shards = sorted(map(str, place.glob("*.tar")))
@@ -117,5 +118,5 @@ LIBRARIES = {
     "Hugging Face datasets": (write_hugging_face, open_hugging_face),
     "litdata": (write_litdata, open_litdata),
     "mosaicml-streaming": (write_mosaicml, open_mosaicml),
-    "webdataset": (write_nothing, open_webdataset),
+    "webdataset": (link_shards, open_webdataset),
 }

@@ -1,5 +1,5 @@
-"""Dataset to batches: crops per second and per CPU-second for every backend and stage, and for
-other loaders on the same crops.
+"""Measure how fast a dataset becomes batches: crops per second and per CPU-second, for each of our backends
+and augmentations, and for other loaders on the same crops.
 
 The dataset is synthetic and in the page cache. Every loader ends with float32 millivolts [2B, 12,
 2500] in torch. On a CPU all have one torch thread and the same malloc settings, as loaders run next
@@ -25,7 +25,9 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from scipy.io import loadmat  # not in __getitem__, where every worker would spend time on it
+
+# Imported here, because within __getitem__ every worker process would spend time on the import
+from scipy.io import loadmat
 
 from benchmarks.ingest import write_segment
 from benchmarks.libraries import LIBRARIES, open_npy, write_npy
@@ -33,16 +35,18 @@ from benchmarks.measure import CaseError, Cases, Result, call_fresh, describe_in
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
 from omnilead.data_tools.io.terminal import keep_freed_memory
 
-# our noise of a stage, and the authors'; each is followed by random lead masking of half the leads
+# {augmentation: (the noise of our loader, the noise of the re-created loader)}. After the noise, half of
+# the leads are masked at random
 NOISE_OF_STAGE = {"RLM": ("", ()), "physio3+RLM": ("physio3", ("powerline", "emg", "wander"))}
 BACKENDS = {"torch": "torch", "dali": "dali on the CPU"}
-# batch sizes of lead masking; noise is measured with the first
+# Batch sizes. Lead masking alone is measured with all of them, noise only with the first
 BATCHES = {"cpu": (256,), "cuda": (256, 1024, 64)}
 THREADS = {"cpu": 1, "cuda": 4}
-# disk space of a crop in a tar shard and four other formats, and as two float64 .mat files
+# Disk space of a crop in all formats: in a tar shard and four other formats, and as two float64 .mat files
 CROP_MB = 5 * 0.12 + 0.48
-PREFETCHED_BATCHES = 4  # batches that the stages prefetch
-# limit for reaching the second epoch: in a slower case, checksums take little of the time
+PREFETCHED_BATCHES = 4  # how many batches our loader prepares ahead
+# The warm-up is the first epoch, in which our loader verifies checksums, but no longer than this: in a case
+# so slow, checksums take little of the time
 WARM_UP_LIMIT_S = 6.0
 HALF_SAMPLES = 2500
 LOWER_LIMIT_CASE = "RLM: the least: reading and converting, in any order, without masks"
@@ -53,8 +57,8 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
     free, needed = psutil.virtual_memory().available / 1e6, 1.2 * CROP_MB * records
     if free < needed:
         raise CaseError(
-            f"--records {records}: needs {needed:,.0f} MB of page cache, {free:,.0f} MB are free: "
-            "use fewer"
+            f"--records {records}: needs {needed:,.0f} MB of page cache, but {free:,.0f} MB are free: "
+            "use fewer records"
         )
     dataset, folder, segments = make_dataset(work, records), work / "dataset", work / "segments"
     threads = THREADS[device]
@@ -82,20 +86,22 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
         )
     for name, (write, _) in LIBRARIES.items():
         place = work / name
-        with suppress(CaseError):  # the library's case will say so
+        with suppress(CaseError):  # if this fails, the library's case fails, too, and is reported
             call_fresh(write, folder, place)
         arguments = (library_batches, place, name, len(dataset), 256, seconds)
         cases[f"RLM: {name} in a DataLoader"] = (count_from_other_loader, arguments)
         if write is write_npy:
             arguments = (npy_batches, *arguments[1:])
             cases[f"RLM: {name}, converted by batch"] = (count_from_other_loader, arguments)
-    for _ in range(2):  # the kernel marks a page as active at the second read
+    # All files are read twice, because the kernel marks a page of its cache as active at the second read
+    for _ in range(2):
         for path in work.rglob("*.*"):
             path.read_bytes()
     return describe_input(dataset), cases
 
 
 def write_halves(dataset: Dataset, row: int, segments: Path) -> None:
+    """Writes the two halves of a crop as .mat files for the re-created loader."""
     for half in range(2):
         mv = dataset.read(row)[:, HALF_SAMPLES * half : HALF_SAMPLES * (half + 1)] / 1000.0
         write_segment(segments / f"{row:06d}_{half}.mat", mv, row)
@@ -104,7 +110,7 @@ def write_halves(dataset: Dataset, row: int, segments: Path) -> None:
 def count_loaded_crops(
     stream: Iterator[Any], batch: int, crops: int, seconds: float
 ) -> Iterator[float]:
-    """Yields how many crops were loaded in `seconds`, after the first epoch."""
+    """Loads the first epoch, then yields repeatedly how many crops were loaded in `seconds`."""
     first, end = crops // batch + PREFETCHED_BATCHES, time.perf_counter() + WARM_UP_LIMIT_S
     for _ in islice(stream, first):
         if time.perf_counter() > end:
@@ -121,7 +127,7 @@ def count_loaded_crops(
 
 
 def limit_to_one_thread() -> None:
-    """Applies the thread and malloc settings of our loader to all loaders."""
+    """Gives this process one torch thread and our malloc settings, so that all loaders have the same."""
     torch.set_num_threads(1)
     keep_freed_memory()
 
@@ -152,8 +158,8 @@ def count_from_other_loader(
 
 
 def read_and_convert(dataset: Path, _: str, batch: int) -> Iterator[torch.Tensor]:
-    """Does only the passes over memory that no loader can do without: int16 from the page cache,
-    float32 to a batch. The addresses are known; nothing is shuffled by rule, verified or masked."""
+    """Does only what no loader can do without: copies int16 samples from the page cache, and writes them as
+    float32 to a batch. Crops are picked at random, with known addresses; nothing is verified or masked."""
     opened = Dataset.open(str(dataset))
     shard, offset, _ = opened.addresses
     files = [os.open(dataset / "shards" / entry.name, os.O_RDONLY) for entry in opened.shards]
@@ -167,12 +173,14 @@ def read_and_convert(dataset: Path, _: str, batch: int) -> Iterator[torch.Tensor
 
 
 def fairseq_like_batches(segments: Path, stage: str, batch: int) -> Iterator[Any]:
+    """Yields batches of the re-creation of fairseq-signals' loader."""
     data = FairseqLike(sorted(segments.iterdir()), NOISE_OF_STAGE[stage][1])
     return endless_batches(data, batch, shuffle=True, collate_fn=_collate)
 
 
 class FairseqLike(torch.utils.data.Dataset[torch.Tensor]):
-    """An item is a pair of segments; each segment is augmented separately."""
+    """The re-creation of fairseq-signals' dataset: an item is the two 5 s segments of a crop, each with its own
+    augmentation."""
 
     def __init__(self, files: list[Path], noise: tuple[str, ...]) -> None:
         self.files, self.noise = files, noise
@@ -217,28 +225,33 @@ def _collate(pairs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def endless_batches(data: Any, batch: int, **options: Any) -> Iterator[Any]:
-    """Yields endless batches of a DataLoader without workers, which per CPU-second is its best
-    way."""
-    warnings.filterwarnings("ignore", "The given .* not writable")  # nobody writes to its items
+    """Yields batches of a DataLoader, epoch after epoch. It has no workers, because without them it loads most
+    crops per CPU-second."""
+    # Items may be read-only arrays; nothing writes to them
+    warnings.filterwarnings("ignore", "The given .* not writable")
     loader = torch.utils.data.DataLoader(data, batch, drop_last=True, **options)
     while True:
         empty = True
         for batch_of_crops in loader:
             yield batch_of_crops
             empty = False
-        if empty:  # otherwise this would loop forever
-            raise CaseError(f"too few crops for a batch of {batch}: use more --records")
+        if empty:  # without an error, this would loop forever
+            raise CaseError(
+                f"the dataset has too few crops for a batch of {batch}: use more --records"
+            )
 
 
 def library_batches(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
-    """Yields batches of one of LIBRARIES."""
+    """Yields batches of crops that one of LIBRARIES reads and MaskedHalves converts."""
     data, crop_of = LIBRARIES[name][1](place)
-    shuffle = not isinstance(data, torch.utils.data.IterableDataset)  # they shuffle themselves
+    # Iterable datasets of these libraries shuffle themselves
+    shuffle = not isinstance(data, torch.utils.data.IterableDataset)
     return endless_batches(data, batch, shuffle=shuffle, collate_fn=MaskedHalves(batch, crop_of))
 
 
 def npy_batches(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
-    """Loads as is usual: the DataLoader stacks crops, then torch converts the batch."""
+    """Yields batches in the usual way: the DataLoader stacks int16 crops, then torch converts the whole
+    batch."""
     data, _ = open_npy(place)
     return map(_halves_with_rlm, endless_batches(data, batch, shuffle=True))
 
@@ -249,8 +262,9 @@ def _halves_with_rlm(crops: torch.Tensor) -> torch.Tensor:
 
 
 class MaskedHalves:
-    """Converts crop by crop, while it is in the core's cache, into one kept batch, as our loader
-    does: several times as fast as by batch."""
+    """Converts items of a DataLoader to a batch of masked halves, as our loader does: one crop after the other,
+    while it is in the core's cache, into a batch whose memory is used again. This is several times as
+    fast as converting a whole batch."""
 
     def __init__(self, batch: int, crop_of: Callable[[Any], torch.Tensor]) -> None:
         self.x_BSLT, self.crop_of = torch.empty(batch, 2, 12, HALF_SAMPLES), crop_of

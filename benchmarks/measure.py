@@ -1,5 +1,5 @@
-"""Timing on a noisy machine: fresh processes, an uncounted warm-up, CPU-seconds as well as seconds,
-all repeats counted.
+"""Measure times on a noisy machine: in fresh processes, after a warm-up that does not count, in CPU-seconds as
+well as seconds, and with all repeats reported.
 
     for name, result, reason in run_cases({"name": (function, arguments), ...}, repeats=5): ...
 
@@ -28,31 +28,34 @@ from scipy.stats import binom
 
 from omnilead.engine.settings.errors import ConfigError
 
-# A module-level function and its arguments. The function is a generator that yields once when warm,
-# perhaps a dict of facts for its result, and then after each repeat the units of work that it did;
-# or it measures itself and returns its result as a dict.
+# (a module-level function, its arguments). The function may be a generator. Then it yields once after its
+# warm-up, perhaps a dict of facts for the result, and after that, for each repeat, how many units of work it
+# did. Any other function measures itself and returns its result as a dict.
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 Cases = dict[str, Case]
 Result = dict[str, Any]
-Part = dict[str, Any]  # a part of a record: a benchmark's config, input and results
-Rows = Sequence[Mapping[str, float]]  # units, wall_s, cpu_s of each repeat
-Outcome = tuple[str, Result, str]  # a case, its result, and else why it was left out
+# A record is the JSON file with the results of one command. A part of it has the config, input and results
+# of one benchmark
+Part = dict[str, Any]
+Rows = Sequence[Mapping[str, float]]  # for each repeat: units, wall_s and cpu_s
+Outcome = tuple[str, Result, str]  # (case, its result, "") or (case, {}, why it has no result)
 
-OUT_OF_TIME = "stopped: out of time"  # said after the deadline
-OVER_TIME = "stopped: over its time limit"  # said if a process reaches limit_s
-BUG_PREFIX = "bug: "  # begins the reason of an error that is not expected
-LEAST_REPEATS = 3  # needed for a spread
-LEAST_FOR_INTERVAL = 6  # values needed for a 95 % interval
-EXIT_S = 10  # time for a process to exit after it answered
-deadline = inf  # a time of time.monotonic, after which nothing is measured
-limit_s = inf  # time limit of one process
+OUT_OF_TIME = "stopped: out of time"  # the reason why a case was stopped at the deadline
+OVER_TIME = "stopped: over its time limit"  # the reason why a case was stopped after its time limit
+BUG_PREFIX = "bug: "  # prefix of the reason if an error is not one of EXPECTED_ERRORS
+LEAST_REPEATS = 3  # fewer repeats do not show how much a measurement varies
+LEAST_FOR_INTERVAL = 6  # a 95 % interval needs at least so many values
+EXIT_S = 10  # how long a process may take to exit after it has sent its answer
+deadline = inf  # when measuring stops, as a time of time.monotonic
+limit_s = inf  # time limit of each process
 
 
 class CaseError(Exception):
-    """Says in one line why a case could not be measured."""
+    """Raised if a case could not be measured; the message gives the reason in one line."""
 
 
-# Why a machine may be unable to run a case; so is torch.OutOfMemoryError.
+# Errors that only mean that this machine cannot run a case. torch.OutOfMemoryError is another one, which
+# _run_in_child recognizes by its name
 EXPECTED_ERRORS = (CaseError, ConfigError, SystemExit, ModuleNotFoundError, OSError, MemoryError)
 
 
@@ -61,12 +64,13 @@ def say(text: str) -> None:
 
 
 def run_cases(cases: Cases, repeats: int, at_once: bool = False) -> Iterator[Outcome]:
-    """Yields the outcome of each case, again whenever a repeat changes it. A case that runs out of
-    time keeps the result of at least LEAST_REPEATS."""
+    """Yields the outcome of each case, and yields it again after each further repeat. A case that runs out of time
+    keeps its result if it has at least LEAST_REPEATS repeats. With `at_once`, all repeats of a case run in
+    one process; otherwise the cases take turns."""
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for turn in range(1 if at_once else repeats):
         for name, (function, arguments) in cases.items():
-            if name not in samples:  # the case failed, or measured itself
+            if name not in samples:  # already done: the case failed, or measured itself
                 continue
             say(name if at_once else f"{name} ({turn + 1} of {repeats})")
             count = repeats if at_once else 1
@@ -93,9 +97,10 @@ def call_fresh(
     seconds: float = inf,
     rows: list[dict[str, float]] | None = None,
 ) -> Any:
-    """Calls function(*arguments) in a fresh process; CaseError gives the reason of a failure in one
-    line. The process and its children are killed after `seconds`, after `limit_s` or at the
-    deadline. With `rows`, what the function passes to `send` is appended to them at once."""
+    """Returns what function(*arguments) returns in a fresh process. Raises a CaseError with the reason in one
+    line if it fails. The process and its children are killed after `seconds`, after `limit_s` or at the
+    deadline. With `rows`, the function gets one more argument, `send`: a row passed to it is appended to
+    `rows` at once."""
     left = deadline - time.monotonic()
     wait_s, late = min((left, OUT_OF_TIME), (min(seconds, limit_s), OVER_TIME))
     if wait_s <= 0:
@@ -118,8 +123,9 @@ def call_fresh(
                 rows.append(row)
         process.join(EXIT_S)
     except EOFError:
-        raise CaseError("its process died") from None
-    finally:  # late, interrupted, or a library hangs at exit
+        raise CaseError("its process ended without an answer, e.g. killed for memory") from None
+    finally:
+        # The process may still run: it is late, Ctrl-C was pressed, or a library hangs at exit
         kill_tree(process.pid)
         process.join(EXIT_S)
     if error:
@@ -139,15 +145,16 @@ def kill_tree(pid: int | None) -> None:
 def _run_in_child(
     pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], sends: bool
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills this process
+    # Ctrl-C is left to the parent, which then kills this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         send = [lambda row: pipe.send((row, None, ""))] if sends else []
         pipe.send((None, function(*arguments, *send), ""))
-    except BaseException as error:  # the parent reports it
+    except BaseException as error:  # sent to the parent, which reports it
         reason = " ".join(str(error).split())[:300]
         if not isinstance(error, CaseError | SystemExit):
             reason = f"{type(error).__name__}: {reason}"
-        # torch may not be imported
+        # OutOfMemoryError is compared by name, because torch may not be imported
         if not isinstance(error, EXPECTED_ERRORS) and type(error).__name__ != "OutOfMemoryError":
             reason = BUG_PREFIX + reason
             traceback.print_exc()
@@ -160,32 +167,33 @@ def measure_case(
     repeats: int,
     send: Callable[[dict[str, float]], None],
 ) -> Any:
-    """Measures a case in this process: sends a row for each repeat, or returns what the case
-    measured itself."""
+    """Measures a case in this process, and sends a row for each repeat. If the case measures itself, returns its
+    result instead."""
     stream = function(*arguments)
     if isinstance(stream, dict):
         return stream
-    facts = next(stream)  # the warm-up: page cache, imports, caches of parsers
+    # The warm-up, which fills the page cache and caches of parsers, and imports modules
+    facts = next(stream)
     facts = facts if isinstance(facts, dict) else {}
     for _ in range(repeats):
         sample = time_work(lambda: {"units": next(stream)})
         send(sample | peaks_mb() | facts)
-    stream.close()  # ends its threads and workers before the interpreter exits
+    stream.close()  # the case ends its threads and workers here, before the interpreter exits
     return None
 
 
 def time_work(work: Callable[[], dict[str, float] | None]) -> dict[str, float]:
-    """Returns seconds and CPU-seconds of some work, and what it returns."""
+    """Does some work, and returns its seconds and CPU-seconds together with the dict that it returns."""
     wall, cpu = time.perf_counter(), cpu_s()
     returned = work() or {}
     return {"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu} | returned
 
 
-def take_turns(
+def time_in_turns(
     sides: Mapping[str, Callable[[], dict[str, float] | None]], turns: int, units: float
 ) -> dict[str, list[dict[str, float]]]:
-    """Runs all sides in alternating turns in this process, after an uncounted turn of each, and
-    returns their rows. The order is reversed every other turn."""
+    """Times several functions (`sides`) in alternating turns in this process, and returns the rows of each. The
+    first turn of each is not counted. The order of the sides is reversed every other turn."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for turn in range(turns + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
@@ -194,8 +202,8 @@ def take_turns(
 
 
 def peaks_mb() -> dict[str, float]:
-    """Returns peak memory of this process, without workers. Not from getrusage, where a child
-    starts with its parent's peak."""
+    """Returns the peak memory of this process, without its workers, and of the GPU if torch uses one."""
+    # From /proc, because in getrusage a child process starts with the peak of its parent
     status = Path("/proc/self/status").read_text()
     peaks = {"peak_mb": int(status.split("VmHWM:")[1].split()[0]) / 1024}
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
@@ -204,8 +212,8 @@ def peaks_mb() -> dict[str, float]:
 
 
 def cpu_s() -> float:
-    """Returns CPU-seconds of this process (to microseconds) and its workers (of running ones, to
-    hundredths of a second)."""
+    """Returns the CPU-seconds that this process and its worker processes have used so far. Those of running
+    workers are exact to hundredths of a second, all others to microseconds."""
     total_s = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         times = resource.getrusage(who)
@@ -217,21 +225,22 @@ def cpu_s() -> float:
 
 
 def median_and_range(values: Iterable[float]) -> dict[str, float]:
+    """Returns the median, the lowest and the highest value."""
     values = list(values)
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def interval(values: Iterable[float]) -> dict[str, float]:
-    """Returns the median and its distribution-free 95 % interval, between two of the values (the
-    number of values below the true median is binomial). For fewer than LEAST_FOR_INTERVAL values,
-    the lowest and highest."""
+    """Returns the median and its 95 % interval. The interval makes no assumption about the distribution: its
+    ends are two of the values, chosen because the number of values below the true median is binomial. For
+    fewer than LEAST_FOR_INTERVAL values, the ends are the lowest and the highest value."""
     values = sorted(values)
     cut = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
     return {"median": statistics.median(values), "low": values[cut], "high": values[-1 - cut]}
 
 
 def rates(rows: Rows, prefix: str = "") -> Result:
-    """Returns units per second and per CPU-second."""
+    """Returns median and range of the units done per second and per CPU-second."""
     return {
         f"{prefix}per_s": median_and_range(row["units"] / row["wall_s"] for row in rows),
         f"{prefix}per_cpu_s": median_and_range(
@@ -241,13 +250,14 @@ def rates(rows: Rows, prefix: str = "") -> Result:
 
 
 def percentages(rows: Rows, others: Rows, device: str) -> list[float]:
-    """Returns the time of each turn as a percentage of its neighbour's: CPU-seconds on a CPU,
-    seconds on a GPU."""
+    """Returns the time of each of `rows` as a percentage of the time of the same turn in `others`. Times are
+    CPU-seconds on a CPU, seconds on a GPU."""
     clock = "cpu_s" if device == "cpu" else "wall_s"
     return [100 * row[clock] / other[clock] for row, other in zip(rows, others, strict=True)]
 
 
 def summarise(samples: Rows) -> Result:
+    """Returns the result of a case from the rows of its repeats."""
     result = rates(samples)
     for key in ("peak_mb", "gpu_peak_mb"):
         if key in samples[0]:
@@ -260,8 +270,8 @@ def summarise(samples: Rows) -> Result:
 def make_dataset(
     work: Path, records: int, keep_archive: bool = False, plan: str = "all", **options: Any
 ) -> Any:
-    """Makes work/dataset with about `records` synthetic crops of 10 s. `plan`, `options`: as in
-    data_tools.sharding.shard.ShardOptions."""
+    """Makes a dataset of about `records` synthetic crops of 10 s in work/dataset, and returns it. `plan` and
+    `options` are those of data_tools.sharding.shard.ShardOptions."""
     from omnilead.data_tools.sharding.shard import ShardOptions, shard
     from omnilead.data_tools.sources.detect import open_sources
     from omnilead.data_tools.synthetic import archive as synth
@@ -280,7 +290,7 @@ def make_dataset(
 
 
 def describe_input(dataset: Any, **facts_of_case: Any) -> Result:
-    """Returns the facts about the input data for a record."""
+    """Returns what a record says about the input data of a benchmark."""
     from omnilead.data_tools.synthetic.archive import VERSION
 
     facts = {"archive": f"synthetic-{VERSION}", "crops": len(dataset)}
@@ -288,7 +298,8 @@ def describe_input(dataset: Any, **facts_of_case: Any) -> Result:
 
 
 def reserve_port() -> socket.socket:
-    """Binds a port that nobody else is given until it is closed; a process may listen there."""
+    """Returns a socket bound to a free port. Until it is closed, the system gives the port to no one else, but a
+    process that names the port can listen on it."""
     port = socket.socket()
     port.bind(("", 0))
     port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

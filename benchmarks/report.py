@@ -1,4 +1,5 @@
-"""Make tables and pictures from the records. Incomplete records are refused.
+"""Make the tables and pictures of the documentation from the records of measurements. Incomplete records are
+refused.
 
     python -m benchmarks.report    rewrite RESULTS.md, the pictures in results/, and the table of EVIDENCE.md
 
@@ -33,40 +34,44 @@ from benchmarks.tables import (
 )
 from omnilead.downstream.reports import bench_report
 
-DIAGNOSIS_TASKS = ("diagnosis", "ptbxl-superdiagnostic")  # tasks in the figure of the evidence
+# The tasks whose AUROC is drawn against the share of labels
+DIAGNOSIS_TASKS = ("diagnosis", "ptbxl-superdiagnostic")
 RESULTS_PAGE, EVIDENCE_PAGE = (
     ROOT / "benchmarks" / "RESULTS.md",
     ROOT / "benchmarks" / "EVIDENCE.md",
 )
-CHART_PATH = RESULTS / "speed.svg"  # a picture in README
+CHART_PATH = RESULTS / "speed.svg"  # shown in README
 OFFICIAL_FOLD_RESULTS = RESULTS / "sources" / "fold10.json"
 BOOSTED_RESULTS = RESULTS / "sources" / "folds_8_to_10_981_labels.json"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
 RECORD_FACTS = ("format", "date", "git", "hardware", "versions")
-CROP_TICKS = (40, 80, 160, 320, 640, 1280, 2560)  # ticks in thousands
-LABEL_SHARES = (1.0, 0.1)  # of labels: a line of panels each
-COST_CASE = "tar: small, 64 crops"  # the e2e case that says what a crop costs
-# An H200 at 60 % of 790 TFLOP/s, 1.13 GFLOP a crop (flops_per_crop of configs/pretrain/small.yaml)
+CROP_TICKS = (40, 80, 160, 320, 640, 1280, 2560)  # ticks of the axis of crops, in thousands
+LABEL_SHARES = (1.0, 0.1)  # the shares of labels for which a row of panels is drawn
+COST_CASE = "tar: small, 64 crops"  # the case of e2e whose CPU-seconds per crop the cost axis shows
+# For an H200 that reaches 60 % of 790 TFLOP/s, with 1.13 GFLOP a crop (flops_per_crop of
+# configs/pretrain/small.yaml)
 CROPS_PER_H200_MINUTE = 60 * 0.6 * 790e12 / 1.13e9
+# (colour, marker) of each curve. The colours are Okabe and Ito's
 CURVE_STYLES = (
     ("#0072b2", "o"),
     ("#d55e00", "s"),
     ("#111111", "D"),
-)  # Okabe and Ito's colours; marks
+)
+# {baseline: the style of its line}
 BASELINE_LINES = {
     "boosted features": "-.",
     "mean beat": ":",
     "random weights": "--",
-}  # line styles of the baselines
-Parts = dict[tuple[str, str], Part]  # (benchmark, device) -> part
+}
+Parts = dict[tuple[str, str], Part]  # {(benchmark, device): part of a record}
 
 
 class RecordError(Exception):
-    """Says in one line why a record cannot be published."""
+    """Raised if a record cannot be published; the message gives the reason in one line."""
 
 
 def load_parts(path: Path) -> list[Part]:
-    """Returns the parts of a record, each with the facts that they share."""
+    """Returns the parts of a record, with RECORD_FACTS of the record added to each."""
     try:
         record: dict[str, Any] = json.loads(path.read_text())
         shared = {name: record[name] for name in RECORD_FACTS}
@@ -82,34 +87,37 @@ def load_parts(path: Path) -> list[Part]:
             check_part(part)
             parts.append(part)
         if not parts:
-            raise ValueError("it has no parts")
-    except Exception as error:  # a damaged record can raise anything
+            raise ValueError("the record has no parts")
+    except Exception as error:  # reading a damaged record can raise any error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RecordError(f"{path.name}: not a whole record: {reason}") from None
+        raise RecordError(f"{path.name}: the record is not complete: {reason}") from None
     return parts
 
 
 def check_part(part: Part) -> None:
-    """Raises anything if the part lacks what its table needs."""
+    """Raises an error, of any type, if a part lacks something that its table needs."""
     if part["format"] != 1 or device_of(part) not in ("cpu", "cuda") or not part["results"]:
-        raise ValueError("unknown format or device, or no results")
+        raise ValueError(
+            f"format={part['format']}, device={device_of(part)}, {len(part['results'])} results: must be "
+            "format 1, cpu or cuda, and at least one result"
+        )
     list(part_blocks(part))
     if (
         part["benchmark"] != "evidence"
         and (repeats := tables.fewest_and_most_repeats(part)[0]) < LEAST_REPEATS
     ):
-        raise ValueError(f"{repeats} repeats show no spread: at least {LEAST_REPEATS} are needed")
+        raise ValueError(f"a case has {repeats} repeats: at least {LEAST_REPEATS} are needed")
 
 
 def all_parts(results: Path = RESULTS) -> list[Part]:
-    """Returns all parts of all records, the newest last."""
+    """Returns the parts of all records in a folder, sorted by `sort_key`: the newest last."""
     parts = [part for path in sorted(results.glob("*.json")) for part in load_parts(path)]
     return sorted(parts, key=sort_key)
 
 
 def newest_parts(parts: Iterable[Part]) -> Parts:
-    """Returns the newest part of each benchmark and device; of the evidence, the newest of each
-    result."""
+    """Returns the last part of each benchmark and device. Of the benchmark `evidence`, results that the last
+    part lacks are added from earlier parts."""
     newest_of_key: Parts = {}
     for part in parts:
         key = part["benchmark"], device_of(part)
@@ -122,7 +130,7 @@ def newest_parts(parts: Iterable[Part]) -> Parts:
 
 
 def results_only_in_older(part: Part, older: Part) -> dict[str, Result]:
-    """Returns the results that only an older record has, with a note that says so."""
+    """Returns the results that `older` has and `part` lacks, with a note that names the record they are from."""
     results = {}
     for name, document in older["results"].items():
         if name not in part["results"]:
@@ -137,33 +145,36 @@ def results_only_in_older(part: Part, older: Part) -> dict[str, Result]:
 
 
 def sort_key(part: Part) -> tuple[bool, str, bool, str]:
-    """Sorts parts: reduced records first, then by date (UTC); on one day, parts of a suite
-    first."""
+    """Returns the key by which parts are sorted: reduced records come first, then older ones (by UTC day); on the
+    same day, parts of a suite come before records of their own."""
     reduced = bool(part["config"].get("only")) or is_smaller_job(part["config"])
     return not (part["alone"] and reduced), part["date"][:10], part["alone"], part["date"]
 
 
 def is_smaller_job(config: Part) -> bool:
-    """True if a record is of a smaller job than the benchmark's own."""
+    """True if a benchmark was run with another model than the paper's, or with fewer crops than ten million."""
     other = config.get("model") not in (None, "paper")
     return other or (config.get("huge") or TEN_MILLION) < TEN_MILLION
 
 
 class Target(NamedTuple):
-    what: str  # description of the target
+    """A performance that a benchmark should reach."""
+
+    what: str  # what is measured, for the table of targets
     benchmark: str
-    cases: str  # regular expression for the names of cases
-    # (case, results of all cases) -> figure, or NaN
+    cases: str  # regular expression for the names of the cases that count
+    # Function of (case, results of all cases) that returns the measured figure, or NaN
     figure: Callable[[str, dict[str, Result]], float]
-    bound: float  # the target
-    device: str = ""  # "": both
-    at_most: bool = False
+    bound: float  # the value to reach
+    device: str = ""  # cpu or cuda; "" for both
+    at_most: bool = False  # True if the figure must not be above `bound`, else not below it
 
     def is_met(self, value: float) -> bool:
         return value <= self.bound if self.at_most else value >= self.bound
 
 
 def inverse_median_getter(figure: str) -> Callable[[str, dict[str, Result]], float]:
+    """Returns a function that returns 1 / the median of `figure` of a case."""
     return lambda name, results: 1 / float(results[name][figure]["median"])
 
 
@@ -172,6 +183,7 @@ def peak_memory(name: str, results: dict[str, Result]) -> float:
 
 
 def median_getter(figure: str) -> Callable[[str, dict[str, Result]], float]:
+    """Returns a function that returns the median of `figure` of a case."""
     return lambda name, results: float(results[name][figure]["median"])
 
 
@@ -221,8 +233,9 @@ TARGETS = (
 
 
 def deciding_case_and_figure(part: Part, target: Target) -> tuple[str, float]:
-    """Returns the case that counts and its figure; "" and NaN if the part does not have it. The
-    worst case counts; for a step, whose cases are ways to do the same thing, the best."""
+    """Returns (case, its figure) for the case of a part that decides whether the target is met: the worst case,
+    but the best one for the benchmark `step`, whose cases are ways to do the same thing. Returns ("", NaN)
+    if the part has no such case."""
     applies = target.benchmark == part["benchmark"] and target.device in ("", device_of(part))
     values = {}
     if applies and not is_smaller_job(part["config"]):
@@ -237,8 +250,8 @@ def deciding_case_and_figure(part: Part, target: Target) -> tuple[str, float]:
 
 
 def targets_table(parts: Sequence[Part]) -> str:
-    """Renders each target with the figures of the newest record of each machine, or "not
-    measured"."""
+    """Renders a table with each target and its figure on each machine, from the machine's newest record. A
+    target without a figure is "not measured"."""
     newest_first = sorted(parts, key=sort_key, reverse=True)
     rows = []
     for target in TARGETS:
@@ -261,7 +274,7 @@ def targets_table(parts: Sequence[Part]) -> str:
 
 
 def results_page(parts: Sequence[Part]) -> str:
-    """Returns RESULTS.md."""
+    """Returns the text of RESULTS.md."""
     blocks = [
         "# Results",
         "Made by `python -m benchmarks.report` from the newest records in `results/`. Rules: "
@@ -280,6 +293,7 @@ def results_page(parts: Sequence[Part]) -> str:
 
 
 def part_blocks(part: Part) -> Iterator[str]:
+    """Yields the section of RESULTS.md about a part: heading, tables and how they were measured."""
     heading, make = tables.TABLES[part["benchmark"]]
     tuned = "; fine-tuned models" * ("fine-tuned" in part["results"])
     yield f"### {heading}{tuned}" + (
@@ -290,12 +304,12 @@ def part_blocks(part: Part) -> Iterator[str]:
 
 
 def read_official_fold() -> Part:
-    """Reads what `omnilead bench` wrote about PTB-XL's official test fold."""
+    """Returns the results that `omnilead bench` wrote for PTB-XL's official test fold."""
     return {"results": {"real": json.loads(OFFICIAL_FOLD_RESULTS.read_text())}}
 
 
 def evidence_page() -> str:
-    """Returns EVIDENCE.md with the table of PTB-XL's official test fold."""
+    """Returns the text of EVIDENCE.md, with the table of PTB-XL's official test fold made anew."""
     before, _, rest = EVIDENCE_PAGE.read_text().partition(BEGIN)
     table = tables.headline_table(read_official_fold())
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
@@ -306,8 +320,8 @@ def picture_name(part: Part) -> str:
 
 
 def share_chart(part: Part) -> Figure:
-    """Draws AUROC of diagnosis against the share of labels: synthetic beside real ECGs, 12 leads
-    and lead I."""
+    """Returns a figure of the AUROC of diagnosis against the share of labels, for synthetic and real ECGs, and for
+    12 leads and lead I."""
     rows: list[Result] = []
     models: dict[str, str] = {}
     for where, document in part["results"].items():
@@ -323,9 +337,10 @@ def share_chart(part: Part) -> Figure:
 
 
 def crop_curves(document: Result, crops_per_cpu_s: float) -> Figure:
-    """Draws AUROC on real ECGs against the crops that a model was trained on. Its models are called
-    "NAME, 40,000 crops". The baselines, without crops, are horizontal lines; a model of one length
-    is no curve, and stands in the tables only. Two more axes show what crops cost."""
+    """Returns a figure of the AUROC on real ECGs against the number of crops that a model was trained on. Models
+    are called "NAME, 40,000 crops"; those with the same NAME are a curve. A model that was trained for one
+    length only is left out. Baselines are not trained on crops, so they are horizontal lines. Two more
+    x axes show what the crops cost."""
     figure = Figure((8.2, 6.8), layout="constrained")
     costs = (
         (-0.29, "CPU-hours (1 M weights; measured)", 3600 * crops_per_cpu_s),
@@ -335,7 +350,7 @@ def crop_curves(document: Result, crops_per_cpu_s: float) -> Figure:
     for line, share in zip(figure.subplots(2, 2, sharex=True), LABEL_SHARES, strict=True):
         for axes, leads in zip(line, titles, strict=True):
             place = leads, share
-            _crop_curves(
+            _draw_crop_curves(
                 axes, [row for row in document["rows"] if (row["leads"], row["share"]) == place]
             )
             title = f"{titles[leads]}, {100 * share:g} % of labels"
@@ -366,11 +381,13 @@ def crop_curves(document: Result, crops_per_cpu_s: float) -> Figure:
         fontsize=8,
         title_fontsize=8,
     )
-    figure.draw_without_rendering()  # the layout sees the cost axes in place from now on
+    # Drawn once now, because the layout takes the place of the cost axes into account only after that
+    figure.draw_without_rendering()
     return figure
 
 
-def _crop_curves(axes: Axes, rows: list[Result]) -> None:
+def _draw_crop_curves(axes: Axes, rows: list[Result]) -> None:
+    """Draws the curves and baselines of one panel."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         model, auroc = row["model"], row["metrics"]["auroc"]

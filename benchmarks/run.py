@@ -45,16 +45,17 @@ PACKAGES = (
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
 BENCHMARKS = ("ingest", "loader", "step", "cpc", "e2e", "embed", "start", "scaling", "suite")
 CPU_ONLY = ("ingest", "scaling")
-# Repeats on a CPU; other benchmarks have 3
+# Number of repeats of each case on a CPU. Benchmarks that are not listed have LEAST_REPEATS
 CPU_REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}
 GPU_REPEATS = 5
-LIMIT_S = {"cpu": 600.0, "cuda": 200.0}  # time limit of one process in a suite
-LEAST_S = 15  # a suite starts nothing with less time left
-# cases that decide the defaults, with the paper's batch
-FIRST_STEPS = (
+LIMIT_S = {"cpu": 600.0, "cuda": 200.0}  # time limit of each process of a suite
+LEAST_S = 15  # a benchmark is not started if fewer seconds than this are left
+# Regular expression for the cases of `step` that decide the default settings, with the paper's batch size
+DECIDING_STEPS = (
     r"product: bf16|: bf16, (plain kernels, )?(layers|step) compiled, .*512|step: autocast, 512"
 )
-SUITES = {  # commands, with fewer cases than when run alone
+# The commands of each suite. They have fewer cases or repeats than a benchmark run alone
+SUITES = {
     "cpu": (
         "step --steps 1",
         "cpc --steps 1",
@@ -65,8 +66,9 @@ SUITES = {  # commands, with fewer cases than when run alone
         "start",
         "scaling --steps 4 --repeats 3 --huge 1000000",
     ),
-    "cuda": (  # the most valuable first
-        f"step --only '{FIRST_STEPS}'",
+    # On a GPU, the benchmarks whose results are needed most come first, as time may run out
+    "cuda": (
+        f"step --only '{DECIDING_STEPS}'",
         "e2e --steps 10 --only tar",
         "loader --records 24000 --seconds 1",
         "step",
@@ -89,7 +91,7 @@ NUMBER_OPTIONS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # waiting threads use no CPU-seconds
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # so that waiting threads use no CPU-seconds
     try:
         options = parse(arguments)
         check_options(options)
@@ -104,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.run: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     before = record["took_s"]
-    # what failed before, or took too long, waits until all others had their turn
+    # Cases that failed in an earlier run, or were over their time limit, are tried again only after all other
+    # cases
     failed = {name for name, reason in record["left_out"].items() if reason != OUT_OF_TIME}
     try:
         for late in (False, True):
@@ -121,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def suite_parts(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """Returns the options of each benchmark in a suite."""
+    """Returns the options of each benchmark of a suite, in the order in which they run."""
     parts = []
     for words in SUITES[options.device]:
         part_options = parse([*shlex.split(words), "--device", options.device])
@@ -134,8 +137,8 @@ def suite_parts(options: argparse.Namespace) -> list[argparse.Namespace]:
 def run_part(
     options: argparse.Namespace, record: Part, path: Path, failed: set[str], late: bool
 ) -> None:
-    """Runs the missing cases of a benchmark, and adds them to the record, which is saved after each
-    process. `late`: only those that failed before; else only the others."""
+    """Runs those cases of a benchmark that the record lacks, and adds their results. The record is saved after
+    each process. With `late`, only cases in `failed` are run, else only the other ones."""
     name, left_out = options.benchmark, record["left_out"]
     config = {key: value for key, value in vars(options).items() if value is not None}
     config.pop("out", None)
@@ -155,7 +158,9 @@ def run_part(
             part["config"] = config
             chosen_cases = [case for case in all_cases if re.search(options.only or "", case)]
             if not chosen_cases:
-                raise CaseError(f"--only {options.only!r}: matches none of {', '.join(all_cases)}")
+                raise CaseError(
+                    f"--only {options.only!r}: matches none of the cases {', '.join(all_cases)}"
+                )
             cases = {}
             for case in chosen_cases:
                 if case not in part["results"] and (f"{name}: {case}" in failed) == late:
@@ -170,7 +175,7 @@ def run_part(
                     left_out[f"{name}: {case}"] = reason
                 if part["results"] and part not in record["parts"]:
                     record["parts"].append(part)
-                with suppress(OSError):  # publish_record() reports it at the end
+                with suppress(OSError):  # publish_record() saves once more, and reports the error
                     save_record(record, path)
             if part["results"].keys() >= set(chosen_cases):
                 record["complete"].append(config)
@@ -180,6 +185,7 @@ def run_part(
 
 
 def publish_record(record: Part, path: Path) -> int:
+    """Prints the tables of a record and what was left out, and saves it. Returns the exit code."""
     from benchmarks.tables import TABLES
 
     for part in record["parts"]:
@@ -187,13 +193,14 @@ def publish_record(record: Part, path: Path) -> int:
     wrong = 0
     for name, reason in record["left_out"].items():
         print(f"benchmarks.run: left out: {name}: {reason}", file=sys.stderr)
-        wrong |= reason.startswith(BUG_PREFIX)  # a fault of the program, not of this machine
+        # A reason with this prefix means an error of the program, not of this machine
+        wrong |= reason.startswith(BUG_PREFIX)
     if not record["parts"]:
         print("benchmarks.run: nothing was measured", file=sys.stderr)
         return 1
     try:
         save_record(record, path)
-    except OSError as error:  # no measurement is lost to a full disk
+    except OSError as error:  # the record is printed, so that a full disk loses no measurement
         print(json.dumps(record, indent=1))
         text = f"{path}: {error.strerror or error}: the record is printed above"
         print(f"benchmarks.run: {text}", file=sys.stderr)
@@ -208,9 +215,9 @@ def save_record(record: Part, path: Path) -> None:
 
 
 def find_path_and_record(options: argparse.Namespace) -> tuple[Path, Part]:
-    """Returns the record to continue: --out, or today's if it is of the same command, machine and
-    revision and something is missing; else a new one, named -2, -3, ...: records are never
-    overwritten."""
+    """Returns (path, record) to add results to. This is an existing record, --out or today's, if it is of the same
+    command, versions and revision, and, for today's, if cases are missing. Otherwise it is a new record.
+    Today's further records are named -2, -3, ..., because records are never overwritten."""
     settings = vars(options).items()
     config = {key: value for key, value in settings if key not in ("out", "minutes")}
     new = machine_facts() | {"benchmark": options.benchmark, "config": config, "took_s": 0}
@@ -222,20 +229,20 @@ def find_path_and_record(options: argparse.Namespace) -> tuple[Path, Part]:
         if not path.exists():
             return path, new | {"parts": [], "left_out": {}, "complete": []}
         same = ("benchmark", "config", "versions", "git")
-        with suppress(ValueError, LookupError, TypeError):  # a damaged record is not continued
+        with suppress(ValueError, LookupError, TypeError):  # a damaged record raises one of these
             old = json.loads(path.read_text())
-            # KeyError unless the record is whole
+            # This raises a KeyError if something is missing
             old["parts"], old["left_out"], old["complete"], old["took_s"]
             if all(old[key] == new[key] for key in same) and (options.out or old["left_out"]):
                 return path, old
     raise ConfigError(
-        f"--out {options.out}: is not a record of this command, with these versions and revision: "
-        "choose another"
+        f"--out {options.out}: is not a record of this command with the same versions and revision: "
+        "choose another file"
     )
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuses wrong options before the work starts."""
+    """Raises an error for wrong options, before anything is measured."""
     from benchmarks.step import config_of
 
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -248,7 +255,9 @@ def check_options(options: argparse.Namespace) -> None:
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif options.benchmark in CPU_ONLY:
-        raise ConfigError(f"--device cuda: {options.benchmark} does not use one: leave it out")
+        raise ConfigError(
+            f"--device cuda: {options.benchmark} does not use a GPU: leave the option out"
+        )
     elif (
         command_output(sys.executable, "-c", "import torch; print(torch.cuda.is_available())")
         != "True"
@@ -269,7 +278,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.repeats and options.repeats < LEAST_REPEATS:
         parser.error(f"--repeats {options.repeats}: at least {LEAST_REPEATS} are needed")
-    if options.benchmark != "suite":  # each benchmark of a suite has its own
+    if options.benchmark != "suite":  # a suite sets the repeats of each of its benchmarks
         usual = (
             GPU_REPEATS
             if options.device == "cuda"
@@ -280,11 +289,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def machine_facts() -> Part:
-    """Returns the facts about machine and software that every record needs."""
+    """Returns what every record says about the machine and its software."""
     first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     cpu = dict(re.findall(r"^(.+?)\s*: (.*)$", first, re.MULTILINE))
     name = cpu.get("model name", platform.machine())
-    # cloud machines do not name the generation
+    # The model name of cloud machines does not tell the CPU's generation, but these numbers do
     generation = ", ".join(f"{key} {cpu[key]}" for key in ("cpu family", "model") if key in cpu)
     gpus, installed = gpu_facts(), {"python": platform.python_version()}
     for package in PACKAGES.split():
@@ -292,7 +301,9 @@ def machine_facts() -> Part:
             installed[package] = version(package)
     short = gpus[0]["name"] if gpus else " ".join(name.split()[:2])
     git = {"commit": os.environ.get("OMNILEAD_REVISION", "unknown"), "dirty": None}
-    if commit := command_output("git", "rev-parse", "HEAD"):  # empty in a copy without git
+    if commit := command_output(
+        "git", "rev-parse", "HEAD"
+    ):  # "" in a copy of the sources without git
         changes = command_output("git", "status", "--porcelain", "--untracked-files=no")
         git = {"commit": commit, "dirty": bool(changes)}
     if git["commit"] == "unknown":
@@ -315,8 +326,8 @@ def machine_facts() -> Part:
 
 
 def gpu_facts() -> list[dict[str, str]]:
-    """Returns facts from nvidia-smi about the GPUs that torch sees; none without nvidia-smi, or if
-    all GPUs are hidden."""
+    """Returns GPU_FACTS, from nvidia-smi, of each GPU that torch sees. Returns [] without nvidia-smi, or if all GPUs
+    are hidden."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
         return []
@@ -326,7 +337,7 @@ def gpu_facts() -> list[dict[str, str]]:
 
 
 def command_output(*command: str) -> str:
-    """Returns what a command prints; "" if it fails or is not installed."""
+    """Returns the output of a command, or "" if it fails or is not installed."""
     with suppress(OSError, subprocess.SubprocessError):
         run_options: dict[str, Any] = {
             "capture_output": True,
@@ -341,6 +352,7 @@ def command_output(*command: str) -> str:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    if multiprocessing.active_children():  # a process cannot be killed, e.g. because a driver hangs
+    # If a child process could not be killed, e.g. because a driver hangs, sys.exit would wait for it forever
+    if multiprocessing.active_children():
         os._exit(code)
     sys.exit(code)

@@ -1,6 +1,7 @@
-"""Ten million crops: time and memory from process start to a rank's first batch, and of the jobs
-that go over all of them, a tenth, and a hundredth (benchmarks.huge). Also two ranks against one on this machine: the same
-number of crops for each, in CPU-seconds of both, as they share its cores.
+"""Measure what ten million crops take: time and memory from process start to a rank's first batch; and those
+of the jobs that go over all crops (benchmarks.huge), also for a tenth and a hundredth of them. Besides,
+compare two ranks with one on this machine. Each rank trains on the same number of crops, and CPU-seconds
+of both ranks are added, because they share the cores.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from benchmarks.measure import (
 from benchmarks.tables import SHARE_OF_SIZE, TEN_MILLION
 from omnilead.data_tools.dataset import Dataset
 
-RANK_LIMIT_S = 300  # a rank whose neighbour failed would wait for ever
+RANK_LIMIT_S = 300  # without a limit, a rank would wait forever for another rank that has failed
 
 
 def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
@@ -46,8 +47,8 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
 
 
 def time_first_batch(dataset: str) -> Iterator[float]:
-    """Opens the dataset and loads one batch. The unit is 1 start: per_s is 1 / the seconds to the
-    first batch."""
+    """Opens the dataset and loads one batch, repeatedly. Yields 1 each time, so the result's `per_s` is 1 /
+    (seconds to the first batch)."""
     import torch
 
     from omnilead.engine.data.config import LoaderConfig
@@ -71,7 +72,8 @@ def time_first_batch(dataset: str) -> Iterator[float]:
 
 
 def run_ranks(run: e2e.LoopRun, world: int) -> Result:
-    """Runs the training loop in `world` processes with one thread each and the same batch size."""
+    """Measures the training loop in `world` processes at once, with one thread each and the same batch size in
+    all."""
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
     run = replace(run, run=f"{run.run}-{world}", sides=("loaded",), threads=1)
 

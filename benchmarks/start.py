@@ -1,5 +1,5 @@
-"""The time from the command to the first step: the quick start on a synthetic dataset, started as a
-user would.
+"""Measure the time from the command to the first training step: of the quick start on a synthetic dataset,
+started as a user would start it.
 
 The clock runs from the start of the command until metrics.jsonl has its first line, that of step 1
 (after the validation at step 0). Imports come from the page cache.
@@ -26,7 +26,8 @@ from benchmarks.measure import (
     median_and_range,
 )
 
-QUICK_START_CROPS = 300  # about as many as the quick start makes if there is no dataset
+# Crops of the dataset: about as many as the quick start makes if it is given none
+QUICK_START_CROPS = 300
 LAUNCHERS = {
     "deepspeed engine/pretrain.py": (sys.executable, "-m", "deepspeed.launcher.runner", "-q"),
     "python engine/pretrain.py": (sys.executable,),
@@ -53,11 +54,11 @@ def repeat_start(command: Sequence[str], work: Path, repeats: int) -> Result:
 
 
 def wall_and_cpu_s_of_start(command: Sequence[str], work: Path) -> tuple[float, float]:
-    """Returns seconds and CPU-seconds to the first line of metrics.jsonl."""
+    """Starts a training and returns (seconds, CPU-seconds) until its metrics.jsonl has the first line."""
     run, first, began = work / "run", None, time.perf_counter()
     metrics = run / "metrics.jsonl"
     words = [*command, "--set", f"run={run}", f"data.datasets=[{work}/dataset]", "train.steps=1"]
-    with open(work / "run.txt", "w+") as log:  # not a pipe, which would block when full
+    with open(work / "run.txt", "w+") as log:  # a pipe would block when it is full
         process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
         while process.poll() is None:
             if not first and metrics.exists() and metrics.stat().st_size:
@@ -66,16 +67,18 @@ def wall_and_cpu_s_of_start(command: Sequence[str], work: Path) -> tuple[float, 
         log.seek(0)
         last = log.read().strip().splitlines()[-1:]
     if process.returncode or not first:
-        raise CaseError(f"{' '.join(command)} exited with {process.returncode}: {last}")
+        raise CaseError(
+            f"{' '.join(command)} exited with {process.returncode}, or wrote no metrics: its last line is {last}"
+        )
     shutil.rmtree(run)
     return first
 
 
 def tree_cpu_s(pid: int) -> float:
-    """Returns CPU-seconds of a process and all its children so far, including those that have
-    ended."""
+    """Returns the CPU-seconds that a process and all its children have used so far. Children that have ended
+    count, too."""
     seconds = 0.0
     for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # raised if the process has just ended
             seconds += sum(process.cpu_times()[:4])
     return seconds

@@ -1,4 +1,4 @@
-"""One training step on a batch in memory: draws, forward, backward, gradient norm, AdamW.
+"""Measure one training step on a batch in memory: random draws, forward, backward, gradient norm, AdamW.
 
     fp32       float32 throughout
     autocast   float32 weights, matrix products in bf16
@@ -46,26 +46,30 @@ from omnilead.engine.training.config import Config, load_config
 from omnilead.engine.training.train import COMPILE_DEFAULTS, compile_model
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
-BATCHES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's has 512
-STEPS_PER_REPEAT = {"cpu": 2, "cuda": 20}  # steps in a repeat
-WARM_UP = {"cpu": 1, "cuda": 3}
+BATCH_SIZES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's batch has 512
+STEPS_PER_REPEAT = {"cpu": 2, "cuda": 20}
+WARM_UP = {"cpu": 1, "cuda": 3}  # how many steps are not counted
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
-SMALL_BATCH = 128  # crops: four steps of this size fit a GPU together
-# largest difference of the two losses in float32: GPU kernels sum in other orders
+SMALL_BATCH = 128  # steps with up to so many crops are small enough that four fit a GPU at once
+# Largest relative difference that our loss and the authors' may have in float32. It is not 0, because GPU
+# kernels sum in different orders
 LOSS_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
-# other settings of our step on a GPU, at the first batch size: the default's own is measured once
+# What is changed, one setting at a time, in our step on a GPU with the first batch size. A variant that
+# equals the default is measured only once
 VARIANTS: tuple[dict[str, str], ...] = (
     {"compiled": "step"},
-    {"attention": "cudnn"},  # which of them torch prefers depends on its version and the GPU
+    # Which of the two attentions torch prefers depends on its version and on the GPU
+    {"attention": "cudnn"},
     {"attention": "flash"},
-    {"kernels": "plain"},  # the library's grouped convolution for the positions, against blocks
+    # The positional convolution by torch's grouped convolution instead of blocks
+    {"kernels": "plain"},
     {"compiled": "eager"},
 )
 ATTENTION_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-# an operation of torch's by which it can be seen what computed the attention
+# Name of the operation in a trace of torch that shows which implementation computed the attention
 ATTENTION_EVENT = re.compile(r"aten::_scaled_dot_product_(?:attention_)?([a-z]+)(?!.*_backward)")
 SAMPLES = 2500
-COMPILE_LIMIT_S = 150  # time to fill the compile caches
+COMPILE_LIMIT_S = 150  # how long fill_compile_caches may take
 ADAM: Any = {"lr": 5e-5, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01}
 AUTHORS_OBJECTIVE = ObjectiveConfig(form="authors", gathered=False)
 DROPOUTS = "dropout attention_dropout activation_dropout input_dropout feature_dropout"
@@ -73,13 +77,15 @@ DROPOUTS = "dropout attention_dropout activation_dropout input_dropout feature_d
 
 @dataclass(frozen=True)
 class StepRun:
-    side: str
+    """What one case measures."""
+
+    side: str  # RECREATION, OURS or PRODUCT
     precision: str
     batch: int = 0
     model: str = "paper"
     kernels: str = "auto"
     compiled: str = "eager"
-    attention: str = ""  # one of ATTENTION_BACKENDS; "": as torch chooses
+    attention: str = ""  # one of ATTENTION_BACKENDS; with "", torch chooses
     device: str = "cpu"
     threads: int = 2
     steps: int = 2
@@ -100,8 +106,8 @@ class StepRun:
 
 
 def config_name(model: str) -> str:
-    """Returns the name of a config. `model`: paper (W2V + CMSC + RLM), the name of a config in
-    configs/pretrain, or a path."""
+    """Returns the name or path of the config for --model: `paper` stands for W2V + CMSC + RLM; other names and
+    paths are unchanged."""
     return "w2v_cmsc_rlm" if model == "paper" else model
 
 
@@ -116,14 +122,16 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
         OURS, "bf16", model=model, device=device, steps=steps, compiled=COMPILE_DEFAULTS[device]
     )
     if base.config.encoder:
-        raise CaseError(f"--model {model}: the authors have no step with this encoder: use e2e")
+        raise CaseError(
+            f"--model {model}: fairseq-signals has no such encoder to compare with: use the benchmark e2e"
+        )
     say("checking that both sides give the same loss")
     difference, limit = call_fresh(loss_difference, base), LOSS_TOLERANCE[device]
     if not difference <= limit:
         raise CaseError(
-            f"the two losses differ by {difference:.1e}, more than {limit:.0e}: nothing was timed"
+            f"our loss and the authors' differ by {difference:.1e}, more than {limit:.0e}, so nothing was timed"
         )
-    chosen = runs_to_compare(base, [options.batch] if options.batch else BATCHES[device])
+    chosen = runs_to_compare(base, [options.batch] if options.batch else BATCH_SIZES[device])
     if device == "cuda":
         fill_compile_caches([run for run in chosen if re.search(options.only or "", run.name)])
     facts = {
@@ -140,13 +148,13 @@ def prepare_input_and_cases(work: Path, options: argparse.Namespace) -> tuple[Re
 
 
 def fill_compile_caches(runs: Sequence[StepRun]) -> None:
-    """Compiles one step of each run: the measurements then find the code in torch's cache. What
-    fails or takes too long here is said, and compiled again when it is measured. Small batches are
-    compiled in parallel processes, as a compiler uses one core at a time; large ones do not fit a
-    GPU together: two steps of 512 crops take 111 GB."""
+    """Compiles one step of each run, so that the measurements find the code in torch's cache. A run that fails or
+    takes too long here is reported, and compiled when it is measured. Runs with small batches are compiled in
+    parallel processes, because a compiler uses one core at a time. Runs with large batches are not, because
+    they do not fit a GPU together: two steps of 512 crops take 111 GB."""
     end = min(time.monotonic() + COMPILE_LIMIT_S, measure.deadline)
 
-    def compile_one(run: StepRun) -> None:
+    def compile_step(run: StepRun) -> None:
         try:
             call_fresh(measure_case, repeat_steps, (run,), 0, seconds=end - time.monotonic())
         except CaseError as error:
@@ -155,14 +163,14 @@ def fill_compile_caches(runs: Sequence[StepRun]) -> None:
     compiled = [run for run in runs if run.compiled != "eager"]
     for run in compiled:
         if run.batch > SMALL_BATCH:
-            compile_one(run)
+            compile_step(run)
     with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4))) as pool:
-        list(pool.map(compile_one, [run for run in compiled if run.batch <= SMALL_BATCH]))
+        list(pool.map(compile_step, [run for run in compiled if run.batch <= SMALL_BATCH]))
 
 
 def runs_to_compare(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
-    """Returns all runs to compare, the most valuable first: on a GPU, what decides the defaults.
-    float32 only at the smallest batch: at 512 crops a step is 90 TFLOP."""
+    """Returns all runs to compare. The most important ones come first: on a GPU, those that decide the default
+    settings. float32 is measured only with the smallest batch, because a step of 512 crops is 90 TFLOP."""
     recreation = replace(base, side=RECREATION, compiled="eager")
     product_bf16 = replace(base, side=PRODUCT, compiled="eager")
     first, smallest = replace(base, batch=batches[0]), min(batches)
@@ -179,8 +187,8 @@ def runs_to_compare(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
 
 
 def repeat_steps(run: StepRun) -> Iterator[Any]:
-    """Yields what computes the attention when warm, then the number of crops trained on,
-    repeatedly."""
+    """Yields which implementation computes the attention, after the warm-up. Then yields repeatedly the number
+    of crops that a repeat trained on."""
     set_up(run)
     with force_attention(run.attention):
         advance = prepare_authors(run) if run.side == RECREATION else prepare_ours(run)
@@ -196,24 +204,28 @@ def repeat_steps(run: StepRun) -> Iterator[Any]:
 
 @contextmanager
 def force_attention(name: str) -> Iterator[None]:
-    """Makes torch use one of ATTENTION_BACKENDS. CaseError if it cannot on this device."""
+    """Makes torch use one of ATTENTION_BACKENDS within the context. Raises a CaseError if torch cannot use it on
+    this device."""
     if not name:
         yield
         return
     try:
-        # The cache's keys say nothing of this choice: code compiled for another one would run.
+        # The cache of compiled code is off, because its keys do not include the attention: code compiled for
+        # another implementation would run
         with functorch.patch(enable_autograd_cache=False), sdpa_kernel(ATTENTION_BACKENDS[name]):
             yield
     except RuntimeError as error:
         if re.search("No available kernel|No viable backend", str(error)):
-            raise CaseError(f"torch has no {name} attention for this device and shape") from None
+            raise CaseError(
+                f"torch has no {name} attention for this device and these shapes"
+            ) from None
         raise
 
 
 def detect_attention(advance: Callable[[], None]) -> str:
-    """Returns what computes the attention in a step: flash, cudnn, efficient or math of torch's;
-    unfused, if none of them does."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # without the profiler's own messages
+    """Returns which of torch's implementations computes the attention in a step: flash, cudnn, efficient or math;
+    unfused if it is none of these."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences the profiler
     with profile(activities=[ProfilerActivity.CPU]) as traced:
         advance()
     matches = (ATTENTION_EVENT.match(event.key) for event in traced.key_averages())
@@ -221,7 +233,8 @@ def detect_attention(advance: Callable[[], None]) -> str:
 
 
 def repeat_products(run: StepRun) -> Iterator[float]:
-    """Yields GFLOP of square matrix products."""
+    """Yields repeatedly how many GFLOP of square matrix products were computed, to measure the peak rate of the
+    machine."""
     set_up(run)
     size, dtype = PRODUCT_SIZE[run.device], dtype_of(run)
     a, b = (torch.randn(size, size, device=run.device).to(dtype) for _ in range(2))
@@ -237,11 +250,12 @@ def dtype_of(run: StepRun) -> torch.dtype:
 
 
 def set_up(run: StepRun) -> None:
+    """Sets threads, random seeds and malloc of this process."""
     torch.set_num_threads(run.threads)
     torch.manual_seed(1)
     np.random.seed(1)
     if run.device == "cpu":
-        keep_freed_memory()  # for both sides; a loader that augments does this, too
+        keep_freed_memory()  # as in training, where the loader does this; here it holds for both sides
 
 
 def synchronize(device: str) -> None:
@@ -250,7 +264,7 @@ def synchronize(device: str) -> None:
 
 
 def prepare_ours(run: StepRun) -> Callable[[], None]:
-    """Returns a function that runs one training step of ours."""
+    """Returns a function that runs one training step of omnilead."""
     whole, config, device = config_of(run.model), run.config, torch.device(run.device)
     model = Pretrainer(config, whole.objective).to(device).train()
     optimize = make_optimizer_step(model, run.precision)
@@ -262,7 +276,7 @@ def prepare_ours(run: StepRun) -> Callable[[], None]:
 
     def advance() -> None:
         update = next(updates)
-        # as in the loop, nothing waits for the GPU
+        # As in the training loop, these copies do not wait for the GPU
         keys_BS = to_device(row_keys(1, update, np.arange(run.batch), whole.windows), device)
         tau = torch.tensor(temperature(config, update)).to(device, non_blocking=True)
         with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):
@@ -274,8 +288,8 @@ def prepare_ours(run: StepRun) -> Callable[[], None]:
 
 
 def make_optimizer_step(model: nn.Module, precision: str) -> Callable[[], None]:
-    """Returns a function that computes the gradient norm and runs AdamW. For bf16 it converts the
-    model, and AdamW updates float32 copies of the weights."""
+    """Returns a function that computes the gradient norm and runs AdamW. With precision bf16, the model is converted
+    to bf16, and AdamW updates float32 copies of its weights."""
     weights = masters = list(model.parameters())
     if precision == "bf16":
         masters = [nn.Parameter(p.detach().clone()) for p in weights]
@@ -297,14 +311,14 @@ def make_optimizer_step(model: nn.Module, precision: str) -> Callable[[], None]:
 
 
 def prepare_authors(run: StepRun) -> Callable[[], None]:
-    """Returns a function that runs one step of the re-creation."""
-    # torch's default, as the authors leave it; our programs turn it off
+    """Returns a function that runs one training step of the re-creation of fairseq-signals."""
+    # TF32 for convolutions is torch's default, which the authors do not change. Our programs turn it off
     torch.backends.cudnn.allow_tf32 = True
     config = run.config
     model = AuthorsStep(Pretrainer(config, AUTHORS_OBJECTIVE)).to(run.device).train()
     source = torch.randn(2 * run.batch, config.leads, SAMPLES, device=run.device)
     patient_id = torch.arange(run.batch, device=run.device)
-    # their own Adam has other places for eps, and takes as long
+    # In the authors' own Adam, eps stands at another place of the formula, but takes no less time
     adam = torch.optim.AdamW(model.parameters(), foreach=False, **ADAM)
     updates = count()
 
@@ -326,8 +340,8 @@ def prepare_authors(run: StepRun) -> Callable[[], None]:
 def model_and_losses(
     config: ModelConfig, pairs: int, device: str = "cpu"
 ) -> tuple[Pretrainer, Any]:
-    """Returns a model without dropout, and two functions that give its loss for the same batch and
-    draws: ours and the authors'."""
+    """Returns (a model without dropout, (our loss, the authors' loss)). The two are functions that compute the loss of
+    the model on the same batch with the same random draws."""
     none: dict[str, Any] = dict.fromkeys(DROPOUTS.split(), 0.0)
     config, tau = replace(config, **none), 1.99
     model = Pretrainer(config, AUTHORS_OBJECTIVE).to(device)
@@ -355,6 +369,7 @@ def model_and_losses(
 
 
 def loss_difference(run: StepRun) -> float:
+    """Returns the relative difference between our loss and the authors' loss."""
     set_up(run)
     torch.backends.cudnn.allow_tf32 = False
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Render a part of a record as Markdown tables, which benchmarks.report writes to RESULTS.md and
-README.md."""
+"""Render the results of a benchmark as Markdown tables, which benchmarks.report writes to RESULTS.md and
+EVIDENCE.md."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,8 +8,9 @@ from math import isnan, log10, nan
 from benchmarks.measure import LEAST_FOR_INTERVAL, Part, Result
 from omnilead.downstream.reports import bench_report
 
-Columns = dict[str, Callable[[Result], str]]  # a cell by the result of its row's case
-# Rows that only older records have
+# {heading of a column: function that makes a cell from the result of a case}
+Columns = dict[str, Callable[[Result], str]]
+# Baselines that only older records have, because `omnilead bench` no longer measures them
 NO_LONGER_MADE = ("MiniRocket + ridge",)
 BASELINES = ("random weights", "mean beat", "measurements", *NO_LONGER_MADE, "boosted features")
 HEADLINE_ROWS = (
@@ -25,7 +26,8 @@ PERCENTILE_NOTE = (
     "These intervals are plain percentiles of the resamples, as `omnilead bench` took them then: those of "
     "AUPRC sit too high. The records do not have what it takes to correct them."
 )
-BY_CROPS = "real, by crops"  # result of the evidence that is drawn, not tabulated
+# Name of the result of `evidence` that is shown as a picture, not as a table
+BY_CROPS = "real, by crops"
 
 
 TEN_MILLION = 10_000_000
@@ -33,12 +35,13 @@ SHARE_OF_SIZE = {"a hundredth of the crops": 100, "a tenth of the crops": 10, "a
 
 
 def markdown_table(head: str, rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table. `head` is its first line."""
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join([head, f"|{'---|' * (head.count('|') - 1)}", *lines])
 
 
 def case_table(results: dict[str, Result], columns: Columns) -> str:
-    """Renders a row for each case."""
+    """Returns a Markdown table with a row for each case."""
     rows = []
     for name, result in results.items():
         rows.append([name, *(cell(result) for cell in columns.values())])
@@ -46,7 +49,7 @@ def case_table(results: dict[str, Result], columns: Columns) -> str:
 
 
 def rate_blocks(part: Part) -> Iterator[str]:
-    """Renders rates; memory is that of the case's main process."""
+    """Yields a table of the rates and the peak memory of all cases. Memory is that of the main process."""
     rows = []
     for name, result in part["results"].items():
         times = speed_against_recreation(name, part["results"])
@@ -63,9 +66,11 @@ def rate_blocks(part: Part) -> Iterator[str]:
 
 
 def speed_against_recreation(name: str, results: dict[str, Result]) -> float:
-    """Returns the speed per CPU-second, relative to the fastest re-creation of its kind (the name
-    before the colon); NaN if there is none."""
-    kind = name.split(":")[0].removeprefix("authors_")  # older records name re-creations this way
+    """Returns the speed of a case per CPU-second, relative to the fastest re-creation of the same kind; NaN if there
+    is none. The kind is what the names of cases have before the colon."""
+    # Older records have cases such as authors_physio3+RLM, our loader with the authors' noise. They are
+    # compared with the re-creation of physio3+RLM
+    kind = name.split(":")[0].removeprefix("authors_")
     peers = [
         other for other in results if re.match(rf"{re.escape(kind)}: (re-creation|wfdb)", other)
     ]
@@ -75,8 +80,8 @@ def speed_against_recreation(name: str, results: dict[str, Result]) -> float:
 
 
 def speed_against_library(name: str, results: dict[str, Result]) -> float:
-    """Returns the speed per CPU-second, relative to the fastest other library's with lead masking;
-    NaN if there is none."""
+    """Returns the speed of a case per CPU-second, relative to the fastest other library with lead masking; NaN if none
+    was measured."""
     library_rates = [
         per_cpu_rate(results[other]) for other in results if other.endswith(" in a DataLoader")
     ]
@@ -95,8 +100,8 @@ def loader_blocks(part: Part) -> Iterator[str]:
 
 
 def step_blocks(part: Part) -> Iterator[str]:
-    """Renders steps. Ratios are to the re-creation with the same number of crops. Older records do
-    not say what computed the attention."""
+    """Yields the table of training steps. Each is compared with the re-creation with the same number of crops. The
+    column `attention` is left out for older records, which do not tell it."""
     results, figure, rows = part["results"], main_rate_key(part), []
     traced = any("attention" in result for result in results.values())
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
@@ -136,7 +141,8 @@ def step_blocks(part: Part) -> Iterator[str]:
 
 
 def cpc_blocks(part: Part) -> Iterator[str]:
-    """Renders steps of ECG-CPC. Ratios are to the re-creation, which is in float32."""
+    """Yields the table of training steps of ECG-CPC. Each is compared with the re-creation, which computes in
+    float32."""
     results, figure, rows = part["results"], main_rate_key(part), []
     step_gflop = part["input"]["gflop_per_crop"]
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
@@ -162,8 +168,8 @@ def cpc_blocks(part: Part) -> Iterator[str]:
 def step_speed_against_recreation(
     name: str, results: dict[str, Result], baseline: str = "fp32", figure: str = "per_cpu_s"
 ) -> float:
-    """Returns the speed, relative to the re-creation with the same number of crops; NaN without
-    one."""
+    """Returns the speed of a step relative to the re-creation with the same number of crops and the precision
+    `baseline`; NaN if that was not measured."""
     peer = results.get(f"re-creation of fairseq-signals' step: {baseline}, {name.split(', ')[-1]}")
     return float(results[name][figure]["median"] / peer[figure]["median"]) if peer else nan
 
@@ -214,7 +220,7 @@ def scaling_blocks(part: Part) -> Iterator[str]:
     }
     yield case_table(opened, columns)
     rows = []
-    for name in results:  # older records have no jobs
+    for name in results:  # gives no rows for older records, which have no jobs
         size, _, job = name.partition(": ")
         if size == list(SHARE_OF_SIZE)[-1]:
             of_sizes = [results.get(f"{size}: {job}") for size in SHARE_OF_SIZE]
@@ -234,7 +240,7 @@ def scaling_blocks(part: Part) -> Iterator[str]:
         counts = " | ".join(f"{largest // share:,}" for share in SHARE_OF_SIZE.values())
         head = f"CPU-seconds of {counts} crops | exponent | peak MB of {counts} crops | exponent"
         yield markdown_table(f"| the last tenfold gives the exponents | {head} |", rows)
-    if "shuffle_quality" in part:  # older records only
+    if "shuffle_quality" in part:  # only older records have it
         columns = {
             "correlation of position and row": lambda facts: f"{facts['correlation']:.4f}",
             "shards per batch": lambda facts: f"{facts['shards_per_batch']:.1f}",
@@ -262,8 +268,8 @@ def scaling_blocks(part: Part) -> Iterator[str]:
 
 
 def evidence_blocks(part: Part) -> Iterator[str]:
-    """Renders the reports of `omnilead bench` on synthetic and real ECGs, and the same for
-    fine-tuned models."""
+    """Yields the tables of `omnilead bench` for each result of `evidence`: frozen and fine-tuned models, on synthetic and
+    real ECGs."""
     for where, document in part["results"].items():
         if where == BY_CROPS:
             yield "![AUROC against crops seen in pre-training](results/crops.png)"
@@ -271,11 +277,12 @@ def evidence_blocks(part: Part) -> Iterator[str]:
         text = bench_report.comparison_markdown(document).strip()
         text = text.replace("\n## ", f"\n#### {where}: ")
         yield text.partition("\n")[2].strip()
-    yield from notes_on_old_rows(part)
+    yield from notes_on_outdated_results(part)
 
 
-def notes_on_old_rows(part: Part) -> Iterator[str]:
-    """Notes which rows and intervals of the record this version does not make."""
+def notes_on_outdated_results(part: Part) -> Iterator[str]:
+    """Yields notes on the rows and intervals of a record that the present version would not make, or would make
+    differently."""
     if not all("interval_method" in result for result in part["results"].values()):
         yield PERCENTILE_NOTE
     models = {name for result in part["results"].values() for name in result.get("models", ())}
@@ -285,11 +292,11 @@ def notes_on_old_rows(part: Part) -> Iterator[str]:
 
 
 def headline_table(part: Part) -> str:
-    """Renders the rows of the evidence for EVIDENCE.md. Names that end in a number are seeds of one
-    config."""
+    """Returns the table of EVIDENCE.md, with a row for each of HEADLINE_ROWS. Models whose names differ only in a
+    number at the end are seeds of one config; the range of their scores is shown."""
     body = []
     models = {row["model"] for result in part["results"].values() for row in result["rows"]}
-    baselines = [name for name in BASELINES if name in models]  # older records have fewer
+    baselines = [name for name in BASELINES if name in models]  # older records have fewer baselines
     for where, task, metric, leads, share in HEADLINE_ROWS:
         document = part["results"].get(where, {"rows": (), "differences": ()})
         criteria = {"task": task, "leads": leads, "share": share}
@@ -326,6 +333,7 @@ def headline_table(part: Part) -> str:
 
 
 def score_text(value: float, ends: Sequence[float], sign: str = "") -> str:
+    """Returns a score with the ends of its interval; with `sign` +, positive numbers have a +."""
     return f"{value:{sign}.3f} ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})"
 
 
@@ -361,8 +369,8 @@ def machine_name(part: Part) -> str:
 
 
 def main_rate_key(part: Part) -> str:
-    """Returns the rate that counts: per second on a GPU, which is not shared, else per
-    CPU-second."""
+    """Returns the key of the rate by which cases are compared: `per_s` on a GPU, which is not shared with other jobs,
+    else `per_cpu_s`."""
     return "per_s" if device_of(part) == "cuda" else "per_cpu_s"
 
 
@@ -371,21 +379,25 @@ def per_cpu_rate(result: Result) -> float:
 
 
 def median_formatter(figure: str) -> Callable[[Result], str]:
+    """Returns a function that makes a cell with the median of `figure`."""
     return lambda result: number_text(result[figure]["median"])
 
 
 def range_formatter(figure: str) -> Callable[[Result], str]:
+    """Returns a function that makes a cell with the lowest and highest value of `figure`."""
     return lambda result: (
         f"{number_text(result[figure]['low'])} to {number_text(result[figure]['high'])}"
     )
 
 
 def growth_exponent(values: Sequence[float]) -> str:
-    """Returns the exponent of growth with the number of crops, from a tenth of them to all."""
+    """Returns x if a value grows with the number of crops to the power x, as measured between a tenth of the crops and all
+    of them."""
     return f"{log10(values[-1] / values[-2]):.2f}"
 
 
 def percent_formatter(figure: str) -> Callable[[Result], str]:
+    """Returns a function that makes a cell with the median of `figure` in per cent."""
     return lambda result: f"{result[figure]['median']:.1f} %"
 
 
@@ -394,14 +406,14 @@ def number_text(value: float) -> str:
 
 
 def fewest_and_most_repeats(part: Part) -> tuple[int, int]:
-    """Returns the fewest and the most repeats of a case."""
+    """Returns (fewest, most) repeats that the cases of a part have."""
     usual = part["config"].get("repeats") or 0
     repeats = [int(result.get("repeats", usual)) for result in part["results"].values()]
     return min(repeats), max(repeats)
 
 
 def measurement_note(part: Part) -> str:
-    """Says how a table was measured: machine, date, input, repeats and versions."""
+    """Returns a note on how a table was measured: machine, date, input, repeats and versions."""
     hardware, facts = part["hardware"], part["input"]
     machine_text = f"{hardware['cpu']}, {hardware['cores']} cores"
     machine_text = (

@@ -1,9 +1,9 @@
-"""The best of several fine-tuned runs that differ in their learning rate, by validation.
+"""Copy the run with the best validation score, of several fine-tuned runs that differ in their learning rate.
 
     python -m benchmarks.trials NAME=RUN ... --of PREFIX --out OUT
 
-NAME is PREFIX-RATE; other runs are left out. OUT is a copy of the best run, without its checkpoints;
-its run.json says what was tried.
+NAME is PREFIX-RATE; runs with other names are left out. OUT becomes a copy of the best run, without its
+checkpoints. Its run.json lists the rates that were tried.
 """
 
 import json
@@ -18,7 +18,7 @@ from omnilead.downstream.reproduce.jobs import read_json, write_json
 from omnilead.engine.settings.commandline import run_on_ranks
 from omnilead.engine.settings.errors import ConfigError
 
-NOT_COPIED = shutil.ignore_patterns("checkpoints", "tensorboard", ".*")
+IGNORE_CHECKPOINTS = shutil.ignore_patterns("checkpoints", "tensorboard", ".*")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def runs_named(texts: Sequence[str], prefix: str) -> dict[str, Path]:
-    """Returns the runs of NAME=RUN whose names begin with `prefix`, by the rest of the name."""
+    """Returns {NAME without `prefix`: RUN} of those texts NAME=RUN whose NAME begins with `prefix`."""
     runs = (text.partition("=") for text in texts)
     return {
         name.removeprefix(prefix): Path(run) for name, _, run in runs if name.startswith(prefix)
@@ -40,25 +40,26 @@ def runs_named(texts: Sequence[str], prefix: str) -> dict[str, Path]:
 
 
 def copy_best(runs: dict[str, Path], out: Path) -> int:
-    """Copies the best of `runs` (by learning rate) to `out`."""
+    """Copies the run with the best validation score to `out`. `runs`: {learning rate: run}."""
     results: dict[str, Any] = {}
     for rate, run in runs.items():
         results[rate] = json.loads((run / "result.json").read_text())
     if not results:
-        raise ConfigError("--of: no run has such a name")
+        raise ConfigError("--of PREFIX: no run has a name PREFIX-RATE: check the names before =")
 
-    def merit(rate: str) -> float:
+    def validation_score(rate: str) -> float:
+        """Returns the score of a run, negated if lower is better."""
         best = float(results[rate]["best"])
         return best if results[rate]["higher_is_better"] else -best
 
-    chosen = runs[max(results, key=merit)]
+    chosen = runs[max(results, key=validation_score)]
     tried = []
     for rate, result in results.items():
         converged = "yes" if result["converged"] else "no"
         tried.append([f"{float(rate):g}", result["step"], f"{result['best']:.4f}", converged])
     partial = out.with_name(f".{out.name}")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(chosen, partial, ignore=NOT_COPIED)
+    shutil.copytree(chosen, partial, ignore=IGNORE_CHECKPOINTS)
     write_json(partial / "run.json", read_json(partial / "run.json") | {"rates": tried})
     partial.replace(out)
     return 0

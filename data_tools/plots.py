@@ -1,5 +1,5 @@
-"""Draws and describes for `omnilead show`: an ECG on ECG paper, to scale; an overview of a dataset, as a
-figure and as text (sources, roles, what was refused); and warnings.
+"""Draw and describe what `omnilead show` shows: an ECG on ECG paper, to scale; an overview of a dataset, as
+a figure and as text (sources, roles, what was refused); and warnings about a dataset.
 
     dataset[7].plot().savefig("ecg.png")    # a crop on ECG paper; notebooks display dataset[7]
 
@@ -36,19 +36,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-EXAMPLES, EXAMPLE_LEADS = 6, ("I", "II", "V1", "V5")  # shown in a dataset's figure
-MEASURED_CROPS = 100  # crops of which it has heart rates: each takes some hundredths of a second
-# Differ in lightness, for any colour vision
+EXAMPLES, EXAMPLE_LEADS = 6, ("I", "II", "V1", "V5")  # crops and leads in a dataset's figure
+# The figure's histograms of heart rates and heights are of so many crops, because measuring one takes
+# some hundredths of a second
+MEASURED_CROPS = 100
+# These colours differ in lightness, so that people with any colour vision can tell them apart
 ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")
 
-# Flags that a few crops of a source may have; above this share, what to ask
+# Flags that a few crops of a source may well have. If more than this share of its crops have the flag, a
+# warning with this text asks whether the source was read rightly
 DOUBTFUL_FLAGS = {
     "saturated": (0.01, f"exceed {MAX_UV // 1000} mV: is its unit"),
     "zeros": (0, "are zero in all leads for half a second or more: is that"),
     "einthoven": (0.5, "have limb leads that contradict each other: are its leads and layout"),
 }
-# Numbers of 5 s segments in Oh et al. 2022, section 5.1. They split by segment and exclude nothing:
-# see `--plan paper-split`
+# The number of 5 s segments with each role in Oh et al. 2022, section 5.1. That paper splits by segment,
+# not by patient, and excludes nothing: see `--plan paper-split`
 PAPER_ROLES = {
     "pretrain": 189_051,
     "dx train": 32_640,
@@ -59,8 +62,8 @@ PAPER_ROLES = {
     "id gallery": 2_127,
     "id probe": 2_127,
 }
-# Their six databases and the numbers of records in the Challenge's release
-PAPER_SETS = {
+# The six databases of that paper, with the number of records of each in the Challenge's release
+PAPER_DATABASES = {
     "chapman_shaoxing": 10_247,
     "cpsc_2018": 6_877,
     "cpsc_2018_extra": 3_453,
@@ -71,7 +74,8 @@ PAPER_SETS = {
 
 
 def dataset_figure(dataset: Dataset) -> "Figure":
-    """Draws six ECGs, histograms of what crops measure, and counts by source, flag and diagnosis."""
+    """Returns a figure with six ECGs of a dataset; histograms of heart rate, height, age and sampling rate;
+    and numbers of crops by source, flag and diagnosis."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     names = ["source", "pretrain", "dx_role", "id_role", "flags", "age", "fs_source_hz"]
@@ -99,7 +103,7 @@ def dataset_figure(dataset: Dataset) -> "Figure":
     for axes, (title, counts) in zip(panels, bars.items(), strict=True):
         axes.set_title(title, loc="left", fontsize=10, color=INK, family=FONT)
         _draw_bars(axes, counts, max(len(counts), 0.55 * slots), wide_range=counts is not roles)
-        if counts is roles:  # below the axis, where there are no bars
+        if counts is roles:  # its legend goes below the axis, where it hides no bars
             font = {"family": FONT, "size": 9}
             below = (-0.01, -1.1 / slots)
             axes.legend(loc="upper left", bbox_to_anchor=below, ncols=4, frameon=False, prop=font)
@@ -107,6 +111,7 @@ def dataset_figure(dataset: Dataset) -> "Figure":
 
 
 def roles_by_source(table: pa.Table) -> dict[str, Counter[str]]:
+    """Count the crops of each role for each source."""
     counts: dict[str, Counter[str]] = {}
     columns = table.select(["source", "pretrain", "dx_role", "id_role"]).to_pydict()
     for source, pretrain, dx, identity in zip(*columns.values(), strict=True):
@@ -120,13 +125,13 @@ def roles_by_source(table: pa.Table) -> dict[str, Counter[str]]:
 
 
 def class_counts(dataset: Dataset) -> dict[str, dict[str, int]]:
-    """Counts the crops of each diagnosis class that occurs; {} without labels."""
+    """Returns {class: {"": number of crops}} for each diagnosis class that occurs in a dataset."""
     labels = dataset.labels.sum(axis=0).tolist()
     return {name: {"": count} for name, count in zip(ABBREVIATIONS, labels, strict=True) if count}
 
 
 def draw_examples(figure: Any, dataset: Dataset) -> None:
-    """Draws leads of crops from all over the dataset, 2 mV apart."""
+    """Draws EXAMPLE_LEADS of EXAMPLES crops, evenly spaced in the dataset. Leads are 2 mV apart."""
     rows = np.unique(np.linspace(0, len(dataset) - 1, EXAMPLES).astype(int))
     panels = np.ravel(figure.subplots(2, 3))
     for axes in panels:
@@ -146,8 +151,8 @@ def draw_examples(figure: Any, dataset: Dataset) -> None:
 
 
 def draw_histograms(figure: Any, dataset: Dataset, table: pa.Table) -> None:
-    """Draws what a wrong rate or unit would change: 60 instead of 30 beats a minute, 1,000
-    instead of 1 mV."""
+    """Draws histograms of heart rate, height, age and sampling rate. The first two reveal a wrong sampling
+    rate, by 30 instead of 60 beats a minute, or a wrong unit, by 1,000 instead of 1 mV."""
     rows = np.unique(np.linspace(0, len(dataset) - 1, MEASURED_CROPS).astype(int))
     rates, heights = [], []
     for row in rows.tolist():
@@ -179,8 +184,8 @@ def draw_histograms(figure: Any, dataset: Dataset, table: pa.Table) -> None:
 def _draw_bars(
     axes: "Axes", counts: Mapping[str, Mapping[str, int]], slots: float, wide_range: bool = False
 ) -> None:
-    """A stacked bar for each name, longest first, with its total after it. `wide_range`: use a
-    logarithmic scale if the longest is more than 50 times the shortest."""
+    """Draw a stacked bar for each name, the longest first, with its total behind it. With `wide_range`, the
+    scale is logarithmic if the longest bar is more than 50 times as long as the shortest."""
     totals = {name: sum(parts.values()) for name, parts in counts.items()}
     order = sorted(totals, key=lambda name: (-totals[name], name))
     known = [total for total in totals.values() if total] or [1]
@@ -203,7 +208,7 @@ def _draw_bars(
 
 
 def _scale_bars(axes: "Axes", lowest: int, highest: int, wide_range: bool) -> float:
-    """Sets the scale, with room for the totals. Returns where the bars start."""
+    """Sets the scale of the axis, with space behind the bars for their totals. Returns where bars start."""
     from matplotlib.ticker import MaxNLocator
 
     if wide_range and highest / lowest > 50:
@@ -228,7 +233,9 @@ def _style_bars(axes: "Axes") -> None:
     axes.xaxis.set_minor_formatter("")
 
 
-def picture_kind(path: Path) -> str:
+def picture_format(path: Path) -> str:
+    """Return the picture format that the suffix of a path names, png without a suffix. Raise an OSError if
+    matplotlib does not know the format."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     kind = path.suffix[1:].lower() or "png"
@@ -238,23 +245,23 @@ def picture_kind(path: Path) -> str:
 
 
 def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Write a figure in the format of the file's suffix, completely or not at all; the same figure
-    gives the same bytes."""
+    """Write a figure in the format that the suffix names. The file is written completely or not at all, and
+    the same figure always gives the same bytes."""
     import matplotlib
 
     path = Path(path)
-    kind = picture_kind(path)
+    kind = picture_format(path)
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    # a user's setting savefig.bbox = tight would break the scale; without a salt, svg ids are
-    # random
+    # A user's setting savefig.bbox = tight would change the scale, so it is overridden. The salt is set
+    # because matplotlib otherwise writes random ids into an SVG
     style = matplotlib.rc_context({"savefig.bbox": None, "svg.hashsalt": "omnilead"})
     with replacing_file(path) as temporary, style, temporary.open("wb") as file:
         figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=undated.get(kind))
 
 
 def describe(dataset: Dataset) -> str:
-    """Describe sources, roles (of the paper's databases: compared with it), and what was refused
-    and why."""
+    """Return a text about a dataset: its sources; its roles, beside the paper's numbers if it has the paper's
+    databases; and what was refused and why."""
     facts = dataset.facts
     count = len(dataset.shards)
     megabytes = sum(shard.bytes for shard in dataset.shards) / 1e6
@@ -287,27 +294,30 @@ def describe(dataset: Dataset) -> str:
     return "\n".join(lines)
 
 
-def _has_paper_sets(facts: DatasetFacts) -> bool:
-    """True if all of the paper's databases are there: otherwise its counts mean nothing."""
+def _has_paper_databases(facts: DatasetFacts) -> bool:
+    """True if the dataset has roles and all databases of the paper, so that comparing its numbers with the
+    paper's makes sense."""
     names = {real_source(source.name) for source in facts.sources}
-    return facts.plan != "all" and names >= PAPER_SETS.keys()
+    return facts.plan != "all" and names >= PAPER_DATABASES.keys()
 
 
 def _source_lines(facts: DatasetFacts) -> Iterator[str]:
-    like_paper = _has_paper_sets(facts)
+    """Yield a table with the number of records and crops of each source."""
+    like_paper = _has_paper_databases(facts)
     paper = f"{'the paper':>11}" if like_paper else ""
     counts = f"{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}"
     yield f"{'source':22}{'records':>10}{paper}{counts}  licence"
     for source in facts.sources:
         name, records = source.name, source.records
-        paper = f"{PAPER_SETS.get(real_source(name), 0):11,}" if like_paper else ""
+        paper = f"{PAPER_DATABASES.get(real_source(name), 0):11,}" if like_paper else ""
         counts = f"{records['used']:10,}{records['refused']:9,}{source.crops:10,}"
         dropped = f"{source.dropped_s:10,.0f} s"
         yield f"{name:22}{records['seen']:10,}{paper}{counts}{dropped}  {source.licence}"
 
 
 def _role_lines(dataset: Dataset) -> Iterator[str]:
-    like_paper = _has_paper_sets(dataset.facts)
+    """Yield a table with the number of crops and of 5 s parts of each role."""
+    like_paper = _has_paper_databases(dataset.facts)
     paper = f"{'the paper':>11}" if like_paper else ""
     yield f"{'role':22}{'crops':>10}{'5 s parts':>11}{paper}"
     if dataset.facts.plan == "paper-split":
@@ -327,6 +337,7 @@ def _role_lines(dataset: Dataset) -> Iterator[str]:
 
 
 def _duplicate_lines(dataset: Dataset) -> list[str]:
+    """Return lines about crops that have the same waveform as a crop of another record."""
     records = read_records(dataset.table)
     _, waveform = np.unique(records.waveform, return_inverse=True)
     in_order = np.unique(np.stack([waveform, records.crop_record]), axis=1)
@@ -334,7 +345,8 @@ def _duplicate_lines(dataset: Dataset) -> list[str]:
     copies = int((records_with[waveform] > 1).sum())
     if not copies:
         return []
-    # Positions in in_order of the first record with each copied waveform
+    # `in_order` has pairs (waveform, record), sorted. `first` are the positions of the first record of each
+    # waveform that several records have
     first = (np.cumsum(records_with) - records_with)[records_with > 1]
     pairs = np.unique(in_order[1][np.stack([first, first + 1])], axis=1).T
     shown = [
@@ -350,7 +362,7 @@ def _duplicate_lines(dataset: Dataset) -> list[str]:
 
 
 def _record_label(records: Records, record: int) -> str:
-    """Returns SOURCE/NAME of a record."""
+    """Returns the source and name of a record as SOURCE/NAME."""
     return f"{records.source_names[records.source[record]]}/{records.names[record]}"
 
 
@@ -362,7 +374,7 @@ def _patients_advice(without: pa.Table) -> str:
 
 
 def dataset_notes(dataset: Dataset) -> Iterator[str]:
-    """Warnings about problems that would appear in later commands."""
+    """Yield warnings about properties of a dataset that would cause problems in training or evaluation."""
     if dataset.facts.plan != "all":
         yield from _role_notes(dataset)
     missing: dict[str, list[str]] = {}
@@ -397,30 +409,35 @@ def dataset_notes(dataset: Dataset) -> Iterator[str]:
         for source, count in value_counts(of_flagged).items():
             if count > crops[source] * share:
                 yield f"{count:,} of {crops[source]:,} crops of {source} {what} right?"
-    yield from _heart_rates(dataset).doubts()
+    yield from _heart_rates(dataset).warnings()
 
 
 def _heart_rates(dataset: Dataset) -> HeartRates:
+    """Measure the heart rates of some ECGs of each source that has enough of them."""
     rates = HeartRates()
     table = dataset.table(["source", "start_s"])
     for source, count in value_counts(table["source"]).items():
         if count < MIN_RATED_ECGS:
             continue
         is_first = pc.and_(pc.equal(table["source"], source), pc.equal(table["start_s"], 0))
-        for row in np.flatnonzero(is_first)[:MAX_RATED_ECGS]:  # at random: crops are shuffled
-            with suppress(DatasetError):  # a damaged crop, which whoever reads it all will name
+        # The first rows are a random sample, because the crops of a dataset are shuffled
+        for row in np.flatnonzero(is_first)[:MAX_RATED_ECGS]:
+            # A damaged crop is skipped here; commands that read the whole dataset report it
+            with suppress(DatasetError):
                 rates.add(source, dataset.read(row))
     return rates
 
 
 def _role_notes(dataset: Dataset) -> Iterator[str]:
+    """Yield warnings about roles without crops, and about sources that are in or not in pre-training
+    although a user may not expect it."""
     chosen, roles = RoleSources.from_facts(dataset.facts), dataset.facts.roles
     empty = []
     for name in PAPER_ROLES:
         task, _, role = name.partition(" ")
         asked = getattr(chosen, task) != getattr(PAPER_SOURCES, task) or task == "pretrain"
-        if not asked and not _has_paper_sets(dataset.facts):
-            continue  # other data need not have the default roles
+        if not asked and not _has_paper_databases(dataset.facts):
+            continue  # data other than the paper's need not have all default roles
         if not (role in getattr(roles, task) if role else getattr(roles, task)):
             empty.append(name)
     advice = {
@@ -442,8 +459,8 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
             f"not for pre-training: {', '.join(left_out)} ({why}): --pretrain-sources all "
             "includes every source"
         )
-    others = [name for name in names if chosen.pretrains(name) and name not in PAPER_SETS]
-    if chosen.pretrain is None and others and PAPER_SETS.keys() & set(names):
+    others = [name for name in names if chosen.pretrains(name) and name not in PAPER_DATABASES]
+    if chosen.pretrain is None and others and PAPER_DATABASES.keys() & set(names):
         yield (
             f"for pre-training, but not in the paper: {', '.join(others)}: --pretrain-sources "
             "names the sources to use"

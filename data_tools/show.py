@@ -62,7 +62,7 @@ def show(
             raise DataError(
                 f"--png {file}: this path exists and is not a regular file: choose another path"
             )
-        plots.picture_kind(file)
+        plots.picture_format(file)
     for one in shown:
         figure = show_one(one, crop, anonymous, bool(png))
     if png:

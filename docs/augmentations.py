@@ -1,5 +1,5 @@
-"""Draw every augmentation of an ECG: grey before, colour after. Modelled on figure 1B of Oh et al.
-2022.
+"""Draw an ECG under every augmentation: the original in grey, the augmented one in colour. The figure is
+modelled on figure 1B of Oh et al. 2022.
 
 Upper rows: one lead of the first half, with a panel and the drawn parameters for each kind of
 noise. Below: twelve leads under random lead masking, and the two views of 3KG.
@@ -61,13 +61,14 @@ NOISE_SETS = {
     "physio4": "all four",
     "authors_physio4": "all four, limb leads again from I and II",
 }
-FIGURE_SEED = 464  # chosen because all its draws have medium size
-DRAWN_LEAD = 1  # lead II, in the upper rows
+FIGURE_SEED = 464  # chosen because noise of all kinds has medium strength with this seed
+DRAWN_LEAD = 1  # index of lead II, which the upper rows show
 
 
 def draw_figure(ecg: Array, title: str) -> Figure:
-    """Draws the page. `ecg`: [12, 5000] mV."""
-    halves = np.ascontiguousarray(ecg.reshape(12, 2, HALF).swapaxes(0, 1)[None])  # [B = 1, S, L, T]
+    """Returns the page that shows all augmentations of one ECG, [12, 5000] in millivolts."""
+    # The two halves as a batch of one: [1, S, L, T]
+    halves = np.ascontiguousarray(ecg.reshape(12, 2, HALF).swapaxes(0, 1)[None])
     page = Figure(figsize=(13.5, 13), dpi=120, facecolor="white")
     page.text(0.05, 0.975, title, size=14, weight="bold", color=INK)
     legend = (
@@ -95,7 +96,7 @@ def draw_figure(ecg: Array, title: str) -> Figure:
 
 
 def _draw_noise(page: Figure, halves: Array) -> None:
-    """Draws a panel for each kind of noise."""
+    """Draws a panel for each kind of noise, with the original and the noisy lead."""
     place = {"left": 0.05, "right": 0.99, "top": 0.92, "bottom": 0.525}
     panels: Any = page.add_gridspec(3, 4, **place, hspace=0.46, wspace=0.06).subplots(sharey=True)
     for axes, noise in zip(panels.flat, [*NOISE_SETS, *PAPER_NOISE, *AUTHORS_NOISE], strict=True):
@@ -110,15 +111,16 @@ def _draw_noise(page: Figure, halves: Array) -> None:
 
 
 def augmented_halves_and_params(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
+    """Returns (the augmented halves, the parameters that were drawn for the augmentation)."""
     p = draw_parameters(config.stages, Random(FIGURE_SEED, np.zeros(1, int), np.zeros(1, int)))
     given = {name: torch.from_numpy(values) for name, values in p.items()}
-    x_BSLT = torch.from_numpy(halves.copy())  # augment works in place
+    x_BSLT = torch.from_numpy(halves.copy())  # copied, because augment changes its input
     ops = TorchOps(HALF, FS_HZ, x_BSLT.device, FIGURE_SEED)
     return augment(x_BSLT, given, config.stages, ops).numpy(), p
 
 
 def _params_text(kind: str, p: Params) -> str:
-    """Names the parameters of one kind of noise, as drawn for the lead shown."""
+    """Returns as text the parameters that were drawn for one kind of noise and the lead shown."""
     drawn = {
         name.removeprefix(f"{kind}_"): values[0, 0, DRAWN_LEAD % values.shape[2]]
         for name, values in p.items()
@@ -139,7 +141,7 @@ def _params_text(kind: str, p: Params) -> str:
 def _draw_lead(axes: Axes, before: Array, after: Array, noise: str) -> None:
     colour = AUTHORS if noise.startswith("authors") else PAPER
     axes.plot(TIME_S[:HALF], after, color=colour if noise else INK, linewidth=0.8)
-    if noise:  # draw the original on top: the noise would hide it
+    if noise:  # the original is drawn on top, because the noise would hide it
         axes.plot(TIME_S[:HALF], before, color="white", linewidth=1.6, alpha=0.55)
         axes.plot(TIME_S[:HALF], before, color=BEFORE, linewidth=0.7)
     axes.set_xlim(0, 5)
@@ -150,7 +152,7 @@ def _draw_lead(axes: Axes, before: Array, after: Array, noise: str) -> None:
 
 
 def _draw_leads(axes: Axes, before: Array, after: Array, colour: str) -> None:
-    """Draws twelve leads, one below the other, 2 mV apart."""
+    """Draws twelve leads before and after an augmentation, one below the other, 2 mV apart."""
     time_s, level = TIME_S[: before.shape[1]], -2.0 * np.arange(12)
     axes.plot(time_s, before.T + level, color="#b9b9c0", linewidth=0.6)
     axes.plot(time_s, after.T + level, color=colour, linewidth=0.8)
@@ -193,8 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ConfigError,
         DataError,
         OSError,
-        ValueError,
-    ) as error:  # ValueError: matplotlib does not know the suffix
+        ValueError,  # raised by matplotlib if it does not know the suffix of OUT.png
+    ) as error:
         tell(f"docs.augmentations: {' '.join(str(error).split())}")
         return 2
     return 0

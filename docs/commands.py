@@ -1,4 +1,4 @@
-"""Write docs/commands.md: every command with its options, from their parsers.
+"""Write docs/commands.md, with every command and its options as the argument parsers know them.
 
 python -m docs.commands [FILE.md]
 """
@@ -23,7 +23,8 @@ EXAMPLE = re.compile(r"^ {4}\S")
 
 
 def description_blocks(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yields a parser's description and its example; indented lines are commands."""
+    """Yields the paragraphs of a parser's description and epilog as Markdown. Indented lines and examples
+    become code blocks."""
     for paragraph in f"{parser.description}\n\n{parser.epilog or ''}".split("\n\n"):
         lines = paragraph.strip("\n").splitlines()
         if not lines:
@@ -37,14 +38,15 @@ def description_blocks(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def escape_markdown(text: str) -> str:
-    """Escapes Markdown, but for what stands in backquotes."""
+    """Returns a text with Markdown's special characters escaped, except within backquotes."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([<>*_|])", r"\\\1", part) for part in parts[::2]]
     return "`".join(parts)
 
 
 def option_usage(action: argparse.Action) -> str:
-    """Returns an option or an argument with its value; no bar, which would end a cell."""
+    """Returns an option or argument with its value, as code. A bar is replaced by "or", because it would end
+    the table cell."""
     value = str(action.metavar or action.dest.upper()).replace("|", " or ")
     words = [*action.option_strings[-1:]]
     if action.nargs != 0:
@@ -55,12 +57,12 @@ def option_usage(action: argparse.Action) -> str:
 
 
 def option_table(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yields the lines of a table of the parser's options."""
+    """Yields the lines of a Markdown table with a parser's options."""
     yield "| option | meaning |\n|---|---|"
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
-        if action.help == argparse.SUPPRESS:  # options for launchers, not for people
+        if action.help == argparse.SUPPRESS:  # options that only launchers pass are not documented
             continue
         text = escape_markdown(" ".join((action.help or "").split()) % {"default": action.default})
         if action.choices:
@@ -71,12 +73,13 @@ def option_table(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Returns the parsers of a parser's commands."""
+    """Returns {subcommand: its parser} of a parser; {} if it has no subcommands."""
     groups = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
     return {name: one for group in groups for name, one in group.choices.items()}
 
 
 def command_sections(name: str, parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
+    """Yields the Markdown sections of a command and its subcommands. `level`: the heading's ## marks."""
     yield f"{level} {name}\n"
     yield "\n\n".join(description_blocks(parser)) + "\n"
     for verb, one in subparsers(parser).items():

@@ -1,19 +1,21 @@
-"""ECGFounder's network, a RegNet-like residual network of 31 million weights (Li et al. 2024,
-arXiv:2410.04133), as an encoder for `omnilead convert from-torch`. Written from the paper, with the
-sizes and names of its published code. The published network has its batch norms switched off, so
-they and the classifier `dense` are left out.
+"""Define ECGFounder's network, a RegNet-like residual network of 31 million weights (Li et al. 2024,
+arXiv:2410.04133), as an encoder for `omnilead convert from-torch`. It is written from the paper, with the
+sizes and names of the authors' published code. The published network does not use its batch norms, so
+these are left out here, and so is the classifier `dense`.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-STAGES = ((64, 2), (160, 2), (160, 2), (400, 3), (400, 3), (1024, 4), (1024, 4))  # channels, blocks
+# (channels, number of blocks) of each stage
+STAGES = ((64, 2), (160, 2), (160, 2), (400, 3), (400, 3), (1024, 4), (1024, 4))
 KERNEL = GROUP = 16
 
 
 class Convolution(nn.Module):
-    """Zeros on both sides: ceil(samples / stride) samples come out."""
+    """A convolution whose input is padded with zeros on both sides, so that it returns
+    ceil(samples / stride) samples."""
 
     def __init__(self, inputs, outputs, kernel=1, stride=1, groups=1):
         super().__init__()
@@ -27,7 +29,7 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    """A bottleneck of grouped convolutions, with squeeze and excitation and a shortcut."""
+    """A bottleneck block of grouped convolutions, with squeeze-and-excitation and a shortcut."""
 
     def __init__(self, inputs, width, stride, first):
         super().__init__()
@@ -41,7 +43,8 @@ class Block(nn.Module):
         y = self.conv1(x if self.first else F.silu(x))
         y = self.conv3(F.silu(self.conv2(F.silu(y))))
         gate = self.se_fc2(F.silu(self.se_fc1(y.mean(-1)))).sigmoid()
-        # max_pool1d of a padded x; onnxruntime would fuse these, and lose the zero (its #24737)
+        # This is max_pool1d of the padded x. It is written without F.pad and max_pool1d one after the
+        # other, because onnxruntime would fuse them and lose the padding (onnxruntime issue #24737)
         if self.stride == 2:
             x = torch.maximum(x[..., ::2], F.pad(x, (0, x.shape[-1] % 2))[..., 1::2])
         more = y.shape[1] - x.shape[1]

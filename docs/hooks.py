@@ -1,6 +1,6 @@
-"""Prepares the repository's pages, which are also read where they lie, for MkDocs: README.md is the
-front page; pages and files outside docs/ that others link to are in project/; docs/tutorial.py is a
-page and a notebook.
+"""Prepare the repository's pages for MkDocs. The same files are also read in the repository itself, so their
+links are changed here. README.md becomes the front page, docs/tutorial.py a page and a notebook; files
+outside docs/ to which a page links are put into project/.
 """
 
 import json
@@ -25,7 +25,7 @@ NOT_SEARCHED = ("LOG.md", "RESULTS.md", "CHANGELOG.md")
 
 
 def site_path(path: str) -> str:
-    """Returns where a file of the repository is in the site."""
+    """Returns the path in the site of a file of the repository."""
     if path == "README.md":
         return "index.md"
     if path == "docs/tutorial.py":
@@ -34,7 +34,7 @@ def site_path(path: str) -> str:
 
 
 def linked_files(page: str) -> dict[str, str]:
-    """{link: its path}, for each link of a page to a file or folder in the repository."""
+    """Returns {link: path of its target} for each link of a page to a file or folder of the repository."""
     found = {}
     for _, link, _ in LINK.findall((ROOT / page).read_text()):
         path = os.path.normpath(os.path.join(os.path.dirname(page), link))
@@ -44,6 +44,7 @@ def linked_files(page: str) -> dict[str, str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds README.md, the files that pages link to, and the tutorial to the files of the site."""
     known = {file.src_uri for file in files.documentation_pages()}
     left = ["README.md", *(f"docs/{name}" for name in known)]
     done = {f"docs/{file.src_uri}" for file in files if not file.inclusion.is_excluded()}
@@ -62,7 +63,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Changes links to those of the site."""
+    """Returns a page with its links changed to the paths of the site."""
     here = page.file.src_uri
     if here == "tutorial.md":
         return markdown
@@ -72,7 +73,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     paths = linked_files(source)
     page.meta["search"] = {"exclude": here.endswith(NOT_SEARCHED)}
     if here == "index.md":
-        page.meta["hide"] = ["navigation"]  # it would list this page only
+        page.meta["hide"] = ["navigation"]  # the navigation would list only this page
     elif here in WIDE_PAGES:
         page.meta["hide"] = ["toc"]
 
@@ -80,7 +81,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         words, link, anchor = found.groups(default="")
         if link not in paths:
             return found[0]
-        if (ROOT / paths[link]).is_dir():  # a folder has no page
+        if (ROOT / paths[link]).is_dir():  # the site has no pages for folders
             return words
         target = os.path.relpath(site_path(paths[link]), os.path.dirname(here) or ".")
         return f"[{words}]({target}{anchor})"
@@ -89,7 +90,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def page_and_notebook(script: str) -> tuple[str, str]:
-    """Returns a script with cells as a page, and as a notebook."""
+    """Returns a script with # %% cells as (a Markdown page, a Jupyter notebook)."""
     page, cells = [], []
     for number, cell in enumerate(CELL_START.split(script)[1:]):
         text = cell.strip()

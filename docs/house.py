@@ -1,4 +1,4 @@
-"""Draw docs/house.svg: the folders of the project, their modules, and which folder imports which.
+"""Draw docs/house.svg, which shows the folders of the project, their modules, and which folder imports which.
 
 python -m docs.house [FILE.svg]
 """
@@ -12,19 +12,21 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from tests.test_house import MODULES, dotted, imports
-from tests.test_house import room as wing_and_room
+from tests.test_house import room as wing_and_folder
 
 COLOURS = {"data_tools": "#dbe7f3", "engine": "#e6f0dd", "downstream": "#f6e9d7"}
 DOCS = Path(__file__).parent
 ROW, COLUMNS, WIDTH, GAP = 0.19, 3, 4.2, 0.5  # inches
 
 
-def room_of(module: str) -> str:
-    return "/".join(wing_and_room(module))
+def folder_of(module: str) -> str:
+    """Returns the folder of a module, such as engine/data."""
+    return "/".join(wing_and_folder(module))
 
 
-def floor_by_room(below: dict[str, set[str]]) -> dict[str, int]:
-    """Returns the floor of each room: as low as what it imports allows."""
+def layer_by_folder(below: dict[str, set[str]]) -> dict[str, int]:
+    """Returns the layer in which each folder is drawn, 0 at the bottom: one above the highest folder that it
+    imports. `below`: {folder: the folders that it imports}."""
     level = dict.fromkeys(below, 0)
     for _ in below:
         level = {
@@ -37,30 +39,30 @@ def main(out: Path) -> None:
     members: dict[str, list[str]] = {}
     names = {dotted(path) for path in MODULES if path.stem not in ("__init__", "__main__")}
     for name in sorted(names):
-        members.setdefault(room_of(name), []).append(name.rpartition(".")[2])
+        members.setdefault(folder_of(name), []).append(name.rpartition(".")[2])
     pairs = (
-        (room_of(dotted(path)), room_of(target))
+        (folder_of(dotted(path)), folder_of(target))
         for path in MODULES
         for target in imports(path)
         if target in names
     )
     counts = Counter((user, used) for user, used in pairs if user != used)
     below = {name: {used for user, used in counts if user == name} for name in members}
-    level = floor_by_room(below)
+    level = layer_by_folder(below)
     rows = [
         [name for name in members if level[name] == floor]
         for floor in range(max(level.values()) + 1)
     ]
-    # A room needs no arrow to what it also reaches through another room
+    # An arrow is left out if another folder that is imported leads to the same target
     arrows = {
-        name: used - {far for near in used for far in _rooms_below(near, below)}
+        name: used - {far for near in used for far in _folders_below(near, below)}
         for name, used in below.items()
     }
     draw_house(out, [row for row in rows if row], members, arrows)
 
 
-def _rooms_below(name: str, below: dict[str, set[str]]) -> set[str]:
-    return below[name].union(*(_rooms_below(other, below) for other in below[name]))
+def _folders_below(name: str, below: dict[str, set[str]]) -> set[str]:
+    return below[name].union(*(_folders_below(other, below) for other in below[name]))
 
 
 def draw_house(

@@ -1,5 +1,6 @@
-"""A masked autoencoder (He et al. 2022) as an objective: from a quarter of the tokens it predicts the
-signal of the others. `omnilead pretrain --config cmsc --set objective.method=mae.py:Mae ...`
+"""Define a masked autoencoder (He et al. 2022) as an objective of pre-training: from a quarter of the tokens
+it predicts the signal of the other tokens.
+`omnilead pretrain --config cmsc --set objective.method=mae.py:Mae ...`
 """
 
 import torch
@@ -9,7 +10,8 @@ from omnilead.engine.model.draws import uniform
 
 
 class Mae(nn.Module):
-    def __init__(self, encoder, share=0.25, width=64, leads=12, samples=16):  # samples in a token
+    # The encoder sees `share` of the tokens. A token stands for `samples` samples of every lead
+    def __init__(self, encoder, share=0.25, width=64, leads=12, samples=16):
         super().__init__()
         self.share, self.samples = share, samples
         self.enter, self.leave = nn.Linear(encoder.width, width), nn.Linear(width, leads * samples)

@@ -2,8 +2,9 @@
 
     python -m docs.pictures [FOLDER]
 
-All are of one synthetic ECG, which walks from an archive to shards, through random lead masking and the
-shipped encoder, to a prediction. Takes half a minute; the same version draws the same pictures.
+All pictures show one synthetic ECG. wings.svg shows its way through data_tools, engine and downstream: from
+an archive to shards, through random lead masking and the shipped encoder, to a prediction. Drawing takes
+half a minute; the same version draws the same pictures.
 """
 
 import sys
@@ -37,14 +38,17 @@ from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.config import HALF
 
 DOCS = Path(__file__).parent
-# classes of the synthetic archive that a linear classifier is fitted to
+# The diagnoses of the synthetic archive that a linear classifier is fitted to
 CLASSES = ("AF", "RBBB", "LBBB")
 RECORD, SHOWN_CLASS = "syn3_HR00024", "RBBB"
-PX_PER_INCH, COLOURS = 84, 48  # of a .png, which README shows at half its width
+# Resolution, and number of colours, of a .png. It has twice this resolution, because README shows it at
+# half its width
+PX_PER_INCH, COLOURS = 84, 48
 
-# The picture of the wings, in pixels
+# Sizes of wings.svg in pixels: width of the picture, height of each wing's row, margin at the top
 WIDTH, ROW, TOP = 760, 132, 12
-LEFT_X, RIGHT_X, DRAWN, TALL = 206, 514, 228, 84  # place and size of the two drawings of a wing
+# x of the two drawings in a wing's row, and their width and height
+LEFT_X, RIGHT_X, DRAWN, TALL = 206, 514, 228, 84
 WINGS = (
     ("data_tools", "an archive becomes", "checked shards", "shard"),
     ("engine", "shards train", "an encoder", "pretrain"),
@@ -91,8 +95,8 @@ def run_omnilead(*words: str) -> None:
 
 
 def make_dataset_row_and_model(folder: Path) -> tuple[Dataset, int, Any]:
-    """Returns a synthetic dataset, the row of the ECG that is drawn, and `small` with a linear
-    classifier."""
+    """Returns (a synthetic dataset, the row of the ECG to draw, the encoder `small` with a linear
+    classifier)."""
     archive, dataset, labels = folder / "archive", folder / "dataset", folder / "labels"
     run_omnilead("synth", str(archive), "--patients", "600", "--seed", "3")
     run_omnilead("shard", str(archive), "--out", str(dataset), "--plan", "all", "--workers", "1")
@@ -111,14 +115,14 @@ def save_png(figure: Figure, path: Path) -> None:
 
 
 def save_small(image: Image.Image, path: Path) -> None:
-    """Saves an image at most 1,100 pixels wide, in few colours."""
+    """Saves an image as a small file: at most 1,100 pixels wide, with COLOURS colours."""
     rgb = image.convert("RGB")
     rgb.thumbnail((1100, 1100), Image.Resampling.LANCZOS)
     rgb.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def draw_views(halves_BSLT: Array) -> Figure:
-    """Draws the first 5 s as they are and under three augmentations."""
+    """Returns a figure with the first 5 s of an ECG, as recorded and under three augmentations."""
     page = Figure(figsize=(12, 4.6), facecolor="white", layout="constrained")
     panels: Any = page.subplots(1, 4)
     configs = {
@@ -137,7 +141,8 @@ def draw_views(halves_BSLT: Array) -> Figure:
 def draw_wings(
     ecg: Ecg, halves_BSLT: Array, crc32c: str, embedding: Array, prediction: dict[str, float]
 ) -> str:
-    """Draws the wings as SVG."""
+    """Returns wings.svg: a row for each of data_tools, engine and downstream, with two drawings and the
+    command that leads from one to the other."""
     masked, draws = augmented_halves_and_params(halves_BSLT, AugmentConfig())
     hidden = ~draws["keep"][0, 0, :, 0].astype(bool)
     height = TOP * 2 + ROW * len(WINGS)
@@ -148,9 +153,9 @@ def draw_wings(
         f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
     ]
     drawings = (
-        (draw_paper(ecg.signal_mv), draw_stack(ecg.signal_mv)),
+        (draw_ecg_paper(ecg.signal_mv), draw_crop_stack(ecg.signal_mv)),
         (draw_leads(masked[0, 0], hidden), draw_encoder()),
-        (draw_cells(embedding), draw_bars(prediction)),
+        (draw_embedding(embedding), draw_prediction(prediction)),
     )
     captions = (
         ("an ECG as it was recorded", f"a crop in a shard, crc32c {crc32c}"),
@@ -183,8 +188,8 @@ def _text_svg(x: float, y: float, words: str, kind: str = "", anchor: str = "sta
 def draw_trace(
     mv_T: Array, x: float, y: float, width: float, px_per_mv: float, kind: str = "ecg"
 ) -> str:
-    """Draws a lead as a path: the highest or lowest of each few samples, so that no spike is
-    lost."""
+    """Returns a lead as an SVG path. Each pixel of its width shows the sample of largest amplitude in its
+    interval, so that no spike is lost."""
     groups = np.array_split(mv_T - np.median(mv_T), int(width))
     values = [group[np.abs(group).argmax()] for group in groups]
     step = width / len(values)
@@ -192,7 +197,8 @@ def draw_trace(
     return f'<path class="{kind}" d="M{"L".join(points)}"/>'
 
 
-def draw_paper(signal_LT: Array) -> str:
+def draw_ecg_paper(signal_LT: Array) -> str:
+    """Returns leads II and V1 on ECG paper as SVG."""
     grid = "".join(f"M{x} 0v{TALL}" for x in range(12, DRAWN, 12))
     grid += "".join(f"M0 {y}h{DRAWN}" for y in range(12, TALL, 12))
     lines = [
@@ -205,8 +211,8 @@ def draw_paper(signal_LT: Array) -> str:
     return "".join(lines)
 
 
-def draw_stack(signal_LT: Array) -> str:
-    """Draws a crop in front of others."""
+def draw_crop_stack(signal_LT: Array) -> str:
+    """Returns a shard as SVG: a crop in front of other crops."""
     behind = [
         f'<rect class="box" x="{shift}" y="{8 - shift}" width="{DRAWN - 16}" height="{TALL - 8}" rx="3"/>'
         for shift in (12, 6, 0)
@@ -220,7 +226,7 @@ def draw_stack(signal_LT: Array) -> str:
 def draw_leads(
     signal_LT: Array, hidden_L: Array, height: float = TALL, width: float = DRAWN
 ) -> str:
-    """Draws twelve leads, one below the other; hidden ones are grey lines."""
+    """Returns twelve leads as SVG, one below the other. Hidden leads are drawn grey."""
     step = height / 12
     lines = []
     for lead in range(12):
@@ -230,7 +236,8 @@ def draw_leads(
 
 
 def draw_encoder() -> str:
-    """Draws convolutions, ever shorter, and layers of a transformer."""
+    """Returns the encoder as SVG: four convolutional layers, each shorter than the one before, and the
+    layers of a transformer."""
     parts: list[tuple[float, float, int, int]]
     parts = [(22 * place, 7 * place, 14, TALL - 14 * place) for place in range(4)]
     parts += [(102 + 21 * place, TALL / 2 - 30, 14, 60) for place in range(6)]
@@ -240,9 +247,9 @@ def draw_encoder() -> str:
     )
 
 
-def draw_cells(embedding_E: Array) -> str:
-    """Draws each number as a square, the larger the stronger: orange above its median, blue
-    below."""
+def draw_embedding(embedding_E: Array) -> str:
+    """Returns an embedding as SVG, with a square for each number: orange if it is above the median of all
+    numbers, else blue, and the more opaque the further it is from the median."""
     columns = 27
     size = DRAWN / columns
     centred = (embedding_E - np.median(embedding_E)) / np.quantile(np.abs(embedding_E), 0.95)
@@ -255,7 +262,8 @@ def draw_cells(embedding_E: Array) -> str:
     return "".join(squares)
 
 
-def draw_bars(prediction: dict[str, float]) -> str:
+def draw_prediction(prediction: dict[str, float]) -> str:
+    """Returns a prediction as SVG, with a bar for each class."""
     lines = []
     for place, (name, probability) in enumerate(prediction.items()):
         y = 8 + 26 * place

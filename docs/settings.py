@@ -1,5 +1,5 @@
-"""Write docs/settings.md: every setting, with its default, its values and the comment beside it in
-the code.
+"""Write docs/settings.md, with every setting, its default, its possible values, and the comment that it has
+in the code.
 
 python -m docs.settings [FILE.md]
 """
@@ -31,7 +31,10 @@ SECTIONS = {
     "encoder": "how the encoder is fine-tuned",
     "task": "what is predicted, from which labels",
 }
-KINDS: dict[str, type[RunConfig]] = {"Pre-training": Config, "Fine-tuning": FinetuneConfig}
+CONFIG_OF_TITLE: dict[str, type[RunConfig]] = {
+    "Pre-training": Config,
+    "Fine-tuning": FinetuneConfig,
+}
 TYPE_WORDS = {
     "boolean": "true, false",
     "integer": "integer",
@@ -39,7 +42,8 @@ TYPE_WORDS = {
     "string": "text",
     "null": "null",
 }
-HUGE_BOUND = 10_000  # a bound that only keeps nonsense out is not shown
+# A limit of a setting that is at least this large only excludes nonsense, and is not shown
+HUGE_BOUND = 10_000
 BOUND_WORDS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
@@ -49,7 +53,7 @@ BOUND_WORDS = {
 
 
 def allowed_values(schema: dict[str, Any]) -> str:
-    """Says what a setting may be, from its JSON schema."""
+    """Returns as text which values a setting may have, according to its JSON schema."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(allowed_values, schema["anyOf"])))
     if "const" in schema or "enum" in schema:
@@ -75,8 +79,8 @@ def allowed_values(schema: dict[str, Any]) -> str:
 
 
 def setting_rows(kind: type[RunConfig], known: set[str]) -> Iterator[tuple[str, str]]:
-    """Yields each setting with its row, of sections that are not `known` yet, and adds these to
-    `known`."""
+    """Yields (setting, row of the table) for each setting of a config. Sections in `known` are left out;
+    the others are added to `known`."""
     schema = described_schema(kind)
     defaults = flatten(kind().tree())
 
@@ -103,7 +107,7 @@ def setting_rows(kind: type[RunConfig], known: set[str]) -> Iterator[tuple[str, 
 def page_text() -> str:
     known: set[str] = set()
     pages = [INTRO]
-    for title, kind in KINDS.items():
+    for title, kind in CONFIG_OF_TITLE.items():
         fields = kind.model_fields
         same = [
             name for name in fields if getattr(fields[name].annotation, "__name__", "") in known

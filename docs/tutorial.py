@@ -21,13 +21,14 @@ from omnilead.__main__ import main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.spreadsheet import csv_text
 
-PATIENTS, STEPS = 600, 150  # a hospital has thousands of patients; the paper trains for 200 epochs
+# Small numbers, for speed: a hospital has thousands of patients, and the paper trains for 200 epochs
+PATIENTS, STEPS = 600, 150
 Path("tutorial").mkdir(exist_ok=True)
 os.chdir("tutorial")
 
 
 def run(command: str) -> None:
-    """Runs a command as a shell does, but in this process."""
+    """Runs a command line like a shell, but in this Python process."""
     print(f"\n$ {command}")
     if code := main(shlex.split(command)[1:]):
         raise SystemExit(code)
@@ -45,7 +46,8 @@ kept for the paper's tests. `verify` compares every sample with the folder.
 """
 # %%
 run(f"omnilead synth archive --patients {PATIENTS} --seed 1")
-run("omnilead shard archive --out dataset --plan all --workers 1")  # in a shell: all cores
+# Without --workers, a command uses all cores
+run("omnilead shard archive --out dataset --plan all --workers 1")
 run("omnilead verify dataset --archive archive --workers 1")
 
 # %% [markdown]
@@ -99,7 +101,7 @@ exported model is the best step. `augment.rlm` masks random leads in training, s
 later be shown ECGs with fewer leads.
 """
 # %%
-first_crops = (ecg for ecg in dataset if ecg.start_s == 0)  # long records have several
+first_crops = (ecg for ecg in dataset if ecg.start_s == 0)  # one for each record
 labels = [(ecg.source, ecg.record, int("NSR" not in ecg.labels)) for ecg in first_crops]
 Path("labels.csv").write_text(csv_text([("source", "record", "abnormal"), *labels]))
 settings = {"train.steps": STEPS, "augment.rlm": 0.5}
@@ -127,9 +129,8 @@ and its embedding by the model before fine-tuning. `omnilead hub push tuned NAME
 model; `omnilead.load("hf://NAME/MODEL")` loads it.
 """
 # %%
-two_leads_mv = np.random.default_rng(0).normal(
-    0, 0.2, (2, 2500)
-)  # 10 s at 250 Hz: put your own here
+# Noise in place of an ECG of 10 s at 250 Hz: put your own ECG here
+two_leads_mv = np.random.default_rng(0).normal(0, 0.2, (2, 2500))
 print("prediction:", tuned.model().predict(two_leads_mv, fs_hz=250, leads=["II", "V1"], unit="mV"))
 print(
     "embedding:",

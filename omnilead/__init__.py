@@ -39,8 +39,9 @@ __version__ = "0.1.0"
 if not Path(__path__[0], "engine").is_dir():
     __path__.append(str(Path(__path__[0]).parent))
 
-# Where each name comes from. Imported on first use: PyTorch takes seconds
-MODULES = {
+# The module that defines each public name. It is imported only when the name is first used, because
+# importing PyTorch takes seconds
+MODULE_OF_NAME = {
     "Dataset": "omnilead.data_tools.dataset",
     "bench": "omnilead.downstream.bench",
     "embed": "omnilead.downstream.embed",
@@ -57,21 +58,21 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in MODULES:
+    if name not in MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from omnilead.data_tools.io.commands import shorten_busy_loops
 
     shorten_busy_loops()
-    found = getattr(importlib.import_module(MODULES[name]), name)
+    found = getattr(importlib.import_module(MODULE_OF_NAME[name]), name)
     if not isinstance(found, type):
-        found = _in_python(found)
+        found = _as_python_function(found)
     globals()[name] = found
     return found
 
 
-def _in_python(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, but its arguments are checked as those of the command, and its errors name
-    arguments instead of options."""
+def _as_python_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does the same as a command's function, but checks its arguments as the command
+    line checks options, and raises errors that name arguments instead of options."""
     from omnilead.__main__ import after_training
     from omnilead.data_tools.io.errors import naming_arguments
     from omnilead.data_tools.io.options import check_values
@@ -84,10 +85,10 @@ def _in_python(function: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs = {"after": after_training(), **kwargs}
             return function(*args, **kwargs)
 
-    call.__module__, call.__qualname__ = __name__, function.__name__  # as pickle finds it
+    call.__module__, call.__qualname__ = __name__, function.__name__  # so that pickle finds it
     return call
 
 
 def __dir__() -> list[str]:
-    """What is meant to be used; the rest is imported from where it is."""
-    return sorted([*MODULES, "__doc__", "__version__"])
+    """List the public names. Anything else is imported from the module that defines it."""
+    return sorted([*MODULE_OF_NAME, "__doc__", "__version__"])

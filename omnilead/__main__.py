@@ -23,7 +23,8 @@ from omnilead.engine.settings.commandline import exit_process, handle_interrupts
 if TYPE_CHECKING:
     from omnilead.engine.run import AfterTraining
 
-COMMANDS = {  # name: (module with main(arguments), what it does)
+# {command: (the module whose main(arguments) runs it, what it does)}
+COMMANDS = {
     "shard": ("omnilead.data_tools.shard", "make a dataset from archives or files"),
     "verify": ("omnilead.data_tools.verify", "check every byte of a dataset"),
     "show": ("omnilead.data_tools.show", "print or draw a dataset, a crop or a record"),
@@ -51,7 +52,8 @@ COMMANDS = {  # name: (module with main(arguments), what it does)
     ),
     "hub": ("omnilead.downstream.hub", "share a model on the Hugging Face Hub, or fetch one"),
 }
-HEADINGS = {  # in the help, before the first command of each group
+# {command: the heading that the help shows above it}, for the first command of each group
+HEADINGS = {
     "shard": "make a dataset",
     "embed": "use a model",
     "pretrain": "train",
@@ -61,7 +63,8 @@ HEADINGS = {  # in the help, before the first command of each group
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Imports only the module of the chosen command, so that --help does not wait for PyTorch."""
+    """Runs the chosen command and returns its exit code. Only the command's own module is imported, so that
+    --help does not wait for PyTorch."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     about = {"description": __doc__, "epilog": listed_commands()}
     parser = Parser("omnilead", **about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, handed = parser.parse_args(given[:1]).command, {}
     module = COMMANDS[command][0]
     if command == "show" and any(word.partition("=")[0] == "--why" for word in given):
-        module = "omnilead.downstream.reports.why"  # data_tools knows no models
+        module = "omnilead.downstream.reports.why"  # data_tools cannot load models, as --why needs
     if command in ("pretrain", "status") and (after := after_training()):
         handed["after"] = after
     shorten_busy_loops()
@@ -81,8 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def after_training() -> "AfterTraining | None":
-    """What the engine, which does not import downstream, is handed for the end of a training. Without
-    downstream/ a run has a model, but neither model card nor report."""
+    """Return the functions that the engine calls at the end of a training, to write a model card and a
+    report. They are handed over, because the engine does not import downstream. Without downstream/,
+    return None."""
     if not importlib.util.find_spec("omnilead.downstream"):
         tell("note: without omnilead.downstream a run gets no model card and no report.html")
         return None
@@ -92,6 +96,7 @@ def after_training() -> "AfterTraining | None":
 
 
 def listed_commands() -> str:
+    """Return the list of commands for the help, under their headings."""
     lines = []
     for name, (_, text) in COMMANDS.items():
         if name in HEADINGS:
@@ -101,6 +106,7 @@ def listed_commands() -> str:
 
 
 def script() -> NoReturn:
+    """Run the command of the process's own arguments, and exit with its code."""
     name = sys.argv[1] if sys.argv[1:2] and sys.argv[1] in COMMANDS else ""
     handle_interrupts(f"omnilead {name}".rstrip())
     code = main()

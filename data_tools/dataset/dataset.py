@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from ..ecg.constants import CROP_BYTES, CROP_SHAPE, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
-from ..ecg.pseudonyms import key_mark
+from ..ecg.pseudonyms import key_fingerprint
 from ..io.errors import (
     MISSING_FILE,
     ChunkError,
@@ -242,7 +242,7 @@ class Dataset:
     def name_mark(self) -> str | None:
         """Returns a text that identifies the key of the dataset's pseudonyms without disclosing it. In a
         dataset without pseudonyms, the text identifies name_key; it is None if there is none."""
-        return self.facts.pseudonyms or key_mark(self.name_key)
+        return self.facts.pseudonyms or key_fingerprint(self.name_key)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Returns the rows of samples.parquet in shard order. Local files are memory-mapped; only the given

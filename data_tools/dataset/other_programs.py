@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from ..ecg.constants import ABBREVIATIONS as CLASSES
 from ..ecg.constants import CROP, CROP_SHAPE, FS_HZ
 from ..ecg.record_names import match_records
-from ..ecg.record_tables import RESERVED, missing_words, read_table
+from ..ecg.record_tables import RESERVED_COLUMNS, missing_words, read_table
 from ..io.errors import DataError, DatasetError, Flag, naming_arguments, one_line
 from ..io.terminal import tell
 
@@ -106,7 +106,7 @@ def _own_labels(dataset: Any, names: Sequence[str]) -> np.ndarray:
 def _labels_in_table(dataset: Any, url: str) -> np.ndarray:
     """Returns labels [crops, K] from a table: one for each column whose name is not reserved."""
     cells = read_table(url)
-    names = [name for name in cells.column_names if name not in RESERVED]
+    names = [name for name in cells.column_names if name not in RESERVED_COLUMNS]
     for name in names:
         words = missing_words(cells[name])
         if count := pc.sum(words).as_py():

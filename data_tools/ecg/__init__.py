@@ -1,1 +1,1 @@
-"""One ECG: its leads and units as stored, its resampling, and the crops made of it."""
+"""Handle one ECG: its leads and units as stored, its resampling, and the crops that are cut from it."""

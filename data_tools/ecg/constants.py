@@ -1,24 +1,26 @@
-"""Constants of every ECG of a dataset: twelve leads, crops of 10 s, flags, and classes of diagnoses."""
+"""Constants that hold for every ECG of a dataset: its leads, the size of crops, flags, and classes of
+diagnoses."""
 
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 FS_HZ = 500
-CROP, HALF = 5000, 2500  # samples: 10 s, 5 s
+CROP, HALF = 5000, 2500  # samples of a crop (10 s) and of half a crop (5 s)
 CROP_SHAPE = (len(LEADS), CROP)
-CROP_BYTES = 2 * len(LEADS) * CROP  # int16
+CROP_BYTES = 2 * len(LEADS) * CROP  # a sample is an int16
 
-# hospitals' file formats, also their `source`
+# The file formats of hospitals. The `source` of such a record is the name of its format
 VENDORS = ("muse-xml", "dicom", "philips-xml", "cardiosoft-xml", "hl7-aecg", "scp-ecg", "edf")
 
-# What tables have in cells without a value, in lower case; as a class some of them may be meant
+# Words, in lower case, that tables have in cells without a value. Some of them may also be meant as
+# the name of a class
 _MAYBE_MISSING = """
 na n/a n.a. #na #n/a <na> nan -nan nat null none nil unknown missing ? - .
 """
 MAYBE_MISSING = frozenset(_MAYBE_MISSING.split())
 
-# Before the name of a synthetic database: nothing made from it can pass for the real one
+# Prefix of the name of a synthetic database, so that nothing made from it can pass for the real one
 SYNTHETIC = "synthetic-"
 
-# Archives that anybody can download, and their licence: names of their records are no secret
+# The licence of each archive that anybody can download. The names of its records are no secret
 PUBLIC = {
     "chapman_shaoxing": "CC-BY-4.0",
     "code15": "CC-BY-4.0",
@@ -32,16 +34,17 @@ PUBLIC = {
     "ptb-xl": "CC-BY-4.0",
     "st_petersburg_incart": "CC-BY-4.0",
 }
-# Archives that name their patients; in the others, an id is from a table of the user's own
+# The public archives whose own files have patient ids. Patient ids of other archives come from a
+# table that the user gives
 PUBLIC_PATIENTS = ("code15", "mimic-iv-ecg", "ptb-xl")
 
-# The flag of the crops of a record whose source warns of an implausible amplitude
+# The flag of all crops of a record with an implausible amplitude
 IMPLAUSIBLE = "implausible"
-# All flags of crops (data_tools.ecg.crops); `flat` stands for flat:I, flat:II, ...
+# All flags of crops, explained in data_tools.ecg.crops. `flat` stands for the flags flat:I, flat:II, ...
 CROP_FLAGS = ("flat", "saturated", "large", "zeros", "einthoven", IMPLAUSIBLE)
 
 # The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv:
-# abbreviation and SNOMED CT codes that are scored as this diagnosis
+# the abbreviation of each, and the SNOMED CT codes that are scored as this diagnosis
 _CLASSES = """
 AF 164889003, AFL 164890007, BBB 6374002, Brady 426627000, LBBB 733534002 164909002,
 RBBB 713427006 59118001, IAVB 270492004, IRBBB 713426002, LAD 39732003, LAnFB 445118002,

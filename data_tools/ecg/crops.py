@@ -29,15 +29,22 @@ from .record import LEADS, MV_PER_UNIT, EcgRecord, lead_rows, unit_name
 from .resampling import FS_HZ, KAISER_BETA, TAPS_PER_PHASE, rate_ratio, resample
 
 LEADS_IN_ORDER = {lead: lead for lead in range(len(LEADS))}
-MAX_UV = 32_767
-MAX_MV = 1e9  # clipping limit; larger values would overflow in the filter
+MAX_UV = 32_767  # samples beyond it are clipped, and their crop gets the flag `saturated`
+# Floating-point samples are clipped to this before resampling, because larger ones would overflow
+# in the filter
+MAX_MV = 1e9
 LARGE_UV, EINTHOVEN_UV = 20_000, 20
-ZERO_RUN = 250  # samples in all leads; at most 2 in 3,585 ECGs of the Challenge's databases
-# Median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
+# So many samples in a row that are 0 in all leads set the flag `zeros`. In 3,585 ECGs of the
+# Challenge's databases, the longest such run had 2 samples
+ZERO_RUN = 250
+# Limits for the typical amplitude of an ECG: the median, over its leads and seconds, of the range of
+# the samples within one second. It was 340 to 3,440 in 1,800 ECGs
 PLAUSIBLE_UV = (100, 4000)
-IMPLAUSIBLE_AMPLITUDE = "implausible amplitude"  # the warning about such a record
-# Twice (derived - stored) for III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF; doubled to
-# avoid halves
+# The reason, in `EcgRecord.warnings`, of a record with an amplitude outside PLAUSIBLE_UV
+IMPLAUSIBLE_AMPLITUDE = "implausible amplitude"
+# Multiplied by the stored limb leads I, II, III, aVR, aVL and aVF, this matrix gives, for III, aVR,
+# aVL and aVF, the value derived from I and II minus the stored value. All is doubled, so that the
+# factors are whole numbers
 _TWICE_RESIDUAL = np.array(
     [[-2, 2, -2, 0, 0, 0], [-1, -1, 0, -2, 0, 0], [2, -1, 0, 0, -2, 0], [-1, 2, 0, 0, 0, -2]],
     np.float32,
@@ -70,40 +77,41 @@ class Crop:
 
 
 class StoredCrops(Protocol):
-    """Crops of a record that were prepared before. They are copied."""
+    """The crops of a record of an existing dataset: they are copied instead of made anew."""
 
     count: int
 
     def read(self, index: int, out: np.ndarray) -> Crop:
-        """Write crop `index` into `out`."""
+        """Write the samples of crop `index` into `out` and return its metadata."""
 
 
-def samples_at_500(samples: int, fs_hz: float) -> int:
+def samples_at_500_hz(samples: int, fs_hz: float) -> int:
+    """Return how many samples a signal has after resampling to 500 Hz."""
     up, down = rate_ratio(fs_hz)
     return -(-samples * up // down)
 
 
 def crop_count(samples: int, fs_hz: float) -> int:
-    """The number of crops in a record; a remainder under 5 s gives none."""
-    full, rest = divmod(samples_at_500(samples, fs_hz), CROP)
+    """Return how many crops of 10 s a signal gives; a remainder of 5 s or more gives one more."""
+    full, rest = divmod(samples_at_500_hz(samples, fs_hz), CROP)
     return full + (rest >= HALF)
 
 
 def record_crop_count(record: EcgRecord) -> int:
-    """The number of crops that a record may have."""
+    """Return how many crops a record gives, including those that may be refused later."""
     if record.stored:
         return int(record.stored.count)
     return crop_count(record.signal.shape[1], record.fs_hz)
 
 
 def dropped_samples(samples: int, fs_hz: float) -> int:
-    """Samples at 500 Hz at the end of a record that are in no crop."""
-    return samples_at_500(samples, fs_hz) % CROP % HALF
+    """Return how many samples at 500 Hz, at the end of a record, are in no crop."""
+    return samples_at_500_hz(samples, fs_hz) % CROP % HALF
 
 
 def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
-    """Write crop `index` of the record into `out` [12, 5000] int16; a crop without a valid lead is
-    refused."""
+    """Write crop `index` of the record into `out` [12, 5000] int16 and return its metadata. Raise a
+    ReadError if no lead of the crop is valid."""
     if record.stored:
         stored: Crop = record.stored.read(index, out)
         return stored
@@ -132,28 +140,33 @@ def _no_valid_lead_reason(record: EcgRecord, missing_L: np.ndarray, flat: int) -
 
 
 def crop_flags(record: EcgRecord, crop: Crop) -> tuple[str, ...]:
-    """The flags of a crop, and that of its record."""
+    """Return the flags of a crop, with `implausible` added if its record has that warning."""
     if any(reason == IMPLAUSIBLE_AMPLITUDE for reason, _ in record.warnings):
         return (*crop.flags, IMPLAUSIBLE)
     return crop.flags
 
 
-def microvolts(record: EcgRecord) -> np.ndarray:
-    """The signal of a record without baseline, NaN where it was not measured."""
+def signal_in_microvolts(record: EcgRecord) -> np.ndarray:
+    """Return the signal of a record in microvolts, NaN where it was not measured. The baseline is not
+    subtracted."""
     values = record.signal.astype(np.float64)
     there = np.isfinite(values) if record.invalid is None else record.signal != record.invalid
     return np.where(there, values * _uv_per_step(record), np.nan)
 
 
 def _uv_per_step(record: EcgRecord) -> np.ndarray:
-    """Returns microvolts per step: a column with a number for each lead, or one number for all."""
+    """Returns how many microvolts one step of the signal is: a column with a number for each lead, or
+    one number for all leads."""
     per_mv = np.asarray(record.gain, np.float64).reshape(-1, 1)
     return np.asarray(1000 * MV_PER_UNIT[unit_name(record.unit)] / per_mv)
 
 
-def amplitude_doubt(signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | None = None) -> str:
-    """Says what is implausible about the amplitude of an ECG [leads, samples], NaN where it was not
-    measured, in microvolts or in steps; "" if nothing is. Leads that never change do not count."""
+def implausible_amplitude_text(
+    signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | None = None
+) -> str:
+    """Returns the typical amplitude of an ECG as text if it is implausible, else "". `signal` is
+    [leads, samples], NaN where it was not measured, in microvolts or, with `uv_per_step`, in steps.
+    Leads that never change do not count."""
     second = int(fs_hz)
     ranges = _peak_to_peak(
         signal[:, : signal.shape[1] // second * second].reshape(len(signal), -1, second)
@@ -169,25 +182,30 @@ def amplitude_doubt(signal: np.ndarray, fs_hz: float, uv_per_step: np.ndarray | 
 
 
 def _peak_to_peak(signal: np.ndarray) -> np.ndarray:
-    """Returns the range of the samples along the last axis, in float64: int16 would overflow."""
+    """Returns maximum minus minimum along the last axis, in float64, because int16 would overflow."""
     high, low = np.fmax.reduce(signal, -1), np.fmin.reduce(signal, -1)
     return np.asarray(np.subtract(high, low, dtype=np.float64))
 
 
-def with_amplitude_doubt(record: EcgRecord) -> EcgRecord:
-    """The record, with a warning if its amplitude is implausible."""
+def with_amplitude_warning(record: EcgRecord) -> EcgRecord:
+    """Return the record, with a warning added if its amplitude is implausible."""
     if record.stored or any(reason == IMPLAUSIBLE_AMPLITUDE for reason, _ in record.warnings):
         return record
     try:
         rows = list(lead_rows(record.leads).values())
         with np.errstate(all="ignore"):
             if record.signal.dtype.kind == "f" or bool((record.signal == record.invalid).any()):
-                doubt = amplitude_doubt(microvolts(record)[rows], record.fs_hz)
-            else:  # in steps: ten times as fast, and nearly all records are so
+                doubt = implausible_amplitude_text(signal_in_microvolts(record)[rows], record.fs_hz)
+            else:
+                # Nearly all records are whole numbers without gaps. Measuring these in steps, without
+                # converting the signal to microvolts, is ten times as fast
                 uv_per_step = np.broadcast_to(_uv_per_step(record), (len(record.leads), 1))
-                doubt = amplitude_doubt(record.signal[rows], record.fs_hz, uv_per_step[rows])
+                doubt = implausible_amplitude_text(
+                    record.signal[rows], record.fs_hz, uv_per_step[rows]
+                )
     except (ReadError, ArithmeticError, TypeError, ValueError):
-        return record  # converting it will fail and say why
+        # The same error will occur when the crops are made, and will be reported then
+        return record
     if not doubt:
         return record
     warning = IMPLAUSIBLE_AMPLITUDE, f"{doubt}: are unit and gain right?"
@@ -195,10 +213,8 @@ def with_amplitude_doubt(record: EcgRecord) -> EcgRecord:
 
 
 def _sample_flags(body: np.ndarray, missing: list[bool]) -> list[str]:
-    low, high = (
-        body.min(axis=1).tolist(),
-        body.max(axis=1).tolist(),
-    )  # for twelve numbers, Python is faster than numpy
+    # As lists, because for twelve numbers Python is faster than numpy
+    low, high = body.min(axis=1).tolist(), body.max(axis=1).tolist()
     flags = [
         f"flat:{lead}"
         for lead, a, b, gone in zip(LEADS, low, high, missing, strict=True)
@@ -210,10 +226,9 @@ def _sample_flags(body: np.ndarray, missing: list[bool]) -> list[str]:
         body, [lead for lead, (a, b) in enumerate(zip(low, high, strict=True)) if a != b]
     ):
         flags.append("zeros")
-    if not any(missing[:2]):  # the other limb leads can be derived from I and II
-        twice_residual = _TWICE_RESIDUAL @ body[:6].astype(
-            np.float32
-        )  # whole numbers below 2**24: exact
+    if not any(missing[:2]):  # with I and II, the other limb leads can be derived and compared
+        # float32 is exact here, because all numbers are whole and below 2**24
+        twice_residual = _TWICE_RESIDUAL @ body[:6].astype(np.float32)
         if any(missing[2:6]):
             twice_residual[missing[2:6]] = 0
         if max(twice_residual.max(), -twice_residual.min()) > 2 * EINTHOVEN_UV:
@@ -222,8 +237,9 @@ def _sample_flags(body: np.ndarray, missing: list[bool]) -> list[str]:
 
 
 def _has_zeros(body: np.ndarray, changing: list[int]) -> bool:
-    """True if the leads that change are zero for ZERO_RUN samples in a row. So many include one whose number is a
-    multiple of ZEROS; to look at these first saves time."""
+    """True if the leads that change are zero for ZERO_RUN samples in a row."""
+    # Any run of ZERO_RUN samples includes one whose index is a multiple of ZERO_RUN. Testing only
+    # these samples first saves time
     if body[:, ::ZERO_RUN][changing].any(axis=0).all():
         return False
     signal = body[changing].any(axis=0)
@@ -234,15 +250,15 @@ def _has_zeros(body: np.ndarray, changing: list[int]) -> bool:
 def fill_crop(
     record: EcgRecord, index: int, out: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Write crop `index` into `out`. Returns the part of `out` with signal, a mask of the missing
-    leads, and flags."""
-    length = samples_at_500(record.signal.shape[1], record.fs_hz)
+    """Write crop `index` of the record into `out`. Return (the part of `out` with signal, a mask of
+    the missing leads, the flag `saturated` if samples were clipped)."""
+    length = samples_at_500_hz(record.signal.shape[1], record.fs_hz)
     start = index * CROP
     stop = min(start + CROP, length)
-    if stop - start < CROP:  # a remainder gives its first five seconds
+    if stop - start < CROP:  # of a remainder under 10 s, the crop has the first 5 s
         stop = start + HALF
     if stop > length or start < 0:
-        raise ReadError("too short", f"no crop {index} in {length / FS_HZ:g} s")
+        raise ReadError("too short", f"a record of {length / FS_HZ:g} s has no crop {index}")
     rows = lead_rows(tuple(record.leads))
     flags: list[str] = []
     out[:, stop - start :] = 0
@@ -253,15 +269,18 @@ def fill_crop(
             missing = body.min(axis=1) == -MAX_UV - 1
         else:
             missing, flags = _convert_samples(record, rows, start, body)
-    except (ArithmeticError, TypeError, ValueError) as error:  # a user's source may return anything
-        raise ReadError("unreadable record", f"{type(error).__name__} in its conversion") from None
+    except (ArithmeticError, TypeError, ValueError) as error:
+        # A source class written by a user may return fields of any kind
+        raise ReadError(
+            "unreadable record", f"its conversion to microvolts failed with {type(error).__name__}"
+        ) from None
     body[missing] = 0
     return body, missing, flags
 
 
 def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
-    """True if the samples can be copied: 12 leads in order, 500 Hz, whole microvolts, no
-    baseline."""
+    """True if the samples can be copied without conversion: 12 leads in order, 500 Hz, whole
+    microvolts, no baseline."""
     if (
         record.signal.dtype != np.int16
         or rate_ratio(record.fs_hz) != (1, 1)
@@ -278,7 +297,7 @@ def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
 
 
 def _is_all(value: tuple[float, ...] | float, expected: float) -> bool:
-    if isinstance(value, tuple):  # for a tuple numpy is slower by 1.5 us a crop
+    if isinstance(value, tuple):  # numpy would convert the tuple, which takes 1.5 us a crop longer
         return value == (expected,) * len(value)
     return bool(np.equal(value, expected).all())
 
@@ -286,12 +305,12 @@ def _is_all(value: tuple[float, ...] | float, expected: float) -> bool:
 def _convert_samples(
     record: EcgRecord, rows: Mapping[int, int], start: int, body: np.ndarray
 ) -> tuple[np.ndarray, list[str]]:
-    """Convert numbers of any type, lead order and rate, from only the samples that this crop
-    needs."""
+    """Convert a signal of any number type, lead order and sampling rate into `body`, reading only the
+    samples that this crop needs. Return (a mask of the missing leads, flags)."""
     leads, taken = list(rows), list(rows.values())
     first, last, lead_in = _source_range_and_lead_in(record, start, body.shape[1])
     values, invalid = millivolts_and_unmeasured(record, taken, first, last)
-    if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz counts as 500 Hz
+    if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # the ratio of 500.001 Hz, too, is (1, 1)
         values = resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
     values *= 1000.0
     np.rint(values, out=values)
@@ -306,21 +325,21 @@ def _convert_samples(
 def millivolts_and_unmeasured(
     record: EcgRecord, taken: list[int], first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns samples first to last of these rows, 0 where not measured, and a mask of the
-    unmeasured ones."""
+    """Returns (the samples [first, last) of the rows `taken` in millivolts, 0 where not measured;
+    a mask of the samples that were not measured)."""
     shape = len(record.leads)
     gain = np.full(shape, record.gain, np.float64)
     baseline = np.full(shape, record.baseline, np.float64)
     if not ((gain > 0).all() and np.isfinite([gain, baseline]).all()):
         raise ReadError("gain", f"{record.gain}"[:60])
     is_float = record.signal.dtype.kind == "f"
-    with np.errstate(invalid="ignore"):  # damaged files can have signalling NaNs
+    with np.errstate(invalid="ignore"):  # signalling NaNs, which damaged files can have, would warn
         values = record.signal[taken, first:last].astype(np.float64)
     invalid = ~np.isfinite(values) if is_float else np.zeros(values.shape, bool)
     if record.invalid is not None:
         invalid |= values == record.invalid
     values[invalid] = 0.0
-    with np.errstate(over="ignore"):  # absurd values are clipped below
+    with np.errstate(over="ignore"):  # values that overflow here are clipped below
         if baseline.any() or (gain != 1.0).any():
             values -= baseline[taken, None]
             values /= gain[taken, None]
@@ -332,17 +351,18 @@ def millivolts_and_unmeasured(
 
 
 def _source_range_and_lead_in(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
-    """The source range for output samples [start, start + length), and how many outputs precede
-    `start` after resampling it.
+    """Return (first, last, lead_in) for the samples [start, start + length) at 500 Hz: the source
+    samples [first, last) are to be resampled, and the first `lead_in` samples of the result are to
+    be dropped, as they lie before `start`.
 
-    The range begins at a multiple of `down`, so every output has the same filter phase and input
-    samples as when the whole record is resampled: a crop does not depend on how the record is
-    cut."""
+    `first` is a multiple of `down`, so every sample has the same filter phase and input as when the
+    whole record is resampled: a crop does not depend on how the record is cut."""
     samples = record.signal.shape[1]
     up, down = rate_ratio(record.fs_hz)
     if up == down:
         return start, start + length, 0
-    margin = -(-TAPS_PER_PHASE * max(up, down) // up) + 1  # the filter's reach in source samples
+    # How many source samples the filter reads on each side of an output sample
+    margin = -(-TAPS_PER_PHASE * max(up, down) // up) + 1
     block = max(0, start * down // up - margin) // down
     last = min(samples, -(-(start + length) * down // up) + margin)
     return block * down, last, start - block * up

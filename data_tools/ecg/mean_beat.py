@@ -1,6 +1,6 @@
-"""Describes an ECG without any training: the median beat of its leads, its size and its rhythm.
+"""Describe an ECG without any training: its median beat, the size of that beat, and the rhythm.
 
-    mean_beats(x_RLT)        # [R, 12 * BEAT + 8]: a baseline for frozen embeddings
+    mean_beats(x_RLT)        # [R, 12 * BEAT_SAMPLES + 8]: a baseline for frozen embeddings
     measurements(x_RLT)      # [R, len(MEASUREMENTS)]: what the read-out `rhythm` adds to an embedding
     rate_and_axis(x_LT)      # "63/min, QRS axis 45\u00b0": what `omnilead show` writes
 
@@ -23,11 +23,11 @@ from .constants import LEADS
 from .resampling import FS_HZ
 
 DECIMATION = FS_HZ // 100
-BEFORE_R, AFTER_R = 25, 45  # samples at 100 Hz
+BEFORE_R, AFTER_R = 25, 45  # samples of a beat at 100 Hz, before and after its R peak
 BEAT_SAMPLES = BEFORE_R + AFTER_R
-MAX_SHIFT = 4  # samples at 100 Hz by which a beat may be moved onto the others
-BAND_HZ = (0.5, 40.0)
-QRS_HZ = (5.0, 25.0)
+MAX_SHIFT = 4  # samples at 100 Hz by which a beat may be moved to match the median beat
+BEAT_BAND_HZ = (0.5, 40.0)
+QRS_BAND_HZ = (5.0, 25.0)  # for finding R peaks
 RHYTHM_MEASUREMENTS = (
     "beat size",
     "RR mean",
@@ -38,20 +38,23 @@ RHYTHM_MEASUREMENTS = (
     "residual V1 to V3",
     "residual V4 to V6",
 )
-# Parts of a beat, in samples at 100 Hz
+# Slices of a beat's samples at 100 Hz
 BEFORE_QRS = slice(BEFORE_R - 8, BEFORE_R - 6)
 QRS = slice(BEFORE_R - 6, BEFORE_R + 8)
 ST = slice(BEFORE_R + 6, BEFORE_R + 10)
 T_WAVE = slice(BEFORE_R + 13, BEFORE_R + 40)
 WAVES = ("R", "S", "T", "T trough", "ST")
-# A QRS of less than 0.1 mV in all leads, or beats that differ by more than twice their own size, are
-# no beats: of 1,014 real ECGs the smallest had 0.7 mV, the most unlike 1.7; white noise has 2.9
+# What was found counts as no heartbeats if the QRS is under MIN_QRS_MV in all leads, or if the beats
+# differ from the median beat by more than MAX_UNLIKENESS times its size. In 1,014 real ECGs the
+# smallest QRS had 0.7 mV and the largest difference was 1.7; for white noise it is 2.9
 MIN_QRS_MV, MAX_UNLIKENESS = 0.1, 2.0
-# Limits for the median heart rate of MIN_RATED_ECGS to MAX_RATED_ECGS ECGs of one source. Resting adults have some 60 to 80,
-# athletes and patients on beta blockers 50 to 55, children of two 110. Half the true sampling rate gives
-# adults 30 to 48, twice the rate 113 to 150. Newborns have 140: they are asked about, too.
-# 20 ECGs each of PTB-XL and of the Challenge's databases had medians of 59 to 104.
-PLAUSIBLE_RATES = 50, 110
+# A median heart rate outside these limits, over MIN_RATED_ECGS to MAX_RATED_ECGS ECGs of one source,
+# leads to a warning that asks whether the sampling rate is right. Resting adults have some 60 to 80 beats a
+# minute, athletes and patients on beta blockers 50 to 55, children of two years 110. Read with half
+# the true sampling rate, ECGs of adults seem to have 30 to 48, with twice the rate 113 to 150.
+# Newborns have 140, so the warning comes for them, too. The medians over 20 ECGs each of PTB-XL and
+# of the Challenge's databases were 59 to 104.
+PLAUSIBLE_HEART_RATES = 50, 110
 MIN_RATED_ECGS, MAX_RATED_ECGS = 20, 50
 MEASUREMENTS = (*RHYTHM_MEASUREMENTS, *(f"{wave} {lead}" for wave in WAVES for lead in LEADS))
 
@@ -70,7 +73,8 @@ def mean_beats(x_RLT: Array) -> Array:
 
 
 def measurements(x_RLT: Array) -> Array:
-    """MEASUREMENTS of each ECG: RHYTHM_MEASUREMENTS, and the heights of the waves in millivolts."""
+    """Return the MEASUREMENTS of each ECG [R, len(MEASUREMENTS)]: RHYTHM_MEASUREMENTS, and the heights of
+    the waves in millivolts."""
     rows = []
     for x_LT in x_RLT:
         beat_LT, rhythm = median_beat_and_rhythm(x_LT)
@@ -83,8 +87,9 @@ def measurements(x_RLT: Array) -> Array:
 
 
 def rate_and_axis(x_LT: Array, missing: Collection[str] = ()) -> str:
-    """The heart rate (of the mean RR interval) and the electrical axis in the frontal plane (of the net
-    deflection of the QRS in I and aVF) in words, or why there are none. x_LT in millivolts."""
+    """Return heart rate and electrical axis as text, or the reason why they cannot be told. The rate is
+    that of the mean RR interval; the axis in the frontal plane follows from the net deflection of the
+    QRS in leads I and aVF. `x_LT` is in millivolts."""
     peaks = r_peaks(x_LT)
     if len(peaks) < 3:
         return f"no heart rate or axis: {len(peaks)} beats found, 3 are needed"
@@ -95,7 +100,8 @@ def rate_and_axis(x_LT: Array, missing: Collection[str] = ()) -> str:
 
 
 def heart_rate(x_LT: Array) -> float | None:
-    """The heart rate a minute; None if no beats are found that are alike. x_LT in millivolts."""
+    """Return the heart rate in beats a minute; None if fewer than three beats are found, or beats that
+    differ too much. `x_LT` is in millivolts."""
     peaks = r_peaks(x_LT)
     if len(peaks) < 3 or not _beats_agree(*median_beat_and_rhythm(x_LT)):
         return None
@@ -103,19 +109,20 @@ def heart_rate(x_LT: Array) -> float | None:
 
 
 class HeartRates:
-    """The heart rates of the first ECGs of each source: they say whether the sampling rate is the true one."""
+    """Collects the heart rates of some ECGs of each source, to find wrong sampling rates."""
 
     def __init__(self) -> None:
         self.of_source: dict[str, list[float | None]] = {}
 
     def add(self, source: str, uv_LT: Array) -> None:
-        """Adds an ECG of this source, in microvolts at 500 Hz."""
+        """Adds the heart rate of an ECG of this source. `uv_LT` is in microvolts at 500 Hz."""
         rates = self.of_source.setdefault(source, [])
         if len(rates) < MAX_RATED_ECGS:
             rates.append(heart_rate(uv_LT / np.float32(1000)))
 
-    def doubts(self) -> Iterator[str]:
-        low, high = PLAUSIBLE_RATES
+    def warnings(self) -> Iterator[str]:
+        """Yields a warning for each source whose median heart rate is implausible."""
+        low, high = PLAUSIBLE_HEART_RATES
         for source, rates in self.of_source.items():
             found = [rate for rate in rates if rate]
             if (
@@ -133,7 +140,7 @@ def _beats_per_minute(peaks: Array) -> float:
 
 
 def _beats_agree(beat_LT: Array, rhythm: Array) -> bool:
-    """True if the median beat looks like a heartbeat: tall enough, and alike from beat to beat."""
+    """True if the median beat looks like a heartbeat: its QRS is tall enough, and the beats resemble it."""
     size = np.exp(rhythm[0])
     unlike = np.exp(rhythm[4:]).mean() * np.sqrt(beat_LT.size) / size
     return bool(np.ptp(beat_LT[:, QRS], axis=1).max() >= MIN_QRS_MV and unlike <= MAX_UNLIKENESS)
@@ -148,19 +155,20 @@ def _axis_text(beat_LT: Array, missing: Collection[str]) -> str:
     net_i, net_avf = net_L[LEADS.index("I")], net_L[LEADS.index("aVF")]
     if np.hypot(net_i, net_avf) < MIN_QRS_MV:
         return "no axis: the QRS is as much up as down in I and aVF"
-    # aVF is smaller than the limb leads by this factor
+    # aVF is smaller than a bipolar limb lead by sqrt(3) / 2, which the factor undoes
     degrees = np.degrees(np.arctan2(2 / np.sqrt(3) * net_avf, net_i))
     return f"QRS axis {degrees:.0f}\u00b0"
 
 
 def r_peaks(x_LT: Array) -> Array:
-    """R peaks as sample indices, at least 0.3 s apart."""
-    return _peaks_of_qrs(*_filter_bands(x_LT, QRS_HZ))
+    """Return the sample indices of the R peaks, at least 0.3 s apart."""
+    return _peaks_of_qrs(*_filter_bands(x_LT, QRS_BAND_HZ))
 
 
 def median_beat_and_rhythm(x_LT: Array) -> tuple[Array, Array]:
-    """The beat [L, BEAT_SAMPLES] without the mean of each lead, and RHYTHM_MEASUREMENTS."""
-    band_LT, qrs_LT = _filter_bands(x_LT, BAND_HZ, QRS_HZ)
+    """Return (the median beat [L, BEAT_SAMPLES] with the mean of each lead subtracted, the
+    RHYTHM_MEASUREMENTS)."""
+    band_LT, qrs_LT = _filter_bands(x_LT, BEAT_BAND_HZ, QRS_BAND_HZ)
     band_LT = band_LT[:, ::DECIMATION]
     peaks = _peaks_of_qrs(qrs_LT)
     whole = np.round(peaks / DECIMATION).astype(int)
@@ -173,7 +181,7 @@ def median_beat_and_rhythm(x_LT: Array) -> tuple[Array, Array]:
     beat_LT -= beat_LT.mean(1, keepdims=True)
     size = np.linalg.norm(beat_LT)
     residual_L = (beats_BLT - beat_LT).std((0, 2))
-    residual = residual_L.reshape(4, 3).mean(1)  # of the groups of leads
+    residual = residual_L.reshape(4, 3).mean(1)  # the mean of each group of three leads
     rr_s = np.diff(peaks) / FS_HZ if len(peaks) > 2 else np.ones(2)
     mean_s = rr_s.mean()
     variation = 0.02 + rr_s.std() / mean_s
@@ -183,8 +191,9 @@ def median_beat_and_rhythm(x_LT: Array) -> tuple[Array, Array]:
 
 
 def _filter_bands(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:
-    """Second-order Butterworth band-passes, forwards and backwards; half a second is mirrored at
-    both ends."""
+    """Return the signal filtered to each band: second-order Butterworth, forwards and backwards. To
+    avoid edge effects, the signal is first extended by its mirror image of half a second at both
+    ends."""
     pad = FS_HZ // 2
     before = 2 * x_LT[:, :1] - x_LT[:, pad:0:-1]
     after = 2 * x_LT[:, -1:] - x_LT[:, -2 : -2 - pad : -1]
@@ -203,19 +212,22 @@ def _filter_bands(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:
 
 
 def _peaks_of_qrs(qrs_LT: Array) -> Array:
-    from scipy.signal import find_peaks  # 0.6 CPU-s, for read-outs of beats only
+    # Imported here, because the import takes 0.6 CPU-s and only the analysis of beats needs it
+    from scipy.signal import find_peaks
 
     speed = np.abs(np.diff(qrs_LT)).sum(0)
     window = FS_HZ // 12
     speed = np.convolve(speed, np.ones(window) / window, "same")
     tallest = [speed[start : start + FS_HZ].max() for start in range(0, len(speed), FS_HZ)]
-    height = 0.45 * np.median(tallest)  # the tallest second may be a spike
+    # The median over seconds, because the largest value of all may be an artefact
+    height = 0.45 * np.median(tallest)
     found, _ = find_peaks(speed, height=height, distance=int(0.3 * FS_HZ))
     return np.asarray(found)
 
 
 def _align_beats(band_LT: Array, peaks: Array) -> Array:
-    """Beats [B, L, BEAT], each moved by up to SHIFT onto the median beat."""
+    """Return the beats [B, L, BEAT_SAMPLES] around the peaks, each moved by up to MAX_SHIFT samples to
+    where it best matches the median beat."""
     offset = np.arange(-BEFORE_R, AFTER_R)
     beats_LBT = band_LT[:, peaks[:, None] + offset]
     template_LT = np.median(beats_LBT, 1)

@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 
 DPI, MM_PER_INCH = 150, 25.4
 MM_PER_S = 25.0
-COLUMN_S = 2.5
-GAINS_MM_PER_MV = (10.0, 5.0)  # standard gain; half gain for traces that would leave the paper
+COLUMN_S = 2.5  # how much of a lead one column shows
+GAINS_MM_PER_MV = (10.0, 5.0)  # the standard gain, and half of it for tall traces
 
-# A4 landscape, so that a print at 100 % is to scale. The axes are in millimetres from the grid's
-# lower left corner
+# Sizes of the A4 page and of the ECG paper on it, and where the paper's lower left corner is, so that a
+# print at 100 % is to scale. Positions below are in millimetres from that corner
 PAGE_MM, PAPER_MM, PAPER_AT_MM = (297.0, 210.0), (270.0, 175.0), (13.5, 13.0)
-TRACE_X_MM = 15.0  # x of second 0; the calibration pulse is to its left
-ROWS_Y_MM = (140.0, 100.0, 60.0, 20.0)  # baselines: three rows of four leads, then the rhythm strip
-NAME_MM = 12.0  # from there a trace may rise beside its lead's name
-FLAT_MV = 0.005  # a lead that varies less has no signal; one step of usual converters
+TRACE_X_MM = 15.0  # x at which traces begin; the calibration pulse is left of it
+# y of the baselines of three rows with four leads each, and of the rhythm strip
+ROWS_Y_MM = (140.0, 100.0, 60.0, 20.0)
+LEAD_NAME_WIDTH_MM = 12.0  # space for a lead's name, which is written above the trace there
+# A lead that varies by no more than this, one step of usual converters, counts as without signal
+FLAT_MV = 0.005
 
 FONT = "DejaVu Sans"  # comes with matplotlib, so figures look the same everywhere
 INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dcda", "#eeb0ad"
@@ -41,15 +43,15 @@ INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dc
 
 def rate_and_axis_text(signal_uv: np.ndarray, halves: int, missing: Collection[str]) -> str:
     """Returns the heart rate and electrical axis of a crop as text, or why there are none."""
-    # 0.14 CPU-s, which the notes of `shard` need not wait for
+    # Imported here, because the import takes 0.14 CPU-s and only this text needs it
     from .mean_beat import rate_and_axis
 
     mv = signal_uv[:, : HALF * halves] / 1000
     return f"{rate_and_axis(mv, missing)} (computed, not a diagnosis)"
 
 
-class _Cell(NamedTuple):
-    """A place of the printout and the part of a lead that is drawn there."""
+class _Panel(NamedTuple):
+    """The part of a lead that is drawn in one row of the paper: `lead` from `start_s` to `end_s`."""
 
     lead: str
     row: int
@@ -64,7 +66,7 @@ def ecg_figure(
     caption: str = "",
     missing: Collection[str] = (),
 ) -> "Figure":
-    """A page with a crop [12, 5000] on ECG paper."""
+    """Return an A4 page with a crop, [12, 5000] microvolts, drawn on ECG paper."""
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     figure = new_figure((page_w / MM_PER_INCH, page_h / MM_PER_INCH))
     place = (left / page_w, bottom / page_h, w / page_w, h / page_h)
@@ -80,65 +82,68 @@ def ecg_figure(
 def draw_ecg(
     axes: "Axes", signal_uv: np.ndarray, halves: int, missing: Collection[str] = ()
 ) -> tuple[str, str]:
-    """Draw a crop: 3 rows of 4 leads, 2.5 s each and contiguous in time, and a rhythm strip. The
-    axes become PAPER_MM large. Returns the scale, and notes on what is drawn otherwise.
+    """Draw a crop: 3 rows of 4 leads, 2.5 s each and contiguous in time, and a rhythm strip. The axes
+    get the limits PAPER_MM. Return the scale as text, and notes on what differs from the usual drawing,
+    such as half gain.
 
-    Each lead is centred on its median, as AC-coupled carts do. A crop of 5 s is drawn again in
-    the last two columns."""
+    Each lead is centred on its median, as AC-coupled carts do. Of a crop of 5 s, the last two columns
+    show the same seconds as the first two."""
     mv = signal_uv[:, : HALF * halves] / 1000.0
     length_s = mv.shape[1] / FS_HZ
     shown = {}
     for lead, values in zip(LEADS, mv, strict=True):
         if lead not in missing:
             shown[lead] = values - np.median(values)
-    cells = _cells(shown, length_s)
+    panels = _lay_out_panels(shown, length_s)
     notes = []
     for gain in GAINS_MM_PER_MV:
-        traces = [_trace_mm(shown, cell, length_s, gain) for cell in cells]
-        if not any(map(_crosses_a_row, cells, traces)):
+        traces = [_trace_mm(shown, panel, length_s, gain) for panel in panels]
+        if not any(map(_crosses_other_row, panels, traces)):
             break
     if gain != GAINS_MM_PER_MV[0]:
         notes.append(f"half gain: too tall for {GAINS_MM_PER_MV[0]:g} mm/mV")
-    if any(_exceeds(trace, 0.0, PAPER_MM[1]) for trace in traces):
+    if any(_leaves_range(trace, 0.0, PAPER_MM[1]) for trace in traces):
         notes.append("cut at the edge of the paper")
     if halves == 1:
         notes.append(f"{length_s:g} s long: its end is not the last column's")
 
     width, height = PAPER_MM
     axes.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[], autoscale_on=False)
-    _draw_pulses(axes, gain)
-    for cell, trace in zip(cells, traces, strict=True):
-        _draw_lead(axes, cell, trace if cell.lead in shown else None)
+    _draw_calibration_pulses(axes, gain)
+    for panel, trace in zip(panels, traces, strict=True):
+        _draw_lead(axes, panel, trace if panel.lead in shown else None)
     return f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {FS_HZ:g} Hz", "   ".join(notes)
 
 
-def _cells(shown: Mapping[str, np.ndarray], length_s: float) -> list[_Cell]:
-    """Four columns of three leads, and the rhythm strip: II, or the first lead with a signal."""
-    cells = []
+def _lay_out_panels(shown: Mapping[str, np.ndarray], length_s: float) -> list[_Panel]:
+    """Return the panels of four columns with three leads each, and of the rhythm strip, which shows lead
+    II, or the first lead with a signal if II has none."""
+    panels = []
     for i, lead in enumerate(LEADS):
         column, row = divmod(i, 3)
-        cells.append(_Cell(lead, row, COLUMN_S * column, COLUMN_S * (column + 1)))
+        panels.append(_Panel(lead, row, COLUMN_S * column, COLUMN_S * (column + 1)))
     rhythm = "II"
     for lead in ("II", *LEADS):
         if lead in shown and np.ptp(shown[lead]) > FLAT_MV:
             rhythm = lead
             break
-    cells.append(_Cell(rhythm, 3, 0.0, length_s))
-    return cells
+    panels.append(_Panel(rhythm, 3, 0.0, length_s))
+    return panels
 
 
 def _trace_mm(
-    shown: Mapping[str, np.ndarray], cell: _Cell, length_s: float, gain: float
+    shown: Mapping[str, np.ndarray], panel: _Panel, length_s: float, gain: float
 ) -> np.ndarray:
-    """[points, (x, y)]; a sample on the edge of two columns is in both."""
-    first = round(cell.start_s % length_s * FS_HZ)
-    last = first + round((cell.end_s - cell.start_s) * FS_HZ)
-    mv = shown.get(cell.lead, np.empty(0))[first : last + 1]
-    x = TRACE_X_MM + MM_PER_S * (cell.start_s + np.arange(len(mv)) / FS_HZ)
-    return np.stack([x, ROWS_Y_MM[cell.row] + gain * mv], axis=1)
+    """Return the points [samples, (x, y)] of a panel's trace. A sample on the edge between two columns is in
+    both of their traces."""
+    first = round(panel.start_s % length_s * FS_HZ)
+    last = first + round((panel.end_s - panel.start_s) * FS_HZ)
+    mv = shown.get(panel.lead, np.empty(0))[first : last + 1]
+    x = TRACE_X_MM + MM_PER_S * (panel.start_s + np.arange(len(mv)) / FS_HZ)
+    return np.stack([x, ROWS_Y_MM[panel.row] + gain * mv], axis=1)
 
 
-def _draw_pulses(axes: "Axes", gain: float) -> None:
+def _draw_calibration_pulses(axes: "Axes", gain: float) -> None:
     x = (2, 5, 5, 10, 10, 13)
     for row_y in ROWS_Y_MM:
         pulse = row_y + gain * np.array([0, 0, 1, 1, 0, 0])
@@ -146,27 +151,30 @@ def _draw_pulses(axes: "Axes", gain: float) -> None:
 
 
 def patient_caption(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
+    """Return age, sex and diagnoses as text, leaving out what is unknown."""
     names = [ABBREVIATIONS[CLASS_OF_CODE[code]] if code in CLASS_OF_CODE else code for code in dx]
     return ", ".join(filter(None, ["" if age is None else f"{age:.0f} years", sex, *names]))
 
 
-def _exceeds(trace: np.ndarray, floor: float, ceiling: float) -> bool:
+def _leaves_range(trace: np.ndarray, floor: float, ceiling: float) -> bool:
+    """True if a point of a trace is below `floor` or above `ceiling`."""
     y = trace[:, 1]
     return bool(np.any((y < floor) | (y > ceiling)))
 
 
-def _crosses_a_row(cell: _Cell, trace: np.ndarray) -> bool:
-    """True if a trace crosses the baseline of the row above or below, which it must not."""
+def _crosses_other_row(panel: _Panel, trace: np.ndarray) -> bool:
+    """True if a trace crosses the baseline of the row above or below its own."""
     edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)
-    return _exceeds(trace, edges[cell.row + 2], edges[cell.row])
+    return _leaves_range(trace, edges[panel.row + 2], edges[panel.row])
 
 
-def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
-    lead, y = cell.lead, ROWS_Y_MM[cell.row]
-    x = TRACE_X_MM + MM_PER_S * cell.start_s
-    end_x = TRACE_X_MM + MM_PER_S * cell.end_s
+def _draw_lead(axes: "Axes", panel: _Panel, trace: np.ndarray | None) -> None:
+    """Draw a panel with its trace and name; a dashed line if `trace` is None."""
+    lead, y = panel.lead, ROWS_Y_MM[panel.row]
+    x = TRACE_X_MM + MM_PER_S * panel.start_s
+    end_x = TRACE_X_MM + MM_PER_S * panel.end_s
     name_y = y + 6
-    if cell.start_s > 0:
+    if panel.start_s > 0:
         axes.plot([x, x], [y - 4, y + 4], color=INK, lw=0.7, label="separator")
     if trace is None:
         axes.plot([x, end_x], [y, y], color=GREY, lw=0.9, ls=(0, (5, 4)), label=f"missing {lead}")
@@ -184,14 +192,14 @@ def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
             label=f"trace {lead}",
             gid="trace",
         )
-        below = trace[trace[:, 0] < x + NAME_MM, 1]  # of the lead's name
-        name_y = min(max(name_y, below.max(initial=y) + 2), PAPER_MM[1] - 5)
-    # under the traces
+        below_name = trace[trace[:, 0] < x + LEAD_NAME_WIDTH_MM, 1]
+        name_y = min(max(name_y, below_name.max(initial=y) + 2), PAPER_MM[1] - 5)
+    # With a lower zorder than the traces, so that the name does not hide them
     write_text(axes, x + 1.2, name_y, lead, 10, weight="bold", label=f"name {lead}", zorder=2)
 
 
 def draw_grid(axes: "Axes", step: float, colour: str, lw: float) -> None:
-    """Lines `step` mm apart, as one path: it makes small files."""
+    """Draw a grid with lines `step` mm apart, as one path, because that makes small files."""
     width, height = PAPER_MM
     gap = (np.nan, np.nan)
     lines = [[(x, 0.0), (x, height), gap] for x in np.arange(0, width + 1, step)]
@@ -201,8 +209,8 @@ def draw_grid(axes: "Axes", step: float, colour: str, lw: float) -> None:
 
 
 def new_figure(size: tuple[float, float], **options: Any) -> "Figure":
-    """An empty figure that notebooks display; pyplot's figures need `%matplotlib inline` for
-    that."""
+    """Return an empty figure that notebooks display. A figure of pyplot would need `%matplotlib inline`
+    to be displayed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -213,14 +221,14 @@ def new_figure(size: tuple[float, float], **options: Any) -> "Figure":
 
 
 def png_bytes(figure: "Figure") -> bytes:
-    """A figure as notebooks display it. An SVG of an ECG is more than twice as large."""
+    """Return a figure as PNG, for notebooks. As SVG, an ECG would be more than twice as large."""
     file = BytesIO()
     figure.savefig(file, format="png", dpi=figure.dpi / 1.5)
     return file.getvalue()
 
 
 def _write_margins(figure: "Figure", title: str, caption: str, scale: str, notes: str) -> None:
-    """Write the text around the paper."""
+    """Write title and caption above the ECG paper, scale and notes below it."""
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     x, right, footer_y = left / page_w, (left + w) / page_w, (bottom - 5.5) / page_h
     caption = "\n".join(textwrap.wrap(caption, 125, max_lines=2))

@@ -1,12 +1,13 @@
-"""Which row of a table belongs to which record.
+"""Find the row of a table that belongs to each record of a dataset.
 
     matches = match_records("my.csv", cells, keys, names)
     matches.row[7]      # the row of the eighth record; -1: none
 
 A table names a record as the dataset does (ward_3_A1), or by its path in the archive, with or without
-its ending (ward 3/A1.xml). A record that no row names so may also have the name of its file with other
-characters, be below other folders (C:\\ecgs\\ward 3\\A1.xml), or be given by the end of its name (A1),
-if no other record's name ends so: notes count these.
+the file's suffix (ward 3/A1.xml). If a row matches no record in this way, three approximate ways are
+tried, and a note tells how many rows they matched: the name with _ for unusual characters of the
+file's name; the path without its first folders (C:\\ecgs\\ward 3\\A1.xml); and the end of a record's
+name (A1), if no other name has this end.
 """
 
 import json
@@ -20,44 +21,49 @@ import pyarrow.compute as pc
 
 from ..io.errors import DataError
 
-NAMES_IN_MESSAGE = 3  # names in a message
-FIRST_ROW = 2  # number of the first record's row in a spreadsheet: the header is row 1
-EMPTY_LINES = b"empty lines"  # in a table's metadata: the rows before which its file has one
+NAMES_IN_MESSAGE = 3  # how many names a message shows at most
+FIRST_ROW = 2  # number that a spreadsheet shows for the row below the header
+# Key of a table's metadata: the rows, counted from 0, that follow an empty line in the file
+EMPTY_LINES_KEY = b"empty lines"
 FILE_ENDING = r"\.[A-Za-z]\w{1,3}$"
-ODD_CHARACTERS = "[^A-Za-z0-9_-]+"  # a dataset has _ for them
-# File names of PTB-XL to record names of the Challenge
+ODD_CHARACTERS = "[^A-Za-z0-9_-]+"  # a dataset's record names have _ in their place
+# Pattern and replacement: from a file name of PTB-XL to the record name that the Challenge gives it
 PTBXL_FILE_NAME = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
-# SOURCE/FIRST_REST or FIRST_REST
+# Pattern and replacement that drop the first part, up to _, of a name: SOURCE/FIRST_REST becomes
+# SOURCE/REST, and FIRST_REST becomes REST
 FIRST_PART, WITHOUT_FIRST = "^((?:[^/]*/)?)[^/_]*_([^/]+)$", r"\1\2"
 SYNTHETIC_PART = r"(?:^|[/_])syn\d+_"
-WHOLE_FLOAT = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
-DECIMAL_NUMBER = r"^[+-]?\d*[.,]\d+$"  # the name 1.5 does not mean the record 1_5
-# How a row may name a record; others than EXACT are noted
+WHOLE_FLOAT = r"^(\d+)\.0$"  # a whole number as spreadsheets and pandas may write it: 7.0
+# A decimal number is no path, so that 1.5 does not match the record 1_5
+DECIMAL_NUMBER = r"^[+-]?\d*[.,]\d+$"
+# The ways in which a row can match a record. All but EXACT are told in notes
 EXACT, CHARACTERS, FOLDERS, END = range(4)
 MATCH_NOTES = {
-    CHARACTERS: "are matched with _ for the other characters of a file's name",
+    CHARACTERS: "are matched with _ for unusual characters of a file's name",
     FOLDERS: "are matched without their first folders",
-    END: "are matched by the end of a name in the data, since no other ends so",
+    END: "are matched by the end of a name in the data, since no other name has this end",
 }
 
 
 class Matches(NamedTuple):
-    row: np.ndarray  # row in the table of each record; -1: none
-    notes: list[str]  # which of the table's records are not in the data, ...
-    mostly_missing: bool  # most of the table's records
+    row: np.ndarray  # for each record of the dataset, its row in the table; -1 if it has none
+    notes: list[str]  # notes for the user: rows without a record, and approximate matches
+    mostly_missing: bool  # True if most rows of the table match no record
 
 
 def row_number(cells: pa.Table, row: int) -> int:
-    """The number of a row of a table in its file, as a spreadsheet shows it."""
+    """Return the number that a spreadsheet shows for row `row` (from 0) of a table."""
     metadata = cells.schema.metadata or {}
-    empty_lines = json.loads(metadata.get(EMPTY_LINES, "[]"))
+    empty_lines = json.loads(metadata.get(EMPTY_LINES_KEY, "[]"))
     return FIRST_ROW + row + bisect_right(empty_lines, row)
 
 
 def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) -> Matches:
-    """Finds the row of each record. `keys`: their source/record; `names`: their record."""
+    """Finds the row of the table `cells` for each record of a dataset. `keys` are the records as
+    SOURCE/RECORD, `names` as RECORD. `url` is the table's, for messages."""
     by_source = "source" in cells.column_names
-    # without a source, records of two databases that share a name have equal targets
+    # What rows are compared with. If the table has no column `source`, records of two databases that
+    # have the same name have equal targets
     targets = keys if by_source else names
     record = cells["record"].combine_chunks()
     source = cells["source"].combine_chunks() if by_source else None
@@ -65,7 +71,7 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
     way_of_row = np.full(len(record), EXACT)
     for way, spelling in _name_spellings(record):
         target = index_in(_prefix_source(spelling, source), targets)
-        if way != EXACT:  # what a row names exactly is not offered to others
+        if way != EXACT:  # a record that some row names exactly is not matched approximately
             target[np.isin(target, target_of_row[way_of_row == EXACT])] = -1
         new = (target_of_row < 0) & (target >= 0)
         target_of_row[new], way_of_row[new] = target[new], way
@@ -88,7 +94,7 @@ def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) ->
 def _match_notes(
     record: pa.Array, targets: pa.Array, target_of_row: np.ndarray, way_of_row: np.ndarray
 ) -> Iterator[str]:
-    """Yields notes on rows that name no record, or name one only approximately."""
+    """Yields notes on the rows that match no record, and on those that match one only approximately."""
     missing = np.flatnonzero(target_of_row < 0)
     if len(missing):
         yield (
@@ -103,7 +109,8 @@ def _match_notes(
 
 
 def _lost_zeros_note(absent: pa.Array, targets: pa.Array) -> str:
-    """Returns a note if a name lost leading zeros in a spreadsheet (6304 for 06304); else ""."""
+    """Returns a note if some name of `absent` seems to have lost its leading zeros in a spreadsheet (6304
+    for 06304), else ""."""
     numbers = absent.filter(pc.match_substring_regex(absent, "^[1-9]"))
     for names in (targets, pc.replace_substring_regex(targets, "^.*[/_]", "")):
         place = index_in(numbers, pc.replace_substring_regex(names, "^0+", ""))
@@ -116,19 +123,22 @@ def _lost_zeros_note(absent: pa.Array, targets: pa.Array) -> str:
 
 
 def _name_spellings(record: pa.Array) -> Iterator[tuple[int, pa.Array]]:
-    """Yields the names that a dataset may use for the records of a table, most exact first."""
+    """Yields (way, names): the record names of a table, converted in each way in which a dataset may have
+    named them. The most exact ways come first."""
     yield EXACT, record
     path = _record_paths(record)
     yield EXACT, _to_record_names(path, odd_files=True)
     yield CHARACTERS, _to_record_names(path)
     while pc.any(pc.match_substring(path, "/")).as_py():
-        path = pc.replace_substring_regex(path, "^[^/]*/", "")  # a folder above the archive
+        # The first folder is dropped, because it may lie above the archive
+        path = pc.replace_substring_regex(path, "^[^/]*/", "")
         yield FOLDERS, _to_record_names(path)
     yield EXACT, pc.replace_substring_regex(path, *PTBXL_FILE_NAME)
 
 
 def _record_paths(record: pa.Array) -> pa.Array:
-    """Returns paths without the ending, with / between folders; null for a number. 7.0 is 7."""
+    """Returns the record names of a table as paths, without suffix and with / between folders. 7.0 becomes
+    7; other decimal numbers become null."""
     record = pc.replace_substring_regex(record, WHOLE_FLOAT, r"\1")
     path = pc.replace_substring(pc.replace_substring_regex(record, FILE_ENDING, ""), "\\", "/")
     path = pc.replace_substring_regex(path, r"^(\./+)+", "")
@@ -138,8 +148,8 @@ def _record_paths(record: pa.Array) -> pa.Array:
 
 
 def _to_record_names(path: pa.Array, odd_files: bool = False) -> pa.Array:
-    """Converts paths to names as sources.base.name_with_folders does: the folders, then the file; _ replaces odd
-    characters, with `odd_files` in the file's name, too, as for some hospitals' files."""
+    """Converts paths to record names as sources.base.name_with_folders does: folders and file joined by _, and _
+    for odd characters. With `odd_files`, the file's own name keeps its odd characters."""
     folders = pc.replace_substring_regex(path, "/?[^/]*$", "")
     folders = pc.replace_substring_regex(folders, ODD_CHARACTERS, "_")
     file = pc.replace_substring_regex(path, "^.*/", "")
@@ -150,6 +160,7 @@ def _to_record_names(path: pa.Array, odd_files: bool = False) -> pa.Array:
 
 
 def _prefix_source(names: pa.Array, source: pa.Array | None) -> pa.Array:
+    """Return SOURCE/NAME for each name; the names unchanged if `source` is None."""
     return names if source is None else pc.binary_join_element_wise(source, names, "/")
 
 
@@ -161,10 +172,10 @@ def _match_by_end(
     targets: pa.Array,
     taken: np.ndarray,
 ) -> np.ndarray:
-    """For each of these rows, the index of the only target whose name goes on before this end; -1 if
-    there is none, or it is one of `taken`, which other rows name. Several are an error, unless other
-    rows have whole names. A synthetic record's name begins with its seed, and never passes for the
-    real one without it."""
+    """Return, for each of `rows`, the index of the only target whose name ends with the row's `ends`; -1 if
+    there is none, or if it is one of `taken`, which other rows match. If several targets have this end,
+    it is an error, unless other rows match a whole name. Synthetic targets are left out: without the
+    seed at its beginning, the name of a synthetic record may equal that of a real one."""
     is_synthetic = pc.match_substring_regex(targets, SYNTHETIC_PART)
     names = targets.filter(pc.invert(is_synthetic)).unique()
     distinct = ends.drop_null().unique()
@@ -177,7 +188,7 @@ def _match_by_end(
         alike = np.sort(name_of_pair[end_of_pair == shared[0]])
         first, second = names.take(pa.array(alike[:2])).to_pylist()
         raise DataError(
-            f"{url}: {end} (row {row_number(cells, row)}) is the end of {first} and of {second}: write the "
+            f"{url}: {end} (row {row_number(cells, row)}) is the end of two names, {first} and {second}: write the "
             "record's name with its folders"
         )
     target_of_pair = index_in(names.take(pa.array(name_of_pair)), targets)
@@ -187,7 +198,7 @@ def _match_by_end(
 
 
 def _pair_ends_with_names(ends: pa.Array, names: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Returns pairs of indices (end, name): this name ends so."""
+    """Returns (indices in `ends`, indices in `names`) of all pairs in which the name has this end."""
     pairs = [np.empty((2, 0), int)]
     rest, name = names, np.arange(len(names))
     while len(rest):
@@ -208,14 +219,15 @@ def _refuse_ambiguous(
     keys: pa.Array,
     targets: pa.Array,
 ) -> None:
-    """Raises an error if the table names no record, or one that another row or record shares."""
+    """Raises a DataError if no row matches a record, if a matched name belongs to several records, or if
+    several rows match the same record."""
     record = cells["record"]
     if not len(rows):
         in_table = ", ".join(map(str, record[:NAMES_IN_MESSAGE].to_pylist()))
         in_data = ", ".join(map(str, targets[:NAMES_IN_MESSAGE].to_pylist()))
         raise DataError(
-            f"{url}: none of its {len(record):,} records is in the data: it names {in_table}, the "
-            f"data {in_data}"
+            f"{url}: none of its {len(record):,} records is in the data: the table has names like {in_table}, "
+            f"the data like {in_data}: write the names of the data"
         )
     target_of_key = targets.dictionary_encode().indices.to_numpy()
     rows_of_target = np.bincount(target_of_key[target_of_row], minlength=len(keys))
@@ -224,7 +236,7 @@ def _refuse_ambiguous(
     if len(shared):
         twice = keys.take(pa.array(np.flatnonzero(target_of_key == shared[0]))).to_pylist()
         raise DataError(
-            f"{url}: {' and '.join(twice[:2])} have the same name: add a column `source` to the "
+            f"{url}: {' and '.join(twice[:2])} have the same record name: add a column `source` to the "
             "table"
         )
     again = np.flatnonzero(rows_of_target > 1)
@@ -237,12 +249,12 @@ def _refuse_ambiguous(
 
 
 def index_in(values: pa.Array, among: pa.Array) -> np.ndarray:
-    """Index of each value in `among`; -1 if it is not there, or null."""
+    """Return the index of each value in `among`; -1 for a value that is null or not there."""
     index = pc.fill_null(pc.index_in(values, among), -1)
     return np.array(index.to_numpy(zero_copy_only=False))
 
 
 def count_and_first_names(positions: np.ndarray, names: pa.Array) -> str:
-    """Returns the number of positions and the names at the first few."""
+    """Returns how many positions there are, with the names at the first of them: 12 (a, b, c, ...)."""
     shown = ", ".join(map(str, names.take(pa.array(positions[:NAMES_IN_MESSAGE])).to_pylist()))
     return f"{len(positions):,} ({shown}{', ...' if len(positions) > NAMES_IN_MESSAGE else ''})"

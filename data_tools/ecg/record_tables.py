@@ -1,11 +1,11 @@
-"""Tables that name records, such as labels or patients: CSV or parquet with a column `record`, and
-`source` where databases share names.
+"""Read tables about records, such as labels or patients: CSV or parquet with a column `record`, and a
+column `source` if records of several databases have the same name.
 
     cells = read_table("my.csv")                # all columns as text, null where a cell is empty
     patients = patients_of("who.csv", read_patients("who.csv"), keys)   # null where unknown
 
-The separator of a CSV is a comma, a semicolon or a tab, or what a first line `sep=;` says. Where it is no
-comma, 40,1 is a number, read as 40.1 (as_typed gives it back for a message).
+The separator of a CSV is a comma, a semicolon or a tab, or what a first line `sep=;` says. If the
+separator is not a comma, 40,1 is a number, read as 40.1 (undo_decimal_point gives back 40,1 for messages).
 record_names.py finds the rows of records.
 """
 
@@ -30,31 +30,34 @@ from ..io.spreadsheet import QUOTED_FORMULA, unquote_cell
 from ..io.storage import missing_package
 from ..io.terminal import tell
 from .record import MAYBE_MISSING, known_patient
-from .record_names import EMPTY_LINES, NAMES_IN_MESSAGE, WHOLE_FLOAT, match_records
+from .record_names import EMPTY_LINES_KEY, NAMES_IN_MESSAGE, WHOLE_FLOAT, match_records
 from .workbook import is_workbook, read_workbook, workbook_and_sheet
 
-RESERVED = ("record", "source", "patient", "fold", "split")
-PTBXL_TABLE = {
+RESERVED_COLUMNS = ("record", "source", "patient", "fold", "split")
+# The name that read_table gives to columns of ptbxl_database.csv
+PTBXL_COLUMNS = {
     "filename_hr": "record",
     "patient_id": "patient",
-}  # columns of ptbxl_database.csv, and what they are here
-# 40,1 and also -0,5e-3, but neither 1,234,567 nor 1.234,5
+}
+# A number with a decimal comma, such as 40,1 or -0,5e-3, but neither 1,234,567 nor 1.234,5
 DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
 DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.", 1)
-DECIMAL_COMMA_COLUMNS = b"decimal commas"  # in a table's metadata: the columns that had them
+# Key of a table's metadata: the columns whose numbers have a decimal comma in the file
+DECIMAL_COMMA_COLUMNS_KEY = b"decimal commas"
 AGES_OVER_89 = ("300", "300.0")
-# How Excel writes the separator, in a line that it does not show
+# The first line by which Excel states the separator, and which it does not show: sep=;
 SEPARATOR_LINE = re.compile(r"(?i)\"?sep=(.)\"?(?:\r\n|\r|\n)")
 EMPTY_LINE = re.compile(r"(?>\r\n|\r|\n){2}")
-# More than a thousand, perhaps
+# A number in which the point or comma may be a thousands separator: 1.234
 THOUSANDS = r"^[+-]?[1-9]\d{0,2}[.,]\d{3}$"
 
 
 def read_cells(
     url: str, contents: str = "labels", key: str = "record", used: Sequence[str] = ()
 ) -> pa.Table:
-    """Reads all columns as text; names of reserved columns become lower case. `key`: a column that
-    the table must have. `used`: columns that may hold numbers; if empty, all."""
+    """Reads all columns of a CSV, parquet or Excel file as text; names of reserved columns become lower
+    case. `contents`: what the table is about, for messages. `key`: a column by which the separator of a
+    CSV is found. `used`: the columns in which a decimal comma is read as a point; if empty, all."""
     metadata: dict[bytes, str] = {}
     try:
         place, sheet = workbook_and_sheet(url)
@@ -78,7 +81,7 @@ def read_cells(
         raise DataError(f"{url}: no such file: name a CSV or parquet file of {contents}") from None
     except IsADirectoryError:
         raise DataError(f"{url}: is a folder: name a CSV or parquet file of {contents}") from None
-    except Exception as error:  # many kinds: from object stores, pyarrow, a missing package
+    except Exception as error:  # object stores and pyarrow raise errors of many types
         why = one_line(str(error), 200)
         kind = "a workbook" if is_workbook(url) else "CSV or parquet"
         raise DataError(f"{url}: cannot be read as {kind}: {why}") from None
@@ -89,23 +92,24 @@ def read_cells(
 
 
 def undo_decimal_point(cells: pa.Table, column: str, text: str) -> str:
-    """Returns a cell as its file spells it: 40,1 was read as 40.1."""
+    """Returns a cell as the file spells it: 40,1 for the cell 40.1 if the file has decimal commas."""
     metadata = cells.schema.metadata or {}
-    with_commas = json.loads(metadata.get(DECIMAL_COMMA_COLUMNS, "[]"))
+    with_commas = json.loads(metadata.get(DECIMAL_COMMA_COLUMNS_KEY, "[]"))
     return re.sub(DECIMAL_POINT, r"\1,\2", text) if column in with_commas else text
 
 
 def read_table(url: str, contents: str = "labels", used: Sequence[str] = ()) -> pa.Table:
-    """A table that names records."""
+    """Return a table that has a column `record`, with all cells as text and patient ids in the form that
+    a dataset stores. ptbxl_database.csv is such a table, too."""
     cells = read_cells(url, contents, used=used)
     names = cells.column_names
-    if PTBXL_TABLE.keys() <= set(names) and "record" not in names:
-        names = [PTBXL_TABLE.get(name, name) for name in names]
+    if PTBXL_COLUMNS.keys() <= set(names) and "record" not in names:
+        names = [PTBXL_COLUMNS.get(name, name) for name in names]
         cells = cells.rename_columns(names)
     if "record" not in names:
         raise DataError(
             f"{url}: its columns are {', '.join(names[:10])}: a column `record` must name the ECGs: "
-            "rename the one that does"
+            "rename the column that has their names"
         )
     if not len(cells):
         raise DataError(f"{url}: has a header, but no rows: add a row for each ECG")
@@ -114,7 +118,7 @@ def read_table(url: str, contents: str = "labels", used: Sequence[str] = ()) -> 
             if name.lower() == "age" and (not used or name in used):
                 of_old = pc.sum(pc.is_in(cells[name], pa.array(AGES_OVER_89)), min_count=0).as_py()
                 _note_ages_of_300(url, name, of_old)
-    if "patient" in names:  # as a dataset writes them
+    if "patient" in names:  # ids are converted to the form that a dataset stores
         coded = cells["patient"].combine_chunks().dictionary_encode()
         try:
             plain = pa.array(map(known_patient, coded.dictionary.to_pylist()), pa.string())
@@ -124,7 +128,7 @@ def read_table(url: str, contents: str = "labels", used: Sequence[str] = ()) -> 
     return cells
 
 
-@cache  # a table is read more than once
+@cache  # so that the note comes once, although a table is read several times
 def _note_ages_of_300(url: str, column: str, rows: int) -> None:
     if rows:
         where = f"{rows:,} row{'s' * (rows > 1)}"
@@ -135,23 +139,26 @@ def _note_ages_of_300(url: str, column: str, rows: int) -> None:
 
 
 class _Header(NamedTuple):
-    names: list[str]
-    mark: str  # the separator
-    lines: int  # number of lines that the header takes
-    is_all: bool  # True if the file has no other lines
+    names: list[str]  # the names of the columns
+    separator: str
+    lines: int  # how many lines of the file the header takes
+    is_all: bool  # True if the file has nothing below the header
 
 
-def _parse_header(text: str, key: str, marks: Sequence[str]) -> _Header:
-    """The separator is the one that yields a column `key`, or else the most columns."""
+def _parse_header(text: str, key: str, separators: Sequence[str]) -> _Header:
+    """Return the header as split by the one of `separators` that yields a column `key`; if none does, by
+    the one that yields the most columns."""
     headers = []
-    for mark in marks:
+    for separator in separators:
         lines = io.StringIO(text, newline="")
-        reader = csv.reader(lines, delimiter=mark)
+        reader = csv.reader(lines, delimiter=separator)
         try:
             names = [unquote_cell(cell) for cell in next(reader, [])]
         except csv.Error:
-            raise DataError("the first line has a quote that is not closed") from None
-        header = _Header(names, mark, reader.line_num, not lines.read(2**10).strip())
+            raise DataError(
+                "the first line has a quote that is not closed: add the quote"
+            ) from None
+        header = _Header(names, separator, reader.line_num, not lines.read(2**10).strip())
         if len(names) > 1 and _normalize_column_name(key) in map(_normalize_column_name, names):
             return header
         headers.append(header)
@@ -161,17 +168,17 @@ def _parse_header(text: str, key: str, marks: Sequence[str]) -> _Header:
 def _read_csv_and_metadata(
     data: bytes, key: str, used: Sequence[str]
 ) -> tuple[pa.Table, dict[bytes, str]]:
-    """Returns the cells and metadata: which columns had decimal commas (read as points), and
-    where empty lines are."""
+    """Returns the cells of a CSV file, and metadata: the columns whose decimal commas were read as points,
+    and the rows that follow empty lines."""
     text = decode_text(data)
-    marks = [",", ";", "\t"]
-    if separator := SEPARATOR_LINE.match(text):
-        text, marks = text[separator.end() :], [separator[1]]
-    names, mark, lines, is_all = _parse_header(text, key, marks)
+    separators = [",", ";", "\t"]
+    if stated := SEPARATOR_LINE.match(text):
+        text, separators = text[stated.end() :], [stated[1]]
+    names, separator, lines, is_all = _parse_header(text, key, separators)
     if is_all:
         return pa.table({name: pa.array([], pa.string()) for name in names}), {}
     read = pa_csv.ReadOptions(column_names=names, skip_rows=lines)
-    parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
+    parse = pa_csv.ParseOptions(delimiter=separator, newlines_in_values=True)
     convert = pa_csv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True
     )
@@ -181,36 +188,39 @@ def _read_csv_and_metadata(
     for name, column in zip(names, cells.columns, strict=True):
         column = pc.replace_substring_regex(column, QUOTED_FORMULA, r"\1")
         if (
-            mark != ","
-            and _normalize_column_name(name) not in RESERVED
+            separator != ","
+            and _normalize_column_name(name) not in RESERVED_COLUMNS
             and (not used or _normalize_column_name(name) in used)
         ):
-            _require_one_mark(name, pc.drop_null(pc.unique(column)))
+            _refuse_ambiguous_decimals(name, pc.drop_null(pc.unique(column)))
             if pc.any(pc.match_substring_regex(column, DECIMAL_COMMA)).as_py():
                 column = pc.replace_substring_regex(column, DECIMAL_COMMA, r"\1.\2")
                 with_commas.append(_normalize_column_name(name))
         columns.append(column)
     metadata = {}
     if with_commas:
-        metadata[DECIMAL_COMMA_COLUMNS] = json.dumps(with_commas)
+        metadata[DECIMAL_COMMA_COLUMNS_KEY] = json.dumps(with_commas)
     if EMPTY_LINE.search(text):
-        metadata[EMPTY_LINES] = json.dumps(_empty_lines(text, mark))
+        metadata[EMPTY_LINES_KEY] = json.dumps(_rows_after_empty_lines(text, separator))
     return pa.table(columns, names), metadata
 
 
-def _empty_lines(text: str, mark: str) -> list[int]:
-    """The rows before which there is an empty line, which pyarrow leaves out."""
-    rows, empty_lines = 0, []
-    for cells in csv.reader(io.StringIO(text, newline=""), delimiter=mark):
+def _rows_after_empty_lines(text: str, separator: str) -> list[int]:
+    """Return the rows, counted from 0 below the header, that follow an empty line; a row that follows two
+    empty lines is returned twice. pyarrow skips empty lines without telling."""
+    lines, after_empty = 0, []
+    for cells in csv.reader(io.StringIO(text, newline=""), delimiter=separator):
         if cells:
-            rows += 1
+            lines += 1
         else:
-            empty_lines.append(rows - 1)  # the header is none
-    return empty_lines
+            after_empty.append(lines - 1)  # minus 1, because the header is no row
+    return after_empty
 
 
-def _require_one_mark(name: str, values: pa.Array) -> None:
-    """Refuses 1.234 beside 12,5, and beside 987: it may mean 1234."""
+def _refuse_ambiguous_decimals(name: str, values: pa.Array) -> None:
+    """Raises a DataError if a column has numbers with a point and numbers with a comma, or if all numbers
+    with a point or comma look like 1.234 and there are whole numbers such as 987. In both cases, 1.234
+    may mean 1234."""
     like = {}
     for what, pattern in (
         ("point", r"^[+-]?\d*\.\d+$"),
@@ -222,7 +232,7 @@ def _require_one_mark(name: str, values: pa.Array) -> None:
     marked, other = like["point"] + like["comma"], like["whole"]
     if like["point"] and like["comma"]:
         other = like["comma"]
-    elif len(like["thousands"]) < len(marked):  # a decimal is among them
+    elif len(like["thousands"]) < len(marked):  # some value must be a decimal, such as 12.5
         return
     if marked and other:
         raise DataError(
@@ -232,30 +242,36 @@ def _require_one_mark(name: str, values: pa.Array) -> None:
 
 
 def decode_text(data: bytes) -> str:
+    """Return the text of a CSV file, which may be UTF-8 or UTF-16."""
     if data.startswith(b"PK"):
-        raise DataError("it is a workbook or another archive: save the sheet as CSV UTF-8")
-    utf16 = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))  # Excel's "Unicode text"
+        raise DataError("the file is a workbook or another archive: save the sheet as CSV UTF-8")
+    # Excel saves "Unicode text" as UTF-16
+    utf16 = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
     try:
         return data.decode("utf-16" if utf16 else "utf-8-sig")
     except UnicodeDecodeError:
-        raise DataError("its text is not UTF-8: save it as CSV UTF-8") from None
+        raise DataError("the text of the file is not UTF-8: save it as CSV UTF-8") from None
 
 
 def _require_utf8(cells: pa.Table) -> None:
-    """Refuses a parquet file with texts that are not UTF-8, which arrow does not check."""
+    """Raises a DataError if a table has text that is not UTF-8, which arrow does not check when it reads
+    parquet."""
     for name, column in zip(cells.column_names, cells.columns, strict=True):
         try:
             column.validate(full=True)
         except pa.ArrowInvalid:
-            raise DataError(f"the text of column {name!r} is not UTF-8: save it again") from None
+            raise DataError(
+                f"the text of column {name!r} is not UTF-8: save the table again"
+            ) from None
 
 
 def _normalize_column_name(column: str) -> str:
-    return column.strip().lower() if column.strip().lower() in RESERVED else column.strip()
+    name = column.strip()
+    return name.lower() if name.lower() in RESERVED_COLUMNS else name
 
 
 def cells_as_text(cells: pa.Table) -> pa.Table:
-    """The cells as text; null where one is empty. A word such as NA is a text like any other."""
+    """Return all cells as text, null where a cell is empty. Words such as NA stay as they are."""
     columns = []
     for name, column in zip(cells.column_names, cells.columns, strict=True):
         text = pc.utf8_trim_whitespace(_column_as_text(column))
@@ -267,10 +283,11 @@ def cells_as_text(cells: pa.Table) -> pa.Table:
 
 
 def _column_as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Returns a column as text: whole numbers without point and exponent, if they are exact."""
+    """Returns a column as text. Whole numbers have neither point nor exponent, unless they are too large
+    to be exact."""
     if not pa.types.is_floating(column.type):
         return pc.cast(column, pa.string())
-    if column.type == pa.float16():  # which arrow cannot round
+    if column.type == pa.float16():  # arrow cannot round float16
         column = pc.cast(column, pa.float32())
     column = pc.if_else(pc.is_nan(column), None, column)
     exact = 2.0 ** (53 if column.type == pa.float64() else 24)
@@ -280,17 +297,20 @@ def _column_as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def missing_words(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Returns a mask of the cells with a word, such as NA, that may mean a missing value."""
+    """Returns a mask: true where a cell is a word, such as NA, that may mean a missing value."""
     words = pa.array(sorted(MAYBE_MISSING))
     return pc.fill_null(pc.is_in(pc.utf8_lower(column), words), False)
 
 
 def read_patients(url: str) -> pa.Table:
-    """A table with the columns `record` and `patient`, or ptbxl_database.csv."""
+    """Return a table with the columns `record` and `patient`, and warn of ids that may be spellings of one
+    id. ptbxl_database.csv is such a table, too."""
     cells = read_table(url, "patients")
     if "patient" not in cells.column_names:
         names = ", ".join(cells.column_names[:10])
-        raise DataError(f"{url}: its columns are {names}: a column `patient` must name the people")
+        raise DataError(
+            f"{url}: its columns are {names}: a column `patient` must name the patients"
+        )
     owners = cells["patient"]
     if "source" in cells.column_names:
         owners = pc.binary_join_element_wise(cells["source"], owners, "/")
@@ -300,7 +320,8 @@ def read_patients(url: str) -> pa.Table:
 
 
 def similar_ids_warning(owners: pa.Array) -> str:
-    """Says which ids may be spellings of one; "" if none. `owners`: PATIENT or SOURCE/PATIENT."""
+    """Returns a warning that names patient ids that may be spellings of one id; "" if there are none.
+    `owners` are PATIENT or SOURCE/PATIENT."""
     groups = similar_ids(owners)
     if not groups:
         return ""
@@ -313,7 +334,7 @@ def similar_ids_warning(owners: pa.Array) -> str:
 
 
 def similar_ids(owners: pa.Array) -> list[list[str]]:
-    """Groups ids that differ only in leading zeros or in case."""
+    """Returns the groups of patient ids that differ only in leading zeros or in case."""
     ids = pc.drop_null(pc.unique(owners))
     folded = pc.replace_substring_regex(pc.utf8_lower(ids), r"^((?:.*/)?)0+(\d+)$", r"\1\2")
     code = folded.dictionary_encode().indices.to_numpy()
@@ -325,8 +346,8 @@ def similar_ids(owners: pa.Array) -> list[list[str]]:
 
 
 def patients_of(url: str, cells: pa.Table, keys: pa.Array) -> pa.Array:
-    """The patient of each of these source/record; null where unknown. Tells which records of the
-    table are not among them."""
+    """Return the patient of each record in `keys` (SOURCE/RECORD) according to the table `cells`; null if
+    unknown. Print notes on rows of the table that match no record, or only approximately."""
     matches = match_records(url, cells, keys, pc.replace_substring_regex(keys, "^[^/]*/", ""))
     for note in matches.notes:
         tell(f"note: {url}: {note}")

@@ -1,5 +1,5 @@
-"""Label tables of published archives: `omnilead labels ptbxl SRC --out DIR`; and anyone's table for a
-dataset with pseudonyms: `omnilead labels table my.csv --out DIR --pseudonymize KEYFILE`.
+"""Write label tables of published archives (`omnilead labels ptbxl SRC --out DIR`), and copy a user's own
+table with pseudonyms (`omnilead labels table my.csv --out DIR --pseudonymize KEYFILE`).
 
 A table is a parquet file with columns `source` and `record`, as in a dataset of the archive, one
 column per label, and `fold`, if folds are published. An empty cell means unknown. The JSON file
@@ -67,11 +67,11 @@ from ..sources.wfdb_archives import (
 from ..sources.zip_folder import archive_folder_and_names
 
 NAME_COLUMNS = ("source", "record", "patient")
-UNKNOWN = -1  # in columns of 0 and 1; columns of measurements use NaN
-MAX_FILE = 2**30  # bytes of a file of measurements
-_RECORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
+UNKNOWN = -1  # value of an unknown label in columns of 0 and 1; columns of measurements have NaN
+MAX_FILE_BYTES = 2**30  # a larger file of an archive is not read
+_RECORD_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
-_TRUTH = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
+_TRUE_OR_FALSE = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 SUPERCLASSES = {
     "MI": "myocardial infarction",
     "STTC": "ST/T change",
@@ -89,13 +89,15 @@ CODE15_NAMES = {
     "is_male": "male sex",
     "death": "died during follow-up; known for one exam of each patient",
 }
-# Meaning and values: int8 of 0, 1 and UNKNOWN, or floats
+# {label: (its meaning, its value for each record)}. Values are 0, 1 and UNKNOWN as int8, or floats
 Labels = dict[str, tuple[str, np.ndarray]]
-_SETS = ("diagnostic", "form", "rhythm")
+# Label sets of PTB-XL that have the name of a column of scp_statements.csv, and the column by which the
+# statements of other sets are grouped
+_STATEMENT_KINDS = ("diagnostic", "form", "rhythm")
 _CLASS_COLUMNS = {"subdiagnostic": "diagnostic_subclass", "superdiagnostic": "diagnostic_class"}
 PATTERNS_VERSION = 1
 MIMIC_MEASUREMENTS = "machine_measurements.csv"
-REPORTS = tuple(f"report_{i}" for i in range(18))
+REPORT_COLUMNS = tuple(f"report_{i}" for i in range(18))
 INTERVAL_COLUMNS = (
     "rr_interval",
     "p_onset",
@@ -114,9 +116,9 @@ INTERVALS = {
     "QRS": ("QRS duration", "qrs_onset", "qrs_end"),
     "QT": ("QT interval, not corrected for the rate,", "qrs_onset", "t_end"),
 }
-MAX_MS = 5000  # larger values (29999, 32767, 65535, ...) stand for "not measured"
-UNREAD = "UNREAD"  # code for "the program gave up"
-ANY_STATEMENT = 1 << 63  # bit of records with at least one statement
+MAX_MS = 5000  # larger times (29999, 32767, 65535, ...) stand for "not measured"
+UNREAD = "UNREAD"  # the code of statements by which the cart's program gave up reading an ECG
+ANY_STATEMENT = 1 << 63  # the bit that is set for records with at least one statement
 
 with open(Path(__file__).with_name("mimic_statements.csv"), newline="", encoding="utf-8") as _file:
     CODES = {
@@ -128,20 +130,23 @@ _HEDGED = re.compile(
     r"|might|could|cannot (?:rule out|exclude)|rule out|versus|vs|criteria for|borderline(?! "
     r"(?:abnormal )?ecg))\b|\?"
 )
-_DOUBTED = re.compile(
+# Words of doubt that come directly after a finding
+_HEDGED_AFTER = re.compile(
     r"\w*(?: can ?not be (?:ruled out|excluded)| is borderline| or aberr|\?)"
-)  # matched directly after the finding
+)
 _NEGATED = re.compile(
     r"\b(?:no(?! further)|not|without|absence of|negative for)\b(?:(?!\b(?:but|with)\b)[^,;:.])*$"
 )
 
 
 class PublishedLabels(NamedTuple):
-    name: str  # file name without its ending
-    about: str
-    read: tuple[str, ...]  # the archive files that were read
-    source: str | Sequence[str]  # one for all records, or one per record
-    records: Sequence[str] | np.ndarray
+    """A label table before it is written."""
+
+    name: str  # of the files to write, without suffix
+    about: str  # what the labels are, for the JSON file
+    read: tuple[str, ...]  # paths of the archive's files that the labels come from
+    source: str | Sequence[str]  # the source of all records, or of each record
+    records: Sequence[str] | np.ndarray  # ids of the records
     labels: Labels
     fold: np.ndarray | None = None
 
@@ -149,13 +154,14 @@ class PublishedLabels(NamedTuple):
 def write_labels(
     archive: str, url: str, out: str, key: bytes | None, anonymous: bool, quiet: bool
 ) -> Iterator[str]:
-    """Write all tables of an archive and yield a line about each. With a key, records get their
-    pseudonyms."""
+    """Write all label tables of an archive and yield a line about each. With a key, record ids are replaced
+    by pseudonyms."""
     place = dataset_folder(out)
     if archive == "table":
         table = pseudonymize_labels(url, key)
     else:
-        root, _ = archive_folder_and_names(url, anonymous)  # raises if there is no such folder
+        # This raises an error if there is no such folder
+        root, _ = archive_folder_and_names(url, anonymous)
     if not place.remote:
         with explain_write_errors(place.url, "tables"):
             os.makedirs(place.url, exist_ok=True)
@@ -183,7 +189,8 @@ def write_labels(
             yield f"{published.name}: not written, because no record has such a label"
             continue
         read = {
-            name: hashlib.sha256(root.read(name, MAX_FILE)).hexdigest() for name in published.read
+            name: hashlib.sha256(root.read(name, MAX_FILE_BYTES)).hexdigest()
+            for name in published.read
         }
         facts = {
             "archive": archive,
@@ -198,13 +205,14 @@ def write_labels(
 
 
 def pseudonymize_labels(url: str, key: bytes | None) -> pa.Table:
-    """A table of anyone's labels with the names that a dataset made with this key has. Without the
-    dataset, names are not looked up as ecg.record_names does: they must be the record's own."""
+    """Return a user's label table with the names of records and patients replaced by the pseudonyms that a
+    dataset made with this key has. As the dataset is not at hand, the table must have the records' own
+    names; approximate names, which ecg.record_names would find, get a wrong pseudonym."""
     cells = read_record_table(url)
     if key is None:
         raise DataError(
-            f"labels table {url}: a table without pseudonyms is ready for --labels: add "
-            "--pseudonymize KEYFILE if the dataset was made with one"
+            f"labels table {url}: needs --pseudonymize KEYFILE. If the dataset was made without a key, use "
+            "the table as it is: --labels reads it"
         )
     if "source" not in cells.column_names:
         raise DataError(
@@ -216,7 +224,7 @@ def pseudonymize_labels(url: str, key: bytes | None) -> pa.Table:
         source, record = row["source"], row["record"]
         if not (source and record):
             place = f"{url}: row {row_number(cells, number)}"
-            raise DataError(f"{place} lacks its source or its record: fill it in")
+            raise DataError(f"{place} has an empty cell in `source` or `record`: fill it in")
         record = record.replace("\\", "/")
         name = record_stem(record)
         if source in VENDORS or source == WfdbFolder.name:
@@ -233,10 +241,10 @@ def pseudonymize_labels(url: str, key: bytes | None) -> pa.Table:
 
 
 def _to_arrow(published: PublishedLabels, key: bytes | None) -> tuple[pa.Table, dict[str, Any]]:
-    """The table without labels that no record has, and the meaning of the others."""
-    if wrong := next((name for name in published.records if not _RECORD.fullmatch(name)), None):
+    """Return (the label table, {label: meaning and counts}). Labels that no record has are left out."""
+    if wrong := next((name for name in published.records if not _RECORD_ID.fullmatch(name)), None):
         raise DataError(
-            f"{', '.join(published.read)}: {printable(wrong[:40])!r} is not a record's id: restore the "
+            f"{', '.join(published.read)}: {printable(wrong[:40])!r} cannot be a record's id: restore the "
             "file"
         )
     sources = (
@@ -264,9 +272,9 @@ def _to_arrow(published: PublishedLabels, key: bytes | None) -> tuple[pa.Table, 
 
 
 def ptbxl_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
-    """The label sets of PTB-XL's benchmark (Strodthoff et al. 2020,
-    doi:10.1109/JBHI.2020.3022989). As there, statements count at any likelihood, a set omits
-    records without one of its labels, and labels are in alphabetical order."""
+    """Yield the label sets of PTB-XL's benchmark (Strodthoff et al. 2020,
+    doi:10.1109/JBHI.2020.3022989). As in the benchmark, a statement counts whatever its likelihood is,
+    a set has only the records with at least one of its labels, and labels are in alphabetical order."""
     read, known, source, records, fold, likelihood = _ptbxl_tables(root)
     for kind, label_of in _label_sets(known).items():
         labels = _labels_of_set(known, label_of, ~np.isnan(likelihood))
@@ -291,20 +299,23 @@ def ptbxl_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
 
 
 class _PtbXlTables(NamedTuple):
-    read: tuple[str, str]  # the files
-    known: dict[str, dict[str, str]]  # scp_statements.csv by statement
+    """The contents of ptbxl_database.csv and scp_statements.csv."""
+
+    read: tuple[str, str]  # paths of the two files
+    known: dict[str, dict[str, str]]  # {statement: its row of scp_statements.csv}
     source: str
     records: np.ndarray
     fold: np.ndarray
-    likelihood: np.ndarray  # float32 [records, statements], NaN if not stated
+    # Likelihood of each statement in per cent, NaN if a record does not have it
+    likelihood: np.ndarray  # float32 [records, statements]
 
 
 def _ptbxl_tables(root: Folder) -> _PtbXlTables:
     place = next(filter(root.exists, PTBXL_CSV_PATHS), PTBXL_CSV_PATHS[0])
     read = (place, posixpath.join(posixpath.dirname(place), "scp_statements.csv"))
     if not root.exists(read[1]):
-        raise StorageError(f"{root.url}: no {read[1]}: copy it from PTB-XL's release")
-    columns = ("", "description", *_SETS, *_CLASS_COLUMNS.values())
+        raise StorageError(f"{root.url}: has no {read[1]}: copy this file from PTB-XL's release")
+    columns = ("", "description", *_STATEMENT_KINDS, *_CLASS_COLUMNS.values())
     known = {row[""]: row for row in read_table(root, read[1], MAX_EXAMS_CSV, columns)}
     columns = ("ecg_id", "patient_id", "scp_codes", "strat_fold")
     rows = list(read_table(root, place, MAX_EXAMS_CSV, columns))
@@ -313,7 +324,7 @@ def _ptbxl_tables(root: Folder) -> _PtbXlTables:
     fold = np.array([to_number(row["strat_fold"]) for row in rows])
     if not np.isin(fold, np.arange(1, 11)).all():
         raise StorageError(
-            f"{root.url}/{place}: strat_fold is not 1 to 10 in every row: restore the file"
+            f"{root.url}/{place}: strat_fold is not 1 to 10 in every row: get the file again"
         )
     likelihood = np.full((len(rows), len(known)), np.nan, np.float32)
     for i, row in enumerate(rows):
@@ -326,7 +337,8 @@ def _ptbxl_tables(root: Folder) -> _PtbXlTables:
 def _labels_of_set(
     known: dict[str, dict[str, str]], label_of: dict[str, str], is_stated: np.ndarray
 ) -> Labels:
-    """The labels of a set, in alphabetical order. `is_stated` [records, statements]."""
+    """Return the labels of one label set, in alphabetical order. `label_of`: {statement: its label in this
+    set}. `is_stated`: [records, statements]."""
     labels: Labels = {}
     for label in sorted(set(label_of.values()) - {""}):
         stated = [name for name in known if label_of.get(name) == label]
@@ -339,25 +351,27 @@ def _labels_of_set(
 
 
 def _label_sets(known: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """For each label set the label that a statement has there."""
+    """Return {label set: {statement: its label in this set}}."""
     sets = {"all": {name: name for name in known}}
-    for kind in _SETS:
-        sets[kind] = {name: name for name, row in known.items() if _TRUTH.get(row[kind]) == 1}
+    for kind in _STATEMENT_KINDS:
+        sets[kind] = {
+            name: name for name, row in known.items() if _TRUE_OR_FALSE.get(row[kind]) == 1
+        }
     for kind, column in _CLASS_COLUMNS.items():
         sets[kind] = {name: known[name][column] for name in sets["diagnostic"]}
     return sets
 
 
 def code15_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
-    """The columns of exams.csv (Ribeiro et al. 2021, doi:10.5281/zenodo.4916206). No folds are
-    published: split by patient."""
+    """Yield the labels in exams.csv of CODE-15 % (Ribeiro et al. 2021, doi:10.5281/zenodo.4916206). No folds
+    are published: split by patient."""
     rows = list(
         read_table(root, EXAMS_CSV, MAX_EXAMS_CSV, ("exam_id", *CODE15_NAMES, "age", "timey"))
     )
     records = [row["exam_id"] for row in rows]
     labels: Labels = {}
     for name, means in CODE15_NAMES.items():
-        values = [_TRUTH.get(row[name].lower(), UNKNOWN) for row in rows]
+        values = [_TRUE_OR_FALSE.get(row[name].lower(), UNKNOWN) for row in rows]
         labels[name] = (means, np.array(values, np.int8))
     ages = np.array([clean_age(row["age"]) for row in rows], np.float32)
     years = np.array([to_number(row["timey"]) for row in rows], np.float32)
@@ -371,21 +385,21 @@ def code15_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
 def header_labels(
     archive: type[WfdbSource], title: str, root: Folder, quiet: bool
 ) -> Iterator[PublishedLabels]:
-    """Labels from the `Dx` line of every header: the 26 scored diagnoses, and all SNOMED CT
-    codes."""
+    """Yield two label tables from the `Dx` lines of all headers: one with the 26 scored diagnoses, one with all
+    SNOMED CT codes."""
     source = archive(root)
     keys = [key for key in source.keys() if key.endswith(".hea")]  # noqa: SIM118
     read = partial(read_safely, partial(_name_and_diagnoses, root))
     headers = prefetch(read, keys) if root.remote else map(read, keys)
     headers = tqdm(headers, total=len(keys), unit=" headers", disable=quiet)
-    # If records have the same name, the first counts, as in a dataset
+    # If two records have the same name, the first one counts, as in a dataset
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
     for key, header in zip(keys, headers, strict=True):
         if not isinstance(header, ReadError):
             name, dx = header
             rows.setdefault((source.source_of(key), name), dx)
     if not rows:
-        raise StorageError(f"{root.url}: no readable header of {title}{links_hint(root)}")
+        raise StorageError(f"{root.url}: has no readable header of {title}{links_hint(root)}")
     sources, records = zip(*rows, strict=True)
     unread = len(keys) - len(rows)
     note = f" ({unread} of {len(keys)} headers are unreadable or duplicates)" if unread else ""
@@ -404,7 +418,7 @@ def header_labels(
 def _labels_of_codes(
     diagnoses: list[frozenset[str]], kinds: Iterable[tuple[str, tuple[str, ...]]]
 ) -> Labels:
-    """A label for each of `kinds`: its name, and the codes of which a record must have one."""
+    """Return a label for each (name, codes) of `kinds`: 1 for records that have one of the codes."""
     labels: Labels = {}
     for name, codes in kinds:
         has = [not dx.isdisjoint(codes) for dx in diagnoses]
@@ -418,7 +432,8 @@ def _name_and_diagnoses(root: Folder, key: str) -> tuple[str, tuple[str, ...]]:
 
 
 def physionet2011_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
-    """The lists of set-a. Nothing is known of an ECG that is in neither or in both."""
+    """Yield the quality labels of set-a, from its lists of acceptable and unacceptable ECGs. The label is
+    unknown if an ECG is in both lists or in neither."""
     place = PhysioNet2011(root).places()[0]
     names = ("RECORDS", ACCEPTABLE_LIST, "RECORDS-unacceptable")
     read = tuple(posixpath.join(place, name) for name in names)
@@ -436,10 +451,11 @@ def physionet2011_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]
 
 
 def mimic_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
-    table = _mimic_table(root)
+    """Yield two label tables of MIMIC-IV-ECG: statements of the carts' programs, and measured intervals."""
+    table = _read_mimic_measurements(root)
     studies = table["study_id"].to_numpy()
     codes = np.zeros((2, len(table)), np.uint64)
-    for name in tqdm(REPORTS, unit=" columns", disable=quiet):
+    for name in tqdm(REPORT_COLUMNS, unit=" columns", disable=quiet):
         codes |= _asserted_and_possible_bits(table[name].unify_dictionaries().combine_chunks())
     about = (
         f"MIMIC-IV-ECG, the carts' computer interpretations, pattern list {PATTERNS_VERSION}: 1 stated, 0 "
@@ -459,7 +475,7 @@ def mimic_labels(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
 
 
 def _statement_labels(codes: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
-    """Labels from stated and hedged codes [2, records]."""
+    """Return a label for each code. `codes`: the bits of stated and of hedged codes, [2, records]."""
     bit = {code: np.uint64(1 << i) for i, code in enumerate(CODES)}
     unread = codes[0] & bit[UNREAD] != 0
     labels = {}
@@ -471,12 +487,13 @@ def _statement_labels(codes: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
 
 
 def _interval_labels(table: pa.Table) -> dict[str, tuple[str, np.ndarray]]:
+    """Return the intervals and axes of each record, NaN where not measured."""
     x = {"zero": np.zeros(len(table), np.float32)}
     for name in INTERVAL_COLUMNS:
         values = table[name].to_numpy()
         largest = 180 if "axis" in name else MAX_MS
         x[name] = np.where(np.abs(values) <= largest, values, np.nan)
-    # Empty if a part of the P wave was not found
+    # If the onset or end of the P wave was not measured, this is NaN, and so are all measurements of P
     p_wave = 0 * (x["p_onset"] + x["p_end"])
     x["p_onset"] = x["p_onset"] + p_wave
     x["p_axis"] = x["p_axis"] + p_wave
@@ -490,19 +507,19 @@ def _interval_labels(table: pa.Table) -> dict[str, tuple[str, np.ndarray]]:
     return labels
 
 
-def _mimic_table(root: Folder) -> pa.Table:
-    words = pa.dictionary(
-        pa.int32(), pa.binary()
-    )  # statements repeat, so each distinct one is searched once
+def _read_mimic_measurements(root: Folder) -> pa.Table:
+    """Return the needed columns of machine_measurements.csv."""
+    # Dictionary columns, because statements repeat: each distinct one is searched for findings only once
+    words = pa.dictionary(pa.int32(), pa.binary())
     kinds = {
         "study_id": pa.string(),
-        **dict.fromkeys(REPORTS, words),
+        **dict.fromkeys(REPORT_COLUMNS, words),
         **dict.fromkeys(INTERVAL_COLUMNS, pa.float32()),
     }
     parsing = pacsv.ParseOptions(newlines_in_values=True)
     converting = pacsv.ConvertOptions(column_types=kinds, include_columns=list(kinds))
     try:
-        data = pa.BufferReader(root.read(MIMIC_MEASUREMENTS, MAX_FILE))
+        data = pa.BufferReader(root.read(MIMIC_MEASUREMENTS, MAX_FILE_BYTES))
         return pacsv.read_csv(data, parse_options=parsing, convert_options=converting)
     except (ReadError, pa.ArrowInvalid, pa.ArrowKeyError) as error:
         raise StorageError(
@@ -511,7 +528,7 @@ def _mimic_table(root: Folder) -> pa.Table:
 
 
 def _asserted_and_possible_bits(column: pa.DictionaryArray) -> np.ndarray:
-    """Stated and hedged codes of each row as bits: uint64 [2, rows]."""
+    """Return the bits of the codes that each text states, and of those that it hedges: uint64 [2, rows]."""
     of_texts = [
         asserted_and_possible_codes(text.decode(errors="replace")[:300])
         for text in column.dictionary.to_pylist()
@@ -524,12 +541,12 @@ def _asserted_and_possible_bits(column: pa.DictionaryArray) -> np.ndarray:
 
 @lru_cache(maxsize=2**16)
 def asserted_and_possible_codes(text: str) -> tuple[int, int]:
-    """Returns (bits of the codes it asserts, bits of the codes it only calls possible)."""
+    """Returns (bits of the codes that a text states, bits of the codes that it only calls possible)."""
     text = " ".join(text.lower().split())
     stated, hedged = ANY_STATEMENT if text else 0, 0
     for i, (_, pattern) in enumerate(CODES.values()):
         for mention in pattern.finditer(text):
-            if _HEDGED.search(text[: mention.end()]) or _DOUBTED.match(text, mention.end()):
+            if _HEDGED.search(text[: mention.end()]) or _HEDGED_AFTER.match(text, mention.end()):
                 hedged |= 1 << i
             elif not _NEGATED.search(text[: mention.start()]):
                 stated |= 1 << i
@@ -537,7 +554,7 @@ def asserted_and_possible_codes(text: str) -> tuple[int, int]:
 
 
 def remove_leftovers(place: Path) -> None:
-    """Remove the temporary files that killed processes of this machine left in a folder."""
+    """Remove the temporary files in a folder whose processes, on this machine, no longer run."""
     temporary = re.compile(rf"\..+\.{re.escape(socket.gethostname())}\.(\d+)")
     for path in place.iterdir():
         if (match := temporary.fullmatch(path.name)) and not os.path.exists(f"/proc/{match[1]}"):

@@ -36,7 +36,7 @@ from ..dataset import (
 )
 from ..dataset.rejects import Reject
 from ..ecg.crops import Crop, crop_flags, prepare_crop
-from ..ecg.pseudonyms import key_mark, pseudonym
+from ..ecg.pseudonyms import key_fingerprint, pseudonym
 from ..ecg.record import EcgRecord, class_row, patient_source
 from ..io import cluster
 from ..io.errors import DataError, DatasetError, Flag, ReadError, StorageError
@@ -112,7 +112,7 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
 def _pseudonym_key_mark(sources: list[Source], key: bytes | None) -> str | None:
     """Returns a text that identifies the key with which all names become pseudonyms; None without
     pseudonyms. Names in the datasets among the sources may be pseudonyms already."""
-    mark = key_mark(key)
+    mark = key_fingerprint(key)
     marks = {source.pseudonyms for source in sources}
     if not key and len(marks) == 1 and all(isinstance(source, StoredDataset) for source in sources):
         return marks.pop()

@@ -26,7 +26,11 @@ import pyarrow as pa
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from ..ecg.crops import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt, microvolts
+from ..ecg.crops import (
+    IMPLAUSIBLE_AMPLITUDE,
+    implausible_amplitude_text,
+    signal_in_microvolts,
+)
 from ..ecg.record import (
     LEADS,
     MV_PER_UNIT,
@@ -225,7 +229,7 @@ class ArraySource(Source):
         leads = tuple(compress(record.leads, measured.tolist()))
         record = replace(record, signal=record.signal[measured], leads=leads)
         with np.errstate(invalid="ignore", over="ignore"):
-            doubt = amplitude_doubt(microvolts(record), record.fs_hz)
+            doubt = implausible_amplitude_text(signal_in_microvolts(record), record.fs_hz)
         if doubt:
             doubt += ": is the unit right?"
             warnings = (*record.warnings, (IMPLAUSIBLE_AMPLITUDE, doubt))

@@ -21,7 +21,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..ecg.crops import CROP, Crop, crop_count, crop_flags, prepare_crop, with_amplitude_doubt
+from ..ecg.crops import CROP, Crop, crop_count, crop_flags, prepare_crop, with_amplitude_warning
 from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import LEADS, EcgRecord, Header, known_patient, patient_source, record_stem
 from ..io.errors import MISSING_FILE, ReadError, StorageError, machine_error, printable
@@ -171,12 +171,12 @@ def read_record(source: Source, key: str) -> EcgRecord:
     A user's own source may fill the same buffer for every record, so the signal is copied. Such a source is
     called from one thread at a time, unless its `thread_safe` is True."""
     if is_builtin(source):
-        return with_amplitude_doubt(source.read(key))
+        return with_amplitude_warning(source.read(key))
     with nullcontext() if source.thread_safe else _OWN_SOURCE_LOCK:
         record = source.read(key)
         if not record.stored:
             record = replace(record, signal=record.signal.copy())
-    return with_amplitude_doubt(record)
+    return with_amplitude_warning(record)
 
 
 def read_header(source: Source, key: str) -> Header:

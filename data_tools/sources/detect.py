@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..dataset import META
-from ..ecg.pseudonyms import key_mark, read_key
+from ..ecg.pseudonyms import key_fingerprint, read_key
 from ..io.errors import DataError, Flag, ReadError, StorageError
 from ..io.plugins import error_with_line, load_plugin
 from ..io.shared_options import Paths
@@ -50,7 +50,7 @@ __all__ = [
     "PreparedRecord",
     "ReadError",
     "Source",
-    "key_mark",
+    "key_fingerprint",
     "missing_note",
     "open_sources",
     "prepare_record",

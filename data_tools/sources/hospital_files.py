@@ -15,7 +15,7 @@ from itertools import groupby
 
 import numpy as np
 
-from ..ecg.crops import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt
+from ..ecg.crops import IMPLAUSIBLE_AMPLITUDE, implausible_amplitude_text
 from ..ecg.record import (
     EcgRecord,
     Header,
@@ -187,7 +187,7 @@ class HospitalFiles(Source):
         sex = clean_sex(decoded.sex)
         unread = age_and_sex_warnings({"age": decoded.age, "sex": decoded.sex}, age=age, sex=sex)
         warnings = (*decoded.warnings, *unread)
-        if doubt := amplitude_doubt(leads, fs_hz):
+        if doubt := implausible_amplitude_text(leads, fs_hz):
             doubt += ": is the scale in the file right?"
             warnings = (*warnings, (IMPLAUSIBLE_AMPLITUDE, doubt))
         return EcgRecord(

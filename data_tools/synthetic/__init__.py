@@ -1,1 +1,1 @@
-"""Synthetic ECGs in the layouts of real archives."""
+"""Make synthetic ECGs, in archives that are laid out like real ones."""

@@ -1,4 +1,4 @@
-"""Archives of synthetic patients in the layouts of real archives, so that every tool can be tried
+"""Write archives of synthetic patients in the layouts of real archives, so that every tool can be tried
 without real data.
 
 plan (which records, in blocks of up to 64 patients) -> for each block: draw patients (patients.py),
@@ -35,38 +35,41 @@ from .ecg import simulate
 from .patients import BLOCK_PATIENTS, Findings, SyntheticPatients, draw_patients
 
 LAYOUTS = ("physionet2021", "ptbxl")
-# In version 1, two sessions were less alike than real ones, and all patients had two; in version 2,
-# databases, records and patients had the names of real ones
+# Version of the archives that `synth` makes. In version 1, a patient's two sessions were less alike than
+# real ones, and all patients had two. In version 2, databases, records and patients had the names of
+# real ones
 VERSION = 3
-TWO_SESSIONS_SHARE = 0.11  # share of PTB-XL's patients, as in the real PTB-XL
-# Share of the other patients, for each of the two databases that do not have 500 Hz
-SMALL_SHARE = 0.01
-# Probability that a finding is missed, and, per record, that a wrong one is added
+TWO_SESSIONS_SHARE = 0.11  # share of PTB-XL's patients with two sessions, as in the real PTB-XL
+# Two databases have sampling rates other than 500 Hz. Each of them gets this share of the patients
+# outside PTB-XL
+OTHER_RATE_SHARE = 0.01
+# Probability that a finding of a record is missed, and also that a record gets a wrong one
 LABEL_FLIP_SHARE = 0.03
-# Last part of a generator's key; continues the numbers in synthetic.patients
-CLINIC = 4
-LENGTH = 5
-READER = 6
-TWICE = 8
-_NEVER = ("BBB", "LPR")  # two classes that the signal model does not produce
+# Random generators have keys that end with what is drawn. These numbers continue those in
+# synthetic.patients
+DAMAGE_AND_TEXT_KEY = 4
+LENGTH_KEY = 5
+DIAGNOSIS_ERROR_KEY = 6
+SECOND_SESSION_KEY = 8
+_NOT_SIMULATED = ("BBB", "LPR")  # two classes that the signal model does not produce
 
 
 @dataclass(frozen=True)
 class Block:
-    """Up to BLOCK patients of one database and record length, with all their sessions: one task for
-    a worker."""
+    """Up to BLOCK_PATIENTS patients of one database and record length, with all their sessions: the unit
+    of work of a worker process."""
 
     database: str
     key: tuple[int, ...]
     samples: int
     first_patient: int
-    ids: list[dict[int, int]]  # for each session: {patient of the block: record}
+    ids: list[dict[int, int]]  # for each session: {index of the patient in the block: record id}
 
 
 def patients_per_database(patients: int) -> dict[str, int]:
-    """Distribute `patients` with one recording each over the seven databases other than PTB-XL, in
-    the real proportions."""
-    share = max(1, round(SMALL_SHARE * patients)) if patients >= 50 else 0
+    """Return the number of patients of each of the seven databases other than PTB-XL: `patients` in all,
+    in the real proportions. Each patient has one recording."""
+    share = max(1, round(OTHER_RATE_SHARE * patients)) if patients >= 50 else 0
     small = {name: min(DATABASES[name].last, share) for name in ("st_petersburg_incart", "ptb")}
     large = {
         name: database.records
@@ -76,8 +79,8 @@ def patients_per_database(patients: int) -> dict[str, int]:
     rest, total = patients - sum(small.values()), sum(large.values())
     if rest > total:
         raise DataError(
-            f"patients={patients} is too large: outside PTB-XL there are "
-            f"{total + patients - rest} ids"
+            f"patients={patients} is too large: the databases other than PTB-XL have "
+            f"{total + patients - rest} ids: use fewer"
         )
     shares = {name: rest * records / total for name, records in large.items()}
     counts = {name: int(share) for name, share in shares.items()}
@@ -93,8 +96,9 @@ def plan_blocks(
     seed: int = 0,
     layout: str = "physionet2021",
 ) -> list[Block]:
-    """Plan which records to make. With more `patients`, earlier records stay the same, except
-    for the ids of the last block; a larger share of `two_sessions` only adds second sessions."""
+    """Return the blocks of records to make. With more `patients`, the records of fewer patients stay the
+    same, except for the ids of the last block. A larger share of `two_sessions` only adds second
+    sessions."""
     for name, value, least in (("patients", patients, 1), ("seed", seed, 0)):
         if value < least:
             raise DataError(f"{name}={value}: must be at least {least}")
@@ -112,8 +116,8 @@ def plan_blocks(
         used = [record for ids in planned[-1].ids for record in ids.values()] if planned else [0]
         if max(used) > database.last:
             raise DataError(
-                f"patients={patients}, two_sessions={two_sessions:g}: PTB-XL's five-digit ids end "
-                f"at {database.last}"
+                f"patients={patients}, two_sessions={two_sessions:g}: needs record ids above {database.last}, the "
+                "largest five-digit id of PTB-XL: use fewer patients"
             )
         blocks += planned
     return blocks
@@ -122,25 +126,28 @@ def plan_blocks(
 def _database_blocks(
     name: str, key: tuple[int, int], patients: int, two_sessions: float
 ) -> list[Block]:
-    """The blocks of a database. The ids of second sessions follow those of their block."""
+    """Return the blocks of a database. In each block, the record ids of second sessions follow those of
+    first sessions."""
     database = DATABASES[name]
     seconds, share = zip(*database.durations_s, strict=True)
-    drawn = np.random.default_rng([*key, LENGTH]).choice(len(seconds), patients, p=share)
+    drawn = np.random.default_rng([*key, LENGTH_KEY]).choice(len(seconds), patients, p=share)
     blocks = []
-    again = 0  # number of second sessions so far
+    second_sessions = 0  # how many were planned so far
     for length, dur_s in enumerate(seconds):
         records = np.flatnonzero(drawn == length).tolist()
         for first in range(0, len(records), BLOCK_PATIENTS):
             chosen = records[first : first + BLOCK_PATIENTS]
             block_key = (*key, length, first // BLOCK_PATIENTS)
-            start = database.first + again
+            start = database.first + second_sessions
             ids = [{i: start + record for i, record in enumerate(chosen)}]
             if name == "ptb-xl":
-                chance = np.random.default_rng([*block_key, TWICE]).random(BLOCK_PATIENTS)
+                chance = np.random.default_rng([*block_key, SECOND_SESSION_KEY]).random(
+                    BLOCK_PATIENTS
+                )
                 twice = np.flatnonzero(chance[: len(chosen)] < two_sessions).tolist()
                 after = start + chosen[-1] + 1
                 ids.append({i: after + n for n, i in enumerate(twice)})
-                again += len(twice)
+                second_sessions += len(twice)
             blocks.append(Block(name, block_key, dur_s * database.fs_hz, first, ids))
     return blocks
 
@@ -148,10 +155,10 @@ def _database_blocks(
 def _recorded_diagnoses(
     key: tuple[int, ...], who: list[int], present: Findings, without: tuple[str, ...]
 ) -> list[list[str]]:
-    """The recorded diagnoses of each record: a few findings are missed, and a few wrong ones are
-    added."""
-    rng = np.random.default_rng([*key, READER])
-    names = [name for name in ABBREVIATIONS if name not in (*without, *_NEVER)]
+    """Return the diagnoses that each record states: its findings, of which a few are missed, and a few
+    wrong ones."""
+    rng = np.random.default_rng([*key, DIAGNOSIS_ERROR_KEY])
+    names = [name for name in ABBREVIATIONS if name not in (*without, *_NOT_SIMULATED)]
     missed = (rng.random((len(names), BLOCK_PATIENTS)) < LABEL_FLIP_SHARE)[:, who]
     wrong = np.where(
         rng.random(BLOCK_PATIENTS) < LABEL_FLIP_SHARE,
@@ -172,14 +179,16 @@ class Session(NamedTuple):
     """One session of a block's patients; arrays have an entry for each of its records."""
 
     patients: SyntheticPatients
-    digital: np.ndarray  # int16 [records, samples, 12]
+    digital: np.ndarray  # the signals: int16 [records, samples, 12 leads]
     diagnoses: list[list[str]]
-    u: np.ndarray  # [records, 12] random numbers, 0 to 5 for what is damaged, the others for texts
+    # [records, 12] random numbers: columns 0 to 5 decide what is damaged, the others what texts say
+    u: np.ndarray
 
 
 def sessions_of(block: Block) -> Iterator[Session]:
+    """Yield the simulated sessions of a block, with a few records damaged."""
     database = DATABASES[block.database]
-    without = ptbxl.WITHOUT_STATEMENT if block.database == "ptb-xl" else ()
+    without = ptbxl.CLASSES_WITHOUT_STATEMENT if block.database == "ptb-xl" else ()
     patients = draw_patients(block.key, without)
     for session, ids in enumerate(block.ids):
         key = (*block.key, session)
@@ -187,7 +196,7 @@ def sessions_of(block: Block) -> Iterator[Session]:
         made = simulate(
             patients, key, who, block.samples, database.fs_hz, database.mains_hz, without
         )
-        u = np.random.default_rng([*key, CLINIC]).random((BLOCK_PATIENTS, 12))[who]
+        u = np.random.default_rng([*key, DAMAGE_AND_TEXT_KEY]).random((BLOCK_PATIENTS, 12))[who]
         for digital, numbers in zip(made.digital, u, strict=True):
             damage_record(digital, block.database, numbers)
         yield Session(
@@ -196,8 +205,8 @@ def sessions_of(block: Block) -> Iterator[Session]:
 
 
 def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[str, object]]]:
-    """Make and write a block's records. Returns their number, and rows of ptbxl_database.csv for
-    PTB-XL records."""
+    """Make and write the records of a block. Return (their number, their rows of ptbxl_database.csv, which
+    only records of PTB-XL have)."""
     name, rows = block.database, []
     prefix = f"syn{block.key[0]}_"
     for ids, session in zip(block.ids, sessions_of(block), strict=True):
@@ -236,7 +245,7 @@ def synthesise(
     other seven databases.
     """
     if "://" in str(out):
-        raise DataError(f"{out}: archives are made on a local disk: choose a folder")
+        raise DataError(f"{out}: archives are made on a local disk only: choose a local folder")
     out, blocks = Path(out), plan_blocks(patients, two_sessions, seed, layout)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} is not empty: choose a new folder, or delete this one first")

@@ -1,5 +1,5 @@
-"""Records as the Challenge's eight databases have them: their names, lengths and sampling rates, the
-styles of their headers, and what is wrong in a few of them."""
+"""Write records like those of the Challenge's eight databases: with the same names, lengths, sampling
+rates and header styles, and with the faults that a few real records have."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +11,25 @@ from .ptbxl import SCP_OF_CLASS
 from .wfdb_files import write_record
 
 FOLDER_RECORDS = 1000
-FLAT_SHARE = 0.003  # probability of flat chest leads
-INVALID_SHARE = 0.003  # probability of unmeasured samples in a Ningbo record
-NOT_MEASURED = -32768  # in WFDB
-# Codes of diagnoses that are not scored
-UNSCORED = ("428750005", "164873001", "55827005", "164865005", "425623009", "251238007", "6180003")
+FLAT_SHARE = 0.003  # probability that a record has flat chest leads
+INVALID_SHARE = 0.003  # probability that a record of Ningbo has samples that were not measured
+NOT_MEASURED = -32768  # WFDB's value for a sample that was not measured
+# SNOMED CT codes of diagnoses that the Challenge does not score
+UNSCORED_CODES = (
+    "428750005",
+    "164873001",
+    "55827005",
+    "164865005",
+    "425623009",
+    "251238007",
+    "6180003",
+)
 
 
 @dataclass(frozen=True)
 class Database:
-    """One of the Challenge's databases. `records`: number in the real database; ids run from
-    `first` to `last`."""
+    """One of the Challenge's databases. Its record ids run from `first` to `last`; the real database has
+    `records` of them."""
 
     prefix: str
     digits: int
@@ -30,14 +38,17 @@ class Database:
     records: int
     fs_hz: int = 500
     mains_hz: int = 50
-    durations_s: tuple[tuple[int, float], ...] = ((10, 1.0),)  # (seconds, share)
-    # `# Age: 78` and `16x1+24 1000.0(0)/mV`; else `#Age: 78` and `16+24 1000/mV`
+    durations_s: tuple[tuple[int, float], ...] = ((10, 1.0),)  # (seconds, share of records)
+    # The style of headers. If true, `# Age: 78` and `16x1+24 1000.0(0)/mV`, else `#Age: 78` and
+    # `16+24 1000/mV`
     spaced: bool = False
     date: str = ""
     unit: str = "mV"
-    codes: tuple[tuple[str, str], ...] = ()  # (class, code) if it does not use a class's first code
+    # (class, code) of each class for which the database does not use the first code in SCORED_CLASSES
+    codes: tuple[tuple[str, str], ...] = ()
 
 
+# (seconds, share of records) of each length that a database has
 _CPSC_S = ((6, 0.04), (10, 0.47), (12, 0.10), (15, 0.14), (20, 0.10), (30, 0.10), (60, 0.05))
 _GEORGIA_S = ((10, 0.96), (5, 0.04))
 _RBBB, _LBBB, _PAC = ("RBBB", "59118001"), ("LBBB", "164909002"), ("PAC", "63593006")
@@ -62,8 +73,8 @@ DATABASES = {
 
 
 def damage_record(digital: np.ndarray, database: str, u: np.ndarray) -> None:
-    """Damage one record [samples, 12] in place: disconnected electrodes, unmeasured samples. `u`:
-    its random numbers."""
+    """Damage one record, [samples, 12 leads], in place, if its random numbers `u` say so, as they do for a few
+    records: it gets flat chest leads, or samples that were not measured."""
     if u[0] < FLAT_SHARE:
         digital[:, 6 + int(u[1] * 6) :] = 0
     if database == "ningbo" and u[2] < INVALID_SHARE:
@@ -72,23 +83,24 @@ def damage_record(digital: np.ndarray, database: str, u: np.ndarray) -> None:
 
 
 def dx_codes(database: str, names: list[str]) -> list[str]:
-    """The Dx codes that this database uses for these classes."""
+    """Return the SNOMED CT codes by which the headers of this database name these classes."""
     code_of = {name: codes[0] for name, codes in SCORED_CLASSES} | dict(DATABASES[database].codes)
     if database == "ptb-xl":
         code_of |= {name: SCP_CODES[scp] for name, scp in SCP_OF_CLASS.items()} | HEART_AXIS_CODES
-    return [code_of[name] for name in names] or [UNSCORED[0]]  # every header has a diagnosis
+    codes = [code_of[name] for name in names]
+    return codes or [UNSCORED_CODES[0]]  # every header states some diagnosis
 
 
 def header_comments(
     name: str, age: int, female: bool, codes: list[str], u: np.ndarray
 ) -> list[str]:
-    """Returns Age, Sex, Dx, Rx, Hx, Sx. As in real headers, outside PTB-XL some are unknown and some Dx are
-    malformed."""
+    """Returns the header lines Age, Sex, Dx, Rx, Hx and Sx. As in real headers, outside PTB-XL a few ages
+    and sexes are unknown, and a few Dx lines are malformed."""
     years, sex = str(age), "Female" if female else "Male"
     dx = ",".join(codes)
     if name != "ptb-xl":
         if u[6] < 0.25:
-            codes = [*codes, UNSCORED[int(u[6] * 4 * len(UNSCORED))]]
+            codes = [*codes, UNSCORED_CODES[int(u[6] * 4 * len(UNSCORED_CODES))]]
         years = "NaN" if u[7] < 0.02 else years
         sex = ("NaN" if u[8] < 0.005 else "Unknown") if u[8] < 0.01 else sex
         codes = [*codes, codes[-1]] if u[9] < 0.005 else codes
@@ -101,7 +113,8 @@ def header_comments(
 
 
 def record_path(database: str, prefix: str, record: int) -> str:
-    """The path of a record's files without their ending. `prefix`: what all names of this seed begin with."""
+    """Return the path of a record's two files without suffix. `prefix`: with which all names of this seed
+    begin, such as syn1_."""
     facts = DATABASES[database]
     folder = (record - facts.first) // FOLDER_RECORDS + 1
     name = f"{prefix}{facts.prefix}{record:0{facts.digits}d}"
@@ -111,8 +124,8 @@ def record_path(database: str, prefix: str, record: int) -> str:
 def write_challenge_record(
     path: Path, database: Database, digital: np.ndarray, comments: list[str]
 ) -> None:
-    """The signal is a MATLAB level 4 file: five int32 (int16 matrix, 12 x n, real, length of the name),
-    `val`, samples."""
+    """Write the header and the signal of a record. The signal is a MATLAB level 4 file: five int32 (type
+    int16, 12 rows, columns, no imaginary part, length of the name), the name `val`, and the samples."""
     scale = "x1+24 1000.0(0)" if database.spaced else "+24 1000"
     first_bytes = np.array([30, 12, len(digital), 0, 4], "<i4").tobytes() + b"val\0"
     write_record(

@@ -1,11 +1,11 @@
-"""The signal model of `synth`: a moving heart dipole projected through each patient's own torso, in
-closed form. In each session the electrodes have moved:
+"""Simulate the ECGs of `synth`: a moving heart dipole is projected through each patient's own torso, in
+closed form. In each session the electrodes have moved a little.
 
     draw_patients -> patient's kernels -> _wave_vectors -> findings -> one beat [3 axes, time]
     beat at every R peak, wander, mains -> x lead field [8, 3 dipole + 3 wander + 1 mains]
                                         -> + noise -> integer uV -> 12 leads
 
-KEPT, SESSION_JITTER and the spread of patients are set so that two sessions are as alike, and two
+USUAL_FINDING_SHARE, SESSION_JITTER and the spread of patients are set so that two sessions are as alike, and two
 people as different, as in PTB-XL. Synthetic and real: same rhythm .68, .68; same set of diagnoses
 .44, .44; cosine of 12-lead median beats with the patient's other session .90, .88, between people
 with normal ECGs .67, .68, between any people .31, .50 (four in five have a finding here, half of
@@ -20,35 +20,39 @@ import numpy as np
 
 from .patients import (
     BLOCK_PATIENTS,
-    DISEASE,
+    DISEASE_KEY,
     KERNELS,
-    NOISE,
-    SESSION,
+    NOISE_KEY,
+    SESSION_KEY,
     BlockDraws,
     Findings,
     Key,
     Names,
-    Shape,
     SyntheticPatients,
+    WaveShape,
     draw_findings,
 )
 
-SESSION_JITTER = 2.0  # multiplies the changes from session to session
-KNOT_S = 2.5  # the noise's strength changes from knot to knot,
-NOISE_COURSE = 0.5  # its logarithm by this standard deviation
-_WAVE_CHANGE = {"P": 0.06, "QRS": 0.03, "T": 0.10}  # log gain, from session to session
-# Around the wave's centre
+SESSION_JITTER = 2.0  # multiplies the changes of waves, heart axis and lead field between sessions
+# The strength of noise is drawn anew every NOISE_KNOT_S seconds, and interpolated in between. Its
+# logarithm has the standard deviation NOISE_LOG_STRENGTH_SD
+NOISE_KNOT_S = 2.5
+NOISE_LOG_STRENGTH_SD = 0.5
+# By how much the logarithm of a wave's gain changes from session to session, as standard deviation
+_WAVE_LOG_GAIN_SD = {"P": 0.06, "QRS": 0.03, "T": 0.10}
+# First and last second of each wave, counted from its centre, and of a beat, counted from R
 _SPAN_S = {
     "P": (-0.12, 0.12),
     "QRS": (-0.12, 0.18),
     "T": (-0.22, 0.22),
     "beat": (-0.46, 0.80),
 }
-# Kinds of beat
+# The kinds of beats, as indices
 _NORMAL = 0
 _ATRIAL = 1
 _VENTRICULAR = 2
-# Heart rates. They touch their neighbours (a sinus bradycardia of 60), so borderline cases occur
+# Ranges of the heart rate. Neighbouring ranges touch or overlap, so that borderline cases occur, such as a
+# sinus bradycardia of 60 beats a minute
 _RATES_BPM = {
     "SB": (38, 60),
     "STach": (99, 148),
@@ -61,41 +65,49 @@ _RATES_BPM = {
 
 @dataclass(frozen=True)
 class Recordings:
-    digital: np.ndarray  # int16 [records, samples, 12 leads], uV
-    present: Findings  # the findings in the signal
+    """The ECGs of one session, one for each patient that was asked for."""
+
+    digital: np.ndarray  # int16 [records, samples, 12 leads], in microvolts
+    present: Findings  # the findings that the signals show
     rate_bpm: np.ndarray
 
 
 @dataclass(frozen=True)
 class _Session:
+    """A session of a block of patients. In the shapes of arrays, BLOCK is BLOCK_PATIENTS."""
+
     patients: SyntheticPatients
-    rng: BlockDraws  # draws what is new in this session
-    own: BlockDraws  # draws what the disease looks like in every session
+    rng: BlockDraws  # for what is drawn anew in each session
+    own: BlockDraws  # for how a disease looks in the ECG; it draws the same in every session
     has: Findings
-    field: np.ndarray  # [BLOCK, 8 leads, 3 axes]
+    field: np.ndarray  # lead field [BLOCK, 8 leads, 3 axes]
     fs_hz: int
 
 
 class _Rhythm(NamedTuple):
-    peak_s: np.ndarray  # R peaks [BLOCK, beats]
-    kind: np.ndarray  # [BLOCK, beats]
-    amplitude: np.ndarray  # [BLOCK, beats], changed by breathing
-    mean_s: np.ndarray  # RR interval [BLOCK]
-    flutter_hz: np.ndarray  # [BLOCK]
+    """The beats of a session's records. BLOCK is BLOCK_PATIENTS."""
+
+    peak_s: np.ndarray  # times of the R peaks [BLOCK, beats]
+    kind: np.ndarray  # _NORMAL, _ATRIAL or _VENTRICULAR [BLOCK, beats]
+    amplitude: np.ndarray  # factor by which breathing changes each beat [BLOCK, beats]
+    mean_s: np.ndarray  # mean RR interval [BLOCK]
+    flutter_hz: np.ndarray  # rate of flutter waves [BLOCK]
 
 
 class _Disturbance(NamedTuple):
-    """Noise: three slow waves (of breathing and electrodes), power line hum, and muscle noise."""
+    """The noise of a session's records: four sine waves (three slow ones from breathing and electrodes, and
+    power line hum), and muscle noise. BLOCK is BLOCK_PATIENTS."""
 
-    gain_mv: np.ndarray  # [BLOCK, 8 leads, 4]
-    freq_hz: np.ndarray  # [BLOCK, 4]
-    phase: np.ndarray  # [BLOCK, 4] turns
-    noise_mv: np.ndarray  # [BLOCK, 8 leads]
-    log_strength: np.ndarray  # [BLOCK, 2, knots] of slow waves and noise over the record
+    gain_mv: np.ndarray  # amplitude of each sine wave in each lead [BLOCK, 8 leads, 4]
+    freq_hz: np.ndarray  # frequency of each sine wave [BLOCK, 4]
+    phase: np.ndarray  # phase of each sine wave, in turns [BLOCK, 4]
+    noise_mv: np.ndarray  # amplitude of muscle noise [BLOCK, 8 leads]
+    # Logarithm of the strength, at the knots of a record, of slow waves and of muscle noise
+    log_strength: np.ndarray  # [BLOCK, 2, knots]
 
 
 def _heart_and_flutter_rates(session: _Session, has: Findings) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (heart rates per minute, flutter rates in Hz), [BLOCK, 1] each."""
+    """Returns (heart rates in beats a minute, flutter rates in Hz), each [BLOCK_PATIENTS, 1]."""
     rng = session.rng
     rate_bpm = session.patients.rate_bpm[:, None] + 5 * rng.gauss(1)
     rate_bpm = np.clip(rate_bpm, 59, 101)
@@ -109,11 +121,12 @@ def _heart_and_flutter_rates(session: _Session, has: Findings) -> tuple[np.ndarr
 
 
 def _draw_rhythm(session: _Session, dur_s: float) -> _Rhythm:
+    """Draw the beats of records of `dur_s` seconds."""
     rng = session.rng
     has = {name: mask[:, None] for name, mask in session.has.items()}
     rate_bpm, flutter_hz = _heart_and_flutter_rates(session, has)
     mean_s = 60 / rate_bpm
-    beats = np.arange(int(dur_s / 0.28) + 8)  # no rhythm here has a shorter mean RR interval
+    beats = np.arange(int(dur_s / 0.28) + 8)  # enough, as no mean RR interval is below 0.28 s
     clocked = has["PR"] | has["AFL"]
     arrhythmic = rng.between(0.12, 0.22, 1)
     normal = rng.between(0.005, 0.03, 1)
@@ -133,7 +146,8 @@ def _draw_rhythm(session: _Session, dur_s: float) -> _Rhythm:
 
 
 def _fibrillating_s(rng: BlockDraws, mean_s: np.ndarray, beats: int) -> np.ndarray:
-    """RR intervals without any order; the coefficient of variation is 0.22."""
+    """Draw the RR intervals of atrial fibrillation: independent of each other, with a coefficient of
+    variation of 0.22 before clipping."""
     shape = 1 / 0.22**2
     factor = rng.gamma(shape, 1 / shape, (BLOCK_PATIENTS, beats))
     factor = np.clip(factor, 0.45, 2.2)
@@ -144,8 +158,8 @@ def _fibrillating_s(rng: BlockDraws, mean_s: np.ndarray, beats: int) -> np.ndarr
 def _make_premature(
     rng: BlockDraws, has: Findings, rr_s: np.ndarray, mean_s: np.ndarray, beats: np.ndarray
 ) -> np.ndarray:
-    """Make every n-th beat premature, and the next late, in the RR intervals of patients with
-    ectopy. Returns the kinds of all beats."""
+    """Change the RR intervals `rr_s` of patients with ectopic beats in place: every n-th beat comes early, and
+    the one after it late. Return the kind of each beat."""
     first = rng.integers(2, 5, (BLOCK_PATIENTS, 1))
     every = rng.integers(2, 7, (BLOCK_PATIENTS, 1))
     turn = (beats >= first) & ((beats - first) % every == 0)
@@ -154,7 +168,7 @@ def _make_premature(
     kind = np.where(early, ectopic, _NORMAL)
     prematurity = rng.between(0.55, 0.72, len(beats))
     rr_s[:, 1:] *= np.where(early, prematurity, 1)[:, 1:]
-    # Fully compensatory only after a ventricular beat
+    # The pause is fully compensatory only after a ventricular beat
     pause = np.where(kind == _VENTRICULAR, 2 - prematurity, 1.05)
     pause_s = mean_s * pause
     rr_s[:, 1:] = np.where(early[:, :-1], pause_s[:, :-1], rr_s[:, 1:])
@@ -162,6 +176,7 @@ def _make_premature(
 
 
 def _window_of_wave_s(wave: str, fs_hz: int) -> np.ndarray:
+    """Return the times of a wave's samples, in seconds from its centre."""
     first, last = (round(edge_s * fs_hz) for edge_s in _SPAN_S[wave])
     return (np.arange(first, last + 1) / fs_hz).astype(np.float32)
 
@@ -169,7 +184,7 @@ def _window_of_wave_s(wave: str, fs_hz: int) -> np.ndarray:
 def _gaussian_bells(
     window_s: np.ndarray, centre_s: np.ndarray | float, width_s: np.ndarray | float
 ) -> np.ndarray:
-    """Gaussian bells: float32 [..., len(window_s)]."""
+    """Return Gaussian curves of height 1 at the times `window_s`: float32 [..., len(window_s)]."""
     centre = np.asarray(centre_s, np.float32)[..., None]
     width = np.asarray(width_s, np.float32)[..., None]
     distance = (window_s - centre) / width
@@ -177,8 +192,10 @@ def _gaussian_bells(
     return bell
 
 
-def _wave_vectors(wave: str, shape: Shape, fs_hz: int, stretch: np.ndarray | float) -> np.ndarray:
-    """A wave of every patient on the Frank axes: float32 [BLOCK, 3, window]."""
+def _wave_vectors(
+    wave: str, shape: WaveShape, fs_hz: int, stretch: np.ndarray | float
+) -> np.ndarray:
+    """Return a wave of every patient on the three Frank axes: float32 [BLOCK_PATIENTS, 3, window]."""
     axis, centre_s, width_s, amp_mv = KERNELS[wave]
     scale = np.reshape(stretch, (-1, 1))
     centre_s = (centre_s + shape.shift_s) * scale
@@ -192,7 +209,7 @@ def _wave_vectors(wave: str, shape: Shape, fs_hz: int, stretch: np.ndarray | flo
 
 
 def _rotation(angles_rad: np.ndarray) -> np.ndarray:
-    """Rotation matrices [n, 3, 3] from angles [n, 3] about X, Y, Z."""
+    """Return rotation matrices [n, 3, 3] for angles [n, 3] about the axes X, Y, Z."""
     cx, cy, cz = np.cos(angles_rad).T
     sx, sy, sz = np.sin(angles_rad).T
     matrix = [
@@ -214,12 +231,13 @@ def _rotation_about_z(angle_rad: np.ndarray) -> np.ndarray:
 
 
 def _add_bell(wave: np.ndarray, mask: np.ndarray, vector: np.ndarray, bell: np.ndarray) -> None:
-    """Add vector [BLOCK, 3] x bell [(BLOCK,) window] to the wave of the patients in the mask."""
+    """Add a Gaussian curve in the direction `vector` to the `wave` of the patients in `mask`, in place.
+    `vector` is [BLOCK_PATIENTS, 3]; `bell` is [window], or [BLOCK_PATIENTS, window]."""
     wave[mask] += (vector[:, :, None] * bell[..., None, :])[mask]
 
 
-class _Toward:
-    """Vectors [BLOCK, 3] in a direction, as long as the patient's QRS is tall."""
+class _QrsSizedVectors:
+    """Makes vectors [BLOCK_PATIENTS, 3] in a given direction, scaled by the height of each patient's QRS."""
 
     def __init__(self, own: BlockDraws, qrs: np.ndarray) -> None:
         self.own = own
@@ -234,10 +252,14 @@ class _Toward:
 
 
 def _add_bundle_branches(
-    session: _Session, toward: _Toward, window_s: np.ndarray, qrs: np.ndarray, t: np.ndarray
+    session: _Session,
+    toward: _QrsSizedVectors,
+    window_s: np.ndarray,
+    qrs: np.ndarray,
+    t: np.ndarray,
 ) -> None:
-    """Adds bundle branch blocks and pacing, in place; a T wave follows its QRS in the opposite
-    direction."""
+    """Changes `qrs` and `t` in place for bundle branch blocks and pacing. The T wave points opposite to the
+    added part of the QRS."""
     has, own = session.has, session.own
     broad_t = _gaussian_bells(_window_of_wave_s("T", session.fs_hz), 0.0, 0.045)
 
@@ -274,11 +296,11 @@ def _add_bundle_branches(
 
 
 def _change_qrs_and_t(session: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
-    """Change QRS and T in place for conduction, infarction and voltage, equal in all sessions, and
-    for ST-T."""
+    """Change `qrs` and `t` in place for the patients' findings. Findings of conduction, infarction and voltage
+    look the same in all sessions; those of ST-T are drawn anew."""
     has, own, rng = session.has, session.own, session.rng
     window_s = _window_of_wave_s("QRS", session.fs_hz)
-    toward = _Toward(own, qrs)
+    toward = _QrsSizedVectors(own, qrs)
     _add_bundle_branches(session, toward, window_s, qrs, t)
 
     is_inferior = own.random((BLOCK_PATIENTS, 1)) < 0.5
@@ -309,7 +331,8 @@ def _change_qrs_and_t(session: _Session, qrs: np.ndarray, t: np.ndarray) -> None
 
 
 def _turn_axis(session: _Session, qrs: np.ndarray) -> np.ndarray:
-    """Rotate the QRS in the frontal plane until leads I and aVF show the axis deviation."""
+    """Return the QRS of patients with an axis deviation rotated in the frontal plane, so that leads I and aVF
+    show the deviation."""
     has, own = session.has, session.own
     area = qrs.sum(-1)
     i, ii = np.einsum("bls,bs->lb", session.field[:, :2], area)
@@ -327,7 +350,8 @@ def _turn_axis(session: _Session, qrs: np.ndarray) -> np.ndarray:
 def _add_wave(
     beat: np.ndarray, wave: np.ndarray, name: str, centre_s: np.ndarray, fs_hz: int
 ) -> None:
-    """Add each patient's wave to their beat [BLOCK, 3, beat], `centre_s` after R."""
+    """Add each patient's wave to `beat` [BLOCK_PATIENTS, 3, samples of a beat], in place, with its centre
+    `centre_s` after R."""
     wave_start_s, _ = _SPAN_S[name]
     beat_start_s, _ = _SPAN_S["beat"]
     before_wave = round(wave_start_s * fs_hz)
@@ -342,13 +366,13 @@ def _add_wave(
 
 
 def _conducted_waves(session: _Session) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns P, QRS, T and the height of the QRS (mV) before the findings change it."""
+    """Returns (P, QRS, T, height of the QRS in mV). Findings have changed the waves, but not the height."""
     has, rng = session.has, session.rng
     wide = session.own.between(1.4, 1.75)
     stretch = np.where(has["LAnFB"], 1.12, 1.0)
     stretch = np.where(has["NSIVCB"], wide, stretch)
     waves = {}
-    for name, change in _WAVE_CHANGE.items():
+    for name, change in _WAVE_LOG_GAIN_SD.items():
         shape = session.patients.shape[name]
         log_factor = SESSION_JITTER * change * rng.gauss(1)
         gain = shape.gain * np.exp(log_factor)
@@ -369,7 +393,7 @@ def _conducted_waves(session: _Session) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def _pacemaker_spike(fs_hz: int) -> np.ndarray:
-    """Returns a pacemaker's spike: float32 [3, window]."""
+    """Returns the spike of a pacemaker in the window of the QRS: float32 [3, window]."""
     window_s = _window_of_wave_s("QRS", fs_hz)
     is_spike = np.abs(window_s + 0.042) < 0.0025
     direction = np.array([1.1, -0.85, 0.6])
@@ -377,8 +401,8 @@ def _pacemaker_spike(fs_hz: int) -> np.ndarray:
 
 
 def _beats_of_each_kind(session: _Session, mean_s: np.ndarray) -> np.ndarray:
-    """A session's normal, atrial premature and ventricular beats: float32 [BLOCK, 3 kinds, 3 axes,
-    beat], mV."""
+    """Return each patient's normal, atrial premature and ventricular beat in this session, in mV: float32
+    [BLOCK_PATIENTS, 3 kinds, 3 axes, samples of a beat]."""
     p, qrs, t, top_mv = _conducted_waves(session)
     turned_deg = session.own.between(60, 120)
     turn = _rotation_about_z(np.deg2rad(turned_deg))
@@ -411,7 +435,7 @@ def _beats_of_each_kind(session: _Session, mean_s: np.ndarray) -> np.ndarray:
 
 
 def _pr_and_t_peak_s(session: _Session, mean_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (PR interval; time from R to the top of T, which follows the heart rate)."""
+    """Returns (PR intervals, times from R to the top of T), in seconds. The latter depend on the heart rate."""
     has, own, rng = session.has, session.own, session.rng
     prolonged_s = own.between(0.20, 0.31)
     pr_s = np.where(has["IAVB"], prolonged_s, session.patients.pr_s)
@@ -425,7 +449,8 @@ def _pr_and_t_peak_s(session: _Session, mean_s: np.ndarray) -> tuple[np.ndarray,
 
 
 def _fibrillation_mv(u: np.ndarray, t_s: np.ndarray) -> np.ndarray:
-    """Fibrillation waves on the Frank axes [3, samples]; `u` are the record's random numbers."""
+    """Return the fibrillation waves of a record on the Frank axes, [3, samples]. Its random numbers `u`
+    decide how they look."""
     drift_hz = 0.1 + 0.3 * u[2]
     drift = np.sin(2 * np.pi * drift_hz * t_s)
     wave_hz = 4.5 + 4 * u[0]
@@ -444,7 +469,8 @@ def _fibrillation_mv(u: np.ndarray, t_s: np.ndarray) -> np.ndarray:
 
 
 def _flutter_mv(flutter_hz: float, u: np.ndarray, t_s: np.ndarray) -> np.ndarray:
-    """A saw tooth: down within 0.7 of its time, and up again."""
+    """Return the flutter waves of a record on the Frank axes, [3, samples]: a saw tooth that falls during 0.7
+    of each period and rises during the rest. The record's random numbers `u` decide phase and height."""
     phase = (flutter_hz * t_s + u[0]) % 1
     down = 0.5 - phase / 0.7
     up = (phase - 0.7) / 0.3 - 0.5
@@ -455,8 +481,8 @@ def _flutter_mv(flutter_hz: float, u: np.ndarray, t_s: np.ndarray) -> np.ndarray
 
 
 def twelve_leads(independent: np.ndarray) -> np.ndarray:
-    """int16 [8, samples] (I, II, V1..V6) -> [samples, 12]: III is exactly II - I, an aV lead within
-    half a unit."""
+    """Return all leads, int16 [samples, 12], from I, II and V1..V6, int16 [8, samples]. III is exactly II - I;
+    the aV leads are rounded by up to half a unit."""
     i, ii = independent[:2]
     samples = len(i)
     leads = np.empty((12, samples), np.int16)
@@ -469,21 +495,21 @@ def twelve_leads(independent: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(leads.T)
 
 
-def _noise(rng: BlockDraws, samples: int) -> np.ndarray:
-    """Nearly Gaussian low-pass noise of unit variance: float32 [8, samples]. NumPy's normal() would
-    take most of the time."""
+def _low_pass_noise(rng: BlockDraws, samples: int) -> np.ndarray:
+    """Return nearly Gaussian low-pass noise of unit variance: float32 [8, samples]. It is made by adding
+    uniform random integers, because NumPy's normal() would take most of the time of a simulation."""
     count = 4 * (samples + 1)
     words = rng.integers(0, 2**64, count, np.uint64)
     bits = words.view(np.int16) >> 1
     bits = bits.reshape(2, 8, samples + 1)
-    pair = (bits[0] + bits[1]) >> 1  # sums of 15-bit uniforms
+    pair = (bits[0] + bits[1]) >> 1  # each a mean of two uniform 15-bit numbers
     scale = np.float32(np.sqrt(12.0) / 2**15)
     noise: np.ndarray = (pair[:, 1:] + pair[:, :-1]) * scale
     return noise
 
 
 def _draw_disturbance(rng: BlockDraws, mains_hz: int, knots: int) -> _Disturbance:
-    """Draw what disturbs each record; one in 20 has a burst of muscle noise."""
+    """Draw the noise of each record. One record in 20 has a burst of muscle noise."""
     slow_mv = np.array([0.055, 0.045, 0.018])
     slow_mv = slow_mv * np.abs(rng.gauss(3))
     mains_mv = rng.between(0, 0.012, 1)
@@ -499,7 +525,7 @@ def _draw_disturbance(rng: BlockDraws, mains_hz: int, knots: int) -> _Disturbanc
     factor = np.exp(0.3 * rng.gauss(8))
     noise_mv = noise_mv * factor
     course = rng.gauss(2, knots)
-    course = NOISE_COURSE * course.astype(np.float32)
+    course = NOISE_LOG_STRENGTH_SD * course.astype(np.float32)
     has_burst = rng.random(BLOCK_PATIENTS) < 0.05
     burst = np.log(rng.between(2, 5))
     burst = np.where(has_burst, burst, 0)
@@ -509,8 +535,8 @@ def _draw_disturbance(rng: BlockDraws, mains_hz: int, knots: int) -> _Disturbanc
     return _Disturbance(gain_mv, freq_hz, phase, noise_mv, course)
 
 
-class _Recorder:
-    """Renders the records of a session one by one, in the same buffers."""
+class _RecordRenderer:
+    """Renders the records of a session one by one, in buffers that are used again for each record."""
 
     def __init__(self, session: _Session, key: Key, samples: int, mains_hz: int) -> None:
         dur_s = samples / session.fs_hz
@@ -518,7 +544,7 @@ class _Recorder:
         self.has = session.has
         self.rhythm = _draw_rhythm(session, dur_s)
         self.beats = _beats_of_each_kind(session, self.rhythm.mean_s)
-        knots = max(2, round(dur_s / KNOT_S) + 1)
+        knots = max(2, round(dur_s / NOISE_KNOT_S) + 1)
         self.disturbance = _draw_disturbance(session.rng, mains_hz, knots)
         self.atrial = session.rng.random((BLOCK_PATIENTS, 5))
         field = np.concatenate([session.field, self.disturbance.gain_mv], 2)
@@ -529,7 +555,9 @@ class _Recorder:
         self.samples = samples
         self.t_s = np.arange(samples) / session.fs_hz
         self.hats = _hat_functions(knots, samples)
-        # `sources` (3 axes, 3 slow waves, mains) starts one beat's width before the record
+        # The rows of `sources` are 3 axes of the heart, 3 slow waves and the power line hum. Its columns
+        # begin one width of a beat before the record and end one width after it, so that beats at both
+        # edges fit. `within` is the part of `sources` that belongs to the record
         self.width = self.beats.shape[-1]
         start_s, _ = _SPAN_S["beat"]
         before = self.width + round(start_s * session.fs_hz)
@@ -539,19 +567,20 @@ class _Recorder:
         self.within = self.sources[:, self.width : self.width + samples]
 
     def leads_uv(self, patient: int) -> np.ndarray:
-        """I, II and V1..V6 of a patient: int16 [8, samples]."""
+        """Return leads I, II and V1..V6 of a patient, in microvolts: int16 [8, samples]."""
         strength = np.exp(self.disturbance.log_strength[patient]) @ self.hats
         self._draw_heart(patient)
         self._draw_slow_waves(patient, strength[0])
-        noise = _noise(BlockDraws(*self.key, NOISE, patient), self.samples)
+        noise = _low_pass_noise(BlockDraws(*self.key, NOISE_KEY, patient), self.samples)
         noise *= self.noise_uv[patient][:, None]
         noise *= strength[1]
         noise += self.gain_uv[patient] @ self.within
-        # Clipped so that three times a value fits int16
+        # Clipped, so that the sums from which limb leads are derived, such as 2 * II - I, fit int16
         np.rint(noise, out=noise)
         return noise.clip(-10_000, 10_000, out=noise).astype(np.int16)
 
     def _draw_heart(self, patient: int) -> None:
+        """Write the beats, and fibrillation or flutter waves, into the first three rows of `sources`."""
         sources, rhythm = self.sources, self.rhythm
         sources[:3] = 0
         heights = rhythm.amplitude[patient].astype(np.float32)
@@ -569,12 +598,13 @@ class _Recorder:
             self.within[:3] += _flutter_mv(rhythm.flutter_hz[patient], u, self.t_s)
 
     def _draw_slow_waves(self, patient: int, strength: np.ndarray) -> None:
+        """Write the slow waves and the power line hum into the last four rows of `sources`."""
         disturbance = self.disturbance
         freq_hz = disturbance.freq_hz[patient]
         phase = disturbance.phase[patient]
         turns = np.outer(freq_hz, self.t_s)
         turns += phase[:, None]
-        turns -= np.floor(turns)  # float32 is precise enough only within one turn
+        turns -= np.floor(turns)  # without whole turns, float32 is precise enough
         angle = np.float32(2 * np.pi) * turns.astype(np.float32)
         self.within[3:] = np.sin(angle)
         self.within[3:6] *= strength
@@ -589,17 +619,17 @@ def simulate(
     mains_hz: int,
     without: Names = (),
 ) -> Recordings:
-    """Simulate one session of the patients `who` of a block; `key` is (seed, ..., block,
-    session)."""
-    rng = BlockDraws(*key, SESSION)
-    own = BlockDraws(*patients.key, DISEASE)
+    """Simulate one session of some patients of a block. `who`: their indices in the block. `key`: (seed, ...,
+    block number, session number)."""
+    rng = BlockDraws(*key, SESSION_KEY)
+    own = BlockDraws(*patients.key, DISEASE_KEY)
     has = draw_findings(rng, patients, without)
     factor = 0.03 * SESSION_JITTER * rng.gauss(8, 3)
     offset = 0.015 * SESSION_JITTER * rng.gauss(8, 3)
     field = patients.field * (1 + factor)
     field += offset
     session = _Session(patients, rng, own, has, field, fs_hz)
-    recorder = _Recorder(session, key, samples, mains_hz)
+    recorder = _RecordRenderer(session, key, samples, mains_hz)
     digital = np.empty((len(who), samples, 12), np.int16)
     for record, patient in zip(digital, who, strict=True):
         record[:] = twelve_leads(recorder.leads_uv(patient))
@@ -610,8 +640,8 @@ def simulate(
 
 
 def _hat_functions(knots: int, samples: int) -> np.ndarray:
-    """Hat functions, float32 [knots, samples]: `values @ hats` interpolates linearly between the
-    values."""
+    """Return hat functions, float32 [knots, samples]. For values at the knots, `values @ hats` interpolates
+    linearly between them."""
     place = np.linspace(0, knots - 1, samples)
     knot = np.arange(knots)[:, None]
     distance = np.abs(place - knot)

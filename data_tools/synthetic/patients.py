@@ -1,13 +1,13 @@
-"""Synthetic patients: what `synth` draws for a person and for a session, before any signal.
+"""Draw synthetic patients: all that `synth` draws for a person and for a session before the signal.
 
 A patient is a set of P, QRS and T kernels (Gaussians on the Frank axes X left, Y inferior, Z
 posterior; Sameni et al. 2007), an orientation of the heart and a lead field (Dower 1980,
 perturbed). Block, axis, Q waves, R progression, low voltage and pacing stay the same in all
 sessions. Patients also have a usual rhythm, ectopy and ST-T; a session shows each with the
-probability in KEPT, else a new draw. 24 of the Challenge's 26 diagnoses occur; BBB and LPR are
+probability in USUAL_FINDING_SHARE, else a new draw. 24 of the Challenge's 26 diagnoses occur; BBB and LPR are
 synonyms of some of these.
 
-Every draw comes from a generator keyed by (seed, ..., block of BLOCK patients), and a block is
+Every draw comes from a generator keyed by (seed, ..., block of BLOCK_PATIENTS patients), and a block is
 drawn as a whole, so a record does not depend on the processes or the number of records.
 """
 
@@ -19,17 +19,17 @@ import numpy as np
 
 from ..ecg.constants import ABBREVIATIONS
 
-BLOCK_PATIENTS = 64  # patients that share one generator
-# The last part of a generator's key: what it is for
-PATIENT = 1
-SESSION = 2
-NOISE = 3
-DISEASE = 7
+BLOCK_PATIENTS = 64  # how many patients are drawn together, from the same random generator
+# Random generators have keys that end with what is drawn
+PATIENT_KEY = 1
+SESSION_KEY = 2
+NOISE_KEY = 3
+DISEASE_KEY = 7
 
-# Frank axis, centre (radians of a 1 s beat from R), amplitude (mV), width (radians): Sameni et al.
-# 2007. Three QRS amplitudes (published: -0.32 on Y, -0.4 and 0.46 on Z) were changed to give the
-# R/S ratios of real normal ECGs
-_PUBLISHED = """
+# The kernels of Sameni et al. 2007. Columns: Frank axis, centre (radians from R, of a beat of 1 s),
+# amplitude (mV), width (radians). Three QRS amplitudes (published: -0.32 on Y, -0.4 and 0.46 on Z)
+# were changed to give the R/S ratios of real normal ECGs
+_PUBLISHED_KERNELS = """
 X -1.09   0.03   0.0906
 X -0.83   0.08   0.1057
 X -0.19  -0.13   0.0453
@@ -58,7 +58,7 @@ Z  1.25  -0.2    0.4
 Z  1.55  -0.35   0.2
 """
 _P_END_S, _T_START_S = -0.09, 0.06
-# I, II, V1..V6 from X, Y, Z: Dower et al. 1980
+# The matrix of Dower et al. 1980: rows give leads I, II, V1..V6 from the Frank axes X, Y, Z
 _DOWER = """
  0.632 -0.235  0.059
  0.235  1.066 -0.132
@@ -71,8 +71,8 @@ _DOWER = """
 """
 DOWER = np.array(_DOWER.split(), np.float64).reshape(8, 3)
 
-# Shares of patients. Tables in VARYING give the usual finding; a session has it with the
-# probability in KEPT, else a new draw
+# The share of patients with each finding; "" stands for none. Tables in VARYING give a patient's usual
+# finding: a session has it with the probability in USUAL_FINDING_SHARE, and otherwise a new draw
 RHYTHM_SHARES = {
     "NSR": 0.45,
     "SB": 0.13,
@@ -97,72 +97,84 @@ REPOLARISATION_SHARES = {"": 0.70, "TInv": 0.10, "TAb": 0.11, "LQT": 0.09}
 ECTOPY_SHARES = {"": 0.82, "PAC": 0.09, "PVC": 0.09}
 PACED_SHARE = 0.04
 VARYING = {"rhythm": RHYTHM_SHARES, "ectopy": ECTOPY_SHARES, "ST-T": REPOLARISATION_SHARES}
-KEPT_SHARE = {"rhythm": 0.8, "ectopy": 0.7, "ST-T": 0.7}
+USUAL_FINDING_SHARE = {"rhythm": 0.8, "ectopy": 0.7, "ST-T": 0.7}
 
 
-class Spread(NamedTuple):  # standard deviations between patients
-    log_gain: float  # spread of each kernel's gain
-    log_wave_gain: float
-    shift_s: float  # spread of each kernel's centre
-    log_width: float
+class WaveSpread(NamedTuple):
+    """How much a wave varies between patients, as standard deviations."""
+
+    log_gain: float  # of each kernel's gain
+    log_wave_gain: float  # of a gain that all kernels of the wave share
+    shift_s: float  # of each kernel's centre
+    log_width: float  # of each kernel's width
 
 
 _SPREAD = {
-    "P": Spread(0.22, 0.18, 0.0036, 0.09),
-    "QRS": Spread(0.27, 0.20, 0.0022, 0.11),
-    "T": Spread(0.22, 0.27, 0.009, 0.11),
+    "P": WaveSpread(0.22, 0.18, 0.0036, 0.09),
+    "QRS": WaveSpread(0.27, 0.20, 0.0022, 0.11),
+    "T": WaveSpread(0.22, 0.27, 0.009, 0.11),
 }
-_TILT_DEG = (7.2, 7.2, 10.8)  # orientation of the heart
-_FIELD_FACTOR, _FIELD_OFFSET = 0.11, 0.045  # lead field
+# Standard deviations between patients: of the heart's rotation about X, Y, Z, and of the factors on, and
+# the offsets to, the lead field
+_TILT_DEG = (7.2, 7.2, 10.8)
+_FIELD_FACTOR, _FIELD_OFFSET = 0.11, 0.045
 
 Key = Sequence[int]
 Names = Sequence[str]
-Findings = dict[str, np.ndarray]  # abbreviation -> bool [patients]
+# {abbreviation of a finding: which patients have it, bool [patients]}
+Findings = dict[str, np.ndarray]
 
 
 class BlockDraws(np.random.Generator):
-    """Random numbers for every patient of a block."""
+    """A random generator that draws a number, or an array of `shape`, for every patient of a block."""
 
     def __init__(self, *key: int) -> None:
         super().__init__(np.random.PCG64(key))
 
     def between(self, low: float, high: float, *shape: int) -> np.ndarray:
+        """Draw uniformly between `low` and `high`."""
         return self.uniform(low, high, (BLOCK_PATIENTS, *shape))
 
     def gauss(self, *shape: int) -> np.ndarray:
+        """Draw from the standard normal distribution."""
         return self.normal(size=(BLOCK_PATIENTS, *shape))
 
 
-class Shape(NamedTuple):  # a patient's changes to a wave's kernels: [patients, kernels]
+class WaveShape(NamedTuple):
+    """How each patient's wave differs from KERNELS: arrays [patients, kernels]."""
+
     gain: np.ndarray
     shift_s: np.ndarray
     width: np.ndarray
 
 
 @dataclass(frozen=True)
-class SyntheticPatients:  # arrays [BLOCK, ...]
+class SyntheticPatients:
+    """The patients of a block; all arrays are [BLOCK_PATIENTS, ...]."""
+
     key: Key
-    shape: dict[str, Shape]
+    shape: dict[str, WaveShape]  # for each of P, QRS and T
     tilt_rad: np.ndarray
     field: np.ndarray
     pr_s: np.ndarray
     qtc_s: np.ndarray
     rate_bpm: np.ndarray
-    ectopic: np.ndarray  # unit vector of the ventricular focus
+    ectopic: np.ndarray  # unit vector of the direction of ventricular ectopic beats
     chronic: Findings
-    usual: dict[str, np.ndarray]  # a name from each table in VARYING
+    usual: dict[str, np.ndarray]  # for each table in VARYING, the name of the usual finding
     age: np.ndarray
     female: np.ndarray
 
 
-def _kernels() -> dict[str, np.ndarray]:
-    """The published kernels by wave, around the wave's centre: rows of axis, centre (s), width (s),
-    amplitude (mV).
+def _make_kernels() -> dict[str, np.ndarray]:
+    """Return the kernels of each wave, an array with the rows axis, centre (s, from the wave's centre), width
+    (s) and amplitude (mV).
 
-    The gains per axis give the leads the amplitudes of real archives.
+    The published amplitudes are multiplied by a gain per axis, so that the leads have the amplitudes of
+    real archives.
     """
     p, qrs, t = [], [], []
-    for line in _PUBLISHED.strip().split("\n"):
+    for line in _PUBLISHED_KERNELS.strip().split("\n"):
         name, *numbers = line.split()
         axis = "XYZ".index(name)
         centre, amplitude, width = map(float, numbers)
@@ -180,11 +192,11 @@ def _kernels() -> dict[str, np.ndarray]:
     return {"P": np.array(p).T, "QRS": np.array(qrs).T, "T": np.array(t).T}
 
 
-KERNELS = _kernels()
+KERNELS = _make_kernels()
 
 
 def _choose(rng: BlockDraws, table: dict[str, float], without: Names) -> np.ndarray:
-    """Draw one name per patient of the block, never those in `without`."""
+    """Draw a name from `table`, {name: probability}, for every patient of a block; never one in `without`."""
     names = np.array(list(table))
     weight = np.array(list(table.values()))
     weight[np.isin(names, without)] = 0
@@ -192,19 +204,19 @@ def _choose(rng: BlockDraws, table: dict[str, float], without: Names) -> np.ndar
     return names[chosen]
 
 
-def _draw_shape(rng: BlockDraws, wave: str) -> Shape:
+def _draw_shape(rng: BlockDraws, wave: str) -> WaveShape:
     spread = _SPREAD[wave]
     kernels = KERNELS[wave].shape[1]
     log_gain = spread.log_gain * rng.gauss(kernels)
     log_gain += spread.log_wave_gain * rng.gauss(1)
     shift_s = spread.shift_s * rng.gauss(kernels)
     log_width = spread.log_width * rng.gauss(kernels)
-    return Shape(np.exp(log_gain), shift_s, np.exp(log_width))
+    return WaveShape(np.exp(log_gain), shift_s, np.exp(log_width))
 
 
 def _draw_chronic(rng: BlockDraws, without: Names) -> Findings:
-    """The findings that a patient has in every session. Where one hides another, the patient has
-    only the first."""
+    """Draw the findings that patients have in every session. If one finding would hide another in the ECG,
+    such as pacing an axis deviation, the patient does not get the hidden one."""
     paced = rng.random(BLOCK_PATIENTS) < PACED_SHARE
     conduction = _choose(rng, CONDUCTION_SHARES, without)
     conduction = np.where(paced, "", conduction)
@@ -228,9 +240,9 @@ def _draw_chronic(rng: BlockDraws, without: Names) -> Findings:
 
 
 def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
-    """Draw the block of patients of `key` (seed, ..., block number). `without`: findings that they
-    never have."""
-    rng = BlockDraws(*key, PATIENT)
+    """Draw the patients of the block with this `key`: (seed, ..., block number). `without`: findings that
+    they never have."""
+    rng = BlockDraws(*key, PATIENT_KEY)
     shape = {wave: _draw_shape(rng, wave) for wave in _SPREAD}
     chronic = _draw_chronic(rng, without)
     usual = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}
@@ -259,12 +271,12 @@ def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
 
 
 def draw_findings(rng: BlockDraws, patients: SyntheticPatients, without: Names) -> Findings:
-    """Draw a session's findings: rhythm, ectopy, ST-T, and the chronic findings that are visible
-    with this rhythm."""
+    """Draw the findings of a session: rhythm, ectopy, ST-T, and those chronic findings that the rhythm does
+    not hide."""
     anew = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}
     today = {}
     for kind in VARYING:
-        kept = rng.random(BLOCK_PATIENTS) < KEPT_SHARE[kind]
+        kept = rng.random(BLOCK_PATIENTS) < USUAL_FINDING_SHARE[kind]
         today[kind] = np.where(kept, patients.usual[kind], anew[kind])
     has = {name: np.zeros(BLOCK_PATIENTS, bool) for name in ABBREVIATIONS}
     for name, mask in patients.chronic.items():

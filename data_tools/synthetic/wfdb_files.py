@@ -1,4 +1,4 @@
-"""The two files of a synthetic WFDB record."""
+"""Write the two files of a synthetic WFDB record: header and signal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +16,11 @@ def write_record(
     comments: Sequence[str] = (),
     first_bytes: bytes = b"",
 ) -> None:
-    """Writes header and signal. `digital`: [samples, leads]; `record_line` without the name;
-    `signal_line`: the ending, format and unit of each signal."""
+    """Writes the header and the signal file. `digital`: [samples, leads]. `record_line`: the header's first
+    line without the name. `signal_line`: suffix, format and unit of the signal file, the same for all
+    leads. `first_bytes`: what the signal file has before the samples."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # overflow as WFDB's checksums do
+    # A sum in int16 overflows, as WFDB's checksums do
     sums = np.ascontiguousarray(digital.T).sum(1, dtype=np.int16).view(checksums)
     rows = zip(leads, digital[0].tolist(), sums.tolist(), strict=True)
     lines = [f"{path.name} {record_line}"]

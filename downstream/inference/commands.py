@@ -188,7 +188,7 @@ def _table_warnings(
             f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS_COLUMN}): is the "
             "scale of these ECGs right?"
         )
-    yield from source.heart_rates.doubts()
+    yield from source.heart_rates.warnings()
     if output.scores:
         if note := setup.model.note_on_rates(source.rates_hz):
             yield note

@@ -41,7 +41,7 @@ from omnilead.data_tools.sources.detect import (
     ReadError,
     Source,
     UnknownArchive,
-    key_mark,
+    key_fingerprint,
     missing_note,
     open_sources,
     prepare_record,
@@ -329,7 +329,7 @@ def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
         digest.update(json.dumps([record.name, record.stamp.decode()]).encode())
     identity = {"data": digest.hexdigest(), "fs_hz": options.fs_hz, "unit": options.unit}
     if key:
-        identity["pseudonyms"] = key_mark(key)
+        identity["pseudonyms"] = key_fingerprint(key)
     private = "" if key else next((record.private for record in records if record.private), "")
     return OpenedData(identity, partial(record_source, records, key, model_input, options), private)
 
@@ -469,7 +469,7 @@ def records_to_read(options: EcgOptions, model_input: Input) -> Iterator[RecordT
 def pseudonym_mark(keyfile: str) -> str:
     """Returns the mark that identifies this key, without revealing it. The dataset.json of a
     dataset whose names were hashed with the key has the same mark."""
-    return str(key_mark(read_key(keyfile)))
+    return str(key_fingerprint(read_key(keyfile)))
 
 
 def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:

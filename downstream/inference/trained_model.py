@@ -34,12 +34,12 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.crops import (
     IMPLAUSIBLE_AMPLITUDE,
     Crop,
-    amplitude_doubt,
     crop_count,
     crop_flags,
-    microvolts,
+    implausible_amplitude_text,
     prepare_crop,
-    samples_at_500,
+    samples_at_500_hz,
+    signal_in_microvolts,
 )
 from omnilead.data_tools.ecg.record import EcgRecord, unit_name
 from omnilead.data_tools.ecg.resampling import RATE_RANGE_HZ
@@ -593,7 +593,7 @@ class EcgCrops(NamedTuple):
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
     flags: tuple[tuple[str, ...], ...]  # the flags of each crop, as in a dataset
-    # Why the amplitude is doubtful, by data_tools.ecg.crops.amplitude_doubt; "" if it is not
+    # Why the amplitude is doubtful, by data_tools.ecg.crops.implausible_amplitude_text; "" if it is not
     doubt: str
 
 
@@ -617,9 +617,9 @@ def cut_crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input)
     except (ReadError, TypeError, ValueError) as error:
         needed = "[leads, samples] in V, mV or uV at {:g} to {:g} Hz".format(*RATE_RANGE_HZ)
         raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
-    uv_LT = microvolts(record)
+    uv_LT = signal_in_microvolts(record)
     _require_plausible(np.abs(uv_LT) / 1000, unit)
-    if doubt := amplitude_doubt(uv_LT, record.fs_hz):
+    if doubt := implausible_amplitude_text(uv_LT, record.fs_hz):
         record = replace(record, warnings=((IMPLAUSIBLE_AMPLITUDE, doubt),))
     uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
     usable = list(_usable_crops(record, uv_BLT, wanted))
@@ -656,7 +656,7 @@ def _usable_crops(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Itera
 def _count_crops_with_windows(record: EcgRecord, wanted: Input) -> int:
     """Returns the number of crops that are long enough for a window; SignalError if there are
     none."""
-    samples = samples_at_500(record.signal.shape[1], record.fs_hz)
+    samples = samples_at_500_hz(record.signal.shape[1], record.fs_hz)
     count = samples // CROP
     if wanted.shortest_ecg_s == HALF_S:
         count = crop_count(record.signal.shape[1], record.fs_hz)

@@ -89,7 +89,7 @@ def draw_why(
     device: shared.Device = "auto",
 ) -> int:
     require_writable(Path(png), "--png")
-    plots.picture_kind(Path(png))
+    plots.picture_format(Path(png))
     setup = load_model_setup(
         model,
         what,

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.ecg.record_tables import RESERVED
+from omnilead.data_tools.ecg.record_tables import RESERVED_COLUMNS
 from omnilead.engine.data.where import where_mask
 from omnilead.engine.settings.errors import ConfigError, Facts, Flag
 
@@ -212,7 +212,7 @@ def _labelled_crops(task: TaskConfig, sheet: JoinedSheet, y: list[Array]) -> Arr
 
 
 def _used_columns(task: TaskConfig, sheet: JoinedSheet, where: str) -> pa.Table:
-    always = (*RESERVED, *task.columns)
+    always = (*RESERVED_COLUMNS, *task.columns)
     names = [name for name in sheet.cells.column_names if name in always or name in where]
     return sheet.cells.select(names).replace_schema_metadata()
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.ecg.record_names import NAMES_IN_MESSAGE
-from omnilead.data_tools.ecg.record_tables import RESERVED, missing_words, read_table
+from omnilead.data_tools.ecg.record_tables import RESERVED_COLUMNS, missing_words, read_table
 from omnilead.data_tools.io.errors import DataError, Flag
 from omnilead.engine.settings.errors import ConfigError, join_first_names
 
@@ -59,7 +59,7 @@ def label_columns(task: TaskConfig, sheet: str, cells: pa.Table) -> tuple[str, .
     available = tuple(
         name
         for name in cells.column_names
-        if name not in RESERVED and not ROW_NUMBERS.fullmatch(name)
+        if name not in RESERVED_COLUMNS and not ROW_NUMBERS.fullmatch(name)
     )
     if not available:
         columns = ", ".join(map(repr, cells.column_names))

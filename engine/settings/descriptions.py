@@ -38,7 +38,7 @@ def sections(settings: type) -> set[type]:
 
 
 def field_comments(section: type) -> dict[str, str]:
-    """{field: the comment beside it, or those above it}"""
+    """Returns {field: its comments, which stand beside or above it in the code}."""
     comments: dict[str, str] = {}
     for part in reversed(section.__mro__):
         if not (is_dataclass(part) or issubclass(part, BaseModel)) or part is BaseModel:

@@ -99,7 +99,7 @@ def test_the_time_to_the_first_step(tmp_path, monkeypatch):
     result = start.repeat_start((*command, COMMAND), tmp_path, 3)
     assert result["repeats"] == 3 and result["seconds"]["low"] > 0
     assert result["cpu_seconds"]["median"] == 1.5 and not (tmp_path / "run").exists()
-    with pytest.raises(CaseError, match=r"exited with 1: .*frog"):
+    with pytest.raises(CaseError, match=r"exited with 1, .*frog"):
         start.wall_and_cpu_s_of_start((*command, "import sys; sys.exit('frog')"), tmp_path)
 
 

@@ -76,7 +76,7 @@ def sends_and_dies(send):
 
 def test_repeats_are_kept_when_their_process_dies():
     rows = []
-    with pytest.raises(CaseError, match="its process died"):
+    with pytest.raises(CaseError, match="its process ended without an answer"):
         call_fresh(sends_and_dies, rows=rows)
     assert rows == [{"units": 1}]
 
@@ -116,7 +116,7 @@ def test_sides_are_measured_in_alternating_order():
     def side(name):
         return lambda: called.append(name) or {"waited_s": 1.0}
 
-    rows = measure.take_turns({"a": side("a"), "b": side("b")}, 3, 5.0)
+    rows = measure.time_in_turns({"a": side("a"), "b": side("b")}, 3, 5.0)
     assert called == list("baabbaab")  # the first two are not counted
     assert [len(rows[name]) for name in "ab"] == [3, 3]
     assert set(rows["a"][0]) == {"units", "wall_s", "cpu_s", "waited_s"}

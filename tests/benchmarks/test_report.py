@@ -124,17 +124,19 @@ def test_which_record_counts(tmp_path):
     ("old", "new", "expected"),
     [
         ('"gpus"', '"cpus"', "'gpus'"),
-        ('"results": {', '"results": {}, "old": {', "no results"),
+        ('"results": {', '"results": {}, "old": {', ", 0 results: must be"),
         ('"stall_pct"', '"stall"', "stall_pct"),
-        ('"repeats": 3', '"repeats": 2', "2 repeats show no spread"),
-        ('"format": 1', '"format": 2', "unknown format"),
+        ('"repeats": 3', '"repeats": 2', "a case has 2 repeats"),
+        ('"format": 1', '"format": 2', "format=2, "),
         ("}", "", "JSONDecodeError"),
     ],
 )
 def test_missing_facts_of_a_record_are_named(old, new, expected, tmp_path):
     """The tables of a GPU need all of them."""
     text = SUITE.replace('"device": "cpu"', '"device": "cuda"').replace(old, new)
-    with pytest.raises(report.RecordError, match=f"^suite.json: not a whole record: .*{expected}"):
+    with pytest.raises(
+        report.RecordError, match=f"^suite.json: the record is not complete: .*{expected}"
+    ):
         loaded(tmp_path, text)
 
 

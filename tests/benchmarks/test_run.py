@@ -53,7 +53,7 @@ embed --model {bad}   | model.layers
 e2e --batch 0         | --batch: '0': must be a whole number
 e2e --only [          | --only '[': not a regular expression
 loader --repeats 2    | --repeats 2: at least 3
-ingest --device cuda  | --device cuda: ingest does not use one
+ingest --device cuda  | --device cuda: ingest does not use a GPU
 suite --device cuda   | --device cuda: torch finds no CUDA device: use --device cpu
 start --out {folder}  | is a folder
 nosuch                | invalid choice: 'nosuch'

@@ -136,12 +136,12 @@ def test_an_attention_that_a_device_does_not_have_is_no_bug(compiled):
         attend(q, q, q)
 
 
-@pytest.mark.parametrize("device", step.BATCHES)
+@pytest.mark.parametrize("device", step.BATCH_SIZES)
 def test_the_order_of_cases(device, golden):
     """+: those of a suite's first stage. A GPU's are what decides the defaults."""
     options = run.parse([*shlex.split(run.SUITES[device][0]), "--device", device])
     base = replace(BASE, precision="bf16", device=device, compiled=step.COMPILE_DEFAULTS[device])
-    names = [each.name for each in step.runs_to_compare(base, step.BATCHES[device])]
+    names = [each.name for each in step.runs_to_compare(base, step.BATCH_SIZES[device])]
     marks = ["+" if re.search(options.only or "", name) else "-" for name in names]
     golden(f"step_{device}.txt", "".join(map("{} {}\n".format, marks, names)))
 

@@ -14,7 +14,7 @@ from listed import Listed, broken_at, dies_at_once, listed
 
 from omnilead.data_tools.dataset import META, SAMPLES, Dataset
 from omnilead.data_tools.dataset.rejects import FLAG_REASONS, read_rejects
-from omnilead.data_tools.ecg.pseudonyms import key_mark, pseudonym
+from omnilead.data_tools.ecg.pseudonyms import key_fingerprint, pseudonym
 from omnilead.data_tools.ecg.record import Header
 from omnilead.data_tools.io.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.sharding import finishing
@@ -221,7 +221,7 @@ def test_models_know_patients_by_the_same_key(tmp_path):
     """As long as their names are no pseudonyms."""
     made = listed(tmp_path / "old", a=("clinic", "one", 1))
     grown = listed(tmp_path / "new", [made], b=("clinic", "two", 2))
-    assert made.name_key and grown.name_key == made.name_key and key_mark(grown.name_key)
+    assert made.name_key and grown.name_key == made.name_key and key_fingerprint(grown.name_key)
     assert listed(tmp_path / "third", [grown]).name_key == made.name_key
 
 

@@ -28,7 +28,7 @@ from omnilead.data_tools.published_labels.tables import (
     CODE15_NAMES,
     CODES,
     INTERVAL_COLUMNS,
-    REPORTS,
+    REPORT_COLUMNS,
     asserted_and_possible_codes,
 )
 from omnilead.data_tools.synthetic.archive import synthesise
@@ -41,7 +41,12 @@ from tests.tables import tabulated
 
 SHARED = Path(__file__).parents[3] / "shared"
 MIMIC_COLUMNS = " ".join(
-    ["subject_id study_id cart_id ecg_time", *REPORTS, "bandwidth filtering", *INTERVAL_COLUMNS]
+    [
+        "subject_id study_id cart_id ecg_time",
+        *REPORT_COLUMNS,
+        "bandwidth filtering",
+        *INTERVAL_COLUMNS,
+    ]
 )
 
 
@@ -267,7 +272,7 @@ def test_statements_give_the_right_codes(row):
 
 
 def mimic_row(study, *reports, **numbers):
-    said = dict.fromkeys(REPORTS, "") | dict(zip(REPORTS, reports, strict=False))
+    said = dict.fromkeys(REPORT_COLUMNS, "") | dict(zip(REPORT_COLUMNS, reports, strict=False))
     plain = dict(zip(INTERVAL_COLUMNS, (800, 40, 128, 170, 258, 518, 81, 77, 65), strict=True))
     return {"study_id": study} | said | plain | numbers
 
@@ -334,21 +339,21 @@ def test_labels_have_the_datasets_names(name, key_file, shell, tmp_path):
 
 NO_STATEMENT = ",description,diagnostic,form,rhythm,diagnostic_class,diagnostic_subclass\n"
 EXAM = ",".join(CODE15_COLUMNS.split()) + "\na b" + 14 * ","
-MEASURED = ",".join(["study_id", *REPORTS, *INTERVAL_COLUMNS]) + "\n1" + 27 * ",soon"
+MEASURED = ",".join(["study_id", *REPORT_COLUMNS, *INTERVAL_COLUMNS]) + "\n1" + 27 * ",soon"
 
 
 @pytest.mark.parametrize(
     ("archive", "table", "text", "words"),
     tabulated("""
-ptbxl         | other       | | no scp_statements.csv: copy it from PTB-XL's release
+ptbxl         | other       | | has no scp_statements.csv: copy this file from PTB-XL's
 ptbxl         | ptbxl_database | ecg_id,patient_id,scp_codes,strat_fold / 1,,,x | strat_fold is not 1 to
 code15        | other       | | missing file: exams.csv
 code15        | exams       | exam_id,age / 1,2 | no column 1dAVb, AF, LBBB
-code15        | exams       | EXAM | exams.csv: 'a b' is not a record's id
+code15        | exams       | EXAM | exams.csv: 'a b' cannot be a record's id
 mimic-iv-ecg  | other       | | missing file: machine_measurements.csv
 mimic-iv-ecg  | machine_measurements | study_id,report_0 / 1,x | Column 'report_1'
 mimic-iv-ecg  | machine_measurements | MEASURED | conversion error to float
-physionet2021 | other       | | no readable header of PhysioNet/CinC Challenge 2021
+physionet2021 | other       | | has no readable header of PhysioNet/CinC Challenge 2021
 physionet2011 | other       | | missing file: RECORDS: restore the file
 """),
 )
@@ -431,13 +436,16 @@ def test_own_labels_get_the_pseudonyms_of_a_dataset(key_file, shell, tmp_path):
     assert not pq.read_table(made).schema.metadata
     assert "A1" not in str(pq.read_table(made).to_pydict())
     for words, says in (
-        ((mine,), "a table without pseudonyms is ready for --labels"),
+        (
+            (mine,),
+            "needs --pseudonymize KEYFILE. If the dataset was made without",
+        ),
         ((mine, *hidden), "a pseudonym depends on the source: add a column `source`, such as"),
     ):
         assert says in shell.error("labels", "table", *words, "--out", tmp_path / "labels")
         mine.write_text("record;sick\na;1\n")
     mine.write_text("record;source;sick\na;wfdb;1\nb;;0\n")
-    says = "mine.csv: row 3 lacks its source or its record"
+    says = "mine.csv: row 3 has an empty cell in `source` or `record`"
     assert says in shell.error("labels", "table", mine, "--out", tmp_path / "labels", *hidden)
 
 

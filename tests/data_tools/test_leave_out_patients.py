@@ -192,7 +192,9 @@ def test_the_file_may_come_from_a_spreadsheet(data, tmp_path):
         and leave_out.listed_name("arrays", "10") is None
     )
     (tmp_path / "w").write_bytes("10.0\nMüller".encode("cp1252"))
-    with pytest.raises(DataError, match=r"--leave-out-patients .*w: its text is not UTF-8"):
+    with pytest.raises(
+        DataError, match=r"--leave-out-patients .*w: the text of the file is not UTF-8"
+    ):
         LeaveOut.read(str(tmp_path / "w"), None)
 
 

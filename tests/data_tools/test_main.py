@@ -13,7 +13,7 @@ from handmade import ecg, write_challenge
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io import terminal as cli
 from omnilead.data_tools.io.errors import DataError, DatasetError
-from omnilead.data_tools.plots import PAPER_SETS
+from omnilead.data_tools.plots import PAPER_DATABASES
 from omnilead.data_tools.sharding.verify import verify
 from tests.tables import tabulated
 
@@ -56,7 +56,7 @@ shard SRC --out x --id-share 1.5 | --id-share: 1.5: must be a number from 0 to 1
 shard SRC --out x --plan all --pretrain-sources ptb | --pretrain-sources has no effect
 shard SRC --out x --pseudonymize nokey | nokey
 shard SRC --out x --pseudonymize SHORT | at least 16
-shard SRC --out x --pseudonymize OPEN | read it (-rw-r-----): chmod 600 OPEN
+shard SRC --out x --pseudonymize OPEN | read this file (-rw-r-----): chmod 600 OPEN
 shard SRC --out SHORT | --out SHORT: is a file
 shard SRC --out x --crop 3 | unrecognized arguments: --crop 3: did you mean --shard-crops? (--help
 shard SRC --out x --hypnosis 3 | unrecognized arguments: --hypnosis 3 (--help
@@ -135,7 +135,7 @@ def test_sources_of_the_paper_and_left_out_sources_are_printed(archive, shell, t
     for name in ("georgia", "ptb-xl", "ptb"):
         assert re.search(rf"^synthetic-{name} +\d+ .*  CC0-1.0$", out, re.MULTILINE)
     paper = Dataset.open(str(tmp_path / "paper"))
-    assert pretrained(paper) == {f"synthetic-{name}" for name in PAPER_SETS}
+    assert pretrained(paper) == {f"synthetic-{name}" for name in PAPER_DATABASES}
     assert 0 < paper.meta["roles"]["id"]["probe"] <= 0.15 * 60
     command = (*command[:-1], tmp_path / "named")
     _, note = shell.run(*command, "--pretrain-sources", "ptb", "georgia", "--id-share", 0)

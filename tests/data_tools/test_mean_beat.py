@@ -107,7 +107,7 @@ def test_a_rate_that_many_hearts_together_do_not_have_is_said(rate, ecgs, says):
         rates.add("clinic", ecg(np.arange(0.4, 10, 60 / rate)))
         rates.add("noise", np.random.default_rng(0).normal(0, 300, (12, 5000)))
     line = f"clinic: median heart rate {says} a minute in {min(ecgs, 50)} ECGs: is the sampling rate right?"
-    assert list(rates.doubts()) == ([line] if says else [])
+    assert list(rates.warnings()) == ([line] if says else [])
 
 
 # What the machines wrote into their files: rate per minute, QRS axis in degrees

@@ -179,7 +179,7 @@ def test_words_for_an_unknown_patient_are_nobody(made_with, tmp_path, capsys):
     tabulated(r"""
 record,who / A,B     | who.csv: its columns are record, who: a column `patient` must name
 name,patient / A,B   | who.csv: its columns are name, patient: a column `record` must
-record,patient / A,B | none of its 1 records is in the data: it names A, the data 00000_
+record,patient / A,B | none of its 1 records is in the data: the table has names like A, the data like 00000_
 record,patient / 00000_00001_hr,A / 00000/00001_hr,B | is in rows 2 and 3: keep one
 record,patient / / 00000_00001_hr,"A / / B" / / / 00000/00001_hr,B | is in rows 3 and 6: keep one
 sep=; / record;patient / / 00000_00001_hr;A / 00000/00001_hr;B     | is in rows 3 and 4: keep one

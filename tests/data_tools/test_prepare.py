@@ -12,7 +12,7 @@ from omnilead.data_tools.ecg.crops import (
     crop_count,
     dropped_samples,
     prepare_crop,
-    samples_at_500,
+    samples_at_500_hz,
 )
 from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.ecg.resampling import FS_HZ, rate_ratio, resample
@@ -204,7 +204,7 @@ def test_a_crop_of_a_resampled_record_does_not_depend_on_the_cut(fs_hz):
     for index in range(2):
         _, out = prepared(x, index, fs_hz=fs_hz, gain=1.0)
         np.testing.assert_array_equal(out, whole[:, index * CROP :][:, :CROP])
-    assert whole.shape[1] == samples_at_500(x.shape[1], fs_hz)
+    assert whole.shape[1] == samples_at_500_hz(x.shape[1], fs_hz)
 
 
 def test_resampling_keeps_a_constant_constant_up_to_both_ends():

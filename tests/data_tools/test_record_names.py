@@ -49,9 +49,7 @@ def test_ways_in_which_a_table_may_name_a_record(record, name, noted):
 def test_the_end_of_several_names_is_refused():
     names = pa.array(NAMES)
     table = pa.table({"record": ["A1", "", "A2.xml"]})
-    says = (
-        r"my.csv: A2 \(row 4\) is the end of ward_3_A2 and of icu_A2: write the record's name with"
-    )
+    says = r"my.csv: A2 \(row 4\) is the end of two names, ward_3_A2 and icu_A2: write the record's name with"
     with pytest.raises(DataError, match=says):
         match_records("my.csv", table, names, names)
     keys = pa.array([f"dicom/{name}" for name in NAMES[:2]] + [f"edf/{name}" for name in NAMES[2:]])
@@ -81,7 +79,7 @@ def test_a_row_that_is_not_the_name_of_a_record_takes_none_that_another_row_name
 
 
 WITHOUT_FOLDERS = "records are matched without their first folders"
-OTHER_CHARACTERS = "records are matched with _ for the other characters of a file's name"
+OTHER_CHARACTERS = "records are matched with _ for unusual characters of a file's name"
 
 
 @pytest.mark.parametrize(

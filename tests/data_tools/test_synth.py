@@ -210,7 +210,7 @@ def test_a_folder_with_files_is_left_alone(tmp_path):
         ({"two_sessions": 1.5}, "two_sessions=1.5"),
         ({"layout": "edf"}, "layout='edf' is not one of physionet2021, ptbxl"),
         ({"patients": 60_000, "two_sessions": 0.9}, "five-digit"),
-        ({"patients": 90_000, "two_sessions": 0}, "outside PTB-XL there are"),
+        ({"patients": 90_000, "two_sessions": 0}, "the databases other than PTB-XL have"),
     ],
 )
 def test_invalid_arguments_are_refused(options, words, tmp_path):

@@ -399,7 +399,7 @@ def test_a_changed_archive_is_found(tmp_path):
     assert found() == ["georgia/E1 at 60 s: a crop of the archive is not in samples.parquet"]
     write_challenge(place, "E1", x)
     write_challenge(place, "E4", y[:, :5000])
-    no_crop = "the archive has no such crop: too short: no crop 1 in 10 s"
+    no_crop = "the archive has no such crop: too short: a record of 10 s has no crop 1"
     assert found() == [f"georgia/E4 at 10 s: {no_crop}"]
     write_challenge(place, "E4", ecg(10_000, seed=1))
     assert found() == [f"georgia/E4 at {at} s: the archive has other samples" for at in (0, 10)]

@@ -235,7 +235,7 @@ def test_records_missing_from_table_or_data_are_counted(tables):
 
 # A slash ends a line of the labels; {0} is the name of the first record
 BAD = tabulated(r"""
-none of its 1 records is in the data: it names X     | record,v / X,1
+none of its 1 records is in the data: .* names like X     | record,v / X,1
 record .* is in rows 2 and 4                         | record,v / {0},1 / {1},0 / {0},0
 folds 1, 2: at least 3                               | record,v,fold / {0},1,1 / {1},0,2
 split 'tset': write train                            | record,v,split / {0},1,train / {1},0,tset
@@ -244,7 +244,7 @@ split 'tset': write train                            | record,v,split / {0},1,tr
 no record has a known label in v                     | record,v / {0}, / {1},nan
 one column, not v, w: --columns NAME, or columns: \[NAME\] in a YAML task | record,v,w / {0},1,1
 has no column of labels, only 'record', 'fold': add  | record,fold / {0},1
-columns are name, v: a column `record` must name .*: rename the one that does | name,v / {0},1
+columns are name, v: a column `record` must name .*: rename the column that has | name,v / {0},1
 columns are id, ef, af: a column `record` must name  | id;ef;af / {0};40,5;1 / {1};38,0;0
 two columns are called 'v'                           | record,v,v / {0},1,1
 cannot be read as CSV or parquet                     | record,v / {0},1 / {1},1,2,3
@@ -352,8 +352,11 @@ def test_only_columns_that_are_used_must_have_clear_numbers(tables):
     [
         (b"record,v\n", "has a header, but no rows: add a row for each ECG"),
         (b"record,v\n\n\n", "has a header, but no rows"),
-        ("record;v\nA;ä\n".encode("cp1252"), "its text is not UTF-8: save it as CSV UTF-8"),
-        (b"PK\x03\x04", "it is a workbook or another archive: save the sheet as CSV UTF-8"),
+        (
+            "record;v\nA;ä\n".encode("cp1252"),
+            "the text of the file is not UTF-8: save it as CSV UTF-8",
+        ),
+        (b"PK\x03\x04", "the file is a workbook or another archive: save the sheet as CSV UTF-8"),
         (None, "is a folder: name a CSV or parquet file of labels"),
     ],
 )
@@ -456,7 +459,7 @@ def test_text_of_a_parquet_table_that_is_not_utf8_is_one_line(name, tmp_path):
     text = pa.Array.from_buffers(pa.string(), len(cells), cells.buffers())
     path = str(tmp_path / "t.parquet")
     parquet.write_table(pa.table({"record": ["A", "B"], "v": ["0", "1"]} | {name: text}), path)
-    says = rf"\A[^\n]*: the text of column '{name}' is not UTF-8: save it again\Z"
+    says = rf"\A[^\n]*: the text of column '{name}' is not UTF-8: save the table again\Z"
     with pytest.raises(DataError, match=says):
         read_table(path)
 
