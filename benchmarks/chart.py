@@ -11,11 +11,12 @@ from typing import NamedTuple
 from benchmarks.measure import Part
 from benchmarks.tables import device_of, machine_name, markdown_table, per_cpu_rate
 
+# in pixels: widths of the page, of the column of program names, of the number after a bar
 PAGE_WIDTH, LABEL_WIDTH, NUMBER_WIDTH = (
     760,
     256,
     84,
-)  # in pixels: widths of the page, of the column of program names, of the number after a bar
+)
 BAR_HEIGHT, PROGRAM_GAP = 15, 8  # in pixels: height of a bar, gap between the bars of two programs
 SVG_STYLE = (
     "text{font:16px system-ui,sans-serif;fill:#1f2328}.h{font-weight:600}.s{font-size:14px;fill:#59636e}"

@@ -373,9 +373,8 @@ class IdentityKind(Kind):
     def targets(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
-        return self.targets_of_known(
-            y, train_NK, classes, labels, balanced
-        )  # every patient is known
+        # every patient is known
+        return self.targets_of_known(y, train_NK, classes, labels, balanced)
 
     def targets_of_known(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool

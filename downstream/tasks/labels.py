@@ -194,9 +194,8 @@ def _labels_of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str
 
 def _y_of_crops(y_RK: Array, sheet: JoinedSheet) -> list[Array]:
     unknown_1K = np.full((1, y_RK.shape[1]), np.nan, np.float32)
-    with_unknown = np.append(
-        y_RK, unknown_1K, axis=0
-    )  # row -1 is all NaN: looked up by crops without a row
+    # row -1 is all NaN: looked up by crops without a row
+    with_unknown = np.append(y_RK, unknown_1K, axis=0)
     return [with_unknown[row] for row in sheet.row_of_crop]
 
 

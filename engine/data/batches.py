@@ -123,9 +123,8 @@ def dataset_batches(
         for request, uv_BLT, report in stack.enter_context(
             closing(read_ahead(requests, gather, shape))
         ):
-            good = (
-                report.row == request.row
-            )  # leaves out crops that the reader put in place of bad ones, as nobody asked for them
+            # leaves out crops that the reader put in place of bad ones, as nobody asked for them
+            good = report.row == request.row
             rows = request.row[good]
             if len(rows):
                 yield CropBatch(uv_BLT if good.all() else uv_BLT[good], halves[rows], rows)

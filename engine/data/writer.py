@@ -37,9 +37,8 @@ class CropWriter:
         self, augmenter: Augmenter, plan: Plan, out_BSLT: Tensor, meter: StageTimer
     ) -> None:
         self.augmenter, self.plan, self.out_BSLT, self.meter = augmenter, plan, out_BSLT, meter
-        self.planned_rows = (
-            plan.places.row.tolist()
-        )  # Python's integers compare faster than numpy's
+        # Python's integers compare faster than numpy's
+        self.planned_rows = plan.places.row.tolist()
         self.parameters = augmenter.to_device(plan.parameters)
 
     def write(self, crops_BLT: Tensor, positions: list[int], rows: list[int]) -> None:

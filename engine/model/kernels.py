@@ -318,15 +318,13 @@ def weight_gradient(
     y = y.reshape(rows * blocks, OUTPUTS_PER_BLOCK, groups, group_width).permute(2, 0, 1, 3)
     y = y.reshape(groups, rows * blocks, OUTPUTS_PER_BLOCK * group_width)
     x = block_inputs(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
-    band = torch.bmm(x, y).view(
-        groups, -1, group_width, OUTPUTS_PER_BLOCK, group_width
-    )  # band: [G, window, c in, OUTPUTS_PER_BLOCK, c out]
+    # band: [G, window, c in, OUTPUTS_PER_BLOCK, c out]
+    band = torch.bmm(x, y).view(groups, -1, group_width, OUTPUTS_PER_BLOCK, group_width)
     # Tap k connects output b to input b + k. This uses views instead of as_strided, because the
     # compiler may pad `band`: with as_strided and fixed strides, the gradient was wrong on an H100,
     # without any error.
-    taps = band.unfold(1, OUTPUTS_PER_BLOCK, 1).diagonal(
-        dim1=3, dim2=5
-    )  # taps: [G, K, c in, c out, OUTPUTS_PER_BLOCK]
+    # taps: [G, K, c in, c out, OUTPUTS_PER_BLOCK]
+    taps = band.unfold(1, OUTPUTS_PER_BLOCK, 1).diagonal(dim1=3, dim2=5)
     summed = taps.sum(-1, dtype=torch.promote_types(taps.dtype, torch.float32))
     return summed.permute(0, 3, 2, 1).reshape(width, group_width, kernel)
 
