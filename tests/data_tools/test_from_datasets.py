@@ -204,7 +204,10 @@ def test_names_that_are_pseudonyms_stay(small, more, key_file, shell, tmp_path):
     assert verify(grown, open_sources(str(more)), key=None) != []
     for options in ((), ("--pseudonymize", other)):
         said = shell.error("shard", keyed, more, "--out", tmp_path / "no", *options)
-        assert f"{keyed}: its names are pseudonyms: give the key that they were made with as --pseudonymize" in said
+        assert (
+            f"{keyed}: its names are pseudonyms: give the key that they were made with as --pseudonymize"
+            in said
+        )
     shell.shard(keyed, tmp_path / "alone")  # nothing is to be hidden
     alone = Dataset.open(str(tmp_path / "alone"))
     assert rows_of(alone) == rows_of(Dataset.open(str(keyed)))

@@ -236,7 +236,9 @@ def test_show_draws_one_file(tmp_path, capsys, monkeypatch):
     )
     assert main(["show", f"{tmp_path}/two.DCM"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "two.DCM: `omnilead shard` would refuse this record: unreadable record: TypeError" in line
+    assert (
+        "two.DCM: `omnilead shard` would refuse this record: unreadable record: TypeError" in line
+    )
 
 
 def test_names_that_lose_letters_or_are_cut_stay_different(tmp_path):

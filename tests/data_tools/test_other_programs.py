@@ -129,7 +129,10 @@ def test_a_flipped_bit_never_becomes_a_crop(small, tmp_path):
         (lambda made: made.webdataset("dx"), "role=dx: no such role: choose from all"),
         (lambda made: made.torch("all", labels=["AFX"]), "labels=AFX: no such label: .* age, AF, "),
         (lambda made: made.torch("all", labels="AFX"), "AFX: no such file"),
-        (lambda made: made.torch("dx:train"), r"no crop has the role dx:train: its roles are {'pretrain'"),
+        (
+            lambda made: made.torch("dx:train"),
+            r"no crop has the role dx:train: its roles are {'pretrain'",
+        ),
         (
             lambda made: made.torch("all", labels="text.csv"),
             "text.csv: labels must be columns of n",

@@ -305,7 +305,10 @@ SHARD = {"name": "00000.tar", "crops": 1, "bytes": 1, "sha256": "0" * 64}
         (meta("crops", 9), "entries contradict each other"),
         (meta("formats", ["zarr"]), "entries contradict each other"),
         (meta("shards.0.crops", 10**30), "dataset.json"),
-        (meta("shards", [SHARD | {"crops": 15}, SHARD | {"crops": 0}]), "entries contradict each other"),
+        (
+            meta("shards", [SHARD | {"crops": 15}, SHARD | {"crops": 0}]),
+            "entries contradict each other",
+        ),
         (meta("shards", [SHARD | {"name": "a.tar\n"}]), r"dataset\.json: the entry shards "),
         (meta("sources.0.licence", "\udc80"), r"dataset\.json: not JSON "),
     ],
