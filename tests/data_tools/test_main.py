@@ -69,7 +69,7 @@ show nothing | nothing: does not exist
 show DATASET --crop 999999 | crops 0 to
 show nothing.hea | missing file
 show OWN/one.hea --crop 77 | --crop 77: OWN/one.hea is a record
-show DATASET --png PIPE | --png PIPE: exists and is not a regular file
+show DATASET --png PIPE | --png PIPE: this path exists and is not a regular file
 show DATASET --png x.foo | x.foo: .foo is not a picture format
 show DATASET --png no/such/folder/x.png | --png no/such/folder/x.png: folder
 synth s3://bucket/archive | s3://bucket/archive: archives are made on a local disk
