@@ -138,7 +138,7 @@ def test_what_a_severed_connection_lost_is_uploaded_with_the_next_checkpoint(how
 
 def test_what_was_not_uploaded_at_the_end_is_an_error_that_names_the_folder(store, monkeypatch):
     """The server is gone from the first checkpoint on; then there is one again."""
-    send, calls, asked = Bucket._upload, count(), []
+    send, calls, asked = Bucket._upload_changes, count(), []
 
     def tries(self, name, call, must_exist=False):
         asked.append(self.tries or storage.RETRIES)
@@ -151,7 +151,7 @@ def test_what_was_not_uploaded_at_the_end_is_an_error_that_names_the_folder(stor
         send(*arguments)
 
     retry = RemoteFolder._retry
-    monkeypatch.setattr(Bucket, "_upload", gone)
+    monkeypatch.setattr(Bucket, "_upload_changes", gone)
     ended = store.train("a")
     assert ended.codes == [1] and "Traceback" not in ended.output
     lines = ended.output.splitlines()
@@ -161,7 +161,7 @@ def test_what_was_not_uploaded_at_the_end_is_an_error_that_names_the_folder(stor
     assert f"all is in {store.folder('a')}" in lines[-1]
     assert (store.folder("a") / "model").is_dir()
     store.server.start(monkeypatch)
-    monkeypatch.setattr(Bucket, "_upload", send)
+    monkeypatch.setattr(Bucket, "_upload_changes", send)
     monkeypatch.setattr(RemoteFolder, "_retry", retry)
     said = store.train("a").good()
     assert "has no checkpoint" in said and "resumes after step 6" in said
@@ -257,7 +257,7 @@ def test_of_an_amended_checkpoint_only_progress_is_uploaded(store):
 
 def test_a_run_that_was_started_elsewhere_since_ends(store, whole, monkeypatch):
     """It uploads nothing more, and the other goes on from what it had."""
-    send, calls = Bucket._upload, count()
+    send, calls = Bucket._upload_changes, count()
 
     def second(*arguments):
         if next(calls) == 1:
@@ -265,7 +265,7 @@ def test_a_run_that_was_started_elsewhere_since_ends(store, whole, monkeypatch):
         send(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Bucket, "_upload", second)
+        patch.setattr(Bucket, "_upload_changes", second)
         ended = store.train("a")
     assert "started elsewhere as well" in ended.last_line(2)
     assert store.latest() == "step-2" and store.steps() == {"step-2"}
