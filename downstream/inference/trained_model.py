@@ -71,10 +71,17 @@ from omnilead.engine.settings.leads import describe_leads, leads_in_order
 from omnilead.engine.settings.metrics import METRIC_OF, label_of
 from omnilead.engine.settings.run_files import number_or_nan
 
-from ..tasks.classifier import build_head, sees_tokens
+from ..tasks.classifier import build_head, takes_tokens
 from ..tasks.config import TaskKind
 from ..tasks.kinds import KINDS, sensitivity_sentences
-from ..tasks.readout import PAPER, Readout, measures_signal, parse_readout, read_out, readout_width
+from ..tasks.readout import (
+    PAPER_READOUT,
+    Readout,
+    measures_signal,
+    parse_readout,
+    read_out,
+    readout_width,
+)
 from .trees import Trees
 
 # Limits for a typical lead's median and peak, and for its peak from below; hearts peak at 0.1 to 10
@@ -200,7 +207,7 @@ class TrainedModel(nn.Module):
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
         self.seen = unknown_record()  # the data that it was trained on (engine.data.seen)
-        self.readout = self.suitable_readout(config.get("readout", PAPER))
+        self.readout = self.suitable_readout(config.get("readout", PAPER_READOUT))
         self.eval()
 
     def note_on_rates(self, rates_hz: Iterable[float]) -> str:
@@ -287,7 +294,7 @@ class TrainedModel(nn.Module):
 
     def pool_tokens(self, x_RLT: Tensor) -> Tensor:
         """Returns c_RD, float32: the mean over tokens, as in the paper."""
-        return self.read(x_RLT, (PAPER,))
+        return self.read(x_RLT, (PAPER_READOUT,))
 
     def read(self, x_RLT: Tensor, readout: Readout) -> Tensor:
         """The parts of a read-out, joined, in float32."""
@@ -308,7 +315,7 @@ class TrainedModel(nn.Module):
         c = c_RND
         if isinstance(self.head, Trees) and not c_RND.isfinite().all():
             raise ConfigError(NOT_FINITE)  # trees would take NaN for a value that was not measured
-        if not sees_tokens(self.head):
+        if not takes_tokens(self.head):
             c = read_out(self.readout, c_RND, x_RLT, self.input.leads)
         y: Tensor = self.head(c.to(next(self.head.parameters()).dtype))
         return y.float()
@@ -495,7 +502,7 @@ def class_in_folder(folder: Path, spec: str, code: bool, part: str) -> Any:
 def readout_of_document(document: Mapping[str, Any], path: Path) -> Readout:
     """Parses `readout` in config.json."""
     try:
-        return parse_readout(str(document.get("readout", PAPER)))
+        return parse_readout(str(document.get("readout", PAPER_READOUT)))
     except ConfigError as error:
         raise LoadError(f"{path}: {error}") from None
 
