@@ -284,8 +284,8 @@ def _parse_temperatures(value: Any) -> dict[str, float]:
 
 
 def _parse_blocks(value: Any) -> list[tuple[int, int]]:
-    """Parses a stack of convolutions, a text that the authors eval(): "[(256, 2, 2)] * 3 + [(512,
-    2, 2)]" gives four blocks."""
+    """Parses a stack of convolutions, which is a text that the authors eval(). For example, "[(256,
+    2, 2)] * 3 + [(512, 2, 2)]" gives four blocks."""
     text, layers = str(value), list[tuple[int, int, int]]()
     if len(text) > MAX_TEXT:
         raise ValueError

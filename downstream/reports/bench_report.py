@@ -101,7 +101,7 @@ def comparison_markdown(document: Row) -> str:
 
 def verdict_sentences(document: Row) -> list[str]:
     """Returns a sentence for each task and set of leads. It says whether the first model can be
-    told apart from the best other model, by the first metric, on the largest share of labels."""
+    told apart from the best other model, by the first metric and on the largest share of labels."""
     first = next(iter(document["models"]))
     gaps = {
         (*_row_key(gap), gap["metric"]): gap

@@ -333,7 +333,8 @@ def curve_pictures(log: RunLog, best: float | None) -> Iterator[Picture]:
 
 
 def write_report(run: Path) -> Path:
-    """Writes RUN/report.html and RUN/result.json, and prints the result."""
+    """Writes RUN/report.html and, if a fine-tuning has ended, RUN/result.json, whose text it
+    prints."""
     if ended := training_result(RunLog(run)):
         write_whole(run / RESULT_FILE, json.dumps(ended, indent=1) + "\n")
         say(ended["text"])

@@ -196,8 +196,8 @@ def read_ecg(setup: Setup, what: str, crop: int | None) -> EcgCrops:
 
 
 def colour_leads(figure: Figure, added_by_lead: dict[str, float]) -> None:
-    """Colours the printout behind each lead. The colour is strongest for the lead that adds
-    most."""
+    """Colours the printout behind each lead. The colour is strongest for the lead with the largest
+    effect, whether it adds or takes away."""
     (page,) = figure.axes
     most = max(map(abs, added_by_lead.values())) or 1.0
     width = paper.MM_PER_S * paper.COLUMN_S

@@ -391,7 +391,7 @@ REFUSED = {
     "missing": ({n: w for n, w in net().items() if n != "norm.bias"}, NET, [], "6 of 7 weights fit: 1 missing: norm.bias"),
     "two networks": (under("a.", net()) | under("b.", net()), NET, [], "under several prefixes, ['a.', 'b.']: choose one with"),
     "NaN": (net() | BROKEN, NET, [], "w.pt: the weight conv.weight has NaN or infinity"),
-    "quantised": (net() | {"conv.weight": torch.ones(16, 12, 8).char()}, NET, [], "w.pt: conv.weight is torch.int8"),
+    "quantised": (net() | {"conv.weight": torch.ones(16, 12, 8).char()}, NET, [], "w.pt: the weight conv.weight is torch.int8"),
     "sparse": (net() | {"conv.weight": torch.zeros(16, 12, 8).to_sparse()}, NET, [], "w.pt: "),
     "unused": (net(), NET.replace("self.norm(self.conv(x))", "x[:, :1].expand(-1, 16, -1)"), [],
         "loading them does not change the embedding"),

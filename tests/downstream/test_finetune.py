@@ -513,7 +513,7 @@ def test_invalid_settings_are_one_line(tune, tuned, archive, tmp_path):
         ("no crop with identity=train", {**data, "task__kind": "identity"}),
         ("start='': name a pre-trained", {"start": ""}),
         ("no such folder", {"start": str(tmp_path / "nothing")}),
-        ("was trained on I,II only", {"start": two, "augment__leads": "3"}),
+        ("was trained on the leads I,II only", {"start": two, "augment__leads": "3"}),
         ("task.kind", {"task__kind": "sex"}),
         ("use halves", {"pipeline__views": "window"}),
         ("encoder.dropout=1.5: input should be", {"encoder__dropout": 1.5}),

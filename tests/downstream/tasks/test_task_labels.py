@@ -268,8 +268,8 @@ name one with --labels             |                  | labels="", kind="multila
 EACH = range(171)  # of the records
 MANY = "".join(f" / {{{i}}},{i}" for i in EACH)
 BAD += [
-    ("v has 171 values: use at most 100 classes", f"record,v{MANY}", 'kind="multiclass"'),
-    ("fold has 171 values: use at most 100", f"record,v,fold{MANY.replace(',', ',1,')}"),
+    ("column 'v' has 171 classes: use at most 100", f"record,v{MANY}", 'kind="multiclass"'),
+    ("column 'fold' has 171 values: use at most 100", f"record,v,fold{MANY.replace(',', ',1,')}"),
     ("the first line has a quote that is not closed", 'record,"v' + " / A,1" * 60_000),
     (
         r"patient .* is in folds \d and \d",
