@@ -364,7 +364,7 @@ def test_bad_embeddings_are_an_error_of_one_line():
     for gallery, n, probes, message in (
         (good, 3, bad, "1 of 3 probe embeddings are not finite"),
         (good, 2, good, r"gallery embeddings have shape \[3, 4\], for 2 patients"),
-        (good[:0], 0, good, "n at least 1"),
+        (good[:0], 0, good, "with at least one patient"),
     ):
         with pytest.raises(MetricError, match=message):
             identification_scores(gallery, range(n), probes, range(3))
